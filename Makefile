@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine with Python 3.10+, a C/C++ compiler and the package registry:
+#   make demo    build, quantize the embedded model, generate text, compare types
+#   make test    the whole test suite
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(CURDIR)/$(VENV)/bin
+BUILD  := build/package
+# -C options reach scikit-build-core and CMake: make demo CONFIG='-C cmake.define.GGML_CUDA=ON'
+CONFIG ?=
+
+export PATH := $(BIN):$(PATH)
+
+.PHONY: demo test install bench clean
+
+demo: install
+	$(BIN)/python scripts/demo.py
+
+test: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	$(BIN)/python scripts/build_tests.py --package $(BUILD)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: install
+	$(BIN)/python scripts/bench.py
+
+# Without build isolation, so that the build folder keeps working for later builds of single targets.
+install: $(VENV)/.tools
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -v \
+	    -C build-dir=$(BUILD) -C cmake.define.GGML_EXT_TESTS=ON $(CONFIG) . > build/install.log 2>&1 \
+	    || { tail -n 40 build/install.log; echo "error: the build failed; the whole log is build/install.log"; exit 1; }
+
+$(VENV)/.tools:
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.10" cmake ninja "tomli; python_version < '3.11'"
+	touch $@
+
+clean:
+	rm -rf build $(VENV)

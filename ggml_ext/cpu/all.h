@@ -1,0 +1,5 @@
+// Generated from ggml_ext/types.toml by scripts/gen_types.py; do not edit.
+// Unpack over the SIMD primitives of every weight type.
+#pragma once
+
+#include "itq3_s.h"

@@ -1,0 +1,41 @@
+// The CPU backend's entry points, one instantiation a type.
+#include "ggml-ext-cpu.h"
+#include "all.h"
+
+#include <atomic>
+
+using namespace ggml_ext;
+
+#define X(NAME, name)                                                                                              \
+    void ggml_ext_vec_dot_##name(int n, float * s, size_t bs, const void * vx, size_t bx, const void * vy,         \
+                                 size_t by, int nrc) {                                                             \
+        assert(n % QK_K == 0 && nrc == 1);                                                                         \
+        GGML_UNUSED(bs); GGML_UNUSED(bx); GGML_UNUSED(by); GGML_UNUSED(nrc);                                       \
+        *s = vec_dot(n, (const block_##name *) vx, (const block_q8_K *) vy);                                       \
+    }                                                                                                              \
+    void ggml_ext_quantize_row_##name(const float * x, void * y, int64_t n) { quantize_row_##name##_ref(x, y, n); }
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+
+bool ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q) {
+    switch ((int) type) {
+#define X(NAME, name) case GGML_TYPE_##NAME: unpack_block(*(const block_##name *) block, q); return true;
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+    }
+    return false;
+}
+
+const char * ggml_ext_cpu_isa(void) {
+    return GGML_EXT_ISA;
+}
+
+static std::atomic<int64_t> n_tiles{0};
+
+void ggml_ext_cpu_count_tile(void) {
+    n_tiles.fetch_add(1, std::memory_order_relaxed);
+}
+
+int64_t ggml_ext_cpu_n_tiles(void) {
+    return n_tiles.load(std::memory_order_relaxed);
+}

@@ -1,0 +1,30 @@
+// What the CPU backend's tables point to.
+#pragma once
+
+#include "ggml-ext-base.h"
+#include "ggml-backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define X(NAME, name)                                                                                              \
+    GGML_BACKEND_API void ggml_ext_vec_dot_##name(int n, float * s, size_t bs, const void * vx, size_t bx,         \
+                                                  const void * vy, size_t by, int nrc);                            \
+    GGML_BACKEND_API void ggml_ext_quantize_row_##name(const float * x, void * y, int64_t n);
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+
+// x: n floats, n a multiple of 256; y: n/256 block_q8_K of the rotated row.
+GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
+
+// For tests: the instruction set compiled in, one block through the SIMD unpack, and how many tiles the tiled GEMM
+// has unpacked from the extension's types since the start of the process.
+GGML_BACKEND_API const char * ggml_ext_cpu_isa(void);
+GGML_BACKEND_API bool         ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q);
+GGML_BACKEND_API int64_t      ggml_ext_cpu_n_tiles(void);
+void                          ggml_ext_cpu_count_tile(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,62 @@
+// The unpack contract over SIMD registers. A type specialises unpacker<block>:
+//   d, offset             float, as in ggml_ext_unpacked (offset only if the type has one)
+//   group<G>()            u8x32, the codes of weights 32*G .. 32*G + 31, equal to the scalar reference
+// and everything below follows.
+#pragma once
+
+#include "simd.h"
+
+#include <utility>
+
+namespace ggml_ext {
+
+template <typename B> struct unpacker;
+
+// The type's row of types.toml.
+template <typename B> struct traits;
+#define GGML_EXT_X(NAME, name)                                              \
+    template <> struct traits<block_##name> {                               \
+        static constexpr ggml_type type       = GGML_TYPE_##NAME;           \
+        static constexpr int       q_min      = GGML_EXT_##NAME##_UNPACK_MIN; \
+        static constexpr int       q_max      = GGML_EXT_##NAME##_UNPACK_MAX; \
+        static constexpr bool      has_offset = GGML_EXT_##NAME##_HAS_OFFSET; \
+    };
+GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+
+constexpr int N_VECS = QK_K/32;
+
+template <typename B, int... G>
+static inline auto dot_block(const unpacker<B> & u, const int8_t * y, std::integer_sequence<int, G...>) {
+    dot_sum<traits<B>::q_max, N_VECS> sum;
+    (sum.add(u.template group<G>(), y + 32*G), ...);
+    return sum.total();
+}
+
+template <typename B, int... G>
+static inline void store_block(const unpacker<B> & u, uint8_t * q, std::integer_sequence<int, G...>) {
+    (store(q + 32*G, u.template group<G>()), ...);
+}
+
+// Dot product of n weights with n quantised activations: exact in integers inside a block, float across blocks.
+template <typename B>
+static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
+    f32_sum acc;
+    for (int ib = 0; ib < n/QK_K; ++ib) {
+        const unpacker<B> u(x[ib]);
+        const float d = u.d*y[ib].d;
+        acc.add(d, dot_block(u, y[ib].qs, std::make_integer_sequence<int, N_VECS>()));
+        if constexpr (traits<B>::has_offset) {
+            acc.add(-d*u.offset, activation_sum(y[ib].bsums));
+        }
+    }
+    return acc.total();
+}
+
+// The 256 codes of one block in order.
+template <typename B>
+static inline void unpack_block(const B & x, uint8_t * q) {
+    store_block(unpacker<B>(x), q, std::make_integer_sequence<int, N_VECS>());
+}
+
+} // namespace ggml_ext

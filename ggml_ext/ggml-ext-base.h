@@ -1,0 +1,20 @@
+// All weight types' blocks, and the functions that ggml's own tables point to.
+#pragma once
+
+#include "ggml-ext-common.h"
+
+#include "types/all.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define X(NAME, name)                                                                   \
+    GGML_API void dequantize_row_##name(const block_##name * x, float * y, int64_t n);  \
+    GGML_API void quantize_row_##name##_ref(const float * x, void * y, int64_t n);
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,44 @@
+// Public interface of the extension, exported by libggml-base beside ggml's own.
+#pragma once
+
+#include "ggml.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Version of the interface in this header; raised by every incompatible change.
+#define GGML_EXT_ABI_VERSION 1
+GGML_API int ggml_ext_abi_version(void);
+
+// Options of the encoders. Zero-initialise and set what you need: zero is the default of every field.
+struct ggml_ext_quantize_params {
+    int32_t itq3_levels; // ITQ3_S: 8 (default) or 3, the paper's ternary
+};
+
+// ggml_quantize_chunk() with options, for the extension's weight types only.
+//   src      nrows*n_per_row floats beginning at element `start`, n_per_row a multiple of 256
+//   imatrix  n_per_row importances or NULL
+//   params   NULL for the defaults
+// Returns the bytes written; 0 if type is not one of the extension's weight types or an option is out of range.
+GGML_API size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start,
+                                        int64_t nrows, int64_t n_per_row, const float * imatrix,
+                                        const struct ggml_ext_quantize_params * params);
+
+// The unpack contract of one block (scalar reference): 256 codes, up to four integer scales, d and offset with
+// value[j] = d * scale[j / group] * (q[j] - offset). Returns false for other types.
+GGML_API bool ggml_ext_unpack_block(enum ggml_type type, const void * block, int8_t * q, int32_t * scale, float * d,
+                                    float * offset);
+
+// True if all blocks of a row hold finite scales (and whatever else the type demands).
+GGML_API bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_blocks);
+
+// In-place rotation of n_blocks blocks of 256 floats; see ggml-ext-fwht.h.
+GGML_API void ggml_ext_fwht(float * x, int64_t n_blocks);
+
+// Rotated activation type Q8_KR: scalar reference of what the CPU backend's from_float does.
+GGML_API void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * y, int64_t n);
+
+#ifdef __cplusplus
+}
+#endif

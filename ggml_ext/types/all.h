@@ -1,0 +1,5 @@
+// Generated from ggml_ext/types.toml by scripts/gen_types.py; do not edit.
+// Block structs and scalar unpack of every weight type.
+#pragma once
+
+#include "itq3_s.h"

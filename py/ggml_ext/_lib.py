@@ -1,0 +1,171 @@
+"""The extended libggml-base through ctypes, which releases Python's lock during calls: threads run in parallel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from ._errors import UserError
+from ._types import WEIGHT_TYPES
+
+ABI_VERSION = 1  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+DIR_VARIABLE = "GGML_EXT_LIB_DIR"
+# the package holds the library under its SONAME, libggml-base.so.0 on Linux; a build folder has links beside it
+FILE_PATTERN = {"darwin": "libggml-base*.dylib", "win32": "ggml-base.dll"}.get(sys.platform, "libggml-base.so*")
+MAX_GROUPS = 4   # GGML_EXT_MAX_GROUPS
+
+_ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
+
+
+class _TypeTraits(ctypes.Structure):
+    """struct ggml_type_traits of ggml.h, up to the field that is used here."""
+
+    _fields_ = [("type_name", c_char_p), ("blck_size", c_int64), ("blck_size_interleave", c_int64),
+                ("type_size", c_size_t), ("is_quantized", c_bool), ("to_float", _ToFloat)]
+
+
+class _QuantizeParams(ctypes.Structure):
+    """struct ggml_ext_quantize_params of ggml-ext.h."""
+
+    _fields_ = [("itq3_levels", c_int32)]
+
+
+_floats = POINTER(c_float)
+_SIGNATURES = {
+    "ggml_ext_abi_version": (c_int, []),
+    "ggml_ext_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats,
+                                           POINTER(_QuantizeParams)]),
+    "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
+    "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
+    "ggml_ext_fwht": (None, [_floats, c_int64]),
+    "ggml_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats]),
+    "ggml_quantize_requires_imatrix": (c_bool, [c_int]),
+    "ggml_row_size": (c_size_t, [c_int, c_int64]),
+    "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
+}
+
+
+def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:
+    return array.ctypes.data_as(POINTER(ctype))
+
+
+def _need(array: np.ndarray, dtype: type, what: str) -> None:
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{what} is {array.dtype}, contiguous: {array.flags.c_contiguous}; need contiguous {np.dtype(dtype)}")
+
+
+class Library:
+    """One loaded libggml-base. Types are ids of enum ggml_type; arrays are numpy, C-contiguous."""
+
+    def __init__(self, path: Path):
+        """Loads the library; UserError if it cannot be loaded, is a stock ggml or has another interface version."""
+        self.path = path
+        try:
+            self._dll = ctypes.CDLL(os.fspath(path))
+        except OSError as e:
+            raise UserError(f"cannot load {path}: {e}; reinstall ggml-ext or pass --encoder numpy") from e
+        for name, (result, arguments) in _SIGNATURES.items():
+            try:
+                function = getattr(self._dll, name)
+            except AttributeError:
+                raise UserError(f"{path} has no {name}: it is not the ggml of this package; reinstall ggml-ext or "
+                                f"unset {DIR_VARIABLE}") from None
+            function.restype, function.argtypes = result, arguments
+        if (version := self._dll.ggml_ext_abi_version()) != ABI_VERSION:
+            raise UserError(f"{path} has interface version {version}, this package needs {ABI_VERSION}: reinstall ggml-ext")
+
+    def row_bytes(self, type_id: int, n_per_row: int) -> int:
+        """Bytes of a row of n_per_row weights, a multiple of the type's block size."""
+        return self._dll.ggml_row_size(type_id, n_per_row)
+
+    def requires_imatrix(self, type_id: int) -> bool:
+        """True for stock types that cannot be made without an importance matrix."""
+        return self._dll.ggml_quantize_requires_imatrix(type_id)
+
+    def quantize(self, type_id: int, rows: np.ndarray, itq3_levels: int = 0,
+                 imatrix: np.ndarray | None = None) -> np.ndarray:
+        """Encodes float32 (n_rows, n_per_row), n_per_row a multiple of the block size; returns uint8 (n_rows, row_bytes).
+
+        itq3_levels: 8 or 3 for ITQ3_S, 0 for the default; other types ignore it. imatrix: float32
+        (n_per_row,) importances, which some stock types require. ValueError for other shapes, dtypes and options.
+        """
+        _need(rows, np.float32, "rows")
+        n_rows, n_per_row = rows.shape
+        traits = self._dll.ggml_get_type_traits(type_id).contents
+        if n_per_row % traits.blck_size:
+            raise ValueError(f"rows of {n_per_row} are no multiple of {traits.blck_size}")
+        out = np.empty((n_rows, self.row_bytes(type_id, n_per_row)), np.uint8)
+        if imatrix is not None:
+            _need(imatrix, np.float32, "imatrix")
+            if imatrix.shape != (n_per_row,):
+                raise ValueError(f"imatrix has shape {imatrix.shape}, need ({n_per_row},)")
+        importance = None if imatrix is None else _pointer(imatrix, c_float)
+        source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
+        if type_id in _EXT_IDS:
+            params = _QuantizeParams(itq3_levels=itq3_levels)
+            n_bytes = self._dll.ggml_ext_quantize_chunk(type_id, source, target, 0, n_rows, n_per_row, importance,
+                                                        ctypes.byref(params))
+        else:
+            n_bytes = self._dll.ggml_quantize_chunk(type_id, source, target, 0, n_rows, n_per_row, importance)
+        if n_bytes != out.nbytes:
+            raise ValueError(f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels})")
+        return out
+
+    def dequantize(self, type_id: int, data: np.ndarray, n_per_row: int) -> np.ndarray:
+        """Decodes uint8 (n_rows, row_bytes) to float32 (n_rows, n_per_row). ValueError for other shapes and dtypes."""
+        _need(data, np.uint8, "data")
+        if data.ndim != 2 or data.shape[1] != self.row_bytes(type_id, n_per_row):
+            raise ValueError(f"data has shape {data.shape}, need (n_rows, {self.row_bytes(type_id, n_per_row)})")
+        out = np.empty((data.shape[0], n_per_row), np.float32)
+        to_float = self._dll.ggml_get_type_traits(type_id).contents.to_float
+        to_float(data.ctypes.data_as(c_void_p), _pointer(out, c_float), out.size)
+        return out
+
+    def unpack_block(self, type_id: int, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+        """The unpack contract of one block, uint8 (block_bytes,): q int8 (256,), scale int32 (4,), d and offset.
+
+        ValueError if type_id is not one of our weight types.
+        """
+        _need(block, np.uint8, "block")
+        q, scale = np.zeros(256, np.int8), np.zeros(MAX_GROUPS, np.int32)
+        d, offset = c_float(), c_float()
+        if not self._dll.ggml_ext_unpack_block(type_id, block.ctypes.data_as(c_void_p), _pointer(q, c_int8),
+                                               _pointer(scale, c_int32), ctypes.byref(d), ctypes.byref(offset)):
+            raise ValueError(f"type {type_id} is not a weight type of ggml_ext")
+        return q, scale, d.value, offset.value
+
+    def validate(self, type_id: int, data: np.ndarray) -> bool:
+        """True if all blocks, uint8 (n_blocks, block_bytes), of one of our types hold finite scales."""
+        _need(data, np.uint8, "data")
+        return self._dll.ggml_ext_validate_row(type_id, data.ctypes.data_as(c_void_p), data.shape[0])
+
+    def fwht(self, x: np.ndarray) -> np.ndarray:
+        """The rotation of float32 (n_blocks, 256) as a new array."""
+        _need(x, np.float32, "x")
+        out = x.copy()
+        self._dll.ggml_ext_fwht(_pointer(out, c_float), out.size // 256)
+        return out
+
+
+_EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
+
+
+@functools.cache
+def load() -> Library | None:
+    """The library in the directory GGML_EXT_LIB_DIR or, if that is unset, in the package's bin folder.
+
+    None if the package was installed without it; UserError if it is there and cannot be used, or if the variable names
+    a directory without it.
+    """
+    directory = os.environ.get(DIR_VARIABLE)
+    found = sorted(Path(directory or Path(__file__).parent / "bin").glob(FILE_PATTERN))
+    if directory and not found:
+        raise UserError(f"{DIR_VARIABLE} is {directory}, which has no {FILE_PATTERN}: point it to the folder of the "
+                        "extended libraries or unset it")
+    return Library(found[0]) if found else None

@@ -1,0 +1,211 @@
+"""Which type each tensor gets: what llama-quantize does for the same file type.
+
+Source of the rules and lists: llama.cpp, src/llama-quant.cpp, tensor_allows_quantization(), tensor_type_fallback(),
+tensor_requires_imatrix() and llama_tensor_get_type(). Where those ask for the file type (ftype), ours has the row of
+its type in the table: `token_embd`, `output` and `fallback`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ._errors import UserError
+from ._gguf_file import GGUFFile, Tensor, row_bytes
+from ._types import TYPES, TypeInfo
+
+T = GGMLQuantizationType
+
+# A tensor whose name holds one of these stays as it is.
+KEPT_PARTS = (
+    "_norm.weight",
+    "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight",   # expert routing
+    "altup", "laurel", "per_layer_model_proj",          # small
+    "ssm_conv1d", "shortconv.conv.weight",              # small convolutions
+    "indexer.k_proj.weight", "indexer.q_proj.weight",
+    # RWKV: small, though of two dimensions
+    "time_mix_first.weight", "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight",
+    "time_mix_v1.weight", "time_mix_v2.weight", "time_mix_a0.weight", "time_mix_a1.weight", "time_mix_a2.weight",
+    "time_mix_g1.weight", "time_mix_g2.weight", "time_mix_decay_w1.weight", "time_mix_decay_w2.weight",
+    "time_mix_lerp_fused.weight",
+    "attn_rel_b.weight",                                # T5's relative position bias
+    ".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger",  # vision
+    "a.rvq.codebook", "mm.a.code_embd",                 # audio
+)
+KEPT_NAMES = ("position_embd.weight", "token_types.weight")  # BERT
+KEPT_PARTS_OF_ARCH = {
+    "glm5-next": (
+        "hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate",
+        "indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight",
+        "ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
+    ),
+}
+Q8_0_PARTS_OF_ARCH = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
+OUTPUT = "output.weight"
+TOKEN_EMBD = "token_embd.weight"
+PER_LAYER_TOKEN_EMBD = "per_layer_token_embd.weight"
+# With eight experts the attention's keys and values are a small part of the model.
+ATTENTION_K_V_PARTS = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight", "attn_k.weight")
+
+FLOAT_TYPES = (T.F32, T.F16, T.BF16)
+INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
+ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
+SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
+IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
+TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
+# For rows that are no multiple of the block; beside the `fallback` of our own types.
+STOCK_FALLBACKS = {
+    T.IQ1_S: T.IQ4_NL, T.IQ1_M: T.IQ4_NL, T.IQ2_XXS: T.IQ4_NL, T.IQ2_XS: T.IQ4_NL, T.IQ2_S: T.IQ4_NL,
+    T.IQ3_XXS: T.IQ4_NL, T.IQ3_S: T.IQ4_NL, T.IQ4_XS: T.IQ4_NL,
+    T.Q2_K: T.Q4_0, T.Q3_K: T.Q4_0, T.TQ1_0: T.Q4_0, T.TQ2_0: T.Q4_0,
+    T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0,
+}
+
+
+def parse_type(name: str, flag: str) -> GGMLQuantizationType:
+    """The type with that name in any case; UserError naming the flag and the known types."""
+    try:
+        return TARGET_TYPES[name.lower()]
+    except KeyError:
+        raise UserError(f"{flag}: unknown type {name!r}; known types: {', '.join(sorted(TARGET_TYPES))}") from None
+
+
+@dataclass(frozen=True)
+class Override:
+    """One --tensor-type REGEX=TYPE."""
+
+    pattern: re.Pattern
+    type: GGMLQuantizationType
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        regex, separator, type_name = text.rpartition("=")
+        if not (regex and separator and type_name):
+            raise UserError(f"--tensor-type: got {text!r}, need REGEX=TYPE, for example attn_v=q8_0")
+        try:
+            pattern = re.compile(regex, re.IGNORECASE)  # llama-quantize lowers its patterns; tensor names are lower case
+        except re.error as e:
+            raise UserError(f"--tensor-type: {regex!r} is not a regular expression: {e}") from None
+        return cls(pattern, parse_type(type_name, "--tensor-type"))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line says about types."""
+
+    info: TypeInfo
+    pure: bool = False
+    overrides: tuple[Override, ...] = ()
+    token_embd: GGMLQuantizationType | None = None
+    output: GGMLQuantizationType | None = None
+    leave_output: bool = False
+    allow_requantize: bool = False
+
+    @property
+    def type(self) -> GGMLQuantizationType:
+        return T(int(self.info.id))
+
+
+@dataclass
+class Plan:
+    """Target types in the order of the file's tensors, and what to tell the user about them."""
+
+    tensors: list[Tensor]
+    types: list[GGMLQuantizationType] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)  # names
+
+    def size_before(self) -> int:
+        return sum(t.n_bytes for t in self.tensors)
+
+    def size_after(self) -> int:
+        return sum(row_bytes(q, t.ne[0]) * t.n_rows for t, q in zip(self.tensors, self.types))
+
+    def n_elements(self) -> int:
+        return sum(t.n_elements for t in self.tensors)
+
+
+def is_weight_matrix(tensor: Tensor, arch: str) -> bool:
+    """True if llama-quantize would change the type of such a tensor."""
+    name = tensor.name
+    return (tensor.n_dims >= 2 and name.endswith("weight") and name not in KEPT_NAMES
+            and not any(part in name for part in (*KEPT_PARTS, *KEPT_PARTS_OF_ARCH.get(arch, ()))))
+
+
+def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied: bool) -> GGMLQuantizationType:
+    """Target type of a weight matrix before shape is looked at. tied: the file has no output.weight."""
+    name = tensor.name
+    is_embd = name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
+    override = next((o for o in choices.overrides if o.pattern.search(name)), None)
+    if is_embd and choices.token_embd is not None and not (name == PER_LAYER_TOKEN_EMBD and override):
+        return choices.token_embd
+    if name == OUTPUT and choices.output is not None:
+        return choices.output
+    if override:
+        return override.type
+    if choices.pure:
+        return choices.type
+    if any(part in name for part in Q8_0_PARTS_OF_ARCH.get(arch, ())):
+        return T.Q8_0
+    if name == OUTPUT or (tied and is_embd):
+        if choices.output is not None:
+            return choices.output
+        # Q8_0 also for rows that do not fit the file's own type: no fallback is counted
+        return T.Q8_0 if arch == "falcon" or tensor.ne[0] % choices.info.block_size else T[choices.info.output.upper()]
+    if is_embd:
+        return T[choices.info.token_embd.upper()]
+    if n_expert == 8 and any(part in name for part in ATTENTION_K_V_PARTS):
+        return T.Q8_0
+    return choices.type
+
+
+def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """target, or what takes its place where the row is no multiple of its block; UserError if nothing does."""
+    if tensor.ne[0] % GGML_QUANT_SIZES[target][0] == 0:
+        return target
+    info = TYPES.get(target.name.lower())
+    fallback = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target)
+    if fallback is None and GGML_QUANT_SIZES[target][0] > 32:
+        raise UserError(f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "
+                        f"{target.name.lower()} needs: choose another type with --tensor-type {re.escape(tensor.name)}=TYPE")
+    if fallback is None or tensor.ne[0] % GGML_QUANT_SIZES[fallback][0]:
+        return T.F16
+    return fallback
+
+
+def make_plan(file: GGUFFile, choices: Choices) -> Plan:
+    """Target types for all tensors; UserError for inputs and types that cannot be handled."""
+    arch = file.value("general.architecture", "")
+    n_expert = file.value(f"{arch}.expert_count", 0)
+    tied = all(t.name != OUTPUT for t in file.tensors)
+    plan = Plan(file.tensors)
+    for tensor in file.tensors:
+        if not is_weight_matrix(tensor, arch) or (choices.leave_output and tensor.name == OUTPUT):
+            plan.types.append(tensor.type)
+        elif tensor.type in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES):
+            plan.warnings.append(f"tensor {tensor.name} is {tensor.type.name.lower()}, which holds no weights: kept")
+            plan.types.append(tensor.type)
+        else:
+            plan.types.append(_plan_matrix(tensor, choose_type(tensor, choices, arch, n_expert, tied), choices, plan))
+    for override in choices.overrides:
+        if not any(override.pattern.search(t.name) for t in file.tensors):
+            plan.warnings.append(f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor")
+    return plan
+
+
+def _plan_matrix(tensor: Tensor, target: GGMLQuantizationType, choices: Choices, plan: Plan) -> GGMLQuantizationType:
+    if tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
+        raise UserError(f"tensor {tensor.name} is already quantized to {tensor.type.name.lower()}, which costs quality "
+                        "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize")
+    fitting = fit_to_row(tensor, target)
+    if fitting != target:
+        plan.warnings.append(f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of "
+                             f"{GGML_QUANT_SIZES[target][0]} as {target.name.lower()} needs: falling back to "
+                             f"{fitting.name.lower()}")
+        plan.fallbacks.append(tensor.name)
+    if fitting in IMATRIX_TYPES and fitting != tensor.type:
+        raise UserError(f"tensor {tensor.name}: {fitting.name.lower()} needs an importance matrix, which this tool does "
+                        "not read: use llama-quantize --imatrix, or choose another type")
+    return fitting

@@ -1,0 +1,129 @@
+"""Streams the output: row chunks through worker threads, in order, into a temporary file that is renamed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from ._encode import Codec
+from ._errors import UserError
+from ._gguf_file import GGUFFile, Tensor, pad, row_bytes, write_padding
+from ._plan import Plan
+
+MIB = 1024 * 1024
+# Weights a chunk. Each of the 2*threads chunks in flight takes 4 bytes a weight (the numpy encoder some 15 times that):
+# large enough that Python's share stays below a percent, small enough for many threads.
+CHUNK_WEIGHTS = 1 << 19
+# EFBIG is what a file size limit (ulimit -f) gives.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Stopped(BaseException):
+    """A signal asked the process to end."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Within it SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread; once is enough."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+    def stop(number: int, _frame) -> None:
+        for n in numbers:
+            signal.signal(n, signal.SIG_IGN)  # cleaning up takes a moment and must not be cut short
+        raise Stopped(number)
+
+    previous = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for n, handler in previous.items():
+            signal.signal(n, handler)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path, n_bytes: int) -> Iterator[BinaryIO]:
+    """A new file beside path that takes its name when the block ends well, and is removed when it does not.
+
+    UserError before anything is written if the folder has less than n_bytes free, and when space runs out later.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    needed = f"{path} needs {n_bytes / MIB:,.2f} MiB"
+    way_out = "free some space or write to another disk"
+    free = shutil.disk_usage(path.parent).free
+    if free < n_bytes:
+        raise UserError(f"no space left on device: {needed}, {path.parent} has {free / MIB:,.2f} MiB free; {way_out}")
+    try:
+        with open(temporary, "xb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BrokenPipeError:
+        raise  # of standard output
+    except OSError as e:
+        if e.errno in NO_SPACE:
+            raise UserError(f"no space left on device ({e.strerror}): {needed}; {way_out}") from e
+        raise UserError(f"cannot write {path}: {e.strerror}") from e
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, n_ahead: int) -> Iterator:
+    """Results of function(item) in the order of items, with at most n_ahead of them computed and not yet taken."""
+    pending = deque()
+    for item in items:
+        pending.append(pool.submit(function, item))
+        if len(pending) >= n_ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def row_chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows) that cover the tensor in chunks of about CHUNK_WEIGHTS weights, at least a row each."""
+    step = max(1, CHUNK_WEIGHTS // tensor.ne[0])
+    for first in range(0, tensor.n_rows, step):
+        yield first, min(step, tensor.n_rows - first)
+
+
+def write_tensors(f: BinaryIO, file: GGUFFile, plan: Plan, codec: Codec, n_threads: int,
+                  started: Callable[[int], None], advanced: Callable[[int], None]) -> None:
+    """Writes the data of all tensors, padded. Calls started(index) before a tensor and advanced(weights) after a chunk.
+
+    UserError if a tensor holds what cannot be stored.
+    """
+    pool = ThreadPoolExecutor(n_threads)
+    try:
+        for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types)):
+            started(i)
+
+            def convert(chunk: tuple[int, int], tensor=tensor, target=target):
+                return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target)
+
+            n_bytes = 0
+            for (first, n_rows), data in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):
+                f.write(data)
+                n_bytes += data.nbytes
+                file.release(tensor, first + n_rows)
+                advanced(n_rows * tensor.ne[0])
+            assert n_bytes == row_bytes(target, tensor.ne[0]) * tensor.n_rows, tensor.name
+            write_padding(f, n_bytes, file.alignment)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def data_size(plan: Plan, alignment: int) -> int:
+    """Bytes that write_tensors() writes."""
+    return sum(pad(row_bytes(q, t.ne[0]) * t.n_rows, alignment) for t, q in zip(plan.tensors, plan.types))

@@ -1,0 +1,233 @@
+"""Quantizes a GGUF model to one of our types: python -m ggml_ext.quantize IN OUT --type itq3_s"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from gguf import GGMLQuantizationType
+from tqdm import tqdm
+
+from . import __version__, _lib
+from ._encode import Codec
+from ._errors import UserError
+from ._gguf_file import GGUFFile, Tensor, pack_header, row_bytes, string_value, uint32_value
+from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type
+from ._types import WEIGHT_TYPES, TypeInfo
+from ._writer import MIB, Stopped, data_size, replaced_file, stop_on_signals, write_tensors
+
+QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
+
+
+def build_parser() -> argparse.ArgumentParser:
+    embd_and_output = "\n".join(
+        f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
+        f"multiple of {t.block_size}" for t in WEIGHT_TYPES.values())
+    parser = argparse.ArgumentParser(
+        prog="ggml-ext-quantize", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model to a low-bit type of ggml-ext.",
+        epilog=f"types:\n{embd_and_output}\n"
+               "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
+               "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.")
+    add = parser.add_argument
+    add("input", metavar="IN", type=Path, help="GGUF model in F32, F16, BF16 or Q8_0")
+    add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
+    add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join(WEIGHT_TYPES)}")
+    add("--pure", action="store_true", help="the same type for all weight matrices, embeddings and output too")
+    add("--tensor-type", metavar="REGEX=TYPE", action="append", default=[],
+        help="type for tensors whose name matches; may be repeated, the first match counts; stock types too, such as attn_v=q8_0")
+    add("--token-embedding-type", metavar="TYPE", help="type of the token embeddings")
+    add("--output-tensor-type", metavar="TYPE", help="type of the output matrix (or of the embeddings that serve as it)")
+    add("--leave-output-tensor", action="store_true", help="leave output.weight as it is")
+    add("--allow-requantize", action="store_true", help="accept tensors that are already quantized below 8 bits; costs quality")
+    add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
+    add("-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use")
+    add("--encoder", choices=("auto", "c", "numpy"), default="auto",
+        help="auto (default): the built library if there is one, else numpy; the bytes are the same")
+    add("--dry-run", action="store_true", help="show types and sizes, write nothing")
+    add("-f", "--force", action="store_true", help="replace OUT if it exists")
+    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
+    add("-q", "--quiet", action="store_true", help="print warnings and errors only")
+    add("--version", action="version", version=f"ggml-ext {__version__}")
+    return parser
+
+
+def parse_choices(args: argparse.Namespace) -> Choices:
+    """The type-related options; UserError naming the flag."""
+    info = WEIGHT_TYPES.get(args.type.lower())
+    if info is None:
+        hint = " (for stock types use llama-quantize)" if args.type.lower() in TARGET_TYPES else ""
+        raise UserError(f"--type: unknown type {args.type!r}{hint}; known types: {', '.join(WEIGHT_TYPES)}")
+    if args.itq3_levels not in (3, 8):
+        raise UserError(f"--itq3-levels: got {args.itq3_levels}, must be 8 or 3")
+    if args.threads is not None and args.threads < 1:
+        raise UserError(f"--threads: got {args.threads}, must be at least 1; leave it out to use all processors")
+
+    def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
+        return None if name is None else parse_type(name, flag)
+
+    return Choices(
+        info=info, pure=args.pure, overrides=tuple(map(Override.parse, args.tensor_type)),
+        token_embd=optional(args.token_embedding_type, "--token-embedding-type"),
+        output=optional(args.output_tensor_type, "--output-tensor-type"),
+        leave_output=args.leave_output_tensor, allow_requantize=args.allow_requantize)
+
+
+def check_output(source: Path, output: Path | None, force: bool) -> Path:
+    """OUT with links resolved, if it may be written; UserError otherwise."""
+    if output is None:
+        raise UserError("OUT is missing: name the file to write, or pass --dry-run")
+    path = Path(os.path.realpath(output))
+    if not path.parent.is_dir():
+        raise UserError(f"OUT: the folder {path.parent} does not exist: create it first")
+    if path.is_dir():
+        raise UserError(f"OUT: {output} is a directory: name a file in it")
+    if path.exists():
+        if path.samefile(source):
+            raise UserError(f"OUT: {output} is the same file as IN: choose another name")
+        if not path.is_file():
+            raise UserError(f"OUT: {output} is not a regular file: name one")
+        if not force:
+            raise UserError(f"OUT: {output} exists: choose another name or pass --force to replace it")
+    return path
+
+
+def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
+    """The encoder asked for; UserError if it cannot make a type of the plan."""
+    lib = None if args.encoder == "numpy" else _lib.load()
+    if lib is None and args.encoder == "c":
+        raise UserError("--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
+                        "leave out --encoder")
+    codec = Codec(lib, args.itq3_levels)
+    for tensor, target in zip(plan.tensors, plan.types):
+        if target != tensor.type and not codec.can_encode(target):
+            flag = {"output.weight": "--output-tensor-type q8_0", "token_embd.weight": "--token-embedding-type q8_0"}.get(
+                tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
+            raise UserError(f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder and the built library is not "
+                            f"in use: build it, or pass {flag}")
+    return codec
+
+
+def describe_options(args: argparse.Namespace, info: TypeInfo) -> str:
+    """The options that decide the bytes of the output, for the file's record."""
+    options = [f"itq3-levels={args.itq3_levels}"] if info.name == "itq3_s" else []
+    options += [flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))]
+    for flag in ("token-embedding-type", "output-tensor-type"):
+        if value := getattr(args, flag.replace("-", "_")):
+            options.append(f"{flag}={value}")
+    return " ".join([*options, *(f"tensor-type={text}" for text in args.tensor_type)])
+
+
+def output_metadata(file: GGUFFile, info: TypeInfo, options: str) -> dict:
+    """All keys of the input, in their order, and ours."""
+    ours = [
+        uint32_value("general.file_type", int(info.id)),
+        uint32_value("general.quantization_version", QUANTIZATION_VERSION),
+        string_value("ggml_ext.version", __version__),
+        string_value("ggml_ext.type", info.name),
+        string_value("ggml_ext.options", options),
+    ]
+    return file.metadata | {kv.key: kv for kv in ours}
+
+
+def tensor_line(index: int, plan: Plan) -> str:
+    """What llama-quantize prints for a tensor, and its bits per weight."""
+    tensor, target = plan.tensors[index], plan.types[index]
+    shape = ", ".join(f"{n:5d}" for n in (*tensor.ne, 1, 1, 1)[:4])
+    size, new_size = tensor.n_bytes, row_bytes(target, tensor.ne[0]) * tensor.n_rows
+    change = "" if target == tensor.type else f" -> {new_size / MIB:8.3f} MiB"
+    return (f"[{index + 1:4d}/{len(plan.tensors):4d}] {tensor.name:<36s} - [{shape}], type = {tensor.type.name.lower():>6s}, "
+            f"size = {size / MIB:8.3f} MiB{change} ({target.name.lower()}, {new_size * 8 / tensor.n_elements:.4g} bpw)")
+
+
+def tensor_class(tensor: Tensor) -> str:
+    """The name without its layer and expert numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
+
+
+def summary(plan: Plan, seconds: float | None) -> str:
+    """Counts and sizes per class and type of tensor, and the totals. seconds: None for a dry run."""
+    classes: dict[tuple[str, str], list[int]] = {}
+    for tensor, target in zip(plan.tensors, plan.types):
+        counts = classes.setdefault((tensor_class(tensor), target.name.lower()), [0, 0, 0])
+        new_size = row_bytes(target, tensor.ne[0]) * tensor.n_rows
+        counts[:] = counts[0] + 1, counts[1] + tensor.n_elements, counts[2] + new_size
+    width = max((len(name) for name, _ in classes), default=0)
+    lines = ["", f"{'tensors':<{width}}  {'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}"]
+    for (name, type_name), (count, weights, size) in classes.items():
+        lines.append(f"{name:<{width}}  {type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}")
+    n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
+    lines += ["", f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
+              f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)"]
+    if plan.fallbacks:
+        lines.append(f"{len(plan.fallbacks)} of {len(plan.tensors)} tensor(s) required fallback quantization: "
+                     f"{', '.join(plan.fallbacks)}")
+    if seconds is not None:
+        lines.append(f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The whole program after the command line; UserError for what the user can change."""
+    choices = parse_choices(args)
+    file = GGUFFile(args.input)
+    if (n_splits := file.value("split.count", 0)) > 1:
+        raise UserError(f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge")
+    output = None if args.dry_run else check_output(args.input, args.output, args.force)
+    plan = make_plan(file, choices)
+    codec = None if args.dry_run else load_codec(args, plan)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+    def report(text: str) -> None:
+        if not args.quiet:
+            tqdm.write(text, file=sys.stdout)
+
+    if args.dry_run:
+        for i in range(len(plan.tensors)):
+            report(tensor_line(i, plan))
+        report(summary(plan, None))
+        return
+
+    started = time.monotonic()
+    header = pack_header(output_metadata(file, choices.info, describe_options(args, choices.info)), plan.tensors, plan.types,
+                         file.alignment)
+    show_bar = not args.quiet and (args.progress or sys.stderr.isatty())
+    n_threads = args.threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with (tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.info.name, disable=not show_bar) as bar,
+          replaced_file(output, len(header) + data_size(plan, file.alignment)) as f):
+        f.write(header)
+        write_tensors(f, file, plan, codec, n_threads, lambda i: report(tensor_line(i, plan)), bar.update)
+    report(summary(plan, time.monotonic() - started))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Returns 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it."""
+    args = build_parser().parse_args(argv)
+    try:
+        with stop_on_signals():
+            run(args)
+            sys.stdout.flush()
+    except UserError as e:
+        message, code = f"error: {e}", 1
+    except Stopped as e:
+        message, code = f"error: interrupted, {args.output} was not written", 128 + e.number
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
+        message, code = "error: standard output was closed; pass --quiet if nobody reads it", 1
+    except MemoryError:
+        message, code = "error: out of memory; pass a smaller --threads", 1
+    except Exception as e:  # a bug: still one line
+        message, code = f"error: unexpected {type(e).__name__}: {e}; please report it", 1
+    else:
+        return 0
+    print(message, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

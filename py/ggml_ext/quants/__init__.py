@@ -1,0 +1,79 @@
+"""numpy references of the weight types, one module a type, and what they share.
+
+A module <type>.py supplies, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes):
+    unpack(blocks)             the unpack contract: codes, scale and offset
+    dequantize_blocks(blocks)  weights
+    quantize_blocks(weights)   blocks, the same bytes as the C encoder ggml_ext/encode/<type>.c
+
+Floating point follows the C sources operation by operation: IEEE float32, one order of sums, no fused operations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK_SIZE = 256
+LANES = 16        # partial sums of the encoders (ggml_ext/encode/encode.h)
+HALF_MAX = np.float32(65504.0)
+
+
+def as_blocks(array: np.ndarray, dtype: np.dtype | type, width: int) -> np.ndarray:
+    """`array` as a C-contiguous (n_blocks, width) array of dtype; raises ValueError for any other shape or dtype."""
+    array = np.asarray(array)
+    if array.dtype != dtype or array.ndim != 2 or array.shape[1] != width:
+        raise ValueError(f"got {array.dtype} of shape {array.shape}, need {np.dtype(dtype)} of shape (n_blocks, {width})")
+    return np.ascontiguousarray(array)
+
+
+def fwht(x: np.ndarray) -> np.ndarray:
+    """Normalised 256-point Walsh-Hadamard transform in Sylvester order of each row; its own inverse.
+
+    x: float32 (n_blocks, 256); returns a new array of the same shape and dtype. ValueError for other shapes or dtypes.
+    The order of additions is that of ggml_ext/ggml-ext-fwht.h: butterflies at strides 1, 2, ... 128, the factor last.
+    """
+    x = as_blocks(x, np.float32, BLOCK_SIZE).copy()
+    stride = 1
+    while stride < BLOCK_SIZE:
+        pairs = x.reshape(-1, BLOCK_SIZE // (2 * stride), 2, stride)
+        u, v = pairs[:, :, 0], pairs[:, :, 1]
+        difference = u - v
+        u += v
+        v[...] = difference
+        stride *= 2
+    x *= np.float32(1 / 16)  # 1 / sqrt(256), exact
+    return x
+
+
+def sum_lanes(terms: np.ndarray) -> np.ndarray:
+    """Row sums of float32 (n_blocks, 256) in the encoders' order: 16 lanes, then a halving tree. Returns (n_blocks,)."""
+    steps = terms.reshape(-1, BLOCK_SIZE // LANES, LANES)
+    lanes = np.zeros((steps.shape[0], LANES), np.float32)
+    for i in range(steps.shape[1]):
+        lanes += steps[:, i]
+    width = LANES // 2
+    while width > 0:
+        lanes = lanes[:, :width] + lanes[:, width:]
+        width //= 2
+    return lanes[:, 0]
+
+
+def load_rotated(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rotated blocks as the encoders see them, and which blocks are free of NaN and Inf.
+
+    weights: float32 (n_blocks, 256). Returns float32 of the same shape, saturated as ext_load_rotated() of
+    encode/encode.h does, and bool (n_blocks,).
+    """
+    weights = as_blocks(weights, np.float32, BLOCK_SIZE)
+    x = fwht(np.clip(weights, np.float32(-1e30), np.float32(1e30)))
+    top = 8 * HALF_MAX
+    return np.clip(x, -top, top), np.isfinite(weights).all(axis=1)
+
+
+def scales_to_float32(raw: np.ndarray) -> np.ndarray:
+    """uint8 (n_blocks, 2) holding one little-endian half each, as float32 (n_blocks,)."""
+    return np.ascontiguousarray(raw).view("<f2").astype(np.float32)[:, 0]
+
+
+def scales_to_bytes(values: np.ndarray) -> np.ndarray:
+    """float32 (n_blocks,) rounded to half, to nearest even, as uint8 (n_blocks, 2)."""
+    return values.astype("<f2").view(np.uint8).reshape(-1, 2)

@@ -1,0 +1,173 @@
+"""ITQ3_S in numpy: the format of ggml_ext/types/itq3_s.h and the encoder of ggml_ext/encode/itq3_s.c.
+
+    w = H v,   v[j] = d * (q[j] - z),   q[j] in 0..7,   100 bytes: half d, half z, uint8 ql[64], uint8 qh[32]
+
+Source: "ITQ3_S: Interleaved Ternary Quantization - Specialized" for the rotation, the block and d, z; the bit map and
+the eight-level encoder are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import BLOCK_SIZE, HALF_MAX, as_blocks, fwht, load_rotated, scales_to_bytes, scales_to_float32, sum_lanes
+
+BLOCK_BYTES = 100
+# Starting scales of the search in standard deviations of the block; see encode/itq3_s.c for the choice.
+START_SCALES = np.array([0.46, 0.50, 0.54, 0.58, 0.62, 0.66, 0.72], np.float32)
+N_REFITS = 4
+_ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
+
+
+def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scale and offset of each block.
+
+    blocks: uint8 (n_blocks, 100). Returns q int8 (n_blocks, 256) in 0..7, d and z float32 (n_blocks,), with rotated
+    value = d * (q - z). ValueError for other shapes or dtypes. Any bits are a valid code; d and z may be NaN or Inf.
+    """
+    blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
+    ql = blocks[:, 4:68].reshape(-1, 2, 1, 32)
+    qh = blocks[:, 68:].reshape(-1, 1, 32)
+    low2 = (ql >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
+    high = (qh >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
+    q = low2.reshape(-1, BLOCK_SIZE) | high.reshape(-1, BLOCK_SIZE) << 2
+    return q.astype(np.int8), scales_to_float32(blocks[:, 0:2]), scales_to_float32(blocks[:, 2:4])
+
+
+def pack(q: np.ndarray, d: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Inverse of unpack. q: uint8 (n_blocks, 256) in 0..7; d, z: float32 (n_blocks,), rounded to half.
+
+    Returns uint8 (n_blocks, 100). ValueError for other shapes or dtypes and for codes above 7.
+    """
+    q = as_blocks(q, np.uint8, BLOCK_SIZE)
+    if q.size and q.max() > 7:
+        raise ValueError(f"code {q.max()} does not fit in three bits")
+    low2 = (q & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    high = (q >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8).reshape(8, 1)
+    ql = np.bitwise_or.reduce(low2, axis=2).reshape(-1, 64)
+    qh = np.bitwise_or.reduce(high, axis=1)
+    return np.concatenate([scales_to_bytes(d), scales_to_bytes(z), ql, qh], axis=1)
+
+
+def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
+    """uint8 (n_blocks, 100) to weights float32 (n_blocks, 256), rotated back. ValueError for other shapes or dtypes."""
+    q, d, z = unpack(blocks)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
+        return fwht(d[:, None] * (q.astype(np.float32) - z[:, None]))
+
+
+def quantize_blocks(weights: np.ndarray, levels: int = 8) -> np.ndarray:
+    """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 100), byte for byte what the C encoder writes.
+
+    levels: 8, or 3 for the paper's ternary. A block with NaN or Inf gets d = z = NaN, which row validation refuses;
+    larger values than half scales can hold saturate. ValueError for other shapes, dtypes or levels.
+    """
+    if levels not in (3, 8):
+        raise ValueError(f"levels is {levels}, must be 8 or 3")
+    with np.errstate(all="ignore"):  # rejected candidates overflow and divide by zero, as in C
+        x, finite = load_rotated(weights)
+        stats = _Stats.of(x)
+        best = _Best(x, stats.energy)
+        if levels == 3:
+            _encode_ternary(x, stats, best)
+        else:
+            _encode_eight_levels(x, stats, best)
+        best.d[~finite] = best.z[~finite] = np.nan
+        best.q[~finite] = 0
+    return pack(best.q, best.d, best.z)
+
+
+@dataclass
+class _Stats:
+    """Per block, all float32 (n_blocks,); ext_block_stats() of encode/encode.h."""
+
+    min: np.ndarray
+    max: np.ndarray
+    sum: np.ndarray
+    mean: np.ndarray
+    energy: np.ndarray  # sum of squares
+    sigma: np.ndarray   # population standard deviation
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> _Stats:
+        def pick(index: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(x, index[:, None], axis=1)[:, 0]
+
+        total = sum_lanes(x)
+        mean = total * np.float32(1 / BLOCK_SIZE)
+        centred = x - mean[:, None]
+        return cls(
+            # argmin and argmax take the first of equals, as the C comparison does: 0 and -0 give different bytes
+            min=pick(x.argmin(axis=1)), max=pick(x.argmax(axis=1)), sum=total, mean=mean, energy=sum_lanes(x * x),
+            sigma=np.sqrt(sum_lanes(centred * centred) * np.float32(1 / BLOCK_SIZE)),
+        )
+
+
+class _Best:
+    """The best codes, d and z so far; starts as the all-zero block, whose squared error is `err`."""
+
+    def __init__(self, x: np.ndarray, err: np.ndarray):
+        self.err = err.copy()
+        self.d = np.zeros(len(x), np.float32)
+        self.z = np.zeros(len(x), np.float32)
+        self.q = np.zeros(x.shape, np.uint8)
+
+    def try_scale(self, x: np.ndarray, d: np.ndarray, z: np.ndarray, levels: int, allowed: np.ndarray) -> None:
+        """Scores d and z as they will be stored and keeps them where they are better and allowed."""
+        d, z = (a.astype(np.float16).astype(np.float32) for a in (d, z))
+        q = _assign_codes(x, d, z, levels)
+        error = x - d[:, None] * (q.astype(np.float32) - z[:, None])
+        err = sum_lanes(error * error)
+        better = allowed & (err < self.err)
+        self.err[better], self.d[better], self.z[better], self.q[better] = err[better], d[better], z[better], q[better]
+
+
+def _assign_codes(x: np.ndarray, d: np.ndarray, z: np.ndarray, levels: int) -> np.ndarray:
+    """The code in 0..levels-1 nearest to x/d + z, ties up: uint8 (n_blocks, 256)."""
+    inv_d = np.where(d != 0, _ONE / d, _ZERO)
+    top = np.float32(levels - 1)
+    t = x * inv_d[:, None] + z[:, None]
+    t = np.where(t > 0, t, _ZERO)  # also NaN to 0
+    t = np.where(t < top, t, top)
+    return (t + _HALF).astype(np.uint8)
+
+
+def _refit(x: np.ndarray, q: np.ndarray, sum_x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Least-squares d and z for fixed codes, and where they can be used. The last step is float64, as in C."""
+    codes = q.astype(np.int32)
+    sq, sqq = codes.sum(axis=1), (codes * codes).sum(axis=1)
+    det = BLOCK_SIZE * sqq - sq * sq
+    qx = sum_lanes(x * q.astype(np.float32)).astype(np.float64)
+    sum_x = sum_x.astype(np.float64)
+    a = (BLOCK_SIZE * qx - sq * sum_x) / det
+    b = (sum_x - a * sq) / BLOCK_SIZE
+    d, z = a.astype(np.float32), (-b / a).astype(np.float32)
+    return d, z, (det != 0) & (d > 0) & (d <= HALF_MAX) & (np.abs(z) <= HALF_MAX)
+
+
+def _refine(x: np.ndarray, sum_x: np.ndarray, d: np.ndarray, z: np.ndarray, best: _Best, allowed: np.ndarray) -> None:
+    for _ in range(N_REFITS):
+        d, z, usable = _refit(x, _assign_codes(x, d, z, 8), sum_x)
+        allowed = allowed & usable
+    best.try_scale(x, d, z, 8, allowed)
+
+
+def _encode_eight_levels(x: np.ndarray, s: _Stats, best: _Best) -> None:
+    for start in START_SCALES:
+        d = start * s.sigma
+        _refine(x, s.sum, d, np.float32(3.5) - s.mean / d, best, (d > 0) & (d <= HALF_MAX))
+    d = (s.max - s.min) / np.float32(7)
+    z = -s.min / d
+    allowed = (d > 0) & (d <= HALF_MAX)
+    _refine(x, s.sum, d, z, best, allowed)
+    best.try_scale(x, d, z, 8, allowed)
+
+
+def _encode_ternary(x: np.ndarray, s: _Stats, best: _Best) -> None:
+    d = np.fmin(np.float32(0.798) * s.sigma, HALF_MAX)
+    stored = d.astype(np.float16).astype(np.float32)
+    z = np.where(stored > 0, np.floor(-s.mean / stored + _HALF) + _ONE, _ONE)
+    best.err[:] = np.finfo(np.float32).max  # as printed, even where zeros would be closer
+    best.try_scale(x, stored, np.fmax(-HALF_MAX, np.fmin(z, HALF_MAX)), 3, np.ones(len(x), bool))

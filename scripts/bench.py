@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Decode and prefill speed of our types against stock types, on a synthetic model of Llama-3.2-1B's block shape.
+
+    bench.py [--types itq3_s,q3_k,...] [--baseline q3_k] [--rounds 5] [--threads 2] [--json FILE]
+
+llama-bench runs once per type and round, the types in turn, so that drift of the machine's speed falls on all of them.
+Prints the median over the rounds in tokens a second, and the median of the per-round ratios to each baseline: ratios
+hold on other machines, tokens a second do not. Takes about 10 s a type and round, and 2 GB in --models.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from synth_model import SHAPES, write_model
+
+from ggml_ext._tools import tool_path
+
+DEFAULT_TYPES = "itq3_s,q3_k,iq3_s,iq3_xxs,q2_k,q4_k,f16"
+
+
+def run_once(model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, float]:
+    """Tokens a second of one llama-bench run: {"decode": ..., "prefill": ...}."""
+    command = [tool_path("llama-bench"), "-m", model, "-p", n_prompt, "-n", n_gen, "-t", threads, "-r", 1, "-o", "json"]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: llama-bench failed on {model}: {done.stderr.strip()[-300:]}")
+    return {"decode" if r["n_gen"] else "prefill": r["avg_ts"] for r in json.loads(done.stdout)}
+
+
+def measure(models: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    samples = {name: {"decode": [], "prefill": []} for name in models}
+    for i in range(args.rounds):
+        for name, model in models.items():
+            for what, speed in run_once(model, args.prompt, args.gen, args.threads).items():
+                samples[name][what].append(speed)
+        print(f"round {i + 1}/{args.rounds}", file=sys.stderr)
+    return samples
+
+
+def summarise(samples: dict, baselines: list[str]) -> list[dict]:
+    rows = []
+    for name, speeds in samples.items():
+        row = {"type": name}
+        for what, values in speeds.items():
+            row[what] = statistics.median(values)
+            row[f"{what}_min"], row[f"{what}_max"] = min(values), max(values)
+            for base in baselines:
+                row[f"{what}/{base}"] = statistics.median(a / b for a, b in zip(values, samples[base][what], strict=True))
+        rows.append(row)
+    return rows
+
+
+def print_table(rows: list[dict], baselines: list[str], n_prompt: int) -> None:
+    heads = ["type", "decode t/s"] + [f"x {b.upper()}" for b in baselines] + [f"prefill {n_prompt} t/s"] + [f"x {b.upper()}" for b in baselines]
+    print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
+    for row in rows:
+        cells = [row["type"].upper()]
+        for what in ("decode", "prefill"):
+            cells += [f"{row[what]:.1f}"] + [f"{row[f'{what}/{b}']:.2f}" for b in baselines]
+        print("| " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default=DEFAULT_TYPES, help=f"default: {DEFAULT_TYPES}")
+    parser.add_argument("--baseline", default="q3_k,iq3_xxs", help="types the ratios refer to (default: q3_k,iq3_xxs)")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill run (default: 128)")
+    parser.add_argument("--gen", type=int, default=32, help="tokens of the decode run (default: 32)")
+    parser.add_argument("--models", type=Path, help="folder to keep the models in (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="write every sample and the summary to this file")
+    args = parser.parse_args()
+    types, baselines = args.types.lower().split(","), args.baseline.lower().split(",")
+    if missing := [b for b in baselines if b not in types]:
+        parser.error(f"--baseline {','.join(missing)} is not among --types {args.types}")
+
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = args.models or Path(tmp)
+        folder.mkdir(parents=True, exist_ok=True)
+        models = {}
+        for name in types:
+            models[name] = folder / f"{args.shape}-{args.layers}-{name}.gguf"
+            if not models[name].exists():
+                print(f"writing {models[name].name}", file=sys.stderr)
+                write_model(name, models[name], args.shape, args.layers)
+        samples = measure(models, args)
+    rows = summarise(samples, baselines)
+    print_table(rows, baselines, args.prompt)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "threads": args.threads,
+                                         "shape": args.shape, "layers": args.layers, "samples": samples,
+                                         "summary": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Fetch the pinned llama.cpp, and apply the patch set to a copy of it.
+
+    llama_cpp.py tree                    print the path of the unpatched tree (fetched and unpacked once)
+    llama_cpp.py patch SOURCE DEST       copy SOURCE to DEST, patched; files that did not change keep their times
+    llama_cpp.py check [SOURCE]          say which patches apply to SOURCE (a newer llama.cpp); exit 1 if any does not
+
+The pin is ggml_ext/upstream.toml. The archive comes through pip, is checked by SHA-256, and is kept with the unpacked
+tree in GGML_EXT_CACHE_DIR (default: the user's cache folder). GGML_EXT_LLAMA_CPP_DIR names a tree to use instead.
+The standard library and git are all this needs.
+"""
+from __future__ import annotations
+
+import argparse
+import filecmp
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PIN = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
+PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
+# what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
+COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
+
+
+class Failure(Exception):
+    """One line for the user."""
+
+
+def cache_dir() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ggml-ext"
+    return Path(os.environ.get("GGML_EXT_CACHE_DIR") or default)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        for chunk in iter(lambda: f.read(1 << 20), b""):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fetch_archive() -> Path:
+    """The pinned source distribution, downloaded with pip if the cache lacks it."""
+    archive = cache_dir() / PIN["archive"]
+    if not archive.exists():
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=archive.parent) as tmp:
+            command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps",
+                       "--no-binary", PIN["package"], "--dest", tmp, f"{PIN['package']}=={PIN['version']}"]
+            # pip hides the packages of an isolated build from itself through these
+            env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_BUILD_TRACKER")}
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            fetched = Path(tmp) / PIN["archive"]
+            if done.returncode or not fetched.exists():
+                reason = (done.stderr.strip() or "no archive came").splitlines()[-1]
+                raise Failure(f"cannot fetch {PIN['package']} {PIN['version']}: {reason}; "
+                              f"put {PIN['archive']} into {archive.parent}, or set GGML_EXT_LLAMA_CPP_DIR")
+            os.replace(fetched, archive)
+    found = sha256(archive)
+    if found != PIN["sha256"]:
+        raise Failure(f"{archive}: SHA-256 is {found}, needed {PIN['sha256']}; remove the file and try again")
+    return archive
+
+
+def pristine_tree() -> Path:
+    """The unpatched llama.cpp: the user's own tree, or the pinned one."""
+    own = os.environ.get("GGML_EXT_LLAMA_CPP_DIR")
+    if own:
+        if not (Path(own) / "ggml" / "CMakeLists.txt").exists():
+            raise Failure(f"GGML_EXT_LLAMA_CPP_DIR={own}: no llama.cpp source tree there")
+        return Path(own).resolve()
+    tree = cache_dir() / f"llama.cpp-{PIN['version']}"
+    if not tree.exists():
+        archive = fetch_archive()
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
+            with tarfile.open(archive) as tar:
+                members = [m for m in tar if m.name.startswith(PIN["tree"] + "/") and (m.isfile() or m.isdir())]
+                if hasattr(tarfile, "data_filter"):
+                    tar.extractall(tmp, members, filter="data")
+                else:
+                    tar.extractall(tmp, members)
+            os.replace(Path(tmp) / PIN["tree"], tree)
+    return tree
+
+
+def version(tree: Path) -> str:
+    """"llama.cpp 0.5.0, ggml 0.25.3", as far as the tree says."""
+    def read(name: str, prefix: str) -> str:
+        text = (tree / name).read_text(errors="replace") if (tree / name).exists() else ""
+        parts = [re.search(rf"set\({prefix}_VERSION_{p} (\d+)\)", text) for p in ("MAJOR", "MINOR", "PATCH")]
+        return ".".join(p[1] for p in parts) if all(parts) else "of unknown version"
+    return f"llama.cpp {read('CMakeLists.txt', 'LLAMA')}, ggml {read('ggml/CMakeLists.txt', 'GGML')}"
+
+
+def pinned_version() -> str:
+    return f"llama.cpp {PIN['llama_cpp']}, ggml {PIN['ggml']}"
+
+
+def git_apply(patch: Path, tree: Path, *options: str) -> subprocess.CompletedProcess:
+    # inside another repository git would take the paths as relative to that one, and skip them without a word
+    env = dict(os.environ, GIT_CEILING_DIRECTORIES=str(tree.parent), LC_ALL="C")
+    env.pop("GIT_DIR", None)
+    try:
+        return subprocess.run(["git", "apply", "--verbose", *options, str(patch)], cwd=tree, env=env,
+                              capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Failure("git is needed to apply the patches; install it") from None
+
+
+def patched_file(patch: Path) -> str:
+    return re.search(r"^\+\+\+ b/(\S+)", patch.read_text(), re.M)[1]
+
+
+def apply_all(tree: Path) -> None:
+    for patch in PATCHES:
+        done = git_apply(patch, tree)
+        if done.returncode:
+            detail = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "error: ?")
+            raise Failure(f"{patch.name} does not apply to {patched_file(patch)}: {detail[7:]}. The patches are made "
+                          f"for {pinned_version()}; this tree is {version(tree)}. Use the pinned tree (unset "
+                          f"GGML_EXT_LLAMA_CPP_DIR), or mend the patch")
+
+
+def copy_tree(source: Path, dest: Path) -> None:
+    for name in COPIED:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, dest / name, symlinks=True)
+        elif (source / name).exists():
+            shutil.copy2(source / name, dest / name)
+
+
+def sync(new: Path, old: Path) -> None:
+    """Make old equal to new, touching only what differs, so that a rebuild compiles only that."""
+    old.mkdir(parents=True, exist_ok=True)
+    names = {p.name for p in new.iterdir()}
+    for p in list(old.iterdir()):
+        if p.name not in names:
+            shutil.rmtree(p) if p.is_dir() and not p.is_symlink() else p.unlink()
+    for p in new.iterdir():
+        target = old / p.name
+        if p.is_dir() and not p.is_symlink():
+            sync(p, target)
+        elif not (target.exists() and filecmp.cmp(p, target, shallow=False)):
+            os.replace(p, target)
+            os.utime(target)  # newer than any object made from the old text
+
+
+def patch_tree(source: Path, dest: Path) -> None:
+    if dest.resolve() == source.resolve():
+        raise Failure(f"{dest}: the patched copy cannot be the source tree itself")
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dest.parent, prefix=".patching-") as tmp:
+        copy_tree(source, Path(tmp))
+        apply_all(Path(tmp))
+        sync(Path(tmp), dest)
+
+
+def check(source: Path) -> int:
+    """Which patches apply to source; the maintainer's first step towards a newer llama.cpp."""
+    print(f"patches for {pinned_version()}; {source} is {version(source)}")
+    n_bad = 0
+    with tempfile.TemporaryDirectory() as tmp:
+        copy_tree(source, Path(tmp))
+        for patch in PATCHES:
+            done = git_apply(patch, Path(tmp))
+            moved = done.stderr.count("offset")
+            n_bad += done.returncode != 0
+            verdict = "FAILS" if done.returncode else f"applies, {moved} hunk(s) moved" if moved else "applies"
+            print(f"  {patch.name:40s} {patched_file(patch):45s} {verdict}")
+            if done.returncode:
+                print("    " + "\n    ".join(x for x in done.stderr.splitlines() if x.startswith("error")))
+    print(f"{len(PATCHES) - n_bad} of {len(PATCHES)} patches apply")
+    return 1 if n_bad else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("tree")
+    for name in ("patch", "check"):
+        sub = commands.add_parser(name)
+        sub.add_argument("source", type=Path, nargs=None if name == "patch" else "?")
+        if name == "patch":
+            sub.add_argument("dest", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "tree":
+            print(pristine_tree())
+        elif args.command == "patch":
+            patch_tree(args.source, args.dest)
+        else:
+            return check(args.source or pristine_tree())
+    except (Failure, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Write a synthetic Llama of one weight type, for speed runs only: random weights in the block shapes of a real model.
+
+    synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
+
+Encoding hundreds of millions of weights would take minutes in some stock types and no kernel's speed depends on their
+values, so 64 distinct rows are encoded and repeated. Embeddings and output stay F16 with the small vocabulary of the
+embedded model, whose tokenizer is copied: they are read once a token and are the same for every type.
+"""
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+import ggml_ext  # noqa: F401  teaches gguf our types
+from ggml_ext import _lib
+
+ROOT = Path(__file__).resolve().parent.parent
+# embedding, feed-forward, head size, heads, key-value heads
+SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8), "llama-3.1-8b": (4096, 14336, 128, 32, 8)}
+DISTINCT_ROWS = 64
+
+
+def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers: int = 8) -> None:
+    """Write the model; type_name as in gguf.GGMLQuantizationType. Raises KeyError for unknown names."""
+    d, ff, head, n_head, n_kv = SHAPES[shape]
+    qtype = gguf.GGMLQuantizationType[type_name.upper()]
+    lib = _lib.load()
+    rng = np.random.default_rng(0)
+
+    def rows(n_rows: int, n_per_row: int) -> np.ndarray:
+        base = (rng.standard_normal((DISTINCT_ROWS, n_per_row)) * 0.02).astype(np.float32)
+        if qtype == gguf.GGMLQuantizationType.F16:
+            encoded = base.astype(np.float16)
+        else:
+            encoded = lib.quantize(int(qtype), base, imatrix=np.ones(n_per_row, np.float32))
+        return np.tile(encoded, (n_rows // DISTINCT_ROWS, 1))
+
+    writer = gguf.GGUFWriter(str(out), "llama")
+    writer.add_name(f"synthetic {shape} {type_name}")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(d)
+    writer.add_block_count(n_layers)
+    writer.add_feed_forward_length(ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_kv)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    reader = gguf.GGUFReader(ROOT / "data" / "model-f16.gguf")
+    for name, field in reader.fields.items():
+        if name.startswith("tokenizer."):
+            sub_type = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
+    writer.add_vocab_size(n_vocab)
+
+    writer.add_tensor("token_embd.weight", (rng.standard_normal((n_vocab, d)) * 0.02).astype(np.float16))
+    writer.add_tensor("output_norm.weight", np.ones(d, np.float32))
+    matrices = {"attn_q": (d, d), "attn_k": (n_kv * head, d), "attn_v": (n_kv * head, d), "attn_output": (d, d),
+                "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+    for layer in range(n_layers):
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(d, np.float32))
+        for name, (n_rows, n_per_row) in matrices.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", rows(n_rows, n_per_row), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("type")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--layers", type=int, default=8)
+    args = parser.parse_args()
+    write_model(args.type, args.out, args.shape, args.layers)
+
+
+if __name__ == "__main__":
+    main()
