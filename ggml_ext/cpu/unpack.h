@@ -38,11 +38,19 @@ static inline void store_block(const unpacker<B> & u, uint8_t * q, std::integer_
     (store(q + 32*G, u.template group<G>()), ...);
 }
 
+constexpr int PREFETCH_BLOCKS = 40;
+template <typename B> static inline void prefetch_block(const B * x) {
+    for (size_t i = 0; i < sizeof(B); i += 64) {
+        __builtin_prefetch((const char *) x + i);
+    }
+}
+
 // Dot product of n weights with n quantised activations: exact in integers inside a block, float across blocks.
 template <typename B>
 static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
     f32_sum acc;
     for (int ib = 0; ib < n/QK_K; ++ib) {
+        prefetch_block(x + ib + PREFETCH_BLOCKS);
         const unpacker<B> u(x[ib]);
         const float d = u.d*y[ib].d;
         acc.add(d, dot_block(u, y[ib].qs, std::make_integer_sequence<int, N_VECS>()));

@@ -181,7 +181,7 @@ class GGUFFile:
         least = n_kv * 13 + n_tensors * 32
         if least > self.n_bytes:
             raise UserError(f"{self.path}: truncated or corrupt: {n_kv:,} keys and {n_tensors:,} tensors need {least:,} "
-                            f"bytes, the file has {self.n_bytes:,}")
+                            f"bytes, the file has {self.n_bytes:,}; download or convert it again")
         return n_tensors, n_kv
 
     def _read_alignment(self) -> int:

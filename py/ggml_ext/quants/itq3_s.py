@@ -15,8 +15,10 @@ import numpy as np
 from . import BLOCK_SIZE, HALF_MAX, as_blocks, fwht, load_rotated, scales_to_bytes, scales_to_float32, sum_lanes
 
 BLOCK_BYTES = 100
-# Starting scales of the search in standard deviations of the block; see encode/itq3_s.c for the choice.
+# Starts of the search: scales in standard deviations of the block, centres in units of d from the middle of the codes.
+# See encode/itq3_s.c for the choice.
 START_SCALES = np.array([0.46, 0.50, 0.54, 0.58, 0.62, 0.66, 0.72], np.float32)
+START_SHIFTS = np.array([-0.4, -0.2, 0.0, 0.2, 0.4], np.float32)
 N_REFITS = 4
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
@@ -157,7 +159,8 @@ def _refine(x: np.ndarray, sum_x: np.ndarray, d: np.ndarray, z: np.ndarray, best
 def _encode_eight_levels(x: np.ndarray, s: _Stats, best: _Best) -> None:
     for start in START_SCALES:
         d = start * s.sigma
-        _refine(x, s.sum, d, np.float32(3.5) - s.mean / d, best, (d > 0) & (d <= HALF_MAX))
+        for shift in START_SHIFTS:
+            _refine(x, s.sum, d, np.float32(3.5) + shift - s.mean / d, best, (d > 0) & (d <= HALF_MAX))
     d = (s.max - s.min) / np.float32(7)
     z = -s.min / d
     allowed = (d > 0) & (d <= HALF_MAX)

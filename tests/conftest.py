@@ -1,0 +1,124 @@
+"""What the tests share: the installed package as a real process, small GGUF files, and the rule about skipping.
+
+GGML_EXT_NO_SKIP=1 turns every skip into a failure: for machines on which everything has to run.
+GGML_EXT_TEST_MODEL=FILE replaces data/model-f16.gguf.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import ggml_ext
+from ggml_ext import _lib
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = Path(os.environ.get("GGML_EXT_TEST_MODEL", ROOT / "data" / "model-f16.gguf"))
+NO_SKIP = os.environ.get("GGML_EXT_NO_SKIP") == "1"
+
+
+def _forbid_skip(report) -> None:
+    if NO_SKIP and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which GGML_EXT_NO_SKIP=1 forbids: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+@pytest.fixture(scope="session")
+def lib() -> _lib.Library:
+    """The built libggml-base."""
+    library = _lib.load()
+    if library is None:
+        pytest.skip("libggml-base is not built into the installed package")
+    return library
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The reference model in F16."""
+    if not MODEL.is_file():
+        pytest.skip(f"{MODEL} is missing")
+    return MODEL
+
+
+def tool(name: str) -> Path:
+    """One of the llama.cpp tools of the installed package; skips if it is not built."""
+    path = Path(ggml_ext.__file__).parent / "bin" / (name + (".exe" if sys.platform == "win32" else ""))
+    if not path.is_file():
+        pytest.skip(f"{name} is not built into the installed package")
+    return path
+
+
+def quantize_command(*args) -> list[str]:
+    return [sys.executable, "-m", "ggml_ext.quantize", *map(str, args)]
+
+
+def run_quantize(*args, **kwargs) -> subprocess.CompletedProcess:
+    """The quantizer as a process of its own; does not raise when it fails."""
+    return subprocess.run(quantize_command(*args), capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def quantize(*args) -> subprocess.CompletedProcess:
+    """run_quantize() that has to succeed."""
+    result = run_quantize(*args)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def write_gguf(path: Path, tensors: dict[str, np.ndarray], qtype: str = "F16", arch: str = "llama", fill=None) -> Path:
+    """A GGUF file of float32 arrays stored as qtype (vectors as F32). fill(writer) adds metadata."""
+    writer = gguf.GGUFWriter(path, arch)
+    if fill:
+        fill(writer)
+    for name, values in tensors.items():
+        target = gguf.GGMLQuantizationType[qtype if values.ndim > 1 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(values.astype(np.float32), target), raw_dtype=target)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gaussian(*shape: int, seed: int = 1) -> np.ndarray:
+    """Weights of a usual size, float32; shape in numpy's order, rows last."""
+    return (0.02 * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def read_tensors(path: Path) -> dict[str, gguf.ReaderTensor]:
+    return {t.name: t for t in gguf.GGUFReader(path).tensors}
+
+
+def relative_mse(actual: np.ndarray, expected: np.ndarray) -> float:
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    return float(((actual - expected) ** 2).sum() / (expected**2).sum())
+
+
+def assert_same_blocks(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    """Two uint8 (n_blocks, block_bytes) arrays; a failure names `what`, which says type and seed, block and bytes."""
+    assert actual.shape == expected.shape, what
+    different = np.flatnonzero((actual != expected).any(axis=1))
+    if different.size:
+        i = different[0]
+        pytest.fail(f"{what}: {different.size} of {len(actual)} blocks differ; block {i}:\n"
+                    f"  {actual[i].tobytes().hex()}\n  {expected[i].tobytes().hex()}")

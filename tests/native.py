@@ -1,0 +1,183 @@
+"""The native libraries of a build through ctypes: kernels per instruction set, ggml graphs, block layouts."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from ggml_ext import TYPES
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = Path(os.environ.get("GGML_EXT_TEST_BUILD", ROOT / "build" / "package"))
+ASAN = Path(os.environ.get("GGML_EXT_TEST_ASAN", ROOT / "build" / "asan"))
+STOCK = Path(os.environ.get("GGML_EXT_TEST_STOCK", ROOT / "build" / "stock"))
+
+Q8_KR = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
+assert Q8_KR.itemsize == TYPES["q8_kr"].block_bytes
+F32_U = 2.0**-24  # unit roundoff of float32
+
+
+def built(folder: Path, name: str) -> Path:
+    """A file of a build folder; skips if `make test` has not built it."""
+    path = folder / "bin" / name
+    if not path.exists():
+        pytest.skip(f"{path} is not built: run make test, or scripts/build_tests.py")
+    return path
+
+
+def cpu_flags() -> set[str]:
+    if platform.machine() in ("x86_64", "AMD64") and Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.split(":")[1].split())
+    return set()
+
+
+# kernel libraries that this processor can run
+ISAS = ["scalar"] + [isa for isa, needs in {"avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"}}.items()
+                     if needs <= cpu_flags()]
+
+
+class Kernels:
+    """The CPU kernels compiled for one instruction set, or those inside ggml-cpu ("native")."""
+
+    def __init__(self, isa: str):
+        # ggml-base first, from the same build: the kernels need its symbols
+        ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+        name = "libggml-cpu.so" if isa == "native" else f"libggml-ext-kernels-{isa}.so"
+        self.dll = ctypes.CDLL(str(built(BUILD, name)))
+        self.dll.ggml_ext_cpu_isa.restype = c_char_p
+        self.dll.ggml_ext_cpu_n_tiles.restype = c_int64
+        self.dll.ggml_ext_cpu_unpack_block.argtypes = [c_int, c_void_p, c_void_p]
+        self.dll.ggml_ext_cpu_unpack_block.restype = c_bool
+        self.isa = self.dll.ggml_ext_cpu_isa().decode()
+
+    def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
+        """uint8 (n_blocks, block_bytes) to the codes uint8 (n_blocks, 256)."""
+        out = np.empty((len(blocks), 256), np.uint8)
+        for block, codes in zip(np.ascontiguousarray(blocks), out, strict=True):
+            assert self.dll.ggml_ext_cpu_unpack_block(TYPES[type_name].id, block.ctypes.data, codes.ctypes.data)
+        return out
+
+    def quantize_q8_kr(self, x: np.ndarray) -> np.ndarray:
+        """float32 (..., n) to Q8_KR (..., n/256)."""
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((*x.shape[:-1], x.shape[-1] // 256), Q8_KR)
+        self.dll.ggml_ext_quantize_row_q8_kr(c_void_p(x.ctypes.data), c_void_p(out.ctypes.data), c_int64(x.size))
+        return out
+
+    def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
+        """Row uint8 (n_blocks, block_bytes) times Q8_KR (n_blocks,)."""
+        result = c_float(np.nan)
+        getattr(self.dll, f"ggml_ext_vec_dot_{type_name}")(
+            c_int(256 * len(row)), ctypes.byref(result), c_size_t(0), c_void_p(row.ctypes.data), c_size_t(0),
+            c_void_p(activations.ctypes.data), c_size_t(0), c_int(1))
+        return result.value
+
+
+@functools.cache
+def kernels(isa: str) -> Kernels:
+    return Kernels(isa)
+
+
+def reference_q8_kr(x: np.ndarray) -> np.ndarray:
+    """The scalar reference of libggml-base: float32 (..., n) to Q8_KR (..., n/256)."""
+    dll = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty((*x.shape[:-1], x.shape[-1] // 256), Q8_KR)
+    dll.ggml_ext_quantize_row_q8_kr_ref(c_void_p(x.ctypes.data), c_void_p(out.ctypes.data), c_int64(x.size))
+    return out
+
+
+class Graph:
+    """One ggml operation on the CPU backend. Arrays have numpy's order, rows last, like gguf's."""
+
+    class _InitParams(ctypes.Structure):
+        _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+    def __init__(self, mem_bytes: int = 64 << 20):
+        self.base = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+        self.cpu = kernels("native").dll
+        for name in ("ggml_init", "ggml_new_tensor", "ggml_mul_mat", "ggml_mul_mat_id", "ggml_get_rows", "ggml_cpy",
+                     "ggml_get_data", "ggml_new_graph"):
+            getattr(self.base, name).restype = c_void_p
+        self.base.ggml_nbytes.restype = c_size_t
+        self.cpu.ggml_cpu_init()
+        self.ctx = c_void_p(self.base.ggml_init(self._InitParams(mem_bytes, None, False)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.base.ggml_free(self.ctx)
+
+    def tensor(self, type_id: int, data: np.ndarray, shape: tuple[int, ...]) -> c_void_p:
+        """A tensor of logical shape (rows last) holding the bytes of data."""
+        ne = (c_int64 * len(shape))(*reversed(shape))
+        t = c_void_p(self.base.ggml_new_tensor(self.ctx, c_int(type_id), c_int(len(shape)), ne))
+        assert self.base.ggml_nbytes(t) == data.nbytes
+        data = np.ascontiguousarray(data)
+        ctypes.memmove(self.base.ggml_get_data(t), data.ctypes.data, data.nbytes)
+        return t
+
+    def compute(self, op: str, *args: c_void_p, shape: tuple[int, ...], n_threads: int = 2) -> np.ndarray:
+        """Runs ggml_<op>(ctx, *args); float32 of the given shape."""
+        node = c_void_p(getattr(self.base, f"ggml_{op}")(self.ctx, *args))
+        graph = c_void_p(self.base.ggml_new_graph(self.ctx))
+        self.base.ggml_build_forward_expand(graph, node)
+        assert self.cpu.ggml_graph_compute_with_ctx(self.ctx, graph, c_int(n_threads)) == 0
+        out = np.empty(shape, np.float32)
+        assert self.base.ggml_nbytes(node) == out.nbytes
+        ctypes.memmove(out.ctypes.data, self.base.ggml_get_data(node), out.nbytes)
+        return out
+
+
+F32 = int(gguf.GGMLQuantizationType.F32)
+I32 = int(gguf.GGMLQuantizationType.I32)
+
+
+def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unpack contract of uint8 (n_blocks, block_bytes) in float64: scale * q (n_blocks, 256), d and offset (n_blocks, 1)."""
+    info = TYPES[type_name]
+    parts = [lib.unpack_block(info.id, b) for b in np.ascontiguousarray(blocks)]
+    scale = np.stack([np.repeat(p[1][: 256 // info.group], info.group) for p in parts]).astype(np.float64)
+    q = np.stack([p[0] for p in parts]).astype(np.float64)
+    d, offset = (np.array([[p[i]] for p in parts], np.float64) for i in (2, 3))
+    assert (scale == 1).all() or not info.has_offset
+    return scale * q, d, offset
+
+
+def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Exact products and the bound for float32 kernels.
+
+    rows: uint8 (n_rows, n_blocks, block_bytes); activations: Q8_KR (n_cols, n_blocks).
+    Returns two float64 (n_cols, n_rows): the product of the decoded weights with the quantised activations, and the
+    largest error a kernel may have.
+
+    Inside a block all sums are integers. Per block a kernel rounds d_w*d_y, that times the offset, and two
+    accumulations; reducing the lanes and scaling the result adds at most six more. Each rounding is at most u = 2^-24
+    of a partial sum, itself at most M = sum |d_w d_y| (|scale q| + |offset|) |y|. So the error is at most
+    (4 n_blocks + 6) u M.
+    """
+    n_rows, n_blocks, _ = rows.shape
+    q, d, offset = (a.reshape(n_rows, n_blocks, -1) for a in unpacked(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
+    y = activations["qs"].astype(np.float64)
+    dy = activations["d"].astype(np.float64)
+    exact = np.einsum("rbj,cbj,cb->cr", d * (q - offset), y, dy, optimize=True)
+    m = np.einsum("rbj,cbj,cb->cr", np.abs(d) * (np.abs(q) + np.abs(offset)), np.abs(y), np.abs(dy), optimize=True)
+    return exact, (4 * n_blocks + 6) * F32_U * m
+
+
+def blocks_of(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Encoded Gaussian weights: uint8 (*shape[:-1], n_blocks, block_bytes) for logical shape (rows last)."""
+    info = TYPES[type_name]
+    w = np.random.default_rng(seed).standard_normal((int(np.prod(shape[:-1])), shape[-1])).astype(np.float32)
+    return lib.quantize(int(info.id), w).reshape(*shape[:-1], shape[-1] // 256, info.block_bytes)

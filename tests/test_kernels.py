@@ -1,0 +1,183 @@
+"""CPU kernels of every weight type: unpack, vec_dot, tiled GEMM, mul_mat_id, get_rows against exact references."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import native
+import numpy as np
+import pytest
+from native import F32, I32, ISAS, dot_reference, kernels
+
+from ggml_ext import TYPES, WEIGHT_TYPES
+
+TYPE_NAMES = sorted(WEIGHT_TYPES)
+ALL_ISAS = [*ISAS, "native"]
+
+
+def test_isas_are_what_they_are_called():
+    """Else a test of "avx2" might run the portable code."""
+    names = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni"}
+    assert {isa: kernels(isa).isa for isa in ISAS} == {isa: names[isa] for isa in ISAS}
+    if "vnni" in ISAS:  # a native build uses what the processor has
+        assert kernels("native").isa == "avx2+vnni"
+
+
+def every_code_everywhere(type_name: str) -> np.ndarray:
+    """Blocks in which every bit of the codes is set alone, cleared alone, and random bytes; finite scales."""
+    info = TYPES[type_name]
+    n_bits = 8 * info.block_bytes
+    one_bit = np.packbits(np.eye(n_bits, dtype=np.uint8), axis=1, bitorder="little")
+    random = np.random.default_rng(7).integers(0, 256, (2000, info.block_bytes), np.uint8)
+    return np.concatenate([one_bit, ~one_bit, random])
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_unpack_equals_scalar(lib, type_name, isa):
+    """Codes are functions of single bits, so every bit alone, its complement and random bytes cover them."""
+    blocks = every_code_everywhere(type_name)
+    expected = np.stack([lib.unpack_block(TYPES[type_name].id, b)[0] for b in blocks]).astype(np.uint8)
+    actual = kernels(isa).unpack(type_name, blocks)
+    wrong = np.argwhere(actual != expected)
+    assert not wrong.size, f"{type_name} on {isa}: block {wrong[0][0]}, weight {wrong[0][1]}: {blocks[wrong[0][0]].tobytes().hex()}"
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS)
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_vec_dot(lib, type_name, n_blocks, isa):
+    seed = 100 + n_blocks
+    rows = native.blocks_of(lib, type_name, (5, 256 * n_blocks), seed)
+    activations = kernels(isa).quantize_q8_kr(np.random.default_rng(seed + 1).standard_normal((3, 256 * n_blocks)))
+    exact, bound = dot_reference(lib, type_name, rows, activations)
+    actual = np.array([[kernels(isa).vec_dot(type_name, r, a) for r in rows] for a in activations], np.float64)
+    worst = np.unravel_index(np.argmax(np.abs(actual - exact) / bound), exact.shape)
+    assert (np.abs(actual - exact) <= bound).all(), (
+        f"{type_name} on {isa}, seed {seed}: row {worst[1]} is {actual[worst]}, not {exact[worst]} +- {bound[worst]}: "
+        f"{rows[worst[1]].tobytes().hex()[:400]}")
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_vec_dot_at_the_largest_sums(lib, type_name, isa):
+    """All codes at their largest magnitude against activations of +-127: nothing saturates."""
+    info = TYPES[type_name]
+    block = np.full(info.block_bytes, 0xFF, np.uint8)
+    block[:4] = np.array([1, 0], np.float16).view(np.uint8)
+    rows = np.tile(block, (1, 4, 1))
+    activations = np.zeros((2, 4), native.Q8_KR)
+    activations["d"] = 1
+    activations["qs"][0], activations["qs"][1] = 127, -127
+    activations["bsums"] = activations["qs"].reshape(2, 4, 16, 16).sum(-1)
+    exact, bound = dot_reference(lib, type_name, rows, activations)
+    actual = np.array([[kernels(isa).vec_dot(type_name, rows[0], a)] for a in activations], np.float64)
+    assert (np.abs(actual - exact) <= bound).all(), (actual, exact)
+
+
+# Below 8 columns ggml takes vec_dot. Edges of the tiled GEMM: microtiles of 16, windows of 256; 65 and 130 rows are
+# ragged in both and in the 64-row groups of mul_mat_id.
+COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257]
+
+
+@pytest.mark.parametrize("n_cols", COLUMNS)
+@pytest.mark.parametrize("n_rows, n_blocks", [(65, 1), (16, 2), (7, 3), (130, 5)])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
+    seed = 1000 * n_cols + n_rows
+    rows = native.blocks_of(lib, type_name, (n_rows, 256 * n_blocks), seed)
+    x = np.random.default_rng(seed + 1).standard_normal((n_cols, 256 * n_blocks)).astype(np.float32)
+    before = kernels("native").dll.ggml_ext_cpu_n_tiles()
+    with native.Graph() as g:
+        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, 256 * n_blocks)),
+                           g.tensor(F32, x, x.shape), shape=(n_cols, n_rows))
+    tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
+    assert tiled == (n_cols >= 8 and kernels("native").isa != "scalar"), "the wrong path ran"
+    exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_q8_kr(x))
+    assert (np.abs(actual - exact) <= bound).all(), f"{type_name}, seed {seed}: {np.max(np.abs(actual - exact) / bound)} times the bound"
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 40])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_mul_mat_id(lib, type_name, n_tokens):
+    """Experts without a token, with one and with many; each token uses two of five experts, never expert 3."""
+    n_expert, n_used, n_rows, n = 5, 2, 70, 512
+    rng = np.random.default_rng(n_tokens)
+    experts = native.blocks_of(lib, type_name, (n_expert, n_rows, n), n_tokens)
+    x = rng.standard_normal((n_tokens, 1, n)).astype(np.float32)
+    ids = np.stack([rng.permutation([0, 1, 2, 4])[:n_used] for _ in range(n_tokens)]).astype(np.int32)
+    before = kernels("native").dll.ggml_ext_cpu_n_tiles()
+    with native.Graph() as g:
+        actual = g.compute("mul_mat_id", g.tensor(TYPES[type_name].id, experts, (n_expert, n_rows, n)),
+                           g.tensor(F32, x, x.shape), g.tensor(I32, ids, ids.shape), shape=(n_tokens, n_used, n_rows))
+    tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
+    assert tiled == (n_tokens == 40 and kernels("native").isa != "scalar"), "the wrong path ran"
+    activations = kernels("native").quantize_q8_kr(x[:, 0])
+    for token, used in enumerate(ids):
+        for slot, expert in enumerate(used):
+            exact, bound = dot_reference(lib, type_name, experts[expert], activations[token : token + 1])
+            assert (np.abs(actual[token, slot] - exact[0]) <= bound[0]).all(), f"{type_name}: token {token}, expert {expert}"
+
+
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_get_rows(lib, type_name):
+    """Embedding look-up decodes with the inverse rotation: the same floats as the row decoder."""
+    rows = native.blocks_of(lib, type_name, (9, 768), 3)
+    ids = np.array([8, 0, 3, 3], np.int32)
+    with native.Graph() as g:
+        actual = g.compute("get_rows", g.tensor(TYPES[type_name].id, rows, (9, 768)), g.tensor(I32, ids, ids.shape),
+                           shape=(4, 768))
+    expected = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(9, -1)), 768)
+    np.testing.assert_array_equal(actual, expected[ids])
+
+
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_all_paths_agree_with_decoded_weights(lib, type_name):
+    """mul_mat against get_rows: a path that forgets the rotation is off by the size of the result itself.
+
+    The difference is the 8-bit rounding of the activations, at most d_y/2 each: |error| <= sum |w| max|Hx|/254.
+    """
+    n_rows, n = 32, 1024
+    rows = native.blocks_of(lib, type_name, (n_rows, n), 5)
+    x = np.random.default_rng(6).standard_normal((20, n)).astype(np.float32)
+    decoded = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(n_rows, -1)), n).astype(np.float64)
+    rotated = np.abs(lib.fwht(decoded.astype(np.float32).reshape(-1, 256))).reshape(n_rows, n)
+    d_y = native.reference_q8_kr(x)["d"].astype(np.float64)
+    bound = np.einsum("rbj,cb->cr", rotated.reshape(n_rows, -1, 256), d_y / 2) * (1 + 1e-4)  # float32 rounding on top
+    for n_cols in (1, 20):
+        with native.Graph() as g:
+            actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),
+                               g.tensor(F32, x[:n_cols], (n_cols, n)), shape=(n_cols, n_rows))
+        error = np.abs(actual - x[:n_cols].astype(np.float64) @ decoded.T)
+        assert (error <= bound[:n_cols]).all()
+        assert np.abs(actual).max() > 20 * error.max()  # the bound is not vacuous
+
+
+@pytest.mark.parametrize("binary, arguments", [
+    ("test-quantize-fns", ["-v"]),
+    *[("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"]) for name in TYPE_NAMES],
+])
+def test_upstream_suite(binary, arguments):
+    """ggml's own tests with our types in their lists; test-backend-ops compares with ggml's reference path."""
+    result = subprocess.run([native.built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    for name in TYPE_NAMES:
+        wanted = f"{name} dot product error" if binary == "test-quantize-fns" else f"type_a={name}"
+        if name in "".join(arguments) or binary == "test-quantize-fns":
+            assert wanted in result.stdout, f"{binary} did not test {name}"
+    assert "FAIL" not in result.stdout
+
+
+def test_tiled_gemm_can_be_switched_off(lib):
+    """GGML_CPU_TILED_MM=0 reaches our types as it does the stock ones."""
+    code = ("import conftest, native, numpy as np\n"
+            "from ggml_ext import TYPES, _lib\n"
+            f"rows = native.blocks_of(_lib.load(), {TYPE_NAMES[0]!r}, (64, 256), 1); x = np.ones((32, 256), np.float32)\n"
+            "with native.Graph() as g:\n"
+            f"    g.compute('mul_mat', g.tensor(TYPES[{TYPE_NAMES[0]!r}].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(32, 64))\n"
+            "print(native.kernels('native').dll.ggml_ext_cpu_n_tiles())")
+    counts = [int(subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__), check=True, capture_output=True,
+                                 text=True, env={**os.environ, "GGML_CPU_TILED_MM": on}).stdout) for on in ("0", "1")]
+    assert counts[0] == 0 and (counts[1] > 0) == (kernels("native").isa != "scalar")

@@ -1,0 +1,132 @@
+"""The types table and the files that scripts/gen_types.py makes from it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from ggml_ext import TYPES
+from ggml_ext.quants import itq3_s
+
+FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_types.py")
+HEADER, *_, MODULE = FILES
+GENERATED = (*FILES, "README.md")
+NEW_TYPE = """
+[[type]]
+name        = "test_w"
+id          = 170
+kind        = "weight"
+block_bytes = 66
+activation  = "q8_kr"
+rotated     = false
+unpack_min  = -3
+unpack_max  = 3
+group       = 64
+has_offset  = false
+fallback    = "q4_0"
+token_embd  = "q3_k"
+output      = "q6_k"
+title       = "TEST_W - 2.0625 bpw"
+about       = "a \\"quoted\\" description"
+fixture_rel_mse = 0.1
+fns_total_error = 0.1
+fns_dot_error   = 0.1
+"""
+
+
+def generate(root, *args):
+    return subprocess.run([sys.executable, str(ROOT / "scripts" / "gen_types.py"), "--root", str(root), *args],
+                          capture_output=True, text=True)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the table and its files, fresh."""
+    for name in ("ggml_ext/types.toml", *FILES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "README.md").write_text("before\n<!-- types:begin -->\nold\n<!-- types:end -->\nafter\n")
+    assert generate(tmp_path).returncode == 0
+    return tmp_path
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)
+
+
+def test_checked_in_files_are_fresh():
+    result = generate(ROOT, "--check")
+    assert result.returncode == 0, result.stderr
+
+
+def test_writing_again_changes_nothing(tree):
+    before = {name: (tree / name).read_bytes() for name in GENERATED}
+    result = generate(tree)
+    assert result.returncode == 0 and result.stdout == ""
+    assert before == {name: (tree / name).read_bytes() for name in GENERATED}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_check_names_the_stale_file_and_writes_nothing(tree, name):
+    append(tree / name, "// stale\n")
+    stale = (tree / name).read_bytes()
+    result = generate(tree, "--check")
+    assert result.returncode == 1
+    assert name in result.stderr and all(other not in result.stderr for other in GENERATED if other != name)
+    assert (tree / name).read_bytes() == stale
+
+
+def test_a_new_row_reaches_every_file(tree):
+    append(tree / "ggml_ext/types.toml", NEW_TYPE)
+    result = generate(tree, "--check")
+    assert result.returncode == 1 and all(name in result.stderr for name in GENERATED)
+    assert generate(tree).returncode == 0
+    header = " ".join((tree / HEADER).read_text().split())
+    for text in ("GGML_TYPE_TEST_W = 170,", "P##TEST_W = 170,", "X(TEST_W, test_w)", "case GGML_TYPE_TEST_W:",
+                 "#define GGML_EXT_TEST_W_HAS_OFFSET 0", "#define GGML_EXT_TEST_W_UNPACK_MIN -3",
+                 '#define GGML_EXT_TEST_W_TITLE "TEST_W - 2.0625 bpw"'):
+        assert text in header
+    namespace = {"__name__": "types_of_the_copy"}
+    sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look their module up
+    exec((tree / MODULE).read_text(), namespace)
+    info = namespace["WEIGHT_TYPES"]["test_w"]
+    assert (info.id, info.block_bytes, info.bpw, info.about) == (170, 66, 2.0625, 'a "quoted" description')
+    readme = (tree / "README.md").read_text()
+    assert '| `TEST_W` | 170 | 66 | 2.0625 | a "quoted" description |' in readme
+    assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("id          = 170", "id          = 160", "id 160 is used twice"),
+    ("id          = 170", "id          = 42", "id 42 is not in 160..191"),
+    ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
+    ("group       = 64\n", "", "field 'group' is None"),
+    ("block_bytes = 66", 'block_bytes = "66"', "field 'block_bytes' is '66'"),
+    ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
+    ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),
+    ("[[type]]", "[[type]]\ncolour = 1", "unknown field(s) colour"),
+])
+def test_errors_in_the_table_are_named(tree, old, new, message):
+    assert old in NEW_TYPE
+    append(tree / "ggml_ext/types.toml", NEW_TYPE.replace(old, new))
+    result = generate(tree)
+    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])
+def test_a_readme_without_markers_is_an_error(tree, text):
+    (tree / "README.md").unlink()
+    if text is not None:
+        (tree / "README.md").write_text(text)
+    for args in ((), ("--check",)):
+        result = generate(tree, *args)
+        assert result.returncode == 1 and "README.md" in result.stderr
+    assert (tree / "README.md").exists() == (text is not None)
+
+
+def test_types_agree_with_the_references():
+    assert TYPES["itq3_s"].block_bytes == itq3_s.BLOCK_BYTES
+    assert (TYPES["itq3_s"].unpack_min, TYPES["itq3_s"].unpack_max) == (0, 7)
+    assert TYPES["itq3_s"].bpw == 3.125
