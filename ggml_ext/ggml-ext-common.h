@@ -17,6 +17,9 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
+// Activation blocks whose largest rotated magnitude is below this are zero: 127/amax would overflow.
+#define GGML_EXT_ACT_TINY 1e-36f
+
 // One block after unpacking, the same integers on every backend:
 //   value[j] = d * scale[j / group] * (q[j] - offset)
 // group is the type's entry in types.toml; types with one scale set scale[0] = 1. Rotated types hold rotated values.

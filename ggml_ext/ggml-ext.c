@@ -49,6 +49,7 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
         for (int j = 0; j < QK_K; ++j) {
             amax = fmaxf(amax, fabsf(v[j]));
         }
+        amax = amax < GGML_EXT_ACT_TINY ? 0.0f : amax;
         const float inv_d = amax > 0.0f ? 127.0f/amax : 0.0f;
         y[ib].d = amax/127.0f;
         for (int j = 0; j < QK_K; ++j) {

@@ -120,5 +120,7 @@ def assert_same_blocks(actual: np.ndarray, expected: np.ndarray, what: str) -> N
     different = np.flatnonzero((actual != expected).any(axis=1))
     if different.size:
         i = different[0]
-        pytest.fail(f"{what}: {different.size} of {len(actual)} blocks differ; block {i}:\n"
-                    f"  {actual[i].tobytes().hex()}\n  {expected[i].tobytes().hex()}")
+        pytest.fail(
+            f"{what}: {different.size} of {len(actual)} blocks differ; block {i}:\n"
+            f"  {actual[i].tobytes().hex()}\n  {expected[i].tobytes().hex()}"
+        )

@@ -22,7 +22,9 @@ KNOWN = "known types: itq3_s"
 
 @pytest.fixture
 def source(tmp_path):
-    return write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256), "blk.0.ffn_down.weight": gaussian(8, 512)})
+    return write_gguf(
+        tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256), "blk.0.ffn_down.weight": gaussian(8, 512)}
+    )
 
 
 def files(folder):
@@ -52,13 +54,31 @@ def quantize_error(folder, source, *parts, flags=()):
     expect_error(folder, [source, folder / "out.gguf", "--type", "itq3_s", *flags], *parts)
 
 
-@pytest.mark.parametrize(("content", "part"), [
-    (b"", "not a GGUF file"), (b"GG", "not a GGUF file"), (b"PK\3\4" * 100, "not a GGUF file"), (b"GGUF", "truncated"),
-    (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"), (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "GGUF version 4"),
-    (b"GGUF" + struct.pack(">IQQ", 3, 1, 1), "big-endian"),
-    (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "4,611,686,018,427,387,904 tensors"),
-    (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "9,223,372,036,854,775,808 keys"),
-], ids=["empty", "two_bytes", "zip", "magic_only", "version_1", "version_4", "big_endian", "many_tensors", "many_keys"])
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "not a GGUF file"),
+        (b"GG", "not a GGUF file"),
+        (b"PK\3\4" * 100, "not a GGUF file"),
+        (b"GGUF", "truncated"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"),
+        (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "GGUF version 4"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 1, 1), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**62, 0), "4,611,686,018,427,387,904 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "9,223,372,036,854,775,808 keys"),
+    ],
+    ids=[
+        "empty",
+        "two_bytes",
+        "zip",
+        "magic_only",
+        "version_1",
+        "version_4",
+        "big_endian",
+        "many_tensors",
+        "many_keys",
+    ],
+)
 def test_not_a_gguf_file(tmp_path, content, part):
     (tmp_path / "in.gguf").write_bytes(content)
     quantize_error(tmp_path, tmp_path / "in.gguf", part, "in.gguf")
@@ -81,7 +101,7 @@ def test_header_with_random_damage(source):
     rng = np.random.default_rng(7)
     for _ in range(2000):
         position, value = int(rng.integers(4, end)), int(rng.choice([0, 1, 0x7F, 0x80, 0xFF]))
-        source.write_bytes(data[:position] + bytes([value]) + data[position + 1:])
+        source.write_bytes(data[:position] + bytes([value]) + data[position + 1 :])
         try:
             file = _gguf_file.GGUFFile(source)
             assert all(t.offset + t.n_bytes <= len(data) for t in file.tensors)
@@ -95,8 +115,10 @@ def test_header_with_random_damage(source):
 def test_truncated(tmp_path, source, keep):
     data = source.read_bytes()
     end = max(t.offset + t.n_bytes for t in _gguf_file.GGUFFile(source).tensors)
-    source.write_bytes(data[:keep if keep > 0 else end - 1])
-    quantize_error(tmp_path, source, "truncated", "download or convert it again", *(["blk.0.ffn_down.weight"] if keep < 0 else []))
+    source.write_bytes(data[: keep if keep > 0 else end - 1])
+    quantize_error(
+        tmp_path, source, "truncated", "download or convert it again", *(["blk.0.ffn_down.weight"] if keep < 0 else [])
+    )
 
 
 def raw_gguf(path, kv=b"", n_kv=0, tensors=(), data=4096):
@@ -112,33 +134,41 @@ def key(name, vtype, payload=b""):
     return struct.pack("<Q", len(name)) + name + struct.pack("<I", vtype) + payload
 
 
-@pytest.mark.parametrize(("tensor", "parts"), [
-    ((b"a.weight", (256, 0), 1, 0), ("a.weight", "[256, 0]", "at least 1")),
-    ((b"a.weight", (2**40, 2**40), 1, 0), ("a.weight", "2**63")),
-    ((b"a.weight", (2**40,), 1, 0), ("a.weight", "truncated")),
-    ((b"a.weight", (256, 2), 159, 0), ("a.weight", "unknown type 159")),
-    ((b"a.weight", (), 1, 0), ("a.weight", "0 dimensions")),
-    ((b"a.weight", (1, 1, 1, 1, 1), 1, 0), ("a.weight", "5 dimensions")),
-    ((b"a.weight", (100, 2), 14, 0), ("a.weight", "rows of 100", "Q6_K")),
-    ((b"a.weight", (256,), 1, 7), ("a.weight", "offset 7")),
-    ((b"\xff\xfe", (256,), 1, 0), ("not UTF-8",)),
-    ((b"n" * 64, (256,), 1, 0), ("64 bytes", "63")),
-], ids=["zero", "overflow", "beyond_end", "type", "no_dims", "five_dims", "block", "offset", "utf8", "long_name"])
+@pytest.mark.parametrize(
+    ("tensor", "parts"),
+    [
+        ((b"a.weight", (256, 0), 1, 0), ("a.weight", "[256, 0]", "at least 1")),
+        ((b"a.weight", (2**40, 2**40), 1, 0), ("a.weight", "2**63")),
+        ((b"a.weight", (2**40,), 1, 0), ("a.weight", "truncated")),
+        ((b"a.weight", (256, 2), 159, 0), ("a.weight", "unknown type 159")),
+        ((b"a.weight", (), 1, 0), ("a.weight", "0 dimensions")),
+        ((b"a.weight", (1, 1, 1, 1, 1), 1, 0), ("a.weight", "5 dimensions")),
+        ((b"a.weight", (100, 2), 14, 0), ("a.weight", "rows of 100", "Q6_K")),
+        ((b"a.weight", (256,), 1, 7), ("a.weight", "offset 7")),
+        ((b"\xff\xfe", (256,), 1, 0), ("not UTF-8",)),
+        ((b"n" * 64, (256,), 1, 0), ("64 bytes", "63")),
+    ],
+    ids=["zero", "overflow", "beyond_end", "type", "no_dims", "five_dims", "block", "offset", "utf8", "long_name"],
+)
 def test_bad_tensor_info(tmp_path, tensor, parts):
     quantize_error(tmp_path, raw_gguf(tmp_path / "in.gguf", tensors=[tensor]), *parts)
 
 
-@pytest.mark.parametrize(("kv", "n_kv", "parts"), [
-    (key(b"k", 13), 1, ("'k'", "unknown value type 13")),
-    (key(b"k", 9, struct.pack("<IQ", 5, 2**60)), 1, ("'k'", "truncated or corrupt")),
-    (key(b"k", 9, struct.pack("<IQ", 8, 2**60)), 1, ("'k'", "truncated or corrupt")),
-    (key(b"k", 9, struct.pack("<IQ", 9, 1)), 1, ("'k'", "array of arrays")),
-    (key(b"k", 8, struct.pack("<Q", 2**63)), 1, ("'k'", "truncated or corrupt")),
-    (key(b"k", 4, b"1234") * 2, 2, ("'k'", "twice")),
-    (key(b"general.alignment", 4, struct.pack("<I", 24)), 1, ("general.alignment is 24",)),
-    (key(b"general.alignment", 4, struct.pack("<I", 0)), 1, ("general.alignment is 0",)),
-    (key(b"general.alignment", 8, struct.pack("<Q", 2) + b"32"), 1, ("general.alignment is 32 (STRING)",)),
-], ids=["type", "array", "strings", "nested", "string", "twice", "align_24", "align_0", "align_string"])
+@pytest.mark.parametrize(
+    ("kv", "n_kv", "parts"),
+    [
+        (key(b"k", 13), 1, ("'k'", "unknown value type 13")),
+        (key(b"k", 9, struct.pack("<IQ", 5, 2**60)), 1, ("'k'", "truncated or corrupt")),
+        (key(b"k", 9, struct.pack("<IQ", 8, 2**60)), 1, ("'k'", "truncated or corrupt")),
+        (key(b"k", 9, struct.pack("<IQ", 9, 1)), 1, ("'k'", "array of arrays")),
+        (key(b"k", 8, struct.pack("<Q", 2**63)), 1, ("'k'", "truncated or corrupt")),
+        (key(b"k", 4, b"1234") * 2, 2, ("'k'", "twice")),
+        (key(b"general.alignment", 4, struct.pack("<I", 24)), 1, ("general.alignment is 24",)),
+        (key(b"general.alignment", 4, struct.pack("<I", 0)), 1, ("general.alignment is 0",)),
+        (key(b"general.alignment", 8, struct.pack("<Q", 2) + b"32"), 1, ("general.alignment is 32 (STRING)",)),
+    ],
+    ids=["type", "array", "strings", "nested", "string", "twice", "align_24", "align_0", "align_string"],
+)
 def test_bad_metadata(tmp_path, kv, n_kv, parts):
     quantize_error(tmp_path, raw_gguf(tmp_path / "in.gguf", kv, n_kv), *parts)
 
@@ -148,26 +178,32 @@ def test_tensor_twice(tmp_path):
     quantize_error(tmp_path, raw_gguf(tmp_path / "in.gguf", tensors=[info, info]), "a.weight", "twice")
 
 
-@pytest.mark.parametrize(("flags", "parts"), [
-    (["--type", "itq9_z"], ("--type", "'itq9_z'", KNOWN)),
-    (["--type", "q4_k"], ("--type", "'q4_k'", "llama-quantize", KNOWN)),
-    (["--type", "q8_kr"], ("--type", "'q8_kr'", KNOWN)),
-    (["--type", "itq3_s", "--tensor-type", "attn_k=q9_9"], ("--tensor-type", "'q9_9'", "q8_0")),
-    (["--type", "itq3_s", "--tensor-type", "attn_k"], ("--tensor-type", "'attn_k'", "REGEX=TYPE")),
-    (["--type", "itq3_s", "--tensor-type", "=q8_0"], ("--tensor-type", "REGEX=TYPE")),
-    (["--type", "itq3_s", "--tensor-type", "attn_(=q8_0"], ("--tensor-type", "'attn_('", "regular expression")),
-    (["--type", "itq3_s", "--token-embedding-type", "i32"], ("--token-embedding-type", "'i32'", "q8_0")),
-    (["--type", "itq3_s", "--output-tensor-type", "q8_k"], ("--output-tensor-type", "'q8_k'", "q8_0")),
-    (["--type", "itq3_s", "--threads", "0"], ("--threads", "got 0")),
-    (["--type", "itq3_s", "-t", "-2"], ("--threads", "got -2")),
-    (["--type", "itq3_s", "--itq3-levels", "4"], ("--itq3-levels", "got 4", "8 or 3")),
-], ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--type", "itq9_z"], ("--type", "'itq9_z'", KNOWN)),
+        (["--type", "q4_k"], ("--type", "'q4_k'", "llama-quantize", KNOWN)),
+        (["--type", "q8_kr"], ("--type", "'q8_kr'", KNOWN)),
+        (["--type", "itq3_s", "--tensor-type", "attn_k=q9_9"], ("--tensor-type", "'q9_9'", "q8_0")),
+        (["--type", "itq3_s", "--tensor-type", "attn_k"], ("--tensor-type", "'attn_k'", "REGEX=TYPE")),
+        (["--type", "itq3_s", "--tensor-type", "=q8_0"], ("--tensor-type", "REGEX=TYPE")),
+        (["--type", "itq3_s", "--tensor-type", "attn_(=q8_0"], ("--tensor-type", "'attn_('", "regular expression")),
+        (["--type", "itq3_s", "--token-embedding-type", "i32"], ("--token-embedding-type", "'i32'", "q8_0")),
+        (["--type", "itq3_s", "--output-tensor-type", "q8_k"], ("--output-tensor-type", "'q8_k'", "q8_0")),
+        (["--type", "itq3_s", "--threads", "0"], ("--threads", "got 0")),
+        (["--type", "itq3_s", "-t", "-2"], ("--threads", "got -2")),
+        (["--type", "itq3_s", "--itq3-levels", "4"], ("--itq3-levels", "got 4", "8 or 3")),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
 def test_bad_flags(tmp_path, source, flags, parts):
     expect_error(tmp_path, [source, tmp_path / "out.gguf", *flags], *parts)
 
 
 def test_types_that_need_an_importance_matrix(tmp_path, source):
-    quantize_error(tmp_path, source, "blk.0.ffn_up.weight", "iq2_xs", "importance matrix", flags=["--tensor-type", "ffn_up=iq2_xs"])
+    quantize_error(
+        tmp_path, source, "blk.0.ffn_up.weight", "iq2_xs", "importance matrix", flags=["--tensor-type", "ffn_up=iq2_xs"]
+    )
 
 
 @pytest.mark.parametrize("qtype", ["Q4_0", "Q5_1", "ITQ3_S"])
@@ -242,16 +278,36 @@ def test_output_equal_to_input(tmp_path, source, make, flags):
 
 
 def test_split_model(tmp_path):
-    source = write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)}, fill=lambda w: w.add_uint16("split.count", 3))
+    source = write_gguf(
+        tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)}, fill=lambda w: w.add_uint16("split.count", 3)
+    )
     quantize_error(tmp_path, source, "3 parts", "llama-gguf-split --merge")
 
 
 def test_stock_type_without_the_library(tmp_path):
-    source = write_gguf(tmp_path / "in.gguf", {"output.weight": gaussian(8, 256), "token_embd.weight": gaussian(8, 256)})
-    quantize_error(tmp_path, source, "output.weight", "q6_k", "--output-tensor-type q8_0",
-                   flags=["--encoder", "numpy", "--token-embedding-type", "q8_0"])
-    quantize(source, tmp_path / "out.gguf", "--type", "itq3_s", "--encoder", "numpy", "--token-embedding-type", "q8_0",
-             "--output-tensor-type", "q8_0")
+    source = write_gguf(
+        tmp_path / "in.gguf", {"output.weight": gaussian(8, 256), "token_embd.weight": gaussian(8, 256)}
+    )
+    quantize_error(
+        tmp_path,
+        source,
+        "output.weight",
+        "q6_k",
+        "--output-tensor-type q8_0",
+        flags=["--encoder", "numpy", "--token-embedding-type", "q8_0"],
+    )
+    quantize(
+        source,
+        tmp_path / "out.gguf",
+        "--type",
+        "itq3_s",
+        "--encoder",
+        "numpy",
+        "--token-embedding-type",
+        "q8_0",
+        "--output-tensor-type",
+        "q8_0",
+    )
 
 
 @pytest.mark.parametrize(("content", "part"), [(None, "has no"), (b"not a library", "cannot load")])
@@ -261,7 +317,9 @@ def test_library_folder_without_a_usable_library(tmp_path, source, content, part
     if content:
         for name in ("libggml-base.so.0", "libggml-base.0.dylib", "ggml-base.dll"):
             (folder / name).write_bytes(content)
-    result = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_s", env={**os.environ, "GGML_EXT_LIB_DIR": str(folder)})
+    result = run_quantize(
+        source, tmp_path / "out.gguf", "--type", "itq3_s", env={**os.environ, "GGML_EXT_LIB_DIR": str(folder)}
+    )
     check_error(result, part, str(folder))
     assert not (tmp_path / "out.gguf").exists()
 
@@ -301,8 +359,13 @@ def test_no_space_while_writing(tmp_path):
     source = big_source(tmp_path, 1024)
     before = files(tmp_path)
     limit = 100_000  # of 400 kB
-    result = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_s",
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    result = run_quantize(
+        source,
+        tmp_path / "out.gguf",
+        "--type",
+        "itq3_s",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
     check_error(result, "no space left on device", "out.gguf needs 0.39 MiB", "another disk")
     assert files(tmp_path) == before
 
@@ -330,8 +393,12 @@ def test_interrupted_half_way(tmp_path, number, code, existing):
         output.write_text("precious")
         flags = ["--force"]
     before = files(tmp_path)
-    process = subprocess.Popen(quantize_command(source, output, "--type", "itq3_s", "--encoder", "numpy", *flags),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        quantize_command(source, output, "--type", "itq3_s", "--encoder", "numpy", *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while not (temporary := [p for p in tmp_path.iterdir() if p.name.startswith(".out.gguf.tmp-")]):
         assert process.poll() is None and time.monotonic() < deadline
@@ -340,7 +407,12 @@ def test_interrupted_half_way(tmp_path, number, code, existing):
     assert process.poll() is None  # in the middle of it
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
-    check_error(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr), "interrupted", "out.gguf", code=code)
+    check_error(
+        subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr),
+        "interrupted",
+        "out.gguf",
+        code=code,
+    )
     assert files(tmp_path) == before
 
 
@@ -356,5 +428,7 @@ def test_closed_standard_output(tmp_path, source):
 
 def test_gguf_cannot_read_what_we_refuse(tmp_path):
     """The checks are not stricter than the format: what GGUFReader and ggml read, we read."""
-    source = write_gguf(tmp_path / "in.gguf", {"a.weight": gaussian(2, 256)}, fill=lambda w: w.add_array("a", ["x"] * 1000))
+    source = write_gguf(
+        tmp_path / "in.gguf", {"a.weight": gaussian(2, 256)}, fill=lambda w: w.add_array("a", ["x"] * 1000)
+    )
     assert len(_gguf_file.GGUFFile(source).tensors) == len(gguf.GGUFReader(source).tensors) == 1

@@ -41,7 +41,9 @@ def corpora() -> dict[str, np.ndarray]:
             "integers": rng.integers(-2, 3, (n, BLOCK_SIZE)),
             "offset": gaussian + 100 * rng.standard_normal((n, 1)),
             "outliers": gaussian * np.where(rng.random((n, BLOCK_SIZE)) < 0.01, 50, 1),
-            "not_finite": np.where(rng.random((n, BLOCK_SIZE)) < 0.002, rng.choice([np.nan, np.inf, -np.inf], (n, 1)), gaussian),
+            "not_finite": np.where(
+                rng.random((n, BLOCK_SIZE)) < 0.002, rng.choice([np.nan, np.inf, -np.inf], (n, 1)), gaussian
+            ),
         }
         return {name: x.astype(np.float32) for name, x in corpus.items()}
 
@@ -146,17 +148,26 @@ def test_not_finite_weights_give_not_finite_scales():
 @pytest.mark.parametrize("corpus", CORPORA)
 def test_same_bytes_as_c(lib, corpus, levels):
     x = CORPORA[corpus]
-    assert_same_blocks(itq3_s.quantize_blocks(x, levels), lib.quantize(TYPE_ID, x, levels),
-                       f"itq3_s, {levels} levels, corpus {corpus}, seed {SEED}")
+    assert_same_blocks(
+        itq3_s.quantize_blocks(x, levels),
+        lib.quantize(TYPE_ID, x, levels),
+        f"itq3_s, {levels} levels, corpus {corpus}, seed {SEED}",
+    )
 
 
 @LEVELS
 @settings(max_examples=150, deadline=None)
-@given(x=st.one_of(
-    arrays(np.float32, (2, BLOCK_SIZE), elements=st.floats(width=32)),
-    arrays(np.float32, (2, BLOCK_SIZE), elements=st.floats(-4, 4, width=32)),
-    arrays(np.float32, (2, BLOCK_SIZE), elements=st.sampled_from(np.float32([0, -0.0, 1, -1, 2**-14, 65504, 1e-45]).tolist())),
-))
+@given(
+    x=st.one_of(
+        arrays(np.float32, (2, BLOCK_SIZE), elements=st.floats(width=32)),
+        arrays(np.float32, (2, BLOCK_SIZE), elements=st.floats(-4, 4, width=32)),
+        arrays(
+            np.float32,
+            (2, BLOCK_SIZE),
+            elements=st.sampled_from(np.float32([0, -0.0, 1, -1, 2**-14, 65504, 1e-45]).tolist()),
+        ),
+    )
+)
 def test_same_bytes_as_c_on_generated_blocks(lib, levels, x):
     assert_same_blocks(itq3_s.quantize_blocks(x, levels), lib.quantize(TYPE_ID, x, levels), f"itq3_s, {levels} levels")
 

@@ -21,9 +21,12 @@ ITQ3_S_BOUND = 0.0374
 NUMPY_ONLY = ("--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0")
 OURS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options"}
 MATRICES = {
-    "token_embd.weight": gaussian(32, 512, seed=2), "blk.0.attn_norm.weight": gaussian(512, seed=3),
-    "blk.0.attn_k.weight": gaussian(16, 512, seed=4), "blk.0.ffn_up.weight": gaussian(24, 512, seed=5),
-    "blk.0.ffn_gate_exps.weight": gaussian(3, 8, 256, seed=6), "output.weight": gaussian(32, 512, seed=7),
+    "token_embd.weight": gaussian(32, 512, seed=2),
+    "blk.0.attn_norm.weight": gaussian(512, seed=3),
+    "blk.0.attn_k.weight": gaussian(16, 512, seed=4),
+    "blk.0.ffn_up.weight": gaussian(24, 512, seed=5),
+    "blk.0.ffn_gate_exps.weight": gaussian(3, 8, 256, seed=6),
+    "output.weight": gaussian(32, 512, seed=7),
 }
 
 
@@ -93,7 +96,9 @@ def test_bytes_are_the_encoders(model, quantized):
 def test_c_and_numpy_write_the_same_file(model, lib, tmp_path, levels):
     digests = set()
     for encoder in ("c", "numpy"):
-        quantize(model, tmp_path / encoder, "--type", "itq3_s", "--encoder", encoder, "--itq3-levels", levels, *NUMPY_ONLY)
+        quantize(
+            model, tmp_path / encoder, "--type", "itq3_s", "--encoder", encoder, "--itq3-levels", levels, *NUMPY_ONLY
+        )
         digests.add(hashlib.sha256((tmp_path / encoder).read_bytes()).hexdigest())
     assert len(digests) == 1
 
@@ -118,19 +123,31 @@ def test_source_types(tmp_path, qtype):
 def test_output_and_embeddings_by_default(small, lib, tmp_path):
     quantize(small, tmp_path / "out.gguf", "--type", "itq3_s")
     assert types_of(tmp_path / "out.gguf") == {
-        "token_embd.weight": "q3_k", "blk.0.attn_norm.weight": "f32", "blk.0.attn_k.weight": "itq3_s",
-        "blk.0.ffn_up.weight": "itq3_s", "blk.0.ffn_gate_exps.weight": "itq3_s", "output.weight": "q6_k"}
+        "token_embd.weight": "q3_k",
+        "blk.0.attn_norm.weight": "f32",
+        "blk.0.attn_k.weight": "itq3_s",
+        "blk.0.ffn_up.weight": "itq3_s",
+        "blk.0.ffn_gate_exps.weight": "itq3_s",
+        "output.weight": "q6_k",
+    }
 
 
-@pytest.mark.parametrize(("flags", "expected"), [
-    (["--pure"], {"token_embd.weight": "itq3_s", "output.weight": "itq3_s"}),
-    (["--pure", "--leave-output-tensor"], {"output.weight": "f16", "token_embd.weight": "itq3_s"}),
-    ([*NUMPY_ONLY], {"output.weight": "q8_0", "token_embd.weight": "q8_0", "blk.0.ffn_up.weight": "itq3_s"}),
-    (["--pure", "--tensor-type", "attn_.*=Q8_0", "--tensor-type", "attn_k=f16"], {"blk.0.attn_k.weight": "q8_0"}),
-    (["--pure", "--tensor-type", r"blk\.0\.FFN_=bf16"], {"blk.0.ffn_up.weight": "bf16", "blk.0.ffn_gate_exps.weight": "bf16"}),
-    (["--pure", "--tensor-type", "norm=q8_0"], {"blk.0.attn_norm.weight": "f32"}),
-    ([*NUMPY_ONLY, "--tensor-type", "output=f32"], {"output.weight": "q8_0"}),
-], ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--pure"], {"token_embd.weight": "itq3_s", "output.weight": "itq3_s"}),
+        (["--pure", "--leave-output-tensor"], {"output.weight": "f16", "token_embd.weight": "itq3_s"}),
+        ([*NUMPY_ONLY], {"output.weight": "q8_0", "token_embd.weight": "q8_0", "blk.0.ffn_up.weight": "itq3_s"}),
+        (["--pure", "--tensor-type", "attn_.*=Q8_0", "--tensor-type", "attn_k=f16"], {"blk.0.attn_k.weight": "q8_0"}),
+        (
+            ["--pure", "--tensor-type", r"blk\.0\.FFN_=bf16"],
+            {"blk.0.ffn_up.weight": "bf16", "blk.0.ffn_gate_exps.weight": "bf16"},
+        ),
+        (["--pure", "--tensor-type", "norm=q8_0"], {"blk.0.attn_norm.weight": "f32"}),
+        ([*NUMPY_ONLY, "--tensor-type", "output=f32"], {"output.weight": "q8_0"}),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
 def test_type_flags(small, tmp_path, flags, expected):
     quantize(small, tmp_path / "out.gguf", "--type", "itq3_s", *flags)
     actual = types_of(tmp_path / "out.gguf")
@@ -138,17 +155,33 @@ def test_type_flags(small, tmp_path, flags, expected):
 
 
 def test_options_are_recorded(small, tmp_path):
-    quantize(small, tmp_path / "out.gguf", "--type", "ITQ3_S", "--pure", "--itq3-levels", "3", "--tensor-type", "attn_k=q8_0",
-             "--output-tensor-type", "f16", "--threads", "1")
+    quantize(
+        small,
+        tmp_path / "out.gguf",
+        "--type",
+        "ITQ3_S",
+        "--pure",
+        "--itq3-levels",
+        "3",
+        "--tensor-type",
+        "attn_k=q8_0",
+        "--output-tensor-type",
+        "f16",
+        "--threads",
+        "1",
+    )
     record = gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents()
     assert record == "itq3-levels=3 pure output-tensor-type=f16 tensor-type=attn_k=q8_0"
 
 
 def test_odd_metadata_and_shapes_survive(tmp_path):
     """Every value type, empty strings and arrays, a large alignment, tensors of one to four dimensions."""
+
     def fill(writer):
         writer.add_custom_alignment(128)
-        for i, vtype in enumerate(t for t in gguf.GGUFValueType if t not in (gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING)):
+        for i, vtype in enumerate(
+            t for t in gguf.GGUFValueType if t not in (gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING)
+        ):
             writer.add_key_value(f"test.{vtype.name}", i % 2, vtype)
             writer.add_key_value(f"test.array.{vtype.name}", [1, 0, 1], gguf.GGUFValueType.ARRAY, vtype)
         writer.add_key_value("test.empty", "", gguf.GGUFValueType.STRING)
@@ -160,7 +193,9 @@ def test_odd_metadata_and_shapes_survive(tmp_path):
     # gguf's writer cannot make an empty array: add one by hand, in front of the other keys
     data = source.read_bytes()
     key = b"test.nothing"
-    raw = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, 0)
+    raw = (
+        struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, 0)
+    )
     file = _gguf_file.GGUFFile(source)
     (n_kv,) = struct.unpack_from("<Q", data, 16)
     header = data[:16] + struct.pack("<Q", n_kv + 1) + raw + data[24:]
@@ -192,9 +227,13 @@ def test_dry_run_writes_nothing_and_shows_what_a_run_shows(small, lib, tmp_path)
 def test_report(small, lib, tmp_path):
     result = quantize(small, tmp_path / "out.gguf", "--type", "itq3_s")
     lines = result.stdout.splitlines()
-    assert lines[3] == ("[   4/   6] blk.0.ffn_up.weight                  - [  512,    24,     1,     1], type =    f16, "
-                        "size =    0.023 MiB ->    0.005 MiB (itq3_s, 3.125 bpw)")
-    assert any(line.split() == ["blk.*.ffn_gate_exps.weight", "itq3_s", "1", "6,144", "0.002", "3.125"] for line in lines)
+    assert lines[3] == (
+        "[   4/   6] blk.0.ffn_up.weight                  - [  512,    24,     1,     1], type =    f16, "
+        "size =    0.023 MiB ->    0.005 MiB (itq3_s, 3.125 bpw)"
+    )
+    assert any(
+        line.split() == ["blk.*.ffn_gate_exps.weight", "itq3_s", "1", "6,144", "0.002", "3.125"] for line in lines
+    )
     tensors = read_tensors(tmp_path / "out.gguf").values()
     n, size = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
     assert f"quant size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in lines
@@ -230,11 +269,20 @@ def test_requantizing_on_request(small, lib, tmp_path):
 
 
 def test_rows_that_do_not_fit_fall_back_by_name(lib, tmp_path):
-    source = write_gguf(tmp_path / "in.gguf", {
-        "blk.0.ffn_up.weight": gaussian(8, 320), "blk.1.ffn_up.weight": gaussian(8, 100), "blk.2.ffn_up.weight": gaussian(8, 256)})
+    source = write_gguf(
+        tmp_path / "in.gguf",
+        {
+            "blk.0.ffn_up.weight": gaussian(8, 320),
+            "blk.1.ffn_up.weight": gaussian(8, 100),
+            "blk.2.ffn_up.weight": gaussian(8, 256),
+        },
+    )
     result = quantize(source, tmp_path / "out.gguf", "--type", "itq3_s")
     assert types_of(tmp_path / "out.gguf") == {
-        "blk.0.ffn_up.weight": "iq4_nl", "blk.1.ffn_up.weight": "f16", "blk.2.ffn_up.weight": "itq3_s"}
+        "blk.0.ffn_up.weight": "iq4_nl",
+        "blk.1.ffn_up.weight": "f16",
+        "blk.2.ffn_up.weight": "itq3_s",
+    }
     warnings = result.stderr.splitlines()
     assert len(warnings) == 2
     assert "blk.0.ffn_up.weight: rows of 320" in warnings[0] and "iq4_nl" in warnings[0]
@@ -250,7 +298,9 @@ def test_a_pattern_without_a_match_is_warned_about(small, tmp_path):
 def test_peak_memory(lib, tmp_path):
     """Below the largest tensor in F32 plus 500 MB, for a file whose sum of tensors is above it."""
     ne, n_tensors = (8192, 4096), 14
-    tensors = [_gguf_file.Tensor(f"blk.{i}.ffn_up.weight", ne, gguf.GGMLQuantizationType.F16, 0, 0) for i in range(n_tensors)]
+    tensors = [
+        _gguf_file.Tensor(f"blk.{i}.ffn_up.weight", ne, gguf.GGMLQuantizationType.F16, 0, 0) for i in range(n_tensors)
+    ]
     header = _gguf_file.pack_header({}, tensors, [t.type for t in tensors], 32)
     bound = ne[0] * ne[1] * 4 + 500 * 10**6
     n_bytes = n_tensors * ne[0] * ne[1] * 2
@@ -280,31 +330,54 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
     for name, tensor in expected.items():
         assert np.array_equal(actual[name].data, tensor.data), name
     for key in ("general.file_type", "general.quantization_version"):
-        assert gguf.GGUFReader(tmp_path / "ours.gguf").fields[key].contents() == gguf.GGUFReader(theirs).fields[key].contents()
+        assert (
+            gguf.GGUFReader(tmp_path / "ours.gguf").fields[key].contents()
+            == gguf.GGUFReader(theirs).fields[key].contents()
+        )
 
 
 def tensor(name, *ne):
     return _gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
 
 
-@pytest.mark.parametrize(("name", "ne", "expected"), [
-    ("blk.0.ffn_up.weight", (256, 2), True), ("blk.0.ffn_up.weight", (256, 1), False), ("blk.0.ffn_up.weight", (256, 1, 2), True),
-    ("blk.0.ffn_up.bias", (256, 2), False), ("blk.0.attn_norm.weight", (256, 2), False), ("blk.0.ffn_gate_inp.weight", (256, 2), False),
-    ("blk.0.ssm_conv1d.weight", (4, 256), False), ("position_embd.weight", (256, 9), False), ("token_types.weight", (256, 2), False),
-    ("blk.0.time_mix_w1.weight", (256, 9), False), ("v.patch_embd.weight", (16, 16), False), ("output.weight", (256, 9), True),
-])
+@pytest.mark.parametrize(
+    ("name", "ne", "expected"),
+    [
+        ("blk.0.ffn_up.weight", (256, 2), True),
+        ("blk.0.ffn_up.weight", (256, 1), False),
+        ("blk.0.ffn_up.weight", (256, 1, 2), True),
+        ("blk.0.ffn_up.bias", (256, 2), False),
+        ("blk.0.attn_norm.weight", (256, 2), False),
+        ("blk.0.ffn_gate_inp.weight", (256, 2), False),
+        ("blk.0.ssm_conv1d.weight", (4, 256), False),
+        ("position_embd.weight", (256, 9), False),
+        ("token_types.weight", (256, 2), False),
+        ("blk.0.time_mix_w1.weight", (256, 9), False),
+        ("v.patch_embd.weight", (16, 16), False),
+        ("output.weight", (256, 9), True),
+    ],
+)
 def test_which_tensors_are_quantized(name, ne, expected):
     assert _plan.is_weight_matrix(tensor(name, *ne), "llama") == expected
 
 
-@pytest.mark.parametrize(("name", "ne", "arch", "n_expert", "tied", "expected"), [
-    ("output.weight", (256, 9), "llama", 0, False, "Q6_K"), ("output.weight", (320, 9), "llama", 0, False, "Q8_0"),
-    ("output.weight", (256, 9), "falcon", 0, False, "Q8_0"), ("token_embd.weight", (256, 9), "llama", 0, True, "Q6_K"),
-    ("token_embd.weight", (256, 9), "llama", 0, False, "Q3_K"), ("per_layer_token_embd.weight", (256, 9), "gemma3n", 0, False, "Q3_K"),
-    ("blk.0.attn_k.weight", (256, 9), "llama", 8, False, "Q8_0"), ("blk.0.attn_v.weight", (256, 9), "llama", 8, False, "Q8_0"),
-    ("blk.0.attn_q.weight", (256, 9), "llama", 8, False, "ITQ3_S"), ("blk.0.attn_k.weight", (256, 9), "llama", 4, False, "ITQ3_S"),
-    ("blk.0.attn_q_a.weight", (256, 9), "glm5-next", 0, False, "Q8_0"), ("blk.0.attn_q_a.weight", (256, 9), "deepseek2", 0, False, "ITQ3_S"),
-])
+@pytest.mark.parametrize(
+    ("name", "ne", "arch", "n_expert", "tied", "expected"),
+    [
+        ("output.weight", (256, 9), "llama", 0, False, "Q6_K"),
+        ("output.weight", (320, 9), "llama", 0, False, "Q8_0"),
+        ("output.weight", (256, 9), "falcon", 0, False, "Q8_0"),
+        ("token_embd.weight", (256, 9), "llama", 0, True, "Q6_K"),
+        ("token_embd.weight", (256, 9), "llama", 0, False, "Q3_K"),
+        ("per_layer_token_embd.weight", (256, 9), "gemma3n", 0, False, "Q3_K"),
+        ("blk.0.attn_k.weight", (256, 9), "llama", 8, False, "Q8_0"),
+        ("blk.0.attn_v.weight", (256, 9), "llama", 8, False, "Q8_0"),
+        ("blk.0.attn_q.weight", (256, 9), "llama", 8, False, "ITQ3_S"),
+        ("blk.0.attn_k.weight", (256, 9), "llama", 4, False, "ITQ3_S"),
+        ("blk.0.attn_q_a.weight", (256, 9), "glm5-next", 0, False, "Q8_0"),
+        ("blk.0.attn_q_a.weight", (256, 9), "deepseek2", 0, False, "ITQ3_S"),
+    ],
+)
 def test_types_by_role(name, ne, arch, n_expert, tied, expected):
     choices = _plan.Choices(ggml_ext.TYPES["itq3_s"])
     assert _plan.choose_type(tensor(name, *ne), choices, arch, n_expert, tied).name == expected

@@ -37,8 +37,11 @@ fns_dot_error   = 0.1
 
 
 def generate(root, *args):
-    return subprocess.run([sys.executable, str(ROOT / "scripts" / "gen_types.py"), "--root", str(root), *args],
-                          capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "gen_types.py"), "--root", str(root), *args],
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture
@@ -84,9 +87,15 @@ def test_a_new_row_reaches_every_file(tree):
     assert result.returncode == 1 and all(name in result.stderr for name in GENERATED)
     assert generate(tree).returncode == 0
     header = " ".join((tree / HEADER).read_text().split())
-    for text in ("GGML_TYPE_TEST_W = 170,", "P##TEST_W = 170,", "X(TEST_W, test_w)", "case GGML_TYPE_TEST_W:",
-                 "#define GGML_EXT_TEST_W_HAS_OFFSET 0", "#define GGML_EXT_TEST_W_UNPACK_MIN -3",
-                 '#define GGML_EXT_TEST_W_TITLE "TEST_W - 2.0625 bpw"'):
+    for text in (
+        "GGML_TYPE_TEST_W = 170,",
+        "P##TEST_W = 170,",
+        "X(TEST_W, test_w)",
+        "case GGML_TYPE_TEST_W:",
+        "#define GGML_EXT_TEST_W_HAS_OFFSET 0",
+        "#define GGML_EXT_TEST_W_UNPACK_MIN -3",
+        '#define GGML_EXT_TEST_W_TITLE "TEST_W - 2.0625 bpw"',
+    ):
         assert text in header
     namespace = {"__name__": "types_of_the_copy"}
     sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look their module up
@@ -98,16 +107,19 @@ def test_a_new_row_reaches_every_file(tree):
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("id          = 170", "id          = 160", "id 160 is used twice"),
-    ("id          = 170", "id          = 42", "id 42 is not in 160..191"),
-    ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
-    ("group       = 64\n", "", "field 'group' is None"),
-    ("block_bytes = 66", 'block_bytes = "66"', "field 'block_bytes' is '66'"),
-    ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
-    ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),
-    ("[[type]]", "[[type]]\ncolour = 1", "unknown field(s) colour"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("id          = 170", "id          = 160", "id 160 is used twice"),
+        ("id          = 170", "id          = 42", "id 42 is not in 160..191"),
+        ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
+        ("group       = 64\n", "", "field 'group' is None"),
+        ("block_bytes = 66", 'block_bytes = "66"', "field 'block_bytes' is '66'"),
+        ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
+        ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),
+        ("[[type]]", "[[type]]\ncolour = 1", "unknown field(s) colour"),
+    ],
+)
 def test_errors_in_the_table_are_named(tree, old, new, message):
     assert old in NEW_TYPE
     append(tree / "ggml_ext/types.toml", NEW_TYPE.replace(old, new))

@@ -72,7 +72,8 @@ void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
     block_q8_K * y = (block_q8_K *) vy;
     for (int64_t ib = 0; ib < n/QK_K; ++ib, x += QK_K) {
         alignas(32) float v[QK_K];
-        const float  amax  = reduce_max(rotate(x, v));
+        const float  top   = reduce_max(rotate(x, v));
+        const float  amax  = top < GGML_EXT_ACT_TINY ? 0.0f : top;
         const __m256 inv_d = _mm256_set1_ps(amax > 0.0f ? 127.0f/amax : 0.0f);
         y[ib].d = amax/127.0f;
         for (int g = 0; g < QK_K/32; ++g) {

@@ -38,8 +38,12 @@ static inline void store_block(const unpacker<B> & u, uint8_t * q, std::integer_
     (store(q + 32*G, u.template group<G>()), ...);
 }
 
+// Rows follow each other in memory, but hardware prefetchers stop at each 4 KB page: asking 40 blocks ahead took decode
+// from 127 to 155 tokens/s (two Zen 5 cores, 1B shape, ITQ3_S); 20 to 64 blocks are alike.
 constexpr int PREFETCH_BLOCKS = 40;
-template <typename B> static inline void prefetch_block(const B * x) {
+
+template <typename B>
+static inline void prefetch(const B * x) {
     for (size_t i = 0; i < sizeof(B); i += 64) {
         __builtin_prefetch((const char *) x + i);
     }
@@ -50,7 +54,7 @@ template <typename B>
 static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
     f32_sum acc;
     for (int ib = 0; ib < n/QK_K; ++ib) {
-        prefetch_block(x + ib + PREFETCH_BLOCKS);
+        prefetch(x + ib + PREFETCH_BLOCKS);
         const unpacker<B> u(x[ib]);
         const float d = u.d*y[ib].d;
         acc.add(d, dot_block(u, y[ib].qs, std::make_integer_sequence<int, N_VECS>()));

@@ -52,8 +52,8 @@ static bool refit(const float * restrict x, const uint8_t * restrict q, float su
     if (det == 0) {
         return false;
     }
-    const double a = (QK_K*(double) ext_sum_lanes(qx) - (double) sq*sum_x)/det;
-    const double b = (sum_x - a*sq)/QK_K;
+    const double a = (QK_K*(double) ext_sum_lanes(qx) - (double) sq*(double) sum_x)/det;
+    const double b = ((double) sum_x - a*sq)/QK_K;
     *d = (float) a;
     *z = (float) (-b/a);
     return *d > 0.0f && *d <= EXT_HALF_MAX && fabsf(*z) <= EXT_HALF_MAX;

@@ -94,6 +94,8 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
     value = float(weights[row, column])
     where = f"tensor {tensor.name}: weight {(first_row + row) * tensor.ne[0] + column:,} (row {first_row + row:,}, column {column:,})"
     if np.isfinite(value):
-        raise UserError(f"{where} is {value:g}, beyond the {limit:g} that {target.name.lower()} can hold: keep the tensor "
-                        f"with --tensor-type '{re.escape(tensor.name)}=f32'")
+        raise UserError(
+            f"{where} is {value:g}, beyond the {limit:g} that {target.name.lower()} can hold: keep the tensor "
+            f"with --tensor-type '{re.escape(tensor.name)}=f32'"
+        )
     raise UserError(f"{where} is {value}: the model is damaged; convert it again from a good source")

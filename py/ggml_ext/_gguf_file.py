@@ -24,13 +24,21 @@ from ._errors import UserError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, GGUF_VERSION)  # 2 and 3 have the same layout
-MAX_DIMS = 4                  # GGML_MAX_DIMS
-MAX_NAME = 64                 # GGML_MAX_NAME, with the terminating zero
+MAX_DIMS = 4  # GGML_MAX_DIMS
+MAX_NAME = 64  # GGML_MAX_NAME, with the terminating zero
 MAX_ELEMENTS = 2**63 - 1
 SCALAR_FORMATS = {
-    GGUFValueType.UINT8: "<B", GGUFValueType.INT8: "<b", GGUFValueType.UINT16: "<H", GGUFValueType.INT16: "<h",
-    GGUFValueType.UINT32: "<I", GGUFValueType.INT32: "<i", GGUFValueType.FLOAT32: "<f", GGUFValueType.BOOL: "<?",
-    GGUFValueType.UINT64: "<Q", GGUFValueType.INT64: "<q", GGUFValueType.FLOAT64: "<d",
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<?",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
 }
 
 
@@ -44,7 +52,7 @@ class KeyValue:
     key: str
     type: GGUFValueType
     value: int | float | bool | str | None  # None for arrays and for strings that are not UTF-8
-    raw: bytes                              # type and value as in the file
+    raw: bytes  # type and value as in the file
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Tensor:
     name: str
     ne: tuple[int, ...]  # dimensions, fastest first, as ggml writes them
     type: GGMLQuantizationType
-    offset: int          # from the start of the file
+    offset: int  # from the start of the file
     n_bytes: int
 
     @property
@@ -85,8 +93,10 @@ class _Cursor:
         """Position before the skipped bytes."""
         start, end = self.position, self.position + n_bytes
         if end > len(self.data):
-            raise UserError(f"{self.path}: truncated or corrupt: {what} needs {end:,} bytes, the file has "
-                            f"{len(self.data):,}; download or convert it again")
+            raise UserError(
+                f"{self.path}: truncated or corrupt: {what} needs {end:,} bytes, the file has "
+                f"{len(self.data):,}; download or convert it again"
+            )
         self.position = end
         return start
 
@@ -96,7 +106,7 @@ class _Cursor:
     def string(self, what: str) -> bytes:
         n_bytes = self.scalar("<Q", what)
         start = self.skip(n_bytes, what)
-        return self.data[start:start + n_bytes]
+        return self.data[start : start + n_bytes]
 
     def name(self, what: str) -> str:
         raw = self.string(what)
@@ -125,7 +135,7 @@ class _Cursor:
             value = raw.decode(errors="replace")
         else:
             value = self.scalar(SCALAR_FORMATS[vtype], what)
-        return KeyValue(key, vtype, value, self.data[start:self.position])
+        return KeyValue(key, vtype, value, self.data[start : self.position])
 
     def _array(self, what: str) -> None:
         etype = self.value_type(what)
@@ -151,8 +161,10 @@ class GGUFFile:
             with open(path, "rb") as f:
                 self.n_bytes = os.fstat(f.fileno()).st_size
                 if f.read(len(MAGIC)) != MAGIC:
-                    raise UserError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; convert the "
-                                    "model with llama.cpp's convert_hf_to_gguf.py first")
+                    raise UserError(
+                        f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; convert the "
+                        "model with llama.cpp's convert_hf_to_gguf.py first"
+                    )
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
@@ -173,15 +185,21 @@ class GGUFFile:
         version = cursor.scalar("<I", "the version")
         if version not in VERSIONS:
             if version & 0xFFFF == 0:
-                raise UserError(f"{self.path} is a big-endian GGUF file, little-endian is needed: convert it with "
-                                "gguf-convert-endian")
-            raise UserError(f"{self.path} is GGUF version {version}, this tool reads {' and '.join(map(str, VERSIONS))}")
+                raise UserError(
+                    f"{self.path} is a big-endian GGUF file, little-endian is needed: convert it with "
+                    "gguf-convert-endian"
+                )
+            raise UserError(
+                f"{self.path} is GGUF version {version}, this tool reads {' and '.join(map(str, VERSIONS))}"
+            )
         n_tensors, n_kv = cursor.scalar("<Q", "the tensor count"), cursor.scalar("<Q", "the key count")
         # A key/value pair takes at least 8 + 4 + 1 bytes, a tensor info 8 + 4 + 8 + 4 + 8.
         least = n_kv * 13 + n_tensors * 32
         if least > self.n_bytes:
-            raise UserError(f"{self.path}: truncated or corrupt: {n_kv:,} keys and {n_tensors:,} tensors need {least:,} "
-                            f"bytes, the file has {self.n_bytes:,}; download or convert it again")
+            raise UserError(
+                f"{self.path}: truncated or corrupt: {n_kv:,} keys and {n_tensors:,} tensors need {least:,} "
+                f"bytes, the file has {self.n_bytes:,}; download or convert it again"
+            )
         return n_tensors, n_kv
 
     def _read_alignment(self) -> int:
@@ -189,7 +207,9 @@ class GGUFFile:
         if kv is None:
             return GGUF_DEFAULT_ALIGNMENT
         if kv.type != GGUFValueType.UINT32 or kv.value == 0 or kv.value & (kv.value - 1):
-            raise UserError(f"{self.path}: general.alignment is {kv.value} ({kv.type.name}), must be a power of two (UINT32)")
+            raise UserError(
+                f"{self.path}: general.alignment is {kv.value} ({kv.type.name}), must be a power of two (UINT32)"
+            )
         return kv.value
 
     def _read_tensors(self, cursor: _Cursor, n_tensors: int) -> list[Tensor]:
@@ -202,11 +222,15 @@ class GGUFFile:
                 raise UserError(f"{self.path}: tensor {name} is there twice; convert the model again")
             names.add(name)
             if offset % self.alignment:
-                raise UserError(f"{self.path}: tensor {name} is at offset {offset}, no multiple of the alignment {self.alignment}")
+                raise UserError(
+                    f"{self.path}: tensor {name} is at offset {offset}, no multiple of the alignment {self.alignment}"
+                )
             end = start + offset + n_bytes
             if end > self.n_bytes:
-                raise UserError(f"{self.path}: truncated: tensor {name} ends at byte {end:,}, the file has "
-                                f"{self.n_bytes:,}; download or convert it again")
+                raise UserError(
+                    f"{self.path}: truncated: tensor {name} ends at byte {end:,}, the file has "
+                    f"{self.n_bytes:,}; download or convert it again"
+                )
             tensors.append(Tensor(name, ne, qtype, start + offset, n_bytes))
         return tensors
 
@@ -214,7 +238,9 @@ class GGUFFile:
         name = cursor.name(what)
         what = f"tensor {name[:MAX_NAME]}"
         if len(name.encode()) >= MAX_NAME:
-            raise UserError(f"{self.path}: {what}...: the name has {len(name.encode())} bytes, ggml allows {MAX_NAME - 1}")
+            raise UserError(
+                f"{self.path}: {what}...: the name has {len(name.encode())} bytes, ggml allows {MAX_NAME - 1}"
+            )
         n_dims = cursor.scalar("<I", what)
         if not 1 <= n_dims <= MAX_DIMS:
             raise UserError(f"{self.path}: {what} has {n_dims} dimensions, must be 1 to {MAX_DIMS}")
@@ -222,23 +248,29 @@ class GGUFFile:
         number = cursor.scalar("<I", what)
         offset = cursor.scalar("<Q", what)
         if 0 in ne or prod(ne) > MAX_ELEMENTS:
-            raise UserError(f"{self.path}: {what} has the dimensions {list(ne)}: each must be at least 1, their product "
-                            "below 2**63; convert the model again")
+            raise UserError(
+                f"{self.path}: {what} has the dimensions {list(ne)}: each must be at least 1, their product "
+                "below 2**63; convert the model again"
+            )
         try:
             qtype = GGMLQuantizationType(number)
         except ValueError as e:
-            raise UserError(f"{self.path}: {what} has the unknown type {number}: the file may need a newer version of the "
-                            "gguf package") from e
+            raise UserError(
+                f"{self.path}: {what} has the unknown type {number}: the file may need a newer version of the "
+                "gguf package"
+            ) from e
         block_size = GGML_QUANT_SIZES[qtype][0]
         if ne[0] % block_size:
-            raise UserError(f"{self.path}: {what} has rows of {ne[0]}, no multiple of {block_size} as {qtype.name} needs")
+            raise UserError(
+                f"{self.path}: {what} has rows of {ne[0]}, no multiple of {block_size} as {qtype.name} needs"
+            )
         return name, ne, qtype, offset
 
     def rows(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
         """Rows first..first+count-1 of the flattened tensor: uint8 (count, row_bytes), a view of the map."""
         n_bytes = row_bytes(tensor.type, tensor.ne[0])
         start = tensor.offset + first * n_bytes
-        return self._bytes[start:start + count * n_bytes].reshape(count, n_bytes)
+        return self._bytes[start : start + count * n_bytes].reshape(count, n_bytes)
 
     def release(self, tensor: Tensor, n_rows: int) -> None:
         """Lets go of the memory of the first n_rows rows: mapped pages count as ours until then."""
@@ -262,8 +294,9 @@ def string_value(key: str, value: str) -> KeyValue:
     return KeyValue(key, GGUFValueType.STRING, value, struct.pack("<IQ", GGUFValueType.STRING, len(raw)) + raw)
 
 
-def pack_header(metadata: dict[str, KeyValue], tensors: list[Tensor], types: list[GGMLQuantizationType],
-                alignment: int) -> bytes:
+def pack_header(
+    metadata: dict[str, KeyValue], tensors: list[Tensor], types: list[GGMLQuantizationType], alignment: int
+) -> bytes:
     """Everything before the data of a file with `tensors` stored as `types`, padded; each tensor's data is padded too."""
     out = bytearray(MAGIC + struct.pack("<IQQ", GGUF_VERSION, len(tensors), len(metadata)))
 

@@ -29,8 +29,10 @@ def add_enum_member(enum: type[IntEnum], name: str, value: int) -> IntEnum:
     if by_value is not None and by_value is by_name:
         return by_value
     if by_value is not None or by_name is not None:
-        raise ImportError(f"gguf defines {enum.__name__} {by_value or by_name!r} already, which clashes with {name} = {value} "
-                          "of ggml_ext: use the gguf release that this version of ggml_ext names")
+        raise ImportError(
+            f"gguf defines {enum.__name__} {by_value or by_name!r} already, which clashes with {name} = {value} "
+            "of ggml_ext: use the gguf release that this version of ggml_ext names"
+        )
     member = int.__new__(enum, value)
     member._name_ = name
     member._value_ = value

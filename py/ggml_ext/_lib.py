@@ -18,7 +18,7 @@ ABI_VERSION = 1  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 # the package holds the library under its SONAME, libggml-base.so.0 on Linux; a build folder has links beside it
 FILE_PATTERN = {"darwin": "libggml-base*.dylib", "win32": "ggml-base.dll"}.get(sys.platform, "libggml-base.so*")
-MAX_GROUPS = 4   # GGML_EXT_MAX_GROUPS
+MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
 _ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
 
@@ -26,8 +26,14 @@ _ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
 class _TypeTraits(ctypes.Structure):
     """struct ggml_type_traits of ggml.h, up to the field that is used here."""
 
-    _fields_ = [("type_name", c_char_p), ("blck_size", c_int64), ("blck_size_interleave", c_int64),
-                ("type_size", c_size_t), ("is_quantized", c_bool), ("to_float", _ToFloat)]
+    _fields_ = [
+        ("type_name", c_char_p),
+        ("blck_size", c_int64),
+        ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t),
+        ("is_quantized", c_bool),
+        ("to_float", _ToFloat),
+    ]
 
 
 class _QuantizeParams(ctypes.Structure):
@@ -39,8 +45,10 @@ class _QuantizeParams(ctypes.Structure):
 _floats = POINTER(c_float)
 _SIGNATURES = {
     "ggml_ext_abi_version": (c_int, []),
-    "ggml_ext_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats,
-                                           POINTER(_QuantizeParams)]),
+    "ggml_ext_quantize_chunk": (
+        c_size_t,
+        [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats, POINTER(_QuantizeParams)],
+    ),
     "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
     "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
     "ggml_ext_fwht": (None, [_floats, c_int64]),
@@ -57,7 +65,9 @@ def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:
 
 def _need(array: np.ndarray, dtype: type, what: str) -> None:
     if array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{what} is {array.dtype}, contiguous: {array.flags.c_contiguous}; need contiguous {np.dtype(dtype)}")
+        raise ValueError(
+            f"{what} is {array.dtype}, contiguous: {array.flags.c_contiguous}; need contiguous {np.dtype(dtype)}"
+        )
 
 
 class Library:
@@ -74,11 +84,15 @@ class Library:
             try:
                 function = getattr(self._dll, name)
             except AttributeError:
-                raise UserError(f"{path} has no {name}: it is not the ggml of this package; reinstall ggml-ext or "
-                                f"unset {DIR_VARIABLE}") from None
+                raise UserError(
+                    f"{path} has no {name}: it is not the ggml of this package; reinstall ggml-ext or "
+                    f"unset {DIR_VARIABLE}"
+                ) from None
             function.restype, function.argtypes = result, arguments
         if (version := self._dll.ggml_ext_abi_version()) != ABI_VERSION:
-            raise UserError(f"{path} has interface version {version}, this package needs {ABI_VERSION}: reinstall ggml-ext")
+            raise UserError(
+                f"{path} has interface version {version}, this package needs {ABI_VERSION}: reinstall ggml-ext"
+            )
 
     def row_bytes(self, type_id: int, n_per_row: int) -> int:
         """Bytes of a row of n_per_row weights, a multiple of the type's block size."""
@@ -88,8 +102,9 @@ class Library:
         """True for stock types that cannot be made without an importance matrix."""
         return self._dll.ggml_quantize_requires_imatrix(type_id)
 
-    def quantize(self, type_id: int, rows: np.ndarray, itq3_levels: int = 0,
-                 imatrix: np.ndarray | None = None) -> np.ndarray:
+    def quantize(
+        self, type_id: int, rows: np.ndarray, itq3_levels: int = 0, imatrix: np.ndarray | None = None
+    ) -> np.ndarray:
         """Encodes float32 (n_rows, n_per_row), n_per_row a multiple of the block size; returns uint8 (n_rows, row_bytes).
 
         itq3_levels: 8 or 3 for ITQ3_S, 0 for the default; other types ignore it. imatrix: float32
@@ -109,12 +124,15 @@ class Library:
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
         if type_id in _EXT_IDS:
             params = _QuantizeParams(itq3_levels=itq3_levels)
-            n_bytes = self._dll.ggml_ext_quantize_chunk(type_id, source, target, 0, n_rows, n_per_row, importance,
-                                                        ctypes.byref(params))
+            n_bytes = self._dll.ggml_ext_quantize_chunk(
+                type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
+            )
         else:
             n_bytes = self._dll.ggml_quantize_chunk(type_id, source, target, 0, n_rows, n_per_row, importance)
         if n_bytes != out.nbytes:
-            raise ValueError(f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels})")
+            raise ValueError(
+                f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels})"
+            )
         return out
 
     def dequantize(self, type_id: int, data: np.ndarray, n_per_row: int) -> np.ndarray:
@@ -135,8 +153,14 @@ class Library:
         _need(block, np.uint8, "block")
         q, scale = np.zeros(256, np.int8), np.zeros(MAX_GROUPS, np.int32)
         d, offset = c_float(), c_float()
-        if not self._dll.ggml_ext_unpack_block(type_id, block.ctypes.data_as(c_void_p), _pointer(q, c_int8),
-                                               _pointer(scale, c_int32), ctypes.byref(d), ctypes.byref(offset)):
+        if not self._dll.ggml_ext_unpack_block(
+            type_id,
+            block.ctypes.data_as(c_void_p),
+            _pointer(q, c_int8),
+            _pointer(scale, c_int32),
+            ctypes.byref(d),
+            ctypes.byref(offset),
+        ):
             raise ValueError(f"type {type_id} is not a weight type of ggml_ext")
         return q, scale, d.value, offset.value
 
@@ -166,6 +190,8 @@ def load() -> Library | None:
     directory = os.environ.get(DIR_VARIABLE)
     found = sorted(Path(directory or Path(__file__).parent / "bin").glob(FILE_PATTERN))
     if directory and not found:
-        raise UserError(f"{DIR_VARIABLE} is {directory}, which has no {FILE_PATTERN}: point it to the folder of the "
-                        "extended libraries or unset it")
+        raise UserError(
+            f"{DIR_VARIABLE} is {directory}, which has no {FILE_PATTERN}: point it to the folder of the "
+            "extended libraries or unset it"
+        )
     return Library(found[0]) if found else None

@@ -21,25 +21,59 @@ T = GGMLQuantizationType
 # A tensor whose name holds one of these stays as it is.
 KEPT_PARTS = (
     "_norm.weight",
-    "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight",   # expert routing
-    "altup", "laurel", "per_layer_model_proj",          # small
-    "ssm_conv1d", "shortconv.conv.weight",              # small convolutions
-    "indexer.k_proj.weight", "indexer.q_proj.weight",
+    "ffn_gate_inp.weight",
+    "ffn_gate_tid2eid.weight",  # expert routing
+    "altup",
+    "laurel",
+    "per_layer_model_proj",  # small
+    "ssm_conv1d",
+    "shortconv.conv.weight",  # small convolutions
+    "indexer.k_proj.weight",
+    "indexer.q_proj.weight",
     # RWKV: small, though of two dimensions
-    "time_mix_first.weight", "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight",
-    "time_mix_v1.weight", "time_mix_v2.weight", "time_mix_a0.weight", "time_mix_a1.weight", "time_mix_a2.weight",
-    "time_mix_g1.weight", "time_mix_g2.weight", "time_mix_decay_w1.weight", "time_mix_decay_w2.weight",
+    "time_mix_first.weight",
+    "time_mix_w0.weight",
+    "time_mix_w1.weight",
+    "time_mix_w2.weight",
+    "time_mix_v0.weight",
+    "time_mix_v1.weight",
+    "time_mix_v2.weight",
+    "time_mix_a0.weight",
+    "time_mix_a1.weight",
+    "time_mix_a2.weight",
+    "time_mix_g1.weight",
+    "time_mix_g2.weight",
+    "time_mix_decay_w1.weight",
+    "time_mix_decay_w2.weight",
     "time_mix_lerp_fused.weight",
-    "attn_rel_b.weight",                                # T5's relative position bias
-    ".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger",  # vision
-    "a.rvq.codebook", "mm.a.code_embd",                 # audio
+    "attn_rel_b.weight",  # T5's relative position bias
+    ".position_embd",
+    "sam.pos_embd",
+    "sam.neck.",
+    "sam.net_",
+    ".rel_pos",
+    ".patch_embd",
+    ".patch_merger",  # vision
+    "a.rvq.codebook",
+    "mm.a.code_embd",  # audio
 )
 KEPT_NAMES = ("position_embd.weight", "token_types.weight")  # BERT
 KEPT_PARTS_OF_ARCH = {
     "glm5-next": (
-        "hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate",
-        "indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight",
-        "ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight",
+        "hc_",
+        "indexer.attn_q_b",
+        "indexer.attn_k",
+        "indexer.proj",
+        "indexer_compressor_gate",
+        "indexer_compressor_ape",
+        "ssm_f_a.weight",
+        "ssm_f_b.weight",
+        "ssm_g_a.weight",
+        "ssm_g_b.weight",
+        "ssm_beta.weight",
+        "attn_kv_a_mqa.weight",
+        "attn_k_b.weight",
+        "attn_v_b.weight",
     ),
 }
 Q8_0_PARTS_OF_ARCH = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
@@ -57,10 +91,21 @@ IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
 TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
 # For rows that are no multiple of the block; beside the `fallback` of our own types.
 STOCK_FALLBACKS = {
-    T.IQ1_S: T.IQ4_NL, T.IQ1_M: T.IQ4_NL, T.IQ2_XXS: T.IQ4_NL, T.IQ2_XS: T.IQ4_NL, T.IQ2_S: T.IQ4_NL,
-    T.IQ3_XXS: T.IQ4_NL, T.IQ3_S: T.IQ4_NL, T.IQ4_XS: T.IQ4_NL,
-    T.Q2_K: T.Q4_0, T.Q3_K: T.Q4_0, T.TQ1_0: T.Q4_0, T.TQ2_0: T.Q4_0,
-    T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0,
+    T.IQ1_S: T.IQ4_NL,
+    T.IQ1_M: T.IQ4_NL,
+    T.IQ2_XXS: T.IQ4_NL,
+    T.IQ2_XS: T.IQ4_NL,
+    T.IQ2_S: T.IQ4_NL,
+    T.IQ3_XXS: T.IQ4_NL,
+    T.IQ3_S: T.IQ4_NL,
+    T.IQ4_XS: T.IQ4_NL,
+    T.Q2_K: T.Q4_0,
+    T.Q3_K: T.Q4_0,
+    T.TQ1_0: T.Q4_0,
+    T.TQ2_0: T.Q4_0,
+    T.Q4_K: T.Q5_0,
+    T.Q5_K: T.Q5_1,
+    T.Q6_K: T.Q8_0,
 }
 
 
@@ -85,7 +130,9 @@ class Override:
         if not (regex and separator and type_name):
             raise UserError(f"--tensor-type: got {text!r}, need REGEX=TYPE, for example attn_v=q8_0")
         try:
-            pattern = re.compile(regex, re.IGNORECASE)  # llama-quantize lowers its patterns; tensor names are lower case
+            pattern = re.compile(
+                regex, re.IGNORECASE
+            )  # llama-quantize lowers its patterns; tensor names are lower case
         except re.error as e:
             raise UserError(f"--tensor-type: {regex!r} is not a regular expression: {e}") from None
         return cls(pattern, parse_type(type_name, "--tensor-type"))
@@ -130,8 +177,12 @@ class Plan:
 def is_weight_matrix(tensor: Tensor, arch: str) -> bool:
     """True if llama-quantize would change the type of such a tensor."""
     name = tensor.name
-    return (tensor.n_dims >= 2 and name.endswith("weight") and name not in KEPT_NAMES
-            and not any(part in name for part in (*KEPT_PARTS, *KEPT_PARTS_OF_ARCH.get(arch, ()))))
+    return (
+        tensor.n_dims >= 2
+        and name.endswith("weight")
+        and name not in KEPT_NAMES
+        and not any(part in name for part in (*KEPT_PARTS, *KEPT_PARTS_OF_ARCH.get(arch, ())))
+    )
 
 
 def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied: bool) -> GGMLQuantizationType:
@@ -168,8 +219,10 @@ def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantization
     info = TYPES.get(target.name.lower())
     fallback = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target)
     if fallback is None and GGML_QUANT_SIZES[target][0] > 32:
-        raise UserError(f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "
-                        f"{target.name.lower()} needs: choose another type with --tensor-type {re.escape(tensor.name)}=TYPE")
+        raise UserError(
+            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "
+            f"{target.name.lower()} needs: choose another type with --tensor-type {re.escape(tensor.name)}=TYPE"
+        )
     if fallback is None or tensor.ne[0] % GGML_QUANT_SIZES[fallback][0]:
         return T.F16
     return fallback
@@ -191,21 +244,29 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
             plan.types.append(_plan_matrix(tensor, choose_type(tensor, choices, arch, n_expert, tied), choices, plan))
     for override in choices.overrides:
         if not any(override.pattern.search(t.name) for t in file.tensors):
-            plan.warnings.append(f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor")
+            plan.warnings.append(
+                f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor"
+            )
     return plan
 
 
 def _plan_matrix(tensor: Tensor, target: GGMLQuantizationType, choices: Choices, plan: Plan) -> GGMLQuantizationType:
     if tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
-        raise UserError(f"tensor {tensor.name} is already quantized to {tensor.type.name.lower()}, which costs quality "
-                        "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize")
+        raise UserError(
+            f"tensor {tensor.name} is already quantized to {tensor.type.name.lower()}, which costs quality "
+            "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize"
+        )
     fitting = fit_to_row(tensor, target)
     if fitting != target:
-        plan.warnings.append(f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of "
-                             f"{GGML_QUANT_SIZES[target][0]} as {target.name.lower()} needs: falling back to "
-                             f"{fitting.name.lower()}")
+        plan.warnings.append(
+            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of "
+            f"{GGML_QUANT_SIZES[target][0]} as {target.name.lower()} needs: falling back to "
+            f"{fitting.name.lower()}"
+        )
         plan.fallbacks.append(tensor.name)
     if fitting in IMATRIX_TYPES and fitting != tensor.type:
-        raise UserError(f"tensor {tensor.name}: {fitting.name.lower()} needs an importance matrix, which this tool does "
-                        "not read: use llama-quantize --imatrix, or choose another type")
+        raise UserError(
+            f"tensor {tensor.name}: {fitting.name.lower()} needs an importance matrix, which this tool does "
+            "not read: use llama-quantize --imatrix, or choose another type"
+        )
     return fitting

@@ -98,8 +98,15 @@ def row_chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
         yield first, min(step, tensor.n_rows - first)
 
 
-def write_tensors(f: BinaryIO, file: GGUFFile, plan: Plan, codec: Codec, n_threads: int,
-                  started: Callable[[int], None], advanced: Callable[[int], None]) -> None:
+def write_tensors(
+    f: BinaryIO,
+    file: GGUFFile,
+    plan: Plan,
+    codec: Codec,
+    n_threads: int,
+    started: Callable[[int], None],
+    advanced: Callable[[int], None],
+) -> None:
     """Writes the data of all tensors, padded. Calls started(index) before a tensor and advanced(weights) after a chunk.
 
     UserError if a tensor holds what cannot be stored.

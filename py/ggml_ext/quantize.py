@@ -26,28 +26,47 @@ QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 def build_parser() -> argparse.ArgumentParser:
     embd_and_output = "\n".join(
         f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
-        f"multiple of {t.block_size}" for t in WEIGHT_TYPES.values())
+        f"multiple of {t.block_size}"
+        for t in WEIGHT_TYPES.values()
+    )
     parser = argparse.ArgumentParser(
-        prog="ggml-ext-quantize", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="ggml-ext-quantize",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model to a low-bit type of ggml-ext.",
         epilog=f"types:\n{embd_and_output}\n"
-               "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
-               "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.")
+        "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
+        "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
+    )
     add = parser.add_argument
     add("input", metavar="IN", type=Path, help="GGUF model in F32, F16, BF16 or Q8_0")
     add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
     add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join(WEIGHT_TYPES)}")
     add("--pure", action="store_true", help="the same type for all weight matrices, embeddings and output too")
-    add("--tensor-type", metavar="REGEX=TYPE", action="append", default=[],
-        help="type for tensors whose name matches; may be repeated, the first match counts; stock types too, such as attn_v=q8_0")
+    add(
+        "--tensor-type",
+        metavar="REGEX=TYPE",
+        action="append",
+        default=[],
+        help="type for tensors whose name matches; may be repeated, the first match counts; stock types too, such as attn_v=q8_0",
+    )
     add("--token-embedding-type", metavar="TYPE", help="type of the token embeddings")
-    add("--output-tensor-type", metavar="TYPE", help="type of the output matrix (or of the embeddings that serve as it)")
+    add(
+        "--output-tensor-type", metavar="TYPE", help="type of the output matrix (or of the embeddings that serve as it)"
+    )
     add("--leave-output-tensor", action="store_true", help="leave output.weight as it is")
-    add("--allow-requantize", action="store_true", help="accept tensors that are already quantized below 8 bits; costs quality")
+    add(
+        "--allow-requantize",
+        action="store_true",
+        help="accept tensors that are already quantized below 8 bits; costs quality",
+    )
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
     add("-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use")
-    add("--encoder", choices=("auto", "c", "numpy"), default="auto",
-        help="auto (default): the built library if there is one, else numpy; the bytes are the same")
+    add(
+        "--encoder",
+        choices=("auto", "c", "numpy"),
+        default="auto",
+        help="auto (default): the built library if there is one, else numpy; the bytes are the same",
+    )
     add("--dry-run", action="store_true", help="show types and sizes, write nothing")
     add("-f", "--force", action="store_true", help="replace OUT if it exists")
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
@@ -71,10 +90,14 @@ def parse_choices(args: argparse.Namespace) -> Choices:
         return None if name is None else parse_type(name, flag)
 
     return Choices(
-        info=info, pure=args.pure, overrides=tuple(map(Override.parse, args.tensor_type)),
+        info=info,
+        pure=args.pure,
+        overrides=tuple(map(Override.parse, args.tensor_type)),
         token_embd=optional(args.token_embedding_type, "--token-embedding-type"),
         output=optional(args.output_tensor_type, "--output-tensor-type"),
-        leave_output=args.leave_output_tensor, allow_requantize=args.allow_requantize)
+        leave_output=args.leave_output_tensor,
+        allow_requantize=args.allow_requantize,
+    )
 
 
 def check_output(source: Path, output: Path | None, force: bool) -> Path:
@@ -100,22 +123,30 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
     """The encoder asked for; UserError if it cannot make a type of the plan."""
     lib = None if args.encoder == "numpy" else _lib.load()
     if lib is None and args.encoder == "c":
-        raise UserError("--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
-                        "leave out --encoder")
+        raise UserError(
+            "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
+            "leave out --encoder"
+        )
     codec = Codec(lib, args.itq3_levels)
     for tensor, target in zip(plan.tensors, plan.types):
         if target != tensor.type and not codec.can_encode(target):
-            flag = {"output.weight": "--output-tensor-type q8_0", "token_embd.weight": "--token-embedding-type q8_0"}.get(
-                tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
-            raise UserError(f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder and the built library is not "
-                            f"in use: build it, or pass {flag}")
+            flag = {
+                "output.weight": "--output-tensor-type q8_0",
+                "token_embd.weight": "--token-embedding-type q8_0",
+            }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
+            raise UserError(
+                f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder and the built library is not "
+                f"in use: build it, or pass {flag}"
+            )
     return codec
 
 
 def describe_options(args: argparse.Namespace, info: TypeInfo) -> str:
     """The options that decide the bytes of the output, for the file's record."""
     options = [f"itq3-levels={args.itq3_levels}"] if info.name == "itq3_s" else []
-    options += [flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))]
+    options += [
+        flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))
+    ]
     for flag in ("token-embedding-type", "output-tensor-type"):
         if value := getattr(args, flag.replace("-", "_")):
             options.append(f"{flag}={value}")
@@ -140,8 +171,10 @@ def tensor_line(index: int, plan: Plan) -> str:
     shape = ", ".join(f"{n:5d}" for n in (*tensor.ne, 1, 1, 1)[:4])
     size, new_size = tensor.n_bytes, row_bytes(target, tensor.ne[0]) * tensor.n_rows
     change = "" if target == tensor.type else f" -> {new_size / MIB:8.3f} MiB"
-    return (f"[{index + 1:4d}/{len(plan.tensors):4d}] {tensor.name:<36s} - [{shape}], type = {tensor.type.name.lower():>6s}, "
-            f"size = {size / MIB:8.3f} MiB{change} ({target.name.lower()}, {new_size * 8 / tensor.n_elements:.4g} bpw)")
+    return (
+        f"[{index + 1:4d}/{len(plan.tensors):4d}] {tensor.name:<36s} - [{shape}], type = {tensor.type.name.lower():>6s}, "
+        f"size = {size / MIB:8.3f} MiB{change} ({target.name.lower()}, {new_size * 8 / tensor.n_elements:.4g} bpw)"
+    )
 
 
 def tensor_class(tensor: Tensor) -> str:
@@ -159,15 +192,24 @@ def summary(plan: Plan, seconds: float | None) -> str:
     width = max((len(name) for name, _ in classes), default=0)
     lines = ["", f"{'tensors':<{width}}  {'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}"]
     for (name, type_name), (count, weights, size) in classes.items():
-        lines.append(f"{name:<{width}}  {type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}")
+        lines.append(
+            f"{name:<{width}}  {type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}"
+        )
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
-    lines += ["", f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
-              f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)"]
+    lines += [
+        "",
+        f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
+        f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
+    ]
     if plan.fallbacks:
-        lines.append(f"{len(plan.fallbacks)} of {len(plan.tensors)} tensor(s) required fallback quantization: "
-                     f"{', '.join(plan.fallbacks)}")
+        lines.append(
+            f"{len(plan.fallbacks)} of {len(plan.tensors)} tensor(s) required fallback quantization: "
+            f"{', '.join(plan.fallbacks)}"
+        )
     if seconds is not None:
-        lines.append(f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)")
+        lines.append(
+            f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)"
+        )
     return "\n".join(lines)
 
 
@@ -176,7 +218,9 @@ def run(args: argparse.Namespace) -> None:
     choices = parse_choices(args)
     file = GGUFFile(args.input)
     if (n_splits := file.value("split.count", 0)) > 1:
-        raise UserError(f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge")
+        raise UserError(
+            f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
+        )
     output = None if args.dry_run else check_output(args.input, args.output, args.force)
     plan = make_plan(file, choices)
     codec = None if args.dry_run else load_codec(args, plan)
@@ -194,12 +238,20 @@ def run(args: argparse.Namespace) -> None:
         return
 
     started = time.monotonic()
-    header = pack_header(output_metadata(file, choices.info, describe_options(args, choices.info)), plan.tensors, plan.types,
-                         file.alignment)
+    header = pack_header(
+        output_metadata(file, choices.info, describe_options(args, choices.info)),
+        plan.tensors,
+        plan.types,
+        file.alignment,
+    )
     show_bar = not args.quiet and (args.progress or sys.stderr.isatty())
-    n_threads = args.threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with (tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.info.name, disable=not show_bar) as bar,
-          replaced_file(output, len(header) + data_size(plan, file.alignment)) as f):
+    n_threads = args.threads or (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with (
+        tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.info.name, disable=not show_bar) as bar,
+        replaced_file(output, len(header) + data_size(plan, file.alignment)) as f,
+    ):
         f.write(header)
         write_tensors(f, file, plan, codec, n_threads, lambda i: report(tensor_line(i, plan)), bar.update)
     report(summary(plan, time.monotonic() - started))

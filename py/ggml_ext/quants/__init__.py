@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK_SIZE = 256
-LANES = 16        # partial sums of the encoders (ggml_ext/encode/encode.h)
+LANES = 16  # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
 
 
@@ -21,7 +21,9 @@ def as_blocks(array: np.ndarray, dtype: np.dtype | type, width: int) -> np.ndarr
     """`array` as a C-contiguous (n_blocks, width) array of dtype; raises ValueError for any other shape or dtype."""
     array = np.asarray(array)
     if array.dtype != dtype or array.ndim != 2 or array.shape[1] != width:
-        raise ValueError(f"got {array.dtype} of shape {array.shape}, need {np.dtype(dtype)} of shape (n_blocks, {width})")
+        raise ValueError(
+            f"got {array.dtype} of shape {array.shape}, need {np.dtype(dtype)} of shape (n_blocks, {width})"
+        )
     return np.ascontiguousarray(array)
 
 

@@ -90,7 +90,7 @@ class _Stats:
     sum: np.ndarray
     mean: np.ndarray
     energy: np.ndarray  # sum of squares
-    sigma: np.ndarray   # population standard deviation
+    sigma: np.ndarray  # population standard deviation
 
     @classmethod
     def of(cls, x: np.ndarray) -> _Stats:
@@ -102,7 +102,11 @@ class _Stats:
         centred = x - mean[:, None]
         return cls(
             # argmin and argmax take the first of equals, as the C comparison does: 0 and -0 give different bytes
-            min=pick(x.argmin(axis=1)), max=pick(x.argmax(axis=1)), sum=total, mean=mean, energy=sum_lanes(x * x),
+            min=pick(x.argmin(axis=1)),
+            max=pick(x.argmax(axis=1)),
+            sum=total,
+            mean=mean,
+            energy=sum_lanes(x * x),
             sigma=np.sqrt(sum_lanes(centred * centred) * np.float32(1 / BLOCK_SIZE)),
         )
 

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""`make demo`: the embedded model in ITQ3_S, a text from it, and a table of types from one run.
+
+    demo.py [--rounds 3] [--chunks 600] [--json FILE]
+
+Perplexity is on the beginning of data/heldout.txt, which the model never saw. In the files of the table all block
+matrices have the row's type and the embeddings Q8_0, so that the rows differ in nothing else. IQ3_XXS is made with an
+importance matrix (which it needs) from the end of the text, which is not scored. Decode speed is of a synthetic model
+of Llama-3.2-1B's block shape: the embedded one is too small to be bound by its weights.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import gguf
+from bench import measure, summarise
+from perplexity_run import NEEDS_IMATRIX, imatrix, perplexity, quantize_stock
+from synth_model import write_model
+
+from ggml_ext._tools import tool_path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
+OUT = ROOT / "build" / "demo"
+# row of the table -> (type, options of the quantizer)
+ROWS = {"F16": ("f16", []), "Q3_K": ("q3_k", []), "IQ3_S": ("iq3_s", []), "IQ3_XXS (imatrix)": ("iq3_xxs", []),
+        "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"])}
+
+
+def heading(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def quantize_ours(out: Path, type_name: str, *options: str) -> None:
+    command = [sys.executable, "-m", "ggml_ext.quantize", MODEL, out, "--type", type_name, "--force", *options]
+    print("$ " + " ".join(["python -m ggml_ext.quantize", *(str(c) for c in command[3:])]).replace(f"{ROOT}/", ""), flush=True)
+    subprocess.run([str(c) for c in command], check=True)
+
+
+def generate(model: Path, prompt: str) -> None:
+    command = [tool_path("llama-completion"), "-m", model, "-p", prompt, "-n", 96, "--temp", 0.6, "--seed", 7, "-no-cnv"]
+    subprocess.run([str(c) for c in command], check=True, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    print()
+
+
+def block_bpw(path: Path) -> float:
+    """Bits a weight of the matrices of the blocks, from the file."""
+    tensors = [t for t in gguf.GGUFReader(path).tensors if t.name.startswith("blk.") and t.data.ndim > 1]
+    return 8 * sum(t.n_bytes for t in tensors) / sum(t.n_elements for t in tensors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of the speed run (default: 3)")
+    parser.add_argument("--chunks", type=int, default=600, help="chunks of 256 tokens to score (default: 600)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="write the table to this file too")
+    args = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+
+    heading("quantize")
+    quantized = OUT / "model-itq3_s.gguf"
+    quantize_ours(quantized, "itq3_s")
+
+    heading("generate")
+    generate(quantized, "def read_lines(path):\n")
+
+    heading(f"perplexity on {TEXT.name}, {args.chunks} chunks of 256 tokens; decode speed on {args.threads} threads")
+    table = {}
+    with tempfile.TemporaryDirectory(dir=OUT) as tmp:
+        folder = Path(tmp)
+        importance = imatrix(MODEL, TEXT, folder / "imatrix.gguf")
+        for row, (type_name, options) in ROWS.items():
+            path = MODEL
+            if type_name == "itq3_s":
+                path = folder / "ours.gguf"
+                quantize_ours(path, type_name, "--pure", "--token-embedding-type", "q8_0", "--quiet", *options)
+            elif type_name != "f16":
+                path = quantize_stock(MODEL, folder / "stock.gguf", type_name, importance if type_name in NEEDS_IMATRIX else None)
+            score = perplexity(path, TEXT, n_chunks=args.chunks, threads=args.threads)
+            table[row] = {"type": type_name, "perplexity": score.value, "error": score.error, "bpw": block_bpw(path)}
+            print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)
+
+        types = list(dict.fromkeys(type_name for type_name, _ in ROWS.values()))
+        models = {name: folder / f"synth-{name}.gguf" for name in types}
+        for name, path in models.items():
+            write_model(name, path)
+        args.prompt, args.gen = 128, 32
+        speeds = {row["type"]: row for row in summarise(measure(models, args), ["q3_k"])}
+
+    print("\n| type | bpw of the blocks | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |\n|" + " --- |" * 8)
+    f16 = table["F16"]["perplexity"]
+    for name, row in table.items():
+        speed = speeds[row["type"]]
+        row.update({k: speed[k] for k in ("decode", "prefill", "decode/q3_k", "prefill/q3_k")})
+        print(f"| {name} | {row['bpw']:.4g} | {row['perplexity']:.3f} | {100 * (row['perplexity'] / f16 - 1):.1f} % | "
+              f"{row['decode']:.1f} | {row['decode/q3_k']:.2f} | {row['prefill']:.0f} | {row['prefill/q3_k']:.2f} |")
+    print(f"\nThe standard errors of the perplexities are near {table['F16']['error']:.2f}, but all rows score the same text: "
+          "their differences are known better than that.")
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+#!/usr/bin/env python3
+"""Write tests/data/golden_<type>.npz: blocks with what they decode to, weights with what they encode to.
+
+    make_golden.py TYPE [--force]
+
+Changing a golden file that exists is a format break (decoder) or a change of every future file (encoder).
+"""
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from ggml_ext import TYPES, _lib
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("type", choices=TYPES)
+parser.add_argument("--force", action="store_true")
+args = parser.parse_args()
+path = Path(__file__).parent / "data" / f"golden_{args.type}.npz"
+if path.exists() and not args.force:
+    raise SystemExit(f"error: {path} exists; --force replaces it, which is a format break")
+
+info, lib, rng = TYPES[args.type], _lib.load(), np.random.default_rng(160)
+weights = np.concatenate([rng.standard_normal((6, 256)), rng.standard_t(4, (4, 256)), np.ones((1, 256)), np.eye(256)[:1],
+                          np.zeros((1, 256))]).astype(np.float32)
+encoded = lib.quantize(int(info.id), weights)
+blocks = rng.integers(0, 256, (16, info.block_bytes), np.uint8)
+halves = np.array([1, -0.25, 6e-8, 65504], np.float16).view(np.uint8)  # ordinary, negative, subnormal, largest
+blocks[:8, :8:1] = np.resize(halves, (8, 8))
+blocks = np.concatenate([b for b in (blocks, encoded)])
+valid = np.array([lib.validate(int(info.id), b[None]) for b in blocks])
+blocks = blocks[valid]
+np.savez_compressed(path, weights=weights, encoded=encoded, blocks=blocks, decoded=lib.dequantize(int(info.id), blocks, 256))
+print(f"{path}: {len(blocks)} blocks, {len(weights)} encoded")

@@ -1,0 +1,79 @@
+"""The 256-point Walsh-Hadamard rotation and the activation type that carries it."""
+
+from __future__ import annotations
+
+import native
+import numpy as np
+import pytest
+from native import F32_U, ISAS, kernels
+
+from ggml_ext import quants
+
+
+def sylvester() -> np.ndarray:
+    """H by its definition, float64: H[i][j] = (-1)^popcount(i & j)/16."""
+    i = np.arange(256)
+    bits = (i[:, None] & i[None, :])
+    return (1 - 2 * (np.array([bin(v).count("1") for v in bits.ravel()]).reshape(256, 256) % 2)) / 16.0
+
+
+def test_fwht_equals_the_sylvester_matrix(lib):
+    """Eight rounded stages: each output is off by at most 8 u sum|x_j|/16 (u = 2^-24)."""
+    x = np.random.default_rng(1).standard_normal((50, 256)).astype(np.float32)
+    bound = 8 * F32_U * np.abs(x.astype(np.float64)).sum(1, keepdims=True) / 16
+    assert (np.abs(lib.fwht(x) - x.astype(np.float64) @ sylvester()) <= bound).all()
+
+
+def test_fwht_of_unit_vectors_is_exact(lib):
+    np.testing.assert_array_equal(lib.fwht(np.eye(256, dtype=np.float32)), sylvester().astype(np.float32))
+
+
+def test_fwht_is_its_own_inverse_and_keeps_the_norm(lib):
+    x = np.random.default_rng(2).standard_normal((50, 256)).astype(np.float32)
+    y = lib.fwht(x)
+    norm = np.linalg.norm(x.astype(np.float64), axis=1)
+    # a stage rounds each value once: relative error of the norm at most 8 u, twice for the round trip
+    assert (np.abs(np.linalg.norm(y.astype(np.float64), axis=1) - norm) <= 8 * F32_U * norm).all()
+    assert (np.linalg.norm(lib.fwht(y).astype(np.float64) - x, axis=1) <= 16 * F32_U * norm).all()
+
+
+def test_numpy_fwht_is_bit_equal(lib):
+    x = np.random.default_rng(3).standard_normal((50, 256)).astype(np.float32)
+    np.testing.assert_array_equal(quants.fwht(x), lib.fwht(x))
+
+
+@pytest.mark.parametrize("shape", [(256,), (1, 255), (2, 512), (0, 128)])
+def test_numpy_fwht_refuses_other_sizes(shape):
+    with pytest.raises(ValueError, match="256"):
+        quants.fwht(np.zeros(shape, np.float32))
+
+
+def activation_rows() -> np.ndarray:
+    rng = np.random.default_rng(4)
+    special = np.zeros((6, 512), np.float32)
+    special[1, 3] = 1e-38            # its rotation is subnormal
+    special[2] = 1.0                 # one rotated value, all others exactly zero
+    special[3, :256] = 3e30
+    special[4] = rng.standard_normal(512) * 1e-42
+    special[5, ::2] = -7.5
+    return np.concatenate([special, rng.standard_normal((40, 512)) * 10.0 ** rng.integers(-6, 6, (40, 1))]).astype(np.float32)
+
+
+@pytest.mark.parametrize("isa", [*ISAS, "native"])
+def test_fused_quantisation_is_bit_equal(isa):
+    rows = activation_rows()
+    actual, expected = kernels(isa).quantize_q8_kr(rows), native.reference_q8_kr(rows)
+    for field in expected.dtype.names:
+        np.testing.assert_array_equal(actual[field], expected[field], err_msg=f"{field} on {isa}")
+
+
+def test_q8_kr_reference(lib):
+    """d is the largest rotated magnitude over 127, codes are within half a step, bsums are what they say."""
+    rows = activation_rows()[6:]
+    q = native.reference_q8_kr(rows)
+    rotated = lib.fwht(np.ascontiguousarray(rows.reshape(-1, 256))).reshape(*q.shape, 256).astype(np.float64)
+    np.testing.assert_array_equal(q["d"], (np.abs(rotated).max(-1).astype(np.float32) / np.float32(127)))
+    d = q["d"][..., None].astype(np.float64)
+    # half a step, plus the roundings of 127/amax, of amax/127 and of the product: at most 127 * 3 u steps
+    assert (np.abs(q["qs"] * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
+    np.testing.assert_array_equal(q["bsums"], q["qs"].reshape(*q.shape, 16, 16).sum(-1))
