@@ -92,7 +92,9 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
         return
     row, column = np.argwhere(~(np.isfinite(weights) & (np.abs(weights) <= limit)))[0]
     value = float(weights[row, column])
-    where = f"tensor {tensor.name}: weight {(first_row + row) * tensor.ne[0] + column:,} (row {first_row + row:,}, column {column:,})"
+    row_index = first_row + row
+    index = row_index * tensor.ne[0] + column
+    where = f"tensor {tensor.name}: weight {index:,} (row {row_index:,}, column {column:,})"
     if np.isfinite(value):
         raise UserError(
             f"{where} is {value:g}, beyond the {limit:g} that {target.name.lower()} can hold: keep the tensor "

@@ -150,7 +150,7 @@ class _Cursor:
 
 
 class GGUFFile:
-    """A GGUF file, memory-mapped. The constructor reads the header and checks all of it; UserError if it is not sound."""
+    """A GGUF file, memory-mapped. The constructor reads and checks the whole header; UserError if it is not sound."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -297,7 +297,7 @@ def string_value(key: str, value: str) -> KeyValue:
 def pack_header(
     metadata: dict[str, KeyValue], tensors: list[Tensor], types: list[GGMLQuantizationType], alignment: int
 ) -> bytes:
-    """Everything before the data of a file with `tensors` stored as `types`, padded; each tensor's data is padded too."""
+    """All before the data of a file with `tensors` stored as `types`, padded as each tensor's data will be."""
     out = bytearray(MAGIC + struct.pack("<IQQ", GGUF_VERSION, len(tensors), len(metadata)))
 
     def add_string(text: str) -> None:

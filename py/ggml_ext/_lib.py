@@ -105,7 +105,7 @@ class Library:
     def quantize(
         self, type_id: int, rows: np.ndarray, itq3_levels: int = 0, imatrix: np.ndarray | None = None
     ) -> np.ndarray:
-        """Encodes float32 (n_rows, n_per_row), n_per_row a multiple of the block size; returns uint8 (n_rows, row_bytes).
+        """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
 
         itq3_levels: 8 or 3 for ITQ3_S, 0 for the default; other types ignore it. imatrix: float32
         (n_per_row,) importances, which some stock types require. ValueError for other shapes, dtypes and options.

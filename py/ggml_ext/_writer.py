@@ -92,7 +92,7 @@ def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, 
 
 
 def row_chunks(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) that cover the tensor in chunks of about CHUNK_WEIGHTS weights, at least a row each."""
+    """(first row, number of rows) of chunks of about CHUNK_WEIGHTS weights, at least a row each."""
     step = max(1, CHUNK_WEIGHTS // tensor.ne[0])
     for first in range(0, tensor.n_rows, step):
         yield first, min(step, tensor.n_rows - first)
