@@ -24,10 +24,10 @@ from perplexity_run import perplexity, run_tool  # noqa: E402
 
 TEXT = ROOT / "data" / "heldout.txt"
 RECORDED = json.loads((Path(__file__).parent / "data" / "perplexity.json").read_text())
-# Of the same files, the scalar path (GGML_CPU_TILED_MM=0), the tiled one, one and two threads differ by up to 0.002 at
-# 60 chunks, from the order of float additions and the roundings of activations that follow it. Five times that, for
-# instruction sets not at hand, is still a twentieth of what a one-step error of the zero point does.
-TOLERANCE = 0.01
+# The same ITQ3_S file gives 12.848 with vec_dot alone and 12.853 with the tiled GEMM at 60 chunks (Q3_K: 12.625, 12.626):
+# float sums in another order change roundings of activations. Five times that difference, for instruction sets that
+# were not at hand. Between IQ3_XXS and ITQ3_S lie 0.1; a forgotten rotation or zero point costs whole units.
+TOLERANCE = 0.025
 N_CHUNKS = 60
 
 

@@ -1,5 +1,5 @@
-// What the encoders share. Sums run in 16 lanes that a halving tree adds up, whatever the vector width: compilers
-// vectorise the lanes, and numpy can repeat the order exactly.
+// What the encoders share. Sums run in eight lanes, which a halving tree adds up: two vectors of four, which every
+// processor has, and an order that numpy can repeat exactly.
 #pragma once
 
 #include "../ggml-ext-common.h"
@@ -7,19 +7,38 @@
 
 #include <float.h>
 #include <math.h>
-
-#define EXT_LANES    16
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #define EXT_HALF_MAX 65504.0f
 #define EXT_HALF_NAN ((ggml_half) 0x7e00)
 
-static inline float ext_sum_lanes(float a[EXT_LANES]) {
-    for (int w = EXT_LANES/2; w > 0; w /= 2) {
-        for (int l = 0; l < w; ++l) {
-            a[l] += a[l + w];
-        }
-    }
-    return a[0];
+#define EXT_LANES 8
+typedef float   ext_f32 __attribute__((vector_size(16))); // half the lanes
+typedef int32_t ext_i32 __attribute__((vector_size(16)));
+
+static inline ext_f32 ext_load(const float * p) {
+    ext_f32 v;
+    memcpy(&v, p, sizeof(v));
+    return v;
+}
+
+static inline ext_f32 ext_clamp(ext_f32 v, float lo, float hi) {
+    const ext_f32 vlo = {lo, lo, lo, lo}, vhi = {hi, hi, hi, hi};
+#if defined(__SSE2__)
+    return (ext_f32) _mm_min_ps(_mm_max_ps((__m128) v, (__m128) vlo), (__m128) vhi);
+#else
+    const ext_i32 above = v > vlo;
+    v = (ext_f32) (((ext_i32) v & above) | ((ext_i32) vlo & ~above));
+    const ext_i32 below = v < vhi;
+    return (ext_f32) (((ext_i32) v & below) | ((ext_i32) vhi & ~below));
+#endif
+}
+
+static inline float ext_sum(const ext_f32 v[2]) {
+    const ext_f32 h = v[0] + v[1];
+    return (h[0] + h[2]) + (h[1] + h[3]);
 }
 
 // Rotates one block of weights into x. Returns false if a weight is NaN or Inf. Halves hold scales up to 65504, so
@@ -48,24 +67,23 @@ struct ext_block_stats {
 
 static inline struct ext_block_stats ext_block_stats(const float x[QK_K]) {
     struct ext_block_stats s = {x[0], x[0], 0, 0, 0, 0};
-    float sum[EXT_LANES] = {0}, energy[EXT_LANES] = {0}, var[EXT_LANES] = {0};
-    for (int i = 0; i < QK_K; i += EXT_LANES) {
-        for (int l = 0; l < EXT_LANES; ++l) {
-            sum[l]    += x[i + l];
-            energy[l] += x[i + l]*x[i + l];
-            s.min = x[i + l] < s.min ? x[i + l] : s.min;
-            s.max = x[i + l] > s.max ? x[i + l] : s.max;
-        }
+    ext_f32 sum[2] = {0}, energy[2] = {0}, var[2] = {0};
+    for (int i = 0; i < QK_K/4; ++i) {
+        const ext_f32 v = ext_load(x + 4*i);
+        sum[i%2]    += v;
+        energy[i%2] += v*v;
     }
-    s.sum    = ext_sum_lanes(sum);
-    s.energy = ext_sum_lanes(energy);
+    s.sum    = ext_sum(sum);
+    s.energy = ext_sum(energy);
     s.mean   = s.sum*(1.0f/QK_K);
-    for (int i = 0; i < QK_K; i += EXT_LANES) {
-        for (int l = 0; l < EXT_LANES; ++l) {
-            const float c = x[i + l] - s.mean;
-            var[l] += c*c;
-        }
+    for (int i = 0; i < QK_K/4; ++i) {
+        const ext_f32 v = ext_load(x + 4*i) - s.mean;
+        var[i%2] += v*v;
     }
-    s.sigma = sqrtf(ext_sum_lanes(var)*(1.0f/QK_K));
+    s.sigma = sqrtf(ext_sum(var)*(1.0f/QK_K));
+    for (int j = 1; j < QK_K; ++j) {
+        s.min = x[j] < s.min ? x[j] : s.min;
+        s.max = x[j] > s.max ? x[j] : s.max;
+    }
     return s;
 }

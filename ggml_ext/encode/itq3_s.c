@@ -16,44 +16,47 @@ enum {
     N_REFITS = 4,
 };
 
-// restrict: without it the bytes of q might be those of x, and nothing vectorises.
-// q[j] = the code in 0..levels-1 nearest to x[j]/d + z; ties go up. Returns the squared error of d*(q - z) against x.
-static float assign_codes(const float * restrict x, float d, float z, int levels, uint8_t * restrict q) {
-    const float inv_d = d != 0.0f ? 1.0f/d : 0.0f;
-    const float top   = (float) (levels - 1);
-    float err[EXT_LANES] = {0};
-    for (int i = 0; i < QK_K; i += EXT_LANES) {
-        for (int l = 0; l < EXT_LANES; ++l) {
-            float t = x[i + l]*inv_d + z;
-            t = t > 0.0f ? t : 0.0f;
-            t = t < top  ? t : top;
-            const int32_t c = (int32_t) (t + 0.5f);
-            const float   e = x[i + l] - d*((float) c - z);
-            q[i + l] = (uint8_t) c;
-            err[l] += e*e;
-        }
-    }
-    return ext_sum_lanes(err);
+// The codes in 0..top nearest to x/d + z; ties go up.
+static inline ext_i32 nearest_codes(ext_f32 x, float inv_d, float z, float top) {
+    return __builtin_convertvector(ext_clamp(x*inv_d + z, 0.0f, top) + 0.5f, ext_i32);
 }
 
-// Least-squares d and z for fixed codes: minimises sum (x - (a*q + b))^2, d = a, z = -b/a. False when the codes are all
-// equal or the fit turns the order of the codes around.
-static bool refit(const float * restrict x, const uint8_t * restrict q, float sum_x, float * d, float * z) {
-    float   qx[EXT_LANES] = {0};
-    int32_t sq = 0, sqq = 0;
-    for (int i = 0; i < QK_K; i += EXT_LANES) {
-        for (int l = 0; l < EXT_LANES; ++l) {
-            qx[l] += x[i + l]*(float) q[i + l];
-            sq    += q[i + l];
-            sqq   += q[i + l]*q[i + l];
-        }
+static inline float inverse(float d) {
+    return d != 0.0f ? 1.0f/d : 0.0f;
+}
+
+// Squared error of the best codes for (d, z).
+static float squared_error(const float * x, float d, float z, float top) {
+    const float inv_d = inverse(d);
+    ext_f32 err[2] = {0};
+    for (int i = 0; i < QK_K/4; ++i) {
+        const ext_f32 v = ext_load(x + 4*i);
+        const ext_f32 e = v - d*(__builtin_convertvector(nearest_codes(v, inv_d, z, top), ext_f32) - z);
+        err[i%2] += e*e;
     }
-    const int32_t det = QK_K*sqq - sq*sq; // at most 256*256*49: fits
+    return ext_sum(err);
+}
+
+// Least-squares d and z for the codes of the present ones: minimises sum (x - (a*c + b))^2, d = a, z = -b/a. False when
+// the codes are all equal or the fit turns their order around. The sums of codes are integers below 2^24: exact.
+static bool refit(const float * x, float sum_x, float * d, float * z) {
+    const float inv_d = 1.0f/ *d;
+    ext_f32 sum_c[2] = {0}, sum_cc[2] = {0}, sum_xc[2] = {0};
+    for (int i = 0; i < QK_K/4; ++i) {
+        const ext_f32 v = ext_load(x + 4*i);
+        const ext_f32 c = __builtin_convertvector(nearest_codes(v, inv_d, *z, 7.0f), ext_f32);
+        sum_c[i%2]  += c;
+        sum_cc[i%2] += c*c;
+        sum_xc[i%2] += v*c;
+    }
+    const double n   = QK_K;
+    const double sc  = (double) ext_sum(sum_c);
+    const double det = n*(double) ext_sum(sum_cc) - sc*sc;
     if (det == 0) {
         return false;
     }
-    const double a = (QK_K*(double) ext_sum_lanes(qx) - (double) sq*(double) sum_x)/det;
-    const double b = ((double) sum_x - a*sq)/QK_K;
+    const double a = (n*(double) ext_sum(sum_xc) - sc*(double) sum_x)/det;
+    const double b = ((double) sum_x - a*sc)/n;
     *d = (float) a;
     *z = (float) (-b/a);
     return *d > 0.0f && *d <= EXT_HALF_MAX && fabsf(*z) <= EXT_HALF_MAX;
@@ -62,32 +65,25 @@ static bool refit(const float * restrict x, const uint8_t * restrict q, float su
 struct best {
     float     err;
     ggml_half d, z;
-    uint8_t   q[QK_K];
 };
 
 // Scores (d, z) as they will be stored and keeps them if they are the best so far.
-static void try_scale(const float * x, float d, float z, int levels, struct best * best) {
-    uint8_t   q[QK_K];
-    const ggml_half hd = ggml_fp32_to_fp16(d);
-    const ggml_half hz = ggml_fp32_to_fp16(z);
-    const float     err = assign_codes(x, ggml_fp16_to_fp32(hd), ggml_fp16_to_fp32(hz), levels, q);
+static void try_scale(const float * x, float d, float z, float top, struct best * best) {
+    const ggml_half hd  = ggml_fp32_to_fp16(d);
+    const ggml_half hz  = ggml_fp32_to_fp16(z);
+    const float     err = squared_error(x, ggml_fp16_to_fp32(hd), ggml_fp16_to_fp32(hz), top);
     if (err < best->err) {
-        best->err = err;
-        best->d   = hd;
-        best->z   = hz;
-        memcpy(best->q, q, sizeof(q));
+        *best = (struct best) {err, hd, hz};
     }
 }
 
 static void refine(const float * x, float sum_x, float d, float z, struct best * best) {
-    uint8_t q[QK_K];
     for (int r = 0; r < N_REFITS; ++r) {
-        assign_codes(x, d, z, 8, q);
-        if (!refit(x, q, sum_x, &d, &z)) {
+        if (!refit(x, sum_x, &d, &z)) {
             return;
         }
     }
-    try_scale(x, d, z, 8, best);
+    try_scale(x, d, z, 7.0f, best);
 }
 
 static void encode_eight_levels(const float * x, const struct ext_block_stats * s, struct best * best) {
@@ -103,7 +99,7 @@ static void encode_eight_levels(const float * x, const struct ext_block_stats * 
     const float d = (s->max - s->min)/7.0f;
     if (d > 0.0f && d <= EXT_HALF_MAX) {
         refine(x, s->sum, d, -s->min/d, best);
-        try_scale(x, d, -s->min/d, 8, best);
+        try_scale(x, d, -s->min/d, 7.0f, best);
     }
 }
 
@@ -114,26 +110,35 @@ static void encode_ternary(const float * x, const struct ext_block_stats * s, st
     const float     d  = ggml_fp16_to_fp32(hd);
     const float     z  = d > 0.0f ? floorf(-s->mean/d + 0.5f) + 1.0f : 1.0f;
     best->err = FLT_MAX; // as printed, even where zeros would be closer
-    try_scale(x, d, fmaxf(-EXT_HALF_MAX, fminf(z, EXT_HALF_MAX)), 3, best);
+    try_scale(x, d, fmaxf(-EXT_HALF_MAX, fminf(z, EXT_HALF_MAX)), 2.0f, best);
 }
 
 void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
     (void) importance; // diagonal before the rotation, not after it: of no use to a scalar search
+    const float top = params->itq3_levels == 3 ? 2.0f : 7.0f;
     for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        float x[QK_K];
+        float   x[QK_K];
+        uint8_t q[QK_K] = {0}; // of a refused block
         struct best best = {0};
         if (!ext_load_rotated(src + ib*QK_K, x)) {
             best.d = best.z = EXT_HALF_NAN; // refused by row validation
         } else {
             const struct ext_block_stats s = ext_block_stats(x);
-            best.err = s.energy; // of the all-zero block, which stays if nothing beats it
+            best.err = s.energy; // of d = 0, which stays if nothing beats it
             if (params->itq3_levels == 3) {
                 encode_ternary(x, &s, &best);
             } else {
                 encode_eight_levels(x, &s, &best);
             }
+            const float inv_d = inverse(ggml_fp16_to_fp32(best.d));
+            for (int i = 0; i < QK_K; i += 4) {
+                const ext_i32 c = nearest_codes(ext_load(x + i), inv_d, ggml_fp16_to_fp32(best.z), top);
+                for (int l = 0; l < 4; ++l) {
+                    q[i + l] = (uint8_t) c[l];
+                }
+            }
         }
-        ggml_ext_pack_itq3_s(best.q, best.d, best.z, &dst[ib]);
+        ggml_ext_pack_itq3_s(q, best.d, best.z, &dst[ib]);
     }
 }

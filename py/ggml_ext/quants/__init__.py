@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK_SIZE = 256
-LANES = 16  # partial sums of the encoders (ggml_ext/encode/encode.h)
+LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
 
 
@@ -47,7 +47,7 @@ def fwht(x: np.ndarray) -> np.ndarray:
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Row sums of float32 (n_blocks, 256) in the encoders' order: 16 lanes, then a halving tree. Returns (n_blocks,)."""
+    """Row sums of float32 (n_blocks, 256) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
     steps = terms.reshape(-1, BLOCK_SIZE // LANES, LANES)
     lanes = np.zeros((steps.shape[0], LANES), np.float32)
     for i in range(steps.shape[1]):
