@@ -1,28 +1,34 @@
-// Loads GGUF files whose bytes were damaged, under sanitizers: gguf_init_from_file either refuses a file or yields
-// tensors whose data are inside it; those of our types are then validated and decoded.
+// Loads GGUF files whose bytes were damaged, under sanitizers, as llama.cpp does: headers first, then the data of the
+// tensors that lie inside the file. Those of quantised types are validated and decoded.
 // usage: fuzz-gguf FILE...
 #include "ggml.h"
-#include "ggml-ext.h"
 #include "gguf.h"
 
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <vector>
 
 static void load(const char * path, int & n_loaded) {
+    std::ifstream file(path, std::ios::binary);
+    const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
     ggml_context * ctx = nullptr;
-    gguf_context * gguf = gguf_init_from_file(path, {/*.no_alloc =*/ false, /*.ctx =*/ &ctx});
+    gguf_context * gguf = gguf_init_from_file(path, {/*.no_alloc =*/ true, /*.ctx =*/ &ctx});
     if (gguf == nullptr) {
         return;
     }
     ++n_loaded;
-    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
-        ggml_type_name(t->type);
+    for (int64_t i = 0; i < gguf_get_n_tensors(gguf); ++i) {
+        const ggml_tensor * t = ggml_get_tensor(ctx, gguf_get_tensor_name(gguf, i));
+        const size_t offset = gguf_get_data_offset(gguf) + gguf_get_tensor_offset(gguf, i);
         const auto * traits = ggml_get_type_traits(t->type);
-        if (t->data != nullptr && traits->to_float != nullptr && ggml_is_quantized(t->type) && ggml_nelements(t) > 0) {
-            if (ggml_validate_row_data(t->type, t->data, ggml_nbytes(t))) {
-                std::vector<float> row(t->ne[0]);
-                traits->to_float(t->data, row.data(), t->ne[0]);
-            }
+        if (offset > bytes.size() || ggml_nbytes(t) > bytes.size() - offset || !ggml_is_quantized(t->type) || ggml_nelements(t) == 0) {
+            continue;
+        }
+        const std::vector<char> data(bytes.begin() + offset, bytes.begin() + offset + ggml_nbytes(t)); // exact size: overruns are found
+        if (ggml_validate_row_data(t->type, data.data(), data.size()) && traits->to_float != nullptr) {
+            std::vector<float> row(t->ne[0]);
+            traits->to_float(data.data(), row.data(), t->ne[0]);
         }
     }
     gguf_free(gguf);
