@@ -35,13 +35,16 @@ def run_tool(name: str, *args, timeout: float = 3600) -> str:
     return text
 
 
+ATTEMPTS = 3  # llama-perplexity now and then exits with 0 before its log thread has written the last lines
+
+
 def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2) -> Perplexity:
-    """llama-perplexity of a model on a text; RuntimeError if it gives no final estimate."""
-    log = run_tool("llama-perplexity", "-m", model, "-f", text, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
-    found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log)
-    if not found:
-        raise RuntimeError(f"llama-perplexity gave no final estimate for {model}")
-    return Perplexity(float(found[1]), float(found[2]))
+    """llama-perplexity of a model on a text; RuntimeError if it fails or gives no final estimate."""
+    for _ in range(ATTEMPTS):
+        log = run_tool("llama-perplexity", "-m", model, "-f", text, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
+        if found := re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log):
+            return Perplexity(float(found[1]), float(found[2]))
+    raise RuntimeError(f"llama-perplexity gave no final estimate for {model} in {ATTEMPTS} runs")
 
 
 def imatrix(model: Path, text: Path, out: Path, n_chunks: int = 100) -> Path:
