@@ -26,9 +26,9 @@ from ggml_ext._tools import tool_path
 DEFAULT_TYPES = "itq3_s,q3_k,iq3_s,iq3_xxs,q2_k,q4_k,f16"
 
 
-def run_once(model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, float]:
+def run_once(program: Path, model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, float]:
     """Tokens a second of one llama-bench run: {"decode": ..., "prefill": ...}."""
-    command = [tool_path("llama-bench"), "-m", model, "-p", n_prompt, "-n", n_gen, "-t", threads, "-r", 1, "-o", "json"]
+    command = [program, "-m", model, "-p", n_prompt, "-n", n_gen, "-t", threads, "-r", 1, "-o", "json"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: llama-bench failed on {model}: {done.stderr.strip()[-300:]}")
@@ -36,10 +36,11 @@ def run_once(model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, 
 
 
 def measure(models: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    program = args.bin / "llama-bench" if args.bin else tool_path("llama-bench")
     samples = {name: {"decode": [], "prefill": []} for name in models}
     for i in range(args.rounds):
         for name, model in models.items():
-            for what, speed in run_once(model, args.prompt, args.gen, args.threads).items():
+            for what, speed in run_once(program, model, args.prompt, args.gen, args.threads).items():
                 samples[name][what].append(speed)
         print(f"round {i + 1}/{args.rounds}", file=sys.stderr)
     return samples
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill run (default: 128)")
     parser.add_argument("--gen", type=int, default=32, help="tokens of the decode run (default: 32)")
+    parser.add_argument("--bin", type=Path, help="folder of llama-bench (default: the package's; for comparing builds)")
     parser.add_argument("--models", type=Path, help="folder to keep the models in (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write every sample and the summary to this file")
     args = parser.parse_args()

@@ -91,7 +91,7 @@ def main() -> None:
         models = {name: folder / f"synth-{name}.gguf" for name in types}
         for name, path in models.items():
             write_model(name, path)
-        args.prompt, args.gen = 128, 32
+        args.prompt, args.gen, args.bin = 128, 32, None
         speeds = {row["type"]: row for row in summarise(measure(models, args), ["q3_k"])}
 
     print("\n| type | bpw of the blocks | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |\n|" + " --- |" * 8)

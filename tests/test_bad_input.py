@@ -200,6 +200,16 @@ def test_bad_flags(tmp_path, source, flags, parts):
     expect_error(tmp_path, [source, tmp_path / "out.gguf", *flags], *parts)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [([], "IN, --type"), (["in.gguf", "out.gguf"], "--type"), (["in.gguf", "--type"], "expected one argument"),
+     (["in.gguf", "out.gguf", "--type", "itq3_s", "-t", "two"], "-t/--threads"),
+     (["in.gguf", "out.gguf", "--type", "itq3_s", "--bogus"], "--bogus")],
+)
+def test_bad_command_lines_exit_like_other_bad_input(tmp_path, arguments, part):
+    expect_error(tmp_path, arguments, part, "--help")
+
+
 def test_types_that_need_an_importance_matrix(tmp_path, source):
     quantize_error(
         tmp_path, source, "blk.0.ffn_up.weight", "iq2_xs", "importance matrix", flags=["--tensor-type", "ffn_up=iq2_xs"]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import gguf
 import native
 import numpy as np
 import pytest
@@ -43,6 +44,36 @@ def test_unpack_equals_scalar(lib, type_name, isa):
     actual = kernels(isa).unpack(type_name, blocks)
     wrong = np.argwhere(actual != expected)
     assert not wrong.size, f"{type_name} on {isa}: block {wrong[0][0]}, weight {wrong[0][1]}: {blocks[wrong[0][0]].tobytes().hex()}"
+
+
+# 0, subnormal, least normal, ordinary, negative, largest
+CORNER_SCALES = [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -0.37, 65504.0, -65504.0]
+
+
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_corner_scales(lib, type_name):
+    """Blocks begin with their halves; all pairs of corners in the first two. C and numpy decode to the same floats."""
+    info = TYPES[type_name]
+    pairs = np.array([(a, b) for a in CORNER_SCALES for b in CORNER_SCALES], np.float16)
+    blocks = np.random.default_rng(8).integers(0, 256, (len(pairs), info.block_bytes), np.uint8)
+    blocks[:, :4] = pairs.view(np.uint8)
+    assert lib.validate(info.id, blocks)
+    decoded = lib.dequantize(int(info.id), blocks, 256)
+    reference = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(int(info.id)))
+    np.testing.assert_array_equal(decoded.view(np.uint32), reference.view(np.uint32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_non_finite_scales_are_refused(lib, type_name, bad):
+    info = TYPES[type_name]
+    good = lib.quantize(int(info.id), np.random.default_rng(9).standard_normal((1, 256)).astype(np.float32))
+    assert lib.validate(info.id, good)
+    for at in range(0, info.block_bytes, 2):
+        block = good.copy()
+        block[0, at : at + 2] = np.array([bad], np.float16).view(np.uint8)
+        finite = np.isfinite(lib.dequantize(int(info.id), block, 256)).all()
+        assert lib.validate(info.id, block) == finite, f"{type_name}: {bad} in bytes {at}, {at + 1}"
 
 
 @pytest.mark.parametrize("isa", ALL_ISAS)

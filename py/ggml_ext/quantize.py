@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
@@ -23,13 +24,20 @@ from ._writer import MIB, Stopped, data_size, replaced_file, stop_on_signals, wr
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 
 
+class Parser(argparse.ArgumentParser):
+    """Bad command lines end like all bad input: one line and exit code 1."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
 def build_parser() -> argparse.ArgumentParser:
     embd_and_output = "\n".join(
         f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
         f"multiple of {t.block_size}"
         for t in WEIGHT_TYPES.values()
     )
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ggml-ext-quantize",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model to a low-bit type of ggml-ext.",
@@ -259,9 +267,10 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it."""
-    args = build_parser().parse_args(argv)
+    args = argparse.Namespace(output=None)
     try:
         with stop_on_signals():
+            build_parser().parse_args(argv, args)
             run(args)
             sys.stdout.flush()
     except UserError as e:
