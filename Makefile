@@ -13,27 +13,28 @@ export PATH := $(BIN):$(PATH)
 .PHONY: demo test install bench clean
 
 demo: install
-	$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/demo.py
 
 test: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
-	$(BIN)/python scripts/build_tests.py --package $(BUILD)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@$(BIN)/python scripts/build_tests.py --package $(BUILD)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: install
-	$(BIN)/python scripts/bench.py
+	@$(BIN)/python scripts/bench.py
 
 # Without build isolation, so that the build folder keeps working for later builds of single targets.
 install: $(VENV)/.tools
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -v \
+	@mkdir -p build
+	@echo "building; the log is build/install.log"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -v \
 	    -C build-dir=$(BUILD) -C cmake.define.GGML_EXT_TESTS=ON $(CONFIG) . > build/install.log 2>&1 \
 	    || { tail -n 40 build/install.log; echo "error: the build failed; the whole log is build/install.log"; exit 1; }
 
 $(VENV)/.tools:
-	$(PYTHON) -m venv $(VENV)
-	mkdir -p build
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.10" cmake ninja "tomli; python_version < '3.11'"
-	touch $@
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.10" cmake ninja "tomli; python_version < '3.11'"
+	@touch $@
 
 clean:
 	rm -rf build $(VENV)

@@ -8,7 +8,6 @@
 
 #include "ggml-ext-common.h"
 
-// Vectors of 16 lanes, one butterfly stage a loop: the strides below 16 are written so that compilers vectorise them.
 static inline void ggml_ext_fwht_block(float x[QK_K]) {
     for (int h = 1; h < QK_K; h *= 2) {
         for (int i = 0; i < QK_K; i += 2*h) {

@@ -58,8 +58,11 @@ def fetch_archive() -> Path:
     if not archive.exists():
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=archive.parent) as tmp:
+            # pip runs an archive's own build script to learn its name: only one whose hash it has checked
+            wanted = Path(tmp) / "requirements.txt"
+            wanted.write_text(f"{PIN['package']}=={PIN['version']} --hash=sha256:{PIN['sha256']}\n")
             command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps",
-                       "--no-binary", PIN["package"], "--dest", tmp, f"{PIN['package']}=={PIN['version']}"]
+                       "--no-binary", PIN["package"], "--require-hashes", "--dest", tmp, "-r", str(wanted)]
             # pip hides the packages of an isolated build from itself through these
             env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_BUILD_TRACKER")}
             done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -27,6 +27,7 @@ static void fuzz(enum ggml_type type, std::mt19937 & rng) {
 
     // finite activations of every magnitude, then weights of random bit patterns: NaN, Inf and subnormals included
     for (auto & f : floats) { f = std::ldexp((float) (int32_t) rng()/2147483648.0f, (int) (rng()%60) - 40); }
+    if (rng()%4 == 0) { floats[rng()%n] = rng()%2 ? NAN : INFINITY; }
     const auto * cpu = ggml_get_type_traits_cpu(type);
     std::vector<uint8_t> activations(ggml_row_size(cpu->vec_dot_type, n));
     ggml_get_type_traits_cpu(cpu->vec_dot_type)->from_float(floats.data(), activations.data(), n);

@@ -25,9 +25,10 @@ weights = np.concatenate([rng.standard_normal((6, 256)), rng.standard_t(4, (4, 2
                           np.zeros((1, 256))]).astype(np.float32)
 encoded = lib.quantize(int(info.id), weights)
 blocks = rng.integers(0, 256, (16, info.block_bytes), np.uint8)
-halves = np.array([1, -0.25, 6e-8, 65504], np.float16).view(np.uint8)  # ordinary, negative, subnormal, largest
-blocks[:8, :8:1] = np.resize(halves, (8, 8))
-blocks = np.concatenate([b for b in (blocks, encoded)])
+# the first two halves of a block: ordinary, negative, subnormal, largest, zero
+pairs = np.array([(1, 3.5), (-0.25, 3.5), (6e-8, 1), (65504, -1), (0, 3), (0.01, 65504), (2, -6e-8), (-1, -0.0)], np.float16)
+blocks[:8, :4] = pairs.view(np.uint8)
+blocks = np.concatenate([blocks, encoded])
 valid = np.array([lib.validate(int(info.id), b[None]) for b in blocks])
 blocks = blocks[valid]
 np.savez_compressed(path, weights=weights, encoded=encoded, blocks=blocks, decoded=lib.dequantize(int(info.id), blocks, 256))

@@ -1,13 +1,12 @@
 """Bad input and bad luck, each as a real process: one clear line, the right exit code, nothing left behind."""
 
+import errno
 import os
 import resource
 import shutil
 import signal
-import stat
 import struct
 import subprocess
-import sys
 import time
 
 import gguf
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 from conftest import gaussian, quantize, quantize_command, run_quantize, write_gguf
 
-from ggml_ext import _gguf_file, quantize as quantize_module
+from ggml_ext import _gguf_file, _writer
+from ggml_ext import quantize as quantize_module
 
 KNOWN = "known types: itq3_s"
 
@@ -380,17 +380,59 @@ def test_no_space_while_writing(tmp_path):
     assert files(tmp_path) == before
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
-def test_folder_that_may_not_be_written(tmp_path, source):
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    command = quantize_command(source, folder / "out.gguf", "--type", "itq3_s")
-    if os.geteuid() == 0:  # root writes anywhere: a file of that name in place of the folder's permission
-        pid_file = "import os, sys; open(sys.argv[1] + '/.out.gguf.tmp-%d' % os.getpid(), 'w'); os.execv(sys.argv[2], sys.argv[2:])"
-        command = [sys.executable, "-c", pid_file, str(folder), *command]
-    check_error(subprocess.run(command, capture_output=True, text=True), "cannot write", "out.gguf")
-    assert not (folder / "out.gguf").exists()
+def test_folder_that_may_not_be_written(tmp_path, source, monkeypatch, capsys):
+    """In this process: root, whom permissions do not stop, may run the tests."""
+    def refuse(path, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(_writer, "open", refuse, raising=False)
+    before = files(tmp_path)
+    assert quantize_module.main([str(source), str(tmp_path / "out.gguf"), "--type", "itq3_s"]) == 1
+    assert "error: cannot write" in (err := capsys.readouterr().err) and "Permission denied" in err
+    assert files(tmp_path) == before
+
+
+def test_files_of_others_are_left_alone(tmp_path, source, monkeypatch):
+    """A temporary file of a neighbour with the same process id, as containers have, is not removed."""
+    monkeypatch.setattr(_writer.secrets, "token_hex", lambda n: "00")
+    neighbour = tmp_path / f".out.gguf.tmp-{os.getpid()}-00"
+    neighbour.write_text("precious")
+    assert quantize_module.main([str(source), str(tmp_path / "out.gguf"), "--type", "itq3_s"]) == 1
+    assert neighbour.read_text() == "precious"
+
+
+def test_long_file_names(tmp_path, source):
+    quantize(source, tmp_path / ("n" * 250 + ".gguf"), "--type", "itq3_s")
+    expect_error(tmp_path, [source, tmp_path / ("n" * 300), "--type", "itq3_s"], "OUT", "name too long")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_closed_streams_do_not_matter(tmp_path, source, stream):
+    command = " ".join(f"'{a}'" for a in quantize_command(source, tmp_path / "out.gguf", "--type", "itq3_s"))
+    assert subprocess.run(["sh", "-c", f"{command} {1 if stream == 'stdout' else 2}>&-"]).returncode == 0
+    assert (tmp_path / "out.gguf").exists()
+
+
+def test_full_standard_output_is_named(tmp_path, source):
+    command = " ".join(f"'{a}'" for a in quantize_command(source, tmp_path / "out.gguf", "--type", "itq3_s"))
+    result = subprocess.run(["sh", "-c", f"{command} > /dev/full"], capture_output=True, text=True)
+    check_error(result, "standard output", "--quiet")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("qtype", [9, 15, 191], ids=["q8_1", "q8_k", "q8_kr"])
+def test_tensors_of_activation_types_are_copied(tmp_path, qtype):
+    """They hold no weights, and some cannot be decoded."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(qtype)]
+    path = raw_gguf(tmp_path / "in.gguf", tensors=[(b"a.weight", (256, 2), qtype, 0)], data=2 * 256 // block_size * block_bytes + 32)  # 32: alignment
+    result = quantize(path, tmp_path / "out.gguf", "--type", "itq3_s")
+    assert "a.weight" in result.stderr and "kept" in result.stderr
+
+
+@pytest.mark.parametrize("payload", [(8, struct.pack("<Q", 1) + b"2"), (9, struct.pack("<IQI", 4, 1, 2))], ids=["string", "array"])
+def test_split_count_of_another_kind(tmp_path, payload):
+    path = raw_gguf(tmp_path / "in.gguf", key(b"split.count", *payload), 1, tensors=[(b"a.weight", (256, 2), 1, 0)])
+    quantize(path, tmp_path / "out.gguf", "--type", "itq3_s")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -413,7 +455,7 @@ def test_interrupted_half_way(tmp_path, number, code, existing):
     while not (temporary := [p for p in tmp_path.iterdir() if p.name.startswith(".out.gguf.tmp-")]):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    assert temporary[0].name == f".out.gguf.tmp-{process.pid}"
+    assert temporary[0].name.startswith(f".out.gguf.tmp-{process.pid}-")
     assert process.poll() is None  # in the middle of it
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)

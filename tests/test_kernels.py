@@ -50,13 +50,33 @@ def test_unpack_equals_scalar(lib, type_name, isa):
 CORNER_SCALES = [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -0.37, 65504.0, -65504.0]
 
 
+def corner_blocks(type_name: str) -> np.ndarray:
+    """uint8 (81, block_bytes): random codes; all pairs of corners in the first two halves."""
+    pairs = np.array([(a, b) for a in CORNER_SCALES for b in CORNER_SCALES], np.float16)
+    blocks = np.random.default_rng(8).integers(0, 256, (len(pairs), TYPES[type_name].block_bytes), np.uint8)
+    blocks[:, :4] = pairs.view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("n_cols", [1, 17])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_corner_scales_in_products(lib, type_name, n_cols):
+    """vec_dot (one column) and the tiled GEMM (17) with every corner scale, a block a row."""
+    rows = corner_blocks(type_name)[:, None]
+    x = np.random.default_rng(10).standard_normal((n_cols, 256)).astype(np.float32)
+    with native.Graph() as g:
+        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), 256)), g.tensor(F32, x, x.shape),
+                           shape=(n_cols, len(rows)))
+    exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_q8_kr(x))
+    # below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude
+    assert (np.abs(actual - exact) <= bound + 8 * 2.0**-150).all()
+
+
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_corner_scales(lib, type_name):
-    """Blocks begin with their halves; all pairs of corners in the first two. C and numpy decode to the same floats."""
+    """C and numpy decode to the same floats."""
     info = TYPES[type_name]
-    pairs = np.array([(a, b) for a in CORNER_SCALES for b in CORNER_SCALES], np.float16)
-    blocks = np.random.default_rng(8).integers(0, 256, (len(pairs), info.block_bytes), np.uint8)
-    blocks[:, :4] = pairs.view(np.uint8)
+    blocks = corner_blocks(type_name)
     assert lib.validate(info.id, blocks)
     decoded = lib.dequantize(int(info.id), blocks, 256)
     reference = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(int(info.id)))
@@ -191,7 +211,7 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
     *[("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"]) for name in TYPE_NAMES],
 ])
 def test_upstream_suite(binary, arguments):
-    """ggml's own tests with our types in their lists; test-backend-ops compares with ggml's reference path."""
+    """ggml's own tests with our types in their lists. On the CPU, test-backend-ops compares the tiled GEMM with vec_dot."""
     result = subprocess.run([native.built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     for name in TYPE_NAMES:

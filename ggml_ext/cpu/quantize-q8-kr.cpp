@@ -3,6 +3,9 @@
 #include "ggml-ext-cpu.h"
 #include "simd.h"
 
+#include <cfloat>
+#include <cmath>
+
 #if defined(GGML_EXT_AVX2)
 
 // Butterfly inside a register: swapped + (x with the second of each pair negated) = (u + v, u - v), the same two
@@ -29,8 +32,8 @@ template <int N> static inline void butterflies(__m256 (&r)[N], int stride) {
 }
 
 // v = H x in two passes, 8 registers (strides 1 to 32) and 4 registers (64 and 128), so that nothing spills.
-// Returns the eight-lane maximum of |v|.
-static inline __m256 rotate(const float * x, float * v) {
+// Returns the eight-lane maximum of the bits of |v|: as integers floats keep their order, and Inf and NaN are the largest.
+static inline __m256i rotate(const float * x, float * v) {
     for (int i = 0; i < QK_K; i += 64) {
         __m256 r[8];
         for (int k = 0; k < 8; ++k) {
@@ -43,8 +46,9 @@ static inline __m256 rotate(const float * x, float * v) {
             _mm256_store_ps(v + i + 8*k, r[k]);
         }
     }
-    const __m256 norm = _mm256_set1_ps(1.0f/16), sign = _mm256_set1_ps(-0.0f);
-    __m256 amax = _mm256_setzero_ps();
+    const __m256  norm = _mm256_set1_ps(1.0f/16);
+    const __m256i magnitude = _mm256_set1_epi32(INT32_MAX);
+    __m256i amax = _mm256_setzero_si256();
     for (int i = 0; i < 64; i += 8) {
         __m256 r[4];
         for (int k = 0; k < 4; ++k) {
@@ -54,17 +58,18 @@ static inline __m256 rotate(const float * x, float * v) {
         butterflies(r, 2);
         for (int k = 0; k < 4; ++k) {
             r[k] = _mm256_mul_ps(r[k], norm);
-            amax = _mm256_max_ps(amax, _mm256_andnot_ps(sign, r[k]));
+            amax = _mm256_max_epu32(amax, _mm256_and_si256(_mm256_castps_si256(r[k]), magnitude));
             _mm256_store_ps(v + i + 64*k, r[k]);
         }
     }
     return amax;
 }
 
-static inline float reduce_max(__m256 a) {
-    __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+static inline float reduce_max(__m256i a) {
+    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
+    return _mm_cvtss_f32(_mm_castsi128_ps(m));
 }
 
 void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
@@ -73,6 +78,11 @@ void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
     for (int64_t ib = 0; ib < n/QK_K; ++ib, x += QK_K) {
         alignas(32) float v[QK_K];
         const float  top   = reduce_max(rotate(x, v));
+        if (!(top <= FLT_MAX)) {
+            memset(&y[ib], 0, sizeof(y[ib]));
+            y[ib].d = NAN;
+            continue;
+        }
         const float  amax  = top < GGML_EXT_ACT_TINY ? 0.0f : top;
         const __m256 inv_d = _mm256_set1_ps(amax > 0.0f ? 127.0f/amax : 0.0f);
         y[ib].d = amax/127.0f;

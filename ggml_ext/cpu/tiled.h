@@ -7,7 +7,8 @@
 // Microkernel instance of a type: unsigned codes, 32-wide sub-blocks whose scale and min are 1 (the block's own d and
 // offset carry them). <32, true, 0, false> is the instance of Q4_K, so no kernel is added.
 template <typename B> struct tiled_ext {
-    static_assert(ggml_ext::traits<B>::q_min >= 0 && ggml_ext::traits<B>::has_offset, "needs another microkernel instance");
+    static_assert(ggml_ext::traits<B>::q_min >= 0 && ggml_ext::traits<B>::has_offset && ggml_ext::traits<B>::group == QK_K,
+                  "needs another microkernel instance");
     static constexpr int  subblk  = 32;
     static constexpr bool has_min = true;
     static constexpr int  bias    = 0;

@@ -19,6 +19,7 @@ template <typename B> struct traits;
         static constexpr ggml_type type       = GGML_TYPE_##NAME;           \
         static constexpr int       q_min      = GGML_EXT_##NAME##_UNPACK_MIN; \
         static constexpr int       q_max      = GGML_EXT_##NAME##_UNPACK_MAX; \
+        static constexpr int       group      = GGML_EXT_##NAME##_GROUP;    \
         static constexpr bool      has_offset = GGML_EXT_##NAME##_HAS_OFFSET; \
     };
 GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
@@ -52,6 +53,7 @@ static inline void prefetch(const B * x) {
 // Dot product of n weights with n quantised activations: exact in integers inside a block, float across blocks.
 template <typename B>
 static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
+    static_assert(traits<B>::q_min >= 0 && traits<B>::group == QK_K, "signed codes and group scales are not written yet");
     f32_sum acc;
     for (int ib = 0; ib < n/QK_K; ++ib) {
         prefetch(x + ib + PREFETCH_BLOCKS);

@@ -12,7 +12,7 @@ from . import quants
 from ._errors import UserError
 from ._gguf_file import Tensor
 from ._lib import Library
-from ._plan import FLOAT_TYPES, INTEGER_TYPES
+from ._plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES
 from ._types import TYPES
 
 T = GGMLQuantizationType
@@ -77,8 +77,8 @@ class Codec:
 
         UserError naming the tensor and the position of a weight that is NaN, Inf or too large for the target.
         """
-        if tensor.type in INTEGER_TYPES or tensor.type == T.F64:
-            return rows
+        if tensor.type in (*INTEGER_TYPES, *ACTIVATION_TYPES, T.F64):
+            return rows  # no weights: copied as they are
         weights = self.decode(rows, tensor.type, tensor.ne[0])
         check_weights(weights, tensor, first_row, target)
         return rows if target == tensor.type else self.encode(weights, target)
@@ -97,7 +97,7 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
     where = f"tensor {tensor.name}: weight {index:,} (row {row_index:,}, column {column:,})"
     if np.isfinite(value):
         raise UserError(
-            f"{where} is {value:g}, beyond the {limit:g} that {target.name.lower()} can hold: keep the tensor "
-            f"with --tensor-type '{re.escape(tensor.name)}=f32'"
+            f"{where} is {value:g}; {target.name.lower()} is sure to hold weights up to {limit:g} only: keep the "
+            f"tensor with --tensor-type '{re.escape(tensor.name)}=f32'"
         )
     raise UserError(f"{where} is {value}: the model is damaged; convert it again from a good source")

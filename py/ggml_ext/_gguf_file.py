@@ -51,7 +51,7 @@ def pad(n: int, alignment: int) -> int:
 class KeyValue:
     key: str
     type: GGUFValueType
-    value: int | float | bool | str | None  # None for arrays and for strings that are not UTF-8
+    value: int | float | bool | str | None  # None for arrays
     raw: bytes  # type and value as in the file
 
 

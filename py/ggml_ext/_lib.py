@@ -53,7 +53,6 @@ _SIGNATURES = {
     "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
     "ggml_ext_fwht": (None, [_floats, c_int64]),
     "ggml_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats]),
-    "ggml_quantize_requires_imatrix": (c_bool, [c_int]),
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
     "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
 }
@@ -98,10 +97,6 @@ class Library:
         """Bytes of a row of n_per_row weights, a multiple of the type's block size."""
         return self._dll.ggml_row_size(type_id, n_per_row)
 
-    def requires_imatrix(self, type_id: int) -> bool:
-        """True for stock types that cannot be made without an importance matrix."""
-        return self._dll.ggml_quantize_requires_imatrix(type_id)
-
     def quantize(
         self, type_id: int, rows: np.ndarray, itq3_levels: int = 0, imatrix: np.ndarray | None = None
     ) -> np.ndarray:
@@ -142,6 +137,8 @@ class Library:
             raise ValueError(f"data has shape {data.shape}, need (n_rows, {self.row_bytes(type_id, n_per_row)})")
         out = np.empty((data.shape[0], n_per_row), np.float32)
         to_float = self._dll.ggml_get_type_traits(type_id).contents.to_float
+        if not to_float:
+            raise ValueError(f"type {type_id} cannot be decoded")
         to_float(data.ctypes.data_as(c_void_p), _pointer(out, c_float), out.size)
         return out
 

@@ -73,7 +73,7 @@ TYPES: dict[str, TypeInfo] = {
         block_bytes=292,
         bpw=9.125,
         rotated=True,
-        about="`block_q8_K` of the rotated activation row; never stored in a file",
+        about="`block_q8_K` of the rotated activation row; not a type of weights",
     ),
 }
 

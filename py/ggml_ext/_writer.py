@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import signal
 from collections import deque
@@ -34,17 +35,24 @@ class Stopped(BaseException):
         self.number = number
 
 
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def ignore_signals() -> None:
+    """Until stop_on_signals() ends."""
+    for n in SIGNALS:
+        signal.signal(n, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[None]:
     """Within it SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread; once is enough."""
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
     def stop(number: int, _frame) -> None:
-        for n in numbers:
-            signal.signal(n, signal.SIG_IGN)  # cleaning up takes a moment and must not be cut short
+        ignore_signals()  # cleaning up takes a moment and must not be cut short
         raise Stopped(number)
 
-    previous = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    previous = {n: signal.signal(n, stop) for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
@@ -58,17 +66,21 @@ def replaced_file(path: Path, n_bytes: int) -> Iterator[BinaryIO]:
 
     UserError before anything is written if the folder has less than n_bytes free, and when space runs out later.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    # a name of its own: process ids repeat, in containers even at the same time; short, for long names of files
+    temporary = path.with_name(f".{path.name[:50]}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     needed = f"{path} needs {n_bytes / MIB:,.2f} MiB"
     way_out = "free some space or write to another disk"
     free = shutil.disk_usage(path.parent).free
     if free < n_bytes:
         raise UserError(f"no space left on device: {needed}, {path.parent} has {free / MIB:,.2f} MiB free; {way_out}")
+    created = False
     try:
         with open(temporary, "xb") as f:
+            created = True
             yield f
             f.flush()
             os.fsync(f.fileno())
+        ignore_signals()  # from here on the file is written, and saying otherwise would be wrong
         os.replace(temporary, path)
     except BrokenPipeError:
         raise  # of standard output
@@ -77,7 +89,8 @@ def replaced_file(path: Path, n_bytes: int) -> Iterator[BinaryIO]:
             raise UserError(f"no space left on device ({e.strerror}): {needed}; {way_out}") from e
         raise UserError(f"cannot write {path}: {e.strerror}") from e
     finally:
-        temporary.unlink(missing_ok=True)
+        if created:
+            temporary.unlink(missing_ok=True)
 
 
 def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, n_ahead: int) -> Iterator:
@@ -113,7 +126,7 @@ def write_tensors(
     """
     pool = ThreadPoolExecutor(n_threads)
     try:
-        for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types)):
+        for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types, strict=True)):
             started(i)
 
             def convert(chunk: tuple[int, int], tensor=tensor, target=target):
@@ -133,4 +146,4 @@ def write_tensors(
 
 def data_size(plan: Plan, alignment: int) -> int:
     """Bytes that write_tensors() writes."""
-    return sum(pad(row_bytes(q, t.ne[0]) * t.n_rows, alignment) for t, q in zip(plan.tensors, plan.types))
+    return sum(pad(row_bytes(q, t.ne[0]) * t.n_rows, alignment) for t, q in zip(plan.tensors, plan.types, strict=True))

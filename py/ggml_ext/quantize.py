@@ -113,6 +113,10 @@ def check_output(source: Path, output: Path | None, force: bool) -> Path:
     if output is None:
         raise UserError("OUT is missing: name the file to write, or pass --dry-run")
     path = Path(os.path.realpath(output))
+    try:
+        path.exists()
+    except OSError as e:
+        raise UserError(f"OUT: {e.strerror}: {output}") from e
     if not path.parent.is_dir():
         raise UserError(f"OUT: the folder {path.parent} does not exist: create it first")
     if path.is_dir():
@@ -136,7 +140,7 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
             "leave out --encoder"
         )
     codec = Codec(lib, args.itq3_levels)
-    for tensor, target in zip(plan.tensors, plan.types):
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
         if target != tensor.type and not codec.can_encode(target):
             flag = {
                 "output.weight": "--output-tensor-type q8_0",
@@ -193,7 +197,7 @@ def tensor_class(tensor: Tensor) -> str:
 def summary(plan: Plan, seconds: float | None) -> str:
     """Counts and sizes per class and type of tensor, and the totals. seconds: None for a dry run."""
     classes: dict[tuple[str, str], list[int]] = {}
-    for tensor, target in zip(plan.tensors, plan.types):
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
         counts = classes.setdefault((tensor_class(tensor), target.name.lower()), [0, 0, 0])
         new_size = row_bytes(target, tensor.ne[0]) * tensor.n_rows
         counts[:] = counts[0] + 1, counts[1] + tensor.n_elements, counts[2] + new_size
@@ -225,7 +229,8 @@ def run(args: argparse.Namespace) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     choices = parse_choices(args)
     file = GGUFFile(args.input)
-    if (n_splits := file.value("split.count", 0)) > 1:
+    n_splits = file.value("split.count", 0)
+    if isinstance(n_splits, int) and n_splits > 1:
         raise UserError(
             f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
         )
@@ -236,8 +241,15 @@ def run(args: argparse.Namespace) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
     def report(text: str) -> None:
-        if not args.quiet:
+        if args.quiet or sys.stdout is None:
+            return
+        try:
             tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise UserError(f"cannot write to standard output: {e.strerror}; pass --quiet if nobody reads it") from e
 
     if args.dry_run:
         for i in range(len(plan.tensors)):
@@ -252,7 +264,7 @@ def run(args: argparse.Namespace) -> None:
         plan.types,
         file.alignment,
     )
-    show_bar = not args.quiet and (args.progress or sys.stderr.isatty())
+    show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
     n_threads = args.threads or (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -272,7 +284,6 @@ def main(argv: list[str] | None = None) -> int:
         with stop_on_signals():
             build_parser().parse_args(argv, args)
             run(args)
-            sys.stdout.flush()
     except UserError as e:
         message, code = f"error: {e}", 1
     except Stopped as e:

@@ -1,0 +1,78 @@
+"""The installed package: commands on the PATH, run paths, the portable switch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import conftest
+import gguf
+import pytest
+from native import ROOT
+
+import ggml_ext
+from ggml_ext import _plan
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
+
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+BIN = Path(ggml_ext.__file__).parent / "bin"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_run(name):
+    result = subprocess.run([Path(sys.executable).parent / name, "--help"], capture_output=True, text=True, timeout=60)
+    # rpc-server and llama-quantize print their help and exit with 1
+    assert result.returncode in ((0, 1) if name in ("rpc-server", "llama-quantize") else (0,))
+    assert "usage" in (result.stdout + result.stderr).lower()
+
+
+def test_llama_quantize_lists_our_types():
+    text = subprocess.run([conftest.tool("llama-quantize"), "--help"], capture_output=True, text=True).stdout
+    for info in ggml_ext.WEIGHT_TYPES.values():
+        assert f"{int(info.id)}  or  {info.name.upper()}" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF run paths")
+def test_everything_finds_its_libraries_beside_itself():
+    """An $ORIGIN run path and no other: another llama.cpp on the machine cannot get in, and the folder can move."""
+    files = [p for p in BIN.iterdir() if p.is_file()]
+    assert len(files) > 15
+    for path in files:
+        lines = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout.splitlines()
+        run_paths = [line.split("[")[1].rstrip("]") for line in lines if "RUNPATH" in line or "RPATH" in line]
+        if any("libggml" in line or "libllama" in line for line in lines if "NEEDED" in line):
+            assert run_paths == ["$ORIGIN"], path.name
+    maps = subprocess.run(["ldd", BIN / "llama-server"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}).stdout
+    ours = [line for line in maps.splitlines() if "libggml" in line or "libllama" in line]
+    assert ours and all(str(BIN) in line for line in ours)
+
+
+def test_licences_of_the_programs_come_along():
+    assert "MIT" in (BIN.parent / "licenses" / "llama.cpp" / "LICENSE").read_text()
+
+
+def test_portable_switch_also_in_a_folder_configured_before(tmp_path):
+    def configure(portable: str) -> dict[str, str]:
+        subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}",
+                        f"-DGGML_EXT_PORTABLE={portable}"], check=True, capture_output=True)
+        lines = (tmp_path / "CMakeCache.txt").read_text().splitlines()
+        return {k.split(":")[0]: v for k, _, v in (line.partition("=") for line in lines if ":" in line)}
+
+    for portable, native in (("OFF", "ON"), ("ON", "OFF"), ("OFF", "ON")):
+        cache = configure(portable)
+        assert (cache["GGML_NATIVE"], cache["GGML_BACKEND_DL"], cache["GGML_CPU_ALL_VARIANTS"]) == (native, portable, portable)
+
+
+def test_types_that_need_an_importance_matrix_agree_with_ggml(lib):
+    """The quantizer's list holds at least those that ggml itself insists on."""
+    requires = ctypes.CDLL(str(lib.path)).ggml_quantize_requires_imatrix
+    requires.restype = ctypes.c_bool
+    insists = {t for t in gguf.GGMLQuantizationType if requires(int(t))}
+    assert insists and insists <= set(_plan.IMATRIX_TYPES)
