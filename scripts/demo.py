@@ -23,6 +23,7 @@ from bench import measure, summarise
 from perplexity_run import NEEDS_IMATRIX, imatrix, perplexity, quantize_stock
 from synth_model import write_model
 
+from ggml_ext import WEIGHT_TYPES
 from ggml_ext._tools import tool_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +31,7 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 OUT = ROOT / "build" / "demo"
 # row of the table -> (type, options of the quantizer)
 ROWS = {"F16": ("f16", []), "Q3_K": ("q3_k", []), "IQ3_S": ("iq3_s", []), "IQ3_XXS, with imatrix": ("iq3_xxs", []),
-        "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"])}
+        "DITTO3": ("ditto3", []), "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"])}
 
 
 def heading(text: str) -> None:
@@ -78,7 +79,7 @@ def main() -> None:
         importance = imatrix(MODEL, TEXT, folder / "imatrix.gguf")
         for row, (type_name, options) in ROWS.items():
             path = MODEL
-            if type_name == "itq3_s":
+            if type_name in WEIGHT_TYPES:
                 path = folder / "ours.gguf"
                 quantize_ours(path, type_name, "--pure", "--token-embedding-type", "q8_0", "--quiet", *options)
             elif type_name != "f16":

@@ -30,6 +30,7 @@ README = "README.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/gen_types.py; do not edit."
 BLOCK_SIZE = 256  # QK_K, the block of every type
+STOCK_ACTIVATIONS = ("q8_k",)
 
 COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_bytes": int, "rotated": bool, "about": str}
 WEIGHT_FIELDS = {
@@ -60,7 +61,7 @@ def load_table(text: str) -> tuple[dict, list[dict]]:
             raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
         if not ids["first"] <= row["id"] < ids["count"]:
             raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
-        if row["kind"] == "weight" and row["activation"] not in names:
+        if row["kind"] == "weight" and row["activation"] not in (*names, *STOCK_ACTIVATIONS):
             raise TableError(f"{where}: activation {row['activation']!r} is not in the table")
     for field in ("name", "id"):
         values = [row[field] for row in types]

@@ -74,6 +74,20 @@ class Kernels:
         self.dll.ggml_ext_quantize_row_q8_kr(c_void_p(x.ctypes.data), c_void_p(out.ctypes.data), c_int64(x.size))
         return out
 
+    def quantize_for(self, type_name: str, x: np.ndarray) -> np.ndarray:
+        """float32 (..., n) to the activation type of a weight type, (..., n/256); of "native" alone."""
+        class Traits(ctypes.Structure):
+            _fields_ = [("from_float", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)), ("vec_dot", c_void_p),
+                        ("vec_dot_type", c_int), ("nrows", c_int64)]
+
+        traits = self.dll.ggml_get_type_traits_cpu
+        traits.restype = ctypes.POINTER(Traits)
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((*x.shape[:-1], x.shape[-1] // 256), Q8_KR)
+        self.dll.ggml_cpu_init()
+        traits(traits(int(TYPES[type_name].id)).contents.vec_dot_type).contents.from_float(x.ctypes.data, out.ctypes.data, x.size)
+        return out
+
     def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
         """Row uint8 (n_blocks, block_bytes) times Q8_KR (n_blocks,)."""
         result = c_float(np.nan)

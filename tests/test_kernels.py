@@ -67,7 +67,7 @@ def test_corner_scales_in_products(lib, type_name, n_cols):
     with native.Graph() as g:
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), 256)), g.tensor(F32, x, x.shape),
                            shape=(n_cols, len(rows)))
-    exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_q8_kr(x))
+    exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
     # below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude
     assert (np.abs(actual - exact) <= bound + 8 * 2.0**-150).all()
 
@@ -146,7 +146,7 @@ def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
                            g.tensor(F32, x, x.shape), shape=(n_cols, n_rows))
     tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
     assert tiled == (n_cols >= 8 and kernels("native").isa != "scalar"), "the wrong path ran"
-    exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_q8_kr(x))
+    exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
     assert (np.abs(actual - exact) <= bound).all(), f"{type_name}, seed {seed}: {np.max(np.abs(actual - exact) / bound)} times the bound"
 
 
@@ -165,7 +165,7 @@ def test_mul_mat_id(lib, type_name, n_tokens):
                            g.tensor(F32, x, x.shape), g.tensor(I32, ids, ids.shape), shape=(n_tokens, n_used, n_rows))
     tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
     assert tiled == (n_tokens == 40 and kernels("native").isa != "scalar"), "the wrong path ran"
-    activations = kernels("native").quantize_q8_kr(x[:, 0])
+    activations = kernels("native").quantize_for(type_name, x[:, 0])
     for token, used in enumerate(ids):
         for slot, expert in enumerate(used):
             exact, bound = dot_reference(lib, type_name, experts[expert], activations[token : token + 1])
@@ -188,15 +188,18 @@ def test_get_rows(lib, type_name):
 def test_all_paths_agree_with_decoded_weights(lib, type_name):
     """mul_mat against get_rows: a path that forgets the rotation is off by the size of the result itself.
 
-    The difference is the 8-bit rounding of the activations, at most d_y/2 each: |error| <= sum |w| max|Hx|/254.
+    The difference is the 8-bit rounding of the activations, at most half a step d_y each: |error| <= sum |w| d_y/2, in the
+    domain in which the weights are stored.
     """
     n_rows, n = 32, 1024
     rows = native.blocks_of(lib, type_name, (n_rows, n), 5)
     x = np.random.default_rng(6).standard_normal((20, n)).astype(np.float32)
     decoded = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(n_rows, -1)), n).astype(np.float64)
-    rotated = np.abs(lib.fwht(decoded.astype(np.float32).reshape(-1, 256))).reshape(n_rows, n)
-    d_y = native.reference_q8_kr(x)["d"].astype(np.float64)
-    bound = np.einsum("rbj,cb->cr", rotated.reshape(n_rows, -1, 256), d_y / 2) * (1 + 1e-4)  # float32 rounding on top
+    stored = decoded
+    if TYPES[type_name].rotated:
+        stored = lib.fwht(decoded.astype(np.float32).reshape(-1, 256)).reshape(n_rows, n)
+    d_y = np.abs(kernels("native").quantize_for(type_name, x)["d"].astype(np.float64))
+    bound = np.einsum("rbj,cb->cr", np.abs(stored).reshape(n_rows, -1, 256), d_y / 2) * (1 + 1e-4)  # float32 rounding on top
     for n_cols in (1, 20):
         with native.Graph() as g:
             actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),

@@ -3,3 +3,4 @@
 #pragma once
 
 #include "itq3_s.h"
+#include "ditto3.h"

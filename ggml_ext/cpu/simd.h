@@ -3,6 +3,7 @@
 //   u8x32            32 bytes, one code each
 //   load, set1, |    what they say
 //   field<S>(a, m)   (a >> S) & m in each byte; a negative S shifts left. m must not ask for bits that S < 0 left empty.
+//   look_up(t, i)    t[i] in each byte, t a table of eight int8, i in 0..7
 //   dot_sum<...>     sum of products of codes with int8 activations, exact
 //   f32_sum          float accumulator of a row
 //
@@ -43,27 +44,39 @@ template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
 
 static inline float half_to_float(ggml_half h) { return _cvtsh_ss(h); }
 
-// Sum of q*y over N_VECS vectors of codes 0..Q_MAX (below 128) against activations, as eight int32 lanes.
-template <int Q_MAX, int N_VECS> struct dot_sum {
-    static_assert(Q_MAX >= 0 && Q_MAX <= 127, "codes are unsigned 7-bit integers");
+struct table8x8 { __m256i v; };
+
+static inline table8x8 load_table(const int8_t * p) {
+    return {_mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *) p))};
+}
+static inline u8x32 look_up(table8x8 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
+
+// Sum of q*y over N_VECS vectors of codes against activations, as eight int32 lanes. Codes are Q_MIN..Q_MAX, either
+// unsigned 7-bit or signed; the multiply-adds take an unsigned and a signed byte, so that of signed codes the magnitude
+// is taken (128 as an unsigned byte is right) and the sign given to the activation.
+template <int Q_MIN, int Q_MAX, int N_VECS> struct dot_sum {
+    static_assert(Q_MIN >= -128 && Q_MAX <= 127, "codes are bytes");
+    static __m256i unsigned_part(__m256i q)         { return Q_MIN < 0 ? _mm256_sign_epi8(q, q) : q; }
+    static __m256i signed_part(__m256i q, __m256i y) { return Q_MIN < 0 ? _mm256_sign_epi8(y, q) : y; }
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
     __m256i acc = _mm256_setzero_si256();
     void add(u8x32 q, const int8_t * y) {
-        const __m256i vy = _mm256_loadu_si256((const __m256i *) y);
+        const __m256i vy = signed_part(q.v, _mm256_loadu_si256((const __m256i *) y));
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        acc = _mm256_dpbusd_epi32(acc, q.v, vy);
+        acc = _mm256_dpbusd_epi32(acc, unsigned_part(q.v), vy);
 #else
-        acc = _mm256_dpbusd_avx_epi32(acc, q.v, vy);
+        acc = _mm256_dpbusd_avx_epi32(acc, unsigned_part(q.v), vy);
 #endif
     }
     __m256i total() const { return acc; }
 #else
     // maddubs adds two products in an int16; N_VECS of them may share one accumulator if they cannot saturate it
-    static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX;
-    static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs would saturate");
+    static constexpr int  magnitude = Q_MAX > -Q_MIN ? Q_MAX : -Q_MIN;
+    static constexpr bool fits_i16  = 2*magnitude*ACT_MAX*N_VECS <= INT16_MAX;
+    static_assert(2*magnitude*ACT_MAX <= INT16_MAX, "maddubs would saturate");
     __m256i acc = _mm256_setzero_si256();
     void add(u8x32 q, const int8_t * y) {
-        const __m256i p = _mm256_maddubs_epi16(q.v, _mm256_loadu_si256((const __m256i *) y));
+        const __m256i p = _mm256_maddubs_epi16(unsigned_part(q.v), signed_part(q.v, _mm256_loadu_si256((const __m256i *) y)));
         acc = fits_i16 ? _mm256_add_epi16(acc, p)
                        : _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
     }
@@ -105,9 +118,16 @@ template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
 
 static inline float half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
 
-template <int Q_MAX, int N_VECS> struct dot_sum {
+struct table8x8 { uint8_t v[8]; };
+
+static inline table8x8 load_table(const int8_t * p) { table8x8 t; memcpy(t.v, p, 8); return t; }
+static inline u8x32 look_up(table8x8 t, u8x32 i)    { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
+
+template <int Q_MIN, int Q_MAX, int N_VECS> struct dot_sum {
     int32_t acc = 0;
-    void add(u8x32 q, const int8_t * y) { for (int i = 0; i < 32; ++i) { acc += q.v[i]*y[i]; } }
+    void add(u8x32 q, const int8_t * y) {
+        for (int i = 0; i < 32; ++i) { acc += (Q_MIN < 0 ? (int8_t) q.v[i] : q.v[i])*y[i]; }
+    }
     int32_t total() const { return acc; }
 };
 

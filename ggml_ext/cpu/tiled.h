@@ -4,14 +4,15 @@
 #include "ggml-ext-cpu.h"
 #include "all.h"
 
-// Microkernel instance of a type: unsigned codes, 32-wide sub-blocks whose scale and min are 1 (the block's own d and
-// offset carry them). <32, true, 0, false> is the instance of Q4_K, so no kernel is added.
+// Microkernel instance of a type, one of those that exist, so that no kernel is added. Sub-blocks are 32 wide with scale
+// and min 1: the block's own d and offset carry them. Unsigned codes with an offset take Q4_K's instance, signed codes
+// IQ4_XS's, which expects them plus 128.
 template <typename B> struct tiled_ext {
-    static_assert(ggml_ext::traits<B>::q_min >= 0 && ggml_ext::traits<B>::has_offset && ggml_ext::traits<B>::group == QK_K,
-                  "needs another microkernel instance");
+    using t = ggml_ext::traits<B>;
+    static_assert(t::group == QK_K && (t::q_min < 0) != t::has_offset, "needs another microkernel instance");
     static constexpr int  subblk  = 32;
-    static constexpr bool has_min = true;
-    static constexpr int  bias    = 0;
+    static constexpr bool has_min = t::has_offset;
+    static constexpr int  bias    = t::q_min < 0 ? 128 : 0;
     static constexpr bool actbias = false;
 };
 
@@ -25,12 +26,20 @@ static void tiled_unpack_src0(const B * rows, int64_t row_stride, int n_rows, ti
             const B & x = rows[r*row_stride + slab];
             const ggml_ext::unpacker<B> u(x);
             tile->d   [slab*TILED_MICRO + r] = u.d;
-            tile->dmin[slab*TILED_MICRO + r] = u.d*u.offset;
+            if constexpr (ggml_ext::traits<B>::has_offset) {
+                tile->dmin[slab*TILED_MICRO + r] = u.d*u.offset;
+            }
             for (int s = 0; s < NB; s++) {
                 tile->scales[(r*num_k + slab)*NB + s] = 1;
                 tile->mins  [(r*num_k + slab)*NB + s] = 1;
             }
-            ggml_ext::unpack_block(x, &tile->q[(r*num_k + slab)*TILED_TILE_K]);
+            uint8_t * q = &tile->q[(r*num_k + slab)*TILED_TILE_K];
+            ggml_ext::unpack_block(x, q);
+            if constexpr (tiled_ext<B>::bias != 0) {
+                for (int j = 0; j < TILED_TILE_K; j++) {
+                    q[j] = (uint8_t) (q[j] + tiled_ext<B>::bias);
+                }
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 // The unpack contract over SIMD registers. A type specialises unpacker<block>:
 //   d, offset             float, as in ggml_ext_unpacked (offset only if the type has one)
-//   group<G>()            u8x32, the codes of weights 32*G .. 32*G + 31, equal to the scalar reference
+//   group<G>()            u8x32, the codes of weights 32*G .. 32*G + 31, equal to the scalar reference; signed ones as int8
 // and everything below follows.
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr int N_VECS = QK_K/32;
 
 template <typename B, int... G>
 static inline auto dot_block(const unpacker<B> & u, const int8_t * y, std::integer_sequence<int, G...>) {
-    dot_sum<traits<B>::q_max, N_VECS> sum;
+    dot_sum<traits<B>::q_min, traits<B>::q_max, N_VECS> sum;
     (sum.add(u.template group<G>(), y + 32*G), ...);
     return sum.total();
 }
@@ -53,7 +53,7 @@ static inline void prefetch(const B * x) {
 // Dot product of n weights with n quantised activations: exact in integers inside a block, float across blocks.
 template <typename B>
 static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
-    static_assert(traits<B>::q_min >= 0 && traits<B>::group == QK_K, "signed codes and group scales are not written yet");
+    static_assert(traits<B>::group == QK_K, "group scales are not written yet");
     f32_sum acc;
     for (int ib = 0; ib < n/QK_K; ++ib) {
         prefetch(x + ib + PREFETCH_BLOCKS);

@@ -1,9 +1,6 @@
 // ITQ3_S: 3-bit codes on weights rotated by the 256-point Walsh-Hadamard transform H.
 //
-//   w[0..255] = H v,   v[j] = d * (q[j] - z),   q[j] = low2 | high << 2        (H H = I, see ggml-ext-fwht.h)
-//
-//   low2 = ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3      one 32-byte load of ql serves four groups of 32 weights
-//   high = qh[j%32] >> (j/32) & 1                           one 32-byte load of qh serves all eight groups
+//   w[0..255] = H v,   v[j] = d * (q[j] - z),   q[j] in 0..7 from ql and qh: bits3.h      (H H = I: ggml-ext-fwht.h)
 //
 //   byte  0  2   4            68       100
 //         d  z   ql (64)      qh (32)                       100 bytes for 256 weights: 3.125 bits a weight
@@ -12,7 +9,7 @@
 // ternary values use three of the eight codes; its packing formula does not fit 96 bytes, so the bit map is ours.
 #pragma once
 
-#include "../ggml-ext-common.h"
+#include "bits3.h"
 
 typedef struct {
     ggml_half d;      // scale of the block
@@ -25,9 +22,7 @@ static_assert(sizeof(block_itq3_s) == 2*sizeof(ggml_half) + QK_K/4 + QK_K/8, "IT
 // The unpack contract, slow definition: codes, scale and offset of one block.
 static inline void ggml_ext_unpack_itq3_s(const block_itq3_s * x, struct ggml_ext_unpacked * u) {
     for (int j = 0; j < QK_K; ++j) {
-        const int low2 = x->ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3;
-        const int high = x->qh[j%32] >> (j/32) & 1;
-        u->q[j] = (int8_t) (low2 | high << 2);
+        u->q[j] = (int8_t) ggml_ext_get_bits3(x->ql, x->qh, j);
     }
     u->scale[0] = 1;
     u->d        = ggml_fp16_to_fp32(x->d);
@@ -36,13 +31,9 @@ static inline void ggml_ext_unpack_itq3_s(const block_itq3_s * x, struct ggml_ex
 
 // Its inverse: packs 256 codes in 0..7.
 static inline void ggml_ext_pack_itq3_s(const uint8_t q[QK_K], ggml_half d, ggml_half z, block_itq3_s * x) {
-    memset(x, 0, sizeof(*x));
     x->d = d;
     x->z = z;
-    for (int j = 0; j < QK_K; ++j) {
-        x->ql[32*(j/128) + j%32] |= (uint8_t) ((q[j] & 3) << 2*((j%128)/32));
-        x->qh[j%32]              |= (uint8_t) ((q[j] >> 2) << (j/32));
-    }
+    ggml_ext_pack_bits3(q, x->ql, x->qh);
 }
 
 // A row is valid when every d and z is finite: any code bits are.

@@ -15,6 +15,7 @@ class ExtType(IntEnum):
     """Ids as stored in GGUF tensor infos; general.file_type uses the same numbers."""
 
     ITQ3_S = 160
+    DITTO3 = 162
     Q8_KR = 191
 
 
@@ -65,6 +66,27 @@ TYPES: dict[str, TypeInfo] = {
         fixture_rel_mse=0.0339,
         fns_total_error=0.0076,
         fns_dot_error=0.148,
+    ),
+    "ditto3": TypeInfo(
+        name="ditto3",
+        id=ExtType.DITTO3,
+        kind="weight",
+        block_bytes=106,
+        bpw=3.3125,
+        rotated=False,
+        about="index into a codebook of eight int8 values per block",
+        activation="q8_k",
+        unpack_min=-128,
+        unpack_max=127,
+        group=256,
+        has_offset=False,
+        fallback="iq4_nl",
+        token_embd="q3_k",
+        output="q6_k",
+        title="DITTO3 - 3.3125 bpw",
+        fixture_rel_mse=0.0384,
+        fns_total_error=0.005,
+        fns_dot_error=0.04,
     ),
     "q8_kr": TypeInfo(
         name="q8_kr",

@@ -79,3 +79,20 @@ def scales_to_float32(raw: np.ndarray) -> np.ndarray:
 def scales_to_bytes(values: np.ndarray) -> np.ndarray:
     """float32 (n_blocks,) rounded to half, to nearest even, as uint8 (n_blocks, 2)."""
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
+    """Codes uint8 (n_blocks, 256) in 0..7 from their planes, uint8 (n_blocks, 64) and (n_blocks, 32); types/bits3.h."""
+    low2 = (ql.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
+    high = (qh.reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
+    return low2.reshape(-1, BLOCK_SIZE) | high.reshape(-1, BLOCK_SIZE) << 2
+
+
+def pack_bits3(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Inverse of unpack_bits3: uint8 (n_blocks, 256). ValueError for other shapes or dtypes and for codes above 7."""
+    codes = as_blocks(codes, np.uint8, BLOCK_SIZE)
+    if codes.size and codes.max() > 7:
+        raise ValueError(f"code {codes.max()} does not fit in three bits")
+    low2 = (codes & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    high = (codes >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8).reshape(8, 1)
+    return np.bitwise_or.reduce(low2, axis=2).reshape(-1, 64), np.bitwise_or.reduce(high, axis=1)

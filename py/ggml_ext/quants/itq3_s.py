@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import BLOCK_SIZE, HALF_MAX, as_blocks, fwht, load_rotated, scales_to_bytes, scales_to_float32, sum_lanes
+from . import (
+    BLOCK_SIZE,
+    HALF_MAX,
+    as_blocks,
+    fwht,
+    load_rotated,
+    pack_bits3,
+    scales_to_bytes,
+    scales_to_float32,
+    sum_lanes,
+    unpack_bits3,
+)
 
 BLOCK_BYTES = 100
 # Starts of the search: scales in standard deviations of the block, centres in units of d from the middle of the codes.
@@ -30,11 +41,7 @@ def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     value = d * (q - z). ValueError for other shapes or dtypes. Any bits are a valid code; d and z may be NaN or Inf.
     """
     blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
-    ql = blocks[:, 4:68].reshape(-1, 2, 1, 32)
-    qh = blocks[:, 68:].reshape(-1, 1, 32)
-    low2 = (ql >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
-    high = (qh >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
-    q = low2.reshape(-1, BLOCK_SIZE) | high.reshape(-1, BLOCK_SIZE) << 2
+    q = unpack_bits3(blocks[:, 4:68], blocks[:, 68:])
     return q.astype(np.int8), scales_to_float32(blocks[:, 0:2]), scales_to_float32(blocks[:, 2:4])
 
 
@@ -43,13 +50,7 @@ def pack(q: np.ndarray, d: np.ndarray, z: np.ndarray) -> np.ndarray:
 
     Returns uint8 (n_blocks, 100). ValueError for other shapes or dtypes and for codes above 7.
     """
-    q = as_blocks(q, np.uint8, BLOCK_SIZE)
-    if q.size and q.max() > 7:
-        raise ValueError(f"code {q.max()} does not fit in three bits")
-    low2 = (q & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    high = (q >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8).reshape(8, 1)
-    ql = np.bitwise_or.reduce(low2, axis=2).reshape(-1, 64)
-    qh = np.bitwise_or.reduce(high, axis=1)
+    ql, qh = pack_bits3(q)
     return np.concatenate([scales_to_bytes(d), scales_to_bytes(z), ql, qh], axis=1)
 
 

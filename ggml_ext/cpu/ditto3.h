@@ -1,0 +1,18 @@
+// DITTO3 over the SIMD primitives. Format: types/ditto3.h.
+#pragma once
+
+#include "bits3.h"
+
+namespace ggml_ext {
+
+template <> struct unpacker<block_ditto3> {
+    bits3    indices;
+    table8x8 codebook;
+    float    d;
+
+    explicit unpacker(const block_ditto3 & x) : indices(x.ql, x.qh), codebook(load_table(x.codebook)), d(half_to_float(x.d)) {}
+
+    template <int G> u8x32 group() const { return look_up(codebook, indices.group<G>()); }
+};
+
+} // namespace ggml_ext
