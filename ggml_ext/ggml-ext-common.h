@@ -2,6 +2,8 @@
 #pragma once
 
 #include <assert.h>
+#include <float.h>
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -17,8 +19,20 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
-// Activation blocks whose largest rotated magnitude is below this are zero: 127/amax would overflow.
-#define GGML_EXT_ACT_TINY 1e-36f
+// Begins a block of Q8_KR whose largest rotated magnitude is amax: sets d and stores the factor of the codes. False if
+// amax is Inf or NaN: then all is done, d is NaN and so will the result be, as in float. Below 1e-36 127/amax would
+// overflow, and the block is zero.
+static inline bool ggml_ext_begin_q8_kr(block_q8_K * y, float amax, float * inv_d) {
+    if (!(amax <= FLT_MAX)) {
+        memset(y, 0, sizeof(*y));
+        y->d = NAN;
+        return false;
+    }
+    amax   = amax < 1e-36f ? 0.0f : amax;
+    *inv_d = amax > 0.0f ? 127.0f/amax : 0.0f;
+    y->d   = amax/127.0f;
+    return true;
+}
 
 // One block after unpacking, the same integers on every backend:
 //   value[j] = d * scale[j / group] * (q[j] - offset)

@@ -36,7 +36,7 @@ void ggml_ext_fwht(float * x, int64_t n_blocks) {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// NaN and Inf in a block make d NaN and so the result NaN, as in float. Scales are positive and there is no rounding choice left to the compiler, so every SIMD version equals this one.
+// Scales are positive and there is no rounding choice left to the compiler, so every SIMD version equals this one.
 void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
     assert(n % QK_K == 0);
     block_q8_K * y = vy;
@@ -51,14 +51,10 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
             finite &= fabsf(v[j]) <= FLT_MAX;
             amax = fmaxf(amax, fabsf(v[j]));
         }
-        if (!finite) {
-            memset(&y[ib], 0, sizeof(y[ib]));
-            y[ib].d = NAN;
+        float inv_d;
+        if (!ggml_ext_begin_q8_kr(&y[ib], finite ? amax : INFINITY, &inv_d)) {
             continue;
         }
-        amax = amax < GGML_EXT_ACT_TINY ? 0.0f : amax;
-        const float inv_d = amax > 0.0f ? 127.0f/amax : 0.0f;
-        y[ib].d = amax/127.0f;
         for (int j = 0; j < QK_K; ++j) {
             y[ib].qs[j] = (int8_t) nearbyintf(v[j]*inv_d); // to nearest, ties to even
         }

@@ -35,14 +35,15 @@ def run_once(program: Path, model: Path, n_prompt: int, n_gen: int, threads: int
     return {"decode" if r["n_gen"] else "prefill": r["avg_ts"] for r in json.loads(done.stdout)}
 
 
-def measure(models: dict[str, Path], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    program = args.bin / "llama-bench" if args.bin else tool_path("llama-bench")
+def measure(models: dict[str, Path], program: Path, rounds: int, n_prompt: int, n_gen: int,
+            threads: int) -> dict[str, dict[str, list[float]]]:
+    """Tokens a second of every round: {type: {"decode": [...], "prefill": [...]}}; the types in turn."""
     samples = {name: {"decode": [], "prefill": []} for name in models}
-    for i in range(args.rounds):
+    for i in range(rounds):
         for name, model in models.items():
-            for what, speed in run_once(program, model, args.prompt, args.gen, args.threads).items():
+            for what, speed in run_once(program, model, n_prompt, n_gen, threads).items():
                 samples[name][what].append(speed)
-        print(f"round {i + 1}/{args.rounds}", file=sys.stderr)
+        print(f"round {i + 1}/{rounds}", file=sys.stderr)
     return samples
 
 
@@ -96,7 +97,8 @@ def main() -> None:
             if not models[name].exists():
                 print(f"writing {models[name].name}", file=sys.stderr)
                 write_model(name, models[name], args.shape, args.layers)
-        samples = measure(models, args)
+        program = args.bin / "llama-bench" if args.bin else tool_path("llama-bench")
+        samples = measure(models, program, args.rounds, args.prompt, args.gen, args.threads)
     rows = summarise(samples, baselines)
     print_table(rows, baselines, args.prompt)
     if args.json:

@@ -92,8 +92,8 @@ def main() -> None:
         models = {name: folder / f"synth-{name}.gguf" for name in types}
         for name, path in models.items():
             write_model(name, path)
-        args.prompt, args.gen, args.bin = 128, 32, None
-        speeds = {row["type"]: row for row in summarise(measure(models, args), ["q3_k"])}
+        samples = measure(models, tool_path("llama-bench"), args.rounds, n_prompt=128, n_gen=32, threads=args.threads)
+        speeds = {row["type"]: row for row in summarise(samples, ["q3_k"])}
 
     print("\n| type | bpw of the blocks | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |\n|" + " --- |" * 8)
     f16 = table["F16"]["perplexity"]

@@ -19,7 +19,7 @@ GGML_EXT_WEIGHT_TYPES(X)
 
 bool ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q) {
     switch ((int) type) {
-#define X(NAME, name) case GGML_TYPE_##NAME: unpack_block(*(const block_##name *) block, q); return true;
+#define X(NAME, name) case GGML_TYPE_##NAME: unpack_block(unpacker<block_##name>(*(const block_##name *) block), q); return true;
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
     }

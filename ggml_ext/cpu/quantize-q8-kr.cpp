@@ -3,9 +3,6 @@
 #include "ggml-ext-cpu.h"
 #include "simd.h"
 
-#include <cfloat>
-#include <cmath>
-
 #if defined(GGML_EXT_AVX2)
 
 // Butterfly inside a register: swapped + (x with the second of each pair negated) = (u + v, u - v), the same two
@@ -77,15 +74,11 @@ void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
     block_q8_K * y = (block_q8_K *) vy;
     for (int64_t ib = 0; ib < n/QK_K; ++ib, x += QK_K) {
         alignas(32) float v[QK_K];
-        const float  top   = reduce_max(rotate(x, v));
-        if (!(top <= FLT_MAX)) {
-            memset(&y[ib], 0, sizeof(y[ib]));
-            y[ib].d = NAN;
+        float factor;
+        if (!ggml_ext_begin_q8_kr(&y[ib], reduce_max(rotate(x, v)), &factor)) {
             continue;
         }
-        const float  amax  = top < GGML_EXT_ACT_TINY ? 0.0f : top;
-        const __m256 inv_d = _mm256_set1_ps(amax > 0.0f ? 127.0f/amax : 0.0f);
-        y[ib].d = amax/127.0f;
+        const __m256 inv_d = _mm256_set1_ps(factor);
         for (int g = 0; g < QK_K/32; ++g) {
             __m256i c[4];
             for (int k = 0; k < 4; ++k) {

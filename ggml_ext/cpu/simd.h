@@ -1,7 +1,7 @@
 // SIMD primitives: the only place with #ifs on the instruction set. Kernels are written once over them.
 //
 //   u8x32            32 bytes, one code each
-//   load, set1, |    what they say
+//   load, store, |   what they say
 //   field<S>(a, m)   (a >> S) & m in each byte; a negative S shifts left. m must not ask for bits that S < 0 left empty.
 //   look_up(t, i)    t[i] in each byte, t a table of eight int8, i in 0..7
 //   dot_sum<...>     sum of products of codes with int8 activations, exact

@@ -23,8 +23,7 @@ static void tiled_unpack_src0(const B * rows, int64_t row_stride, int n_rows, ti
     ggml_ext_cpu_count_tile();
     for (int slab = 0; slab < num_k; slab++) {
         for (int r = 0; r < n_rows; r++) {
-            const B & x = rows[r*row_stride + slab];
-            const ggml_ext::unpacker<B> u(x);
+            const ggml_ext::unpacker<B> u(rows[r*row_stride + slab]);
             tile->d   [slab*TILED_MICRO + r] = u.d;
             if constexpr (ggml_ext::traits<B>::has_offset) {
                 tile->dmin[slab*TILED_MICRO + r] = u.d*u.offset;
@@ -34,7 +33,7 @@ static void tiled_unpack_src0(const B * rows, int64_t row_stride, int n_rows, ti
                 tile->mins  [(r*num_k + slab)*NB + s] = 1;
             }
             uint8_t * q = &tile->q[(r*num_k + slab)*TILED_TILE_K];
-            ggml_ext::unpack_block(x, q);
+            ggml_ext::unpack_block(u, q);
             if constexpr (tiled_ext<B>::bias != 0) {
                 for (int j = 0; j < TILED_TILE_K; j++) {
                     q[j] = (uint8_t) (q[j] + tiled_ext<B>::bias);

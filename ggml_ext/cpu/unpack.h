@@ -16,7 +16,6 @@ template <typename B> struct unpacker;
 template <typename B> struct traits;
 #define GGML_EXT_X(NAME, name)                                              \
     template <> struct traits<block_##name> {                               \
-        static constexpr ggml_type type       = GGML_TYPE_##NAME;           \
         static constexpr int       q_min      = GGML_EXT_##NAME##_UNPACK_MIN; \
         static constexpr int       q_max      = GGML_EXT_##NAME##_UNPACK_MAX; \
         static constexpr int       group      = GGML_EXT_##NAME##_GROUP;    \
@@ -69,8 +68,8 @@ static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
 
 // The 256 codes of one block in order.
 template <typename B>
-static inline void unpack_block(const B & x, uint8_t * q) {
-    store_block(unpacker<B>(x), q, std::make_integer_sequence<int, N_VECS>());
+static inline void unpack_block(const unpacker<B> & u, uint8_t * q) {
+    store_block(u, q, std::make_integer_sequence<int, N_VECS>());
 }
 
 } // namespace ggml_ext

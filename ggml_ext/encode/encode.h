@@ -14,8 +14,7 @@
 #define EXT_HALF_MAX 65504.0f
 #define EXT_HALF_NAN ((ggml_half) 0x7e00)
 
-#define EXT_LANES 8
-typedef float   ext_f32 __attribute__((vector_size(16))); // half the lanes
+typedef float   ext_f32 __attribute__((vector_size(16))); // half of the eight lanes
 typedef int32_t ext_i32 __attribute__((vector_size(16)));
 
 static inline ext_f32 ext_load(const float * p) {
