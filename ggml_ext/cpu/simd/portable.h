@@ -1,0 +1,43 @@
+// Portable C++, what the others are compared with. Included by simd.h inside namespace ggml_ext.
+
+#define GGML_EXT_ISA "scalar"
+
+struct u8x32 { uint8_t v[32]; };
+
+static inline u8x32 load(const uint8_t * p)      { u8x32 r; memcpy(r.v, p, 32); return r; }
+static inline void  store(uint8_t * p, u8x32 a)  { memcpy(p, a.v, 32); }
+static inline u8x32 operator|(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) { a.v[i] |= b.v[i]; } return a; }
+
+template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
+    for (int i = 0; i < 32; ++i) {
+        a.v[i] = (uint8_t) ((S >= 0 ? a.v[i] >> (S >= 0 ? S : 0) : a.v[i] << (S < 0 ? -S : 0)) & mask);
+    }
+    return a;
+}
+
+static inline float half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
+
+struct table8x8 { uint8_t v[8]; };
+
+static inline table8x8 load_table(const int8_t * p) { table8x8 t; memcpy(t.v, p, 8); return t; }
+static inline u8x32 look_up(table8x8 t, u8x32 i)    { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
+
+template <int Q_MIN, int Q_MAX, int N_VECS> struct dot_sum {
+    int32_t acc = 0;
+    void add(u8x32 q, const int8_t * y) {
+        for (int i = 0; i < 32; ++i) { acc += (Q_MIN < 0 ? (int8_t) q.v[i] : q.v[i])*y[i]; }
+    }
+    int32_t total() const { return acc; }
+};
+
+struct f32_sum {
+    float acc = 0;
+    void  add(float scale, int32_t sum) { acc += scale*(float) sum; }
+    float total() const { return acc; }
+};
+
+static inline int32_t activation_sum(const int16_t * bsums) {
+    int32_t sum = 0;
+    for (int g = 0; g < QK_K/16; ++g) { sum += bsums[g]; }
+    return sum;
+}
