@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import sys
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import pytest
 from ggml_ext import TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import ggml_graph  # noqa: E402
+
 BUILD = Path(os.environ.get("GGML_EXT_TEST_BUILD", ROOT / "build" / "package"))
 ASAN = Path(os.environ.get("GGML_EXT_TEST_ASAN", ROOT / "build" / "asan"))
 STOCK = Path(os.environ.get("GGML_EXT_TEST_STOCK", ROOT / "build" / "stock"))
@@ -111,47 +115,12 @@ def reference_q8_kr(x: np.ndarray) -> np.ndarray:
     return out
 
 
-class Graph:
-    """One ggml operation on the CPU backend. Arrays have numpy's order, rows last, like gguf's."""
-
-    class _InitParams(ctypes.Structure):
-        _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+class Graph(ggml_graph.Graph):
+    """Operations on the libraries of the build folder."""
 
     def __init__(self, mem_bytes: int = 64 << 20):
-        self.base = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-        self.cpu = kernels("native").dll
-        for name in ("ggml_init", "ggml_new_tensor", "ggml_mul_mat", "ggml_mul_mat_id", "ggml_get_rows", "ggml_cpy",
-                     "ggml_get_data", "ggml_new_graph"):
-            getattr(self.base, name).restype = c_void_p
-        self.base.ggml_nbytes.restype = c_size_t
-        self.cpu.ggml_cpu_init()
-        self.ctx = c_void_p(self.base.ggml_init(self._InitParams(mem_bytes, None, False)))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.base.ggml_free(self.ctx)
-
-    def tensor(self, type_id: int, data: np.ndarray, shape: tuple[int, ...]) -> c_void_p:
-        """A tensor of logical shape (rows last) holding the bytes of data."""
-        ne = (c_int64 * len(shape))(*reversed(shape))
-        t = c_void_p(self.base.ggml_new_tensor(self.ctx, c_int(type_id), c_int(len(shape)), ne))
-        assert self.base.ggml_nbytes(t) == data.nbytes
-        data = np.ascontiguousarray(data)
-        ctypes.memmove(self.base.ggml_get_data(t), data.ctypes.data, data.nbytes)
-        return t
-
-    def compute(self, op: str, *args: c_void_p, shape: tuple[int, ...], n_threads: int = 2) -> np.ndarray:
-        """Runs ggml_<op>(ctx, *args); float32 of the given shape."""
-        node = c_void_p(getattr(self.base, f"ggml_{op}")(self.ctx, *args))
-        graph = c_void_p(self.base.ggml_new_graph(self.ctx))
-        self.base.ggml_build_forward_expand(graph, node)
-        assert self.cpu.ggml_graph_compute_with_ctx(self.ctx, graph, c_int(n_threads)) == 0
-        out = np.empty(shape, np.float32)
-        assert self.base.ggml_nbytes(node) == out.nbytes
-        ctypes.memmove(out.ctypes.data, self.base.ggml_get_data(node), out.nbytes)
-        return out
+        base = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+        super().__init__(base, kernels("native").dll, mem_bytes)
 
 
 F32 = int(gguf.GGMLQuantizationType.F32)
@@ -159,14 +128,14 @@ I32 = int(gguf.GGMLQuantizationType.I32)
 
 
 def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Unpack contract of uint8 (n_blocks, block_bytes) in float64: scale * q (n_blocks, 256), d and offset (n_blocks, 1)."""
+    """Unpack contract of uint8 (n_blocks, block_bytes) in float64: d * scale of each weight, q - offset and its bound
+    |q| + |offset|; each (n_blocks, 256)."""
     info = TYPES[type_name]
     parts = [lib.unpack_block(info.id, b) for b in np.ascontiguousarray(blocks)]
     scale = np.stack([np.repeat(p[1][: 256 // info.group], info.group) for p in parts]).astype(np.float64)
     q = np.stack([p[0] for p in parts]).astype(np.float64)
     d, offset = (np.array([[p[i]] for p in parts], np.float64) for i in (2, 3))
-    assert (scale == 1).all() or not info.has_offset
-    return scale * q, d, offset
+    return d * scale, q - offset, np.abs(q) + np.abs(offset)
 
 
 def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,18 +145,19 @@ def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray
     Returns two float64 (n_cols, n_rows): the product of the decoded weights with the quantised activations, and the
     largest error a kernel may have.
 
-    Inside a block all sums are integers. Per block a kernel rounds d_w*d_y, that times the offset, and two
-    accumulations; reducing the lanes and scaling the result adds at most six more. Each rounding is at most u = 2^-24
-    of a partial sum, itself at most M = sum |d_w d_y| (|scale q| + |offset|) |y|. So the error is at most
-    (4 n_blocks + 6) u M.
+    Inside a block all sums are integers. Per block a kernel rounds the integer to float32 (where it passes 2^24: group
+    scales), d_w*d_y, that times the offset, and two accumulations; reducing the lanes and scaling the result adds at
+    most six more. Each rounding is at most u = 2^-24 of a partial sum, itself at most
+    M = sum |d_w scale d_y| (|q| + |offset|) |y|. So the error is at most (5 n_blocks + 6) u M.
     """
     n_rows, n_blocks, _ = rows.shape
-    q, d, offset = (a.reshape(n_rows, n_blocks, -1) for a in unpacked(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
+    s, v, magnitude = (a.reshape(n_rows, n_blocks, -1)
+                       for a in unpacked(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
     y = activations["qs"].astype(np.float64)
     dy = activations["d"].astype(np.float64)
-    exact = np.einsum("rbj,cbj,cb->cr", d * (q - offset), y, dy, optimize=True)
-    m = np.einsum("rbj,cbj,cb->cr", np.abs(d) * (np.abs(q) + np.abs(offset)), np.abs(y), np.abs(dy), optimize=True)
-    return exact, (4 * n_blocks + 6) * F32_U * m
+    exact = np.einsum("rbj,cbj,cb->cr", s * v, y, dy, optimize=True)
+    m = np.einsum("rbj,cbj,cb->cr", np.abs(s) * magnitude, np.abs(y), np.abs(dy), optimize=True)
+    return exact, (5 * n_blocks + 6) * F32_U * m
 
 
 def blocks_of(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

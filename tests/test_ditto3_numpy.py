@@ -49,8 +49,8 @@ def test_the_papers_example():
     x = np.repeat(centres, 32) + np.tile(np.float32([-0.25, 0.25]), 128)
     blocks = ditto3.quantize_blocks(x[None])
     q, d = ditto3.unpack(blocks)
-    # d and the int8 codebook round the means by half a step of 14/127 at most, d itself by 2^-11 of them
-    np.testing.assert_allclose((d[:, None] * q).ravel(), np.repeat(centres, 32), atol=14 / 127 / 2 + 14 * 2.0**-11)
+    # d and the codebook round the means by half a step of 14/63 at most, d itself by 2^-11 of them
+    np.testing.assert_allclose((d[:, None] * q).ravel(), np.repeat(centres, 32), atol=14 / 63 / 2 + 14 * 2.0**-11)
 
 
 def test_unpack_every_code_at_every_position():
@@ -59,7 +59,7 @@ def test_unpack_every_code_at_every_position():
     blocks = rng.integers(0, 256, (20, 106), dtype=np.uint8)
     q, _ = ditto3.unpack(blocks)
     for block, values in zip(blocks, q, strict=True):
-        codebook, ql, qh = block[2:10].view(np.int8), block[10:74], block[74:]
+        codebook, ql, qh = (block[2:10] & 127).astype(int) - 64, block[10:74], block[74:]
         for j in range(BLOCK_SIZE):
             low2 = ql[32 * (j // 128) + j % 32] >> 2 * ((j % 128) // 32) & 3
             assert values[j] == codebook[low2 | (qh[j % 32] >> (j // 32) & 1) << 2]

@@ -50,19 +50,24 @@ def test_unpack_equals_scalar(lib, type_name, isa):
 CORNER_SCALES = [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -0.37, 65504.0, -65504.0]
 
 
-def corner_blocks(type_name: str) -> np.ndarray:
-    """uint8 (81, block_bytes): random codes; all pairs of corners in the first two halves."""
-    pairs = np.array([(a, b) for a in CORNER_SCALES for b in CORNER_SCALES], np.float16)
-    blocks = np.random.default_rng(8).integers(0, 256, (len(pairs), TYPES[type_name].block_bytes), np.uint8)
-    blocks[:, :4] = pairs.view(np.uint8)
-    return blocks
+def corner_blocks(lib, type_name: str) -> np.ndarray:
+    """uint8 (n, block_bytes): random codes; all pairs of corners in the first two halves, where halves are, and every value
+    of the first two bytes' high and low byte for types with smaller scales. Blocks that are not valid are left out."""
+    pairs = np.array([(a, b) for a in CORNER_SCALES for b in CORNER_SCALES], np.float16).view(np.uint8)
+    rng = np.random.default_rng(8)
+    every_byte = np.stack([np.arange(256), rng.permutation(256), *rng.integers(0, 256, (2, 256))], axis=1)
+    blocks = rng.integers(0, 256, (len(pairs) + 256, TYPES[type_name].block_bytes), np.uint8)
+    blocks[:, :4] = np.concatenate([pairs, every_byte])
+    valid = np.array([lib.validate(TYPES[type_name].id, b[None]) for b in blocks])
+    assert valid.sum() > 200
+    return blocks[valid]
 
 
 @pytest.mark.parametrize("n_cols", [1, 17])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_corner_scales_in_products(lib, type_name, n_cols):
     """vec_dot (one column) and the tiled GEMM (17) with every corner scale, a block a row."""
-    rows = corner_blocks(type_name)[:, None]
+    rows = corner_blocks(lib, type_name)[:, None]
     x = np.random.default_rng(10).standard_normal((n_cols, 256)).astype(np.float32)
     with native.Graph() as g:
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), 256)), g.tensor(F32, x, x.shape),
@@ -76,7 +81,7 @@ def test_corner_scales_in_products(lib, type_name, n_cols):
 def test_corner_scales(lib, type_name):
     """C and numpy decode to the same floats."""
     info = TYPES[type_name]
-    blocks = corner_blocks(type_name)
+    blocks = corner_blocks(lib, type_name)
     assert lib.validate(info.id, blocks)
     decoded = lib.dequantize(int(info.id), blocks, 256)
     reference = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(int(info.id)))

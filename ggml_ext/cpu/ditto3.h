@@ -9,8 +9,9 @@ template <> struct unpacker<block_ditto3> {
     bits3    indices;
     table8x8 codebook;
     float    d;
+    static constexpr float offset = DITTO3_OFFSET;
 
-    explicit unpacker(const block_ditto3 & x) : indices(x.ql, x.qh), codebook(load_table(x.codebook)), d(half_to_float(x.d)) {}
+    explicit unpacker(const block_ditto3 & x) : indices(x.ql, x.qh), codebook(load_table(x.codebook, 127)), d(half_to_float(x.d)) {}
 
     template <int G> u8x32 group() const { return look_up(codebook, indices.group<G>()); }
 };

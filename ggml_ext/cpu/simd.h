@@ -3,9 +3,12 @@
 //   u8x32            32 bytes, one code each
 //   load, store, |   what they say
 //   field<S>(a, m)   (a >> S) & m in each byte; a negative S shifts left. m must not ask for bits that S < 0 left empty.
-//   look_up(t, i)    t[i] in each byte, t a table of eight int8, i in 0..7
-//   dot_sum<...>     sum of products of codes with int8 activations, exact
+//   multiply_add<A, B>(a)   A*a + B of 32 bytes, 15 bits each: u15x32
+//   field<S>(c)      bits S .. S + 5 of each of 32 codes of 15 bits
+//   look_up(t, i)    t[i] in each byte, t a table of eight bytes, i in 0..7; load_table(p, mask) loads it
+//   dot_sum<...>     sum of products of codes with int8 activations, exact: an i32_sum, times(scale) or as it is
 //   f32_sum          float accumulator of a row
+//   activation_sum   sum of a block's activation codes, each group's times its scale
 //
 // ggml_ext_cpu_isa() names the set that was compiled in.
 #pragma once

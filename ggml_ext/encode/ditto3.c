@@ -88,26 +88,30 @@ static void encode_block(const float * x, const float * importance, block_ditto3
     for (int k = 0; k < K; ++k) {
         top = fmax(top, fabs(c[k]));
     }
-    dst->d = ggml_fp32_to_fp16((float) fmin(top/127, (double) EXT_HALF_MAX));
+    dst->d = ggml_fp32_to_fp16((float) fmin(top/63, (double) EXT_HALF_MAX));
     const double d = (double) ggml_fp16_to_fp32(dst->d);
+    int8_t codebook[K] = {0};
     for (int k = 0; k < K && d > 0; ++k) {
-        const double v = fmax(-127, fmin(nearbyint(c[k]/d), 127));
-        dst->codebook[k] = (int8_t) v;
+        const double v = fmax(-63, fmin(nearbyint(c[k]/d), 63));
+        codebook[k] = (int8_t) v;
     }
     for (int i = 1; i < K; ++i) { // clusters that stayed empty may be out of order
-        for (int k = i; k > 0 && dst->codebook[k - 1] > dst->codebook[k]; --k) {
-            const int8_t t = dst->codebook[k];
-            dst->codebook[k] = dst->codebook[k - 1];
-            dst->codebook[k - 1] = t;
+        for (int k = i; k > 0 && codebook[k - 1] > codebook[k]; --k) {
+            const int8_t t = codebook[k];
+            codebook[k] = codebook[k - 1];
+            codebook[k - 1] = t;
         }
     }
     uint8_t code[QK_K];
     for (int j = 0; j < QK_K; ++j) {
         int best = 0;
         for (int k = 1; k < K; ++k) { // a weight in the middle goes up
-            best += (double) x[j] >= 0.5*d*(dst->codebook[k - 1] + dst->codebook[k]);
+            best += (double) x[j] >= 0.5*d*(codebook[k - 1] + codebook[k]);
         }
         code[j] = (uint8_t) best;
+    }
+    for (int k = 0; k < K; ++k) {
+        dst->codebook[k] = (uint8_t) (codebook[k] + DITTO3_OFFSET);
     }
     ggml_ext_pack_bits3(code, dst->ql, dst->qh);
 }

@@ -3,4 +3,5 @@
 #pragma once
 
 #include "itq3_s.h"
+#include "ccq2.h"
 #include "ditto3.h"

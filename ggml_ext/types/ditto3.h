@@ -1,32 +1,34 @@
 // DITTO3: index into a codebook of eight values, one codebook a block.
 //
-//   w[j] = d * codebook[index[j]],   index[j] in 0..7 from ql and qh: bits3.h
+//   w[j] = d * ((codebook[index[j]] & 127) - 64),   index[j] in 0..7 from ql and qh: bits3.h
 //
 //   byte  0  2              10            74       106
 //         d  codebook (8)   ql (64)       qh (32)            106 bytes for 256 weights: 3.3125 bits a weight
 //
 // Source: Ditto, section 3.2: clusters of equal population, improved by reassigning and averaging, 3-bit indices. The
-// paper keeps one codebook of float32 a matrix; ours lies in each block, as int8 times a half.
+// paper keeps one codebook of float32 a matrix; ours lies in each block, as 7-bit integers times a half: unsigned bytes below
+// 128 are what byte multiply-adds take without saturating (with signed bytes, prefill on AVX2 was a fifth slower).
 #pragma once
 
 #include "bits3.h"
 
 typedef struct {
     ggml_half d;           // scale of the codebook
-    int8_t    codebook[8];
+    uint8_t   codebook[8]; // 64 more than the values; the top bits are not used
     uint8_t   ql[64];      // low two bits of the indices
     uint8_t   qh[32];      // high bit of the indices
 } block_ditto3;
+#define DITTO3_OFFSET 64
 static_assert(sizeof(block_ditto3) == sizeof(ggml_half) + 8 + QK_K/4 + QK_K/8, "DITTO3 is 106 bytes");
 
 // The unpack contract, slow definition: values of the codebook, not indices.
 static inline void ggml_ext_unpack_ditto3(const block_ditto3 * x, struct ggml_ext_unpacked * u) {
     for (int j = 0; j < QK_K; ++j) {
-        u->q[j] = x->codebook[ggml_ext_get_bits3(x->ql, x->qh, j)];
+        u->q[j] = (int8_t) (x->codebook[ggml_ext_get_bits3(x->ql, x->qh, j)] & 127);
     }
     u->scale[0] = 1;
     u->d        = ggml_fp16_to_fp32(x->d);
-    u->offset   = 0.0f;
+    u->offset   = DITTO3_OFFSET;
 }
 
 // A row is valid when every d is finite: any codebook and any index bits are.

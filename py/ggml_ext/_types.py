@@ -15,6 +15,7 @@ class ExtType(IntEnum):
     """Ids as stored in GGUF tensor infos; general.file_type uses the same numbers."""
 
     ITQ3_S = 160
+    CCQ2 = 161
     DITTO3 = 162
     Q8_KR = 191
 
@@ -67,6 +68,27 @@ TYPES: dict[str, TypeInfo] = {
         fns_total_error=0.0076,
         fns_dot_error=0.148,
     ),
+    "ccq2": TypeInfo(
+        name="ccq2",
+        id=ExtType.CCQ2,
+        kind="weight",
+        block_bytes=66,
+        bpw=2.0625,
+        rotated=False,
+        about="convolutional code, four weights in eight bits, a scale per 64 weights",
+        activation="q8_k",
+        unpack_min=0,
+        unpack_max=63,
+        group=64,
+        has_offset=True,
+        fallback="iq4_nl",
+        token_embd="q2_k",
+        output="q5_k",
+        title="CCQ2 - 2.0625 bpw",
+        fixture_rel_mse=0.121,
+        fns_total_error=0.0075,
+        fns_dot_error=0.06,
+    ),
     "ditto3": TypeInfo(
         name="ditto3",
         id=ExtType.DITTO3,
@@ -74,17 +96,17 @@ TYPES: dict[str, TypeInfo] = {
         block_bytes=106,
         bpw=3.3125,
         rotated=False,
-        about="index into a codebook of eight int8 values per block",
+        about="index into a codebook of eight 7-bit values per block",
         activation="q8_k",
-        unpack_min=-128,
+        unpack_min=0,
         unpack_max=127,
         group=256,
-        has_offset=False,
+        has_offset=True,
         fallback="iq4_nl",
         token_embd="q3_k",
         output="q6_k",
         title="DITTO3 - 3.3125 bpw",
-        fixture_rel_mse=0.0384,
+        fixture_rel_mse=0.0385,
         fns_total_error=0.005,
         fns_dot_error=0.04,
     ),

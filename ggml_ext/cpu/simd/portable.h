@@ -15,29 +15,51 @@ template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     return a;
 }
 
+struct u15x32 { uint16_t v[32]; };
+
+template <int A, int B> static inline u15x32 multiply_add(u8x32 a) {
+    u15x32 c;
+    for (int i = 0; i < 32; ++i) { c.v[i] = (uint16_t) (A*a.v[i] + B); }
+    return c;
+}
+
+template <int S> static inline u8x32 field(u15x32 c) {
+    u8x32 r;
+    for (int i = 0; i < 32; ++i) { r.v[i] = c.v[i] >> S & 63; }
+    return r;
+}
+
 static inline float half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
 
 struct table8x8 { uint8_t v[8]; };
 
-static inline table8x8 load_table(const int8_t * p) { table8x8 t; memcpy(t.v, p, 8); return t; }
-static inline u8x32 look_up(table8x8 t, u8x32 i)    { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
+static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
+    table8x8 t;
+    for (int k = 0; k < 8; ++k) { t.v[k] = p[k] & mask; }
+    return t;
+}
+static inline u8x32 look_up(table8x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
-template <int Q_MIN, int Q_MAX, int N_VECS> struct dot_sum {
+using i32_sum = int32_t;
+
+template <int Q_MAX, int N_VECS> struct dot_sum {
     int32_t acc = 0;
     void add(u8x32 q, const int8_t * y) {
-        for (int i = 0; i < 32; ++i) { acc += (Q_MIN < 0 ? (int8_t) q.v[i] : q.v[i])*y[i]; }
+        for (int i = 0; i < 32; ++i) { acc += q.v[i]*y[i]; }
     }
-    int32_t total() const { return acc; }
+    i32_sum times(int scale) const { return acc*scale; }
+    i32_sum total() const          { return acc; }
 };
 
 struct f32_sum {
     float acc = 0;
-    void  add(float scale, int32_t sum) { acc += scale*(float) sum; }
+    void  add(float scale, i32_sum sum) { acc += scale*(float) sum; }
     float total() const { return acc; }
 };
 
-static inline int32_t activation_sum(const int16_t * bsums) {
+static inline i32_sum activation_sum(const int16_t * bsums, int s0 = 1, int s1 = 1, int s2 = 1, int s3 = 1) {
+    const int scale[4] = {s0, s1, s2, s3};
     int32_t sum = 0;
-    for (int g = 0; g < QK_K/16; ++g) { sum += bsums[g]; }
+    for (int g = 0; g < QK_K/16; ++g) { sum += scale[g/4]*bsums[g]; }
     return sum;
 }

@@ -1,8 +1,9 @@
 """DITTO3 in numpy: the format of ggml_ext/types/ditto3.h and the encoder of ggml_ext/encode/ditto3.c.
 
-    w[j] = d * codebook[index[j]],   index[j] in 0..7,   106 bytes: half d, int8 codebook[8], uint8 ql[64], uint8 qh[32]
+    w[j] = d * ((codebook[index[j]] & 127) - 64),   index[j] in 0..7
+    106 bytes: half d, uint8 codebook[8], uint8 ql[64], uint8 qh[32]
 
-Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as int8 times a half, is ours.
+Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as 7-bit integers times a half, is ours.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from . import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scal
 BLOCK_BYTES = 106
 K = 8
 N_STEPS = 60
+OFFSET = 64
+TOP = 63  # largest magnitude of a codebook value
 
 
 def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -23,7 +26,7 @@ def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ValueError for other shapes or dtypes.
     """
     blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
-    codebook = np.ascontiguousarray(blocks[:, 2:10]).view(np.int8)
+    codebook = (blocks[:, 2:10] & 127).astype(np.int8) - np.int8(OFFSET)
     index = unpack_bits3(blocks[:, 10:74], blocks[:, 74:])
     return np.take_along_axis(codebook, index.astype(np.intp), axis=1), scales_to_float32(blocks[:, 0:2])
 
@@ -68,16 +71,16 @@ def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None) -
     order = np.argsort(x, axis=1, kind="stable")
     c = _cluster(np.take_along_axis(x, order, axis=1), np.take_along_axis(importance, order, axis=1))
 
-    top = np.minimum(np.abs(c).max(axis=1) / 127, np.float64(HALF_MAX))
+    top = np.minimum(np.abs(c).max(axis=1) / TOP, np.float64(HALF_MAX))
     d_half = top.astype(np.float32).astype(np.float16)
     d = d_half.astype(np.float64)[:, None]
     codebook = np.zeros(c.shape)
     np.divide(c, d, out=codebook, where=d > 0)
-    codebook = np.sort(np.clip(np.rint(codebook), -127, 127).astype(np.int8), axis=1)
+    codebook = np.sort(np.clip(np.rint(codebook), -TOP, TOP).astype(np.int8), axis=1)
     middle = 0.5 * d * (codebook[:, :-1].astype(np.float64) + codebook[:, 1:])
     index = sum((x >= middle[:, k : k + 1]).astype(np.uint8) for k in range(K - 1))
     ql, qh = pack_bits3(index)
-    out = np.concatenate([scales_to_bytes(d_half.astype(np.float32)), codebook.view(np.uint8), ql, qh], axis=1)
+    out = np.concatenate([scales_to_bytes(d_half.astype(np.float32)), (codebook + np.int8(OFFSET)).view(np.uint8), ql, qh], axis=1)
     out[~finite] = 0
     out[~finite, :2] = scales_to_bytes(np.full(1, np.nan, np.float32))
     return out

@@ -1,0 +1,188 @@
+"""CCQ2 in numpy: the format of ggml_ext/types/ccq2.h and the encoder of ggml_ext/encode/ccq2.c.
+
+    c = 121*qs[i] + 1178,   q[j] = c >> 9 - 3*k & 63,   w[j] = d * m[index] * (q[j] - 32)
+    66 bytes: uint8 d (E5M3), uint8 scales (four 2-bit indices), uint8 qs[64]
+
+Source: CCQ, the (6, 4, 3) code and its cluster (section 3.3), scale update (equation 4); the 16 bits of scales are ours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import BLOCK_SIZE, as_blocks, scales_to_float32
+
+BLOCK_BYTES = 66
+ALPHA, BETA, OFFSET = 121, 1178, 32
+SCALES = np.array([5, 6, 8, 11])
+N_GROUPS, GROUP = 4, 64
+FIRST_GUESS, N_REFITS, SUPER_STEPS = 0.0625, 2, 2
+X_MAX = np.float32(8e4)
+D_END = 0xF8  # from here on halves are Inf or NaN
+N_CANDIDATES = 14
+CHUNK = 128   # blocks encoded at a time: the errors of all codes take 8 MB
+
+# q of all bytes, int (256, 4)
+CODES = (ALPHA * np.arange(256)[:, None] + BETA) >> np.array([9, 6, 3, 0]) & 63
+V = (CODES - OFFSET).astype(np.float32)
+V2 = V * V
+
+
+def _d_values(d: np.ndarray) -> np.ndarray:
+    """Super scales float32 of their bytes, any shape."""
+    halves = np.ascontiguousarray(d.astype("<u2") << 7).reshape(-1, 1).view(np.uint8).reshape(-1, 2)
+    with np.errstate(invalid="ignore"):
+        return (scales_to_float32(halves) * np.float32(1 / 256)).reshape(d.shape)
+
+
+def _by_byte(x: np.ndarray) -> np.ndarray:
+    """(n_blocks, 256) by weight to (n_blocks, 2, 32, 4): half, byte of the half, weight of the byte."""
+    return x.reshape(-1, 2, 4, 32).transpose(0, 1, 3, 2)
+
+
+def _by_weight(x: np.ndarray) -> np.ndarray:
+    """Inverse of _by_byte."""
+    return x.reshape(-1, 2, 32, 4).transpose(0, 1, 3, 2).reshape(-1, BLOCK_SIZE)
+
+
+def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes and scales.
+
+    blocks: uint8 (n_blocks, 66). Returns q uint8 (n_blocks, 256) in 0..63, scale int (n_blocks, 4) and d float32
+    (n_blocks,), with weight = d * scale[j / 64] * (q - 32). ValueError for other shapes or dtypes.
+    """
+    blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
+    q = _by_weight(CODES.astype(np.uint8)[blocks[:, 2:]])
+    return q, SCALES[blocks[:, 1:2] >> np.arange(0, 8, 2, dtype=np.uint8) & 3], _d_values(blocks[:, 0])
+
+
+def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
+    """uint8 (n_blocks, 66) to weights float32 (n_blocks, 256). ValueError for other shapes or dtypes."""
+    q, scale, d = unpack(blocks)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
+        s = np.repeat(d[:, None] * scale.astype(np.float32), GROUP, axis=1)
+        return s * (q.astype(np.float32) - np.float32(OFFSET))
+
+
+def _group_sums(x: np.ndarray) -> np.ndarray:
+    """Sums of float64 (n_blocks, 256) over groups, in the order of the weights: (n_blocks, 4)."""
+    return np.cumsum(x.reshape(-1, N_GROUPS, GROUP), axis=2)[:, :, -1]
+
+
+class _Block:
+    """Some blocks, their scales and codes, the best found: struct block and struct best of encode/ccq2.c."""
+
+    def __init__(self, x: np.ndarray, importance: np.ndarray | None):
+        n = len(x)
+        importance = np.zeros_like(x) if importance is None else importance
+        total = np.cumsum(importance.astype(np.float64), axis=1)[:, -1:]
+        weighted = (total > 0) & (total <= np.finfo(np.float32).max)
+        floor = (total * (1.0 / BLOCK_SIZE / 1024)).astype(np.float32)
+        self.x = np.clip(x, -X_MAX, X_MAX)
+        self.w = np.where(weighted, importance + floor, np.float32(1))
+        self.wx = self.w * self.x
+        self.best_d, self.best_scales = np.zeros(n, np.int64), np.zeros((n, N_GROUPS), np.int64)
+        self.best_qs = np.zeros((n, 2, 32), np.uint8)
+        energy = _group_sums(self.wx.astype(np.float64) * self.x)
+        self.error = np.stack([energy[:, 0] + energy[:, 1], energy[:, 2] + energy[:, 3]], axis=1)
+        self.weight_sums, self.energy = _group_sums(self.w.astype(np.float64)), energy
+
+    def search(self, d: np.ndarray, scales: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
+        """Codes uint8 (n, 32) of least error and the squared error (n,) of a half; search() of encode/ccq2.c."""
+        s = _d_values(d)[:, None] * SCALES[scales[:, 2 * half : 2 * half + 2]].astype(np.float32)
+        s = np.repeat(s, 2, axis=1)[:, None]
+        w, x, wx = (_by_byte(a)[:, half] for a in (self.w, self.x, self.wx))
+        f = s * s * w
+        a = np.float32(-2) * s * wx
+        energy = wx * x
+        energy = energy[..., 0] + energy[..., 1] + energy[..., 2] + energy[..., 3]
+        e = f[..., :1] * V2[:, 0]
+        for k in range(1, 4):
+            e += f[..., k : k + 1] * V2[:, k]
+        for k in range(4):
+            e += a[..., k : k + 1] * V[:, k]
+        codes = np.argmin(e, axis=2)
+        least = np.take_along_axis(e, codes[..., None], axis=2)[..., 0]
+        return codes.astype(np.uint8), np.cumsum((least + energy).astype(np.float64), axis=1)[:, -1]
+
+    def consider(self, d: np.ndarray, scales: np.ndarray, qs: np.ndarray, halves: tuple[int, ...],
+                 where: np.ndarray | bool = True) -> np.ndarray:
+        """Finds the codes of some halves under scales, keeps them where they are better. Returns the codes (n, 2, 32)."""
+        error, qs, where = self.error.copy(), qs.copy(), where & (d > 0)
+        for half in halves:
+            codes, error[:, half] = self.search(d, scales, half)
+            qs[where, half] = codes[where]
+        better = where & (error[:, 0] + error[:, 1] < self.error[:, 0] + self.error[:, 1])
+        self.best_d[better], self.best_scales[better] = d[better], scales[better]
+        self.best_qs[better], self.error[better] = qs[better], error[better]
+        return qs
+
+
+def _round_groups(want: np.ndarray, den: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices (n, 4) of the group scales nearest to the wanted ones under d, and sum of den*(s - want)^2 (n,)."""
+    s = _d_values(d).astype(np.float64)[:, None, None] * SCALES
+    e = (s - want[:, :, None]) ** 2
+    at = np.argmin(e, axis=2)
+    terms = den * np.take_along_axis(e, at[..., None], axis=2)[..., 0]
+    return at, np.cumsum(terms, axis=1)[:, -1]
+
+
+def _round_scales(want: np.ndarray, den: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2.c."""
+    top = np.maximum(want.max(axis=1), 0)
+    table = _d_values(np.arange(D_END - 1)).astype(np.float64) * 12.5
+    first = (table < top[:, None]).sum(axis=1)
+    best_d, best_at, least = np.zeros(len(want), np.int64), np.zeros(want.shape, np.int64), np.full(len(want), np.inf)
+    for i in range(N_CANDIDATES):
+        d = first + i
+        at, total = _round_groups(want, den, np.minimum(d, D_END - 1))
+        better = (total < least) & (d < D_END)
+        best_d[better], best_at[better], least[better] = d[better], at[better], total[better]
+    return best_d, best_at
+
+
+def _encode(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    b = _Block(x, importance)
+    want, den = FIRST_GUESS * np.sqrt(b.energy / b.weight_sums), b.weight_sums
+    qs = np.zeros((len(x), 2, 32), np.uint8)
+    for _ in range(N_REFITS + 1):
+        d, scales = _round_scales(want, den)
+        qs = b.consider(d, scales, qs, (0, 1))
+        v, v2 = (_by_weight(table[qs]).astype(np.float64) for table in (V, V2))
+        num, den = _group_sums(b.wx.astype(np.float64) * v), _group_sums(b.w.astype(np.float64) * v2)
+        want = np.zeros_like(num)
+        np.divide(num, den, out=want, where=(num > 0) & (den > 0))
+    middle = b.best_d.copy()
+    for step in range(-SUPER_STEPS, SUPER_STEPS + 1):
+        d = middle + step
+        valid = (d > 0) & (d < D_END) & (step != 0)
+        d = np.where(valid, d, 0)
+        b.consider(d, _round_groups(want, den, d)[0], b.best_qs, (0, 1), valid)
+    for g in range(N_GROUPS):
+        index = b.best_scales[:, g].copy()
+        for m in (index - 1, index + 1):
+            scales = b.best_scales.copy()
+            valid = (m >= 0) & (m < 4)
+            scales[valid, g] = m[valid]
+            b.consider(b.best_d.copy(), scales, b.best_qs, (g // 2,), valid)
+    packed = (b.best_scales << np.arange(0, 8, 2)).sum(axis=1)
+    return np.concatenate([b.best_d[:, None], packed[:, None], b.best_qs.reshape(-1, 64)], axis=1).astype(np.uint8)
+
+
+def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
+    """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 66), byte for byte what the C encoder writes.
+
+    importance: float32 (n_blocks, 256), weights of the squared errors, or None. A block with NaN or Inf gets d = 0xff,
+    which row validation refuses. ValueError for other shapes or dtypes.
+    """
+    weights = as_blocks(weights, np.float32, BLOCK_SIZE)
+    if importance is not None:
+        importance = as_blocks(importance, np.float32, BLOCK_SIZE)
+    finite = np.isfinite(weights).all(axis=1)
+    x = np.where(finite[:, None], weights, np.float32(0))
+    out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
+    for i in range(0, len(x), CHUNK):
+        out[i : i + CHUNK] = _encode(x[i : i + CHUNK], None if importance is None else importance[i : i + CHUNK])
+    out[~finite] = 0
+    out[~finite, 0] = 0xFF
+    return out

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Matrix times vector: our kernels against unpack-to-float plus OpenBLAS's sgemv, and against F32 sgemv.
+
+    gemv.py [--types itq3_s,ccq2,ditto3,q3_k,...] [--shapes 4096x4096,...] [--rounds 7] [--threads 2] [--json FILE]
+    bench.py --gemv ...
+
+The paper Ditto (section 4) replaces loops of a quantised product by calls of BLAS; this is the same comparison. Both sides
+read several copies of the matrix in turn, so that none stays in a cache, and use as many threads. "unpack + sgemv" decodes
+panels of rows with the type's own to_float into a buffer that stays in the L2 cache and calls cblas_sgemv on each; it is
+given the better of two panel sizes, and of the whole matrix at once. "sgemv" has the matrix in F32. Prints microseconds,
+medians over the rounds, and the ratios of the same round. OpenBLAS comes with the package scipy-openblas32.
+"""
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import gguf
+import numpy as np
+from ggml_graph import Graph
+
+from ggml_ext import TYPES, _lib
+
+DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
+DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
+COPIES_BYTES = 192 << 20  # more than any cache that two cores share
+
+
+def openblas(n_threads: int) -> ctypes.CDLL:
+    try:
+        import scipy_openblas32
+    except ImportError:
+        sys.exit("error: OpenBLAS is missing; needed for the comparison with cblas_sgemv: pip install scipy-openblas32")
+    dll = ctypes.CDLL(str(next(Path(scipy_openblas32.get_lib_dir()).glob("libscipy_openblas*"))))
+    dll.scipy_openblas_set_num_threads(c_int(n_threads))
+    return dll
+
+
+def sgemv(blas: ctypes.CDLL, a: int, n_rows: int, n_cols: int, x: np.ndarray, y: int) -> None:
+    """y = A x, A row-major at address a."""
+    row_major, no_trans = 101, 111
+    blas.scipy_cblas_sgemv(c_int(row_major), c_int(no_trans), c_int(n_rows), c_int(n_cols), c_float(1), c_void_p(a),
+                           c_int(n_cols), c_void_p(x.ctypes.data), c_int(1), c_float(0), c_void_p(y), c_int(1))
+
+
+def seconds(work, *args) -> float:
+    start = time.perf_counter()
+    work(*args)
+    return time.perf_counter() - start
+
+
+class Matrix:
+    """Copies of one random matrix of a type, and the ways to multiply it by x."""
+
+    def __init__(self, type_name: str, n_rows: int, n_cols: int, n_threads: int, blas: ctypes.CDLL):
+        self.n_rows, self.n_cols, self.n_threads, self.blas = n_rows, n_cols, n_threads, blas
+        lib = _lib.load()
+        bin_folder = lib.path.parent
+        base = ctypes.CDLL(str(lib.path), mode=ctypes.RTLD_GLOBAL)
+        cpu = ctypes.CDLL(str(next(bin_folder.glob("libggml-cpu*.so*"))))
+        rng = np.random.default_rng(1)
+        self.x = rng.standard_normal(n_cols).astype(np.float32)
+        weights = rng.standard_normal((n_rows, n_cols)).astype(np.float32)
+        if type_name == "f32":
+            self.type_id, data = int(gguf.GGMLQuantizationType.F32), weights
+        else:
+            self.type_id = int(TYPES[type_name].id if type_name in TYPES else gguf.GGMLQuantizationType[type_name.upper()])
+            data = lib.quantize(self.type_id, weights)
+        self.row_bytes = data.nbytes // n_rows
+        self.n_copies = max(2, -(-COPIES_BYTES // data.nbytes))
+        self.graph = Graph(base, cpu, self.n_copies * (data.nbytes + 4 * n_rows + 4096) + 4 * n_cols + (1 << 20))
+        copies = [self.graph.tensor(self.type_id, data, (n_rows, n_cols)) for _ in range(self.n_copies)]
+        self.addresses = [base.ggml_get_data(t) for t in copies]
+        x = self.graph.tensor(int(gguf.GGMLQuantizationType.F32), self.x, (1, n_cols))
+        self.nodes = [self.graph.node("mul_mat", t, x) for t in copies]
+        self.plan = self.graph.plan(*self.nodes)
+        self.y = np.zeros(n_rows, np.float32)
+        self.to_float = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
+        traits = base.ggml_get_type_traits
+        traits.restype = POINTER(_lib._TypeTraits)
+        self.decode = traits(self.type_id).contents.to_float
+        self.pool = ThreadPoolExecutor(n_threads)
+
+    def ours(self) -> float:
+        """Seconds a product of ggml's mul_mat."""
+        return seconds(self.graph.run, self.plan, self.n_threads) / self.n_copies
+
+    def result(self) -> np.ndarray:
+        return self.graph.read(self.nodes[0], (self.n_rows,))
+
+    def _panels(self, address: int, buffer: np.ndarray, first: int, last: int, n: int) -> None:
+        """Rows first .. last - 1 in panels of n, decoded into the thread's own buffer."""
+        for row in range(first, last, n):
+            rows = min(n, last - row)
+            self.decode(address + row * self.row_bytes, buffer.ctypes.data_as(POINTER(c_float)), rows * self.n_cols)
+            sgemv(self.blas, buffer.ctypes.data, rows, self.n_cols, self.x, self.y.ctypes.data + 4 * row)
+
+    def unpack_sgemv(self, panel_bytes: int) -> float:
+        """Seconds a product; every thread decodes and multiplies its own rows, panel by panel."""
+        share = -(-self.n_rows // self.n_threads)
+        n = max(1, min(share, panel_bytes // (4 * self.n_cols)))
+        self.blas.scipy_openblas_set_num_threads(c_int(1))
+        buffers = [np.zeros((n, self.n_cols), np.float32) for _ in range(self.n_threads)]
+
+        def work():
+            for address in self.addresses:
+                list(self.pool.map(lambda i: self._panels(address, buffers[i], i * share, min(self.n_rows, (i + 1) * share), n),
+                                   range(self.n_threads)))
+
+        elapsed = seconds(work) / self.n_copies
+        self.blas.scipy_openblas_set_num_threads(c_int(self.n_threads))
+        return elapsed
+
+    def sgemv(self) -> float:
+        """Seconds of F32 sgemv; only of a matrix of type f32."""
+        def work():
+            for address in self.addresses:
+                sgemv(self.blas, address, self.n_rows, self.n_cols, self.x, self.y.ctypes.data)
+        return seconds(work) / self.n_copies
+
+
+PANELS = {"256 KB": 256 << 10, "1 MB": 1 << 20, "whole": 1 << 40}
+
+
+def compare(type_names: list[str], shape: tuple[int, int], rounds: int, threads: int) -> list[dict]:
+    """Rows {"type", "shape", "us", "unpack_us", "sgemv_us", "x unpack + sgemv", "x sgemv", "panel"}, types in turn."""
+    blas = openblas(threads)
+    f32 = Matrix("f32", *shape, threads, blas)
+    rows = []
+    for name in type_names:
+        matrix = Matrix(name, *shape, threads, blas)
+        matrix.ours(), f32.sgemv()  # threads and pages
+        ours = matrix.result()
+        matrix.unpack_sgemv(PANELS["1 MB"])
+        # activations are rounded to 8 bits by our kernels alone: about 0.5 % of the result's norm
+        difference = np.linalg.norm(ours - matrix.y) / np.linalg.norm(matrix.y)
+        if not difference < 0.05:
+            sys.exit(f"error: {name}: the two ways differ by {difference:.3f} of the result's norm")
+        samples = [(matrix.ours(), f32.sgemv(), {p: matrix.unpack_sgemv(n) for p, n in PANELS.items()}) for _ in range(rounds)]
+        panel = min(PANELS, key=lambda p: statistics.median(s[2][p] for s in samples))
+        rows.append({
+            "type": name, "shape": "x".join(map(str, shape)), "panel": panel,
+            "us": 1e6 * statistics.median(s[0] for s in samples),
+            "unpack_us": 1e6 * statistics.median(s[2][panel] for s in samples),
+            "sgemv_us": 1e6 * statistics.median(s[1] for s in samples),
+            "x unpack + sgemv": statistics.median(s[2][panel] / s[0] for s in samples),
+            "x sgemv": statistics.median(s[1] / s[0] for s in samples)})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default=DEFAULT_TYPES, help=f"default: {DEFAULT_TYPES}")
+    parser.add_argument("--shapes", default=DEFAULT_SHAPES, help=f"rows x columns (default: {DEFAULT_SHAPES})")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="write the table to this file too")
+    args = parser.parse_args(argv)
+    table = []
+    print("| matrix | type | us | unpack + sgemv us | ratio | F32 sgemv us | ratio |\n|" + " --- |" * 7)
+    for shape in args.shapes.split(","):
+        for row in compare(args.types.lower().split(","), tuple(map(int, shape.split("x"))), args.rounds, args.threads):
+            table.append(row)
+            print(f"| {row['shape']} | {row['type'].upper()} | {row['us']:.0f} | {row['unpack_us']:.0f} ({row['panel']}) | "
+                  f"{row['x unpack + sgemv']:.1f} | {row['sgemv_us']:.0f} | {row['x sgemv']:.1f} |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""One ggml operation on the CPU backend through ctypes, for tests and benchmarks."""
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
+
+import numpy as np
+
+
+class Graph:
+    """A ggml context with tensors and operations. Arrays have numpy's order, rows last, like gguf's.
+
+    base, cpu: the loaded libggml-base and libggml-cpu.
+    """
+
+    class _InitParams(ctypes.Structure):
+        _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+    def __init__(self, base: ctypes.CDLL, cpu: ctypes.CDLL, mem_bytes: int = 64 << 20):
+        self.base, self.cpu = base, cpu
+        for name in ("ggml_init", "ggml_new_tensor", "ggml_mul_mat", "ggml_mul_mat_id", "ggml_get_rows", "ggml_cpy",
+                     "ggml_get_data", "ggml_new_graph"):
+            getattr(base, name).restype = c_void_p
+        base.ggml_nbytes.restype = c_size_t
+        cpu.ggml_cpu_init()
+        self.ctx = c_void_p(base.ggml_init(self._InitParams(mem_bytes, None, False)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.base.ggml_free(self.ctx)
+
+    def tensor(self, type_id: int, data: np.ndarray, shape: tuple[int, ...]) -> c_void_p:
+        """A tensor of logical shape (rows last) holding the bytes of data."""
+        ne = (c_int64 * len(shape))(*reversed(shape))
+        t = c_void_p(self.base.ggml_new_tensor(self.ctx, c_int(type_id), c_int(len(shape)), ne))
+        assert self.base.ggml_nbytes(t) == data.nbytes
+        data = np.ascontiguousarray(data)
+        ctypes.memmove(self.base.ggml_get_data(t), data.ctypes.data, data.nbytes)
+        return t
+
+    def node(self, op: str, *args: c_void_p) -> c_void_p:
+        """The result of ggml_<op>(ctx, *args), to be computed."""
+        return c_void_p(getattr(self.base, f"ggml_{op}")(self.ctx, *args))
+
+    def plan(self, *nodes: c_void_p) -> c_void_p:
+        """A graph that computes the nodes in turn."""
+        graph = c_void_p(self.base.ggml_new_graph(self.ctx))
+        for node in nodes:
+            self.base.ggml_build_forward_expand(graph, node)
+        return graph
+
+    def run(self, graph: c_void_p, n_threads: int = 2) -> None:
+        assert self.cpu.ggml_graph_compute_with_ctx(self.ctx, graph, c_int(n_threads)) == 0
+
+    def read(self, node: c_void_p, shape: tuple[int, ...]) -> np.ndarray:
+        """float32 of the given shape."""
+        out = np.empty(shape, np.float32)
+        assert self.base.ggml_nbytes(node) == out.nbytes
+        ctypes.memmove(out.ctypes.data, self.base.ggml_get_data(node), out.nbytes)
+        return out
+
+    def compute(self, op: str, *args: c_void_p, shape: tuple[int, ...], n_threads: int = 2) -> np.ndarray:
+        """Runs ggml_<op>(ctx, *args); float32 of the given shape."""
+        node = self.node(op, *args)
+        self.run(self.plan(node), n_threads)
+        return self.read(node, shape)
