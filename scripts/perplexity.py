@@ -9,8 +9,9 @@ embeddings and the output matrix Q8_0), scored with llama-perplexity --kl-diverg
 never scored: an importance matrix is made from it for the types that need one and for those written as TYPE+imatrix.
 With --imatrix the whole text is scored. Writes perplexity.json, perplexity.md and perplexity.png to --out.
 
-Where the baseline file has a run of the same model, text, context, chunks and importance matrix, every figure has to
-agree with it within the recorded standard error; else the exit code is 1. See compare().
+Where the baseline file has a run of the same model, text, context, chunks and importance matrix, every recorded figure
+has to be met within its standard error (see compare()), else the exit code is 1. Naming a --baseline makes it an error too
+if it lacks the run or a type.
 """
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ OURS, STOCK, STOCK_IMATRIX, FILES = "ggml-ext", "stock", "stock, with imatrix", 
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
-TITLES = {"ppl": "perplexity", "ln_ratio": "ln(PPL / PPL of the base)", "kld": "KL divergence", "same_top": "same top token, %"}
+TITLES = ["perplexity", "over the base", "ln(PPL / PPL of the base)", "KL divergence", "same top token, %"]
 DIGITS = {"ppl": 3, "ln_ratio": 5, "kld": 5, "same_top": 2}  # decimals in the table
 
 
@@ -124,7 +125,8 @@ def group(entry: Entry, weights: Counter[str]) -> str:
 
 def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folder: Path) -> BaseLogits:
     """The saved logits of the model: those of an earlier run where programs, model, text and chunks are the same."""
-    key = hashlib.sha256(repr((digest(*sorted(p for p in BIN.iterdir() if p.is_file())), model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
+    programs = digest(*sorted(p for p in BIN.iterdir() if p.is_file()))
+    key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
     path = folder / f"logits-{key.hexdigest()[:16]}.bin"
     if path.exists():
         base = BaseLogits.read(path)
@@ -165,16 +167,15 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
                 log(f"warning: {entry.label}: some matrices are {', '.join(others)}, as their rows do not fit the type")
             found = kl_divergence(path, base, args.threads)
             types[entry.label] = {
-                "title": entry.title, "bpw": bpw, "group": group(entry, weights), "file_bytes": path.stat().st_size, "weights": dict(weights),
-                **{figure: found[name] for figure, name in FIGURES.items()}, "statistics": found,
+                "title": entry.title, "bpw": bpw, "group": group(entry, weights), "file_bytes": path.stat().st_size,
+                "weights": dict(weights), **{figure: found[name] for figure, name in FIGURES.items()}, "statistics": found,
             }
             log(f"{progress}: perplexity {found['Mean PPL(Q)'].value:.3f}, KL divergence {found['Mean KLD'].value:.5f}")
         return {
             "ggml_ext": __version__,
-            "flags": {"model": str(args.model), "file": str(args.file), "types": args.types, "threads": args.threads,
-                      "imatrix": args.imatrix and str(args.imatrix)},
-            "run": {"model_sha256": model_sha256, "text_sha256": digest(args.file), "ctx_size": base.n_ctx, "chunks": base.n_chunks,
-                    "imatrix": digest(args.imatrix) if args.imatrix else END_OF_TEXT},
+            "flags": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "run": {"model_sha256": model_sha256, "text_sha256": digest(args.file), "ctx_size": base.n_ctx,
+                    "chunks": base.n_chunks, "imatrix": digest(args.imatrix) if args.imatrix else END_OF_TEXT},
             "base": {"type": base_name, "bpw": block_types(args.model)[1], "ppl": found["Mean PPL(base)"]},
             "types": types,
         }
@@ -206,7 +207,7 @@ def difference(runs: list[dict], run: dict) -> str:
 
 
 def compare(results: dict, recorded: dict) -> list[str]:
-    """A line for every figure that does not agree with the baseline, or is not in it.
+    """A line for every figure that does not agree with the baseline.
 
     A figure may differ by the recorded standard error, in either direction: a better one is a change too, and left
     unrecorded it would hide a later loss. The standard error says how much another text would change the figure. Here the
@@ -214,19 +215,16 @@ def compare(results: dict, recorded: dict) -> list[str]:
     vec_dot alone changes no figure by more than 0.27 of its standard error (same top token of Q3_K at 60 chunks), a lost
     rotation all by dozens.
     """
-    pairs = [("base", results["base"], recorded["base"])]
     lines = []
-    for label, figures in results["types"].items():
-        if label in recorded["types"]:
-            pairs.append((label, figures, recorded["types"][label]))
-        else:
-            lines.append(f"{label}: not in the baseline; record it with --update-baseline")
-    for label, found, baseline in pairs:
-        for figure in FIGURES.keys() & baseline.keys():
+    for label, baseline in [("base", recorded["base"]), *recorded["types"].items()]:
+        found = results["base"] if label == "base" else results["types"].get(label)
+        if found is None:
+            continue
+        for figure in baseline:
             value, (expected, error) = found[figure][0], baseline[figure]
             if abs(value - expected) > error:
-                lines.append(f"{label}: {figure} is {value:.6g}, recorded {expected:.6g} +- {error:.2g}; find out what changed it, "
-                             "or record it with --update-baseline")
+                lines.append(f"{label}: {figure} is {value:.6g}, recorded {expected:.6g} +- {error:.2g}; find out what changed "
+                             "it, or record it with --update-baseline")
     return lines
 
 
@@ -234,7 +232,7 @@ def update_baseline(path: Path, runs: list[dict], results: dict) -> None:
     """Records the figures of the run; those of types that it did not measure stay."""
     recorded = find_run(runs, results["run"])
     if recorded is None:
-        recorded = {"run": results["run"], "types": {}}
+        recorded = {"run": results["run"], "base": {}, "types": {}}
         runs.append(recorded)
     recorded["base"] = {"ppl": results["base"]["ppl"]}
     for label, row in results["types"].items():
@@ -259,11 +257,12 @@ def markdown(results: dict) -> str:
     """The table: a row for the base and one for every type, each figure with its standard error."""
     def line(name: str, row: dict) -> list[str]:
         over = f"{100 * (row['ppl'][0] / base['ppl'][0] - 1):.1f} %"
-        return [name, f"{row['bpw']:.4g}", over] + [f"{row[f][0]:.{n}f} +- {row[f][1]:.{n}f}" if f in row else "" for f, n in DIGITS.items()]
+        figures = [f"{row[f][0]:.{n}f} +- {row[f][1]:.{n}f}" if f in row else "" for f, n in DIGITS.items()]
+        return [name, f"{row['bpw']:.4g}", figures[0], over, *figures[1:]]
 
     run, base = results["run"], results["base"]
-    lines = [["type", "bpw of the blocks", "over the base", *TITLES.values()], ["---"] * (3 + len(TITLES)),
-             line(base["type"].upper(), base), *(line(row["title"], row) for row in results["types"].values())]
+    lines = [["type", "bpw of the blocks", *TITLES], ["---"] * (2 + len(TITLES)), line(base["type"].upper(), base)]
+    lines += [line(row["title"], row) for row in results["types"].values()]
     heading = (f"{Path(results['flags']['model']).name}, {Path(results['flags']['file']).name}: {run['chunks']} chunks of "
                f"{run['ctx_size']} tokens; ggml-ext {results['ggml_ext']}; figures with the tool's standard errors, of which "
                "those after the perplexity are paired.")
@@ -282,12 +281,13 @@ def plot(results: dict) -> bytes:
         if rows:
             axes.errorbar([r[0] for r in rows], [r[1] for r in rows], errors, fmt=style, capsize=3, label=name)
         for bpw, ppl, label in rows:
-            offset, ha, va = ((-6, -6), "right", "top") if name == OURS else ((6, 6), "left", "bottom")
-            axes.annotate(label.removesuffix("+imatrix"), (bpw, ppl), offset, textcoords="offset points", ha=ha, va=va, fontsize=9)
+            offset, ha, va = ((6, 6), "left", "bottom") if name == OURS else ((-6, -6), "right", "top")
+            axes.annotate(label.removesuffix("+imatrix"), (bpw, ppl), offset, textcoords="offset points", ha=ha, va=va)
     base, run = results["base"], results["run"]
     axes.axhline(base["ppl"][0], color="gray", linestyle=":", label=base["type"])
     axes.set(xlabel="bits per weight of the blocks' matrices", ylabel="perplexity, paired standard errors",
              title=f"{Path(results['flags']['model']).name}, {run['chunks']} chunks of {run['ctx_size']} tokens")
+    axes.margins(0.1)
     axes.grid(alpha=0.3)
     axes.legend()
     content = io.BytesIO()
@@ -309,8 +309,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--logits-dir", type=Path, help="folder to keep the base's logits in for later runs (default: removed at the end); they "
         "take chunks x ctx-size x size of the vocabulary bytes")
     add("--out", type=Path, default=ROOT / "build" / "perplexity", help="folder for the results (default: build/perplexity)")
-    add("--baseline", type=Path, help="file of recorded runs, of which one must be like this one (default: "
-        "tests/data/perplexity_baseline.json, used if it has such a run)")
+    add("--baseline", type=Path, help="file of recorded runs, which must have this one and all its types (default: "
+        "tests/data/perplexity_baseline.json, as far as it has them)")
     add("--update-baseline", action="store_true", help="record this run in the baseline file instead of comparing")
     return parser
 
@@ -353,15 +353,20 @@ def run(argv: list[str] | None) -> None:
     if args.update_baseline:
         update_baseline(baseline, runs, results)
         log(f"recorded in {baseline}")
-    elif recorded:
+        return
+    if recorded is None:
+        finding = f"--baseline {baseline}: has no such run: {difference(runs, results['run'])}"
+    else:
         if lines := compare(results, recorded):
             raise UserError("\nerror: ".join(lines))
-        log(f"all figures agree with {baseline}")
-    elif args.baseline:
-        raise UserError(f"--baseline {baseline}: has no such run: {difference(runs, results['run'])}; record it with "
-                        "--update-baseline")
-    else:
-        log(f"not compared: {baseline} has no such run; --update-baseline records it")
+        missing = ", ".join(sorted(results["types"].keys() - recorded["types"].keys()))
+        finding = f"--baseline {baseline}: has no figures of {missing}" if missing else None
+        log(f"all recorded figures agree with {baseline}")
+    if finding:
+        finding += "; record with --update-baseline"
+        if args.baseline:
+            raise UserError(finding)
+        log(f"not compared: {finding}")
 
 
 def main(argv: list[str] | None = None) -> None:
