@@ -164,7 +164,7 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
                 quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.with_imatrix else None)
             weights, bpw = block_types(path)
             if entry.type_name and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
-                log(f"warning: {entry.label}: some matrices are {', '.join(others)}, as their rows do not fit the type")
+                log(f"warning: {entry.label}: some matrices of the blocks are {', '.join(others)}")
             found = kl_divergence(path, base, args.threads)
             types[entry.label] = {
                 "title": entry.title, "bpw": bpw, "group": group(entry, weights), "file_bytes": path.stat().st_size,

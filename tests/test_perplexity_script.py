@@ -181,7 +181,7 @@ def test_damaged_baseline(results, content, tmp_path, monkeypatch):
     (["--ctx-size", "0"], ["--ctx-size 0: needed at least"]),
     (["--threads", "0"], ["--threads 0: needed at least 1"]),
     (["--chunks", "many"], ["--chunks", "invalid int value: 'many'"]),
-    (["--imatrix", TEXT, "--types", "iq3_xxs", "--chunks", "1"], ["llama-quantize exited with"]),
+    (["--imatrix", TEXT, "--types", "iq3_xxs", "--chunks", "1", "-t", "1"], ["llama-quantize exited with"]),
 ])
 def test_bad_input(args, parts, tmp_path, model, lib):
     line = error_of("--model", model, "--out", tmp_path, *args)
@@ -239,6 +239,32 @@ def test_lost_last_lines_are_asked_for_again(monkeypatch):
     monkeypatch.setattr(perplexity_run, "run_tool", lambda *args: logs.pop(0))
     base = perplexity_run.BaseLogits(Path("logits"), 256, 4096, 60)
     assert perplexity_run.kl_divergence(MODEL, base, threads=1)["Mean KLD"].value == 0.037054
+
+
+def test_logits_of_something_else_are_not_used(model, tmp_path, monkeypatch):
+    """Saved logits are those of a model, a text, a context length and a number of chunks."""
+    def saved(path: Path) -> perplexity_run.BaseLogits:
+        path.write_bytes(b"")
+        return perplexity_run.BaseLogits(path, 256, 4096, 60)
+
+    made = []
+    monkeypatch.setattr(perplexity, "save_base_logits", lambda model, text, out, *args: made.append(out) or saved(out))
+    other = tmp_path / "other.txt"
+    other.write_text("import os\n")
+    for args, text, digest in [([], TEXT, "model"), ([], TEXT, "other model"), ([], other, "model"), (["-c", "128"], TEXT, "model"),
+                               (["--chunks", "7"], TEXT, "model")]:
+        perplexity.base_logits(perplexity.build_parser().parse_args(args), text, digest, tmp_path)
+    assert len({path.name for path in made}) == 5
+
+
+def test_split_text(tmp_path):
+    """The parts are the text, cut between characters, and what the baseline scores is before the cut."""
+    scored, rest = perplexity_run.split_text(TEXT, tmp_path)
+    assert scored.read_bytes() + rest.read_bytes() == TEXT.read_bytes()
+    assert scored.stat().st_size > 4 * rest.stat().st_size > 0
+    (tmp_path / "odd.txt").write_bytes("é".encode() * 100 + b"\xff\r\n")
+    scored, rest = perplexity_run.split_text(tmp_path / "odd.txt", tmp_path)
+    assert scored.read_text("utf-8") == "é" * 85 and rest.read_bytes().endswith(b"\xff\r\n")
 
 
 def test_incomplete_logits(out, logits_dir, tmp_path):
