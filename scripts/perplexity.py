@@ -280,9 +280,11 @@ def plot(results: dict) -> bytes:
         errors = [ppl * results["types"][label]["ln_ratio"][1] for _, ppl, label in rows]
         if rows:
             axes.errorbar([r[0] for r in rows], [r[1] for r in rows], errors, fmt=style, capsize=3, label=name)
-        for bpw, ppl, label in rows:
-            offset, ha, va = ((6, 6), "left", "bottom") if name == OURS else ((-6, -6), "right", "top")
-            axes.annotate(label.removesuffix("+imatrix"), (bpw, ppl), offset, textcoords="offset points", ha=ha, va=va)
+        offset, ha, va = ((6, 6), "left", "bottom") if name == OURS else ((-6, -6), "right", "top")
+        for bpw in {r[0] for r in rows}:  # types of one size share a label, which would else lie on the other
+            same = [r for r in rows if r[0] == bpw]
+            label = ", ".join(r[2].removesuffix("+imatrix") for r in same)
+            axes.annotate(label, same[0][:2], offset, textcoords="offset points", ha=ha, va=va)
     base, run = results["base"], results["run"]
     axes.axhline(base["ppl"][0], color="gray", linestyle=":", label=base["type"])
     axes.set(xlabel="bits per weight of the blocks' matrices", ylabel="perplexity, paired standard errors",
