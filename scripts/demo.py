@@ -14,16 +14,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import gguf
 from bench import measure, summarise
-from perplexity_run import NEEDS_IMATRIX, imatrix, perplexity, quantize_stock
+from perplexity_run import NEEDS_IMATRIX, block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
 from synth_model import write_model
 
-from ggml_ext import WEIGHT_TYPES
 from ggml_ext._tools import tool_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,22 +35,10 @@ def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def quantize_ours(out: Path, type_name: str, *options: str) -> None:
-    command = [sys.executable, "-m", "ggml_ext.quantize", MODEL, out, "--type", type_name, "--force", *options]
-    print("$ " + " ".join(["python -m ggml_ext.quantize", *(str(c) for c in command[3:])]).replace(f"{ROOT}/", ""), flush=True)
-    subprocess.run([str(c) for c in command], check=True)
-
-
 def generate(model: Path, prompt: str) -> None:
     command = [tool_path("llama-completion"), "-m", model, "-p", prompt, "-n", 96, "--temp", 0.6, "--seed", 7, "-no-cnv"]
     subprocess.run([str(c) for c in command], check=True, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     print()
-
-
-def block_bpw(path: Path) -> float:
-    """Bits a weight of the matrices of the blocks, from the file."""
-    tensors = [t for t in gguf.GGUFReader(path).tensors if t.name.startswith("blk.") and t.data.ndim > 1]
-    return 8 * sum(t.n_bytes for t in tensors) / sum(t.n_elements for t in tensors)
 
 
 def main() -> None:
@@ -67,7 +52,7 @@ def main() -> None:
 
     heading("quantize")
     quantized = OUT / "model-itq3_s.gguf"
-    quantize_ours(quantized, "itq3_s")
+    quantize_ours(MODEL, quantized, "itq3_s", echo=True)
 
     heading("generate")
     generate(quantized, "def read_lines(path):\n")
@@ -76,16 +61,15 @@ def main() -> None:
     table = {}
     with tempfile.TemporaryDirectory(dir=OUT) as tmp:
         folder = Path(tmp)
-        importance = imatrix(MODEL, TEXT, folder / "imatrix.gguf")
+        scored, rest = split_text(TEXT, folder)
+        importance = imatrix(MODEL, rest, folder / "imatrix.gguf")
         for row, (type_name, options) in ROWS.items():
             path = MODEL
-            if type_name in WEIGHT_TYPES:
-                path = folder / "ours.gguf"
-                quantize_ours(path, type_name, "--pure", "--token-embedding-type", "q8_0", "--quiet", *options)
-            elif type_name != "f16":
-                path = quantize_stock(MODEL, folder / "stock.gguf", type_name, importance if type_name in NEEDS_IMATRIX else None)
-            score = perplexity(path, TEXT, n_chunks=args.chunks, threads=args.threads)
-            table[row] = {"type": type_name, "perplexity": score.value, "error": score.error, "bpw": block_bpw(path)}
+            if type_name != "f16":
+                path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, echo=True,
+                                        imatrix_file=importance if type_name in NEEDS_IMATRIX else None)
+            score = perplexity(path, scored, n_chunks=args.chunks, threads=args.threads)
+            table[row] = {"type": type_name, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
             print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)
 
         types = list(dict.fromkeys(type_name for type_name, _ in ROWS.values()))

@@ -1,64 +1,195 @@
-"""Runs llama-quantize and llama-perplexity for scripts and tests."""
+"""Runs the quantizers, llama-imatrix and llama-perplexity for scripts and tests."""
 from __future__ import annotations
 
+import math
+import os
 import re
+import struct
 import subprocess
+import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from ggml_ext import WEIGHT_TYPES
+from ggml_ext._gguf_file import GGUFFile
 from ggml_ext._tools import tool_path
 
-# With --pure, the name of a file type is not that of its tensors: Q3_K_S makes Q3_K.
-FILE_TYPES = {"q3_k": "Q3_K_S", "q2_k": "Q2_K_S", "q4_k": "Q4_K_S"}
+Result = TypeVar("Result")
+
+# Stock types -> name of the file type (ftype) that makes them with --pure: IQ2_S would make IQ2_XS. Q2_K_S, which makes Q2_K
+# too, would ask for an importance matrix.
+STOCK_TYPES = {name: name.upper() for name in (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs",
+    "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
+)} | {"iq2_s": "IQ2_M"}
 # refused, or poor, without an importance matrix
-NEEDS_IMATRIX = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
-
-
-@dataclass
-class Perplexity:
-    value: float
-    error: float  # the tool's standard error
-
-
-def run_tool(name: str, *args, timeout: float = 3600) -> str:
-    """Standard output and error of a program of the package; RuntimeError with its last lines if it fails.
-
-    Output goes to a file: through a pipe llama-perplexity sometimes loses its last lines.
-    """
-    with tempfile.TemporaryFile("w+") as log:
-        done = subprocess.run([str(tool_path(name)), *map(str, args)], stdout=log, stderr=subprocess.STDOUT, timeout=timeout)
-        log.seek(0)
-        text = log.read()
-    if done.returncode:
-        raise RuntimeError(f"{name} exited with {done.returncode}: " + " / ".join(text.strip().splitlines()[-3:]))
-    return text
-
-
+NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
+# One type for the matrices of the blocks, so that files differ in nothing else
+UNIFORM = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
+SCORED = 0.83  # the part of a text that is scored: its beginning; the rest is for the importance matrix
 ATTEMPTS = 3  # llama-perplexity now and then exits with 0 before its log thread has written the last lines
 
 
-def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2) -> Perplexity:
-    """llama-perplexity of a model on a text; RuntimeError if it fails or gives no final estimate."""
+class Figure(NamedTuple):
+    """A figure of llama-perplexity."""
+
+    value: float
+    error: float | None = None  # the tool's standard error, if it gives one
+
+
+def run_logged(title: str, *command) -> str:
+    """Standard output and error of a command; RuntimeError with its last lines if it fails.
+
+    Output goes to a file: through a pipe llama-perplexity sometimes loses its last lines.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        log.seek(0)
+        text = log.read()
+    if done.returncode:
+        raise RuntimeError(f"{title} exited with {done.returncode}: " + " / ".join(text.strip().splitlines()[-3:]))
+    return text
+
+
+def run_tool(name: str, *args) -> str:
+    """run_logged() of a program of the package."""
+    return run_logged(name, tool_path(name), *args)
+
+
+def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path, n_ctx: int, threads: int, *args) -> Result:
+    """What parse() finds in the log of llama-perplexity; RuntimeError if that stays None, or the log tells of an error."""
     for _ in range(ATTEMPTS):
-        log = run_tool("llama-perplexity", "-m", model, "-f", text, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
-        if found := re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log):
-            return Perplexity(float(found[1]), float(found[2]))
-    raise RuntimeError(f"llama-perplexity gave no final estimate for {model} in {ATTEMPTS} runs")
+        log = run_tool("llama-perplexity", "-m", model, "-c", n_ctx, "-t", threads, *args)
+        # Such errors end it, or with another vocabulary not even that, and the exit code is 0.
+        if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
+            raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
+        if (found := parse(log)) is not None:
+            return found
+    raise RuntimeError(f"llama-perplexity gave no {what} for {model} in {ATTEMPTS} runs")
 
 
-def imatrix(model: Path, text: Path, out: Path, n_chunks: int = 100) -> Path:
-    """Importance matrix from the end of a text of which the beginning is scored."""
-    tail = out.with_suffix(".txt")
-    content = text.read_text(encoding="utf-8")
-    tail.write_text(content[int(len(content) * 0.83):], encoding="utf-8")
-    run_tool("llama-imatrix", "-m", model, "-f", tail, "-o", out, "-c", 256, "--chunks", n_chunks)
+def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2) -> Figure:
+    """Perplexity of a model on a text; RuntimeError if llama-perplexity fails or gives no final estimate."""
+    def parse(log: str) -> Figure | None:
+        found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log)
+        return Figure(float(found[1]), float(found[2])) if found else None
+
+    return run_perplexity("final estimate", parse, model, n_ctx, threads, "-f", text, "--chunks", n_chunks)
+
+
+@dataclass(frozen=True)
+class BaseLogits:
+    """A file of llama-perplexity --kl-divergence-base: tokens of the text, and the model's log-probabilities in 16 bits."""
+
+    path: Path
+    n_ctx: int
+    n_vocab: int
+    n_chunks: int  # fewer than asked for where the text is short
+
+    HEADER = struct.Struct("<8sIii")
+
+    @classmethod
+    def read(cls, path: Path) -> BaseLogits:
+        """RuntimeError if the file is not complete: the program does not notice a full disk."""
+        with path.open("rb") as file:
+            header = file.read(cls.HEADER.size)
+        if len(header) < cls.HEADER.size or not header.startswith(b"_logits_"):
+            raise RuntimeError(f"{path} holds no logits: remove it and run again")
+        logits = cls(path, *cls.HEADER.unpack(header)[1:])
+        found, needed = path.stat().st_size, logits.n_bytes()
+        if found != needed:
+            raise RuntimeError(f"{path} has {found:,} bytes, needed {needed:,}: its disk is full or it is damaged; free space or "
+                               "name another folder, and remove it")
+        return logits
+
+    def n_bytes(self) -> int:
+        """Size of a complete file: a row is n_vocab values, padded to an even count, and two floats."""
+        row = 2 * (2 * ((self.n_vocab + 1) // 2) + 4)
+        return self.HEADER.size + self.n_chunks * (4 * self.n_ctx + (self.n_ctx - 1 - self.n_ctx // 2) * row)
+
+
+def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int) -> BaseLogits:
+    """Runs the model on the text and keeps its log-probabilities in `out`, which is complete or not there."""
+    part = out.with_name(out.name + ".part")
+    try:
+        run_perplexity("logits", lambda _: part.exists() or None, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
+                       "--kl-divergence-base", part)
+        BaseLogits.read(part)
+        os.replace(part, out)
+    finally:
+        part.unlink(missing_ok=True)
+    return BaseLogits.read(out)
+
+
+def parse_statistics(log: str) -> dict[str, Figure] | None:
+    """All lines of the statistics by their names, such as "Mean KLD", shares in percent; None if the last one is missing."""
+    body = log.partition("====== Perplexity statistics ======")[2]
+    lines = re.findall(r"^ *(\S.*?) *: +(-?[\w.]+)(?: ± +(-?[\w.]+))? ?%?$", body, re.M)
+    found = {" ".join(name.split()): Figure(float(value), float(error) if error else None) for name, value, error in lines}
+    return found if "Same top p" in found else None
+
+
+def kl_divergence(model: Path, base: BaseLogits, threads: int) -> dict[str, Figure]:
+    """llama-perplexity --kl-divergence: parse_statistics() of a model against the base.
+
+    RuntimeError if a figure is missing or no number, as it is for a model whose logits are NaN.
+    """
+    found = run_perplexity("statistics", parse_statistics, model, base.n_ctx, threads, "--kl-divergence",
+                           "--kl-divergence-base", base.path)
+    for name, figure in found.items():
+        if not math.isfinite(figure.value):
+            raise RuntimeError(f"llama-perplexity on {model}: {name} is {figure.value}")
+        # A model against itself: the variance of the difference is 0, or by rounding less, and its root then NaN.
+        if figure.error is not None and math.isnan(figure.error):
+            found[name] = Figure(figure.value, 0.0)
+    return found
+
+
+def split_text(text: Path, folder: Path) -> tuple[Path, Path]:
+    """The part of a text to score and the one for the importance matrix, as files in folder."""
+    content = text.read_bytes().decode("utf-8", "surrogateescape")
+    cut = int(len(content) * SCORED)
+    scored, rest = folder / "scored.txt", folder / "rest.txt"
+    for path, part in (scored, content[:cut]), (rest, content[cut:]):
+        path.write_bytes(part.encode("utf-8", "surrogateescape"))
+    return scored, rest
+
+
+def imatrix(model: Path, text: Path, out: Path, n_ctx: int = 256, n_chunks: int = 100, threads: int = 2) -> Path:
+    """Importance matrix of a model on a text that is not scored."""
+    run_tool("llama-imatrix", "-m", model, "-f", text, "-o", out, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
     return out
 
 
-def quantize_stock(model: Path, out: Path, type_name: str, imatrix_file: Path | None = None) -> Path:
-    """A file whose block matrices are all of one stock type, embeddings Q8_0."""
-    options = ["--imatrix", imatrix_file] if imatrix_file else []
-    run_tool("llama-quantize", "--pure", "--token-embedding-type", "q8_0", *options, model, out,
-             FILE_TYPES.get(type_name, type_name).upper())
+def quantize_ours(model: Path, out: Path, type_name: str, *options: str, echo: bool = False) -> None:
+    """python -m ggml_ext.quantize; with echo it shows its command line and its messages."""
+    args = ["-m", "ggml_ext.quantize", str(model), str(out), "--type", type_name, "--force", *options]
+    if echo:
+        print(" ".join(["$ python", *args]).replace(f"{Path.cwd()}{os.sep}", ""), flush=True)
+        subprocess.run([sys.executable, *args], check=True)
+    else:
+        run_logged("ggml_ext.quantize", sys.executable, *args)
+
+
+def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imatrix_file: Path | None = None,
+                     echo: bool = False) -> Path:
+    """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer."""
+    if type_name in WEIGHT_TYPES and imatrix_file is None:
+        quantize_ours(model, out, type_name, *UNIFORM, "--quiet", *options, echo=echo)
+    else:
+        importance = ["--imatrix", imatrix_file] if imatrix_file else []
+        run_tool("llama-quantize", *UNIFORM, *importance, model, out, STOCK_TYPES.get(type_name, type_name.upper()))
     return out
+
+
+def block_types(path: Path) -> tuple[Counter[str], float]:
+    """Matrices of the blocks of a GGUF file: number of weights per type, and bits a weight. UserError if it is no GGUF file."""
+    matrices = [t for t in GGUFFile(path).tensors if t.name.startswith("blk.") and t.n_rows > 1]
+    weights: Counter[str] = Counter()
+    for t in matrices:
+        weights[t.type.name.lower()] += t.n_elements
+    return weights, 8 * sum(t.n_bytes for t in matrices) / max(1, weights.total())

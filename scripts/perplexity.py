@@ -1,0 +1,384 @@
+#!/usr/bin/env python3
+"""Perplexity, KL divergence and top-1 agreement of weight types against the model they were made from.
+
+    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,q3_k+imatrix,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
+                  [--imatrix FILE] [--logits-dir DIR] [--out DIR] [--baseline FILE] [--update-baseline]
+
+The F16 (BF16, F32) model's logits are saved once; then each type is quantized (matrices of the blocks in the type, the
+embeddings and the output matrix Q8_0), scored with llama-perplexity --kl-divergence and removed. The end of the text is
+never scored: an importance matrix is made from it for the types that need one and for those written as TYPE+imatrix.
+With --imatrix the whole text is scored. Writes perplexity.json, perplexity.md and perplexity.png to --out.
+
+Where the baseline file has a run of the same model, text, context, chunks and importance matrix, every recorded figure
+has to be met within its standard error (see compare()), else the exit code is 1. Naming a --baseline makes it an error too
+if it lacks the run or a type.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from perplexity_run import (
+    NEEDS_IMATRIX, STOCK_TYPES, BaseLogits, block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text,
+)
+
+from ggml_ext import WEIGHT_TYPES, __version__
+from ggml_ext._errors import UserError
+from ggml_ext._tools import BIN
+from ggml_ext.quantize import Parser
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
+BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
+DEFAULT_TYPES = ",".join(["iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "q4_k", *WEIGHT_TYPES])
+END_OF_TEXT = "from the end of the text"
+OURS, STOCK, STOCK_IMATRIX, FILES = "ggml-ext", "stock", "stock, with imatrix", "files"
+MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
+# figure -> its name in llama-perplexity's log
+FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
+TITLES = ["perplexity", "over the base", "ln(PPL / PPL of the base)", "KL divergence", "same top token, %"]
+DIGITS = {"ppl": 3, "ln_ratio": 5, "kld": 5, "same_top": 2}  # decimals in the table
+
+
+def log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def digest(*paths: Path) -> str:
+    """SHA-256 of the contents of files, one after the other."""
+    total = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                total.update(piece)
+    return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of --types: a type to quantize to, or a file that is quantized already."""
+
+    label: str
+    type_name: str | None  # None for a file
+    path: Path | None = None
+    with_imatrix: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name in the table."""
+        return (self.type_name.upper() if self.type_name else self.label) + ", with imatrix" * self.with_imatrix
+
+
+def parse_types(text: str) -> list[Entry]:
+    entries = []
+    for word in text.split(","):
+        name, plus, suffix = word.lower().partition("+")
+        if word.endswith(".gguf"):
+            path = Path(word)
+            require_file("--types", path)
+            entries.append(Entry(path.stem, None, path))
+        elif name not in {**WEIGHT_TYPES, **STOCK_TYPES} or (plus and suffix != "imatrix"):
+            known = ", ".join([*WEIGHT_TYPES, *sorted(STOCK_TYPES)])
+            raise UserError(f"--types: unknown type '{word}'; needed TYPE, TYPE+imatrix or FILE.gguf, with TYPE one of {known}")
+        else:
+            entries.append(Entry(word.lower(), name, with_imatrix=bool(plus) or name in NEEDS_IMATRIX))
+    labels = [e.label for e in entries]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise UserError(f"--types names {twice[0]} more than once; leave one")
+    return entries
+
+
+def require_file(flag: str, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"{flag} {path}: no such file; name one that exists")
+
+
+def base_type(model: Path) -> str:
+    """Type of the block matrices of the model to compare with; UserError if it is quantized."""
+    weights, _ = block_types(model)
+    if not weights:
+        raise UserError(f"--model {model}: has no matrices of blocks (blk.*); needed a language model in F16, BF16 or F32")
+    if quantized := sorted(weights.keys() - {"f16", "bf16", "f32"}):
+        raise UserError(f"--model {model}: has matrices in {', '.join(quantized)}; needed F16, BF16 or F32: name the file it "
+                        "was made from, and this one in --types")
+    return weights.most_common(1)[0][0]
+
+
+def group(entry: Entry, weights: Counter[str]) -> str:
+    """The curve of the picture that an entry belongs to: only stock types made alike are joined by a line."""
+    if not weights.keys().isdisjoint(WEIGHT_TYPES):
+        return OURS
+    if entry.type_name is None:
+        return FILES
+    return STOCK_IMATRIX if entry.with_imatrix else STOCK
+
+
+def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folder: Path) -> BaseLogits:
+    """The saved logits of the model: those of an earlier run where programs, model, text and chunks are the same."""
+    programs = digest(*sorted(p for p in BIN.iterdir() if p.is_file()))
+    key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
+    path = folder / f"logits-{key.hexdigest()[:16]}.bin"
+    if path.exists():
+        base = BaseLogits.read(path)
+        log(f"base: logits of {path} ({path.stat().st_size / 1e6:.0f} MB) used again")
+    else:
+        log(f"base: scoring {args.model}")
+        base = save_base_logits(args.model, scored, path, args.ctx_size, args.chunks, args.threads)
+        log(f"base: {base.n_chunks} chunks of {base.n_ctx} tokens, logits take {path.stat().st_size / 1e6:.0f} MB in {folder}")
+    return base
+
+
+def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
+    """All figures of all entries, and what they depend on: the contents of perplexity.json.
+
+    A figure is [value, standard error]: `ppl` and `kld` as llama-perplexity defines them, `ln_ratio` the logarithm of the
+    perplexity's ratio to the base's with the paired standard error, `same_top` in percent.
+    """
+    base_name = base_type(args.model)
+    model_sha256 = digest(args.model)
+    types: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory(dir=args.out) as tmp:
+        folder = Path(tmp)
+        scored, importance = args.file, args.imatrix
+        if importance is None:
+            scored, rest = split_text(args.file, folder)
+        base = base_logits(args, scored, model_sha256, args.logits_dir or folder)
+        if importance is None and any(e.with_imatrix for e in entries):
+            log(f"importance matrix {END_OF_TEXT}")
+            importance = imatrix(args.model, rest, folder / "imatrix.gguf", args.ctx_size, threads=args.threads)
+        for i, entry in enumerate(entries):
+            progress = f"[{i + 1}/{len(entries)}] {entry.label}"
+            path = entry.path or folder / "quantized.gguf"
+            if entry.type_name:
+                log(f"{progress}: quantizing")
+                quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.with_imatrix else None)
+            weights, bpw = block_types(path)
+            if entry.type_name and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
+                log(f"warning: {entry.label}: some matrices of the blocks are {', '.join(others)}")
+            found = kl_divergence(path, base, args.threads)
+            types[entry.label] = {
+                "title": entry.title, "bpw": bpw, "group": group(entry, weights), "file_bytes": path.stat().st_size,
+                "weights": dict(weights), **{figure: found[name] for figure, name in FIGURES.items()}, "statistics": found,
+            }
+            log(f"{progress}: perplexity {found['Mean PPL(Q)'].value:.3f}, KL divergence {found['Mean KLD'].value:.5f}")
+        return {
+            "ggml_ext": __version__,
+            "flags": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "run": {"model_sha256": model_sha256, "text_sha256": digest(args.file), "ctx_size": base.n_ctx,
+                    "chunks": base.n_chunks, "imatrix": digest(args.imatrix) if args.imatrix else END_OF_TEXT},
+            "base": {"type": base_name, "bpw": block_types(args.model)[1], "ppl": found["Mean PPL(base)"]},
+            "types": types,
+        }
+
+
+def read_baseline(path: Path) -> list[dict]:
+    """The recorded runs: {"run": what the figures depend on, "base": {"ppl": figure}, "types": {label: figures}}."""
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))
+        assert all({"run", "base", "types"} <= run.keys() for run in runs)
+    except (ValueError, TypeError, AttributeError, AssertionError) as e:
+        raise UserError(f"--baseline {path}: not a list of recorded runs; name another file, or remove it and pass "
+                        "--update-baseline") from e
+    return runs
+
+
+def find_run(runs: list[dict], run: dict) -> dict | None:
+    """The recorded run that depends on the same things."""
+    return next((r for r in runs if r["run"] == run), None)
+
+
+def difference(runs: list[dict], run: dict) -> str:
+    """In what a run differs from the recorded one that is nearest."""
+    def keys(recorded: dict) -> list[str]:
+        return [k for k in run if recorded["run"].get(k) != run[k]]
+
+    nearest = min(runs, key=lambda r: len(keys(r)), default={"run": {}})
+    return "; ".join(f"{k} is {run[k]}, recorded {nearest['run'].get(k)}" for k in keys(nearest))
+
+
+def compare(results: dict, recorded: dict) -> list[str]:
+    """A line for every figure that does not agree with the baseline.
+
+    A figure may differ by the recorded standard error, in either direction: a better one is a change too, and left
+    unrecorded it would hide a later loss. The standard error says how much another text would change the figure. Here the
+    text is the same and the quantizers are deterministic, so what remains is the order of float sums. The tiled GEMM against
+    vec_dot alone changes no figure by more than 0.27 of its standard error (same top token of Q3_K at 60 chunks), a lost
+    rotation all by dozens.
+    """
+    lines = []
+    for label, baseline in [("base", recorded["base"]), *recorded["types"].items()]:
+        found = results["base"] if label == "base" else results["types"].get(label)
+        if found is None:
+            continue
+        for figure in baseline:
+            value, (expected, error) = found[figure][0], baseline[figure]
+            if abs(value - expected) > error:
+                lines.append(f"{label}: {figure} is {value:.6g}, recorded {expected:.6g} +- {error:.2g}; find out what changed "
+                             "it, or record it with --update-baseline")
+    return lines
+
+
+def update_baseline(path: Path, runs: list[dict], results: dict) -> None:
+    """Records the figures of the run; those of types that it did not measure stay."""
+    recorded = find_run(runs, results["run"])
+    if recorded is None:
+        recorded = {"run": results["run"], "base": {}, "types": {}}
+        runs.append(recorded)
+    recorded["base"] = {"ppl": results["base"]["ppl"]}
+    for label, row in results["types"].items():
+        recorded["types"][label] = {figure: row[figure] for figure in FIGURES}
+    recorded["types"] = dict(sorted(recorded["types"].items()))
+    write_json(path, runs)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replaces a file in one step."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+def write_json(path: Path, content: list | dict) -> None:
+    text = json.dumps(content, indent=1, allow_nan=False)
+    write(path, (re.sub(r"\[\s+([^\s,\[{]+),\s+([^\s\]]+)\s+\]", r"[\1, \2]", text) + "\n").encode())  # figures on one line
+
+
+def markdown(results: dict) -> str:
+    """The table: a row for the base and one for every type, each figure with its standard error."""
+    def line(name: str, row: dict) -> list[str]:
+        over = f"{100 * (row['ppl'][0] / base['ppl'][0] - 1):.1f} %"
+        figures = [f"{row[f][0]:.{n}f} +- {row[f][1]:.{n}f}" if f in row else "" for f, n in DIGITS.items()]
+        return [name, f"{row['bpw']:.4g}", figures[0], over, *figures[1:]]
+
+    run, base = results["run"], results["base"]
+    lines = [["type", "bpw of the blocks", *TITLES], ["---"] * (2 + len(TITLES)), line(base["type"].upper(), base)]
+    lines += [line(row["title"], row) for row in results["types"].values()]
+    heading = (f"{Path(results['flags']['model']).name}, {Path(results['flags']['file']).name}: {run['chunks']} chunks of "
+               f"{run['ctx_size']} tokens; ggml-ext {results['ggml_ext']}; figures with the tool's standard errors, of which "
+               "those after the perplexity are paired.")
+    return heading + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def plot(results: dict) -> bytes:
+    """PNG: perplexity against bits a weight of the blocks, with the paired standard errors."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(9, 6), dpi=120, layout="constrained")
+    axes = canvas.subplots()
+    for name, style in {STOCK: "o-", STOCK_IMATRIX: "s--", FILES: "x", OURS: "D"}.items():
+        rows = sorted((row["bpw"], row["ppl"][0], label) for label, row in results["types"].items() if row["group"] == name)
+        errors = [ppl * results["types"][label]["ln_ratio"][1] for _, ppl, label in rows]
+        if rows:
+            axes.errorbar([r[0] for r in rows], [r[1] for r in rows], errors, fmt=style, capsize=3, label=name)
+        offset, ha, va = ((6, 6), "left", "bottom") if name == OURS else ((-6, -6), "right", "top")
+        for bpw in {r[0] for r in rows}:  # types of one size share a label, which would else lie on the other
+            same = [r for r in rows if r[0] == bpw]
+            label = ", ".join(r[2].removesuffix("+imatrix") for r in same)
+            axes.annotate(label, same[0][:2], offset, textcoords="offset points", ha=ha, va=va)
+    base, run = results["base"], results["run"]
+    axes.axhline(base["ppl"][0], color="gray", linestyle=":", label=base["type"])
+    axes.set(xlabel="bits per weight of the blocks' matrices", ylabel="perplexity, paired standard errors",
+             title=f"{Path(results['flags']['model']).name}, {run['chunks']} chunks of {run['ctx_size']} tokens")
+    axes.margins(0.1)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    content = io.BytesIO()
+    canvas.savefig(content, format="png")
+    return content.getvalue()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="perplexity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("-m", "--model", type=Path, default=MODEL, help="GGUF file in F16, BF16 or F32 (default: the reference model)")
+    add("-f", "--file", type=Path, default=TEXT, help="text to score (default: data/heldout.txt)")
+    add("--types", default=DEFAULT_TYPES,
+        help=f"TYPE, TYPE+imatrix, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
+    add("-c", "--ctx-size", type=int, default=256, help="tokens of a chunk; the second half is scored (default: 256)")
+    add("--chunks", type=int, default=600, help="chunks to score at most, -1 for all (default: 600)")
+    add("-t", "--threads", type=int, default=os.cpu_count(), help="default: all processors")
+    add("--imatrix", type=Path, help="importance matrix (default: made from the end of the text, which is then not scored)")
+    add("--logits-dir", type=Path, help="folder to keep the base's logits in for later runs (default: removed at the end); they "
+        "take chunks x ctx-size x size of the vocabulary bytes")
+    add("--out", type=Path, default=ROOT / "build" / "perplexity", help="folder for the results (default: build/perplexity)")
+    add("--baseline", type=Path, help="file of recorded runs, which must have this one and all its types (default: "
+        "tests/data/perplexity_baseline.json, as far as it has them)")
+    add("--update-baseline", action="store_true", help="record this run in the baseline file instead of comparing")
+    return parser
+
+
+def check(args: argparse.Namespace) -> list[Entry]:
+    """The entries to measure; UserError for everything that would fail only after hours."""
+    for flag, path in ("--model", args.model), ("--file", args.file), ("--imatrix", args.imatrix):
+        if path is not None:
+            require_file(flag, path)
+    if args.baseline and not args.update_baseline:
+        require_file("--baseline", args.baseline)
+    if args.ctx_size < 2:
+        raise UserError(f"--ctx-size {args.ctx_size}: needed at least 2 tokens")
+    least = -(-MIN_TOKENS // max(1, args.ctx_size - 1 - args.ctx_size // 2))
+    if args.chunks != -1 and args.chunks < least:
+        raise UserError(f"--chunks {args.chunks}: needed at least {least} chunks of {args.ctx_size} tokens, or -1 for all: "
+                        f"llama-perplexity gives no statistics on fewer than {MIN_TOKENS} scored tokens")
+    if args.threads < 1:
+        raise UserError(f"--threads {args.threads}: needed at least 1")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the picture needs matplotlib, which is not installed: pip install matplotlib")
+    for folder in filter(None, (args.out, args.logits_dir)):
+        folder.mkdir(parents=True, exist_ok=True)
+    return parse_types(args.types)
+
+
+def run(argv: list[str] | None) -> None:
+    args = build_parser().parse_args(argv)
+    entries = check(args)
+    baseline = args.baseline or BASELINE
+    runs = read_baseline(baseline) if baseline.exists() else []
+    results = measure(args, entries)
+    table = markdown(results)
+    write_json(args.out / "perplexity.json", results)
+    write(args.out / "perplexity.md", table.encode())
+    write(args.out / "perplexity.png", plot(results))
+    print(table, end="", flush=True)
+    log(f"results: {args.out / 'perplexity'}.json, .md and .png")
+    recorded = find_run(runs, results["run"])
+    if args.update_baseline:
+        update_baseline(baseline, runs, results)
+        log(f"recorded in {baseline}")
+        return
+    if recorded is None:
+        finding = f"--baseline {baseline}: has no such run: {difference(runs, results['run'])}"
+    else:
+        if lines := compare(results, recorded):
+            raise UserError("\nerror: ".join(lines))
+        missing = ", ".join(sorted(results["types"].keys() - recorded["types"].keys()))
+        finding = f"--baseline {baseline}: has no figures of {missing}" if missing else None
+        log(f"all recorded figures agree with {baseline}")
+    if finding:
+        finding += "; record with --update-baseline"
+        if args.baseline:
+            raise UserError(finding)
+        log(f"not compared: {finding}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        run(argv)
+    except (UserError, RuntimeError, OSError) as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted")
+
+
+if __name__ == "__main__":
+    main()
