@@ -21,7 +21,9 @@ test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32
 	@$(BIN)/python scripts/bench.py
+	@$(BIN)/python scripts/bench.py --gemv
 
 # Without build isolation, so that the build folder keeps working for later builds of single targets.
 install: $(VENV)/.tools

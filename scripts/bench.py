@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Decode and prefill speed of our types against stock types, on a synthetic model of Llama-3.2-1B's block shape.
 
+    bench.py --gemv ...     single products against unpack plus OpenBLAS: see gemv.py
     bench.py [--types itq3_s,q3_k,...] [--baseline q3_k] [--rounds 5] [--threads 2] [--json FILE]
 
 llama-bench runs once per type and round, the types in turn, so that drift of the machine's speed falls on all of them.
@@ -19,11 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import gemv
 from synth_model import SHAPES, write_model
 
 from ggml_ext._tools import tool_path
 
-DEFAULT_TYPES = "itq3_s,ditto3,q3_k,iq3_s,iq3_xxs,q2_k,q4_k,f16"
+DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,f16"
 
 
 def run_once(program: Path, model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, float]:
@@ -71,9 +73,12 @@ def print_table(rows: list[dict], baselines: list[str], n_prompt: int) -> None:
 
 
 def main() -> None:
+    if "--gemv" in sys.argv:
+        return gemv.main([a for a in sys.argv[1:] if a != "--gemv"])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=DEFAULT_TYPES, help=f"default: {DEFAULT_TYPES}")
-    parser.add_argument("--baseline", default="q3_k,iq3_xxs", help="types the ratios refer to (default: q3_k,iq3_xxs)")
+    parser.add_argument("--baseline", default="q3_k,iq3_s,q2_k,iq2_xxs",
+                        help="types the ratios refer to (default: q3_k,iq3_s,q2_k,iq2_xxs)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)

@@ -28,7 +28,9 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 OUT = ROOT / "build" / "demo"
 # row of the table -> (type, options of the quantizer)
 ROWS = {"F16": ("f16", []), "Q3_K": ("q3_k", []), "IQ3_S": ("iq3_s", []), "IQ3_XXS, with imatrix": ("iq3_xxs", []),
-        "DITTO3": ("ditto3", []), "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"])}
+        "DITTO3": ("ditto3", []), "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"]),
+        "Q2_K": ("q2_k", []), "IQ2_XXS, with imatrix": ("iq2_xxs", []), "CCQ2": ("ccq2", []),
+        "CCQ2, with imatrix": ("ccq2", [])}
 
 
 def heading(text: str) -> None:
@@ -67,7 +69,7 @@ def main() -> None:
             path = MODEL
             if type_name != "f16":
                 path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, echo=True,
-                                        imatrix_file=importance if type_name in NEEDS_IMATRIX else None)
+                                        imatrix_file=importance if row.endswith("with imatrix") else None)
             score = perplexity(path, scored, n_chunks=args.chunks, threads=args.threads)
             table[row] = {"type": type_name, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
             print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)

@@ -75,8 +75,8 @@ class Matrix:
             self.type_id = int(TYPES[type_name].id if type_name in TYPES else gguf.GGMLQuantizationType[type_name.upper()])
             data = lib.quantize(self.type_id, weights)
         self.row_bytes = data.nbytes // n_rows
-        self.n_copies = max(2, -(-COPIES_BYTES // data.nbytes))
-        self.graph = Graph(base, cpu, self.n_copies * (data.nbytes + 4 * n_rows + 4096) + 4 * n_cols + (1 << 20))
+        self.n_copies = min(256, max(2, -(-COPIES_BYTES // data.nbytes)))
+        self.graph = Graph(base, cpu, self.n_copies * (data.nbytes + 4 * n_rows + 4096) + 4 * n_cols + (16 << 20))
         copies = [self.graph.tensor(self.type_id, data, (n_rows, n_cols)) for _ in range(self.n_copies)]
         self.addresses = [base.ggml_get_data(t) for t in copies]
         x = self.graph.tensor(int(gguf.GGMLQuantizationType.F32), self.x, (1, n_cols))

@@ -6,18 +6,20 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ccq2> {
-    u15x32 codes0, codes1; // of the first and of the last 128 weights
-    float  d;
-    int    scales;
+    u15x32  codes0, codes1; // of the first and of the last 128 weights
+    scales4 scales;
+    uint8_t indices;
+    float   d;
     static constexpr float offset = CCQ2_OFFSET;
 
     explicit unpacker(const block_ccq2 & x)
         : codes0(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x.qs))), codes1(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x.qs + 32))),
-          d(half_to_float(ggml_ext_ccq2_half(x.d))*(1.0f/256)), scales(x.scales) {}
+          scales(look_up_scales(CCQ2_SCALES, x.scales)), indices(x.scales),
+          d(half_to_float(ggml_ext_ccq2_half(x.d))*(1.0f/256)) {}
 
     template <int G> u8x32 group() const { return field<9 - 3*(G%4)>(G < 4 ? codes0 : codes1); }
 
-    int scale(int g) const { return ggml_ext_ccq2_scale(scales >> 2*g & 3); }
+    int scale(int g) const { return ggml_ext_ccq2_scale(indices >> 2*g & 3); }
 };
 
 } // namespace ggml_ext

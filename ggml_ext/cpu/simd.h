@@ -6,7 +6,9 @@
 //   multiply_add<A, B>(a)   A*a + B of 32 bytes, 15 bits each: u15x32
 //   field<S>(c)      bits S .. S + 5 of each of 32 codes of 15 bits
 //   look_up(t, i)    t[i] in each byte, t a table of eight bytes, i in 0..7; load_table(p, mask) loads it
-//   dot_sum<...>     sum of products of codes with int8 activations, exact: an i32_sum, times(scale) or as it is
+//   look_up_scales(t, i)    scales4: of each quarter of a block, one of the four bytes of t, by its two bits of i
+//   dot_sum<...>     sum of products of codes with int8 activations, exact, as an i32_sum; scaled_dot_sum<...>: each
+//                    quarter of a block times its scale
 //   f32_sum          float accumulator of a row
 //   activation_sum   sum of a block's activation codes, each group's times its scale
 //

@@ -1,7 +1,7 @@
 // The unpack contract over SIMD registers. A type specialises unpacker<block>:
 //   d, offset             float, as in ggml_ext_unpacked (offset only if the type has one)
 //   group<G>()            u8x32, the codes of weights 32*G .. 32*G + 31, equal to the scalar reference
-//   scale(g)              int, the scale of the g-th quarter of the block, of types with group = 64
+//   scales, scale(g)      scales4 and int: the scales of the block's quarters, of types with group = 64
 // and everything below follows.
 #pragma once
 
@@ -27,33 +27,28 @@ GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
 
 constexpr int N_VECS = QK_K/32;
 
-// Products of the weights from vector FIRST on.
-template <int FIRST, typename B, int... I>
-static inline auto dot_vectors(const unpacker<B> & u, const int8_t * y, std::integer_sequence<int, I...>) {
-    dot_sum<traits<B>::q_max, (int) sizeof...(I)> sum;
-    (sum.add(u.template group<FIRST + I>(), y + 32*(FIRST + I)), ...);
-    return sum;
-}
-
-// Sums over a block of scale*q*y and, for the offset, of scale*y.
-template <typename B>
-static inline i32_sum dot_block(const unpacker<B> & u, const int8_t * y) {
+// Sum over a block of scale*q*y.
+template <typename B, int... G>
+static inline i32_sum dot_block(const unpacker<B> & u, const int8_t * y, std::integer_sequence<int, G...>) {
     if constexpr (traits<B>::group == QK_K) {
-        return dot_vectors<0>(u, y, std::make_integer_sequence<int, N_VECS>()).total();
+        dot_sum<traits<B>::q_max, N_VECS> sum;
+        (sum.add(u.template group<G>(), y + 32*G), ...);
+        return sum.total();
     } else {
         static_assert(traits<B>::group == QK_K/4, "one scale or four");
-        const auto quarter = std::make_integer_sequence<int, N_VECS/4>();
-        return dot_vectors<0>(u, y, quarter).times(u.scale(0)) + dot_vectors<2>(u, y, quarter).times(u.scale(1))
-             + dot_vectors<4>(u, y, quarter).times(u.scale(2)) + dot_vectors<6>(u, y, quarter).times(u.scale(3));
+        scaled_dot_sum<traits<B>::q_max> sum{u.scales};
+        ((G%2 == 0 ? sum.template add<G/2>(u.template group<G & ~1>(), u.template group<G | 1>(), y + 32*G) : void()), ...);
+        return sum.total();
     }
 }
 
+// Sum over a block of scale*y.
 template <typename B>
 static inline i32_sum sum_block(const unpacker<B> & u, const int16_t * bsums) {
     if constexpr (traits<B>::group == QK_K) {
         return activation_sum(bsums);
     } else {
-        return activation_sum(bsums, u.scale(0), u.scale(1), u.scale(2), u.scale(3));
+        return activation_sum(bsums, u.scales);
     }
 }
 
@@ -68,7 +63,7 @@ constexpr int PREFETCH_BLOCKS = 40;
 
 template <typename B>
 static inline void prefetch(const B * x) {
-    for (size_t i = 0; i < sizeof(B); i += 64) {
+    for (size_t i = 0; i + 8 < sizeof(B); i += 64) { // a few bytes beyond a line need no prefetch of their own
         __builtin_prefetch((const char *) x + i);
     }
 }
@@ -81,7 +76,7 @@ static inline float vec_dot(int n, const B * x, const block_q8_K * y) {
         prefetch(x + ib + PREFETCH_BLOCKS);
         const unpacker<B> u(x[ib]);
         const float d = u.d*y[ib].d;
-        acc.add(d, dot_block(u, y[ib].qs));
+        acc.add(d, dot_block(u, y[ib].qs, std::make_integer_sequence<int, N_VECS>()));
         if constexpr (traits<B>::has_offset) {
             acc.add(-d*u.offset, sum_block(u, y[ib].bsums));
         }

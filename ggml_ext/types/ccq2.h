@@ -37,8 +37,9 @@ typedef struct {
 static_assert(sizeof(block_ccq2) == 1 + 1 + QK_K/4, "CCQ2 is 66 bytes");
 static_assert(255*CCQ2_ALPHA + CCQ2_BETA < 1 << 15, "codes have 15 bits");
 
+#define CCQ2_SCALES (11u << 24 | 8u << 16 | 6u << 8 | 5u)
 static inline int ggml_ext_ccq2_scale(int index) {
-    return (11 << 12 | 8 << 8 | 6 << 4 | 5) >> 4*index & 15;
+    return CCQ2_SCALES >> 8*index & 255;
 }
 
 // The super scale as a half; times 2^-8 it is d.

@@ -29,12 +29,10 @@ template <int A, int B> static inline u15x32 multiply_add(u8x32 a) {
 }
 
 template <int S> static inline u8x32 field(u15x32 c) {
-    __m256i even = _mm256_srli_epi16(c.even, S);
-    if (S + 6 < 15) {
-        even = _mm256_and_si256(even, _mm256_set1_epi16(0x003f));
-    }
-    const __m256i odd = S >= 8 ? _mm256_srli_epi16(c.odd, S >= 8 ? S - 8 : 0) : _mm256_slli_epi16(c.odd, S < 8 ? 8 - S : 0);
-    return {_mm256_or_si256(even, _mm256_and_si256(odd, _mm256_set1_epi16(0x3f00)))};
+    const __m256i even = _mm256_srli_epi16(c.even, S);
+    const __m256i odd  = S >= 8 ? _mm256_srli_epi16(c.odd, S >= 8 ? S - 8 : 0) : _mm256_slli_epi16(c.odd, S < 8 ? 8 - S : 0);
+    const __m256i both = _mm256_blendv_epi8(even, odd, _mm256_set1_epi16((int16_t) 0xff00));
+    return {S + 6 < 15 ? _mm256_and_si256(both, _mm256_set1_epi8(63)) : both}; // the topmost six bits are alone
 }
 
 static inline float half_to_float(ggml_half h) { return _cvtsh_ss(h); }
@@ -46,40 +44,55 @@ static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
 }
 static inline u8x32 look_up(table8x8 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
 
+// The scales of a block's quarters, each four times in 16-bit lanes: madd takes one for all lanes after a permutation.
+struct scales4 { __m256i v; };
+
+static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
+    const __m256i i = _mm256_srlv_epi64(_mm256_set1_epi8((char) indices), _mm256_setr_epi64x(0, 2, 4, 6));
+    const __m256i s = _mm256_shuffle_epi8(_mm256_set1_epi32((int) table), _mm256_and_si256(i, _mm256_set1_epi16(3)));
+    return {_mm256_and_si256(s, _mm256_set1_epi16(0x00ff))};
+}
+
 // Eight partial sums.
-struct i32_sum { __m256i v = _mm256_setzero_si256(); };
+struct i32_sum { __m256i v; };
+
+// maddubs, the product of unsigned and signed bytes, adds two products in an int16.
+template <int Q_MAX> static inline __m256i products(u8x32 q, const int8_t * y) {
+    static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs would saturate");
+    return _mm256_maddubs_epi16(q.v, _mm256_loadu_si256((const __m256i *) y));
+}
 
 // Sum of q*y over N_VECS vectors of codes 0..Q_MAX against activations.
 template <int Q_MAX, int N_VECS> struct dot_sum {
-    static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs, which adds two products in an int16, would saturate");
     __m256i acc = _mm256_setzero_si256();
-#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
-    void add(u8x32 q, const int8_t * y) {
-        const __m256i vy = _mm256_loadu_si256((const __m256i *) y);
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        acc = _mm256_dpbusd_epi32(acc, q.v, vy);
-#else
-        acc = _mm256_dpbusd_avx_epi32(acc, q.v, vy);
-#endif
-    }
-    i32_sum times(int scale) const { return {_mm256_mullo_epi32(acc, _mm256_set1_epi32(scale))}; }
-    i32_sum total() const          { return {acc}; }
+    void add(u8x32 q, const int8_t * y) { acc = _mm256_dpbusd_epi32(acc, q.v, _mm256_loadu_si256((const __m256i *) y)); }
+    i32_sum total() const { return {acc}; }
+#elif defined(__AVXVNNI__)
+    void add(u8x32 q, const int8_t * y) { acc = _mm256_dpbusd_avx_epi32(acc, q.v, _mm256_loadu_si256((const __m256i *) y)); }
+    i32_sum total() const { return {acc}; }
 #else
     static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX; // of N_VECS sums in one accumulator
     void add(u8x32 q, const int8_t * y) {
-        const __m256i p = _mm256_maddubs_epi16(q.v, _mm256_loadu_si256((const __m256i *) y));
+        const __m256i p = products<Q_MAX>(q, y);
         acc = fits_i16 ? _mm256_add_epi16(acc, p)
                        : _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
     }
-    i32_sum times(int scale) const {
-        return {fits_i16 ? _mm256_madd_epi16(acc, _mm256_set1_epi16((int16_t) scale))
-                         : _mm256_mullo_epi32(acc, _mm256_set1_epi32(scale))};
-    }
-    i32_sum total() const { return fits_i16 ? times(1) : i32_sum{acc}; }
+    i32_sum total() const { return {fits_i16 ? _mm256_madd_epi16(acc, _mm256_set1_epi16(1)) : acc}; }
 #endif
 };
 
-static inline i32_sum operator+(i32_sum a, i32_sum b) { return {_mm256_add_epi32(a.v, b.v)}; }
+// The same over a block, each quarter times its scale: add<K> takes the two vectors of quarter K.
+template <int Q_MAX> struct scaled_dot_sum {
+    static_assert(4*Q_MAX*ACT_MAX <= INT16_MAX, "two vectors share one int16 accumulator");
+    scales4 scales;
+    __m256i acc = _mm256_setzero_si256();
+    template <int K> void add(u8x32 q0, u8x32 q1, const int8_t * y) {
+        const __m256i p = _mm256_add_epi16(products<Q_MAX>(q0, y), products<Q_MAX>(q1, y + 32));
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_permute4x64_epi64(scales.v, 0x55*K)));
+    }
+    i32_sum total() const { return {acc}; }
+};
 
 struct f32_sum {
     __m256 acc = _mm256_setzero_ps();
@@ -92,10 +105,6 @@ struct f32_sum {
 };
 
 // Sum of a block's activation codes, from its 16 partial sums; of each quarter times its scale.
-static inline i32_sum activation_sum(const int16_t * bsums) {
-    return {_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), _mm256_set1_epi16(1))};
-}
-static inline i32_sum activation_sum(const int16_t * bsums, int s0, int s1, int s2, int s3) {
-    constexpr int64_t four = 0x0001000100010001;
-    return {_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), _mm256_set_epi64x(four*s3, four*s2, four*s1, four*s0))};
+static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales = {_mm256_set1_epi16(1)}) {
+    return {_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), scales.v)};
 }

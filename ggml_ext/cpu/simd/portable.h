@@ -40,6 +40,14 @@ static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
 }
 static inline u8x32 look_up(table8x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
+struct scales4 { int v[4]; };
+
+static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
+    scales4 s;
+    for (int k = 0; k < 4; ++k) { s.v[k] = table >> 8*(indices >> 2*k & 3) & 255; }
+    return s;
+}
+
 using i32_sum = int32_t;
 
 template <int Q_MAX, int N_VECS> struct dot_sum {
@@ -47,8 +55,19 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
     void add(u8x32 q, const int8_t * y) {
         for (int i = 0; i < 32; ++i) { acc += q.v[i]*y[i]; }
     }
-    i32_sum times(int scale) const { return acc*scale; }
-    i32_sum total() const          { return acc; }
+    i32_sum total() const { return acc; }
+};
+
+template <int Q_MAX> struct scaled_dot_sum {
+    scales4 scales;
+    int32_t acc = 0;
+    template <int K> void add(u8x32 q0, u8x32 q1, const int8_t * y) {
+        dot_sum<Q_MAX, 2> sum;
+        sum.add(q0, y);
+        sum.add(q1, y + 32);
+        acc += scales.v[K]*sum.acc;
+    }
+    i32_sum total() const { return acc; }
 };
 
 struct f32_sum {
@@ -57,9 +76,8 @@ struct f32_sum {
     float total() const { return acc; }
 };
 
-static inline i32_sum activation_sum(const int16_t * bsums, int s0 = 1, int s1 = 1, int s2 = 1, int s3 = 1) {
-    const int scale[4] = {s0, s1, s2, s3};
+static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales = {{1, 1, 1, 1}}) {
     int32_t sum = 0;
-    for (int g = 0; g < QK_K/16; ++g) { sum += scale[g/4]*bsums[g]; }
+    for (int g = 0; g < QK_K/16; ++g) { sum += scales.v[g/4]*bsums[g]; }
     return sum;
 }

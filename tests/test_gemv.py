@@ -1,0 +1,17 @@
+"""scripts/gemv.py runs and compares like with like; its figures are for people, never tested."""
+
+import subprocess
+import sys
+
+from native import ROOT
+
+from ggml_ext import WEIGHT_TYPES
+
+
+def test_products_agree():
+    """The script itself fails where the two ways differ by more than the rounding of activations."""
+    command = [sys.executable, ROOT / "scripts" / "bench.py", "--gemv", "--rounds", "1", "--shapes", "512x768",
+               "--types", ",".join(WEIGHT_TYPES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("| 512x768 |") for line in done.stdout.splitlines()) == len(WEIGHT_TYPES)
