@@ -41,3 +41,48 @@ static inline int32_t activation_sum(const int16_t * bsums) {
     for (int g = 0; g < QK_K/16; ++g) { sum += bsums[g]; }
     return sum;
 }
+
+// --- activations ---
+
+struct f32x8 { float v[8]; };
+
+static inline f32x8 load(const float * p)        { f32x8 r; memcpy(r.v, p, sizeof(r.v)); return r; }
+static inline void  store(float * p, f32x8 a)    { memcpy(p, a.v, sizeof(a.v)); }
+static inline f32x8 operator+(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] += b.v[i]; } return a; }
+static inline f32x8 operator-(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] -= b.v[i]; } return a; }
+static inline f32x8 operator*(f32x8 a, float b)  { for (int i = 0; i < 8; ++i) { a.v[i] *= b;      } return a; }
+
+template <int STRIDE> static inline f32x8 butterfly(f32x8 a) {
+    f32x8 r;
+    for (int i = 0; i < 8; ++i) {
+        r.v[i] = i & STRIDE ? a.v[i - STRIDE] - a.v[i] : a.v[i] + a.v[i + STRIDE];
+    }
+    return r;
+}
+
+struct magnitude_max {
+    uint32_t acc = 0;
+    void add(f32x8 a) {
+        for (const float v : a.v) {
+            uint32_t bits;
+            memcpy(&bits, &v, sizeof(bits));
+            bits &= INT32_MAX;
+            acc = acc > bits ? acc : bits;
+        }
+    }
+    float total() const { float f; memcpy(&f, &acc, sizeof(f)); return f; }
+};
+
+static inline u8x32 round_to_i8(const f32x8 (&a)[4]) {
+    u8x32 r;
+    for (int i = 0; i < 32; ++i) { r.v[i] = (uint8_t) (int8_t) nearbyintf(a[i/8].v[i%8]); }
+    return r;
+}
+
+static inline void sums_of_16(u8x32 q, int16_t * sums) {
+    for (int g = 0; g < 2; ++g) {
+        int sum = 0;
+        for (int i = 0; i < 16; ++i) { sum += (int8_t) q.v[16*g + i]; }
+        sums[g] = (int16_t) sum;
+    }
+}
