@@ -21,27 +21,30 @@ class Perplexity:
     error: float  # the tool's standard error
 
 
-def run_tool(name: str, *args, timeout: float = 3600) -> str:
-    """Standard output and error of a program of the package; RuntimeError with its last lines if it fails.
+def run_tool(name: str | list, *args, timeout: float = 3600) -> str:
+    """Standard output and error of a program of the package, or of another command; RuntimeError with its last lines if
+    it fails.
 
     Output goes to a file: through a pipe llama-perplexity sometimes loses its last lines.
     """
     with tempfile.TemporaryFile("w+") as log:
-        done = subprocess.run([str(tool_path(name)), *map(str, args)], stdout=log, stderr=subprocess.STDOUT, timeout=timeout)
+        command = [tool_path(name)] if isinstance(name, str) else name
+        done = subprocess.run([*map(str, command), *map(str, args)], stdout=log, stderr=subprocess.STDOUT, timeout=timeout)
         log.seek(0)
         text = log.read()
     if done.returncode:
-        raise RuntimeError(f"{name} exited with {done.returncode}: " + " / ".join(text.strip().splitlines()[-3:]))
+        raise RuntimeError(f"{Path(command[-1]).name} exited with {done.returncode}: " + " / ".join(text.strip().splitlines()[-3:]))
     return text
 
 
 ATTEMPTS = 3  # llama-perplexity now and then exits with 0 before its log thread has written the last lines
 
 
-def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2) -> Perplexity:
+def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2,
+               program: str | list = "llama-perplexity") -> Perplexity:
     """llama-perplexity of a model on a text; RuntimeError if it fails or gives no final estimate."""
     for _ in range(ATTEMPTS):
-        log = run_tool("llama-perplexity", "-m", model, "-f", text, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
+        log = run_tool(program, "-m", model, "-f", text, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
         if found := re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log):
             return Perplexity(float(found[1]), float(found[2]))
     raise RuntimeError(f"llama-perplexity gave no final estimate for {model} in {ATTEMPTS} runs")
