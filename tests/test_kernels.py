@@ -58,6 +58,8 @@ def test_unpack_equals_scalar(lib, type_name, isa):
     assert not wrong.size, f"{type_name} on {isa}: block {wrong[0][0]}, weight {wrong[0][1]}: {blocks[wrong[0][0]].tobytes().hex()}"
 
 
+# Below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude; a product has eight.
+SUBNORMAL = 8 * 2.0**-150
 # 0, subnormal, least normal, ordinary, negative, largest
 CORNER_SCALES = [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -0.37, 65504.0, -65504.0]
 
@@ -80,8 +82,17 @@ def test_corner_scales_in_products(lib, type_name, n_cols):
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), 256)), g.tensor(F32, x, x.shape),
                            shape=(n_cols, len(rows)))
     exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
-    # below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude
-    assert (np.abs(actual - exact) <= bound + 8 * 2.0**-150).all()
+    assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_vec_dot_with_corner_scales(lib, type_name, isa):
+    rows = corner_blocks(type_name)[:, None]
+    activations = kernels(isa).quantize_q8_kr(np.random.default_rng(10).standard_normal((1, 256)))
+    exact, bound = dot_reference(lib, type_name, rows, activations)
+    actual = np.array([[kernels(isa).vec_dot(type_name, r, activations[0]) for r in rows]], np.float64)
+    assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
