@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Build the native parts of the test suite: upstream's tests and the kernels per instruction set in the package's
-build folder, the fuzz drivers under sanitizers, and the stock llama-cli that the stock check runs.
+build folder, the fuzz drivers under sanitizers, the stock llama-cli that the stock check runs, and the NEON kernels and
+llama-perplexity for 64-bit ARM, which the tests run under qemu.
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,stock]
+    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64]
 """
 from __future__ import annotations
 
 import argparse
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -28,11 +31,30 @@ def configure(folder: str, *options: str) -> None:
     run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options)
 
 
+# Debian's packages of what the NEON tests need (the compiler brings its C library), and the program each is needed for
+CROSS_PACKAGES = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}
+
+
+def find_cross_tools() -> bool:
+    """Whether the cross compiler and the emulator are here, installing them where that is possible."""
+    def missing() -> list[str]:
+        return [package for package, program in CROSS_PACKAGES.items() if not shutil.which(program)]
+
+    if missing() and shutil.which("apt-get") and hasattr(os, "getuid") and os.getuid() == 0:
+        for command in (["update"], ["install", "-y", "--no-install-recommends", *missing()]):
+            subprocess.run(["apt-get", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+    if missing():
+        print(f"aarch64 is not built and the NEON tests will be skipped: install {', '.join(missing())} (as Debian names them)",
+              flush=True)
+    return not missing()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="package,asan,stock")
+    parser.add_argument("--only", default="package,asan,stock,aarch64")
     args = parser.parse_args()
     steps = {
         "package": (None, args.package, "ext-tests"),
@@ -41,8 +63,15 @@ def main() -> None:
                   f"-DCMAKE_CXX_FLAGS={SANITIZE}", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF",
                   "-DGGML_OPENMP=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
         "stock": (("-DGGML_EXT_STOCK=ON", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF"), ROOT / "build" / "stock", "llama-cli"),
+        # one architecture level for ggml-cpu, that of most processors since 2018
+        "aarch64": ((f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests' / 'aarch64.cmake'}", "-DGGML_EXT_TESTS=ON",
+                     "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_OPENMP=OFF", "-DGGML_RPC=OFF",
+                     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
+                    ROOT / "build" / "aarch64", "ext-tests"),
     }
     for name in args.only.split(","):
+        if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_cross_tools()):
+            continue  # an ARM machine runs its own build
         options, folder, target = steps[name]
         start = time.monotonic()
         if options:

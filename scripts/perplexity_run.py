@@ -60,10 +60,14 @@ def run_tool(name: str, *args) -> str:
     return run_logged(name, tool_path(name), *args)
 
 
-def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path, n_ctx: int, threads: int, *args) -> Result:
-    """What parse() finds in the log of llama-perplexity; RuntimeError if that stays None, or the log tells of an error."""
+def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path, n_ctx: int, threads: int, *args,
+                   program: list | None = None) -> Result:
+    """What parse() finds in the log of llama-perplexity; RuntimeError if that stays None, or the log tells of an error.
+
+    program: the command that starts llama-perplexity, by default the package's.
+    """
     for _ in range(ATTEMPTS):
-        log = run_tool("llama-perplexity", "-m", model, "-c", n_ctx, "-t", threads, *args)
+        log = run_logged("llama-perplexity", *(program or [tool_path("llama-perplexity")]), "-m", model, "-c", n_ctx, "-t", threads, *args)
         # Such errors end it, or with another vocabulary not even that, and the exit code is 0.
         if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
             raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
@@ -72,13 +76,14 @@ def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path
     raise RuntimeError(f"llama-perplexity gave no {what} for {model} in {ATTEMPTS} runs")
 
 
-def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2) -> Figure:
+def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2,
+               program: list | None = None) -> Figure:
     """Perplexity of a model on a text; RuntimeError if llama-perplexity fails or gives no final estimate."""
     def parse(log: str) -> Figure | None:
         found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log)
         return Figure(float(found[1]), float(found[2])) if found else None
 
-    return run_perplexity("final estimate", parse, model, n_ctx, threads, "-f", text, "--chunks", n_chunks)
+    return run_perplexity("final estimate", parse, model, n_ctx, threads, "-f", text, "--chunks", n_chunks, program=program)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The native libraries of a build through ctypes: kernels per instruction set, ggml graphs, block layouts."""
+"""The native libraries of a build: kernels per instruction set through ctypes or an emulator, ggml graphs, block layouts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ctypes
 import functools
 import os
 import platform
+import shutil
+import struct
+import subprocess
 import sys
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
@@ -23,6 +26,7 @@ import ggml_graph  # noqa: E402
 BUILD = Path(os.environ.get("GGML_EXT_TEST_BUILD", ROOT / "build" / "package"))
 ASAN = Path(os.environ.get("GGML_EXT_TEST_ASAN", ROOT / "build" / "asan"))
 STOCK = Path(os.environ.get("GGML_EXT_TEST_STOCK", ROOT / "build" / "stock"))
+AARCH64 = Path(os.environ.get("GGML_EXT_TEST_AARCH64", ROOT / "build" / "aarch64"))
 
 Q8_KR = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
 assert Q8_KR.itemsize == TYPES["q8_kr"].block_bytes
@@ -38,16 +42,32 @@ def built(folder: Path, name: str) -> Path:
 
 
 def cpu_flags() -> set[str]:
-    if platform.machine() in ("x86_64", "AMD64") and Path("/proc/cpuinfo").exists():
+    if platform.machine() == "arm64":  # macOS
+        return {"asimd", "asimddp"}
+    if Path("/proc/cpuinfo").exists():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):
                 return set(line.split(":")[1].split())
     return set()
 
 
-# kernel libraries that this processor can run
-ISAS = ["scalar"] + [isa for isa, needs in {"avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"}}.items()
-                     if needs <= cpu_flags()]
+# instruction set -> what its kernels say they are, and the processor's flags that they need
+ISA_NAMES = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni", "neon": "neon", "dotprod": "neon+dotprod"}
+_NEEDS = {"scalar": set(), "avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"}, "neon": {"asimd"},
+          "dotprod": {"asimd", "asimddp"}}
+LOCAL_ISAS = [isa for isa, needs in _NEEDS.items() if needs <= cpu_flags()]
+
+# 64-bit ARM elsewhere: instruction set -> the processor to emulate. A Cortex-A72 has no dot product instructions.
+EMULATED_ISAS = {} if "asimd" in cpu_flags() else {"arm64-scalar": "max", "neon": "cortex-a72", "dotprod": "max"}
+ISAS = [*LOCAL_ISAS, *EMULATED_ISAS]
+
+
+def emulated(name: str, cpu: str) -> list[str | Path]:
+    """The start of a command that runs a program of the cross build; skips if it or the emulator is missing."""
+    qemu = shutil.which("qemu-aarch64")
+    if not qemu:
+        pytest.skip("qemu-aarch64 is missing: scripts/build_tests.py says what to install")
+    return [qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, built(AARCH64, name)]
 
 
 class Kernels:
@@ -101,9 +121,48 @@ class Kernels:
         return result.value
 
 
+def request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:
+    """What kernels_driver.cpp reads."""
+    return b"".join([struct.pack("<iiq", ord(op), TYPES[type_name].id, n_blocks), *operands])
+
+
+class EmulatedKernels:
+    """The same of another processor: a program under an emulator that answers the requests of kernels_driver.cpp."""
+
+    def __init__(self, isa: str):
+        command = emulated(f"ggml-ext-kernels-{isa.removeprefix('arm64-')}", EMULATED_ISAS[isa])
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.isa = self._ask("i", "q8_kr", 0, 16).rstrip(b"\0").decode()
+
+    def _ask(self, op: str, type_name: str, n_blocks: int, n_bytes: int, *operands: np.ndarray) -> bytes:
+        assert self.process.poll() is None, f"{self.process.args} ended with {self.process.returncode}"
+        self.process.stdin.write(request(op, type_name, n_blocks, *(operand.tobytes() for operand in operands)))
+        self.process.stdin.flush()
+        answer = self.process.stdout.read(n_bytes)
+        assert len(answer) == n_bytes, f"{self.process.args} ended with {self.process.wait()}"
+        return answer
+
+    def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
+        codes = self._ask("u", type_name, len(blocks), 256 * len(blocks), blocks)
+        return np.frombuffer(codes, np.uint8).reshape(-1, 256)
+
+    def quantize_q8_kr(self, x: np.ndarray) -> np.ndarray:
+        n_blocks = x.size // 256
+        answer = self._ask("q", "q8_kr", n_blocks, Q8_KR.itemsize * n_blocks, x.astype("<f4"))
+        return np.frombuffer(answer, Q8_KR).reshape(*x.shape[:-1], -1)
+
+    def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
+        return struct.unpack("<f", self._ask("v", type_name, len(row), 4, row, activations))[0]
+
+    def dequantize(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
+        """uint8 (n_blocks, block_bytes) to float32 (n_blocks, 256)."""
+        values = self._ask("d", type_name, len(blocks), 4 * 256 * len(blocks), blocks)
+        return np.frombuffer(values, "<f4").reshape(-1, 256)
+
+
 @functools.cache
-def kernels(isa: str) -> Kernels:
-    return Kernels(isa)
+def kernels(isa: str) -> Kernels | EmulatedKernels:
+    return EmulatedKernels(isa) if isa in EMULATED_ISAS else Kernels(isa)
 
 
 def reference_q8_kr(x: np.ndarray) -> np.ndarray:

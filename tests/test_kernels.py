@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import gguf
 import native
 import numpy as np
 import pytest
-from native import F32, I32, ISAS, dot_reference, kernels
+from native import EMULATED_ISAS, F32, I32, ISAS, dot_reference, kernels
 
 from ggml_ext import TYPES, WEIGHT_TYPES
 
@@ -18,12 +19,23 @@ TYPE_NAMES = sorted(WEIGHT_TYPES)
 ALL_ISAS = [*ISAS, "native"]
 
 
-def test_isas_are_what_they_are_called():
+@pytest.mark.parametrize("isa", ISAS)
+def test_isa_is_what_it_is_called(isa):
     """Else a test of "avx2" might run the portable code."""
-    names = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni"}
-    assert {isa: kernels(isa).isa for isa in ISAS} == {isa: names[isa] for isa in ISAS}
-    if "vnni" in ISAS:  # a native build uses what the processor has
-        assert kernels("native").isa == "avx2+vnni"
+    assert kernels(isa).isa == native.ISA_NAMES[isa.removeprefix("arm64-")]
+
+
+def test_native_build_uses_what_the_processor_has():
+    assert kernels("native").isa.startswith(native.ISA_NAMES[native.LOCAL_ISAS[-1]])
+
+
+@pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "neon"])
+def test_emulator_refuses_what_the_processor_lacks(cpu):
+    """Else "neon" might use dot product instructions unnoticed."""
+    name = TYPE_NAMES[0]
+    operands = native.request("v", name, 1, bytes(TYPES[name].block_bytes), bytes(native.Q8_KR.itemsize))
+    lacking = subprocess.run(native.emulated("ggml-ext-kernels-dotprod", cpu), input=operands, capture_output=True)
+    assert lacking.returncode == -signal.SIGILL
 
 
 def every_code_everywhere(type_name: str) -> np.ndarray:
@@ -46,6 +58,8 @@ def test_unpack_equals_scalar(lib, type_name, isa):
     assert not wrong.size, f"{type_name} on {isa}: block {wrong[0][0]}, weight {wrong[0][1]}: {blocks[wrong[0][0]].tobytes().hex()}"
 
 
+# Below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude; a product has eight.
+SUBNORMAL = 8 * 2.0**-150
 # 0, subnormal, least normal, ordinary, negative, largest
 CORNER_SCALES = [0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -0.37, 65504.0, -65504.0]
 
@@ -73,8 +87,17 @@ def test_corner_scales_in_products(lib, type_name, n_cols):
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), 256)), g.tensor(F32, x, x.shape),
                            shape=(n_cols, len(rows)))
     exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
-    # below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude
-    assert (np.abs(actual - exact) <= bound + 8 * 2.0**-150).all()
+    assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_vec_dot_with_corner_scales(lib, type_name, isa):
+    rows = corner_blocks(lib, type_name)[:, None]
+    activations = kernels(isa).quantize_q8_kr(np.random.default_rng(10).standard_normal((1, 256)))
+    exact, bound = dot_reference(lib, type_name, rows, activations)
+    actual = np.array([[kernels(isa).vec_dot(type_name, r, activations[0]) for r in rows]], np.float64)
+    assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
@@ -86,6 +109,15 @@ def test_corner_scales(lib, type_name):
     decoded = lib.dequantize(int(info.id), blocks, 256)
     reference = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(int(info.id)))
     np.testing.assert_array_equal(decoded.view(np.uint32), reference.view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", EMULATED_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_decoded_rows_equal_those_of_this_processor(lib, type_name, isa):
+    """Another compiler and processor: the same floats, signs of zero included."""
+    blocks = np.concatenate([corner_blocks(lib, type_name), native.blocks_of(lib, type_name, (50, 256), 11)[:, 0]])
+    expected = lib.dequantize(int(TYPES[type_name].id), blocks, 256)
+    np.testing.assert_array_equal(kernels(isa).dequantize(type_name, blocks).view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

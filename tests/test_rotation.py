@@ -59,7 +59,11 @@ def activation_rows() -> np.ndarray:
     special[3, :256] = 3e30
     special[4] = rng.standard_normal(512) * 1e-42
     special[5, ::2] = -7.5
-    return np.concatenate([special, rng.standard_normal((40, 512)) * 10.0 ** rng.integers(-6, 6, (40, 1))]).astype(np.float32)
+    # rotated, and exactly so: the largest is 127, so that codes are the values themselves, all others ties of rounding
+    ties = rng.integers(-127, 127, (2, 256)).astype(np.float32) + np.float32(0.5)
+    ties[:, 9] = 127
+    random = rng.standard_normal((40, 512)) * 10.0 ** rng.integers(-6, 6, (40, 1))
+    return np.concatenate([special, random, quants.fwht(ties).reshape(1, 512)]).astype(np.float32)
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "native"])

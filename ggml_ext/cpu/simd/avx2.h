@@ -108,3 +108,50 @@ struct f32_sum {
 static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales = {_mm256_set1_epi16(1)}) {
     return {_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), scales.v)};
 }
+
+// --- activations ---
+
+struct f32x8 { __m256 v; };
+
+static inline f32x8 load(const float * p)        { return {_mm256_loadu_ps(p)}; }
+static inline void  store(float * p, f32x8 a)    { _mm256_storeu_ps(p, a.v); }
+static inline f32x8 operator+(f32x8 a, f32x8 b)  { return {_mm256_add_ps(a.v, b.v)}; }
+static inline f32x8 operator-(f32x8 a, f32x8 b)  { return {_mm256_sub_ps(a.v, b.v)}; }
+static inline f32x8 operator*(f32x8 a, float b)  { return {_mm256_mul_ps(a.v, _mm256_set1_ps(b))}; }
+
+// swapped + (a with the second of each pair negated) = (u + v, u - v)
+template <int STRIDE> static inline f32x8 butterfly(f32x8 a) {
+    const __m256i neg = STRIDE == 1 ? _mm256_setr_epi32(0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN)
+                      : STRIDE == 2 ? _mm256_setr_epi32(0, 0, INT32_MIN, INT32_MIN, 0, 0, INT32_MIN, INT32_MIN)
+                                    : _mm256_setr_epi32(0, 0, 0, 0, INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN);
+    const __m256 swapped = STRIDE == 1 ? _mm256_permute_ps(a.v, 0xB1)
+                         : STRIDE == 2 ? _mm256_permute_ps(a.v, 0x4E)
+                                       : _mm256_permute2f128_ps(a.v, a.v, 1);
+    return {_mm256_add_ps(swapped, _mm256_xor_ps(a.v, _mm256_castsi256_ps(neg)))};
+}
+
+struct magnitude_max {
+    __m256i acc = _mm256_setzero_si256();
+    void add(f32x8 a) {
+        acc = _mm256_max_epu32(acc, _mm256_and_si256(_mm256_castps_si256(a.v), _mm256_set1_epi32(INT32_MAX)));
+    }
+    float total() const {
+        __m128i m = _mm_max_epu32(_mm256_castsi256_si128(acc), _mm256_extracti128_si256(acc, 1));
+        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
+        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
+        return _mm_cvtss_f32(_mm_castsi128_ps(m));
+    }
+};
+
+// packs work in 128-bit lanes: the permutation puts the 32 codes back in order
+static inline u8x32 round_to_i8(const f32x8 (&a)[4]) {
+    const __m256i a01 = _mm256_packs_epi32(_mm256_cvtps_epi32(a[0].v), _mm256_cvtps_epi32(a[1].v));
+    const __m256i a23 = _mm256_packs_epi32(_mm256_cvtps_epi32(a[2].v), _mm256_cvtps_epi32(a[3].v));
+    return {_mm256_permutevar8x32_epi32(_mm256_packs_epi16(a01, a23), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))};
+}
+
+static inline void sums_of_16(u8x32 q, int16_t * sums) {
+    const __m256i s = _mm256_sad_epu8(_mm256_xor_si256(q.v, _mm256_set1_epi8((char) 0x80)), _mm256_setzero_si256());
+    sums[0] = (int16_t) (_mm256_extract_epi64(s, 0) + _mm256_extract_epi64(s, 1) - 16*128);
+    sums[1] = (int16_t) (_mm256_extract_epi64(s, 2) + _mm256_extract_epi64(s, 3) - 16*128);
+}

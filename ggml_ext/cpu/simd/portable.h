@@ -40,32 +40,12 @@ static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
 }
 static inline u8x32 look_up(table8x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
-struct scales4 { int v[4]; };
-
-static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
-    scales4 s;
-    for (int k = 0; k < 4; ++k) { s.v[k] = table >> 8*(indices >> 2*k & 3) & 255; }
-    return s;
-}
-
 using i32_sum = int32_t;
 
 template <int Q_MAX, int N_VECS> struct dot_sum {
     int32_t acc = 0;
     void add(u8x32 q, const int8_t * y) {
         for (int i = 0; i < 32; ++i) { acc += q.v[i]*y[i]; }
-    }
-    i32_sum total() const { return acc; }
-};
-
-template <int Q_MAX> struct scaled_dot_sum {
-    scales4 scales;
-    int32_t acc = 0;
-    template <int K> void add(u8x32 q0, u8x32 q1, const int8_t * y) {
-        dot_sum<Q_MAX, 2> sum;
-        sum.add(q0, y);
-        sum.add(q1, y + 32);
-        acc += scales.v[K]*sum.acc;
     }
     i32_sum total() const { return acc; }
 };
@@ -80,4 +60,49 @@ static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales = {{1
     int32_t sum = 0;
     for (int g = 0; g < QK_K/16; ++g) { sum += scales.v[g/4]*bsums[g]; }
     return sum;
+}
+
+// --- activations ---
+
+struct f32x8 { float v[8]; };
+
+static inline f32x8 load(const float * p)        { f32x8 r; memcpy(r.v, p, sizeof(r.v)); return r; }
+static inline void  store(float * p, f32x8 a)    { memcpy(p, a.v, sizeof(a.v)); }
+static inline f32x8 operator+(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] += b.v[i]; } return a; }
+static inline f32x8 operator-(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] -= b.v[i]; } return a; }
+static inline f32x8 operator*(f32x8 a, float b)  { for (int i = 0; i < 8; ++i) { a.v[i] *= b;      } return a; }
+
+template <int STRIDE> static inline f32x8 butterfly(f32x8 a) {
+    f32x8 r;
+    for (int i = 0; i < 8; ++i) {
+        r.v[i] = i & STRIDE ? a.v[i - STRIDE] - a.v[i] : a.v[i] + a.v[i + STRIDE];
+    }
+    return r;
+}
+
+struct magnitude_max {
+    uint32_t acc = 0;
+    void add(f32x8 a) {
+        for (const float v : a.v) {
+            uint32_t bits;
+            memcpy(&bits, &v, sizeof(bits));
+            bits &= INT32_MAX;
+            acc = acc > bits ? acc : bits;
+        }
+    }
+    float total() const { float f; memcpy(&f, &acc, sizeof(f)); return f; }
+};
+
+static inline u8x32 round_to_i8(const f32x8 (&a)[4]) {
+    u8x32 r;
+    for (int i = 0; i < 32; ++i) { r.v[i] = (uint8_t) (int8_t) nearbyintf(a[i/8].v[i%8]); }
+    return r;
+}
+
+static inline void sums_of_16(u8x32 q, int16_t * sums) {
+    for (int g = 0; g < 2; ++g) {
+        int sum = 0;
+        for (int i = 0; i < 16; ++i) { sum += (int8_t) q.v[16*g + i]; }
+        sums[g] = (int16_t) sum;
+    }
 }
