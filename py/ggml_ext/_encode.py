@@ -31,6 +31,10 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
     return float(quants.HALF_MAX)
 
 
+# What gguf encodes in numpy without a regard to importances, and ggml in C with it.
+UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
+
+
 class Codec:
     """lib: the built library, or None to do all in numpy. itq3_levels: 8 or 3, for ITQ3_S alone."""
 
@@ -63,25 +67,60 @@ class Codec:
         except NotImplementedError as e:
             raise UserError(f"{qtype.name.lower()} tensors cannot be read without the built library: {e}") from e
 
-    def encode(self, rows: np.ndarray, qtype: GGMLQuantizationType) -> np.ndarray:
-        """float32 (n_rows, n_per_row) to uint8 (n_rows, row_bytes)."""
-        if qtype not in FLOAT_TYPES and self.lib is not None:
-            return self.lib.quantize(int(qtype), rows, self.itq3_levels)
-        if qtype == T.ITQ3_S:
-            blocks = quants.itq3_s.quantize_blocks(rows.reshape(-1, quants.BLOCK_SIZE), self.itq3_levels)
-            return blocks.reshape(len(rows), -1)
-        return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
+    def encode(
+        self, rows: np.ndarray, qtype: GGMLQuantizationType, importance: np.ndarray | None = None
+    ) -> np.ndarray:
+        """float32 (n_rows, n_per_row) to uint8 (n_rows, row_bytes). importance: float32 (n_per_row,) or None."""
+        if qtype in FLOAT_TYPES:
+            return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
+        if self.lib is not None:
+            return self.lib.quantize(int(qtype), rows, self.itq3_levels, importance)
+        if (info := TYPES.get(qtype.name.lower())) is None:
+            return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
+        if importance is not None:
+            importance = np.broadcast_to(importance, rows.shape).reshape(-1, info.block_size)
+        options = {"levels": self.itq3_levels} if qtype == T.ITQ3_S else {}
+        blocks = quants.reference(info.name).quantize_blocks(rows.reshape(-1, info.block_size), importance, **options)
+        return blocks.reshape(len(rows), -1)
 
-    def convert(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> np.ndarray:
+    def encode_experts(
+        self,
+        rows: np.ndarray,
+        tensor: Tensor,
+        first_row: int,
+        target: GGMLQuantizationType,
+        importance: np.ndarray | None,
+    ) -> np.ndarray:
+        """encode() of rows that may belong to several experts. importance: float32 (n_experts, n_per_row) or None."""
+        if importance is None:
+            return self.encode(rows, target)
+        expert_rows = tensor.ne[1] if len(importance) > 1 else tensor.n_rows
+        parts, start = [], 0
+        while start < len(rows):
+            expert, done = divmod(first_row + start, expert_rows)
+            stop = min(len(rows), start + expert_rows - done)
+            parts.append(self.encode(rows[start:stop], target, importance[expert % len(importance)]))
+            start = stop
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def convert(
+        self,
+        rows: np.ndarray,
+        tensor: Tensor,
+        first_row: int,
+        target: GGMLQuantizationType,
+        importance: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Rows of a tensor in its own type, uint8, to the target type. The first of them is row first_row.
 
-        UserError naming the tensor and the position of a weight that is NaN, Inf or too large for the target.
+        importance: float32 (n_experts, n_per_row), or None. UserError naming the tensor and the position of a weight
+        that is NaN, Inf or too large for the target.
         """
         if tensor.type in (*INTEGER_TYPES, *ACTIVATION_TYPES, T.F64):
             return rows  # no weights: copied as they are
         weights = self.decode(rows, tensor.type, tensor.ne[0])
         check_weights(weights, tensor, first_row, target)
-        return rows if target == tensor.type else self.encode(weights, target)
+        return rows if target == tensor.type else self.encode_experts(weights, tensor, first_row, target, importance)
 
 
 def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:

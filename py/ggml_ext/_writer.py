@@ -17,6 +17,7 @@ from typing import BinaryIO
 from ._encode import Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, pad, row_bytes, write_padding
+from ._imatrix import ImportanceMatrix
 from ._plan import Plan
 
 MIB = 1024 * 1024
@@ -116,6 +117,7 @@ def write_tensors(
     file: GGUFFile,
     plan: Plan,
     codec: Codec,
+    imatrix: ImportanceMatrix | None,
     n_threads: int,
     started: Callable[[int], None],
     advanced: Callable[[int], None],
@@ -128,9 +130,10 @@ def write_tensors(
     try:
         for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types, strict=True)):
             started(i)
+            importance = imatrix.values(tensor.name) if imatrix and tensor.name in plan.importance else None
 
-            def convert(chunk: tuple[int, int], tensor=tensor, target=target):
-                return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target)
+            def convert(chunk: tuple[int, int], tensor=tensor, target=target, importance=importance):
+                return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target, importance)
 
             n_bytes = 0
             for (first, n_rows), data in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):

@@ -14,10 +14,11 @@ from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
 from . import __version__, _lib
-from ._encode import Codec
+from ._encode import UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, pack_header, row_bytes, string_value, uint32_value
-from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type
+from ._imatrix import ImportanceMatrix
+from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type, plan_importance
 from ._types import WEIGHT_TYPES, TypeInfo
 from ._writer import MIB, Stopped, data_size, replaced_file, stop_on_signals, write_tensors
 
@@ -66,6 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--allow-requantize",
         action="store_true",
         help="accept tensors that are already quantized below 8 bits; costs quality",
+    )
+    add(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="importance matrix of llama-imatrix (GGUF): weights of the errors in ditto3 and in stock types; itq3_s uses none",
     )
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
     add("-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use")
@@ -141,14 +148,15 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
         )
     codec = Codec(lib, args.itq3_levels)
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if target != tensor.type and not codec.can_encode(target):
+        unweighted = lib is None and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY
+        if target != tensor.type and (unweighted or not codec.can_encode(target)):
             flag = {
                 "output.weight": "--output-tensor-type q8_0",
                 "token_embd.weight": "--token-embedding-type q8_0",
             }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
             raise UserError(
-                f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder and the built library is not "
-                f"in use: build it, or pass {flag}"
+                f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{' with importances' if unweighted else ''} "
+                f"and the built library is not in use: build it, or pass {flag}"
             )
     return codec
 
@@ -165,9 +173,10 @@ def describe_options(args: argparse.Namespace, info: TypeInfo) -> str:
     return " ".join([*options, *(f"tensor-type={text}" for text in args.tensor_type)])
 
 
-def output_metadata(file: GGUFFile, info: TypeInfo, options: str) -> dict:
-    """All keys of the input, in their order, and ours."""
+def output_metadata(file: GGUFFile, info: TypeInfo, options: str, imatrix: ImportanceMatrix | None) -> dict:
+    """All keys of the input, in their order, those of llama-quantize and ours."""
     ours = [
+        *([] if imatrix is None else imatrix.metadata()),
         uint32_value("general.file_type", int(info.id)),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
@@ -235,7 +244,11 @@ def run(args: argparse.Namespace) -> None:
             f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
         )
     output = None if args.dry_run else check_output(args.input, args.output, args.force)
+    imatrix = None if args.imatrix is None else ImportanceMatrix(args.imatrix)
     plan = make_plan(file, choices)
+    plan_importance(plan, imatrix)
+    if imatrix is not None and choices.info.rotated:
+        plan.warnings.append(f"--imatrix changes no {choices.info.name} tensor: it describes weights before their rotation")
     codec = None if args.dry_run else load_codec(args, plan)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -259,7 +272,7 @@ def run(args: argparse.Namespace) -> None:
 
     started = time.monotonic()
     header = pack_header(
-        output_metadata(file, choices.info, describe_options(args, choices.info)),
+        output_metadata(file, choices.info, describe_options(args, choices.info), imatrix),
         plan.tensors,
         plan.types,
         file.alignment,
@@ -273,7 +286,7 @@ def run(args: argparse.Namespace) -> None:
         replaced_file(output, len(header) + data_size(plan, file.alignment)) as f,
     ):
         f.write(header)
-        write_tensors(f, file, plan, codec, n_threads, lambda i: report(tensor_line(i, plan)), bar.update)
+        write_tensors(f, file, plan, codec, imatrix, n_threads, lambda i: report(tensor_line(i, plan)), bar.update)
     report(summary(plan, time.monotonic() - started))
 
 
