@@ -146,23 +146,8 @@ class Library:
             )
         return out
 
-    def ditto3_add_rows(self, sums: np.ndarray, rows: np.ndarray, imatrix: np.ndarray | None = None) -> None:
-        """Adds float32 (n_rows, n_per_row) to a histogram, float64 (2, N_BINS) of quants.ditto3, in place."""
-        _need(sums, np.float64, "sums")
-        _need(rows, np.float32, "rows")
-        if sums.shape != (2, ditto3.N_BINS):
-            raise ValueError(f"sums has shape {sums.shape}, need (2, {ditto3.N_BINS})")
-        importance = _optional(imatrix, rows.shape[1:], "imatrix")
-        sum_w, sum_wx = (_pointer(s, c_double) for s in sums)
-        self._dll.ggml_ext_ditto3_add_rows(sum_w, sum_wx, _pointer(rows, c_float), *rows.shape, importance)
-
-    def ditto3_codebook(self, sums: np.ndarray) -> np.ndarray:
-        """Centroids of a tensor, float32 (8,), from its histogram. ValueError if that is empty."""
-        _need(sums, np.float64, "sums")
-        codebook = np.empty(8, np.float32)
-        if not self._dll.ggml_ext_ditto3_codebook(*(_pointer(s, c_double) for s in sums), _pointer(codebook, c_float)):
-            raise ValueError("no weights were added")
-        return codebook
+    def ditto3_histogram(self) -> Ditto3Histogram:
+        return Ditto3Histogram(self._dll)
 
     def dequantize(self, type_id: int, data: np.ndarray, n_per_row: int) -> np.ndarray:
         """Decodes uint8 (n_rows, row_bytes) to float32 (n_rows, n_per_row). ValueError for other shapes and dtypes."""
@@ -206,6 +191,30 @@ class Library:
         out = x.copy()
         self._dll.ggml_ext_fwht(_pointer(out, c_float), out.size // 256)
         return out
+
+
+class Ditto3Histogram:
+    """quants.ditto3.Histogram in C: weights of a whole tensor in bins, for one codebook."""
+
+    def __init__(self, dll: ctypes.CDLL):
+        self._dll = dll
+        self.sums = np.zeros((2, ditto3.N_BINS))  # of importance and of importance * weight
+
+    def _pointers(self) -> list[ctypes._Pointer]:
+        return [_pointer(s, c_double) for s in self.sums]
+
+    def add_rows(self, rows: np.ndarray, importance: np.ndarray | None = None) -> None:
+        """rows: float32 (n_rows, n_per_row); importance: float32 (n_per_row,) or None. NaN and Inf are left out."""
+        _need(rows, np.float32, "rows")
+        weights = _optional(importance, rows.shape[1:], "importance")
+        self._dll.ggml_ext_ditto3_add_rows(*self._pointers(), _pointer(rows, c_float), *rows.shape, weights)
+
+    def codebook(self) -> np.ndarray:
+        """Centroids float32 (8,), ascending. ValueError if nothing was added."""
+        codebook = np.empty(8, np.float32)
+        if not self._dll.ggml_ext_ditto3_codebook(*self._pointers(), _pointer(codebook, c_float)):
+            raise ValueError("no weights were added")
+        return codebook
 
 
 _EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
