@@ -65,6 +65,23 @@ def test_codebook_of_a_gaussian(lib):
     assert error <= 0.035
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("gaussian", 0.905), ("student_t", 0.85), ("importances", 0.75)])
+def test_best_clusters_of_blocks_beat_the_papers_loop(lib, kind, limit):
+    """Measured 0.90, 0.79 and 0.72 times its error: in 256 weights the loop ends in a local minimum."""
+    rng = np.random.default_rng(42)
+    x = (rng.standard_t(3, (1024, 256)) if kind == "student_t" else rng.standard_normal((1024, 256))).astype(np.float32)
+    w = 10.0 ** rng.uniform(-2, 2, x.shape) if kind == "importances" else np.ones(x.shape)
+    order = np.argsort(x, axis=1)
+    sorted_x, sorted_w = (np.take_along_axis(a, order, axis=1) for a in (x, w))
+    sums = [np.pad(np.cumsum(a, axis=1), ((0, 0), (1, 0))) for a in (sorted_w, sorted_w * sorted_x)]
+    c = ditto3._cluster_lloyd(sorted_x, *sums, 60)
+    loop = (w * np.min((x[:, :, None] - c[:, None]) ** 2, axis=2)).sum()
+    blocks = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=w.astype(np.float32).ravel()).reshape(-1, 106)
+    ratio = (w * (ditto3.dequantize_blocks(blocks) - x.astype(np.float64)) ** 2).sum() / loop
+    print(f"{kind}: {ratio:.3f} times the error of the paper's loop")
+    assert ratio <= limit
+
+
 def test_bins_lose_nothing(lib):
     """The loop over bins of float32 ends with the error of the loop over the weights themselves."""
     x = np.sort(SAMPLES["gaussian"].ravel())

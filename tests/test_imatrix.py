@@ -165,13 +165,14 @@ def with_value(entries: dict, name: str, index: int, value: float) -> dict:
         (with_value(GOOD, DOWN, 17, np.nan), (DOWN, "value 17", "nan")),
         (with_value(GOOD, EXPERTS, 17, np.inf), (EXPERTS, "value 529", "inf")),
         (with_value(GOOD, DOWN, 17, -1), (DOWN, "value 17", "-1", "not negative")),
+        (with_value(GOOD, DOWN, 17, 1e17), (DOWN, "an importance is 2.5e+16", "at most 1e+15")),
         (GOOD | {UP: (importances(1, 256), [np.nan])}, (UP, "counts", "nan")),
         (GOOD | {UP: (importances(1, 256), [-3])}, (UP, "counts", "-3")),
         (GOOD | {UP: (importances(1, 256), None)}, (UP, "no .counts")),
         (GOOD | {UP: (importances(1, 256), [1, 2, 3])}, (UP, "256 sums", "3 counts")),
         (GOOD | {UP: (importances(1, 256).astype(np.float16), [1])}, (UP, "f16", "must be f32")),
     ],
-    ids=["size", "experts", "model", "nan", "inf", "negative", "nan_count", "negative_count", "no_counts", "counts", "f16"],
+    ids=["size", "experts", "model", "nan", "inf", "negative", "huge", "nan_count", "negative_count", "no_counts", "counts", "f16"],
 )
 def test_bad_importances(tmp_path, source, entries, parts):
     path = write_imatrix(tmp_path / "im.gguf", entries)

@@ -102,9 +102,10 @@ static inline void ext_search_starts(const struct ext_samples * s, const double 
     ext_search_starts(s, below, best, start, i + 1, hi, start[i], last);
 }
 
-// Clusters of a block with the least squared error there is: dynamic programming over the number of clusters. 27 us a
-// block on one core of an AVX2 EPYC. Lloyd's steps from clusters of equal importance end in a local minimum with 1.1 times
-// the error on Gaussian weights and 1.4 times where importances spread over four orders of magnitude.
+// Clusters of a block with the least squared error there is: dynamic programming over the number of clusters, 27 us a block
+// on one core of an AVX2 EPYC. In 256 weights the paper's loop ends in a local minimum, 3 us later: with 1.11 times the
+// error on Gaussian weights, 1.24 on Student t, 1.16 on all-MiniLM-L6-v2, 1.39 where importances spread over four orders
+// of magnitude.
 static inline void ext_cluster_optimal(const struct ext_samples * s, double c[EXT_K]) {
     double   best[2][QK_K + 1];
     uint16_t start[EXT_K][QK_K + 1] = {{0}};

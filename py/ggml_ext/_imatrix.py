@@ -14,6 +14,9 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, Tensor, has_magic, string_value, uint32_value
 
 SUMS, COUNTS = ".in_sum2", ".counts"
+# Mean squares of activations stay below 1e9. ggml's encoders sum products of importances and squared weights, and square
+# the sums, in float32: far above this they overflow, and some abort.
+LARGEST = 1e15
 KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
 
 
@@ -38,9 +41,11 @@ class ImportanceMatrix:
         for key in KEYS:
             if key not in self._file.metadata:
                 raise UserError(f"--imatrix: {path} has no key {key}: make the file again with llama-imatrix")
-        self._entries = {name: self._check_entry(name, tensors[name + SUMS], tensors.get(name + COUNTS)) for name in names}
+        self._entries: dict[str, tuple[Tensor, Tensor]] = {}
+        for name in names:
+            self._add_entry(name, tensors[name + SUMS], tensors.get(name + COUNTS))
 
-    def _check_entry(self, name: str, sums: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _add_entry(self, name: str, sums: Tensor, counts: Tensor | None) -> None:
         where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix"
         if counts is None:
             raise UserError(f"{where}: {SUMS} has no {COUNTS} beside it; {way_out}")
@@ -58,7 +63,9 @@ class ImportanceMatrix:
                 raise UserError(
                     f"{where}: value {bad[0]:,} of {tensor.name} is {values[bad[0]]:g}, must be finite and not negative; {way_out}"
                 )
-        return sums, counts
+        self._entries[name] = sums, counts
+        if (top := self.values(name).max()) > LARGEST:
+            raise UserError(f"{where}: an importance is {top:g}, must be at most {LARGEST:g}; {way_out}")
 
     def _floats(self, tensor: Tensor) -> np.ndarray:
         return self._file.rows(tensor, 0, tensor.n_rows).view("<f4").ravel()

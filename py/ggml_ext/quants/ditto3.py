@@ -2,7 +2,7 @@
 
     w[j] = d * codebook[index[j]],   index[j] in 0..7,   106 bytes: half d, int8 codebook[8], uint8 ql[64], uint8 qh[32]
 
-Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as int8 times a half, is ours.
+Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as int8 times a half, and its clusters are ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scal
 
 BLOCK_BYTES = 106
 K = 8
-N_STEPS, TENSOR_STEPS = 60, 10000  # most steps of the paper's loop
+N_STEPS = 10000  # most steps of the paper's loop
 N_BINS = 1 << 19
 BATCH = 256  # blocks whose sums stay in the processor's cache
 
@@ -122,16 +122,11 @@ def _cluster_blocks(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     order = np.argsort(x, axis=1, kind="stable")
     x = np.take_along_axis(x, order, axis=1)
     weight = np.ones(x.shape) if importance is None else _usable(np.take_along_axis(importance, order, axis=1))
-    weighted = np.full(len(x), importance is not None) & (weight > 0).any(axis=1)
-    weight[~weighted] = 1
+    weight[~(weight > 0).any(axis=1)] = 1
     zero = np.zeros((len(x), 1))
     sum_w = np.concatenate([zero, np.cumsum(weight, axis=1)], axis=1)
     sum_wx = np.concatenate([zero, np.cumsum(weight * x, axis=1)], axis=1)
-    c = np.empty((len(x), K))
-    for rows, cluster in ((weighted, _cluster_optimal), (~weighted, lambda *s: _cluster_lloyd(*s, N_STEPS))):
-        if rows.any():
-            c[rows] = cluster(x[rows], sum_w[rows], sum_wx[rows])
-    return c
+    return _cluster_optimal(x, sum_w, sum_wx)
 
 
 def _usable(importance: np.ndarray) -> np.ndarray:
@@ -166,7 +161,7 @@ class Histogram:
         if not len(w):
             raise ValueError("no weights were added")
         sum_w, sum_wx = (np.concatenate([[0.0], np.cumsum(s)])[None] for s in (w, wx))
-        return _cluster_lloyd((wx / w)[None], sum_w, sum_wx, TENSOR_STEPS)[0].astype(np.float32)
+        return _cluster_lloyd((wx / w)[None], sum_w, sum_wx, N_STEPS)[0].astype(np.float32)
 
 
 def quantize_blocks(
