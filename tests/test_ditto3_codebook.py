@@ -191,6 +191,14 @@ def test_one_codebook_a_tensor_on_request(lib, source, tmp_path, with_imatrix):
     heads = {n: t.data.reshape(-1, 106)[:, :10] for n, t in read_tensors(tmp_path / "c").items()}
     assert all((head == head[0]).all() for head in heads.values())
     assert len({head[0].tobytes() for head in heads.values()}) == 3
+    for name, tensor in read_tensors(source).items():
+        histogram, experts = ditto3.Histogram(), tensor.data.astype(np.float32).reshape(-1, *tensor.data.shape[-2:])
+        for i, expert in enumerate(experts):
+            sums, counts = entries.get(name, (None, [])) if with_imatrix else (None, [])
+            importance = None if sums is None else sums[i] / np.float32(counts[i]) if counts[i] else np.ones(256, np.float32)
+            histogram.add_rows(expert, importance)
+        expected = ditto3.quantize_blocks(experts.reshape(-1, 256), codebook=histogram.codebook())
+        assert_same_blocks(read_tensors(tmp_path / "c")[name].data.reshape(-1, 106), expected, name)
     assert gguf.GGUFReader(tmp_path / "c").fields["ggml_ext.options"].contents() == "ditto-codebook=tensor pure"
     quantize(source, tmp_path / "block", "--type", "ditto3", "--pure", *flags[3:])
     assert gguf.GGUFReader(tmp_path / "block").fields["ggml_ext.options"].contents() == "ditto-codebook=block pure"

@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT, gaussian, quantize, read_tensors, tool, write_gguf
 from test_bad_input import check_error, files, quantize_error, run_quantize
 
-from ggml_ext import _encode, _imatrix
+from ggml_ext import _encode, _gguf_file, _imatrix
+from ggml_ext._errors import UserError
 from ggml_ext._plan import TARGET_TYPES
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -66,7 +67,7 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, type_name):
     """Each stock type by its own path; the embeddings have importances too, as with llama-imatrix --process-output."""
     rng = np.random.default_rng(5)
     matrices = {n: t for n, t in read_tensors(model).items() if len(t.shape) == 2}
-    entries = {n: (importances(1, int(t.shape[0]), i), rng.choice([0.0, 3.4, 100.0], 1)) for i, (n, t) in enumerate(matrices.items())}
+    entries = {n: (importances(1, int(t.shape[0]), i), rng.choice([0.4, 2.5, 3.7, 100.0], 1)) for i, (n, t) in enumerate(matrices.items())}
     flags = ["--imatrix", write_imatrix(tmp_path / "im.gguf", entries), "--token-embedding-type", "q3_k"]
     for pattern, stock in {"attn_v": "iq4_nl", r"blk\.0\.attn_k": "iq2_xxs", "attn_q": "q4_0"}.items():
         flags += ["--tensor-type", f"{pattern}={stock}"]
@@ -140,6 +141,15 @@ def test_numpy_equals_c_or_is_refused(lib, qtype):
     rows, importance = gaussian(4, 512), importances(1, 512)[0]
     same = np.array_equal(_encode.Codec(lib).encode(rows, qtype, importance), _encode.Codec(None).encode(rows, qtype, importance))
     assert same != (qtype in _encode.UNWEIGHTED_IN_NUMPY)
+
+
+def test_encoders_that_overflow_are_named(lib):
+    """Importances that no file may hold make NaN of constants in IQ4_NL: one line instead of such a tensor."""
+    rows = np.full((4, 512), -0.0371, np.float32)
+    importance = (10.0 ** np.random.default_rng(11).uniform(-38, 38, (1, 512))).astype(np.float32)
+    tensor = _gguf_file.Tensor(UP, (512, 4), gguf.GGMLQuantizationType.F32, 0, rows.nbytes)
+    with pytest.raises(UserError, match=f"{UP}: rows 8 to 11 are not finite as iq4_nl"):
+        _encode.Codec(lib).convert(rows.view(np.uint8), tensor, 8, gguf.GGMLQuantizationType.IQ4_NL, _encode.Guide(importance))
 
 
 @pytest.fixture
