@@ -66,7 +66,9 @@ def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
         if name not in ditto3:
             raise UserError(f"{file.path} records an epsilon for {name}, which is no ditto3 tensor: quantize the model again")
         if not (np.isfinite(epsilon) and epsilon >= 0):
-            raise UserError(f"tensor {name}: the recorded epsilon is {epsilon}, must be finite and not negative: quantize the model again")
+            raise UserError(
+                f"tensor {name}: the recorded epsilon is {epsilon}, must be finite and not negative: quantize the model again"
+            )
 
 
 def compare(
@@ -122,7 +124,8 @@ def run(args: argparse.Namespace) -> None:
 
     def show(*columns: str) -> None:
         name, shape, type_name, *numbers = columns
-        print_text((f"{name:<{width}}  {shape:>{shape_width}}  {type_name:<8} " + " ".join(f"{n:>13}" for n in numbers)).rstrip(), WAY_OUT)
+        line = f"{name:<{width}}  {shape:>{shape_width}}  {type_name:<8} " + " ".join(f"{n:>13}" for n in numbers)
+        print_text(line.rstrip(), WAY_OUT)
 
     show("tensor", "shape", "type", "bpw", "epsilon", *(["rel. sq. err.", "largest error", "check"] if original else []))
     exceeded: list[str] = []
@@ -138,7 +141,9 @@ def run(args: argparse.Namespace) -> None:
                 total += accuracy
                 fits = epsilon is None or accuracy.max_abs <= epsilon
                 if not fits:
-                    exceeded.append(f"tensor {tensor.name}: its largest error is {accuracy.max_abs:.9g}, the recorded epsilon {epsilon:.9g}")
+                    exceeded.append(
+                        f"tensor {tensor.name}: its largest error is {accuracy.max_abs:.9g}, the recorded epsilon {epsilon:.9g}"
+                    )
                 columns += [f"{accuracy.relative:.6f}", f"{accuracy.max_abs:.6g}", "ok" if fits else "EXCEEDED"]
             show(tensor.name, shapes[tensor.name], tensor.type.name.lower(), *columns)
     finally:
