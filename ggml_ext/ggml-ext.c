@@ -78,6 +78,12 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
     if (params->itq3_levels != 0 && params->itq3_levels != 3 && params->itq3_levels != 8) {
         return 0;
     }
+    for (int k = 0; k < 8 && params->ditto3_codebook; ++k) {
+        const float * c = params->ditto3_codebook;
+        if (!(fabsf(c[k]) <= FLT_MAX) || (k > 0 && c[k] < c[k - 1])) {
+            return 0;
+        }
+    }
     GGML_ASSERT(n_per_row % QK_K == 0 && start % n_per_row == 0);
     const int64_t row_blocks = n_per_row/QK_K;
     const int64_t first      = start/n_per_row*row_blocks;

@@ -8,12 +8,13 @@ extern "C" {
 #endif
 
 // Version of the interface in this header; raised by every incompatible change.
-#define GGML_EXT_ABI_VERSION 1
+#define GGML_EXT_ABI_VERSION 2
 GGML_API int ggml_ext_abi_version(void);
 
 // Options of the encoders. Zero-initialise and set what you need: zero is the default of every field.
 struct ggml_ext_quantize_params {
-    int32_t itq3_levels; // ITQ3_S: 8 (default) or 3, the paper's ternary
+    int32_t       itq3_levels;     // ITQ3_S: 8 (default) or 3, the paper's ternary
+    const float * ditto3_codebook; // DITTO3: eight finite centroids in ascending order for all blocks; NULL: each its own
 };
 
 // ggml_quantize_chunk() with options, for the extension's weight types only.
@@ -24,6 +25,17 @@ struct ggml_ext_quantize_params {
 GGML_API size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start,
                                         int64_t nrows, int64_t n_per_row, const float * imatrix,
                                         const struct ggml_ext_quantize_params * params);
+
+// One codebook for a whole tensor of DITTO3, in memory that does not depend on its size: add all rows to a histogram of
+// GGML_EXT_DITTO3_BINS bins, then cluster the bins. Bins are 2^-10 of their value wide, and exact for rows that were F16 or
+// BF16. sum_w and sum_wx hold importance and importance*weight of each bin, zero at first; imatrix as above. The order of
+// the rows decides the last bits of the sums.
+#define GGML_EXT_DITTO3_BINS (1 << 19)
+GGML_API void ggml_ext_ditto3_add_rows(double * sum_w, double * sum_wx, const float * src, int64_t nrows,
+                                       int64_t n_per_row, const float * imatrix);
+
+// Centroids for ditto3_codebook. Returns false if no row was added (or memory is out).
+GGML_API bool ggml_ext_ditto3_codebook(const double * sum_w, const double * sum_wx, float codebook[8]);
 
 // The unpack contract of one block (scalar reference): 256 codes, up to four integer scales, d and offset with
 // value[j] = d * scale[j / group] * (q[j] - offset). Returns false for other types.

@@ -39,8 +39,8 @@ def test_importance_lowers_the_weighted_error(lib):
     def error(blocks):
         return (importance * (ditto3.dequantize_blocks(blocks) - x).astype(np.float64) ** 2).sum()
 
-    # measured 0.886; k-means from an unweighted start finds no more
-    assert error(ditto3.quantize_blocks(x, importance)) < 0.95 * error(ditto3.quantize_blocks(x))
+    # measured 0.685
+    assert error(ditto3.quantize_blocks(x, importance)) < 0.73 * error(ditto3.quantize_blocks(x))
 
 
 def test_the_papers_example():

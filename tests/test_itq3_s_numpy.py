@@ -112,8 +112,8 @@ def test_not_finite_weights_give_not_finite_scales():
 def test_same_bytes_as_c(lib, corpus, levels):
     x = CORPORA[corpus]
     assert_same_blocks(
-        itq3_s.quantize_blocks(x, levels),
-        lib.quantize(TYPE_ID, x, levels),
+        itq3_s.quantize_blocks(x, levels=levels),
+        lib.quantize(TYPE_ID, x, itq3_levels=levels),
         f"itq3_s, {levels} levels, corpus {corpus}, seed {SEED}",
     )
 
@@ -132,7 +132,7 @@ def test_same_bytes_as_c(lib, corpus, levels):
     )
 )
 def test_same_bytes_as_c_on_generated_blocks(lib, levels, x):
-    assert_same_blocks(itq3_s.quantize_blocks(x, levels), lib.quantize(TYPE_ID, x, levels), f"itq3_s, {levels} levels")
+    assert_same_blocks(itq3_s.quantize_blocks(x, levels=levels), lib.quantize(TYPE_ID, x, itq3_levels=levels), f"itq3_s, {levels} levels")
 
 
 def test_c_default_is_eight_levels(lib):

@@ -1,78 +1,33 @@
-// Encoder of DITTO3: one-dimensional k-means of each block. Sums are float64 prefix sums over the sorted weights, in one
-// order, so that the numpy reference gives the same bytes; compiled with -ffp-contract=off.
-#include "encode.h"
+// Encoder of DITTO3. A block of its own codebook gets the best clusters there are, a whole tensor those of the paper's loop,
+// which on so many weights ends near the best. See kmeans.h; compiled with -ffp-contract=off.
+#include "kmeans.h"
 
 #include "../types/ditto3.h"
 
-// Lloyd's steps after the equal-population start. On a Gaussian 12 steps leave 0.0331 relative squared error, 40 0.0326.
-enum { K = 8, N_STEPS = 60 };
+#include <stdlib.h>
+
+enum {
+    K       = EXT_K,
+    N_STEPS = 10000, // for a tensor, a microsecond each: some hundred until nothing changes
+};
 
 struct sample {
     float x, weight;
 };
 
-// Number of sorted weights below the middle of two centroids.
-static int split(const struct sample * s, double c0, double c1) {
-    const double middle = 0.5*(c0 + c1);
-    int lo = 0, hi = QK_K;
-    while (lo < hi) {
-        const int mid = (lo + hi)/2;
-        if ((double) s[mid].x < middle) {
-            lo = mid + 1;
-        } else {
-            hi = mid;
-        }
-    }
-    return lo;
-}
-
-// Centroids in ascending order: equal population first (pseudocode 1, lines 1-2), then reassign and update (4-9) until
-// no weight changes its cluster. An empty cluster keeps its centroid.
-static void cluster(const struct sample * s, double c[K]) {
-    double sum_w[QK_K + 1] = {0}, sum_wx[QK_K + 1] = {0};
+// Centroids of a block in ascending order.
+static void cluster_block(const struct sample s[QK_K], double c[K]) {
+    double x[QK_K], sum_w[QK_K + 1] = {0}, sum_wx[QK_K + 1] = {0};
     for (int j = 0; j < QK_K; ++j) {
+        x[j] = (double) s[j].x;
         sum_w [j + 1] = sum_w [j] + (double) s[j].weight;
-        sum_wx[j + 1] = sum_wx[j] + (double) s[j].weight*(double) s[j].x;
+        sum_wx[j + 1] = sum_wx[j] + (double) s[j].weight*x[j];
     }
-    int bound[K + 1];
-    for (int k = 0; k <= K; ++k) {
-        bound[k] = k*QK_K/K;
-    }
-    for (int k = 0; k < K; ++k) {
-        c[k] = (double) s[bound[k]].x;
-    }
-    for (int step = 0; step <= N_STEPS; ++step) {
-        for (int k = 0; k < K; ++k) {
-            const double w = sum_w[bound[k + 1]] - sum_w[bound[k]];
-            if (w > 0) {
-                c[k] = (sum_wx[bound[k + 1]] - sum_wx[bound[k]])/w;
-            }
-        }
-        bool changed = false;
-        for (int k = 1; k < K; ++k) {
-            const int b = split(s, c[k - 1], c[k]);
-            changed |= b != bound[k];
-            bound[k] = b;
-        }
-        if (!changed) {
-            break;
-        }
-    }
+    ext_cluster_optimal(&(struct ext_samples) {QK_K, x, sum_w, sum_wx}, c);
 }
 
-static void encode_block(const float * x, const float * importance, block_ditto3 * dst) {
-    struct sample s[QK_K];
-    bool finite = true;
-    for (int j = 0; j < QK_K; ++j) {
-        finite &= fabsf(x[j]) <= FLT_MAX;
-        s[j] = (struct sample) {x[j], importance ? importance[j] : 1.0f};
-    }
-    memset(dst, 0, sizeof(*dst));
-    if (!finite) {
-        dst->d = EXT_HALF_NAN; // refused by row validation
-        return;
-    }
-    // by value; equal weights keep their order, on which the sums of their importances depend
+// Sorts by value; equal weights keep their order, on which the sums of their importances depend.
+static void sort_samples(struct sample s[QK_K]) {
     for (int i = 1; i < QK_K; ++i) {
         const struct sample t = s[i];
         int j = i;
@@ -81,45 +36,124 @@ static void encode_block(const float * x, const float * importance, block_ditto3
         }
         s[j] = t;
     }
-    double c[K];
-    cluster(s, c);
+}
 
+static void store_codebook(const double c[K], block_ditto3 * dst) {
     double top = 0;
     for (int k = 0; k < K; ++k) {
         top = fmax(top, fabs(c[k]));
     }
     dst->d = ggml_fp32_to_fp16((float) fmin(top/63, (double) EXT_HALF_MAX));
     const double d = (double) ggml_fp16_to_fp32(dst->d);
-    int8_t codebook[K] = {0};
-    for (int k = 0; k < K && d > 0; ++k) {
-        const double v = fmax(-63, fmin(nearbyint(c[k]/d), 63));
-        codebook[k] = (int8_t) v;
+    for (int k = 0; k < K; ++k) {
+        const double v = d > 0 ? fmax(-63, fmin(nearbyint(c[k]/d), 63)) : 0;
+        dst->codebook[k] = (uint8_t) ((int) v + DITTO3_OFFSET);
     }
-    for (int i = 1; i < K; ++i) { // clusters that stayed empty may be out of order
-        for (int k = i; k > 0 && codebook[k - 1] > codebook[k]; --k) {
-            const int8_t t = codebook[k];
-            codebook[k] = codebook[k - 1];
-            codebook[k - 1] = t;
-        }
-    }
+}
+
+static void store_indices(const float * x, block_ditto3 * dst) {
+    const double d = (double) ggml_fp16_to_fp32(dst->d);
     uint8_t code[QK_K];
     for (int j = 0; j < QK_K; ++j) {
         int best = 0;
         for (int k = 1; k < K; ++k) { // a weight in the middle goes up
-            best += (double) x[j] >= 0.5*d*(codebook[k - 1] + codebook[k]);
+            best += (double) x[j] >= 0.5*d*(dst->codebook[k - 1] + dst->codebook[k] - 2*DITTO3_OFFSET);
         }
         code[j] = (uint8_t) best;
-    }
-    for (int k = 0; k < K; ++k) {
-        dst->codebook[k] = (uint8_t) (codebook[k] + DITTO3_OFFSET);
     }
     ggml_ext_pack_bits3(code, dst->ql, dst->qh);
 }
 
+static void encode_block(const float * x, const float * importance, const float * codebook, block_ditto3 * dst) {
+    struct sample s[QK_K];
+    bool   finite = true;
+    double total  = 0;
+    for (int j = 0; j < QK_K; ++j) {
+        finite &= fabsf(x[j]) <= FLT_MAX;
+        s[j] = (struct sample) {x[j], importance ? (float) ext_importance(importance[j]) : 0};
+        total += (double) s[j].weight;
+    }
+    memset(dst, 0, sizeof(*dst));
+    if (!finite) {
+        dst->d = EXT_HALF_NAN; // refused by row validation
+        return;
+    }
+    double c[K];
+    if (codebook) {
+        for (int k = 0; k < K; ++k) {
+            c[k] = (double) codebook[k];
+        }
+    } else {
+        for (int j = 0; j < QK_K && !(total > 0); ++j) {
+            s[j].weight = 1; // without any importance all weights have the same
+        }
+        sort_samples(s);
+        cluster_block(s, c);
+    }
+    store_codebook(c, dst);
+    store_indices(x, dst);
+}
+
 void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
-    (void) params;
     for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        encode_block(src + ib*QK_K, importance ? importance + ib*QK_K : NULL, &dst[ib]);
+        encode_block(src + ib*QK_K, importance ? importance + ib*QK_K : NULL, params->ditto3_codebook, &dst[ib]);
     }
+}
+
+// Bins are the floats that share sign, exponent and the ten upper bits of the mantissa, in ascending order: halves and
+// bfloat16 each have one to themselves.
+static uint32_t bin_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return (bits >> 31 ? ~bits : bits | UINT32_C(1) << 31) >> 13;
+}
+static_assert(GGML_EXT_DITTO3_BINS == UINT32_C(1) << (32 - 13), "a bin is the upper 19 bits of a float");
+
+void ggml_ext_ditto3_add_rows(double * sum_w, double * sum_wx, const float * src, int64_t nrows, int64_t n_per_row,
+                              const float * imatrix) {
+    double total = 0;
+    for (int64_t j = 0; j < n_per_row && imatrix; ++j) {
+        total += ext_importance(imatrix[j]);
+    }
+    const bool weighted = total > 0; // as for a block
+    for (int64_t ir = 0; ir < nrows; ++ir) {
+        for (int64_t j = 0; j < n_per_row; ++j) {
+            const float x = src[ir*n_per_row + j];
+            if (fabsf(x) <= FLT_MAX) {
+                const double w = weighted ? ext_importance(imatrix[j]) : 1;
+                sum_w [bin_of(x)] += w;
+                sum_wx[bin_of(x)] += w*(double) x;
+            }
+        }
+    }
+}
+
+bool ggml_ext_ditto3_codebook(const double * bin_w, const double * bin_wx, float codebook[8]) {
+    int n = 0;
+    for (int i = 0; i < GGML_EXT_DITTO3_BINS; ++i) {
+        n += bin_w[i] > 0;
+    }
+    double * x = malloc(((size_t) 3*n + 2)*sizeof(double));
+    if (n == 0 || x == NULL) {
+        free(x);
+        return false;
+    }
+    double * sum_w = x + n, * sum_wx = sum_w + n + 1;
+    sum_w[0] = sum_wx[0] = 0;
+    for (int i = 0, j = 0; i < GGML_EXT_DITTO3_BINS; ++i) {
+        if (bin_w[i] > 0) {
+            x[j] = bin_wx[i]/bin_w[i];
+            sum_w [j + 1] = sum_w [j] + bin_w [i];
+            sum_wx[j + 1] = sum_wx[j] + bin_wx[i];
+            ++j;
+        }
+    }
+    double c[K];
+    ext_cluster_lloyd(&(struct ext_samples) {n, x, sum_w, sum_wx}, N_STEPS, c);
+    for (int k = 0; k < K; ++k) {
+        codebook[k] = (float) c[k];
+    }
+    free(x);
+    return true;
 }

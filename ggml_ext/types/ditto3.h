@@ -5,9 +5,10 @@
 //   byte  0  2              10            74       106
 //         d  codebook (8)   ql (64)       qh (32)            106 bytes for 256 weights: 3.3125 bits a weight
 //
-// Source: Ditto, section 3.2: clusters of equal population, improved by reassigning and averaging, 3-bit indices. The
-// paper keeps one codebook of float32 a matrix; ours lies in each block, as 7-bit integers times a half: unsigned bytes below
-// 128 are what byte multiply-adds take without saturating (with signed bytes, prefill on AVX2 was a fifth slower).
+// Source: Ditto, section 3.2: k-means of the weights, 3-bit indices. The paper keeps one codebook of float32 a matrix, from
+// clusters of equal population improved by reassigning and averaging; ours lies in each block, as 7-bit integers times a
+// half, and is the best for that block unless one for the whole tensor is given. Unsigned bytes below 128 are what byte
+// multiply-adds take without saturating.
 #pragma once
 
 #include "bits3.h"

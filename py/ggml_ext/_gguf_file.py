@@ -149,6 +149,15 @@ class _Cursor:
             self.skip(n * struct.calcsize(SCALAR_FORMATS[etype]), what)
 
 
+def has_magic(path: Path) -> bool:
+    """True if the file begins as GGUF files do. UserError if it cannot be read."""
+    try:
+        with open(path, "rb") as f:
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from e
+
+
 class GGUFFile:
     """A GGUF file, memory-mapped. The constructor reads and checks the whole header; UserError if it is not sound."""
 
@@ -279,6 +288,31 @@ class GGUFFile:
             end = tensor.offset + n_rows * row_bytes(tensor.type, tensor.ne[0])
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
+    def _array_payload(self, key: str, element: GGUFValueType) -> tuple[int, bytes] | None:
+        """Count and bytes of an array of that element type; None if the key is missing or something else."""
+        kv = self.metadata.get(key)
+        if kv is None or kv.type != GGUFValueType.ARRAY or struct.unpack_from("<I", kv.raw, 4)[0] != element:
+            return None
+        return struct.unpack_from("<Q", kv.raw, 8)[0], kv.raw[16:]
+
+    def strings(self, key: str) -> list[str] | None:
+        """An array of strings; None if the key is missing or something else."""
+        found = self._array_payload(key, GGUFValueType.STRING)
+        if found is None:
+            return None
+        count, raw = found
+        out, position = [], 0
+        for _ in range(count):
+            (n_bytes,) = struct.unpack_from("<Q", raw, position)
+            out.append(raw[position + 8 : position + 8 + n_bytes].decode(errors="replace"))
+            position += 8 + n_bytes
+        return out
+
+    def floats(self, key: str) -> np.ndarray | None:
+        """An array of float32, shape (n,); None if the key is missing or something else."""
+        found = self._array_payload(key, GGUFValueType.FLOAT32)
+        return None if found is None else np.frombuffer(found[1], "<f4")
+
     def value(self, key: str, default=None):
         """Value of a scalar or string key; default if it is missing."""
         kv = self.metadata.get(key)
@@ -292,6 +326,20 @@ def uint32_value(key: str, value: int) -> KeyValue:
 def string_value(key: str, value: str) -> KeyValue:
     raw = value.encode()
     return KeyValue(key, GGUFValueType.STRING, value, struct.pack("<IQ", GGUFValueType.STRING, len(raw)) + raw)
+
+
+def strings_value(key: str, values: list[str]) -> KeyValue:
+    raw = b"".join(struct.pack("<Q", len(v.encode())) + v.encode() for v in values)
+    return _array(key, GGUFValueType.STRING, len(values), raw)
+
+
+def floats_value(key: str, values: np.ndarray) -> KeyValue:
+    """values: float32 (n,)."""
+    return _array(key, GGUFValueType.FLOAT32, len(values), values.astype("<f4").tobytes())
+
+
+def _array(key: str, element: GGUFValueType, count: int, raw: bytes) -> KeyValue:
+    return KeyValue(key, GGUFValueType.ARRAY, None, struct.pack("<IIQ", GGUFValueType.ARRAY, element, count) + raw)
 
 
 def pack_header(

@@ -6,13 +6,13 @@ and the classes registered with gguf.quants. LlamaFileType names general.file_ty
 
 from __future__ import annotations
 
-import importlib
 from enum import IntEnum
 
 import gguf
 import gguf.quants
 import numpy as np
 
+from . import quants
 from ._types import TYPES, TypeInfo
 
 # The base of gguf's quantization classes has no public name.
@@ -48,7 +48,7 @@ def add_enum_member(enum: type[IntEnum], name: str, value: int) -> IntEnum:
 
 
 def _register_quants(info: TypeInfo, qtype: IntEnum) -> None:
-    reference = importlib.import_module(f"{__package__}.quants.{info.name}")
+    reference = quants.reference(info.name)
 
     class Quant(_QuantBase, qtype=qtype):
         @classmethod

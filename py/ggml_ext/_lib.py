@@ -6,15 +6,16 @@ import ctypes
 import functools
 import os
 import sys
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
 
 from ._errors import UserError
 from ._types import WEIGHT_TYPES
+from .quants import ditto3
 
-ABI_VERSION = 1  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 2  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 # the package holds the library under its SONAME, libggml-base.so.0 on Linux; a build folder has links beside it
 FILE_PATTERN = {"darwin": "libggml-base*.dylib", "win32": "ggml-base.dll"}.get(sys.platform, "libggml-base.so*")
@@ -39,16 +40,18 @@ class _TypeTraits(ctypes.Structure):
 class _QuantizeParams(ctypes.Structure):
     """struct ggml_ext_quantize_params of ggml-ext.h."""
 
-    _fields_ = [("itq3_levels", c_int32)]
+    _fields_ = [("itq3_levels", c_int32), ("ditto3_codebook", POINTER(c_float))]
 
 
-_floats = POINTER(c_float)
+_floats, _doubles = POINTER(c_float), POINTER(c_double)
 _SIGNATURES = {
     "ggml_ext_abi_version": (c_int, []),
     "ggml_ext_quantize_chunk": (
         c_size_t,
         [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats, POINTER(_QuantizeParams)],
     ),
+    "ggml_ext_ditto3_add_rows": (None, [_doubles, _doubles, _floats, c_int64, c_int64, _floats]),
+    "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
     "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
     "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
     "ggml_ext_fwht": (None, [_floats, c_int64]),
@@ -67,6 +70,16 @@ def _need(array: np.ndarray, dtype: type, what: str) -> None:
         raise ValueError(
             f"{what} is {array.dtype}, contiguous: {array.flags.c_contiguous}; need contiguous {np.dtype(dtype)}"
         )
+
+
+def _optional(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> ctypes._Pointer | None:
+    """Pointer to a float32 array of that shape, or None; ValueError for other arrays."""
+    if array is None:
+        return None
+    _need(array, np.float32, what)
+    if array.shape != shape:
+        raise ValueError(f"{what} has shape {array.shape}, need {shape}")
+    return _pointer(array, c_float)
 
 
 class Library:
@@ -98,12 +111,18 @@ class Library:
         return self._dll.ggml_row_size(type_id, n_per_row)
 
     def quantize(
-        self, type_id: int, rows: np.ndarray, itq3_levels: int = 0, imatrix: np.ndarray | None = None
+        self,
+        type_id: int,
+        rows: np.ndarray,
+        itq3_levels: int = 0,
+        imatrix: np.ndarray | None = None,
+        ditto3_codebook: np.ndarray | None = None,
     ) -> np.ndarray:
         """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
 
-        itq3_levels: 8 or 3 for ITQ3_S, 0 for the default; other types ignore it. imatrix: float32
-        (n_per_row,) importances, which some stock types require. ValueError for other shapes, dtypes and options.
+        itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
+        blocks of DITTO3; None: each its own. Other types ignore them. imatrix: float32 (n_per_row,) importances, which
+        some stock types require. ValueError for other shapes, dtypes and options.
         """
         _need(rows, np.float32, "rows")
         n_rows, n_per_row = rows.shape
@@ -111,14 +130,10 @@ class Library:
         if n_per_row % traits.blck_size:
             raise ValueError(f"rows of {n_per_row} are no multiple of {traits.blck_size}")
         out = np.empty((n_rows, self.row_bytes(type_id, n_per_row)), np.uint8)
-        if imatrix is not None:
-            _need(imatrix, np.float32, "imatrix")
-            if imatrix.shape != (n_per_row,):
-                raise ValueError(f"imatrix has shape {imatrix.shape}, need ({n_per_row},)")
-        importance = None if imatrix is None else _pointer(imatrix, c_float)
+        importance = _optional(imatrix, (n_per_row,), "imatrix")
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
         if type_id in _EXT_IDS:
-            params = _QuantizeParams(itq3_levels=itq3_levels)
+            params = _QuantizeParams(itq3_levels, _optional(ditto3_codebook, (8,), "ditto3_codebook"))
             n_bytes = self._dll.ggml_ext_quantize_chunk(
                 type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
             )
@@ -126,9 +141,13 @@ class Library:
             n_bytes = self._dll.ggml_quantize_chunk(type_id, source, target, 0, n_rows, n_per_row, importance)
         if n_bytes != out.nbytes:
             raise ValueError(
-                f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels})"
+                f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels}, "
+                f"ditto3_codebook {ditto3_codebook})"
             )
         return out
+
+    def ditto3_histogram(self) -> Ditto3Histogram:
+        return Ditto3Histogram(self._dll)
 
     def dequantize(self, type_id: int, data: np.ndarray, n_per_row: int) -> np.ndarray:
         """Decodes uint8 (n_rows, row_bytes) to float32 (n_rows, n_per_row). ValueError for other shapes and dtypes."""
@@ -172,6 +191,30 @@ class Library:
         out = x.copy()
         self._dll.ggml_ext_fwht(_pointer(out, c_float), out.size // 256)
         return out
+
+
+class Ditto3Histogram:
+    """quants.ditto3.Histogram in C: weights of a whole tensor in bins, for one codebook."""
+
+    def __init__(self, dll: ctypes.CDLL):
+        self._dll = dll
+        self.sums = np.zeros((2, ditto3.N_BINS))  # of importance and of importance * weight
+
+    def _pointers(self) -> list[ctypes._Pointer]:
+        return [_pointer(s, c_double) for s in self.sums]
+
+    def add_rows(self, rows: np.ndarray, importance: np.ndarray | None = None) -> None:
+        """rows: float32 (n_rows, n_per_row); importance: float32 (n_per_row,) or None. NaN and Inf are left out."""
+        _need(rows, np.float32, "rows")
+        weights = _optional(importance, rows.shape[1:], "importance")
+        self._dll.ggml_ext_ditto3_add_rows(*self._pointers(), _pointer(rows, c_float), *rows.shape, weights)
+
+    def codebook(self) -> np.ndarray:
+        """Centroids float32 (8,), ascending. ValueError if nothing was added."""
+        codebook = np.empty(8, np.float32)
+        if not self._dll.ggml_ext_ditto3_codebook(*self._pointers(), _pointer(codebook, c_float)):
+            raise ValueError("no weights were added")
+        return codebook
 
 
 _EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}

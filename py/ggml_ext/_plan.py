@@ -14,6 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, row_bytes
+from ._imatrix import ImportanceMatrix, n_importances
 from ._types import TYPES, TypeInfo
 
 T = GGMLQuantizationType
@@ -163,6 +164,7 @@ class Plan:
     types: list[GGMLQuantizationType] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)  # names
+    importance: set[str] = field(default_factory=set)  # names of tensors that are encoded with an importance matrix
 
     def size_before(self) -> int:
         return sum(t.n_bytes for t in self.tensors)
@@ -264,9 +266,59 @@ def _plan_matrix(tensor: Tensor, target: GGMLQuantizationType, choices: Choices,
             f"{fitting.name.lower()}"
         )
         plan.fallbacks.append(tensor.name)
-    if fitting in IMATRIX_TYPES and fitting != tensor.type:
-        raise UserError(
-            f"tensor {tensor.name}: {fitting.name.lower()} needs an importance matrix, which this tool does "
-            "not read: use llama-quantize --imatrix, or choose another type"
-        )
     return fitting
+
+
+def plan_importance(plan: Plan, imatrix: ImportanceMatrix | None) -> None:
+    """Decides which tensors are encoded with importances, as llama-quantize does.
+
+    UserError where the matrix is for another model, and where a type needs importances that are not there.
+    """
+    changed = [(t, q) for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and q not in FLOAT_TYPES]
+    if imatrix is not None:
+        _match_importance(plan, [t for t, _ in changed], imatrix)
+    for tensor, target in changed:
+        if target in IMATRIX_TYPES and tensor.name not in plan.importance:
+            found = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for it"
+            raise UserError(
+                f"tensor {tensor.name}: {target.name.lower()} needs an importance matrix: {found} (llama-imatrix makes "
+                f"one), or choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
+            )
+
+
+def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatrix) -> None:
+    """Fills plan.importance for the tensors that will be encoded."""
+    names = {t.name for t in plan.tensors}
+    missing = []
+    for tensor in tensors:
+        # entries for these exist only if the matrix was made with --process-output
+        is_outer = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
+        if tensor.name not in imatrix:
+            missing += [] if is_outer else [tensor.name]
+            continue
+        found, needed = imatrix.n_values(tensor.name), n_importances(tensor)
+        if found == needed:
+            plan.importance.add(tensor.name)
+            continue
+        message = (
+            f"--imatrix: {imatrix.path}: tensor {tensor.name} has {found:,} importances, the model needs {needed:,} "
+            f"({needed // tensor.ne[0]:,} x {tensor.ne[0]:,} columns)"
+        )
+        if not is_outer or tensor.name == OUTPUT:
+            raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL")
+        plan.warnings.append(f"{message}: quantized without")
+    if missing and not any(name in names for name in imatrix.names()):
+        raise UserError(
+            f"--imatrix: {imatrix.path} is for another model: it has {len(imatrix):,} entries, such as {imatrix.names()[0]}, "
+            f"and none for a tensor of this one, such as {missing[0]}; make one with llama-imatrix -m MODEL"
+        )
+    if missing:
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {len(tensors)} tensors, which are "
+            f"quantized without: {', '.join(missing)}"
+        )
+    if unknown := [name for name in imatrix.names() if name not in names]:
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path} has importances for {len(unknown)} tensors that the model lacks, such as "
+            f"{unknown[0]}: is it for another model?"
+        )

@@ -11,12 +11,18 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from ._encode import Codec
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from ._accuracy import Accuracy
+from ._encode import Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, pad, row_bytes, write_padding
+from ._imatrix import ImportanceMatrix
 from ._plan import Plan
 
 MIB = 1024 * 1024
@@ -116,32 +122,62 @@ def write_tensors(
     file: GGUFFile,
     plan: Plan,
     codec: Codec,
+    imatrix: ImportanceMatrix | None,
     n_threads: int,
     started: Callable[[int], None],
     advanced: Callable[[int], None],
-) -> None:
+) -> list[Accuracy]:
     """Writes the data of all tensors, padded. Calls started(index) before a tensor and advanced(weights) after a chunk.
 
-    UserError if a tensor holds what cannot be stored.
+    Returns how far each tensor is from its original. UserError if a tensor holds what cannot be stored.
     """
     pool = ThreadPoolExecutor(n_threads)
+    accuracies = []
     try:
         for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types, strict=True)):
             started(i)
+            guide = Guide(imatrix.values(tensor.name) if imatrix and tensor.name in plan.importance else None)
+            if codec.needs_codebook(tensor, target):
+                guide = replace(guide, codebook=_find_codebook(pool, file, tensor, target, codec, guide, 2 * n_threads))
 
-            def convert(chunk: tuple[int, int], tensor=tensor, target=target):
-                return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target)
+            def convert(chunk: tuple[int, int], tensor=tensor, target=target, guide=guide):
+                return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target, guide)
 
-            n_bytes = 0
-            for (first, n_rows), data in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):
+            n_bytes, accuracy = 0, Accuracy()
+            for (first, n_rows), (data, of_chunk) in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):
                 f.write(data)
                 n_bytes += data.nbytes
+                accuracy += of_chunk
                 file.release(tensor, first + n_rows)
                 advanced(n_rows * tensor.ne[0])
             assert n_bytes == row_bytes(target, tensor.ne[0]) * tensor.n_rows, tensor.name
             write_padding(f, n_bytes, file.alignment)
+            accuracies.append(accuracy)
     finally:
         pool.shutdown(cancel_futures=True)
+    return accuracies
+
+
+def _find_codebook(
+    pool: ThreadPoolExecutor,
+    file: GGUFFile,
+    tensor: Tensor,
+    target: GGMLQuantizationType,
+    codec: Codec,
+    guide: Guide,
+    n_ahead: int,
+) -> np.ndarray:
+    """A first pass over all rows of a tensor, added up in their order."""
+
+    def weights(chunk: tuple[int, int]):
+        return chunk, codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], target)
+
+    def chunks():
+        for (first, n_rows), rows in map_in_order(pool, weights, row_chunks(tensor), n_ahead):
+            yield first, rows
+            file.release(tensor, first + n_rows)
+
+    return codec.codebook(chunks(), tensor, guide)
 
 
 def data_size(plan: Plan, alignment: int) -> int:

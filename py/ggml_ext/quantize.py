@@ -8,27 +8,25 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
 from . import __version__, _lib
-from ._encode import Codec
+from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
+from ._cli import Parser, add_threads_option, check_threads, print_text, run_command
+from ._encode import UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
-from ._gguf_file import GGUFFile, Tensor, pack_header, row_bytes, string_value, uint32_value
-from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type
+from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, row_bytes, string_value, uint32_value
+from ._imatrix import ImportanceMatrix
+from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type, plan_importance
 from ._types import WEIGHT_TYPES, TypeInfo
-from ._writer import MIB, Stopped, data_size, replaced_file, stop_on_signals, write_tensors
+from ._writer import MIB, data_size, replaced_file, write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
-
-
-class Parser(argparse.ArgumentParser):
-    """Bad command lines end like all bad input: one line and exit code 1."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+T = GGMLQuantizationType
+CODEBOOKS = ("block", "tensor")
+WAY_OUT = "pass --quiet if nobody reads it"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,8 +65,20 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept tensors that are already quantized below 8 bits; costs quality",
     )
+    add(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="importance matrix of llama-imatrix (GGUF): weights of the errors in ditto3 and in stock types; itq3_s uses none",
+    )
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
-    add("-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use")
+    add(
+        "--ditto-codebook",
+        metavar="{block,tensor}",
+        default="block",
+        help="ditto3: a codebook for each block (default) or the paper's one for each tensor; llama-quantize makes the former",
+    )
+    add_threads_option(parser)
     add(
         "--encoder",
         choices=("auto", "c", "numpy"),
@@ -91,8 +101,9 @@ def parse_choices(args: argparse.Namespace) -> Choices:
         raise UserError(f"--type: unknown type {args.type!r}{hint}; known types: {', '.join(WEIGHT_TYPES)}")
     if args.itq3_levels not in (3, 8):
         raise UserError(f"--itq3-levels: got {args.itq3_levels}, must be 8 or 3")
-    if args.threads is not None and args.threads < 1:
-        raise UserError(f"--threads: got {args.threads}, must be at least 1; leave it out to use all processors")
+    if args.ditto_codebook not in CODEBOOKS:
+        raise UserError(f"--ditto-codebook: got {args.ditto_codebook!r}, must be {' or '.join(CODEBOOKS)}")
+    check_threads(args.threads)
 
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
         return None if name is None else parse_type(name, flag)
@@ -139,23 +150,25 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
             "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
             "leave out --encoder"
         )
-    codec = Codec(lib, args.itq3_levels)
+    codec = Codec(lib, args.itq3_levels, args.ditto_codebook)
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if target != tensor.type and not codec.can_encode(target):
+        unweighted = lib is None and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY
+        if target != tensor.type and (unweighted or not codec.can_encode(target)):
             flag = {
                 "output.weight": "--output-tensor-type q8_0",
                 "token_embd.weight": "--token-embedding-type q8_0",
             }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
             raise UserError(
-                f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder and the built library is not "
-                f"in use: build it, or pass {flag}"
+                f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{' with importances' if unweighted else ''} "
+                f"and the built library is not in use: build it, or pass {flag}"
             )
     return codec
 
 
-def describe_options(args: argparse.Namespace, info: TypeInfo) -> str:
+def describe_options(args: argparse.Namespace, plan: Plan) -> str:
     """The options that decide the bytes of the output, for the file's record."""
-    options = [f"itq3-levels={args.itq3_levels}"] if info.name == "itq3_s" else []
+    of_types = {T.ITQ3_S: f"itq3-levels={args.itq3_levels}", T.DITTO3: f"ditto-codebook={args.ditto_codebook}"}
+    options = [text for qtype, text in of_types.items() if qtype in plan.types]
     options += [
         flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))
     ]
@@ -165,16 +178,40 @@ def describe_options(args: argparse.Namespace, info: TypeInfo) -> str:
     return " ".join([*options, *(f"tensor-type={text}" for text in args.tensor_type)])
 
 
-def output_metadata(file: GGUFFile, info: TypeInfo, options: str) -> dict:
-    """All keys of the input, in their order, and ours."""
+def output_metadata(
+    file: GGUFFile,
+    info: TypeInfo,
+    options: str,
+    imatrix: ImportanceMatrix | None,
+    epsilons: dict[str, float],
+) -> dict[str, KeyValue]:
+    """All keys of the input, in their order, those of llama-quantize and ours. epsilons: by name of the DITTO3 tensors."""
     ours = [
+        *([] if imatrix is None else imatrix.metadata()),
         uint32_value("general.file_type", int(info.id)),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
         string_value("ggml_ext.type", info.name),
         string_value("ggml_ext.options", options),
+        *epsilon_metadata(epsilons),
     ]
-    return file.metadata | {kv.key: kv for kv in ours}
+    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY)}
+    return old | {kv.key: kv for kv in ours}
+
+
+def list_epsilons(file: GGUFFile, plan: Plan, accuracies: list[Accuracy] | None) -> dict[str, float]:
+    """Epsilon of the DITTO3 tensors of the output. accuracies: None before they are known, for the size of the header.
+
+    Tensors that were DITTO3 before are copied, and keep what is recorded for them, if anything is.
+    """
+    out = {}
+    recorded = read_epsilons(file)
+    for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types, strict=True)):
+        if target == T.DITTO3 != tensor.type:
+            out[tensor.name] = 0.0 if accuracies is None else accuracies[i].epsilon
+        elif target == T.DITTO3 and tensor.name in recorded:
+            out[tensor.name] = recorded[tensor.name]
+    return out
 
 
 def tensor_line(index: int, plan: Plan) -> str:
@@ -194,8 +231,23 @@ def tensor_class(tensor: Tensor) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
 
 
-def summary(plan: Plan, seconds: float | None) -> str:
-    """Counts and sizes per class and type of tensor, and the totals. seconds: None for a dry run."""
+def accuracy_table(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
+    """Lines on the tensors that changed their type, by class and type."""
+    classes: dict[tuple[str, str], Accuracy] = {}
+    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
+        if target != tensor.type:
+            key = tensor_class(tensor), target.name.lower()
+            classes[key] = classes.get(key, Accuracy()) + accuracy
+    if not classes:
+        return []
+    width = max(len(name) for name, _ in classes)
+    lines = ["", f"{'tensors':<{width}}  {'type':<8} {'relative squared error':>22} {'largest error':>14}"]
+    lines += [f"{n:<{width}}  {t:<8} {a.relative:22.6f} {a.epsilon:14.6g}" for (n, t), a in classes.items()]
+    return lines
+
+
+def summary(plan: Plan, accuracies: list[Accuracy] | None = None, seconds: float = 0) -> str:
+    """Counts and sizes per class and type of tensor, and the totals. accuracies: None for a dry run."""
     classes: dict[tuple[str, str], list[int]] = {}
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         counts = classes.setdefault((tensor_class(tensor), target.name.lower()), [0, 0, 0])
@@ -218,7 +270,8 @@ def summary(plan: Plan, seconds: float | None) -> str:
             f"{len(plan.fallbacks)} of {len(plan.tensors)} tensor(s) required fallback quantization: "
             f"{', '.join(plan.fallbacks)}"
         )
-    if seconds is not None:
+    if accuracies is not None:
+        lines += accuracy_table(plan, accuracies)
         lines.append(
             f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)"
         )
@@ -235,70 +288,63 @@ def run(args: argparse.Namespace) -> None:
             f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
         )
     output = None if args.dry_run else check_output(args.input, args.output, args.force)
+    imatrix = None if args.imatrix is None else ImportanceMatrix(args.imatrix)
     plan = make_plan(file, choices)
+    plan_importance(plan, imatrix)
+    if imatrix is not None and choices.info.rotated:
+        plan.warnings.append(f"--imatrix changes no {choices.info.name} tensor: it describes weights before their rotation")
     codec = None if args.dry_run else load_codec(args, plan)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
     def report(text: str) -> None:
-        if args.quiet or sys.stdout is None:
-            return
-        try:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as e:
-            raise UserError(f"cannot write to standard output: {e.strerror}; pass --quiet if nobody reads it") from e
+        if not args.quiet:
+            print_text(text, WAY_OUT)
 
     if args.dry_run:
         for i in range(len(plan.tensors)):
             report(tensor_line(i, plan))
-        report(summary(plan, None))
+        report(summary(plan))
         return
 
     started = time.monotonic()
-    header = pack_header(
-        output_metadata(file, choices.info, describe_options(args, choices.info)),
-        plan.tensors,
-        plan.types,
-        file.alignment,
-    )
+
+    def header(accuracies: list[Accuracy] | None) -> bytes:
+        epsilons = list_epsilons(file, plan, accuracies)
+        metadata = output_metadata(file, choices.info, describe_options(args, plan), imatrix, epsilons)
+        return pack_header(metadata, plan.tensors, plan.types, file.alignment)
+
+    first_header = header(None)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
-    n_threads = args.threads or (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     with (
         tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.info.name, disable=not show_bar) as bar,
-        replaced_file(output, len(header) + data_size(plan, file.alignment)) as f,
+        replaced_file(output, len(first_header) + data_size(plan, file.alignment)) as f,
     ):
-        f.write(header)
-        write_tensors(f, file, plan, codec, n_threads, lambda i: report(tensor_line(i, plan)), bar.update)
-    report(summary(plan, time.monotonic() - started))
+        f.write(first_header)
+        accuracies = write_tensors(
+            f,
+            file,
+            plan,
+            codec,
+            imatrix,
+            check_threads(args.threads),
+            lambda i: report(tensor_line(i, plan)),
+            bar.update,
+        )
+        f.seek(0)
+        f.write(header(accuracies))  # as long as the first one
+    report(summary(plan, accuracies, time.monotonic() - started))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Returns 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it."""
+    """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace(output=None)
-    try:
-        with stop_on_signals():
-            build_parser().parse_args(argv, args)
-            run(args)
-    except UserError as e:
-        message, code = f"error: {e}", 1
-    except Stopped as e:
-        message, code = f"error: interrupted, {args.output} was not written", 128 + e.number
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
-        message, code = "error: standard output was closed; pass --quiet if nobody reads it", 1
-    except MemoryError:
-        message, code = "error: out of memory; pass a smaller --threads", 1
-    except Exception as e:  # a bug: still one line
-        message, code = f"error: unexpected {type(e).__name__}: {e}; please report it", 1
-    else:
-        return 0
-    print(message, file=sys.stderr)
-    return code
+
+    def parse_and_run() -> None:
+        build_parser().parse_args(argv, args)
+        run(args)
+
+    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,29 @@
 """numpy references of the weight types, one module a type, and what they share.
 
 A module <type>.py supplies, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes):
-    unpack(blocks)             the unpack contract: codes, scale and offset
-    dequantize_blocks(blocks)  weights
-    quantize_blocks(weights)   blocks, the same bytes as the C encoder ggml_ext/encode/<type>.c
+    unpack(blocks)                        the unpack contract: codes, scale and offset
+    dequantize_blocks(blocks)             weights
+    quantize_blocks(weights, importance)  blocks, the same bytes as the C encoder ggml_ext/encode/<type>.c; importance
+                                          may be left out, and further options of the type follow
 
 Floating point follows the C sources operation by operation: IEEE float32, one order of sums, no fused operations.
 """
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import numpy as np
 
 BLOCK_SIZE = 256
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
+
+
+def reference(type_name: str) -> ModuleType:
+    """The module of a weight type, by its lower-case name."""
+    return importlib.import_module(f"{__name__}.{type_name}")
 
 
 def as_blocks(array: np.ndarray, dtype: np.dtype | type, width: int) -> np.ndarray:

@@ -3,7 +3,7 @@
     w[j] = d * ((codebook[index[j]] & 127) - 64),   index[j] in 0..7
     106 bytes: half d, uint8 codebook[8], uint8 ql[64], uint8 qh[32]
 
-Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as 7-bit integers times a half, is ours.
+Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as 7-bit integers times a half, and its clusters are ours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from . import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scal
 
 BLOCK_BYTES = 106
 K = 8
-N_STEPS = 60
+N_STEPS = 10000  # most steps of the paper's loop
+N_BINS = 1 << 19
+BATCH = 256  # blocks whose sums stay in the processor's cache
 OFFSET = 64
 TOP = 63  # largest magnitude of a codebook value
 
@@ -38,49 +40,168 @@ def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
         return d[:, None] * q.astype(np.float32)
 
 
-def _cluster(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Centroids float64 (n_blocks, 8) of sorted x float32 (n_blocks, 256); cluster() of encode/ditto3.c."""
-    zero = np.zeros((len(x), 1))
-    weight = weight.astype(np.float64)
-    sum_w = np.concatenate([zero, np.cumsum(weight, axis=1)], axis=1)
-    sum_wx = np.concatenate([zero, np.cumsum(weight * x, axis=1)], axis=1)
-    bound = np.tile(np.arange(K + 1) * BLOCK_SIZE // K, (len(x), 1))
-    c = np.take_along_axis(x, bound[:, :K], axis=1).astype(np.float64)
-    for _ in range(N_STEPS + 1):
-        w = np.diff(np.take_along_axis(sum_w, bound, axis=1), axis=1)
-        wx = np.diff(np.take_along_axis(sum_wx, bound, axis=1), axis=1)
-        np.divide(wx, w, out=c, where=w > 0)
+def _means(sum_w: np.ndarray, sum_wx: np.ndarray, bound: np.ndarray, c: np.ndarray) -> None:
+    """Sets c float64 (n_blocks, 8) to the means of the ranges that have importance; ext_update_centroids() of encode/kmeans.h."""
+    w = np.diff(np.take_along_axis(sum_w, bound, axis=1), axis=1)
+    wx = np.diff(np.take_along_axis(sum_wx, bound, axis=1), axis=1)
+    np.divide(wx, w, out=c, where=w > 0)
+
+
+def _first_samples(x: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(x, np.minimum(bound[:, :K], x.shape[1] - 1), axis=1).astype(np.float64)
+
+
+def _cluster_lloyd(x: np.ndarray, sum_w: np.ndarray, sum_wx: np.ndarray, n_steps: int) -> np.ndarray:
+    """Ditto, pseudocode 1: equal population, then reassign and update; ext_cluster_lloyd() of encode/kmeans.h.
+
+    x: (n_blocks, n) in ascending order; sum_w, sum_wx: float64 (n_blocks, n + 1). Returns float64 (n_blocks, 8), ascending.
+    """
+    n = x.shape[1]
+    bound = np.zeros((len(x), K + 1), np.intp)
+    bound[:, K] = n
+    for k in range(1, K):
+        bound[:, k] = _count_below(sum_w[:, :n], sum_w[:, n:] * k / K)
+    c = _first_samples(x, bound)
+    for _ in range(n_steps + 1):
+        _means(sum_w, sum_wx, bound, c)
         middle = 0.5 * (c[:, :-1] + c[:, 1:])
-        new = np.stack([(x < middle[:, k : k + 1]).sum(axis=1) for k in range(K - 1)], axis=1)
+        new = np.stack([_count_below(x, middle[:, k : k + 1]) for k in range(K - 1)], axis=1)
         if np.array_equal(new, bound[:, 1:K]):
             break
         bound[:, 1:K] = new
+    return np.sort(c, axis=1)
+
+
+def _count_below(values: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """How many of each row of ascending values (n_blocks, n) are below limit (n_blocks, 1): int (n_blocks,)."""
+    if len(values) == 1:
+        return np.searchsorted(values[0], limit[0])
+    return (values < limit).sum(axis=1)
+
+
+def _search_starts(sum_w: np.ndarray, sum_wx: np.ndarray, below: np.ndarray, only_last: bool) -> tuple[np.ndarray, np.ndarray]:
+    """One layer of the dynamic programme: best sums and starts, (n_blocks, n + 1); ext_search_starts() of encode/kmeans.h."""
+    n_blocks, n = len(sum_w), sum_w.shape[1] - 1
+    best, start = np.zeros((n_blocks, n + 1)), np.zeros((n_blocks, n + 1), np.intp)
+    ranges = [(n, n, -1, n + 1)] if only_last else [(0, n, -1, n + 1)]
+    while ranges:
+        lo, hi, left, right = ranges.pop()  # left and right: the searched ends nearest to lo..hi
+        i = (lo + hi) // 2
+        first = start[:, left] if left >= 0 else np.zeros(n_blocks, np.intp)
+        last = np.minimum(start[:, right] if right <= n else n, i)
+        a, b = first.min(), np.max(last) + 1
+        w, wx = sum_w[:, i : i + 1] - sum_w[:, a:b], sum_wx[:, i : i + 1] - sum_wx[:, a:b]
+        gain = below[:, a:b] + wx * wx / np.where(w > 0, w, 1)
+        j = np.arange(a, b)
+        gain[(j < first[:, None]) | (j > np.reshape(last, (-1, 1)))] = -1
+        start[:, i] = a + gain.argmax(axis=1)  # the first of equals, as in C
+        best[:, i] = np.take_along_axis(gain, start[:, i : i + 1] - a, axis=1)[:, 0]
+        if lo < i:
+            ranges.append((lo, i - 1, left, i))
+        if i < hi:
+            ranges.append((i + 1, hi, i, right))
+    return best, start
+
+
+def _cluster_optimal(x: np.ndarray, sum_w: np.ndarray, sum_wx: np.ndarray) -> np.ndarray:
+    """The clusters of least squared error; ext_cluster_optimal() of encode/kmeans.h. Arrays as for _cluster_lloyd()."""
+    n_blocks, n = x.shape
+    best = sum_wx * sum_wx / np.where(sum_w > 0, sum_w, 1)  # one cluster begins at sample 0
+    starts = []
+    for k in range(1, K):
+        best, start = _search_starts(sum_w, sum_wx, best, only_last=k == K - 1)
+        starts.append(start)
+    bound = np.zeros((n_blocks, K + 1), np.intp)
+    bound[:, K] = n
+    for k in range(K - 1, 0, -1):
+        bound[:, k] = np.take_along_axis(starts[k - 1], bound[:, k + 1 :][:, :1], axis=1)[:, 0]
+    c = _first_samples(x, bound)
+    _means(sum_w, sum_wx, bound, c)
     return c
 
 
-def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
+def _cluster_blocks(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    """Centroids float64 (n_blocks, 8) of finite x, float32 (n_blocks, 256); cluster_block() of encode/ditto3.c."""
+    order = np.argsort(x, axis=1, kind="stable")
+    x = np.take_along_axis(x, order, axis=1)
+    weight = np.ones(x.shape) if importance is None else _usable(np.take_along_axis(importance, order, axis=1))
+    weight[~(weight > 0).any(axis=1)] = 1
+    zero = np.zeros((len(x), 1))
+    sum_w = np.concatenate([zero, np.cumsum(weight, axis=1)], axis=1)
+    sum_wx = np.concatenate([zero, np.cumsum(weight * x, axis=1)], axis=1)
+    return _cluster_optimal(x, sum_w, sum_wx)
+
+
+def _usable(importance: np.ndarray) -> np.ndarray:
+    """float64 of the importances that are positive and finite, 0 for others; ext_importance() of encode/kmeans.h."""
+    return np.where((importance > 0) & (importance < np.inf), importance, 0).astype(np.float64)
+
+
+class Histogram:
+    """Weights of a whole tensor in bins, for one codebook; ggml_ext_ditto3_add_rows() and _codebook() of ggml-ext.h.
+
+    Weights share a bin that share sign, exponent and the ten upper bits of the mantissa: in tensors of F16 and BF16 only
+    equal ones do.
+    """
+
+    def __init__(self):
+        self.sums = np.zeros((2, N_BINS))  # of importance and of importance * weight
+
+    def add_rows(self, rows: np.ndarray, importance: np.ndarray | None = None) -> None:
+        """rows: float32 (n_rows, n_per_row); importance: float32 (n_per_row,) or None. NaN and Inf are left out."""
+        weight = np.zeros(rows.shape[1]) if importance is None else _usable(importance)
+        weight = np.broadcast_to(weight if weight.any() else 1.0, rows.shape)
+        finite = np.isfinite(rows)
+        x, weight = rows[finite], weight[finite]
+        bits = x.view(np.uint32)
+        bins = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)) >> 13
+        np.add.at(self.sums[0], bins, weight)  # one after the other: the order of the C loop
+        np.add.at(self.sums[1], bins, weight * x)
+
+    def codebook(self) -> np.ndarray:
+        """Centroids float32 (8,), ascending: the paper's loop over the bins. ValueError if nothing was added."""
+        w, wx = self.sums[:, self.sums[0] > 0]
+        if not len(w):
+            raise ValueError("no weights were added")
+        sum_w, sum_wx = (np.concatenate([[0.0], np.cumsum(s)])[None] for s in (w, wx))
+        return _cluster_lloyd((wx / w)[None], sum_w, sum_wx, N_STEPS)[0].astype(np.float32)
+
+
+def quantize_blocks(
+    weights: np.ndarray, importance: np.ndarray | None = None, codebook: np.ndarray | None = None
+) -> np.ndarray:
     """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 106), byte for byte what the C encoder writes.
 
-    importance: float32 (n_blocks, 256), weights of the squared errors, or None. A block with NaN or Inf gets d = NaN,
-    which row validation refuses. ValueError for other shapes or dtypes.
+    importance: float32 (n_blocks, 256), weights of the squared errors, or None. codebook: float32 (8,), finite and
+    ascending, for all blocks, as Histogram gives it; None: one for each block. A block with NaN or Inf gets d = NaN,
+    which row validation refuses. ValueError for other shapes, dtypes or codebooks.
     """
     weights = as_blocks(weights, np.float32, BLOCK_SIZE)
-    importance = np.ones_like(weights) if importance is None else as_blocks(importance, np.float32, BLOCK_SIZE)
+    if importance is not None:
+        importance = as_blocks(importance, np.float32, BLOCK_SIZE)
     finite = np.isfinite(weights).all(axis=1)
     x = np.where(finite[:, None], weights, np.float32(0))
-    order = np.argsort(x, axis=1, kind="stable")
-    c = _cluster(np.take_along_axis(x, order, axis=1), np.take_along_axis(importance, order, axis=1))
+    if codebook is None:
+        c = np.empty((len(x), K))
+        for start in range(0, len(x), BATCH):
+            part = slice(start, start + BATCH)
+            c[part] = _cluster_blocks(x[part], None if importance is None else importance[part])
+    else:
+        codebook = as_blocks(np.asarray(codebook)[None], np.float32, K)
+        if not (np.isfinite(codebook).all() and (np.diff(codebook) >= 0).all()):
+            raise ValueError(f"codebook {codebook} is not finite and ascending")
+        c = np.broadcast_to(codebook.astype(np.float64), (len(x), K))
 
     top = np.minimum(np.abs(c).max(axis=1) / TOP, np.float64(HALF_MAX))
     d_half = top.astype(np.float32).astype(np.float16)
     d = d_half.astype(np.float64)[:, None]
-    codebook = np.zeros(c.shape)
-    np.divide(c, d, out=codebook, where=d > 0)
-    codebook = np.sort(np.clip(np.rint(codebook), -TOP, TOP).astype(np.int8), axis=1)
-    middle = 0.5 * d * (codebook[:, :-1].astype(np.float64) + codebook[:, 1:])
+    values = np.zeros(c.shape)
+    np.divide(c, d, out=values, where=d > 0)
+    values = np.clip(np.rint(values), -TOP, TOP).astype(np.int8)
+    middle = 0.5 * d * (values[:, :-1].astype(np.float64) + values[:, 1:])
     index = sum((x >= middle[:, k : k + 1]).astype(np.uint8) for k in range(K - 1))
     ql, qh = pack_bits3(index)
-    out = np.concatenate([scales_to_bytes(d_half.astype(np.float32)), (codebook + np.int8(OFFSET)).view(np.uint8), ql, qh], axis=1)
+    out = np.concatenate([scales_to_bytes(d_half.astype(np.float32)), (values + np.int8(OFFSET)).view(np.uint8), ql, qh], axis=1)
     out[~finite] = 0
     out[~finite, :2] = scales_to_bytes(np.full(1, np.nan, np.float32))
     return out

@@ -61,9 +61,10 @@ def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
         return fwht(d[:, None] * (q.astype(np.float32) - z[:, None]))
 
 
-def quantize_blocks(weights: np.ndarray, levels: int = 8) -> np.ndarray:
+def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, levels: int = 8) -> np.ndarray:
     """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 100), byte for byte what the C encoder writes.
 
+    importance: not used, as in C: it describes the weights before their rotation.
     levels: 8, or 3 for the paper's ternary. A block with NaN or Inf gets d = z = NaN, which row validation refuses;
     larger values than half scales can hold saturate. ValueError for other shapes, dtypes or levels.
     """

@@ -1,0 +1,72 @@
+"""What the commands of the package share: one line and exit code 1 for every error, output that may be closed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from ._errors import UserError
+from ._writer import Stopped, stop_on_signals
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad command lines end like all bad input: one line and exit code 1."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def add_threads_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use"
+    )
+
+
+def check_threads(threads: int | None) -> int:
+    """The number to use; UserError if the one asked for is no number of threads."""
+    if threads is not None and threads < 1:
+        raise UserError(f"--threads: got {threads}, must be at least 1; leave it out to use all processors")
+    return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def print_text(text: str, way_out: str) -> None:
+    """To standard output, above a progress bar; nothing if there is none. UserError if it cannot be written."""
+    if sys.stdout is None:
+        return
+    try:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise UserError(f"cannot write to standard output: {e.strerror}; {way_out}") from e
+
+
+def run_command(run: Callable[[], None], stopped: Callable[[], str], way_out: str) -> int:
+    """Exit code of run(): 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it.
+
+    stopped: what to say of the output in that case. way_out: what to do if standard output cannot be written.
+    """
+    try:
+        with stop_on_signals():
+            run()
+    except UserError as e:
+        message, code = f"error: {e}", 1
+    except Stopped as e:
+        message, code = f"error: interrupted, {stopped()}", 128 + e.number
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
+        message, code = f"error: standard output was closed; {way_out}", 1
+    except MemoryError:
+        message, code = "error: out of memory; pass a smaller --threads", 1
+    except Exception as e:  # a bug: still one line
+        message, code = f"error: unexpected {type(e).__name__}: {e}; please report it", 1
+    else:
+        return 0
+    print(message, file=sys.stderr)
+    return code

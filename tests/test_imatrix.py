@@ -1,0 +1,241 @@
+"""--imatrix: the same tensors as llama-quantize makes, experts one by one, and one clear line for what is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from conftest import ROOT, gaussian, quantize, read_tensors, tool, write_gguf
+from test_bad_input import check_error, files, quantize_error, run_quantize
+
+from ggml_ext import _encode, _gguf_file, _imatrix
+from ggml_ext._errors import UserError
+from ggml_ext._plan import TARGET_TYPES
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from perplexity_run import imatrix as make_imatrix  # noqa: E402
+
+UP, DOWN, EXPERTS = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "blk.0.ffn_gate_exps.weight"
+
+
+def importances(n_matrices: int, n_columns: int, seed: int = 3) -> np.ndarray:
+    """Sums of squares as they occur: float32 over some orders of magnitude."""
+    return np.random.default_rng(seed).lognormal(0, 2, (n_matrices, n_columns)).astype(np.float32)
+
+
+def write_imatrix(path: Path, entries: dict, keys=True, datasets=("some/text.txt", "other"), chunks: int = 7) -> Path:
+    """entries: name of a weight matrix to (sums (n_matrices, n_columns), counts (n_matrices,) or None)."""
+    writer = gguf.GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    if keys:
+        writer.add_array("imatrix.datasets", list(datasets))
+        writer.add_uint32("imatrix.chunk_count", chunks)
+        writer.add_uint32("imatrix.chunk_size", 512)
+    for name, (sums, counts) in entries.items():
+        writer.add_tensor(f"{name}.in_sum2", sums)
+        if counts is not None:
+            writer.add_tensor(f"{name}.counts", np.float32(counts).reshape(-1, 1))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llama_quantize(source, output, type_name, *flags):
+    subprocess.run([tool("llama-quantize"), *map(str, flags), source, output, type_name.upper()], check=True, capture_output=True)
+    return output
+
+
+def assert_same_tensors(ours: Path, theirs: Path) -> None:
+    expected, actual = read_tensors(theirs), read_tensors(ours)
+    assert list(actual) and {n: t.tensor_type for n, t in actual.items()} == {n: t.tensor_type for n, t in expected.items()}
+    for name, tensor in expected.items():
+        assert np.array_equal(actual[name].data, tensor.data), name
+
+
+def differing(a: Path, b: Path) -> set[str]:
+    """Names of tensors with other bytes."""
+    a, b = read_tensors(a), read_tensors(b)
+    return {name for name in a if not np.array_equal(a[name].data, b[name].data)}
+
+
+@pytest.mark.parametrize("type_name", ["ditto3", "itq3_s"])
+def test_same_tensors_as_llama_quantize(model, lib, tmp_path, type_name):
+    """Each stock type by its own path; the embeddings have importances too, as with llama-imatrix --process-output."""
+    rng = np.random.default_rng(5)
+    matrices = {n: t for n, t in read_tensors(model).items() if len(t.shape) == 2}
+    entries = {n: (importances(1, int(t.shape[0]), i), rng.choice([0.4, 2.5, 3.7, 100.0], 1)) for i, (n, t) in enumerate(matrices.items())}
+    flags = ["--imatrix", write_imatrix(tmp_path / "im.gguf", entries), "--token-embedding-type", "q3_k"]
+    for pattern, stock in {"attn_v": "iq4_nl", r"blk\.0\.attn_k": "iq2_xxs", "attn_q": "q4_0"}.items():
+        flags += ["--tensor-type", f"{pattern}={stock}"]
+    theirs = llama_quantize(model, tmp_path / "theirs.gguf", type_name, *flags)
+    result = quantize(model, tmp_path / "ours.gguf", "--type", type_name, *flags)
+    assert_same_tensors(tmp_path / "ours.gguf", theirs)
+    assert ("changes no itq3_s tensor" in result.stderr) == (type_name == "itq3_s")
+    ours, expected = (gguf.GGUFReader(p).fields for p in (tmp_path / "ours.gguf", theirs))
+    for key in ("file", "dataset", "entries_count", "chunks_count"):
+        key = f"quantize.imatrix.{key}"
+        if key.endswith(".file"):  # llama-quantize cuts it after 127 bytes
+            assert ours[key].contents() == str(tmp_path / "im.gguf") and ours[key].contents()[:127] == expected[key].contents()
+        else:
+            assert (ours[key].types, ours[key].contents()) == (expected[key].types, expected[key].contents()), key
+    # the matrix has an effect on what uses it, and only there
+    plain = [*flags[2:4], *(f.replace("iq2_xxs", "q4_0") for f in flags[4:])]
+    quantize(model, tmp_path / "plain.gguf", "--type", type_name, *plain)
+    changed = differing(tmp_path / "ours.gguf", tmp_path / "plain.gguf")
+    assert {"token_embd.weight", "blk.1.attn_v.weight", "blk.1.attn_q.weight"} <= changed
+    assert ("blk.1.ffn_up.weight" in changed) == (type_name == "ditto3")
+
+
+def test_a_file_of_llama_imatrix(model, lib, tmp_path):
+    path = make_imatrix(model, ROOT / "data" / "heldout.txt", tmp_path / "im.gguf", n_chunks=2)
+    flags = ["--imatrix", path, "--pure", "--token-embedding-type", "q8_0"]
+    theirs = llama_quantize(model, tmp_path / "theirs.gguf", "ditto3", *flags)
+    result = quantize(model, tmp_path / "ours.gguf", "--type", "ditto3", *flags)
+    assert result.stderr == ""
+    assert_same_tensors(tmp_path / "ours.gguf", theirs)
+
+
+def moe_source(path: Path) -> Path:
+    """A header that llama-quantize takes, three experts of 40 rows and a row that only falls back."""
+    def fill(writer):
+        writer.add_context_length(64)
+        writer.add_embedding_length(256)
+        writer.add_block_count(1)
+        writer.add_feed_forward_length(256)
+        writer.add_head_count(2)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_expert_count(3)
+        writer.add_expert_used_count(2)
+
+    return write_gguf(path, {EXPERTS: gaussian(3, 40, 256), UP: gaussian(8, 320, seed=2), DOWN: gaussian(8, 256, seed=3)}, fill=fill)
+
+
+@pytest.mark.parametrize("encoder", ["c", "numpy"])
+def test_every_expert_has_its_own_importances(lib, tmp_path, monkeypatch, encoder):
+    """In chunks that end inside an expert; the second expert saw no token."""
+    source = moe_source(tmp_path / "in.gguf")
+    sums = importances(3, 256)
+    entries = {EXPERTS: (sums, [5, 0, 2]), UP: (importances(1, 320), [4]), DOWN: (importances(1, 256), [4])}
+    path = write_imatrix(tmp_path / "im.gguf", entries)
+    np.testing.assert_array_equal(_imatrix.ImportanceMatrix(path).values(EXPERTS), [sums[0] / np.float32(5), np.ones(256), sums[2] / np.float32(2)])
+    theirs = llama_quantize(source, tmp_path / "theirs.gguf", "ditto3", "--imatrix", path)
+    from ggml_ext import _writer, quantize as program
+
+    monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 7 * 256)
+    up = [] if encoder == "c" else ["--tensor-type", "ffn_up=f16"]
+    assert program.main([str(source), str(tmp_path / "ours.gguf"), "--type", "ditto3", "--imatrix", str(path), "--encoder", encoder, *up]) == 0
+    if encoder == "c":
+        assert_same_tensors(tmp_path / "ours.gguf", theirs)
+    assert np.array_equal(read_tensors(tmp_path / "ours.gguf")[EXPERTS].data, read_tensors(theirs)[EXPERTS].data)
+    plain = quantize(source, tmp_path / "plain.gguf", "--type", "ditto3", *up) and tmp_path / "plain.gguf"
+    assert differing(tmp_path / "ours.gguf", plain) == {EXPERTS, DOWN} | ({UP} if encoder == "c" else set())
+
+
+@pytest.mark.parametrize("qtype", [t for t in TARGET_TYPES.values() if _encode.Codec(None).can_encode(t) and t not in _encode.FLOAT_TYPES])
+def test_numpy_equals_c_or_is_refused(lib, qtype):
+    """So that --encoder numpy writes the same bytes with an importance matrix."""
+    rows, importance = gaussian(4, 512), importances(1, 512)[0]
+    same = np.array_equal(_encode.Codec(lib).encode(rows, qtype, importance), _encode.Codec(None).encode(rows, qtype, importance))
+    assert same != (qtype in _encode.UNWEIGHTED_IN_NUMPY)
+
+
+def test_encoders_that_overflow_are_named(lib):
+    """Importances that no file may hold make NaN of constants in IQ4_NL: one line instead of such a tensor."""
+    rows = np.full((4, 512), -0.0371, np.float32)
+    importance = (10.0 ** np.random.default_rng(11).uniform(-38, 38, (1, 512))).astype(np.float32)
+    tensor = _gguf_file.Tensor(UP, (512, 4), gguf.GGMLQuantizationType.F32, 0, rows.nbytes)
+    with pytest.raises(UserError, match=f"{UP}: rows 8 to 11 are not finite as iq4_nl"):
+        _encode.Codec(lib).convert(rows.view(np.uint8), tensor, 8, gguf.GGMLQuantizationType.IQ4_NL, _encode.Guide(importance))
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_gguf(tmp_path / "in.gguf", {UP: gaussian(8, 256), DOWN: gaussian(8, 512), EXPERTS: gaussian(3, 4, 256)})
+
+
+GOOD = {UP: (importances(1, 256), [4]), DOWN: (importances(1, 512), [4]), EXPERTS: (importances(3, 256), [1, 2, 3])}
+
+
+def with_value(entries: dict, name: str, index: int, value: float) -> dict:
+    sums = entries[name][0].copy()
+    sums[-1, index] = value
+    return entries | {name: (sums, entries[name][1])}
+
+
+@pytest.mark.parametrize(
+    ("entries", "parts"),
+    [
+        (GOOD | {DOWN: (importances(1, 256), [4])}, (DOWN, "has 256 importances", "needs 512 (1 x 512 columns)", "another model")),
+        (GOOD | {EXPERTS: (importances(2, 256), [1, 2])}, (EXPERTS, "has 512", "needs 768 (3 x 256 columns)")),
+        ({"blk.0.attn_q.weight": (importances(1, 256), [4])}, ("another model", "blk.0.attn_q.weight", UP, "llama-imatrix -m MODEL")),
+        (with_value(GOOD, DOWN, 17, np.nan), (DOWN, "value 17", "nan")),
+        (with_value(GOOD, EXPERTS, 17, np.inf), (EXPERTS, "value 529", "inf")),
+        (with_value(GOOD, DOWN, 17, -1), (DOWN, "value 17", "-1", "not negative")),
+        (with_value(GOOD, DOWN, 17, 1e17), (DOWN, "an importance is 2.5e+16", "at most 1e+15")),
+        (GOOD | {UP: (importances(1, 256), [np.nan])}, (UP, "counts", "nan")),
+        (GOOD | {UP: (importances(1, 256), [-3])}, (UP, "counts", "-3")),
+        (GOOD | {UP: (importances(1, 256), None)}, (UP, "no .counts")),
+        (GOOD | {UP: (importances(1, 256), [1, 2, 3])}, (UP, "256 sums", "3 counts")),
+        (GOOD | {UP: (importances(1, 256).astype(np.float16), [1])}, (UP, "f16", "must be f32")),
+    ],
+    ids=["size", "experts", "model", "nan", "inf", "negative", "huge", "nan_count", "negative_count", "no_counts", "counts", "f16"],
+)
+def test_bad_importances(tmp_path, source, entries, parts):
+    path = write_imatrix(tmp_path / "im.gguf", entries)
+    quantize_error(tmp_path, source, "--imatrix", "im.gguf", *parts, flags=["--imatrix", path])
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_not_an_importance_matrix(tmp_path, source):
+    (tmp_path / "old.dat").write_bytes(b"\1\0\0\0" + bytes(100))
+    quantize_error(tmp_path, source, "old.dat", "--in-file", flags=["--imatrix", tmp_path / "old.dat"])
+    quantize_error(tmp_path, source, "in.gguf", "no tensor named *.in_sum2", flags=["--imatrix", source])
+    quantize_error(tmp_path, source, "missing.gguf", "No such file", flags=["--imatrix", tmp_path / "missing.gguf"])
+    quantize_error(tmp_path, source, "directory", flags=["--imatrix", tmp_path])
+    write_imatrix(tmp_path / "im.gguf", GOOD, keys=False)
+    quantize_error(tmp_path, source, "im.gguf", "imatrix.datasets", flags=["--imatrix", tmp_path / "im.gguf"])
+    data = write_imatrix(tmp_path / "im.gguf", GOOD).read_bytes()
+    (tmp_path / "im.gguf").write_bytes(data[:-1000])
+    quantize_error(tmp_path, source, "im.gguf", "truncated", flags=["--imatrix", tmp_path / "im.gguf"])
+
+
+def test_types_that_need_importances(tmp_path, source, lib):
+    """Without the tensor's entry: one line. With it the type works: test_same_tensors_as_llama_quantize."""
+    partial = write_imatrix(tmp_path / "im.gguf", {DOWN: GOOD[DOWN]})
+    for flags, part in (([], "pass --imatrix FILE"), (["--imatrix", partial], "im.gguf has none for it")):
+        quantize_error(tmp_path, source, UP, "iq2_xs", "needs an importance matrix", part, "--tensor-type",
+                       flags=[*flags, "--tensor-type", "ffn_up=iq2_xs"])
+
+
+def test_numpy_refuses_what_it_cannot_weigh(tmp_path, source):
+    path = write_imatrix(tmp_path / "im.gguf", GOOD)
+    flags = ["--encoder", "numpy", "--tensor-type", "ffn_up=q4_0"]
+    quantize_error(tmp_path, source, UP, "q4_0 has no numpy encoder with importances", flags=["--imatrix", path, *flags])
+    quantize(source, tmp_path / "out.gguf", "--type", "ditto3", *flags)
+
+
+def test_partly_matching_files_are_warned_about(tmp_path, source):
+    path = write_imatrix(tmp_path / "im.gguf", {DOWN: GOOD[DOWN], "blk.9.ffn_up.weight": GOOD[UP]})
+    result = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
+    first, second = result.stderr.splitlines()
+    assert f"no importances for 2 of 3 tensors, which are quantized without: {UP}, {EXPERTS}" in first
+    assert "importances for 1 tensors that the model lacks, such as blk.9.ffn_up.weight" in second
+
+
+def test_embeddings_of_another_size_are_quantized_without(tmp_path, lib):
+    """As llama-quantize does: older files count the vocabulary there."""
+    source = write_gguf(tmp_path / "in.gguf", {"token_embd.weight": gaussian(32, 256), UP: gaussian(8, 256)})
+    path = write_imatrix(tmp_path / "im.gguf", {UP: GOOD[UP], "token_embd.weight": (importances(1, 32), [1])})
+    result = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
+    assert "token_embd.weight has 32 importances, the model needs 256 (1 x 256 columns): quantized without" in result.stderr
+
+
+def test_dry_run_checks_the_matrix_too(tmp_path, source):
+    path = write_imatrix(tmp_path / "im.gguf", with_value(GOOD, UP, 0, np.nan))
+    before = files(tmp_path)
+    check_error(run_quantize(source, "--type", "ditto3", "--dry-run", "--imatrix", path), UP, "nan")
+    assert files(tmp_path) == before
