@@ -55,9 +55,10 @@ def run_logged(title: str, *command) -> str:
     return text
 
 
-def run_tool(name: str, *args) -> str:
-    """run_logged() of a program of the package."""
-    return run_logged(name, tool_path(name), *args)
+def run_tool(program: str | list, *args) -> str:
+    """run_logged() of a program of the package, by its name, or of another command."""
+    command = [tool_path(program)] if isinstance(program, str) else program
+    return run_logged(Path(command[-1]).name, *command, *args)
 
 
 def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path, n_ctx: int, threads: int, *args,
@@ -67,7 +68,7 @@ def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path
     program: the command that starts llama-perplexity, by default the package's.
     """
     for _ in range(ATTEMPTS):
-        log = run_logged("llama-perplexity", *(program or [tool_path("llama-perplexity")]), "-m", model, "-c", n_ctx, "-t", threads, *args)
+        log = run_tool(program or "llama-perplexity", "-m", model, "-c", n_ctx, "-t", threads, *args)
         # Such errors end it, or with another vocabulary not even that, and the exit code is 0.
         if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
             raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
