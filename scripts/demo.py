@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from bench import measure, summarise
-from perplexity_run import NEEDS_IMATRIX, block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
+from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
 from synth_model import write_model
 
 from ggml_ext._tools import tool_path

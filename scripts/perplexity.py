@@ -326,6 +326,10 @@ def check(args: argparse.Namespace) -> list[Entry]:
         require_file("--baseline", args.baseline)
     if args.ctx_size < 2:
         raise UserError(f"--ctx-size {args.ctx_size}: needed at least 2 tokens")
+    # a token has at least one byte of the text, but for those at its beginning and end
+    if (size := args.file.stat().st_size) < 2 * args.ctx_size - 2:
+        raise UserError(f"--file {args.file}: has {size} bytes, needed at least {2 * args.ctx_size} tokens: name a longer text or "
+                        "a smaller --ctx-size")
     least = -(-MIN_TOKENS // max(1, args.ctx_size - 1 - args.ctx_size // 2))
     if args.chunks != -1 and args.chunks < least:
         raise UserError(f"--chunks {args.chunks}: needed at least {least} chunks of {args.ctx_size} tokens, or -1 for all: "

@@ -121,8 +121,12 @@ class BaseLogits:
 def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int) -> BaseLogits:
     """Runs the model on the text and keeps its log-probabilities in `out`, which is complete or not there."""
     part = out.with_name(out.name + ".part")
+
+    def started(_: str) -> bool | None:
+        return (part.exists() and part.stat().st_size >= BaseLogits.HEADER.size) or None
+
     try:
-        run_perplexity("logits", lambda _: part.exists() or None, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
+        run_perplexity("logits", started, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
                        "--kl-divergence-base", part)
         BaseLogits.read(part)
         os.replace(part, out)

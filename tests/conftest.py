@@ -134,6 +134,20 @@ def relative_mse(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(((actual - expected) ** 2).sum() / (expected**2).sum())
 
 
+def weighted_error_ratio(lib, type_name: str) -> float:
+    """Weighted squared error of Gaussian weights with importances over four decades: with them over without."""
+    rng = np.random.default_rng(20240611)
+    type_id, x = int(ggml_ext.TYPES[type_name].id), rng.standard_normal((1, 65536)).astype(np.float32)
+    importance = (10.0 ** rng.uniform(-2, 2, x.shape)).astype(np.float32)
+
+    def error(blocks: np.ndarray) -> float:
+        return (importance * (lib.dequantize(type_id, blocks, x.shape[1]) - x).astype(np.float64) ** 2).sum()
+
+    ratio = error(lib.quantize(type_id, x, imatrix=importance.ravel())) / error(lib.quantize(type_id, x))
+    print(f"{type_name}: weighted error {ratio:.3f} of the unweighted encoder's")
+    return ratio
+
+
 def assert_same_blocks(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
     """Two uint8 (n_blocks, block_bytes) arrays; a failure names `what`, which says type and seed, block and bytes."""
     assert actual.shape == expected.shape, what

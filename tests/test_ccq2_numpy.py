@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import assert_same_blocks
+from conftest import assert_same_blocks, weighted_error_ratio
 from test_itq3_s_numpy import CORPORA, SEED
 
 from ggml_ext import TYPES
@@ -42,17 +42,7 @@ def test_a_flat_importance_changes_nothing(lib):
 
 
 def test_importance_lowers_the_weighted_error(lib):
-    rng = np.random.default_rng(SEED)
-    x = rng.standard_normal((256, BLOCK_SIZE)).astype(np.float32)
-    importance = (10.0 ** rng.uniform(-2, 2, x.shape)).astype(np.float32)
-
-    def error(blocks):
-        return (importance * (ccq2.dequantize_blocks(blocks) - x).astype(np.float64) ** 2).sum()
-
-    weighted = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=importance.ravel()).reshape(256, -1)
-    ratio = error(weighted) / error(lib.quantize(TYPE_ID, x))
-    print(f"weighted error {ratio:.3f} of the unweighted encoder's")
-    assert ratio < 0.5
+    assert weighted_error_ratio(lib, "ccq2") < 0.5
 
 
 def test_every_code_under_every_scale():
