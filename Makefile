@@ -33,9 +33,10 @@ install: $(VENV)/.tools
 	    -C build-dir=$(BUILD) -C cmake.define.GGML_EXT_TESTS=ON $(CONFIG) . > build/install.log 2>&1 \
 	    || { tail -n 40 build/install.log; echo "error: the build failed; the whole log is build/install.log"; exit 1; }
 
+# pip 23.1 knows -C; Debian 12 and Ubuntu 22.04 bring older ones
 $(VENV)/.tools:
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.10" cmake ninja "tomli; python_version < '3.11'"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=23.1" "scikit-build-core>=0.10" cmake ninja "tomli; python_version < '3.11'"
 	@touch $@
 
 clean:
