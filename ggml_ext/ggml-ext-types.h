@@ -5,6 +5,8 @@
     GGML_TYPE_ITQ3_S = 160, \
     GGML_TYPE_CCQ2 = 161, \
     GGML_TYPE_DITTO3 = 162, \
+    GGML_TYPE_ITQ3_T = 163, \
+    GGML_TYPE_ITQ2_T = 164, \
     GGML_TYPE_Q8_KR = 191,
 
 #define GGML_EXT_TYPE_COUNT 192
@@ -12,17 +14,23 @@
 #define GGML_EXT_FTYPE_ENUM(P) \
     P##ITQ3_S = 160, \
     P##CCQ2 = 161, \
-    P##DITTO3 = 162,
+    P##DITTO3 = 162, \
+    P##ITQ3_T = 163, \
+    P##ITQ2_T = 164,
 
 #define GGML_EXT_WEIGHT_TYPES(X) \
     X(ITQ3_S, itq3_s) \
     X(CCQ2, ccq2) \
-    X(DITTO3, ditto3)
+    X(DITTO3, ditto3) \
+    X(ITQ3_T, itq3_t) \
+    X(ITQ2_T, itq2_t)
 
 #define GGML_EXT_WEIGHT_CASES \
     case GGML_TYPE_ITQ3_S: \
     case GGML_TYPE_CCQ2: \
-    case GGML_TYPE_DITTO3:
+    case GGML_TYPE_DITTO3: \
+    case GGML_TYPE_ITQ3_T: \
+    case GGML_TYPE_ITQ2_T:
 
 #define GGML_EXT_ACTIVATION_CASES \
     case GGML_TYPE_Q8_KR:
@@ -71,6 +79,36 @@
 #define GGML_EXT_DITTO3_TITLE           "DITTO3 - 3.3125 bpw"
 #define GGML_EXT_DITTO3_FNS_TOTAL_ERROR 0.005f
 #define GGML_EXT_DITTO3_FNS_DOT_ERROR   0.04f
+
+#define GGML_EXT_ITQ3_T_ID              163
+#define GGML_EXT_ITQ3_T_BLOCK_BYTES     98
+#define GGML_EXT_ITQ3_T_UNPACK_MIN      0
+#define GGML_EXT_ITQ3_T_UNPACK_MAX      127
+#define GGML_EXT_ITQ3_T_GROUP           256
+#define GGML_EXT_ITQ3_T_HAS_OFFSET      1
+#define GGML_EXT_ITQ3_T_ROTATED         1
+#define GGML_EXT_ITQ3_T_ACTIVATION      GGML_TYPE_Q8_KR
+#define GGML_EXT_ITQ3_T_FALLBACK        GGML_TYPE_IQ4_NL
+#define GGML_EXT_ITQ3_T_TOKEN_EMBD      GGML_TYPE_Q3_K
+#define GGML_EXT_ITQ3_T_OUTPUT          GGML_TYPE_Q6_K
+#define GGML_EXT_ITQ3_T_TITLE           "ITQ3_T - 3.0625 bpw"
+#define GGML_EXT_ITQ3_T_FNS_TOTAL_ERROR 0.0076f
+#define GGML_EXT_ITQ3_T_FNS_DOT_ERROR   0.148f
+
+#define GGML_EXT_ITQ2_T_ID              164
+#define GGML_EXT_ITQ2_T_BLOCK_BYTES     66
+#define GGML_EXT_ITQ2_T_UNPACK_MIN      0
+#define GGML_EXT_ITQ2_T_UNPACK_MAX      127
+#define GGML_EXT_ITQ2_T_GROUP           256
+#define GGML_EXT_ITQ2_T_HAS_OFFSET      1
+#define GGML_EXT_ITQ2_T_ROTATED         1
+#define GGML_EXT_ITQ2_T_ACTIVATION      GGML_TYPE_Q8_KR
+#define GGML_EXT_ITQ2_T_FALLBACK        GGML_TYPE_IQ4_NL
+#define GGML_EXT_ITQ2_T_TOKEN_EMBD      GGML_TYPE_Q2_K
+#define GGML_EXT_ITQ2_T_OUTPUT          GGML_TYPE_Q5_K
+#define GGML_EXT_ITQ2_T_TITLE           "ITQ2_T - 2.0625 bpw"
+#define GGML_EXT_ITQ2_T_FNS_TOTAL_ERROR 0.0076f
+#define GGML_EXT_ITQ2_T_FNS_DOT_ERROR   0.148f
 
 #define GGML_EXT_Q8_KR_ID          191
 #define GGML_EXT_Q8_KR_BLOCK_BYTES 292

@@ -75,6 +75,9 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
     if (params == NULL) {
         params = &defaults;
     }
+    if (params->trellis_passes < 0 || params->trellis_passes > 6) {
+        return 0;
+    }
     if (params->itq3_levels != 0 && params->itq3_levels != 3 && params->itq3_levels != 8) {
         return 0;
     }

@@ -8,12 +8,13 @@ extern "C" {
 #endif
 
 // Version of the interface in this header; raised by every incompatible change.
-#define GGML_EXT_ABI_VERSION 2
+#define GGML_EXT_ABI_VERSION 3
 GGML_API int ggml_ext_abi_version(void);
 
 // Options of the encoders. Zero-initialise and set what you need: zero is the default of every field.
 struct ggml_ext_quantize_params {
     int32_t       itq3_levels;     // ITQ3_S: 8 (default) or 3, the paper's ternary
+    int32_t       trellis_passes;  // ITQ3_T, ITQ2_T: scales tried a block, 1 to 6; more are slower and better
     const float * ditto3_codebook; // DITTO3: eight finite centroids in ascending order for all blocks; NULL: each its own
 };
 

@@ -4,7 +4,7 @@
     python scripts/gen_types.py            write the files that changed
     python scripts/gen_types.py --check    write nothing; exit 1 and name every stale file
 
-Files: ggml_ext/ggml-ext-types.h, the include lists ggml_ext/types/all.h and ggml_ext/cpu/all.h,
+Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h and ggml_ext/cpu/all.h,
 py/ggml_ext/_types.py and the table between the "types" markers of README.md.
 The output depends on types.toml alone.
 """
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = "ggml_ext/types.toml"
 HEADER = "ggml_ext/ggml-ext-types.h"
 BLOCKS = "ggml_ext/types/all.h"
+CODES = "ggml_ext/types/codes.h"
 UNPACKERS = "ggml_ext/cpu/all.h"
 MODULE = "py/ggml_ext/_types.py"
 README = "README.md"
@@ -38,6 +39,8 @@ WEIGHT_FIELDS = {
     "token_embd": str, "output": str, "title": str, "fixture_rel_mse": float,
     "fns_total_error": float, "fns_dot_error": float,
 }
+# of trellis types; a nested list is two tables of 16 bytes
+OPTIONAL_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
 
 
 class TableError(Exception):
@@ -51,12 +54,16 @@ def load_table(text: str) -> tuple[dict, list[dict]]:
     names = [row.get("name") for row in types]
     for row in types:
         fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
+        fields = fields | (OPTIONAL_FIELDS if row.keys() & OPTIONAL_FIELDS else {})
         where = f"{TABLE}: type {row.get('name')!r}"
         if row.get("kind") not in ("weight", "activation"):
             raise TableError(f"{where}: kind is {row.get('kind')!r}, must be 'weight' or 'activation'")
         for field, wanted in fields.items():
             if type(row.get(field)) is not wanted:
                 raise TableError(f"{where}: field {field!r} is {row.get(field)!r}, must be a {wanted.__name__}")
+        for field in ("trellis_mix", "trellis_values"):
+            if field in row and [[type(v) for v in t] for t in row[field]] != [[int] * 16] * 2:
+                raise TableError(f"{where}: field {field!r} must be two tables of 16 integers")
         if unknown := sorted(set(row) - set(fields)):
             raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
         if not ids["first"] <= row["id"] < ids["count"]:
@@ -135,6 +142,17 @@ def render_header(ids: dict, types: list[dict]) -> str:
     return "\n".join(out) + "\n"
 
 
+def render_codes(types: list[dict]) -> str:
+    """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
+    out = [f"// {NOTICE}", "// Tables of the trellis codes.", "#pragma once"]
+    for row in types:
+        if "trellis_mix" in row:
+            tables = repr([row["trellis_mix"], row["trellis_values"]]).replace("[", "{").replace("]", "}")
+            name = f"#define GGML_EXT_{row['name'].upper()}_TRELLIS"
+            out += ["", f"{name}_TABLES {tables}", f"{name}_OFFSET {row['trellis_offset']}f"]
+    return "\n".join(out) + "\n"
+
+
 MODULE_HEAD = '''"""{notice}
 
 The types of the extension: ids, sizes and the choices of the quantizer.
@@ -178,6 +196,9 @@ class TypeInfo:
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
     fns_total_error: float | None = None  # bounds for the cosine of upstream's test-quantize-fns
     fns_dot_error: float | None = None
+    trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
+    trellis_values: list[list[int]] | None = None
+    trellis_offset: float | None = None
 
 
 '''
@@ -198,6 +219,7 @@ def render_module(types: list[dict]) -> str:
     for row in types:
         fields = ["name", "id", "kind", "block_bytes", "bpw", "rotated", "about"]
         fields += WEIGHT_FIELDS if row["kind"] == "weight" else []
+        fields += [field for field in OPTIONAL_FIELDS if field in row]
         out += f'    "{row["name"]}": TypeInfo(\n'
         out += "".join(f"        {field}={value(row, field)},\n" for field in fields)
         out += "    ),\n"
@@ -239,6 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     renderers = {
         HEADER: lambda old: render_header(ids, types),
         BLOCKS: lambda old: render_includes(types, "Block structs and scalar unpack of every weight type."),
+        CODES: lambda old: render_codes(types),
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
         MODULE: lambda old: render_module(types),
         README: lambda old: render_readme(old, types),

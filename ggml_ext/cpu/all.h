@@ -5,3 +5,5 @@
 #include "itq3_s.h"
 #include "ccq2.h"
 #include "ditto3.h"
+#include "itq3_t.h"
+#include "itq2_t.h"

@@ -15,7 +15,7 @@ template <> struct unpacker<block_ccq2> {
     explicit unpacker(const block_ccq2 & x)
         : codes0(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x.qs))), codes1(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x.qs + 32))),
           scales(look_up_scales(CCQ2_SCALES, x.scales)), indices(x.scales),
-          d(half_to_float(ggml_ext_ccq2_half(x.d))*(1.0f/256)) {}
+          d(e5m3_to_float(x.d)) {}
 
     template <int G> u8x32 group() const { return field<9 - 3*(G%4)>(G < 4 ? codes0 : codes1); }
 

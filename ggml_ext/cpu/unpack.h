@@ -13,6 +13,8 @@ namespace ggml_ext {
 
 template <typename B> struct unpacker;
 
+static inline float e5m3_to_float(uint8_t d) { return half_to_float(ggml_ext_e5m3_half(d))*GGML_EXT_E5M3_FACTOR; }
+
 // The type's row of types.toml.
 template <typename B> struct traits;
 #define GGML_EXT_X(NAME, name)                                              \

@@ -109,7 +109,7 @@ static double search(const struct codes * t, const struct block * in, int half, 
 }
 
 static void get_scales(const block_ccq2 * x, float s[N_GROUPS]) {
-    const float d = ggml_fp16_to_fp32(ggml_ext_ccq2_half(x->d))*(1.0f/256);
+    const float d = ggml_ext_e5m3_to_float(x->d);
     for (int g = 0; g < N_GROUPS; ++g) {
         s[g] = d*(float) ggml_ext_ccq2_scale(x->scales >> 2*g & 3);
     }
@@ -117,7 +117,7 @@ static void get_scales(const block_ccq2 * x, float s[N_GROUPS]) {
 
 // Group scales under the super scale d that are nearest to the wanted ones. Returns sum of den*(s - want)^2.
 static double round_groups(const double want[N_GROUPS], const double den[N_GROUPS], int d, block_ccq2 * x) {
-    const double scale = (double) ggml_fp16_to_fp32(ggml_ext_ccq2_half((uint8_t) d))/256;
+    const double scale = (double) ggml_ext_e5m3_to_float((uint8_t) d);
     double sum = 0;
     x->d = (uint8_t) d;
     x->scales = 0;
@@ -149,7 +149,7 @@ static void round_scales(const double want[N_GROUPS], const double den[N_GROUPS]
     int lo = 0, hi = D_END - 1;
     while (lo < hi) { // the first d of at least top/12.5
         const int mid = (lo + hi)/2;
-        if ((double) ggml_fp16_to_fp32(ggml_ext_ccq2_half((uint8_t) mid))/256*12.5 < top) {
+        if ((double) ggml_ext_e5m3_to_float((uint8_t) mid)*12.5 < top) {
             lo = mid + 1;
         } else {
             hi = mid;

@@ -4,7 +4,7 @@
 //     c    = 121*qs[i] + 1178            a 15-bit convolutional code, out of a cluster of 256
 //     q[j] = c >> 9 - 3*k & 63           neighbours share three bits
 //     w[j] = d * m[scales >> 2*(j/64) & 3] * (q[j] - 32),   m = {5, 6, 8, 11}
-//     d    = 2^-8 * the half with the bits d << 7: unsigned, five bits of exponent and three of mantissa (E5M3)
+//     d    = super scale: e5m3.h
 //
 //   byte  0  1       2           66
 //         d  scales  qs (64)             66 bytes for 256 weights: 2.0625 bits a weight
@@ -21,10 +21,10 @@
 //   E5M3 + 4x2 bits, m = {2, 3, 4, 6}    0.1053    0.1716               0.1204
 //   E4 + 4x3 bits, m = {4, 5, ... 11}    0.1046    0.1742               0.1199   half the range of magnitudes
 //   free group scales                    0.1036    0.1722               0.1191
-// The factor 2^-8 puts the normal numbers of d where weights are: steps of w from 1e-6, weights up to 8e4.
+// Steps of w go from 1e-6, weights up to 8e4.
 #pragma once
 
-#include "../ggml-ext-common.h"
+#include "e5m3.h"
 
 enum { CCQ2_ALPHA = 121, CCQ2_BETA = 1178 };
 #define CCQ2_OFFSET 32.0f
@@ -42,11 +42,6 @@ static inline int ggml_ext_ccq2_scale(int index) {
     return CCQ2_SCALES >> 8*index & 255;
 }
 
-// The super scale as a half; times 2^-8 it is d.
-static inline ggml_half ggml_ext_ccq2_half(uint8_t d) {
-    return (ggml_half) (d << 7);
-}
-
 // The unpack contract, slow definition.
 static inline void ggml_ext_unpack_ccq2(const block_ccq2 * x, struct ggml_ext_unpacked * u) {
     for (int j = 0; j < QK_K; ++j) {
@@ -56,13 +51,13 @@ static inline void ggml_ext_unpack_ccq2(const block_ccq2 * x, struct ggml_ext_un
     for (int g = 0; g < 4; ++g) {
         u->scale[g] = ggml_ext_ccq2_scale(x->scales >> 2*g & 3);
     }
-    u->d      = ggml_fp16_to_fp32(ggml_ext_ccq2_half(x->d))*(1.0f/256);
+    u->d      = ggml_ext_e5m3_to_float(x->d);
     u->offset = CCQ2_OFFSET;
 }
 
 // A row is valid when every d is finite, that is below 0xf8: any other bits are.
 static inline bool ggml_ext_validate_block_ccq2(const block_ccq2 * x) {
-    return ggml_ext_half_is_finite(ggml_ext_ccq2_half(x->d));
+    return x->d <= GGML_EXT_E5M3_MAX;
 }
 
 // Encodes n_blocks blocks of 256 weights; importance: n_blocks*256 weights of the squared error or NULL. See encode/ccq2.c.

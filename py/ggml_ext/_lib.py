@@ -15,7 +15,7 @@ from ._errors import UserError
 from ._types import WEIGHT_TYPES
 from .quants import ditto3
 
-ABI_VERSION = 2  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 3  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 # the package holds the library under its SONAME, libggml-base.so.0 on Linux; a build folder has links beside it
 FILE_PATTERN = {"darwin": "libggml-base*.dylib", "win32": "ggml-base.dll"}.get(sys.platform, "libggml-base.so*")
@@ -40,7 +40,7 @@ class _TypeTraits(ctypes.Structure):
 class _QuantizeParams(ctypes.Structure):
     """struct ggml_ext_quantize_params of ggml-ext.h."""
 
-    _fields_ = [("itq3_levels", c_int32), ("ditto3_codebook", POINTER(c_float))]
+    _fields_ = [("itq3_levels", c_int32), ("trellis_passes", c_int32), ("ditto3_codebook", POINTER(c_float))]
 
 
 _floats, _doubles = POINTER(c_float), POINTER(c_double)
@@ -117,11 +117,13 @@ class Library:
         itq3_levels: int = 0,
         imatrix: np.ndarray | None = None,
         ditto3_codebook: np.ndarray | None = None,
+        trellis_passes: int = 0,
     ) -> np.ndarray:
         """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
 
         itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
-        blocks of DITTO3; None: each its own. Other types ignore them. imatrix: float32 (n_per_row,) importances, which
+        blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for ITQ3_T and ITQ2_T, 0 for the default. Other types
+        ignore them. imatrix: float32 (n_per_row,) importances, which
         some stock types require. ValueError for other shapes, dtypes and options.
         """
         _need(rows, np.float32, "rows")
@@ -133,7 +135,7 @@ class Library:
         importance = _optional(imatrix, (n_per_row,), "imatrix")
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
         if type_id in _EXT_IDS:
-            params = _QuantizeParams(itq3_levels, _optional(ditto3_codebook, (8,), "ditto3_codebook"))
+            params = _QuantizeParams(itq3_levels, trellis_passes, _optional(ditto3_codebook, (8,), "ditto3_codebook"))
             n_bytes = self._dll.ggml_ext_quantize_chunk(
                 type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
             )
@@ -142,7 +144,7 @@ class Library:
         if n_bytes != out.nbytes:
             raise ValueError(
                 f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels}, "
-                f"ditto3_codebook {ditto3_codebook})"
+                f"ditto3_codebook {ditto3_codebook}, trellis_passes {trellis_passes})"
             )
         return out
 

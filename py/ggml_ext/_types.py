@@ -17,6 +17,8 @@ class ExtType(IntEnum):
     ITQ3_S = 160
     CCQ2 = 161
     DITTO3 = 162
+    ITQ3_T = 163
+    ITQ2_T = 164
     Q8_KR = 191
 
 
@@ -44,6 +46,9 @@ class TypeInfo:
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
     fns_total_error: float | None = None  # bounds for the cosine of upstream's test-quantize-fns
     fns_dot_error: float | None = None
+    trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
+    trellis_values: list[list[int]] | None = None
+    trellis_offset: float | None = None
 
 
 TYPES: dict[str, TypeInfo] = {
@@ -109,6 +114,54 @@ TYPES: dict[str, TypeInfo] = {
         fixture_rel_mse=0.0333,
         fns_total_error=0.005,
         fns_dot_error=0.04,
+    ),
+    "itq3_t": TypeInfo(
+        name="itq3_t",
+        id=ExtType.ITQ3_T,
+        kind="weight",
+        block_bytes=98,
+        bpw=3.0625,
+        rotated=True,
+        about="rotated, 3-bit trellis of 4096 states",
+        activation="q8_kr",
+        unpack_min=0,
+        unpack_max=127,
+        group=256,
+        has_offset=True,
+        fallback="iq4_nl",
+        token_embd="q3_k",
+        output="q6_k",
+        title="ITQ3_T - 3.0625 bpw",
+        fixture_rel_mse=0.019,
+        fns_total_error=0.0076,
+        fns_dot_error=0.148,
+        trellis_mix=[[2, 13, 1, 5, 11, 7, 6, 14, 0, 10, 3, 4, 12, 8, 9, 15], [13, 0, 10, 8, 5, 3, 6, 13, 12, 7, 11, 15, 4, 14, 1, 2]],
+        trellis_values=[[11, 32, 23, 43, 0, 31, 16, 64, 20, 40, 52, 32, 44, 22, 29, 36], [48, 25, 38, 0, 41, 32, 36, 11, 22, 52, 27, 35, 63, 18, 46, 30]],
+        trellis_offset=63.5,
+    ),
+    "itq2_t": TypeInfo(
+        name="itq2_t",
+        id=ExtType.ITQ2_T,
+        kind="weight",
+        block_bytes=66,
+        bpw=2.0625,
+        rotated=True,
+        about="rotated, 2-bit trellis of 4096 states",
+        activation="q8_kr",
+        unpack_min=0,
+        unpack_max=127,
+        group=256,
+        has_offset=True,
+        fallback="iq4_nl",
+        token_embd="q2_k",
+        output="q5_k",
+        title="ITQ2_T - 2.0625 bpw",
+        fixture_rel_mse=0.072,
+        fns_total_error=0.0076,
+        fns_dot_error=0.148,
+        trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
+        trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
+        trellis_offset=62.0,
     ),
     "q8_kr": TypeInfo(
         name="q8_kr",

@@ -11,6 +11,13 @@ struct u8x32 { __m256i v; };
 static inline u8x32 load(const uint8_t * p)      { return {_mm256_loadu_si256((const __m256i *) p)}; }
 static inline void  store(uint8_t * p, u8x32 a)  { _mm256_storeu_si256((__m256i *) p, a.v); }
 static inline u8x32 operator|(u8x32 a, u8x32 b)  { return {_mm256_or_si256(a.v, b.v)}; }
+static inline u8x32 operator^(u8x32 a, u8x32 b)  { return {_mm256_xor_si256(a.v, b.v)}; }
+static inline u8x32 operator+(u8x32 a, u8x32 b)  { return {_mm256_add_epi8(a.v, b.v)}; }
+
+static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
+    const __m256i below = _mm256_permute2x128_si256(a.v, a.v, 0x08); // zero, low half
+    return {_mm256_or_si256(_mm256_alignr_epi8(a.v, below, 15), _mm256_zextsi128_si256(_mm_cvtsi32_si128(first)))};
+}
 
 // 16-bit shifts let bits of the neighbour byte in; the mask removes them.
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
@@ -43,6 +50,13 @@ static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
     return {_mm256_broadcastsi128_si256(_mm_and_si128(_mm_loadl_epi64((const __m128i *) p), _mm_set1_epi8((char) mask)))};
 }
 static inline u8x32 look_up(table8x8 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
+
+struct table16x8 { __m256i v; };
+
+static inline table16x8 load_table16(const uint8_t * p) {
+    return {_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) p))};
+}
+static inline u8x32 look_up(table16x8 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
 
 // The scales of a block's quarters, each four times in 16-bit lanes: madd takes one for all lanes after a permutation.
 struct scales4 { __m256i v; };

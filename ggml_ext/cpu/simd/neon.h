@@ -12,6 +12,12 @@ struct u8x32 { uint8x16_t v[2]; };
 static inline u8x32 load(const uint8_t * p)     { return {{vld1q_u8(p), vld1q_u8(p + 16)}}; }
 static inline void  store(uint8_t * p, u8x32 a) { vst1q_u8(p, a.v[0]); vst1q_u8(p + 16, a.v[1]); }
 static inline u8x32 operator|(u8x32 a, u8x32 b) { return {{vorrq_u8(a.v[0], b.v[0]), vorrq_u8(a.v[1], b.v[1])}}; }
+static inline u8x32 operator^(u8x32 a, u8x32 b) { return {{veorq_u8(a.v[0], b.v[0]), veorq_u8(a.v[1], b.v[1])}}; }
+static inline u8x32 operator+(u8x32 a, u8x32 b) { return {{vaddq_u8(a.v[0], b.v[0]), vaddq_u8(a.v[1], b.v[1])}}; }
+
+static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
+    return {{vextq_u8(vdupq_n_u8(first), a.v[0], 15), vextq_u8(a.v[0], a.v[1], 15)}};
+}
 
 template <int S> static inline uint8x16_t shift(uint8x16_t a) {
     if constexpr (S > 0) { return vshrq_n_u8(a, S); }
@@ -34,6 +40,11 @@ static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
     const uint8x8_t t = vand_u8(vld1_u8(p), vdup_n_u8(mask));
     return {vcombine_u8(t, t)};
 }
+struct table16x8 { uint8x16_t v; };
+
+static inline table16x8 load_table16(const uint8_t * p) { return {vld1q_u8(p)}; }
+static inline u8x32 look_up(table16x8 t, u8x32 i) { return {{vqtbl1q_u8(t.v, i.v[0]), vqtbl1q_u8(t.v, i.v[1])}}; }
+
 static inline u8x32 look_up(table8x8 t, u8x32 i) { return {{vqtbl1q_u8(t.v, i.v[0]), vqtbl1q_u8(t.v, i.v[1])}}; }
 
 // 15-bit codes of the bytes in order, in 16-bit lanes

@@ -7,6 +7,15 @@ struct u8x32 { uint8_t v[32]; };
 static inline u8x32 load(const uint8_t * p)      { u8x32 r; memcpy(r.v, p, 32); return r; }
 static inline void  store(uint8_t * p, u8x32 a)  { memcpy(p, a.v, 32); }
 static inline u8x32 operator|(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) { a.v[i] |= b.v[i]; } return a; }
+static inline u8x32 operator^(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) { a.v[i] ^= b.v[i]; } return a; }
+static inline u8x32 operator+(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) { a.v[i] = (uint8_t) (a.v[i] + b.v[i]); } return a; }
+
+static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
+    u8x32 r;
+    r.v[0] = first;
+    memcpy(r.v + 1, a.v, 31);
+    return r;
+}
 
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     for (int i = 0; i < 32; ++i) {
@@ -38,6 +47,15 @@ static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
     for (int k = 0; k < 8; ++k) { t.v[k] = p[k] & mask; }
     return t;
 }
+struct table16x8 { uint8_t v[16]; };
+
+static inline table16x8 load_table16(const uint8_t * p) {
+    table16x8 t;
+    memcpy(t.v, p, 16);
+    return t;
+}
+static inline u8x32 look_up(table16x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
+
 static inline u8x32 look_up(table8x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
 using i32_sum = int32_t;

@@ -90,6 +90,12 @@ def scales_to_bytes(values: np.ndarray) -> np.ndarray:
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
+def e5m3_to_float32(d: np.ndarray) -> np.ndarray:
+    """uint8 of any shape, scales of one byte (ggml_ext/types/e5m3.h), as float32 of that shape; above 0xf7 Inf and NaN."""
+    with np.errstate(invalid="ignore"):
+        return (d.astype("<u2") << 7).view("<f2").astype(np.float32) * np.float32(1 / 256)
+
+
 def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
     """Codes uint8 (n_blocks, 256) in 0..7 from their planes, uint8 (n_blocks, 64) and (n_blocks, 32); types/bits3.h."""
     low2 = (ql.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3

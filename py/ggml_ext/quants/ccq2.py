@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import BLOCK_SIZE, as_blocks, scales_to_float32
+from . import BLOCK_SIZE, as_blocks, e5m3_to_float32
 
 BLOCK_BYTES = 66
 ALPHA, BETA, OFFSET = 121, 1178, 32
@@ -26,13 +26,6 @@ CHUNK = 128   # blocks encoded at a time: the errors of all codes take 8 MB
 CODES = (ALPHA * np.arange(256)[:, None] + BETA) >> np.array([9, 6, 3, 0]) & 63
 V = (CODES - OFFSET).astype(np.float32)
 V2 = V * V
-
-
-def _d_values(d: np.ndarray) -> np.ndarray:
-    """Super scales float32 of their bytes, any shape."""
-    halves = np.ascontiguousarray(d.astype("<u2") << 7).reshape(-1, 1).view(np.uint8).reshape(-1, 2)
-    with np.errstate(invalid="ignore"):
-        return (scales_to_float32(halves) * np.float32(1 / 256)).reshape(d.shape)
 
 
 def _by_byte(x: np.ndarray) -> np.ndarray:
@@ -53,7 +46,7 @@ def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
     q = _by_weight(CODES.astype(np.uint8)[blocks[:, 2:]])
-    return q, SCALES[blocks[:, 1:2] >> np.arange(0, 8, 2, dtype=np.uint8) & 3], _d_values(blocks[:, 0])
+    return q, SCALES[blocks[:, 1:2] >> np.arange(0, 8, 2, dtype=np.uint8) & 3], e5m3_to_float32(blocks[:, 0])
 
 
 def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
@@ -89,7 +82,7 @@ class _Block:
 
     def search(self, d: np.ndarray, scales: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes uint8 (n, 32) of least error and the squared error (n,) of a half; search() of encode/ccq2.c."""
-        s = _d_values(d)[:, None] * SCALES[scales[:, 2 * half : 2 * half + 2]].astype(np.float32)
+        s = e5m3_to_float32(d)[:, None] * SCALES[scales[:, 2 * half : 2 * half + 2]].astype(np.float32)
         s = np.repeat(s, 2, axis=1)[:, None]
         w, x, wx = (_by_byte(a)[:, half] for a in (self.w, self.x, self.wx))
         f = s * s * w
@@ -120,7 +113,7 @@ class _Block:
 
 def _round_groups(want: np.ndarray, den: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Indices (n, 4) of the group scales nearest to the wanted ones under d, and sum of den*(s - want)^2 (n,)."""
-    s = _d_values(d).astype(np.float64)[:, None, None] * SCALES
+    s = e5m3_to_float32(d).astype(np.float64)[:, None, None] * SCALES
     e = (s - want[:, :, None]) ** 2
     at = np.argmin(e, axis=2)
     terms = den * np.take_along_axis(e, at[..., None], axis=2)[..., 0]
@@ -130,7 +123,7 @@ def _round_groups(want: np.ndarray, den: np.ndarray, d: np.ndarray) -> tuple[np.
 def _round_scales(want: np.ndarray, den: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2.c."""
     top = np.maximum(want.max(axis=1), 0)
-    table = _d_values(np.arange(D_END - 1)).astype(np.float64) * 12.5
+    table = e5m3_to_float32(np.arange(D_END - 1)).astype(np.float64) * 12.5
     first = (table < top[:, None]).sum(axis=1)
     best_d, best_at, least = np.zeros(len(want), np.int64), np.zeros(want.shape, np.int64), np.full(len(want), np.inf)
     for i in range(N_CANDIDATES):

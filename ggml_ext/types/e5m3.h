@@ -1,0 +1,16 @@
+// Scales of one byte: a half without its sign and its lower mantissa bits, five bits of exponent and three of mantissa,
+// times 2^-8. That factor puts the normal numbers, 2^-22 to 240, where the scales of blocks are.
+#pragma once
+
+#include "../ggml-ext-common.h"
+
+#define GGML_EXT_E5M3_FACTOR (1.0f/256)
+enum { GGML_EXT_E5M3_MAX = 0xf7 }; // above: Inf and NaN
+
+static inline ggml_half ggml_ext_e5m3_half(uint8_t d) {
+    return (ggml_half) (d << 7);
+}
+
+static inline float ggml_ext_e5m3_to_float(uint8_t d) {
+    return ggml_fp16_to_fp32(ggml_ext_e5m3_half(d))*GGML_EXT_E5M3_FACTOR;
+}

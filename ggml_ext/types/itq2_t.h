@@ -1,0 +1,36 @@
+// ITQ2_T: 2-bit trellis code on weights rotated by the 256-point Walsh-Hadamard transform H.
+//
+//   w[0..255] = H v,   v[j] = d * (q[j] - offset),   q[j] by the code of trellis.h, K = 2      (H H = I: ggml-ext-fwht.h)
+//
+//   byte  0  1      2         66
+//         d  start  ql (64)                   66 bytes for 256 weights: 2.0625 bits a weight
+//
+// Trellis-coded quantization: M. W. Marcellin, T. R. Fischer, IEEE Trans. Communications 38(1), 1990; of rotated weights:
+// QTIP (A. Tseng et al., 2024). The code is ours. What two bytes hold beside the codes: a start state costs no pass of the
+// encoder, where a circle of states would (and 3 % in error), and the three bits of mantissa of d cost less than they save.
+#pragma once
+
+#include "trellis.h"
+
+typedef struct {
+    uint8_t d;      // scale: e5m3.h
+    uint8_t start;  // symbols before the first
+    uint8_t ql[64]; // low two bits of the symbols
+} block_itq2_t;
+static_assert(sizeof(block_itq2_t) == 1 + 1 + QK_K/4, "ITQ2_T is 66 bytes");
+
+static const struct ggml_ext_trellis_tables ggml_ext_itq2_t_tables = GGML_EXT_ITQ2_T_TRELLIS_TABLES;
+
+static inline void ggml_ext_unpack_itq2_t(const block_itq2_t * x, struct ggml_ext_unpacked * u) {
+    ggml_ext_trellis_unpack(&ggml_ext_itq2_t_tables, 2, x->d, x->start, x->ql, NULL, GGML_EXT_ITQ2_T_TRELLIS_OFFSET, u);
+}
+
+// A row is valid when every d is finite: any other bits are.
+static inline bool ggml_ext_validate_block_itq2_t(const block_itq2_t * x) {
+    return x->d <= GGML_EXT_E5M3_MAX;
+}
+
+// Encodes n_blocks blocks of 256 unrotated weights; importance: n_blocks*256 weights of the squared error of the unrotated
+// weights or NULL. See encode/trellis.h.
+void ggml_ext_encode_itq2_t(const float * src, block_itq2_t * dst, int64_t n_blocks, const float * importance,
+                            const struct ggml_ext_quantize_params * params);

@@ -1,0 +1,37 @@
+// ITQ3_T: 3-bit trellis code on weights rotated by the 256-point Walsh-Hadamard transform H.
+//
+//   w[0..255] = H v,   v[j] = d * (q[j] - offset),   q[j] by the code of trellis.h, K = 3      (H H = I: ggml-ext-fwht.h)
+//
+//   byte  0  1      2         66       98
+//         d  start  ql (64)   qh (32)         98 bytes for 256 weights: 3.0625 bits a weight
+//
+// Trellis-coded quantization: M. W. Marcellin, T. R. Fischer, IEEE Trans. Communications 38(1), 1990; of rotated weights:
+// QTIP (A. Tseng et al., 2024). The code is ours. What two bytes hold beside the codes: a start state costs no pass of the
+// encoder, where a circle of states would (and 3 % in error), and the three bits of mantissa of d cost less than they save.
+#pragma once
+
+#include "trellis.h"
+
+typedef struct {
+    uint8_t d;      // scale: e5m3.h
+    uint8_t start;  // symbols before the first
+    uint8_t ql[64]; // low two bits of the symbols
+    uint8_t qh[32]; // high bit of the symbols
+} block_itq3_t;
+static_assert(sizeof(block_itq3_t) == 1 + 1 + QK_K/4 + QK_K/8, "ITQ3_T is 98 bytes");
+
+static const struct ggml_ext_trellis_tables ggml_ext_itq3_t_tables = GGML_EXT_ITQ3_T_TRELLIS_TABLES;
+
+static inline void ggml_ext_unpack_itq3_t(const block_itq3_t * x, struct ggml_ext_unpacked * u) {
+    ggml_ext_trellis_unpack(&ggml_ext_itq3_t_tables, 3, x->d, x->start, x->ql, x->qh, GGML_EXT_ITQ3_T_TRELLIS_OFFSET, u);
+}
+
+// A row is valid when every d is finite: any other bits are.
+static inline bool ggml_ext_validate_block_itq3_t(const block_itq3_t * x) {
+    return x->d <= GGML_EXT_E5M3_MAX;
+}
+
+// Encodes n_blocks blocks of 256 unrotated weights; importance: n_blocks*256 weights of the squared error of the unrotated
+// weights or NULL. See encode/trellis.h.
+void ggml_ext_encode_itq3_t(const float * src, block_itq3_t * dst, int64_t n_blocks, const float * importance,
+                            const struct ggml_ext_quantize_params * params);

@@ -1,0 +1,89 @@
+"""The numpy reference of ITQ3_T and ITQ2_T: the code, the encoder, and its equality with the C encoder byte for byte."""
+
+import numpy as np
+import pytest
+from conftest import assert_same_blocks
+from test_itq3_s_numpy import CORPORA, SEED
+
+from ggml_ext import TYPES
+from ggml_ext.quants import BLOCK_SIZE, reference
+
+EACH = pytest.mark.parametrize("name", ["itq3_t", "itq2_t"])
+
+
+@EACH
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_same_bytes_as_c(lib, name, corpus):
+    x = CORPORA[corpus][:24]
+    assert_same_blocks(reference(name).quantize_blocks(x), lib.quantize(int(TYPES[name].id), x), f"{name}, {corpus}, seed {SEED}")
+
+
+@EACH
+def test_the_code_of_every_state(name):
+    """The sliding window of 12 bits, written out a symbol at a time, the nibble tables, and what C decodes."""
+    trellis, info = reference(name).TRELLIS, TYPES[name]
+    k, (mix0, mix1), (values0, values1) = trellis.k, info.trellis_mix, info.trellis_values
+    for state in range(4096):
+        c = [state >> k * i & (1 << k) - 1 for i in range(12 // k)]
+        pairs = [(c[i] % 4) * 4 + c[i + 1] % 4 for i in range(0, len(c), 2)]
+        if k == 3:
+            quad = sum((c[i] // 4) * (8 >> i) for i in range(4))
+            q = values0[pairs[1] ^ mix0[pairs[0]]] + values1[quad ^ mix1[pairs[0]]]
+        else:
+            q = values0[pairs[0] ^ mix0[pairs[2]]] + values1[pairs[1] ^ mix1[pairs[2]]]
+        assert trellis.codes[state] == q
+    assert trellis.codes.max() <= info.unpack_max
+
+
+@EACH
+def test_every_state_at_every_place(lib, name):
+    """Scalar C against numpy, which builds the states of a block from its bytes: all 4096 states, all start bytes."""
+    trellis, rng = reference(name).TRELLIS, np.random.default_rng(SEED)
+    blocks = rng.integers(0, 256, (4096, trellis.block_bytes), dtype=np.uint8)
+    blocks[:, 0] = 60
+    blocks[:, 1] = np.arange(4096) & 255
+    states = trellis.states(blocks)
+    seen = np.zeros((4096, 8), bool)  # a state at each group of 32
+    seen[states, np.broadcast_to(np.arange(BLOCK_SIZE) % 8, states.shape)] = True
+    assert seen.all()
+    q, _, _ = trellis.unpack(blocks)
+    for block, expected in zip(blocks, q, strict=True):
+        np.testing.assert_array_equal(lib.unpack_block(TYPES[name].id, block)[0], expected)
+
+
+@EACH
+def test_pack_is_the_inverse(name):
+    trellis, rng = reference(name).TRELLIS, np.random.default_rng(SEED)
+    blocks = rng.integers(0, 256, (64, trellis.block_bytes), dtype=np.uint8)
+    np.testing.assert_array_equal(trellis.pack(trellis.states(blocks), blocks[:, 0]), blocks)
+
+
+@EACH
+def test_the_search_is_the_best_path(name):
+    """Against all paths of three steps from all starts: the first three weights of a block whose others are zero costs."""
+    trellis = reference(name).TRELLIS
+    k, rng = trellis.k, np.random.default_rng(SEED)
+    path = rng.integers(0, 1 << k, BLOCK_SIZE)
+    blocks = np.zeros((1, trellis.block_bytes), np.uint8)
+    state, states = int(rng.integers(256)), []
+    for c in path:
+        state = (state << k | int(c)) & 4095
+        states.append(state)
+    blocks = trellis.pack(np.array([states]), np.array([60], np.uint8))
+    # the values of a path are found again without error
+    values = trellis.values[np.array([states])]
+    found = trellis.search(values)
+    np.testing.assert_array_equal(trellis.values[found], values)
+    np.testing.assert_array_equal(trellis.states(blocks), [states])
+
+
+@EACH
+def test_more_passes_are_never_worse(lib, name):
+    x = np.random.default_rng(SEED).standard_normal((64, BLOCK_SIZE)).astype(np.float32)
+    errors = []
+    for passes in (1, 2, 3, 6):
+        y = lib.dequantize(int(TYPES[name].id), lib.quantize(int(TYPES[name].id), x, trellis_passes=passes), BLOCK_SIZE)
+        errors.append(((y - x).astype(np.float64) ** 2).sum(axis=1))
+    print(name, [float(e.sum() / (x.astype(np.float64) ** 2).sum()) for e in errors])
+    for a, b in zip(errors, errors[1:]):
+        assert (b <= a * (1 + 1e-5)).all()  # the encoder compares float32 sums of the rotated errors
