@@ -151,8 +151,7 @@ class Trellis:
             planes = cost.reshape(n, symbols, symbols, groups // symbols).min(axis=2)
             least[t] = planes.transpose(0, 2, 1).reshape(n, groups)
             cost = branch(t)
-        place = cost.reshape(n, -1).argmin(axis=1)
-        state = (place % groups) << self.k | place // groups
+        state = cost.transpose(0, 2, 1).reshape(n, -1).argmin(axis=1)
         states = np.empty((n, BLOCK_SIZE), np.int64)
         states[:, -1] = state
         rows, oldest = np.arange(n)[:, None], np.arange(symbols) * groups
