@@ -29,11 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perplexity_run import (
-    NEEDS_IMATRIX, STOCK_TYPES, BaseLogits, block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text,
+    NEEDS_IMATRIX, OUR_TYPES, STOCK_TYPES, BaseLogits, block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits,
+    split_text,
 )
 
 from ggml_ext import WEIGHT_TYPES, __version__
 from ggml_ext._errors import UserError
+from ggml_ext._recipes import RECIPES
 from ggml_ext._tools import BIN
 from ggml_ext.quantize import Parser
 
@@ -87,8 +89,8 @@ def parse_types(text: str) -> list[Entry]:
             path = Path(word)
             require_file("--types", path)
             entries.append(Entry(path.stem, None, path))
-        elif name not in {**WEIGHT_TYPES, **STOCK_TYPES} or (plus and suffix != "imatrix"):
-            known = ", ".join([*WEIGHT_TYPES, *sorted(STOCK_TYPES)])
+        elif name not in (*OUR_TYPES, *STOCK_TYPES) or (plus and suffix != "imatrix"):
+            known = ", ".join([*OUR_TYPES, *sorted(STOCK_TYPES)])
             raise UserError(f"--types: unknown type '{word}'; needed TYPE, TYPE+imatrix or FILE.gguf, with TYPE one of {known}")
         else:
             entries.append(Entry(word.lower(), name, with_imatrix=bool(plus) or name in NEEDS_IMATRIX))
@@ -163,7 +165,7 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
                 log(f"{progress}: quantizing")
                 quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.with_imatrix else None)
             weights, bpw = block_types(path)
-            if entry.type_name and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
+            if entry.type_name not in (None, *RECIPES) and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
                 log(f"warning: {entry.label}: some matrices of the blocks are {', '.join(others)}")
             found = kl_divergence(path, base, args.threads)
             types[entry.label] = {

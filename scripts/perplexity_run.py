@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ggml_ext import WEIGHT_TYPES
+from ggml_ext._recipes import RECIPES
 from ggml_ext._gguf_file import GGUFFile
 from ggml_ext._tools import tool_path
 
@@ -26,6 +27,7 @@ STOCK_TYPES = {name: name.upper() for name in (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs",
     "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
 )} | {"iq2_s": "IQ2_M"}
+OUR_TYPES = (*WEIGHT_TYPES, *RECIPES)
 # refused, or poor, without an importance matrix
 NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 # One type for the matrices of the blocks, so that files differ in nothing else
@@ -188,10 +190,10 @@ def quantize_ours(model: Path, out: Path, type_name: str, *options: str, echo: b
 def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imatrix_file: Path | None = None,
                      echo: bool = False) -> Path:
     """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer."""
-    if type_name in WEIGHT_TYPES and imatrix_file is None:
-        quantize_ours(model, out, type_name, *UNIFORM, "--quiet", *options, echo=echo)
+    importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
+    if type_name in OUR_TYPES:
+        quantize_ours(model, out, type_name, *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:
-        importance = ["--imatrix", imatrix_file] if imatrix_file else []
         run_tool("llama-quantize", *UNIFORM, *importance, model, out, STOCK_TYPES.get(type_name, type_name.upper()))
     return out
 

@@ -53,7 +53,7 @@ static inline struct trellis_work * trellis_begin(const struct ggml_ext_trellis_
     for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
         const float v = (float) ggml_ext_trellis_code(tables, k, s) - offset;
         w->code[(s & ((1 << k) - 1))*n_groups + (s >> k)] = v;
-        sum += (double) v*v;
+        sum += (double) v*(double) v;
     }
     w->code_rms = (float) sqrt(sum/GGML_EXT_TRELLIS_STATES);
     return w;

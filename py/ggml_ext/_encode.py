@@ -22,7 +22,7 @@ T = GGMLQuantizationType
 
 
 def largest_weight(qtype: GGMLQuantizationType) -> float:
-    """Largest magnitude that surely survives: scales of blocks are halves, up to 65504.
+    """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or a 256th of that.
 
     A rotated value is at most sqrt(256) = 16 times the largest weight, and the codes span twice that.
     """
@@ -30,9 +30,12 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
         return np.inf
     info = TYPES.get(qtype.name.lower())
     if info and info.rotated:
-        return float(quants.HALF_MAX) * (info.unpack_max - info.unpack_min) / 32
+        largest_scale = quants.HALF_MAX / 256 if info.trellis_mix else quants.HALF_MAX
+        return float(largest_scale) * (info.unpack_max - info.unpack_min) / 32
     return float(quants.HALF_MAX)
 
+
+EFFORTS = {"fast": 1, "normal": 3, "best": 6}  # scales that the trellis encoders try for each block
 
 # What gguf encodes in numpy without a regard to importances, and ggml in C with it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
@@ -62,13 +65,16 @@ class Guide:
 class Codec:
     """lib: the built library, or None to do all in numpy. itq3_levels: 8 or 3, for ITQ3_S alone.
 
-    ditto_codebook: "block" or "tensor", what has a codebook of its own in DITTO3.
+    ditto_codebook: "block" or "tensor", what has a codebook of its own in DITTO3. effort: a name of EFFORTS.
     """
 
-    def __init__(self, lib: Library | None, itq3_levels: int = 8, ditto_codebook: str = "block"):
+    def __init__(
+        self, lib: Library | None, itq3_levels: int = 8, ditto_codebook: str = "block", effort: str = "normal"
+    ):
         self.lib = lib
         self.itq3_levels = itq3_levels
         self.ditto_codebook = ditto_codebook
+        self.trellis_passes = EFFORTS[effort]
 
     def can_encode(self, qtype: GGMLQuantizationType) -> bool:
         """True for every type with the library; without it for those that have a numpy encoder."""
@@ -109,12 +115,18 @@ class Codec:
         if qtype in FLOAT_TYPES:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if self.lib is not None:
-            return self.lib.quantize(int(qtype), rows, self.itq3_levels, importance, codebook)
+            return self.lib.quantize(int(qtype), rows, self.itq3_levels, importance, codebook, self.trellis_passes)
         if (info := TYPES.get(qtype.name.lower())) is None:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
             importance = np.broadcast_to(importance, rows.shape).reshape(-1, info.block_size)
-        options = {T.ITQ3_S: {"levels": self.itq3_levels}, T.DITTO3: {"codebook": codebook}}.get(qtype, {})
+        trellis = {"passes": self.trellis_passes}
+        options = {
+            T.ITQ3_S: {"levels": self.itq3_levels},
+            T.DITTO3: {"codebook": codebook},
+            T.ITQ3_T: trellis,
+            T.ITQ2_T: trellis,
+        }.get(qtype, {})
         blocks = quants.reference(info.name).quantize_blocks(rows.reshape(-1, info.block_size), importance, **options)
         return blocks.reshape(len(rows), -1)
 

@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._imatrix import ImportanceMatrix, n_importances
+from ._recipes import Recipe
 from ._types import TYPES, TypeInfo
 
 T = GGMLQuantizationType
@@ -144,6 +145,7 @@ class Choices:
     """What the command line says about types."""
 
     info: TypeInfo
+    recipe: Recipe | None = None  # for a mixed file
     pure: bool = False
     overrides: tuple[Override, ...] = ()
     token_embd: GGMLQuantizationType | None = None
@@ -154,6 +156,11 @@ class Choices:
     @property
     def type(self) -> GGMLQuantizationType:
         return T(int(self.info.id))
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return self.recipe.name if self.recipe else self.info.name
 
 
 @dataclass
@@ -198,6 +205,8 @@ def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied
         return choices.output
     if override:
         return override.type
+    if choices.recipe and (better := choices.recipe.type_of(name)):
+        return T[better.upper()]
     if choices.pure:
         return choices.type
     if any(part in name for part in Q8_0_PARTS_OF_ARCH.get(arch, ())):
@@ -243,7 +252,8 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
             plan.warnings.append(f"tensor {tensor.name} is {tensor.type.name.lower()}, which holds no weights: kept")
             plan.types.append(tensor.type)
         else:
-            plan.types.append(_plan_matrix(tensor, choose_type(tensor, choices, arch, n_expert, tied), choices, plan))
+            target = choose_type(tensor, choices, arch, n_expert, tied)
+            plan.types.append(_plan_matrix(tensor, target, choices, plan))
     for override in choices.overrides:
         if not any(override.pattern.search(t.name) for t in file.tensors):
             plan.warnings.append(

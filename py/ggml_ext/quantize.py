@@ -15,12 +15,13 @@ from tqdm import tqdm
 from . import __version__, _lib
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
 from ._cli import Parser, add_threads_option, check_threads, print_text, run_command
-from ._encode import UNWEIGHTED_IN_NUMPY, Codec
+from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, row_bytes, string_value, uint32_value
 from ._imatrix import ImportanceMatrix
 from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type, plan_importance
-from ._types import WEIGHT_TYPES, TypeInfo
+from ._recipes import RECIPES
+from ._types import WEIGHT_TYPES
 from ._writer import MIB, data_size, replaced_file, write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
@@ -35,19 +36,20 @@ def build_parser() -> argparse.ArgumentParser:
         f"multiple of {t.block_size}"
         for t in WEIGHT_TYPES.values()
     )
+    mixtures = "\n".join(f"  {r.name}: {r.about}" for r in RECIPES.values())
     parser = Parser(
         prog="ggml-ext-quantize",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model to a low-bit type of ggml-ext.",
-        epilog=f"types:\n{embd_and_output}\n"
+        epilog=f"types:\n{embd_and_output}\nmixed files:\n{mixtures}\n"
         "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     )
     add = parser.add_argument
     add("input", metavar="IN", type=Path, help="GGUF model in F32, F16, BF16 or Q8_0")
     add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
-    add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join(WEIGHT_TYPES)}")
-    add("--pure", action="store_true", help="the same type for all weight matrices, embeddings and output too")
+    add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}")
+    add("--pure", action="store_true", help="the type of most matrices of the blocks for embeddings and output too")
     add(
         "--tensor-type",
         metavar="REGEX=TYPE",
@@ -69,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--imatrix",
         metavar="FILE",
         type=Path,
-        help="importance matrix of llama-imatrix (GGUF): weights of the errors in ditto3 and in stock types; itq3_s uses none",
+        help="importance matrix of llama-imatrix (GGUF): weights of the errors in all types but itq3_s",
     )
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
     add(
@@ -77,6 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="{block,tensor}",
         default="block",
         help="ditto3: a codebook for each block (default) or the paper's one for each tensor; llama-quantize makes the former",
+    )
+    add(
+        "--effort",
+        metavar=f"{{{','.join(EFFORTS)}}}",
+        default="normal",
+        help=f"itq3_t, itq2_t: scales tried for each block: {', '.join(f'{n} ({k})' for k, n in EFFORTS.items())}; default normal",
     )
     add_threads_option(parser)
     add(
@@ -95,14 +103,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_choices(args: argparse.Namespace) -> Choices:
     """The type-related options; UserError naming the flag."""
-    info = WEIGHT_TYPES.get(args.type.lower())
+    recipe = RECIPES.get(args.type.lower())
+    info = WEIGHT_TYPES.get(recipe.base if recipe else args.type.lower())
     if info is None:
         hint = " (for stock types use llama-quantize)" if args.type.lower() in TARGET_TYPES else ""
-        raise UserError(f"--type: unknown type {args.type!r}{hint}; known types: {', '.join(WEIGHT_TYPES)}")
+        raise UserError(f"--type: unknown type {args.type!r}{hint}; known types: {', '.join([*WEIGHT_TYPES, *RECIPES])}")
     if args.itq3_levels not in (3, 8):
         raise UserError(f"--itq3-levels: got {args.itq3_levels}, must be 8 or 3")
     if args.ditto_codebook not in CODEBOOKS:
         raise UserError(f"--ditto-codebook: got {args.ditto_codebook!r}, must be {' or '.join(CODEBOOKS)}")
+    if args.effort not in EFFORTS:
+        raise UserError(f"--effort: got {args.effort!r}, must be {', '.join(EFFORTS)}")
     check_threads(args.threads)
 
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
@@ -110,6 +121,7 @@ def parse_choices(args: argparse.Namespace) -> Choices:
 
     return Choices(
         info=info,
+        recipe=recipe,
         pure=args.pure,
         overrides=tuple(map(Override.parse, args.tensor_type)),
         token_embd=optional(args.token_embedding_type, "--token-embedding-type"),
@@ -150,7 +162,7 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
             "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
             "leave out --encoder"
         )
-    codec = Codec(lib, args.itq3_levels, args.ditto_codebook)
+    codec = Codec(lib, args.itq3_levels, args.ditto_codebook, args.effort)
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         unweighted = lib is None and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY
         if target != tensor.type and (unweighted or not codec.can_encode(target)):
@@ -167,8 +179,14 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
 
 def describe_options(args: argparse.Namespace, plan: Plan) -> str:
     """The options that decide the bytes of the output, for the file's record."""
-    of_types = {T.ITQ3_S: f"itq3-levels={args.itq3_levels}", T.DITTO3: f"ditto-codebook={args.ditto_codebook}"}
-    options = [text for qtype, text in of_types.items() if qtype in plan.types]
+    effort = f"effort={args.effort}"
+    of_types = {
+        T.ITQ3_S: f"itq3-levels={args.itq3_levels}",
+        T.DITTO3: f"ditto-codebook={args.ditto_codebook}",
+        T.ITQ3_T: effort,
+        T.ITQ2_T: effort,
+    }
+    options = list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
     options += [
         flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))
     ]
@@ -180,7 +198,7 @@ def describe_options(args: argparse.Namespace, plan: Plan) -> str:
 
 def output_metadata(
     file: GGUFFile,
-    info: TypeInfo,
+    choices: Choices,
     options: str,
     imatrix: ImportanceMatrix | None,
     epsilons: dict[str, float],
@@ -188,10 +206,10 @@ def output_metadata(
     """All keys of the input, in their order, those of llama-quantize and ours. epsilons: by name of the DITTO3 tensors."""
     ours = [
         *([] if imatrix is None else imatrix.metadata()),
-        uint32_value("general.file_type", int(info.id)),
+        uint32_value("general.file_type", int(choices.info.id)),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
-        string_value("ggml_ext.type", info.name),
+        string_value("ggml_ext.type", choices.name),
         string_value("ggml_ext.options", options),
         *epsilon_metadata(epsilons),
     ]
@@ -291,8 +309,8 @@ def run(args: argparse.Namespace) -> None:
     imatrix = None if args.imatrix is None else ImportanceMatrix(args.imatrix)
     plan = make_plan(file, choices)
     plan_importance(plan, imatrix)
-    if imatrix is not None and choices.info.rotated:
-        plan.warnings.append(f"--imatrix changes no {choices.info.name} tensor: it describes weights before their rotation")
+    if imatrix is not None and T.ITQ3_S in plan.types:
+        plan.warnings.append("--imatrix changes no itq3_s tensor: it describes weights before their rotation")
     codec = None if args.dry_run else load_codec(args, plan)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -311,13 +329,13 @@ def run(args: argparse.Namespace) -> None:
 
     def header(accuracies: list[Accuracy] | None) -> bytes:
         epsilons = list_epsilons(file, plan, accuracies)
-        metadata = output_metadata(file, choices.info, describe_options(args, plan), imatrix, epsilons)
+        metadata = output_metadata(file, choices, describe_options(args, plan), imatrix, epsilons)
         return pack_header(metadata, plan.tensors, plan.types, file.alignment)
 
     first_header = header(None)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
     with (
-        tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.info.name, disable=not show_bar) as bar,
+        tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.name, disable=not show_bar) as bar,
         replaced_file(output, len(first_header) + data_size(plan, file.alignment)) as f,
     ):
         f.write(first_header)

@@ -16,7 +16,10 @@ from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, fwht, load_rotated, pack_b
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
-PASSES = 3  # TRELLIS_PASSES of encode/trellis.h
+# the constants of encode/trellis.h; the lookahead is one segment
+PASSES, SEGMENT, FLOOR = 3, 32, {3: 1.0, 2: 0.01}
+N_SEGMENTS = BLOCK_SIZE // SEGMENT
+FLT_MAX = np.finfo(np.float32).max
 E5M3_MAX = 0xF7
 POSITIONS = np.arange(BLOCK_SIZE).reshape(8, 32).T.ravel()  # of the steps
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
@@ -121,13 +124,22 @@ class Trellis:
     def quantize_blocks(self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = PASSES) -> np.ndarray:
         """Weights float32 (n_blocks, 256) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
 
+        importance: float32 (n_blocks, 256), weights of the squared errors, fed back; all zero in a block: as without.
         passes: scales tried a block. A block with NaN or Inf gets a d that row validation refuses.
         """
         with np.errstate(all="ignore"):
-            x, finite = load_rotated(weights)
-            x = np.ascontiguousarray(x[:, POSITIONS])
-            x[~finite] = 0
-            states, d = self._encode(x, passes)
+            rotated, finite = load_rotated(weights)
+            rotated[~finite] = 0
+            states, d = np.zeros(rotated.shape, np.int64), np.zeros(len(rotated), np.uint8)
+            weighted = np.zeros(len(rotated), bool)
+            if importance is not None:
+                importance = as_blocks(importance, np.float32, BLOCK_SIZE)
+                weighted = _sums_in_order(importance) > 0
+                if weighted.any():
+                    feedback = Feedback.of(importance[weighted], FLOOR[self.k])
+                    states[weighted], d[weighted] = self._encode(rotated[weighted], feedback, passes)
+            if not weighted.all():
+                states[~weighted], d[~weighted] = self._encode(rotated[~weighted], None, passes)
         d[~finite] = 0xFF
         return self.pack(states, d)
 
@@ -135,65 +147,134 @@ class Trellis:
         """(4096,) to (symbols, groups): the newest symbol first."""
         return np.ascontiguousarray(by_state.reshape(self.n_groups, 1 << self.k).T)
 
-    def search(self, x: np.ndarray) -> np.ndarray:
-        """States of least squared error of x, float32 (n, 256) in units of d; trellis_search() of encode/trellis.h."""
-        n, symbols, groups = len(x), 1 << self.k, self.n_groups
+    def search(self, x: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
+        """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis.h.
+
+        before: states int64 (n,) that the first ones follow; None: those that a start byte can name.
+        """
+        n, steps = x.shape
+        symbols, groups = 1 << self.k, self.n_groups
         code = self._planes(self.values)
-        least = np.full((BLOCK_SIZE, n, groups), np.finfo(np.float32).max, np.float32)
-        least[0, :, :N_STARTS] = 0
+        least = np.full((steps, n, groups), FLT_MAX, np.float32)
+        rows = np.arange(n)
+        if before is None:
+            least[0, :, :N_STARTS] = 0
+        else:
+            least[0, rows, before & groups - 1] = 0
+        for t in range(1, steps):
+            e = x[:, t - 1, None, None] - code
+            cost = (least[t - 1][:, None] + e * e).reshape(n, symbols, symbols, groups // symbols)
+            least[t] = np.minimum(cost.min(axis=2), FLT_MAX).transpose(0, 2, 1).reshape(n, groups)
 
-        def branch(t: int) -> np.ndarray:
-            e = x[:, t, None, None] - code
-            return least[t][:, None] + e * e
+        def best_state(t: int, candidates: np.ndarray) -> np.ndarray:
+            e = x[:, t, None] - self.values[candidates]
+            return candidates[rows, (least[t][rows[:, None], candidates >> self.k] + e * e).argmin(axis=1)]
 
-        cost = branch(0)
-        for t in range(1, BLOCK_SIZE):
-            planes = cost.reshape(n, symbols, symbols, groups // symbols).min(axis=2)
-            least[t] = planes.transpose(0, 2, 1).reshape(n, groups)
-            cost = branch(t)
-        state = cost.transpose(0, 2, 1).reshape(n, -1).argmin(axis=1)
-        states = np.empty((n, BLOCK_SIZE), np.int64)
-        states[:, -1] = state
-        rows, oldest = np.arange(n)[:, None], np.arange(symbols) * groups
-        for t in range(BLOCK_SIZE - 1, 0, -1):
-            sources = (state >> self.k)[:, None] + oldest
-            e = x[:, t - 1, None] - self.values[sources]
-            best = (least[t - 1][rows, sources >> self.k] + e * e).argmin(axis=1)
-            state = sources[rows[:, 0], best]
-            states[:, t - 1] = state
+        states = np.empty((n, steps), np.int64)
+        states[:, -1] = best_state(steps - 1, np.broadcast_to(np.arange(N_STATES), (n, N_STATES)))
+        for t in range(steps - 1, 0, -1):
+            states[:, t - 1] = best_state(t - 1, (states[:, t] >> self.k)[:, None] + np.arange(symbols) * groups)
         return states
 
-    def _encode(self, x: np.ndarray, passes: int) -> tuple[np.ndarray, np.ndarray]:
+    def search_feedback(self, x: np.ndarray, d: np.ndarray, feedback: Feedback) -> np.ndarray:
+        """States for x, float32 (n, 256) by step, under scales d (n,); trellis_search_feedback() of encode/trellis.h."""
+        states = np.empty(x.shape, np.int64)
+        errors = np.empty((N_SEGMENTS, len(x), SEGMENT), np.float32)
+        inverse = (np.float32(1) / d)[:, None]
+        for s in range(N_SEGMENTS):
+            first = SEGMENT * s
+            z = []
+            for ahead in range(s, min(s + 2, N_SEGMENTS)):  # the segment and the one that is searched beyond it
+                wish = np.zeros((len(x), SEGMENT), np.float32)
+                for r in range(s):
+                    wish += feedback.gain[:, :, ahead, r] * errors[r]
+                here = slice(SEGMENT * ahead, SEGMENT * (ahead + 1))
+                z.append((x[:, here] + _transform(wish) * np.float32(1 / SEGMENT)) * inverse)
+            found = self.search(np.concatenate(z, axis=1), states[:, first - 1] if s else None)[:, :SEGMENT]
+            states[:, first : first + SEGMENT] = found
+            errors[s] = _transform(x[:, first : first + SEGMENT] - d[:, None] * self.values[found])
+        return states
+
+    def _encode(self, rotated: np.ndarray, feedback: Feedback | None, passes: int) -> tuple[np.ndarray, np.ndarray]:
         """States (n, 256) and bytes of the scales (n,); trellis_encode() of encode/trellis.h."""
-        n = len(x)
-        error = sum_lanes(x * x)
-        best_d = np.zeros(n, np.uint8)
-        best_states = np.repeat(self._zero_path()[None], n, axis=0)
-        want = np.sqrt(error * np.float32(1 / BLOCK_SIZE)) / self.rms
+        n = len(rotated)
+        x = np.ascontiguousarray(rotated[:, POSITIONS])
+        y = rotated if feedback is None else fwht(rotated)
+        m = np.ones_like(y) if feedback is None else feedback.importance
+        error = sum_lanes(m * y * y)
+        best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, BLOCK_SIZE), np.int64)
+        want = np.sqrt(sum_lanes(y * y) * np.float32(1 / BLOCK_SIZE)) / self.rms
         tried = np.zeros((n, 256), bool)
         active = np.arange(n)
-        for _ in range(passes):
+        for i in range(passes):
             d = _next_scale(want[active], tried[active])
             active, d = active[d > 0], d[d > 0]
             if not len(active):
                 break
-            tried[active, d] = True
             scale = e5m3_to_float32(d.astype(np.uint8))
-            y = x[active]
-            states = self.search(y * (np.float32(1) / scale)[:, None])
-            v = self.values[states]
-            e = y - scale[:, None] * v
-            found = sum_lanes(e * e)
+            looks_for_scale = feedback is not None and i == 0 and passes > 1
+            if feedback is None or looks_for_scale:
+                states = self.search(x[active] * (np.float32(1) / scale)[:, None])
+            else:
+                states = self.search_feedback(x[active], scale, feedback.of_blocks(active))
+            if not looks_for_scale:
+                tried[active, d] = True
+            v = np.empty(states.shape, np.float32)
+            v[:, POSITIONS] = self.values[states]
+            if feedback is not None:
+                v = fwht(v)
+            mi, yi = m[active], y[active]
+            e = yi - scale[:, None] * v
+            found = sum_lanes(mi * e * e)
             better = found < error[active]
             error[active[better]] = found[better]
             best_d[active[better]] = d[better]
             best_states[active[better]] = states[better]
-            vv = sum_lanes(v * v)
-            want[active] = np.where(vv > 0, sum_lanes(y * v) / vv, np.float32(0))
+            vv = sum_lanes(mi * v * v)
+            want[active] = np.where(vv > 0, sum_lanes(mi * yi * v) / vv, np.float32(0))
         return best_states, best_d
 
-    def _zero_path(self) -> np.ndarray:
-        return np.zeros(BLOCK_SIZE, np.int64)
+
+@dataclass(frozen=True)
+class Feedback:
+    """struct trellis_feedback of encode/trellis.h, of n blocks."""
+
+    importance: np.ndarray  # float32 (n, 256)
+    gain: np.ndarray  # float32 (n, SEGMENT, N_SEGMENTS, N_SEGMENTS)
+
+    @classmethod
+    def of(cls, importance: np.ndarray, floor: float) -> Feedback:
+        """importance: float32 (n, 256), not all zero in any block."""
+        factor = BLOCK_SIZE / _sums_in_order(importance)
+        scaled = (importance.astype(np.float64) * factor[:, None] + floor).astype(np.float32)
+        by_frequency = scaled[:, POSITIONS].reshape(-1, N_SEGMENTS, SEGMENT).transpose(0, 2, 1)
+        index = np.arange(N_SEGMENTS)
+        m = _transform(by_frequency)[:, :, index[:, None] ^ index].astype(np.float64)
+        gain = np.zeros(m.shape, np.float32)
+        for s in range(N_SEGMENTS - 1, -1, -1):
+            row, pivot = m[:, :, s, :s], m[:, :, s, s]
+            gain[:, :, s, :s] = row / pivot[..., None]
+            m[:, :, :s, :s] -= row[..., :, None] * row[..., None, :] / pivot[..., None, None]
+        return cls(scaled, gain)
+
+    def of_blocks(self, blocks: np.ndarray) -> Feedback:
+        return Feedback(self.importance[blocks], self.gain[blocks])
+
+
+def _sums_in_order(importance: np.ndarray) -> np.ndarray:
+    """Row sums in float64, one after the other as in C."""
+    return np.cumsum(importance, axis=1, dtype=np.float64)[:, -1]
+
+
+def _transform(x: np.ndarray) -> np.ndarray:
+    """Walsh-Hadamard transform of the last axis, not normalised; trellis_transform() of encode/trellis.h."""
+    x, stride = np.ascontiguousarray(x).copy(), 1
+    while stride < x.shape[-1]:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, stride)
+        u, v = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
+        pairs[..., 0, :], pairs[..., 1, :] = u + v, u - v
+        stride *= 2
+    return x
 
 
 def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
