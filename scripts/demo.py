@@ -4,9 +4,9 @@
     demo.py [--rounds 3] [--chunks 600] [--json FILE]
 
 Perplexity is on the beginning of data/heldout.txt, which the model never saw. In the files of the table all block
-matrices have the row's type and the embeddings Q8_0, so that the rows differ in nothing else. IQ3_XXS alone is made with
-an importance matrix (which it needs), from the end of the text, which is not scored. Decode speed is of a synthetic model
-of Llama-3.2-1B's block shape: the embedded one is too small to be bound by its weights.
+matrices have the row's type and the embeddings Q8_0, so that the rows differ in nothing else. Importance matrices come
+from the end of the text, which is not scored. Decode speed is of a synthetic model of Llama-3.2-1B's block shape: the embedded
+one is too small to be bound by its weights.
 """
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 OUT = ROOT / "build" / "demo"
 # row of the table -> (type, options of the quantizer)
-ROWS = {"F16": ("f16", []), "Q3_K": ("q3_k", []), "IQ3_S": ("iq3_s", []), "IQ3_XXS, with imatrix": ("iq3_xxs", []),
+ROWS = {"F16": ("f16", []), "Q3_K": ("q3_k", []), "IQ3_S": ("iq3_s", []), "IQ3_S, with imatrix": ("iq3_s", []),
+        "IQ3_XXS, with imatrix": ("iq3_xxs", []), "ITQ3_T": ("itq3_t", []), "ITQ3_T, with imatrix": ("itq3_t", []),
         "DITTO3": ("ditto3", []), "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"]),
-        "Q2_K": ("q2_k", []), "IQ2_XXS, with imatrix": ("iq2_xxs", []), "CCQ2": ("ccq2", []),
+        "Q2_K": ("q2_k", []), "Q2_K, with imatrix": ("q2_k", []), "IQ2_XXS, with imatrix": ("iq2_xxs", []),
+        "ITQ2_T": ("itq2_t", []), "ITQ2_T, with imatrix": ("itq2_t", []), "CCQ2": ("ccq2", []),
         "CCQ2, with imatrix": ("ccq2", [])}
 
 

@@ -7,12 +7,16 @@
 ggml_ext/types/trellis.h says what the tables mean. From each seed the search climbs by random changes, first on a small
 sample of Gaussian blocks, then on a larger one, which also chooses among the seeds. Its score is the relative squared error of
 the best paths through the trellis, with any state before a block and an exact scale. Values are then scaled and rounded to
-integers whose greatest sum is at most 127. Needs a C compiler, `cc`. ITQ3_T has seed 5 of 14, ITQ2_T seed 3 of 9.
+integers whose greatest sum is at most 127. The default finds the tables of ITQ3_T (seed 5), `--bits 2 --seeds 9` those of
+ITQ2_T (seed 3); a seed takes about a minute. Needs a C compiler, `cc`.
+
+--compare: errors of the tables of types.toml with other starts and scales, and those of GF(2)-linear maps of the 12 bits.
 """
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import subprocess
 import sys
 import tempfile
@@ -56,17 +60,18 @@ class CompilerError(Exception):
     """There is no C compiler, or it fails."""
 
 
-def load(source: Path = SOURCE, command: tuple[str, ...] = COMPILE):
+@functools.cache
+def load():
     """trellis_search() of the C file."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "trellis_search.so"
         try:
-            subprocess.run([*command, str(source), "-o", str(path), "-lm"], capture_output=True, text=True, check=True)
+            subprocess.run([*COMPILE, str(SOURCE), "-o", str(path), "-lm"], capture_output=True, text=True, check=True)
         except OSError as e:
-            raise CompilerError(f"cannot run the C compiler {command[0]!r}: {e.strerror}") from e
+            raise CompilerError(f"cannot run the C compiler {COMPILE[0]!r}: {e.strerror}") from e
         except subprocess.CalledProcessError as e:
             why = next((line for line in e.stderr.splitlines() if "error" in line), f"exit code {e.returncode}")
-            raise CompilerError(f"the C compiler {command[0]!r} fails on {source.name}: {why}") from e
+            raise CompilerError(f"the C compiler {COMPILE[0]!r} fails on {SOURCE.name}: {why}") from e
         function = ctypes.CDLL(str(path)).trellis_search
     p = ctypes.c_void_p
     function.argtypes = [ctypes.c_int, p, p, ctypes.c_int64, ctypes.c_int, p, p]
@@ -262,8 +267,8 @@ def search(k: int, n_seeds: int, steps: tuple[int, int], blocks: tuple[int, int]
     test = sample(401, TEST_BLOCKS, scaled=True)
     errors = encoder.errors(test, code_of(indices(k, climb.mix), values) - offset)
     before = encoder.error(test, climb.code(), *COLUMNS[FORMAT])
-    print(f"\n# seed {seed}; errors of {TEST_BLOCKS} other blocks: the format {errors[FORMAT]:.5f}, before rounding {before:.5f}\n# "
-          + ", ".join(f"{name} {error:.5f}" for name, error in errors.items()))
+    print(f"\n# seed {seed}; errors of {TEST_BLOCKS} other blocks: format {errors[FORMAT]:.5f}, before rounding {before:.5f}")
+    print("# " + ", ".join(f"{name} {error:.5f}" for name, error in errors.items()))
     print(toml(climb.mix, values, offset))
 
 
@@ -289,8 +294,8 @@ def linear_map(rng: np.random.Generator) -> np.ndarray:
 
 def compare() -> None:
     test, selection = sample(501, TEST_BLOCKS, scaled=True), sample(301, 192)
-    print(f"Relative squared errors of {TEST_BLOCKS} Gaussian blocks. The first four columns: exact scales, two tries. E5M3: with a\n"
-          f"start byte; {FORMAT} are the format.\n")
+    print(f"Relative squared errors of {TEST_BLOCKS} Gaussian blocks. Four columns with exact scales, two tries; then E5M3\n"
+          f"scales with a start byte, of which {FORMAT} are the format.\n")
     print(f"| code | {' | '.join(COLUMNS)} |\n|" + " --- |" * (1 + len(COLUMNS)))
     for k in (3, 2):
         encoder, rng = Encoder(k), np.random.default_rng(1)

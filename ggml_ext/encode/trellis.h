@@ -3,8 +3,8 @@
 // A step takes, for each of the 4096/2^K groups of states that share all bits but the oldest symbol, the least cost. It keeps
 // these minima of every step and no pointers: on the way back the one predecessor of each step is found again from them, which
 // costs nothing beside the forward steps. States lie in planes by the newest symbol, so that all loops but one run over
-// neighbours and compilers vectorise them. Every float operation has one
-// order, so that the numpy reference gives the same bytes; the file is compiled with -ffp-contract=off.
+// neighbours and compilers vectorise them. Every float operation has one order, so that the numpy reference gives the same
+// bytes; the file is compiled with -ffp-contract=off.
 #pragma once
 
 #include "encode.h"
@@ -14,7 +14,7 @@
 #include <stdlib.h>
 
 // Where the build is for any x86-64, the search is compiled for newer ones too and the processor chooses.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__AVX2__)
+#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 12 && !defined(__AVX2__)
 #define TRELLIS_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define TRELLIS_CLONES
@@ -29,7 +29,7 @@
 
 enum {
     TRELLIS_MAX_GROUPS = GGML_EXT_TRELLIS_STATES/4, // K = 2
-    TRELLIS_PASSES     = 3,  // scales tried by default: 0.0182, 0.0180, 0.0180 on a Gaussian for 1, 2, 3 (ITQ3_T)
+    TRELLIS_PASSES     = 3,  // scales tried by default: 0.0184, 0.0179, 0.0178 on a Gaussian for 1, 2, 3 (ITQ3_T)
     TRELLIS_MAX_PASSES = 6,
     TRELLIS_N_STARTS   = 256,
     TRELLIS_SEGMENT    = 32, // steps that are decided together where errors are fed back; weighted errors of a layer's
@@ -60,8 +60,8 @@ static inline struct trellis_work * trellis_begin(const struct ggml_ext_trellis_
 }
 
 // next[j] = min, over the oldest symbol of the states that lead to group j, of least + squared distance to x
-static inline __attribute__((always_inline)) void trellis_step(int k, const float * least, const float * code, float x, float * planes,
-                                                               float * next) {
+static inline __attribute__((always_inline)) void trellis_step(int k, const float * least, const float * code, float x,
+                                                               float * planes, float * next) {
     const int n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k, n = n_groups >> k;
     for (int a = 0; a < n_symbols; ++a) {
         for (int r = 0; r < n; ++r) {
@@ -189,8 +189,9 @@ static inline __attribute__((always_inline)) float trellis_value(int k, const st
 }
 
 // States for x, by step, under scale d: segment after segment, each with the errors of those before fed back.
-static inline __attribute__((always_inline)) void trellis_search_feedback(int k, struct trellis_work * w, const float x[QK_K], float d,
-                                                                          const struct trellis_feedback * fb, uint16_t states[QK_K]) {
+static inline __attribute__((always_inline)) void trellis_search_feedback(int k, struct trellis_work * w, const float x[QK_K],
+                                                                          float d, const struct trellis_feedback * fb,
+                                                                          uint16_t states[QK_K]) {
     enum { S = TRELLIS_SEGMENT };
     float errors[TRELLIS_N_SEGMENTS][S]; // transformed
     for (int s = 0; s < TRELLIS_N_SEGMENTS; ++s) {

@@ -22,7 +22,7 @@ T = GGMLQuantizationType
 
 
 def largest_weight(qtype: GGMLQuantizationType) -> float:
-    """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or a 256th of that.
+    """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or bytes, up to 240.
 
     A rotated value is at most sqrt(256) = 16 times the largest weight, and the codes span twice that.
     """
@@ -30,7 +30,7 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
         return np.inf
     info = TYPES.get(qtype.name.lower())
     if info and info.rotated:
-        largest_scale = quants.HALF_MAX / 256 if info.trellis_mix else quants.HALF_MAX
+        largest_scale = quants.E5M3_MAX if info.trellis_mix else quants.HALF_MAX
         return float(largest_scale) * (info.unpack_max - info.unpack_min) / 32
     return float(quants.HALF_MAX)
 

@@ -19,6 +19,7 @@ import numpy as np
 BLOCK_SIZE = 256
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
+E5M3_MAX = np.float32(240.0)  # largest scale of one byte
 
 
 def reference(type_name: str) -> ModuleType:

@@ -20,7 +20,7 @@ N_STARTS = 256  # states that `start` can name
 PASSES, SEGMENT, FLOOR = 3, 32, {3: 1.0, 2: 0.01}
 N_SEGMENTS = BLOCK_SIZE // SEGMENT
 FLT_MAX = np.finfo(np.float32).max
-E5M3_MAX = 0xF7
+LAST_SCALE = 0xF7
 POSITIONS = np.arange(BLOCK_SIZE).reshape(8, 32).T.ravel()  # of the steps
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
 
@@ -279,10 +279,10 @@ def _transform(x: np.ndarray) -> np.ndarray:
 
 def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
     """Byte of the scale to try next, int64 (n,), or -1; trellis_next_scale() of encode/trellis.h."""
-    values = e5m3_to_float32(np.arange(E5M3_MAX + 1, dtype=np.uint8))
+    values = e5m3_to_float32(np.arange(LAST_SCALE + 1, dtype=np.uint8))
     below = np.maximum(np.searchsorted(values, want, side="right") - 1, 0)
-    lo = np.where(want < values[-1], below, E5M3_MAX)
-    up = np.minimum(lo + 1, E5M3_MAX)
+    lo = np.where(want < values[-1], below, LAST_SCALE)
+    up = np.minimum(lo + 1, LAST_SCALE)
     up_first = values[up] - want < want - values[lo]
     choice = np.full(len(want), -1)
     for d in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
