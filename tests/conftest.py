@@ -134,6 +134,25 @@ def relative_mse(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(((actual - expected) ** 2).sum() / (expected**2).sum())
 
 
+def weighted_blocks(kind: str, n_blocks: int, decades: int, seed: int = 20240611) -> tuple[np.ndarray, np.ndarray]:
+    """Gaussian weights float32 (n_blocks, 256) and importances 10^-decades .. 10^decades, of the kind: "spread", seven of ten
+    "zeros", "all zero" or "huge"; with "ties" the weights are multiples of a quarter."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n_blocks, 256)).astype(np.float32)
+    importance = (10.0 ** rng.uniform(-decades, decades, x.shape)).astype(np.float32)
+    if kind == "zeros":
+        importance[rng.random(x.shape) < 0.7] = 0
+    elif kind == "all zero":
+        importance[:] = 0
+    elif kind == "huge":
+        importance *= np.float32(1e34)
+    elif kind == "ties":
+        x = np.round(4 * x) / 4
+    else:
+        assert kind == "spread"
+    return x, importance
+
+
 def weighted_error_ratio(lib, type_name: str) -> float:
     """Weighted squared error of Gaussian weights with importances over four decades: with them over without."""
     rng = np.random.default_rng(20240611)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import assert_same_blocks, weighted_error_ratio
+from conftest import assert_same_blocks, weighted_blocks, weighted_error_ratio
 from test_itq3_s_numpy import CORPORA, SEED
 
 from ggml_ext import TYPES
@@ -20,13 +20,7 @@ def test_same_bytes_as_c(lib, corpus):
 @pytest.mark.parametrize("kind", ["spread", "zeros", "ties"])
 def test_same_bytes_as_c_with_importance(lib, kind):
     """One row of many blocks: the importance matrix has a value for each column."""
-    rng = np.random.default_rng(SEED)
-    x = rng.standard_normal((64, BLOCK_SIZE)).astype(np.float32)
-    importance = (10.0 ** rng.uniform(-3, 3, x.shape)).astype(np.float32)
-    if kind == "zeros":
-        importance[rng.random(x.shape) < 0.7] = 0
-    if kind == "ties":
-        x = np.round(4 * x) / 4
+    x, importance = weighted_blocks(kind, 64, decades=3)
     expected = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=importance.ravel()).reshape(64, -1)
     assert_same_blocks(ditto3.quantize_blocks(x, importance), expected, f"ditto3 with importance, {kind}, seed {SEED}")
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import assert_same_blocks, weighted_error_ratio
+from conftest import assert_same_blocks, weighted_blocks, weighted_error_ratio
 from test_itq3_s_numpy import CORPORA, SEED
 
 from ggml_ext import TYPES
@@ -23,16 +23,8 @@ def test_same_bytes_as_c(lib, name, corpus):
 @pytest.mark.parametrize("passes", [1, 3])
 def test_same_bytes_as_c_with_importance(lib, name, kind, passes):
     """One row of many blocks: the importance matrix has a value for each column."""
-    rng = np.random.default_rng(SEED)
-    x = rng.standard_normal((24, BLOCK_SIZE)).astype(np.float32)
+    x, importance = weighted_blocks(kind, 24, decades=2)
     x[3] = 0
-    importance = (10.0 ** rng.uniform(-2, 2, x.shape)).astype(np.float32)
-    if kind == "zeros":
-        importance[rng.random(x.shape) < 0.7] = 0
-    elif kind == "all zero":
-        importance[:] = 0
-    elif kind == "huge":
-        importance *= np.float32(1e34)
     expected = lib.quantize(int(TYPES[name].id), x.reshape(1, -1), imatrix=importance.ravel(), trellis_passes=passes)
     actual = reference(name).quantize_blocks(x, importance, passes=passes)
     assert_same_blocks(actual, expected.reshape(24, -1), f"{name} with importance, {kind}, seed {SEED}")
