@@ -7,7 +7,7 @@ namespace ggml_ext {
 
 template <> struct unpacker<block_ditto3> {
     bits3    indices;
-    table8x8 codebook;
+    table16  codebook;
     float    d;
     static constexpr float offset = DITTO3_OFFSET;
 

@@ -6,8 +6,8 @@
 //   field<S>(a, m)   (a >> S) & m in each byte; a negative S shifts left. m must not ask for bits that S < 0 left empty.
 //   multiply_add<A, B>(a)   A*a + B of 32 bytes, 15 bits each: u15x32
 //   field<S>(c)      bits S .. S + 5 of each of 32 codes of 15 bits
-//   look_up(t, i)    t[i] in each byte, t a table of eight bytes, i in 0..7; load_table(p, mask) loads it;
-//                    load_table16(p) one of sixteen, for i in 0..15
+//   look_up(t, i)    t[i] in each byte, t a table of bytes: of sixteen by load_table16(p), i in 0..15, or of eight by
+//                    load_table(p, mask), i in 0..7
 //   look_up_scales(t, i)    scales4: of each quarter of a block, one of the four bytes of t, by its two bits of i
 //   dot_sum<...>     sum of products of codes with int8 activations, exact, as an i32_sum; scaled_dot_sum<...>: each
 //                    quarter of a block times its scale

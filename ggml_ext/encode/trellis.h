@@ -180,8 +180,7 @@ static inline bool trellis_begin_feedback(int k, const float * importance, struc
 struct trellis_best {
     float    err;
     uint8_t  d;
-    uint16_t states[QK_K];
-    bool     found;
+    uint16_t states[QK_K]; // of d = 0: all zero
 };
 
 static inline __attribute__((always_inline)) float trellis_value(int k, const struct trellis_work * w, int state) {
@@ -277,9 +276,7 @@ static inline __attribute__((always_inline)) void trellis_encode(int k, struct t
     }
     trellis_sums(y, y, NULL, 0.0f, &energy, &unused, &unused);
     trellis_sums(y, y, m, 0.0f, &weighted, &unused, &unused);
-    best->err   = weighted; // of d = 0, which stays if nothing beats it
-    best->d     = 0;
-    best->found = false;
+    *best = (struct trellis_best) {.err = weighted}; // of d = 0, which stays if nothing beats it
     float want = sqrtf(energy*(1.0f/QK_K))/w->code_rms;
     for (int pass = 0; pass < n_passes; ++pass) {
         const bool feed_back = fb != NULL && (pass > 0 || n_passes == 1); // the first pass only looks for the scale: it is cheap
@@ -308,9 +305,8 @@ static inline __attribute__((always_inline)) void trellis_encode(int k, struct t
         float xv, vv, err;
         trellis_sums(y, v, m, d, &xv, &vv, &err);
         if (err < best->err) {
-            best->err   = err;
-            best->d     = (uint8_t) scale;
-            best->found = true;
+            best->err = err;
+            best->d   = (uint8_t) scale;
             memcpy(best->states, states, sizeof(states));
         }
         want = vv > 0.0f ? xv/vv : 0.0f;
@@ -319,22 +315,13 @@ static inline __attribute__((always_inline)) void trellis_encode(int k, struct t
 
 // The bytes of a path. qh NULL for K = 2.
 static inline void trellis_pack(int k, const struct trellis_best * best, uint8_t * start, uint8_t ql[64], uint8_t * qh) {
-    memset(ql, 0, 64);
-    if (qh) {
-        memset(qh, 0, 32);
-    }
-    *start = 0;
-    if (!best->found) {
-        return;
-    }
+    uint8_t symbols[QK_K], none[QK_K/8]; // K = 2 has no high bits
     for (int t = 0; t < QK_K; ++t) {
-        const int j = ggml_ext_trellis_position(t), c = best->states[t] & ((1 << k) - 1);
-        ql[32*(j/128) + j%32] |= (uint8_t) ((c & 3) << 2*((j%128)/32));
-        if (qh) {
-            qh[j%32] |= (uint8_t) ((c >> 2) << (j/32));
-        }
+        symbols[ggml_ext_trellis_position(t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
     }
+    ggml_ext_pack_bits3(symbols, ql, qh ? qh : none);
     const int before = best->states[0] >> k;
+    *start = 0;
     for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start is a permutation of these states' bits
         if (ggml_ext_trellis_start_state(k, (uint8_t) s) == before) {
             *start = (uint8_t) s;

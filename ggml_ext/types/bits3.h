@@ -7,10 +7,13 @@
 
 #include "../ggml-ext-common.h"
 
+static inline int ggml_ext_get_bits2(const uint8_t ql[64], int j) {
+    return ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3;
+}
+
 static inline int ggml_ext_get_bits3(const uint8_t ql[64], const uint8_t qh[32], int j) {
-    const int low2 = ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3;
     const int high = qh[j%32] >> (j/32) & 1;
-    return low2 | high << 2;
+    return ggml_ext_get_bits2(ql, j) | high << 2;
 }
 
 static inline void ggml_ext_pack_bits3(const uint8_t code[QK_K], uint8_t ql[64], uint8_t qh[32]) {

@@ -24,6 +24,7 @@
 // its two bits hold the high bits of c[-2] and c[-1].
 #pragma once
 
+#include "bits3.h"
 #include "codes.h"
 #include "e5m3.h"
 
@@ -65,7 +66,7 @@ static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables 
     int state = ggml_ext_trellis_start_state(k, start);
     for (int t = 0; t < QK_K; ++t) {
         const int j = ggml_ext_trellis_position(t);
-        const int c = (ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3) | (k == 3 ? (qh[j%32] >> (j/32) & 1) << 2 : 0);
+        const int c = k == 3 ? ggml_ext_get_bits3(ql, qh, j) : ggml_ext_get_bits2(ql, j);
         state   = (state << k | c) & (GGML_EXT_TRELLIS_STATES - 1);
         u->q[j] = (int8_t) ggml_ext_trellis_code(tables, k, state);
     }

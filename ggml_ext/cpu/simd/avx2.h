@@ -44,19 +44,15 @@ template <int S> static inline u8x32 field(u15x32 c) {
 
 static inline float half_to_float(ggml_half h) { return _cvtsh_ss(h); }
 
-struct table8x8 { __m256i v; };
+struct table16 { __m256i v; };
 
-static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
+static inline table16 load_table(const uint8_t * p, uint8_t mask) {
     return {_mm256_broadcastsi128_si256(_mm_and_si128(_mm_loadl_epi64((const __m128i *) p), _mm_set1_epi8((char) mask)))};
 }
-static inline u8x32 look_up(table8x8 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
-
-struct table16x8 { __m256i v; };
-
-static inline table16x8 load_table16(const uint8_t * p) {
+static inline table16 load_table16(const uint8_t * p) {
     return {_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) p))};
 }
-static inline u8x32 look_up(table16x8 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
+static inline u8x32 look_up(table16 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
 
 // The scales of a block's quarters, each four times in 16-bit lanes: madd takes one for all lanes after a permutation.
 struct scales4 { __m256i v; };

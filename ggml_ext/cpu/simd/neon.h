@@ -34,18 +34,14 @@ static inline float half_to_float(ggml_half h) {
     return f;
 }
 
-struct table8x8 { uint8x16_t v; };
+struct table16 { uint8x16_t v; };
 
-static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
+static inline table16 load_table(const uint8_t * p, uint8_t mask) {
     const uint8x8_t t = vand_u8(vld1_u8(p), vdup_n_u8(mask));
     return {vcombine_u8(t, t)};
 }
-struct table16x8 { uint8x16_t v; };
-
-static inline table16x8 load_table16(const uint8_t * p) { return {vld1q_u8(p)}; }
-static inline u8x32 look_up(table16x8 t, u8x32 i) { return {{vqtbl1q_u8(t.v, i.v[0]), vqtbl1q_u8(t.v, i.v[1])}}; }
-
-static inline u8x32 look_up(table8x8 t, u8x32 i) { return {{vqtbl1q_u8(t.v, i.v[0]), vqtbl1q_u8(t.v, i.v[1])}}; }
+static inline table16 load_table16(const uint8_t * p) { return {vld1q_u8(p)}; }
+static inline u8x32 look_up(table16 t, u8x32 i) { return {{vqtbl1q_u8(t.v, i.v[0]), vqtbl1q_u8(t.v, i.v[1])}}; }
 
 // 15-bit codes of the bytes in order, in 16-bit lanes
 struct u15x32 { uint16x8_t v[4]; };

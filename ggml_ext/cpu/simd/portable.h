@@ -40,23 +40,20 @@ template <int S> static inline u8x32 field(u15x32 c) {
 
 static inline float half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
 
-struct table8x8 { uint8_t v[8]; };
+struct table16 { uint8_t v[16]; };
 
-static inline table8x8 load_table(const uint8_t * p, uint8_t mask) {
-    table8x8 t;
+static inline table16 load_table(const uint8_t * p, uint8_t mask) {
+    table16 t = {};
     for (int k = 0; k < 8; ++k) { t.v[k] = p[k] & mask; }
     return t;
 }
-struct table16x8 { uint8_t v[16]; };
 
-static inline table16x8 load_table16(const uint8_t * p) {
-    table16x8 t;
+static inline table16 load_table16(const uint8_t * p) {
+    table16 t;
     memcpy(t.v, p, 16);
     return t;
 }
-static inline u8x32 look_up(table16x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
-
-static inline u8x32 look_up(table8x8 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
+static inline u8x32 look_up(table16 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
 using i32_sum = int32_t;
 

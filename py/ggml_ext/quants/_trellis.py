@@ -22,7 +22,6 @@ N_SEGMENTS = BLOCK_SIZE // SEGMENT
 FLT_MAX = np.finfo(np.float32).max
 LAST_SCALE = 0xF7
 POSITIONS = np.arange(BLOCK_SIZE).reshape(8, 32).T.ravel()  # of the steps
-_SHIFTS = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,8 @@ class Trellis:
 
     def symbols(self, blocks: np.ndarray) -> np.ndarray:
         """uint8 (n_blocks, 256) by step."""
-        ql = blocks[:, 2:66]
-        if self.k == 3:
-            return unpack_bits3(ql, blocks[:, 66:])[:, POSITIONS]
-        return ((ql.reshape(-1, 2, 1, 32) >> _SHIFTS) & 3).reshape(-1, BLOCK_SIZE)[:, POSITIONS]
+        qh = blocks[:, 66:] if self.k == 3 else np.zeros((len(blocks), 32), np.uint8)
+        return unpack_bits3(blocks[:, 2:66], qh)[:, POSITIONS]
 
     def states(self, blocks: np.ndarray) -> np.ndarray:
         """int64 (n_blocks, 256) by step."""
@@ -115,11 +112,8 @@ class Trellis:
         symbols[:, POSITIONS] = states & (1 << self.k) - 1
         order = np.argsort(self.start_states(np.arange(N_STARTS)))
         start = order[states[:, 0] >> self.k].astype(np.uint8)
-        low = (symbols & 3).reshape(-1, 2, 4, 32) << _SHIFTS
-        parts = [d[:, None], start[:, None], np.bitwise_or.reduce(low, axis=2).reshape(-1, 64)]
-        if self.k == 3:
-            parts.append(pack_bits3(symbols)[1])
-        return np.concatenate(parts, axis=1)
+        ql, qh = pack_bits3(symbols)
+        return np.concatenate([d[:, None], start[:, None], ql, qh][: self.k + 1], axis=1)  # K = 2 has no high bits
 
     def quantize_blocks(self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = PASSES) -> np.ndarray:
         """Weights float32 (n_blocks, 256) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
