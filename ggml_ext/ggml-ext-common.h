@@ -19,6 +19,20 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
+// GGML_EXT_INLINE: functions of the formats that GPU kernels call too. ggml_half is a class in CUDA's sources and the bits
+// of one elsewhere.
+#ifdef __CUDACC__
+#define GGML_EXT_INLINE static __host__ __device__ inline
+GGML_EXT_INLINE ggml_half ggml_ext_half_from_bits(uint16_t bits) { return __ushort_as_half(bits); }
+GGML_EXT_INLINE uint16_t ggml_ext_half_bits(ggml_half h) { return __half_as_ushort(h); }
+GGML_EXT_INLINE float ggml_ext_half_to_float(ggml_half h) { return __half2float(h); }
+#else
+#define GGML_EXT_INLINE static inline
+GGML_EXT_INLINE ggml_half ggml_ext_half_from_bits(uint16_t bits) { return bits; }
+GGML_EXT_INLINE uint16_t ggml_ext_half_bits(ggml_half h) { return h; }
+GGML_EXT_INLINE float ggml_ext_half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
+#endif
+
 // Begins a block of Q8_KR whose largest rotated magnitude is amax: sets d and stores the factor of the codes. False if
 // amax is Inf or NaN: then all is done, d is NaN and so will the result be, as in float. Below 1e-36 127/amax would
 // overflow, and the block is zero.
@@ -45,7 +59,5 @@ struct ggml_ext_unpacked {
 };
 
 static inline bool ggml_ext_half_is_finite(ggml_half h) {
-    uint16_t bits;
-    memcpy(&bits, &h, sizeof(bits));
-    return (bits & 0x7c00) != 0x7c00;
+    return (ggml_ext_half_bits(h) & 0x7c00) != 0x7c00;
 }

@@ -4,8 +4,8 @@
     python scripts/gen_types.py            write the files that changed
     python scripts/gen_types.py --check    write nothing; exit 1 and name every stale file
 
-Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h and ggml_ext/cpu/all.h,
-py/ggml_ext/_types.py and the table between the "types" markers of README.md.
+Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h and
+cuda/all.cuh, py/ggml_ext/_types.py and the table between the "types" markers of README.md.
 The output depends on types.toml alone.
 """
 
@@ -26,6 +26,7 @@ HEADER = "ggml_ext/ggml-ext-types.h"
 BLOCKS = "ggml_ext/types/all.h"
 CODES = "ggml_ext/types/codes.h"
 UNPACKERS = "ggml_ext/cpu/all.h"
+DEVICE_UNPACKERS = "cuda/all.cuh"
 MODULE = "py/ggml_ext/_types.py"
 README = "README.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
@@ -89,9 +90,9 @@ def macro(name: str, lines: list[str]) -> str:
     return " \\\n    ".join([f"#define {name}", *lines])
 
 
-def render_includes(types: list[dict], what: str) -> str:
+def render_includes(types: list[dict], what: str, suffix: str = "h") -> str:
     lines = [f"// {NOTICE}", f"// {what}", "#pragma once", ""]
-    return "\n".join(lines + [f'#include "{row["name"]}.h"' for row in of_kind(types, "weight")]) + "\n"
+    return "\n".join(lines + [f'#include "{row["name"]}.{suffix}"' for row in of_kind(types, "weight")]) + "\n"
 
 
 def render_header(ids: dict, types: list[dict]) -> str:
@@ -263,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         BLOCKS: lambda old: render_includes(types, "Block structs and scalar unpack of every weight type."),
         CODES: lambda old: render_codes(types),
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
+        DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         MODULE: lambda old: render_module(types),
         README: lambda old: render_readme(old, types),
     }

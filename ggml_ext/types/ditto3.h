@@ -28,7 +28,7 @@ static inline void ggml_ext_unpack_ditto3(const block_ditto3 * x, struct ggml_ex
         u->q[j] = (int8_t) (x->codebook[ggml_ext_get_bits3(x->ql, x->qh, j)] & 127);
     }
     u->scale[0] = 1;
-    u->d        = ggml_fp16_to_fp32(x->d);
+    u->d        = ggml_ext_half_to_float(x->d);
     u->offset   = DITTO3_OFFSET;
 }
 

@@ -7,10 +7,10 @@
 #define GGML_EXT_E5M3_FACTOR (1.0f/256)
 enum { GGML_EXT_E5M3_MAX = 0xf7 }; // above: Inf and NaN
 
-static inline ggml_half ggml_ext_e5m3_half(uint8_t d) {
-    return (ggml_half) (d << 7);
+GGML_EXT_INLINE ggml_half ggml_ext_e5m3_half(uint8_t d) {
+    return ggml_ext_half_from_bits((uint16_t) (d << 7));
 }
 
-static inline float ggml_ext_e5m3_to_float(uint8_t d) {
-    return ggml_fp16_to_fp32(ggml_ext_e5m3_half(d))*GGML_EXT_E5M3_FACTOR;
+GGML_EXT_INLINE float ggml_ext_e5m3_to_float(uint8_t d) {
+    return ggml_ext_half_to_float(ggml_ext_e5m3_half(d))*GGML_EXT_E5M3_FACTOR;
 }

@@ -25,8 +25,8 @@ static inline void ggml_ext_unpack_itq3_s(const block_itq3_s * x, struct ggml_ex
         u->q[j] = (int8_t) ggml_ext_get_bits3(x->ql, x->qh, j);
     }
     u->scale[0] = 1;
-    u->d        = ggml_fp16_to_fp32(x->d);
-    u->offset   = ggml_fp16_to_fp32(x->z);
+    u->d        = ggml_ext_half_to_float(x->d);
+    u->offset   = ggml_ext_half_to_float(x->z);
 }
 
 // Its inverse: packs 256 codes in 0..7.

@@ -1,0 +1,12 @@
+// ITQ2_T on the device: the trellis code with 2 bits a symbol.
+#pragma once
+
+#include "trellis.cuh"
+
+namespace ggml_ext {
+
+template <> struct unpacker<block_itq2_t> {
+    static __device__ __forceinline__ unpacked unpack(const block_itq2_t & x, int k) { return unpack_trellis2(x, k); }
+};
+
+} // namespace ggml_ext

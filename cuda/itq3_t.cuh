@@ -1,0 +1,12 @@
+// ITQ3_T on the device: the trellis code with 3 bits a symbol.
+#pragma once
+
+#include "trellis.cuh"
+
+namespace ggml_ext {
+
+template <> struct unpacker<block_itq3_t> {
+    static __device__ __forceinline__ unpacked unpack(const block_itq3_t & x, int k) { return unpack_trellis3(x, k); }
+};
+
+} // namespace ggml_ext

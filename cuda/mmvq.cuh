@@ -1,0 +1,59 @@
+// Matrix-vector products: what upstream's mul_mat_vec_q needs of a type.
+#pragma once
+
+#include "all.cuh"
+#include "quantize.cuh"
+
+// VDR_MMVQ of QI words are one thread's part of a block: eight threads a block.
+constexpr int GGML_EXT_QI       = 32;
+constexpr int GGML_EXT_VDR_MMVQ = GGML_EXT_QI/ggml_ext::N_THREADS;
+
+#define GGML_EXT_X(NAME, name)                            \
+    template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \
+        static constexpr int qk = QK_K;                   \
+        static constexpr int qr = QK_K/(4*GGML_EXT_QI);   \
+        static constexpr int qi = GGML_EXT_QI;            \
+        static constexpr int bs = sizeof(block_##name);   \
+    };
+GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+
+namespace ggml_ext {
+
+// Products of one thread's words, exact in integers: at most 32*127*127 times a scale below 16, below 2^23.
+template <typename B>
+static __device__ __forceinline__ float dot(const unpacked & u, const block_q8 & y, int k) {
+    const int4 * q = (const int4 *) y.qs[k];
+    const int4 y0 = q[0], y1 = q[1];
+    const int  w[N_WORDS] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
+    float sum;
+    if constexpr (traits<B>::group == QK_K) {
+        static_assert(32*127*traits<B>::q_max < 1 << 24, "float holds the sums");
+        int qy = 0;
+#pragma unroll
+        for (int g = 0; g < N_WORDS; ++g) {
+            qy = ggml_cuda_dp4a((int) u.q[g], w[g], qy);
+        }
+        sum = (float) qy - u.offset*(float) y.sum(k);
+    } else {
+        static_assert(traits<B>::group == 64 && 32*127*16*traits<B>::q_max < 1 << 24, "float holds the sums");
+        int sum_qy = 0, sum_y = 0;
+#pragma unroll
+        for (int s = 0; s < QK_K/traits<B>::group; ++s) {
+            sum_qy += u.scale[s]*ggml_cuda_dp4a((int) u.q[2*s], w[2*s], ggml_cuda_dp4a((int) u.q[2*s + 1], w[2*s + 1], 0));
+            sum_y  += u.scale[s]*ggml_cuda_dp4a(0x01010101,     w[2*s], ggml_cuda_dp4a(0x01010101,         w[2*s + 1], 0));
+        }
+        sum = (float) sum_qy - u.offset*(float) sum_y;
+    }
+    return u.d*y.d(k)*sum;
+}
+
+// A vec_dot_q_cuda_t: the part of thread iqs/VDR of block kbx of vbq. bq8_1 points to that block's activations.
+template <typename B>
+static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, const block_q8_1 * __restrict__ bq8_1,
+                                                const int & kbx, const int & iqs) {
+    const int k = iqs/GGML_EXT_VDR_MMVQ;
+    return dot<B>(unpacker<B>::unpack(((const B *) vbq)[kbx], k), *(const block_q8 *) bq8_1, k);
+}
+
+} // namespace ggml_ext

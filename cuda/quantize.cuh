@@ -1,0 +1,98 @@
+// Quantisation of activations for our types, with the rotation inside for those that need it: one launch in place of
+// upstream's quantize_q8_1, one warp for 256 values.
+#pragma once
+
+#include "fwht.cuh"
+#include "unpack.cuh"
+
+namespace ggml_ext {
+
+// Takes the place of eight block_q8_1: what thread k of a block multiplies lies together, 32 bytes for two loads of 16, and
+// has a scale of its own. qs[k][4*g + b] belongs to weight 32*g + 4*k + b.
+//
+// ds[k]: high half the scale as bfloat16, with the range of float; rounded up before it is used, so that it is exact.
+// Low half the sum of qs[k], 32*127 at most: products need it for the offsets of the weights.
+struct block_q8 {
+    int8_t   qs[N_THREADS][4*N_WORDS];
+    uint32_t ds[N_THREADS];
+    __device__ __forceinline__ float d(int k) const { return __uint_as_float(ds[k] & 0xffff0000); }
+    __device__ __forceinline__ int sum(int k) const { return (int16_t) ds[k]; }
+};
+static_assert(sizeof(block_q8) == QK_K/QK8_1*sizeof(block_q8_1), "upstream allocates the buffer");
+static_assert(sizeof(block_q8) % 16 == 0, "16-byte loads");
+
+constexpr int   N_WARPS_QUANTIZE = 4;
+constexpr float MIN_AMAX         = 1.5e-36f; // 127*FLT_MIN: upstream compiles so that subnormal numbers are zero
+
+// Quantises one block whose value 32*i + lane is v[i]. A group with Inf or NaN gets the scale NaN, so that the result
+// shows it, as in float; one whose scale would be subnormal is zero.
+static __device__ __forceinline__ void quantize_block(const float (&v)[N_PER_LANE], block_q8 & y, int lane) {
+    uint32_t bits = 0; // of the largest magnitude: as integers, NaN > Inf > numbers
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        bits = max(bits, __float_as_uint(v[i]) & 0x7fffffff);
+    }
+#pragma unroll
+    for (int h = 1; h < 4; h *= 2) { // lanes 4*k ... 4*k + 3 are group k
+        bits = max(bits, __shfl_xor_sync(0xffffffff, bits, h, 32));
+    }
+    const bool     finite = bits < 0x7f800000;
+    const float    amax   = __uint_as_float(bits);
+    const uint32_t d_bits = !finite ? 0x7fc00000 : amax < MIN_AMAX ? 0 : (__float_as_uint(amax/127.0f) + 0xffff) & 0xffff0000;
+    const float    inv_d  = finite && amax >= MIN_AMAX ? 1.0f/__uint_as_float(d_bits) : 0.0f;
+    const int      k      = lane/4, b = lane%4;
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        const int q = finite ? __float2int_rn(v[i]*inv_d) : 0;
+        y.qs[k][4*i + b] = (int8_t) q;
+        sum += q;
+    }
+#pragma unroll
+    for (int h = 1; h < 4; h *= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, h, 32);
+    }
+    if (b == 0) {
+        y.ds[k] = d_bits | (uint16_t) sum;
+    }
+}
+
+// Grid: blocks of a row / N_WARPS_QUANTIZE, ne1, ne2*ne3. Values from ne00 to ne0 are zero; strides in elements.
+template <bool rotated>
+__launch_bounds__(32*N_WARPS_QUANTIZE, 1)
+static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
+                                   int64_t ne0, uint32_t ne1, uint32_t ne2) {
+    ggml_cuda_pdl_lc();
+    const int64_t ib   = (int64_t) blockIdx.x*N_WARPS_QUANTIZE + threadIdx.y;
+    const int     lane = threadIdx.x;
+    if (ib >= ne0/QK_K) {
+        return;
+    }
+    const int64_t i1 = blockIdx.y, i2 = blockIdx.z % ne2, i3 = blockIdx.z / ne2;
+    const float * x  = x_ptr + i3*s03 + i2*s02 + i1*s01 + ib*QK_K;
+    block_q8    * y  = (block_q8 *) vy_ptr + ((i3*ne2 + i2)*ne1 + i1)*(ne0/QK_K) + ib;
+    const bool inside = ib < ne00/QK_K;
+
+    ggml_cuda_pdl_sync();
+    float v[N_PER_LANE];
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        v[i] = inside ? x[32*i + lane] : 0.0f;
+    }
+    if (rotated) {
+        fwht(v, lane);
+    }
+    quantize_block(v, *y, lane);
+}
+
+static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01, int64_t s02,
+                                 int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream) {
+    GGML_ASSERT(ne00 % QK_K == 0 && ne0 % QK_K == 0);
+    const int64_t n_blocks = ne0/QK_K;
+    const dim3 grid((n_blocks + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne1, ne2*ne3);
+    const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
+    ggml_cuda_kernel_launch(is_rotated(type_src0) ? quantize_q8<true> : quantize_q8<false>, params, x, vy, ne00, s01, s02, s03, ne0,
+                            (uint32_t) ne1, (uint32_t) ne2);
+}
+
+} // namespace ggml_ext

@@ -1,0 +1,130 @@
+// The trellis code of ITQ3_T and ITQ2_T (types/trellis.h) on the device, on words of eight nibbles: those of byte b belong to
+// the weights 32*g + 4*k + b (low) and 32*(g + 4) + 4*k + b (high). Predecessors of a symbol are in the same byte of other
+// groups, and before group 0 in group 7 of the byte before: that is what block_words::at().before is for.
+//
+// A look-up in 16 bytes for four nibbles is two byte permutes: a selector of 8 or more gives copies of the selected byte's
+// top bit, which is 0 in these tables, so that one of the two gives the entry and the other 0.
+//
+// Tables in shared memory were not taken: 4096 bytes of codes by state would be filled by every block of threads, which
+// reads fewer bytes of weights than that, and random addresses in 32 banks take three to four turns.
+#pragma once
+
+#include "unpack.cuh"
+
+namespace ggml_ext {
+
+struct lookup16 {
+    uint32_t words[4] = {};
+    constexpr __host__ __device__ explicit lookup16(const uint8_t (&t)[16]) {
+        for (int i = 0; i < 4; ++i) {
+            words[i] = bytes4(t[4*i], t[4*i + 1], t[4*i + 2], t[4*i + 3]);
+        }
+    }
+    // entries of the four low nibbles of s: low + high
+    __device__ __forceinline__ uint32_t low(uint32_t s) const { return prmt(words[0], words[1], s); }
+    __device__ __forceinline__ uint32_t high(uint32_t s) const { return prmt(words[2], words[3], s ^ 0x88888888); }
+};
+
+constexpr uint32_t LOW_NIBBLES = 0x0f0f0f0f;
+
+// Low nibbles of the bytes in the low half, high nibbles in the high half.
+static __device__ __forceinline__ uint32_t gather_nibbles(uint32_t x) {
+    const uint32_t low  = select(x,      x >> 4, LOW_NIBBLES); // bytes 0 and 2: the low nibbles of two bytes
+    const uint32_t high = select(x >> 4, x >> 8, LOW_NIBBLES);
+    return __byte_perm(low, high, 0x6420);
+}
+
+// x ^ mix[b] for every nibble of the word whose gather_nibbles() is b. The parts are disjoint: sums are multiply-adds, which
+// have a pipe of their own.
+static __device__ __forceinline__ uint32_t mixed(uint32_t x, const lookup16 & t, uint32_t b) {
+    const uint32_t b4 = b >> 16;
+    return x ^ ((t.low(b) + 16*t.low(b4) + 16*t.high(b4)) | t.high(b));
+}
+
+// Codes values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]] of eight nibbles: low ones (group g), high ones (group g + 4).
+static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tables & t, uint32_t a, uint32_t b, uint32_t e,
+                                                     uint32_t & q0, uint32_t & q4) {
+    const lookup16 mix0(t.mix[0]), mix1(t.mix[1]), values0(t.values[0]), values1(t.values[1]);
+    const uint32_t s  = gather_nibbles(b);
+    const uint32_t i0 = mixed(a, mix0, s);
+    const uint32_t i1 = mixed(e, mix1, s);
+    uint32_t q[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t s0 = i0 >> 16*i, s1 = i1 >> 16*i;
+        q[i] = values0.low(s0) + values0.high(s0) + values1.low(s1) + values1.high(s1);
+    }
+    deinterleave(q[0], q[1], q0, q4);
+}
+
+// What both codes read: low bits of the symbols (l0: groups 0 to 3, l1: 4 to 7) and the low bits of groups 4 to 7 of the
+// byte before. In byte -1 stand the symbols before the first.
+struct trellis_words {
+    uint32_t l0, l1, before;
+
+    // pair(t) and pair(t - 2) of group g and g + 4 (types/trellis.h)
+    __device__ __forceinline__ uint32_t pair(int g) const {
+        switch (g) {
+            case 0:  return select(select(l0 << 2, before >> 6, 0x0c0c0c0c), select(l1 << 6, l0 >> 2, 0xc0c0c0c0), LOW_NIBBLES);
+            case 1:  return select(l0,      l1 << 4, LOW_NIBBLES);
+            case 2:  return select(l0 >> 2, l1 << 2, LOW_NIBBLES);
+            default: return select(l0 >> 4, l1,      LOW_NIBBLES);
+        }
+    }
+    __device__ __forceinline__ uint32_t pair2(int g) const {
+        switch (g) {
+            case 0:  return select(before >> 2, l0 << 2, LOW_NIBBLES);
+            case 1:  return select(before >> 4, l0,      LOW_NIBBLES);
+            default: return pair(g - 2);
+        }
+    }
+};
+
+// `byte` in place of the byte before a block's first.
+static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, uint32_t byte) {
+    return k == 0 ? (before & ~0xffu) | byte : before;
+}
+
+static __device__ __forceinline__ unpacked unpack_trellis3(const block_itq3_t & x, int k) {
+    constexpr ggml_ext_trellis_tables tables = GGML_EXT_ITQ3_T_TRELLIS_TABLES;
+    const block_words words(&x);
+    static_assert(offsetof(block_itq3_t, ql) == 2 && offsetof(block_itq3_t, qh) == 66, "");
+    const uint32_t header = words.header(), start = header >> 8 & 0xff;
+    const auto l1 = words.at(8 + k), h = words.at(16 + k);
+    const trellis_words l = {words[k], l1.word, with_first(l1.before, k, start)};
+    const uint32_t h_before = with_first(h.before, k, (start & 3) << 6);
+    unpacked u;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+        // bits g - 3 ... g of the high bits, those of the byte before first
+        const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
+        trellis_codes(tables, l.pair2(g), l.pair(g), quad, u.q[g], u.q[g + 4]);
+    }
+    u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
+    u.offset = GGML_EXT_ITQ3_T_TRELLIS_OFFSET;
+    return u;
+}
+
+static __device__ __forceinline__ unpacked unpack_trellis2(const block_itq2_t & x, int k) {
+    constexpr ggml_ext_trellis_tables tables = GGML_EXT_ITQ2_T_TRELLIS_TABLES;
+    const block_words words(&x);
+    static_assert(offsetof(block_itq2_t, ql) == 2, "");
+    const uint32_t header = words.header(), start = header >> 8 & 0xff;
+    const auto l0 = words.at(k), l1 = words.at(8 + k);
+    const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, start)};
+    const uint32_t c5 = with_first(l0.before, k, 0) >> 6; // group 3 of the byte before: c[t-5] of group 0
+    unpacked u;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+        // pair(t - 4): group g + 4 of the byte before, and group g
+        const uint32_t b =
+            g == 0 ? select(select(l.before << 2, c5, 0x0c0c0c0c), select(l.l0 << 6, l.before >> 2, 0xc0c0c0c0), LOW_NIBBLES) :
+                     select(l.before >> 2*(g - 1), l.l0 << (6 - 2*g), LOW_NIBBLES);
+        trellis_codes(tables, l.pair(g), b, l.pair2(g), u.q[g], u.q[g + 4]);
+    }
+    u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
+    u.offset = GGML_EXT_ITQ2_T_TRELLIS_OFFSET;
+    return u;
+}
+
+} // namespace ggml_ext

@@ -1,0 +1,96 @@
+// The unpack contract on the device. Eight threads share a block of 256 weights: thread k holds the weights 32*g + 4*k + b,
+// g = 0 ... 7, b = 0 ... 3, as eight words of four bytes. A type specialises unpacker<block>::unpack(x, k):
+//   q[g]       byte b: the code of weight 32*g + 4*k + b, equal to that of the scalar reference
+//   d, offset  float: value = d * scale[g/2] * (code - offset)
+//   scale[4]   integer scales, of types with group = 64 alone
+// and everything else in this folder follows: dot products (mmvq.cuh), dequantisation (dequantize.cuh).
+//
+// Any source that includes this compiles as host code too, over the few intrinsics of tests/cuda_host.h.
+#pragma once
+
+#include "common.cuh"
+#include "supports.h"
+
+namespace ggml_ext {
+
+constexpr int N_THREADS = 8;                        // threads a block
+constexpr int N_WORDS   = QK_K/(4*N_THREADS);       // words a thread
+static_assert(N_WORDS == 8, "a thread has one word in each 32 weights");
+
+struct unpacked {
+    uint32_t q[N_WORDS];
+    float    d, offset;
+    int      scale[GGML_EXT_MAX_GROUPS];
+};
+
+template <typename B> struct unpacker;
+
+// The type's row of types.toml.
+template <typename B> struct traits;
+#define GGML_EXT_X(NAME, name)                                       \
+    template <> struct traits<block_##name> {                        \
+        static constexpr ggml_type type    = GGML_TYPE_##NAME;        \
+        static constexpr int       q_max   = GGML_EXT_##NAME##_UNPACK_MAX; \
+        static constexpr int       group   = GGML_EXT_##NAME##_GROUP; \
+        static constexpr bool      rotated = GGML_EXT_##NAME##_ROTATED; \
+    };
+GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+
+static inline bool is_rotated(ggml_type type) {
+    switch (type) {
+#define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return traits<block_##name>::rotated;
+        GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+        default: GGML_ABORT("%s is not a type of ggml-ext", ggml_type_name(type));
+    }
+}
+
+// Two instructions that C has no words for.
+#ifdef __CUDACC__
+// As __byte_perm, but selectors of 8 and more give eight copies of the selected byte's top bit (PTX's prmt).
+static __device__ __forceinline__ uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {
+    uint32_t d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(lo), "r"(hi), "r"(s));
+    return d;
+}
+// (x & mask) | (y & ~mask); left to itself the compiler takes two instructions
+static __device__ __forceinline__ uint32_t select(uint32_t x, uint32_t y, uint32_t mask) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(x), "r"(y));
+    return d;
+}
+#endif
+
+// Words of a block of 2 + 4*n bytes, which is aligned to two bytes only. Word m holds the bytes 2 + 4*m and on: two aligned
+// loads and a permute, at the same places whether the block is a multiple of four or not; `before` begins a byte earlier.
+// The loads end at most two bytes behind the block, and only if it is a multiple of four: behind a tensor those are padding,
+// since it is allocated in multiples of more than four.
+struct block_words {
+    const uint32_t * w;
+    uint32_t         odd; // 2 if the block begins in the middle of a word, or 0
+    struct pair { uint32_t word, before; };
+
+    __device__ __forceinline__ explicit block_words(const void * block)
+        : w((const uint32_t *) ((const char *) block - ((uintptr_t) block & 2))), odd((uintptr_t) block & 2) {}
+    __device__ __forceinline__ pair at(int m) const {
+        const uint32_t lo = w[m], hi = w[m + 1], s = odd ? 0x7654 : 0x5432;
+        return {prmt(lo, hi, s), prmt(lo, hi, s - 0x1111)};
+    }
+    __device__ __forceinline__ uint32_t operator[](int m) const { return at(m).word; }
+    // the first two bytes of the block in the low half
+    __device__ __forceinline__ uint32_t header() const { return w[0] >> 8*odd; }
+};
+
+// Four bytes as a constant.
+constexpr __host__ __device__ uint32_t bytes4(int b0, int b1, int b2, int b3) {
+    return (uint32_t) b0 | (uint32_t) b1 << 8 | (uint32_t) b2 << 16 | (uint32_t) b3 << 24;
+}
+
+// Bytes A0 B0 A1 B1 | A2 B2 A3 B3 to A0 A1 A2 A3 | B0 B1 B2 B3.
+static __device__ __forceinline__ void deinterleave(uint32_t lo, uint32_t hi, uint32_t & a, uint32_t & b) {
+    a = __byte_perm(lo, hi, 0x6420);
+    b = __byte_perm(lo, hi, 0x7531);
+}
+
+} // namespace ggml_ext

@@ -1,0 +1,91 @@
+// CUDA's device code as host code: in place of upstream's common.cuh, what the sources under cuda/ use of it and of CUDA.
+// The threads of a block are fibers of one thread, switched where a shuffle waits for the rest of its warp.
+#pragma once
+
+#include "ggml-ext-base.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(int64_t x = 1, int64_t y = 1, int64_t z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(16) int4 { int x, y, z, w; };
+struct half { ggml_fp16_t bits; };
+struct nv_bfloat16 { ggml_bf16_t bits; };
+typedef void * cudaStream_t;
+
+extern thread_local dim3 threadIdx, blockIdx, gridDim;
+
+namespace ggml_ext {
+static inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {
+    const uint64_t from = (uint64_t) hi << 32 | lo;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t sel = s >> 4*i & 15;
+        uint32_t byte = from >> 8*(sel & 7) & 0xff;
+        if (sel & 8) { // copies of the top bit
+            byte = byte & 0x80 ? 0xff : 0;
+        }
+        out |= byte << 8*i;
+    }
+    return out;
+}
+static inline uint32_t select(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
+} // namespace ggml_ext
+static inline uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext::prmt(lo, hi, s & 0x7777); }
+
+static inline int ggml_cuda_dp4a(int a, int b, int c) {
+    for (int i = 0; i < 4; ++i) {
+        c += (int8_t) (a >> 8*i)*(int8_t) (b >> 8*i);
+    }
+    return c;
+}
+
+static inline uint32_t __float_as_uint(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+static inline float __uint_as_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static inline float __fmul_rn(float a, float b) { return a*b; }
+static inline int __float2int_rn(float x) { return (int) std::nearbyint(x); }
+
+uint32_t cuda_host_shuffle(uint32_t value, int lane_mask);
+template <typename T> static inline T __shfl_xor_sync(uint32_t, T value, int lane_mask, int) {
+    uint32_t bits;
+    static_assert(sizeof(T) == 4, "");
+    memcpy(&bits, &value, 4);
+    bits = cuda_host_shuffle(bits, lane_mask);
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Runs body once for every thread of every block, a block at a time.
+void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body);
+
+static inline void ggml_cuda_pdl_sync() {}
+static inline void ggml_cuda_pdl_lc() {}
+
+struct ggml_cuda_kernel_launch_params {
+    dim3 block_nums, block_dims;
+    ggml_cuda_kernel_launch_params(dim3 nums, dim3 dims, int, cudaStream_t) : block_nums(nums), block_dims(dims) {}
+};
+template <typename Kernel, typename... Args>
+static inline void ggml_cuda_kernel_launch(Kernel kernel, const ggml_cuda_kernel_launch_params & p, Args... args) {
+    cuda_host_launch(p.block_nums, p.block_dims, [=] { kernel(args...); });
+}
+
+template <ggml_type> struct ggml_cuda_type_traits;

@@ -1,0 +1,192 @@
+// The device code of cuda/ as a library that Python loads: see common.cuh.
+#include "cuda/dequantize.cuh"
+#include "cuda/mmvq.cuh"
+#include "cuda/quantize.cuh"
+
+#include <type_traits>
+
+thread_local dim3 threadIdx, blockIdx, gridDim;
+
+namespace {
+
+struct fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
+    dim3     index;
+    int      n_shuffles = 0;  // begun
+    uint32_t shuffled[2];     // values of the last two shuffles: a lane is never further ahead
+    bool     done = false;
+    enum { STACK_BYTES = 1 << 17 };
+};
+
+std::vector<fiber> fibers;
+size_t             current;
+ucontext_t         scheduler;
+const std::function<void()> * kernel_body;
+
+void run_fiber() {
+    (*kernel_body)();
+    fibers[current].done = true;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+void run_block(dim3 block) {
+    fibers = std::vector<fiber>(block.x*block.y*block.z);
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        fiber & f = fibers[i];
+        f.index = dim3(i % block.x, i/block.x % block.y, i/block.x/block.y);
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp   = f.stack.get();
+        f.context.uc_stack.ss_size = fiber::STACK_BYTES;
+        makecontext(&f.context, run_fiber, 0);
+    }
+    for (bool running = true; running;) {
+        running = false;
+        for (current = 0; current < fibers.size(); ++current) {
+            if (!fibers[current].done) {
+                running   = true;
+                threadIdx = fibers[current].index;
+                swapcontext(&scheduler, &fibers[current].context);
+            }
+        }
+    }
+}
+
+} // namespace
+
+uint32_t cuda_host_shuffle(uint32_t value, int lane_mask) {
+    const size_t me = current, warp = me/32*32, partner = me ^ lane_mask;
+    const int n = fibers[me].n_shuffles++;
+    fibers[me].shuffled[n % 2] = value;
+    for (size_t i = warp; i < warp + 32; ++i) {
+        while (fibers[i].n_shuffles <= n) {
+            GGML_ASSERT(!fibers[i].done && "a lane left before a shuffle of its warp");
+            swapcontext(&fibers[me].context, &scheduler);
+        }
+    }
+    return fibers[partner].shuffled[n % 2];
+}
+
+void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body) {
+    GGML_ASSERT(block.x == 32 && "lanes are threadIdx.x");
+    kernel_body = &body;
+    gridDim     = grid;
+    for (unsigned z = 0; z < grid.z; ++z) {
+        for (unsigned y = 0; y < grid.y; ++y) {
+            for (unsigned x = 0; x < grid.x; ++x) {
+                blockIdx = dim3(x, y, z);
+                run_block(block);
+            }
+        }
+    }
+}
+
+// f(a null pointer to a block of the type)
+template <typename F> static auto dispatch(int type, F f) {
+    switch (type) {
+#define CASE(NAME, name) case GGML_TYPE_##NAME: return f((const block_##name *) nullptr);
+        GGML_EXT_WEIGHT_TYPES(CASE)
+#undef CASE
+        default: GGML_ABORT("type %d is not a type of weights", type);
+    }
+}
+#define BLOCK_OF(tag) std::remove_const_t<std::remove_pointer_t<decltype(tag)>>
+
+template <typename F> static void dispatch_result(int type, void * y, F f) {
+    switch (type) {
+        case GGML_TYPE_F32:  return f((float *) y);
+        case GGML_TYPE_F16:  return f((half *) y);
+        case GGML_TYPE_BF16: return f((nv_bfloat16 *) y);
+        default: GGML_ABORT("type %d is not a type of results", type);
+    }
+}
+
+extern "C" {
+
+uint32_t cuda_host_byte_perm(uint32_t lo, uint32_t hi, uint32_t s) { return __byte_perm(lo, hi, s); }
+uint32_t cuda_host_prmt(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext::prmt(lo, hi, s); }
+
+// As ggml_ext_unpack_block().
+void cuda_host_unpack(int type, const void * block, uint8_t * q, int32_t * scale, float * d, float * offset) {
+    dispatch(type, [&](auto * tag) {
+        using B = BLOCK_OF(tag);
+        for (int k = 0; k < ggml_ext::N_THREADS; ++k) {
+            const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(*(const B *) block, k);
+            for (int g = 0; g < ggml_ext::N_WORDS; ++g) {
+                memcpy(q + 32*g + 4*k, &u.q[g], 4);
+            }
+            for (int s = 0; s < QK_K/ggml_ext::traits<B>::group; ++s) {
+                scale[s] = ggml_ext::traits<B>::group == QK_K ? 1 : u.scale[s];
+            }
+            *d      = u.d;
+            *offset = u.offset;
+        }
+    });
+}
+
+// Product of a row with a row of block_q8.
+float cuda_host_vec_dot(int type, const void * row, const void * y, int64_t n_blocks) {
+    return dispatch(type, [&](auto * tag) {
+        float sum = 0;
+        for (int64_t ib = 0; ib < n_blocks; ++ib) {
+            for (int k = 0; k < ggml_ext::N_THREADS; ++k) { // 8*ib: in block_q8_1, as upstream counts
+                sum += ggml_ext::vec_dot<BLOCK_OF(tag)>(row, (const block_q8_1 *) y + 8*ib, (int) ib, GGML_EXT_VDR_MMVQ*k);
+            }
+        }
+        return sum;
+    });
+}
+
+// Rows of ne00 floats, stride s01, into rows of ne0/256 block_q8: ne1 of them, ne2 times with stride s02, ne3 with s03.
+void cuda_host_quantize(int type, const float * x, void * y, int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0,
+                        int64_t ne1, int64_t ne2, int64_t ne3) {
+    ggml_ext::quantize_row_q8_cuda(x, y, (ggml_type) type, ne00, s01, s02, s03, ne0, ne1, ne2, ne3, nullptr);
+}
+
+// n contiguous weights to F32, F16 or BF16
+void cuda_host_dequantize(int type, const void * x, void * y, int dst_type, int64_t n) {
+    dispatch(type, [&](auto * tag) {
+        dispatch_result(dst_type, y, [&](auto * out) { ggml_ext::dequantize_cuda<BLOCK_OF(tag)>(x, out, n, nullptr); });
+    });
+}
+
+// ne: shape; s: strides of x in blocks
+void cuda_host_dequantize_nc(int type, const void * x, void * y, int dst_type, const int64_t * ne, const int64_t * s) {
+    dispatch(type, [&](auto * tag) {
+        dispatch_result(dst_type, y, [&](auto * out) {
+            ggml_ext::dequantize_nc_cuda<BLOCK_OF(tag)>(x, out, ne[0], ne[1], ne[2], ne[3], s[0], s[1], s[2], nullptr);
+        });
+    });
+}
+
+// nb0, nb1, nb: strides in bytes of dims 1 to 3 of x, 0 to 2 of ids, 1 to 3 of y; ne1: shape of ids
+void cuda_host_get_rows(int type, const void * x, const int32_t * ids, void * y, int dst_type, int64_t ne00, const size_t * nb0,
+                        const int64_t * ne1, const size_t * nb1, const size_t * nb) {
+    dispatch(type, [&](auto * tag) {
+        dispatch_result(dst_type, y, [&](auto * out) {
+            ggml_ext::get_rows_cuda<BLOCK_OF(tag)>(x, ids, out, ne00, nb0[0], nb0[1], nb0[2], ne1[0], ne1[1], ne1[2], nb1[0],
+                                                   nb1[1], nb1[2], nb[0], nb[1], nb[2], nullptr);
+        });
+    });
+}
+
+// false if the backend says that it has no such copy
+bool cuda_host_copy(int type, const void * x, void * y, int dst_type, const int64_t * ne, const size_t * nb_x, const size_t * nb_y) {
+    ggml_tensor src = {}, dst = {};
+    src.type = (ggml_type) type;
+    dst.type = (ggml_type) dst_type;
+    for (int i = 0; i < GGML_MAX_DIMS; ++i) {
+        src.ne[i] = dst.ne[i] = ne[i];
+        src.nb[i] = nb_x[i];
+        dst.nb[i] = nb_y[i];
+    }
+    src.data = (void *) x;
+    dst.data = y;
+    if (!ggml_ext::can_copy(&src, &dst)) {
+        return false;
+    }
+    ggml_ext::copy_cuda(&src, &dst, nullptr);
+    return true;
+}
+
+} // extern "C"

@@ -1,0 +1,270 @@
+"""The device code of cuda/ compiled as host code, one thread of a warp after the other (cuda_host/), against the references.
+
+What a GPU alone can show is in scripts/gpu_check.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_float, c_int64, c_void_p
+
+import gguf
+import native
+import numpy as np
+import pytest
+from test_kernels import TYPE_NAMES, corner_blocks, every_code_everywhere
+
+from ggml_ext import TYPES
+
+DST = {"f32": (gguf.GGMLQuantizationType.F32, np.float32), "f16": (gguf.GGMLQuantizationType.F16, np.float16),
+       "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
+# struct block_q8 of cuda/quantize.cuh: what eight threads multiply, their scales (bfloat16) and sums (int16)
+BLOCK_Q8 = np.dtype([("qs", "i1", (8, 32)), ("sum_d", [("sum", "<i2"), ("d", "<u2")], 8)])
+assert BLOCK_Q8.itemsize == 8 * 36  # eight block_q8_1
+
+
+@functools.cache
+def device() -> ctypes.CDLL:
+    ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(native.built(native.BUILD, "libggml-ext-cuda-host.so")))
+    dll.cuda_host_vec_dot.restype = c_float
+    dll.cuda_host_copy.restype = ctypes.c_bool
+    return dll
+
+
+def pointer(array: np.ndarray) -> c_void_p:
+    return array.ctypes.data_as(c_void_p)  # holds the array
+
+
+def integers(values, ctype):
+    return (ctype * len(values))(*map(int, values))
+
+
+def aligned(data: np.ndarray, offset: int) -> np.ndarray:
+    """A copy of uint8 data that lies `offset` bytes behind a multiple of 16, with 16 bytes of other data around it."""
+    room = np.full(data.size + 64, 0xA5, np.uint8)
+    start = (-room.ctypes.data) % 16 + 16 + offset
+    room[start : start + data.size] = data.ravel()
+    return room[start : start + data.size]
+
+
+def type_id(name: str) -> int:
+    return int(TYPES[name].id)
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 to the bits of bfloat16, to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def as_dst(x: np.ndarray, dst: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return bfloat16(x) if dst == "bf16" else x.astype(DST[dst][1])
+
+
+def assert_same(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    """Equal bits."""
+    a, e = actual.view(np.uint8).reshape(*actual.shape, -1), expected.view(np.uint8).reshape(*expected.shape, -1)
+    wrong = np.argwhere((a != e).any(-1))
+    assert not wrong.size, f"{what}: {len(wrong)} differ, the first at {wrong[0]}: {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_unpack_equals_scalar(lib, name, offset):
+    """Every bit alone, its complement, random bytes, corner scales; blocks that begin in the middle of a word."""
+    info = TYPES[name]
+    if offset % np.gcd(info.block_bytes, 4):
+        offset = 4  # blocks of 4*n bytes never begin there
+    q, scale, d, z = np.empty(256, np.uint8), np.empty(4, np.int32), c_float(), c_float()
+    for block in np.concatenate([every_code_everywhere(name), corner_blocks(lib, name)]):
+        device().cuda_host_unpack(type_id(name), pointer(aligned(block, offset)), pointer(q), pointer(scale), byref(d), byref(z))
+        expected = lib.unpack_block(info.id, block)
+        same = (np.array_equal(q, expected[0].astype(np.uint8)) and np.array_equal(scale[: 256 // info.group], expected[1][: 256 // info.group])
+                and np.array_equal(np.float32([d.value, z.value]), np.float32(expected[2:]), equal_nan=True))
+        assert same, f"{name}: block {block.tobytes().hex()}"
+
+
+@pytest.mark.parametrize("dst", DST)
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_dequantisation_is_bit_equal(lib, name, dst):
+    """Contiguous; the number of blocks is odd, no multiple of what a block of threads takes."""
+    blocks = np.concatenate([corner_blocks(lib, name)[:17], native.blocks_of(lib, name, (4, 256), 1)[:, 0]])
+    expected = as_dst(lib.dequantize(type_id(name), blocks, 256), dst)
+    out = np.full(expected.shape, 77, expected.dtype)
+    device().cuda_host_dequantize(type_id(name), pointer(aligned(blocks, 0)), pointer(out), int(DST[dst][0]), c_int64(out.size))
+    assert_same(out, expected, f"{name} to {dst}")
+
+
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_dequantisation_with_strides(lib, name):
+    """Rows of three blocks out of a larger tensor: every other row, planes and samples in another order."""
+    rows = native.blocks_of(lib, name, (2, 3, 10, 768), 2)  # (sample, plane, row, block, byte)
+    info, ne = TYPES[name], (768, 5, 2, 3)
+    picked = rows[:, :, ::2].transpose(1, 0, 2, 3, 4)
+    expected = lib.dequantize(type_id(name), np.ascontiguousarray(picked).reshape(-1, info.block_bytes), 256).reshape(3, 2, 5, 768)
+    strides = (2 * 3, 3 * 10 * 3, 10 * 3)  # in blocks
+    out = np.full(expected.shape, 77, np.float32)
+    source = aligned(rows, 0)
+    device().cuda_host_dequantize_nc(type_id(name), pointer(source), pointer(out), int(DST["f32"][0]), integers(ne, c_int64),
+                                     integers(strides, c_int64))
+    assert_same(out, expected, name)
+
+    # the same as a copy into rows that lie apart
+    wide = np.full((3, 2, 5, 800), 77, np.float32)
+    nb = [info.block_bytes * s for s in (1, *strides)]
+    assert device().cuda_host_copy(type_id(name), pointer(source), pointer(wide), int(DST["f32"][0]), integers(ne, c_int64),
+                                   integers(nb, ctypes.c_size_t), integers(wide.strides[::-1], ctypes.c_size_t))
+    assert_same(np.ascontiguousarray(wide[..., :768]), expected, name)
+    assert (wide[..., 768:] == 77).all()
+
+
+def test_copies_that_no_kernel_makes_are_refused():
+    nb, ne = integers([100, 100, 100, 100], ctypes.c_size_t), integers([256, 1, 1, 1], c_int64)
+    to = integers([4, 1024, 1024, 1024], ctypes.c_size_t)
+    other = int(gguf.GGMLQuantizationType.Q8_0)
+    assert not device().cuda_host_copy(type_id("itq3_s"), None, None, other, ne, nb, to)
+    assert not device().cuda_host_copy(other, None, None, int(DST["f32"][0]), ne, nb, to)
+    apart = integers([8, 2048, 2048, 2048], ctypes.c_size_t)
+    assert not device().cuda_host_copy(type_id("itq3_s"), None, None, int(DST["f32"][0]), ne, nb, apart)
+
+
+@pytest.mark.parametrize("dst", ["f32", "f16"])
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_rows_by_index(lib, name, dst):
+    """Rows of five blocks, in a batch of two with indices of its own."""
+    rows = native.blocks_of(lib, name, (2, 7, 1280), 3)
+    row_bytes = rows[0, 0].size
+    ids = np.array([[6, 0, 3, 3], [1, 5, 0, 2]], np.int32)
+    expected = np.stack([lib.dequantize(type_id(name), np.ascontiguousarray(rows[i][ids[i]]).reshape(-1, TYPES[name].block_bytes), 256)
+                         for i in range(2)]).reshape(2, 4, 1280)
+    expected = as_dst(expected, dst)
+    out = np.full(expected.shape, 77, expected.dtype)
+    size = out.itemsize
+    device().cuda_host_get_rows(
+        type_id(name), pointer(aligned(rows, 0)), pointer(ids), pointer(out), int(DST[dst][0]), c_int64(1280),
+        integers((row_bytes, 7 * row_bytes, 14 * row_bytes), ctypes.c_size_t), integers((4, 2, 1), c_int64),
+        integers((4, 16, 32), ctypes.c_size_t), integers((1280 * size, 4 * 1280 * size, 8 * 1280 * size), ctypes.c_size_t))
+    assert_same(out, expected, name)
+
+
+def quantized(name: str, x: np.ndarray, ne0: int | None = None, stride: int | None = None) -> np.ndarray:
+    """float32 (ne3, ne2, ne1, n) to BLOCK_Q8 (ne3, ne2, ne1, ne0/256), for weights of that type."""
+    ne3, ne2, ne1, n = x.shape
+    ne0, stride = ne0 or n, stride or n
+    room = np.full((ne3, ne2, ne1, stride), 1e30, np.float32)
+    room[..., :n] = x
+    out = np.full((ne3, ne2, ne1, ne0 // 256, BLOCK_Q8.itemsize), 0x55, np.uint8)
+    sizes = (n, stride, stride * ne1, stride * ne1 * ne2, ne0, ne1, ne2, ne3)
+    device().cuda_host_quantize(type_id(name), pointer(room), pointer(out), *map(c_int64, sizes))
+    return out.view(BLOCK_Q8)[..., 0]
+
+
+def scales(y: np.ndarray) -> np.ndarray:
+    """float32 scales of BLOCK_Q8, (..., 8)."""
+    return (y["sum_d"]["d"].astype(np.uint32) << 16).view(np.float32)
+
+
+def groups(x: np.ndarray) -> np.ndarray:
+    """(..., 256) to (..., 8 threads, 32): value 32*g + 4*k + b to [k, 4*g + b]."""
+    shape = x.shape[:-1]
+    return x.reshape(*shape, 8, 8, 4).swapaxes(-3, -2).reshape(*shape, 8, 32)
+
+
+def reference_q8(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """float32 (..., 256) to BLOCK_Q8 (...), in the device's float32 arithmetic."""
+    x = np.ascontiguousarray(x, np.float32)
+    v = groups(lib.fwht(x.copy()) if TYPES[name].rotated else x)
+    amax = np.abs(v).max(-1)
+    d = ((amax / np.float32(127)).view(np.uint32) + np.uint32(0xFFFF)) >> 16  # rounded up to bfloat16
+    d = np.where(amax < np.float32(1.5e-36), 0, d).astype(np.uint16)
+    with np.errstate(divide="ignore"):
+        inverse = np.float32(1) / (d.astype(np.uint32) << 16).view(np.float32)
+    q = np.rint(v * np.where(d == 0, np.float32(0), inverse)[..., None])
+    assert np.abs(q).max() <= 127
+    out = np.empty(x.shape[:-1], BLOCK_Q8)
+    out["qs"] = q
+    out["sum_d"]["sum"] = q.sum(-1)
+    out["sum_d"]["d"] = d
+    return out
+
+
+ACTIVATION_TYPES = ["itq3_s", "ccq2"]  # one that is rotated and one that is not: the rest depends on that alone
+
+
+@pytest.mark.parametrize("name", ACTIVATION_TYPES)
+def test_activations(lib, name):
+    """Rows of three blocks padded to four; unaligned strides; magnitudes from subnormal to near the largest."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((2, 3, 4, 768)).astype(np.float32) * np.float32(10) ** rng.integers(-35, 35, (2, 3, 4, 1))
+    x[0, 0, 0] = 0
+    x[0, 0, 1, 5:9] = [1e-40, -1e-39, 1.4e-36, 0]
+    x[0, 0, 1, :5] = x[0, 0, 1, 9:] = 0
+    x[0, 0, 2, 300] = 3e38
+    y = quantized(name, x, ne0=1024, stride=771)
+    expected = reference_q8(lib, name, x.reshape(2, 3, 4, 3, 256))
+    assert_same(np.ascontiguousarray(y[..., :3]), expected, name)
+    assert not y[..., 3].tobytes().strip(b"\0")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ACTIVATION_TYPES)
+def test_non_finite_activations_give_nan(name, bad):
+    """All of a rotated block, one group of an unrotated one."""
+    x = np.ones((1, 1, 1, 512), np.float32)
+    x[..., 256 + 32 * 5 + 4 * 3 + 1] = bad
+    lost = np.isnan(scales(quantized(name, x)))[0, 0, 0]
+    assert not lost[0].any()
+    assert lost[1].all() if TYPES[name].rotated else np.flatnonzero(lost[1]).tolist() == [3]
+
+
+@pytest.mark.parametrize("n_blocks", [1, 3, 16])
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_products(lib, name, n_blocks):
+    """Against float64 on the same quantised activations, and against the float product of decoded weights."""
+    rows = native.blocks_of(lib, name, (4, 256 * n_blocks), 5)
+    if n_blocks == 1:
+        rows = np.concatenate([rows, corner_blocks(lib, name)[:, None]])
+    x = np.random.default_rng(6).standard_normal((2, 256 * n_blocks)).astype(np.float32)
+    y = quantized(name, x[None, None])[0, 0]
+    source = aligned(rows, 0)
+    # activations lie at multiples of 16 bytes, as buffers on the device do
+    columns = [aligned(row.view(np.uint8), 0) for row in y]
+    actual = np.array([[device().cuda_host_vec_dot(type_id(name), pointer(source[i * rows[0].size :]), pointer(column), c_int64(n_blocks))
+                        for i in range(len(rows))] for column in columns], np.float64)
+
+    s, v, magnitude = (a.reshape(len(rows), n_blocks, 256)
+                       for a in native.unpacked(lib, name, rows.reshape(-1, TYPES[name].block_bytes)))
+    qy = y["qs"].astype(np.float64) * scales(y)[..., None].astype(np.float64)
+    exact = np.einsum("rbkj,cbkj->cr", groups(s * v), qy)
+    # Of each thread's term the offset's product, the difference, the scales' product and theirs are rounded, four units of
+    # M = sum |d_w d_y| (|q| + |offset|) |y|; 8*n_blocks terms are added up.
+    bound = (8 * n_blocks + 5) * native.F32_U * np.einsum("rbkj,cbkj->cr", groups(np.abs(s) * magnitude), np.abs(qy))
+    # products below the least normal float32 lose up to 2^-150 each, times sums below 2^24
+    wrong = np.argwhere(np.abs(actual - exact) > bound + 8 * n_blocks * 2.0**-126)
+    assert not wrong.size, f"{name}: row {wrong[0][1]}, {actual[tuple(wrong[0])]}, not {exact[tuple(wrong[0])]}"
+
+    # half a step of each activation, times the (rotated) weight; the decoded weights are rounded too
+    w = lib.dequantize(type_id(name), rows.reshape(-1, TYPES[name].block_bytes), 256).reshape(len(rows), -1).astype(np.float64)
+    half_steps = np.einsum("rbkj,cbk->cr", np.abs(groups(s * v)), scales(y).astype(np.float64) / 2)
+    rounding = 64 * native.F32_U * np.abs(x).astype(np.float64) @ np.abs(w).T
+    with np.errstate(invalid="ignore"):
+        assert (np.abs(actual - x.astype(np.float64) @ w.T) <= 1.001 * half_steps + rounding + bound + 1e-30).all()
+
+
+def test_a_permuted_byte_is_what_cuda_says():
+    """The shim's two byte permutes differ: __byte_perm drops the fourth bit of a selector, prmt copies the top bit for it."""
+    assert device().cuda_host_byte_perm(0x80FF0001, 0, 0x000B) == 0x01010180
+    assert device().cuda_host_prmt(0x80FF0001, 0, 0x000B) & 0xFFFFFFFF == 0x010101FF
+
+
+def test_rotation_is_the_reference(lib):
+    """A unit vector's image is a row of the Sylvester matrix; quantised in one step of 1/16 it stays exact."""
+    for at in (0, 1, 37, 128, 255):
+        x = np.zeros((1, 1, 1, 256), np.float32)
+        x[..., at] = 127 * 16
+        y = quantized("itq3_s", x)[0, 0, 0, 0]
+        assert (scales(y) == 1).all()
+        np.testing.assert_array_equal(y["qs"], groups(lib.fwht(x[0, 0].copy()))[0])
