@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import cuda_tools
+
 ROOT = Path(__file__).resolve().parent.parent
 # enum: upstream reads type fields of a file into enums before it checks their range
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
@@ -50,12 +52,21 @@ def find_cross_tools() -> bool:
     return not missing()
 
 
+def find_cuda_tools() -> None:
+    """The headers of cuBLAS, where there is nvcc without them."""
+    if cuda_tools.nvcc() and not cuda_tools.toolkit_has_cublas() and not cuda_tools.cublas():
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "nvidia-cublas"])
+        if done.returncode:
+            print("the CUDA sources will not be compiled: pip install nvidia-cublas failed", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="package,asan,stock,aarch64")
     args = parser.parse_args()
+    find_cuda_tools()
     steps = {
         "package": (None, args.package, "ext-tests"),
         # the ggml libraries alone, without the native flags that a debugger of sanitizer reports does not need

@@ -1,0 +1,92 @@
+"""nvcc takes every CUDA source that a patch touches, for an architecture with tensor cores and for DP4A alone.
+
+nvcc 13 knows no architecture without tensor cores: "dp4a" is sm_75 from a copy of the sources in which upstream's macros
+for tensor cores are not defined, which is what older architectures compile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import cuda_tools
+import pytest
+from native import BUILD, ROOT
+
+ARCHITECTURES = {"sm_90": "sm_90", "dp4a": "sm_75"}
+CUDA = "ggml/src/ggml-cuda"
+TENSOR_CORES = re.compile(r"^#\s*define (?:VOLTA|TURING|AMPERE|BLACKWELL)_MMA_AVAILABLE$", re.M)
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
+
+
+def touched_sources() -> list[str]:
+    """The .cu files that patches change or that include a changed header, and ours; relative to CUDA or absolute."""
+    folder = BUILD / "llama.cpp" / CUDA
+    changed = {re.search(r"^\+\+\+ b/(\S+)", p.read_text(), re.M)[1] for p in (ROOT / "ggml_ext/patches").glob("*.patch")}
+    changed = {str(Path(name).relative_to(CUDA)) for name in changed if name.startswith(CUDA + "/")}
+    files = {str(p.relative_to(folder)): p for p in folder.rglob("*.cu*")}
+    names = {name: {Path(i).name for i in includes(path)} for name, path in files.items()}
+    reached, new = set(), changed
+    while new:
+        reached |= new
+        headers = {Path(name).name for name in reached if name.endswith(".cuh")}
+        new = {name for name, included in names.items() if included & headers} - reached
+    return sorted(name for name in reached if name.endswith(".cu")) + sorted(str(p) for p in (ROOT / "cuda").glob("*.cu"))
+
+
+SOURCES = touched_sources() if BUILD.exists() else []
+
+
+class Compiler:
+    """Compiles all sources for all architectures in the background, a processor each."""
+
+    def __init__(self, folder: Path):
+        self.nvcc = cuda_tools.nvcc()
+        if not self.nvcc:
+            pytest.skip("nvcc is missing: install the CUDA toolkit, 12.8 or later")
+        cublas = cuda_tools.cublas()
+        if not (cuda_tools.toolkit_has_cublas() or cublas):
+            pytest.skip("the headers of cuBLAS are missing: pip install nvidia-cublas")
+        self.cublas = [f"-I{cublas[0]}"] if cublas else []
+        self.folder = folder
+        self.trees = {"sm_90": BUILD / "llama.cpp", "dp4a": folder / "dp4a"}
+        shutil.copytree(BUILD / "llama.cpp" / "ggml", self.trees["dp4a"] / "ggml")
+        common = self.trees["dp4a"] / CUDA / "common.cuh"
+        text, n = TENSOR_CORES.subn("", common.read_text())
+        assert n == 4
+        common.write_text(text)
+        pool = ThreadPoolExecutor(os.cpu_count())
+        self.results: dict[tuple[str, str], Future] = {
+            (arch, source): pool.submit(self.compile, arch, source) for source in SOURCES for arch in ARCHITECTURES}
+
+    def compile(self, arch: str, source: str) -> subprocess.CompletedProcess:
+        ggml = self.trees[arch] / "ggml"
+        folder = self.trees[arch] / CUDA
+        out = self.folder / f"{arch}-{Path(source).name}.o"
+        command = [self.nvcc, f"-arch={ARCHITECTURES[arch]}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
+                   "-Werror=all-warnings", "-diag-suppress=177", *self.cublas, f"-I{ggml}/include", f"-I{ggml}/src", f"-I{folder}",
+                   f"-I{ROOT}/ggml_ext", f"-I{ROOT}", "-c", folder / source, "-o", out]
+        return subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory) -> Compiler:
+    return Compiler(tmp_path_factory.mktemp("cuda"))
+
+
+def test_there_are_sources():
+    assert {"mmvq.cu", "convert.cu", "getrows.cu", "cpy.cu", "quantize.cu", "ggml-cuda.cu"} <= set(SOURCES)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_source_compiles(compiler, source, arch):
+    done = compiler.results[arch, source].result()
+    assert done.returncode == 0, done.stderr[-3000:]
