@@ -3,6 +3,7 @@
 
     llama_cpp.py tree                    print the path of the unpatched tree (fetched and unpacked once)
     llama_cpp.py patch SOURCE DEST       copy SOURCE to DEST, patched; files that did not change keep their times
+    llama_cpp.py pack FILE.tar.xz        write what builds and scripts/gpu_check.py read of the unpatched tree, 8 MB
     llama_cpp.py check [SOURCE]          say which patches apply to SOURCE (a newer llama.cpp); exit 1 if any does not
 
 The pin is ggml_ext/upstream.toml. The archive comes through pip, is checked by SHA-256, and is kept with the unpacked
@@ -33,6 +34,7 @@ PIN = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
+PACKED = (*COPIED, "gguf-py/gguf")
 
 
 class Failure(Exception):
@@ -171,6 +173,16 @@ def patch_tree(source: Path, dest: Path) -> None:
         sync(Path(tmp), dest)
 
 
+def pack(source: Path, archive: Path) -> None:
+    """Writes the archive, its folder named as the tree."""
+    beside = archive.with_name(archive.name + ".part")
+    with tarfile.open(beside, "w:xz") as tar:
+        for name in PACKED:
+            if (source / name).exists():
+                tar.add(source / name, f"{source.name}/{name}")
+    os.replace(beside, archive)
+
+
 def check(source: Path) -> int:
     """Which patches apply to source; the maintainer's first step towards a newer llama.cpp."""
     print(f"patches for {pinned_version()}; {source} is {version(source)}")
@@ -193,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("tree")
+    commands.add_parser("pack").add_argument("file", type=Path)
     for name in ("patch", "check"):
         sub = commands.add_parser(name)
         sub.add_argument("source", type=Path, nargs=None if name == "patch" else "?")
@@ -202,6 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "tree":
             print(pristine_tree())
+        elif args.command == "pack":
+            pack(pristine_tree(), args.file)
         elif args.command == "patch":
             patch_tree(args.source, args.dest)
         else:

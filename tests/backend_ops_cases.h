@@ -40,6 +40,5 @@ for (ggml_type type : { GGML_EXT_WEIGHT_TYPES(X) }) {
         test_cases.emplace_back(new test_get_rows(type, 768, 9, n_ids, 1, 1, false));
         test_cases.emplace_back(new test_get_rows(type, 768, 9, n_ids, 3, 2, true));
     }
-    test_cases.emplace_back(new test_cpy(type, GGML_TYPE_F16, {768, 3, 2, 2}));
     test_cases.emplace_back(new test_cpy(type, GGML_TYPE_F32, {768, 3, 2, 2}, {-1, -1, -1, -1}, {0, 3, 1, 2}));
 }

@@ -1,0 +1,153 @@
+// Microseconds of matrix products on a backend, one line of JSON each:
+//
+//   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTS] ...
+//
+// As many matrices as pass 512 MB are multiplied in turn, so that none comes from a cache; the quantisation of activations
+// is part of each product. With EXPERTS, mul_mat_id over that many matrices, every expert having TOKENS tokens.
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+static std::vector<std::string> split(const std::string & text, char separator) {
+    std::vector<std::string> out;
+    std::stringstream stream(text);
+    for (std::string part; std::getline(stream, part, separator);) {
+        out.push_back(part);
+    }
+    return out;
+}
+
+static ggml_type type_by_name(const std::string & name) {
+    for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
+        const char * found = ggml_type_name((ggml_type) i);
+        if (found && name == found) {
+            return (ggml_type) i;
+        }
+    }
+    fprintf(stderr, "error: unknown type %s\n", name.c_str());
+    exit(1);
+}
+
+// Bytes of n_rows rows: 16 encoded ones over and over, since no kernel's speed depends on values and encoding takes long.
+static std::vector<uint8_t> rows(ggml_type type, int64_t n_rows, int64_t n_cols) {
+    const int64_t n_distinct = std::min<int64_t>(16, n_rows);
+    std::mt19937 rng(1);
+    std::normal_distribution<float> normal(0, 0.02f);
+    std::vector<float> x(n_distinct*n_cols), importance(n_cols, 1.0f);
+    for (float & v : x) {
+        v = normal(rng);
+    }
+    const size_t row_bytes = ggml_row_size(type, n_cols);
+    std::vector<uint8_t> out(n_rows*row_bytes);
+    ggml_quantize_chunk(type, x.data(), out.data(), 0, n_distinct, n_cols, importance.data());
+    for (int64_t i = n_distinct; i < n_rows; ++i) {
+        memcpy(&out[i*row_bytes], &out[i%n_distinct*row_bytes], row_bytes);
+    }
+    return out;
+}
+
+static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k, int64_t n, int64_t n_experts) {
+    const size_t bytes = ggml_row_size(type, k)*m*std::max<int64_t>(1, n_experts);
+    const int n_products = n_experts ? 2 : (int) std::min<size_t>(256, std::max<size_t>(4, ((size_t) 512 << 20)/bytes + 1));
+    ggml_init_params params = { ggml_tensor_overhead()*(3*n_products + 8) + ggml_graph_overhead(), nullptr, true };
+    ggml_context * ctx = ggml_init(params);
+    ggml_cgraph * graph = ggml_new_graph(ctx);
+    std::vector<ggml_tensor *> weights;
+    ggml_tensor * x, * ids = nullptr;
+    // every token uses every expert, in another order: n tokens each
+    x = n_experts ? ggml_new_tensor_3d(ctx, GGML_TYPE_F32, k, 1, n) : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k, n);
+    if (n_experts) {
+        ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_experts, n);
+    }
+    for (int i = 0; i < n_products; ++i) {
+        weights.push_back(n_experts ? ggml_new_tensor_3d(ctx, type, k, m, n_experts) : ggml_new_tensor_2d(ctx, type, k, m));
+        ggml_build_forward_expand(graph, n_experts ? ggml_mul_mat_id(ctx, weights.back(), x, ids) : ggml_mul_mat(ctx, weights.back(), x));
+    }
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+    if (!buffer) {
+        fprintf(stderr, "error: no memory for %s\n", ggml_type_name(type));
+        exit(1);
+    }
+    ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    if (!ggml_backend_supports_op(backend, ggml_graph_node(graph, 0))) {
+        fprintf(stderr, "error: %s does not multiply %s\n", ggml_backend_name(backend), ggml_type_name(type));
+        exit(1);
+    }
+    const std::vector<uint8_t> data = rows(type, m, k);
+    for (ggml_tensor * w : weights) {
+        for (int64_t e = 0; e < std::max<int64_t>(1, n_experts); ++e) {
+            ggml_backend_tensor_set(w, data.data(), e*data.size(), data.size());
+        }
+    }
+    std::mt19937 rng(2);
+    std::normal_distribution<float> normal;
+    std::vector<float> activations(k*n);
+    for (float & v : activations) {
+        v = normal(rng);
+    }
+    ggml_backend_tensor_set(x, activations.data(), 0, ggml_nbytes(x));
+    if (ids) {
+        std::vector<int32_t> order(n_experts), all;
+        for (int64_t i = 0; i < n_experts; ++i) {
+            order[i] = i;
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            std::shuffle(order.begin(), order.end(), rng);
+            all.insert(all.end(), order.begin(), order.end());
+        }
+        ggml_backend_tensor_set(ids, all.data(), 0, ggml_nbytes(ids));
+    }
+    const auto run = [&](int times) {
+        const auto start = std::chrono::steady_clock::now();
+        for (int i = 0; i < times; ++i) {
+            ggml_backend_graph_compute_async(backend, graph);
+        }
+        ggml_backend_synchronize(backend);
+        return 1e6*std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()/times/n_products;
+    };
+    run(3); // also records the graph
+    const int times = (int) std::min(50.0, std::max(3.0, 20e3/(run(1)*n_products)));
+    std::vector<double> us;
+    for (int i = 0; i < 5; ++i) {
+        us.push_back(run(times));
+    }
+    std::sort(us.begin(), us.end());
+    printf("{\"type\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"tokens\": %lld, \"experts\": %lld, \"us\": %.3f, \"bytes\": %zu}\n",
+           ggml_type_name(type), (long long) m, (long long) k, (long long) n, (long long) n_experts, us[2], bytes);
+    fflush(stdout);
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+}
+
+int main(int argc, char ** argv) {
+    if (argc < 4) {
+        fprintf(stderr, "usage: %s DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTS] ...\n", argv[0]);
+        return 1;
+    }
+    ggml_backend_load_all();
+    ggml_backend_t backend = ggml_backend_init_by_name(argv[1], nullptr);
+    if (!backend) {
+        fprintf(stderr, "error: there is no device %s\n", argv[1]);
+        return 1;
+    }
+    for (int i = 3; i < argc; ++i) {
+        long long m, k, n, n_experts = 0;
+        if (sscanf(argv[i], "%lldx%lldx%lldx%lld", &m, &k, &n, &n_experts) < 3) {
+            fprintf(stderr, "error: %s is not ROWSxCOLSxTOKENS[xEXPERTS]\n", argv[i]);
+            return 1;
+        }
+        for (const std::string & name : split(argv[2], ',')) {
+            measure(backend, type_by_name(name), m, k, n, n_experts);
+        }
+    }
+    ggml_backend_free(backend);
+}
