@@ -6,6 +6,7 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_itq3_t> {
+    static constexpr float offset = GGML_EXT_ITQ3_T_TRELLIS_OFFSET;
     static __device__ __forceinline__ unpacked unpack(const block_itq3_t & x, int k) { return unpack_trellis3(x, k); }
 };
 

@@ -4,20 +4,6 @@
 #include "all.cuh"
 #include "quantize.cuh"
 
-// VDR_MMVQ of QI words are one thread's part of a block: eight threads a block.
-constexpr int GGML_EXT_QI       = 32;
-constexpr int GGML_EXT_VDR_MMVQ = GGML_EXT_QI/ggml_ext::N_THREADS;
-
-#define GGML_EXT_X(NAME, name)                            \
-    template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \
-        static constexpr int qk = QK_K;                   \
-        static constexpr int qr = QK_K/(4*GGML_EXT_QI);   \
-        static constexpr int qi = GGML_EXT_QI;            \
-        static constexpr int bs = sizeof(block_##name);   \
-    };
-GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
-#undef GGML_EXT_X
-
 namespace ggml_ext {
 
 // Products of one thread's words, exact in integers: at most 32*127*127 times a scale below 16, below 2^23.

@@ -95,4 +95,112 @@ static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0
                             (uint32_t) ne1, (uint32_t) ne2);
 }
 
+// --- for MMQ ---------------------------------------------------------------------------------------------------------
+
+// The largest or the sum over a warp: one instruction since Ampere.
+static __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffff, v);
+#else
+    for (int h = 1; h < 32; h *= 2) {
+        v = max(v, __shfl_xor_sync(0xffffffff, v, h, 32));
+    }
+    return v;
+#endif
+}
+static __device__ __forceinline__ int warp_sum(int v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(0xffffffff, v);
+#else
+    for (int h = 1; h < 32; h *= 2) {
+        v += __shfl_xor_sync(0xffffffff, v, h, 32);
+    }
+    return v;
+#endif
+}
+
+// The least half that is not below x; Inf where there is none.
+static __device__ __forceinline__ float half_above(float x) {
+    return __half2float(__float2half_ru(x));
+}
+
+// As upstream's quantize_mmq_q8_1, of the rotated row: block_q8_1_mmq with a float scale for 32 values (D4), or with scale
+// and sum as halves (DS4); there the scale is rounded up before it is used, so that it is exact, and the sum is that of the
+// rounded values, since weights with a zero point multiply both. Values from ne00 to ne0 are zero.
+//
+// Grid: columns (scattered: tokens), blocks of a row / N_WARPS_QUANTIZE, ne2*ne3. Scattered, a token's values go to each of
+// its n_expert_used columns ids[token*n_expert_used + slot]; else column i is row ids[i] of x, or i without ids.
+template <bool has_sum, bool scatter>
+__launch_bounds__(32*N_WARPS_QUANTIZE, 1)
+static __global__ void quantize_rotated_mmq(const float * __restrict__ x_all, const int32_t * __restrict__ ids, void * __restrict__ vy,
+                                            int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2,
+                                            int n_expert_used) {
+    const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
+    const int     lane = threadIdx.x;
+    if (kb >= ne0/QK_K) {
+        return;
+    }
+    ggml_cuda_pdl_sync();
+    const int64_t row = scatter ? blockIdx.x*s02
+                                : blockIdx.z/ne2*s03 + blockIdx.z%ne2*s02 + (ids ? ids[blockIdx.x] : (int64_t) blockIdx.x)*s01;
+    const float * x = x_all + row + kb*QK_K;
+    float v[N_PER_LANE];
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        v[i] = kb < ne00/QK_K ? x[32*i + lane] : 0.0f;
+    }
+    fwht(v, lane);
+
+    int8_t   q[N_PER_LANE];
+    uint32_t ds[N_PER_LANE]; // the same in every lane
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        const uint32_t bits  = warp_max(__float_as_uint(v[i]) & 0x7fffffff); // as integers, NaN > Inf > numbers
+        const float    amax  = bits < 0x7f800000 ? __uint_as_float(bits) : __uint_as_float(0x7fc00000);
+        const float    d     = has_sum ? half_above(amax/127.0f) : amax/127.0f;
+        const float    inv_d = d > 0 && d < FLT_MAX ? 1.0f/d : 0.0f; // a scale of NaN or Inf reaches the result by itself
+        const int      n     = d < FLT_MAX ? __float2int_rn(v[i]*inv_d) : 1;
+        q[i] = (int8_t) (n < -127 ? -127 : n > 127 ? 127 : n);
+        if (has_sum) {
+            const half2 both = make_half2(d, d*(float) warp_sum(q[i]));
+            memcpy(&ds[i], &both, sizeof(ds[i]));
+        } else {
+            ds[i] = __float_as_uint(d);
+        }
+    }
+    const int64_t first = blockIdx.z*ne1*(ne0/QK8_1_MMQ);
+    for (int slot = 0; slot < (scatter ? n_expert_used : 1); ++slot) {
+        const int64_t column = scatter ? ids[(int64_t) blockIdx.x*n_expert_used + slot] : (int64_t) blockIdx.x;
+#pragma unroll
+        for (int half_block = 0; half_block < 2; ++half_block) {
+            block_q8_1_mmq & y = ((block_q8_1_mmq *) vy)[first + (2*kb + half_block)*ne1 + column];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                y.qs[32*i + lane] = q[4*half_block + i];
+                if (lane == i) {
+                    ((uint32_t *) y.d4)[i] = ds[4*half_block + i];
+                }
+            }
+        }
+    }
+}
+
+// Whether the kernel above takes the place of upstream's. Types that are not rotated need nothing of their own.
+static inline bool quantizes_for_mmq(ggml_type type_src0) {
+    return is_weight_type(type_src0) && is_rotated(type_src0);
+}
+
+template <bool scatter>
+static void quantize_mmq_cuda(const float * x, const int32_t * ids, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01,
+                              int64_t s02, int64_t s03, int64_t ne0, int64_t n_columns, int64_t ne1, int64_t ne2, int64_t ne3,
+                              int n_expert_used, cudaStream_t stream) {
+    static_assert(QK_K == 2*QK8_1_MMQ, "a block is two of theirs");
+    GGML_ASSERT(ne00 % QK_K == 0 && ne0 % QK_K == 0);
+    const dim3 grid(n_columns, (ne0/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne2*ne3);
+    const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
+    const bool has_sum = mmq_alias(type_src0) == GGML_TYPE_Q5_1;
+    ggml_cuda_kernel_launch(has_sum ? quantize_rotated_mmq<true, scatter> : quantize_rotated_mmq<false, scatter>, params, x, ids, vy,
+                            ne00, s01, s02, s03, ne0, ne1, ne2, n_expert_used);
+}
+
 } // namespace ggml_ext

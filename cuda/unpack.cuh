@@ -3,6 +3,7 @@
 //   q[g]       byte b: the code of weight 32*g + 4*k + b, equal to that of the scalar reference
 //   d, offset  float: value = d * scale[g/2] * (code - offset)
 //   scale[4]   integer scales, of types with group = 64 alone
+// and unpacker<block>::offset, the offset of all blocks, or for ITQ3_S near it,
 // and everything else in this folder follows: dot products (mmvq.cuh), dequantisation (dequantize.cuh).
 //
 // Any source that includes this compiles as host code too, over the few intrinsics of tests/cuda_host.h.
@@ -11,10 +12,25 @@
 #include "common.cuh"
 #include "supports.h"
 
+// What upstream's kernels ask about a type: VDR_MMVQ of QI words are one thread's part of a block, eight threads a block.
+constexpr int GGML_EXT_QI       = 32;
+constexpr int GGML_EXT_VDR_MMVQ = GGML_EXT_QI/8;
+
+#define GGML_EXT_X(NAME, name)                            \
+    template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \
+        static constexpr int qk = QK_K;                   \
+        static constexpr int qr = QK_K/(4*GGML_EXT_QI);   \
+        static constexpr int qi = GGML_EXT_QI;            \
+        static constexpr int bs = sizeof(block_##name);   \
+    };
+GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+
 namespace ggml_ext {
 
 constexpr int N_THREADS = 8;                        // threads a block
 constexpr int N_WORDS   = QK_K/(4*N_THREADS);       // words a thread
+static_assert(GGML_EXT_QI/GGML_EXT_VDR_MMVQ == N_THREADS, "upstream counts the same threads");
 static_assert(N_WORDS == 8, "a thread has one word in each 32 weights");
 
 struct unpacked {
@@ -25,15 +41,17 @@ struct unpacked {
 
 template <typename B> struct unpacker;
 
-// The type's row of types.toml.
+// The type's row of types.toml, and back from the type.
 template <typename B> struct traits;
+template <ggml_type type> struct block_of;
 #define GGML_EXT_X(NAME, name)                                       \
     template <> struct traits<block_##name> {                        \
         static constexpr ggml_type type    = GGML_TYPE_##NAME;        \
         static constexpr int       q_max   = GGML_EXT_##NAME##_UNPACK_MAX; \
         static constexpr int       group   = GGML_EXT_##NAME##_GROUP; \
         static constexpr bool      rotated = GGML_EXT_##NAME##_ROTATED; \
-    };
+    };                                                               \
+    template <> struct block_of<GGML_TYPE_##NAME> { typedef block_##name type; };
 GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
 #undef GGML_EXT_X
 

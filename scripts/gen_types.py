@@ -5,7 +5,7 @@
     python scripts/gen_types.py --check    write nothing; exit 1 and name every stale file
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h and
-cuda/all.cuh, py/ggml_ext/_types.py and the table between the "types" markers of README.md.
+cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py and the table between the "types" markers of README.md.
 The output depends on types.toml alone.
 """
 
@@ -27,6 +27,7 @@ BLOCKS = "ggml_ext/types/all.h"
 CODES = "ggml_ext/types/codes.h"
 UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
+INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_types.py"
 README = "README.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
@@ -93,6 +94,11 @@ def macro(name: str, lines: list[str]) -> str:
 def render_includes(types: list[dict], what: str, suffix: str = "h") -> str:
     lines = [f"// {NOTICE}", f"// {what}", "#pragma once", ""]
     return "\n".join(lines + [f'#include "{row["name"]}.{suffix}"' for row in of_kind(types, "weight")]) + "\n"
+
+
+def render_instance(row: dict) -> str:
+    """A source of its own for each type, so that they compile beside each other."""
+    return f"// {NOTICE}\n#include \"ggml-cuda/mmq.cuh\"\n\nDECL_MMQ_CASE(GGML_TYPE_{row['name'].upper()});\n"
 
 
 def render_header(ids: dict, types: list[dict]) -> str:
@@ -268,6 +274,8 @@ def main(argv: list[str] | None = None) -> int:
         MODULE: lambda old: render_module(types),
         README: lambda old: render_readme(old, types),
     }
+    for row in of_kind(types, "weight"):
+        renderers[INSTANCES.format(name=row["name"])] = lambda old, row=row: render_instance(row)
     for name, render in renderers.items():
         path = args.root / name
         old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -283,6 +291,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"gen_types: {name} is stale: run python scripts/gen_types.py", file=sys.stderr)
             failed = True
         else:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(new, encoding="utf-8", newline="\n")
             print(f"gen_types: wrote {name}")
     return int(failed)

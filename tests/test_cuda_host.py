@@ -29,7 +29,7 @@ def device() -> ctypes.CDLL:
     ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     dll = ctypes.CDLL(str(native.built(native.BUILD, "libggml-ext-cuda-host.so")))
     dll.cuda_host_vec_dot.restype = c_float
-    dll.cuda_host_copy.restype = ctypes.c_bool
+    dll.cuda_host_copy.restype = dll.cuda_host_quantize_mmq.restype = ctypes.c_bool
     return dll
 
 
@@ -268,3 +268,126 @@ def test_rotation_is_the_reference(lib):
         y = quantized("itq3_s", x)[0, 0, 0, 0]
         assert (scales(y) == 1).all()
         np.testing.assert_array_equal(y["qs"], groups(lib.fwht(x[0, 0].copy()))[0])
+
+
+# --- MMQ ---------------------------------------------------------------------------------------------------------------
+
+N_ROWS = 128  # of a tile, in the shim
+HAS_MINIMUM = {"itq3_s"}
+# (factor, factor*offset): the int8 of a tile is factor*code - factor*offset
+CENTRED = {"itq3_s": (1, 4), "ccq2": (1, 32), "ditto3": (1, 64), "itq3_t": (2, 127), "itq2_t": (1, 62)}
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("layout", ["mma", "dp4a"])
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_tiles_hold_the_weights_exactly(lib, name, layout, fallback):
+    """Integers times scales are the reference's values; ITQ3_S's minimum, which has no int8, is rounded to half once."""
+    n_rows = 77 if fallback else N_ROWS  # rows behind the last are not filled
+    rows = np.concatenate([corner_blocks(lib, name)[:40], native.blocks_of(lib, name, (3 * n_rows - 40, 256), 9)[:, 0]]).reshape(n_rows, 3, -1)
+    tile = np.full(100 * N_ROWS, 0x5A5A5A5A, np.int32)
+    device().cuda_host_load_tiles(type_id(name), pointer(aligned(rows, 0)), pointer(tile), 1, n_rows - 1, 3, layout == "mma", fallback)
+    if layout == "mma":
+        words, scale_words = tile[: 76 * N_ROWS].reshape(N_ROWS, 76)[:, :64], tile[: 76 * N_ROWS].reshape(N_ROWS, 76)[:, 64:72]
+    else:
+        words = tile[: 65 * N_ROWS].reshape(N_ROWS, 65)[:, :64]
+        at = 65 * N_ROWS + 8 * np.arange(N_ROWS)[:, None] + np.arange(N_ROWS)[:, None] // 4 + np.arange(8)
+        scale_words = tile[at]
+    assert (words[n_rows:] == 0x5A5A5A5A).all()
+    words, scale_words = words[:n_rows], np.ascontiguousarray(scale_words[:n_rows])
+    q = np.ascontiguousarray(words).view(np.int8).reshape(n_rows, 256).astype(np.float64)
+    blocks = rows[:, 1]
+    s, v, _ = native.unpacked(lib, name, blocks)
+    factor, centre = CENTRED[name]
+    if name in HAS_MINIMUM:
+        d, minimum = (scale_words.view(np.float16).reshape(n_rows, 8, 2)[..., i].astype(np.float64) for i in (0, 1))
+        _, _, codes_d, z = zip(*(lib.unpack_block(TYPES[name].id, b) for b in blocks), strict=True)
+        codes = np.stack([lib.unpack_block(TYPES[name].id, b)[0] for b in blocks]).astype(np.float64)
+        np.testing.assert_array_equal(q, codes - centre)
+        np.testing.assert_array_equal(d, np.repeat(np.array(codes_d)[:, None], 8, 1))
+        exact = np.array(codes_d) * (centre - np.array(z, np.float64))
+        with np.errstate(invalid="ignore"):
+            close = np.abs(minimum - exact[:, None]) <= 2.0**-11 * np.abs(exact[:, None]) + 2.0**-25
+        assert (close | (np.isinf(minimum) & (np.abs(exact) >= 65504)[:, None])).all()
+    else:
+        value = q * np.repeat(scale_words.view(np.float32).astype(np.float64), 32, 1)
+        np.testing.assert_array_equal(value, s * v)
+    assert np.abs(q).max() <= 127
+
+
+BLOCK_MMQ = np.dtype([("ds", "<u4", 4), ("qs", "i1", 128)])
+assert BLOCK_MMQ.itemsize == 4 * 36
+
+
+def reference_mmq(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """float32 (..., n) to BLOCK_MMQ (..., n/128), in the device's float32 arithmetic."""
+    shape = x.shape[:-1]
+    v = lib.fwht(np.ascontiguousarray(x, np.float32).reshape(-1, 256).copy()).reshape(*shape, -1, 4, 32)
+    d = np.abs(v).max(-1) / np.float32(127)
+    if name in HAS_MINIMUM:
+        with np.errstate(over="ignore"):
+            h = d.astype(np.float16)
+            h = np.where(h.astype(np.float32) < d, np.nextafter(h, np.float16(np.inf)), h)
+        d = h.astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0)).astype(np.float32)
+    q = np.clip(np.rint(v * inverse[..., None]), -127, 127)
+    out = np.empty(v.shape[:-2], BLOCK_MMQ)
+    out["qs"] = q.reshape(*v.shape[:-2], 128)
+    if name in HAS_MINIMUM:
+        sums = (d * q.sum(-1, dtype=np.float32)).astype(np.float16)
+        out["ds"] = d.astype(np.float16).view(np.uint16).astype(np.uint32) | sums.view(np.uint16).astype(np.uint32) << 16
+    else:
+        out["ds"] = d.view(np.uint32)
+    return out
+
+
+ROTATED = [name for name in TYPE_NAMES if TYPES[name].rotated]
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("name", ROTATED)
+def test_activations_for_tiles(lib, name, gather):
+    """Columns of three blocks padded to four, in the order of upstream's buffer: channel, half block, column."""
+    rng = np.random.default_rng(11)
+    ne3, ne2, n_rows = (1, 1, 9) if gather else (2, 3, 5)
+    x = (rng.standard_normal((ne3, ne2, n_rows, 771)) * 10.0 ** rng.integers(-5, 4, (ne3, ne2, n_rows, 1))).astype(np.float32)
+    x[0, 0, 0, :256] = 0
+    ids = np.array([3, 3, 8, 0, 1, 7, 2], np.int32) if gather else np.arange(n_rows, dtype=np.int32)
+    ne1 = len(ids)
+    y = np.full((ne3 * ne2, 8, ne1, BLOCK_MMQ.itemsize), 0x55, np.uint8)
+    sizes = map(c_int64, (768, 771, 771 * n_rows, 771 * n_rows * ne2, 1024, ne1, ne2, ne3))
+    assert device().cuda_host_quantize_mmq(type_id(name), pointer(x), pointer(ids) if gather else None, pointer(y), *sizes)
+    expected = reference_mmq(lib, name, x[:, :, ids, :768]).reshape(ne3 * ne2, ne1, 6).swapaxes(1, 2)
+    assert_same(np.ascontiguousarray(y[:, :6]).view(BLOCK_MMQ)[..., 0], np.ascontiguousarray(expected), name)
+    assert not y[:, 6:].any()
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_scattered_activations(lib, name):
+    """Each token's row to the columns of its experts, whatever their order."""
+    rng = np.random.default_rng(12)
+    x = rng.standard_normal((4, 520)).astype(np.float32)
+    columns = rng.permutation(12).astype(np.int32).reshape(4, 3)
+    y = np.full((4, 12, BLOCK_MMQ.itemsize), 0x55, np.uint8)
+    device().cuda_host_quantize_scatter(type_id(name), pointer(x), pointer(columns), pointer(y), c_int64(512), c_int64(520), c_int64(512),
+                                        c_int64(4), c_int64(12), 3)
+    expected = np.empty((4, 12), BLOCK_MMQ)
+    expected[:, columns] = reference_mmq(lib, name, x[:, :512]).T[:, :, None]
+    assert_same(y.view(BLOCK_MMQ)[..., 0], expected, name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ROTATED)
+def test_non_finite_activations_reach_the_tiles(name, bad):
+    x = np.ones((1, 512), np.float32)
+    x[0, 300] = bad
+    y = np.zeros((4, 1), BLOCK_MMQ)
+    device().cuda_host_quantize_mmq(type_id(name), pointer(x), None, pointer(y), *map(c_int64, (512, 512, 512, 512, 512, 1, 1, 1)))
+    d = y["ds"].view(np.float16 if name in HAS_MINIMUM else np.float32)
+    assert np.isfinite(d[:2]).all() and not np.isfinite(d[2:]).any()
+
+
+@pytest.mark.parametrize("name", sorted(set(TYPE_NAMES) - set(ROTATED)))
+def test_unrotated_types_leave_activations_to_upstream(name):
+    assert not device().cuda_host_quantize_mmq(type_id(name), None, None, None, *map(c_int64, (256,) * 8))

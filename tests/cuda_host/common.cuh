@@ -28,6 +28,7 @@ struct dim3 {
 };
 struct alignas(16) int4 { int x, y, z, w; };
 struct half { ggml_fp16_t bits; };
+struct half2 { half x, y; };
 struct nv_bfloat16 { ggml_bf16_t bits; };
 typedef void * cudaStream_t;
 
@@ -60,6 +61,13 @@ static inline int ggml_cuda_dp4a(int a, int b, int c) {
 
 static inline uint32_t __float_as_uint(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 static inline float __uint_as_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static inline float __half2float(half h) { return ggml_fp16_to_fp32(h.bits); }
+static inline half2 make_half2(float x, float y) { return {{ggml_fp32_to_fp16(x)}, {ggml_fp32_to_fp16(y)}}; }
+static inline half __float2half_ru(float x) { // x is positive, Inf or NaN
+    half h = {ggml_fp32_to_fp16(x)};
+    h.bits += __half2float(h) < x;
+    return h;
+}
 static inline float __fmul_rn(float a, float b) { return a*b; }
 static inline int __float2int_rn(float x) { return (int) std::nearbyint(x); }
 
@@ -89,3 +97,19 @@ static inline void ggml_cuda_kernel_launch(Kernel kernel, const ggml_cuda_kernel
 }
 
 template <ggml_type> struct ggml_cuda_type_traits;
+
+// Of upstream's mmq.cuh: activations, and the shape of tiles of Q8_0 and Q8_1.
+constexpr int QK8_1_MMQ = 4*QK8_1;
+struct block_q8_1_mmq {
+    union { float d4[4]; half2 ds4[4]; };
+    int8_t qs[QK8_1_MMQ];
+};
+static_assert(sizeof(block_q8_1_mmq) == 4*sizeof(block_q8_1), "");
+
+constexpr int MMQ_TILE_NE_K = 32;
+struct tile_x_sizes { int qs; };
+constexpr tile_x_sizes mmq_get_dp4a_tile_x_sizes(ggml_type, int I) { return {2*MMQ_TILE_NE_K*I + I}; }
+constexpr int ggml_cuda_mmq_get_sram_stride(ggml_type, int, bool) { return 2*MMQ_TILE_NE_K + 2*MMQ_TILE_NE_K/8 + 4; }
+constexpr int ggml_cuda_mmq_get_nthreads(ggml_type, int, bool) { return 256; }
+constexpr int ggml_cuda_mmq_get_I(ggml_type, int, bool) { return 128; }
+constexpr int ggml_cuda_get_physical_warp_size() { return 32; }

@@ -1,5 +1,6 @@
 // The device code of cuda/ as a library that Python loads: see common.cuh.
 #include "cuda/dequantize.cuh"
+#include "cuda/mmq.cuh"
 #include "cuda/mmvq.cuh"
 #include "cuda/quantize.cuh"
 
@@ -187,6 +188,32 @@ bool cuda_host_copy(int type, const void * x, void * y, int dst_type, const int6
     }
     ggml_ext::copy_cuda(&src, &dst, nullptr);
     return true;
+}
+
+// Fills a tile of 128 rows with block kbx0 of rows that are `stride` blocks apart, the last one i_max where that matters.
+void cuda_host_load_tiles(int type, const void * x, int32_t * tile, int kbx0, int i_max, int stride, bool mma, bool fallback) {
+    dispatch(type, [&](auto * tag) {
+        constexpr ggml_type T = ggml_ext::traits<BLOCK_OF(tag)>::type;
+        const auto load = mma ? (fallback ? ggml_ext_mmq_load_tiles<T, 8, true, true>  : ggml_ext_mmq_load_tiles<T, 8, false, true>)
+                              : (fallback ? ggml_ext_mmq_load_tiles<T, 8, true, false> : ggml_ext_mmq_load_tiles<T, 8, false, false>);
+        cuda_host_launch(dim3(), dim3(32, 256/32), [&] { load((const char *) x, tile, kbx0, i_max, stride); });
+    });
+}
+
+// block_q8_1_mmq of the rows of x for a rotated type; false if upstream's kernel serves the type. ids as the kernel takes them.
+bool cuda_host_quantize_mmq(int type, const float * x, const int32_t * ids, void * y, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
+                            int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    if (!ggml_ext::quantizes_for_mmq((ggml_type) type)) {
+        return false;
+    }
+    ggml_ext::quantize_mmq_cuda<false>(x, ids, y, (ggml_type) type, ne00, s01, s02, s03, ne0, ne1, ne1, ne2, ne3, 0, nullptr);
+    return true;
+}
+
+// The same, a token's row to each of its n_used columns
+void cuda_host_quantize_scatter(int type, const float * x, const int32_t * ids, void * y, int64_t ne00, int64_t stride_token,
+                                int64_t ne0, int64_t n_tokens, int64_t n_columns, int n_used) {
+    ggml_ext::quantize_mmq_cuda<true>(x, ids, y, (ggml_type) type, ne00, 0, stride_token, 0, ne0, n_tokens, n_columns, 1, 1, n_used, nullptr);
 }
 
 } // extern "C"

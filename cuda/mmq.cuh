@@ -1,0 +1,89 @@
+// Matrix-matrix products: tile loaders for upstream's MMQ, and what else its tables ask about our types.
+//
+// A tile holds int8 and a scale for 32 weights. Codes are centred, int8 = factor*code - factor*offset with factor 1 or 2, so
+// that the offset is gone: ITQ3_T's 63.5 gives 2*code - 127 and half the scale. All of that is exact. Products of 32 weights
+// and activations are below 32*127*127 < 2^23, which int32 holds and float represents.
+//
+// ITQ3_S has a zero point z of its own in each block: code - 4 with scale d, and the minimum d*(4 - z), which is rounded to
+// half: z is near 3.5, so that term is a tenth of the product, and its rounding 2^-11 of that.
+#pragma once
+
+#include "all.cuh"
+
+namespace ggml_ext {
+
+template <typename B> struct tile {
+    static constexpr bool has_minimum = mmq_alias(traits<B>::type) == GGML_TYPE_Q5_1;
+    static constexpr int  factor      = unpacker<B>::offset == (int) unpacker<B>::offset ? 1 : 2;
+    static constexpr int  centre      = (int) (factor*unpacker<B>::offset);
+    static_assert(centre <= 127 && factor*traits<B>::q_max - centre <= 127 && centre == factor*unpacker<B>::offset, "int8 holds the codes");
+    static_assert(factor*traits<B>::q_max + 128 - centre <= 255, "no carry between bytes");
+
+    static __device__ __forceinline__ int centred(uint32_t q) {
+        return (int) ((factor*q + 0x01010101u*(128 - centre)) ^ 0x80808080);
+    }
+    // of the 32 weights of group g
+    static __device__ __forceinline__ float scale(const unpacked & u, int g) {
+        const float d = u.d*(1.0f/factor);
+        if constexpr (traits<B>::group == QK_K) {
+            return d;
+        } else { // without an index that only the run knows: registers have none
+            return d*(float) (g < 4 ? (g < 2 ? u.scale[0] : u.scale[1]) : (g < 6 ? u.scale[2] : u.scale[3]));
+        }
+    }
+    static __device__ __forceinline__ float minimum(const unpacked & u) { return u.d*(unpacker<B>::offset - u.offset); }
+};
+
+} // namespace ggml_ext
+
+// A ggml_cuda_mmq_load_tiles_t: a block of each of I rows, in 64 words a row. Tiles for tensor cores hold the scales in their
+// rows, those for DP4A behind all rows, eight a row and a word of padding every four rows.
+template <ggml_type type, int J, bool fallback, bool mma>
+static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __restrict__ x, int * __restrict__ x_tile, const int kbx0,
+                                                               const int i_max, const int stride) {
+    typedef typename ggml_ext::block_of<type>::type B;
+    typedef ggml_ext::tile<B> tile;
+    constexpr int warp_size = ggml_cuda_get_physical_warp_size();
+    constexpr int nwarps    = ggml_cuda_mmq_get_nthreads(type, J, fallback) / warp_size;
+    constexpr int I         = ggml_cuda_mmq_get_I(type, J, fallback);
+    constexpr int nrows     = warp_size/ggml_ext::N_THREADS;
+    constexpr int qs_stride = mma ? ggml_cuda_mmq_get_sram_stride(type, J, fallback) : 2*MMQ_TILE_NE_K + 1;
+    int * x_scales = x_tile + (mma ? 2*MMQ_TILE_NE_K : mmq_get_dp4a_tile_x_sizes(type, I).qs);
+
+    const int k = threadIdx.x % ggml_ext::N_THREADS;
+#pragma unroll
+    for (int i0 = 0; i0 < I; i0 += nwarps*nrows) {
+        int i = i0 + threadIdx.y*nrows + threadIdx.x/ggml_ext::N_THREADS;
+        if (fallback) {
+            i = min(i, i_max);
+        }
+        const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(((const B *) x)[kbx0 + i*stride], k);
+#pragma unroll
+        for (int g = 0; g < ggml_ext::N_WORDS; ++g) {
+            x_tile[i*qs_stride + ggml_ext::N_THREADS*g + k] = tile::centred(u.q[g]);
+        }
+        int * scale_at = x_scales + (mma ? i*qs_stride : i*(MMQ_TILE_NE_K/4) + i/4) + k;
+        if constexpr (tile::has_minimum) {
+            *(half2 *) scale_at = make_half2(tile::scale(u, k), tile::minimum(u));
+        } else {
+            *(float *) scale_at = tile::scale(u, k);
+        }
+    }
+}
+
+#ifdef __CUDACC__
+template <ggml_type type, int J, bool fallback>
+static constexpr __device__ ggml_cuda_mmq_util_funcs ggml_ext_mmq_util_funcs() {
+    constexpr bool has_minimum = ggml_ext::tile<typename ggml_ext::block_of<type>::type>::has_minimum;
+#ifdef TURING_MMA_AVAILABLE
+    return ggml_cuda_mmq_util_funcs(-1, ggml_ext_mmq_load_tiles<type, J, fallback, true>,
+        has_minimum ? ggml_cuda_mmq_vec_dot_q8_1_q8_1_mma<type, J, fallback>
+                    : ggml_cuda_mmq_vec_dot_q8_0_q8_1_mma<type, J, fallback, MMQ_Q8_1_DS_LAYOUT_D4>,
+        ggml_cuda_mmq_write_back_mma<type, J, fallback>);
+#else
+    return ggml_cuda_mmq_util_funcs(VDR_Q8_0_Q8_1_MMQ, ggml_ext_mmq_load_tiles<type, J, fallback, false>,
+        has_minimum ? ggml_cuda_mmq_vec_dot_q8_1_q8_1_dp4a<type, J, fallback> : ggml_cuda_mmq_vec_dot_q8_0_q8_1_dp4a<type, J, fallback>,
+        ggml_cuda_mmq_write_back_dp4a<type, J, fallback>);
+#endif // TURING_MMA_AVAILABLE
+}
+#endif // __CUDACC__
