@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a synthetic Llama of one weight type, for speed runs only: random weights in the block shapes of a real model.
 
-    synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
+    synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]     shapes: llama-3.2-1b, llama-3.1-8b, olmoe-1b-7b
 
 Encoding hundreds of millions of weights would take minutes in some stock types and no kernel's speed depends on their
 values, so 64 distinct rows are encoded and repeated. Embeddings and output stay F16 with the small vocabulary of the
@@ -10,6 +10,7 @@ embedded model, whose tokenizer is copied: they are read once a token and are th
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 import gguf
@@ -19,18 +20,20 @@ import ggml_ext  # noqa: F401  teaches gguf our types
 from ggml_ext import _lib
 
 ROOT = Path(__file__).resolve().parent.parent
-# embedding, feed-forward, head size, heads, key-value heads
-SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8), "llama-3.1-8b": (4096, 14336, 128, 32, 8)}
+# embedding, feed-forward, head size, heads, key-value heads, experts, experts of a token
+SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
+          "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8)}
 DISTINCT_ROWS = 64
 
 
 def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers: int = 8) -> None:
     """Write the model; type_name as in gguf.GGMLQuantizationType. Raises KeyError for unknown names."""
-    d, ff, head, n_head, n_kv = SHAPES[shape]
+    d, ff, head, n_head, n_kv, n_experts, n_used = SHAPES[shape]
     qtype = gguf.GGMLQuantizationType[type_name.upper()]
     lib = _lib.load()
     rng = np.random.default_rng(0)
 
+    @functools.cache  # blocks share their bytes: files are larger than memory
     def rows(n_rows: int, n_per_row: int) -> np.ndarray:
         base = (rng.standard_normal((DISTINCT_ROWS, n_per_row)) * 0.02).astype(np.float32)
         if qtype == gguf.GGMLQuantizationType.F16:
@@ -62,11 +65,21 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
     writer.add_tensor("output_norm.weight", np.ones(d, np.float32))
     matrices = {"attn_q": (d, d), "attn_k": (n_kv * head, d), "attn_v": (n_kv * head, d), "attn_output": (d, d),
                 "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+    if n_experts:
+        writer.add_expert_count(n_experts)
+        writer.add_expert_used_count(n_used)
     for layer in range(n_layers):
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(d, np.float32))
         for name, (n_rows, n_per_row) in matrices.items():
-            writer.add_tensor(f"blk.{layer}.{name}.weight", rows(n_rows, n_per_row), raw_dtype=qtype)
+            if n_experts and name.startswith("ffn"):
+                experts = rows(n_experts * n_rows, n_per_row).reshape(n_experts, n_rows, -1)
+                writer.add_tensor(f"blk.{layer}.{name}_exps.weight", experts, raw_dtype=qtype)
+            else:
+                writer.add_tensor(f"blk.{layer}.{name}.weight", rows(n_rows, n_per_row), raw_dtype=qtype)
+        if n_experts:
+            router = (rng.standard_normal((n_experts, d)) * 0.02).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,9 +1,9 @@
 // Microseconds of matrix products on a backend, one line of JSON each:
 //
-//   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTS] ...
+//   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...
 //
 // As many matrices as pass 512 MB are multiplied in turn, so that none comes from a cache; the quantisation of activations
-// is part of each product. With EXPERTS, mul_mat_id over that many matrices, every expert having TOKENS tokens.
+// is part of each product. With EXPERTS, mul_mat_id over that many matrices, of which each token takes USED at random.
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -55,7 +55,7 @@ static std::vector<uint8_t> rows(ggml_type type, int64_t n_rows, int64_t n_cols)
     return out;
 }
 
-static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k, int64_t n, int64_t n_experts) {
+static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k, int64_t n, int64_t n_experts, int64_t n_used) {
     const size_t bytes = ggml_row_size(type, k)*m*std::max<int64_t>(1, n_experts);
     const int n_products = n_experts ? 2 : (int) std::min<size_t>(256, std::max<size_t>(4, ((size_t) 512 << 20)/bytes + 1));
     ggml_init_params params = { ggml_tensor_overhead()*(3*n_products + 8) + ggml_graph_overhead(), nullptr, true };
@@ -63,10 +63,9 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
     ggml_cgraph * graph = ggml_new_graph(ctx);
     std::vector<ggml_tensor *> weights;
     ggml_tensor * x, * ids = nullptr;
-    // every token uses every expert, in another order: n tokens each
     x = n_experts ? ggml_new_tensor_3d(ctx, GGML_TYPE_F32, k, 1, n) : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k, n);
     if (n_experts) {
-        ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_experts, n);
+        ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_used, n);
     }
     for (int i = 0; i < n_products; ++i) {
         weights.push_back(n_experts ? ggml_new_tensor_3d(ctx, type, k, m, n_experts) : ggml_new_tensor_2d(ctx, type, k, m));
@@ -102,7 +101,7 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
         }
         for (int64_t i = 0; i < n; ++i) {
             std::shuffle(order.begin(), order.end(), rng);
-            all.insert(all.end(), order.begin(), order.end());
+            all.insert(all.end(), order.begin(), order.begin() + n_used);
         }
         ggml_backend_tensor_set(ids, all.data(), 0, ggml_nbytes(ids));
     }
@@ -121,8 +120,8 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
         us.push_back(run(times));
     }
     std::sort(us.begin(), us.end());
-    printf("{\"type\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"tokens\": %lld, \"experts\": %lld, \"us\": %.3f, \"bytes\": %zu}\n",
-           ggml_type_name(type), (long long) m, (long long) k, (long long) n, (long long) n_experts, us[2], bytes);
+    printf("{\"type\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"tokens\": %lld, \"experts\": %lld, \"used\": %lld, \"us\": %.3f, \"bytes\": %zu}\n",
+           ggml_type_name(type), (long long) m, (long long) k, (long long) n, (long long) n_experts, (long long) n_used, us[2], bytes);
     fflush(stdout);
     ggml_backend_buffer_free(buffer);
     ggml_free(ctx);
@@ -130,7 +129,7 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
 
 int main(int argc, char ** argv) {
     if (argc < 4) {
-        fprintf(stderr, "usage: %s DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTS] ...\n", argv[0]);
+        fprintf(stderr, "usage: %s DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...\n", argv[0]);
         return 1;
     }
     ggml_backend_load_all();
@@ -140,13 +139,14 @@ int main(int argc, char ** argv) {
         return 1;
     }
     for (int i = 3; i < argc; ++i) {
-        long long m, k, n, n_experts = 0;
-        if (sscanf(argv[i], "%lldx%lldx%lldx%lld", &m, &k, &n, &n_experts) < 3) {
-            fprintf(stderr, "error: %s is not ROWSxCOLSxTOKENS[xEXPERTS]\n", argv[i]);
+        long long m, k, n, n_experts = 0, n_used = 0;
+        const int n_read = sscanf(argv[i], "%lldx%lldx%lldx%lldx%lld", &m, &k, &n, &n_experts, &n_used);
+        if ((n_read != 3 && n_read != 5) || n_used > n_experts) {
+            fprintf(stderr, "error: %s is not ROWSxCOLSxTOKENS[xEXPERTSxUSED]\n", argv[i]);
             return 1;
         }
         for (const std::string & name : split(argv[2], ',')) {
-            measure(backend, type_by_name(name), m, k, n, n_experts);
+            measure(backend, type_by_name(name), m, k, n, n_experts, n_used);
         }
     }
     ggml_backend_free(backend);
