@@ -10,7 +10,7 @@ CONFIG ?=
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test install bench clean
+.PHONY: demo test install bench cuda gpu-check clean
 
 demo: install
 	@$(BIN)/python scripts/demo.py
@@ -24,6 +24,14 @@ bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32
 	@$(BIN)/python scripts/bench.py
 	@$(BIN)/python scripts/bench.py --gemv
+
+# The whole CUDA backend and what scripts/gpu_check.py runs, compiled and linked; needs nvcc, not a GPU.
+cuda: $(VENV)/.tools
+	@$(BIN)/python scripts/build_tests.py --package $(BUILD) --only cuda
+
+gpu-check: $(VENV)/.tools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf numpy
+	@$(BIN)/python scripts/gpu_check.py
 
 # Without build isolation, so that the build folder keeps working for later builds of single targets.
 install: $(VENV)/.tools

@@ -4,6 +4,9 @@ build folder, the fuzz drivers under sanitizers, the stock llama-cli that the st
 llama-perplexity for 64-bit ARM, which the tests run under qemu.
 
     build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64]
+    build_tests.py --package build/package --only cuda
+
+The second builds and links the whole CUDA backend, for the architectures in CUDA_ARCHITECTURES (default 90): no test needs it.
 """
 from __future__ import annotations
 
@@ -79,6 +82,8 @@ def main() -> None:
                      "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_OPENMP=OFF", "-DGGML_RPC=OFF",
                      "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
                     ROOT / "build" / "aarch64", "ext-tests"),
+        "cuda": (("-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDA_ARCHITECTURES', '90')}"),
+                 ROOT / "build" / "cuda", "ext-cuda"),
     }
     for name in args.only.split(","):
         if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_cross_tools()):

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Instructions of MMVQ's inner loop for 32 weights, counted in the machine code: what can be said of CUDA without a GPU.
+
+    cuda_instructions.py [--arch sm_90] [--build build/package]
+
+Compiles the patched mmvq.cu (a minute) and disassembles the kernel of each type for one column of activations. Needs nvcc,
+cuBLAS's headers, and cuobjdump with nvdisasm: in the toolkit, or pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import cuda_tools
+
+from ggml_ext import WEIGHT_TYPES
+
+ROOT = Path(__file__).resolve().parent.parent
+# ids of ggml.h, and the weights that a thread takes in one turn of the loop
+STOCK = {"q2_K": (10, 16), "q3_K": (11, 16), "q4_K": (12, 32), "iq2_xxs": (16, 32), "iq3_xxs": (18, 32), "iq3_s": (21, 32)}
+TYPES = {name: (int(info.id), 32) for name, info in WEIGHT_TYPES.items()} | STOCK
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    for folder in map(Path, sys.path):
+        found = found or next(map(str, folder.glob(f"nvidia/*/bin/{name}")), None)
+    if not found:
+        sys.exit(f"error: {name} is missing: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    return found
+
+
+def inner_loop(function: str) -> list[str]:
+    """The instructions of the longest loop of a disassembled function, without predicates."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", function)]
+    jumps = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)) and int(to[1], 16) < at]
+    if not jumps:
+        return []
+    first, last = max(jumps, key=lambda jump: jump[1] - jump[0])
+    return [re.sub(r"^@\S+ ", "", text) for at, text in code if first <= at <= last]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "package")
+    args = parser.parse_args()
+    cuobjdump, path = tool("cuobjdump"), f"{Path(tool('nvdisasm')).parent}:{os.environ['PATH']}"
+    cublas, ggml = cuda_tools.cublas(), args.build.resolve() / "llama.cpp" / "ggml"
+    with tempfile.TemporaryDirectory() as tmp:
+        command = [cuda_tools.nvcc() or "nvcc", f"-arch={args.arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
+                   *([f"-I{cublas[0]}"] if cublas else []), f"-I{ggml}/include", f"-I{ggml}/src", f"-I{ggml}/src/ggml-cuda",
+                   f"-I{ROOT}/ggml_ext", f"-I{ROOT}", "-cubin", "-o", f"{tmp}/mmvq.cubin", ggml / "src/ggml-cuda/mmvq.cu"]
+        subprocess.run([*map(str, command)], check=True)
+        code = subprocess.run([cuobjdump, "-sass", f"{tmp}/mmvq.cubin"], check=True, capture_output=True, text=True,
+                              env={**os.environ, "PATH": path}).stdout
+    functions = {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}
+    print(f"| type | instructions for 32 weights, {args.arch} | loads |\n| --- | --- | --- |")
+    for name, (type_id, n_weights) in TYPES.items():
+        function = next(f for key, f in functions.items() if re.match(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi1ELb0ELb0ELb0", key))
+        loop = inner_loop(function)
+        kinds = Counter(text.split()[0].split(".")[0] for text in loop)
+        print(f"| {name} | {len(loop) * 32 // n_weights} | {(kinds['LDG'] + kinds['LD'] + kinds['LDC']) * 32 // n_weights} |")
+
+
+if __name__ == "__main__":
+    main()
