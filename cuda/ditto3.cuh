@@ -6,7 +6,8 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ditto3> {
-    static constexpr float offset = DITTO3_OFFSET;
+    static constexpr float offset     = DITTO3_OFFSET;
+    static constexpr bool  own_offset = false;
     static __device__ __forceinline__ unpacked unpack(const block_ditto3 & x, int k) {
         const block_words words(&x);
         static_assert(offsetof(block_ditto3, codebook) == 2 && offsetof(block_ditto3, ql) == 10 && offsetof(block_ditto3, qh) == 74, "");

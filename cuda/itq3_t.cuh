@@ -6,7 +6,8 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_itq3_t> {
-    static constexpr float offset = GGML_EXT_ITQ3_T_TRELLIS_OFFSET;
+    static constexpr float offset     = GGML_EXT_ITQ3_T_TRELLIS_OFFSET;
+    static constexpr bool  own_offset = false;
     static __device__ __forceinline__ unpacked unpack(const block_itq3_t & x, int k) { return unpack_trellis3(x, k); }
 };
 

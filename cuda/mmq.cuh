@@ -8,12 +8,12 @@
 // half: z is near 3.5, so that term is a tenth of the product, and its rounding 2^-11 of that.
 #pragma once
 
-#include "all.cuh"
+#include "mmq-alias.cuh"
 
 namespace ggml_ext {
 
 template <typename B> struct tile {
-    static constexpr bool has_minimum = mmq_alias(traits<B>::type) == GGML_TYPE_Q5_1;
+    static constexpr bool has_minimum = unpacker<B>::own_offset;
     static constexpr int  factor      = unpacker<B>::offset == (int) unpacker<B>::offset ? 1 : 2;
     static constexpr int  centre      = (int) (factor*unpacker<B>::offset);
     static_assert(centre <= 127 && factor*traits<B>::q_max - centre <= 127 && centre == factor*unpacker<B>::offset, "int8 holds the codes");

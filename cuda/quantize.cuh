@@ -3,7 +3,7 @@
 #pragma once
 
 #include "fwht.cuh"
-#include "unpack.cuh"
+#include "mmq-alias.cuh"
 
 namespace ggml_ext {
 

@@ -12,12 +12,6 @@ constexpr __host__ __device__ bool is_weight_type(ggml_type type) {
     }
 }
 
-// The stock type whose configurations and tile layout our type has in MMQ; other types as they are. Tiles of int8 with a
-// float scale for 32 weights (IQ3_S), and for the zero points of ITQ3_S, which are no integers, with scale and minimum (Q5_1).
-constexpr __host__ __device__ ggml_type mmq_alias(ggml_type type) {
-    return type == GGML_TYPE_ITQ3_S ? GGML_TYPE_Q5_1 : is_weight_type(type) ? GGML_TYPE_IQ3_S : type;
-}
-
 // Copies that dequantise: from any of our types to F32, F16 or BF16 of the same shape; rows of both are contiguous.
 static inline bool can_copy(const ggml_tensor * src, const ggml_tensor * dst) {
     return is_weight_type(src->type) && (dst->type == GGML_TYPE_F32 || dst->type == GGML_TYPE_F16 || dst->type == GGML_TYPE_BF16) &&

@@ -3,7 +3,7 @@
 //   q[g]       byte b: the code of weight 32*g + 4*k + b, equal to that of the scalar reference
 //   d, offset  float: value = d * scale[g/2] * (code - offset)
 //   scale[4]   integer scales, of types with group = 64 alone
-// and unpacker<block>::offset, the offset of all blocks, or for ITQ3_S near it,
+// and has as constants the offset of all blocks, `offset`, or a number near theirs and `own_offset`,
 // and everything else in this folder follows: dot products (mmvq.cuh), dequantisation (dequantize.cuh).
 //
 // Any source that includes this compiles as host code too, over the few intrinsics of tests/cuda_host.h.
