@@ -129,11 +129,11 @@ static __device__ __forceinline__ float half_above(float x) {
 // rounded values, since weights with a zero point multiply both. Values from ne00 to ne0 are zero.
 //
 // Grid: columns (scattered: tokens), blocks of a row / N_WARPS_QUANTIZE, ne2*ne3. Scattered, a token's values go to each of
-// its n_expert_used columns ids[token*n_expert_used + slot]; else column i is row ids[i] of x, or i without ids.
+// its n_expert_used columns ids[token*n_expert_used + slot]; else column i is row ids[i] of x, or i without ids. No pointer
+// is __restrict__: reads through such may pass ggml_cuda_pdl_sync() (upstream's GGML_CUDA_RESTRICT).
 template <bool has_sum, bool scatter>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
-static __global__ void quantize_rotated_mmq(const float * __restrict__ x_all, const int32_t * __restrict__ ids, void * __restrict__ vy,
-                                            int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2,
+static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t * ids, void * vy, int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2,
                                             int n_expert_used) {
     const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
     const int     lane = threadIdx.x;

@@ -4,8 +4,8 @@
     gpu_check.py [--out gpu-check.json] [--build build/gpu] [--llama-cpp TREE] [--minutes 10] [--only build,checks,speed]
                  [--device CUDA0]
 
-Needs an NVIDIA GPU, nvcc, cuBLAS (in the toolkit or as the Python package nvidia-cublas), cmake, ninja and numpy; no network
-and no installed package: gguf comes from the llama.cpp tree if it is not installed. TREE is a llama.cpp folder or the archive
+Needs an NVIDIA GPU, nvcc, cuBLAS (in the toolkit or as the Python package nvidia-cublas), compute-sanitizer, cmake, ninja, git,
+numpy and PyYAML; no network and no installed package: gguf comes from the llama.cpp tree if it is not installed. TREE is a llama.cpp folder or the archive
 that `llama_cpp.py pack` writes; by default what GGML_EXT_LLAMA_CPP_DIR names, or the pinned tree.
 
 Prints a line for each check, and tables. Every check passes or fails in the JSON, with its seconds and figures; what time did
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -67,8 +68,8 @@ class Run:
         self.device, self.shape, self.n_layers = device, shape, n_layers
         self.report = {"passed": False, "environment": {}, "checks": [], "figures": {}}
 
-    def command(self, *command, timeout: float | None = None, **env) -> str:
-        """Standard output; Failed with its last lines if it fails or the time is over."""
+    def command(self, *command, timeout: float | None = None, keep: list | None = None, **env) -> str:
+        """Standard output; Failed with its last lines if it fails or the time is over. keep takes the output of both."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise Failed("not run: the time is over")
@@ -82,6 +83,8 @@ class Run:
                 raise Failed(f"{command[0]} is missing") from None
             log.seek(0)
             errors = log.read()
+        if keep is not None:
+            keep.append(done.stdout)
         if done.returncode:
             last = (done.stdout + errors).strip().splitlines()[-6:]
             raise Failed(f"{Path(command[0]).name} ended with {done.returncode}: " + " / ".join(last))
@@ -123,6 +126,9 @@ def environment(run: Run) -> dict:
     nvcc = cuda_tools.nvcc()
     if not nvcc:
         raise Failed("nvcc is missing: install the CUDA toolkit, or name it in CUDACXX")
+    for module in ("numpy", "yaml"):
+        if importlib.util.find_spec(module) is None:
+            raise Failed(f"the Python package {module} is missing")
     found["nvcc"] = re.search(r"release ([\d.]+)", run.command(nvcc, "--version"))[1]
     run.report["environment"] = found
     return found
@@ -135,7 +141,8 @@ def build(run: Run, tree: str | None) -> dict:
     start = time.monotonic()
     run.command("cmake", "-S", ROOT, "-B", run.build, "-G", "Ninja", "-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_RPC=OFF",
                 f"-DCMAKE_CUDA_ARCHITECTURES={architecture}", f"-DCMAKE_CUDA_COMPILER={cuda_tools.nvcc()}",
-                f"-DPython_EXECUTABLE={sys.executable}", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", **env)
+                f"-DPython_EXECUTABLE={sys.executable}", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF",
+                "-DGGML_CUDA_FA=OFF", **env)  # a third of the time, and the same for every type
     run.command("cmake", "--build", run.build, "--parallel", os.cpu_count(), "--target", *TARGETS, **env)
     return {"architecture": architecture, "seconds": round(time.monotonic() - start, 1)}
 
@@ -146,8 +153,12 @@ def json_lines(text: str) -> list[dict]:
 
 def kernels(run: Run) -> dict:
     """Device code against the scalar references; also its timings."""
-    lines = json_lines(run.command(run.tool("ggml-ext-gpu-kernels")))
-    run.report["figures"]["kernels"] = [line for line in lines if "timing" in line]
+    output: list[str] = []
+    try:
+        run.command(run.tool("ggml-ext-gpu-kernels"), timeout=120, keep=output)
+    finally:  # the timings count even if a check failed
+        lines = json_lines("".join(output))
+        run.report["figures"]["kernels"] = [line for line in lines if "timing" in line]
     checks = [line for line in lines if "check" in line]
     if not checks:
         raise Failed("no check was reported")
@@ -164,10 +175,15 @@ def backend_ops(run: Run, name: str) -> dict:
     return counts
 
 
+def beside_nvcc(name: str) -> str:
+    beside = cuda_tools.nvcc().resolve().parent / name
+    return str(beside) if not shutil.which(name) and beside.exists() else name
+
+
 def sanitizer(run: Run, tool: str) -> None:
     """compute-sanitizer on the device code's own test and on products of every type: vector kernels, tiles, experts."""
     def sanitized(*command) -> None:
-        run.command("compute-sanitizer", "--tool", tool, "--error-exitcode", 9, *command, timeout=120)
+        run.command(beside_nvcc("compute-sanitizer"), "--tool", tool, "--error-exitcode", 9, *command, timeout=120)
 
     sanitized(run.tool("ggml-ext-gpu-kernels"), "--no-timings")
     types = "|".join(OURS)
@@ -192,7 +208,8 @@ def perplexity(run: Run, file: Path, device: str, ubatch: int) -> float:
     if time.monotonic() > run.deadline:
         raise Failed("not run: the time is over")
     # llama.cpp's tools read options from such variables
-    program = ["env", f"LLAMA_ARG_DEVICE={'none' if device == 'CPU' else device}", "LLAMA_ARG_N_GPU_LAYERS=99",
+    seconds = max(1, math.ceil(run.deadline - time.monotonic()))
+    program = ["timeout", str(seconds), "env", f"LLAMA_ARG_DEVICE={'none' if device == 'CPU' else device}", "LLAMA_ARG_N_GPU_LAYERS=99",
                f"LLAMA_ARG_UBATCH={ubatch}", str(run.tool("llama-perplexity"))]
     return measure(file, ROOT / "data" / "heldout.txt", n_chunks=N_CHUNKS, threads=4, program=program).value
 
@@ -226,11 +243,14 @@ def models(run: Run, folder: Path, shape: str, n_layers: int) -> dict[str, str]:
 
 
 def decode(run: Run, files: dict[str, Path]) -> dict:
-    """Tokens a second at batch 1, the types in turn, three rounds; the ratios that are asked for."""
-    samples = {name: [] for name in files}
-    for _ in range(3):
+    """Tokens a second at batch 1 and of prompts, the types in turn, two rounds; the ratios that are asked for at batch 1."""
+    samples, prompts = {name: [] for name in files}, {name: {} for name in files}
+    for _ in range(2):
         for name, file in files.items():
-            samples[name].append(bench(run, "-m", file, "-p", 0, "-n", 128, "-r", 1)[0]["avg_ts"])
+            for row in bench(run, "-m", file, "-p", "512,2048", "-n", 128, "-r", 2):
+                values = prompts[name].setdefault(f"pp{row['n_prompt']}", []) if row["n_prompt"] else samples[name]
+                values.append(row["avg_ts"])
+    run.report["figures"]["prefill"] = {name: {k: statistics.median(v) for k, v in row.items()} for name, row in prompts.items()}
     copy = next((k["gb_per_s"] for k in run.report["figures"].get("kernels", []) if k["timing"] == "copy"), None)
     table = {}
     for name, values in samples.items():
@@ -250,9 +270,14 @@ def decode(run: Run, files: dict[str, Path]) -> dict:
 
 def rotation_share(run: Run) -> dict:
     """Time that the rotation adds to the quantisation of activations, as a share of a decode step of ITQ3_S."""
+    from synth_model import SHAPES
+
     us = {k["n"]: k["rotated_us"] - k["plain_us"] for k in run.report["figures"]["kernels"] if k["timing"] == "quantize"}
     step_us = 1e6 / run.report["figures"]["decode"]["itq3_s"]["tokens_per_s"]
-    share = run.n_layers * (6 * us[4096] + us[14336]) / step_us  # six products of 4096 values and one of 14336 in a layer
+    d, ff = SHAPES[run.shape][:2]
+    if missing := {d, ff} - us.keys():
+        raise Failed(f"no quantisation of {', '.join(map(str, sorted(missing)))} values was timed")
+    share = run.n_layers * (6 * us[d] + us[ff]) / step_us  # six products of the one and one of the other in a layer
     if share > WANTED_ROTATION:
         raise Failed(f"{100 * share:.1f} % of a step, at most {100 * WANTED_ROTATION:.0f} %")
     return {"share_of_step": share}
@@ -274,24 +299,21 @@ def too_slow(table: dict[str, dict[str, float]], wanted: dict[tuple[str, str], f
                      for what, speed in table[name].items() if speed < least * table[base][what])
 
 
-def prefill(run: Run, files: dict[str, Path], figure: str = "prefill") -> dict:
-    table = {}
-    for name, file in files.items():
-        table[name] = {f"pp{r['n_prompt']}": r["avg_ts"] for r in bench(run, "-m", file, "-p", "512,2048", "-n", 0, "-r", 3)}
-    run.report["figures"][figure] = table
-    if slow := too_slow(table, WANTED_PREFILL):
+def prefill(run: Run) -> dict:
+    """The ratios that are asked for of what decode() measured."""
+    if slow := too_slow(run.report["figures"]["prefill"], WANTED_PREFILL):
         raise Failed(slow)
     return {}
 
 
-def parallel(run: Run, files: dict[str, Path], figure: str = "parallel") -> dict:
+def parallel(run: Run, files: dict[str, Path]) -> dict:
     """Decode with several sequences at once."""
     table = {}
     for name, file in files.items():
         rows = json_lines(run.command(run.tool("llama-batched-bench"), "-m", file, "-c", 64 * 256, "-b", 2048, "-npp", 64, "-ntg", 64,
                                       "-npl", PARALLEL, "-ngl", 99, "--output-format", "jsonl"))
         table[name] = {f"tg x {r['pl']}": r["speed_tg"] for r in rows}
-    run.report["figures"][figure] = table
+    run.report["figures"]["parallel"] = table
     if slow := too_slow(table, WANTED_PARALLEL):
         raise Failed(slow)
     return {}
@@ -356,7 +378,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--device", default="CUDA0", help="as llama.cpp names it")
     parser.add_argument("--shape", default="llama-3.1-8b", help="of the synthetic models, as in synth_model.py (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="of the synthetic models; Llama-3.1-8B has 32 (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="of the synthetic models; Llama-3.1-8B has 32 (default: %(default)s)")
     parser.add_argument("--only", default="build,checks,speed")
     parser.add_argument("--models", type=Path, help="folder for about 25 GB of synthetic models (default: a temporary one)")
     args = parser.parse_args()
@@ -378,6 +400,9 @@ def main() -> int:
             sys.path.append(str(llama_cpp.pristine_tree() / "gguf-py"))
         sys.path.insert(0, str(ROOT / "py"))
         os.environ["GGML_EXT_LIB_DIR"] = str(run.build / "bin")
+        # libraries that the build tree does not name: of the toolkit, of the Python package
+        found = [cuda_tools.nvcc().resolve().parent.parent / "lib64", *([cublas[1].parent] if (cublas := cuda_tools.cublas()) else [])]
+        os.environ["LD_LIBRARY_PATH"] = ":".join([*map(str, found), os.environ.get("LD_LIBRARY_PATH", "")])
 
         run.check("device code equals the scalar references", kernels)
         if "checks" in parts:
@@ -388,8 +413,6 @@ def main() -> int:
                     run.check(f"test-backend-ops {name}", backend_ops, name)
                 for name, file in files.items():
                     run.check(f"perplexity {name}", whole_graph, name, Path(file), cpu[name])
-            for tool in ("memcheck", "racecheck"):
-                run.check(f"compute-sanitizer {tool}", sanitizer, tool)
         if "speed" in parts:
             folder = args.models or Path(tmp)
             files = run.check("synthetic models", models, folder, run.shape, run.n_layers)
@@ -398,7 +421,7 @@ def main() -> int:
                 run.check("decode", decode, files)
                 if "decode" in run.report["figures"]:
                     run.check("share of the rotation", rotation_share)
-                run.check("prefill", prefill, files)
+                    run.check("prefill", prefill)
                 run.check("parallel sequences", parallel, files)
                 for file in files.values():
                     file.unlink()
@@ -410,6 +433,9 @@ def main() -> int:
                     file.unlink()
             run.check("products", gemv)
             run.check("products of experts", grouped)
+        if "checks" in parts:  # last, since they are slow
+            for tool in ("memcheck", "racecheck"):
+                run.check(f"compute-sanitizer {tool}", sanitizer, tool)
     print_tables(run.report["figures"])
     n_failed = sum(not c["passed"] for c in run.report["checks"])
     print(f"\n{len(run.report['checks']) - n_failed} of {len(run.report['checks'])} checks passed; figures are in {run.out}")

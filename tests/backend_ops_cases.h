@@ -8,9 +8,13 @@ for (ggml_type type : { GGML_EXT_WEIGHT_TYPES(X) }) {
         for (int n : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40, 47, 63, 65, 80, 96, 112, 127, 129, 257}) {
             test_cases.emplace_back(new test_mul_mat(type, GGML_TYPE_F32, 33, n, k, {1, 1}, {1, 1}));
         }
-        for (int m : {1, 7, 129, 257}) {
-            for (int n : {1, 3, 8, 9, 65, 130}) {
+        for (int n : {1, 3, 8, 9, 65, 130}) {
+            for (int m : {129, 257}) {
                 test_cases.emplace_back(new test_mul_mat(type, GGML_TYPE_F32, m, n, k, {1, 1}, {1, 1}));
+            }
+            // few rows in many batches: the error is one of all outputs, and of one alone it is that of its activations
+            for (int m : {1, 7}) {
+                test_cases.emplace_back(new test_mul_mat(type, GGML_TYPE_F32, m, n, k, {8, 4}, {1, 1}));
             }
         }
     }

@@ -30,7 +30,7 @@ def touched_sources() -> list[str]:
     changed = {re.search(r"^\+\+\+ b/(\S+)", p.read_text(), re.M)[1] for p in (ROOT / "ggml_ext/patches").glob("*.patch")}
     changed = {str(Path(name).relative_to(CUDA)) for name in changed if name.startswith(CUDA + "/")}
     by_header = {"mmq.cuh": "template-instances/mmq-instance-q8_0.cu"}
-    return sorted(by_header[name] if name.endswith(".cuh") else name for name in changed) + sorted(map(str, (ROOT / "cuda").rglob("*.cu")))
+    return sorted(by_header[name] if name.endswith(".cuh") else name for name in changed) + sorted(map(str, [*(ROOT / "cuda").rglob("*.cu"), ROOT / "tests/gpu/kernels.cu"]))
 
 
 SOURCES = touched_sources()

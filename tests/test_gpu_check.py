@@ -27,7 +27,7 @@ elif name == "compute-sanitizer":
     os.execv(args[4], args[4:])
 elif name == "ggml-ext-gpu-kernels":
     print(json.dumps(dict(check="unpack itq3_s", n=3, wrong=0, first="")))
-    for n in (4096, 14336):
+    for n in (2048, 4096, 8192, 14336):
         print(json.dumps(dict(timing="quantize", n=n, plain_us=1.0, rotated_us=99.0 if broken == "rotation" else 1.1)))
     print(json.dumps(dict(timing="copy", gb_per_s=1000.0)))
     sys.exit(broken == "kernels")

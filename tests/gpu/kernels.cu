@@ -1,5 +1,6 @@
 // The device code of cuda/ on a GPU against the scalar references: unpack, rotation, quantisation of activations,
 // dequantisation. Prints a line of JSON for each check and one for each timing; exits with 1 if a check failed.
+#include "ggml-cuda/quantize.cuh"
 #include "cuda/dequantize.cuh"
 #include "cuda/quantize.cuh"
 
@@ -7,12 +8,12 @@
 #include <random>
 #include <string>
 
-// Memory on the device, with room behind it that no kernel may touch but by the loads that unpack.cuh allows.
+// Memory on the device, of whole words as buffers of tensors are: unpack.cuh may read the last one's padding.
 template <typename T> struct buffer {
     T *    data;
     size_t n;
     explicit buffer(size_t n) : n(n) {
-        CUDA_CHECK(cudaMalloc((void **) &data, n*sizeof(T)));
+        CUDA_CHECK(cudaMalloc((void **) &data, (n*sizeof(T) + 3)/4*4));
         CUDA_CHECK(cudaMemset(data, 0x55, n*sizeof(T)));
     }
     explicit buffer(const std::vector<T> & from) : buffer(from.size()) {
@@ -255,7 +256,7 @@ template <typename F> static double microseconds(F f) {
 }
 
 static void time_quantize() {
-    for (int64_t n : {4096, 14336}) {
+    for (int64_t n : {2048, 4096, 8192, 14336}) {
         const buffer<float> x(gaussian(n));
         const buffer<ggml_ext::block_q8> y(n/QK_K);
         double us[2];
