@@ -133,8 +133,8 @@ static __device__ __forceinline__ float half_above(float x) {
 // is __restrict__: reads through such may pass ggml_cuda_pdl_sync() (upstream's GGML_CUDA_RESTRICT).
 template <bool has_sum, bool scatter>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
-static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t * ids, void * vy, int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2,
-                                            int n_expert_used) {
+static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t * ids, void * vy, int64_t ne00, int64_t s01,
+                                            int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int n_expert_used) {
     const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
     const int     lane = threadIdx.x;
     if (kb >= ne0/QK_K) {
