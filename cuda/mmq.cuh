@@ -2,7 +2,7 @@
 //
 // A tile holds int8 and a scale for 32 weights. Codes are centred, int8 = factor*code - factor*offset with factor 1 or 2, so
 // that the offset is gone: ITQ3_T's 63.5 gives 2*code - 127 and half the scale. All of that is exact. Products of 32 weights
-// and activations are below 32*127*127 < 2^23, which int32 holds and float represents.
+// and activations are at most 32*127*127 < 2^19, which int32 holds and float represents.
 //
 // ITQ3_S has a zero point z of its own in each block: code - 4 with scale d, and the minimum d*(4 - z), which is rounded to
 // half: z is near 3.5, so that term is a tenth of the product, and its rounding 2^-11 of that.

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 
@@ -34,7 +35,10 @@ def toolkit_has_cublas() -> bool:
 def cublas() -> tuple[Path, Path] | None:
     """Folder of the headers and the library of cuBLAS in an installed Python package."""
     spec = importlib.util.find_spec("nvidia")
-    for root in (Path(p) for p in (spec.submodule_search_locations if spec else [])):
+    roots = [*(spec.submodule_search_locations if spec else []),
+             # what pip hides from the build of a package is on disk all the same
+             *(Path(sysconfig.get_path(where)) / "nvidia" for where in ("purelib", "platlib"))]
+    for root in map(Path, roots):
         for header in sorted(root.glob("*/include/cublas_v2.h"), reverse=True):
             libraries = sorted((header.parent.parent / "lib").glob("libcublas.so*"))
             if libraries:

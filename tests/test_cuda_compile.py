@@ -21,16 +21,19 @@ from ggml_ext import WEIGHT_TYPES
 
 ARCHITECTURES = {"sm_90": "sm_90", "dp4a": "sm_75"}
 CUDA = "ggml/src/ggml-cuda"
+ALL = os.environ.get("GGML_EXT_CUDA_ALL") == "1"
 TENSOR_CORES = re.compile(r"^#\s*define (?:VOLTA|TURING|AMPERE|BLACKWELL)_MMA_AVAILABLE$", re.M)
 
 
 def touched_sources() -> list[str]:
-    """The .cu files that patches change, ours, and for a changed header one of upstream's that is little else: all of those
-    take 20 minutes and differ in the type. Relative to CUDA, or absolute."""
+    """The .cu files that patches change, ours, and of upstream's 24 that are little but a changed header, and differ in the
+    type, one. GGML_EXT_CUDA_ALL=1 takes all of those, 20 minutes more. Relative to CUDA, or absolute."""
     changed = {re.search(r"^\+\+\+ b/(\S+)", p.read_text(), re.M)[1] for p in (ROOT / "ggml_ext/patches").glob("*.patch")}
     changed = {str(Path(name).relative_to(CUDA)) for name in changed if name.startswith(CUDA + "/")}
-    by_header = {"mmq.cuh": "template-instances/mmq-instance-q8_0.cu"}
-    return sorted(by_header[name] if name.endswith(".cuh") else name for name in changed) + sorted(map(str, [*(ROOT / "cuda").rglob("*.cu"), ROOT / "tests/gpu/kernels.cu"]))
+    assert {name for name in changed if name.endswith(".cuh")} == {"mmq.cuh"}
+    instances = (BUILD / "llama.cpp" / CUDA).glob("template-instances/mmq-*.cu")
+    including = sorted(str(p.relative_to(BUILD / "llama.cpp" / CUDA)) for p in instances) if ALL else ["template-instances/mmq-instance-q8_0.cu"]
+    return sorted(name for name in changed if name.endswith(".cu")) + including + sorted(map(str, [*(ROOT / "cuda").rglob("*.cu"), ROOT / "tests/gpu/kernels.cu"]))
 
 
 SOURCES = touched_sources()
