@@ -31,7 +31,7 @@ template <> struct unpacker<block_ccq2> {
             u.scale[g] = __byte_perm(CCQ2_SCALES, 0, (header >> (8 + 2*g) & 3) | 0x4440); // one byte, zeros above
         }
         u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
-        u.offset = CCQ2_OFFSET;
+        u.offset = offset;
         return u;
     }
 };

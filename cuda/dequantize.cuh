@@ -71,13 +71,6 @@ static void dequantize_rows_cuda(const void * x, T * y, const row_map & m, cudaS
     ggml_cuda_kernel_launch(dequantize_rows<B, T>, params, x, y, m);
 }
 
-// A to_t_cuda_t: k contiguous weights.
-template <typename B, typename T>
-static void dequantize_cuda(const void * x, T * y, int64_t k, cudaStream_t stream) {
-    GGML_ASSERT(k % QK_K == 0);
-    dequantize_rows_cuda<B>(x, y, {k/QK_K, 1, 1, 1, 0, 0, 0, 0, 0, 0, nullptr, 0, 0, 0}, stream);
-}
-
 // A to_t_nc_cuda_t: strides of x in blocks, y contiguous.
 template <typename B, typename T>
 static void dequantize_nc_cuda(const void * x, T * y, int64_t ne00, int64_t ne01, int64_t ne02, int64_t ne03,
@@ -85,6 +78,12 @@ static void dequantize_nc_cuda(const void * x, T * y, int64_t ne00, int64_t ne01
     GGML_ASSERT(ne00 % QK_K == 0);
     dequantize_rows_cuda<B>(x, y, {ne00/QK_K, ne01, ne02, ne03, s01*sizeof(B), s02*sizeof(B), s03*sizeof(B),
                                    ne00, ne00*ne01, ne00*ne01*ne02, nullptr, 0, 0, 0}, stream);
+}
+
+// A to_t_cuda_t: k contiguous weights.
+template <typename B, typename T>
+static void dequantize_cuda(const void * x, T * y, int64_t k, cudaStream_t stream) {
+    dequantize_nc_cuda<B>(x, y, k, 1, 1, 1, 0, 0, 0, stream);
 }
 
 // Rows by index, with the arguments of upstream's get_rows_cuda().

@@ -26,7 +26,7 @@ template <> struct unpacker<block_ditto3> {
             }
         }
         u.d      = ggml_ext_half_to_float(ggml_ext_half_from_bits((uint16_t) words.header()));
-        u.offset = DITTO3_OFFSET;
+        u.offset = offset;
         return u;
     }
 };

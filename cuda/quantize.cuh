@@ -24,18 +24,49 @@ static_assert(sizeof(block_q8) % 16 == 0, "16-byte loads");
 constexpr int   N_WARPS_QUANTIZE = 4;
 constexpr float MIN_AMAX         = 1.5e-36f; // 127*FLT_MIN: upstream compiles so that subnormal numbers are zero
 
+// The values 32*i + lane of a block, rotated or not; zero outside of the row.
+template <bool rotated>
+static __device__ __forceinline__ void load_block(const float * x, bool inside, int lane, float (&v)[N_PER_LANE]) {
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        v[i] = inside ? x[32*i + lane] : 0.0f;
+    }
+    if (rotated) {
+        fwht(v, lane);
+    }
+}
+
+// The bits of a magnitude; as integers, NaN > Inf > numbers.
+static __device__ __forceinline__ uint32_t magnitude_bits(float v) {
+    return __float_as_uint(v) & 0x7fffffff;
+}
+
+// The largest of `width` neighbouring lanes, a power of two; of a warp in one instruction since Ampere.
+template <int width>
+static __device__ __forceinline__ uint32_t lanes_max(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (width == 32) {
+        return __reduce_max_sync(0xffffffff, v);
+    } else
+#endif
+    {
+#pragma unroll
+        for (int h = 1; h < width; h *= 2) {
+            v = max(v, __shfl_xor_sync(0xffffffff, v, h, 32));
+        }
+        return v;
+    }
+}
+
 // Quantises one block whose value 32*i + lane is v[i]. A group with Inf or NaN gets the scale NaN, so that the result
 // shows it, as in float; one whose scale would be subnormal is zero.
 static __device__ __forceinline__ void quantize_block(const float (&v)[N_PER_LANE], block_q8 & y, int lane) {
-    uint32_t bits = 0; // of the largest magnitude: as integers, NaN > Inf > numbers
+    uint32_t bits = 0; // of the largest
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        bits = max(bits, __float_as_uint(v[i]) & 0x7fffffff);
+        bits = max(bits, magnitude_bits(v[i]));
     }
-#pragma unroll
-    for (int h = 1; h < 4; h *= 2) { // lanes 4*k ... 4*k + 3 are group k
-        bits = max(bits, __shfl_xor_sync(0xffffffff, bits, h, 32));
-    }
+    bits = lanes_max<4>(bits); // lanes 4*k ... 4*k + 3 are group k
     const bool     finite = bits < 0x7f800000;
     const float    amax   = __uint_as_float(bits);
     const uint32_t d_bits = !finite ? 0x7fc00000 : amax < MIN_AMAX ? 0 : (__float_as_uint(amax/127.0f) + 0xffff) & 0xffff0000;
@@ -49,7 +80,7 @@ static __device__ __forceinline__ void quantize_block(const float (&v)[N_PER_LAN
         sum += q;
     }
 #pragma unroll
-    for (int h = 1; h < 4; h *= 2) {
+    for (int h = 1; h < 4; h *= 2) { // upstream's warp_reduce_sum<4> would add up the whole warp
         sum += __shfl_xor_sync(0xffffffff, sum, h, 32);
     }
     if (b == 0) {
@@ -75,13 +106,7 @@ static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t n
 
     ggml_cuda_pdl_sync();
     float v[N_PER_LANE];
-#pragma unroll
-    for (int i = 0; i < N_PER_LANE; ++i) {
-        v[i] = inside ? x[32*i + lane] : 0.0f;
-    }
-    if (rotated) {
-        fwht(v, lane);
-    }
+    load_block<rotated>(x, inside, lane, v);
     quantize_block(v, *y, lane);
 }
 
@@ -96,28 +121,6 @@ static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0
 }
 
 // --- for MMQ ---------------------------------------------------------------------------------------------------------
-
-// The largest or the sum over a warp: one instruction since Ampere.
-static __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(0xffffffff, v);
-#else
-    for (int h = 1; h < 32; h *= 2) {
-        v = max(v, __shfl_xor_sync(0xffffffff, v, h, 32));
-    }
-    return v;
-#endif
-}
-static __device__ __forceinline__ int warp_sum(int v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_add_sync(0xffffffff, v);
-#else
-    for (int h = 1; h < 32; h *= 2) {
-        v += __shfl_xor_sync(0xffffffff, v, h, 32);
-    }
-    return v;
-#endif
-}
 
 // The least half that is not below x; Inf where there is none.
 static __device__ __forceinline__ float half_above(float x) {
@@ -145,24 +148,20 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
                                 : blockIdx.z/ne2*s03 + blockIdx.z%ne2*s02 + (ids ? ids[blockIdx.x] : (int64_t) blockIdx.x)*s01;
     const float * x = x_all + row + kb*QK_K;
     float v[N_PER_LANE];
-#pragma unroll
-    for (int i = 0; i < N_PER_LANE; ++i) {
-        v[i] = kb < ne00/QK_K ? x[32*i + lane] : 0.0f;
-    }
-    fwht(v, lane);
+    load_block<true>(x, kb < ne00/QK_K, lane, v);
 
     int8_t   q[N_PER_LANE];
     uint32_t ds[N_PER_LANE]; // the same in every lane
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        const uint32_t bits  = warp_max(__float_as_uint(v[i]) & 0x7fffffff); // as integers, NaN > Inf > numbers
+        const uint32_t bits  = lanes_max<32>(magnitude_bits(v[i]));
         const float    amax  = bits < 0x7f800000 ? __uint_as_float(bits) : __uint_as_float(0x7fc00000);
         const float    d     = has_sum ? half_above(amax/127.0f) : amax/127.0f;
         const float    inv_d = d > 0 && d < FLT_MAX ? 1.0f/d : 0.0f; // a scale of NaN or Inf reaches the result by itself
         const int      n     = d < FLT_MAX ? __float2int_rn(v[i]*inv_d) : 1;
         q[i] = (int8_t) (n < -127 ? -127 : n > 127 ? 127 : n);
         if (has_sum) {
-            const half2 both = make_half2(d, d*(float) warp_sum(q[i]));
+            const half2 both = make_half2(d, d*(float) warp_reduce_sum<32>((int) q[i]));
             memcpy(&ds[i], &both, sizeof(ds[i]));
         } else {
             ds[i] = __float_as_uint(d);

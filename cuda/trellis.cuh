@@ -85,46 +85,4 @@ static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, ui
     return k == 0 ? (before & ~0xffu) | byte : before;
 }
 
-static __device__ __forceinline__ unpacked unpack_trellis3(const block_itq3_t & x, int k) {
-    constexpr ggml_ext_trellis_tables tables = GGML_EXT_ITQ3_T_TRELLIS_TABLES;
-    const block_words words(&x);
-    static_assert(offsetof(block_itq3_t, ql) == 2 && offsetof(block_itq3_t, qh) == 66, "");
-    const uint32_t header = words.header(), start = header >> 8 & 0xff;
-    const auto l1 = words.at(8 + k), h = words.at(16 + k);
-    const trellis_words l = {words[k], l1.word, with_first(l1.before, k, start)};
-    const uint32_t h_before = with_first(h.before, k, (start & 3) << 6);
-    unpacked u;
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-        // bits g - 3 ... g of the high bits, those of the byte before first
-        const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
-        trellis_codes(tables, l.pair2(g), l.pair(g), quad, u.q[g], u.q[g + 4]);
-    }
-    u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
-    u.offset = GGML_EXT_ITQ3_T_TRELLIS_OFFSET;
-    return u;
-}
-
-static __device__ __forceinline__ unpacked unpack_trellis2(const block_itq2_t & x, int k) {
-    constexpr ggml_ext_trellis_tables tables = GGML_EXT_ITQ2_T_TRELLIS_TABLES;
-    const block_words words(&x);
-    static_assert(offsetof(block_itq2_t, ql) == 2, "");
-    const uint32_t header = words.header(), start = header >> 8 & 0xff;
-    const auto l0 = words.at(k), l1 = words.at(8 + k);
-    const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, start)};
-    const uint32_t c5 = with_first(l0.before, k, 0) >> 6; // group 3 of the byte before: c[t-5] of group 0
-    unpacked u;
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-        // pair(t - 4): group g + 4 of the byte before, and group g
-        const uint32_t b =
-            g == 0 ? select(select(l.before << 2, c5, 0x0c0c0c0c), select(l.l0 << 6, l.before >> 2, 0xc0c0c0c0), LOW_NIBBLES) :
-                     select(l.before >> 2*(g - 1), l.l0 << (6 - 2*g), LOW_NIBBLES);
-        trellis_codes(tables, l.pair(g), b, l.pair2(g), u.q[g], u.q[g + 4]);
-    }
-    u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
-    u.offset = GGML_EXT_ITQ2_T_TRELLIS_OFFSET;
-    return u;
-}
-
 } // namespace ggml_ext

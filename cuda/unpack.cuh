@@ -3,10 +3,10 @@
 //   q[g]       byte b: the code of weight 32*g + 4*k + b, equal to that of the scalar reference
 //   d, offset  float: value = d * scale[g/2] * (code - offset)
 //   scale[4]   integer scales, of types with group = 64 alone
-// and has as constants the offset of all blocks, `offset`, or a number near theirs and `own_offset`,
-// and everything else in this folder follows: dot products (mmvq.cuh), dequantisation (dequantize.cuh).
+// and two constants: `offset`, that of all blocks, or with `own_offset` a number near theirs. Everything else in this folder
+// follows: products (mmvq.cuh, mmq.cuh), dequantisation (dequantize.cuh).
 //
-// Any source that includes this compiles as host code too, over the few intrinsics of tests/cuda_host.h.
+// Any source that includes this compiles as host code too, over the few intrinsics of tests/cuda_host/common.cuh.
 #pragma once
 
 #include "common.cuh"

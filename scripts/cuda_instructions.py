@@ -53,12 +53,10 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "package")
     args = parser.parse_args()
     cuobjdump, path = tool("cuobjdump"), f"{Path(tool('nvdisasm')).parent}:{os.environ['PATH']}"
-    cublas, ggml = cuda_tools.cublas(), args.build.resolve() / "llama.cpp" / "ggml"
+    ggml = args.build.resolve() / "llama.cpp" / "ggml"
     with tempfile.TemporaryDirectory() as tmp:
-        command = [cuda_tools.nvcc() or "nvcc", f"-arch={args.arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
-                   *([f"-I{cublas[0]}"] if cublas else []), f"-I{ggml}/include", f"-I{ggml}/src", f"-I{ggml}/src/ggml-cuda",
-                   f"-I{ROOT}/ggml_ext", f"-I{ROOT}", "-cubin", "-o", f"{tmp}/mmvq.cubin", ggml / "src/ggml-cuda/mmvq.cu"]
-        subprocess.run([*map(str, command)], check=True)
+        subprocess.run(cuda_tools.compile_command(ggml, args.arch, "-cubin", "-o", f"{tmp}/mmvq.cubin", ggml / "src/ggml-cuda/mmvq.cu"),
+                       check=True)
         code = subprocess.run([cuobjdump, "-sass", f"{tmp}/mmvq.cubin"], check=True, capture_output=True, text=True,
                               env={**os.environ, "PATH": path}).stdout
     functions = {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
-"""Where CUDA's compiler and cuBLAS are.
+"""Where CUDA's compiler and cuBLAS are, and how to compile with them.
 
-    cuda_tools.py nvcc       print the path of nvcc
     cuda_tools.py cublas     print the folder of cublas_v2.h and the path of libcublas, if a Python package has them
 
 cuBLAS may come with the toolkit or with the Python package nvidia-cublas (nvidia-cublas-cu12 for CUDA 12). Exit code 1 and
@@ -15,6 +14,8 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def nvcc() -> Path | None:
@@ -46,20 +47,23 @@ def cublas() -> tuple[Path, Path] | None:
     return None
 
 
+def compile_command(ggml: Path, arch: str, *args) -> list[str]:
+    """nvcc with upstream's flags and folders for a source of the patched tree whose folder ggml is given, or one of ours."""
+    found = cublas()
+    folders = [*([found[0]] if found else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT]
+    return [str(nvcc() or "nvcc"), f"-arch={arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
+            *(f"-I{folder}" for folder in folders), *map(str, args)]
+
+
 def main() -> int:
-    if len(sys.argv) != 2 or sys.argv[1] not in ("nvcc", "cublas"):
+    if sys.argv[1:] != ["cublas"]:
         print(__doc__, file=sys.stderr)
         return 1
-    if sys.argv[1] == "nvcc":
-        found = nvcc()
-        print(found or "nvcc was not found: install the CUDA toolkit, or name it in CUDACXX", file=sys.stdout if found else sys.stderr)
-    else:
-        found = cublas()
-        if found:
-            print(f"{found[0]};{found[1]}")
-        else:
-            print("cuBLAS was not found: install it with the CUDA toolkit, or pip install nvidia-cublas", file=sys.stderr)
-    return 0 if found else 1
+    if not (found := cublas()):
+        print("cuBLAS was not found: install it with the CUDA toolkit, or pip install nvidia-cublas", file=sys.stderr)
+        return 1
+    print(f"{found[0]};{found[1]}")
+    return 0
 
 
 if __name__ == "__main__":

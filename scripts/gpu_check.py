@@ -5,8 +5,8 @@
                  [--device CUDA0]
 
 Needs an NVIDIA GPU, nvcc, cuBLAS (in the toolkit or as the Python package nvidia-cublas), compute-sanitizer, cmake, ninja, git,
-numpy and PyYAML; no network and no installed package: gguf comes from the llama.cpp tree if it is not installed. TREE is a llama.cpp folder or the archive
-that `llama_cpp.py pack` writes; by default what GGML_EXT_LLAMA_CPP_DIR names, or the pinned tree.
+numpy and PyYAML; no network and no installed package: gguf comes from the llama.cpp tree if it is not installed. TREE is a
+llama.cpp folder or the archive that `llama_cpp.py pack` writes; by default what GGML_EXT_LLAMA_CPP_DIR names, or the pinned tree.
 
 Prints a line for each check, and tables. Every check passes or fails in the JSON, with its seconds and figures; what time did
 not suffice for has failed. Exit code 1 if anything failed.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import importlib.util
 import json
 import math
@@ -33,7 +34,8 @@ import cuda_tools
 import llama_cpp
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ["itq3_s", "ditto3", "itq3_t", "ccq2", "itq2_t"]
+THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
+OURS = THREE_BITS + TWO_BITS
 STOCK = ["q3_K", "iq3_s", "iq3_xxs", "iq2_xxs", "q4_K", "f16"]  # as ggml names them
 TARGETS = ["test-backend-ops", "llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize", "ext-gpu"]
 GEMV = ["4096x4096x1", "14336x4096x1", "4096x14336x1"]  # rows x columns x tokens
@@ -47,11 +49,9 @@ N_CHUNKS = 60
 # log-likelihood of a chunk by a standard deviation of up to 0.0028 (CCQ2; 60 chunks against the same weights in F32), the
 # second by less: five times both together, of the mean over all chunks. A forgotten rotation costs whole units.
 LOG_TOLERANCE = 5 * math.sqrt(2) * 0.0028 / math.sqrt(N_CHUNKS)
-# the least ratio of decode speed that is asked for
-WANTED_DECODE = {("itq3_s", "q3_K"): 1.0, ("ditto3", "q3_K"): 1.0, ("itq3_t", "q3_K"): 1.0, ("ccq2", "iq2_xxs"): 1.0,
-                 ("itq2_t", "iq2_xxs"): 1.0}
-WANTED_PREFILL = {(name, "q4_K" if name in ("itq3_s", "ditto3", "itq3_t") else "iq2_xxs"):
-                  0.95 if name in ("itq3_s", "ditto3", "itq3_t") else 1.0 for name in OURS}
+# the least ratios of speeds that are asked for
+WANTED_DECODE = {(name, "q3_K"): 1.0 for name in THREE_BITS} | {(name, "iq2_xxs"): 1.0 for name in TWO_BITS}
+WANTED_PREFILL = {(name, "q4_K"): 0.95 for name in THREE_BITS} | {(name, "iq2_xxs"): 1.0 for name in TWO_BITS}
 WANTED_PARALLEL = {(name, "q4_K"): 0.95 for name in OURS}
 WANTED_ROTATION = 0.03  # most of a decode step that the rotation may take
 
@@ -68,7 +68,7 @@ class Run:
         self.device, self.shape, self.n_layers = device, shape, n_layers
         self.report = {"passed": False, "environment": {}, "checks": [], "figures": {}}
 
-    def command(self, *command, timeout: float | None = None, keep: list | None = None, **env) -> str:
+    def command(self, *command, timeout: float | None = None, keep: list | None = None) -> str:
         """Standard output; Failed with its last lines if it fails or the time is over. keep takes the output of both."""
         left = self.deadline - time.monotonic()
         if left <= 0:
@@ -76,7 +76,7 @@ class Run:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
             try:
                 done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-                                      errors="replace", timeout=min(left, timeout or left), env={**os.environ, **env})
+                                      errors="replace", timeout=min(left, timeout or left))
             except subprocess.TimeoutExpired:
                 raise Failed(f"{Path(command[0]).name} took longer than {min(left, timeout or left):.0f} s") from None
             except FileNotFoundError:
@@ -134,16 +134,15 @@ def environment(run: Run) -> dict:
     return found
 
 
-def build(run: Run, tree: str | None) -> dict:
+def build(run: Run) -> dict:
     """For this machine's architecture alone."""
     architecture = run.report["environment"]["compute_capability"].replace(".", "") + "-real"
-    env = {"GGML_EXT_LLAMA_CPP_DIR": tree} if tree else {}
     start = time.monotonic()
     run.command("cmake", "-S", ROOT, "-B", run.build, "-G", "Ninja", "-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_RPC=OFF",
                 f"-DCMAKE_CUDA_ARCHITECTURES={architecture}", f"-DCMAKE_CUDA_COMPILER={cuda_tools.nvcc()}",
                 f"-DPython_EXECUTABLE={sys.executable}", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF",
-                "-DGGML_CUDA_FA=OFF", **env)  # a third of the time, and the same for every type
-    run.command("cmake", "--build", run.build, "--parallel", os.cpu_count(), "--target", *TARGETS, **env)
+                "-DGGML_CUDA_FA=OFF")  # a third of the time, and the same for every type
+    run.command("cmake", "--build", run.build, "--parallel", os.cpu_count(), "--target", *TARGETS)
     return {"architecture": architecture, "seconds": round(time.monotonic() - start, 1)}
 
 
@@ -192,11 +191,11 @@ def sanitizer(run: Run, tool: str) -> None:
         sanitized(run.tool("test-backend-ops"), "test", "-b", run.device, "-p", pattern)
 
 
-def quantized_files(run: Run, folder: Path) -> dict[str, Path]:
+def quantized_files(run: Run, folder: Path) -> dict[str, str]:
     """The embedded model in every type of ours and Q3_K; matrices of the blocks in that type, embeddings Q8_0."""
     model, files = ROOT / "data" / "model-f16.gguf", {}
     for name in [*OURS, "q3_k"]:
-        files[name] = folder / f"{name}.gguf"
+        files[name] = str(folder / f"{name}.gguf")
         run.command(run.tool("llama-quantize"), "--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0", model,
                     files[name], "Q3_K_S" if name == "q3_k" else name.upper())
     return files
@@ -231,6 +230,7 @@ def bench(run: Run, *args) -> list[dict]:
 
 
 def models(run: Run, folder: Path, shape: str, n_layers: int) -> dict[str, str]:
+    """A synthetic model of every type."""
     from synth_model import write_model  # imports gguf
 
     files = {}
@@ -240,6 +240,15 @@ def models(run: Run, folder: Path, shape: str, n_layers: int) -> dict[str, str]:
         files[name] = str(folder / f"{shape}-{name}.gguf")
         write_model(name, Path(files[name]), shape, n_layers)
     return files
+
+
+@contextlib.contextmanager
+def checked_models(run: Run, title: str, *args):
+    """The files of models() while they are needed; none if that failed."""
+    files = {name: Path(file) for name, file in (run.check(title, models, *args) or {}).items()}
+    yield files
+    for file in files.values():
+        file.unlink()
 
 
 def decode(run: Run, files: dict[str, Path]) -> dict:
@@ -394,7 +403,7 @@ def main() -> int:
         tree = unpacked(args.llama_cpp, Path(tmp))
         if tree:
             os.environ["GGML_EXT_LLAMA_CPP_DIR"] = tree
-        if "build" in parts and run.check("build", build, tree) is None:
+        if "build" in parts and run.check("build", build) is None:
             return 1
         if importlib.util.find_spec("gguf") is None:
             sys.path.append(str(llama_cpp.pristine_tree() / "gguf-py"))
@@ -407,30 +416,24 @@ def main() -> int:
         run.check("device code equals the scalar references", kernels)
         if "checks" in parts:
             with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                files = run.check("quantized files", lambda r: {k: str(v) for k, v in quantized_files(r, Path(tmp)).items()}) or {}
-                cpu = {name: pool.submit(perplexity, run, file, "none", 512) for name, file in files.items()}
+                files = run.check("quantized files", quantized_files, Path(tmp)) or {}
+                cpu = {name: pool.submit(perplexity, run, Path(file), "none", 512) for name, file in files.items()}
                 for name in OURS:
                     run.check(f"test-backend-ops {name}", backend_ops, name)
                 for name, file in files.items():
                     run.check(f"perplexity {name}", whole_graph, name, Path(file), cpu[name])
         if "speed" in parts:
             folder = args.models or Path(tmp)
-            files = run.check("synthetic models", models, folder, run.shape, run.n_layers)
-            if files:
-                files = {name: Path(file) for name, file in files.items()}
-                run.check("decode", decode, files)
-                if "decode" in run.report["figures"]:
-                    run.check("share of the rotation", rotation_share)
-                    run.check("prefill", prefill)
-                run.check("parallel sequences", parallel, files)
-                for file in files.values():
-                    file.unlink()
-            files = run.check("synthetic models of experts", models, folder, "olmoe-1b-7b", min(run.n_layers, 4))
-            if files:
-                files = {name: Path(file) for name, file in files.items()}
-                run.check("mixture of experts", experts, files)
-                for file in files.values():
-                    file.unlink()
+            with checked_models(run, "synthetic models", folder, run.shape, run.n_layers) as files:
+                if files:
+                    run.check("decode", decode, files)
+                    if "decode" in run.report["figures"]:
+                        run.check("share of the rotation", rotation_share)
+                        run.check("prefill", prefill)
+                    run.check("parallel sequences", parallel, files)
+            with checked_models(run, "synthetic models of experts", folder, "olmoe-1b-7b", min(run.n_layers, 4)) as files:
+                if files:
+                    run.check("mixture of experts", experts, files)
             run.check("products", gemv)
             run.check("products of experts", grouped)
         if "checks" in parts:  # last, since they are slow

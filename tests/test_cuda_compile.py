@@ -43,13 +43,10 @@ class Compiler:
     """Compiles all sources for all architectures in the background, a processor each."""
 
     def __init__(self, folder: Path):
-        self.nvcc = cuda_tools.nvcc()
-        if not self.nvcc:
+        if not cuda_tools.nvcc():
             pytest.skip("nvcc is missing: install the CUDA toolkit, 12.8 or later")
-        cublas = cuda_tools.cublas()
-        if not (cuda_tools.toolkit_has_cublas() or cublas):
+        if not (cuda_tools.toolkit_has_cublas() or cuda_tools.cublas()):
             pytest.skip("the headers of cuBLAS are missing: pip install nvidia-cublas")
-        self.cublas = [f"-I{cublas[0]}"] if cublas else []
         self.folder = folder
         self.trees = {"sm_90": BUILD / "llama.cpp", "dp4a": folder / "dp4a"}
         shutil.copytree(BUILD / "llama.cpp" / "ggml", self.trees["dp4a"] / "ggml")
@@ -62,16 +59,13 @@ class Compiler:
             (arch, source): pool.submit(self.compile, arch, source) for source in SOURCES for arch in ARCHITECTURES}
 
     def compile(self, arch: str, source: str) -> subprocess.CompletedProcess:
-        ggml = self.trees[arch] / "ggml"
         folder = self.trees[arch] / CUDA
-        out = self.folder / f"{arch}-{Path(source).name}.o"
-        command = [self.nvcc, f"-arch={ARCHITECTURES[arch]}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
-                   "-Werror=all-warnings", "-diag-suppress=177", *self.cublas, f"-I{ggml}/include", f"-I{ggml}/src", f"-I{folder}",
-                   f"-I{ROOT}/ggml_ext", f"-I{ROOT}", "-c", folder / source, "-o", out]
+        command = cuda_tools.compile_command(self.trees[arch] / "ggml", ARCHITECTURES[arch], "-Werror=all-warnings", "-diag-suppress=177",
+                                             "-c", folder / source, "-o", self.folder / f"{arch}-{Path(source).name}.o")
         try:
-            return subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
+            return subprocess.run(command, cwd=folder, capture_output=True, text=True)
         except OSError:  # starting a process from several threads has failed for once
-            return subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
+            return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="session")
