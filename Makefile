@@ -13,25 +13,25 @@ export PATH := $(BIN):$(PATH)
 .PHONY: demo test install bench cuda gpu-check clean
 
 demo: install
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/tools/demo.py
 
 test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
-	@$(BIN)/python scripts/build_tests.py --package $(BUILD)
+	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32
-	@$(BIN)/python scripts/bench.py
-	@$(BIN)/python scripts/bench.py --gemv
+	@$(BIN)/python scripts/tools/bench.py
+	@$(BIN)/python scripts/tools/bench.py --gemv
 
-# The whole CUDA backend and what scripts/gpu_check.py runs, compiled and linked; needs nvcc, not a GPU.
+# The whole CUDA backend and what scripts/gpu/gpu_check.py runs, compiled and linked; needs nvcc, not a GPU.
 cuda: $(VENV)/.tools
-	@$(BIN)/python scripts/build_tests.py --package $(BUILD) --only cuda
+	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD) --only cuda
 
 gpu-check: $(VENV)/.tools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf numpy
-	@$(BIN)/python scripts/gpu_check.py
+	@$(BIN)/python scripts/gpu/gpu_check.py
 
 # Without build isolation, so that the build folder keeps working for later builds of single targets.
 install: $(VENV)/.tools

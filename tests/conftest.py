@@ -93,7 +93,7 @@ def quantize(*args) -> subprocess.CompletedProcess:
 
 
 def recorded_run() -> dict:
-    """The run of scripts/perplexity.py in its baseline that tests repeat."""
+    """The run of scripts/tools/perplexity.py in its baseline that tests repeat."""
     return next(r for r in json.loads(BASELINE.read_text()) if r["run"]["chunks"] == N_CHUNKS)
 
 

@@ -13,6 +13,7 @@ import sys
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
+import ggml_graph
 import gguf
 import numpy as np
 import pytest
@@ -20,8 +21,6 @@ import pytest
 from ggml_ext import TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import ggml_graph  # noqa: E402
 
 BUILD = Path(os.environ.get("GGML_EXT_TEST_BUILD", ROOT / "build" / "package"))
 ASAN = Path(os.environ.get("GGML_EXT_TEST_ASAN", ROOT / "build" / "asan"))
@@ -37,7 +36,7 @@ def built(folder: Path, name: str) -> Path:
     """A file of a build folder; skips if `make test` has not built it."""
     path = folder / "bin" / name
     if not path.exists():
-        pytest.skip(f"{path} is not built: run make test, or scripts/build_tests.py")
+        pytest.skip(f"{path} is not built: run make test, or scripts/build/build_tests.py")
     return path
 
 
@@ -66,7 +65,7 @@ def emulated(name: str, cpu: str) -> list[str | Path]:
     """The start of a command that runs a program of the cross build; skips if it or the emulator is missing."""
     qemu = shutil.which("qemu-aarch64")
     if not qemu:
-        pytest.skip("qemu-aarch64 is missing: scripts/build_tests.py says what to install")
+        pytest.skip("qemu-aarch64 is missing: scripts/build/build_tests.py says what to install")
     return [qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, built(AARCH64, name)]
 
 

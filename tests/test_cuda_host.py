@@ -1,6 +1,6 @@
 """The device code of cuda/ compiled as host code, one thread of a warp after the other (cuda_host/), against the references.
 
-What a GPU alone can show is in scripts/gpu_check.py.
+What a GPU alone can show is in scripts/gpu/gpu_check.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scripts/gemv.py runs and compares like with like; its figures are for people, never tested."""
+"""scripts/tools/gemv.py runs and compares like with like; its figures are for people, never tested."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from ggml_ext import WEIGHT_TYPES
 
 def test_products_agree():
     """The script itself fails where the two ways differ by more than the rounding of activations."""
-    command = [sys.executable, ROOT / "scripts" / "bench.py", "--gemv", "--rounds", "1", "--shapes", "512x768",
+    command = [sys.executable, ROOT / "scripts" / "tools" / "bench.py", "--gemv", "--rounds", "1", "--shapes", "512x768",
                "--types", ",".join(WEIGHT_TYPES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py with programs that stand for the GPU's: what it runs, what it makes of failures. No kernel runs here."""
+"""scripts/gpu/gpu_check.py with programs that stand for the GPU's: what it runs, what it makes of failures. No kernel runs here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(tmp_path, lib):
     def run(*args, broken: str = "") -> tuple[int, dict, list[str]]:
         out = tmp_path / "report.json"
         env = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "BROKEN": broken, "CUDACXX": str(bin_folder / "nvcc")}
-        done = subprocess.run([sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--out", str(out), "--build", str(tmp_path / "build"),
+        done = subprocess.run([sys.executable, str(ROOT / "scripts" / "gpu" / "gpu_check.py"), "--out", str(out), "--build", str(tmp_path / "build"),
                                "--layers", "1", "--shape", "llama-3.2-1b", "--models", str(tmp_path), *args], capture_output=True, text=True, env=env, timeout=300)
         assert "Traceback" not in done.stderr
         return done.returncode, json.loads(out.read_text()), log.read_text().splitlines() if log.exists() else []
@@ -113,7 +113,7 @@ def test_no_time_left_is_no_pass(check):
 
 def test_without_a_gpu_one_line_says_so(tmp_path):
     env = {**os.environ, "PATH": str(Path(sys.executable).parent)}
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--out", str(tmp_path / "out.json")], capture_output=True,
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "gpu" / "gpu_check.py"), "--out", str(tmp_path / "out.json")], capture_output=True,
                           text=True, env=env, timeout=60)
     assert done.returncode == 1 and "nvidia-smi is missing" in done.stdout and "Traceback" not in done.stderr
     assert not json.loads((tmp_path / "out.json").read_text())["passed"]

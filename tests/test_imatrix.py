@@ -1,21 +1,18 @@
 """--imatrix: the same tensors as llama-quantize makes, experts one by one, and one clear line for what is wrong."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from conftest import ROOT, gaussian, quantize, read_tensors, tool, write_gguf
+from conftest import gaussian, quantize, read_tensors, tool, write_gguf
+from perplexity_run import imatrix as make_imatrix
 from test_bad_input import check_error, files, quantize_error, run_quantize
 
 from ggml_ext import _encode, _gguf_file, _imatrix
 from ggml_ext._errors import UserError
 from ggml_ext._plan import TARGET_TYPES
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from perplexity_run import imatrix as make_imatrix  # noqa: E402
 
 UP, DOWN, EXPERTS = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "blk.0.ffn_gate_exps.weight"
 

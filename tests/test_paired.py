@@ -1,4 +1,4 @@
-"""scripts/paired.py: differences between two types."""
+"""scripts/tools/paired.py: differences between two types."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-SCRIPT = ROOT / "scripts" / "paired.py"
+SCRIPT = ROOT / "scripts" / "tools" / "paired.py"
 
 
 def paired(*args) -> subprocess.CompletedProcess:

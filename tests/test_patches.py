@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from native import ROOT
 
-SCRIPT = ROOT / "scripts" / "llama_cpp.py"
+SCRIPT = ROOT / "scripts" / "build" / "llama_cpp.py"
 N_PATCHES = len(list((ROOT / "ggml_ext" / "patches").glob("*.patch")))
 
 

@@ -1,4 +1,4 @@
-"""scripts/perplexity.py on the reference model, against its baseline; and that it fails where it has to."""
+"""scripts/tools/perplexity.py on the reference model, against its baseline; and that it fails where it has to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_LINE = "Same top p: 89.711 ± 0.348 %\n"
 
 
 def script(*args) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "scripts" / "perplexity.py", *map(str, args)], capture_output=True, text=True)
+    return subprocess.run([sys.executable, ROOT / "scripts" / "tools" / "perplexity.py", *map(str, args)], capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""scripts/trellis_search.py on samples far too small to find anything: that it climbs, and what it prints."""
+"""scripts/studies/trellis_search.py on samples far too small to find anything: that it climbs, and what it prints."""
 
 import re
 import shutil
@@ -7,10 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+import trellis_search
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import trellis_search  # noqa: E402
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,7 +76,7 @@ def test_compare(monkeypatch, capsys):
 
 
 def test_without_a_compiler(tmp_path):
-    result = subprocess.run([sys.executable, str(ROOT / "scripts" / "trellis_search.py"), "--compare"], capture_output=True,
+    result = subprocess.run([sys.executable, str(ROOT / "scripts" / "studies" / "trellis_search.py"), "--compare"], capture_output=True,
                             text=True, env={"PATH": str(tmp_path)})
     assert result.returncode == 1
     assert result.stderr.startswith("trellis_search.py: cannot run the C compiler")

@@ -1,4 +1,4 @@
-"""The types table and the files that scripts/gen_types.py makes from it."""
+"""The types table and the files that scripts/build/gen_types.py makes from it."""
 
 import shutil
 import subprocess
@@ -38,7 +38,7 @@ fns_dot_error   = 0.1
 
 def generate(root, *args):
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "gen_types.py"), "--root", str(root), *args],
+        [sys.executable, str(ROOT / "scripts" / "build" / "gen_types.py"), "--root", str(root), *args],
         capture_output=True,
         text=True,
     )

@@ -11,7 +11,7 @@
 //
 // Source: CCQ, the (L, N, S) = (6, 4, 3) code and the code cluster of section 3.3. There alpha, beta and a super scale
 // belong to an output channel, which a row of ggml cannot hold: alpha = 121 and beta = 1178 are constants, and d lies in
-// the block. scripts/ccq2_study.py repeats the searches: over alpha and beta, relative squared error 0.1089 of Gaussian
+// the block. scripts/studies/ccq2_study.py repeats the searches: over alpha and beta, relative squared error 0.1089 of Gaussian
 // vectors under one scale, 0.1667 at the full range (alpha = 128.5); over the split of the 16 bits of scale information:
 //
 //                                        Gaussian  Student t, 4 d.o.f.  real weights (all-MiniLM-L6-v2)

@@ -11,7 +11,7 @@
 //
 //   q = values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]]           0..127
 //
-// mix and values are tables of 16 bytes (types.toml). scripts/trellis_search.py finds them and compares what a block can store
+// mix and values are tables of 16 bytes (types.toml). scripts/studies/trellis_search.py finds them and compares what a block can store
 // of its start; relative squared error of 1 M Gaussian weights, a map of the 12 bits to an index of 8 that is linear over
 // GF(2), with two tables of quantiles, in brackets (the best of 24; unlike ours it is not improved further):
 //             state 0 first     a circle          start byte, 1, 2, 3 scales tried         any start

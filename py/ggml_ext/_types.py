@@ -1,4 +1,4 @@
-"""Generated from ggml_ext/types.toml by scripts/gen_types.py; do not edit.
+"""Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
 
 The types of the extension: ids, sizes and the choices of the quantizer.
 """

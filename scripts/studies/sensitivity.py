@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from perplexity import MODEL, TEXT
 from perplexity_run import block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
 

@@ -30,10 +30,11 @@ import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "scripts" / room) for room in ("build", "tools")]
 import cuda_tools
 import llama_cpp
 
-ROOT = Path(__file__).resolve().parent.parent
 THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
 OURS = THREE_BITS + TWO_BITS
 STOCK = ["q3_K", "iq3_s", "iq3_xxs", "iq2_xxs", "q4_K", "f16"]  # as ggml names them

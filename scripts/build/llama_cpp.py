@@ -3,7 +3,7 @@
 
     llama_cpp.py tree                    print the path of the unpatched tree (fetched and unpacked once)
     llama_cpp.py patch SOURCE DEST       copy SOURCE to DEST, patched; files that did not change keep their times
-    llama_cpp.py pack FILE.tar.xz        write what builds and scripts/gpu_check.py read of the unpatched tree, 8 MB
+    llama_cpp.py pack FILE.tar.xz        write what builds and scripts/gpu/gpu_check.py read of the unpatched tree, 8 MB
     llama_cpp.py check [SOURCE]          say which patches apply to SOURCE (a newer llama.cpp); exit 1 if any does not
 
 The pin is ggml_ext/upstream.toml. The archive comes through pip, is checked by SHA-256, and is kept with the unpacked
@@ -29,7 +29,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PIN = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies

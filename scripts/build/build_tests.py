@@ -21,7 +21,7 @@ from pathlib import Path
 
 import cuda_tools
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # enum: upstream reads type fields of a file into enums before it checks their range
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
 

@@ -18,11 +18,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "build"))
 import cuda_tools
 
 from ggml_ext import WEIGHT_TYPES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # ids of ggml.h, and the weights that a thread takes in one turn of the loop
 STOCK = {"q2_K": (10, 16), "q3_K": (11, 16), "q4_K": (12, 32), "iq2_xxs": (16, 32), "iq3_xxs": (18, 32), "iq3_s": (21, 32)}
 TYPES = {name: (int(info.id), 32) for name, info in WEIGHT_TYPES.items()} | STOCK

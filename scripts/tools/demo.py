@@ -23,7 +23,7 @@ from synth_model import write_model
 
 from ggml_ext._tools import tool_path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 OUT = ROOT / "build" / "demo"
 # row of the table -> (type, options of the quantizer)

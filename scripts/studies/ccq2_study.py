@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "minilm_ffn_down.npy"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "minilm_ffn_down.npy"
 # name -> multipliers of a group under the super scale, super scales an octave
 SPLITS = {
     "half, no group scales": ([1], 32),

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the checked-in lists that follow from ggml_ext/types.toml.
 
-    python scripts/gen_types.py            write the files that changed
-    python scripts/gen_types.py --check    write nothing; exit 1 and name every stale file
+    python scripts/build/gen_types.py            write the files that changed
+    python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h and
 cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py and the table between the "types" markers of README.md.
@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = "ggml_ext/types.toml"
 HEADER = "ggml_ext/ggml-ext-types.h"
 BLOCKS = "ggml_ext/types/all.h"
@@ -31,7 +31,7 @@ INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_types.py"
 README = "README.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
-NOTICE = f"Generated from {TABLE} by scripts/gen_types.py; do not edit."
+NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
 BLOCK_SIZE = 256  # QK_K, the block of every type
 STOCK_ACTIVATIONS = ("q8_k",)
 
@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         if new == old:
             continue
         if args.check:
-            print(f"gen_types: {name} is stale: run python scripts/gen_types.py", file=sys.stderr)
+            print(f"gen_types: {name} is stale: run python scripts/build/gen_types.py", file=sys.stderr)
             failed = True
         else:
             path.parent.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ import numpy as np
 import ggml_ext  # noqa: F401  teaches gguf our types
 from ggml_ext import _lib
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # embedding, feed-forward, head size, heads, key-value heads, experts, experts of a token
 SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
           "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8)}
