@@ -2,7 +2,7 @@
 #pragma once
 
 #include "all.cuh"
-#include "fwht.cuh"
+#include "rotation.cuh"
 #include "convert.cuh"
 
 namespace ggml_ext {
@@ -21,7 +21,7 @@ static __device__ __forceinline__ void dequantize_block(const B & x, T * y, int 
         v[i] = __fmul_rn(traits<B>::group == QK_K ? u.d : __fmul_rn(u.d, (float) u.scale[i/2]), (float) q - u.offset);
     }
     if (traits<B>::rotated) {
-        fwht(v, lane);
+        rotate_back(v, lane);
     }
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {

@@ -2,7 +2,7 @@
 // upstream's quantize_q8_1, one warp for 256 values.
 #pragma once
 
-#include "fwht.cuh"
+#include "rotation.cuh"
 #include "mmq-alias.cuh"
 
 namespace ggml_ext {
@@ -32,7 +32,7 @@ static __device__ __forceinline__ void load_block(const float * x, bool inside, 
         v[i] = inside ? x[32*i + lane] : 0.0f;
     }
     if (rotated) {
-        fwht(v, lane);
+        rotate(v, lane);
     }
 }
 

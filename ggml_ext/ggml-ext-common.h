@@ -19,6 +19,13 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
+// Tables that C++ uses in constant expressions.
+#ifdef __cplusplus
+#define GGML_EXT_CONSTANT static constexpr
+#else
+#define GGML_EXT_CONSTANT static const
+#endif
+
 // GGML_EXT_INLINE: functions of the formats that GPU kernels call too. ggml_half is a class in CUDA's sources and the bits
 // of one elsewhere.
 #ifdef __CUDACC__

@@ -6,9 +6,15 @@ int ggml_ext_abi_version(void) {
     return GGML_EXT_ABI_VERSION;
 }
 
-void ggml_ext_fwht(float * x, int64_t n_blocks) {
+void ggml_ext_rotate(float * x, int64_t n_blocks) {
     for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        ggml_ext_fwht_block(x + ib*QK_K);
+        ggml_ext_rotate_block(x + ib*QK_K);
+    }
+}
+
+void ggml_ext_rotate_back(float * x, int64_t n_blocks) {
+    for (int64_t ib = 0; ib < n_blocks; ++ib) {
+        ggml_ext_rotate_block_back(x + ib*QK_K);
     }
 }
 
@@ -25,7 +31,7 @@ void ggml_ext_fwht(float * x, int64_t n_blocks) {
                 y[j] = u.d*(float) u.scale[j/GGML_EXT_##NAME##_GROUP]*((float) u.q[j] - u.offset);                     \
             }                                                                                                          \
             if (GGML_EXT_##NAME##_ROTATED) {                                                                           \
-                ggml_ext_fwht_block(y);                                                                                \
+                ggml_ext_rotate_block_back(y);                                                                               \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
@@ -43,7 +49,7 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
     for (int64_t ib = 0; ib < n/QK_K; ++ib) {
         float v[QK_K];
         memcpy(v, x + ib*QK_K, sizeof(v));
-        ggml_ext_fwht_block(v);
+        ggml_ext_rotate_block(v);
 
         float amax   = 0.0f;
         bool  finite = true;

@@ -8,7 +8,7 @@ extern "C" {
 #endif
 
 // Version of the interface in this header; raised by every incompatible change.
-#define GGML_EXT_ABI_VERSION 3
+#define GGML_EXT_ABI_VERSION 4
 GGML_API int ggml_ext_abi_version(void);
 
 // Options of the encoders. Zero-initialise and set what you need: zero is the default of every field.
@@ -46,8 +46,9 @@ GGML_API bool ggml_ext_unpack_block(enum ggml_type type, const void * block, int
 // True if all blocks of a row hold finite scales (and whatever else the type demands).
 GGML_API bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_blocks);
 
-// In-place rotation of n_blocks blocks of 256 floats; see ggml-ext-fwht.h.
-GGML_API void ggml_ext_fwht(float * x, int64_t n_blocks);
+// In-place rotation of n_blocks blocks of 256 floats, and its inverse; see ggml-ext-rotation.h.
+GGML_API void ggml_ext_rotate(float * x, int64_t n_blocks);
+GGML_API void ggml_ext_rotate_back(float * x, int64_t n_blocks);
 
 // Rotated activation type Q8_KR: scalar reference of what the CPU backend's from_float does.
 GGML_API void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * y, int64_t n);

@@ -176,7 +176,7 @@ def groups(x: np.ndarray) -> np.ndarray:
 def reference_q8(lib, name: str, x: np.ndarray) -> np.ndarray:
     """float32 (..., 256) to BLOCK_Q8 (...), in the device's float32 arithmetic."""
     x = np.ascontiguousarray(x, np.float32)
-    v = groups(lib.fwht(x.copy()) if TYPES[name].rotated else x)
+    v = groups(lib.rotate(x.copy()) if TYPES[name].rotated else x)
     amax = np.abs(v).max(-1)
     d = ((amax / np.float32(127)).view(np.uint32) + np.uint32(0xFFFF)) >> 16  # rounded up to bfloat16
     d = np.where(amax < np.float32(1.5e-36), 0, d).astype(np.uint16)
@@ -267,7 +267,7 @@ def test_rotation_is_the_reference(lib):
         x[..., at] = 127 * 16
         y = quantized("itq3_s", x)[0, 0, 0, 0]
         assert (scales(y) == 1).all()
-        np.testing.assert_array_equal(y["qs"], groups(lib.fwht(x[0, 0].copy()))[0])
+        np.testing.assert_array_equal(y["qs"], groups(lib.rotate(x[0, 0].copy()))[0])
 
 
 # --- MMQ ---------------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ assert BLOCK_MMQ.itemsize == 4 * 36
 def reference_mmq(lib, name: str, x: np.ndarray) -> np.ndarray:
     """float32 (..., n) to BLOCK_MMQ (..., n/128), in the device's float32 arithmetic."""
     shape = x.shape[:-1]
-    v = lib.fwht(np.ascontiguousarray(x, np.float32).reshape(-1, 256).copy()).reshape(*shape, -1, 4, 32)
+    v = lib.rotate(np.ascontiguousarray(x, np.float32).reshape(-1, 256).copy()).reshape(*shape, -1, 4, 32)
     d = np.abs(v).max(-1) / np.float32(127)
     if name in HAS_MINIMUM:
         with np.errstate(over="ignore"):

@@ -6,7 +6,7 @@ from conftest import assert_same_blocks, relative_mse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from test_rotation import sylvester
+from test_rotation import rotation
 
 from ggml_ext import TYPES
 from ggml_ext.quants import BLOCK_SIZE, itq3_s
@@ -77,8 +77,8 @@ def test_dequantize_is_the_reconstruction_formula():
     q, d, z = itq3_s.unpack(blocks)
     v = d[:, None].astype(np.float64) * (q - z[:, None].astype(np.float64))
     # two roundings for v, then 8 levels of additions
-    bound = 10 * np.finfo(np.float32).eps / 2 * (np.abs(v) @ np.abs(sylvester()))
-    assert (np.abs(itq3_s.dequantize_blocks(blocks) - v @ sylvester()) <= bound).all()
+    bound = 10 * np.finfo(np.float32).eps / 2 * (np.abs(v) @ np.abs(rotation()))
+    assert (np.abs(itq3_s.dequantize_blocks(blocks) - v @ rotation()) <= bound).all()
 
 
 def test_ternary_uses_three_codes_and_costs_what_the_paper_hides():

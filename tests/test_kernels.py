@@ -234,7 +234,7 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
     decoded = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(n_rows, -1)), n).astype(np.float64)
     stored = decoded
     if TYPES[type_name].rotated:
-        stored = lib.fwht(decoded.astype(np.float32).reshape(-1, 256)).reshape(n_rows, n)
+        stored = lib.rotate(decoded.astype(np.float32).reshape(-1, 256)).reshape(n_rows, n)
     d_y = np.abs(kernels("native").quantize_for(type_name, x)["d"].astype(np.float64))
     bound = np.einsum("rbj,cb->cr", np.abs(stored).reshape(n_rows, -1, 256), d_y / 2) * (1 + 1e-4)  # float32 rounding on top
     for n_cols in (1, 20):

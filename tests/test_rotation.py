@@ -1,13 +1,18 @@
-"""The 256-point Walsh-Hadamard rotation and the activation type that carries it."""
+"""The rotation, signs and a 256-point Walsh-Hadamard transform, and the activation type that carries it."""
 
 from __future__ import annotations
 
 import native
 import numpy as np
 import pytest
-from native import F32_U, ISAS, kernels
+from native import F32_U, ISAS, ROOT, kernels
 
 from ggml_ext import quants
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
 
 
 def sylvester() -> np.ndarray:
@@ -17,35 +22,47 @@ def sylvester() -> np.ndarray:
     return (1 - 2 * (np.array([bin(v).count("1") for v in bits.ravel()]).reshape(256, 256) % 2)) / 16.0
 
 
-def test_fwht_equals_the_sylvester_matrix(lib):
+def rotation() -> np.ndarray:
+    """R = H S by its definition, float64; the signs from the text of the table."""
+    words = int.from_bytes(bytes.fromhex(tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["rotation"]["signs"]), "little")
+    return sylvester() * np.array([-1.0 if words >> j & 1 else 1.0 for j in range(256)])
+
+
+def test_rotation_equals_its_matrix(lib):
     """Eight rounded stages: each output is off by at most 8 u sum|x_j|/16 (u = 2^-24)."""
     x = np.random.default_rng(1).standard_normal((50, 256)).astype(np.float32)
     bound = 8 * F32_U * np.abs(x.astype(np.float64)).sum(1, keepdims=True) / 16
-    assert (np.abs(lib.fwht(x) - x.astype(np.float64) @ sylvester()) <= bound).all()
+    assert (np.abs(lib.rotate(x) - x.astype(np.float64) @ rotation().T) <= bound).all()
+    assert (np.abs(lib.rotate_back(x) - x.astype(np.float64) @ rotation()) <= bound).all()
 
 
-def test_fwht_of_unit_vectors_is_exact(lib):
-    np.testing.assert_array_equal(lib.fwht(np.eye(256, dtype=np.float32)), sylvester().astype(np.float32))
+def test_rotation_of_unit_vectors_is_exact(lib):
+    np.testing.assert_array_equal(lib.rotate(np.eye(256, dtype=np.float32)), rotation().T.astype(np.float32))
+    np.testing.assert_array_equal(lib.rotate_back(np.eye(256, dtype=np.float32)), rotation().astype(np.float32))
 
 
-def test_fwht_is_its_own_inverse_and_keeps_the_norm(lib):
+def test_rotation_is_undone_and_keeps_norms_and_products(lib):
     """Sums of 256 integers below 1000 are exact in float32, and so is the factor: no tolerance."""
-    x = np.random.default_rng(2).integers(-1000, 1000, (64, 256)).astype(np.float32)
-    y = lib.fwht(x)
-    np.testing.assert_array_equal(lib.fwht(y), x)
-    np.testing.assert_array_equal((y.astype(np.float64) ** 2).sum(1), (x.astype(np.float64) ** 2).sum(1))
+    x, y = np.random.default_rng(2).integers(-1000, 1000, (2, 64, 256)).astype(np.float32)
+    rx, ry = lib.rotate(x), lib.rotate(y)
+    np.testing.assert_array_equal(lib.rotate_back(rx), x)
+    np.testing.assert_array_equal(lib.rotate(lib.rotate_back(x)), x)
+    np.testing.assert_array_equal((rx.astype(np.float64) * ry).sum(1), (x.astype(np.float64) * y).sum(1))
 
 
-def test_numpy_fwht_is_bit_equal(lib):
+def test_numpy_rotation_is_bit_equal(lib):
     x = np.random.default_rng(3).standard_normal((50, 256)).astype(np.float32)
-    np.testing.assert_array_equal(quants.fwht(x), lib.fwht(x))
+    x[0, ::3] = 0  # of either sign
+    for ours, theirs in ((quants.rotate, lib.rotate), (quants.rotate_back, lib.rotate_back)):
+        np.testing.assert_array_equal(ours(x).view(np.uint32), theirs(x).view(np.uint32))
 
 
 @pytest.mark.parametrize("x", [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32), np.zeros((2, 256))],
                          ids=lambda x: f"{x.shape}-{x.dtype}")
-def test_numpy_fwht_refuses_other_shapes_and_dtypes(x):
+@pytest.mark.parametrize("function", [quants.fwht, quants.rotate, quants.rotate_back])
+def test_numpy_rotation_refuses_other_shapes_and_dtypes(function, x):
     with pytest.raises(ValueError, match="need float32"):
-        quants.fwht(x)
+        function(x)
 
 
 def activation_rows() -> np.ndarray:
@@ -55,7 +72,7 @@ def activation_rows() -> np.ndarray:
     special[7, 40] = np.inf
     special[8] = -3e38               # finite, but not its rotation
     special[1, 3] = 1e-38            # its rotation is subnormal
-    special[2] = 1.0                 # one rotated value, all others exactly zero
+    special[2] = np.tile(quants.SIGNS, 2)  # one rotated value, all others exactly zero
     special[3, :256] = 3e30
     special[4] = rng.standard_normal(512) * 1e-42
     special[5, ::2] = -7.5
@@ -63,7 +80,7 @@ def activation_rows() -> np.ndarray:
     ties = rng.integers(-127, 127, (2, 256)).astype(np.float32) + np.float32(0.5)
     ties[:, 9] = 127
     random = rng.standard_normal((40, 512)) * 10.0 ** rng.integers(-6, 6, (40, 1))
-    return np.concatenate([special, random, quants.fwht(ties).reshape(1, 512)]).astype(np.float32)
+    return np.concatenate([special, random, quants.rotate_back(ties).reshape(1, 512)]).astype(np.float32)
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "native"])
@@ -85,7 +102,7 @@ def test_q8_kr_reference(lib):
     """d is the largest rotated magnitude over 127, codes are within half a step, bsums are what they say."""
     rows = activation_rows()[9:]
     q = native.reference_q8_kr(rows)
-    rotated = lib.fwht(np.ascontiguousarray(rows.reshape(-1, 256))).reshape(*q.shape, 256).astype(np.float64)
+    rotated = lib.rotate(np.ascontiguousarray(rows.reshape(-1, 256))).reshape(*q.shape, 256).astype(np.float64)
     np.testing.assert_array_equal(q["d"], (np.abs(rotated).max(-1).astype(np.float32) / np.float32(127)))
     d = q["d"][..., None].astype(np.float64)
     # half a step, plus the roundings of 127/amax, of amax/127 and of the product: at most 127 * 3 u steps

@@ -30,6 +30,7 @@ token_embd  = "q3_k"
 output      = "q6_k"
 title       = "TEST_W - 2.0625 bpw"
 about       = "a \\"quoted\\" description"
+usual_rel_mse = 0.1
 fixture_rel_mse = 0.1
 fns_total_error = 0.1
 fns_dot_error   = 0.1

@@ -1,6 +1,7 @@
 // Rotation fused into the 8-bit quantisation of an activation row: the one pass over the activations that every
 // rotated weight type needs. Bit-equal to ggml_ext_quantize_row_q8_kr_ref: the same butterflies in the same order.
 #include "ggml-ext-cpu.h"
+#include "../ggml-ext-rotation.h"
 #include "simd.h"
 
 using namespace ggml_ext;
@@ -16,13 +17,24 @@ template <int N> static inline void butterflies(f32x8 (&r)[N], int stride) {
     }
 }
 
-// v = H x in two passes, 8 registers (strides 1 to 32) and 4 registers (64 and 128), so that nothing spills.
+// The signs as factors.
+struct sign_factors {
+    alignas(32) float of[QK_K];
+    constexpr sign_factors() : of() {
+        for (int j = 0; j < QK_K; ++j) {
+            of[j] = ggml_ext_signs[j/32] >> j%32 & 1 ? -1.0f : 1.0f;
+        }
+    }
+};
+static constexpr sign_factors signs;
+
+// v = R x in two passes, 8 registers (strides 1 to 32) and 4 registers (64 and 128), so that nothing spills.
 // Returns the largest magnitude, Inf or NaN if there is one.
 static inline float rotate(const float * x, float * v) {
     for (int i = 0; i < QK_K; i += 64) {
         f32x8 r[8];
         for (int k = 0; k < 8; ++k) {
-            r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + i + 8*k))));
+            r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + i + 8*k)*load(signs.of + i + 8*k))));
         }
         butterflies(r, 1);
         butterflies(r, 2);

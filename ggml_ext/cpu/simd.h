@@ -16,7 +16,7 @@
 //
 // and for the activations:
 //
-//   f32x8            8 floats; load, store, + and - of two, * a float
+//   f32x8            8 floats; load, store, +, - and * of two, * a float
 //   butterfly<S>(a)  (u, v) -> (u + v, u - v) of the lanes i and i + S, S = 1, 2 or 4
 //   magnitude_max    the largest |a|; as integers the bits of floats keep their order, and Inf and NaN are the largest
 //   round_to_i8(a)   32 floats within +-127.5 to int8, to nearest, ties to even

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../ggml-ext-common.h"
-#include "../ggml-ext-fwht.h"
+#include "../ggml-ext-rotation.h"
 
 #include <float.h>
 #include <math.h>
@@ -49,7 +49,7 @@ static inline bool ext_load_rotated(const float * src, float x[QK_K]) {
         finite &= fabsf(w) <= FLT_MAX;
         x[j] = w > 1e30f ? 1e30f : w < -1e30f ? -1e30f : w; // keeps the transform's sums finite
     }
-    ggml_ext_fwht_block(x);
+    ggml_ext_rotate_block(x);
     for (int j = 0; j < QK_K; ++j) {
         const float top = 8*EXT_HALF_MAX;
         x[j] = x[j] > top ? top : x[j] < -top ? -top : x[j];

@@ -95,11 +95,15 @@ static void encode_eight_levels(const float * x, const struct ext_block_stats * 
             }
         }
     }
-    // Blocks far from a bell, such as one spike (the rotation of a constant), want the whole range instead.
+    // Blocks far from a bell, such as one spike or two values alone (the rotation of an impulse), want the whole range instead.
     const float d = (s->max - s->min)/7.0f;
     if (d > 0.0f && d <= EXT_HALF_MAX) {
         refine(x, s->sum, d, -s->min/d, best);
         try_scale(x, d, -s->min/d, 7.0f, best);
+    }
+    // All values alike (the rotation of an impulse in the first place): one step above zero, or below.
+    if (d == 0.0f) {
+        try_scale(x, fminf(fabsf(s->max), EXT_HALF_MAX), s->max > 0.0f ? 0.0f : 1.0f, 7.0f, best);
     }
 }
 

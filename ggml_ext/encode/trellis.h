@@ -36,13 +36,17 @@ enum {
                              // ffn_down and attn_q at K = 3: 16 0.00691 0.01703, 32 0.00711 0.01694, 64 0.00771 0.01694
     TRELLIS_LOOKAHEAD  = 32, // steps searched beyond them
     TRELLIS_N_SEGMENTS = QK_K/TRELLIS_SEGMENT,
+    TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
+
+// Relative squared error from which a block is taken for one: 1.15 times that of a Gaussian.
+#define TRELLIS_ODD(K) ((K) == 3 ? 0.0205f : 0.0785f)
 
 struct trellis_work {
     float    code[GGML_EXT_TRELLIS_STATES];        // values of the states: plane a, place j is state j << K | a
     float    planes[TRELLIS_MAX_GROUPS];
     float    least[QK_K][TRELLIS_MAX_GROUPS];      // of each step, before its symbol: by state >> K
-    float    code_rms;
+    float    code_rms, code_top;                   // root mean square and largest magnitude of the values
 };
 
 static inline struct trellis_work * trellis_begin(const struct ggml_ext_trellis_tables * tables, int k, float offset) {
@@ -50,10 +54,12 @@ static inline struct trellis_work * trellis_begin(const struct ggml_ext_trellis_
     GGML_ASSERT(w != NULL);
     const int n_groups = GGML_EXT_TRELLIS_STATES >> k;
     double sum = 0;
+    w->code_top = 0.0f;
     for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
         const float v = (float) ggml_ext_trellis_code(tables, k, s) - offset;
         w->code[(s & ((1 << k) - 1))*n_groups + (s >> k)] = v;
         sum += (double) v*(double) v;
+        w->code_top = fmaxf(w->code_top, fabsf(v));
     }
     w->code_rms = (float) sqrt(sum/GGML_EXT_TRELLIS_STATES);
     return w;
@@ -117,7 +123,7 @@ static inline __attribute__((always_inline)) void trellis_search(int k, struct t
 }
 
 // Importances m of the unrotated weights make the squared error a full quadratic form of the errors e of the rotated ones,
-// e^T H diag(m) H e. A block-triangular factorization of it (GPTQ's and LDLQ's error feedback) says by how much the segments
+// e^T H diag(m) H e, in which the signs of R = H S cancel. A block-triangular factorization of it (GPTQ's and LDLQ's error feedback) says by how much the segments
 // still to come can make up for the errors of those decided. H is a tensor product, so after a transform inside each segment
 // the form falls apart into one matrix per frequency f, with entries that depend on s ^ r alone:
 //   sum over f and s of D[f][s]*(E[s][f] + sum over r < s of gain[f][s][r]*E[r][f])^2,   E[s] = transform of segment s of e
@@ -258,58 +264,83 @@ static inline void trellis_sums(const float * x, const float * v, const float * 
     *err = ext_sum(sum_err);
 }
 
+// What trellis_encode() knows of its block.
+struct trellis_block {
+    float x[QK_K]; // rotated, by step
+    float y[QK_K]; // rotated, or with feedback the weights themselves up to the signs
+    const struct trellis_feedback * fb;
+};
+
+// States for the block under one scale, which are kept if they are the best so far. Returns the least-squares scale for them.
+static inline __attribute__((always_inline)) float trellis_try_scale(int k, struct trellis_work * w, const struct trellis_block * in,
+                                                                     int scale, bool feed_back, struct trellis_best * best) {
+    const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
+    uint16_t states[QK_K];
+    float    v[QK_K], xv, vv, err;
+    if (feed_back) {
+        trellis_search_feedback(k, w, in->x, d, in->fb, states);
+    } else {
+        for (int t = 0; t < QK_K; ++t) {
+            v[t] = in->x[t]*inv_d;
+        }
+        trellis_search(k, w, v, QK_K, TRELLIS_N_STARTS, 0, states);
+    }
+    for (int t = 0; t < QK_K; ++t) {
+        v[ggml_ext_trellis_position(t)] = trellis_value(k, w, states[t]);
+    }
+    if (in->fb) {
+        ggml_ext_fwht_block(v);
+    }
+    trellis_sums(in->y, v, in->fb ? in->fb->importance : NULL, d, &xv, &vv, &err);
+    if (err < best->err) {
+        best->err = err;
+        best->d   = (uint8_t) scale;
+        memcpy(best->states, states, sizeof(states));
+    }
+    return vv > 0.0f ? xv/vv : 0.0f;
+}
+
 // One block of rotated weights. Tries scales from the one that gives the code the block's energy, then those next to the
-// least-squares scale of the codes found. With feedback the errors are those of the weights rotated back.
+// least-squares scale of the codes found. With feedback the errors are those of the weights rotated back, up to the signs.
 static inline __attribute__((always_inline)) void trellis_encode(int k, struct trellis_work * w, const float rotated[QK_K],
                                                                  const struct trellis_feedback * fb, int n_passes,
                                                                  struct trellis_best * best) {
-    uint8_t  tried[TRELLIS_MAX_PASSES];
-    uint16_t states[QK_K];
-    float    x[QK_K], y[QK_K], energy, weighted, unused;
-    const float * m = fb ? fb->importance : NULL;
+    uint8_t tried[TRELLIS_MAX_PASSES + TRELLIS_N_ODD];
+    int     n_tried = 0;
+    float   energy, weighted, unused, peak = 0.0f;
+    struct trellis_block in = {.fb = fb};
     for (int t = 0; t < QK_K; ++t) {
-        x[t] = rotated[ggml_ext_trellis_position(t)];
+        in.x[t] = rotated[ggml_ext_trellis_position(t)];
+        peak    = fmaxf(peak, fabsf(in.x[t]));
     }
-    memcpy(y, rotated, sizeof(y));
+    memcpy(in.y, rotated, sizeof(in.y));
     if (fb) {
-        ggml_ext_fwht_block(y);
+        ggml_ext_fwht_block(in.y);
     }
-    trellis_sums(y, y, NULL, 0.0f, &energy, &unused, &unused);
-    trellis_sums(y, y, m, 0.0f, &weighted, &unused, &unused);
+    trellis_sums(in.y, in.y, NULL, 0.0f, &energy, &unused, &unused);
+    trellis_sums(in.y, in.y, fb ? fb->importance : NULL, 0.0f, &weighted, &unused, &unused);
     *best = (struct trellis_best) {.err = weighted}; // of d = 0, which stays if nothing beats it
-    float want = sqrtf(energy*(1.0f/QK_K))/w->code_rms;
+    const float first = sqrtf(energy*(1.0f/QK_K))/w->code_rms;
+    float want = first;
     for (int pass = 0; pass < n_passes; ++pass) {
-        const bool feed_back = fb != NULL && (pass > 0 || n_passes == 1); // the first pass only looks for the scale: it is cheap
-        const int  n_tried   = fb != NULL && pass > 0 ? pass - 1 : pass;
-        const int  scale     = trellis_next_scale(want, tried, n_tried);
+        const bool looks = fb != NULL && pass == 0 && n_passes > 1; // without feedback, for the scale alone: it is cheap
+        const int  scale = trellis_next_scale(want, tried, n_tried);
         if (scale < 0) {
-            return;
+            break;
         }
-        tried[n_tried] = (uint8_t) scale;
-        const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
-        float v[QK_K];
-        if (feed_back) {
-            trellis_search_feedback(k, w, x, d, fb, states);
-        } else {
-            for (int t = 0; t < QK_K; ++t) {
-                v[t] = x[t]*inv_d;
-            }
-            trellis_search(k, w, v, QK_K, TRELLIS_N_STARTS, 0, states);
+        want = trellis_try_scale(k, w, &in, scale, fb != NULL && !looks, best);
+        if (!looks) {
+            tried[n_tried++] = (uint8_t) scale;
         }
-        for (int t = 0; t < QK_K; ++t) {
-            v[ggml_ext_trellis_position(t)] = trellis_value(k, w, states[t]);
+    }
+    // Blocks unlike a bell want other scales: few values, many alike, or one that stands out.
+    const float odd[TRELLIS_N_ODD] = {1.3f*first, 1.6f*first, 0.75f*first, peak/w->code_top};
+    for (int i = 0; i < TRELLIS_N_ODD && best->err > TRELLIS_ODD(k)*weighted; ++i) {
+        const int scale = trellis_next_scale(odd[i], tried, n_tried);
+        if (scale > 0) {
+            trellis_try_scale(k, w, &in, scale, fb != NULL, best);
+            tried[n_tried++] = (uint8_t) scale;
         }
-        if (fb) {
-            ggml_ext_fwht_block(v);
-        }
-        float xv, vv, err;
-        trellis_sums(y, v, m, d, &xv, &vv, &err);
-        if (err < best->err) {
-            best->err = err;
-            best->d   = (uint8_t) scale;
-            memcpy(best->states, states, sizeof(states));
-        }
-        want = vv > 0.0f ? xv/vv : 0.0f;
     }
 }
 

@@ -1,6 +1,6 @@
-// ITQ2_T: 2-bit trellis code on weights rotated by the 256-point Walsh-Hadamard transform H.
+// ITQ2_T: 2-bit trellis code on weights rotated by R = H S: signs and a Walsh-Hadamard transform.
 //
-//   w[0..255] = H v,   v[j] = d * (q[j] - offset),   q[j] by the code of trellis.h, K = 2      (H H = I: ggml-ext-fwht.h)
+//   w[0..255] = S H v,   v[j] = d * (q[j] - offset),   q[j] by the code of trellis.h, K = 2      (ggml-ext-rotation.h)
 //
 //   byte  0  1      2         66
 //         d  start  ql (64)                   66 bytes for 256 weights: 2.0625 bits a weight

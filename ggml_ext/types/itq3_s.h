@@ -1,6 +1,6 @@
-// ITQ3_S: 3-bit codes on weights rotated by the 256-point Walsh-Hadamard transform H.
+// ITQ3_S: 3-bit codes on weights rotated by R = H S: signs and a Walsh-Hadamard transform.
 //
-//   w[0..255] = H v,   v[j] = d * (q[j] - z),   q[j] in 0..7 from ql and qh: bits3.h      (H H = I: ggml-ext-fwht.h)
+//   w[0..255] = S H v,   v[j] = d * (q[j] - z),   q[j] in 0..7 from ql and qh: bits3.h      (ggml-ext-rotation.h)
 //
 //   byte  0  2   4            68       100
 //         d  z   ql (64)      qh (32)                       100 bytes for 256 weights: 3.125 bits a weight

@@ -1,6 +1,6 @@
-// ITQ3_T: 3-bit trellis code on weights rotated by the 256-point Walsh-Hadamard transform H.
+// ITQ3_T: 3-bit trellis code on weights rotated by R = H S: signs and a Walsh-Hadamard transform.
 //
-//   w[0..255] = H v,   v[j] = d * (q[j] - offset),   q[j] by the code of trellis.h, K = 3      (H H = I: ggml-ext-fwht.h)
+//   w[0..255] = S H v,   v[j] = d * (q[j] - offset),   q[j] by the code of trellis.h, K = 3      (ggml-ext-rotation.h)
 //
 //   byte  0  1      2         66       98
 //         d  start  ql (64)   qh (32)         98 bytes for 256 weights: 3.0625 bits a weight

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Callable
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ._errors import UserError
 from ._types import WEIGHT_TYPES
 from .quants import ditto3
 
-ABI_VERSION = 3  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 4  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 # the package holds the library under its SONAME, libggml-base.so.0 on Linux; a build folder has links beside it
 FILE_PATTERN = {"darwin": "libggml-base*.dylib", "win32": "ggml-base.dll"}.get(sys.platform, "libggml-base.so*")
@@ -54,7 +55,8 @@ _SIGNATURES = {
     "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
     "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
     "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
-    "ggml_ext_fwht": (None, [_floats, c_int64]),
+    "ggml_ext_rotate": (None, [_floats, c_int64]),
+    "ggml_ext_rotate_back": (None, [_floats, c_int64]),
     "ggml_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats]),
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
     "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
@@ -187,11 +189,19 @@ class Library:
         _need(data, np.uint8, "data")
         return self._dll.ggml_ext_validate_row(type_id, data.ctypes.data_as(c_void_p), data.shape[0])
 
-    def fwht(self, x: np.ndarray) -> np.ndarray:
-        """The rotation of float32 (n_blocks, 256) as a new array."""
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """R x of float32 (n_blocks, 256) as a new array."""
+        return self._in_place(self._dll.ggml_ext_rotate, x)
+
+    def rotate_back(self, x: np.ndarray) -> np.ndarray:
+        """The inverse of rotate()."""
+        return self._in_place(self._dll.ggml_ext_rotate_back, x)
+
+    @staticmethod
+    def _in_place(function: Callable, x: np.ndarray) -> np.ndarray:
         _need(x, np.float32, "x")
         out = x.copy()
-        self._dll.ggml_ext_fwht(_pointer(out, c_float), out.size // 256)
+        function(_pointer(out, c_float), out.size // 256)
         return out
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 BLOCK_SIZE = 256  # weights a block, of every type
+# signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
+ROTATION_SIGNS = bytes.fromhex("ae7db1fd8d7b8ec201a18f5f2993a66cc30b9135aef2c84b779b42d45b005be0")
 
 
 class ExtType(IntEnum):
@@ -43,6 +45,7 @@ class TypeInfo:
     token_embd: str | None = None      # type of the token embeddings in a file of this type
     output: str | None = None          # type of the output matrix in a file of this type
     title: str | None = None
+    usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
     fns_total_error: float | None = None  # bounds for the cosine of upstream's test-quantize-fns
     fns_dot_error: float | None = None
@@ -69,6 +72,7 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q3_k",
         output="q6_k",
         title="ITQ3_S - 3.125 bpw",
+        usual_rel_mse=0.034,
         fixture_rel_mse=0.0339,
         fns_total_error=0.0076,
         fns_dot_error=0.148,
@@ -90,6 +94,7 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q2_k",
         output="q5_k",
         title="CCQ2 - 2.0625 bpw",
+        usual_rel_mse=0.1055,
         fixture_rel_mse=0.121,
         fns_total_error=0.0075,
         fns_dot_error=0.06,
@@ -111,6 +116,7 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q3_k",
         output="q6_k",
         title="DITTO3 - 3.3125 bpw",
+        usual_rel_mse=0.0294,
         fixture_rel_mse=0.0333,
         fns_total_error=0.005,
         fns_dot_error=0.04,
@@ -132,6 +138,7 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q3_k",
         output="q6_k",
         title="ITQ3_T - 3.0625 bpw",
+        usual_rel_mse=0.0178,
         fixture_rel_mse=0.019,
         fns_total_error=0.0071,
         fns_dot_error=0.198,
@@ -156,6 +163,7 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q2_k",
         output="q5_k",
         title="ITQ2_T - 2.0625 bpw",
+        usual_rel_mse=0.0683,
         fixture_rel_mse=0.072,
         fns_total_error=0.0097,
         fns_dot_error=0.257,

@@ -12,6 +12,7 @@ The output depends on types.toml alone.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -38,7 +39,7 @@ STOCK_ACTIVATIONS = ("q8_k",)
 COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_bytes": int, "rotated": bool, "about": str}
 WEIGHT_FIELDS = {
     "activation": str, "unpack_min": int, "unpack_max": int, "group": int, "has_offset": bool, "fallback": str,
-    "token_embd": str, "output": str, "title": str, "fixture_rel_mse": float,
+    "token_embd": str, "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
     "fns_total_error": float, "fns_dot_error": float,
 }
 # of trellis types; a nested list is two tables of 16 bytes
@@ -49,10 +50,12 @@ class TableError(Exception):
     """types.toml or README.md is not as it has to be."""
 
 
-def load_table(text: str) -> tuple[dict, list[dict]]:
-    """The [ids] section and the [[type]] rows of types.toml, checked; raises TableError naming row and field."""
+def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
+    """The [ids] section, the signs and the [[type]] rows of types.toml, checked; raises TableError naming row and field."""
     table = tomllib.loads(text)
-    ids, types = table["ids"], table["type"]
+    ids, signs, types = table["ids"], table["rotation"]["signs"], table["type"]
+    if not re.fullmatch(f"[0-9a-f]{{{BLOCK_SIZE // 4}}}", signs):
+        raise TableError(f"{TABLE}: rotation: signs is {signs!r}, must be {BLOCK_SIZE // 4} hexadecimal digits")
     names = [row.get("name") for row in types]
     for row in types:
         fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
@@ -76,7 +79,7 @@ def load_table(text: str) -> tuple[dict, list[dict]]:
         values = [row[field] for row in types]
         if twice := sorted({str(v) for v in values if values.count(v) > 1}):
             raise TableError(f"{TABLE}: {field} {', '.join(twice)} is used twice")
-    return ids, types
+    return ids, bytes.fromhex(signs), types
 
 
 def of_kind(types: list[dict], kind: str) -> list[dict]:
@@ -149,9 +152,10 @@ def render_header(ids: dict, types: list[dict]) -> str:
     return "\n".join(out) + "\n"
 
 
-def render_codes(types: list[dict]) -> str:
+def render_codes(signs: bytes, types: list[dict]) -> str:
     """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
-    out = [f"// {NOTICE}", "// Tables of the trellis codes.", "#pragma once"]
+    words = ", ".join(f"0x{int.from_bytes(signs[i : i + 4], 'little'):08x}u" for i in range(0, len(signs), 4))
+    out = [f"// {NOTICE}", "// Signs of the rotation and tables of the trellis codes.", "#pragma once", "", f"#define GGML_EXT_SIGNS {{{words}}}"]
     for row in types:
         if "trellis_mix" in row:
             tables = repr([row["trellis_mix"], row["trellis_values"]]).replace("[", "{").replace("]", "}")
@@ -171,6 +175,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 BLOCK_SIZE = {block_size}  # weights a block, of every type
+# signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
+ROTATION_SIGNS = bytes.fromhex("{signs}")
 
 
 class ExtType(IntEnum):
@@ -200,6 +206,7 @@ class TypeInfo:
     token_embd: str | None = None      # type of the token embeddings in a file of this type
     output: str | None = None          # type of the output matrix in a file of this type
     title: str | None = None
+    usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
     fns_total_error: float | None = None  # bounds for the cosine of upstream's test-quantize-fns
     fns_dot_error: float | None = None
@@ -211,7 +218,7 @@ class TypeInfo:
 '''
 
 
-def render_module(types: list[dict]) -> str:
+def render_module(signs: bytes, types: list[dict]) -> str:
     def value(row: dict, field: str) -> str:
         if field == "id":
             return f"ExtType.{row['name'].upper()}"
@@ -221,7 +228,7 @@ def render_module(types: list[dict]) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(text, str) else repr(text)
 
     members = "\n".join(f"    {row['name'].upper()} = {row['id']}" for row in types)
-    out = MODULE_HEAD.format(notice=NOTICE, block_size=BLOCK_SIZE, members=members)
+    out = MODULE_HEAD.format(notice=NOTICE, block_size=BLOCK_SIZE, signs=signs.hex(), members=members)
     out += "TYPES: dict[str, TypeInfo] = {\n"
     for row in types:
         fields = ["name", "id", "kind", "block_bytes", "bpw", "rotated", "about"]
@@ -260,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
 
     failed = False
     try:
-        ids, types = load_table((args.root / TABLE).read_text(encoding="utf-8"))
+        ids, signs, types = load_table((args.root / TABLE).read_text(encoding="utf-8"))
     except (OSError, KeyError, TableError, tomllib.TOMLDecodeError) as e:
         print(f"gen_types: {e}", file=sys.stderr)
         return 1
@@ -268,10 +275,10 @@ def main(argv: list[str] | None = None) -> int:
     renderers = {
         HEADER: lambda old: render_header(ids, types),
         BLOCKS: lambda old: render_includes(types, "Block structs and scalar unpack of every weight type."),
-        CODES: lambda old: render_codes(types),
+        CODES: lambda old: render_codes(signs, types),
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
-        MODULE: lambda old: render_module(types),
+        MODULE: lambda old: render_module(signs, types),
         README: lambda old: render_readme(old, types),
     }
     for row in of_kind(types, "weight"):

@@ -153,7 +153,7 @@ static __global__ void rotate_blocks(float * x) {
     for (int i = 0; i < ggml_ext::N_PER_LANE; ++i) {
         v[i] = x[QK_K*blockIdx.x + 32*i + threadIdx.x];
     }
-    ggml_ext::fwht(v, threadIdx.x);
+    ggml_ext::rotate(v, threadIdx.x);
     for (int i = 0; i < ggml_ext::N_PER_LANE; ++i) {
         x[QK_K*blockIdx.x + 32*i + threadIdx.x] = v[i];
     }
@@ -175,7 +175,7 @@ static void check_rotation() {
     rotate_blocks<<<n, 32>>>(y.data);
     CUDA_CHECK(cudaGetLastError());
     const std::vector<float> found = y.get();
-    ggml_ext_fwht(x.data(), n);
+    ggml_ext_rotate(x.data(), n);
     int64_t n_wrong = 0;
     for (int i = 0; i < n*QK_K; ++i) {
         n_wrong += !same_float(found[i], x[i]);
@@ -199,7 +199,7 @@ static void check_quantize(ggml_type type) {
             if (ib < ne00/QK_K) {
                 memcpy(v, &x[row*s01 + ib*QK_K], sizeof(v));
                 if (ggml_ext::is_rotated(type)) {
-                    ggml_ext_fwht(v, 1);
+                    ggml_ext_rotate(v, 1);
                 }
             }
             const ggml_ext::block_q8 & b = y[row*ne0/QK_K + ib];

@@ -127,6 +127,7 @@ static inline f32x8 load(const float * p)        { return {_mm256_loadu_ps(p)}; 
 static inline void  store(float * p, f32x8 a)    { _mm256_storeu_ps(p, a.v); }
 static inline f32x8 operator+(f32x8 a, f32x8 b)  { return {_mm256_add_ps(a.v, b.v)}; }
 static inline f32x8 operator-(f32x8 a, f32x8 b)  { return {_mm256_sub_ps(a.v, b.v)}; }
+static inline f32x8 operator*(f32x8 a, f32x8 b)  { return {_mm256_mul_ps(a.v, b.v)}; }
 static inline f32x8 operator*(f32x8 a, float b)  { return {_mm256_mul_ps(a.v, _mm256_set1_ps(b))}; }
 
 // swapped + (a with the second of each pair negated) = (u + v, u - v)

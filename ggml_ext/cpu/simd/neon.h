@@ -127,6 +127,7 @@ static inline f32x8 load(const float * p)        { return {{vld1q_f32(p), vld1q_
 static inline void  store(float * p, f32x8 a)    { vst1q_f32(p, a.v[0]); vst1q_f32(p + 4, a.v[1]); }
 static inline f32x8 operator+(f32x8 a, f32x8 b)  { return {{vaddq_f32(a.v[0], b.v[0]), vaddq_f32(a.v[1], b.v[1])}}; }
 static inline f32x8 operator-(f32x8 a, f32x8 b)  { return {{vsubq_f32(a.v[0], b.v[0]), vsubq_f32(a.v[1], b.v[1])}}; }
+static inline f32x8 operator*(f32x8 a, f32x8 b)  { return {{vmulq_f32(a.v[0], b.v[0]), vmulq_f32(a.v[1], b.v[1])}}; }
 static inline f32x8 operator*(f32x8 a, float b)  { return {{vmulq_n_f32(a.v[0], b), vmulq_n_f32(a.v[1], b)}}; }
 
 // Within four lanes: swapped + (a with the second of each pair negated) = (u + v, u - v).

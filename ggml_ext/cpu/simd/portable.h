@@ -85,6 +85,7 @@ static inline f32x8 load(const float * p)        { f32x8 r; memcpy(r.v, p, sizeo
 static inline void  store(float * p, f32x8 a)    { memcpy(p, a.v, sizeof(a.v)); }
 static inline f32x8 operator+(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] += b.v[i]; } return a; }
 static inline f32x8 operator-(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] -= b.v[i]; } return a; }
+static inline f32x8 operator*(f32x8 a, f32x8 b)  { for (int i = 0; i < 8; ++i) { a.v[i] *= b.v[i]; } return a; }
 static inline f32x8 operator*(f32x8 a, float b)  { for (int i = 0; i < 8; ++i) { a.v[i] *= b;      } return a; }
 
 template <int STRIDE> static inline f32x8 butterfly(f32x8 a) {

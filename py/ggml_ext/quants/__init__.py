@@ -16,10 +16,14 @@ from types import ModuleType
 
 import numpy as np
 
+from .._types import ROTATION_SIGNS
+
 BLOCK_SIZE = 256
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
 E5M3_MAX = np.float32(240.0)  # largest scale of one byte
+# S as factors, float32 (256,): -1 where the sign flips
+SIGNS = 1 - 2 * np.unpackbits(np.frombuffer(ROTATION_SIGNS, np.uint8), bitorder="little").astype(np.float32)
 
 
 def reference(type_name: str) -> ModuleType:
@@ -41,7 +45,7 @@ def fwht(x: np.ndarray) -> np.ndarray:
     """Normalised 256-point Walsh-Hadamard transform in Sylvester order of each row; its own inverse.
 
     x: float32 (n_blocks, 256); returns a new array of the same shape and dtype. ValueError for other shapes or dtypes.
-    The order of additions is that of ggml_ext/ggml-ext-fwht.h: butterflies at strides 1, 2, ... 128, the factor last.
+    The order of additions is that of ggml_ext/ggml-ext-rotation.h: butterflies at strides 1, 2, ... 128, the factor last.
     """
     x = as_blocks(x, np.float32, BLOCK_SIZE).copy()
     stride = 1
@@ -54,6 +58,16 @@ def fwht(x: np.ndarray) -> np.ndarray:
         stride *= 2
     x *= np.float32(1 / 16)  # 1 / sqrt(256), exact
     return x
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """R x = H S x of each row, float32 (n_blocks, 256) as a new array; see ggml_ext/ggml-ext-rotation.h. ValueError as fwht()."""
+    return fwht(as_blocks(x, np.float32, BLOCK_SIZE) * SIGNS)
+
+
+def rotate_back(x: np.ndarray) -> np.ndarray:
+    """The inverse of rotate(), S H x."""
+    return fwht(x) * SIGNS
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
@@ -76,7 +90,7 @@ def load_rotated(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     encode/encode.h does, and bool (n_blocks,).
     """
     weights = as_blocks(weights, np.float32, BLOCK_SIZE)
-    x = fwht(np.clip(weights, np.float32(-1e30), np.float32(1e30)))
+    x = rotate(np.clip(weights, np.float32(-1e30), np.float32(1e30)))
     top = 8 * HALF_MAX
     return np.clip(x, -top, top), np.isfinite(weights).all(axis=1)
 

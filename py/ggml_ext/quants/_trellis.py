@@ -12,13 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from .._types import TYPES
-from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, fwht, load_rotated, pack_bits3, sum_lanes, unpack_bits3
+from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, fwht, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h; the lookahead is one segment
 PASSES, SEGMENT, FLOOR = 3, 32, {3: 1.0, 2: 0.01}
 N_SEGMENTS = BLOCK_SIZE // SEGMENT
+ODD, ODD_FACTORS = {3: np.float32(0.0205), 2: np.float32(0.0785)}, (1.3, 1.6, 0.75)
 FLT_MAX = np.finfo(np.float32).max
 LAST_SCALE = 0xF7
 POSITIONS = np.arange(BLOCK_SIZE).reshape(8, 32).T.ravel()  # of the steps
@@ -101,7 +102,7 @@ class Trellis:
         """uint8 (n_blocks, block_bytes) to weights float32 (n_blocks, 256), rotated back."""
         q, d, offset = self.unpack(blocks)
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
-            return fwht(d[:, None] * (q.astype(np.float32) - offset[:, None]))
+            return rotate_back(d[:, None] * (q.astype(np.float32) - offset[:, None]))
 
     def pack(self, states: np.ndarray, d: np.ndarray) -> np.ndarray:
         """Inverse: the states of all steps, int64 (n_blocks, 256), and the bytes of the scales, uint8 (n_blocks,).
@@ -195,23 +196,20 @@ class Trellis:
         x = np.ascontiguousarray(rotated[:, POSITIONS])
         y = rotated if feedback is None else fwht(rotated)
         m = np.ones_like(y) if feedback is None else feedback.importance
-        error = sum_lanes(m * y * y)
+        weighted = sum_lanes(m * y * y)
+        error = weighted.copy()
         best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, BLOCK_SIZE), np.int64)
-        want = np.sqrt(sum_lanes(y * y) * np.float32(1 / BLOCK_SIZE)) / self.rms
+        first = np.sqrt(sum_lanes(y * y) * np.float32(1 / BLOCK_SIZE)) / self.rms
         tried = np.zeros((n, 256), bool)
-        active = np.arange(n)
-        for i in range(passes):
-            d = _next_scale(want[active], tried[active])
-            active, d = active[d > 0], d[d > 0]
-            if not len(active):
-                break
+
+        def try_scale(active: np.ndarray, d: np.ndarray, looks: bool) -> np.ndarray:
+            """Of the blocks `active` under the scales d; returns the least-squares scales. trellis_try_scale()."""
             scale = e5m3_to_float32(d.astype(np.uint8))
-            looks_for_scale = feedback is not None and i == 0 and passes > 1
-            if feedback is None or looks_for_scale:
+            if feedback is None or looks:
                 states = self.search(x[active] * (np.float32(1) / scale)[:, None])
             else:
                 states = self.search_feedback(x[active], scale, feedback.of_blocks(active))
-            if not looks_for_scale:
+            if not looks:
                 tried[active, d] = True
             v = np.empty(states.shape, np.float32)
             v[:, POSITIONS] = self.values[states]
@@ -225,7 +223,22 @@ class Trellis:
             best_d[active[better]] = d[better]
             best_states[active[better]] = states[better]
             vv = sum_lanes(mi * v * v)
-            want[active] = np.where(vv > 0, sum_lanes(mi * yi * v) / vv, np.float32(0))
+            return np.where(vv > 0, sum_lanes(mi * yi * v) / vv, np.float32(0))
+
+        want, active = first.copy(), np.arange(n)
+        for i in range(passes):
+            d = _next_scale(want[active], tried[active])
+            active, d = active[d > 0], d[d > 0]
+            if not len(active):
+                break
+            want[active] = try_scale(active, d, looks=feedback is not None and i == 0 and passes > 1)
+        top = np.abs(self.values).max()
+        for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(x).max(axis=1) / top):
+            active = np.flatnonzero(error > ODD[self.k] * weighted)
+            d = _next_scale(odd[active], tried[active])
+            active, d = active[d > 0], d[d > 0]
+            if len(active):
+                try_scale(active, d, looks=False)
         return best_states, best_d
 
 

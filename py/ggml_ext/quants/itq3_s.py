@@ -1,6 +1,6 @@
 """ITQ3_S in numpy: the format of ggml_ext/types/itq3_s.h and the encoder of ggml_ext/encode/itq3_s.c.
 
-    w = H v,   v[j] = d * (q[j] - z),   q[j] in 0..7,   100 bytes: half d, half z, uint8 ql[64], uint8 qh[32]
+    w = S H v,   v[j] = d * (q[j] - z),   q[j] in 0..7,   100 bytes: half d, half z, uint8 ql[64], uint8 qh[32]
 
 Source: "ITQ3_S: Interleaved Ternary Quantization - Specialized" for the rotation, the block and d, z; the bit map and
 the eight-level encoder are ours.
@@ -16,9 +16,9 @@ from . import (
     BLOCK_SIZE,
     HALF_MAX,
     as_blocks,
-    fwht,
     load_rotated,
     pack_bits3,
+    rotate_back,
     scales_to_bytes,
     scales_to_float32,
     sum_lanes,
@@ -58,7 +58,7 @@ def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
     """uint8 (n_blocks, 100) to weights float32 (n_blocks, 256), rotated back. ValueError for other shapes or dtypes."""
     q, d, z = unpack(blocks)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
-        return fwht(d[:, None] * (q.astype(np.float32) - z[:, None]))
+        return rotate_back(d[:, None] * (q.astype(np.float32) - z[:, None]))
 
 
 def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, levels: int = 8) -> np.ndarray:
@@ -172,6 +172,8 @@ def _encode_eight_levels(x: np.ndarray, s: _Stats, best: _Best) -> None:
     allowed = (d > 0) & (d <= HALF_MAX)
     _refine(x, s.sum, d, z, best, allowed)
     best.try_scale(x, d, z, 8, allowed)
+    z = np.where(s.max > 0, _ZERO, _ONE)
+    best.try_scale(x, np.fmin(np.abs(s.max), HALF_MAX), z, 8, d == 0)
 
 
 def _encode_ternary(x: np.ndarray, s: _Stats, best: _Best) -> None:
