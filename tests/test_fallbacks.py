@@ -132,7 +132,7 @@ def test_lines_of_large_models_fit_80_columns():
         plan.add(tensor, gguf.GGMLQuantizationType(163), gguf.GGMLQuantizationType(163))
     lines = _report.tensor_lines(plan, 80)
     assert lines[0] == "[  1/291] token_embd.weight         4096x128256  f16 -> itq3_t   1002 -> 192 MiB"
-    assert lines[2] == "[  3/291] blk.31.attn_output.weight 4096x4096  f16 -> itq3_t   32.0 -> 6.12 MiB"
+    assert lines[2] == "[  3/291] blk.31.attn_output.weight   4096x4096  f16 -> itq3_t  32.0 -> 6.12 MiB"
     assert all(len(line) == 80 for line in lines)
     assert all(len(line) == 100 for line in _report.tensor_lines(plan, 100))
 
