@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, floats_value, strings_value
+from ._types import WEIGHT_TYPES
 
 # Two arrays of the same length: names of the DITTO3 tensors, and the epsilon of each as float32.
 NAMES_KEY, VALUES_KEY = "ggml_ext.ditto3.epsilon.tensors", "ggml_ext.ditto3.epsilon"
@@ -47,6 +49,11 @@ class Accuracy:
         if self.energy:
             return self.error / self.energy
         return np.inf if self.error else 0.0
+
+    def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:
+        """True if the relative squared error is more than `factor` times what the type, one of ours, has on Gaussian weights."""
+        info = WEIGHT_TYPES.get(qtype.name.lower())
+        return info is not None and self.relative > factor * info.usual_rel_mse
 
     @property
     def is_finite(self) -> bool:

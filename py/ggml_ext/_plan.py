@@ -191,6 +191,8 @@ class Plan:
     n_matrices: int = 0  # weight matrices, which get the type chosen for them
     warnings: list[str] = field(default_factory=list)
     fallbacks: dict[Fallback, list[str]] = field(default_factory=dict)  # names of the tensors
+    # what --fallback-above replaced: names by type before and after
+    inaccurate: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], list[str]] = field(default_factory=dict)
     importance: set[str] = field(default_factory=set)  # names of tensors that are encoded with an importance matrix
 
     @property
@@ -203,6 +205,12 @@ class Plan:
         self.types.append(got)
         if got != wanted:
             self.fallbacks.setdefault(Fallback(tensor.ne[0], wanted, got), []).append(tensor.name)
+
+    def replace_inaccurate(self, i: int) -> None:
+        """Tensor i gets its type's fallback: it was encoded, and its error was too large."""
+        tensor, target = self.tensors[i], self.types[i]
+        self.types[i] = fallback_type(tensor, target)
+        self.inaccurate.setdefault((target, self.types[i]), []).append(tensor.name)
 
     def blocks_bpw(self, types: list[GGMLQuantizationType]) -> float | None:
         """Bits per weight of the matrices of the blocks with these types; None if there are none. As in ggml-ext-ftype.h."""
@@ -264,12 +272,19 @@ def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied
     return choices.type
 
 
+def fallback_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """What takes the place of one of our types in a tensor that it does not serve."""
+    fallback = T[TYPES[target.name.lower()].fallback.upper()]
+    return fallback if tensor.ne[0] % GGML_QUANT_SIZES[fallback][0] == 0 else T.F16
+
+
 def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
     """target, or what takes its place where the row is no multiple of its block; UserError if nothing does."""
     if tensor.ne[0] % GGML_QUANT_SIZES[target][0] == 0:
         return target
-    info = TYPES.get(target.name.lower())
-    fallback = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target)
+    fallback = STOCK_FALLBACKS.get(target)
+    if target.name.lower() in TYPES:
+        return fallback_type(tensor, target)
     if fallback is None and GGML_QUANT_SIZES[target][0] > 32:
         raise UserError(
             f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "

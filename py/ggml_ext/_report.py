@@ -13,11 +13,13 @@ from gguf import GGMLQuantizationType
 
 from ._accuracy import Accuracy
 from ._gguf_file import Tensor, row_bytes
-from ._names import shorten, tensor_class
+from ._names import describe_tensors, shorten, tensor_class
 from ._plan import Choices, Plan
+from ._types import WEIGHT_TYPES
 from ._writer import MIB
 
 MIN_COLUMNS = 80
+WARN_ABOVE = 3  # times the usual error of a type
 
 
 def columns() -> int:
@@ -94,15 +96,18 @@ def _outcome(plan: Plan, choices: Choices) -> list[str]:
     in_all = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in all"
     asked, got = plan.blocks_bpw(plan.wanted), plan.blocks_bpw(plan.types)
     blocks = "" if got is None else f"{got:.5g} bpw in the blocks, "
-    if not plan.fallbacks:
+    if not plan.fallbacks and not plan.inaccurate:
         return ["", f"{choices.name} as asked: {blocks}{in_all}"]
-    lengths = sorted({f.n_per_row for f in plan.fallbacks})
-    return [
-        "",
-        f"asked for {choices.name}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}",
-        f"{len(plan.fallback_names)} of {plan.n_matrices} matrices fell back for their rows of "
-        f"{', '.join(map(str, lengths))}; --no-fallback refuses that",
-    ]
+    lines = ["", f"asked for {choices.name}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}"]
+    if plan.fallbacks:
+        lengths = ", ".join(map(str, sorted({f.n_per_row for f in plan.fallbacks})))
+        lines.append(
+            f"{len(plan.fallback_names)} of {plan.n_matrices} matrices fell back for their rows of {lengths}; --no-fallback "
+            "refuses that"
+        )
+    for (wanted, got), names in plan.inaccurate.items():
+        lines.append(describe_tensors(names, f": {got.name.lower()} instead of {wanted.name.lower()} for the errors"))
+    return lines
 
 
 def summary(
@@ -122,6 +127,20 @@ def summary(
             f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)"
         )
     return "\n".join(lines + _outcome(plan, choices))
+
+
+def error_warnings(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
+    """One line for each of our types that has tensors with errors far above the usual one."""
+    found: dict[GGMLQuantizationType, dict[str, float]] = {}
+    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
+        if target != tensor.type and accuracy.exceeds_usual(target, WARN_ABOVE):
+            found.setdefault(target, {})[tensor.name] = accuracy.relative
+    lines = []
+    for target, errors in found.items():
+        info = WEIGHT_TYPES[target.name.lower()]
+        said = f": relative squared error up to {max(errors.values()):.3g} as {info.name}, usual {info.usual_rel_mse:g}"
+        lines.append(f"{describe_tensors(list(errors), said)}; --fallback-above {WARN_ABOVE} stores such as {info.fallback}")
+    return lines
 
 
 def fallback_warnings(plan: Plan) -> list[str]:

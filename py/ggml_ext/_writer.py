@@ -126,32 +126,46 @@ def write_tensors(
     n_threads: int,
     started: Callable[[int], None],
     advanced: Callable[[int], None],
+    fallback_above: float | None = None,
 ) -> list[Accuracy]:
     """Writes the data of all tensors, padded. Calls started(index) before a tensor and advanced(weights) after a chunk.
 
-    Returns how far each tensor is from its original. UserError if a tensor holds what cannot be stored.
+    fallback_above: a tensor whose error is more than this many times its type's usual one is written again in the type's
+    fallback, which is then in the plan. Returns how far each tensor is from its original. UserError if a tensor holds what
+    cannot be stored.
     """
     pool = ThreadPoolExecutor(n_threads)
+
+    def write(tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
+        guide = Guide(imatrix.values(tensor.name) if imatrix and tensor.name in plan.importance else None)
+        if codec.needs_codebook(tensor, target):
+            guide = replace(guide, codebook=_find_codebook(pool, file, tensor, target, codec, guide, 2 * n_threads))
+
+        def convert(chunk: tuple[int, int]):
+            return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target, guide)
+
+        n_bytes, accuracy = 0, Accuracy()
+        for (first, n_rows), (data, of_chunk) in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):
+            f.write(data)
+            n_bytes += data.nbytes
+            accuracy += of_chunk
+            file.release(tensor, first + n_rows)
+            advanced(n_rows * tensor.ne[0])
+        assert n_bytes == row_bytes(target, tensor.ne[0]) * tensor.n_rows, tensor.name
+        write_padding(f, n_bytes, file.alignment)
+        return accuracy
+
     accuracies = []
     try:
-        for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types, strict=True)):
+        for i, tensor in enumerate(plan.tensors):
             started(i)
-            guide = Guide(imatrix.values(tensor.name) if imatrix and tensor.name in plan.importance else None)
-            if codec.needs_codebook(tensor, target):
-                guide = replace(guide, codebook=_find_codebook(pool, file, tensor, target, codec, guide, 2 * n_threads))
-
-            def convert(chunk: tuple[int, int], tensor=tensor, target=target, guide=guide):
-                return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target, guide)
-
-            n_bytes, accuracy = 0, Accuracy()
-            for (first, n_rows), (data, of_chunk) in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):
-                f.write(data)
-                n_bytes += data.nbytes
-                accuracy += of_chunk
-                file.release(tensor, first + n_rows)
-                advanced(n_rows * tensor.ne[0])
-            assert n_bytes == row_bytes(target, tensor.ne[0]) * tensor.n_rows, tensor.name
-            write_padding(f, n_bytes, file.alignment)
+            start, target = f.tell(), plan.types[i]
+            accuracy = write(tensor, target)
+            if fallback_above is not None and target != tensor.type and accuracy.exceeds_usual(target, fallback_above):
+                plan.replace_inaccurate(i)
+                advanced(-tensor.n_elements)
+                f.seek(start)  # the fallback is the longer type
+                accuracy = write(tensor, plan.types[i])
             accuracies.append(accuracy)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -20,9 +20,9 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
 from ._imatrix import ImportanceMatrix
 from ._names import unknown_type
-from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance
+from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, fallback_type, make_plan, parse_type, plan_importance
 from ._recipes import RECIPES
-from ._report import columns, fallback_warnings, summary, tensor_lines
+from ._report import WARN_ABOVE, columns, error_warnings, fallback_warnings, summary, tensor_lines
 from ._types import WEIGHT_TYPES
 from ._writer import data_size, replaced_file, write_tensors
 
@@ -62,6 +62,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--token-embedding-type", metavar="TYPE", help="type of the token embeddings")
     add(
         "--output-tensor-type", metavar="TYPE", help="type of the output matrix (or of the embeddings that serve as it)"
+    )
+    add(
+        "--fallback-above",
+        metavar="X",
+        type=float,
+        help="give tensors whose relative squared error is more than X times what is usual for their type its fallback type; "
+        f"without it errors above {WARN_ABOVE} times the usual are a warning",
     )
     add("--no-fallback", action="store_true", help="refuse a model with rows that the types do not fit")
     add("--leave-output-tensor", action="store_true", help="leave output.weight as it is")
@@ -118,6 +125,8 @@ def parse_choices(args: argparse.Namespace) -> Choices:
         raise UserError(f"--ditto-codebook: got {args.ditto_codebook!r}, must be {' or '.join(CODEBOOKS)}")
     if args.effort not in EFFORTS:
         raise UserError(f"--effort: got {args.effort!r}, must be {', '.join(EFFORTS)}")
+    if args.fallback_above is not None and not 1 <= args.fallback_above < float("inf"):
+        raise UserError(f"--fallback-above: got {args.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
     check_threads(args.threads)
 
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
@@ -168,6 +177,13 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
         )
     codec = Codec(lib, args.itq3_levels, args.ditto_codebook, args.effort)
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if lib is None and args.fallback_above is not None and target != tensor.type and target.name.lower() in WEIGHT_TYPES:
+            fallback = fallback_type(tensor, target)
+            if not codec.can_encode(fallback):
+                raise UserError(
+                    f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
+                    "or leave the option out"
+                )
         unweighted = lib is None and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY
         if target != tensor.type and (unweighted or not codec.can_encode(target)):
             flag = {
@@ -191,6 +207,8 @@ def describe_options(args: argparse.Namespace, plan: Plan) -> str:
         T.ITQ2_T: effort,
     }
     options = list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
+    if args.fallback_above is not None:
+        options.append(f"fallback-above={args.fallback_above:g}")
     options += [
         flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))
     ]
@@ -221,14 +239,17 @@ def output_metadata(
     return old | {kv.key: kv for kv in ours}
 
 
-def list_epsilons(file: GGUFFile, plan: Plan, accuracies: list[Accuracy] | None) -> dict[str, float]:
+def list_epsilons(
+    file: GGUFFile, plan: Plan, planned: list[GGMLQuantizationType], accuracies: list[Accuracy] | None
+) -> dict[str, float]:
     """Epsilon of the DITTO3 tensors of the output. accuracies: None before they are known, for the size of the header.
 
-    Tensors that were DITTO3 before are copied, and keep what is recorded for them, if anything is.
+    Tensors that were DITTO3 before are copied, and keep what is recorded for them, if anything is. planned: types before
+    --fallback-above; tensors that it replaced keep their place in the list, so that the header's size does not change.
     """
     out = {}
     recorded = read_epsilons(file)
-    for i, (tensor, target) in enumerate(zip(plan.tensors, plan.types, strict=True)):
+    for i, (tensor, target) in enumerate(zip(plan.tensors, planned, strict=True)):
         if target == T.DITTO3 != tensor.type:
             out[tensor.name] = 0.0 if accuracies is None else accuracies[i].epsilon
         elif target == T.DITTO3 and tensor.name in recorded:
@@ -272,10 +293,11 @@ def run(args: argparse.Namespace) -> None:
         return
 
     started = time.monotonic()
+    planned, options = list(plan.types), describe_options(args, plan)
 
     def header(accuracies: list[Accuracy] | None) -> bytes:
-        epsilons = list_epsilons(file, plan, accuracies)
-        metadata = output_metadata(file, choices, describe_options(args, plan), imatrix, epsilons)
+        epsilons = list_epsilons(file, plan, planned, accuracies)
+        metadata = output_metadata(file, choices, options, imatrix, epsilons)
         return pack_header(metadata, plan.tensors, plan.types, file.alignment)
 
     first_header = header(None)
@@ -294,9 +316,12 @@ def run(args: argparse.Namespace) -> None:
             check_threads(args.threads),
             lambda i: report(lines[i]) if lines else None,
             bar.update,
+            args.fallback_above,
         )
         f.seek(0)
         f.write(header(accuracies))  # as long as the first one
+    for warning in error_warnings(plan, accuracies):
+        print(f"warning: {warning}", file=sys.stderr)
     report(summary(plan, choices, width, accuracies, time.monotonic() - started))
 
 
