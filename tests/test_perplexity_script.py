@@ -98,12 +98,11 @@ def run_on(results: dict, baseline: list | str, tmp_path: Path, monkeypatch, *ar
 
 
 def error_of(*args) -> str:
-    """What the script ends with: a string, which Python prints on stderr before it exits with 1. "" if it succeeds."""
+    """What run_script() prints on stderr before the script exits with 1. "" if it succeeds."""
     try:
         perplexity.main([*map(str, args)])
-    except SystemExit as e:
-        assert isinstance(e.code, str) and e.code.startswith("error: ")
-        return e.code
+    except (UserError, RuntimeError, OSError) as e:
+        return f"error: {e}"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -70,3 +71,18 @@ def run_command(run: Callable[[], None], stopped: Callable[[], str], way_out: st
         return 0
     print(message, file=sys.stderr)
     return code
+
+
+def run_script(main: Callable[[], None]) -> int:
+    """run_command() for the scripts of the project, in which RuntimeError, OSError and subprocess.SubprocessError say which
+    program or file failed, and why."""
+
+    def run() -> None:
+        try:
+            main()
+        except BrokenPipeError:
+            raise
+        except (RuntimeError, OSError, subprocess.SubprocessError) as e:
+            raise UserError(str(e)) from e
+
+    return run_command(run, lambda: "the results are not complete", "run it with its output open")

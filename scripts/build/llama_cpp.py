@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import hashlib
 import os
 import re
 import shutil
@@ -23,6 +22,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from pinned import Failure, cache_dir, fetch
 
 try:
     import tomllib
@@ -38,49 +39,6 @@ COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "li
 PACKED = (*COPIED, "gguf-py/gguf")
 
 
-class Failure(Exception):
-    """One line for the user."""
-
-
-def cache_dir() -> Path:
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ggml-ext"
-    return Path(os.environ.get("GGML_EXT_CACHE_DIR") or default)
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as f:
-        for chunk in iter(lambda: f.read(1 << 20), b""):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def fetch_archive() -> Path:
-    """The pinned source distribution, downloaded with pip if the cache lacks it."""
-    archive = cache_dir() / PIN["archive"]
-    if not archive.exists():
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=archive.parent) as tmp:
-            # pip runs an archive's own build script to learn its name: only one whose hash it has checked
-            wanted = Path(tmp) / "requirements.txt"
-            wanted.write_text(f"{PIN['package']}=={PIN['version']} --hash=sha256:{PIN['sha256']}\n")
-            command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps",
-                       "--no-binary", PIN["package"], "--require-hashes", "--dest", tmp, "-r", str(wanted)]
-            # pip hides the packages of an isolated build from itself through these
-            env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_BUILD_TRACKER")}
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-            fetched = Path(tmp) / PIN["archive"]
-            if done.returncode or not fetched.exists():
-                reason = (done.stderr.strip() or "no archive came").splitlines()[-1]
-                raise Failure(f"cannot fetch {PIN['package']} {PIN['version']}: {reason}; "
-                              f"put {PIN['archive']} into {archive.parent}, or set GGML_EXT_LLAMA_CPP_DIR")
-            os.replace(fetched, archive)
-    found = sha256(archive)
-    if found != PIN["sha256"]:
-        raise Failure(f"{archive}: SHA-256 is {found}, needed {PIN['sha256']}; remove the file and try again")
-    return archive
-
-
 def pristine_tree() -> Path:
     """The unpatched llama.cpp: the user's own tree, or the pinned one."""
     own = os.environ.get("GGML_EXT_LLAMA_CPP_DIR")
@@ -90,7 +48,7 @@ def pristine_tree() -> Path:
         return Path(own).resolve()
     tree = cache_dir() / f"llama.cpp-{PIN['version']}"
     if not tree.exists():
-        archive = fetch_archive()
+        archive = fetch(PIN, "set GGML_EXT_LLAMA_CPP_DIR")
         with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
             with tarfile.open(archive) as tar:
                 members = [m for m in tar if m.name.startswith(PIN["tree"] + "/") and (m.isfile() or m.isdir())]

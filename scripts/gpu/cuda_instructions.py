@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "build"))
 import cuda_tools
 
 from ggml_ext import WEIGHT_TYPES
+from ggml_ext._cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 # ids of ggml.h, and the weights that a thread takes in one turn of the loop
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -9,9 +9,12 @@ choose alpha and beta; whole blocks under every combination of the scales that a
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
+
+from ggml_ext._cli import run_script
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "minilm_ffn_down.npy"
 # name -> multipliers of a group under the super scale, super scales an octave
@@ -85,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -18,11 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gemv
 from synth_model import SHAPES, write_model
 
+from ggml_ext._cli import run_script
 from ggml_ext._tools import tool_path
 
 DEFAULT_TYPES = "itq3_t,itq2_t,itq3_s,ccq2,ditto3,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,f16"
@@ -33,17 +35,28 @@ def run_once(program: Path, model: Path, n_prompt: int, n_gen: int, threads: int
     command = [program, "-m", model, "-p", n_prompt, "-n", n_gen, "-t", threads, "-r", 1, "-o", "json"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: llama-bench failed on {model}: {done.stderr.strip()[-300:]}")
+        raise RuntimeError(f"llama-bench failed on {model}: {done.stderr.strip()[-300:]}")
     return {"decode" if r["n_gen"] else "prefill": r["avg_ts"] for r in json.loads(done.stdout)}
 
 
-def measure(models: dict[str, Path], program: Path, rounds: int, n_prompt: int, n_gen: int,
-            threads: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens a second of every round: {type: {"decode": [...], "prefill": [...]}}; the types in turn."""
+def measure(models: dict[str, Path], program: Path, rounds: int, n_prompt: int, n_gen: int, threads: int,
+            failed: Callable[[str, Exception], None] | None = None) -> dict[str, dict[str, list[float]]]:
+    """Tokens a second of every round: {type: {"decode": [...], "prefill": [...]}}; the types in turn.
+
+    RuntimeError if llama-bench fails; with failed(type, error), which is called instead, the type is left out.
+    """
     samples = {name: {"decode": [], "prefill": []} for name in models}
     for i in range(rounds):
-        for name, model in models.items():
-            for what, speed in run_once(program, model, n_prompt, n_gen, threads).items():
+        for name in list(samples):
+            try:
+                found = run_once(program, models[name], n_prompt, n_gen, threads)
+            except RuntimeError as e:
+                if failed is None:
+                    raise
+                failed(name, e)
+                del samples[name]
+                continue
+            for what, speed in found.items():
                 samples[name][what].append(speed)
         print(f"round {i + 1}/{rounds}", file=sys.stderr)
     return samples
@@ -113,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -28,6 +28,7 @@ import numpy as np
 from ggml_graph import Graph
 
 from ggml_ext import TYPES, _lib
+from ggml_ext._cli import run_script
 
 DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
@@ -176,4 +177,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

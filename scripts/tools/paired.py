@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 from perplexity import MODEL, TEXT, Entry, parse_types
 from perplexity_run import imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
 
+from ggml_ext._cli import run_script
 from ggml_ext._errors import UserError
 
 PAIRS = ("itq3_t:iq3_s,itq3_t:q3_k,itq2_t:q2_k,itq3_t+imatrix:iq3_s+imatrix,itq3_t+imatrix:q3_k+imatrix,"
@@ -33,7 +35,7 @@ def parse_pairs(text: str) -> list[tuple[Entry, Entry]]:
     return pairs
 
 
-def run() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--pairs", default=PAIRS, help=f"default: {PAIRS}")
@@ -66,12 +68,5 @@ def run() -> None:
             print(f"| {first.title} | {second.title} | {value:.5f} +- {error:.5f} | {value / error:.1f} |", flush=True)
 
 
-def main() -> None:
-    try:
-        run()
-    except (UserError, RuntimeError, OSError) as e:
-        raise SystemExit(f"error: {e}") from None
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -34,6 +34,7 @@ from perplexity_run import (
 )
 
 from ggml_ext import WEIGHT_TYPES, __version__
+from ggml_ext._cli import run_script
 from ggml_ext._errors import UserError
 from ggml_ext._recipes import RECIPES
 from ggml_ext._tools import BIN
@@ -345,7 +346,7 @@ def check(args: argparse.Namespace) -> list[Entry]:
     return parse_types(args.types)
 
 
-def run(argv: list[str] | None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     entries = check(args)
     baseline = args.baseline or BASELINE
@@ -377,14 +378,5 @@ def run(argv: list[str] | None) -> None:
         log(f"not compared: {finding}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    try:
-        run(argv)
-    except (UserError, RuntimeError, OSError) as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit("error: interrupted")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

