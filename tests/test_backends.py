@@ -22,7 +22,9 @@ from ggml_ext import TYPES, WEIGHT_TYPES, ExtType
 
 DOCS = ROOT / "docs" / "backends.md"
 # The first statement of a refusing supports_op; RPC asks the server in its body, the others return false.
-HUNK = re.compile(r"supports_op\([^)]*\) \{\n    if \(ggml_ext_op_needs_kernels\(op\)\) \{\n        (?:return false;|auto \* ctx)")
+HUNK = re.compile(r"supports_op\([^)]*\) \{\n"
+                  r"    if \(ggml_ext_op_needs_kernels\(op\)\) \{\n"
+                  r"        (?:return false;|auto \* ctx)")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,8 @@ def patched(tmp_path_factory) -> Path:
 
 def table() -> dict[str, list[str]]:
     """The rows of the first table of docs/backends.md: names of folders -> the other cells."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCS.read_text().splitlines() if line.startswith("| `ggml-")]
+    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| `ggml-")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {folder: row[1:] for row in rows for folder in re.findall(r"`(ggml-[\w-]+)`", row[0])}
 
 
@@ -72,8 +75,8 @@ def helper(request, patched, tmp_path_factory) -> ctypes.CDLL:
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
     out = tmp_path_factory.mktemp("helper") / "helper.so"
-    subprocess.run([compiler, "-x", request.param, f"-std={standard}", "-Wall", "-Werror", "-shared", "-fPIC", "-I", ROOT / "ggml_ext",
-                    "-I", patched / "ggml/include", ROOT / "tests/supports_helper.c", "-o", out], check=True)
+    subprocess.run([compiler, "-x", request.param, f"-std={standard}", "-Wall", "-Werror", "-shared", "-fPIC",
+                    "-I", ROOT / "ggml_ext", "-I", patched / "ggml/include", ROOT / "tests/supports_helper.c", "-o", out], check=True)
     lib = ctypes.CDLL(str(out))
     for name in ("is_ext_type", "op_needs_kernels", "only_names_memory"):
         getattr(lib, name).restype = ctypes.c_bool
@@ -89,7 +92,8 @@ def test_every_operand_of_every_operation_counts(helper):
         for position in range(-1, helper.max_src()):
             assert not helper.op_needs_kernels(op, position, 0)
             for type_id in ExtType:
-                assert helper.op_needs_kernels(op, position, int(type_id)) != helper.only_names_memory(op), (op, position, type_id)
+                found = helper.op_needs_kernels(op, position, int(type_id))
+                assert found != helper.only_names_memory(op), (op, position, type_id)
 
 
 @contextlib.contextmanager
@@ -162,7 +166,8 @@ ctx = c_void_p(call(base, "ggml_init", c_void_p, Params(1 << 20, None, True)))
 reg = c_void_p(call(rpc, "ggml_backend_rpc_add_server", c_void_p, c_char_p(endpoint.encode())))
 dev = c_void_p(call(base, "ggml_backend_reg_dev_get", c_void_p, reg, c_size_t(0)))
 for product in products:
-    a, b = (c_void_p(call(base, "ggml_new_tensor_2d", c_void_p, ctx, c_int(int(t)), c_int64(256), c_int64(4))) for t in product.split("x"))
+    new = lambda t: c_void_p(call(base, "ggml_new_tensor_2d", c_void_p, ctx, c_int(int(t)), c_int64(256), c_int64(4)))
+    a, b = map(new, product.split("x"))
     op = c_void_p(call(base, "ggml_mul_mat", c_void_p, ctx, a, b))
     print(product, call(base, "ggml_backend_dev_supports_op", c_bool, dev, op), flush=True)
 """
