@@ -33,7 +33,8 @@ def run(*command) -> None:
 
 
 def configure(folder: str, *options: str) -> None:
-    run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options)
+    run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DGGML_EXT_UI=OFF",
+        *options)
 
 
 # Debian's packages of what the NEON tests need (the compiler brings its C library), and the program each is needed for
