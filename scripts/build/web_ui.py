@@ -84,8 +84,11 @@ def run_npm(title: str, command: list[str], folder: Path, env: dict[str, str]) -
     # into a file: processes that a killed npm leaves behind would keep a pipe open
     with tempfile.TemporaryFile("w+", dir=folder.parent, encoding="utf-8", errors="replace") as output:
         # a session of its own, so that all its processes can be ended
-        process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output,
+                                       stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as e:
+            raise Failure(f"{title} failed: {command[0]}: {e.strerror}") from None
         try:
             code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -32,6 +35,11 @@ def is_healthy(url: str) -> bool:
         return False
 
 
+def end_with_parent() -> None:
+    """In a new process: ask Linux to end it when the process that started it is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def stop(process: subprocess.Popen, seconds: float = 10) -> None:
     process.terminate()
     try:
@@ -54,7 +62,8 @@ def running_server(model: Path | str, *args, program: Path | None = None, port: 
             log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "llama-server.log"
         command = [program or tool_path("llama-server"), "-m", model, "--host", "127.0.0.1", "--port", port, *args]
         with log.open("wb") as output:
-            process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                       preexec_fn=end_with_parent if sys.platform == "linux" else None)
         stack.callback(stop, process)
         deadline = time.monotonic() + seconds
         while True:
