@@ -182,9 +182,13 @@ def test_tensor_twice(tmp_path):
     ("flags", "parts"),
     [
         (["--type", "itq9_z"], ("--type", "'itq9_z'", KNOWN)),
+        (["--type", "itq3t"], ("--type", "'itq3t': did you mean 'itq3_t'? known types: ")),
         (["--type", "q4_k"], ("--type", "'q4_k'", "llama-quantize", KNOWN)),
         (["--type", "q8_kr"], ("--type", "'q8_kr'", KNOWN)),
         (["--type", "itq3_s", "--tensor-type", "attn_k=q9_9"], ("--tensor-type", "'q9_9'", "q8_0")),
+        (["--type", "itq3_s", "--tensor-type", "attn_k=Q6K"], ("--tensor-type", "'Q6K': did you mean 'q6_k'?")),
+        (["--type", "itq3_s", "--token-embedding-type", "iq4nl"], ("--token-embedding-type", "did you mean 'iq4_nl'?")),
+        (["--type", "itq3_s", "--output-tensor-type", "fp16"], ("--output-tensor-type", "did you mean 'f16'?")),
         (["--type", "itq3_s", "--tensor-type", "attn_k"], ("--tensor-type", "'attn_k'", "REGEX=TYPE")),
         (["--type", "itq3_s", "--tensor-type", "=q8_0"], ("--tensor-type", "REGEX=TYPE")),
         (["--type", "itq3_s", "--tensor-type", "attn_(=q8_0"], ("--tensor-type", "'attn_('", "regular expression")),
@@ -216,7 +220,7 @@ def test_types_that_need_an_importance_matrix(tmp_path, source):
     )
 
 
-@pytest.mark.parametrize("qtype", ["Q4_0", "Q5_1", "ITQ3_S"])
+@pytest.mark.parametrize("qtype", ["Q4_0", "Q5_1", "ITQ3_T"])
 def test_already_quantized_is_refused_unless_asked(tmp_path, qtype):
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)}, qtype)
     quantize_error(tmp_path, source, "blk.0.ffn_up.weight", qtype.lower(), "--allow-requantize")
@@ -236,7 +240,7 @@ def test_not_finite_weights_are_named(tmp_path, value, qtype):
 def test_not_finite_weights_of_a_copied_tensor_are_named(tmp_path):
     norm = gaussian(256)
     norm[17] = np.nan
-    source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_norm.weight": norm})
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_norm.weight": norm, "blk.0.ffn_up.weight": gaussian(8, 256)})
     quantize_error(tmp_path, source, "blk.0.attn_norm.weight", "column 17", "nan")
 
 
@@ -424,9 +428,11 @@ def test_full_standard_output_is_named(tmp_path, source):
 def test_tensors_of_activation_types_are_copied(tmp_path, qtype):
     """They hold no weights, and some cannot be decoded."""
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(qtype)]
-    path = raw_gguf(tmp_path / "in.gguf", tensors=[(b"a.weight", (256, 2), qtype, 0)], data=2 * 256 // block_size * block_bytes + 32)  # 32: alignment
+    path = raw_gguf(tmp_path / "in.gguf", tensors=[(b"a.weight", (256, 2), qtype, 0), (b"b.weight", (256, 2), 1, 1024)],
+                    data=2 * 256 // block_size * block_bytes + 4096)
     result = quantize(path, tmp_path / "out.gguf", "--type", "itq3_s")
-    assert "a.weight" in result.stderr and "kept" in result.stderr
+    name = gguf.GGMLQuantizationType(qtype).name.lower()
+    assert result.stderr == f"warning: tensor a.weight, {name}: holds no weights: kept\n"
 
 
 @pytest.mark.parametrize("payload", [(8, struct.pack("<Q", 1) + b"2"), (9, struct.pack("<IQI", 4, 1, 2))], ids=["string", "array"])

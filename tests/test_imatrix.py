@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, read_tensors, tool, write_gguf
+from conftest import ROOT, gaussian, quantize, read_tensors, tool, write_gguf
 from perplexity_run import imatrix as make_imatrix
 from test_bad_input import check_error, files, quantize_error, run_quantize
 

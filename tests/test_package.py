@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import conftest
@@ -14,7 +15,7 @@ import pytest
 from native import ROOT
 
 import ggml_ext
-from ggml_ext import _plan
+from ggml_ext import _lib, _plan
 
 try:
     import tomllib
@@ -31,6 +32,32 @@ def test_commands_run(name):
     # rpc-server and llama-quantize print their help and exit with 1
     assert result.returncode in ((0, 1) if name in ("rpc-server", "llama-quantize") else (0,))
     assert "usage" in (result.stdout + result.stderr).lower()
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n.startswith("ggml-ext-")])
+def test_version_names_the_llama_cpp_underneath(name, tmp_path):
+    """What the built libraries say, and the pin where there are none."""
+    pin = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
+    version, command = metadata.version("ggml-ext"), [Path(sys.executable).parent / name, "--version"]
+    without = {**os.environ, "GGML_EXT_LIB_DIR": str(tmp_path)}
+    assert subprocess.run(command, capture_output=True, text=True, env=without).stdout == (
+        f"ggml-ext {version} (llama.cpp {pin['llama_cpp']}, ggml {pin['ggml']})\n"
+    )
+    libraries = [ctypes.CDLL(str(next(BIN.glob(f"lib{n}.*")))) for n in ("llama", "ggml-base")]
+    functions = [libraries[0].llama_version, libraries[1].ggml_version]
+    for function in functions:
+        function.restype = ctypes.c_char_p
+    llama_cpp, ggml = (function().decode() for function in functions)
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"ggml-ext {version} (llama.cpp {llama_cpp}, ggml {ggml})\n"
+
+
+def test_versions_of_other_libraries_are_asked(monkeypatch, tmp_path):
+    """A package built from another llama.cpp than the pinned one says so."""
+    for name, function, value in (("llama", "llama_version", "9.1"), ("ggml-base", "ggml_version", "9.2")):
+        code = f'const char * {function}(void) {{ return "{value}"; }}'
+        subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", tmp_path / f"lib{name}.so.0"], input=code, text=True, check=True)
+    monkeypatch.setenv("GGML_EXT_LIB_DIR", str(tmp_path))
+    assert _lib.upstream_versions() == ("9.1", "9.2")
 
 
 def test_llama_quantize_lists_our_types():

@@ -8,10 +8,12 @@ import pytest
 from conftest import ROOT
 
 from ggml_ext import TYPES
+from ggml_ext._upstream import LLAMA_CPP_VERSION
 from ggml_ext.quants import itq3_s
 
 FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_types.py")
 HEADER, *_, MODULE = FILES
+PIN, PIN_MODULE = "ggml_ext/upstream.toml", "py/ggml_ext/_upstream.py"
 GENERATED = (*FILES, "docs/formats.md")
 NEW_TYPE = """
 [[type]]
@@ -47,7 +49,7 @@ def generate(root, *args):
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the table and its files, fresh."""
-    for name in ("ggml_ext/types.toml", *FILES):
+    for name in ("ggml_ext/types.toml", PIN, *FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "docs").mkdir()
@@ -126,6 +128,15 @@ def test_errors_in_the_table_are_named(tree, old, new, message):
     append(tree / "ggml_ext/types.toml", NEW_TYPE.replace(old, new))
     result = generate(tree)
     assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_new_pin_reaches_the_package(tree):
+    pin = tree / PIN
+    pin.write_text(pin.read_text().replace('llama_cpp = "', 'llama_cpp = "9.'))
+    result = generate(tree, "--check")
+    assert result.returncode == 1 and PIN_MODULE in result.stderr and MODULE not in result.stderr
+    assert generate(tree).returncode == 0
+    assert f'LLAMA_CPP_VERSION = "9.{LLAMA_CPP_VERSION}"' in (tree / PIN_MODULE).read_text()
 
 
 @pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from tqdm import tqdm
 
+from . import __version__, _lib
 from ._errors import UserError
 from ._writer import Stopped, stop_on_signals
 
@@ -20,6 +22,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
+
+
+class _Version(argparse.Action):
+    """Looks the libraries up only where it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+        llama_cpp, ggml = _lib.upstream_versions()
+        print(f"ggml-ext {__version__} (llama.cpp {llama_cpp}, ggml {ggml})")
+        parser.exit()
+
+
+def add_version_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of ggml-ext and its llama.cpp")
 
 
 def add_threads_option(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +50,23 @@ def check_threads(threads: int | None) -> int:
     return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def print_text(text: str, way_out: str) -> None:
-    """To standard output, above a progress bar; nothing if there is none. UserError if it cannot be written."""
-    if sys.stdout is None:
-        return
+@contextlib.contextmanager
+def writing_to_stdout(way_out: str) -> Iterator[None]:
+    """Standard output is written within it, and flushed at its end. UserError if that fails."""
     try:
-        tqdm.write(text, file=sys.stdout)
+        yield
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as e:
         raise UserError(f"cannot write to standard output: {e.strerror}; {way_out}") from e
+
+
+def print_text(text: str, way_out: str) -> None:
+    """To standard output, above a progress bar; nothing if there is none. UserError if it cannot be written."""
+    if sys.stdout is not None:
+        with writing_to_stdout(way_out):
+            tqdm.write(text, file=sys.stdout)
 
 
 def run_command(run: Callable[[], None], stopped: Callable[[], str], way_out: str) -> int:

@@ -158,6 +158,10 @@ def has_magic(path: Path) -> bool:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
+class BigEndianFile(UserError):
+    """A sound file, perhaps, that only gguf's own tools read."""
+
+
 class GGUFFile:
     """A GGUF file, memory-mapped. The constructor reads and checks the whole header; UserError if it is not sound."""
 
@@ -194,7 +198,7 @@ class GGUFFile:
         version = cursor.scalar("<I", "the version")
         if version not in VERSIONS:
             if version & 0xFFFF == 0:
-                raise UserError(
+                raise BigEndianFile(
                     f"{self.path} is a big-endian GGUF file, little-endian is needed: convert it with "
                     "gguf-convert-endian"
                 )

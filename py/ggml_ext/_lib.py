@@ -13,12 +13,11 @@ import numpy as np
 
 from ._errors import UserError
 from ._types import WEIGHT_TYPES
+from ._upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from .quants import ditto3
 
 ABI_VERSION = 3  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
-# the package holds the library under its SONAME, libggml-base.so.0 on Linux; a build folder has links beside it
-FILE_PATTERN = {"darwin": "libggml-base*.dylib", "win32": "ggml-base.dll"}.get(sys.platform, "libggml-base.so*")
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
 _ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
@@ -222,6 +221,16 @@ class Ditto3Histogram:
 _EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
 
 
+def _pattern(name: str) -> str:
+    """The package holds libraries under their SONAMEs, libggml-base.so.0 on Linux; a build folder has links beside them."""
+    return {"darwin": f"lib{name}.*dylib", "win32": f"{name}.dll"}.get(sys.platform, f"lib{name}.so*")
+
+
+def _find(name: str) -> list[Path]:
+    directory = os.environ.get(DIR_VARIABLE) or Path(__file__).parent / "bin"
+    return sorted(Path(directory).glob(_pattern(name)))
+
+
 @functools.cache
 def load() -> Library | None:
     """The library in the directory GGML_EXT_LIB_DIR or, if that is unset, in the package's bin folder.
@@ -229,11 +238,24 @@ def load() -> Library | None:
     None if the package was installed without it; UserError if it is there and cannot be used, or if the variable names
     a directory without it.
     """
-    directory = os.environ.get(DIR_VARIABLE)
-    found = sorted(Path(directory or Path(__file__).parent / "bin").glob(FILE_PATTERN))
-    if directory and not found:
+    found = _find("ggml-base")
+    if not found and (directory := os.environ.get(DIR_VARIABLE)):
         raise UserError(
-            f"{DIR_VARIABLE} is {directory}, which has no {FILE_PATTERN}: point it to the folder of the "
+            f"{DIR_VARIABLE} is {directory}, which has no {_pattern('ggml-base')}: point it to the folder of the "
             "extended libraries or unset it"
         )
     return Library(found[0]) if found else None
+
+
+def upstream_versions() -> tuple[str, str]:
+    """Versions of llama.cpp and ggml: of the built libraries, or the pinned ones where there are none."""
+
+    def ask(name: str, function: str, pinned: str) -> str:
+        try:
+            version = getattr(ctypes.CDLL(os.fspath(_find(name)[0])), function)
+        except (IndexError, OSError, AttributeError):
+            return pinned
+        version.restype = c_char_p
+        return version().decode()
+
+    return ask("llama", "llama_version", LLAMA_CPP_VERSION), ask("ggml-base", "ggml_version", GGML_VERSION)

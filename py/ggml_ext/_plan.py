@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._imatrix import ImportanceMatrix, n_importances
+from ._names import describe_tensors, list_tensors, unknown_type
 from ._recipes import Recipe
 from ._types import TYPES, TypeInfo
 
@@ -116,7 +117,7 @@ def parse_type(name: str, flag: str) -> GGMLQuantizationType:
     try:
         return TARGET_TYPES[name.lower()]
     except KeyError:
-        raise UserError(f"{flag}: unknown type {name!r}; known types: {', '.join(sorted(TARGET_TYPES))}") from None
+        raise UserError(unknown_type(flag, name, sorted(TARGET_TYPES))) from None
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,55 @@ class Choices:
         return self.recipe.name if self.recipe else self.info.name
 
 
+@dataclass(frozen=True)
+class Fallback:
+    """Why tensors get another type than the one chosen for them."""
+
+    n_per_row: int
+    wanted: GGMLQuantizationType
+    got: GGMLQuantizationType
+
+    def describe(self, names: list[str]) -> str:
+        """For the tensors with these names, on one line."""
+        return describe_tensors(
+            names,
+            f", rows of {self.n_per_row}: {self.got.name.lower()} instead of {self.wanted.name.lower()}, which needs a "
+            f"multiple of {GGML_QUANT_SIZES[self.wanted][0]}",
+        )
+
+
 @dataclass
 class Plan:
     """Target types in the order of the file's tensors, and what to tell the user about them."""
 
     tensors: list[Tensor]
     types: list[GGMLQuantizationType] = field(default_factory=list)
+    wanted: list[GGMLQuantizationType] = field(default_factory=list)  # types before fallbacks
+    n_matrices: int = 0  # weight matrices, which get the type chosen for them
     warnings: list[str] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)  # names
+    fallbacks: dict[Fallback, list[str]] = field(default_factory=dict)  # names of the tensors
     importance: set[str] = field(default_factory=set)  # names of tensors that are encoded with an importance matrix
+
+    @property
+    def fallback_names(self) -> list[str]:
+        return [name for names in self.fallbacks.values() for name in names]
+
+    def add(self, tensor: Tensor, wanted: GGMLQuantizationType, got: GGMLQuantizationType) -> None:
+        """The next tensor of the file."""
+        self.wanted.append(wanted)
+        self.types.append(got)
+        if got != wanted:
+            self.fallbacks.setdefault(Fallback(tensor.ne[0], wanted, got), []).append(tensor.name)
+
+    def blocks_bpw(self, types: list[GGMLQuantizationType]) -> float | None:
+        """Bits per weight of the matrices of the blocks with these types; None if there are none. As in ggml-ext-ftype.h."""
+        n_bits = n_weights = 0.0
+        for tensor, qtype in zip(self.tensors, types, strict=True):
+            if tensor.n_dims >= 2 and "blk." in tensor.name and tensor.name.endswith("weight"):
+                block_size, block_bytes = GGML_QUANT_SIZES[qtype]
+                n_bits += tensor.n_elements * 8 * block_bytes / block_size
+                n_weights += tensor.n_elements
+        return n_bits / n_weights if n_weights else None
 
     def size_before(self) -> int:
         return sum(t.n_bytes for t in self.tensors)
@@ -245,15 +286,23 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
     n_expert = file.value(f"{arch}.expert_count", 0)
     tied = all(t.name != OUTPUT for t in file.tensors)
     plan = Plan(file.tensors)
+    no_weights: dict[GGMLQuantizationType, list[str]] = {}
     for tensor in file.tensors:
         if not is_weight_matrix(tensor, arch) or (choices.leave_output and tensor.name == OUTPUT):
-            plan.types.append(tensor.type)
+            plan.add(tensor, tensor.type, tensor.type)
         elif tensor.type in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES):
-            plan.warnings.append(f"tensor {tensor.name} is {tensor.type.name.lower()}, which holds no weights: kept")
-            plan.types.append(tensor.type)
+            no_weights.setdefault(tensor.type, []).append(tensor.name)
+            plan.add(tensor, tensor.type, tensor.type)
         else:
-            target = choose_type(tensor, choices, arch, n_expert, tied)
-            plan.types.append(_plan_matrix(tensor, target, choices, plan))
+            wanted = choose_type(tensor, choices, arch, n_expert, tied)
+            plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
+            plan.n_matrices += 1
+    if not plan.n_matrices:
+        raise UserError(f"{file.path} {_what_has_no_matrices(file)}: nothing to quantize; pass a model with weight matrices")
+    if plan.types == [t.type for t in file.tensors]:
+        plan.warnings.append(f"all {plan.n_matrices} matrices have the types asked for already: copied as they are")
+    for qtype, names in no_weights.items():
+        plan.warnings.append(describe_tensors(names, f", {qtype.name.lower()}: holds no weights: kept"))
     for override in choices.overrides:
         if not any(override.pattern.search(t.name) for t in file.tensors):
             plan.warnings.append(
@@ -262,20 +311,30 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
     return plan
 
 
-def _plan_matrix(tensor: Tensor, target: GGMLQuantizationType, choices: Choices, plan: Plan) -> GGMLQuantizationType:
-    if tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
+def check_model(file: GGUFFile) -> None:
+    """UserError for GGUF files that are no models, by name."""
+    kind, arch = file.value("general.type"), file.value("general.architecture")
+    for is_one, what in (
+        (kind == "adapter", "a LoRA adapter (general.type is adapter)"),
+        (arch == "controlvector", "a control vector (general.architecture is controlvector)"),
+        (kind == "imatrix", "an importance matrix (general.type is imatrix), which goes after --imatrix"),
+    ):
+        if is_one:
+            raise UserError(f"{file.path} is {what}, no model: nothing to quantize; pass the model that it was made for")
+
+
+def _what_has_no_matrices(file: GGUFFile) -> str:
+    return f"has only vectors and small tensors ({len(file.tensors)})" if file.tensors else "has no tensors"
+
+
+def _fit_matrix(tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices) -> GGMLQuantizationType:
+    """Type of a weight matrix; UserError if it was quantized before, to another type."""
+    fitting = fit_to_row(tensor, wanted)
+    if fitting != tensor.type and tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
         raise UserError(
             f"tensor {tensor.name} is already quantized to {tensor.type.name.lower()}, which costs quality "
             "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize"
         )
-    fitting = fit_to_row(tensor, target)
-    if fitting != target:
-        plan.warnings.append(
-            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of "
-            f"{GGML_QUANT_SIZES[target][0]} as {target.name.lower()} needs: falling back to "
-            f"{fitting.name.lower()}"
-        )
-        plan.fallbacks.append(tensor.name)
     return fitting
 
 
@@ -325,7 +384,7 @@ def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatr
     if missing:
         plan.warnings.append(
             f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {len(tensors)} tensors, which are "
-            f"quantized without: {', '.join(missing)}"
+            f"quantized without: {list_tensors(missing)}"
         )
     if unknown := [name for name in imatrix.names() if name not in names]:
         plan.warnings.append(

@@ -1,8 +1,47 @@
 """gguf-dump for files with our types: python -m ggml_ext.dump [options of gguf-dump] FILE"""
 
-from gguf.scripts.gguf_dump import main
+from __future__ import annotations
 
-import ggml_ext  # noqa: F401  teaches gguf the types
+import argparse
+import logging
+import sys
+from pathlib import Path
+from unittest import mock
+
+from gguf.scripts import gguf_dump
+
+from ._cli import Parser, add_version_option, run_command, writing_to_stdout
+from ._errors import UserError
+from ._gguf_file import BigEndianFile, GGUFFile
+
+PROGRAM = "ggml-ext-dump"
+WAY_OUT = "pass it to a program that reads it all"
+
+
+def run(argv: list[str]) -> None:
+    """gguf-dump's own program on a file whose header was checked: its reader trusts the counts and sizes in the file."""
+    parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("file", type=Path, nargs="?")
+    add_version_option(parser)
+    args, _ = parser.parse_known_args(argv)  # the others are gguf-dump's, none of which takes a value
+    if args.file is not None and not {"-h", "--help"} & set(argv):
+        try:
+            GGUFFile(args.file)
+        except BigEndianFile:
+            pass  # which gguf reads
+    bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
+    with bad_command_line, mock.patch.object(sys, "argv", [PROGRAM, *argv]), writing_to_stdout(WAY_OUT):
+        gguf_dump.logger.setLevel(logging.WARNING)  # or it tells on stderr which file it loads
+        try:
+            gguf_dump.main()
+        except (ValueError, IndexError, KeyError, OverflowError) as e:  # of its reader
+            raise UserError(f"{args.file}: truncated or corrupt: {e}; download or convert it again") from e
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see run_command() for the exit code."""
+    return run_command(lambda: run(sys.argv[1:] if argv is None else argv), lambda: "nothing was changed", WAY_OUT)
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 
 from . import _lib
 from ._accuracy import Accuracy, read_epsilons
-from ._cli import Parser, add_threads_option, check_threads, print_text, run_command
+from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
 from ._encode import Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         "if one is larger",
     )
     add_threads_option(parser)
+    add_version_option(parser)
     return parser
 
 
@@ -124,7 +125,8 @@ def run(args: argparse.Namespace) -> None:
 
     def show(*columns: str) -> None:
         name, shape, type_name, *numbers = columns
-        line = f"{name:<{width}}  {shape:>{shape_width}}  {type_name:<8} " + " ".join(f"{n:>13}" for n in numbers)
+        line = f"{name:<{width}}  {shape:>{shape_width}}  {type_name:<8}"
+        line += "".join(f" {n:>{w}}" for n, w in zip(numbers, (7, 12, 13, 13, 8)))
         print_text(line.rstrip(), WAY_OUT)
 
     show("tensor", "shape", "type", "bpw", "epsilon", *(["rel. sq. err.", "largest error", "check"] if original else []))

@@ -14,15 +14,17 @@ from tqdm import tqdm
 
 from . import __version__, _lib
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
-from ._cli import Parser, add_threads_option, check_threads, print_text, run_command
+from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
 from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
-from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, row_bytes, string_value, uint32_value
+from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
 from ._imatrix import ImportanceMatrix
-from ._plan import TARGET_TYPES, Choices, Override, Plan, make_plan, parse_type, plan_importance
+from ._names import unknown_type
+from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance
 from ._recipes import RECIPES
+from ._report import columns, fallback_warnings, summary, tensor_lines
 from ._types import WEIGHT_TYPES
-from ._writer import MIB, data_size, replaced_file, write_tensors
+from ._writer import data_size, replaced_file, write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 T = GGMLQuantizationType
@@ -61,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--output-tensor-type", metavar="TYPE", help="type of the output matrix (or of the embeddings that serve as it)"
     )
+    add("--no-fallback", action="store_true", help="refuse a model with rows that the types do not fit")
     add("--leave-output-tensor", action="store_true", help="leave output.weight as it is")
     add(
         "--allow-requantize",
@@ -96,8 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="show types and sizes, write nothing")
     add("-f", "--force", action="store_true", help="replace OUT if it exists")
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
-    add("-q", "--quiet", action="store_true", help="print warnings and errors only")
-    add("--version", action="version", version=f"ggml-ext {__version__}")
+    add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
+    add("-q", "--quiet", action="store_true", help="print errors and warnings only, and none about fallbacks")
+    add_version_option(parser)
     return parser
 
 
@@ -106,8 +110,8 @@ def parse_choices(args: argparse.Namespace) -> Choices:
     recipe = RECIPES.get(args.type.lower())
     info = WEIGHT_TYPES.get(recipe.base if recipe else args.type.lower())
     if info is None:
-        hint = " (for stock types use llama-quantize)" if args.type.lower() in TARGET_TYPES else ""
-        raise UserError(f"--type: unknown type {args.type!r}{hint}; known types: {', '.join([*WEIGHT_TYPES, *RECIPES])}")
+        remark = " (for stock types use llama-quantize)" if args.type.lower() in TARGET_TYPES else ""
+        raise UserError(unknown_type("--type", args.type, [*WEIGHT_TYPES, *RECIPES], remark))
     if args.itq3_levels not in (3, 8):
         raise UserError(f"--itq3-levels: got {args.itq3_levels}, must be 8 or 3")
     if args.ditto_codebook not in CODEBOOKS:
@@ -232,74 +236,11 @@ def list_epsilons(file: GGUFFile, plan: Plan, accuracies: list[Accuracy] | None)
     return out
 
 
-def tensor_line(index: int, plan: Plan) -> str:
-    """What llama-quantize prints for a tensor, and its bits per weight."""
-    tensor, target = plan.tensors[index], plan.types[index]
-    shape = ", ".join(f"{n:5d}" for n in (*tensor.ne, 1, 1, 1)[:4])
-    size, new_size = tensor.n_bytes, row_bytes(target, tensor.ne[0]) * tensor.n_rows
-    change = "" if target == tensor.type else f" -> {new_size / MIB:8.3f} MiB"
-    return (
-        f"[{index + 1:4d}/{len(plan.tensors):4d}] {tensor.name:<36s} - [{shape}], type = {tensor.type.name.lower():>6s}, "
-        f"size = {size / MIB:8.3f} MiB{change} ({target.name.lower()}, {new_size * 8 / tensor.n_elements:.4g} bpw)"
-    )
-
-
-def tensor_class(tensor: Tensor) -> str:
-    """The name without its layer and expert numbers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name)
-
-
-def accuracy_table(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
-    """Lines on the tensors that changed their type, by class and type."""
-    classes: dict[tuple[str, str], Accuracy] = {}
-    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
-        if target != tensor.type:
-            key = tensor_class(tensor), target.name.lower()
-            classes[key] = classes.get(key, Accuracy()) + accuracy
-    if not classes:
-        return []
-    width = max(len(name) for name, _ in classes)
-    lines = ["", f"{'tensors':<{width}}  {'type':<8} {'relative squared error':>22} {'largest error':>14}"]
-    lines += [f"{n:<{width}}  {t:<8} {a.relative:22.6f} {a.epsilon:14.6g}" for (n, t), a in classes.items()]
-    return lines
-
-
-def summary(plan: Plan, accuracies: list[Accuracy] | None = None, seconds: float = 0) -> str:
-    """Counts and sizes per class and type of tensor, and the totals. accuracies: None for a dry run."""
-    classes: dict[tuple[str, str], list[int]] = {}
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        counts = classes.setdefault((tensor_class(tensor), target.name.lower()), [0, 0, 0])
-        new_size = row_bytes(target, tensor.ne[0]) * tensor.n_rows
-        counts[:] = counts[0] + 1, counts[1] + tensor.n_elements, counts[2] + new_size
-    width = max((len(name) for name, _ in classes), default=0)
-    lines = ["", f"{'tensors':<{width}}  {'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}"]
-    for (name, type_name), (count, weights, size) in classes.items():
-        lines.append(
-            f"{name:<{width}}  {type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}"
-        )
-    n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
-    lines += [
-        "",
-        f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
-        f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
-    ]
-    if plan.fallbacks:
-        lines.append(
-            f"{len(plan.fallbacks)} of {len(plan.tensors)} tensor(s) required fallback quantization: "
-            f"{', '.join(plan.fallbacks)}"
-        )
-    if accuracies is not None:
-        lines += accuracy_table(plan, accuracies)
-        lines.append(
-            f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)"
-        )
-    return "\n".join(lines)
-
-
 def run(args: argparse.Namespace) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     choices = parse_choices(args)
     file = GGUFFile(args.input)
+    check_model(file)
     n_splits = file.value("split.count", 0)
     if isinstance(n_splits, int) and n_splits > 1:
         raise UserError(
@@ -308,21 +249,26 @@ def run(args: argparse.Namespace) -> None:
     output = None if args.dry_run else check_output(args.input, args.output, args.force)
     imatrix = None if args.imatrix is None else ImportanceMatrix(args.imatrix)
     plan = make_plan(file, choices)
+    if args.no_fallback and plan.fallbacks:
+        raise UserError(
+            f"--no-fallback: {fallback_warnings(plan)[0]}; choose another type with --tensor-type REGEX=TYPE, or leave out "
+            "--no-fallback"
+        )
     plan_importance(plan, imatrix)
     if imatrix is not None and T.ITQ3_S in plan.types:
         plan.warnings.append("--imatrix changes no itq3_s tensor: it describes weights before their rotation")
     codec = None if args.dry_run else load_codec(args, plan)
-    for warning in plan.warnings:
+    for warning in [*([] if args.quiet else fallback_warnings(plan)), *plan.warnings]:
         print(f"warning: {warning}", file=sys.stderr)
 
     def report(text: str) -> None:
         if not args.quiet:
             print_text(text, WAY_OUT)
 
+    width = columns()
+    lines = [] if args.summary or args.quiet else tensor_lines(plan, width)
     if args.dry_run:
-        for i in range(len(plan.tensors)):
-            report(tensor_line(i, plan))
-        report(summary(plan))
+        report("\n".join([*lines, summary(plan, choices, width)]))
         return
 
     started = time.monotonic()
@@ -346,12 +292,12 @@ def run(args: argparse.Namespace) -> None:
             codec,
             imatrix,
             check_threads(args.threads),
-            lambda i: report(tensor_line(i, plan)),
+            lambda i: report(lines[i]) if lines else None,
             bar.update,
         )
         f.seek(0)
         f.write(header(accuracies))  # as long as the first one
-    report(summary(plan, accuracies, time.monotonic() - started))
+    report(summary(plan, choices, width, accuracies, time.monotonic() - started))
 
 
 def main(argv: list[str] | None = None) -> int:

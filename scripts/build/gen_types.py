@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the checked-in lists that follow from ggml_ext/types.toml.
+"""Writes the checked-in lists that follow from ggml_ext/types.toml, and what the package knows of ggml_ext/upstream.toml.
 
     python scripts/build/gen_types.py            write the files that changed
     python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h and
-cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py and the table between the "types" markers of docs/formats.md.
-The output depends on types.toml alone.
+cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py, the table between the "types" markers of docs/formats.md, and
+py/ggml_ext/_upstream.py. The output depends on the two toml files alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
 INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_types.py"
+PIN = "ggml_ext/upstream.toml"
+PIN_MODULE = "py/ggml_ext/_upstream.py"
 FORMATS = "docs/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
@@ -235,6 +237,13 @@ def render_module(types: list[dict]) -> str:
     return out
 
 
+def render_pin(pin: dict) -> str:
+    return (
+        f'"""{NOTICE.replace(TABLE, PIN)}\n\nThe llama.cpp that the package is made for.\n"""\n\n'
+        f'LLAMA_CPP_VERSION = "{pin["llama_cpp"]}"\nGGML_VERSION = "{pin["ggml"]}"\n'
+    )
+
+
 def render_formats_table(types: list[dict]) -> str:
     out = [f"| type | GGUF id | bytes / {BLOCK_SIZE} | bpw | what |", "| --- | --- | --- | --- | --- |"]
     for row in types:
@@ -261,6 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     try:
         ids, types = load_table((args.root / TABLE).read_text(encoding="utf-8"))
+        pin = render_pin(tomllib.loads((args.root / PIN).read_text(encoding="utf-8")))
     except (OSError, KeyError, TableError, tomllib.TOMLDecodeError) as e:
         print(f"gen_types: {e}", file=sys.stderr)
         return 1
@@ -272,6 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         MODULE: lambda old: render_module(types),
+        PIN_MODULE: lambda old: pin,
         FORMATS: lambda old: render_formats(old, types),
     }
     for row in of_kind(types, "weight"):

@@ -1,0 +1,73 @@
+// What the loader's log and llama_model_desc() call a file of our types. general.file_type says which type was asked for;
+// rows that it does not fit, mixed files and overrides decide what the file holds, so the bits are counted here.
+#pragma once
+
+#include "ggml.h"
+#include "gguf.h"
+
+#include <cctype>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+// The recipe of a mixed file, "ITQ3_T_M", from the key that the quantizer writes; empty if there is none for this type.
+static inline std::string ggml_ext_recipe_name(const gguf_context * metadata, enum ggml_type type) {
+    const int64_t key = gguf_find_key(metadata, "ggml_ext.type");
+    if (key < 0 || gguf_get_kv_type(metadata, key) != GGUF_TYPE_STRING) {
+        return "";
+    }
+    std::string recipe = gguf_get_val_str(metadata, key);
+    if (recipe.size() > 32 || recipe.rfind(std::string(ggml_type_name(type)) + "_", 0) != 0) { // llama-quantize keeps old keys
+        return "";
+    }
+    for (char & c : recipe) {
+        if (!isalnum((unsigned char) c) && c != '_') {
+            return "";
+        }
+        c = (char) toupper((unsigned char) c);
+    }
+    return recipe;
+}
+
+// "ITQ3_T - 3.0625 bpw" where the matrices of the blocks are of the file's type, whatever embeddings and output are, as for
+// stock types; otherwise "ITQ3_T, mixed - 4.14 bpw, 5.07 in all" or "ITQ3_T_M - 3.30 bpw, 3.92 in all": bits a weight of the
+// matrices of the blocks and of all tensors.
+// name: that of the enum, perhaps with a prefix; weights: the loader's map of names to what has a tensor.
+template <typename Weights>
+std::string ggml_ext_ftype_name(const std::string & name, int ftype, const Weights & weights, const gguf_context * metadata) {
+    const char * title = nullptr;
+    enum ggml_type type = GGML_TYPE_COUNT; // ids of files and tensors are the same
+    switch (ftype) {
+#define X(NAME, name_) case GGML_TYPE_##NAME: type = GGML_TYPE_##NAME; title = GGML_EXT_##NAME##_TITLE; break;
+        GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+        default: return name; // a stock type
+    }
+
+    double bits = 0, n_weights = 0, bits_all = 0, n_weights_all = 0;
+    bool   others = false;
+    for (const auto & it : weights) {
+        const ggml_tensor * tensor = it.second.tensor;
+        const std::string & tensor_name = it.first;
+        bits_all      += 8.0*ggml_nbytes(tensor);
+        n_weights_all += ggml_nelements(tensor);
+        const bool is_weight = tensor_name.size() > 6 && tensor_name.compare(tensor_name.size() - 6, 6, "weight") == 0;
+        if (is_weight && ggml_n_dims(tensor) >= 2 && tensor_name.find("blk.") != std::string::npos) { // as Plan.blocks_bpw()
+            bits      += 8.0*ggml_nbytes(tensor);
+            n_weights += ggml_nelements(tensor);
+            others = others || (ggml_is_quantized(tensor->type) && tensor->type != type);
+        }
+    }
+    if (n_weights == 0) {
+        return name;
+    }
+    const std::string prefix = name.substr(0, name.size() - strcspn(title, " "));
+    // small matrices that stay in floats, such as expert routing, add some thousandths
+    if (!others && bits/n_weights < 1.01*8*ggml_type_size(type)/ggml_blck_size(type)) {
+        return prefix + title;
+    }
+    const std::string recipe = ggml_ext_recipe_name(metadata, type);
+    char text[64];
+    snprintf(text, sizeof(text), " - %.2f bpw, %.2f in all", bits/n_weights, bits_all/n_weights_all);
+    return (recipe.empty() ? name + ", mixed" : prefix + recipe) + text;
+}

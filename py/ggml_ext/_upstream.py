@@ -1,0 +1,7 @@
+"""Generated from ggml_ext/upstream.toml by scripts/build/gen_types.py; do not edit.
+
+The llama.cpp that the package is made for.
+"""
+
+LLAMA_CPP_VERSION = "0.5.0-dev"
+GGML_VERSION = "0.25.3"
