@@ -48,11 +48,11 @@ std::string ggml_ext_ftype_name(const std::string & name, int ftype, const Weigh
     bool   others = false;
     for (const auto & it : weights) {
         const ggml_tensor * tensor = it.second.tensor;
-        const std::string   tensor_name = it.first;
-        bits_all    += 8.0*ggml_nbytes(tensor);
+        const std::string & tensor_name = it.first;
+        bits_all      += 8.0*ggml_nbytes(tensor);
         n_weights_all += ggml_nelements(tensor);
         const bool is_weight = tensor_name.size() > 6 && tensor_name.compare(tensor_name.size() - 6, 6, "weight") == 0;
-        if (is_weight && ggml_n_dims(tensor) >= 2 && tensor_name.find("blk.") != std::string::npos) {
+        if (is_weight && ggml_n_dims(tensor) >= 2 && tensor_name.find("blk.") != std::string::npos) { // as Plan.blocks_bpw()
             bits      += 8.0*ggml_nbytes(tensor);
             n_weights += ggml_nelements(tensor);
             others = others || (ggml_is_quantized(tensor->type) && tensor->type != type);
