@@ -132,7 +132,7 @@ def test_a_page_that_the_owner_of_the_tree_has_built_is_taken(place):
     assert place.build() == own
 
 
-@pytest.mark.parametrize("damage", ["cut", "a file less", "no record", "a file in its place"])
+@pytest.mark.parametrize("damage", ["cut", "a file less", "no record", "a bad record", "a file in its place"])
 def test_a_damaged_cache_is_built_again(place, damage):
     place.npm()
     page = place.build()
@@ -142,6 +142,8 @@ def test_a_damaged_cache_is_built_again(place, damage):
         (page / "_app" / "bundle.1.css").unlink()
     elif damage == "no record":
         (page.parent / "files.sha256").unlink()
+    elif damage == "a bad record":
+        (page.parent / "files.sha256").write_bytes(b"\xff\0")
     else:
         os.rename(page.parent, place.cache / "aside")
         page.parent.touch()

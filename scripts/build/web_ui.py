@@ -50,7 +50,7 @@ def listing(page: Path) -> str:
 def is_complete(entry: Path) -> bool:
     """Whether a folder of the cache holds the page that was put there, every byte of it."""
     record = entry / "files.sha256"
-    return record.is_file() and record.read_text() == listing(entry / "page")
+    return record.is_file() and record.read_bytes() == listing(entry / "page").encode()
 
 
 def cache_entry(tree: Path) -> Path:
@@ -118,7 +118,7 @@ def build_page(npm: str, tree: Path, work: Path) -> Path:
     absent += [path.name for path in (entry / "page").rglob("*") if path.is_file() and not path.stat().st_size]
     if absent:
         raise Failure(f"npm run build made an incomplete page: {', '.join(absent)} absent or empty")
-    (entry / "files.sha256").write_text(listing(entry / "page"))
+    (entry / "files.sha256").write_bytes(listing(entry / "page").encode())
     return entry
 
 
