@@ -47,7 +47,7 @@ def test_error_on_real_weights(lib, type_name):
 
 
 def test_papers_ternary_costs_what_the_documentation_says(lib):
-    """README and DESIGN say 0.26: three of eight codes with the printed scale lose seven times as much."""
+    """Three of eight codes with the printed scale lose seven times as much: 0.26."""
     x = np.random.default_rng(43).standard_normal((64, 4096)).astype(np.float32)
     assert 0.255 < relative_mse(round_trip(lib, "itq3_s", x, itq3_levels=3), x) < 0.27
 

@@ -34,8 +34,7 @@ title       = "TEST_W - 2.0625 bpw"
 about       = "a \\"quoted\\" description"
 usual_rel_mse = 0.1
 fixture_rel_mse = 0.1
-fns_total_error = 0.1
-fns_dot_error   = 0.1
+fns_limits = "iq3_s"
 """
 
 
@@ -119,6 +118,7 @@ def test_a_new_row_reaches_every_file(tree):
         ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
         ("group       = 64\n", "", "field 'group' is None"),
         ("block_bytes = 66", 'block_bytes = "66"', "field 'block_bytes' is '66'"),
+        ('"iq3_s"', '"iq3_zz"', "fns_limits is 'iq3_zz'"),
         ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
         ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),
         ("[[type]]", "[[type]]\ncolour = 1", "unknown field(s) colour"),

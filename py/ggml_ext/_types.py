@@ -47,8 +47,8 @@ class TypeInfo:
     title: str | None = None
     usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
-    fns_total_error: float | None = None  # bounds for the cosine of upstream's test-quantize-fns
-    fns_dot_error: float | None = None
+    fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
+    fns_dot_error: float | None = None    # or its own for products
     trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
     trellis_values: list[list[int]] | None = None
     trellis_offset: float | None = None
@@ -74,8 +74,7 @@ TYPES: dict[str, TypeInfo] = {
         title="ITQ3_S - 3.125 bpw",
         usual_rel_mse=0.034,
         fixture_rel_mse=0.0341,
-        fns_total_error=0.0076,
-        fns_dot_error=0.148,
+        fns_limits="iq3_s",
     ),
     "ccq2": TypeInfo(
         name="ccq2",
@@ -96,7 +95,7 @@ TYPES: dict[str, TypeInfo] = {
         title="CCQ2 - 2.0625 bpw",
         usual_rel_mse=0.1055,
         fixture_rel_mse=0.121,
-        fns_total_error=0.0075,
+        fns_limits="iq2_s",
         fns_dot_error=0.06,
     ),
     "ditto3": TypeInfo(
@@ -118,8 +117,7 @@ TYPES: dict[str, TypeInfo] = {
         title="DITTO3 - 3.3125 bpw",
         usual_rel_mse=0.0294,
         fixture_rel_mse=0.0333,
-        fns_total_error=0.005,
-        fns_dot_error=0.04,
+        fns_limits="iq3_s",
     ),
     "itq3_t": TypeInfo(
         name="itq3_t",
@@ -140,8 +138,7 @@ TYPES: dict[str, TypeInfo] = {
         title="ITQ3_T - 3.0625 bpw",
         usual_rel_mse=0.0178,
         fixture_rel_mse=0.019,
-        fns_total_error=0.0071,
-        fns_dot_error=0.198,
+        fns_limits="iq3_s",
         trellis_mix=[[2, 13, 1, 5, 11, 7, 6, 14, 0, 10, 3, 4, 12, 8, 9, 15], [13, 0, 10, 8, 5, 3, 6, 13, 12, 7, 11, 15, 4, 14, 1, 2]],
         trellis_values=[[11, 32, 23, 43, 0, 31, 16, 64, 20, 40, 52, 32, 44, 22, 29, 36], [48, 25, 38, 0, 41, 32, 36, 11, 22, 52, 27, 35, 63, 18, 46, 30]],
         trellis_offset=63.5,
@@ -165,8 +162,8 @@ TYPES: dict[str, TypeInfo] = {
         title="ITQ2_T - 2.0625 bpw",
         usual_rel_mse=0.0683,
         fixture_rel_mse=0.072,
-        fns_total_error=0.0097,
-        fns_dot_error=0.257,
+        fns_limits="iq2_s",
+        fns_dot_error=0.079,
         trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
         trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
         trellis_offset=62.0,

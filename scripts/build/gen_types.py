@@ -42,10 +42,13 @@ COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_bytes": int, "rotat
 WEIGHT_FIELDS = {
     "activation": str, "unpack_min": int, "unpack_max": int, "group": int, "has_offset": bool, "fallback": str,
     "token_embd": str, "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
-    "fns_total_error": float, "fns_dot_error": float,
+    "fns_limits": str,
 }
 # of trellis types; a nested list is two tables of 16 bytes
-OPTIONAL_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
+TRELLIS_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
+OPTIONAL_FIELDS = {"fns_dot_error": float}
+# stock type -> its limit in upstream's test-quantize-fns; that of products is the same for both
+FNS_LIMITS = {"iq3_s": "MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "iq2_s": "MAX_QUANTIZATION_TOTAL_ERROR_2BITS"}
 
 
 class TableError(Exception):
@@ -61,13 +64,16 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
     names = [row.get("name") for row in types]
     for row in types:
         fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
-        fields = fields | (OPTIONAL_FIELDS if row.keys() & OPTIONAL_FIELDS else {})
+        fields = fields | (TRELLIS_FIELDS if row.keys() & TRELLIS_FIELDS else {})
+        fields = fields | {field: kind for field, kind in OPTIONAL_FIELDS.items() if field in row}
         where = f"{TABLE}: type {row.get('name')!r}"
         if row.get("kind") not in ("weight", "activation"):
             raise TableError(f"{where}: kind is {row.get('kind')!r}, must be 'weight' or 'activation'")
         for field, wanted in fields.items():
             if type(row.get(field)) is not wanted:
                 raise TableError(f"{where}: field {field!r} is {row.get(field)!r}, must be a {wanted.__name__}")
+        if row.get("fns_limits", "iq3_s") not in FNS_LIMITS:
+            raise TableError(f"{where}: fns_limits is {row['fns_limits']!r}, must be one of {', '.join(FNS_LIMITS)}")
         for field in ("trellis_mix", "trellis_values"):
             if field in row and [[type(v) for v in t] for t in row[field]] != [[int] * 16] * 2:
                 raise TableError(f"{where}: field {field!r} must be two tables of 16 integers")
@@ -145,8 +151,8 @@ def render_header(ids: dict, types: list[dict]) -> str:
                 "TOKEN_EMBD": enum(row["token_embd"]),
                 "OUTPUT": enum(row["output"]),
                 "TITLE": f'"{row["title"]}"',
-                "FNS_TOTAL_ERROR": f"{row['fns_total_error']}f",
-                "FNS_DOT_ERROR": f"{row['fns_dot_error']}f",
+                "FNS_TOTAL_ERROR": FNS_LIMITS[row["fns_limits"]],
+                "FNS_DOT_ERROR": f"{row['fns_dot_error']}f" if "fns_dot_error" in row else "MAX_DOT_PRODUCT_ERROR_LOWBIT",
             }
         width = max(map(len, constants))
         out.append("")
@@ -210,8 +216,8 @@ class TypeInfo:
     title: str | None = None
     usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
-    fns_total_error: float | None = None  # bounds for the cosine of upstream's test-quantize-fns
-    fns_dot_error: float | None = None
+    fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
+    fns_dot_error: float | None = None    # or its own for products
     trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
     trellis_values: list[list[int]] | None = None
     trellis_offset: float | None = None
@@ -235,7 +241,7 @@ def render_module(signs: bytes, types: list[dict]) -> str:
     for row in types:
         fields = ["name", "id", "kind", "block_bytes", "bpw", "rotated", "about"]
         fields += WEIGHT_FIELDS if row["kind"] == "weight" else []
-        fields += [field for field in OPTIONAL_FIELDS if field in row]
+        fields += [field for field in (*OPTIONAL_FIELDS, *TRELLIS_FIELDS) if field in row]
         out += f'    "{row["name"]}": TypeInfo(\n'
         out += "".join(f"        {field}={value(row, field)},\n" for field in fields)
         out += "    ),\n"
