@@ -160,6 +160,14 @@ def test_best_variant_is_chosen(files):
     assert loaded(log) == BIN / f"libggml-cpu-{max(RUNNABLE, key=score)}.so"
 
 
+def test_backends_in_the_current_folder_stay_out(files, monkeypatch):
+    """Better ones lie there, which stock llama.cpp would load."""
+    poorest = min(RUNNABLE, key=score)
+    monkeypatch.chdir(BIN)
+    log = run_tool([folder_of(poorest) / "llama-bench"], "-m", files["itq3_s"], "-p", 1, "-n", 0, "-r", 1)
+    assert loaded(log) == folder_of(poorest) / f"libggml-cpu-{poorest}.so"
+
+
 @for_each_type
 def test_perplexity_is_as_recorded(files, name):
     found = perplexity(files[name], TEXT, n_chunks=conftest.N_CHUNKS)
