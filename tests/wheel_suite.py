@@ -34,7 +34,7 @@ WHEEL = json.loads((ROOT / "wheel.json").read_text())
 VARIANTS = {name: set(sets) for name, sets in WHEEL["variants"].items()}
 BIN = Path(ggml_ext.__file__).parent / "bin"
 COMMANDS = [e.name for e in importlib.metadata.distribution("ggml-ext").entry_points if e.group == "console_scripts"]
-N_CHUNKS = 8  # of 256 tokens, for each type and variant
+N_CHUNKS = 4  # of 256 tokens, for each type and variant: 10 s of one core for ITQ3_T on x64, which has no byte shuffle, else below one
 
 # llama.cpp's names of instruction sets -> the processor's flags in /proc/cpuinfo; of those that are not here the name itself
 FLAGS = {
@@ -225,7 +225,7 @@ def test_quantize_command(files, model, tmp_path):
 def test_inspect(files, model):
     text = subprocess.run([sys.executable, "-m", "ggml_ext.inspect", files["ditto3"], "--against", model], capture_output=True, text=True,
                           check=True).stdout
-    assert "DITTO3" in text and "epsilon" in text
+    assert "ditto3" in text.lower() and "epsilon" in text
 
 
 @for_each_variant
@@ -249,7 +249,7 @@ def test_table(results, usual, capsys):
             rows.append([variant, found.get("kernels", "-"), *figures])
         else:
             rows.append([variant, kernels_of(variant), f"not run: this processor lacks {', '.join(lacking(variant))}"])
-    widths = [max(len(row[i]) for row in [heads, *rows] if len(row) == len(heads)) for i in range(len(heads))]
+    widths = [max(len(row[i]) for row in [heads, *rows] if i < 2 or len(row) == len(heads)) for i in range(len(heads))]
     with capsys.disabled():
         print(f"\n\n{platform.machine()}, {N_CHUNKS} chunks of 256 tokens, two threads; chosen by itself: {max(RUNNABLE, key=score)}")
         for row in [heads, *rows]:

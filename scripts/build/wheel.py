@@ -156,8 +156,8 @@ def run_suite(wheel: Path, expected: dict[str, list[str]], folder: Path) -> int:
     run_logged("pip install of the wheel", python, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary", ":all:",
                wheel, "pytest>=8", env=env | {"HOME": os.environ.get("HOME", str(folder))})
     stage(staged, expected)
-    command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "-o", "pythonpath=scripts/tools",
-               staged / "tests" / "wheel_suite.py"]
+    command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "--basetemp", folder / "pytest",
+               "-o", "pythonpath=scripts/tools", staged / "tests" / "wheel_suite.py"]
     return subprocess.run([str(c) for c in command], cwd=staged, env=env).returncode
 
 
