@@ -270,5 +270,5 @@ def test_tiled_gemm_can_be_switched_off(lib):
             f"    g.compute('mul_mat', g.tensor(TYPES[{TYPE_NAMES[0]!r}].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(32, 64))\n"
             "print(native.kernels('native').dll.ggml_ext_cpu_n_tiles())")
     counts = [int(subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__), check=True, capture_output=True,
-                                 text=True, env={**os.environ, "GGML_CPU_TILED_MM": on}).stdout) for on in ("0", "1")]
+                                 text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GGML_CPU_TILED_MM": on}).stdout) for on in ("0", "1")]
     assert counts[0] == 0 and (counts[1] > 0) == (kernels("native").isa != "scalar")

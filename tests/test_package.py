@@ -57,7 +57,7 @@ def test_licences_of_the_programs_come_along():
 def test_portable_switch_also_in_a_folder_configured_before(tmp_path):
     def configure(portable: str) -> dict[str, str]:
         subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}",
-                        f"-DGGML_EXT_PORTABLE={portable}"], check=True, capture_output=True)
+                        f"-DGGML_EXT_PORTABLE={portable}", "-DGGML_EXT_UI=OFF"], check=True, capture_output=True)
         lines = (tmp_path / "CMakeCache.txt").read_text().splitlines()
         return {k.split(":")[0]: v for k, _, v in (line.partition("=") for line in lines if ":" in line)}
 

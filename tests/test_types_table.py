@@ -12,7 +12,7 @@ from ggml_ext.quants import itq3_s
 
 FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_types.py")
 HEADER, *_, MODULE = FILES
-GENERATED = (*FILES, "README.md")
+GENERATED = (*FILES, "docs/formats.md")
 NEW_TYPE = """
 [[type]]
 name        = "test_w"
@@ -50,7 +50,8 @@ def tree(tmp_path):
     for name in ("ggml_ext/types.toml", *FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "README.md").write_text("before\n<!-- types:begin -->\nold\n<!-- types:end -->\nafter\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/formats.md").write_text("before\n<!-- types:begin -->\nold\n<!-- types:end -->\nafter\n")
     assert generate(tmp_path).returncode == 0
     return tmp_path
 
@@ -102,9 +103,9 @@ def test_a_new_row_reaches_every_file(tree):
     exec((tree / MODULE).read_text(), namespace)
     info = namespace["WEIGHT_TYPES"]["test_w"]
     assert (info.id, info.block_bytes, info.bpw, info.about) == (170, 66, 2.0625, 'a "quoted" description')
-    readme = (tree / "README.md").read_text()
-    assert '| `TEST_W` | 170 | 66 | 2.0625 | a "quoted" description |' in readme
-    assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
+    formats = (tree / "docs/formats.md").read_text()
+    assert '| `TEST_W` | 170 | 66 | 2.0625 | a "quoted" description |' in formats
+    assert formats.startswith("before\n") and formats.endswith("after\n") and "old" not in formats
 
 
 @pytest.mark.parametrize(
@@ -128,14 +129,14 @@ def test_errors_in_the_table_are_named(tree, old, new, message):
 
 
 @pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])
-def test_a_readme_without_markers_is_an_error(tree, text):
-    (tree / "README.md").unlink()
+def test_a_document_without_markers_is_an_error(tree, text):
+    (tree / "docs/formats.md").unlink()
     if text is not None:
-        (tree / "README.md").write_text(text)
+        (tree / "docs/formats.md").write_text(text)
     for args in ((), ("--check",)):
         result = generate(tree, *args)
-        assert result.returncode == 1 and "README.md" in result.stderr
-    assert (tree / "README.md").exists() == (text is not None)
+        assert result.returncode == 1 and "docs/formats.md" in result.stderr
+    assert (tree / "docs/formats.md").exists() == (text is not None)
 
 
 def test_types_agree_with_the_references():

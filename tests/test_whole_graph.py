@@ -8,14 +8,16 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
+import time
+import urllib.request
 from pathlib import Path
 
 import conftest
 import pytest
 from native import BUILD, EMULATED_ISAS, ROOT, STOCK, built, emulated
 from perplexity_run import UNIFORM, perplexity, run_tool
-from serving import serve
 
 from ggml_ext import WEIGHT_TYPES
 
@@ -76,9 +78,30 @@ def test_llama_bench_and_completion_name_the_type(files, name):
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_server_completes(files, name):
     """llama-server, as its users start it: one completion over HTTP, then a clean stop."""
-    with serve(conftest.tool("llama-server"), "-m", files[name], "-c", "512") as server:
-        answer = server.post("/completion", {"prompt": "import os\nimport", "n_predict": 12, "temperature": 0})
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    server = subprocess.Popen([conftest.tool("llama-server"), "-m", files[name], "--host", "127.0.0.1", "--port", str(port), "-c", "512"],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert server.poll() is None, "llama-server stopped by itself"
+            assert time.monotonic() < deadline, "llama-server did not get ready"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as r:
+                    if r.status == 200:
+                        break
+            except OSError:
+                time.sleep(0.1)
+        body = json.dumps({"prompt": "import os\nimport", "n_predict": 12, "temperature": 0}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as r:
+            answer = json.load(r)
         assert answer["tokens_predicted"] == 12 and answer["content"].strip()
+    finally:
+        server.terminate()
+        assert server.wait(timeout=30) == 0
 
 
 def run_cli(program: Path, model: Path, library_path: Path | None = None) -> subprocess.CompletedProcess:

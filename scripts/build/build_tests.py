@@ -33,25 +33,26 @@ def run(*command) -> None:
 
 
 def configure(folder: str, *options: str) -> None:
-    run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options)
+    run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DGGML_EXT_UI=OFF",
+        *options)
 
 
-# Debian's packages of what the NEON tests need (the compiler brings its C library), and the program each is needed for
-CROSS_PACKAGES = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}
+# Debian's packages of what some tests need, and the program each is needed for
+CROSS_PACKAGES = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # it brings its C library
+BROWSER_PACKAGES = {"chromium": "chromium", "chromium-driver": "chromedriver"}
 
 
-def find_cross_tools() -> bool:
-    """Whether the cross compiler and the emulator are here, installing them where that is possible."""
+def find_programs(packages: dict[str, str], without: str) -> bool:
+    """Whether the programs are here, installing them where that is possible. without: what becomes of the tests if not."""
     def missing() -> list[str]:
-        return [package for package, program in CROSS_PACKAGES.items() if not shutil.which(program)]
+        return [package for package, program in packages.items() if not shutil.which(program)]
 
     if missing() and shutil.which("apt-get") and hasattr(os, "getuid") and os.getuid() == 0:
         for command in (["update"], ["install", "-y", "--no-install-recommends", *missing()]):
             subprocess.run(["apt-get", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
     if missing():
-        print(f"aarch64 is not built and the NEON tests will be skipped: install {', '.join(missing())} (as Debian names them)",
-              flush=True)
+        print(f"{without}: install {', '.join(missing())} (as Debian names them)", flush=True)
     return not missing()
 
 
@@ -86,8 +87,11 @@ def main() -> None:
                  ROOT / "build" / "cuda", "ext-cuda"),
     }
     for name in args.only.split(","):
-        if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_cross_tools()):
-            continue  # an ARM machine runs its own build
+        if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
+                CROSS_PACKAGES, "aarch64 is not built and the NEON tests will be skipped")):
+            continue
+        if name == "package":
+            find_programs(BROWSER_PACKAGES, "the test of the chat page will be skipped")
         options, folder, target = steps[name]
         start = time.monotonic()
         if options:

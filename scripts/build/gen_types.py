@@ -5,7 +5,7 @@
     python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h and
-cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py and the table between the "types" markers of README.md.
+cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py and the table between the "types" markers of docs/formats.md.
 The output depends on types.toml alone.
 """
 
@@ -29,7 +29,7 @@ UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
 INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_types.py"
-README = "README.md"
+FORMATS = "docs/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
 BLOCK_SIZE = 256  # QK_K, the block of every type
@@ -46,7 +46,7 @@ OPTIONAL_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset"
 
 
 class TableError(Exception):
-    """types.toml or README.md is not as it has to be."""
+    """types.toml or docs/formats.md is not as it has to be."""
 
 
 def load_table(text: str) -> tuple[dict, list[dict]]:
@@ -235,7 +235,7 @@ def render_module(types: list[dict]) -> str:
     return out
 
 
-def render_readme_table(types: list[dict]) -> str:
+def render_formats_table(types: list[dict]) -> str:
     out = [f"| type | GGUF id | bytes / {BLOCK_SIZE} | bpw | what |", "| --- | --- | --- | --- | --- |"]
     for row in types:
         bpw = f"{bits_per_weight(row):g}"
@@ -243,13 +243,13 @@ def render_readme_table(types: list[dict]) -> str:
     return "\n".join(out)
 
 
-def render_readme(text: str, types: list[dict]) -> str:
-    """README.md with the lines between its markers replaced; raises TableError if there is not one pair of them."""
+def render_formats(text: str, types: list[dict]) -> str:
+    """docs/formats.md with the lines between its markers replaced; raises TableError if there is not one pair of them."""
     begin, end = MARKERS
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise TableError(f"{README}: needs one {begin} and, after it, one {end}")
+        raise TableError(f"{FORMATS}: needs one {begin} and, after it, one {end}")
     head, rest = text.split(begin)
-    return f"{head}{begin}\n{render_readme_table(types)}\n{end}{rest.split(end)[1]}"
+    return f"{head}{begin}\n{render_formats_table(types)}\n{end}{rest.split(end)[1]}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         MODULE: lambda old: render_module(types),
-        README: lambda old: render_readme(old, types),
+        FORMATS: lambda old: render_formats(old, types),
     }
     for row in of_kind(types, "weight"):
         renderers[INSTANCES.format(name=row["name"])] = lambda old, row=row: render_instance(row)

@@ -32,6 +32,7 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
+TYPES_HEADER = ROOT / "ggml_ext" / "ggml-ext-types.h"
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
@@ -128,6 +129,8 @@ def patch_tree(source: Path, dest: Path) -> None:
     with tempfile.TemporaryDirectory(dir=dest.parent, prefix=".patching-") as tmp:
         copy_tree(source, Path(tmp))
         apply_all(Path(tmp))
+        # beside ggml.h, which includes it: Hexagon's device code is a project of its own that knows only that folder
+        shutil.copy2(TYPES_HEADER, Path(tmp) / "ggml" / "include")
         sync(Path(tmp), dest)
 
 

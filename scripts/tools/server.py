@@ -1,0 +1,79 @@
+"""Runs the package's llama-server for as long as a `with` block lasts: for scripts and tests.
+
+    with running_server(model, "--ctx-size", 512) as url:
+        urllib.request.urlopen(url + "/health")
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from ggml_ext._tools import tool_path
+
+
+def last_lines(log: Path, n: int = 3) -> str:
+    """In one line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-n:]) or "it printed nothing"
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:  # not reachable, or 503 while the model loads
+        return False
+
+
+def end_with_parent() -> None:
+    """In a new process: ask Linux to end it when the process that started it is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def stop(process: subprocess.Popen, seconds: float = 10) -> None:
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def running_server(model: Path | str, *args, program: Path | None = None, port: int = 0, log: Path | None = None,
+                   seconds: float = 120) -> Iterator[str]:
+    """The address of a llama-server on the loopback interface that has loaded the model; it ends with the block.
+
+    port 0: the system chooses a free one. Its output goes into the file log, if there is one. RuntimeError with the last
+    lines of that output if it ends early or has not loaded the model within the seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        if log is None:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "llama-server.log"
+        command = [program or tool_path("llama-server"), "-m", model, "--host", "127.0.0.1", "--port", port, *args]
+        with log.open("wb") as output:
+            process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                       preexec_fn=end_with_parent if sys.platform == "linux" else None)
+        stack.callback(stop, process)
+        deadline = time.monotonic() + seconds
+        while True:
+            # the server's own word for it: on a busy port another server might answer in its place
+            address = re.search(r"listening on (http://\S+)", log.read_text(errors="replace"))
+            if address and is_healthy(address[1]):
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with exit code {process.returncode}: {last_lines(log)}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"llama-server did not load {model} within {seconds:g} s: {last_lines(log)}")
+            time.sleep(0.1)
+        yield address[1]
