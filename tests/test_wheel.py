@@ -76,7 +76,6 @@ def make(tmp_path, monkeypatch, capfd):
     python.write_text(FAKE.format(python=sys.executable, log=str(tmp_path / "log"), list=LIST, root=str(root)))
     python.chmod(0o755)
     (root / "build").mkdir(parents=True)
-    (root / "CMakeLists.txt").touch()
     (tmp_path / "tmp").mkdir()
     for name, value in {"ROOT": root, "BUILD": root / "build/wheel", "LOG": root / "build/wheel.log", "DIST": root / "dist", "STAGED": ()}.items():
         monkeypatch.setattr(wheel, name, value)
