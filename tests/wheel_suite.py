@@ -202,7 +202,7 @@ def ask(url: str, body: dict) -> dict:
 @for_each_variant
 def test_variant_serves(files, variant, tmp_path):
     log = tmp_path / "log"
-    with running_server(files["itq2_t"], "-c", 512, program=folder_of(variant) / "llama-server", log=log) as url:
+    with running_server(files["itq2_t"], "-c", 512, "-lv", 4, program=folder_of(variant) / "llama-server", log=log) as url:
         assert loaded(log.read_text()).name == f"libggml-cpu-{variant}.so"
         answer = ask(url + "/completion", {"prompt": "import os\nimport", "n_predict": 12, "temperature": 0})
         assert answer["tokens_predicted"] == 12 and answer["content"].strip()
