@@ -10,7 +10,7 @@ from enum import IntEnum
 
 BLOCK_SIZE = 256  # weights a block, of every type
 # signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
-ROTATION_SIGNS = bytes.fromhex("ae7db1fd8d7b8ec201a18f5f2993a66cc30b9135aef2c84b779b42d45b005be0")
+ROTATION_SIGNS = bytes.fromhex("c5e08ae1feb789a2c6d0401eaf1b209630ceb4d5c7ed65d74317ec989fa4456e")
 
 
 class ExtType(IntEnum):
@@ -163,7 +163,7 @@ TYPES: dict[str, TypeInfo] = {
         usual_rel_mse=0.0683,
         fixture_rel_mse=0.072,
         fns_limits="iq2_s",
-        fns_dot_error=0.079,
+        fns_dot_error=0.07,
         trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
         trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
         trellis_offset=62.0,
