@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import native
 import numpy as np
 import pytest
+import rotation_signs
+from families import families
 from native import F32_U, ISAS, ROOT, kernels
 
 from ggml_ext import quants
+from ggml_ext._types import ROTATION_SIGNS
 
 try:
     import tomllib
@@ -108,3 +113,24 @@ def test_q8_kr_reference(lib):
     # half a step, plus the roundings of 127/amax, of amax/127 and of the product: at most 127 * 3 u steps
     assert (np.abs(q["qs"] * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
     np.testing.assert_array_equal(q["bsums"], q["qs"].reshape(*q.shape, 16, 16).sum(-1))
+
+
+@pytest.mark.parametrize("n", [256, 64])
+def test_signs_leave_no_smooth_row_worse_than_the_worst_gaussian(n):
+    """Under the uniform quantizer of scripts/studies/rotation_signs.py; without the signs these families have up to 0.84."""
+    signs = quants.SIGNS[:n]
+    gaussian = np.random.default_rng(6).standard_normal((8192, n)).astype(np.float32)
+    gaussian *= np.sqrt(n) / np.linalg.norm(gaussian, axis=1, keepdims=True)
+    limit = rotation_signs.errors(gaussian).max()
+    for name, blocks in families(n, 128, seed=2).items():
+        found = rotation_signs.errors((blocks * signs) @ rotation_signs.hadamard(n)).max()
+        assert found <= limit, f"{name}: {found:.4f}, of Gaussian blocks {limit:.4f}"
+
+
+def test_search_for_signs(capsys):
+    """A second of it: better than any of the random patterns that it tried, and written as the table has them."""
+    signs = rotation_signs.search(1.0, seed=3)
+    tried = re.search(r"random patterns: ([\d.]+) to", capsys.readouterr().out)
+    assert set(np.unique(signs)) == {-1, 1} and signs.shape == (256,) and tried
+    np.testing.assert_array_equal(rotation_signs.from_hex(rotation_signs.to_hex(signs)), signs)
+    np.testing.assert_array_equal(rotation_signs.from_hex(ROTATION_SIGNS.hex()), quants.SIGNS)
