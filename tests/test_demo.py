@@ -26,6 +26,12 @@ def run_demo(*args, **env) -> subprocess.CompletedProcess:
     return done
 
 
+def test_a_type_without_a_row_is_refused_first():
+    done = subprocess.run([sys.executable, demo.__file__, "--types", "f16,itq4"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("demo.py: error: argument --types: no row of the table has itq4; known types: f16, q3_k,")
+
+
 @pytest.fixture
 def small_package(tmp_path, monkeypatch):
     """A cache folder that holds a stand-in for the model's package; returns its file."""

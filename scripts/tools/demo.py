@@ -68,6 +68,7 @@ ROWS = {
     "CCQ2": ("ccq2", [], False, True),
     "CCQ2, with imatrix": ("ccq2", [], True, False),
 }
+TYPES = list(dict.fromkeys(type_name for type_name, *_ in ROWS.values()))
 FAILURES: list[str] = []
 
 
@@ -151,8 +152,7 @@ def speeds(types: list[str], folder: Path, args: argparse.Namespace) -> dict[str
 
 
 def compare(args: argparse.Namespace) -> None:
-    wanted = args.types.lower().split(",") if args.types else [type_name for type_name, *_ in ROWS.values()]
-    rows = [row for row, (type_name, *_, full) in ROWS.items() if type_name in wanted and (args.full or not full)]
+    rows = [row for row, (type_name, *_, full) in ROWS.items() if type_name in args.types and (args.full or not full)]
     with tempfile.TemporaryDirectory(dir=OUT) as tmp:
         folder = Path(tmp)
         heading(f"perplexity of the embedded model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
@@ -173,10 +173,18 @@ def compare(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def parse_types(text: str) -> list[str]:
+    """Types with commas between them; ArgumentTypeError naming those that no row of the table has."""
+    types = text.lower().split(",")
+    if unknown := [name for name in types if name not in TYPES]:
+        raise argparse.ArgumentTypeError(f"no row of the table has {', '.join(unknown)}; known types: {', '.join(TYPES)}")
+    return types
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all rows; 600 chunks, 3 rounds and 8 blocks if not said otherwise")
-    parser.add_argument("--types", help="rows of these types only, such as f16,q3_k,itq3_t")
+    parser.add_argument("--types", type=parse_types, default=TYPES, help="rows of these types only, such as f16,q3_k,itq3_t")
     parser.add_argument("--rounds", type=int, help="interleaved rounds of the speed run (default: 1)")
     parser.add_argument("--chunks", type=int, help="chunks of 256 tokens to score (default: 120)")
     parser.add_argument("--layers", type=int, help="blocks of the synthetic model (default: 4)")
