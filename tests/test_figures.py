@@ -45,6 +45,13 @@ def test_a_document_without_markers_is_named(tmp_path, text):
         figures.replace_table(tmp_path / "x.md", "table")
 
 
+def test_every_script_is_in_its_room():
+    text = (ROOT / "scripts" / "README.md").read_text()
+    named = set(re.findall(r"`(\w+\.py)`", text))
+    shared = {"perplexity_run.py", "ggml_graph.py", "gemv.py"}  # parts of others
+    assert {p.name for p in (ROOT / "scripts").glob("*/*.py")} - shared == named
+
+
 def test_documents_name_files_that_exist():
     """Every path of the repository that README and the documents put into back quotes or link to."""
     missing = []
