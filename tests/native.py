@@ -9,7 +9,6 @@ import platform
 import shutil
 import struct
 import subprocess
-import sys
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 

@@ -14,6 +14,7 @@ import pytest
 from conftest import BASELINE, MODEL, N_CHUNKS, ROOT, assert_recorded_perplexity, quantize, recorded_run
 
 from ggml_ext import WEIGHT_TYPES
+from ggml_ext._errors import UserError
 
 STOCK = ["q2_k", "q3_k", "iq3_xxs"]
 TEXT = ROOT / "data" / "heldout.txt"
