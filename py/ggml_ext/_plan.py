@@ -273,26 +273,23 @@ def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied
 
 
 def fallback_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
-    """What takes the place of one of our types in a tensor that it does not serve."""
-    fallback = T[TYPES[target.name.lower()].fallback.upper()]
+    """What takes the place of a type that does not serve a tensor: its fallback, or F16 where there is none that fits."""
+    info = TYPES.get(target.name.lower())
+    fallback = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target, T.F16)
     return fallback if tensor.ne[0] % GGML_QUANT_SIZES[fallback][0] == 0 else T.F16
 
 
 def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
     """target, or what takes its place where the row is no multiple of its block; UserError if nothing does."""
-    if tensor.ne[0] % GGML_QUANT_SIZES[target][0] == 0:
+    block_size = GGML_QUANT_SIZES[target][0]
+    if tensor.ne[0] % block_size == 0:
         return target
-    fallback = STOCK_FALLBACKS.get(target)
-    if target.name.lower() in TYPES:
-        return fallback_type(tensor, target)
-    if fallback is None and GGML_QUANT_SIZES[target][0] > 32:
+    if target.name.lower() not in TYPES and target not in STOCK_FALLBACKS and block_size > 32:
         raise UserError(
-            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "
+            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {block_size} as "
             f"{target.name.lower()} needs: choose another type with --tensor-type {re.escape(tensor.name)}=TYPE"
         )
-    if fallback is None or tensor.ne[0] % GGML_QUANT_SIZES[fallback][0]:
-        return T.F16
-    return fallback
+    return fallback_type(tensor, target)
 
 
 def make_plan(file: GGUFFile, choices: Choices) -> Plan:
