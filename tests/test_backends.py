@@ -120,10 +120,9 @@ def rpc_server(folder: Path):
         server.wait(timeout=30)
 
 
-def test_rpc_runs_a_rotated_type(model, tmp_path, monkeypatch):
+def test_rpc_runs_a_rotated_type(model, tmp_path):
     """All layers on a server give the perplexity of a local run, digit for digit: the same code on the same processor, with one
     thread on both sides, so that no sum is split in another way."""
-    monkeypatch.setattr(perplexity_run, "ATTEMPTS", 10)  # a run of a quarter of a second loses its last lines more often
     file, text = tmp_path / "model.gguf", tmp_path / "text.txt"
     conftest.quantize(model, file, "--type", "itq3_t", *perplexity_run.UNIFORM)
     text.write_bytes((ROOT / "data" / "heldout.txt").read_bytes()[:20000])  # more than two chunks of 256 tokens

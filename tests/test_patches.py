@@ -41,7 +41,7 @@ def own_tree(upstream, tmp_path) -> Path:
     own = tmp_path / "own"
     own.mkdir()
     shutil.copy(upstream / "CMakeLists.txt", own)
-    for name in ("ggml", "include", "src", "tests", "tools"):
+    for name in ("common", "ggml", "include", "src", "tests", "tools"):
         shutil.copytree(upstream / name, own / name)
     return own
 

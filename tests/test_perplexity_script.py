@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -220,25 +221,32 @@ def test_statistics_of_a_log():
     assert found["Mean Δp"] == (-1.147, 0.063) and found["Same top p"] == (89.711, 0.348)
 
 
-@pytest.mark.parametrize(("log", "n_runs", "part"), [
-    (LOG, perplexity_run.ATTEMPTS, "gave no statistics"),
-    ("0.0 E kl_divergence: inconsistent vocabulary (7 vs 9)\n" + LOG + LAST_LINE, 1, "inconsistent vocabulary (7 vs 9)"),
-    (LOG.replace("12.625573 ±   0.398792", "nan ± nan") + LAST_LINE, 1, "Mean PPL(Q) is nan"),
+@pytest.mark.parametrize(("log", "part"), [
+    (LOG, "gave no statistics for"),
+    (LOG + "E Unexpected negative standard deviation", "it ends with"),
+    ("0.0 E kl_divergence: inconsistent vocabulary (7 vs 9)\n" + LOG + LAST_LINE, "inconsistent vocabulary (7 vs 9)"),
+    (LOG.replace("12.625573 ±   0.398792", "nan ± nan") + LAST_LINE, "Mean PPL(Q) is nan"),
 ])
-def test_log_without_figures(log, n_runs, part, monkeypatch):
+def test_log_without_figures(log, part, monkeypatch):
     """llama-perplexity exits with 0 in all these cases."""
-    runs = []
-    monkeypatch.setattr(perplexity_run, "run_tool", lambda *args: runs.append(args) or log)
+    monkeypatch.setattr(perplexity_run, "run_tool", lambda *args: log)
     with pytest.raises(RuntimeError) as e:
         perplexity_run.kl_divergence(MODEL, perplexity_run.BaseLogits(Path("logits"), 256, 4096, 60), threads=1)
-    assert part in str(e.value) and len(runs) == n_runs
+    assert part in str(e.value)
 
 
-def test_lost_last_lines_are_asked_for_again(monkeypatch):
-    logs = [LOG, LOG + LAST_LINE]
-    monkeypatch.setattr(perplexity_run, "run_tool", lambda *args: logs.pop(0))
-    base = perplexity_run.BaseLogits(Path("logits"), 256, 4096, 60)
-    assert perplexity_run.kl_divergence(MODEL, base, threads=1)["Mean KLD"].value == 0.037054
+def test_last_lines_are_not_lost(model, tmp_path):
+    """Upstream leaves its log thread at exit as it is: with the processors busy two of five short runs lost their result."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT.read_bytes()[:8000])
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+    try:
+        for _ in range(8):  # all right by chance: 0.6^8, 1.7 %
+            perplexity_run.perplexity(model, text, n_ctx=128, n_chunks=2)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_logits_of_something_else_are_not_used(model, tmp_path, monkeypatch):

@@ -33,7 +33,6 @@ NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 # One type for the matrices of the blocks, so that files differ in nothing else
 UNIFORM = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
 SCORED = 0.83  # the part of a text that is scored: its beginning; the rest is for the importance matrix
-ATTEMPTS = 3  # llama-perplexity now and then exits with 0 before its log thread has written the last lines
 
 
 class Figure(NamedTuple):
@@ -43,17 +42,18 @@ class Figure(NamedTuple):
     error: float | None = None  # the tool's standard error, if it gives one
 
 
-def run_logged(title: str, *command) -> str:
-    """Standard output and error of a command; RuntimeError with its last lines if it fails.
+def last_lines(log: str) -> str:
+    return " / ".join(log.strip().splitlines()[-3:])
 
-    Output goes to a file: through a pipe llama-perplexity sometimes loses its last lines.
-    """
+
+def run_logged(title: str, *command) -> str:
+    """Standard output and error of a command; RuntimeError with its last lines if it fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
         text = log.read()
     if done.returncode:
-        raise RuntimeError(f"{title} exited with {done.returncode}: " + " / ".join(text.strip().splitlines()[-3:]))
+        raise RuntimeError(f"{title} exited with {done.returncode}: " + last_lines(text))
     return text
 
 
@@ -69,14 +69,13 @@ def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path
 
     program: the command that starts llama-perplexity, by default the package's.
     """
-    for _ in range(ATTEMPTS):
-        log = run_tool(program or "llama-perplexity", "-m", model, "-c", n_ctx, "-t", threads, *args)
-        # Such errors end it, or with another vocabulary not even that, and the exit code is 0.
-        if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
-            raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
-        if (found := parse(log)) is not None:
-            return found
-    raise RuntimeError(f"llama-perplexity gave no {what} for {model} in {ATTEMPTS} runs")
+    log = run_tool(program or "llama-perplexity", "-m", model, "-c", n_ctx, "-t", threads, *args)
+    # Such errors end it, or with another vocabulary not even that, and the exit code is 0.
+    if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
+        raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
+    if (found := parse(log)) is None:
+        raise RuntimeError(f"llama-perplexity gave no {what} for {model}; it ends with " + last_lines(log))
+    return found
 
 
 def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2,
