@@ -7,3 +7,5 @@
 #include "ditto3.cuh"
 #include "itq3_t.cuh"
 #include "itq2_t.cuh"
+#include "itq3_t64.cuh"
+#include "itq2_t64.cuh"

@@ -40,24 +40,34 @@ GGML_EXT_INLINE uint16_t ggml_ext_half_bits(ggml_half h) { return h; }
 GGML_EXT_INLINE float ggml_ext_half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
 #endif
 
-// Begins a block of Q8_KR whose largest rotated magnitude is amax: sets d and stores the factor of the codes. False if
-// amax is Inf or NaN: then all is done, d is NaN and so will the result be, as in float. Below 1e-36 127/amax would
-// overflow, and the block is zero.
-static inline bool ggml_ext_begin_q8_kr(block_q8_K * y, float amax, float * inv_d) {
+// The scale of 8-bit activations whose largest rotated magnitude is amax, and the factor of their codes. False if amax is Inf or
+// NaN: then the scale is NaN and so will the result be, as in float. Below 1e-36 127/amax would overflow, and all is zero.
+static inline bool ggml_ext_begin_q8(float amax, float * d, float * inv_d) {
     if (!(amax <= FLT_MAX)) {
-        memset(y, 0, sizeof(*y));
-        y->d = NAN;
+        *d = NAN;
         return false;
     }
     amax   = amax < 1e-36f ? 0.0f : amax;
     *inv_d = amax > 0.0f ? 127.0f/amax : 0.0f;
-    y->d   = amax/127.0f;
+    *d     = amax/127.0f;
     return true;
 }
 
+// Q8_KR64, activations rotated in blocks of 64. A row's blocks come in groups of four, the last of what is left, and a group of r
+// blocks lies as the kernels' vectors want it: r*72 bytes,
+//   float d[r], all alike     float sum[r], of a block's codes, exact      int8_t qs[8][r][8], value 8*g + i of block b at [g][b][i]
+// This struct is a group of one.
+typedef struct {
+    float  d;
+    float  sum;
+    int8_t qs[64];
+} block_q8_kr64;
+enum { GGML_EXT_GROUP_BLOCKS = 4 };
+
 // One block after unpacking, the same integers on every backend:
 //   value[j] = d * scale[j / group] * (q[j] - offset)
-// group is the type's entry in types.toml; types with one scale set scale[0] = 1. Rotated types hold rotated values.
+// group is the type's entry in types.toml; types with one scale set scale[0] = 1. Rotated types hold rotated values. Blocks of
+// 64 leave the rest of q as it is.
 struct ggml_ext_unpacked {
     int8_t  q[QK_K];
     int32_t scale[GGML_EXT_MAX_GROUPS];

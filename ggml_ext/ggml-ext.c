@@ -6,70 +6,99 @@ int ggml_ext_abi_version(void) {
     return GGML_EXT_ABI_VERSION;
 }
 
-void ggml_ext_rotate(float * x, int64_t n_blocks) {
+void ggml_ext_rotate(float * x, int64_t n_blocks, int block_size) {
     for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        ggml_ext_rotate_block(x + ib*QK_K);
+        ggml_ext_rotate_block(x + ib*block_size, block_size);
     }
 }
 
-void ggml_ext_rotate_back(float * x, int64_t n_blocks) {
+void ggml_ext_rotate_back(float * x, int64_t n_blocks, int block_size) {
     for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        ggml_ext_rotate_block_back(x + ib*QK_K);
+        ggml_ext_rotate_block_back(x + ib*block_size, block_size);
     }
 }
 
 // One row, or several: unpack, scale, rotate back.
 #define X(NAME, name)                                                                                                  \
     static_assert(sizeof(block_##name) == GGML_EXT_##NAME##_BLOCK_BYTES, #name ": types.toml and the struct differ");  \
-    static_assert(QK_K/GGML_EXT_##NAME##_GROUP <= GGML_EXT_MAX_GROUPS, #name ": too many groups");                     \
+    static_assert(GGML_EXT_##NAME##_BLOCK_SIZE/GGML_EXT_##NAME##_GROUP <= GGML_EXT_MAX_GROUPS, #name ": too many groups"); \
     void dequantize_row_##name(const block_##name * x, float * y, int64_t n) {                                         \
-        assert(n % QK_K == 0);                                                                                         \
-        for (int64_t ib = 0; ib < n/QK_K; ++ib, y += QK_K) {                                                           \
+        enum { N = GGML_EXT_##NAME##_BLOCK_SIZE };                                                                     \
+        assert(n % N == 0);                                                                                            \
+        for (int64_t ib = 0; ib < n/N; ++ib, y += N) {                                                                 \
             struct ggml_ext_unpacked u;                                                                                \
             ggml_ext_unpack_##name(&x[ib], &u);                                                                        \
-            for (int j = 0; j < QK_K; ++j) {                                                                           \
+            for (int j = 0; j < N; ++j) {                                                                              \
                 y[j] = u.d*(float) u.scale[j/GGML_EXT_##NAME##_GROUP]*((float) u.q[j] - u.offset);                     \
             }                                                                                                          \
             if (GGML_EXT_##NAME##_ROTATED) {                                                                           \
-                ggml_ext_rotate_block_back(y);                                                                               \
+                ggml_ext_rotate_block_back(y, N);                                                                      \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
     void quantize_row_##name##_ref(const float * x, void * y, int64_t n) {                                             \
-        assert(n % QK_K == 0);                                                                                         \
+        assert(n % GGML_EXT_##NAME##_BLOCK_SIZE == 0);                                                                 \
         ggml_ext_quantize_chunk(GGML_TYPE_##NAME, x, y, 0, 1, n, NULL, NULL);                                          \
     }
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// Scales are positive and there is no rounding choice left to the compiler, so every SIMD version equals this one.
+// Rotates n floats in blocks of block_size and rounds them to 8 bits under one scale; false as ggml_ext_begin_q8().
+static bool quantize_rotated(const float * x, int n, int block_size, int8_t * q, float * d) {
+    float v[QK_K];
+    memcpy(v, x, (size_t) n*sizeof(v[0]));
+    ggml_ext_rotate(v, n/block_size, block_size);
+
+    float amax   = 0.0f;
+    bool  finite = true;
+    for (int j = 0; j < n; ++j) {
+        finite &= fabsf(v[j]) <= FLT_MAX;
+        amax = fmaxf(amax, fabsf(v[j]));
+    }
+    float inv_d;
+    const bool good = ggml_ext_begin_q8(finite ? amax : INFINITY, d, &inv_d);
+    for (int j = 0; j < n; ++j) {
+        q[j] = good ? (int8_t) nearbyintf(v[j]*inv_d) : 0; // to nearest, ties to even
+    }
+    return good;
+}
+
+static int sum_of(const int8_t * q, int n) {
+    int sum = 0;
+    for (int j = 0; j < n; ++j) {
+        sum += q[j];
+    }
+    return sum;
+}
+
+// Scales are positive and there is no rounding choice left to the compiler, so every SIMD version equals these.
 void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
     assert(n % QK_K == 0);
     block_q8_K * y = vy;
     for (int64_t ib = 0; ib < n/QK_K; ++ib) {
-        float v[QK_K];
-        memcpy(v, x + ib*QK_K, sizeof(v));
-        ggml_ext_rotate_block(v);
-
-        float amax   = 0.0f;
-        bool  finite = true;
-        for (int j = 0; j < QK_K; ++j) {
-            finite &= fabsf(v[j]) <= FLT_MAX;
-            amax = fmaxf(amax, fabsf(v[j]));
-        }
-        float inv_d;
-        if (!ggml_ext_begin_q8_kr(&y[ib], finite ? amax : INFINITY, &inv_d)) {
-            continue;
-        }
-        for (int j = 0; j < QK_K; ++j) {
-            y[ib].qs[j] = (int8_t) nearbyintf(v[j]*inv_d); // to nearest, ties to even
-        }
+        quantize_rotated(x + ib*QK_K, QK_K, QK_K, y[ib].qs, &y[ib].d);
         for (int g = 0; g < QK_K/16; ++g) {
-            int sum = 0;
-            for (int j = 0; j < 16; ++j) {
-                sum += y[ib].qs[16*g + j];
+            y[ib].bsums[g] = (int16_t) sum_of(y[ib].qs + 16*g, 16);
+        }
+    }
+}
+
+void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * vy, int64_t n) {
+    assert(n % 64 == 0);
+    for (int64_t ib = 0; ib < n/64; ib += GGML_EXT_GROUP_BLOCKS) {
+        const int r = n/64 - ib < GGML_EXT_GROUP_BLOCKS ? (int) (n/64 - ib) : GGML_EXT_GROUP_BLOCKS;
+        char   * y  = (char *) vy + ib*sizeof(block_q8_kr64);
+        int8_t * qs = (int8_t *) y + r*offsetof(block_q8_kr64, qs);
+        int8_t   q[QK_K];
+        float    d;
+        quantize_rotated(x + ib*64, 64*r, 64, q, &d);
+        for (int b = 0; b < r; ++b) {
+            const float sum = (float) sum_of(q + 64*b, 64);
+            memcpy(y + 4*b, &d, sizeof(d));
+            memcpy(y + 4*(r + b), &sum, sizeof(sum));
+            for (int g = 0; g < 8; ++g) {
+                memcpy(qs + 8*(r*g + b), q + 64*b + 8*g, 8);
             }
-            y[ib].bsums[g] = (int16_t) sum;
         }
     }
 }
@@ -93,17 +122,15 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
             return 0;
         }
     }
-    GGML_ASSERT(n_per_row % QK_K == 0 && start % n_per_row == 0);
-    const int64_t row_blocks = n_per_row/QK_K;
-    const int64_t first      = start/n_per_row*row_blocks;
     switch ((int) type) {
 #define X(NAME, name)                                                                                                  \
-        case GGML_TYPE_##NAME:                                                                                         \
-            for (int64_t ir = 0; ir < nrows; ++ir) {                                                                   \
-                ggml_ext_encode_##name(src + start + ir*n_per_row, (block_##name *) dst + first + ir*row_blocks,       \
-                                       row_blocks, imatrix, params);                                                   \
-            }                                                                                                          \
-            return nrows*row_blocks*sizeof(block_##name);
+        case GGML_TYPE_##NAME: {                                                                                       \
+            const int64_t row_blocks = n_per_row/GGML_EXT_##NAME##_BLOCK_SIZE;                                         \
+            GGML_ASSERT(n_per_row % GGML_EXT_##NAME##_BLOCK_SIZE == 0 && start % n_per_row == 0);                      \
+            ggml_ext_encode_##name(src + start, (block_##name *) dst + start/n_per_row*row_blocks, nrows, row_blocks,  \
+                                   imatrix, params);                                                                   \
+            return nrows*row_blocks*sizeof(block_##name);                                                              \
+        }
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
     }
@@ -119,7 +146,7 @@ GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return false;
     }
-    memcpy(q, u.q, sizeof(u.q));
+    memcpy(q, u.q, (size_t) ggml_blck_size(type));
     memcpy(scale, u.scale, sizeof(u.scale));
     *d      = u.d;
     *offset = u.offset;
@@ -134,7 +161,8 @@ bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_bloc
             case GGML_TYPE_##NAME: valid = ggml_ext_validate_block_##name((const block_##name *) data + ib); break;
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
-            case GGML_TYPE_Q8_KR: valid = isfinite(((const block_q8_K *) data)[ib].d); break;
+            case GGML_TYPE_Q8_KR:   valid = isfinite(((const block_q8_K *) data)[ib].d); break;
+            case GGML_TYPE_Q8_KR64: valid = true; break; // groups of a row, which is not known here
         }
         if (!valid) {
             fprintf(stderr, "%s: block %zu of type %s has a scale that is NaN or Inf\n", __func__, ib, ggml_type_name(type));

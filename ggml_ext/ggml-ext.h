@@ -8,18 +8,18 @@ extern "C" {
 #endif
 
 // Version of the interface in this header; raised by every incompatible change.
-#define GGML_EXT_ABI_VERSION 4
+#define GGML_EXT_ABI_VERSION 5
 GGML_API int ggml_ext_abi_version(void);
 
 // Options of the encoders. Zero-initialise and set what you need: zero is the default of every field.
 struct ggml_ext_quantize_params {
     int32_t       itq3_levels;     // ITQ3_S: 8 (default) or 3, the paper's ternary
-    int32_t       trellis_passes;  // ITQ3_T, ITQ2_T: scales tried a block, 1 to 6; more are slower and better
+    int32_t       trellis_passes;  // trellis types: scales tried a block, 1 to 6; more are slower and better
     const float * ditto3_codebook; // DITTO3: eight finite centroids in ascending order for all blocks; NULL: each its own
 };
 
 // ggml_quantize_chunk() with options, for the extension's weight types only.
-//   src      nrows*n_per_row floats beginning at element `start`, n_per_row a multiple of 256
+//   src      nrows*n_per_row floats beginning at element `start`, n_per_row a multiple of the block
 //   imatrix  n_per_row importances or NULL
 //   params   NULL for the defaults
 // Returns the bytes written; 0 if type is not one of the extension's weight types or an option is out of range.
@@ -38,7 +38,7 @@ GGML_API void ggml_ext_ditto3_add_rows(double * sum_w, double * sum_wx, const fl
 // Centroids for ditto3_codebook. Returns false if no row was added (or memory is out).
 GGML_API bool ggml_ext_ditto3_codebook(const double * sum_w, const double * sum_wx, float codebook[8]);
 
-// The unpack contract of one block (scalar reference): 256 codes, up to four integer scales, d and offset with
+// The unpack contract of one block (scalar reference): its 256 or 64 codes, up to four integer scales, d and offset with
 // value[j] = d * scale[j / group] * (q[j] - offset). Returns false for other types.
 GGML_API bool ggml_ext_unpack_block(enum ggml_type type, const void * block, int8_t * q, int32_t * scale, float * d,
                                     float * offset);
@@ -46,12 +46,13 @@ GGML_API bool ggml_ext_unpack_block(enum ggml_type type, const void * block, int
 // True if all blocks of a row hold finite scales (and whatever else the type demands).
 GGML_API bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_blocks);
 
-// In-place rotation of n_blocks blocks of 256 floats, and its inverse; see ggml-ext-rotation.h.
-GGML_API void ggml_ext_rotate(float * x, int64_t n_blocks);
-GGML_API void ggml_ext_rotate_back(float * x, int64_t n_blocks);
+// In-place rotation of n_blocks blocks of block_size = 256 or 64 floats, and its inverse; see ggml-ext-rotation.h.
+GGML_API void ggml_ext_rotate(float * x, int64_t n_blocks, int block_size);
+GGML_API void ggml_ext_rotate_back(float * x, int64_t n_blocks, int block_size);
 
-// Rotated activation type Q8_KR: scalar reference of what the CPU backend's from_float does.
+// Rotated activation types Q8_KR and Q8_KR64: scalar references of what the CPU backend's from_float does.
 GGML_API void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * y, int64_t n);
+GGML_API void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * y, int64_t n);
 
 #ifdef __cplusplus
 }

@@ -7,3 +7,5 @@
 #include "ditto3.h"
 #include "itq3_t.h"
 #include "itq2_t.h"
+#include "itq3_t64.h"
+#include "itq2_t64.h"

@@ -265,12 +265,12 @@ static void encode_block(const struct codes * t, const float * src, const float 
     *dst = best.x;
 }
 
-void ggml_ext_encode_ccq2(const float * src, block_ccq2 * dst, int64_t n_blocks, const float * importance,
+void ggml_ext_encode_ccq2(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                           const struct ggml_ext_quantize_params * params) {
     (void) params;
     struct codes t;
     make_codes(&t);
-    for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        encode_block(&t, src + ib*QK_K, importance ? importance + ib*QK_K : NULL, &dst[ib]);
+    for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {
+        encode_block(&t, src + ib*QK_K, importance ? importance + ib%row_blocks*QK_K : NULL, &dst[ib]);
     }
 }

@@ -61,7 +61,7 @@ static void store_indices(const float * x, block_ditto3 * dst) {
         }
         code[j] = (uint8_t) best;
     }
-    ggml_ext_pack_bits3(code, dst->ql, dst->qh);
+    ggml_ext_pack_bits3(code, QK_K, dst->ql, dst->qh);
 }
 
 static void encode_block(const float * x, const float * importance, const float * codebook, block_ditto3 * dst) {
@@ -94,10 +94,10 @@ static void encode_block(const float * x, const float * importance, const float 
     store_indices(x, dst);
 }
 
-void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_blocks, const float * importance,
+void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
-    for (int64_t ib = 0; ib < n_blocks; ++ib) {
-        encode_block(src + ib*QK_K, importance ? importance + ib*QK_K : NULL, params->ditto3_codebook, &dst[ib]);
+    for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {
+        encode_block(src + ib*QK_K, importance ? importance + ib%row_blocks*QK_K : NULL, params->ditto3_codebook, &dst[ib]);
     }
 }
 

@@ -1,4 +1,7 @@
-// What the encoders share. Sums run in eight lanes, which a halving tree adds up: two vectors of four, which every
+// What the encoders share. Each is one function,
+//   ggml_ext_encode_<type>(src, dst, n_rows, row_blocks, importance, params)
+// which encodes n_rows rows of row_blocks blocks of unrotated weights; importance: weights of the squared error, one for each
+// weight of a row, or NULL. Sums run in eight lanes, which a halving tree adds up: two vectors of four, which every
 // processor has, and an order that numpy can repeat exactly.
 #pragma once
 
@@ -40,17 +43,17 @@ static inline float ext_sum(const ext_f32 v[2]) {
     return (h[0] + h[2]) + (h[1] + h[3]);
 }
 
-// Rotates one block of weights into x. Returns false if a weight is NaN or Inf. Halves hold scales up to 65504, so
+// Rotates one block of n weights into x. Returns false if a weight is NaN or Inf. Halves hold scales up to 65504, so
 // rotated values saturate at eight times that: the block is then wrong by what no file could hold, but finite.
-static inline bool ext_load_rotated(const float * src, float x[QK_K]) {
+static inline bool ext_load_rotated(const float * src, float * x, int n) {
     bool finite = true;
-    for (int j = 0; j < QK_K; ++j) {
+    for (int j = 0; j < n; ++j) {
         const float w = src[j];
         finite &= fabsf(w) <= FLT_MAX;
         x[j] = w > 1e30f ? 1e30f : w < -1e30f ? -1e30f : w; // keeps the transform's sums finite
     }
-    ggml_ext_rotate_block(x);
-    for (int j = 0; j < QK_K; ++j) {
+    ggml_ext_rotate_block(x, n);
+    for (int j = 0; j < n; ++j) {
         const float top = 8*EXT_HALF_MAX;
         x[j] = x[j] > top ? top : x[j] < -top ? -top : x[j];
     }

@@ -117,15 +117,15 @@ static void encode_ternary(const float * x, const struct ext_block_stats * s, st
     try_scale(x, d, fmaxf(-EXT_HALF_MAX, fminf(z, EXT_HALF_MAX)), 2.0f, best);
 }
 
-void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_blocks, const float * importance,
+void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
     (void) importance; // diagonal before the rotation, not after it: of no use to a scalar search
     const float top = params->itq3_levels == 3 ? 2.0f : 7.0f;
-    for (int64_t ib = 0; ib < n_blocks; ++ib) {
+    for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {
         float   x[QK_K];
         uint8_t q[QK_K] = {0}; // of a refused block
         struct best best = {0};
-        if (!ext_load_rotated(src + ib*QK_K, x)) {
+        if (!ext_load_rotated(src + ib*QK_K, x, QK_K)) {
             best.d = best.z = EXT_HALF_NAN; // refused by row validation
         } else {
             const struct ext_block_stats s = ext_block_stats(x);

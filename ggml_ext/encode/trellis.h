@@ -36,12 +36,20 @@ enum {
     TRELLIS_SEGMENT    = 32, // steps that are decided together where errors are fed back; weighted errors of a layer's
                              // ffn_down and attn_q at K = 3: 16 0.00691 0.01703, 32 0.00711 0.01694, 64 0.00771 0.01694
     TRELLIS_LOOKAHEAD  = 32, // steps searched beyond them
-    TRELLIS_N_SEGMENTS = QK_K/TRELLIS_SEGMENT,
+    TRELLIS_MAX_SEGMENTS = QK_K/TRELLIS_SEGMENT,
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
 
-// Relative squared error from which a block is taken for one: 1.15 times that of a Gaussian.
-#define TRELLIS_ODD(K) ((K) == 3 ? 0.0205f : 0.0785f)
+// Times the error of a Gaussian, the relative squared error from which a block is taken for one. Errors of short blocks scatter
+// more.
+#define TRELLIS_ODD(N) ((N) == QK_K ? 1.15f : 1.30f)
+
+// What sets one type apart, constants where it is used.
+struct trellis_type {
+    int   k, n;          // bits a symbol, weights a block
+    const struct ggml_ext_trellis_tables * tables;
+    float offset, usual; // relative squared error of a Gaussian
+};
 
 struct trellis_work {
     float    code[GGML_EXT_TRELLIS_STATES];        // values of the states: plane a, place j is state j << K | a
@@ -50,14 +58,15 @@ struct trellis_work {
     float    code_rms, code_top;                   // root mean square and largest magnitude of the values
 };
 
-static inline struct trellis_work * trellis_begin(const struct ggml_ext_trellis_tables * tables, int k, float offset) {
+static inline struct trellis_work * trellis_begin(struct trellis_type t) {
+    const int k = t.k;
     struct trellis_work * w = malloc(sizeof(*w));
     GGML_ASSERT(w != NULL);
     const int n_groups = GGML_EXT_TRELLIS_STATES >> k;
     double sum = 0;
     w->code_top = 0.0f;
     for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
-        const float v = (float) ggml_ext_trellis_code(tables, k, s) - offset;
+        const float v = (float) ggml_ext_trellis_code(t.tables, k, s) - t.offset;
         w->code[(s & ((1 << k) - 1))*n_groups + (s >> k)] = v;
         sum += (double) v*(double) v;
         w->code_top = fmaxf(w->code_top, fabsf(v));
@@ -131,7 +140,7 @@ static inline __attribute__((always_inline)) void trellis_search(int k, struct t
 // D is left out inside a segment. It is nearly flat where importances vary by less than the feedback gains.
 struct trellis_feedback {
     float importance[QK_K]; // unrotated
-    float gain[TRELLIS_SEGMENT][TRELLIS_N_SEGMENTS][TRELLIS_N_SEGMENTS];
+    float gain[TRELLIS_SEGMENT][TRELLIS_MAX_SEGMENTS][TRELLIS_MAX_SEGMENTS];
 };
 
 // Walsh-Hadamard transform of n values, a power of two, not normalised.
@@ -148,31 +157,31 @@ static inline void trellis_transform(float * x, int n) {
 }
 
 // False if all importances are zero: then they say nothing.
-static inline bool trellis_begin_feedback(int k, const float * importance, struct trellis_feedback * fb) {
+static inline bool trellis_begin_feedback(struct trellis_type t, const float * importance, struct trellis_feedback * fb) {
+    const int n = t.n, n_segments = n/TRELLIS_SEGMENT;
     double sum = 0;
-    for (int j = 0; j < QK_K; ++j) {
+    for (int j = 0; j < n; ++j) {
         sum += (double) importance[j];
     }
     if (!(sum > 0)) {
         return false;
     }
-    for (int j = 0; j < QK_K; ++j) {
-        fb->importance[j] = (float) ((double) importance[j]*(QK_K/sum) + TRELLIS_FLOOR(k)); // mean 1, and no zeros to divide by
+    for (int j = 0; j < n; ++j) {
+        fb->importance[j] = (float) ((double) importance[j]*(n/sum) + TRELLIS_FLOOR(t.k)); // mean 1, and no zeros to divide by
     }
-    enum { N = TRELLIS_N_SEGMENTS };
     for (int f = 0; f < TRELLIS_SEGMENT; ++f) {
-        float  a[N];
-        double m[N][N];
-        for (int s = 0; s < N; ++s) {
-            a[s] = fb->importance[ggml_ext_trellis_position(TRELLIS_SEGMENT*s + f)];
+        float  a[TRELLIS_MAX_SEGMENTS];
+        double m[TRELLIS_MAX_SEGMENTS][TRELLIS_MAX_SEGMENTS];
+        for (int s = 0; s < n_segments; ++s) {
+            a[s] = fb->importance[ggml_ext_trellis_position(n, TRELLIS_SEGMENT*s + f)];
         }
-        trellis_transform(a, N);
-        for (int s = 0; s < N; ++s) {
-            for (int r = 0; r < N; ++r) {
+        trellis_transform(a, n_segments);
+        for (int s = 0; s < n_segments; ++s) {
+            for (int r = 0; r < n_segments; ++r) {
                 m[s][r] = (double) a[s ^ r];
             }
         }
-        for (int s = N - 1; s >= 0; --s) { // eliminates the last segment first: it can react to all others
+        for (int s = n_segments - 1; s >= 0; --s) { // eliminates the last segment first: it can react to all others
             for (int r = 0; r < s; ++r) {
                 fb->gain[f][s][r] = (float) (m[s][r]/m[s][s]);
                 for (int q = 0; q < s; ++q) {
@@ -195,13 +204,13 @@ static inline __attribute__((always_inline)) float trellis_value(int k, const st
 }
 
 // States for x, by step, under scale d: segment after segment, each with the errors of those before fed back.
-static inline __attribute__((always_inline)) void trellis_search_feedback(int k, struct trellis_work * w, const float x[QK_K],
-                                                                          float d, const struct trellis_feedback * fb,
-                                                                          uint16_t states[QK_K]) {
+static inline __attribute__((always_inline)) void trellis_search_feedback(struct trellis_type t, struct trellis_work * w,
+                                                                          const float * x, float d, const struct trellis_feedback * fb,
+                                                                          uint16_t * states) {
     enum { S = TRELLIS_SEGMENT };
-    float errors[TRELLIS_N_SEGMENTS][S]; // transformed
-    for (int s = 0; s < TRELLIS_N_SEGMENTS; ++s) {
-        const int first = S*s, n = first + S + TRELLIS_LOOKAHEAD < QK_K ? S + TRELLIS_LOOKAHEAD : QK_K - first;
+    float errors[TRELLIS_MAX_SEGMENTS][S]; // transformed
+    for (int s = 0; s < t.n/S; ++s) {
+        const int first = S*s, n = first + S + TRELLIS_LOOKAHEAD < t.n ? S + TRELLIS_LOOKAHEAD : t.n - first;
         float z[2*S];
         for (int i = 0; i < n; i += S) {
             float wish[S] = {0};
@@ -216,10 +225,10 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(int k,
             }
         }
         uint16_t found[2*S];
-        trellis_search(k, w, z, n, s == 0 ? TRELLIS_N_STARTS : 0, s == 0 ? 0 : states[first - 1], found);
+        trellis_search(t.k, w, z, n, s == 0 ? TRELLIS_N_STARTS : 0, s == 0 ? 0 : states[first - 1], found);
         for (int j = 0; j < S; ++j) {
             states[first + j] = found[j];
-            errors[s][j]      = x[first + j] - d*trellis_value(k, w, found[j]);
+            errors[s][j]      = x[first + j] - d*trellis_value(t.k, w, found[j]);
         }
         trellis_transform(errors[s], S);
     }
@@ -250,10 +259,11 @@ static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried
     return -1;
 }
 
-// Sums over a block, of weights weighted by m or of all alike where it is NULL: x*v, v*v and (x - d*v)^2.
-static inline void trellis_sums(const float * x, const float * v, const float * m, float d, float * xv, float * vv, float * err) {
+// Sums over a block of n, of weights weighted by m or of all alike where it is NULL: x*v, v*v and (x - d*v)^2.
+static inline void trellis_sums(int n, const float * x, const float * v, const float * m, float d, float * xv, float * vv,
+                                float * err) {
     ext_f32 sum_xv[2] = {0}, sum_vv[2] = {0}, sum_err[2] = {0};
-    for (int i = 0; i < QK_K/4; ++i) {
+    for (int i = 0; i < n/4; ++i) {
         const ext_f32 xi = ext_load(x + 4*i), vi = ext_load(v + 4*i), e = xi - d*vi;
         const ext_f32 mi = m ? ext_load(m + 4*i) : (ext_f32) {1.0f, 1.0f, 1.0f, 1.0f};
         sum_xv[i%2]  += mi*xi*vi;
@@ -273,55 +283,55 @@ struct trellis_block {
 };
 
 // States for the block under one scale, which are kept if they are the best so far. Returns the least-squares scale for them.
-static inline __attribute__((always_inline)) float trellis_try_scale(int k, struct trellis_work * w, const struct trellis_block * in,
-                                                                     int scale, bool feed_back, struct trellis_best * best) {
+static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
+                                                                     const struct trellis_block * in, int scale, bool feed_back, struct trellis_best * best) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
     float    v[QK_K], xv, vv, err;
     if (feed_back) {
-        trellis_search_feedback(k, w, in->x, d, in->fb, states);
+        trellis_search_feedback(t, w, in->x, d, in->fb, states);
     } else {
-        for (int t = 0; t < QK_K; ++t) {
-            v[t] = in->x[t]*inv_d;
+        for (int i = 0; i < t.n; ++i) {
+            v[i] = in->x[i]*inv_d;
         }
-        trellis_search(k, w, v, QK_K, TRELLIS_N_STARTS, 0, states);
+        trellis_search(t.k, w, v, t.n, TRELLIS_N_STARTS, 0, states);
     }
-    for (int t = 0; t < QK_K; ++t) {
-        v[ggml_ext_trellis_position(t)] = trellis_value(k, w, states[t]);
+    for (int i = 0; i < t.n; ++i) {
+        v[ggml_ext_trellis_position(t.n, i)] = trellis_value(t.k, w, states[i]);
     }
     if (in->fb) {
-        ggml_ext_fwht_block(v);
+        ggml_ext_fwht(v, t.n);
     }
-    trellis_sums(in->y, v, in->fb ? in->fb->importance : NULL, d, &xv, &vv, &err);
+    trellis_sums(t.n, in->y, v, in->fb ? in->fb->importance : NULL, d, &xv, &vv, &err);
     if (err < best->err) {
         best->err = err;
         best->d   = (uint8_t) scale;
-        memcpy(best->states, states, sizeof(states));
+        memcpy(best->states, states, (size_t) t.n*sizeof(states[0]));
     }
     return vv > 0.0f ? xv/vv : 0.0f;
 }
 
 // One block of rotated weights. Tries scales from the one that gives the code the block's energy, then those next to the
 // least-squares scale of the codes found. With feedback the errors are those of the weights rotated back, up to the signs.
-static inline __attribute__((always_inline)) void trellis_encode(int k, struct trellis_work * w, const float rotated[QK_K],
+static inline __attribute__((always_inline)) void trellis_encode(struct trellis_type t, struct trellis_work * w, const float * rotated,
                                                                  const struct trellis_feedback * fb, int n_passes,
                                                                  struct trellis_best * best) {
     uint8_t tried[TRELLIS_MAX_PASSES + TRELLIS_N_ODD];
     int     n_tried = 0;
     float   energy, weighted, unused, peak = 0.0f;
     struct trellis_block in = {.fb = fb};
-    for (int t = 0; t < QK_K; ++t) {
-        in.x[t] = rotated[ggml_ext_trellis_position(t)];
-        peak    = fmaxf(peak, fabsf(in.x[t]));
+    for (int i = 0; i < t.n; ++i) {
+        in.x[i] = rotated[ggml_ext_trellis_position(t.n, i)];
+        peak    = fmaxf(peak, fabsf(in.x[i]));
     }
-    memcpy(in.y, rotated, sizeof(in.y));
+    memcpy(in.y, rotated, (size_t) t.n*sizeof(in.y[0]));
     if (fb) {
-        ggml_ext_fwht_block(in.y);
+        ggml_ext_fwht(in.y, t.n);
     }
-    trellis_sums(in.y, in.y, NULL, 0.0f, &energy, &unused, &unused);
-    trellis_sums(in.y, in.y, fb ? fb->importance : NULL, 0.0f, &weighted, &unused, &unused);
+    trellis_sums(t.n, in.y, in.y, NULL, 0.0f, &energy, &unused, &unused);
+    trellis_sums(t.n, in.y, in.y, fb ? fb->importance : NULL, 0.0f, &weighted, &unused, &unused);
     *best = (struct trellis_best) {.err = weighted}; // of d = 0, which stays if nothing beats it
-    const float first = sqrtf(energy*(1.0f/QK_K))/w->code_rms;
+    const float first = sqrtf(energy*(1.0f/t.n))/w->code_rms;
     float want = first;
     for (int pass = 0; pass < n_passes; ++pass) {
         const bool looks = fb != NULL && pass == 0 && n_passes > 1; // without feedback, for the scale alone: it is cheap
@@ -329,29 +339,29 @@ static inline __attribute__((always_inline)) void trellis_encode(int k, struct t
         if (scale < 0) {
             break;
         }
-        want = trellis_try_scale(k, w, &in, scale, fb != NULL && !looks, best);
+        want = trellis_try_scale(t, w, &in, scale, fb != NULL && !looks, best);
         if (!looks) {
             tried[n_tried++] = (uint8_t) scale;
         }
     }
     // Blocks unlike a bell want other scales: few values, many alike, or one that stands out.
     const float odd[TRELLIS_N_ODD] = {1.3f*first, 1.6f*first, 0.75f*first, peak/w->code_top};
-    for (int i = 0; i < TRELLIS_N_ODD && best->err > TRELLIS_ODD(k)*weighted; ++i) {
+    for (int i = 0; i < TRELLIS_N_ODD && best->err > TRELLIS_ODD(t.n)*t.usual*weighted; ++i) {
         const int scale = trellis_next_scale(odd[i], tried, n_tried);
         if (scale > 0) {
-            trellis_try_scale(k, w, &in, scale, fb != NULL, best);
+            trellis_try_scale(t, w, &in, scale, fb != NULL, best);
             tried[n_tried++] = (uint8_t) scale;
         }
     }
 }
 
 // The bytes of a path. qh NULL for K = 2.
-static inline void trellis_pack(int k, const struct trellis_best * best, uint8_t * start, uint8_t ql[64], uint8_t * qh) {
-    uint8_t symbols[QK_K], none[QK_K/8]; // K = 2 has no high bits
-    for (int t = 0; t < QK_K; ++t) {
-        symbols[ggml_ext_trellis_position(t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
+static inline void trellis_pack(int k, int n, const struct trellis_best * best, uint8_t * start, uint8_t * ql, uint8_t * qh) {
+    uint8_t symbols[QK_K];
+    for (int t = 0; t < n; ++t) {
+        symbols[ggml_ext_trellis_position(n, t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
     }
-    ggml_ext_pack_bits3(symbols, ql, qh ? qh : none);
+    ggml_ext_pack_bits3(symbols, n, ql, qh);
     const int before = best->states[0] >> k;
     *start = 0;
     for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start is a permutation of these states' bits
@@ -364,23 +374,26 @@ static inline void trellis_pack(int k, const struct trellis_best * best, uint8_t
 // QH: the field of block b with the high bits, or NULL.
 #define DEFINE_TRELLIS_ENCODER(name, NAME, K, QH)                                                                          \
     TRELLIS_CLONES                                                                                                         \
-    void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_blocks, const float * importance,         \
-                                const struct ggml_ext_quantize_params * params) {                                          \
-        struct trellis_work * w = trellis_begin(&ggml_ext_##name##_tables, K, GGML_EXT_##NAME##_TRELLIS_OFFSET);           \
+    void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                 \
+                                const float * importance, const struct ggml_ext_quantize_params * params) {                \
+        enum { N = GGML_EXT_##NAME##_BLOCK_SIZE };                                                                         \
+        const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, GGML_EXT_##NAME##_TRELLIS_OFFSET,                  \
+                                       GGML_EXT_##NAME##_TRELLIS_USUAL_REL_MSE};                                           \
+        struct trellis_work * w = trellis_begin(t);                                                                        \
         const int n_passes = params->trellis_passes ? params->trellis_passes : TRELLIS_PASSES;                             \
-        for (int64_t ib = 0; ib < n_blocks; ++ib) {                                                                        \
-            float rotated[QK_K];                                                                                           \
+        for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {                                                               \
+            float rotated[N];                                                                                              \
             struct trellis_best best = {0};                                                                                \
             struct trellis_feedback fb;                                                                                    \
-            const bool weighted = importance && trellis_begin_feedback(K, importance + ib*QK_K, &fb);                      \
-            if (ext_load_rotated(src + ib*QK_K, rotated)) {                                                                \
-                trellis_encode(K, w, rotated, weighted ? &fb : NULL, n_passes, &best);                                     \
+            const bool weighted = importance && trellis_begin_feedback(t, importance + ib%row_blocks*N, &fb);              \
+            if (ext_load_rotated(src + ib*N, rotated, N)) {                                                                \
+                trellis_encode(t, w, rotated, weighted ? &fb : NULL, n_passes, &best);                                     \
             } else {                                                                                                       \
                 best.d = 0xff; /* refused by row validation */                                                             \
             }                                                                                                              \
             block_##name * b = &dst[ib];                                                                                   \
             b->d = best.d;                                                                                                 \
-            trellis_pack(K, &best, &b->start, b->ql, QH);                                                                  \
+            trellis_pack(K, N, &best, &b->start, b->ql, QH);                                                               \
         }                                                                                                                  \
         free(w);                                                                                                           \
     }

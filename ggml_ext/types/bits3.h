@@ -1,26 +1,33 @@
-// The 3-bit plane layout that ITQ3_S and DITTO3 share: codes 0..7 of 256 weights in 96 bytes.
+// The bit planes that the 3-bit types share: codes 0..7 of the n = 256 or 64 weights of a block, in L = n/8 lanes.
 //
-//   low2 = ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3      one 32-byte load of ql serves four groups of 32 weights
-//   high = qh[j%32] >> (j/32) & 1                           one 32-byte load of qh serves all eight groups
+//   low2 = ql[L*(j/(4*L)) + j%L] >> 2*(j%(4*L)/L) & 3       one load of L bytes of ql serves four groups of L weights
+//   high = qh[j%L] >> (j/L) & 1                             one load of L bytes of qh serves all eight groups
 //   code = low2 | high << 2
 #pragma once
 
 #include "../ggml-ext-common.h"
 
-static inline int ggml_ext_get_bits2(const uint8_t ql[64], int j) {
-    return ql[32*(j/128) + j%32] >> 2*((j%128)/32) & 3;
+static inline int ggml_ext_get_bits2(const uint8_t * ql, int n, int j) {
+    const int lanes = n/8;
+    return ql[lanes*(j/(4*lanes)) + j%lanes] >> 2*(j%(4*lanes)/lanes) & 3;
 }
 
-static inline int ggml_ext_get_bits3(const uint8_t ql[64], const uint8_t qh[32], int j) {
-    const int high = qh[j%32] >> (j/32) & 1;
-    return ggml_ext_get_bits2(ql, j) | high << 2;
+static inline int ggml_ext_get_bits3(const uint8_t * ql, const uint8_t * qh, int n, int j) {
+    const int lanes = n/8;
+    return ggml_ext_get_bits2(ql, n, j) | (qh[j%lanes] >> (j/lanes) & 1) << 2;
 }
 
-static inline void ggml_ext_pack_bits3(const uint8_t code[QK_K], uint8_t ql[64], uint8_t qh[32]) {
-    memset(ql, 0, 64);
-    memset(qh, 0, 32);
-    for (int j = 0; j < QK_K; ++j) {
-        ql[32*(j/128) + j%32] |= (uint8_t) ((code[j] & 3) << 2*((j%128)/32));
-        qh[j%32]              |= (uint8_t) ((code[j] >> 2) << (j/32));
+// Their inverse; qh NULL: codes 0..3 without high bits.
+static inline void ggml_ext_pack_bits3(const uint8_t * code, int n, uint8_t * ql, uint8_t * qh) {
+    const int lanes = n/8;
+    memset(ql, 0, (size_t) n/4);
+    if (qh) {
+        memset(qh, 0, (size_t) n/8);
+    }
+    for (int j = 0; j < n; ++j) {
+        ql[lanes*(j/(4*lanes)) + j%lanes] |= (uint8_t) ((code[j] & 3) << 2*(j%(4*lanes)/lanes));
+        if (qh) {
+            qh[j%lanes] |= (uint8_t) ((code[j] >> 2) << (j/lanes));
+        }
     }
 }

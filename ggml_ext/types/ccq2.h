@@ -60,6 +60,6 @@ static inline bool ggml_ext_validate_block_ccq2(const block_ccq2 * x) {
     return x->d <= GGML_EXT_E5M3_MAX;
 }
 
-// Encodes n_blocks blocks of 256 weights; importance: n_blocks*256 weights of the squared error or NULL. See encode/ccq2.c.
-void ggml_ext_encode_ccq2(const float * src, block_ccq2 * dst, int64_t n_blocks, const float * importance,
-                          const struct ggml_ext_quantize_params * params);
+// Encodes rows of unrotated weights: encode/encode.h.
+void ggml_ext_encode_ccq2(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
+                         const struct ggml_ext_quantize_params * params);

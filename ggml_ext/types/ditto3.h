@@ -25,7 +25,7 @@ static_assert(sizeof(block_ditto3) == sizeof(ggml_half) + 8 + QK_K/4 + QK_K/8, "
 // The unpack contract, slow definition: values of the codebook, not indices.
 static inline void ggml_ext_unpack_ditto3(const block_ditto3 * x, struct ggml_ext_unpacked * u) {
     for (int j = 0; j < QK_K; ++j) {
-        u->q[j] = (int8_t) (x->codebook[ggml_ext_get_bits3(x->ql, x->qh, j)] & 127);
+        u->q[j] = (int8_t) (x->codebook[ggml_ext_get_bits3(x->ql, x->qh, QK_K, j)] & 127);
     }
     u->scale[0] = 1;
     u->d        = ggml_ext_half_to_float(x->d);
@@ -37,6 +37,6 @@ static inline bool ggml_ext_validate_block_ditto3(const block_ditto3 * x) {
     return ggml_ext_half_is_finite(x->d);
 }
 
-// Encodes n_blocks blocks of 256 weights; importance: n_blocks*256 weights of the squared error or NULL. See encode/ditto3.c.
-void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_blocks, const float * importance,
-                            const struct ggml_ext_quantize_params * params);
+// Encodes rows of unrotated weights: encode/encode.h.
+void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
+                         const struct ggml_ext_quantize_params * params);

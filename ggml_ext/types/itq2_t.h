@@ -22,7 +22,7 @@ static_assert(sizeof(block_itq2_t) == 1 + 1 + QK_K/4, "ITQ2_T is 66 bytes");
 static const struct ggml_ext_trellis_tables ggml_ext_itq2_t_tables = GGML_EXT_ITQ2_T_TRELLIS_TABLES;
 
 static inline void ggml_ext_unpack_itq2_t(const block_itq2_t * x, struct ggml_ext_unpacked * u) {
-    ggml_ext_trellis_unpack(&ggml_ext_itq2_t_tables, 2, x->d, x->start, x->ql, NULL, GGML_EXT_ITQ2_T_TRELLIS_OFFSET, u);
+    ggml_ext_trellis_unpack(&ggml_ext_itq2_t_tables, 2, QK_K, x->d, x->start, x->ql, NULL, GGML_EXT_ITQ2_T_TRELLIS_OFFSET, u);
 }
 
 // A row is valid when every d is finite: any other bits are.
@@ -30,7 +30,6 @@ static inline bool ggml_ext_validate_block_itq2_t(const block_itq2_t * x) {
     return x->d <= GGML_EXT_E5M3_MAX;
 }
 
-// Encodes n_blocks blocks of 256 unrotated weights; importance: n_blocks*256 weights of the squared error of the unrotated
-// weights or NULL. See encode/trellis.h.
-void ggml_ext_encode_itq2_t(const float * src, block_itq2_t * dst, int64_t n_blocks, const float * importance,
-                            const struct ggml_ext_quantize_params * params);
+// Encodes rows of unrotated weights: encode/encode.h.
+void ggml_ext_encode_itq2_t(const float * src, block_itq2_t * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
+                         const struct ggml_ext_quantize_params * params);

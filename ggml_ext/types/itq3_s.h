@@ -22,7 +22,7 @@ static_assert(sizeof(block_itq3_s) == 2*sizeof(ggml_half) + QK_K/4 + QK_K/8, "IT
 // The unpack contract, slow definition: codes, scale and offset of one block.
 static inline void ggml_ext_unpack_itq3_s(const block_itq3_s * x, struct ggml_ext_unpacked * u) {
     for (int j = 0; j < QK_K; ++j) {
-        u->q[j] = (int8_t) ggml_ext_get_bits3(x->ql, x->qh, j);
+        u->q[j] = (int8_t) ggml_ext_get_bits3(x->ql, x->qh, QK_K, j);
     }
     u->scale[0] = 1;
     u->d        = ggml_ext_half_to_float(x->d);
@@ -33,7 +33,7 @@ static inline void ggml_ext_unpack_itq3_s(const block_itq3_s * x, struct ggml_ex
 static inline void ggml_ext_pack_itq3_s(const uint8_t q[QK_K], ggml_half d, ggml_half z, block_itq3_s * x) {
     x->d = d;
     x->z = z;
-    ggml_ext_pack_bits3(q, x->ql, x->qh);
+    ggml_ext_pack_bits3(q, QK_K, x->ql, x->qh);
 }
 
 // A row is valid when every d and z is finite: any code bits are.
@@ -41,6 +41,6 @@ static inline bool ggml_ext_validate_block_itq3_s(const block_itq3_s * x) {
     return ggml_ext_half_is_finite(x->d) && ggml_ext_half_is_finite(x->z);
 }
 
-// Encodes n_blocks blocks of 256 unrotated weights; see encode/itq3_s.c.
-void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_blocks, const float * importance,
-                            const struct ggml_ext_quantize_params * params);
+// Encodes rows of unrotated weights: encode/encode.h.
+void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
+                         const struct ggml_ext_quantize_params * params);

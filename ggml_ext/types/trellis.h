@@ -1,6 +1,7 @@
-// The trellis code that ITQ3_T and ITQ2_T share: K = 3 or 2 new bits a weight, values from the last 12 bits.
+// The trellis code of ITQ3_T, ITQ2_T and their types of 64: K = 3 or 2 new bits a weight, values from the last 12 bits.
 //
-//   step t of a block is position 32*(t%8) + t/8: a symbol's predecessors lie in the same byte of other groups of 32
+//   step t of a block of n = 256 or 64 is position L*(t%8) + t/8, L = n/8: a symbol's predecessors lie in the same byte of
+//   other groups of L
 //   c[t]   symbol of step t, K bits;  c[-1], c[-2] ... are the bits of `start`, as far as they go, then zero
 //   pair(t) = low two bits of c[t] << 2 | of c[t-1]
 //   quad(t) = high bits (of K = 3) of c[t] << 3 | c[t-1] << 2 | c[t-2] << 1 | c[t-3]
@@ -20,7 +21,7 @@
 // The linear map takes five look-ups, two XORs and three operations to part the index for 32 weights, this code four and two.
 //
 // Low bits of the symbols lie in ql as in bits3.h, so that (ql[i] >> s) & 15 is a pair, and likewise quads in qh. `start` is
-// the byte that would stand in ql before the last 32 bytes: the symbols of the steps -4 ... -1. K = 3 does not look at c[-4];
+// the byte that would stand in ql before its last L bytes: the symbols of the steps -4 ... -1. K = 3 does not look at c[-4];
 // its two bits hold the high bits of c[-2] and c[-1].
 #pragma once
 
@@ -32,9 +33,9 @@ struct ggml_ext_trellis_tables { uint8_t mix[2][16], values[2][16]; };
 
 enum { GGML_EXT_TRELLIS_BITS = 12, GGML_EXT_TRELLIS_STATES = 1 << GGML_EXT_TRELLIS_BITS };
 
-// Position in the block of step t.
-static inline int ggml_ext_trellis_position(int t) {
-    return 32*(t%8) + t/8;
+// Position of step t in a block of n weights.
+static inline int ggml_ext_trellis_position(int n, int t) {
+    return n/8*(t%8) + t/8;
 }
 
 // Code of a state: the 12 bits c[t] | c[t-1] << K | c[t-2] << 2*K ...
@@ -60,13 +61,13 @@ static inline int ggml_ext_trellis_start_state(int k, uint8_t start) {
     return (c1 | (start >> 1 & 1) << 2) | (c2 | (start & 1) << 2) << 3 | c3 << 6;
 }
 
-// The unpack contract, slow definition: follows the states one by one. qh is not read for K = 2.
-static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables * tables, int k, uint8_t d, uint8_t start,
-                                           const uint8_t ql[64], const uint8_t * qh, float offset, struct ggml_ext_unpacked * u) {
+// The unpack contract of a block of n weights, slow definition: follows the states one by one. qh is not read for K = 2.
+static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables * tables, int k, int n, uint8_t d, uint8_t start,
+                                           const uint8_t * ql, const uint8_t * qh, float offset, struct ggml_ext_unpacked * u) {
     int state = ggml_ext_trellis_start_state(k, start);
-    for (int t = 0; t < QK_K; ++t) {
-        const int j = ggml_ext_trellis_position(t);
-        const int c = k == 3 ? ggml_ext_get_bits3(ql, qh, j) : ggml_ext_get_bits2(ql, j);
+    for (int t = 0; t < n; ++t) {
+        const int j = ggml_ext_trellis_position(n, t);
+        const int c = k == 3 ? ggml_ext_get_bits3(ql, qh, n, j) : ggml_ext_get_bits2(ql, n, j);
         state   = (state << k | c) & (GGML_EXT_TRELLIS_STATES - 1);
         u->q[j] = (int8_t) ggml_ext_trellis_code(tables, k, state);
     }

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from ._errors import UserError
-from ._types import WEIGHT_TYPES
+from ._types import MAX_BLOCK_SIZE, WEIGHT_TYPES
 from ._upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from .quants import ditto3
 
-ABI_VERSION = 4  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 5  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
@@ -54,8 +54,8 @@ _SIGNATURES = {
     "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
     "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
     "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
-    "ggml_ext_rotate": (None, [_floats, c_int64]),
-    "ggml_ext_rotate_back": (None, [_floats, c_int64]),
+    "ggml_ext_rotate": (None, [_floats, c_int64, c_int]),
+    "ggml_ext_rotate_back": (None, [_floats, c_int64, c_int]),
     "ggml_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats]),
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
     "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
@@ -123,7 +123,7 @@ class Library:
         """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
 
         itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
-        blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for ITQ3_T and ITQ2_T, 0 for the default. Other types
+        blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for the trellis types, 0 for the default. Other types
         ignore them. imatrix: float32 (n_per_row,) importances, which
         some stock types require. ValueError for other shapes, dtypes and options.
         """
@@ -165,12 +165,12 @@ class Library:
         return out
 
     def unpack_block(self, type_id: int, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-        """The unpack contract of one block, uint8 (block_bytes,): q int8 (256,), scale int32 (4,), d and offset.
+        """The unpack contract of one block, uint8 (block_bytes,): q int8 (block_size,), scale int32 (4,), d and offset.
 
         ValueError if type_id is not one of our weight types.
         """
         _need(block, np.uint8, "block")
-        q, scale = np.zeros(256, np.int8), np.zeros(MAX_GROUPS, np.int32)
+        q, scale = np.zeros(MAX_BLOCK_SIZE, np.int8), np.zeros(MAX_GROUPS, np.int32)
         d, offset = c_float(), c_float()
         if not self._dll.ggml_ext_unpack_block(
             type_id,
@@ -181,7 +181,7 @@ class Library:
             ctypes.byref(offset),
         ):
             raise ValueError(f"type {type_id} is not a weight type of ggml_ext")
-        return q, scale, d.value, offset.value
+        return q[: self._dll.ggml_get_type_traits(type_id).contents.blck_size], scale, d.value, offset.value
 
     def validate(self, type_id: int, data: np.ndarray) -> bool:
         """True if all blocks, uint8 (n_blocks, block_bytes), of one of our types hold finite scales."""
@@ -189,7 +189,7 @@ class Library:
         return self._dll.ggml_ext_validate_row(type_id, data.ctypes.data_as(c_void_p), data.shape[0])
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """R x of float32 (n_blocks, 256) as a new array."""
+        """R x of float32 (n_blocks, 256) or (n_blocks, 64) as a new array."""
         return self._in_place(self._dll.ggml_ext_rotate, x)
 
     def rotate_back(self, x: np.ndarray) -> np.ndarray:
@@ -200,7 +200,7 @@ class Library:
     def _in_place(function: Callable, x: np.ndarray) -> np.ndarray:
         _need(x, np.float32, "x")
         out = x.copy()
-        function(_pointer(out, c_float), out.size // 256)
+        function(_pointer(out, c_float), *out.shape)
         return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-BLOCK_SIZE = 256  # weights a block, of every type
+MAX_BLOCK_SIZE = 256  # weights of the largest blocks
 # signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
 ROTATION_SIGNS = bytes.fromhex("c5e08ae1feb789a2c6d0401eaf1b209630ceb4d5c7ed65d74317ec989fa4456e")
 
@@ -21,6 +21,9 @@ class ExtType(IntEnum):
     DITTO3 = 162
     ITQ3_T = 163
     ITQ2_T = 164
+    ITQ3_T64 = 165
+    ITQ2_T64 = 166
+    Q8_KR64 = 190
     Q8_KR = 191
 
 
@@ -31,16 +34,15 @@ class TypeInfo:
     name: str                  # lower case, as on the command line and in log lines
     id: ExtType
     kind: str                  # "weight" or "activation"
-    block_bytes: int           # bytes of one block of block_size weights
+    block_size: int            # weights a block
+    block_bytes: int           # bytes of one
     bpw: float                 # bits per weight
     rotated: bool              # blocks hold the Walsh-Hadamard transform of the weights
     about: str
-    block_size: int = BLOCK_SIZE
     activation: str | None = None
     unpack_min: int | None = None      # least and largest integer of the unpack contract
     unpack_max: int | None = None
-    group: int | None = None           # weights that share one integer scale
-    has_offset: bool | None = None     # value = d * scale * (q - offset)
+    group: int | None = None           # weights that share one integer scale: value = d * scale * (q - offset)
     fallback: str | None = None        # type for rows that are no multiple of block_size
     token_embd: str | None = None      # type of the token embeddings in a file of this type
     output: str | None = None          # type of the output matrix in a file of this type
@@ -59,6 +61,7 @@ TYPES: dict[str, TypeInfo] = {
         name="itq3_s",
         id=ExtType.ITQ3_S,
         kind="weight",
+        block_size=256,
         block_bytes=100,
         bpw=3.125,
         rotated=True,
@@ -67,8 +70,7 @@ TYPES: dict[str, TypeInfo] = {
         unpack_min=0,
         unpack_max=7,
         group=256,
-        has_offset=True,
-        fallback="iq4_nl",
+        fallback="itq3_t64",
         token_embd="q3_k",
         output="q6_k",
         title="ITQ3_S - 3.125 bpw",
@@ -80,6 +82,7 @@ TYPES: dict[str, TypeInfo] = {
         name="ccq2",
         id=ExtType.CCQ2,
         kind="weight",
+        block_size=256,
         block_bytes=66,
         bpw=2.0625,
         rotated=False,
@@ -88,8 +91,7 @@ TYPES: dict[str, TypeInfo] = {
         unpack_min=0,
         unpack_max=63,
         group=64,
-        has_offset=True,
-        fallback="iq4_nl",
+        fallback="itq2_t64",
         token_embd="q2_k",
         output="q5_k",
         title="CCQ2 - 2.0625 bpw",
@@ -102,6 +104,7 @@ TYPES: dict[str, TypeInfo] = {
         name="ditto3",
         id=ExtType.DITTO3,
         kind="weight",
+        block_size=256,
         block_bytes=106,
         bpw=3.3125,
         rotated=False,
@@ -110,8 +113,7 @@ TYPES: dict[str, TypeInfo] = {
         unpack_min=0,
         unpack_max=127,
         group=256,
-        has_offset=True,
-        fallback="iq4_nl",
+        fallback="itq3_t64",
         token_embd="q3_k",
         output="q6_k",
         title="DITTO3 - 3.3125 bpw",
@@ -123,6 +125,7 @@ TYPES: dict[str, TypeInfo] = {
         name="itq3_t",
         id=ExtType.ITQ3_T,
         kind="weight",
+        block_size=256,
         block_bytes=98,
         bpw=3.0625,
         rotated=True,
@@ -131,8 +134,7 @@ TYPES: dict[str, TypeInfo] = {
         unpack_min=0,
         unpack_max=127,
         group=256,
-        has_offset=True,
-        fallback="iq4_nl",
+        fallback="itq3_t64",
         token_embd="q3_k",
         output="q6_k",
         title="ITQ3_T - 3.0625 bpw",
@@ -147,6 +149,7 @@ TYPES: dict[str, TypeInfo] = {
         name="itq2_t",
         id=ExtType.ITQ2_T,
         kind="weight",
+        block_size=256,
         block_bytes=66,
         bpw=2.0625,
         rotated=True,
@@ -155,8 +158,7 @@ TYPES: dict[str, TypeInfo] = {
         unpack_min=0,
         unpack_max=127,
         group=256,
-        has_offset=True,
-        fallback="iq4_nl",
+        fallback="itq2_t64",
         token_embd="q2_k",
         output="q5_k",
         title="ITQ2_T - 2.0625 bpw",
@@ -168,10 +170,70 @@ TYPES: dict[str, TypeInfo] = {
         trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
         trellis_offset=62.0,
     ),
+    "itq3_t64": TypeInfo(
+        name="itq3_t64",
+        id=ExtType.ITQ3_T64,
+        kind="weight",
+        block_size=64,
+        block_bytes=26,
+        bpw=3.25,
+        rotated=True,
+        about="ITQ3_T in blocks of 64, for rows of any multiple of 64",
+        activation="q8_kr64",
+        unpack_min=0,
+        unpack_max=127,
+        group=64,
+        fallback="iq4_nl",
+        token_embd="q3_k",
+        output="q6_k",
+        title="ITQ3_T64 - 3.25 bpw",
+        usual_rel_mse=0.0158,
+        fixture_rel_mse=0.017,
+        fns_limits="iq3_s",
+        trellis_mix=[[2, 13, 1, 5, 11, 7, 6, 14, 0, 10, 3, 4, 12, 8, 9, 15], [13, 0, 10, 8, 5, 3, 6, 13, 12, 7, 11, 15, 4, 14, 1, 2]],
+        trellis_values=[[11, 32, 23, 43, 0, 31, 16, 64, 20, 40, 52, 32, 44, 22, 29, 36], [48, 25, 38, 0, 41, 32, 36, 11, 22, 52, 27, 35, 63, 18, 46, 30]],
+        trellis_offset=63.5,
+    ),
+    "itq2_t64": TypeInfo(
+        name="itq2_t64",
+        id=ExtType.ITQ2_T64,
+        kind="weight",
+        block_size=64,
+        block_bytes=18,
+        bpw=2.25,
+        rotated=True,
+        about="ITQ2_T in blocks of 64, for rows of any multiple of 64",
+        activation="q8_kr64",
+        unpack_min=0,
+        unpack_max=127,
+        group=64,
+        fallback="iq4_nl",
+        token_embd="q2_k",
+        output="q5_k",
+        title="ITQ2_T64 - 2.25 bpw",
+        usual_rel_mse=0.0606,
+        fixture_rel_mse=0.064,
+        fns_limits="iq2_s",
+        fns_dot_error=0.07,
+        trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
+        trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
+        trellis_offset=62.0,
+    ),
+    "q8_kr64": TypeInfo(
+        name="q8_kr64",
+        id=ExtType.Q8_KR64,
+        kind="activation",
+        block_size=64,
+        block_bytes=72,
+        bpw=9.0,
+        rotated=True,
+        about="the activation row rotated in blocks of 64; not a type of weights",
+    ),
     "q8_kr": TypeInfo(
         name="q8_kr",
         id=ExtType.Q8_KR,
         kind="activation",
+        block_size=256,
         block_bytes=292,
         bpw=9.125,
         rotated=True,

@@ -35,16 +35,16 @@ PIN_MODULE = "py/ggml_ext/_upstream.py"
 FORMATS = "docs/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
-BLOCK_SIZE = 256  # QK_K, the block of every type
+MAX_BLOCK_SIZE = 256  # QK_K: blocks are that or a quarter of it
 STOCK_ACTIVATIONS = ("q8_k",)
 
-COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_bytes": int, "rotated": bool, "about": str}
+COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_size": int, "block_bytes": int, "rotated": bool, "about": str}
 WEIGHT_FIELDS = {
-    "activation": str, "unpack_min": int, "unpack_max": int, "group": int, "has_offset": bool, "fallback": str,
-    "token_embd": str, "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
+    "activation": str, "unpack_min": int, "unpack_max": int, "group": int, "fallback": str, "token_embd": str,
+    "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
     "fns_limits": str,
 }
-# of trellis types; a nested list is two tables of 16 bytes
+# of trellis types; a nested list is two tables of 16 bytes. trellis_code names the type that has them instead
 TRELLIS_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
 OPTIONAL_FIELDS = {"fns_dot_error": float}
 # stock type -> its limit in upstream's test-quantize-fns; that of products is the same for both
@@ -59,9 +59,15 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
     """The [ids] section, the signs and the [[type]] rows of types.toml, checked; raises TableError naming row and field."""
     table = tomllib.loads(text)
     ids, signs, types = table["ids"], table["rotation"]["signs"], table["type"]
-    if not re.fullmatch(f"[0-9a-f]{{{BLOCK_SIZE // 4}}}", signs):
-        raise TableError(f"{TABLE}: rotation: signs is {signs!r}, must be {BLOCK_SIZE // 4} hexadecimal digits")
+    if not re.fullmatch(f"[0-9a-f]{{{MAX_BLOCK_SIZE // 4}}}", signs):
+        raise TableError(f"{TABLE}: rotation: signs is {signs!r}, must be {MAX_BLOCK_SIZE // 4} hexadecimal digits")
     names = [row.get("name") for row in types]
+    for row in types:
+        if code := row.pop("trellis_code", None):
+            owner = next((r for r in types if r.get("name") == code and "trellis_mix" in r), None)
+            if owner is None:
+                raise TableError(f"{TABLE}: type {row.get('name')!r}: trellis_code is {code!r}, must be a type with trellis_mix")
+            row |= {field: owner.get(field) for field in TRELLIS_FIELDS}
     for row in types:
         fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
         fields = fields | (TRELLIS_FIELDS if row.keys() & TRELLIS_FIELDS else {})
@@ -81,6 +87,8 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
             raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
         if not ids["first"] <= row["id"] < ids["count"]:
             raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
+        if row["block_size"] not in (MAX_BLOCK_SIZE, MAX_BLOCK_SIZE // 4):
+            raise TableError(f"{where}: block_size is {row['block_size']}, must be {MAX_BLOCK_SIZE} or {MAX_BLOCK_SIZE // 4}")
         if row["kind"] == "weight" and row["activation"] not in (*names, *STOCK_ACTIVATIONS):
             raise TableError(f"{where}: activation {row['activation']!r} is not in the table")
     for field in ("name", "id"):
@@ -95,7 +103,7 @@ def of_kind(types: list[dict], kind: str) -> list[dict]:
 
 
 def bits_per_weight(row: dict) -> float:
-    return row["block_bytes"] * 8 / BLOCK_SIZE
+    return row["block_bytes"] * 8 / row["block_size"]
 
 
 def macro(name: str, lines: list[str]) -> str:
@@ -138,13 +146,12 @@ def render_header(ids: dict, types: list[dict]) -> str:
         macro("GGML_EXT_ACTIVATION_CASES", cases(activations)),
     ]
     for row in types:
-        constants = {"ID": row["id"], "BLOCK_BYTES": row["block_bytes"]}
+        constants = {"ID": row["id"], "BLOCK_SIZE": row["block_size"], "BLOCK_BYTES": row["block_bytes"]}
         if row["kind"] == "weight":
             constants |= {
                 "UNPACK_MIN": row["unpack_min"],
                 "UNPACK_MAX": row["unpack_max"],
                 "GROUP": row["group"],
-                "HAS_OFFSET": int(row["has_offset"]),
                 "ROTATED": int(row["rotated"]),
                 "ACTIVATION": enum(row["activation"]),
                 "FALLBACK": enum(row["fallback"]),
@@ -168,7 +175,7 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
         if "trellis_mix" in row:
             tables = repr([row["trellis_mix"], row["trellis_values"]]).replace("[", "{").replace("]", "}")
             name = f"#define GGML_EXT_{row['name'].upper()}_TRELLIS"
-            out += ["", f"{name}_TABLES {tables}", f"{name}_OFFSET {row['trellis_offset']}f"]
+            out += ["", f"{name}_TABLES {tables}", f"{name}_OFFSET {row['trellis_offset']}f", f"{name}_USUAL_REL_MSE {row['usual_rel_mse']}f"]
     return "\n".join(out) + "\n"
 
 
@@ -182,7 +189,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-BLOCK_SIZE = {block_size}  # weights a block, of every type
+MAX_BLOCK_SIZE = {block_size}  # weights of the largest blocks
 # signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
 ROTATION_SIGNS = bytes.fromhex("{signs}")
 
@@ -200,16 +207,15 @@ class TypeInfo:
     name: str                  # lower case, as on the command line and in log lines
     id: ExtType
     kind: str                  # "weight" or "activation"
-    block_bytes: int           # bytes of one block of block_size weights
+    block_size: int            # weights a block
+    block_bytes: int           # bytes of one
     bpw: float                 # bits per weight
     rotated: bool              # blocks hold the Walsh-Hadamard transform of the weights
     about: str
-    block_size: int = BLOCK_SIZE
     activation: str | None = None
     unpack_min: int | None = None      # least and largest integer of the unpack contract
     unpack_max: int | None = None
-    group: int | None = None           # weights that share one integer scale
-    has_offset: bool | None = None     # value = d * scale * (q - offset)
+    group: int | None = None           # weights that share one integer scale: value = d * scale * (q - offset)
     fallback: str | None = None        # type for rows that are no multiple of block_size
     token_embd: str | None = None      # type of the token embeddings in a file of this type
     output: str | None = None          # type of the output matrix in a file of this type
@@ -236,10 +242,10 @@ def render_module(signs: bytes, types: list[dict]) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(text, str) else repr(text)
 
     members = "\n".join(f"    {row['name'].upper()} = {row['id']}" for row in types)
-    out = MODULE_HEAD.format(notice=NOTICE, block_size=BLOCK_SIZE, signs=signs.hex(), members=members)
+    out = MODULE_HEAD.format(notice=NOTICE, block_size=MAX_BLOCK_SIZE, signs=signs.hex(), members=members)
     out += "TYPES: dict[str, TypeInfo] = {\n"
     for row in types:
-        fields = ["name", "id", "kind", "block_bytes", "bpw", "rotated", "about"]
+        fields = ["name", "id", "kind", "block_size", "block_bytes", "bpw", "rotated", "about"]
         fields += WEIGHT_FIELDS if row["kind"] == "weight" else []
         fields += [field for field in (*OPTIONAL_FIELDS, *TRELLIS_FIELDS) if field in row]
         out += f'    "{row["name"]}": TypeInfo(\n'
@@ -258,10 +264,10 @@ def render_pin(pin: dict) -> str:
 
 
 def render_formats_table(types: list[dict]) -> str:
-    out = [f"| type | GGUF id | bytes / {BLOCK_SIZE} | bpw | what |", "| --- | --- | --- | --- | --- |"]
+    out = ["| type | GGUF id | weights a block | bytes | bpw | what |", "| --- | --- | --- | --- | --- | --- |"]
     for row in types:
         bpw = f"{bits_per_weight(row):g}"
-        out.append(f"| `{row['name'].upper()}` | {row['id']} | {row['block_bytes']} | {bpw} | {row['about']} |")
+        out.append(f"| `{row['name'].upper()}` | {row['id']} | {row['block_size']} | {row['block_bytes']} | {bpw} | {row['about']} |")
     return "\n".join(out)
 
 
