@@ -19,6 +19,9 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
+// Blocks of 64 that kernels take at a time.
+enum { GGML_EXT_GROUP_BLOCKS = 4 };
+
 // Tables that C++ uses in constant expressions.
 #ifdef __cplusplus
 #define GGML_EXT_CONSTANT static constexpr
@@ -53,16 +56,15 @@ static inline bool ggml_ext_begin_q8(float amax, float * d, float * inv_d) {
     return true;
 }
 
-// Q8_KR64, activations rotated in blocks of 64. A row's blocks come in groups of four, the last of what is left, and a group of r
-// blocks lies as the kernels' vectors want it: r*72 bytes,
-//   float d[r], all alike     float sum[r], of a block's codes, exact      int8_t qs[8][r][8], value 8*g + i of block b at [g][b][i]
-// This struct is a group of one.
+// Q8_KR64, activations rotated in blocks of 64: a row of n is n/256 of these groups of four blocks, rounded up. Each takes the
+// room of a block, so that a row of any number of blocks has room; what is left of it is not used. A row is made and read as a
+// whole (ggml_ext_first_block()). One scale for a group: the tiled GEMM has no more. Blocks behind the row's end are zero.
 typedef struct {
-    float  d;
-    float  sum;
-    int8_t qs[64];
+    float  d[GGML_EXT_GROUP_BLOCKS];   // all alike
+    float  sum[GGML_EXT_GROUP_BLOCKS]; // of a block's codes, exact
+    int8_t qs[QK_K];                   // value 8*g + i of block b at 32*g + 8*b + i: as the kernels' vectors want it
 } block_q8_kr64;
-enum { GGML_EXT_GROUP_BLOCKS = 4 };
+static_assert(sizeof(block_q8_kr64) == GGML_EXT_Q8_KR64_BLOCK_BYTES, "types.toml and the struct differ");
 
 // One block after unpacking, the same integers on every backend:
 //   value[j] = d * scale[j / group] * (q[j] - offset)

@@ -85,19 +85,17 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
 
 void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * vy, int64_t n) {
     assert(n % 64 == 0);
-    for (int64_t ib = 0; ib < n/64; ib += GGML_EXT_GROUP_BLOCKS) {
-        const int r = n/64 - ib < GGML_EXT_GROUP_BLOCKS ? (int) (n/64 - ib) : GGML_EXT_GROUP_BLOCKS;
-        char   * y  = (char *) vy + ib*sizeof(block_q8_kr64);
-        int8_t * qs = (int8_t *) y + r*offsetof(block_q8_kr64, qs);
-        int8_t   q[QK_K];
-        float    d;
-        quantize_rotated(x + ib*64, 64*r, 64, q, &d);
-        for (int b = 0; b < r; ++b) {
-            const float sum = (float) sum_of(q + 64*b, 64);
-            memcpy(y + 4*b, &d, sizeof(d));
-            memcpy(y + 4*(r + b), &sum, sizeof(sum));
+    block_q8_kr64 * y = vy;
+    for (int64_t i = 0; i < n; i += QK_K, ++y) {
+        float  v[QK_K] = {0};
+        int8_t q[QK_K];
+        memcpy(v, x + i, (n - i < QK_K ? (size_t) (n - i) : QK_K)*sizeof(v[0]));
+        quantize_rotated(v, QK_K, 64, q, &y->d[0]);
+        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
+            y->d[b]   = y->d[0];
+            y->sum[b] = (float) sum_of(q + 64*b, 64);
             for (int g = 0; g < 8; ++g) {
-                memcpy(qs + 8*(r*g + b), q + 64*b + 8*g, 8);
+                memcpy(y->qs + 32*g + 8*b, q + 64*b + 8*g, 8);
             }
         }
     }
@@ -162,7 +160,7 @@ bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_bloc
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
             case GGML_TYPE_Q8_KR:   valid = isfinite(((const block_q8_K *) data)[ib].d); break;
-            case GGML_TYPE_Q8_KR64: valid = true; break; // groups of a row, which is not known here
+            case GGML_TYPE_Q8_KR64: valid = true; break; // groups of a row, which this does not know
         }
         if (!valid) {
             fprintf(stderr, "%s: block %zu of type %s has a scale that is NaN or Inf\n", __func__, ib, ggml_type_name(type));

@@ -11,7 +11,7 @@
 
 static void fuzz(enum ggml_type type, std::mt19937 & rng) {
     const int  n_blocks = 1 + (int) (rng()%5);
-    const int  n        = 256*n_blocks;
+    const int  n        = (int) ggml_blck_size(type)*n_blocks;
     const auto random_bytes = [&](size_t size) {
         std::vector<uint8_t> bytes(size);
         for (auto & b : bytes) { b = (uint8_t) rng(); }
@@ -22,7 +22,7 @@ static void fuzz(enum ggml_type type, std::mt19937 & rng) {
     std::vector<float> floats(n);
     ggml_get_type_traits(type)->to_float(row.data(), floats.data(), n);
     ggml_validate_row_data(type, row.data(), row.size());
-    std::vector<uint8_t> codes(256);
+    std::vector<uint8_t> codes(ggml_blck_size(type));
     ggml_ext_cpu_unpack_block(type, row.data(), codes.data());
 
     // finite activations of every magnitude, then weights of random bit patterns: NaN, Inf and subnormals included
@@ -31,7 +31,8 @@ static void fuzz(enum ggml_type type, std::mt19937 & rng) {
     const auto * cpu = ggml_get_type_traits_cpu(type);
     std::vector<uint8_t> activations(ggml_row_size(cpu->vec_dot_type, n));
     ggml_get_type_traits_cpu(cpu->vec_dot_type)->from_float(floats.data(), activations.data(), n);
-    ggml_ext_quantize_row_q8_kr_ref(floats.data(), activations.data(), n);
+    (cpu->vec_dot_type == GGML_TYPE_Q8_KR64 ? ggml_ext_quantize_row_q8_kr64_ref : ggml_ext_quantize_row_q8_kr_ref)(
+        floats.data(), activations.data(), n);
     float dot;
     cpu->vec_dot(n, &dot, 0, row.data(), 0, activations.data(), 0, 1);
 

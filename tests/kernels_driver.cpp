@@ -3,10 +3,10 @@
 //
 //   int32 operation (a letter), int32 type, int64 n_blocks, then the operands     answer
 //   'i'  -                                                                        the name of the set, 16 bytes
-//   'u'  blocks                                                                   256 codes a block
-//   'v'  blocks, as many Q8_K                                                     one float
-//   'd'  blocks                                                                   256 floats a block
-//   'q'  256 floats a block                                                       Q8_KR
+//   'u'  blocks                                                                   the codes
+//   'v'  blocks, a row of the type's activations                                  one float
+//   'd'  blocks                                                                   floats
+//   'q'  floats of as many blocks; type: Q8_KR or Q8_KR64                         the activations
 #include "ggml-ext-cpu.h"
 
 #include <cstdio>
@@ -27,6 +27,11 @@ static std::vector<uint8_t> receive(size_t size) {
     return data;
 }
 
+// Bytes of n activations, of which 256 lie together in all types; those of Q8_K and Q8_KR are alike.
+static size_t activation_bytes(bool in_64s, size_t n) {
+    return (n + QK_K - 1)/QK_K*(in_64s ? sizeof(block_q8_kr64) : sizeof(block_q8_K));
+}
+
 static float vec_dot(int32_t type, int n, const void * x, const void * y) {
     float s = NAN;
     switch (type) {
@@ -40,7 +45,8 @@ GGML_EXT_WEIGHT_TYPES(X)
 int main() {
     request r;
     while (fread(&r, sizeof(r), 1, stdin) == 1) {
-        const size_t n = r.n_blocks, row_bytes = n*ggml_type_size((ggml_type) r.type);
+        const enum ggml_type type = (ggml_type) r.type;
+        const size_t n = r.n_blocks, block_size = ggml_blck_size(type), row_bytes = n*ggml_type_size(type);
         std::vector<uint8_t> out;
         switch (r.op) {
             case 'i':
@@ -49,31 +55,32 @@ int main() {
                 break;
             case 'u': {
                 const auto x = receive(row_bytes);
-                out.resize(n*QK_K);
+                out.resize(n*block_size);
                 for (size_t i = 0; i < n; ++i) {
-                    if (!ggml_ext_cpu_unpack_block((ggml_type) r.type, x.data() + i*(row_bytes/n), out.data() + i*QK_K)) {
+                    if (!ggml_ext_cpu_unpack_block(type, x.data() + i*(row_bytes/n), out.data() + i*block_size)) {
                         return 1;
                     }
                 }
                 break;
             }
             case 'v': {
-                const auto x = receive(row_bytes), y = receive(n*sizeof(block_q8_K));
-                const float s = vec_dot(r.type, (int) (n*QK_K), x.data(), y.data());
+                const auto x = receive(row_bytes), y = receive(activation_bytes(block_size == 64, n*block_size));
+                const float s = vec_dot(r.type, (int) (n*block_size), x.data(), y.data());
                 out.resize(sizeof(s));
                 memcpy(out.data(), &s, sizeof(s));
                 break;
             }
             case 'd': {
                 const auto x = receive(row_bytes);
-                out.resize(n*QK_K*sizeof(float));
-                ggml_get_type_traits((ggml_type) r.type)->to_float(x.data(), (float *) out.data(), n*QK_K);
+                out.resize(n*block_size*sizeof(float));
+                ggml_get_type_traits(type)->to_float(x.data(), (float *) out.data(), n*block_size);
                 break;
             }
             case 'q': {
-                const auto x = receive(n*QK_K*sizeof(float));
-                out.resize(n*sizeof(block_q8_K));
-                ggml_ext_quantize_row_q8_kr((const float *) x.data(), out.data(), n*QK_K);
+                const auto x = receive(n*block_size*sizeof(float));
+                const auto quantize = block_size == 64 ? ggml_ext_quantize_row_q8_kr64 : ggml_ext_quantize_row_q8_kr;
+                out.resize(activation_bytes(block_size == 64, n*block_size));
+                quantize((const float *) x.data(), out.data(), n*block_size);
                 break;
             }
             default: return 1;

@@ -27,7 +27,9 @@ STOCK = Path(os.environ.get("GGML_EXT_TEST_STOCK", ROOT / "build" / "stock"))
 AARCH64 = Path(os.environ.get("GGML_EXT_TEST_AARCH64", ROOT / "build" / "aarch64"))
 
 Q8_KR = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
-assert Q8_KR.itemsize == TYPES["q8_kr"].block_bytes
+Q8_KR64 = np.dtype([("d", "<f4", 4), ("sum", "<f4", 4), ("qs", "i1", (8, 4, 8))])  # a group of four blocks
+ACTIVATIONS = {"q8_kr": Q8_KR, "q8_k": Q8_KR, "q8_kr64": Q8_KR64}
+assert all(dtype.itemsize == TYPES[name].block_bytes for name, dtype in ACTIVATIONS.items() if name in TYPES)
 F32_U = 2.0**-24  # unit roundoff of float32
 
 
@@ -50,8 +52,9 @@ def cpu_flags() -> set[str]:
 
 
 # instruction set -> what its kernels say they are, and the processor's flags that they need
-ISA_NAMES = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni", "neon": "neon", "dotprod": "neon+dotprod"}
-_NEEDS = {"scalar": set(), "avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"}, "neon": {"asimd"},
+ISA_NAMES = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni", "avx512": "avx512", "neon": "neon", "dotprod": "neon+dotprod"}
+_NEEDS = {"scalar": set(), "avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"},
+          "avx512": {"avx2", "fma", "f16c", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni"}, "neon": {"asimd"},
           "dotprod": {"asimd", "asimddp"}}
 LOCAL_ISAS = [isa for isa, needs in _NEEDS.items() if needs <= cpu_flags()]
 
@@ -66,6 +69,31 @@ def emulated(name: str, cpu: str) -> list[str | Path]:
     if not qemu:
         pytest.skip("qemu-aarch64 is missing: scripts/build/build_tests.py says what to install")
     return [qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, built(AARCH64, name)]
+
+
+def n_groups(n: int) -> int:
+    """Blocks of 256 that n values take, the last perhaps in part."""
+    return -(-n // 256)
+
+
+def quantize_rows(from_float, x: np.ndarray, activation: str) -> np.ndarray:
+    """float32 (..., n) row by row to (..., n/256 rounded up) of an activation type."""
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty((*x.shape[:-1], n_groups(x.shape[-1])), ACTIVATIONS[activation])
+    for index in np.ndindex(x.shape[:-1]):
+        from_float(c_void_p(x[index].ctypes.data), c_void_p(out[index].ctypes.data), c_int64(x.shape[-1]))
+    return out
+
+
+def codes_and_scales(activations: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of (..., n_groups) quantised activations: codes in the order of the values and their scales, float64 (..., n) both."""
+    if activations.dtype == Q8_KR64:
+        codes = np.swapaxes(activations["qs"], -2, -3)  # block, group, eight values
+        scales = np.repeat(activations["d"], 64, axis=-1)
+    else:
+        codes, scales = activations["qs"], np.repeat(activations["d"][..., None], 256, axis=-1)
+    shape = (*activations.shape[:-1], -1)
+    return tuple(a.reshape(shape)[..., :n].astype(np.float64) for a in (codes, scales))
 
 
 class Kernels:
@@ -83,38 +111,33 @@ class Kernels:
         self.isa = self.dll.ggml_ext_cpu_isa().decode()
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, block_bytes) to the codes uint8 (n_blocks, 256)."""
-        out = np.empty((len(blocks), 256), np.uint8)
+        """uint8 (n_blocks, block_bytes) to the codes uint8 (n_blocks, block_size)."""
+        out = np.empty((len(blocks), TYPES[type_name].block_size), np.uint8)
         for block, codes in zip(np.ascontiguousarray(blocks), out, strict=True):
             assert self.dll.ggml_ext_cpu_unpack_block(TYPES[type_name].id, block.ctypes.data, codes.ctypes.data)
         return out
 
-    def quantize_q8_kr(self, x: np.ndarray) -> np.ndarray:
-        """float32 (..., n) to Q8_KR (..., n/256)."""
-        x = np.ascontiguousarray(x, np.float32)
-        out = np.empty((*x.shape[:-1], x.shape[-1] // 256), Q8_KR)
-        self.dll.ggml_ext_quantize_row_q8_kr(c_void_p(x.ctypes.data), c_void_p(out.ctypes.data), c_int64(x.size))
-        return out
+    def quantize_rotated(self, x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
+        """float32 (..., n) to Q8_KR or Q8_KR64 (..., n/256 rounded up)."""
+        return quantize_rows(getattr(self.dll, f"ggml_ext_quantize_row_{activation}"), x, activation)
 
     def quantize_for(self, type_name: str, x: np.ndarray) -> np.ndarray:
-        """float32 (..., n) to the activation type of a weight type, (..., n/256); of "native" alone."""
+        """float32 (..., n) to the activation type of a weight type, (..., n/256 rounded up); of "native" alone."""
         class Traits(ctypes.Structure):
             _fields_ = [("from_float", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)), ("vec_dot", c_void_p),
                         ("vec_dot_type", c_int), ("nrows", c_int64)]
 
         traits = self.dll.ggml_get_type_traits_cpu
         traits.restype = ctypes.POINTER(Traits)
-        x = np.ascontiguousarray(x, np.float32)
-        out = np.empty((*x.shape[:-1], x.shape[-1] // 256), Q8_KR)
         self.dll.ggml_cpu_init()
-        traits(traits(int(TYPES[type_name].id)).contents.vec_dot_type).contents.from_float(x.ctypes.data, out.ctypes.data, x.size)
-        return out
+        from_float = traits(traits(int(TYPES[type_name].id)).contents.vec_dot_type).contents.from_float
+        return quantize_rows(from_float, x, TYPES[type_name].activation)
 
     def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
-        """Row uint8 (n_blocks, block_bytes) times Q8_KR (n_blocks,)."""
+        """Row uint8 (n_blocks, block_bytes) times quantised activations."""
         result = c_float(np.nan)
         getattr(self.dll, f"ggml_ext_vec_dot_{type_name}")(
-            c_int(256 * len(row)), ctypes.byref(result), c_size_t(0), c_void_p(row.ctypes.data), c_size_t(0),
+            c_int(TYPES[type_name].block_size * len(row)), ctypes.byref(result), c_size_t(0), c_void_p(row.ctypes.data), c_size_t(0),
             c_void_p(activations.ctypes.data), c_size_t(0), c_int(1))
         return result.value
 
@@ -141,21 +164,22 @@ class EmulatedKernels:
         return answer
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
-        codes = self._ask("u", type_name, len(blocks), 256 * len(blocks), blocks)
-        return np.frombuffer(codes, np.uint8).reshape(-1, 256)
+        codes = self._ask("u", type_name, len(blocks), TYPES[type_name].block_size * len(blocks), blocks)
+        return np.frombuffer(codes, np.uint8).reshape(len(blocks), -1)
 
-    def quantize_q8_kr(self, x: np.ndarray) -> np.ndarray:
-        n_blocks = x.size // 256
-        answer = self._ask("q", "q8_kr", n_blocks, Q8_KR.itemsize * n_blocks, x.astype("<f4"))
-        return np.frombuffer(answer, Q8_KR).reshape(*x.shape[:-1], -1)
+    def quantize_rotated(self, x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
+        dtype, n = ACTIVATIONS[activation], x.shape[-1]
+        row = lambda v: np.frombuffer(self._ask("q", activation, n // TYPES[activation].block_size,  # noqa: E731
+                                                dtype.itemsize * n_groups(n), v), dtype)
+        return np.stack([row(v) for v in x.astype("<f4").reshape(-1, n)]).reshape(*x.shape[:-1], -1)
 
     def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
         return struct.unpack("<f", self._ask("v", type_name, len(row), 4, row, activations))[0]
 
     def dequantize(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, block_bytes) to float32 (n_blocks, 256)."""
-        values = self._ask("d", type_name, len(blocks), 4 * 256 * len(blocks), blocks)
-        return np.frombuffer(values, "<f4").reshape(-1, 256)
+        """uint8 (n_blocks, block_bytes) to float32 (n_blocks, block_size)."""
+        values = self._ask("d", type_name, len(blocks), 4 * TYPES[type_name].block_size * len(blocks), blocks)
+        return np.frombuffer(values, "<f4").reshape(len(blocks), -1)
 
 
 @functools.cache
@@ -163,13 +187,10 @@ def kernels(isa: str) -> Kernels | EmulatedKernels:
     return EmulatedKernels(isa) if isa in EMULATED_ISAS else Kernels(isa)
 
 
-def reference_q8_kr(x: np.ndarray) -> np.ndarray:
-    """The scalar reference of libggml-base: float32 (..., n) to Q8_KR (..., n/256)."""
+def reference_rotated(x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
+    """The scalar reference of libggml-base: float32 (..., n) to Q8_KR or Q8_KR64 (..., n/256 rounded up)."""
     dll = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-    x = np.ascontiguousarray(x, np.float32)
-    out = np.empty((*x.shape[:-1], x.shape[-1] // 256), Q8_KR)
-    dll.ggml_ext_quantize_row_q8_kr_ref(c_void_p(x.ctypes.data), c_void_p(out.ctypes.data), c_int64(x.size))
-    return out
+    return quantize_rows(getattr(dll, f"ggml_ext_quantize_row_{activation}_ref"), x, activation)
 
 
 class Graph(ggml_graph.Graph):
@@ -186,10 +207,10 @@ I32 = int(gguf.GGMLQuantizationType.I32)
 
 def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Unpack contract of uint8 (n_blocks, block_bytes) in float64: d * scale of each weight, q - offset and its bound
-    |q| + |offset|; each (n_blocks, 256)."""
+    |q| + |offset|; each (n_blocks, block_size)."""
     info = TYPES[type_name]
     parts = [lib.unpack_block(info.id, b) for b in np.ascontiguousarray(blocks)]
-    scale = np.stack([np.repeat(p[1][: 256 // info.group], info.group) for p in parts]).astype(np.float64)
+    scale = np.stack([np.repeat(p[1][: info.block_size // info.group], info.group) for p in parts]).astype(np.float64)
     q = np.stack([p[0] for p in parts]).astype(np.float64)
     d, offset = (np.array([[p[i]] for p in parts], np.float64) for i in (2, 3))
     return d * scale, q - offset, np.abs(q) + np.abs(offset)
@@ -198,7 +219,7 @@ def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.nd
 def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Exact products and the bound for float32 kernels.
 
-    rows: uint8 (n_rows, n_blocks, block_bytes); activations: Q8_KR (n_cols, n_blocks).
+    rows: uint8 (n_rows, n_blocks, block_bytes); activations: (n_cols, n_groups) of the type's activation type.
     Returns two float64 (n_cols, n_rows): the product of the decoded weights with the quantised activations, and the
     largest error a kernel may have.
 
@@ -210,10 +231,11 @@ def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray
     n_rows, n_blocks, _ = rows.shape
     s, v, magnitude = (a.reshape(n_rows, n_blocks, -1)
                        for a in unpacked(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
-    y = activations["qs"].astype(np.float64)
-    dy = activations["d"].astype(np.float64)
-    exact = np.einsum("rbj,cbj,cb->cr", s * v, y, dy, optimize=True)
-    m = np.einsum("rbj,cbj,cb->cr", np.abs(s) * magnitude, np.abs(y), np.abs(dy), optimize=True)
+    flat = lambda a: a.reshape(n_rows, -1)  # noqa: E731
+    codes, scales = codes_and_scales(activations, n_blocks * v.shape[-1])
+    y = codes * scales
+    exact = y @ flat(s * v).T
+    m = np.abs(y) @ flat(np.abs(s) * magnitude).T
     return exact, (5 * n_blocks + 6) * F32_U * m
 
 
@@ -221,4 +243,4 @@ def blocks_of(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndar
     """Encoded Gaussian weights: uint8 (*shape[:-1], n_blocks, block_bytes) for logical shape (rows last)."""
     info = TYPES[type_name]
     w = np.random.default_rng(seed).standard_normal((int(np.prod(shape[:-1])), shape[-1])).astype(np.float32)
-    return lib.quantize(int(info.id), w).reshape(*shape[:-1], shape[-1] // 256, info.block_bytes)
+    return lib.quantize(int(info.id), w).reshape(*shape[:-1], shape[-1] // info.block_size, info.block_bytes)

@@ -16,6 +16,18 @@ from native import EMULATED_ISAS, F32, I32, ISAS, dot_reference, kernels
 from ggml_ext import TYPES, WEIGHT_TYPES
 
 TYPE_NAMES = sorted(WEIGHT_TYPES)
+
+
+def activations_for(isa: str, type_name: str, x: np.ndarray) -> np.ndarray:
+    """By the kernels of isa, rotated whether the type wants it or not: products do not care."""
+    return kernels(isa).quantize_rotated(x, "q8_kr64" if TYPES[type_name].block_size == 64 else "q8_kr")
+
+
+def row_lengths(type_name: str, blocks: list[int]) -> list[int]:
+    """Of rows of 256s, and for blocks of 64 the same and one to three blocks less."""
+    return [256 * n - less for n in blocks for less in ([0, 64, 128, 192] if TYPES[type_name].block_size == 64 else [0])]
+
+
 ALL_ISAS = [*ISAS, "native"]
 
 
@@ -33,7 +45,7 @@ def test_native_build_uses_what_the_processor_has():
 def test_emulator_refuses_what_the_processor_lacks(cpu):
     """Else "neon" might use dot product instructions unnoticed."""
     name = TYPE_NAMES[0]
-    operands = native.request("v", name, 1, bytes(TYPES[name].block_bytes), bytes(native.Q8_KR.itemsize))
+    operands = native.request("v", name, 1, bytes(TYPES[name].block_bytes), bytes(native.ACTIVATIONS[TYPES[name].activation].itemsize))
     lacking = subprocess.run(native.emulated("ggml-ext-kernels-dotprod", cpu), input=operands, capture_output=True)
     assert lacking.returncode == -signal.SIGILL
 
@@ -82,9 +94,9 @@ def corner_blocks(lib, type_name: str) -> np.ndarray:
 def test_corner_scales_in_products(lib, type_name, n_cols):
     """vec_dot (one column) and the tiled GEMM (17) with every corner scale, a block a row."""
     rows = corner_blocks(lib, type_name)[:, None]
-    x = np.random.default_rng(10).standard_normal((n_cols, 256)).astype(np.float32)
+    x = np.random.default_rng(10).standard_normal((n_cols, TYPES[type_name].block_size)).astype(np.float32)
     with native.Graph() as g:
-        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), 256)), g.tensor(F32, x, x.shape),
+        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (len(rows), x.shape[1])), g.tensor(F32, x, x.shape),
                            shape=(n_cols, len(rows)))
     exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
     assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
@@ -94,7 +106,7 @@ def test_corner_scales_in_products(lib, type_name, n_cols):
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_vec_dot_with_corner_scales(lib, type_name, isa):
     rows = corner_blocks(lib, type_name)[:, None]
-    activations = kernels(isa).quantize_q8_kr(np.random.default_rng(10).standard_normal((1, 256)))
+    activations = activations_for(isa, type_name, np.random.default_rng(10).standard_normal((1, TYPES[type_name].block_size)))
     exact, bound = dot_reference(lib, type_name, rows, activations)
     actual = np.array([[kernels(isa).vec_dot(type_name, r, activations[0]) for r in rows]], np.float64)
     assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
@@ -106,7 +118,7 @@ def test_corner_scales(lib, type_name):
     info = TYPES[type_name]
     blocks = corner_blocks(lib, type_name)
     assert lib.validate(info.id, blocks)
-    decoded = lib.dequantize(int(info.id), blocks, 256)
+    decoded = lib.dequantize(int(info.id), blocks, info.block_size)
     reference = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(int(info.id)))
     np.testing.assert_array_equal(decoded.view(np.uint32), reference.view(np.uint32))
 
@@ -115,8 +127,9 @@ def test_corner_scales(lib, type_name):
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_decoded_rows_equal_those_of_this_processor(lib, type_name, isa):
     """Another compiler and processor: the same floats, signs of zero included."""
-    blocks = np.concatenate([corner_blocks(lib, type_name), native.blocks_of(lib, type_name, (50, 256), 11)[:, 0]])
-    expected = lib.dequantize(int(TYPES[type_name].id), blocks, 256)
+    n = TYPES[type_name].block_size
+    blocks = np.concatenate([corner_blocks(lib, type_name), native.blocks_of(lib, type_name, (50, n), 11)[:, 0]])
+    expected = lib.dequantize(int(TYPES[type_name].id), blocks, n)
     np.testing.assert_array_equal(kernels(isa).dequantize(type_name, blocks).view(np.uint32), expected.view(np.uint32))
 
 
@@ -124,12 +137,12 @@ def test_decoded_rows_equal_those_of_this_processor(lib, type_name, isa):
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_non_finite_scales_are_refused(lib, type_name, bad):
     info = TYPES[type_name]
-    good = lib.quantize(int(info.id), np.random.default_rng(9).standard_normal((1, 256)).astype(np.float32))
+    good = lib.quantize(int(info.id), np.random.default_rng(9).standard_normal((1, info.block_size)).astype(np.float32))
     assert lib.validate(info.id, good)
     for at in range(0, info.block_bytes, 2):
         block = good.copy()
         block[0, at : at + 2] = np.array([bad], np.float16).view(np.uint8)
-        finite = np.isfinite(lib.dequantize(int(info.id), block, 256)).all()
+        finite = np.isfinite(lib.dequantize(int(info.id), block, info.block_size)).all()
         assert lib.validate(info.id, block) == finite, f"{type_name}: {bad} in bytes {at}, {at + 1}"
 
 
@@ -138,14 +151,15 @@ def test_non_finite_scales_are_refused(lib, type_name, bad):
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_vec_dot(lib, type_name, n_blocks, isa):
     seed = 100 + n_blocks
-    rows = native.blocks_of(lib, type_name, (5, 256 * n_blocks), seed)
-    activations = kernels(isa).quantize_q8_kr(np.random.default_rng(seed + 1).standard_normal((3, 256 * n_blocks)))
-    exact, bound = dot_reference(lib, type_name, rows, activations)
-    actual = np.array([[kernels(isa).vec_dot(type_name, r, a) for r in rows] for a in activations], np.float64)
-    worst = np.unravel_index(np.argmax(np.abs(actual - exact) / bound), exact.shape)
-    assert (np.abs(actual - exact) <= bound).all(), (
-        f"{type_name} on {isa}, seed {seed}: row {worst[1]} is {actual[worst]}, not {exact[worst]} +- {bound[worst]}: "
-        f"{rows[worst[1]].tobytes().hex()[:400]}")
+    for n in row_lengths(type_name, [n_blocks]):
+        rows = native.blocks_of(lib, type_name, (5, n), seed)
+        activations = activations_for(isa, type_name, np.random.default_rng(seed + 1).standard_normal((3, n)))
+        exact, bound = dot_reference(lib, type_name, rows, activations)
+        actual = np.array([[kernels(isa).vec_dot(type_name, r, a) for r in rows] for a in activations], np.float64)
+        worst = np.unravel_index(np.argmax(np.abs(actual - exact) / bound), exact.shape)
+        assert (np.abs(actual - exact) <= bound).all(), (
+            f"{type_name} on {isa}, rows of {n}, seed {seed}: row {worst[1]} is {actual[worst]}, not {exact[worst]} +- {bound[worst]}: "
+            f"{rows[worst[1]].tobytes().hex()[:400]}")
 
 
 @pytest.mark.parametrize("isa", ALL_ISAS)
@@ -156,10 +170,13 @@ def test_vec_dot_at_the_largest_sums(lib, type_name, isa):
     block = np.full(info.block_bytes, 0xFF, np.uint8)
     block[:4] = np.array([1, 0], np.float16).view(np.uint8)
     rows = np.tile(block, (1, 4, 1))
-    activations = np.zeros((2, 4), native.Q8_KR)
+    activations = np.zeros((2, native.n_groups(4 * info.block_size)), native.ACTIVATIONS[info.activation])
     activations["d"] = 1
     activations["qs"][0], activations["qs"][1] = 127, -127
-    activations["bsums"] = activations["qs"].reshape(2, 4, 16, 16).sum(-1)
+    if info.block_size == 64:
+        activations["sum"] = activations["qs"].sum((-3, -1))
+    else:
+        activations["bsums"] = activations["qs"].reshape(2, 4, 16, 16).sum(-1)
     exact, bound = dot_reference(lib, type_name, rows, activations)
     actual = np.array([[kernels(isa).vec_dot(type_name, rows[0], a)] for a in activations], np.float64)
     assert (np.abs(actual - exact) <= bound).all(), (actual, exact)
@@ -175,11 +192,12 @@ COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257]
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
     seed = 1000 * n_cols + n_rows
-    rows = native.blocks_of(lib, type_name, (n_rows, 256 * n_blocks), seed)
-    x = np.random.default_rng(seed + 1).standard_normal((n_cols, 256 * n_blocks)).astype(np.float32)
+    n = row_lengths(type_name, [n_blocks])[seed % len(row_lengths(type_name, [n_blocks]))]
+    rows = native.blocks_of(lib, type_name, (n_rows, n), seed)
+    x = np.random.default_rng(seed + 1).standard_normal((n_cols, n)).astype(np.float32)
     before = kernels("native").dll.ggml_ext_cpu_n_tiles()
     with native.Graph() as g:
-        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, 256 * n_blocks)),
+        actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),
                            g.tensor(F32, x, x.shape), shape=(n_cols, n_rows))
     tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
     assert tiled == (n_cols >= 8 and kernels("native").isa != "scalar"), "the wrong path ran"
@@ -191,7 +209,7 @@ def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_id(lib, type_name, n_tokens):
     """Experts without a token, with one and with many; each token uses two of five experts, never expert 3."""
-    n_expert, n_used, n_rows, n = 5, 2, 70, 512
+    n_expert, n_used, n_rows, n = 5, 2, 70, row_lengths(type_name, [2])[-1]
     rng = np.random.default_rng(n_tokens)
     experts = native.blocks_of(lib, type_name, (n_expert, n_rows, n), n_tokens)
     x = rng.standard_normal((n_tokens, 1, n)).astype(np.float32)
@@ -212,12 +230,13 @@ def test_mul_mat_id(lib, type_name, n_tokens):
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_get_rows(lib, type_name):
     """Embedding look-up decodes with the inverse rotation: the same floats as the row decoder."""
-    rows = native.blocks_of(lib, type_name, (9, 768), 3)
+    n = row_lengths(type_name, [3])[-1]
+    rows = native.blocks_of(lib, type_name, (9, n), 3)
     ids = np.array([8, 0, 3, 3], np.int32)
     with native.Graph() as g:
-        actual = g.compute("get_rows", g.tensor(TYPES[type_name].id, rows, (9, 768)), g.tensor(I32, ids, ids.shape),
-                           shape=(4, 768))
-    expected = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(9, -1)), 768)
+        actual = g.compute("get_rows", g.tensor(TYPES[type_name].id, rows, (9, n)), g.tensor(I32, ids, ids.shape),
+                           shape=(4, n))
+    expected = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(9, -1)), n)
     np.testing.assert_array_equal(actual, expected[ids])
 
 
@@ -228,15 +247,15 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
     The difference is the 8-bit rounding of the activations, at most half a step d_y each: |error| <= sum |w| d_y/2, in the
     domain in which the weights are stored.
     """
-    n_rows, n = 32, 1024
+    n_rows, n = 32, row_lengths(type_name, [4])[-1]
     rows = native.blocks_of(lib, type_name, (n_rows, n), 5)
     x = np.random.default_rng(6).standard_normal((20, n)).astype(np.float32)
     decoded = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(n_rows, -1)), n).astype(np.float64)
     stored = decoded
     if TYPES[type_name].rotated:
-        stored = lib.rotate(decoded.astype(np.float32).reshape(-1, 256)).reshape(n_rows, n)
-    d_y = np.abs(kernels("native").quantize_for(type_name, x)["d"].astype(np.float64))
-    bound = np.einsum("rbj,cb->cr", np.abs(stored).reshape(n_rows, -1, 256), d_y / 2) * (1 + 1e-4)  # float32 rounding on top
+        stored = lib.rotate(decoded.astype(np.float32).reshape(-1, TYPES[type_name].block_size)).reshape(n_rows, n)
+    d_y = np.abs(native.codes_and_scales(kernels("native").quantize_for(type_name, x), n)[1])
+    bound = d_y / 2 @ np.abs(stored).T * (1 + 1e-4)  # float32 rounding on top
     for n_cols in (1, 20):
         with native.Graph() as g:
             actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),

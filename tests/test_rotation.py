@@ -89,16 +89,18 @@ def activation_rows() -> np.ndarray:
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "native"])
-def test_fused_quantisation_is_bit_equal(isa):
-    rows = activation_rows()
-    actual, expected = kernels(isa).quantize_q8_kr(rows), native.reference_q8_kr(rows)
-    for field in expected.dtype.names:
-        np.testing.assert_array_equal(actual[field], expected[field], err_msg=f"{field} on {isa}")
+@pytest.mark.parametrize("activation", ["q8_kr", "q8_kr64"])
+def test_fused_quantisation_is_bit_equal(isa, activation):
+    for n in [512, 448, 384, 320, 64] if activation == "q8_kr64" else [512]:
+        rows = activation_rows()[:, :n]
+        actual, expected = kernels(isa).quantize_rotated(rows, activation), native.reference_rotated(rows, activation)
+        for field in expected.dtype.names:
+            np.testing.assert_array_equal(actual[field], expected[field], err_msg=f"{field} on {isa}, rows of {n}")
 
 
 def test_non_finite_activations_give_nan():
     """As in float: a NaN or Inf in a block must not come out as an ordinary number."""
-    q = native.reference_q8_kr(activation_rows()[6:9])
+    q = native.reference_rotated(activation_rows()[6:9])
     np.testing.assert_array_equal(np.isnan(q["d"]), [[True, False], [True, False], [True, True]])
     assert not q["qs"][np.isnan(q["d"])].any()
 
@@ -106,13 +108,26 @@ def test_non_finite_activations_give_nan():
 def test_q8_kr_reference(lib):
     """d is the largest rotated magnitude over 127, codes are within half a step, bsums are what they say."""
     rows = activation_rows()[9:]
-    q = native.reference_q8_kr(rows)
+    q = native.reference_rotated(rows)
     rotated = lib.rotate(np.ascontiguousarray(rows.reshape(-1, 256))).reshape(*q.shape, 256).astype(np.float64)
     np.testing.assert_array_equal(q["d"], (np.abs(rotated).max(-1).astype(np.float32) / np.float32(127)))
     d = q["d"][..., None].astype(np.float64)
     # half a step, plus the roundings of 127/amax, of amax/127 and of the product: at most 127 * 3 u steps
     assert (np.abs(q["qs"] * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
     np.testing.assert_array_equal(q["bsums"], q["qs"].reshape(*q.shape, 16, 16).sum(-1))
+
+
+def test_q8_kr64_reference(lib):
+    """As Q8_KR, of blocks of 64 in groups of four under one scale; zero behind the end of a row."""
+    rows = np.ascontiguousarray(activation_rows()[9:, :448])
+    q = native.reference_rotated(rows, "q8_kr64")
+    rotated = lib.rotate(rows.reshape(-1, 64)).reshape(len(rows), 448).astype(np.float64)
+    codes, d = native.codes_and_scales(q, 448)
+    largest = np.stack([np.abs(rotated[:, :256]).max(1), np.abs(rotated[:, 256:]).max(1)], axis=1).astype(np.float32)
+    np.testing.assert_array_equal(q["d"], np.repeat((largest / np.float32(127))[..., None], 4, axis=-1))
+    assert (np.abs(codes * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
+    np.testing.assert_array_equal(q["sum"], q["qs"].sum((-3, -1)))
+    assert not q["qs"][:, 1, :, 3].any()
 
 
 @pytest.mark.parametrize("n", [256, 64])

@@ -1,4 +1,4 @@
-// The 3-bit planes of types/bits3.h over the SIMD primitives.
+// The 3-bit planes of types/bits3.h over the SIMD primitives, for blocks of 256.
 #pragma once
 
 #include "unpack.h"
@@ -6,14 +6,12 @@
 namespace ggml_ext {
 
 struct bits3 {
-    u8x32 ql0, ql1, qh;
+    u8x64 ql, qh; // qh: the bits of groups 0 to 3 and of groups 4 to 7 at the low four places
 
-    bits3(const uint8_t * ql, const uint8_t * qh) : ql0(load(ql)), ql1(load(ql + 32)), qh(load(qh)) {}
+    bits3(const uint8_t * ql, const uint8_t * qh) : ql(load64(ql)), qh(join(load(qh), field<4>(load(qh), 15))) {}
 
-    // codes of weights 32*G .. 32*G + 31
-    template <int G> u8x32 group() const {
-        return field<2*(G%4)>(G < 4 ? ql0 : ql1, 3) | field<G - 2>(qh, 4);
-    }
+    // codes of the groups G and G + 4
+    template <int G> u8x64 groups() const { return field<2*G>(ql, 3) | field<G - 2>(qh, 4); }
 };
 
 } // namespace ggml_ext

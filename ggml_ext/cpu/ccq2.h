@@ -12,10 +12,9 @@ template <> struct unpacker<block_ccq2> {
     float   d;
     static constexpr float offset = CCQ2_OFFSET;
 
-    explicit unpacker(const block_ccq2 & x)
-        : codes0(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x.qs))), codes1(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x.qs + 32))),
-          scales(look_up_scales(CCQ2_SCALES, x.scales)), indices(x.scales),
-          d(e5m3_to_float(x.d)) {}
+    explicit unpacker(const block_ccq2 * x, int64_t = 1)
+        : codes0(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x->qs))), codes1(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x->qs + 32))),
+          scales(look_up_scales(CCQ2_SCALES, x->scales)), indices(x->scales), d(e5m3_to_float(x->d)) {}
 
     template <int G> u8x32 group() const { return field<9 - 3*(G%4)>(G < 4 ? codes0 : codes1); }
 

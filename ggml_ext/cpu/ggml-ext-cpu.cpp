@@ -9,21 +9,24 @@ using namespace ggml_ext;
 #define X(NAME, name)                                                                                              \
     void ggml_ext_vec_dot_##name(int n, float * s, size_t bs, const void * vx, size_t bx, const void * vy,         \
                                  size_t by, int nrc) {                                                             \
-        assert(n % QK_K == 0 && nrc == 1);                                                                         \
+        assert(n % GGML_EXT_##NAME##_BLOCK_SIZE == 0 && nrc == 1);                                                 \
         GGML_UNUSED(bs); GGML_UNUSED(bx); GGML_UNUSED(by); GGML_UNUSED(nrc);                                       \
-        *s = vec_dot(n, (const block_##name *) vx, (const block_q8_K *) vy);                                       \
+        *s = vec_dot(n, (const block_##name *) vx, (const activation_of<block_##name> *) vy);                      \
     }                                                                                                              \
     void ggml_ext_quantize_row_##name(const float * x, void * y, int64_t n) { quantize_row_##name##_ref(x, y, n); }
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
 bool ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q) {
+    uint8_t codes[QK_K];
     switch ((int) type) {
-#define X(NAME, name) case GGML_TYPE_##NAME: unpack_block(unpacker<block_##name>(*(const block_##name *) block), q); return true;
+#define X(NAME, name) case GGML_TYPE_##NAME: unpack_blocks(unpacker<block_##name>((const block_##name *) block, 1), codes); break;
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
+        default: return false;
     }
-    return false;
+    memcpy(q, codes, (size_t) ggml_blck_size(type));
+    return true;
 }
 
 const char * ggml_ext_cpu_isa(void) {

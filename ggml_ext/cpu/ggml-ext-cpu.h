@@ -15,8 +15,16 @@ extern "C" {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// x: n floats, n a multiple of 256; y: n/256 block_q8_K of the rotated row.
+// x: n floats, n a multiple of 256 or of 64; y: n/256 block_q8_K or block_q8_kr64 of the rotated row, rounded up.
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
+GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, int64_t n);
+
+// Where thread ith of nth begins to quantise a row of n activations, in blocks; it ends where the next begins. Rows of Q8_KR64
+// are made as a whole: by turns, row by row.
+static inline int64_t ggml_ext_first_block(enum ggml_type type, int64_t n, int64_t ith, int64_t nth, int64_t row) {
+    const int64_t n_blocks = n/ggml_blck_size(type);
+    return type == GGML_TYPE_Q8_KR64 ? (ith > row%nth ? n_blocks : 0) : ith*n_blocks/nth;
+}
 
 // For tests: the instruction set compiled in, one block through the SIMD unpack, and how many tiles the tiled GEMM
 // has unpacked from the extension's types since the start of the process.

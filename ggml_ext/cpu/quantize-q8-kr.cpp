@@ -1,8 +1,11 @@
 // Rotation fused into the 8-bit quantisation of an activation row: the one pass over the activations that every
-// rotated weight type needs. Bit-equal to ggml_ext_quantize_row_q8_kr_ref: the same butterflies in the same order.
+// rotated weight type needs. Bit-equal to ggml_ext_quantize_row_q8_kr_ref and ..._q8_kr64_ref: the same butterflies in the same
+// order.
 #include "ggml-ext-cpu.h"
 #include "../ggml-ext-rotation.h"
 #include "simd.h"
+
+#include <algorithm>
 
 using namespace ggml_ext;
 
@@ -28,17 +31,22 @@ struct sign_factors {
 };
 static constexpr sign_factors signs;
 
-// v = R x in two passes, 8 registers (strides 1 to 32) and 4 registers (64 and 128), so that nothing spills.
+// Butterflies of 64 values at strides 1 to 32, in 8 registers; `flips` are their signs.
+static inline void transform64(const float * x, const float * flips, f32x8 (&r)[8]) {
+    for (int k = 0; k < 8; ++k) {
+        r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + 8*k)*load(flips + 8*k))));
+    }
+    butterflies(r, 1);
+    butterflies(r, 2);
+    butterflies(r, 4);
+}
+
+// v = R x of a block of 256 in two passes, the second of 4 registers at the strides 64 and 128, so that nothing spills.
 // Returns the largest magnitude, Inf or NaN if there is one.
-static inline float rotate(const float * x, float * v) {
+static inline float rotate256(const float * x, float * v) {
     for (int i = 0; i < QK_K; i += 64) {
         f32x8 r[8];
-        for (int k = 0; k < 8; ++k) {
-            r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + i + 8*k)*load(signs.of + i + 8*k))));
-        }
-        butterflies(r, 1);
-        butterflies(r, 2);
-        butterflies(r, 4);
+        transform64(x + i, signs.of + i, r);
         for (int k = 0; k < 8; ++k) {
             store(v + i + 8*k, r[k]);
         }
@@ -60,23 +68,72 @@ static inline float rotate(const float * x, float * v) {
     return amax.total();
 }
 
+// The same of n values in blocks of 64, 256 at most.
+static inline float rotate64(const float * x, int64_t n, float * v) {
+    magnitude_max amax;
+    for (int64_t i = 0; i < n; i += 64) {
+        f32x8 r[8];
+        transform64(x + i, signs.of, r);
+        for (int k = 0; k < 8; ++k) {
+            r[k] = r[k]*(1.0f/8);
+            amax.add(r[k]);
+            store(v + i + 8*k, r[k]);
+        }
+    }
+    return amax.total();
+}
+
+// Codes of 32 values: eight each at v, v + stride, v + 2*stride and v + 3*stride.
+static inline u8x32 codes_of(const float * v, int stride, float inv_d) {
+    f32x8 scaled[4];
+    for (int k = 0; k < 4; ++k) {
+        scaled[k] = load(v + k*stride)*inv_d;
+    }
+    return round_to_i8(scaled);
+}
+
 void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
     assert(n % QK_K == 0);
     block_q8_K * y = (block_q8_K *) vy;
     for (int64_t ib = 0; ib < n/QK_K; ++ib, x += QK_K) {
         alignas(32) float v[QK_K];
         float inv_d;
-        if (!ggml_ext_begin_q8_kr(&y[ib], rotate(x, v), &inv_d)) {
+        if (!ggml_ext_begin_q8(rotate256(x, v), &y[ib].d, &inv_d)) {
+            memset(y[ib].qs, 0, sizeof(y[ib].qs));
+            memset(y[ib].bsums, 0, sizeof(y[ib].bsums));
             continue;
         }
         for (int g = 0; g < QK_K/32; ++g) {
-            f32x8 scaled[4];
-            for (int k = 0; k < 4; ++k) {
-                scaled[k] = load(v + 32*g + 8*k)*inv_d;
-            }
-            const u8x32 q = round_to_i8(scaled);
+            const u8x32 q = codes_of(v + 32*g, 8, inv_d);
             store((uint8_t *) y[ib].qs + 32*g, q);
             sums_of_16(q, y[ib].bsums + 2*g);
         }
+    }
+}
+
+void ggml_ext_quantize_row_q8_kr64(const float * x, void * vy, int64_t n) {
+    assert(n % 64 == 0);
+    block_q8_kr64 * y = (block_q8_kr64 *) vy;
+    for (int64_t i = 0; i < n; i += QK_K, ++y) {
+        alignas(32) float v[QK_K];
+        const int64_t n_here = n - i < QK_K ? n - i : QK_K;
+        float d, inv_d;
+        if (n_here < QK_K) {
+            memset(v, 0, sizeof(v));
+        }
+        const bool good = ggml_ext_begin_q8(rotate64(x + i, n_here, v), &d, &inv_d);
+        std::fill(y->d, y->d + GGML_EXT_GROUP_BLOCKS, d);
+        if (!good) {
+            memset(y->sum, 0, sizeof(y->sum));
+            memset(y->qs, 0, sizeof(y->qs));
+            continue;
+        }
+        sums_of_8 sums;
+        for (int g = 0; g < 8; ++g) {
+            const u8x32 q = codes_of(v + 8*g, 64, inv_d);
+            store((uint8_t *) y->qs + 32*g, q);
+            sums.add(q);
+        }
+        sums.total(y->sum);
     }
 }

@@ -2,7 +2,10 @@
 //
 //   u8x32            32 bytes, one code each
 //   load, store, |, ^, +   what they say, + of bytes that stay below 256
+//   load8x4(p, q, r, s)    eight bytes from each of four places
 //   shift_lanes(a, first)  each byte one place up, `first` in place 0
+//   shift_lanes8(a, first) the same in each eight bytes, the first of each eight from `first`, whose other bytes are zero, as
+//                    first_of_8(a) makes them
 //   field<S>(a, m)   (a >> S) & m in each byte; a negative S shifts left. m must not ask for bits that S < 0 left empty.
 //   multiply_add<A, B>(a)   A*a + B of 32 bytes, 15 bits each: u15x32
 //   field<S>(c)      bits S .. S + 5 of each of 32 codes of 15 bits
@@ -14,6 +17,18 @@
 //   f32_sum          float accumulator of a row
 //   activation_sum   sum of a block's activation codes, each group's times its scale
 //
+// A block of 256 is eight groups of 32 weights, and so are four blocks of 64, with eight bytes of each in a group. Kernels take
+// group g and group g + 4 together:
+//
+//   u8x64            the codes of both, one register where the set has such: load64, join, |, field, look_up as above
+//   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
+//   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: other bits do not matter
+//   trellis_values(t, a, b, e)   the code of types/trellis.h
+//   dot_sum64<...>   as dot_sum, of u8x64 with the activations y ... y + 31 and y + 128 ... y + 159; quarter_dot_sum64<...>:
+//                    i32_sum4, one sum for each block of 64
+//   f32x4            four floats, one for each block of 64; load4, store4, *; e5m3_to_float of four bytes
+//   f32_sum4         accumulator of f32x4 times i32_sum4 or f32x4
+//
 // and for the activations:
 //
 //   f32x8            8 floats; load, store, +, - and * of two, * a float
@@ -21,6 +36,7 @@
 //   magnitude_max    the largest |a|; as integers the bits of floats keep their order, and Inf and NaN are the largest
 //   round_to_i8(a)   32 floats within +-127.5 to int8, to nearest, ties to even
 //   sums_of_16(q, s) sums of the first and of the last 16 int8
+//   sums_of_8        accumulator of vectors of int8: four sums, of each eight
 //
 // ggml_ext_cpu_isa() names the set that was compiled in; GGML_EXT_SCALAR asks for the portable one.
 #pragma once
@@ -31,6 +47,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define GGML_EXT_AVX2
+#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define GGML_EXT_AVX512
+#endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
 #define GGML_EXT_NEON
@@ -69,6 +88,44 @@ template <int Q_MAX> struct scaled_dot_sum {
     }
     i32_sum total() const { return acc; }
 };
+#endif
+
+template <int S> static inline u8x32 funnel(u8x32 before, u8x32 a) {
+    return field<8 - S>(before, (1 << S) - 1) | field<-S>(a, (uint8_t) (0xff << S));
+}
+
+#if defined(GGML_EXT_AVX512)
+#include "simd/avx512.h"
+#else
+struct u8x64 { u8x32 lo, hi; };
+
+static inline u8x64 load64(const uint8_t * p)   { return {load(p), load(p + 32)}; }
+static inline u8x64 join(u8x32 lo, u8x32 hi)    { return {lo, hi}; }
+static inline u8x32 low_half(u8x64 a)           { return a.lo; }
+static inline u8x32 high_half(u8x64 a)          { return a.hi; }
+static inline u8x64 operator|(u8x64 a, u8x64 b) { return {a.lo | b.lo, a.hi | b.hi}; }
+template <int S> static inline u8x64 field(u8x64 a, uint8_t mask)     { return {field<S>(a.lo, mask), field<S>(a.hi, mask)}; }
+template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a)    { return {funnel<S>(before.lo, a.lo), funnel<S>(before.hi, a.hi)}; }
+template <int S> static inline u8x64 nibble(u8x64 a)                  { return field<S>(a, 15); }
+template <int S> static inline u8x64 high_nibble(u8x64 a)             { return field<S>(a, 15); }
+static inline u8x64 look_up(table16 t, u8x64 i)                       { return {look_up(t, i.lo), look_up(t, i.hi)}; }
+
+static inline u8x32 trellis_values(const ggml_ext_trellis_tables & t, u8x32 a, u8x32 b, u8x32 e) {
+    const u8x32 i0 = a ^ look_up(load_table16(t.mix[0]), b), i1 = e ^ look_up(load_table16(t.mix[1]), b);
+    return look_up(load_table16(t.values[0]), i0) + look_up(load_table16(t.values[1]), i1);
+}
+static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u8x64 b, u8x64 e) {
+    return {trellis_values(t, a.lo, b.lo, e.lo), trellis_values(t, a.hi, b.hi, e.hi)};
+}
+
+template <typename Sum> struct sum64 : Sum {
+    void add(u8x64 q, const int8_t * y) {
+        Sum::add(q.lo, y);
+        Sum::add(q.hi, y + 128);
+    }
+};
+template <int Q_MAX> using dot_sum64         = sum64<dot_sum<Q_MAX, 8>>;
+template <int Q_MAX> using quarter_dot_sum64 = sum64<quarter_dot_sum<Q_MAX>>;
 #endif
 
 } // namespace ggml_ext

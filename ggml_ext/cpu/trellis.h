@@ -1,32 +1,97 @@
-// The trellis code of types/trellis.h over the SIMD primitives.
+// The trellis code of types/trellis.h over the SIMD primitives: of one block of 256, or of up to four blocks of 64 at a time.
 #pragma once
 
 #include "unpack.h"
 
 namespace ggml_ext {
 
-// The pairs of low bits.
-struct trellis_pairs {
-    u8x32 ql0, ql1;       // groups 0 to 3 and 4 to 7
-    u8x32 before0, before1; // of the lane before each
-
-    trellis_pairs(uint8_t start, const uint8_t * ql)
-        : ql0(load(ql)), ql1(load(ql + 32)), before0(shift_lanes(ql0, 0)), before1(shift_lanes(ql1, start)) {}
-
-    // of group G and the one before it; a negative G is G + 8 of the lane before
-    template <int G> u8x32 get() const {
-        if constexpr (G == -4) { return field<6>(before0, 3) | field<-2>(before1, 12); }
-        else if constexpr (G <  0) { return field<2*(G + 3)>(before1, 15); }
-        else if constexpr (G == 0) { return field<6>(before1, 3) | field<-2>(ql0, 12); }
-        else if constexpr (G <  4) { return field<2*(G - 1)>(ql0, 15); }
-        else if constexpr (G == 4) { return field<6>(ql0, 3) | field<-2>(ql1, 12); }
-        else                       { return field<2*(G - 5)>(ql1, 15); }
-    }
+// What the indices are made of; lane: a byte of a group.
+struct trellis_lanes {
+    u8x64 ql;             // low bits of the groups 0 to 3 and 4 to 7
+    u8x64 before;         // those of the four groups before: 4 to 7 of the lane before, and 0 to 3
+    u8x64 before2;        // those before them: 0 to 3 and 4 to 7 of the lane before. For K = 2 alone
+    u8x64 high;           // high bits: four groups before, and four. For K = 3 alone
 };
 
-static inline u8x32 trellis_values(const ggml_ext_trellis_tables & t, u8x32 a, u8x32 b, u8x32 e) {
-    const u8x32 i0 = a ^ look_up(load_table16(t.mix[0]), b), i1 = e ^ look_up(load_table16(t.mix[1]), b);
-    return look_up(load_table16(t.values[0]), i0) + look_up(load_table16(t.values[1]), i1);
+template <int K> static inline trellis_lanes load_trellis(uint8_t start, const uint8_t * ql, const uint8_t * qh) {
+    trellis_lanes t;
+    t.ql     = load64(ql);
+    t.before = join(shift_lanes(load(ql + 32), start), load(ql));
+    if constexpr (K == 2) {
+        t.before2 = join(shift_lanes(load(ql), 0), low_half(t.before));
+    } else {
+        const u8x32 h = load(qh);
+        t.high = join(funnel<4>(shift_lanes(h, (uint8_t) (start << 6)), h), h);
+    }
+    return t;
 }
+
+// Blocks p[0] to p[3] of 64 weights.
+template <int K, typename B> static inline trellis_lanes load_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
+    const auto  bytes = [&](size_t at) {
+        const auto byte = [&](int b) { return (const uint8_t *) p[b] + at; };
+        return load8x4(byte(0), byte(1), byte(2), byte(3));
+    };
+    const u8x32 ql0 = bytes(offsetof(B, ql)), ql1 = bytes(offsetof(B, ql) + 8);
+    const u8x32 start = first_of_8(bytes(offsetof(B, start)));
+    trellis_lanes t;
+    t.ql     = join(ql0, ql1);
+    t.before = join(shift_lanes8(ql1, start), ql0);
+    if constexpr (K == 2) {
+        t.before2 = join(shift_lanes8(ql0, u8x32()), low_half(t.before));
+    } else {
+        const u8x32 h = bytes(offsetof(B, qh));
+        t.high = join(funnel<4>(shift_lanes8(h, field<-6>(start, 0xc0)), h), h);
+    }
+    return t;
+}
+
+// The pairs of low bits of the groups G and G + 4: a field of these words at pair_shift(G). A negative G is G + 8 of the lane
+// before.
+template <int G> static inline u8x64 pair_word(const trellis_lanes & t) {
+    if constexpr      (G == -4) { return funnel<2>(t.before2, t.before); }
+    else if constexpr (G <   0) { return t.before; }
+    else if constexpr (G ==  0) { return funnel<2>(t.before, t.ql); }
+    else                        { return t.ql; }
+}
+constexpr int pair_shift(int g) { return g % 4 == 0 ? 0 : g < 0 ? 2*(g + 3) : 2*(g - 1); }
+
+// Codes of the groups G and G + 4.
+template <int K, int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes & t) {
+    const u8x64 pair2 = pair_word<G - 2>(t);
+    if constexpr (K == 3) {
+        return trellis_values(tables, nibble<pair_shift(G - 2)>(pair2), nibble<pair_shift(G)>(pair_word<G>(t)), high_nibble<G + 1>(t.high));
+    } else {
+        return trellis_values(tables, nibble<pair_shift(G)>(pair_word<G>(t)), nibble<pair_shift(G - 4)>(pair_word<G - 4>(t)),
+                              high_nibble<pair_shift(G - 2)>(pair2));
+    }
+}
+
+// The unpacker of a block of 256.
+#define GGML_EXT_TRELLIS_UNPACKER(NAME, name, K, QH)                                                                 \
+    template <> struct unpacker<block_##name> {                                                                      \
+        trellis_lanes lanes;                                                                                         \
+        float         d;                                                                                             \
+        static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
+        explicit unpacker(const block_##name * x, int64_t = 1)                                                       \
+            : lanes(load_trellis<K>(x->start, x->ql, QH)), d(e5m3_to_float(x->d)) {}                                 \
+        template <int G> u8x64 groups() const { return trellis_groups<K, G>(ggml_ext_##name##_tables, lanes); }      \
+    };
+
+// Of up to four blocks of 64: those that are not there are zero.
+#define GGML_EXT_TRELLIS_UNPACKER64(NAME, name, K)                                                                   \
+    template <> struct unpacker<block_##name> {                                                                      \
+        trellis_lanes lanes;                                                                                         \
+        f32x4         d;                                                                                             \
+        static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
+        explicit unpacker(const block_##name * x, int64_t n) {                                                       \
+            static constexpr block_##name none = {};                                                                 \
+            const block_##name * p[GGML_EXT_GROUP_BLOCKS] = {x, n > 1 ? x + 1 : &none, n > 2 ? x + 2 : &none,        \
+                                                             n > 3 ? x + 3 : &none};                                 \
+            lanes = load_trellis<K>(p);                                                                              \
+            d     = e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d);                                               \
+        }                                                                                                            \
+        template <int G> u8x64 groups() const { return trellis_groups<K, G>(ggml_ext_##name##_tables, lanes); }      \
+    };
 
 } // namespace ggml_ext

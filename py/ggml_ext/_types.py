@@ -224,10 +224,10 @@ TYPES: dict[str, TypeInfo] = {
         id=ExtType.Q8_KR64,
         kind="activation",
         block_size=64,
-        block_bytes=72,
-        bpw=9.0,
+        block_bytes=288,
+        bpw=36.0,
         rotated=True,
-        about="the activation row rotated in blocks of 64; not a type of weights",
+        about="the activation row rotated in blocks of 64, in groups of four; not a type of weights",
     ),
     "q8_kr": TypeInfo(
         name="q8_kr",

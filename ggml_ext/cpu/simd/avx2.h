@@ -1,6 +1,7 @@
 // AVX2, with VNNI where it is compiled in. Included by simd.h inside namespace ggml_ext.
 
-#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#if defined(GGML_EXT_AVX512)
+#elif defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define GGML_EXT_ISA "avx2+vnni"
 #else
 #define GGML_EXT_ISA "avx2"
@@ -18,6 +19,16 @@ static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
     const __m256i below = _mm256_permute2x128_si256(a.v, a.v, 0x08); // zero, low half
     return {_mm256_or_si256(_mm256_alignr_epi8(a.v, below, 15), _mm256_zextsi128_si256(_mm_cvtsi32_si128(first)))};
 }
+
+static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_t * p2, const uint8_t * p3) {
+    const auto two = [](const uint8_t * p, const uint8_t * q) {
+        return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) p)), (const __m64 *) q));
+    };
+    return {_mm256_inserti128_si256(_mm256_castsi128_si256(two(p0, p1)), two(p2, p3), 1)};
+}
+
+static inline u8x32 first_of_8(u8x32 a) { return {_mm256_and_si256(a.v, _mm256_set1_epi64x(0xff))}; }
+static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) { return {_mm256_or_si256(_mm256_slli_epi64(a.v, 8), first.v)}; }
 
 // 16-bit shifts let bits of the neighbour byte in; the mask removes them.
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
@@ -63,8 +74,9 @@ static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
     return {_mm256_and_si256(s, _mm256_set1_epi16(0x00ff))};
 }
 
-// Eight partial sums.
-struct i32_sum { __m256i v; };
+// Eight partial sums, two of each eight bytes.
+struct i32_sum  { __m256i v; };
+struct i32_sum4 { __m256i v; };
 
 // maddubs, the product of unsigned and signed bytes, adds two products in an int16.
 template <int Q_MAX> static inline __m256i products(u8x32 q, const int8_t * y) {
@@ -90,7 +102,9 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
     }
     i32_sum total() const { return {fits_i16 ? _mm256_madd_epi16(acc, _mm256_set1_epi16(1)) : acc}; }
 #endif
+    i32_sum4 quarters() const { return {total().v}; }
 };
+template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
 
 // The same over a block, each quarter times its scale: add<K> takes the two vectors of quarter K.
 template <int Q_MAX> struct scaled_dot_sum {
@@ -104,13 +118,38 @@ template <int Q_MAX> struct scaled_dot_sum {
     i32_sum total() const { return {acc}; }
 };
 
+static inline float total(__m128 a) {
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+
 struct f32_sum {
     __m256 acc = _mm256_setzero_ps();
-    void add(float scale, i32_sum sum) { acc = _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(sum.v), acc); }
+    void  add(float scale, i32_sum sum) { acc = _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(sum.v), acc); }
+    float total() const { return ggml_ext::total(_mm_add_ps(_mm256_castps256_ps128(acc), _mm256_extractf128_ps(acc, 1))); }
+};
+
+struct f32x4 { __m128 v; };
+
+static inline f32x4 load4(const float * p)      { return {_mm_loadu_ps(p)}; }
+static inline void  store4(float * p, f32x4 a)  { _mm_storeu_ps(p, a.v); }
+static inline f32x4 operator*(f32x4 a, f32x4 b) { return {_mm_mul_ps(a.v, b.v)}; }
+static inline f32x4 operator*(f32x4 a, float b) { return {_mm_mul_ps(a.v, _mm_set1_ps(b))}; }
+static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
+    const __m128i d = _mm_cvtepu8_epi16(_mm_cvtsi32_si128((int) (d0 | d1 << 8 | d2 << 16 | (uint32_t) d3 << 24)));
+    return {_mm_mul_ps(_mm_cvtph_ps(_mm_slli_epi16(d, 7)), _mm_set1_ps(GGML_EXT_E5M3_FACTOR))};
+}
+
+struct f32_sum4 {
+    __m256 acc    = _mm256_setzero_ps();
+    __m128 floats = _mm_setzero_ps();
+    void add(f32x4 scale, i32_sum4 sum) {
+        const __m256 both = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(scale.v), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+        acc = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum.v), acc);
+    }
+    void  add(f32x4 scale, f32x4 x) { floats = _mm_fmadd_ps(scale.v, x.v, floats); }
     float total() const {
-        __m128 a = _mm_add_ps(_mm256_castps256_ps128(acc), _mm256_extractf128_ps(acc, 1));
-        a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-        return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+        return ggml_ext::total(_mm_add_ps(floats, _mm_add_ps(_mm256_castps256_ps128(acc), _mm256_extractf128_ps(acc, 1))));
     }
 };
 
@@ -166,3 +205,15 @@ static inline void sums_of_16(u8x32 q, int16_t * sums) {
     sums[0] = (int16_t) (_mm256_extract_epi64(s, 0) + _mm256_extract_epi64(s, 1) - 16*128);
     sums[1] = (int16_t) (_mm256_extract_epi64(s, 2) + _mm256_extract_epi64(s, 3) - 16*128);
 }
+
+struct sums_of_8 {
+    __m256i acc = _mm256_set1_epi64x(-8*8*128);
+    // eight vectors
+    void add(u8x32 q) {
+        acc = _mm256_add_epi64(acc, _mm256_sad_epu8(_mm256_xor_si256(q.v, _mm256_set1_epi8((char) 0x80)), _mm256_setzero_si256()));
+    }
+    void total(float * sums) const {
+        const __m256i low = _mm256_permutevar8x32_epi32(acc, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
+        _mm_storeu_ps(sums, _mm_cvtepi32_ps(_mm256_castsi256_si128(low)));
+    }
+};

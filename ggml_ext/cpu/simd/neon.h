@@ -19,6 +19,20 @@ static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
     return {{vextq_u8(vdupq_n_u8(first), a.v[0], 15), vextq_u8(a.v[0], a.v[1], 15)}};
 }
 
+static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_t * p2, const uint8_t * p3) {
+    return {{vcombine_u8(vld1_u8(p0), vld1_u8(p1)), vcombine_u8(vld1_u8(p2), vld1_u8(p3))}};
+}
+
+static inline u8x32 first_of_8(u8x32 a) {
+    const uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(0xff));
+    return {{vandq_u8(a.v[0], mask), vandq_u8(a.v[1], mask)}};
+}
+
+static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) {
+    const auto up = [](uint8x16_t x) { return vreinterpretq_u8_u64(vshlq_n_u64(vreinterpretq_u64_u8(x), 8)); };
+    return {{vorrq_u8(up(a.v[0]), first.v[0]), vorrq_u8(up(a.v[1]), first.v[1])}};
+}
+
 template <int S> static inline uint8x16_t shift(uint8x16_t a) {
     if constexpr (S > 0) { return vshrq_n_u8(a, S); }
     if constexpr (S < 0) { return vshlq_n_u8(a, -S); }
@@ -65,6 +79,9 @@ struct i32_sum { int32x4_t v; };
 static inline i32_sum operator+(i32_sum a, i32_sum b) { return {vaddq_s32(a.v, b.v)}; }
 static inline i32_sum operator*(i32_sum a, int b)     { return {vmulq_n_s32(a.v, b)}; }
 
+// One sum of each eight bytes.
+struct i32_sum4 { int32x4_t v; };
+
 // Sum of q*y over N_VECS vectors of codes 0..Q_MAX against activations. Each half of a vector has its accumulator.
 template <int Q_MAX, int N_VECS> struct dot_sum {
     static_assert(Q_MAX <= 127, "codes are int8");
@@ -75,7 +92,8 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
             acc[h] = vdotq_s32(acc[h], vreinterpretq_s8_u8(q.v[h]), vld1q_s8(y + 16*h));
         }
     }
-    i32_sum total() const { return {vaddq_s32(acc[0], acc[1])}; }
+    i32_sum  total() const    { return {vaddq_s32(acc[0], acc[1])}; }
+    i32_sum4 quarters() const { return {vpaddq_s32(acc[0], acc[1])}; }
 #else
     // a half adds two products to each int16; N_VECS of them may share one accumulator if they cannot overflow it
     static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX;
@@ -100,10 +118,46 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
 #endif
 };
 
+#if !defined(__ARM_FEATURE_DOTPROD)
+// As dot_sum, but the eight bytes of each half of a vector apart.
+template <int Q_MAX> struct quarter_dot_sum {
+    static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "two products would overflow");
+    int32x4_t acc[4] = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
+    void add(u8x32 q, const int8_t * y) {
+        for (int h = 0; h < 2; ++h) {
+            const int8x16_t vq = vreinterpretq_s8_u8(q.v[h]), vy = vld1q_s8(y + 16*h);
+            acc[2*h]     = vpadalq_s16(acc[2*h],     vmull_s8(vget_low_s8(vq), vget_low_s8(vy)));
+            acc[2*h + 1] = vpadalq_s16(acc[2*h + 1], vmull_high_s8(vq, vy));
+        }
+    }
+    i32_sum4 quarters() const { return {vpaddq_s32(vpaddq_s32(acc[0], acc[1]), vpaddq_s32(acc[2], acc[3]))}; }
+};
+#else
+template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
+#endif
+
 struct f32_sum {
     float32x4_t acc = vdupq_n_f32(0);
     void  add(float scale, i32_sum sum) { acc = vfmaq_n_f32(acc, vcvtq_f32_s32(sum.v), scale); }
     float total() const { return vaddvq_f32(acc); }
+};
+
+struct f32x4 { float32x4_t v; };
+
+static inline f32x4 load4(const float * p)      { return {vld1q_f32(p)}; }
+static inline void  store4(float * p, f32x4 a)  { vst1q_f32(p, a.v); }
+static inline f32x4 operator*(f32x4 a, f32x4 b) { return {vmulq_f32(a.v, b.v)}; }
+static inline f32x4 operator*(f32x4 a, float b) { return {vmulq_n_f32(a.v, b)}; }
+static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
+    const uint16_t d[4] = {(uint16_t) (d0 << 7), (uint16_t) (d1 << 7), (uint16_t) (d2 << 7), (uint16_t) (d3 << 7)};
+    return {vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(d))), GGML_EXT_E5M3_FACTOR)};
+}
+
+struct f32_sum4 {
+    float32x4_t acc = vdupq_n_f32(0);
+    void  add(f32x4 scale, i32_sum4 sum) { acc = vfmaq_f32(acc, vcvtq_f32_s32(sum.v), scale.v); }
+    void  add(f32x4 scale, f32x4 x)      { acc = vfmaq_f32(acc, x.v, scale.v); }
+    float total() const                  { return vaddvq_f32(acc); }
 };
 
 // Sum of a block's activation codes, from its 16 partial sums.
@@ -172,3 +226,15 @@ static inline void sums_of_16(u8x32 q, int16_t * sums) {
     sums[0] = vaddlvq_s8(vreinterpretq_s8_u8(q.v[0]));
     sums[1] = vaddlvq_s8(vreinterpretq_s8_u8(q.v[1]));
 }
+
+struct sums_of_8 {
+    int16x8_t acc[2] = {vdupq_n_s16(0), vdupq_n_s16(0)};
+    void add(u8x32 q) { // eight vectors: two codes of each in a sum
+        for (int h = 0; h < 2; ++h) {
+            acc[h] = vpadalq_s8(acc[h], vreinterpretq_s8_u8(q.v[h]));
+        }
+    }
+    void total(float * sums) const {
+        vst1q_f32(sums, vcvtq_f32_s32(vpaddq_s32(vpaddlq_s16(acc[0]), vpaddlq_s16(acc[1]))));
+    }
+};

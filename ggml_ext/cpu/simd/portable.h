@@ -17,6 +17,23 @@ static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
     return r;
 }
 
+static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_t * p2, const uint8_t * p3) {
+    const uint8_t * p[4] = {p0, p1, p2, p3};
+    u8x32 r;
+    for (int b = 0; b < 4; ++b) { memcpy(r.v + 8*b, p[b], 8); }
+    return r;
+}
+
+static inline u8x32 first_of_8(u8x32 a) {
+    for (int i = 0; i < 32; ++i) { a.v[i] = i%8 ? 0 : a.v[i]; }
+    return a;
+}
+
+static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) {
+    for (int i = 0; i < 32; ++i) { first.v[i] |= i%8 ? a.v[i - 1] : 0; }
+    return first;
+}
+
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     for (int i = 0; i < 32; ++i) {
         a.v[i] = (uint8_t) ((S >= 0 ? a.v[i] >> (S >= 0 ? S : 0) : a.v[i] << (S < 0 ? -S : 0)) & mask);
@@ -56,18 +73,38 @@ static inline table16 load_table16(const uint8_t * p) {
 static inline u8x32 look_up(table16 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
 using i32_sum = int32_t;
+struct i32_sum4 { int32_t v[4]; };
 
 template <int Q_MAX, int N_VECS> struct dot_sum {
-    int32_t acc = 0;
+    i32_sum4 acc = {};
     void add(u8x32 q, const int8_t * y) {
-        for (int i = 0; i < 32; ++i) { acc += q.v[i]*y[i]; }
+        for (int i = 0; i < 32; ++i) { acc.v[i/8] += q.v[i]*y[i]; }
     }
-    i32_sum total() const { return acc; }
+    i32_sum  total() const    { return acc.v[0] + acc.v[1] + acc.v[2] + acc.v[3]; }
+    i32_sum4 quarters() const { return acc; }
 };
+template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
 
 struct f32_sum {
     float acc = 0;
     void  add(float scale, i32_sum sum) { acc += scale*(float) sum; }
+    float total() const { return acc; }
+};
+
+struct f32x4 { float v[4]; };
+
+static inline f32x4 load4(const float * p)      { f32x4 r; memcpy(r.v, p, sizeof(r.v)); return r; }
+static inline void  store4(float * p, f32x4 a)  { memcpy(p, a.v, sizeof(a.v)); }
+static inline f32x4 operator*(f32x4 a, f32x4 b) { for (int i = 0; i < 4; ++i) { a.v[i] *= b.v[i]; } return a; }
+static inline f32x4 operator*(f32x4 a, float b) { for (int i = 0; i < 4; ++i) { a.v[i] *= b; } return a; }
+static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
+    return {{ggml_ext_e5m3_to_float(d0), ggml_ext_e5m3_to_float(d1), ggml_ext_e5m3_to_float(d2), ggml_ext_e5m3_to_float(d3)}};
+}
+
+struct f32_sum4 {
+    float acc = 0;
+    void  add(f32x4 scale, i32_sum4 sum) { for (int i = 0; i < 4; ++i) { acc += scale.v[i]*(float) sum.v[i]; } }
+    void  add(f32x4 scale, f32x4 x)      { for (int i = 0; i < 4; ++i) { acc += scale.v[i]*x.v[i]; } }
     float total() const { return acc; }
 };
 
@@ -122,3 +159,13 @@ static inline void sums_of_16(u8x32 q, int16_t * sums) {
         sums[g] = (int16_t) sum;
     }
 }
+
+struct sums_of_8 {
+    int acc[4] = {};
+    void add(u8x32 q) { // eight vectors
+        for (int i = 0; i < 32; ++i) { acc[i/8] += (int8_t) q.v[i]; }
+    }
+    void total(float * sums) const {
+        for (int b = 0; b < 4; ++b) { sums[b] = (float) acc[b]; }
+    }
+};
