@@ -56,13 +56,19 @@ static inline bool ggml_ext_begin_q8(float amax, float * d, float * inv_d) {
     return true;
 }
 
+// Kernels take group g of 32 codes together with group g + 4 (cpu/simd.h). Rotated activations lie in that order: group g begins
+// here. Q8_KR is a block_q8_K whose qs and bsums do.
+static inline int ggml_ext_group_at(int g) {
+    return 64*(g%4) + 32*(g/4);
+}
+
 // Q8_KR64, activations rotated in blocks of 64: a row of n is n/256 of these groups of four blocks, rounded up. Each takes the
 // room of a block, so that a row of any number of blocks has room; what is left of it is not used. A row is made and read as a
 // whole (ggml_ext_first_block()). One scale for a group: the tiled GEMM has no more. Blocks behind the row's end are zero.
 typedef struct {
     float  d[GGML_EXT_GROUP_BLOCKS];   // all alike
     float  sum[GGML_EXT_GROUP_BLOCKS]; // of a block's codes, exact
-    int8_t qs[QK_K];                   // value 8*g + i of block b at 32*g + 8*b + i: as the kernels' vectors want it
+    int8_t qs[QK_K];                   // value 8*g + i of block b at 8*b + i of group g
 } block_q8_kr64;
 static_assert(sizeof(block_q8_kr64) == GGML_EXT_Q8_KR64_BLOCK_BYTES, "types.toml and the struct differ");
 

@@ -76,7 +76,11 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
     assert(n % QK_K == 0);
     block_q8_K * y = vy;
     for (int64_t ib = 0; ib < n/QK_K; ++ib) {
-        quantize_rotated(x + ib*QK_K, QK_K, QK_K, y[ib].qs, &y[ib].d);
+        int8_t q[QK_K];
+        quantize_rotated(x + ib*QK_K, QK_K, QK_K, q, &y[ib].d);
+        for (int g = 0; g < 8; ++g) {
+            memcpy(y[ib].qs + ggml_ext_group_at(g), q + 32*g, 32);
+        }
         for (int g = 0; g < QK_K/16; ++g) {
             y[ib].bsums[g] = (int16_t) sum_of(y[ib].qs + 16*g, 16);
         }
@@ -95,7 +99,7 @@ void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * vy, int64_t n) {
             y->d[b]   = y->d[0];
             y->sum[b] = (float) sum_of(q + 64*b, 64);
             for (int g = 0; g < 8; ++g) {
-                memcpy(y->qs + 32*g + 8*b, q + 64*b + 8*g, 8);
+                memcpy(y->qs + ggml_ext_group_at(g) + 8*b, q + 64*b + 8*g, 8);
             }
         }
     }

@@ -85,13 +85,18 @@ def quantize_rows(from_float, x: np.ndarray, activation: str) -> np.ndarray:
     return out
 
 
-def codes_and_scales(activations: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+GROUPS_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # places of the groups of 32 in rotated activations: ggml_ext_group_at()
+
+
+def codes_and_scales(activations: np.ndarray, n: int, activation: str) -> tuple[np.ndarray, np.ndarray]:
     """Of (..., n_groups) quantised activations: codes in the order of the values and their scales, float64 (..., n) both."""
-    if activations.dtype == Q8_KR64:
-        codes = np.swapaxes(activations["qs"], -2, -3)  # block, group, eight values
+    if activation == "q8_kr64":
+        codes = np.swapaxes(activations["qs"][..., GROUPS_AT, :, :], -2, -3)  # block, group, eight values
         scales = np.repeat(activations["d"], 64, axis=-1)
     else:
         codes, scales = activations["qs"], np.repeat(activations["d"][..., None], 256, axis=-1)
+        if activation == "q8_kr":
+            codes = codes.reshape(*codes.shape[:-1], 8, 32)[..., GROUPS_AT, :]
     shape = (*activations.shape[:-1], -1)
     return tuple(a.reshape(shape)[..., :n].astype(np.float64) for a in (codes, scales))
 
@@ -232,7 +237,7 @@ def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray
     s, v, magnitude = (a.reshape(n_rows, n_blocks, -1)
                        for a in unpacked(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
     flat = lambda a: a.reshape(n_rows, -1)  # noqa: E731
-    codes, scales = codes_and_scales(activations, n_blocks * v.shape[-1])
+    codes, scales = codes_and_scales(activations, n_blocks * v.shape[-1], TYPES[type_name].activation)
     y = codes * scales
     exact = y @ flat(s * v).T
     m = np.abs(y) @ flat(np.abs(s) * magnitude).T

@@ -254,7 +254,7 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
     stored = decoded
     if TYPES[type_name].rotated:
         stored = lib.rotate(decoded.astype(np.float32).reshape(-1, TYPES[type_name].block_size)).reshape(n_rows, n)
-    d_y = np.abs(native.codes_and_scales(kernels("native").quantize_for(type_name, x), n)[1])
+    d_y = np.abs(native.codes_and_scales(kernels("native").quantize_for(type_name, x), n, TYPES[type_name].activation)[1])
     bound = d_y / 2 @ np.abs(stored).T * (1 + 1e-4)  # float32 rounding on top
     for n_cols in (1, 20):
         with native.Graph() as g:

@@ -109,11 +109,12 @@ def test_q8_kr_reference(lib):
     """d is the largest rotated magnitude over 127, codes are within half a step, bsums are what they say."""
     rows = activation_rows()[9:]
     q = native.reference_rotated(rows)
+    codes = native.codes_and_scales(q, rows.shape[1], "q8_kr")[0].reshape(*q.shape, 256)
     rotated = lib.rotate(np.ascontiguousarray(rows.reshape(-1, 256))).reshape(*q.shape, 256).astype(np.float64)
     np.testing.assert_array_equal(q["d"], (np.abs(rotated).max(-1).astype(np.float32) / np.float32(127)))
     d = q["d"][..., None].astype(np.float64)
     # half a step, plus the roundings of 127/amax, of amax/127 and of the product: at most 127 * 3 u steps
-    assert (np.abs(q["qs"] * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
+    assert (np.abs(codes * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
     np.testing.assert_array_equal(q["bsums"], q["qs"].reshape(*q.shape, 16, 16).sum(-1))
 
 
@@ -122,7 +123,7 @@ def test_q8_kr64_reference(lib):
     rows = np.ascontiguousarray(activation_rows()[9:, :448])
     q = native.reference_rotated(rows, "q8_kr64")
     rotated = lib.rotate(rows.reshape(-1, 64)).reshape(len(rows), 448).astype(np.float64)
-    codes, d = native.codes_and_scales(q, 448)
+    codes, d = native.codes_and_scales(q, 448, "q8_kr64")
     largest = np.stack([np.abs(rotated[:, :256]).max(1), np.abs(rotated[:, 256:]).max(1)], axis=1).astype(np.float32)
     np.testing.assert_array_equal(q["d"], np.repeat((largest / np.float32(127))[..., None], 4, axis=-1))
     assert (np.abs(codes * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()

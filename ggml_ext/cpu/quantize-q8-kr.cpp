@@ -104,9 +104,10 @@ void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
             continue;
         }
         for (int g = 0; g < QK_K/32; ++g) {
-            const u8x32 q = codes_of(v + 32*g, 8, inv_d);
-            store((uint8_t *) y[ib].qs + 32*g, q);
-            sums_of_16(q, y[ib].bsums + 2*g);
+            const u8x32 q  = codes_of(v + 32*g, 8, inv_d);
+            const int   at = ggml_ext_group_at(g);
+            store((uint8_t *) y[ib].qs + at, q);
+            sums_of_16(q, y[ib].bsums + at/16);
         }
     }
 }
@@ -131,7 +132,7 @@ void ggml_ext_quantize_row_q8_kr64(const float * x, void * vy, int64_t n) {
         sums_of_8 sums;
         for (int g = 0; g < 8; ++g) {
             const u8x32 q = codes_of(v + 8*g, 64, inv_d);
-            store((uint8_t *) y->qs + 32*g, q);
+            store((uint8_t *) y->qs + ggml_ext_group_at(g), q);
             sums.add(q);
         }
         sums.total(y->sum);

@@ -24,7 +24,7 @@
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
 //   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: other bits do not matter
 //   trellis_values(t, a, b, e)   the code of types/trellis.h
-//   dot_sum64<...>   as dot_sum, of u8x64 with the activations y ... y + 31 and y + 128 ... y + 159; quarter_dot_sum64<...>:
+//   dot_sum64<...>   as dot_sum, of u8x64 with 64 activations, or with 32 at each of two places; quarter_dot_sum64<...>:
 //                    i32_sum4, one sum for each block of 64
 //   f32x4            four floats, one for each block of 64; load4, store4, *; e5m3_to_float of four bytes
 //   f32_sum4         accumulator of f32x4 times i32_sum4 or f32x4
@@ -119,10 +119,11 @@ static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u
 }
 
 template <typename Sum> struct sum64 : Sum {
-    void add(u8x64 q, const int8_t * y) {
+    void add(u8x64 q, const int8_t * y, const int8_t * y4) {
         Sum::add(q.lo, y);
-        Sum::add(q.hi, y + 128);
+        Sum::add(q.hi, y4);
     }
+    void add(u8x64 q, const int8_t * y) { add(q, y, y + 32); }
 };
 template <int Q_MAX> using dot_sum64         = sum64<dot_sum<Q_MAX, 8>>;
 template <int Q_MAX> using quarter_dot_sum64 = sum64<quarter_dot_sum<Q_MAX>>;

@@ -36,7 +36,7 @@ static void tiled_ext_load_column(const block_q8_kr64 * y, tiled_tile_src1 * til
     int8_t * q = &tile->q[j*TILED_TILE_K];
     for (int g = 0; g < 8; g++) {
         for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; b++) {
-            memcpy(q + 64*b + 8*g, y->qs + 32*g + 8*b, 8);
+            memcpy(q + 64*b + 8*g, y->qs + ggml_ext_group_at(g) + 8*b, 8);
         }
     }
     for (int k = 0; k < TILED_TILE_K; k += 32) {

@@ -42,7 +42,7 @@ static void tiled_unpack_src0(const B * rows, int64_t row_stride, int n_rows, ti
                 tile->scales[(r*num_k + slab)*NB + s] = scale;
                 tile->mins  [(r*num_k + slab)*NB + s] = scale;
             }
-            ggml_ext::unpack_blocks(u, &tile->q[(r*num_k + slab)*TILED_TILE_K]);
+            ggml_ext::unpack_block_for_tile(u, &tile->q[(r*num_k + slab)*TILED_TILE_K]);
         }
     }
 }

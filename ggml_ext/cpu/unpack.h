@@ -70,7 +70,7 @@ static inline float vec_dot(int n, const B * x, const activation_of<B> * y) {
         if constexpr (BLOCKS > 1) {
             const f32x4 d = u.d*load4(y->d);
             quarter_dot_sum64<traits<B>::q_max> sum;
-            each_groups(u, [&](int g, u8x64 q) { sum.add(q, y->qs + 32*g); });
+            each_groups(u, [&](int g, u8x64 q) { sum.add(q, y->qs + 64*g); });
             acc.add(d, sum.quarters());
             acc.add(d, load4(y->sum)*-u.offset);
         } else {
@@ -80,13 +80,28 @@ static inline float vec_dot(int n, const B * x, const activation_of<B> * y) {
                 acc.add(-d*u.offset, activation_sum(y->bsums, u.scales));
             } else {
                 dot_sum64<traits<B>::q_max> sum;
-                each_groups(u, [&](int g, u8x64 q) { sum.add(q, y->qs + 32*g); });
+                each_groups(u, [&](int g, u8x64 q) {
+                    if constexpr (traits<B>::rotated) { // ggml_ext_group_at()
+                        sum.add(q, y->qs + 64*g);
+                    } else {
+                        sum.add(q, y->qs + 32*g, y->qs + 128 + 32*g);
+                    }
+                });
                 acc.add(d, sum.total());
                 acc.add(-d*u.offset, activation_sum(y->bsums));
             }
         }
     }
     return acc.total();
+}
+
+// The 256 codes of a block as its activations lie.
+template <typename B>
+static inline void unpack_block_for_tile(const unpacker<B> & u, uint8_t * q) {
+    each_groups(u, [&](int g, u8x64 codes) {
+        store(q + (traits<B>::rotated ? 64*g      : 32*g), low_half(codes));
+        store(q + (traits<B>::rotated ? 64*g + 32 : 32*g + 128), high_half(codes));
+    });
 }
 
 // The codes of the blocks of an unpacker in order, 256.

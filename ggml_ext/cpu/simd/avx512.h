@@ -40,12 +40,12 @@ static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u
     return {_mm512_add_epi8(_mm512_permutexvar_epi8(i, values0), _mm512_permutexvar_epi8(_mm512_srli_epi16(i, 4), values1))};
 }
 
-// Sum of q*y over pairs of vectors, the low half of q with y and the high half with y + 128.
+// Sum of q*y over pairs of groups.
 template <int Q_MAX> struct dot_sum64 {
     __m512i acc = _mm512_setzero_si512();
-    void add(u8x64 q, const int8_t * y) {
-        const __m512i lo = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *) y));
-        acc = _mm512_dpbusd_epi32(acc, q.v, _mm512_inserti64x4(lo, _mm256_loadu_si256((const __m256i *) (y + 128)), 1));
+    void add(u8x64 q, const int8_t * y) { acc = _mm512_dpbusd_epi32(acc, q.v, _mm512_loadu_si512(y)); }
+    void add(u8x64 q, const int8_t * y, const int8_t * y4) {
+        acc = _mm512_dpbusd_epi32(acc, q.v, join(load((const uint8_t *) y), load((const uint8_t *) y4)).v);
     }
     i32_sum  total() const    { return {_mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1))}; }
     i32_sum4 quarters() const { return {total().v}; }
