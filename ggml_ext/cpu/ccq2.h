@@ -12,7 +12,7 @@ template <> struct unpacker<block_ccq2> {
     float   d;
     static constexpr float offset = CCQ2_OFFSET;
 
-    explicit unpacker(const block_ccq2 * x, int64_t = 1)
+    explicit unpacker(const block_ccq2 * x)
         : codes0(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x->qs))), codes1(multiply_add<CCQ2_ALPHA, CCQ2_BETA>(load(x->qs + 32))),
           scales(look_up_scales(CCQ2_SCALES, x->scales)), indices(x->scales), d(e5m3_to_float(x->d)) {}
 

@@ -11,7 +11,7 @@ template <> struct unpacker<block_ditto3> {
     float    d;
     static constexpr float offset = DITTO3_OFFSET;
 
-    explicit unpacker(const block_ditto3 * x, int64_t = 1)
+    explicit unpacker(const block_ditto3 * x)
         : indices(x->ql, x->qh), codebook(load_table(x->codebook, 127)), d(half_to_float(x->d)) {}
 
     template <int G> u8x64 groups() const { return look_up(codebook, indices.groups<G>()); }

@@ -15,6 +15,10 @@ extern "C" {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
+// Products of n_rows rows of n weights, bx bytes apart, with one row of activations; false if type is not the extension's.
+GGML_BACKEND_API bool ggml_ext_vec_dot_rows(enum ggml_type type, int64_t n, float * s, const void * vx, size_t bx, int64_t n_rows,
+                                            const void * vy);
+
 // x: n floats, n a multiple of 256 or of 64; y: n/256 block_q8_K or block_q8_kr64 of the rotated row, rounded up.
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, int64_t n);

@@ -9,7 +9,7 @@ template <> struct unpacker<block_itq3_s> {
     bits3 codes;
     float d, offset;
 
-    explicit unpacker(const block_itq3_s * x, int64_t = 1) : codes(x->ql, x->qh), d(half_to_float(x->d)), offset(half_to_float(x->z)) {}
+    explicit unpacker(const block_itq3_s * x) : codes(x->ql, x->qh), d(half_to_float(x->d)), offset(half_to_float(x->z)) {}
 
     template <int G> u8x64 groups() const { return codes.groups<G>(); }
 };

@@ -26,7 +26,7 @@
 //   trellis_values(t, a, b, e)   the code of types/trellis.h
 //   dot_sum64<...>   as dot_sum, of u8x64 with 64 activations, or with 32 at each of two places; quarter_dot_sum64<...>:
 //                    i32_sum4, one sum for each block of 64
-//   f32x4            four floats, one for each block of 64; load4, store4, *; e5m3_to_float of four bytes
+//   f32x4            four floats, one for each block of 64; load4, store4, +, *; e5m3_to_float of four bytes, to_floats of an i32_sum4
 //   f32_sum4         accumulator of f32x4 times i32_sum4 or f32x4
 //
 // and for the activations:

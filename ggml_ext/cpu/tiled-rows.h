@@ -67,7 +67,7 @@ static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const b
             more = false;
             ggml_ext_cpu_count_tile();
             for (int r = 0; r < n_src0; r++) {
-                const ggml_ext::unpacker<B> u((const B *) (src0 + r*nb01) + ib, n_blocks - ib);
+                const ggml_ext::unpacker<B> u = ggml_ext::load_blocks((const B *) (src0 + r*nb01) + ib, n_blocks - ib);
                 ggml_ext::unpack_blocks(u, &tile.q[r*TILED_TILE_K]); // again in a further pass: repacking is in place
                 if (first) {
                     ggml_ext::store4(left[r].left, u.d);

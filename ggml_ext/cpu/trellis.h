@@ -3,6 +3,8 @@
 
 #include "unpack.h"
 
+#include <cstddef>
+
 namespace ggml_ext {
 
 // What the indices are made of; lane: a byte of a group.
@@ -26,7 +28,7 @@ template <int K> static inline trellis_lanes load_trellis(uint8_t start, const u
     return t;
 }
 
-// Blocks p[0] to p[3] of 64 weights.
+// Of the blocks p[0] to p[3] of 64 weights.
 template <int K, typename B> static inline trellis_lanes load_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
     const auto  bytes = [&](size_t at) {
         const auto byte = [&](int b) { return (const uint8_t *) p[b] + at; };
@@ -45,6 +47,61 @@ template <int K, typename B> static inline trellis_lanes load_trellis(const B * 
     }
     return t;
 }
+
+// Blocks x[0] to x[3].
+#if defined(GGML_EXT_AVX512)
+// Where the bytes of a word lie in the four blocks: in the 64 bytes at their beginning or, what is behind those, in the 64 at
+// their end; -1: zero.
+template <typename B> struct picked_bytes {
+    alignas(64) uint8_t at[64] = {};
+    uint64_t first = 0, last = 0;
+
+    template <typename F> constexpr explicit picked_bytes(F offset) {
+        for (int j = 0; j < 64; ++j) {
+            const int of_block = offset(j%8, j/32); // place in eight, half
+            if (of_block >= 0) {
+                const int byte = (int) sizeof(B)*(j%32/8) + of_block;
+                at[j] = (uint8_t) (byte < 64 ? byte : byte - 4*(int) sizeof(B) + 64);
+                (byte < 64 ? first : last) |= (uint64_t) 1 << j;
+            }
+        }
+    }
+    __m512i pick(__m512i begin, __m512i end) const {
+        const __m512i i = _mm512_load_si512(at);
+        return _mm512_mask_permutexvar_epi8(_mm512_maskz_permutexvar_epi8(first, i, begin), last, i, end);
+    }
+};
+
+template <int K, typename B> static inline trellis_lanes load_trellis_group(const B * x) {
+    constexpr int START = offsetof(B, start), QL = offsetof(B, ql);
+    static constexpr picked_bytes<B> ql    ([](int i, int half) { return QL + 8*half + i; });
+    static constexpr picked_bytes<B> before([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; });
+    const __m512i begin = _mm512_loadu_si512(x), end = _mm512_loadu_si512((const char *) (x + 4) - 64);
+    trellis_lanes t;
+    t.ql     = {ql.pick(begin, end)};
+    t.before = {before.pick(begin, end)};
+    if constexpr (K == 2) {
+        static constexpr picked_bytes<B> before2([](int i, int half) { return half ? (i ? QL + 7 + i : START) : i ? QL - 1 + i : -1; });
+        t.before2 = {before2.pick(begin, end)};
+    } else {
+        constexpr int QH = offsetof(B, qh);
+        static constexpr picked_bytes<B> high       ([](int i, int half) { return half ? -1 : QH + i; });
+        static constexpr picked_bytes<B> high_before([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : -1; });
+        const __m512i h = high.pick(begin, end), b = high_before.pick(begin, end);
+        // as funnel<4> in the low half; the start's two bits are in the first of eight bytes of t.before
+        const __m512i nibble  = _mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0);
+        const __m512i shifted = _mm512_srlv_epi16(b, _mm512_zextsi256_si512(_mm256_set1_epi16(4)));
+        const __m512i start   = _mm512_and_si512(_mm512_slli_epi16(t.before.v, 2), _mm512_zextsi256_si512(_mm256_set1_epi64x(0x0c)));
+        t.high = {_mm512_or_si512(start, select_bits(nibble, shifted, _mm512_slli_epi16(h, 4)))};
+    }
+    return t;
+}
+#else
+template <int K, typename B> static inline trellis_lanes load_trellis_group(const B * x) {
+    const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, x + 1, x + 2, x + 3};
+    return load_trellis<K>(p);
+}
+#endif
 
 // The pairs of low bits of the groups G and G + 4: a field of these words at pair_shift(G). A negative G is G + 8 of the lane
 // before.
@@ -73,24 +130,21 @@ template <int K, int G> static inline u8x64 trellis_groups(const ggml_ext_trelli
         trellis_lanes lanes;                                                                                         \
         float         d;                                                                                             \
         static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
-        explicit unpacker(const block_##name * x, int64_t = 1)                                                       \
+        explicit unpacker(const block_##name * x)                                                                    \
             : lanes(load_trellis<K>(x->start, x->ql, QH)), d(e5m3_to_float(x->d)) {}                                 \
         template <int G> u8x64 groups() const { return trellis_groups<K, G>(ggml_ext_##name##_tables, lanes); }      \
     };
 
-// Of up to four blocks of 64: those that are not there are zero.
+// Of four blocks of 64, anywhere or one after the other.
 #define GGML_EXT_TRELLIS_UNPACKER64(NAME, name, K)                                                                   \
     template <> struct unpacker<block_##name> {                                                                      \
         trellis_lanes lanes;                                                                                         \
         f32x4         d;                                                                                             \
         static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
-        explicit unpacker(const block_##name * x, int64_t n) {                                                       \
-            static constexpr block_##name none = {};                                                                 \
-            const block_##name * p[GGML_EXT_GROUP_BLOCKS] = {x, n > 1 ? x + 1 : &none, n > 2 ? x + 2 : &none,        \
-                                                             n > 3 ? x + 3 : &none};                                 \
-            lanes = load_trellis<K>(p);                                                                              \
-            d     = e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d);                                               \
-        }                                                                                                            \
+        explicit unpacker(const block_##name * const (&p)[GGML_EXT_GROUP_BLOCKS])                                    \
+            : lanes(load_trellis<K>(p)), d(e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d)) {}                     \
+        explicit unpacker(const block_##name * x)                                                                    \
+            : lanes(load_trellis_group<K>(x)), d(e5m3_to_float(x[0].d, x[1].d, x[2].d, x[3].d)) {}                   \
         template <int G> u8x64 groups() const { return trellis_groups<K, G>(ggml_ext_##name##_tables, lanes); }      \
     };
 

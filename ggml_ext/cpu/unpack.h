@@ -1,8 +1,8 @@
-// The unpack contract over SIMD registers. A type specialises unpacker<block>, made of the blocks at x, of which n follow:
+// The unpack contract over SIMD registers. A type specialises unpacker<block>, made of a pointer to a block:
 //   groups<G>()           u8x64, G = 0 ... 3: the codes of groups G and G + 4 (simd.h), equal to the scalar reference
 //   d, offset             float, as in ggml_ext_unpacked
-// with blocks of 64, of which it takes up to four:
-//   d                     f32x4, zero where there is no block
+// with blocks of 64, of which it takes four, one after the other or by four pointers:
+//   d                     f32x4
 // with four scales a block (group = 64):
 //   group<G>()            in place of groups(): u8x32, G = 0 ... 7, the codes of weights 32*G .. 32*G + 31
 //   scales, scale(g)      scales4 and int
@@ -48,6 +48,17 @@ static inline i32_sum scaled_dot(const unpacker<B> & u, const int8_t * y, std::i
     return sum.total();
 }
 
+// The unpacker of the blocks at x, of which n follow; where there are fewer than it takes, the others are zero.
+template <typename B> static inline unpacker<B> load_blocks(const B * x, int64_t n) {
+    if constexpr (group_blocks<B> == 1) {
+        return unpacker<B>(x);
+    } else {
+        static constexpr B none = {};
+        const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, n > 1 ? x + 1 : &none, n > 2 ? x + 2 : &none, n > 3 ? x + 3 : &none};
+        return n < GGML_EXT_GROUP_BLOCKS ? unpacker<B>(p) : unpacker<B>(x);
+    }
+}
+
 // Rows follow each other in memory, but hardware prefetchers stop at each 4 KB page: asking 4000 bytes ahead took decode
 // from 127 to 155 tokens/s (two Zen 5 cores, 1B shape, ITQ3_S); 2000 to 6400 bytes are alike.
 constexpr int PREFETCH_BYTES = 4000;
@@ -58,41 +69,86 @@ static inline void prefetch(const char * x, size_t n) {
     }
 }
 
-// Dot product of n weights with n quantised activations: exact in integers inside a block, float across blocks.
+// Adds the products of a block of 256, or of four of 64, to acc: exact in integers, then float.
 template <typename B>
-static inline float vec_dot(int n, const B * x, const activation_of<B> * y) {
-    constexpr int BLOCKS = group_blocks<B>;
-    const int     n_blocks = n/traits<B>::block_size;
-    std::conditional_t<BLOCKS == 1, f32_sum, f32_sum4> acc;
-    for (int ib = 0; ib < n_blocks; ib += BLOCKS, ++y) {
-        prefetch((const char *) (x + ib) + PREFETCH_BYTES, BLOCKS*sizeof(B));
-        const unpacker<B> u(x + ib, n_blocks - ib);
-        if constexpr (BLOCKS > 1) {
-            const f32x4 d = u.d*load4(y->d);
-            quarter_dot_sum64<traits<B>::q_max> sum;
-            each_groups(u, [&](int g, u8x64 q) { sum.add(q, y->qs + 64*g); });
-            acc.add(d, sum.quarters());
-            acc.add(d, load4(y->sum)*-u.offset);
-        } else {
-            const float d = u.d*y->d;
-            if constexpr (has_scales<B>) {
-                acc.add(d, scaled_dot(u, y->qs, std::make_integer_sequence<int, 4>()));
-                acc.add(-d*u.offset, activation_sum(y->bsums, u.scales));
+static inline void add_block(f32_sum & acc, const unpacker<B> & u, const block_q8_K & y) {
+    const float d = u.d*y.d;
+    if constexpr (has_scales<B>) {
+        acc.add(d, scaled_dot(u, y.qs, std::make_integer_sequence<int, 4>()));
+        acc.add(-d*u.offset, activation_sum(y.bsums, u.scales));
+    } else {
+        dot_sum64<traits<B>::q_max> sum;
+        each_groups(u, [&](int g, u8x64 q) {
+            if constexpr (traits<B>::rotated) { // ggml_ext_group_at()
+                sum.add(q, y.qs + 64*g);
             } else {
-                dot_sum64<traits<B>::q_max> sum;
-                each_groups(u, [&](int g, u8x64 q) {
-                    if constexpr (traits<B>::rotated) { // ggml_ext_group_at()
-                        sum.add(q, y->qs + 64*g);
-                    } else {
-                        sum.add(q, y->qs + 32*g, y->qs + 128 + 32*g);
-                    }
-                });
-                acc.add(d, sum.total());
-                acc.add(-d*u.offset, activation_sum(y->bsums));
+                sum.add(q, y.qs + 32*g, y.qs + 128 + 32*g);
             }
+        });
+        acc.add(d, sum.total());
+        acc.add(-d*u.offset, activation_sum(y.bsums));
+    }
+}
+
+template <typename B>
+static inline i32_sum4 quarter_dots(const unpacker<B> & u, const block_q8_kr64 & y) {
+    quarter_dot_sum64<traits<B>::q_max> sum;
+    each_groups(u, [&](int g, u8x64 q) { sum.add(q, y.qs + 64*g); });
+    return sum.quarters();
+}
+
+template <typename B>
+static inline void add_block(f32_sum4 & acc, const unpacker<B> & u, const block_q8_kr64 & y) {
+    const f32x4 d = u.d*load4(y.d);
+    acc.add(d, quarter_dots(u, y));
+    acc.add(d, load4(y.sum)*-u.offset);
+}
+
+// Adds what is behind the last four blocks of each row, r blocks of 64: of one, two or four rows in the place of four blocks.
+template <typename B>
+static inline void add_tails(int r, float * s, const char * x, size_t stride, int n_rows, const block_q8_kr64 & y) {
+    static constexpr B none = {};
+    const int at_once = 4/r, n_places = at_once*r;
+    block_q8_kr64 places = y; // the activations in each place
+    for (int b = r; b < n_places; ++b) {
+        places.sum[b] = y.sum[b%r];
+        for (int g = 0; g < 8; ++g) {
+            memcpy(places.qs + 32*g + 8*b, y.qs + 32*g + 8*(b%r), 8);
         }
     }
-    return acc.total();
+    for (int i = 0; i < n_rows; i += at_once) {
+        const B * p[GGML_EXT_GROUP_BLOCKS];
+        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
+            p[b] = b < n_places && i + b/r < n_rows ? (const B *) (x + (i + b/r)*stride) + b%r : &none;
+        }
+        const unpacker<B> u(p);
+        float products[GGML_EXT_GROUP_BLOCKS];
+        store4(products, u.d*load4(places.d)*(to_floats(quarter_dots(u, places)) + load4(places.sum)*-u.offset));
+        for (int b = 0; b < n_places && i + b/r < n_rows; ++b) {
+            s[i + b/r] += products[b];
+        }
+    }
+}
+
+// Products of n_rows rows of n weights, `stride` bytes apart, with n quantised activations.
+template <typename B>
+static inline void dot_rows(int n, float * s, const void * x, size_t stride, int n_rows, const activation_of<B> * y) {
+    constexpr int BLOCKS = group_blocks<B>;
+    const int     n_full = n/QK_K;
+    for (int i = 0; i < n_rows; ++i) {
+        const B * row = (const B *) ((const char *) x + i*stride);
+        std::conditional_t<BLOCKS == 1, f32_sum, f32_sum4> acc;
+        for (int k = 0; k < n_full; ++k, row += BLOCKS) {
+            prefetch((const char *) row + PREFETCH_BYTES, BLOCKS*sizeof(B));
+            add_block(acc, unpacker<B>(row), y[k]);
+        }
+        s[i] = acc.total();
+    }
+    if constexpr (BLOCKS > 1) {
+        if (const int r = n/traits<B>::block_size%BLOCKS) {
+            add_tails<B>(r, s, (const char *) x + n_full*BLOCKS*sizeof(B), stride, n_rows, y[n_full]);
+        }
+    }
 }
 
 // The 256 codes of a block as its activations lie.

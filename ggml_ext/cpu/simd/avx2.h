@@ -134,6 +134,10 @@ struct f32x4 { __m128 v; };
 static inline f32x4 load4(const float * p)      { return {_mm_loadu_ps(p)}; }
 static inline void  store4(float * p, f32x4 a)  { _mm_storeu_ps(p, a.v); }
 static inline f32x4 operator*(f32x4 a, f32x4 b) { return {_mm_mul_ps(a.v, b.v)}; }
+static inline f32x4 operator+(f32x4 a, f32x4 b) { return {_mm_add_ps(a.v, b.v)}; }
+static inline f32x4 to_floats(i32_sum4 a) {
+    return {_mm_cvtepi32_ps(_mm_hadd_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1)))};
+}
 static inline f32x4 operator*(f32x4 a, float b) { return {_mm_mul_ps(a.v, _mm_set1_ps(b))}; }
 static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
     const __m128i d = _mm_cvtepu8_epi16(_mm_cvtsi32_si128((int) (d0 | d1 << 8 | d2 << 16 | (uint32_t) d3 << 24)));

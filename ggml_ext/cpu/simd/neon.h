@@ -147,6 +147,8 @@ struct f32x4 { float32x4_t v; };
 static inline f32x4 load4(const float * p)      { return {vld1q_f32(p)}; }
 static inline void  store4(float * p, f32x4 a)  { vst1q_f32(p, a.v); }
 static inline f32x4 operator*(f32x4 a, f32x4 b) { return {vmulq_f32(a.v, b.v)}; }
+static inline f32x4 operator+(f32x4 a, f32x4 b) { return {vaddq_f32(a.v, b.v)}; }
+static inline f32x4 to_floats(i32_sum4 a)       { return {vcvtq_f32_s32(a.v)}; }
 static inline f32x4 operator*(f32x4 a, float b) { return {vmulq_n_f32(a.v, b)}; }
 static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
     const uint16_t d[4] = {(uint16_t) (d0 << 7), (uint16_t) (d1 << 7), (uint16_t) (d2 << 7), (uint16_t) (d3 << 7)};

@@ -96,6 +96,8 @@ struct f32x4 { float v[4]; };
 static inline f32x4 load4(const float * p)      { f32x4 r; memcpy(r.v, p, sizeof(r.v)); return r; }
 static inline void  store4(float * p, f32x4 a)  { memcpy(p, a.v, sizeof(a.v)); }
 static inline f32x4 operator*(f32x4 a, f32x4 b) { for (int i = 0; i < 4; ++i) { a.v[i] *= b.v[i]; } return a; }
+static inline f32x4 operator+(f32x4 a, f32x4 b) { for (int i = 0; i < 4; ++i) { a.v[i] += b.v[i]; } return a; }
+static inline f32x4 to_floats(i32_sum4 a)       { f32x4 r; for (int i = 0; i < 4; ++i) { r.v[i] = (float) a.v[i]; } return r; }
 static inline f32x4 operator*(f32x4 a, float b) { for (int i = 0; i < 4; ++i) { a.v[i] *= b; } return a; }
 static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
     return {{ggml_ext_e5m3_to_float(d0), ggml_ext_e5m3_to_float(d1), ggml_ext_e5m3_to_float(d2), ggml_ext_e5m3_to_float(d3)}};
