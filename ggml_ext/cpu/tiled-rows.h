@@ -17,9 +17,10 @@ struct tiled_ext_scales {
         }
         int exponent = 0;
         frexpf(largest, &exponent);
-        const float unit = largest == 0.0f || !(largest <= FLT_MAX) ? largest : ldexpf(1.0f, exponent - 9);
+        const bool  finite = largest <= FLT_MAX;
+        const float unit   = largest == 0.0f || !finite ? largest : ldexpf(1.0f, exponent - 9);
         for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
-            const float s    = unit > 0.0f ? left[b]/unit : 0.0f; // exact: a power of two
+            const float s    = largest > 0.0f && finite ? left[b]/unit : 0.0f; // exact: a power of two
             const bool  fits = s == (float) (int32_t) s;
             scale[b] = fits ? (int32_t) s : 0;
             left[b]  = fits ? 0.0f : left[b];

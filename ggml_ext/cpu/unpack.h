@@ -104,28 +104,28 @@ static inline void add_block(f32_sum4 & acc, const unpacker<B> & u, const block_
     acc.add(d, load4(y.sum)*-u.offset);
 }
 
-// Adds what is behind the last four blocks of each row, r blocks of 64: of one, two or four rows in the place of four blocks.
-template <typename B>
-static inline void add_tails(int r, float * s, const char * x, size_t stride, int n_rows, const block_q8_kr64 & y) {
+// Adds what is behind the last four blocks of each row, R blocks of 64: of one, two or four rows in the place of four blocks.
+template <int R, typename B>
+static inline void add_tails(float * s, const char * x, size_t stride, int n_rows, const block_q8_kr64 & y) {
     static constexpr B none = {};
-    const int at_once = 4/r, n_places = at_once*r;
+    constexpr int at_once = 4/R, n_places = at_once*R;
     block_q8_kr64 places = y; // the activations in each place
-    for (int b = r; b < n_places; ++b) {
-        places.sum[b] = y.sum[b%r];
+    for (int b = R; b < n_places; ++b) {
+        places.sum[b] = y.sum[b%R];
         for (int g = 0; g < 8; ++g) {
-            memcpy(places.qs + 32*g + 8*b, y.qs + 32*g + 8*(b%r), 8);
+            memcpy(places.qs + 32*g + 8*b, y.qs + 32*g + 8*(b%R), 8);
         }
     }
     for (int i = 0; i < n_rows; i += at_once) {
         const B * p[GGML_EXT_GROUP_BLOCKS];
         for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
-            p[b] = b < n_places && i + b/r < n_rows ? (const B *) (x + (i + b/r)*stride) + b%r : &none;
+            p[b] = b < n_places && i + b/R < n_rows ? (const B *) (x + (i + b/R)*stride) + b%R : &none;
         }
         const unpacker<B> u(p);
         float products[GGML_EXT_GROUP_BLOCKS];
         store4(products, u.d*load4(places.d)*(to_floats(quarter_dots(u, places)) + load4(places.sum)*-u.offset));
-        for (int b = 0; b < n_places && i + b/r < n_rows; ++b) {
-            s[i + b/r] += products[b];
+        for (int b = 0; b < n_places && i + b/R < n_rows; ++b) {
+            s[i + b/R] += products[b];
         }
     }
 }
@@ -145,8 +145,11 @@ static inline void dot_rows(int n, float * s, const void * x, size_t stride, int
         s[i] = acc.total();
     }
     if constexpr (BLOCKS > 1) {
-        if (const int r = n/traits<B>::block_size%BLOCKS) {
-            add_tails<B>(r, s, (const char *) x + n_full*BLOCKS*sizeof(B), stride, n_rows, y[n_full]);
+        const char * tails = (const char *) x + n_full*BLOCKS*sizeof(B);
+        switch (n/traits<B>::block_size%BLOCKS) {
+            case 1: return add_tails<1, B>(s, tails, stride, n_rows, y[n_full]);
+            case 2: return add_tails<2, B>(s, tails, stride, n_rows, y[n_full]);
+            case 3: return add_tails<3, B>(s, tails, stride, n_rows, y[n_full]);
         }
     }
 }
