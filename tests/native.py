@@ -186,10 +186,10 @@ I32 = int(gguf.GGMLQuantizationType.I32)
 
 def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Unpack contract of uint8 (n_blocks, block_bytes) in float64: d * scale of each weight, q - offset and its bound
-    |q| + |offset|; each (n_blocks, 256)."""
+    |q| + |offset|; each (n_blocks, block_size)."""
     info = TYPES[type_name]
     parts = [lib.unpack_block(info.id, b) for b in np.ascontiguousarray(blocks)]
-    scale = np.stack([np.repeat(p[1][: 256 // info.group], info.group) for p in parts]).astype(np.float64)
+    scale = np.stack([np.repeat(p[1][: info.block_size // info.group], info.group) for p in parts]).astype(np.float64)
     q = np.stack([p[0] for p in parts]).astype(np.float64)
     d, offset = (np.array([[p[i]] for p in parts], np.float64) for i in (2, 3))
     return d * scale, q - offset, np.abs(q) + np.abs(offset)
@@ -221,4 +221,4 @@ def blocks_of(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndar
     """Encoded Gaussian weights: uint8 (*shape[:-1], n_blocks, block_bytes) for logical shape (rows last)."""
     info = TYPES[type_name]
     w = np.random.default_rng(seed).standard_normal((int(np.prod(shape[:-1])), shape[-1])).astype(np.float32)
-    return lib.quantize(int(info.id), w).reshape(*shape[:-1], shape[-1] // 256, info.block_bytes)
+    return lib.quantize(int(info.id), w).reshape(*shape[:-1], shape[-1] // info.block_size, info.block_bytes)
