@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
+import os
 from ctypes import byref, c_float, c_int64, c_void_p
 
 import gguf
@@ -103,6 +105,24 @@ def test_unpack_equals_scalar(lib, name, offset):
         same = (np.array_equal(q, expected[0].astype(np.uint8)) and np.array_equal(scale[:n_groups], expected[1][:n_groups])
                 and np.array_equal(np.float32([d.value, z.value]), np.float32(expected[2:]), equal_nan=True))
         assert same, f"{name}: block {block.tobytes().hex()}"
+
+
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_loads_stay_in_the_words_of_a_block(name):
+    """Blocks where readable memory begins, where it ends, and whose last word it ends with: else a signal ends the process."""
+    size, page = TYPES[name].block_bytes, mmap.PAGESIZE
+    room = mmap.mmap(-1, 3 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    unpack, protect = device().cuda_host_unpack, ctypes.CDLL(None).mprotect
+    out = [np.empty(256, np.int32) for _ in range(4)]
+    child = os.fork()
+    if child == 0:
+        for at in (0, 2 * page):
+            protect(c_void_p(start + at), c_int64(page), 0)
+        for at in {0, page - size, (page - size) // 4 * 4}:
+            unpack(type_id(name), c_void_p(start + page + at), *map(pointer, out))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("dst", DST)
