@@ -371,6 +371,7 @@ def test_tiles_hold_the_weights_exactly(lib, name, layout, fallback):
             close = np.abs(minimum - exact[:, None]) <= 2.0**-11 * np.abs(exact[:, None]) + 2.0**-25
         assert (close | (np.isinf(minimum) & (np.abs(exact) >= 65504)[:, None])).all()
     else:
+        np.testing.assert_array_equal(q, factor * v)
         value = q * np.repeat(scale_words.view(np.float32).astype(np.float64), 32, 1)
         np.testing.assert_array_equal(value, s * v)
     assert np.abs(q).max() <= 127
