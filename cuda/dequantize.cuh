@@ -3,29 +3,35 @@
 
 #include "all.cuh"
 #include "rotation.cuh"
+#include "supports.h"
 #include "convert.cuh"
 
 namespace ggml_ext {
 
 constexpr int N_WARPS_DEQUANTIZE = 4;
 
-// y[0..255] = the weights of x.
+// y[0..255] = the weights of 256/block_size blocks from x on, of which n_left are there: of the others nothing is written.
 template <typename B, typename T>
-static __device__ __forceinline__ void dequantize_block(const B & x, T * y, int lane) {
-    const unpacked u = unpacker<B>::unpack(x, lane/4);
+static __device__ __forceinline__ void dequantize_blocks(const B * x, T * y, int64_t n_left, int lane) {
+    constexpr int n = traits<B>::block_size, n_lanes = N_LANES<n>;
+    const int  block  = lane_block<n>(lane), l = block_lane<n>(lane);
+    const bool inside = block < n_left;
+    const unpacked u = unpacker<B>::unpack(x[inside ? block : 0], l/4);
     float v[N_PER_LANE];
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        const int q = u.q[i] >> 8*(lane%4) & 0xff;
+        const int q = u.q[i] >> 8*(l%4) & 0xff;
         // products rounded by themselves: fused into the sums of the rotation they would not equal the reference
-        v[i] = __fmul_rn(traits<B>::group == QK_K ? u.d : __fmul_rn(u.d, (float) u.scale[i/2]), (float) q - u.offset);
+        v[i] = __fmul_rn(traits<B>::n_groups == 1 ? u.d : __fmul_rn(u.d, (float) u.scale[i/2]), (float) q - u.offset);
     }
     if (traits<B>::rotated) {
-        rotate_back(v, lane);
+        rotate_back<n>(v, lane);
     }
+    if (inside) {
 #pragma unroll
-    for (int i = 0; i < N_PER_LANE; ++i) {
-        y[32*i + lane] = ggml_cuda_cast<T>(v[i]);
+        for (int i = 0; i < N_PER_LANE; ++i) {
+            y[n*block + n_lanes*i + l] = ggml_cuda_cast<T>(v[i]);
+        }
     }
 }
 
@@ -40,13 +46,20 @@ struct row_map {
     int64_t         s10, s11, s12;
 };
 
+// Parts of a row for a block of threads each.
+template <typename B>
+static __host__ __device__ __forceinline__ int64_t row_chunks(const row_map & m) {
+    constexpr int n_blocks = N_BLOCKS_256<B>*N_WARPS_DEQUANTIZE;
+    return (m.n_blocks + n_blocks - 1)/n_blocks;
+}
+
 template <typename B, typename T>
 __launch_bounds__(32*N_WARPS_DEQUANTIZE, 1)
 static __global__ void dequantize_rows(const void * x, T * y, const row_map m) {
     ggml_cuda_pdl_sync();
-    const int64_t n_chunks = (m.n_blocks + N_WARPS_DEQUANTIZE - 1)/N_WARPS_DEQUANTIZE;
+    const int64_t n_chunks = row_chunks<B>(m);
     const int64_t i0       = blockIdx.x/n_chunks;
-    const int64_t ib       = blockIdx.x%n_chunks*N_WARPS_DEQUANTIZE + threadIdx.y;
+    const int64_t ib       = (blockIdx.x%n_chunks*N_WARPS_DEQUANTIZE + threadIdx.y)*N_BLOCKS_256<B>;
     if (ib >= m.n_blocks) {
         return;
     }
@@ -54,14 +67,13 @@ static __global__ void dequantize_rows(const void * x, T * y, const row_map m) {
         const int64_t i1 = i12%m.ne1, i2 = i12/m.ne1;
         const int64_t i  = m.ids ? m.ids[i0*m.s10 + i1*m.s11 + i2*m.s12] : i0;
         const B * row = (const B *) ((const char *) x + i*m.nb1 + i1*m.nb2 + i2*m.nb3);
-        dequantize_block(row[ib], y + i0*m.s1 + i1*m.s2 + i2*m.s3 + ib*QK_K, threadIdx.x);
+        dequantize_blocks(row + ib, y + i0*m.s1 + i1*m.s2 + i2*m.s3 + ib*traits<B>::block_size, m.n_blocks - ib, threadIdx.x);
     }
 }
 
 template <typename B, typename T>
 static void dequantize_rows_cuda(const void * x, T * y, const row_map & m, cudaStream_t stream) {
-    const int64_t n_chunks = (m.n_blocks + N_WARPS_DEQUANTIZE - 1)/N_WARPS_DEQUANTIZE;
-    const int64_t n_x      = n_chunks*m.ne0, n_y = m.ne1*m.ne2;
+    const int64_t n_x = row_chunks<B>(m)*m.ne0, n_y = m.ne1*m.ne2;
     GGML_ASSERT(n_x <= INT32_MAX);
     if (n_x == 0 || n_y == 0) {
         return;
@@ -75,8 +87,8 @@ static void dequantize_rows_cuda(const void * x, T * y, const row_map & m, cudaS
 template <typename B, typename T>
 static void dequantize_nc_cuda(const void * x, T * y, int64_t ne00, int64_t ne01, int64_t ne02, int64_t ne03,
                                int64_t s01, int64_t s02, int64_t s03, cudaStream_t stream) {
-    GGML_ASSERT(ne00 % QK_K == 0);
-    dequantize_rows_cuda<B>(x, y, {ne00/QK_K, ne01, ne02, ne03, s01*sizeof(B), s02*sizeof(B), s03*sizeof(B),
+    GGML_ASSERT(ne00 % traits<B>::block_size == 0);
+    dequantize_rows_cuda<B>(x, y, {ne00/traits<B>::block_size, ne01, ne02, ne03, s01*sizeof(B), s02*sizeof(B), s03*sizeof(B),
                                    ne00, ne00*ne01, ne00*ne01*ne02, nullptr, 0, 0, 0}, stream);
 }
 
@@ -91,10 +103,10 @@ template <typename B, typename T>
 static void get_rows_cuda(const void * src0_d, const int32_t * src1_d, T * dst_d, int64_t ne00, size_t nb01, size_t nb02,
                           size_t nb03, int64_t ne10, int64_t ne11, int64_t ne12, size_t nb10, size_t nb11, size_t nb12,
                           size_t nb1, size_t nb2, size_t nb3, cudaStream_t stream) {
-    GGML_ASSERT(ne00 % QK_K == 0);
+    GGML_ASSERT(ne00 % traits<B>::block_size == 0);
     const auto n = [](size_t bytes, size_t size) { return (int64_t) (bytes/size); };
-    dequantize_rows_cuda<B>(src0_d, dst_d, {ne00/QK_K, ne10, ne11, ne12, nb01, nb02, nb03, n(nb1, sizeof(T)), n(nb2, sizeof(T)),
-                                            n(nb3, sizeof(T)), src1_d, n(nb10, 4), n(nb11, 4), n(nb12, 4)}, stream);
+    dequantize_rows_cuda<B>(src0_d, dst_d, {ne00/traits<B>::block_size, ne10, ne11, ne12, nb01, nb02, nb03, n(nb1, sizeof(T)),
+                                            n(nb2, sizeof(T)), n(nb3, sizeof(T)), src1_d, n(nb10, 4), n(nb11, 4), n(nb12, 4)}, stream);
 }
 
 // A copy that can_copy() allows.
@@ -103,8 +115,8 @@ static void copy_cuda(const ggml_tensor * src, ggml_tensor * dst, cudaStream_t s
     const auto run = [&](auto * y) {
         const int64_t size = sizeof(*y);
         // dims 2 and 3 of the result take the place of the indices' dims 1 and 2
-        dequantize_rows_cuda<B>(src->data, y, {src->ne[0]/QK_K, src->ne[1], src->ne[2], src->ne[3], src->nb[1], src->nb[2],
-                                               src->nb[3], (int64_t) dst->nb[1]/size, (int64_t) dst->nb[2]/size,
+        dequantize_rows_cuda<B>(src->data, y, {src->ne[0]/traits<B>::block_size, src->ne[1], src->ne[2], src->ne[3], src->nb[1],
+                                               src->nb[2], src->nb[3], (int64_t) dst->nb[1]/size, (int64_t) dst->nb[2]/size,
                                                (int64_t) dst->nb[3]/size, nullptr, 0, 0, 0}, stream);
     };
     switch (dst->type) {

@@ -16,7 +16,7 @@ template <> struct unpacker<block_itq3_s> {
 #pragma unroll
         for (int g = 0; g < N_WORDS; ++g) {
             const uint32_t high = g < 2 ? h << (2 - g) : h >> (g - 2);
-            u.q[g] = (ql[k + N_THREADS*(g/4)] >> 2*(g%4) & 0x03030303) | (high & 0x04040404);
+            u.q[g] = (ql[k + N_THREADS<block_itq3_s>*(g/4)] >> 2*(g%4) & 0x03030303) | (high & 0x04040404);
         }
         u.d      = ggml_ext_half_to_float(x.d);
         u.offset = ggml_ext_half_to_float(x.z);

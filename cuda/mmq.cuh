@@ -25,7 +25,7 @@ template <typename B> struct tile {
     // of the 32 weights of group g
     static __device__ __forceinline__ float scale(const unpacked & u, int g) {
         const float d = u.d*(1.0f/factor);
-        if constexpr (traits<B>::group == QK_K) {
+        if constexpr (traits<B>::n_groups == 1) {
             return d;
         } else { // without an index that only the run knows: registers have none
             return d*(float) (g < 4 ? (g < 2 ? u.scale[0] : u.scale[1]) : (g < 6 ? u.scale[2] : u.scale[3]));
@@ -36,8 +36,14 @@ template <typename B> struct tile {
 
 } // namespace ggml_ext
 
-// A ggml_cuda_mmq_load_tiles_t: a block of each of I rows, in 64 words a row. Tiles for tensor cores hold the scales in their
-// rows, those for DP4A behind all rows, eight a row and a word of padding every four rows.
+// A ggml_cuda_mmq_load_tiles_t: 256 weights of each of I rows from block kbx0 on, in 64 words a row: one block, or four of 64.
+// Tiles for tensor cores hold the scales in their rows, those for DP4A behind all rows, eight a row and a word of padding every
+// four rows.
+//
+// A row of blocks of 64 may end in the middle of its last 256 weights. What is read then is the next row's start, or behind the
+// last row zeros: upstream allocates tensors as if that row went on to a multiple of 512 weights, and clears the padding. Their
+// activations have q = 0 and d = 0 (quantize.cuh), so finite scales give exact zeros. NaN can only come from a block that
+// validation refuses, in the next row, whose own results it has spoilt anyway.
 template <ggml_type type, int J, bool fallback, bool mma>
 static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __restrict__ x, int * __restrict__ x_tile, const int kbx0,
                                                                const int i_max, const int stride) {
@@ -46,27 +52,31 @@ static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __re
     constexpr int warp_size = ggml_cuda_get_physical_warp_size();
     constexpr int nwarps    = ggml_cuda_mmq_get_nthreads(type, J, fallback) / warp_size;
     constexpr int I         = ggml_cuda_mmq_get_I(type, J, fallback);
-    constexpr int nrows     = warp_size/ggml_ext::N_THREADS;
+    constexpr int n_threads = ggml_ext::N_THREADS_256; // a row
+    constexpr int T         = ggml_ext::N_THREADS<B>;  // of them a block
+    constexpr int nrows     = warp_size/n_threads;
     constexpr int qs_stride = mma ? ggml_cuda_mmq_get_sram_stride(type, J, fallback) : 2*MMQ_TILE_NE_K + 1;
     int * x_scales = x_tile + (mma ? 2*MMQ_TILE_NE_K : mmq_get_dp4a_tile_x_sizes(type, I).qs);
 
-    const int k = threadIdx.x % ggml_ext::N_THREADS;
+    const int k = threadIdx.x % n_threads, block = k/T;
 #pragma unroll
     for (int i0 = 0; i0 < I; i0 += nwarps*nrows) {
-        int i = i0 + threadIdx.y*nrows + threadIdx.x/ggml_ext::N_THREADS;
+        int i = i0 + threadIdx.y*nrows + threadIdx.x/n_threads;
         if (fallback) {
             i = min(i, i_max);
         }
-        const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(((const B *) x)[kbx0 + i*stride], k);
+        const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(((const B *) x)[kbx0 + i*stride + block], k%T);
+        int * words = x_tile + i*qs_stride + T*ggml_ext::N_WORDS*block + k%T;
 #pragma unroll
         for (int g = 0; g < ggml_ext::N_WORDS; ++g) {
-            x_tile[i*qs_stride + ggml_ext::N_THREADS*g + k] = tile::centred(u.q[g]);
+            words[T*g] = tile::centred(u.q[g]);
         }
+        // thread k's of the eight scales is that of 32 weights in its own block
         int * scale_at = x_scales + (mma ? i*qs_stride : i*(MMQ_TILE_NE_K/4) + i/4) + k;
         if constexpr (tile::has_minimum) {
-            *(half2 *) scale_at = make_half2(tile::scale(u, k), tile::minimum(u));
+            *(half2 *) scale_at = make_half2(tile::scale(u, k%T), tile::minimum(u));
         } else {
-            *(float *) scale_at = tile::scale(u, k);
+            *(float *) scale_at = tile::scale(u, k%T);
         }
     }
 }

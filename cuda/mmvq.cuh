@@ -7,13 +7,14 @@
 namespace ggml_ext {
 
 // Products of one thread's words, exact in integers: at most 32*127*127 times a scale below 16, below 2^23.
+// k is the thread of the activations.
 template <typename B>
-static __device__ __forceinline__ float dot(const unpacked & u, const block_q8 & y, int k) {
+static __device__ __forceinline__ float dot(const unpacked & u, const block_q8<traits<B>::block_size> & y, int k) {
     const int4 * q = (const int4 *) y.qs[k];
     const int4 y0 = q[0], y1 = q[1];
     const int  w[N_WORDS] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
     float sum;
-    if constexpr (traits<B>::group == QK_K) {
+    if constexpr (traits<B>::n_groups == 1) {
         static_assert(32*127*traits<B>::q_max < 1 << 24, "float holds the sums");
         int qy = 0;
 #pragma unroll
@@ -22,10 +23,11 @@ static __device__ __forceinline__ float dot(const unpacked & u, const block_q8 &
         }
         sum = (float) qy - u.offset*(float) y.sum(k);
     } else {
-        static_assert(traits<B>::group == 64 && 32*127*16*traits<B>::q_max < 1 << 24, "float holds the sums");
+        static_assert(traits<B>::block_size == QK_K && traits<B>::group == 64, "a scale for two words");
+        static_assert(32*127*16*traits<B>::q_max < 1 << 24, "float holds the sums");
         int sum_qy = 0, sum_y = 0;
 #pragma unroll
-        for (int s = 0; s < QK_K/traits<B>::group; ++s) {
+        for (int s = 0; s < traits<B>::n_groups; ++s) {
             sum_qy += u.scale[s]*ggml_cuda_dp4a((int) u.q[2*s], w[2*s], ggml_cuda_dp4a((int) u.q[2*s + 1], w[2*s + 1], 0));
             sum_y  += u.scale[s]*ggml_cuda_dp4a(0x01010101,     w[2*s], ggml_cuda_dp4a(0x01010101,         w[2*s + 1], 0));
         }
@@ -34,12 +36,16 @@ static __device__ __forceinline__ float dot(const unpacked & u, const block_q8 &
     return u.d*y.d(k)*sum;
 }
 
-// A vec_dot_q_cuda_t: the part of thread iqs/VDR of block kbx of vbq. bq8_1 points to that block's activations.
+// A vec_dot_q_cuda_t: the part of thread iqs/VDR of block kbx of vbq. bq8_1 points to where that block's activations are in
+// upstream's buffer. It alone tells which block of a pair of 64 they are: kbx counts from the tensor's start, where rows may
+// begin with the second of a pair.
 template <typename B>
 static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, const block_q8_1 * __restrict__ bq8_1,
                                                 const int & kbx, const int & iqs) {
-    const int k = iqs/GGML_EXT_VDR_MMVQ;
-    return dot<B>(unpacker<B>::unpack(((const B *) vbq)[kbx], k), *(const block_q8 *) bq8_1, k);
+    const int k     = iqs/GGML_EXT_VDR_MMVQ;
+    typedef block_q8<traits<B>::block_size> block_y;
+    const int first = block_y::first_thread(bq8_1);
+    return dot<B>(unpacker<B>::unpack(((const B *) vbq)[kbx], k), *(const block_y *) (bq8_1 - first), first + k);
 }
 
 } // namespace ggml_ext

@@ -1,5 +1,7 @@
-// The rotation (ggml-ext-rotation.h) in one warp: lane l holds the values 32*i + l, i = 0 ... 7. Butterflies at strides 1 to 16
-// are shuffles, at 32 to 128 registers: the reference's order, so that the results are its bits.
+// The rotation (ggml-ext-rotation.h) of 256 values in one warp: of a block, or of four of 64 at once. A block of n values lies
+// in L = n/8 neighbouring lanes, of which lane l holds the values L*i + l, i = 0 ... 7: as threads unpack weights, four lanes a
+// thread. Butterflies at strides 1 to L/2 are shuffles, at L to n/2 registers: the reference's order, so that the results are
+// its bits. Blocks of 64 over all lanes, 32*i + l, would take five strides of shuffles in place of three.
 #pragma once
 
 #include "common.cuh"
@@ -8,10 +10,17 @@
 namespace ggml_ext {
 
 constexpr int N_PER_LANE = QK_K/32;
+template <int n> constexpr int N_LANES = n/N_PER_LANE; // of a block
 
+// Which of a warp's blocks a lane is in, and as which of its lanes; of blocks of 256 as the compiler can see.
+template <int n> static __device__ __forceinline__ int lane_block(int lane) { return n == QK_K ? 0 : lane/N_LANES<n>; }
+template <int n> static __device__ __forceinline__ int block_lane(int lane) { return n == QK_K ? lane : lane%N_LANES<n>; }
+
+template <int n>
 static __device__ __forceinline__ void fwht(float (&v)[N_PER_LANE], int lane) {
+    static_assert(n == 256 || n == 64, "blocks");
 #pragma unroll
-    for (int h = 1; h < 32; h *= 2) {
+    for (int h = 1; h < N_LANES<n>; h *= 2) {
 #pragma unroll
         for (int i = 0; i < N_PER_LANE; ++i) {
             const float other = __shfl_xor_sync(0xffffffff, v[i], h, 32);
@@ -31,27 +40,31 @@ static __device__ __forceinline__ void fwht(float (&v)[N_PER_LANE], int lane) {
     }
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        v[i] *= 1.0f/16;
+        v[i] *= n == 256 ? 1.0f/16 : 1.0f/8;
     }
 }
 
 // S of R = H S.
+template <int n>
 static __device__ __forceinline__ void flip_signs(float (&v)[N_PER_LANE], int lane) {
-    constexpr uint32_t signs[N_PER_LANE] = GGML_EXT_SIGNS;
+    constexpr uint32_t signs[QK_K/32] = GGML_EXT_SIGNS;
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        v[i] = __uint_as_float(__float_as_uint(v[i]) ^ (signs[i] >> lane) << 31);
+        const int first = N_LANES<n>*i; // of the values in register i
+        v[i] = __uint_as_float(__float_as_uint(v[i]) ^ (signs[first/32] >> (first%32 + block_lane<n>(lane))) << 31);
     }
 }
 
+template <int n>
 static __device__ __forceinline__ void rotate(float (&v)[N_PER_LANE], int lane) {
-    flip_signs(v, lane);
-    fwht(v, lane);
+    flip_signs<n>(v, lane);
+    fwht<n>(v, lane);
 }
 
+template <int n>
 static __device__ __forceinline__ void rotate_back(float (&v)[N_PER_LANE], int lane) {
-    fwht(v, lane);
-    flip_signs(v, lane);
+    fwht<n>(v, lane);
+    flip_signs<n>(v, lane);
 }
 
 } // namespace ggml_ext

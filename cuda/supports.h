@@ -1,16 +1,9 @@
 // What the backend's host code asks about our types.
 #pragma once
 
-#include "ggml-ext-base.h"
+#include "ggml-ext-traits.h"
 
 namespace ggml_ext {
-
-constexpr __host__ __device__ bool is_weight_type(ggml_type type) {
-    switch (type) {
-        GGML_EXT_WEIGHT_CASES return true;
-        default:              return false;
-    }
-}
 
 // Copies that dequantise: from any of our types to F32, F16 or BF16 of the same shape; rows of both are contiguous.
 static inline bool can_copy(const ggml_tensor * src, const ggml_tensor * dst) {

@@ -1,6 +1,6 @@
-// The trellis code of ITQ3_T and ITQ2_T (types/trellis.h) on the device, on words of eight nibbles: those of byte b belong to
-// the weights 32*g + 4*k + b (low) and 32*(g + 4) + 4*k + b (high). Predecessors of a symbol are in the same byte of other
-// groups, and before group 0 in group 7 of the byte before: that is what block_words::at().before is for.
+// The trellis code of ITQ3_T, ITQ2_T and their types of 64 (types/trellis.h) on the device, on words of eight nibbles: those of
+// byte b belong to the weights L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8. Predecessors of a symbol are in the
+// same byte of other groups, and before group 0 in group 7 of the byte before: that is what block_words::at().before is for.
 //
 // A look-up in 16 bytes for four nibbles is two byte permutes: a selector of 8 or more gives copies of the selected byte's
 // top bit, which is 0 in these tables, so that one of the two gives the entry and the other 0.
@@ -83,6 +83,39 @@ struct trellis_words {
 // `byte` in place of the byte before a block's first.
 static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, uint32_t byte) {
     return k == 0 ? (before & ~0xffu) | byte : before;
+}
+
+// The unpack contract of a type with K bits a symbol, whose block is d, start, ql and, for K = 3, qh.
+template <typename B, int K>
+static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, const ggml_ext_trellis_tables & tables, float offset) {
+    constexpr int T = N_THREADS<B>; // words of ql for the groups 0 to 3, for 4 to 7, and of qh
+    static_assert(offsetof(B, start) == 1 && offsetof(B, ql) == 2 && sizeof(B) == 2 + 4*K*T, "");
+    const block_words words(&x);
+    const uint32_t header = words.header(), start = header >> 8 & 0xff;
+    const auto l0 = words.at(k), l1 = words.at(T + k);
+    const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, start)};
+    unpacked u;
+    if constexpr (K == 3) {
+        static_assert(offsetof(B, qh) == 2 + 4*2*T, "");
+        const auto     h        = words.at(2*T + k);
+        const uint32_t h_before = with_first(h.before, k, (start & 3) << 6);
+#pragma unroll
+        for (int g = 0; g < 4; ++g) {
+            // bits g - 3 ... g of the high bits, those of the byte before first
+            const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
+            trellis_codes(tables, l.pair2(g), l.pair(g), quad, u.q[g], u.q[g + 4]);
+        }
+    } else {
+        static_assert(K == 2, "");
+        const trellis_words l4 = {l.before, l.l0, with_first(l0.before, k, 0)}; // four steps earlier: pair(t - 4)
+#pragma unroll
+        for (int g = 0; g < 4; ++g) {
+            trellis_codes(tables, l.pair(g), l4.pair(g), l.pair2(g), u.q[g], u.q[g + 4]);
+        }
+    }
+    u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
+    u.offset = offset;
+    return u;
 }
 
 } // namespace ggml_ext

@@ -1,8 +1,9 @@
-// The unpack contract on the device. Eight threads share a block of 256 weights: thread k holds the weights 32*g + 4*k + b,
-// g = 0 ... 7, b = 0 ... 3, as eight words of four bytes. A type specialises unpacker<block>::unpack(x, k):
-//   q[g]       byte b: the code of weight 32*g + 4*k + b, equal to that of the scalar reference
+// The unpack contract on the device. A block of n = 256 or 64 weights has n/32 threads with 32 weights each: thread k holds the
+// weights L*g + 4*k + b, L = n/8, g = 0 ... 7, b = 0 ... 3, as eight words of four bytes. A type specialises
+// unpacker<block>::unpack(x, k):
+//   q[g]       byte b: the code of weight L*g + 4*k + b, equal to that of the scalar reference
 //   d, offset  float: value = d * scale[g/2] * (code - offset)
-//   scale[4]   integer scales, of types with group = 64 alone
+//   scale[4]   integer scales, of types with more than one group alone (CCQ2: groups of 64 in a block of 256)
 // and two constants: `offset`, that of all blocks, or with `own_offset` a number near theirs. Everything else in this folder
 // follows: products (mmvq.cuh, mmq.cuh), dequantisation (dequantize.cuh).
 //
@@ -10,28 +11,29 @@
 #pragma once
 
 #include "common.cuh"
-#include "supports.h"
+#include "ggml-ext-traits.h"
 
-// What upstream's kernels ask about a type: VDR_MMVQ of QI words are one thread's part of a block, eight threads a block.
-constexpr int GGML_EXT_QI       = 32;
-constexpr int GGML_EXT_VDR_MMVQ = GGML_EXT_QI/8;
+// What upstream's kernels ask about a type: VDR_MMVQ of QI words are one thread's part of a block, QI/VDR_MMVQ threads a block.
+constexpr int GGML_EXT_VDR_MMVQ = 4;
 
-#define GGML_EXT_X(NAME, name)                            \
-    template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> { \
-        static constexpr int qk = QK_K;                   \
-        static constexpr int qr = QK_K/(4*GGML_EXT_QI);   \
-        static constexpr int qi = GGML_EXT_QI;            \
-        static constexpr int bs = sizeof(block_##name);   \
+#define GGML_EXT_X(NAME, name)                                           \
+    template <> struct ggml_cuda_type_traits<GGML_TYPE_##NAME> {         \
+        static constexpr int qk = GGML_EXT_##NAME##_BLOCK_SIZE;          \
+        static constexpr int qr = 2;                                     \
+        static constexpr int qi = qk/(4*qr);                             \
+        static constexpr int bs = sizeof(block_##name);                  \
     };
 GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
 #undef GGML_EXT_X
 
 namespace ggml_ext {
 
-constexpr int N_THREADS = 8;                        // threads a block
-constexpr int N_WORDS   = QK_K/(4*N_THREADS);       // words a thread
-static_assert(GGML_EXT_QI/GGML_EXT_VDR_MMVQ == N_THREADS, "upstream counts the same threads");
-static_assert(N_WORDS == 8, "a thread has one word in each 32 weights");
+constexpr int N_WORDS = 8; // of a thread: 32 weights
+
+// Threads and blocks of type B, and of 256 weights, which eight threads have whatever the type.
+template <typename B> constexpr int N_THREADS     = traits<B>::block_size/(4*N_WORDS);
+template <typename B> constexpr int N_BLOCKS_256  = QK_K/traits<B>::block_size;
+constexpr int                       N_THREADS_256 = QK_K/(4*N_WORDS);
 
 struct unpacked {
     uint32_t q[N_WORDS];
@@ -40,29 +42,6 @@ struct unpacked {
 };
 
 template <typename B> struct unpacker;
-
-// The type's row of types.toml, and back from the type.
-template <typename B> struct traits;
-template <ggml_type type> struct block_of;
-#define GGML_EXT_X(NAME, name)                                       \
-    template <> struct traits<block_##name> {                        \
-        static constexpr ggml_type type    = GGML_TYPE_##NAME;        \
-        static constexpr int       q_max   = GGML_EXT_##NAME##_UNPACK_MAX; \
-        static constexpr int       group   = GGML_EXT_##NAME##_GROUP; \
-        static constexpr bool      rotated = GGML_EXT_##NAME##_ROTATED; \
-    };                                                               \
-    template <> struct block_of<GGML_TYPE_##NAME> { typedef block_##name type; };
-GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
-#undef GGML_EXT_X
-
-static inline bool is_rotated(ggml_type type) {
-    switch (type) {
-#define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return traits<block_##name>::rotated;
-        GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
-#undef GGML_EXT_X
-        default: GGML_ABORT("%s is not a type of ggml-ext", ggml_type_name(type));
-    }
-}
 
 // Two instructions that C has no words for.
 #ifdef __CUDACC__
@@ -80,10 +59,11 @@ static __device__ __forceinline__ uint32_t select(uint32_t x, uint32_t y, uint32
 }
 #endif
 
-// Words of a block of 2 + 4*n bytes, which is aligned to two bytes only. Word m holds the bytes 2 + 4*m and on: two aligned
-// loads and a permute, at the same places whether the block is a multiple of four or not; `before` begins a byte earlier.
-// The loads end at most two bytes behind the block, and only if it is a multiple of four: behind a tensor those are padding,
-// since it is allocated in multiples of more than four.
+// Words of a block of 2 + 4*n bytes, 18 to 106, which is aligned to two bytes only. Word m holds the bytes 2 + 4*m and on: two
+// aligned loads and a permute, at the same places whether the block is a multiple of four or not; `before` begins a byte
+// earlier. The loads begin and end with words that hold a byte of the block: at most two bytes before it and two behind it,
+// those behind only if it lies at a multiple of four. Outside of a tensor those are padding, since it is allocated at and in
+// multiples of more than four.
 struct block_words {
     const uint32_t * w;
     uint32_t         odd; // 2 if the block begins in the middle of a word, or 0

@@ -81,13 +81,6 @@ template <typename T> static inline T __shfl_xor_sync(uint32_t, T value, int lan
     return value;
 }
 
-template <int width> static inline int warp_reduce_sum(int x) {
-    for (int h = width/2; h > 0; h /= 2) {
-        x += __shfl_xor_sync(0xffffffff, x, h, width);
-    }
-    return x;
-}
-
 // Runs body once for every thread of every block, a block at a time.
 void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body);
 

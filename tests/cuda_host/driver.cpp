@@ -111,13 +111,14 @@ uint32_t cuda_host_prmt(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext:
 void cuda_host_unpack(int type, const void * block, uint8_t * q, int32_t * scale, float * d, float * offset) {
     dispatch(type, [&](auto * tag) {
         using B = BLOCK_OF(tag);
-        for (int k = 0; k < ggml_ext::N_THREADS; ++k) {
+        using T = ggml_ext::traits<B>;
+        for (int k = 0; k < ggml_ext::N_THREADS<B>; ++k) {
             const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(*(const B *) block, k);
             for (int g = 0; g < ggml_ext::N_WORDS; ++g) {
-                memcpy(q + 32*g + 4*k, &u.q[g], 4);
+                memcpy(q + T::block_size/8*g + 4*k, &u.q[g], 4);
             }
-            for (int s = 0; s < QK_K/ggml_ext::traits<B>::group; ++s) {
-                scale[s] = ggml_ext::traits<B>::group == QK_K ? 1 : u.scale[s];
+            for (int s = 0; s < T::n_groups; ++s) {
+                scale[s] = T::n_groups == 1 ? 1 : u.scale[s];
             }
             *d      = u.d;
             *offset = u.offset;
@@ -125,20 +126,22 @@ void cuda_host_unpack(int type, const void * block, uint8_t * q, int32_t * scale
     });
 }
 
-// Product of a row with a row of block_q8.
-float cuda_host_vec_dot(int type, const void * row, const void * y, int64_t n_blocks) {
+// Product of a row with a row of block_q8. The row begins with block ib0 of x, as kernels count.
+float cuda_host_vec_dot(int type, const void * x, int64_t ib0, const void * y, int64_t n_blocks) {
     return dispatch(type, [&](auto * tag) {
+        using B = BLOCK_OF(tag);
+        using U = ggml_cuda_type_traits<ggml_ext::traits<B>::type>; // what upstream knows: mul_mat_vec_q
         float sum = 0;
         for (int64_t ib = 0; ib < n_blocks; ++ib) {
-            for (int k = 0; k < ggml_ext::N_THREADS; ++k) { // 8*ib: in block_q8_1, as upstream counts
-                sum += ggml_ext::vec_dot<BLOCK_OF(tag)>(row, (const block_q8_1 *) y + 8*ib, (int) ib, GGML_EXT_VDR_MMVQ*k);
+            for (int k = 0; k < U::qi/GGML_EXT_VDR_MMVQ; ++k) {
+                sum += ggml_ext::vec_dot<B>(x, (const block_q8_1 *) y + U::qk/QK8_1*ib, (int) (ib0 + ib), GGML_EXT_VDR_MMVQ*k);
             }
         }
         return sum;
     });
 }
 
-// Rows of ne00 floats, stride s01, into rows of ne0/256 block_q8: ne1 of them, ne2 times with stride s02, ne3 with s03.
+// Rows of ne00 floats, stride s01, into rows of block_q8 for ne0 values: ne1 of them, ne2 times with stride s02, ne3 with s03.
 void cuda_host_quantize(int type, const float * x, void * y, int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0,
                         int64_t ne1, int64_t ne2, int64_t ne3) {
     ggml_ext::quantize_row_q8_cuda(x, y, (ggml_type) type, ne00, s01, s02, s03, ne0, ne1, ne2, ne3, nullptr);
@@ -190,7 +193,7 @@ bool cuda_host_copy(int type, const void * x, void * y, int dst_type, const int6
     return true;
 }
 
-// Fills a tile of 128 rows with block kbx0 of rows that are `stride` blocks apart, the last one i_max where that matters.
+// Fills a tile of 128 rows with 256 weights from block kbx0 on, of rows that are `stride` blocks apart, the last one i_max where that matters.
 void cuda_host_load_tiles(int type, const void * x, int32_t * tile, int kbx0, int i_max, int stride, bool mma, bool fallback) {
     dispatch(type, [&](auto * tag) {
         constexpr ggml_type T = ggml_ext::traits<BLOCK_OF(tag)>::type;

@@ -80,17 +80,19 @@ struct reference {
 };
 
 template <typename B> static __global__ void unpack_blocks(const B * x, int n, reference * out) {
-    const int ib = (blockIdx.x*blockDim.x + threadIdx.x)/ggml_ext::N_THREADS, k = threadIdx.x%ggml_ext::N_THREADS;
+    typedef ggml_ext::traits<B> T;
+    constexpr int n_threads = ggml_ext::N_THREADS<B>;
+    const int ib = (blockIdx.x*blockDim.x + threadIdx.x)/n_threads, k = threadIdx.x%n_threads;
     if (ib >= n) {
         return;
     }
     const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(x[ib], k);
     for (int i = 0; i < 32; ++i) {
-        out[ib].q[32*(i/4) + 4*k + i%4] = (int8_t) (u.q[i/4] >> 8*(i%4));
+        out[ib].q[T::block_size/8*(i/4) + 4*k + i%4] = (int8_t) (u.q[i/4] >> 8*(i%4));
     }
-    if (k == ib%ggml_ext::N_THREADS) { // each thread knows the scales
-        for (int s = 0; s < QK_K/ggml_ext::traits<B>::group; ++s) {
-            out[ib].scale[s] = ggml_ext::traits<B>::group == QK_K ? 1 : u.scale[s];
+    if (k == ib%n_threads) { // each thread knows the scales
+        for (int s = 0; s < T::n_groups; ++s) {
+            out[ib].scale[s] = T::n_groups == 1 ? 1 : u.scale[s];
         }
         out[ib].d      = u.d;
         out[ib].offset = u.offset;
@@ -102,16 +104,17 @@ template <typename B> static void check_unpack(const char * name) {
     const int n = bytes.size()/sizeof(B);
     const buffer<uint8_t>   x(bytes);
     const buffer<reference> u(n);
-    unpack_blocks<<<(8*n + 127)/128, 128>>>((const B *) x.data, n, u.data);
+    typedef ggml_ext::traits<B> T;
+    unpack_blocks<<<(ggml_ext::N_THREADS<B>*n + 127)/128, 128>>>((const B *) x.data, n, u.data);
     CUDA_CHECK(cudaGetLastError());
     const std::vector<reference> found = u.get();
     int64_t     n_wrong = 0;
     std::string first;
     for (int i = 0; i < n; ++i) {
         reference r = {};
-        ggml_ext_unpack_block(ggml_ext::traits<B>::type, &bytes[i*sizeof(B)], r.q, r.scale, &r.d, &r.offset);
-        const bool same = memcmp(r.q, found[i].q, sizeof(r.q)) == 0 &&
-            memcmp(r.scale, found[i].scale, QK_K/ggml_ext::traits<B>::group*sizeof(int32_t)) == 0 &&
+        ggml_ext_unpack_block(T::type, &bytes[i*sizeof(B)], r.q, r.scale, &r.d, &r.offset);
+        const bool same = memcmp(r.q, found[i].q, T::block_size) == 0 &&
+            memcmp(r.scale, found[i].scale, T::n_groups*sizeof(int32_t)) == 0 &&
             (bits_of(r.d) == bits_of(found[i].d) || (std::isnan(r.d) && std::isnan(found[i].d))) &&
             (bits_of(r.offset) == bits_of(found[i].offset) || (std::isnan(r.offset) && std::isnan(found[i].offset)));
         if (!same && n_wrong++ == 0) {
@@ -128,34 +131,34 @@ static bool same_float(float a, float b) {
 
 template <typename B, typename T, typename F> static void check_dequantize(const char * name, const char * to, F as_float, float rel) {
     const std::vector<uint8_t> bytes = blocks<B>(true);
-    const int64_t n = bytes.size()/sizeof(B);
+    constexpr int block_size = ggml_ext::traits<B>::block_size;
+    const int64_t n = bytes.size()/sizeof(B)*block_size;
     const buffer<uint8_t> x(bytes);
-    const buffer<T>       y(n*QK_K);
-    ggml_ext::dequantize_cuda<B>(x.data, y.data, n*QK_K, nullptr);
+    const buffer<T>       y(n);
+    ggml_ext::dequantize_cuda<B>(x.data, y.data, n, nullptr);
     const std::vector<T> found = y.get();
-    std::vector<float>   expected(n*QK_K);
-    ggml_get_type_traits(ggml_ext::traits<B>::type)->to_float(bytes.data(), expected.data(), n*QK_K);
+    std::vector<float>   expected(n);
+    ggml_get_type_traits(ggml_ext::traits<B>::type)->to_float(bytes.data(), expected.data(), n);
     int64_t     n_wrong = 0;
     std::string first;
-    for (int64_t i = 0; i < n*QK_K; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
         const float f = as_float(found[i]), e = expected[i];
         // one rounding to the result's type, or its largest number passed
         const bool same = rel == 0 ? same_float(f, e) : std::fabs(f - e) <= rel*std::fabs(e) + 6e-8f || (std::isinf(f) && std::fabs(e) >= 65504);
         if (!same && n_wrong++ == 0) {
-            first = "weight " + std::to_string(i%QK_K) + " is " + std::to_string(f) + ", not " + std::to_string(e) + ", block " + hex(&bytes[i/QK_K*sizeof(B)], sizeof(B));
+            first = "weight " + std::to_string(i%block_size) + " is " + std::to_string(f) + ", not " + std::to_string(e) + ", block " +
+                    hex(&bytes[i/block_size*sizeof(B)], sizeof(B));
         }
     }
-    report(std::string("dequantize ") + name + " to " + to, n*QK_K, n_wrong, first);
+    report(std::string("dequantize ") + name + " to " + to, n, n_wrong, first);
 }
 
-static __global__ void rotate_blocks(float * x) {
+template <int n> static __global__ void rotate_blocks(float * x) {
     float v[ggml_ext::N_PER_LANE];
+    ggml_ext::load_values<n, true>(x + QK_K*blockIdx.x, QK_K, threadIdx.x, v);
     for (int i = 0; i < ggml_ext::N_PER_LANE; ++i) {
-        v[i] = x[QK_K*blockIdx.x + 32*i + threadIdx.x];
-    }
-    ggml_ext::rotate(v, threadIdx.x);
-    for (int i = 0; i < ggml_ext::N_PER_LANE; ++i) {
-        x[QK_K*blockIdx.x + 32*i + threadIdx.x] = v[i];
+        const int at = n*ggml_ext::lane_block<n>(threadIdx.x) + ggml_ext::N_LANES<n>*i + ggml_ext::block_lane<n>(threadIdx.x);
+        x[QK_K*blockIdx.x + at] = v[i];
     }
 }
 
@@ -168,61 +171,68 @@ static std::vector<float> gaussian(int64_t n) {
     return x;
 }
 
-static void check_rotation() {
-    const int n = 1000;
-    std::vector<float> x = gaussian(n*QK_K);
+template <int n> static void check_rotation() {
+    const int n_warps = 1000;
+    std::vector<float> x = gaussian(n_warps*QK_K);
     const buffer<float> y(x);
-    rotate_blocks<<<n, 32>>>(y.data);
+    rotate_blocks<n><<<n_warps, 32>>>(y.data);
     CUDA_CHECK(cudaGetLastError());
     const std::vector<float> found = y.get();
-    ggml_ext_rotate(x.data(), n);
+    ggml_ext_rotate(x.data(), x.size()/n, n);
     int64_t n_wrong = 0;
-    for (int i = 0; i < n*QK_K; ++i) {
+    for (size_t i = 0; i < x.size(); ++i) {
         n_wrong += !same_float(found[i], x[i]);
     }
-    report("rotation", n*QK_K, n_wrong, "");
+    report("rotation of " + std::to_string(n), x.size(), n_wrong, "");
 }
 
-// Scales cover the group and are no larger than bfloat16's rounding makes them; values lie within half a step.
-static void check_quantize(ggml_type type) {
-    const int64_t ne00 = 768, ne0 = 1024, s01 = 777, ne1 = 50, ne2 = 3;
+// Scales cover what a thread multiplies and are no larger than bfloat16's rounding makes them; values lie within half a step.
+// Rows are padded from ne00 to ne0; those of blocks of 64 end in the middle of 256 values.
+template <typename B> static void check_quantize() {
+    typedef ggml_ext::traits<B> T;
+    typedef ggml_ext::block_q8<T::block_size> block_y;
+    constexpr int n = T::block_size, n_threads = ggml_ext::N_THREADS<B>;
+    const int64_t ne00 = n == QK_K ? 768 : 704, ne0 = 1024, s01 = 777, ne1 = 50, ne2 = 3;
     const std::vector<float> x = gaussian(s01*ne1*ne2);
-    const buffer<float> xd(x);
-    const buffer<ggml_ext::block_q8> yd(ne2*ne1*ne0/QK_K);
-    ggml_ext::quantize_row_q8_cuda(xd.data, yd.data, type, ne00, s01, s01*ne1, 0, ne0, ne1, ne2, 1, nullptr);
-    const std::vector<ggml_ext::block_q8> y = yd.get();
+    const buffer<float>   xd(x);
+    const buffer<block_y> yd(ne2*ne1*ne0/32/block_y::n_threads);
+    ggml_ext::quantize_row_q8_cuda(xd.data, yd.data, T::type, ne00, s01, s01*ne1, 0, ne0, ne1, ne2, 1, nullptr);
+    const std::vector<block_y> y = yd.get();
     int64_t     n_wrong = 0;
     std::string first;
     for (int64_t row = 0; row < ne1*ne2; ++row) {
-        for (int64_t ib = 0; ib < ne0/QK_K; ++ib) {
-            float v[QK_K] = {};
-            if (ib < ne00/QK_K) {
-                memcpy(v, &x[row*s01 + ib*QK_K], sizeof(v));
-                if (ggml_ext::is_rotated(type)) {
-                    ggml_ext_rotate(v, 1);
+        for (int64_t ib = 0; ib < ne0/n; ++ib) {
+            float v[n] = {};
+            if (ib < ne00/n) {
+                memcpy(v, &x[row*s01 + ib*n], sizeof(v));
+                if (T::rotated) {
+                    ggml_ext_rotate(v, 1, n);
                 }
             }
-            const ggml_ext::block_q8 & b = y[row*ne0/QK_K + ib];
-            for (int k = 0; k < ggml_ext::N_THREADS; ++k) {
-                const uint32_t bits = b.ds[k] & 0xffff0000;
+            for (int k = 0; k < n_threads; ++k) {
+                const int64_t   thread = row*ne0/32 + ib*n_threads + k;
+                const block_y & b      = y[thread/block_y::n_threads];
+                const int8_t *  qs     = b.qs[thread%block_y::n_threads];
+                const uint32_t  ds     = b.ds[thread%block_y::n_threads], bits = ds & 0xffff0000;
                 float d, amax = 0;
                 memcpy(&d, &bits, 4);
                 bool ok = true;
                 int  sum = 0;
                 for (int i = 0; i < 32; ++i) {
-                    const float e = v[32*(i/4) + 4*k + i%4];
+                    const float e = v[n/8*(i/4) + 4*k + i%4];
                     amax = std::max(amax, std::fabs(e));
-                    sum += b.qs[k][i];
-                    ok = ok && std::fabs(b.qs[k][i]*d - e) <= 0.5001f*d;
+                    sum += qs[i];
+                    ok = ok && std::fabs(qs[i]*d - e) <= 0.5001f*d;
                 }
-                ok = ok && sum == (int16_t) b.ds[k] && 127*d >= amax*(1 - 1e-6f) && 127*d <= amax*(1 + 1.01f/128);
+                ok = ok && sum == (int16_t) ds && 127*d >= amax*(1 - 1e-6f) && 127*d <= amax*(1 + 1.01f/128);
                 if (!ok && n_wrong++ == 0) {
-                    first = "row " + std::to_string(row) + " block " + std::to_string(ib) + " group " + std::to_string(k) + " d " + std::to_string(d);
+                    first = "row " + std::to_string(row) + " block " + std::to_string(ib) + " thread " + std::to_string(k) + " d " +
+                            std::to_string(d);
                 }
             }
         }
     }
-    report(std::string("quantize for ") + ggml_type_name(type), ne2*ne1*ne0/32, n_wrong, first);
+    report(std::string("quantize for ") + ggml_type_name(T::type), ne2*ne1*ne0/32, n_wrong, first);
 }
 
 // Microseconds of one launch of f on stream, out of a graph of many: no gaps between launches.
@@ -258,13 +268,12 @@ template <typename F> static double microseconds(F f) {
 static void time_quantize() {
     for (int64_t n : {2048, 4096, 8192, 14336}) {
         const buffer<float> x(gaussian(n));
-        const buffer<ggml_ext::block_q8> y(n/QK_K);
-        double us[2];
-        for (int rotated = 0; rotated < 2; ++rotated) {
-            const ggml_type type = rotated ? GGML_TYPE_ITQ3_S : GGML_TYPE_CCQ2;
-            us[rotated] = microseconds([&](cudaStream_t s) { ggml_ext::quantize_row_q8_cuda(x.data, y.data, type, n, n, n, n, n, 1, 1, 1, s); });
-        }
-        printf("{\"timing\": \"quantize\", \"n\": %" PRId64 ", \"plain_us\": %.3f, \"rotated_us\": %.3f}\n", n, us[0], us[1]);
+        const buffer<ggml_ext::block_q8<QK_K>> y(n/QK_K);
+        const auto us = [&](ggml_type type) {
+            return microseconds([&](cudaStream_t s) { ggml_ext::quantize_row_q8_cuda(x.data, y.data, type, n, n, n, n, n, 1, 1, 1, s); });
+        };
+        printf("{\"timing\": \"quantize\", \"n\": %" PRId64 ", \"plain_us\": %.3f, \"rotated_us\": %.3f, \"rotated_64_us\": %.3f}\n", n,
+               us(GGML_TYPE_CCQ2), us(GGML_TYPE_ITQ3_S), us(GGML_TYPE_ITQ3_T64));
     }
 }
 
@@ -294,9 +303,10 @@ int main(int argc, char ** argv) {
     check_dequantize<block_##name, float>(#name, "f32", [](float x) { return x; }, 0);                                          \
     check_dequantize<block_##name, half>(#name, "f16", [](half x) { return __half2float(x); }, 1.0f/2048);                      \
     check_dequantize<block_##name, nv_bfloat16>(#name, "bf16", [](nv_bfloat16 x) { return __bfloat162float(x); }, 1.0f/256);    \
-    check_quantize(GGML_TYPE_##NAME);
+    check_quantize<block_##name>();
     GGML_EXT_WEIGHT_TYPES(CHECK)
-    check_rotation();
+    check_rotation<256>();
+    check_rotation<64>();
     if (timings) {
         time_quantize();
         time_copy();
