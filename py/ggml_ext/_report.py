@@ -109,7 +109,7 @@ def _fallback_outcomes(plan: Plan) -> list[str]:
     """A line for each pair of our own types and one for all that fell back to stock types."""
     groups: dict[str, list[Fallback]] = {}
     for f in plan.fallbacks:
-        what = "fell back" if f.is_loss else f"{f.got.name.lower()} in place of {f.wanted.name.lower()}"
+        what = "fell back" if f.is_loss else f"took {f.got.name.lower()} in place of {f.wanted.name.lower()}"
         groups.setdefault(what, []).append(f)
     lines = []
     for what, of_group in groups.items():
