@@ -112,8 +112,8 @@ def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, t
 
 @pytest.mark.parametrize("type_name", [name for name, info in WEIGHT_TYPES.items() if info.rotated])
 def test_the_largest_weights_survive_as_one_rotated_value(lib, type_name):
-    """Of sqrt(block size) times their magnitude: as well as small ones of this pattern, the hardest. Twice as large ones are cut by
-    the trellis types, whose codes lie around zero."""
+    """Of sqrt(block size) times their magnitude: as well as small ones of this pattern, the hardest. Twice as large ones are
+    cut by the trellis types, whose codes lie around zero."""
     info = TYPES[type_name]
     x = largest_weight(GGMLQuantizationType[type_name.upper()]) * quants.SIGNS[None, : info.block_size]
 

@@ -7,6 +7,7 @@ import pty
 import re
 import struct
 import subprocess
+import sys
 import termios
 
 import gguf
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import gaussian, quantize, quantize_command, read_tensors, relative_mse, run_quantize, tool, write_gguf
 from test_bad_input import check_error, files
+from test_inspect import inspect
 
 from ggml_ext import WEIGHT_TYPES, _gguf_file, _names, _plan, _report
 
@@ -63,8 +65,8 @@ def test_lines_are_grouped_and_the_summary_compares(lib, source, tmp_path):
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "itq3_t")
     assert result.stderr == LINES
-    expected = {"token_embd": "Q6_K", "ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
-    assert types_of(out) == expected | {"attn_norm": "F32"}
+    of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
+    assert types_of(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
     assert result.stdout.splitlines()[-3:] == [
         f"asked for itq3_t, 3.0625 bpw; got {blocks_bpw(out):.5g} bpw in the blocks, {all_bpw(out):.2f} bpw in all",
         "4 of 10 matrices took itq3_t64 in place of itq3_t for their rows of 320",
@@ -90,7 +92,8 @@ def test_what_takes_the_place_of_each_type(lib, source, tmp_path, type_name, of_
         out = tmp_path / f"out{len(flags)}.gguf"
         result = quantize(source, out, "--type", type_name, *flags)
         types = types_of(out)
-        assert [types[n] for n in ("ffn_down", "ffn_up", "attn_q", "attn_k", "attn_v")] == [type_name.upper(), of_320, of_320, of_96, "F16"]
+        found = [types[n] for n in ("ffn_down", "ffn_up", "attn_q", "attn_k", "attn_v")]
+        assert found == [type_name.upper(), of_320, of_320, of_96, "F16"]
         assert gguf.GGUFReader(out).fields["general.file_type"].contents() == WEIGHT_TYPES[type_name].id
         assert ("note: " in result.stderr) == (type_name != of_320.lower()) and result.stderr.count("warning: ") == 2
     assert types["token_embd"] == type_name.upper()
@@ -103,7 +106,8 @@ def test_better_types_of_a_recipe_take_blocks_of_64_too(lib, tmp_path):
     found = read_tensors(tmp_path / "out.gguf")
     assert [found[f"{name}.weight"].tensor_type.name for name in names] == ["ITQ3_T64", "ITQ2_T64", "ITQ3_T64", "Q5_0"]
     assert result.stderr.splitlines() == [
-        "note: 2 tensors in 2 classes, rows of 576: itq3_t64 (3.25 bpw) in place of itq3_t: blk.0.ffn_up.weight, blk.0.attn_q.weight",
+        "note: 2 tensors in 2 classes, rows of 576: itq3_t64 (3.25 bpw) in place of itq3_t: blk.0.ffn_up.weight, "
+        "blk.0.attn_q.weight",
         "note: tensor blk.1.ffn_up.weight, rows of 576: itq2_t64 (2.25 bpw) in place of itq2_t",
         "warning: tensor blk.0.attn_v.weight, rows of 576: q5_0 instead of q4_k, which needs a multiple of 256",
     ]
@@ -112,9 +116,9 @@ def test_better_types_of_a_recipe_take_blocks_of_64_too(lib, tmp_path):
 @pytest.mark.parametrize(("tied", "name"), [(True, "token_embd.weight"), (False, "output.weight")])
 @pytest.mark.parametrize("type_name", ["itq3_t", "itq3_t64", "itq2_t64"])
 def test_output_of_rows_of_576(lib, tmp_path, tied, name, type_name):
-    """llama-quantize compares with the block of the file's type: Q8_0 at once for 256; of 64 the output's K-quant, which then falls
-    back, to Q8_0 from Q6_K and to Q5_1 from Q5_K."""
-    tensors = {name: gaussian(8, 576), "blk.0.ffn_up.weight": gaussian(8, 576)} | ({} if tied else {"token_embd.weight": gaussian(8, 576)})
+    """llama-quantize compares with the block of the file's type: Q8_0 at once for 256; of 64 the output's K-quant, which then
+    falls back, to Q8_0 from Q6_K and to Q5_1 from Q5_K."""
+    tensors = {n: gaussian(8, 576) for n in (name, "blk.0.ffn_up.weight", *([] if tied else ["token_embd.weight"]))}
     result = quantize(write_gguf(tmp_path / "in.gguf", tensors), tmp_path / "out.gguf", "--type", type_name)
     types = {n: t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items()}
     assert types[name] == ("Q5_1" if type_name == "itq2_t64" else "Q8_0")
@@ -133,13 +137,22 @@ def test_no_fallback_takes_the_same_code_in_blocks_of_64(lib, tmp_path):
     for type_name in ("itq3_t", "itq2_t"):
         result = quantize(source, tmp_path / "out.gguf", "--type", type_name, "--no-fallback", "--force")
         assert types_of(tmp_path / "out.gguf") == {"ffn_up": f"{type_name}64".upper()}
+        assert gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents() == "effort=normal"
         assert result.stderr.startswith("note: tensor blk.0.ffn_up.weight, rows of 576: ") and result.stderr.count("\n") == 1
-        assert result.stdout.splitlines()[-1] == f"1 of 1 matrices took {type_name}64 in place of {type_name} for their rows of 576"
+        outcome = result.stdout.splitlines()[-1]
+        assert outcome == f"1 of 1 matrices took {type_name}64 in place of {type_name} for their rows of 576"
 
 
 @pytest.mark.parametrize(
     ("type_name", "n", "got"),
-    [("itq3_s", 576, "itq3_t64"), ("ditto3", 576, "itq3_t64"), ("ccq2", 576, "itq2_t64"), ("itq3_t64", 96, "iq4_nl"), ("itq3_t", 96, "iq4_nl"), ("itq3_t", 100, "f16")],
+    [
+        ("itq3_s", 576, "itq3_t64"),
+        ("ditto3", 576, "itq3_t64"),
+        ("ccq2", 576, "itq2_t64"),
+        ("itq3_t64", 96, "iq4_nl"),
+        ("itq3_t", 96, "iq4_nl"),
+        ("itq3_t", 100, "f16"),
+    ],
 )
 def test_no_fallback_refuses_another_code(lib, tmp_path, type_name, n, got):
     source = narrow_matrices(tmp_path, n)
@@ -158,7 +171,8 @@ def test_the_smallest_rows(lib, tmp_path, n, got):
     tensor = read_tensors(tmp_path / "out.gguf")["blk.0.attn_q.weight"]
     assert tensor.tensor_type.name.lower() == got
     assert relative_mse(gguf.quants.dequantize(tensor.data, tensor.tensor_type), gaussian(2, n)) < 0.03
-    assert (result.stderr.count("\n"), "tensor blk.0.attn_q.weight, rows of" in result.stderr) == ((0, False) if got == "itq3_t" else (1, True))
+    line = r"" if got == "itq3_t" else rf"\w+: tensor blk\.0\.attn_q\.weight, rows of {n}: {got} .*\n"
+    assert re.fullmatch(line, result.stderr)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
@@ -167,7 +181,8 @@ def test_bad_weights_in_blocks_of_64_are_named(lib, tmp_path, value):
     weights[2, 575] = value
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": weights}, "F32")
     result = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "-q")
-    check_error(result, "tensor blk.0.attn_q.weight: weight 1,727 (row 2, column 575) is ", "1e+30; itq3_t64" if value == 1e30 else "damaged")
+    what = "1e+30; itq3_t64" if value == 1e30 else "damaged"
+    check_error(result, "tensor blk.0.attn_q.weight: weight 1,727 (row 2, column 575) is ", what)
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -263,8 +278,8 @@ def test_wide_terminals_are_used(lib, tmp_path):
 def write_narrow_model(model, path, n: int, head: int):
     """A model of two blocks that loads, with random weights in rows of n, n/head heads, and of 768."""
     file = _gguf_file.GGUFFile(model)
-    sizes = {"llama.embedding_length": n, "llama.block_count": 2, "llama.attention.head_count": n // head, "llama.attention.head_count_kv": 1,
-             "llama.rope.dimension_count": head}
+    sizes = {"llama.embedding_length": n, "llama.block_count": 2, "llama.attention.head_count": n // head,
+             "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": head}
     metadata = file.metadata | {key: _gguf_file.uint32_value(key, n) for key, n in sizes.items()}
     f16, f32 = gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32
     shapes = {"token_embd": (4096, n), "output_norm": (n,)}
@@ -331,7 +346,8 @@ def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_pat
     """Its chain of fallbacks, its output matrix, its bytes; and what the loader calls both files."""
     write_narrow_model(model, tmp_path / "in.gguf", n, {320: 64, 96: 32}[n])
     ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
-    log = subprocess.run([tool("llama-quantize"), *flags, tmp_path / "in.gguf", theirs, type_name.upper()], check=True, capture_output=True, text=True)
+    command = [tool("llama-quantize"), *flags, tmp_path / "in.gguf", theirs, type_name.upper()]
+    log = subprocess.run(command, check=True, capture_output=True, text=True)
     quantize(tmp_path / "in.gguf", ours, "--type", type_name, *flags)
     expected, actual = read_tensors(theirs), read_tensors(ours)
     assert {k: t.tensor_type for k, t in actual.items()} == {k: t.tensor_type for k, t in expected.items()}
@@ -340,7 +356,8 @@ def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_pat
     of_64 = type_name if type_name.endswith("64") else WEIGHT_TYPES[type_name].fallback
     fell_back = set(re.findall(r"^warning: blk\S+ .*falling back to +(\S+)$", log.stdout + log.stderr, re.M))
     assert fell_back == ({of_64 if n == 320 else "iq4_nl"} - {type_name})
-    assert names_of(ours) == names_of(theirs) == {name.format(type=type_name.upper(), blocks=blocks_bpw(ours), all=all_bpw(ours))}
+    name = name.format(type=type_name.upper(), blocks=blocks_bpw(ours), all=all_bpw(ours))
+    assert names_of(ours) == names_of(theirs) == {name}
 
 
 @pytest.mark.parametrize("value", ["itq2_t_m", "itq3_sx", "itq3_s_" + "m" * 40, "itq3_s_\n[31m"])
@@ -359,3 +376,13 @@ def test_titles_name_their_type_and_bits():
     """The loader takes the name before the blank from them."""
     for info in WEIGHT_TYPES.values():
         assert info.title == f"{info.name.upper()} - {info.bpw:g} bpw"
+
+
+def test_inspect_and_dump_know_blocks_of_64(lib, source, tmp_path):
+    out = tmp_path / "out.gguf"
+    quantize(source, out, "--type", "itq3_t")
+    rows = inspect(out, "--against", source)
+    assert rows["blk.0.ffn_up.weight"][:5] == ["320", "x", "8", "itq3_t64", "3.25"]
+    assert 0 < float(rows["blk.0.ffn_up.weight"][-3]) < 0.02
+    done = subprocess.run([sys.executable, "-m", "ggml_ext.dump", out], capture_output=True, text=True, check=True)
+    assert re.search(r"2560 \| +320, +8, +1, +1 \| ITQ3_T64 +\| blk\.0\.ffn_up\.weight", done.stdout), done.stdout

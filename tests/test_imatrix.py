@@ -139,16 +139,20 @@ def test_importances_of_rows_of_64s(lib, tmp_path, type_name):
     source = write_gguf(tmp_path / "in.gguf", {EXPERTS: gaussian(2, 4, 576), UP: gaussian(8, 320, seed=2)})
     entries = {EXPERTS: (importances(2, 576), [5, 2]), UP: (importances(1, 320), [4])}
     for name, shift in (("im", 0), ("shifted", 64)):
-        write_imatrix(tmp_path / f"{name}.gguf", {k: (np.roll(sums, shift, axis=1), counts) for k, (sums, counts) in entries.items()})
+        path, rolled = tmp_path / f"{name}.gguf", {k: (np.roll(s, shift, axis=1), counts) for k, (s, counts) in entries.items()}
+        write_imatrix(path, rolled)
         for encoder in ("c", "numpy"):
-            quantize(source, tmp_path / f"{name}-{encoder}.gguf", "--type", type_name, "--imatrix", tmp_path / f"{name}.gguf", "--encoder", encoder)
+            out = tmp_path / f"{name}-{encoder}.gguf"
+            quantize(source, out, "--type", type_name, "--imatrix", path, "--encoder", encoder)
         assert not differing(tmp_path / f"{name}-c.gguf", tmp_path / f"{name}-numpy.gguf")
     assert {t.tensor_type.name.lower() for t in read_tensors(tmp_path / "im-c.gguf").values()} == {f"{type_name}64"}
     assert differing(tmp_path / "im-c.gguf", tmp_path / "shifted-c.gguf") == {EXPERTS, UP}
     # block by block: the last expert's last block alone
-    expected = quants.reference(f"{type_name}64").quantize_blocks(
-        gaussian(2, 4, 576)[1, 3:, -64:].astype(np.float16).astype(np.float32), _imatrix.ImportanceMatrix(tmp_path / "im.gguf").values(EXPERTS)[1:, -64:])
-    assert read_tensors(tmp_path / "im-c.gguf")[EXPERTS].data.reshape(8, -1)[-1, -expected.size :].tolist() == expected[0].tolist()
+    importance = _imatrix.ImportanceMatrix(tmp_path / "im.gguf").values(EXPERTS)[1:, -64:]
+    weights = gaussian(2, 4, 576)[1, 3:, -64:].astype(np.float16).astype(np.float32)
+    expected = quants.reference(f"{type_name}64").quantize_blocks(weights, importance)
+    found = read_tensors(tmp_path / "im-c.gguf")[EXPERTS].data.reshape(8, -1)[-1, -expected.size :]
+    np.testing.assert_array_equal(found, expected[0])
 
 
 @pytest.mark.parametrize("qtype", [t for t in TARGET_TYPES.values() if _encode.Codec(None).can_encode(t) and t not in _encode.FLOAT_TYPES])

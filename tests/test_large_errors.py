@@ -60,7 +60,7 @@ def test_fallback_above_replaces_those_tensors_alone(source, tmp_path):
 
 @pytest.mark.parametrize("type_name", ["itq3_t", "itq3_t64", "itq2_t", "itq3_s", "ditto3", "ccq2"])
 def test_the_replacement_is_a_stock_type(lib, tmp_path, type_name):
-    """No type of 64, whose scales reach no further: weights of 1e-9 are noise to both. Also where rows of 576 had it already."""
+    """No type of 64, whose scales reach no further: weights of 1e-9 are noise to both. Also where rows of 576 have it."""
     names = {n: f"blk.{i}.ffn_up.weight" for i, n in enumerate((512, 576))}
     tensors = {name: 1e-9 * gaussian(4, n) for n, name in names.items()} | {"blk.0.attn_q.weight": gaussian(4, 576)}
     source = write_gguf(tmp_path / "in.gguf", tensors, "F32")

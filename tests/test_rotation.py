@@ -69,8 +69,11 @@ def test_numpy_rotation_is_bit_equal(lib, n):
         np.testing.assert_array_equal(ours(x).view(np.uint32), theirs(x).view(np.uint32))
 
 
-@pytest.mark.parametrize("x", [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32), np.zeros((2, 128), np.float32), np.zeros((2, 256)), np.zeros((2, 64))],
-                         ids=lambda x: f"{x.shape}-{x.dtype}")
+BAD_BLOCKS = [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32),
+              np.zeros((2, 128), np.float32), np.zeros((2, 256)), np.zeros((2, 64))]
+
+
+@pytest.mark.parametrize("x", BAD_BLOCKS, ids=lambda x: f"{x.shape}-{x.dtype}")
 @pytest.mark.parametrize("function", [quants.fwht, quants.rotate, quants.rotate_back])
 def test_numpy_rotation_refuses_other_shapes_and_dtypes(function, x):
     with pytest.raises(ValueError, match="need float32"):

@@ -1,4 +1,4 @@
-"""The numpy reference of ITQ3_T, ITQ2_T and their types of 64: the code, the encoder, and its equality with the C encoder byte for byte."""
+"""The numpy reference of ITQ3_T, ITQ2_T and their types of 64: the code, the encoder, and its equality with C byte for byte."""
 
 import numpy as np
 import pytest

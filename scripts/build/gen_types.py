@@ -100,8 +100,8 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
         later = [r["name"] for r in of_kind(types[i + 1 :], "weight") if r["block_size"] < row["block_size"]]
         if row.get("fallback") in set(names) - set(later):
             raise TableError(
-                f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be a stock type or a later row with smaller "
-                "blocks"
+                f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be a stock type or a later row with "
+                "smaller blocks"
             )
     return ids, bytes.fromhex(signs), types
 

@@ -49,7 +49,7 @@ def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def block_errors(type_name: str, blocks: np.ndarray) -> np.ndarray:
-    """Relative squared error of each block, float32 (n_blocks, n), as a row of its own; flat importances where a type needs them."""
+    """Relative squared error of each block, float32 (n_blocks, n), as a row of its own; with flat importances."""
     qtype, lib = parse_type(type_name, "--types"), _lib.load()
     stored = lib.dequantize(int(qtype), lib.quantize(int(qtype), blocks, imatrix=np.ones(blocks.shape[1], np.float32)), blocks.shape[1])
     return ((stored.astype(np.float64) - blocks) ** 2).sum(1) / (blocks.astype(np.float64) ** 2).sum(1)

@@ -81,8 +81,8 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
 
     writer.add_tensor("token_embd.weight", (rng.standard_normal((n_vocab, d)) * 0.02).astype(np.float16))
     writer.add_tensor("output_norm.weight", np.ones(d, np.float32))
-    matrices = {"attn_q": (n_head * head, d), "attn_k": (n_kv * head, d), "attn_v": (n_kv * head, d), "attn_output": (d, n_head * head),
-                "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+    matrices = {"attn_q": (n_head * head, d), "attn_k": (n_kv * head, d), "attn_v": (n_kv * head, d),
+                "attn_output": (d, n_head * head), "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
     if n_experts:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(n_used)

@@ -47,7 +47,7 @@ def fwht(x: np.ndarray) -> np.ndarray:
     """Normalised Walsh-Hadamard transform in Sylvester order of each row, of 256 or 64 points; its own inverse.
 
     x: float32 (n_blocks, 256) or (n_blocks, 64); returns a new array of the same shape and dtype. ValueError for other shapes
-    or dtypes. The order of additions is that of ggml_ext/ggml-ext-rotation.h: butterflies at strides 1, 2, 4, ..., the factor last.
+    or dtypes. The order of additions is that of ggml_ext/ggml-ext-rotation.h: strides 1, 2, 4, ..., the factor last.
     """
     x = as_blocks(x, np.float32, *BLOCK_SIZES).copy()
     n, stride = x.shape[1], 1
@@ -75,7 +75,7 @@ def rotate_back(x: np.ndarray) -> np.ndarray:
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Row sums of float32 (n_blocks, block_size) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
+    """Row sums of float32 (n_blocks, n) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
     n_blocks, n = terms.shape
     steps = terms.reshape(n_blocks, n // LANES, LANES)
     lanes = np.zeros((n_blocks, LANES), np.float32)
@@ -125,7 +125,7 @@ def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
 
 
 def pack_bits3(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse of unpack_bits3: uint8 (n_blocks, n), n 256 or 64. ValueError for other shapes or dtypes and for codes above 7."""
+    """Inverse of unpack_bits3: uint8 (n_blocks, 256 or 64). ValueError for other shapes or dtypes and for codes above 7."""
     codes = as_blocks(codes, np.uint8, *BLOCK_SIZES)
     if codes.size and codes.max() > 7:
         raise ValueError(f"code {codes.max()} does not fit in three bits")

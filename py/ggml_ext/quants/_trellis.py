@@ -191,7 +191,7 @@ class Trellis:
         return states
 
     def search_feedback(self, x: np.ndarray, d: np.ndarray, feedback: Feedback) -> np.ndarray:
-        """States for x, float32 (blocks, n) by step, under scales d (blocks,); trellis_search_feedback() of encode/trellis.h."""
+        """States for x, float32 (blocks, n) by step, under scales d (blocks,); trellis_search_feedback() in C."""
         states = np.empty(x.shape, np.int64)
         n_segments = self.n // SEGMENT
         errors = np.empty((n_segments, len(x), SEGMENT), np.float32)
