@@ -30,8 +30,9 @@ static inline std::string ggml_ext_recipe_name(const gguf_context * metadata, en
 }
 
 // "ITQ3_T - 3.0625 bpw" where the matrices of the blocks are of the file's type, whatever embeddings and output are, as for
-// stock types; otherwise "ITQ3_T, mixed - 4.14 bpw, 5.07 in all" or "ITQ3_T_M - 3.30 bpw, 3.92 in all": bits a weight of the
-// matrices of the blocks and of all tensors.
+// stock types, and "ITQ3_T - 3.14 bpw" where some or all are ITQ3_T64, the same code for rows that the type does not fit;
+// otherwise "ITQ3_T, mixed - 4.14 bpw, 5.07 in all" or "ITQ3_T_M - 3.30 bpw, 3.92 in all": bits a weight of the matrices of
+// the blocks and of all tensors.
 // name: that of the enum, perhaps with a prefix; weights: the loader's map of names to what has a tensor.
 template <typename Weights>
 std::string ggml_ext_ftype_name(const std::string & name, int ftype, const Weights & weights, const gguf_context * metadata) {
@@ -44,8 +45,9 @@ std::string ggml_ext_ftype_name(const std::string & name, int ftype, const Weigh
         default: return name; // a stock type
     }
 
-    double bits = 0, n_weights = 0, bits_all = 0, n_weights_all = 0;
-    bool   others = false;
+    const std::string in_64 = std::string(ggml_type_name(type)) + "64";
+    double bits = 0, bits_of_type = 0, n_weights = 0, bits_all = 0, n_weights_all = 0;
+    bool   others = false, shorter = false;
     for (const auto & it : weights) {
         const ggml_tensor * tensor = it.second.tensor;
         const std::string & tensor_name = it.first;
@@ -53,21 +55,26 @@ std::string ggml_ext_ftype_name(const std::string & name, int ftype, const Weigh
         n_weights_all += ggml_nelements(tensor);
         const bool is_weight = tensor_name.size() > 6 && tensor_name.compare(tensor_name.size() - 6, 6, "weight") == 0;
         if (is_weight && ggml_n_dims(tensor) >= 2 && tensor_name.find("blk.") != std::string::npos) { // as Plan.blocks_bpw()
-            bits      += 8.0*ggml_nbytes(tensor);
-            n_weights += ggml_nelements(tensor);
-            others = others || (ggml_is_quantized(tensor->type) && tensor->type != type);
+            const bool is_shorter = in_64 == ggml_type_name(tensor->type);
+            const enum ggml_type of_type = is_shorter ? tensor->type : type;
+            bits         += 8.0*ggml_nbytes(tensor);
+            bits_of_type += 8.0*ggml_type_size(of_type)/ggml_blck_size(of_type)*ggml_nelements(tensor);
+            n_weights    += ggml_nelements(tensor);
+            others  = others || (ggml_is_quantized(tensor->type) && tensor->type != of_type);
+            shorter = shorter || is_shorter;
         }
     }
     if (n_weights == 0) {
         return name;
     }
     const std::string prefix = name.substr(0, name.size() - strcspn(title, " "));
+    char text[64];
     // small matrices that stay in floats, such as expert routing, add some thousandths
-    if (!others && bits/n_weights < 1.01*8*ggml_type_size(type)/ggml_blck_size(type)) {
-        return prefix + title;
+    if (!others && bits < 1.01*bits_of_type) {
+        snprintf(text, sizeof(text), " - %.2f bpw", bits/n_weights);
+        return shorter ? name + text : prefix + title;
     }
     const std::string recipe = ggml_ext_recipe_name(metadata, type);
-    char text[64];
     snprintf(text, sizeof(text), " - %.2f bpw, %.2f in all", bits/n_weights, bits_all/n_weights_all);
     return (recipe.empty() ? name + ", mixed" : prefix + recipe) + text;
 }

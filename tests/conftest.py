@@ -144,11 +144,13 @@ def relative_mse(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(((actual - expected) ** 2).sum() / (expected**2).sum())
 
 
-def weighted_blocks(kind: str, n_blocks: int, decades: int, seed: int = 20240611) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian weights float32 (n_blocks, 256) and importances 10^-decades .. 10^decades, of the kind: "spread", seven of ten
-    "zeros", "all zero" or "huge"; with "ties" the weights are multiples of a quarter."""
+def weighted_blocks(
+    kind: str, n_blocks: int, decades: int, seed: int = 20240611, block_size: int = 256
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gaussian weights float32 (n_blocks, block_size) and importances 10^-decades .. 10^decades, of the kind: "spread", seven
+    of ten "zeros", "all zero" or "huge"; with "ties" the weights are multiples of a quarter."""
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((n_blocks, 256)).astype(np.float32)
+    x = rng.standard_normal((n_blocks, block_size)).astype(np.float32)
     importance = (10.0 ** rng.uniform(-decades, decades, x.shape)).astype(np.float32)
     if kind == "zeros":
         importance[rng.random(x.shape) < 0.7] = 0

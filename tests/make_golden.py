@@ -21,8 +21,9 @@ if path.exists() and not args.force:
     raise SystemExit(f"error: {path} exists; --force replaces it, which is a format break")
 
 info, lib, rng = TYPES[args.type], _lib.load(), np.random.default_rng(160)
-weights = np.concatenate([rng.standard_normal((6, 256)), rng.standard_t(4, (4, 256)), np.ones((1, 256)), np.eye(256)[:1],
-                          np.zeros((1, 256))]).astype(np.float32)
+n = info.block_size
+weights = np.concatenate([rng.standard_normal((6, n)), rng.standard_t(4, (4, n)), np.ones((1, n)), np.eye(n)[:1],
+                          np.zeros((1, n))]).astype(np.float32)
 encoded = lib.quantize(int(info.id), weights)
 blocks = rng.integers(0, 256, (16, info.block_bytes), np.uint8)
 # the first two halves of a block: ordinary, negative, subnormal, largest, zero
@@ -31,5 +32,5 @@ blocks[:8, :4] = pairs.view(np.uint8)
 blocks = np.concatenate([blocks, encoded])
 valid = np.array([lib.validate(int(info.id), b[None]) for b in blocks])
 blocks = blocks[valid]
-np.savez_compressed(path, weights=weights, encoded=encoded, blocks=blocks, decoded=lib.dequantize(int(info.id), blocks, 256))
+np.savez_compressed(path, weights=weights, encoded=encoded, blocks=blocks, decoded=lib.dequantize(int(info.id), blocks, n))
 print(f"{path}: {len(blocks)} blocks, {len(weights)} encoded")

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from test_imatrix import write_imatrix
 from test_inspect import inspect
 
-from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_file
+from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_file, quants
 from ggml_ext._accuracy import read_epsilons
 from ggml_ext._encode import largest_weight
 
@@ -108,6 +108,20 @@ def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, t
             assert relative_mse(decoded, w) <= 1, kind  # no worse than zeros
     rows = inspect(out, "--against", source)
     assert all(rows[name][-1] == "ok" and "nan" not in rows[name] for name in NAMES.values())
+
+
+@pytest.mark.parametrize("type_name", [name for name, info in WEIGHT_TYPES.items() if info.rotated])
+def test_the_largest_weights_survive_as_one_rotated_value(lib, type_name):
+    """Of sqrt(block size) times their magnitude: as well as small ones of this pattern, the hardest. Twice as large ones are
+    cut by the trellis types, whose codes lie around zero."""
+    info = TYPES[type_name]
+    x = largest_weight(GGMLQuantizationType[type_name.upper()]) * quants.SIGNS[None, : info.block_size]
+
+    def error(weights: np.ndarray) -> float:
+        return relative_mse(lib.dequantize(int(info.id), lib.quantize(int(info.id), weights), info.block_size), weights)
+
+    assert error(x) <= 1.01 * error(x / 64)
+    assert not info.trellis_mix or error(2 * x) > 1.03 * error(x / 64)
 
 
 @pytest.mark.parametrize("options", ["", *IMPORTANCES])

@@ -9,9 +9,9 @@ from enum import IntEnum
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, read_tensors, write_gguf
+from conftest import gaussian, quantize, read_tensors, relative_mse, write_gguf
 
-from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_types
+from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_types, quants
 from ggml_ext.quants import itq3_s
 
 ITQ3_S = gguf.GGMLQuantizationType(160)
@@ -59,6 +59,20 @@ def test_a_clash_with_gguf_is_refused(name, value):
     enum = IntEnum("Numbers", {"ONE": 1})
     with pytest.raises(ImportError, match="clashes with"):
         _gguf_types.add_enum_member(enum, name, value)
+
+
+@pytest.mark.parametrize("info", WEIGHT_TYPES.values(), ids=lambda t: t.name)
+def test_gguf_quants_know_every_block_size(info):
+    """Rows of three blocks, through gguf's own functions; one weight less is refused."""
+    qtype, n = gguf.GGMLQuantizationType(int(info.id)), info.block_size
+    x = gaussian(2, 3 * n)
+    data = gguf.quants.quantize(x, qtype)
+    assert data.shape == (2, 3 * info.block_bytes)
+    assert np.array_equal(data.reshape(-1, info.block_bytes), quants.reference(info.name).quantize_blocks(x.reshape(-1, n)))
+    error = relative_mse(gguf.quants.dequantize(data, qtype), x)
+    assert error <= 1.3 * info.usual_rel_mse
+    with pytest.raises(gguf.quants.QuantError, match=info.name.upper()):
+        gguf.quants.quantize(x[:, 1:], qtype)
 
 
 def test_gguf_quants_use_the_reference():

@@ -10,7 +10,7 @@ from conftest import ROOT, gaussian, quantize, read_tensors, tool, write_gguf
 from perplexity_run import imatrix as make_imatrix
 from test_bad_input import check_error, files, quantize_error, run_quantize
 
-from ggml_ext import _encode, _gguf_file, _imatrix
+from ggml_ext import _encode, _gguf_file, _imatrix, quants
 from ggml_ext._errors import UserError
 from ggml_ext._plan import TARGET_TYPES
 
@@ -130,6 +130,29 @@ def test_every_expert_has_its_own_importances(lib, tmp_path, monkeypatch, encode
     assert np.array_equal(read_tensors(tmp_path / "ours.gguf")[EXPERTS].data, read_tensors(theirs)[EXPERTS].data)
     plain = quantize(source, tmp_path / "plain.gguf", "--type", "ditto3", *up) and tmp_path / "plain.gguf"
     assert differing(tmp_path / "ours.gguf", plain) == {EXPERTS, DOWN} | ({UP} if encoder == "c" else set())
+
+
+@pytest.mark.parametrize("type_name", ["itq3_t", "itq2_t"])
+def test_importances_of_rows_of_64s(lib, tmp_path, type_name):
+    """Each block of 64 has the importances of its own columns, those of its expert: numpy writes what C writes, and a matrix
+    whose importances lie 64 columns further gives other bytes."""
+    source = write_gguf(tmp_path / "in.gguf", {EXPERTS: gaussian(2, 4, 576), UP: gaussian(8, 320, seed=2)})
+    entries = {EXPERTS: (importances(2, 576), [5, 2]), UP: (importances(1, 320), [4])}
+    for name, shift in (("im", 0), ("shifted", 64)):
+        path, rolled = tmp_path / f"{name}.gguf", {k: (np.roll(s, shift, axis=1), counts) for k, (s, counts) in entries.items()}
+        write_imatrix(path, rolled)
+        for encoder in ("c", "numpy"):
+            out = tmp_path / f"{name}-{encoder}.gguf"
+            quantize(source, out, "--type", type_name, "--imatrix", path, "--encoder", encoder)
+        assert not differing(tmp_path / f"{name}-c.gguf", tmp_path / f"{name}-numpy.gguf")
+    assert {t.tensor_type.name.lower() for t in read_tensors(tmp_path / "im-c.gguf").values()} == {f"{type_name}64"}
+    assert differing(tmp_path / "im-c.gguf", tmp_path / "shifted-c.gguf") == {EXPERTS, UP}
+    # block by block: the last expert's last block alone
+    importance = _imatrix.ImportanceMatrix(tmp_path / "im.gguf").values(EXPERTS)[1:, -64:]
+    weights = gaussian(2, 4, 576)[1, 3:, -64:].astype(np.float16).astype(np.float32)
+    expected = quants.reference(f"{type_name}64").quantize_blocks(weights, importance)
+    found = read_tensors(tmp_path / "im-c.gguf")[EXPERTS].data.reshape(8, -1)[-1, -expected.size :]
+    np.testing.assert_array_equal(found, expected[0])
 
 
 @pytest.mark.parametrize("qtype", [t for t in TARGET_TYPES.values() if _encode.Codec(None).can_encode(t) and t not in _encode.FLOAT_TYPES])

@@ -16,28 +16,28 @@ SEED = 20240611
 LEVELS = pytest.mark.parametrize("levels", [8, 3])
 
 
-def corpora() -> dict[str, np.ndarray]:
-    """float32 (n_blocks, 256) each: usual weights and every odd shape of a block."""
+def corpora(block_size: int = BLOCK_SIZE) -> dict[str, np.ndarray]:
+    """float32 (n_blocks, block_size) each: usual weights and every odd shape of a block."""
     rng = np.random.default_rng(SEED)
     n = 512
-    gaussian = rng.standard_normal((n, BLOCK_SIZE))
+    gaussian = rng.standard_normal((n, block_size))
     spread = 10.0 ** rng.uniform(-45, 38, (n, 1))
     with np.errstate(over="ignore", under="ignore"):
         corpus = {
             "gaussian": gaussian,
-            "student": rng.standard_t(4, (n, BLOCK_SIZE)),
-            "constant": np.ones((n, BLOCK_SIZE)) * rng.standard_normal((n, 1)),
-            "zero": np.zeros((4, BLOCK_SIZE)),
-            "minus_zero": np.where(rng.random((n, BLOCK_SIZE)) < 0.9, -0.0, rng.integers(-1, 2, (n, BLOCK_SIZE))),
-            "one_hot": np.eye(BLOCK_SIZE) * rng.standard_normal((BLOCK_SIZE, 1)),
+            "student": rng.standard_t(4, (n, block_size)),
+            "constant": np.ones((n, block_size)) * rng.standard_normal((n, 1)),
+            "zero": np.zeros((4, block_size)),
+            "minus_zero": np.where(rng.random((n, block_size)) < 0.9, -0.0, rng.integers(-1, 2, (n, block_size))),
+            "one_hot": np.eye(block_size) * rng.standard_normal((block_size, 1)),
             "huge": np.clip(gaussian * spread, -3e38, 3e38),
             "subnormal": gaussian * 1e-40,
             "half_subnormal": gaussian * 10.0 ** rng.uniform(-8, -4, (n, 1)),
-            "integers": rng.integers(-2, 3, (n, BLOCK_SIZE)),
+            "integers": rng.integers(-2, 3, (n, block_size)),
             "offset": gaussian + 100 * rng.standard_normal((n, 1)),
-            "outliers": gaussian * np.where(rng.random((n, BLOCK_SIZE)) < 0.01, 50, 1),
+            "outliers": gaussian * np.where(rng.random((n, block_size)) < 0.01, 50, 1),
             "not_finite": np.where(
-                rng.random((n, BLOCK_SIZE)) < 0.002, rng.choice([np.nan, np.inf, -np.inf], (n, 1)), gaussian
+                rng.random((n, block_size)) < 0.5 / block_size, rng.choice([np.nan, np.inf, -np.inf], (n, 1)), gaussian
             ),
         }
         return {name: x.astype(np.float32) for name, x in corpus.items()}

@@ -8,7 +8,7 @@ from conftest import gaussian, quantize, read_tensors, run_quantize, write_gguf
 from test_bad_input import check_error
 from test_inspect import inspect
 
-from ggml_ext import WEIGHT_TYPES
+from ggml_ext import TYPES, WEIGHT_TYPES
 
 # large weights among small ones are what CCQ2 serves worst
 OUTLIERS = ["blk.0.ffn_up.weight", "blk.1.ffn_up.weight"]
@@ -56,6 +56,20 @@ def test_fallback_above_replaces_those_tensors_alone(source, tmp_path):
     quantize(source, tmp_path / "asked.gguf", "--type", "ccq2", "--tensor-type", "ffn_up=iq4_nl")
     for name, tensor in read_tensors(tmp_path / "asked.gguf").items():
         np.testing.assert_array_equal(tensor.data, read_tensors(out)[name].data)
+
+
+@pytest.mark.parametrize("type_name", ["itq3_t", "itq3_t64", "itq2_t", "itq3_s", "ditto3", "ccq2"])
+def test_the_replacement_is_a_stock_type(lib, tmp_path, type_name):
+    """No type of 64, whose scales reach no further: weights of 1e-9 are noise to both. Also where rows of 576 have it."""
+    names = {n: f"blk.{i}.ffn_up.weight" for i, n in enumerate((512, 576))}
+    tensors = {name: 1e-9 * gaussian(4, n) for n, name in names.items()} | {"blk.0.attn_q.weight": gaussian(4, 576)}
+    source = write_gguf(tmp_path / "in.gguf", tensors, "F32")
+    result = quantize(source, tmp_path / "out.gguf", "--type", type_name, "--fallback-above", "1")
+    types = {name: t.tensor_type.name for name, t in read_tensors(tmp_path / "out.gguf").items()}
+    assert [types[name] for name in names.values()] == ["IQ4_NL", "IQ4_NL"]
+    before = TYPES[type_name].fallback if TYPES[type_name].block_size == 256 else type_name
+    assert f": iq4_nl instead of {type_name} for the errors" in result.stdout
+    assert f": iq4_nl instead of {before} for the errors" in result.stdout
 
 
 def test_epsilon_covers_what_fell_back(tmp_path):

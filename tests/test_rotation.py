@@ -1,4 +1,4 @@
-"""The rotation, signs and a 256-point Walsh-Hadamard transform, and the activation type that carries it."""
+"""The rotation, signs and a Walsh-Hadamard transform of 256 or 64 points, and the activation type that carries it."""
 
 from __future__ import annotations
 
@@ -20,50 +20,60 @@ except ModuleNotFoundError:
     import tomli as tomllib
 
 
-def sylvester() -> np.ndarray:
-    """H by its definition, float64: H[i][j] = (-1)^popcount(i & j)/16."""
-    i = np.arange(256)
+SIZES = pytest.mark.parametrize("n", [256, 64])
+
+
+def sylvester(n: int) -> np.ndarray:
+    """H by its definition, float64: H[i][j] = (-1)^popcount(i & j)/sqrt(n)."""
+    i = np.arange(n)
     bits = (i[:, None] & i[None, :])
-    return (1 - 2 * (np.array([bin(v).count("1") for v in bits.ravel()]).reshape(256, 256) % 2)) / 16.0
+    return (1 - 2 * (np.array([bin(v).count("1") for v in bits.ravel()]).reshape(n, n) % 2)) / np.sqrt(n)
 
 
-def rotation() -> np.ndarray:
-    """R = H S by its definition, float64; the signs from the text of the table."""
+def rotation(n: int) -> np.ndarray:
+    """R = H S by its definition, float64; the signs, the first n, from the text of the table."""
     words = int.from_bytes(bytes.fromhex(tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["rotation"]["signs"]), "little")
-    return sylvester() * np.array([-1.0 if words >> j & 1 else 1.0 for j in range(256)])
+    return sylvester(n) * np.array([-1.0 if words >> j & 1 else 1.0 for j in range(n)])
 
 
-def test_rotation_equals_its_matrix(lib):
-    """Eight rounded stages: each output is off by at most 8 u sum|x_j|/16 (u = 2^-24)."""
-    x = np.random.default_rng(1).standard_normal((50, 256)).astype(np.float32)
-    bound = 8 * F32_U * np.abs(x.astype(np.float64)).sum(1, keepdims=True) / 16
-    assert (np.abs(lib.rotate(x) - x.astype(np.float64) @ rotation().T) <= bound).all()
-    assert (np.abs(lib.rotate_back(x) - x.astype(np.float64) @ rotation()) <= bound).all()
+@SIZES
+def test_rotation_equals_its_matrix(lib, n):
+    """log2(n) rounded stages: each output is off by at most log2(n) u sum|x_j|/sqrt(n) (u = 2^-24)."""
+    x = np.random.default_rng(1).standard_normal((50, n)).astype(np.float32)
+    bound = np.log2(n) * F32_U * np.abs(x.astype(np.float64)).sum(1, keepdims=True) / np.sqrt(n)
+    assert (np.abs(lib.rotate(x) - x.astype(np.float64) @ rotation(n).T) <= bound).all()
+    assert (np.abs(lib.rotate_back(x) - x.astype(np.float64) @ rotation(n)) <= bound).all()
 
 
-def test_rotation_of_unit_vectors_is_exact(lib):
-    np.testing.assert_array_equal(lib.rotate(np.eye(256, dtype=np.float32)), rotation().T.astype(np.float32))
-    np.testing.assert_array_equal(lib.rotate_back(np.eye(256, dtype=np.float32)), rotation().astype(np.float32))
+@SIZES
+def test_rotation_of_unit_vectors_is_exact(lib, n):
+    np.testing.assert_array_equal(lib.rotate(np.eye(n, dtype=np.float32)), rotation(n).T.astype(np.float32))
+    np.testing.assert_array_equal(lib.rotate_back(np.eye(n, dtype=np.float32)), rotation(n).astype(np.float32))
 
 
-def test_rotation_is_undone_and_keeps_norms_and_products(lib):
-    """Sums of 256 integers below 1000 are exact in float32, and so is the factor: no tolerance."""
-    x, y = np.random.default_rng(2).integers(-1000, 1000, (2, 64, 256)).astype(np.float32)
+@SIZES
+def test_rotation_is_undone_and_keeps_norms_and_products(lib, n):
+    """Sums of n integers below 1000 are exact in float32, and so is the factor: no tolerance."""
+    x, y = np.random.default_rng(2).integers(-1000, 1000, (2, 64, n)).astype(np.float32)
     rx, ry = lib.rotate(x), lib.rotate(y)
     np.testing.assert_array_equal(lib.rotate_back(rx), x)
     np.testing.assert_array_equal(lib.rotate(lib.rotate_back(x)), x)
     np.testing.assert_array_equal((rx.astype(np.float64) * ry).sum(1), (x.astype(np.float64) * y).sum(1))
 
 
-def test_numpy_rotation_is_bit_equal(lib):
-    x = np.random.default_rng(3).standard_normal((50, 256)).astype(np.float32)
+@SIZES
+def test_numpy_rotation_is_bit_equal(lib, n):
+    x = np.random.default_rng(3).standard_normal((50, n)).astype(np.float32)
     x[0, ::3] = 0  # of either sign
     for ours, theirs in ((quants.rotate, lib.rotate), (quants.rotate_back, lib.rotate_back)):
         np.testing.assert_array_equal(ours(x).view(np.uint32), theirs(x).view(np.uint32))
 
 
-@pytest.mark.parametrize("x", [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32), np.zeros((2, 256))],
-                         ids=lambda x: f"{x.shape}-{x.dtype}")
+BAD_BLOCKS = [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32),
+              np.zeros((2, 128), np.float32), np.zeros((2, 256)), np.zeros((2, 64))]
+
+
+@pytest.mark.parametrize("x", BAD_BLOCKS, ids=lambda x: f"{x.shape}-{x.dtype}")
 @pytest.mark.parametrize("function", [quants.fwht, quants.rotate, quants.rotate_back])
 def test_numpy_rotation_refuses_other_shapes_and_dtypes(function, x):
     with pytest.raises(ValueError, match="need float32"):

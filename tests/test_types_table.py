@@ -20,17 +20,17 @@ NEW_TYPE = """
 name        = "test_w"
 id          = 170
 kind        = "weight"
-block_bytes = 66
+block_size  = 64
+block_bytes = 18
 activation  = "q8_kr"
 rotated     = false
 unpack_min  = -3
 unpack_max  = 3
 group       = 64
-has_offset  = false
 fallback    = "q4_0"
 token_embd  = "q3_k"
 output      = "q6_k"
-title       = "TEST_W - 2.0625 bpw"
+title       = "TEST_W - 2.25 bpw"
 about       = "a \\"quoted\\" description"
 usual_rel_mse = 0.1
 fixture_rel_mse = 0.1
@@ -95,18 +95,18 @@ def test_a_new_row_reaches_every_file(tree):
         "P##TEST_W = 170,",
         "X(TEST_W, test_w)",
         "case GGML_TYPE_TEST_W:",
-        "#define GGML_EXT_TEST_W_HAS_OFFSET 0",
+        "#define GGML_EXT_TEST_W_BLOCK_SIZE 64",
         "#define GGML_EXT_TEST_W_UNPACK_MIN -3",
-        '#define GGML_EXT_TEST_W_TITLE "TEST_W - 2.0625 bpw"',
+        '#define GGML_EXT_TEST_W_TITLE "TEST_W - 2.25 bpw"',
     ):
         assert text in header
     namespace = {"__name__": "types_of_the_copy"}
     sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look their module up
     exec((tree / MODULE).read_text(), namespace)
     info = namespace["WEIGHT_TYPES"]["test_w"]
-    assert (info.id, info.block_bytes, info.bpw, info.about) == (170, 66, 2.0625, 'a "quoted" description')
+    assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (170, 64, 18, 2.25, 'a "quoted" description')
     formats = (tree / "docs/formats.md").read_text()
-    assert '| `TEST_W` | 170 | 66 | 2.0625 | a "quoted" description |' in formats
+    assert '| `TEST_W` | 170 | 64 | 18 | 2.25 | a "quoted" description |' in formats
     assert formats.startswith("before\n") and formats.endswith("after\n") and "old" not in formats
 
 
@@ -117,7 +117,12 @@ def test_a_new_row_reaches_every_file(tree):
         ("id          = 170", "id          = 42", "id 42 is not in 160..191"),
         ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
         ("group       = 64\n", "", "field 'group' is None"),
-        ("block_bytes = 66", 'block_bytes = "66"', "field 'block_bytes' is '66'"),
+        ("block_bytes = 18", 'block_bytes = "18"', "field 'block_bytes' is '18'"),
+        ("block_size  = 64", "block_size  = 128", "block_size is 128, must be 256 or 64"),
+        ("block_size  = 64\n", "", "field 'block_size' is None"),
+        ('"q4_0"', '"itq3_s"', "fallback is 'itq3_s', must be a stock type or a later row with smaller blocks"),
+        ('"q4_0"', '"q8_kr"', "fallback is 'q8_kr', must be a stock type or a later row with smaller blocks"),
+        ("fns_limits =", 'trellis_code = "itq3_s"\nfns_limits =', "trellis_code is 'itq3_s', must be a type with trellis_mix"),
         ('"iq3_s"', '"iq3_zz"', "fns_limits is 'iq3_zz'"),
         ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
         ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),

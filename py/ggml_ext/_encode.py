@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,14 +25,14 @@ T = GGMLQuantizationType
 def largest_weight(qtype: GGMLQuantizationType) -> float:
     """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or bytes, up to 240.
 
-    A rotated value is at most sqrt(256) = 16 times the largest weight, and the codes span twice that.
+    A rotated value is at most sqrt(block size), 16 or 8, times the largest weight, and the codes span twice that.
     """
     if qtype in (T.F32, T.BF16):
         return np.inf
     info = TYPES.get(qtype.name.lower())
     if info and info.rotated:
         largest_scale = quants.E5M3_MAX if info.trellis_mix else quants.HALF_MAX
-        return float(largest_scale) * (info.unpack_max - info.unpack_min) / 32
+        return float(largest_scale) * (info.unpack_max - info.unpack_min) / (2 * math.sqrt(info.block_size))
     return float(quants.HALF_MAX)
 
 
@@ -120,13 +121,10 @@ class Codec:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
             importance = np.broadcast_to(importance, rows.shape).reshape(-1, info.block_size)
-        trellis = {"passes": self.trellis_passes}
-        options = {
-            T.ITQ3_S: {"levels": self.itq3_levels},
-            T.DITTO3: {"codebook": codebook},
-            T.ITQ3_T: trellis,
-            T.ITQ2_T: trellis,
-        }.get(qtype, {})
+        if info.trellis_mix:
+            options = {"passes": self.trellis_passes}
+        else:
+            options = {T.ITQ3_S: {"levels": self.itq3_levels}, T.DITTO3: {"codebook": codebook}}.get(qtype, {})
         blocks = quants.reference(info.name).quantize_blocks(rows.reshape(-1, info.block_size), importance, **options)
         return blocks.reshape(len(rows), -1)
 

@@ -2,12 +2,13 @@
 
 Source of the rules and lists: llama.cpp, src/llama-quant.cpp, tensor_allows_quantization(), tensor_type_fallback(),
 tensor_requires_imatrix() and llama_tensor_get_type(). Where those ask for the file type (ftype), ours has the row of
-its type in the table: `token_embd`, `output` and `fallback`.
+its type in the table: `token_embd`, `output` and `fallback`, which is followed until a type fits.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -92,7 +93,7 @@ ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
 IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
 TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
-# For rows that are no multiple of the block; beside the `fallback` of our own types.
+# For rows that are no multiple of the block; beside the `fallback` of our own types. F16 follows.
 STOCK_FALLBACKS = {
     T.IQ1_S: T.IQ4_NL,
     T.IQ1_M: T.IQ4_NL,
@@ -172,13 +173,26 @@ class Fallback:
     wanted: GGMLQuantizationType
     got: GGMLQuantizationType
 
+    @property
+    def is_loss(self) -> bool:
+        """False where one of our own types has shorter blocks: about as many bits and no larger errors."""
+        return _info(self.got) is None
+
+    @property
+    def is_same_code(self) -> bool:
+        """True for itq3_t64 in place of itq3_t and the like: the type asked for in shorter blocks."""
+        wanted, got = _info(self.wanted), _info(self.got)
+        return bool(wanted and got and got.trellis_mix) and wanted.trellis_mix == got.trellis_mix
+
     def describe(self, names: list[str]) -> str:
         """For the tensors with these names, on one line."""
-        return describe_tensors(
-            names,
-            f", rows of {self.n_per_row}: {self.got.name.lower()} instead of {self.wanted.name.lower()}, which needs a "
-            f"multiple of {GGML_QUANT_SIZES[self.wanted][0]}",
-        )
+        got, wanted, rows = self.got.name.lower(), self.wanted.name.lower(), f", rows of {self.n_per_row}"
+        if not self.is_loss:
+            return describe_tensors(names, f"{rows}: {got} ({_info(self.got).bpw:g} bpw) in place of {wanted}")
+        needed = str(GGML_QUANT_SIZES[self.wanted][0])
+        for shorter in filter(_info, fallback_chain(self.wanted)):
+            needed += f" (as {shorter.name.lower()} of {_info(shorter).block_size})"
+        return describe_tensors(names, f"{rows}: {got} instead of {wanted}, which needs a multiple of {needed}")
 
 
 @dataclass
@@ -195,10 +209,6 @@ class Plan:
     inaccurate: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], list[str]] = field(default_factory=dict)
     importance: set[str] = field(default_factory=set)  # names of tensors that are encoded with an importance matrix
 
-    @property
-    def fallback_names(self) -> list[str]:
-        return [name for names in self.fallbacks.values() for name in names]
-
     def add(self, tensor: Tensor, wanted: GGMLQuantizationType, got: GGMLQuantizationType) -> None:
         """The next tensor of the file."""
         self.wanted.append(wanted)
@@ -207,9 +217,9 @@ class Plan:
             self.fallbacks.setdefault(Fallback(tensor.ne[0], wanted, got), []).append(tensor.name)
 
     def replace_inaccurate(self, i: int) -> None:
-        """Tensor i gets its type's fallback: it was encoded, and its error was too large."""
+        """Tensor i gets what takes the place of its type: it was encoded, and its error was too large."""
         tensor, target = self.tensors[i], self.types[i]
-        self.types[i] = fallback_type(tensor, target)
+        self.types[i] = replacement_type(tensor, target)
         self.inaccurate.setdefault((target, self.types[i]), []).append(tensor.name)
 
     def blocks_bpw(self, types: list[GGMLQuantizationType]) -> float | None:
@@ -272,11 +282,33 @@ def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied
     return choices.type
 
 
+def _info(qtype: GGMLQuantizationType) -> TypeInfo | None:
+    """The row of one of our types."""
+    return TYPES.get(qtype.name.lower())
+
+
+def fallback_chain(target: GGMLQuantizationType) -> Iterator[GGMLQuantizationType]:
+    """Its fallback, the fallback of that and so on: of itq3_t itq3_t64, iq4_nl, f16."""
+    while target != T.F16:
+        info = _info(target)
+        target = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target, T.F16)
+        yield target
+
+
 def fallback_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
-    """What takes the place of a type that does not serve a tensor: its fallback, or F16 where there is none that fits."""
-    info = TYPES.get(target.name.lower())
-    fallback = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target, T.F16)
-    return fallback if tensor.ne[0] % GGML_QUANT_SIZES[fallback][0] == 0 else T.F16
+    """What takes the place of a type in rows that it does not fit: the first of its fallbacks that does."""
+    return next(t for t in fallback_chain(target) if tensor.ne[0] % GGML_QUANT_SIZES[t][0] == 0)
+
+
+def stock_fallback(target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """What takes the place of a type of ours whose error is too large: not another one, which has the same limits of scale."""
+    return next(t for t in fallback_chain(target) if _info(t) is None)
+
+
+def replacement_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """stock_fallback() if it fits the rows, or F16."""
+    stock = stock_fallback(target)
+    return stock if tensor.ne[0] % GGML_QUANT_SIZES[stock][0] == 0 else T.F16
 
 
 def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:

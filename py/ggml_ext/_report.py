@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from ._accuracy import Accuracy
 from ._gguf_file import Tensor, row_bytes
 from ._names import describe_tensors, shorten, tensor_class
-from ._plan import Choices, Plan
+from ._plan import Choices, Fallback, Plan, stock_fallback
 from ._types import WEIGHT_TYPES
 from ._writer import MIB
 
@@ -99,14 +99,24 @@ def _outcome(plan: Plan, choices: Choices) -> list[str]:
     if not plan.fallbacks and not plan.inaccurate:
         return ["", f"{choices.name} as asked: {blocks}{in_all}"]
     lines = ["", f"asked for {choices.name}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}"]
-    if plan.fallbacks:
-        lengths = ", ".join(map(str, sorted({f.n_per_row for f in plan.fallbacks})))
-        lines.append(
-            f"{len(plan.fallback_names)} of {plan.n_matrices} matrices fell back for their rows of {lengths}; --no-fallback "
-            "refuses that"
-        )
+    lines += _fallback_outcomes(plan)
     for (wanted, got), names in plan.inaccurate.items():
         lines.append(describe_tensors(names, f": {got.name.lower()} instead of {wanted.name.lower()} for the errors"))
+    return lines
+
+
+def _fallback_outcomes(plan: Plan) -> list[str]:
+    """A line for each pair of our own types and one for all that fell back to stock types."""
+    groups: dict[str, list[Fallback]] = {}
+    for f in plan.fallbacks:
+        what = "fell back" if f.is_loss else f"took {f.got.name.lower()} in place of {f.wanted.name.lower()}"
+        groups.setdefault(what, []).append(f)
+    lines = []
+    for what, of_group in groups.items():
+        n = sum(len(plan.fallbacks[f]) for f in of_group)
+        lengths = ", ".join(map(str, sorted({f.n_per_row for f in of_group})))
+        refused = "" if all(f.is_same_code for f in of_group) else "; --no-fallback refuses that"
+        lines.append(f"{n} of {plan.n_matrices} matrices {what} for their rows of {lengths}{refused}")
     return lines
 
 
@@ -139,10 +149,16 @@ def error_warnings(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
     for target, errors in found.items():
         info = WEIGHT_TYPES[target.name.lower()]
         said = f": relative squared error up to {max(errors.values()):.3g} as {info.name}, usual {info.usual_rel_mse:g}"
-        lines.append(f"{describe_tensors(list(errors), said)}; --fallback-above {WARN_ABOVE} stores such as {info.fallback}")
+        lines.append(f"{describe_tensors(list(errors), said)}; --fallback-above {WARN_ABOVE} stores such as "
+                     f"{stock_fallback(target).name.lower()}")
     return lines
 
 
-def fallback_warnings(plan: Plan) -> list[str]:
-    """One line for each length of rows and pair of types."""
-    return [fallback.describe(names) for fallback, names in plan.fallbacks.items()]
+def fallback_lines(plan: Plan) -> list[str]:
+    """One line for each length of rows and pair of types: a note where it is no loss, else a warning."""
+    return [f"{'warning' if f.is_loss else 'note'}: {f.describe(names)}" for f, names in plan.fallbacks.items()]
+
+
+def refused_fallback(plan: Plan) -> str | None:
+    """The first that --no-fallback refuses, if there is one."""
+    return next((f.describe(names) for f, names in plan.fallbacks.items() if not f.is_same_code), None)

@@ -16,7 +16,7 @@ from ._cli import Parser, add_threads_option, add_version_option, check_threads,
 from ._encode import Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
-from ._plan import ACTIVATION_TYPES, INTEGER_TYPES, fallback_type
+from ._plan import ACTIVATION_TYPES, INTEGER_TYPES, replacement_type
 from ._writer import MIB, map_in_order, row_chunks
 
 T = GGMLQuantizationType
@@ -62,7 +62,7 @@ def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
 
 def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
     """UserError for a recorded epsilon that is no bound, or of no DITTO3 tensor or one that --fallback-above replaced."""
-    ditto3 = {t.name for t in file.tensors if t.type in (T.DITTO3, fallback_type(t, T.DITTO3))}
+    ditto3 = {t.name for t in file.tensors if t.type in (T.DITTO3, replacement_type(t, T.DITTO3))}
     for name, epsilon in epsilons.items():
         if name not in ditto3:
             raise UserError(f"{file.path} records an epsilon for {name}, which is no ditto3 tensor: quantize the model again")

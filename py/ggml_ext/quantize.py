@@ -20,15 +20,16 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
 from ._imatrix import ImportanceMatrix
 from ._names import unknown_type
-from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, fallback_type, make_plan, parse_type, plan_importance
+from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance, replacement_type
 from ._recipes import RECIPES
-from ._report import WARN_ABOVE, columns, error_warnings, fallback_warnings, summary, tensor_lines
+from ._report import WARN_ABOVE, columns, error_warnings, fallback_lines, refused_fallback, summary, tensor_lines
 from ._types import WEIGHT_TYPES
 from ._writer import data_size, replaced_file, write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 T = GGMLQuantizationType
 CODEBOOKS = ("block", "tensor")
+TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_mix]
 WAY_OUT = "pass --quiet if nobody reads it"
 
 
@@ -67,10 +68,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--fallback-above",
         metavar="X",
         type=float,
-        help="give tensors whose relative squared error is more than X times what is usual for their type its fallback type; "
-        f"without it errors above {WARN_ABOVE} times the usual are a warning",
+        help="store tensors whose relative squared error is more than X times what is usual for their type in a stock type, "
+        f"iq4_nl; without it errors above {WARN_ABOVE} times the usual are a warning",
     )
-    add("--no-fallback", action="store_true", help="refuse a model with rows that the types do not fit")
+    add(
+        "--no-fallback",
+        action="store_true",
+        help="refuse a model with rows that the types do not fit; itq3_t64 in place of itq3_t and itq2_t64 in place of itq2_t, "
+        "the same codes in blocks of 64, are not refused",
+    )
     add("--leave-output-tensor", action="store_true", help="leave output.weight as it is")
     add(
         "--allow-requantize",
@@ -94,7 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--effort",
         metavar=f"{{{','.join(EFFORTS)}}}",
         default="normal",
-        help=f"itq3_t, itq2_t: scales tried for each block: {', '.join(f'{n} ({k})' for k, n in EFFORTS.items())}; default normal",
+        help=f"{', '.join(TRELLIS_TYPES)}: scales tried for each block: {', '.join(f'{n} ({k})' for k, n in EFFORTS.items())}; "
+        "default normal",
     )
     add_threads_option(parser)
     add(
@@ -107,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("-f", "--force", action="store_true", help="replace OUT if it exists")
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
     add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
-    add("-q", "--quiet", action="store_true", help="print errors and warnings only, and none about fallbacks")
+    add("-q", "--quiet", action="store_true", help="print errors and warnings only, and nothing about fallbacks")
     add_version_option(parser)
     return parser
 
@@ -178,7 +185,7 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
     codec = Codec(lib, args.itq3_levels, args.ditto_codebook, args.effort)
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         if lib is None and args.fallback_above is not None and target != tensor.type and target.name.lower() in WEIGHT_TYPES:
-            fallback = fallback_type(tensor, target)
+            fallback = replacement_type(tensor, target)
             if not codec.can_encode(fallback):
                 raise UserError(
                     f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
@@ -199,13 +206,8 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
 
 def describe_options(args: argparse.Namespace, plan: Plan) -> str:
     """The options that decide the bytes of the output, for the file's record."""
-    effort = f"effort={args.effort}"
-    of_types = {
-        T.ITQ3_S: f"itq3-levels={args.itq3_levels}",
-        T.DITTO3: f"ditto-codebook={args.ditto_codebook}",
-        T.ITQ3_T: effort,
-        T.ITQ2_T: effort,
-    }
+    of_types = {T.ITQ3_S: f"itq3-levels={args.itq3_levels}", T.DITTO3: f"ditto-codebook={args.ditto_codebook}"}
+    of_types |= {T[name.upper()]: f"effort={args.effort}" for name in TRELLIS_TYPES}
     options = list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
     if args.fallback_above is not None:
         options.append(f"fallback-above={args.fallback_above:g}")
@@ -270,17 +272,17 @@ def run(args: argparse.Namespace) -> None:
     output = None if args.dry_run else check_output(args.input, args.output, args.force)
     imatrix = None if args.imatrix is None else ImportanceMatrix(args.imatrix)
     plan = make_plan(file, choices)
-    if args.no_fallback and plan.fallbacks:
+    if args.no_fallback and (refused := refused_fallback(plan)):
         raise UserError(
-            f"--no-fallback: {fallback_warnings(plan)[0]}; choose another type with --tensor-type REGEX=TYPE, or leave out "
+            f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out "
             "--no-fallback"
         )
     plan_importance(plan, imatrix)
     if imatrix is not None and T.ITQ3_S in plan.types:
         plan.warnings.append("--imatrix changes no itq3_s tensor: it describes weights before their rotation")
     codec = None if args.dry_run else load_codec(args, plan)
-    for warning in [*([] if args.quiet else fallback_warnings(plan)), *plan.warnings]:
-        print(f"warning: {warning}", file=sys.stderr)
+    for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {warning}" for warning in plan.warnings)]:
+        print(line, file=sys.stderr)
 
     def report(text: str) -> None:
         if not args.quiet:

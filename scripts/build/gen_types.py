@@ -95,6 +95,14 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
         values = [row[field] for row in types]
         if twice := sorted({str(v) for v in values if values.count(v) > 1}):
             raise TableError(f"{TABLE}: {field} {', '.join(twice)} is used twice")
+    for i, row in enumerate(types):
+        # so that every chain of fallbacks ends, and one pass over the rows follows it, as llama-quantize's patch does
+        later = [r["name"] for r in of_kind(types[i + 1 :], "weight") if r["block_size"] < row["block_size"]]
+        if row.get("fallback") in set(names) - set(later):
+            raise TableError(
+                f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be a stock type or a later row with "
+                "smaller blocks"
+            )
     return ids, bytes.fromhex(signs), types
 
 

@@ -4,6 +4,7 @@
     families.py [--types itq3_t,itq3_s,itq2_t,q3_k,iq3_s,q2_k] [--json FILE] [--beside FILE]
 
 Prints the largest relative squared error of a block of each family, and of all Gaussian blocks together in the last line.
+Types of 64 weights a block see families of blocks of 64, all others of 256.
 --beside takes the JSON of an earlier run, of another build (GGML_EXT_LIB_DIR), and shows its figures in brackets.
 """
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_ext import _lib
+from ggml_ext import TYPES, _lib
 from ggml_ext._cli import run_script
 from ggml_ext._plan import parse_type
+from ggml_ext._types import MAX_BLOCK_SIZE
 
 
 def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -47,7 +49,7 @@ def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def block_errors(type_name: str, blocks: np.ndarray) -> np.ndarray:
-    """Relative squared error of each block, float32 (n_blocks, 256), as a row of its own; flat importances where a type needs them."""
+    """Relative squared error of each block, float32 (n_blocks, n), as a row of its own; with flat importances."""
     qtype, lib = parse_type(type_name, "--types"), _lib.load()
     stored = lib.dequantize(int(qtype), lib.quantize(int(qtype), blocks, imatrix=np.ones(blocks.shape[1], np.float32)), blocks.shape[1])
     return ((stored.astype(np.float64) - blocks) ** 2).sum(1) / (blocks.astype(np.float64) ** 2).sum(1)
@@ -59,8 +61,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--beside", type=Path)
     args = parser.parse_args()
-    types, of = args.types.split(","), families(256, 64)
-    found = {name: {t: (lambda e: float(e.mean() if name == "Gaussian" else e.max()))(block_errors(t, x)) for t in types} for name, x in of.items()}
+    types, of = args.types.split(","), {n: families(n, 64) for n in (MAX_BLOCK_SIZE, 64)}
+
+    def error(type_name: str, family: str) -> float:
+        n = TYPES[type_name].block_size if type_name in TYPES else MAX_BLOCK_SIZE
+        errors = block_errors(type_name, of[n][family])
+        return float(errors.mean() if family == "Gaussian" else errors.max())
+
+    found = {family: {t: error(t, family) for t in types} for family in of[64]}
     before = json.loads(args.beside.read_text()) if args.beside else {}
     print(f"| family | {' | '.join(t.upper() for t in types)} |\n|" + " --- |" * (1 + len(types)))
     for name, row in found.items():

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Write a synthetic Llama of one weight type, for speed runs only: random weights in the block shapes of a real model.
 
-    synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]     shapes: llama-3.2-1b, llama-3.1-8b, olmoe-1b-7b
+    synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
+    shapes: llama-3.2-1b, llama-3.1-8b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b
+
+The last two have rows that are no multiple of 256, all or some: they get the type's fallback, as from the quantizer.
 
 Encoding hundreds of millions of weights would take minutes in some stock types and no kernel's speed depends on their
 values, so 64 distinct rows are encoded and repeated. Embeddings and output stay F16 with the small vocabulary of the
@@ -20,24 +23,34 @@ import numpy as np
 import ggml_ext  # noqa: F401  teaches gguf our types
 from ggml_ext import _lib
 from ggml_ext._cli import run_script
-from ggml_ext._plan import parse_type
+from ggml_ext._gguf_file import Tensor
+from ggml_ext._plan import Fallback, fit_to_row, parse_type
 
 ROOT = Path(__file__).resolve().parents[2]
-# embedding, feed-forward, head size, heads, key-value heads, experts, experts of a token
+# embedding, feed-forward (of an expert), head size, heads, key-value heads, experts, experts of a token
 SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
-          "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8)}
+          "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8), "gpt-oss-20b": (2880, 2880, 64, 64, 8, 32, 4),
+          "qwen2.5-0.5b": (896, 4864, 64, 14, 2, 0, 0)}
 DISTINCT_ROWS = 64
 
 
 def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers: int = 8) -> None:
-    """Write the model; UserError for unknown names of types."""
+    """Write the model, and a line for each length of rows in another type; UserError for unknown names of types."""
     d, ff, head, n_head, n_kv, n_experts, n_used = SHAPES[shape]
     qtype = parse_type(type_name, "TYPE")
     lib = _lib.load()
     rng = np.random.default_rng(0)
 
+    fallbacks: dict[Fallback, list[str]] = {}
+
+    def type_of(name: str, n_rows: int, n_per_row: int) -> gguf.GGMLQuantizationType:
+        got = fit_to_row(Tensor(name, (n_per_row, n_rows), gguf.GGMLQuantizationType.F16, 0, 0), qtype)
+        if got != qtype:
+            fallbacks.setdefault(Fallback(n_per_row, qtype, got), []).append(name)
+        return got
+
     @functools.cache  # blocks share their bytes: files are larger than memory
-    def rows(n_rows: int, n_per_row: int) -> np.ndarray:
+    def rows(n_rows: int, n_per_row: int, qtype: gguf.GGMLQuantizationType) -> np.ndarray:
         base = (rng.standard_normal((DISTINCT_ROWS, n_per_row)) * 0.02).astype(np.float32)
         if qtype == gguf.GGMLQuantizationType.F16:
             encoded = base.astype(np.float16)
@@ -53,6 +66,8 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
     writer.add_feed_forward_length(ff)
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_kv)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
     writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -66,8 +81,8 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
 
     writer.add_tensor("token_embd.weight", (rng.standard_normal((n_vocab, d)) * 0.02).astype(np.float16))
     writer.add_tensor("output_norm.weight", np.ones(d, np.float32))
-    matrices = {"attn_q": (d, d), "attn_k": (n_kv * head, d), "attn_v": (n_kv * head, d), "attn_output": (d, d),
-                "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+    matrices = {"attn_q": (n_head * head, d), "attn_k": (n_kv * head, d), "attn_v": (n_kv * head, d),
+                "attn_output": (d, n_head * head), "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
     if n_experts:
         writer.add_expert_count(n_experts)
         writer.add_expert_used_count(n_used)
@@ -75,11 +90,14 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(d, np.float32))
         for name, (n_rows, n_per_row) in matrices.items():
-            if n_experts and name.startswith("ffn"):
-                experts = rows(n_experts * n_rows, n_per_row).reshape(n_experts, n_rows, -1)
-                writer.add_tensor(f"blk.{layer}.{name}_exps.weight", experts, raw_dtype=qtype)
+            is_expert = n_experts and name.startswith("ffn")
+            full_name = f"blk.{layer}.{name}{'_exps' if is_expert else ''}.weight"
+            of_row = type_of(full_name, n_rows, n_per_row)
+            if is_expert:
+                experts = rows(n_experts * n_rows, n_per_row, of_row).reshape(n_experts, n_rows, -1)
+                writer.add_tensor(full_name, experts, raw_dtype=of_row)
             else:
-                writer.add_tensor(f"blk.{layer}.{name}.weight", rows(n_rows, n_per_row), raw_dtype=qtype)
+                writer.add_tensor(full_name, rows(n_rows, n_per_row, of_row), raw_dtype=of_row)
         if n_experts:
             router = (rng.standard_normal((n_experts, d)) * 0.02).astype(np.float32)
             writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
@@ -87,6 +105,8 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    for fallback, names in fallbacks.items():
+        print(fallback.describe(names), file=sys.stderr)
 
 
 def main() -> None:

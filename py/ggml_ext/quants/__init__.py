@@ -1,6 +1,6 @@
 """numpy references of the weight types, one module a type, and what they share.
 
-A module <type>.py supplies, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes):
+A module <type>.py supplies, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes), of the type's own sizes:
     unpack(blocks)                        the unpack contract: codes, scale and offset
     dequantize_blocks(blocks)             weights
     quantize_blocks(weights, importance)  blocks, the same bytes as the C encoder ggml_ext/encode/<type>.c; importance
@@ -18,11 +18,12 @@ import numpy as np
 
 from .._types import ROTATION_SIGNS
 
-BLOCK_SIZE = 256
+BLOCK_SIZE = 256         # of ITQ3_S, CCQ2 and DITTO3
+BLOCK_SIZES = (256, 64)  # that the rotation and the bit planes know
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
 E5M3_MAX = np.float32(240.0)  # largest scale of one byte
-# S as factors, float32 (256,): -1 where the sign flips
+# S as factors, float32 (256,): -1 where the sign flips; blocks of 64 take the first 64
 SIGNS = 1 - 2 * np.unpackbits(np.frombuffer(ROTATION_SIGNS, np.uint8), bitorder="little").astype(np.float32)
 
 
@@ -31,50 +32,54 @@ def reference(type_name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{type_name}")
 
 
-def as_blocks(array: np.ndarray, dtype: np.dtype | type, width: int) -> np.ndarray:
-    """`array` as a C-contiguous (n_blocks, width) array of dtype; raises ValueError for any other shape or dtype."""
+def as_blocks(array: np.ndarray, dtype: np.dtype | type, *widths: int) -> np.ndarray:
+    """`array` as a C-contiguous (n_blocks, width) array of dtype, width being one of `widths`; ValueError for any other."""
     array = np.asarray(array)
-    if array.dtype != dtype or array.ndim != 2 or array.shape[1] != width:
+    if array.dtype != dtype or array.ndim != 2 or array.shape[1] not in widths:
         raise ValueError(
-            f"got {array.dtype} of shape {array.shape}, need {np.dtype(dtype)} of shape (n_blocks, {width})"
+            f"got {array.dtype} of shape {array.shape}, need {np.dtype(dtype)} of shape "
+            f"(n_blocks, {' or '.join(map(str, widths))})"
         )
     return np.ascontiguousarray(array)
 
 
 def fwht(x: np.ndarray) -> np.ndarray:
-    """Normalised 256-point Walsh-Hadamard transform in Sylvester order of each row; its own inverse.
+    """Normalised Walsh-Hadamard transform in Sylvester order of each row, of 256 or 64 points; its own inverse.
 
-    x: float32 (n_blocks, 256); returns a new array of the same shape and dtype. ValueError for other shapes or dtypes.
-    The order of additions is that of ggml_ext/ggml-ext-rotation.h: butterflies at strides 1, 2, ... 128, the factor last.
+    x: float32 (n_blocks, 256) or (n_blocks, 64); returns a new array of the same shape and dtype. ValueError for other shapes
+    or dtypes. The order of additions is that of ggml_ext/ggml-ext-rotation.h: strides 1, 2, 4, ..., the factor last.
     """
-    x = as_blocks(x, np.float32, BLOCK_SIZE).copy()
-    stride = 1
-    while stride < BLOCK_SIZE:
-        pairs = x.reshape(-1, BLOCK_SIZE // (2 * stride), 2, stride)
+    x = as_blocks(x, np.float32, *BLOCK_SIZES).copy()
+    n, stride = x.shape[1], 1
+    while stride < n:
+        pairs = x.reshape(len(x), n // (2 * stride), 2, stride)
         u, v = pairs[:, :, 0], pairs[:, :, 1]
         difference = u - v
         u += v
         v[...] = difference
         stride *= 2
-    x *= np.float32(1 / 16)  # 1 / sqrt(256), exact
+    x *= np.float32({256: 1 / 16, 64: 1 / 8}[n])  # 1 / sqrt(n), exact
     return x
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """R x = H S x of each row, float32 (n_blocks, 256) as a new array; see ggml_ext/ggml-ext-rotation.h. ValueError as fwht()."""
-    return fwht(as_blocks(x, np.float32, BLOCK_SIZE) * SIGNS)
+    """R x = H S x of each row as a new array; see ggml_ext/ggml-ext-rotation.h. Shapes, dtype and ValueError as fwht()."""
+    x = as_blocks(x, np.float32, *BLOCK_SIZES)
+    return fwht(x * SIGNS[: x.shape[1]])
 
 
 def rotate_back(x: np.ndarray) -> np.ndarray:
     """The inverse of rotate(), S H x."""
-    return fwht(x) * SIGNS
+    x = fwht(x)
+    return x * SIGNS[: x.shape[1]]
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Row sums of float32 (n_blocks, 256) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
-    steps = terms.reshape(-1, BLOCK_SIZE // LANES, LANES)
-    lanes = np.zeros((steps.shape[0], LANES), np.float32)
-    for i in range(steps.shape[1]):
+    """Row sums of float32 (n_blocks, n) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
+    n_blocks, n = terms.shape
+    steps = terms.reshape(n_blocks, n // LANES, LANES)
+    lanes = np.zeros((n_blocks, LANES), np.float32)
+    for i in range(n // LANES):
         lanes += steps[:, i]
     width = LANES // 2
     while width > 0:
@@ -83,13 +88,13 @@ def sum_lanes(terms: np.ndarray) -> np.ndarray:
     return lanes[:, 0]
 
 
-def load_rotated(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def load_rotated(weights: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Rotated blocks as the encoders see them, and which blocks are free of NaN and Inf.
 
-    weights: float32 (n_blocks, 256). Returns float32 of the same shape, saturated as ext_load_rotated() of
+    weights: float32 (n_blocks, block_size), 256 or 64. Returns float32 of the same shape, saturated as ext_load_rotated() of
     encode/encode.h does, and bool (n_blocks,).
     """
-    weights = as_blocks(weights, np.float32, BLOCK_SIZE)
+    weights = as_blocks(weights, np.float32, block_size)
     x = rotate(np.clip(weights, np.float32(-1e30), np.float32(1e30)))
     top = 8 * HALF_MAX
     return np.clip(x, -top, top), np.isfinite(weights).all(axis=1)
@@ -112,17 +117,20 @@ def e5m3_to_float32(d: np.ndarray) -> np.ndarray:
 
 
 def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
-    """Codes uint8 (n_blocks, 256) in 0..7 from their planes, uint8 (n_blocks, 64) and (n_blocks, 32); types/bits3.h."""
-    low2 = (ql.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
-    high = (qh.reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
-    return low2.reshape(-1, BLOCK_SIZE) | high.reshape(-1, BLOCK_SIZE) << 2
+    """Codes uint8 (n_blocks, n) in 0..7 from their planes, uint8 (n_blocks, n/4) and (n_blocks, n/8); types/bits3.h."""
+    n_blocks, lanes = qh.shape
+    low2 = (ql.reshape(n_blocks, 2, 1, lanes) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
+    high = (qh.reshape(n_blocks, 1, lanes) >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
+    return low2.reshape(n_blocks, 8 * lanes) | high.reshape(n_blocks, 8 * lanes) << 2
 
 
 def pack_bits3(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse of unpack_bits3: uint8 (n_blocks, 256). ValueError for other shapes or dtypes and for codes above 7."""
-    codes = as_blocks(codes, np.uint8, BLOCK_SIZE)
+    """Inverse of unpack_bits3: uint8 (n_blocks, 256 or 64). ValueError for other shapes or dtypes and for codes above 7."""
+    codes = as_blocks(codes, np.uint8, *BLOCK_SIZES)
     if codes.size and codes.max() > 7:
         raise ValueError(f"code {codes.max()} does not fit in three bits")
-    low2 = (codes & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    high = (codes >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8).reshape(8, 1)
-    return np.bitwise_or.reduce(low2, axis=2).reshape(-1, 64), np.bitwise_or.reduce(high, axis=1)
+    n_blocks, n = codes.shape
+    lanes = n // 8
+    low2 = (codes & 3).reshape(n_blocks, 2, 4, lanes) << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    high = (codes >> 2).reshape(n_blocks, 8, lanes) << np.arange(8, dtype=np.uint8).reshape(8, 1)
+    return np.bitwise_or.reduce(low2, axis=2).reshape(n_blocks, n // 4), np.bitwise_or.reduce(high, axis=1)

@@ -1,7 +1,8 @@
-"""The trellis code of ITQ3_T and ITQ2_T in numpy: ggml_ext/types/trellis.h and the encoder of ggml_ext/encode/trellis.h.
+"""The trellis code of ITQ3_T, ITQ2_T and their types of 64 in numpy: ggml_ext/types/trellis.h and the encoder of
+ggml_ext/encode/trellis.h.
 
-K bits a symbol, 256 symbols c[t] a block; state s[t] = c[t] | c[t-1] << K | c[t-2] << 2K ..., 12 bits.
-Step t is position 32*(t%8) + t//8 of the rotated block.
+K bits a symbol, n = 256 or 64 symbols c[t] a block; state s[t] = c[t] | c[t-1] << K | c[t-2] << 2K ..., 12 bits.
+Step t is position n/8*(t%8) + t//8 of the rotated block.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from functools import cached_property
 
 import numpy as np
 
-from .._types import TYPES
-from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, fwht, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
+from .._types import TYPES, TypeInfo
+from . import as_blocks, e5m3_to_float32, fwht, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h; the lookahead is one segment
 PASSES, SEGMENT, FLOOR = 3, 32, {3: 1.0, 2: 0.01}
-N_SEGMENTS = BLOCK_SIZE // SEGMENT
-ODD, ODD_FACTORS = {3: np.float32(0.0205), 2: np.float32(0.0785)}, (1.3, 1.6, 0.75)
+ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 FLT_MAX = np.finfo(np.float32).max
 LAST_SCALE = 0xF7
-POSITIONS = np.arange(BLOCK_SIZE).reshape(8, 32).T.ravel()  # of the steps
+
+
+def positions(n: int) -> np.ndarray:
+    """Of the steps of a block of n weights, int (n,)."""
+    return np.arange(n).reshape(8, n // 8).T.ravel()
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,22 @@ class Trellis:
     k: int  # bits a symbol
 
     @property
-    def block_bytes(self) -> int:
-        return TYPES[self.name].block_bytes
+    def info(self) -> TypeInfo:
+        return TYPES[self.name]
+
+    @property
+    def n(self) -> int:
+        """Weights a block."""
+        return self.info.block_size
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        return positions(self.n)
+
+    @property
+    def odd(self) -> np.float32:
+        """Relative squared error from which a block is taken for one unlike a bell."""
+        return ODD_ABOVE[self.n] * np.float32(self.info.usual_rel_mse)
 
     @property
     def n_groups(self) -> int:
@@ -44,7 +62,7 @@ class Trellis:
     @cached_property
     def codes(self) -> np.ndarray:
         """q of all states, uint8 (4096,), by the tables of types.toml."""
-        info, state = TYPES[self.name], np.arange(N_STATES)
+        info, state = self.info, np.arange(N_STATES)
         c = [state >> self.k * i & (1 << self.k) - 1 for i in range(12 // self.k)]
         pair = [(c[i] & 3) << 2 | c[i + 1] & 3 for i in range(0, len(c), 2)]
         if self.k == 3:
@@ -57,7 +75,7 @@ class Trellis:
     @cached_property
     def values(self) -> np.ndarray:
         """q - offset, float32 (4096,)."""
-        return self.codes.astype(np.float32) - np.float32(TYPES[self.name].trellis_offset)
+        return self.codes.astype(np.float32) - np.float32(self.info.trellis_offset)
 
     @cached_property
     def rms(self) -> np.float32:
@@ -72,15 +90,16 @@ class Trellis:
         return c1 | (s >> 1 & 1) << 2 | (c2 | (s & 1) << 2) << 3 | c3 << 6
 
     def symbols(self, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, 256) by step."""
-        qh = blocks[:, 66:] if self.k == 3 else np.zeros((len(blocks), 32), np.uint8)
-        return unpack_bits3(blocks[:, 2:66], qh)[:, POSITIONS]
+        """uint8 (n_blocks, n) by step."""
+        end = 2 + self.n // 4
+        qh = blocks[:, end:] if self.k == 3 else np.zeros((len(blocks), self.n // 8), np.uint8)
+        return unpack_bits3(blocks[:, 2:end], qh)[:, self.positions]
 
     def states(self, blocks: np.ndarray) -> np.ndarray:
-        """int64 (n_blocks, 256) by step."""
+        """int64 (n_blocks, n) by step."""
         symbols, state = self.symbols(blocks), self.start_states(blocks[:, 1])
         states = np.empty(symbols.shape, np.int64)
-        for t in range(BLOCK_SIZE):
+        for t in range(self.n):
             state = (state << self.k | symbols[:, t]) & N_STATES - 1
             states[:, t] = state
         return states
@@ -88,47 +107,47 @@ class Trellis:
     def unpack(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes, scale and offset of each block.
 
-        blocks: uint8 (n_blocks, block_bytes). Returns q int8 (n_blocks, 256) in 0..127, d and offset float32 (n_blocks,), with
+        blocks: uint8 (n_blocks, block_bytes). Returns q int8 (n_blocks, n) in 0..127, d and offset float32 (n_blocks,), with
         rotated value = d * (q - offset). ValueError for other shapes or dtypes. Any bits are valid but those of a d that is
         Inf or NaN.
         """
-        blocks = as_blocks(blocks, np.uint8, self.block_bytes)
-        q = np.empty((len(blocks), BLOCK_SIZE), np.int8)
-        q[:, POSITIONS] = self.codes[self.states(blocks)]
-        offset = np.full(len(blocks), TYPES[self.name].trellis_offset, np.float32)
+        blocks = as_blocks(blocks, np.uint8, self.info.block_bytes)
+        q = np.empty((len(blocks), self.n), np.int8)
+        q[:, self.positions] = self.codes[self.states(blocks)]
+        offset = np.full(len(blocks), self.info.trellis_offset, np.float32)
         return q, e5m3_to_float32(blocks[:, 0]), offset
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, block_bytes) to weights float32 (n_blocks, 256), rotated back."""
+        """uint8 (n_blocks, block_bytes) to weights float32 (n_blocks, n), rotated back."""
         q, d, offset = self.unpack(blocks)
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
             return rotate_back(d[:, None] * (q.astype(np.float32) - offset[:, None]))
 
     def pack(self, states: np.ndarray, d: np.ndarray) -> np.ndarray:
-        """Inverse: the states of all steps, int64 (n_blocks, 256), and the bytes of the scales, uint8 (n_blocks,).
+        """Inverse: the states of all steps, int64 (n_blocks, n), and the bytes of the scales, uint8 (n_blocks,).
 
         The state before step 0 has to be one that a start byte can name.
         """
         symbols = np.empty(states.shape, np.uint8)
-        symbols[:, POSITIONS] = states & (1 << self.k) - 1
+        symbols[:, self.positions] = states & (1 << self.k) - 1
         order = np.argsort(self.start_states(np.arange(N_STARTS)))
         start = order[states[:, 0] >> self.k].astype(np.uint8)
         ql, qh = pack_bits3(symbols)
         return np.concatenate([d[:, None], start[:, None], ql, qh][: self.k + 1], axis=1)  # K = 2 has no high bits
 
     def quantize_blocks(self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = PASSES) -> np.ndarray:
-        """Weights float32 (n_blocks, 256) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
+        """Weights float32 (n_blocks, n) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
 
-        importance: float32 (n_blocks, 256), weights of the squared errors, fed back; all zero in a block: as without.
+        importance: float32 (n_blocks, n), weights of the squared errors, fed back; all zero in a block: as without.
         passes: scales tried a block. A block with NaN or Inf gets a d that row validation refuses.
         """
         with np.errstate(all="ignore"):
-            rotated, finite = load_rotated(weights)
+            rotated, finite = load_rotated(weights, self.n)
             rotated[~finite] = 0
             states, d = np.zeros(rotated.shape, np.int64), np.zeros(len(rotated), np.uint8)
             weighted = np.zeros(len(rotated), bool)
             if importance is not None:
-                importance = as_blocks(importance, np.float32, BLOCK_SIZE)
+                importance = as_blocks(importance, np.float32, self.n)
                 weighted = _sums_in_order(importance) > 0
                 if weighted.any():
                     feedback = Feedback.of(importance[weighted], FLOOR[self.k])
@@ -172,14 +191,15 @@ class Trellis:
         return states
 
     def search_feedback(self, x: np.ndarray, d: np.ndarray, feedback: Feedback) -> np.ndarray:
-        """States for x, float32 (n, 256) by step, under scales d (n,); trellis_search_feedback() of encode/trellis.h."""
+        """States for x, float32 (blocks, n) by step, under scales d (blocks,); trellis_search_feedback() in C."""
         states = np.empty(x.shape, np.int64)
-        errors = np.empty((N_SEGMENTS, len(x), SEGMENT), np.float32)
+        n_segments = self.n // SEGMENT
+        errors = np.empty((n_segments, len(x), SEGMENT), np.float32)
         inverse = (np.float32(1) / d)[:, None]
-        for s in range(N_SEGMENTS):
+        for s in range(n_segments):
             first = SEGMENT * s
             z = []
-            for ahead in range(s, min(s + 2, N_SEGMENTS)):  # the segment and the one that is searched beyond it
+            for ahead in range(s, min(s + 2, n_segments)):  # the segment and the one that is searched beyond it
                 wish = np.zeros((len(x), SEGMENT), np.float32)
                 for r in range(s):
                     wish += feedback.gain[:, :, ahead, r] * errors[r]
@@ -191,15 +211,15 @@ class Trellis:
         return states
 
     def _encode(self, rotated: np.ndarray, feedback: Feedback | None, passes: int) -> tuple[np.ndarray, np.ndarray]:
-        """States (n, 256) and bytes of the scales (n,); trellis_encode() of encode/trellis.h."""
+        """States (blocks, n) and bytes of the scales (blocks,); trellis_encode() of encode/trellis.h."""
         n = len(rotated)
-        x = np.ascontiguousarray(rotated[:, POSITIONS])
+        x = np.ascontiguousarray(rotated[:, self.positions])
         y = rotated if feedback is None else fwht(rotated)
         m = np.ones_like(y) if feedback is None else feedback.importance
         weighted = sum_lanes(m * y * y)
         error = weighted.copy()
-        best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, BLOCK_SIZE), np.int64)
-        first = np.sqrt(sum_lanes(y * y) * np.float32(1 / BLOCK_SIZE)) / self.rms
+        best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, self.n), np.int64)
+        first = np.sqrt(sum_lanes(y * y) * np.float32(1 / self.n)) / self.rms
         tried = np.zeros((n, 256), bool)
 
         def try_scale(active: np.ndarray, d: np.ndarray, looks: bool) -> np.ndarray:
@@ -212,7 +232,7 @@ class Trellis:
             if not looks:
                 tried[active, d] = True
             v = np.empty(states.shape, np.float32)
-            v[:, POSITIONS] = self.values[states]
+            v[:, self.positions] = self.values[states]
             if feedback is not None:
                 v = fwht(v)
             mi, yi = m[active], y[active]
@@ -234,7 +254,7 @@ class Trellis:
             want[active] = try_scale(active, d, looks=feedback is not None and i == 0 and passes > 1)
         top = np.abs(self.values).max()
         for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(x).max(axis=1) / top):
-            active = np.flatnonzero(error > ODD[self.k] * weighted)
+            active = np.flatnonzero(error > self.odd * weighted)
             d = _next_scale(odd[active], tried[active])
             active, d = active[d > 0], d[d > 0]
             if len(active):
@@ -246,19 +266,21 @@ class Trellis:
 class Feedback:
     """struct trellis_feedback of encode/trellis.h, of n blocks."""
 
-    importance: np.ndarray  # float32 (n, 256)
-    gain: np.ndarray  # float32 (n, SEGMENT, N_SEGMENTS, N_SEGMENTS)
+    importance: np.ndarray  # float32 (n, block_size)
+    gain: np.ndarray  # float32 (n, SEGMENT, n_segments, n_segments)
 
     @classmethod
     def of(cls, importance: np.ndarray, floor: float) -> Feedback:
-        """importance: float32 (n, 256), not all zero in any block."""
-        factor = BLOCK_SIZE / _sums_in_order(importance)
+        """importance: float32 (n, block_size), not all zero in any block."""
+        block_size = importance.shape[1]
+        n_segments = block_size // SEGMENT
+        factor = block_size / _sums_in_order(importance)
         scaled = (importance.astype(np.float64) * factor[:, None] + floor).astype(np.float32)
-        by_frequency = scaled[:, POSITIONS].reshape(-1, N_SEGMENTS, SEGMENT).transpose(0, 2, 1)
-        index = np.arange(N_SEGMENTS)
+        by_frequency = scaled[:, positions(block_size)].reshape(-1, n_segments, SEGMENT).transpose(0, 2, 1)
+        index = np.arange(n_segments)
         m = _transform(by_frequency)[:, :, index[:, None] ^ index].astype(np.float64)
         gain = np.zeros(m.shape, np.float32)
-        for s in range(N_SEGMENTS - 1, -1, -1):
+        for s in range(n_segments - 1, -1, -1):
             row, pivot = m[:, :, s, :s], m[:, :, s, s]
             gain[:, :, s, :s] = row / pivot[..., None]
             m[:, :, :s, :s] -= row[..., :, None] * row[..., None, :] / pivot[..., None, None]

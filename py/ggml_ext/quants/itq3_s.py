@@ -71,7 +71,7 @@ def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, l
     if levels not in (3, 8):
         raise ValueError(f"levels is {levels}, must be 8 or 3")
     with np.errstate(all="ignore"):  # rejected candidates overflow and divide by zero, as in C
-        x, finite = load_rotated(weights)
+        x, finite = load_rotated(weights, BLOCK_SIZE)
         stats = _Stats.of(x)
         best = _Best(x, stats.energy)
         if levels == 3:
