@@ -50,26 +50,19 @@ template <int K, typename B> static inline trellis_lanes load_trellis(const B * 
 
 // Blocks x[0] to x[3].
 #if defined(GGML_EXT_AVX512)
-// Where the bytes of a word lie in the four blocks: in the 64 bytes at their beginning or, what is behind those, in the 64 at
-// their end; -1: zero.
+// Where the bytes of a word lie in the four blocks: among the 64 bytes at their beginning or, what is behind those, among the 64
+// at their end.
 template <typename B> struct picked_bytes {
     alignas(64) uint8_t at[64] = {};
-    uint64_t first = 0, last = 0;
 
+    // offset(i, half): where in a block byte i of its eight in a half is
     template <typename F> constexpr explicit picked_bytes(F offset) {
         for (int j = 0; j < 64; ++j) {
-            const int of_block = offset(j%8, j/32); // place in eight, half
-            if (of_block >= 0) {
-                const int byte = (int) sizeof(B)*(j%32/8) + of_block;
-                at[j] = (uint8_t) (byte < 64 ? byte : byte - 4*(int) sizeof(B) + 64);
-                (byte < 64 ? first : last) |= (uint64_t) 1 << j;
-            }
+            const int byte = (int) sizeof(B)*(j%32/8) + offset(j%8, j/32);
+            at[j] = (uint8_t) (byte < 64 ? byte : byte - 4*(int) sizeof(B) + 128);
         }
     }
-    __m512i pick(__m512i begin, __m512i end) const {
-        const __m512i i = _mm512_load_si512(at);
-        return _mm512_mask_permutexvar_epi8(_mm512_maskz_permutexvar_epi8(first, i, begin), last, i, end);
-    }
+    __m512i pick(__m512i begin, __m512i end) const { return _mm512_permutex2var_epi8(begin, keep(_mm512_load_si512(at)), end); }
 };
 
 template <int K, typename B> static inline trellis_lanes load_trellis_group(const B * x) {
@@ -77,22 +70,23 @@ template <int K, typename B> static inline trellis_lanes load_trellis_group(cons
     static constexpr picked_bytes<B> ql    ([](int i, int half) { return QL + 8*half + i; });
     static constexpr picked_bytes<B> before([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; });
     const __m512i begin = _mm512_loadu_si512(x), end = _mm512_loadu_si512((const char *) (x + 4) - 64);
+    const __m512i first = keep(_mm512_zextsi256_si512(_mm256_set1_epi64x(0xff))); // lane 0 of the low half's blocks
     trellis_lanes t;
     t.ql     = {ql.pick(begin, end)};
     t.before = {before.pick(begin, end)};
     if constexpr (K == 2) {
-        static constexpr picked_bytes<B> before2([](int i, int half) { return half ? (i ? QL + 7 + i : START) : i ? QL - 1 + i : -1; });
-        t.before2 = {before2.pick(begin, end)};
+        static constexpr picked_bytes<B> before2([](int i, int half) { return half ? (i ? QL + 7 + i : START) : i ? QL - 1 + i : START; });
+        t.before2 = {_mm512_andnot_si512(first, before2.pick(begin, end))};
     } else {
         constexpr int QH = offsetof(B, qh);
-        static constexpr picked_bytes<B> high       ([](int i, int half) { return half ? -1 : QH + i; });
-        static constexpr picked_bytes<B> high_before([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : -1; });
-        const __m512i h = high.pick(begin, end), b = high_before.pick(begin, end);
-        // as funnel<4> in the low half; the start's two bits are in the first of eight bytes of t.before
-        const __m512i nibble  = _mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0);
-        const __m512i shifted = _mm512_srlv_epi16(b, _mm512_zextsi256_si512(_mm256_set1_epi16(4)));
-        const __m512i start   = _mm512_and_si512(_mm512_slli_epi16(t.before.v, 2), _mm512_zextsi256_si512(_mm256_set1_epi64x(0x0c)));
-        t.high = {_mm512_or_si512(start, select_bits(nibble, shifted, _mm512_slli_epi16(h, 4)))};
+        static constexpr picked_bytes<B> high       ([](int i, int) { return QH + i; });
+        static constexpr picked_bytes<B> high_before([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; });
+        // as funnel<4> in the low half; in its lane 0 the start's two bits take the place of the lane before
+        const __m512i nibble  = keep(_mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0));
+        const __m512i by      = keep(_mm512_zextsi256_si512(_mm256_set1_epi16(4)));
+        const __m512i shifted = _mm512_srlv_epi16(high_before.pick(begin, end), by);
+        const __m512i funnels = select_bits(nibble, shifted, _mm512_slli_epi16(high.pick(begin, end), 4));
+        t.high = {select_bits(_mm512_and_si512(first, nibble), _mm512_slli_epi16(t.before.v, 2), funnels)};
     }
     return t;
 }

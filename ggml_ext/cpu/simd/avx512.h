@@ -10,6 +10,12 @@ static inline u8x32 low_half(u8x64 a)                  { return {_mm512_castsi51
 static inline u8x32 high_half(u8x64 a)                 { return {_mm512_extracti64x4_epi64(a.v, 1)}; }
 static inline u8x64 operator|(u8x64 a, u8x64 b)        { return {_mm512_or_si512(a.v, b.v)}; }
 
+// A constant that stays in its register: GCC makes some anew in every turn of a loop, by shuffles, of which there are few.
+static inline __m512i keep(__m512i v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
+
 // a where mask is set, else b
 static inline __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
 
@@ -20,7 +26,7 @@ template <int S> static inline u8x64 field(u8x64 a, uint8_t mask) {
     return {_mm512_and_si512(shift<S>(a), _mm512_set1_epi8((char) mask))};
 }
 template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
-    return {select_bits(_mm512_set1_epi8((1 << S) - 1), shift<8 - S>(before), shift<-S>(a))};
+    return {select_bits(keep(_mm512_set1_epi8((1 << S) - 1)), shift<8 - S>(before), shift<-S>(a))};
 }
 
 static inline u8x64 look_up(table16 t, u8x64 i) { return {_mm512_shuffle_epi8(_mm512_broadcast_i64x4(t.v), i.v)}; }
@@ -33,10 +39,10 @@ template <int S> static inline u8x64 high_nibble(u8x64 a) { return {shift<S - 4>
 // One look-up gives both masks of a pair, for the index nibbles side by side in a byte.
 static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u8x64 b, u8x64 e) {
     const auto table = [](const uint8_t * p) { return _mm_loadu_si128((const __m128i *) p); };
-    const __m512i mix     = _mm512_broadcast_i32x4(_mm_or_si128(table(t.mix[0]), _mm_slli_epi16(table(t.mix[1]), 4)));
-    const __m512i values0 = _mm512_broadcast_i32x4(table(t.values[0]));
-    const __m512i values1 = _mm512_broadcast_i32x4(table(t.values[1]));
-    const __m512i i = _mm512_xor_si512(select_bits(_mm512_set1_epi8(15), a.v, e.v), _mm512_permutexvar_epi8(b.v, mix));
+    const __m512i mix     = keep(_mm512_broadcast_i32x4(_mm_or_si128(table(t.mix[0]), _mm_slli_epi16(table(t.mix[1]), 4))));
+    const __m512i values0 = keep(_mm512_broadcast_i32x4(table(t.values[0])));
+    const __m512i values1 = keep(_mm512_broadcast_i32x4(table(t.values[1])));
+    const __m512i i = _mm512_xor_si512(select_bits(keep(_mm512_set1_epi8(15)), a.v, e.v), _mm512_permutexvar_epi8(b.v, mix));
     return {_mm512_add_epi8(_mm512_permutexvar_epi8(i, values0), _mm512_permutexvar_epi8(_mm512_srli_epi16(i, 4), values1))};
 }
 
