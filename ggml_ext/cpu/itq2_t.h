@@ -5,6 +5,6 @@
 
 namespace ggml_ext {
 
-GGML_EXT_TRELLIS_UNPACKER(ITQ2_T, itq2_t, 2, nullptr)
+GGML_EXT_TRELLIS_UNPACKER(ITQ2_T, itq2_t, 2)
 
 } // namespace ggml_ext

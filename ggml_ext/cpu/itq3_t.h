@@ -5,6 +5,6 @@
 
 namespace ggml_ext {
 
-GGML_EXT_TRELLIS_UNPACKER(ITQ3_T, itq3_t, 3, x->qh)
+GGML_EXT_TRELLIS_UNPACKER(ITQ3_T, itq3_t, 3)
 
 } // namespace ggml_ext

@@ -15,22 +15,9 @@ struct trellis_lanes {
     u8x64 high;           // high bits: four groups before, and four. For K = 3 alone
 };
 
-template <int K> static inline trellis_lanes load_trellis(uint8_t start, const uint8_t * ql, const uint8_t * qh) {
-    trellis_lanes t;
-    t.ql     = load64(ql);
-    t.before = join(shift_lanes(load(ql + 32), start), load(ql));
-    if constexpr (K == 2) {
-        t.before2 = join(shift_lanes(load(ql), 0), low_half(t.before));
-    } else {
-        const u8x32 h = load(qh);
-        t.high = join(funnel<4>(shift_lanes(h, (uint8_t) (start << 6)), h), h);
-    }
-    return t;
-}
-
 // Of the blocks p[0] to p[3] of 64 weights.
-template <int K, typename B> static inline trellis_lanes load_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
-    const auto  bytes = [&](size_t at) {
+template <int K, typename B> static inline trellis_lanes load_trellis_at(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
+    const auto bytes = [&](size_t at) {
         const auto byte = [&](int b) { return (const uint8_t *) p[b] + at; };
         return load8x4(byte(0), byte(1), byte(2), byte(3));
     };
@@ -48,34 +35,36 @@ template <int K, typename B> static inline trellis_lanes load_trellis(const B * 
     return t;
 }
 
-// Blocks x[0] to x[3].
 #if defined(GGML_EXT_AVX512)
-// Where the bytes of a word lie in the four blocks: among the 64 bytes at their beginning or, what is behind those, among the 64
-// at their end.
+// Where the bytes of a word lie in a block of 256 or in four of 64: among the 64 bytes at their beginning or, what is behind
+// those, among the 64 at their end.
 template <typename B> struct picked_bytes {
     alignas(64) uint8_t at[64] = {};
 
-    // offset(i, half): where in a block byte i of its eight in a half is
+    // offset(i, half): where in a block byte i of its L in a half is
     template <typename F> constexpr explicit picked_bytes(F offset) {
+        constexpr int L = traits<B>::block_size/8;
         for (int j = 0; j < 64; ++j) {
-            const int byte = (int) sizeof(B)*(j%32/8) + offset(j%8, j/32);
-            at[j] = (uint8_t) (byte < 64 ? byte : byte - 4*(int) sizeof(B) + 128);
+            const int byte = (int) sizeof(B)*(j%32/L) + offset(j%L, j/32);
+            at[j] = (uint8_t) (byte < 64 ? byte : byte - group_blocks<B>*(int) sizeof(B) + 128);
         }
     }
     __m512i pick(__m512i begin, __m512i end) const { return _mm512_permutex2var_epi8(begin, keep(_mm512_load_si512(at)), end); }
 };
 
-template <int K, typename B> static inline trellis_lanes load_trellis_group(const B * x) {
-    constexpr int START = offsetof(B, start), QL = offsetof(B, ql);
-    static constexpr picked_bytes<B> ql    ([](int i, int half) { return QL + 8*half + i; });
-    static constexpr picked_bytes<B> before([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; });
-    const __m512i begin = _mm512_loadu_si512(x), end = _mm512_loadu_si512((const char *) (x + 4) - 64);
-    const __m512i first = keep(_mm512_zextsi256_si512(_mm256_set1_epi64x(0xff))); // lane 0 of the low half's blocks
+// The block at x, or the four at x.
+template <int K, typename B> static inline trellis_lanes load_trellis(const B * x) {
+    constexpr int L = traits<B>::block_size/8, START = offsetof(B, start), QL = offsetof(B, ql);
+    static constexpr picked_bytes<B> ql    ([](int i, int half) { return QL + L*half + i; });
+    static constexpr picked_bytes<B> before([](int i, int half) { return half ? QL + i : i ? QL + L - 1 + i : START; });
+    const __m512i begin = _mm512_loadu_si512(x), end = _mm512_loadu_si512((const char *) (x + group_blocks<B>) - 64);
+    const __m256i lane0 = L == 8 ? _mm256_set1_epi64x(0xff) : _mm256_zextsi128_si256(_mm_cvtsi32_si128(0xff));
+    const __m512i first = keep(_mm512_zextsi256_si512(lane0)); // of the low half's blocks
     trellis_lanes t;
-    t.ql     = {ql.pick(begin, end)};
+    t.ql     = {L == 32 ? _mm512_loadu_si512(x->ql) : ql.pick(begin, end)};
     t.before = {before.pick(begin, end)};
     if constexpr (K == 2) {
-        static constexpr picked_bytes<B> before2([](int i, int half) { return half ? (i ? QL + 7 + i : START) : i ? QL - 1 + i : START; });
+        static constexpr picked_bytes<B> before2([](int i, int half) { return half ? (i ? QL + L - 1 + i : START) : i ? QL - 1 + i : START; });
         t.before2 = {_mm512_andnot_si512(first, before2.pick(begin, end))};
     } else {
         constexpr int QH = offsetof(B, qh);
@@ -91,9 +80,22 @@ template <int K, typename B> static inline trellis_lanes load_trellis_group(cons
     return t;
 }
 #else
-template <int K, typename B> static inline trellis_lanes load_trellis_group(const B * x) {
-    const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, x + 1, x + 2, x + 3};
-    return load_trellis<K>(p);
+template <int K, typename B> static inline trellis_lanes load_trellis(const B * x) {
+    if constexpr (traits<B>::block_size == 64) {
+        const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, x + 1, x + 2, x + 3};
+        return load_trellis_at<K>(p);
+    } else {
+        trellis_lanes t;
+        t.ql     = load64(x->ql);
+        t.before = join(shift_lanes(load(x->ql + 32), x->start), load(x->ql));
+        if constexpr (K == 2) {
+            t.before2 = join(shift_lanes(load(x->ql), 0), low_half(t.before));
+        } else {
+            const u8x32 h = load(x->qh);
+            t.high = join(funnel<4>(shift_lanes(h, (uint8_t) (x->start << 6)), h), h);
+        }
+        return t;
+    }
 }
 #endif
 
@@ -118,27 +120,25 @@ template <int K, int G> static inline u8x64 trellis_groups(const ggml_ext_trelli
     }
 }
 
-// The unpacker of a block of 256.
-#define GGML_EXT_TRELLIS_UNPACKER(NAME, name, K, QH)                                                                 \
+// The unpackers: of a block of 256, and of four blocks of 64, one after the other or anywhere.
+#define GGML_EXT_TRELLIS_UNPACKER(NAME, name, K)                                                                     \
     template <> struct unpacker<block_##name> {                                                                      \
         trellis_lanes lanes;                                                                                         \
         float         d;                                                                                             \
         static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
-        explicit unpacker(const block_##name * x)                                                                    \
-            : lanes(load_trellis<K>(x->start, x->ql, QH)), d(e5m3_to_float(x->d)) {}                                 \
+        explicit unpacker(const block_##name * x) : lanes(load_trellis<K>(x)), d(e5m3_to_float(x->d)) {}             \
         template <int G> u8x64 groups() const { return trellis_groups<K, G>(ggml_ext_##name##_tables, lanes); }      \
     };
 
-// Of four blocks of 64, anywhere or one after the other.
 #define GGML_EXT_TRELLIS_UNPACKER64(NAME, name, K)                                                                   \
     template <> struct unpacker<block_##name> {                                                                      \
         trellis_lanes lanes;                                                                                         \
         f32x4         d;                                                                                             \
         static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
-        explicit unpacker(const block_##name * const (&p)[GGML_EXT_GROUP_BLOCKS])                                    \
-            : lanes(load_trellis<K>(p)), d(e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d)) {}                     \
         explicit unpacker(const block_##name * x)                                                                    \
-            : lanes(load_trellis_group<K>(x)), d(e5m3_to_float(x[0].d, x[1].d, x[2].d, x[3].d)) {}                   \
+            : lanes(load_trellis<K>(x)), d(e5m3_to_float(x[0].d, x[1].d, x[2].d, x[3].d)) {}                         \
+        explicit unpacker(const block_##name * const (&p)[GGML_EXT_GROUP_BLOCKS])                                    \
+            : lanes(load_trellis_at<K>(p)), d(e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d)) {}                     \
         template <int G> u8x64 groups() const { return trellis_groups<K, G>(ggml_ext_##name##_tables, lanes); }      \
     };
 
