@@ -22,11 +22,12 @@
 //
 //   u8x64            the codes of both, one register where the set has such: load64, join, |, field, look_up as above
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
-//   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: other bits do not matter
+//   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: the others do not matter
 //   trellis_values(t, a, b, e)   the code of types/trellis.h
 //   dot_sum64<...>   as dot_sum, of u8x64 with 64 activations, or with 32 at each of two places; quarter_dot_sum64<...>:
 //                    i32_sum4, one sum for each block of 64
-//   f32x4            four floats, one for each block of 64; load4, store4, +, *; e5m3_to_float of four bytes, to_floats of an i32_sum4
+//   f32x4            four floats, one for each block of 64; load4, store4, +, *; e5m3_to_float of four bytes, to_floats of an
+//                    i32_sum4
 //   f32_sum4         accumulator of f32x4 times i32_sum4 or f32x4
 //
 // and for the activations:
@@ -105,7 +106,9 @@ static inline u8x32 low_half(u8x64 a)           { return a.lo; }
 static inline u8x32 high_half(u8x64 a)          { return a.hi; }
 static inline u8x64 operator|(u8x64 a, u8x64 b) { return {a.lo | b.lo, a.hi | b.hi}; }
 template <int S> static inline u8x64 field(u8x64 a, uint8_t mask)     { return {field<S>(a.lo, mask), field<S>(a.hi, mask)}; }
-template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a)    { return {funnel<S>(before.lo, a.lo), funnel<S>(before.hi, a.hi)}; }
+template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
+    return {funnel<S>(before.lo, a.lo), funnel<S>(before.hi, a.hi)};
+}
 template <int S> static inline u8x64 nibble(u8x64 a)                  { return field<S>(a, 15); }
 template <int S> static inline u8x64 high_nibble(u8x64 a)             { return field<S>(a, 15); }
 static inline u8x64 look_up(table16 t, u8x64 i)                       { return {look_up(t, i.lo), look_up(t, i.hi)}; }

@@ -89,7 +89,8 @@ static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const b
                     tiled_repack_src1(&cols, j0, 1, t::actbias);
                 }
                 for (int i0 = 0; i0 < n_src0; i0 += TILED_MICRO) {
-                    tiled_run_microtile<t::subblk, t::has_min, t::bias, t::actbias>(tile, cols, i0, j0, 1, 0, ws->acc, TILED_TILE_ROWS);
+                    tiled_run_microtile<t::subblk, t::has_min, t::bias, t::actbias>(tile, cols, i0, j0, 1, 0, ws->acc,
+                                                                                    TILED_TILE_ROWS);
                 }
             }
             first = false;
@@ -107,7 +108,8 @@ struct tiled_ext_columns {
 template <typename B>
 static void tiled_ext_rows(const ggml_tensor * src0, const char * src0_cur, int64_t ir0, int n_src0, tiled_ext_columns & c, int n,
                            tiled_ws * ws) {
-    tiled_ext_window<B>(src0_cur + ir0*src0->nb[1], src0->nb[1], n_src0, c.y, n, src0->ne[0]/ggml_ext::traits<B>::block_size, ws);
+    const int64_t n_blocks = src0->ne[0]/ggml_ext::traits<B>::block_size;
+    tiled_ext_window<B>(src0_cur + ir0*src0->nb[1], src0->nb[1], n_src0, c.y, n, n_blocks, ws);
     float * dst[TILED_TILE_ROWS];
     for (int j = 0; j < n; j++) {
         dst[j] = c.dst[j] + ir0;
@@ -128,7 +130,8 @@ static void tiled_ext_mul_mat(const ggml_compute_params * params, ggml_tensor * 
 
     for (int64_t j = ith; j < n_cols; j += nth) {
         const int64_t i13 = j/(ne12*ne11), i12 = j/ne11%ne12, i11 = j%ne11;
-        ggml_ext_quantize_row_q8_kr64((const float *) ((const char *) src1->data + i13*nb13 + i12*nb12 + i11*nb11), wdata + j*row_size, ne10);
+        const char * row = (const char *) src1->data + i13*nb13 + i12*nb12 + i11*nb11;
+        ggml_ext_quantize_row_q8_kr64((const float *) row, wdata + j*row_size, ne10);
     }
     // Chunks of rows and columns, fewer of each until every thread has some
     int64_t chunk = TILED_TILE_ROWS;
@@ -141,7 +144,7 @@ static void tiled_ext_mul_mat(const ggml_compute_params * params, ggml_tensor * 
     }
     ggml_barrier(params->threadpool);
 
-    char * slots = (char *) (((uintptr_t) wdata + GGML_PAD(ggml_row_size(GGML_TYPE_Q8_KR64, ggml_nelements(src1)), 64) + 63) & ~(uintptr_t) 63);
+    const uintptr_t slots = GGML_PAD((uintptr_t) wdata + GGML_PAD(n_cols*row_size, 64), 64);
     tiled_ws * ws = (tiled_ws *) (slots + (size_t) ith*ggml_tiled_ws_size());
     const int64_t n_chunks0 = chunks(ne01), n_chunks = n_chunks0*chunks(n_cols);
     for (int64_t k = ith; k < n_chunks; k = ggml_threadpool_chunk_add(params->threadpool, 1)) {
@@ -164,8 +167,8 @@ static void tiled_ext_mul_mat(const ggml_compute_params * params, ggml_tensor * 
 
 // One expert, whose cne1 rows of src1 are quantised already.
 template <typename B>
-static void tiled_ext_mul_mat_id(const ggml_compute_params * params, ggml_tensor * dst, const int32_t * expert_rows, int64_t cur_a,
-                                 int64_t cne1, char * scratch) {
+static void tiled_ext_mul_mat_id(const ggml_compute_params * params, ggml_tensor * dst, const int32_t * expert_rows,
+                                 int64_t cur_a, int64_t cne1, char * scratch) {
     const ggml_tensor * src0 = dst->src[0];
     const ggml_tensor * src1 = dst->src[1];
     GGML_TENSOR_BINARY_OP_LOCALS
@@ -182,8 +185,9 @@ static void tiled_ext_mul_mat_id(const ggml_compute_params * params, ggml_tensor
             c.dst[j] = (float *) ((char *) dst->data + id*nb1 + i12*nb2);
         }
         for (int64_t g = n_groups*params->ith/params->nth; g < g_end; g++) {
-            const int64_t ir0 = g*TILED_MMID_GROUP;
-            tiled_ext_rows<B>(src0, (const char *) src0->data + cur_a*nb02, ir0, (int) MIN(TILED_MMID_GROUP, ne01 - ir0), c, n, ws);
+            const int64_t ir0    = g*TILED_MMID_GROUP;
+            const int     n_rows = (int) MIN(TILED_MMID_GROUP, ne01 - ir0);
+            tiled_ext_rows<B>(src0, (const char *) src0->data + cur_a*nb02, ir0, n_rows, c, n, ws);
         }
     }
 }

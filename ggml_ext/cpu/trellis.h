@@ -64,7 +64,7 @@ template <int K, typename B> static inline trellis_lanes load_trellis(const B * 
     t.ql     = {L == 32 ? _mm512_loadu_si512(x->ql) : ql.pick(begin, end)};
     t.before = {before.pick(begin, end)};
     if constexpr (K == 2) {
-        static constexpr picked_bytes<B> before2([](int i, int half) { return half ? (i ? QL + L - 1 + i : START) : i ? QL - 1 + i : START; });
+        static constexpr picked_bytes<B> before2([](int i, int half) { return i ? QL + L*half - 1 + i : START; });
         t.before2 = {_mm512_andnot_si512(first, before2.pick(begin, end))};
     } else {
         constexpr int QH = offsetof(B, qh);
@@ -113,7 +113,8 @@ constexpr int pair_shift(int g) { return g % 4 == 0 ? 0 : g < 0 ? 2*(g + 3) : 2*
 template <int K, int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes & t) {
     const u8x64 pair2 = pair_word<G - 2>(t);
     if constexpr (K == 3) {
-        return trellis_values(tables, nibble<pair_shift(G - 2)>(pair2), nibble<pair_shift(G)>(pair_word<G>(t)), high_nibble<G + 1>(t.high));
+        return trellis_values(tables, nibble<pair_shift(G - 2)>(pair2), nibble<pair_shift(G)>(pair_word<G>(t)),
+                              high_nibble<G + 1>(t.high));
     } else {
         return trellis_values(tables, nibble<pair_shift(G)>(pair_word<G>(t)), nibble<pair_shift(G - 4)>(pair_word<G - 4>(t)),
                               high_nibble<pair_shift(G - 2)>(pair2));

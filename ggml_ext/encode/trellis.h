@@ -133,9 +133,9 @@ static inline __attribute__((always_inline)) void trellis_search(int k, struct t
 }
 
 // Importances m of the unrotated weights make the squared error a full quadratic form of the errors e of the rotated ones,
-// e^T H diag(m) H e, in which the signs of R = H S cancel. A block-triangular factorization of it (GPTQ's and LDLQ's error feedback) says by how much the segments
-// still to come can make up for the errors of those decided. H is a tensor product, so after a transform inside each segment
-// the form falls apart into one matrix per frequency f, with entries that depend on s ^ r alone:
+// e^T H diag(m) H e, in which the signs of R = H S cancel. A block-triangular factorization of it (GPTQ's and LDLQ's error
+// feedback) says by how much the segments still to come can make up for the errors of those decided. H is a tensor product, so
+// after a transform inside each segment the form falls apart into one matrix per frequency f, with entries that depend on s ^ r alone:
 //   sum over f and s of D[f][s]*(E[s][f] + sum over r < s of gain[f][s][r]*E[r][f])^2,   E[s] = transform of segment s of e
 // D is left out inside a segment. It is nearly flat where importances vary by less than the feedback gains.
 struct trellis_feedback {
@@ -284,7 +284,8 @@ struct trellis_block {
 
 // States for the block under one scale, which are kept if they are the best so far. Returns the least-squares scale for them.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
-                                                                     const struct trellis_block * in, int scale, bool feed_back, struct trellis_best * best) {
+                                                                     const struct trellis_block * in, int scale,
+                                                                     bool feed_back, struct trellis_best * best) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
     float    v[QK_K], xv, vv, err;

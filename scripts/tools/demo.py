@@ -56,6 +56,8 @@ ROWS = {
     "IQ3_XXS, with imatrix": ("iq3_xxs", [], True, True),
     "ITQ3_T": ("itq3_t", [], False, True),
     "ITQ3_T, with imatrix": ("itq3_t", [], True, False),
+    "ITQ3_T64": ("itq3_t64", [], False, True),
+    "ITQ3_T64, with imatrix": ("itq3_t64", [], True, True),
     "DITTO3": ("ditto3", [], False, True),
     "DITTO3, with imatrix": ("ditto3", [], True, False),
     "ITQ3_S": ("itq3_s", [], False, False),
@@ -65,6 +67,8 @@ ROWS = {
     "IQ2_XXS, with imatrix": ("iq2_xxs", [], True, False),
     "ITQ2_T": ("itq2_t", [], False, True),
     "ITQ2_T, with imatrix": ("itq2_t", [], True, False),
+    "ITQ2_T64": ("itq2_t64", [], False, True),
+    "ITQ2_T64, with imatrix": ("itq2_t64", [], True, True),
     "CCQ2": ("ccq2", [], False, True),
     "CCQ2, with imatrix": ("ccq2", [], True, False),
 }
