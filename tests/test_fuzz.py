@@ -32,7 +32,7 @@ def test_damaged_gguf_files(tmp_path):
         whole = tmp_path / f"{name}.gguf"
         conftest.quantize(source, whole, "--type", name, "--pure", "--token-embedding-type", name)
         good = np.frombuffer(whole.read_bytes(), np.uint8)
-        header = len(good) - 2 * 8 * 512 // 256 * WEIGHT_TYPES[name].block_bytes
+        header = len(good) - 2 * 8 * 512 // WEIGHT_TYPES[name].block_size * WEIGHT_TYPES[name].block_bytes
         damaged = []
         for i in range(1500):
             data = good.copy()

@@ -118,8 +118,10 @@ def test_scales_far_apart_in_a_tile(lib, type_name):
 
         exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
         assert (np.abs(product() - exact) <= bound + SUBNORMAL).all()
-        rows[3, 2, 0] = 0xF8
-        assert np.isnan(product()[:, 3]).all()
+        for at in range(4):
+            for d in (0xF8, 0xFF):  # Inf and NaN
+                rows[3 + at, at, 0] = d
+                assert np.isnan(product()[:, 3 + at]).all(), f"{d:#x} in block {at}"
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -33,9 +33,9 @@ static inline int64_t ggml_ext_first_block(enum ggml_type type, int64_t n, int64
 // Rows that a thread takes at a time of a product with one column, instead of `size`: all of a small matrix, whose rows then go
 // to the threads in equal parts. Of 576 rows in chunks of 64 one of two threads would get five chunks and the other four, and
 // smaller chunks cost more than they are worth, an atomic addition each.
-static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, int nth, int64_t size) {
+static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, int64_t size) {
     switch (type) {
-        GGML_EXT_WEIGHT_CASES return n_rows < 16*nth*size ? n_rows : size;
+        GGML_EXT_WEIGHT_CASES return n_rows < 16*size ? n_rows : size;
         default:              return size;
     }
 }

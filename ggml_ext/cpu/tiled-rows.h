@@ -13,7 +13,7 @@ struct tiled_ext_scales {
     float next(int32_t * scale, bool * more) {
         float largest = 0.0f;
         for (const float d : left) {
-            largest = d <= largest ? largest : d; // NaN stays
+            largest = largest != largest || d <= largest ? largest : d; // NaN stays
         }
         int exponent = 0;
         frexpf(largest, &exponent);
@@ -58,15 +58,16 @@ static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const b
     static_assert(ggml_ext::group_blocks<B> == BLOCKS && !ggml_ext::has_scales<B>, "blocks of 64 with one scale");
     tiled_tile_src0 & tile = ws->src0;
     tiled_tile_src1 & cols = ws->src1;
-    for (int i = 0; i < n_src0; i++) {
+    ggml_ext_cpu_count_tile();
+    for (int i = 0; i < GGML_PAD(n_src0, TILED_MICRO); i++) {
         memset(&ws->acc[i*TILED_TILE_ROWS], 0, GGML_PAD(n_src1, TILED_MICRO)*sizeof(float));
+        tile.d[i] = tile.dmin[i] = 0.0f;
     }
     for (int64_t ib = 0; ib < n_blocks; ib += BLOCKS) {
         tiled_ext_scales left[TILED_TILE_ROWS];
         bool first = true, more = true;
         while (more) {
             more = false;
-            ggml_ext_cpu_count_tile();
             for (int r = 0; r < n_src0; r++) {
                 const ggml_ext::unpacker<B> u = ggml_ext::load_blocks((const B *) (src0 + r*nb01) + ib, n_blocks - ib);
                 ggml_ext::unpack_blocks(u, &tile.q[r*TILED_TILE_K]); // again in a further pass: repacking is in place
