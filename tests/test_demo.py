@@ -50,7 +50,7 @@ def test_chat_model_answers(tmp_path):
     except pinned.Failure as e:
         pytest.skip(str(e))
     out = tmp_path / "q.gguf"
-    demo.quantize_ours(source, out, "itq3_t", "--allow-requantize", "--quiet")
+    demo.quantize_chat(source, out, 2, "--quiet")
     answer, speed = demo.chat(out, demo.QUESTION, 2)
     print(answer)
     assert "Paris" in answer and speed > 0

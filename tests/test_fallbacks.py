@@ -302,7 +302,7 @@ def names_of(path) -> set[str]:
     bench = subprocess.run([tool("llama-bench"), "-m", path, "-p", "1", "-n", "0", "-r", "1", "-t", "1", "-ngl", "0", "-o", "json"],
                            capture_output=True, text=True, timeout=300, check=True)
     log = subprocess.run([tool("llama-completion"), "-m", path, "-p", "a", "-n", "1", "-no-cnv", "-lv", "4", "-ngl", "0"],
-                         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=True)
+                         stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=300, check=True)
     model_type = json.loads(re.search(r"\[\n.*\]", bench.stdout, re.S)[0])[0]["model_type"]
     return {re.sub(r"^llama \S+ ", "", model_type), *re.findall(r"file type += (.*)", log.stdout + log.stderr)}
 

@@ -77,8 +77,8 @@ def test_dequantize_is_the_reconstruction_formula():
     q, d, z = itq3_s.unpack(blocks)
     v = d[:, None].astype(np.float64) * (q - z[:, None].astype(np.float64))
     # two roundings for v, then 8 levels of additions
-    bound = 10 * np.finfo(np.float32).eps / 2 * (np.abs(v) @ np.abs(rotation()))
-    assert (np.abs(itq3_s.dequantize_blocks(blocks) - v @ rotation()) <= bound).all()
+    bound = 10 * np.finfo(np.float32).eps / 2 * (np.abs(v) @ np.abs(rotation(256)))
+    assert (np.abs(itq3_s.dequantize_blocks(blocks) - v @ rotation(256)) <= bound).all()
 
 
 def test_ternary_uses_three_codes_and_costs_what_the_paper_hides():

@@ -27,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts" / "build"))
+import llama_cpp
 import pinned
 from bench import measure, summarise
 from figures import render_rows
@@ -110,10 +111,19 @@ def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
     return answer["choices"][0]["message"]["content"].strip(), answer["timings"]["predicted_per_second"]
 
 
+def quantize_chat(source: Path, out: Path, threads: int, *options: str, echo: bool = False) -> None:
+    """ITQ3_T with an importance matrix from llama.cpp's README.md: without one a model of 135 M parameters forgets too much."""
+    importance, text = out.with_name("imatrix.gguf"), llama_cpp.pristine_tree() / "README.md"
+    if echo:
+        print(f"$ llama-imatrix -m {source.name} -f llama.cpp/{text.name} -o {importance.name} -c 512 --chunks 8", flush=True)
+    imatrix(source, text, importance, n_ctx=512, n_chunks=8, threads=threads)
+    quantize_ours(source, out, "itq3_t", "--imatrix", str(importance), "--allow-requantize", *options, echo=echo)
+
+
 def demo_chat(source: Path, threads: int) -> None:
     quantized = OUT / "SmolLM2-135M-Instruct-itq3_t.gguf"
     print("(its source has 4 bits a weight already: fine for a demo; for use start from F16)", flush=True)
-    quantize_ours(source, quantized, "itq3_t", "--allow-requantize", "--summary", echo=True)
+    quantize_chat(source, quantized, threads, "--summary", echo=True)
     print(f"\n$ llama-server -m {quantized.relative_to(ROOT)}    # and POST /v1/chat/completions", flush=True)
     answer, speed = chat(quantized, QUESTION, threads)
     print(f"> {QUESTION}\n{answer}\n\n{quantized.stat().st_size / 2**20:.0f} MiB, {speed:.0f} tokens/s on {threads} threads", flush=True)
