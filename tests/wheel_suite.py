@@ -61,6 +61,8 @@ def kernels_of(variant: str) -> str:
         return "neon+dotprod" if "DOTPROD" in sets else "neon"
     if not {"AVX2", "FMA", "F16C"} <= sets:
         return "scalar"
+    if {"AVX512", "AVX512_VBMI", "AVX512_VNNI"} <= sets:
+        return "avx512"
     return "avx2+vnni" if sets & {"AVX_VNNI", "AVX512_VNNI"} else "avx2"
 
 
