@@ -7,11 +7,7 @@
 // bytes; the file is compiled with -ffp-contract=off.
 #pragma once
 
-#include "metric.h"
-
-#include "../types/trellis.h"
-
-#include <stdlib.h>
+#include "rows.h"
 
 // Added to importances, of their mean. They are estimates, and squared ones: what little the diagonal says of small errors is
 // best taken half. Perplexity and KL divergence of the reference model with an importance matrix, 600 chunks, measured before the
@@ -27,7 +23,6 @@ enum {
     TRELLIS_MAX_PASSES = 6,
     TRELLIS_N_STARTS   = 256,
     TRELLIS_MAX_AHEAD  = 64, // steps of a segment and those searched beyond it
-    TRELLIS_ROWS       = 16, // rows that go through a row's blocks together: gains of whole rows are read once for them
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
 
@@ -308,52 +303,27 @@ static inline void trellis_pack(int k, int n, const struct trellis_best * best, 
     }
 }
 
-// Rows of blocks, in turns of a block of several rows. put(dst, i, best) stores block i.
+// All blocks of the rows. put(dst, i, best) stores block i.
 static inline __attribute__((always_inline)) void trellis_encode_rows(struct trellis_type t, const float * src, int64_t n_rows,
         int64_t row_blocks, const struct ggml_ext_metric * metric, int n_passes, void * dst,
         void (*put)(void * dst, int64_t i, const struct trellis_best * best)) {
     struct trellis_work * w = trellis_begin(t);
-    const int64_t columns = metric ? metric->columns : 0;
-    float * errors = metric ? malloc((size_t) TRELLIS_ROWS*columns*sizeof(float)) : NULL; // of the rows' current matrix, by step
-    GGML_ASSERT(errors != NULL || !metric);
-    for (int64_t row = 0; row < n_rows; row += TRELLIS_ROWS) {
-        const int n = n_rows - row < TRELLIS_ROWS ? (int) (n_rows - row) : TRELLIS_ROWS;
-        for (int64_t ib = 0; ib < row_blocks; ++ib) {
-            float wish[TRELLIS_ROWS][QK_K] = {{0}};
-            const int64_t first = ib*t.n, before = metric ? first%columns : 0;
-            for (int s = 0; s < t.n && before > 0; s += metric->segment) {
-                const int     S = metric->segment, span = 4096/S; // gains that stay in the cache for all rows
-                const float * gains = metric_gains(metric, first + s);
-                for (int64_t j = 0; j < before; j += span) {
-                    for (int i = 0; i < n; ++i) {
-                        metric_add_rows(S, gains + j*S, before - j < span ? before - j : span, errors + i*columns + j, wish[i] + s);
-                    }
-                }
-            }
-            for (int i = 0; i < n; ++i) {
-                struct trellis_block in = {.metric = metric, .first = first};
-                struct trellis_best  best = {0};
-                float rotated[QK_K];
-                const int64_t at = (row + i)*row_blocks + ib;
-                if (ext_load_rotated(src + at*t.n, rotated, t.n)) {
-                    for (int j = 0; j < t.n; ++j) {
-                        in.x[j]    = rotated[ggml_ext_trellis_position(t.n, j)];
-                        in.wish[j] = in.x[j] + wish[i][j];
-                    }
-                    trellis_encode(t, w, &in, n_passes, &best);
-                } else {
-                    best.d = 0xff; // refused by row validation
-                }
-                put(dst, at, &best);
-                const float d = ggml_ext_e5m3_to_float(best.d);
-                for (int j = 0; j < t.n && metric; ++j) {
-                    errors[i*columns + before + j] = best.d == 0 || best.d == 0xff ? in.x[j]
-                                                   : in.x[j] - d*trellis_value(t.k, w, best.states[j]);
-                }
-            }
+    struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, t.n);
+    while (ext_rows_next(&rows)) {
+        struct trellis_block in = {.metric = metric, .first = rows.first};
+        struct trellis_best  best = {.d = 0xff}; // refused by row validation
+        const bool finite = ext_rows_load(&rows, src, true, in.x, in.wish);
+        if (finite) {
+            trellis_encode(t, w, &in, n_passes, &best);
+        }
+        put(dst, rows.at, &best);
+        float * errors = metric ? ext_rows_errors(&rows) : NULL;
+        const float d = ggml_ext_e5m3_to_float(best.d);
+        for (int j = 0; j < t.n && metric; ++j) {
+            errors[j] = best.d == 0 || !finite ? in.x[j] : in.x[j] - d*trellis_value(t.k, w, best.states[j]);
         }
     }
-    free(errors);
+    ext_rows_end(&rows);
     free(w);
 }
 

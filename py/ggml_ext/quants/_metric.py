@@ -5,6 +5,7 @@ Steps are the weights of a row, rotated where the type is, block by block in the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,24 @@ class Metric:
             forms += matrix_forms
             gains += matrix_gains
         return cls(columns, segment, np.concatenate(forms), gains)
+
+
+def encode_rows(
+    metric: Metric | None, x: np.ndarray, encode: Callable[[slice, int, np.ndarray, np.ndarray], np.ndarray]
+) -> None:
+    """Blocks of rows in turn, each with what the errors of its row's earlier ones ask for; encode/rows.h.
+
+    x: float32 (n_blocks, n) by step, row after row, 0 in blocks that are refused. encode(here, first, x, wish) encodes the blocks
+    x[here], which begin at step `first` of their rows, and returns their values, zero for refused ones, float32 like x.
+    """
+    n = x.shape[1]
+    row_blocks = 1 if metric is None else len(metric.forms) // n
+    errors = np.zeros((len(x) // row_blocks, row_blocks * n), np.float32)
+    for i in range(row_blocks):
+        here, first, wish = slice(i, None, row_blocks), i * n, np.zeros_like(x[i::row_blocks])
+        if metric is not None:
+            metric.feed_row(first, errors[:, first // metric.columns * metric.columns : first], wish)
+        errors[:, first : first + n] = x[here] - encode(here, first, x[here], x[here] + wish)
 
 
 def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._types import TYPES, TypeInfo
 from . import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
-from ._metric import Metric, positions
+from ._metric import Metric, encode_rows, positions
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
@@ -146,20 +146,15 @@ class Trellis:
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
                 metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n, FLOOR[self.k])
-            row_blocks = 1 if metric is None else len(metric.forms) // self.n
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
-            errors = np.zeros((len(x) // row_blocks, row_blocks * self.n), np.float32)
-            for i in range(row_blocks):
-                here, first = slice(i, None, row_blocks), i * self.n
-                wish = np.zeros_like(x[here])
-                if metric is not None:
-                    start = first // metric.columns * metric.columns
-                    metric.feed_row(first, errors[:, start:first], wish)
+
+            def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
                 good = finite[here]
-                block = Block(metric, first, x[here], x[here] + wish)
+                block = Block(metric, first, x, wish)
                 states[here], d[here] = self._encode(block.rows(good), passes, good)
-                errors[:, first : first + self.n] = x[here] - np.where(
-                    d[here] > 0, e5m3_to_float32(d[here]), np.float32(0))[:, None] * self.values[states[here]]
+                return np.where(d[here] > 0, e5m3_to_float32(d[here]), np.float32(0))[:, None] * self.values[states[here]]
+
+            encode_rows(metric, x, encode)
         d[~finite] = 0xFF
         return self.pack(states, d)
 

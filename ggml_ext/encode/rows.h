@@ -1,0 +1,103 @@
+// The blocks of rows in the order in which encoders take them: a block of several rows, then the next block of these, so that each
+// can make up for the errors of those before it in its row (metric.h). Without a metric blocks stand alone.
+//
+//   struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, block_size);
+//   while (ext_rows_next(&rows)) {
+//       ... encode block rows.at, which begins at step rows.first of its row, and if there is a metric
+//       ... put the errors of its steps into ext_rows_errors(&rows)
+//   }
+//   ext_rows_end(&rows);
+#pragma once
+
+#include "metric.h"
+
+#include "../types/trellis.h"
+
+#include <stdlib.h>
+
+enum { EXT_ROWS = 16 }; // that go through a row's blocks together: gains of whole rows are read once for them
+
+struct ext_rows {
+    const struct ggml_ext_metric * metric;
+    int64_t n_rows, row_blocks;
+    int     block_size;
+    int64_t at, first;             // the present block
+    int64_t row, ib;               // first row and block of the present ones
+    int     n, i;                  // how many, and which of them
+    float * errors;                // of the rows' present matrix, by step
+    float   asked[EXT_ROWS][QK_K]; // what they ask of the block
+};
+
+static inline struct ext_rows ext_rows_begin(const struct ggml_ext_metric * metric, int64_t n_rows, int64_t row_blocks, int block_size) {
+    struct ext_rows r = {.metric = metric, .n_rows = n_rows, .row_blocks = row_blocks, .block_size = block_size};
+    r.row = -EXT_ROWS;
+    r.ib  = row_blocks - 1;
+    r.n   = EXT_ROWS;
+    r.i   = EXT_ROWS - 1;
+    r.errors = metric ? malloc((size_t) EXT_ROWS*metric->columns*sizeof(float)) : NULL;
+    GGML_ASSERT(r.errors != NULL || !metric);
+    return r;
+}
+
+static inline __attribute__((always_inline)) void ext_rows_ask(struct ext_rows * r) {
+    const struct ggml_ext_metric * m = r->metric;
+    const int64_t before = m ? r->first%m->columns : 0;
+    memset(r->asked, 0, sizeof(r->asked));
+    for (int s = 0; s < r->block_size && before > 0; s += m->segment) {
+        const int     S = m->segment, span = 4096/S; // gains that stay in the cache for all rows
+        const float * gains = metric_gains(m, r->first + s);
+        for (int64_t j = 0; j < before; j += span) {
+            for (int i = 0; i < r->n; ++i) {
+                metric_add_rows(S, gains + j*S, before - j < span ? before - j : span, r->errors + i*m->columns + j, r->asked[i] + s);
+            }
+        }
+    }
+}
+
+// Goes to the next block; false if there is none.
+static inline __attribute__((always_inline)) bool ext_rows_next(struct ext_rows * r) {
+    if (++r->i == r->n) {
+        r->i = 0;
+        if (++r->ib == r->row_blocks) {
+            r->ib   = 0;
+            r->row += EXT_ROWS;
+            r->n    = r->n_rows - r->row < EXT_ROWS ? (int) (r->n_rows - r->row) : EXT_ROWS;
+        }
+        if (r->n <= 0 || r->row_blocks == 0) {
+            return false;
+        }
+        r->first = r->ib*r->block_size;
+        ext_rows_ask(r);
+    }
+    r->at = (r->row + r->i)*r->row_blocks + r->ib;
+    return true;
+}
+
+static inline float * ext_rows_errors(struct ext_rows * r) {
+    return r->errors + r->i*r->metric->columns + r->first%r->metric->columns;
+}
+
+static inline void ext_rows_end(struct ext_rows * r) {
+    free(r->errors);
+}
+
+// The present block by step, in x, and with what the row's earlier errors ask of it, in wish. False if a weight is NaN or Inf;
+// x is then zero.
+static inline bool ext_rows_load(const struct ext_rows * r, const float * src, bool rotated, float * x, float * wish) {
+    const int n = r->block_size;
+    float     loaded[QK_K];
+    bool      finite = true;
+    if (rotated) {
+        finite = ext_load_rotated(src + r->at*n, loaded, n);
+    } else {
+        for (int j = 0; j < n; ++j) {
+            loaded[j] = src[r->at*n + j];
+            finite &= fabsf(loaded[j]) <= FLT_MAX;
+        }
+    }
+    for (int t = 0; t < n; ++t) {
+        x[t]    = finite ? loaded[ggml_ext_trellis_position(n, t)] : 0.0f;
+        wish[t] = x[t] + r->asked[r->i][t];
+    }
+    return finite;
+}
