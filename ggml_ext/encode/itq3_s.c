@@ -1,6 +1,6 @@
 // Encoder of ITQ3_S. Every float operation has one order (see encode.h), so that the numpy reference gives the same
 // bytes; the file is compiled with -ffp-contract=off.
-#include "encode.h"
+#include "levels.h"
 
 #include "../types/itq3_s.h"
 
@@ -117,10 +117,125 @@ static void encode_ternary(const float * x, const struct ext_block_stats * s, st
     try_scale(x, d, fmaxf(-EXT_HALF_MAX, fminf(z, EXT_HALF_MAX)), 2.0f, best);
 }
 
+// --- under a metric --------------------------------------------------------------------------------------------------
+
+// The levels of d and z as they are stored.
+static void set_levels(ggml_half d, ggml_half z, float level[EXT_LEVELS]) {
+    for (int k = 0; k < EXT_LEVELS; ++k) {
+        level[k] = ggml_fp16_to_fp32(d)*((float) k - ggml_fp16_to_fp32(z));
+    }
+}
+
+// d and z of least cost under fixed codes. False where codes are all equal or the fit is of no use, as refit().
+static bool refit_form(double a[EXT_LEVELS][EXT_LEVELS], double b[EXT_LEVELS], ggml_half * d, ggml_half * z) {
+    double s = 0, sc = 0, scc = 0, sx = 0, sxc = 0; // sums of the form, with codes on none, one and both sides; of its pull
+    for (int k = 0; k < EXT_LEVELS; ++k) {
+        double row = 0, row_c = 0;
+        for (int l = 0; l < EXT_LEVELS; ++l) {
+            row   += a[k][l];
+            row_c += a[k][l]*l;
+        }
+        s   += row;
+        sc  += row_c;
+        scc += row_c*k;
+        sx  += b[k];
+        sxc += b[k]*k;
+    }
+    const double det = s*scc - sc*sc;
+    if (!(det > 0)) {
+        return false;
+    }
+    const double slope = (s*sxc - sc*sx)/det, offset = (sx - sc*slope)/s;
+    const float  new_d = (float) slope, new_z = (float) (-offset/slope);
+    *d = ggml_fp32_to_fp16(new_d);
+    *z = ggml_fp32_to_fp16(new_z);
+    return new_d > 0.0f && new_d <= EXT_HALF_MAX && fabsf(new_z) <= EXT_HALF_MAX;
+}
+
+static inline __attribute__((always_inline)) void encode_form(struct ext_levels_block * in, uint8_t q[QK_K], struct best * out) {
+    ext_levels_aim(in);
+    const struct ext_block_stats s = ext_block_stats(in->target);
+    struct best start = {.err = s.energy};
+    encode_eight_levels(in->target, &s, &start);
+    float pull[QK_K], level[EXT_LEVELS];
+    ext_form_times(metric_block(in->metric, in->first), in->target, pull);
+    struct ext_levels_best best = {.cost = ext_dot(in->target, pull)}; // of d = 0, which stays if nothing beats it
+    uint8_t code[QK_K];
+    ggml_half d = start.d, z = start.z;
+    set_levels(d, z, level);
+    ext_levels_start(in, level, code);
+    for (int round = 0; round < EXT_LEVELS_ROUNDS; ++round) {
+        const float before = best.cost;
+        ext_levels_improve(in, level, code, &best);
+        if (best.cost < before) {
+            *out = (struct best) {best.cost, d, z};
+        }
+        double a[EXT_LEVELS][EXT_LEVELS], b[EXT_LEVELS];
+        ext_levels_normal(in, pull, code, a, b);
+        if (!refit_form(a, b, &d, &z)) {
+            break;
+        }
+        set_levels(d, z, level);
+    }
+    memcpy(q, best.code, sizeof(best.code));
+}
+
+// By the squared error, or the paper's ternary.
+static void encode_plain(const float x[QK_K], bool ternary, uint8_t q[QK_K], struct best * best) {
+    const struct ext_block_stats s = ext_block_stats(x);
+    best->err = s.energy; // of d = 0, which stays if nothing beats it
+    if (ternary) {
+        encode_ternary(x, &s, best);
+    } else {
+        encode_eight_levels(x, &s, best);
+    }
+    const float inv_d = inverse(ggml_fp16_to_fp32(best->d));
+    for (int i = 0; i < QK_K; i += 4) {
+        const ext_i32 c = nearest_codes(ext_load(x + i), inv_d, ggml_fp16_to_fp32(best->z), ternary ? 2.0f : 7.0f);
+        for (int l = 0; l < 4; ++l) {
+            q[i + l] = (uint8_t) c[l];
+        }
+    }
+}
+
+EXT_CLONES
+static void encode_rows_form(const float * src, block_itq3_s * dst, int64_t n_rows, int64_t row_blocks,
+                             const struct ggml_ext_metric * metric) {
+    struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
+    while (ext_rows_next(&rows)) {
+        struct ext_levels_block in = {.metric = metric, .first = rows.first};
+        struct best best = {.d = EXT_HALF_NAN, .z = EXT_HALF_NAN}; // refused by row validation
+        uint8_t q[QK_K] = {0}, by_position[QK_K];
+        float   level[EXT_LEVELS] = {0};
+        if (ext_rows_load(&rows, src, true, in.x, in.wish)) {
+            best = (struct best) {0};
+            encode_form(&in, q, &best);
+            set_levels(best.d, best.z, level);
+        }
+        float * errors = ext_rows_errors(&rows);
+        for (int t = 0; t < QK_K; ++t) {
+            by_position[ggml_ext_trellis_position(QK_K, t)] = q[t];
+            errors[t] = in.x[t] - level[q[t]];
+        }
+        ggml_ext_pack_itq3_s(by_position, best.d, best.z, &dst[rows.at]);
+    }
+    ext_rows_end(&rows);
+}
+
 void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
-    (void) importance; // diagonal before the rotation, not after it: of no use to a scalar search
-    const float top = params->itq3_levels == 3 ? 2.0f : 7.0f;
+    const bool ternary = params->itq3_levels == 3; // as printed: without any importance
+    if (params->metric && !ternary) {
+        encode_rows_form(src, dst, n_rows, row_blocks, params->metric);
+        return;
+    }
+    if (importance && !ternary && getenv("X_IMP")) {
+        struct ggml_ext_metric * diagonal = metric_of_importance(GGML_TYPE_ITQ3_S, row_blocks*QK_K, QK_K, importance, atof(getenv("X_IMP")));
+        GGML_ASSERT(diagonal != NULL);
+        encode_rows_form(src, dst, n_rows, row_blocks, diagonal);
+        ggml_ext_metric_free(diagonal);
+        return;
+    }
     for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {
         float   x[QK_K];
         uint8_t q[QK_K] = {0}; // of a refused block
@@ -128,20 +243,7 @@ void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_row
         if (!ext_load_rotated(src + ib*QK_K, x, QK_K)) {
             best.d = best.z = EXT_HALF_NAN; // refused by row validation
         } else {
-            const struct ext_block_stats s = ext_block_stats(x);
-            best.err = s.energy; // of d = 0, which stays if nothing beats it
-            if (params->itq3_levels == 3) {
-                encode_ternary(x, &s, &best);
-            } else {
-                encode_eight_levels(x, &s, &best);
-            }
-            const float inv_d = inverse(ggml_fp16_to_fp32(best.d));
-            for (int i = 0; i < QK_K; i += 4) {
-                const ext_i32 c = nearest_codes(ext_load(x + i), inv_d, ggml_fp16_to_fp32(best.z), top);
-                for (int l = 0; l < 4; ++l) {
-                    q[i + l] = (uint8_t) c[l];
-                }
-            }
+            encode_plain(x, ternary, q, &best);
         }
         ggml_ext_pack_itq3_s(q, best.d, best.z, &dst[ib]);
     }

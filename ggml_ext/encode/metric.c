@@ -6,9 +6,14 @@
 
 #include <stdlib.h>
 
+// Types of blocks of 256 whose codes are chosen one by one, not by a trellis.
+static bool has_blocks(enum ggml_type type) {
+    return (int) type == GGML_TYPE_ITQ3_S || (int) type == GGML_TYPE_CCQ2 || (int) type == GGML_TYPE_DITTO3;
+}
+
 enum {
     MOMENTS_COLUMNS = QK_K, // of a matrix that holds no whole row
-    PANEL           = QK_K, // steps whose gains reach the earlier ones in one go: the matrix is read once for them
+    PANEL           = QK_K, // a block: steps whose gains reach the earlier ones in one go: the matrix is read once for them
     TILE            = 32,   // columns that stay in registers
 };
 
@@ -22,7 +27,8 @@ struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int6
     const size_t n_gains = n_per_row/columns*metric_n_gains(columns, segment) + metric_n_gains(rest, segment);
     m->forms = malloc((size_t) n_per_row*segment*sizeof(float));
     m->gains = malloc((n_gains + 1)*sizeof(float)); // a row of one segment has none
-    if (m->forms == NULL || m->gains == NULL) {
+    m->blocks = has_blocks(type) ? malloc((size_t) n_per_row*QK_K*sizeof(float)) : NULL;
+    if (m->forms == NULL || m->gains == NULL || (has_blocks(type) && m->blocks == NULL)) {
         ggml_ext_metric_free(m);
         return NULL;
     }
@@ -33,6 +39,7 @@ void ggml_ext_metric_free(struct ggml_ext_metric * m) {
     if (m) {
         free(m->forms);
         free(m->gains);
+        free(m->blocks);
         free(m);
     }
 }
@@ -97,6 +104,13 @@ struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per
             scaled[j] = sum > 0 ? (float) ((double) importance[first + j]*(block_size/sum) + floor) : 1.0f;
         }
         factorize_diagonal(m, first, block_size, scaled);
+        if (m->blocks) {
+            ggml_ext_butterflies(scaled, QK_K);
+            for (int i = 0; i < QK_K*QK_K; ++i) {
+                const int row = ggml_ext_trellis_position(QK_K, i/QK_K), column = ggml_ext_trellis_position(QK_K, i%QK_K);
+                m->blocks[first*QK_K + i] = scaled[row ^ column]*(1.0f/QK_K);
+            }
+        }
     }
     return m;
 }
@@ -240,6 +254,13 @@ static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t fir
     float * gains = m->gains + first/m->columns*metric_n_gains(m->columns, S);
     for (int64_t end = n; end > 0; end = (end - 1)/PANEL*PANEL) {
         const int64_t begin = (end - 1)/PANEL*PANEL;
+        for (int64_t i = begin; m->blocks && i < end; ++i) {
+            for (int64_t j = begin; j <= i; ++j) {
+                const float v = (float) x->a[i*n + j];
+                m->blocks[(first + i)*QK_K + j - begin] = v;
+                m->blocks[(first + j)*QK_K + i - begin] = v;
+            }
+        }
         for (int64_t f = end - S; f >= begin; f -= S) {
             double * rows = x->panel + (f - begin)*n, * g = x->gains + (f - begin)*n;
             for (int i = 0; i < S; ++i) {
@@ -274,7 +295,7 @@ static int64_t matrix_columns(int64_t n_per_row, bool whole) {
 
 size_t ggml_ext_metric_size(int64_t n_per_row, bool whole, int segment) {
     const size_t n = (size_t) matrix_columns(n_per_row, whole);
-    return n*(n + 2*PANEL)*sizeof(double) + (size_t) n_per_row*(segment + n/2)*sizeof(float);
+    return n*(n + 2*PANEL)*sizeof(double) + (size_t) n_per_row*(segment + n/2 + QK_K)*sizeof(float);
 }
 
 struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,

@@ -19,6 +19,7 @@ struct ggml_ext_metric {
     int     segment; // steps: 8, 16 or 32
     float * forms;   // [n_per_row][segment]
     float * gains;   // matrix after matrix and segment after segment: [steps before it in its matrix][segment]
+    float * blocks;  // of types of scalar codes, each block's form as a whole, once later blocks have reacted: [n_per_row][QK_K]
 };
 
 // Gains of the first `steps` steps of a matrix, in whole segments: 0 + 1 + ... segments, each times segment*segment.
@@ -33,6 +34,11 @@ static inline const float * metric_gains(const struct ggml_ext_metric * m, int64
 
 static inline const float * metric_form(const struct ggml_ext_metric * m, int64_t first) {
     return m->forms + first*m->segment;
+}
+
+// The same of a whole block of QK_K steps: symmetric, [QK_K][QK_K].
+static inline const float * metric_block(const struct ggml_ext_metric * m, int64_t first) {
+    return m->blocks + first*QK_K;
 }
 
 static inline __attribute__((always_inline)) void metric_add_rows_of(const int n, const float * rows, int64_t n_rows, const float * x,
