@@ -47,9 +47,15 @@ def metrics(lib, name: str, moments: np.ndarray, whole: bool, segment: int = 32,
             Metric.of_moments(t, len(moments), info.block_size, info.rotated, whole, damping, segment))
 
 
+def in_numpy(name: str):
+    module = reference(name)
+    return getattr(module, "TRELLIS", module).quantize_blocks
+
+
 CASES = [  # type, columns, whole matrices, segment
     ("itq3_t", 256, False, 32), ("itq2_t", 512, False, 16), ("itq2_t", 768, True, 32), ("itq3_t", 512, True, 8),
     ("itq3_t64", 320, False, 16), ("itq3_t64", 320, True, 8), ("itq2_t64", 192, True, 32), ("itq2_t64", 64, False, 32),
+    ("itq3_s", 512, True, 8), ("itq3_s", 512, False, 32),
 ]
 
 
@@ -62,7 +68,7 @@ def test_same_bytes_as_c(lib, name, n, whole, segment):
     x[3, 5] = np.nan
     expected = lib.quantize(int(TYPES[name].id), x, metric=of_c)
     blocks = x.reshape(-1, TYPES[name].block_size)
-    actual = reference(name).TRELLIS.quantize_blocks(blocks, metric=of_numpy)
+    actual = in_numpy(name)(blocks, metric=of_numpy)
     assert_same_blocks(actual, expected.reshape(len(blocks), -1), f"{name}, rows of {n}, whole {whole}, segment {segment}, seed {SEED}")
 
 

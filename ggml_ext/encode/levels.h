@@ -7,7 +7,7 @@
 
 enum {
     EXT_LEVELS        = 8,
-    EXT_MAX_SWEEPS    = 8, // of the descent over a block; it ends earlier when nothing changes
+    EXT_MAX_SWEEPS    = 4, // of the descent over a block; it ends earlier when nothing changes
     EXT_LEVELS_ROUNDS = 3, // of levels and codes
 };
 

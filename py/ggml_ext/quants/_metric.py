@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import SIGNS
+from . import BLOCK_SIZE, SIGNS
 
 MOMENTS_COLUMNS = 256  # of a matrix that holds no whole row
 SEGMENT = 32  # of a metric that is made of importances
@@ -40,12 +40,17 @@ class Metric:
     segment: int  # steps
     forms: np.ndarray  # float32 (n_per_row, segment): D of one segment after the other
     gains: list[np.ndarray]  # of each segment float32 (steps before it in its matrix, segment)
+    blocks: list[np.ndarray]  # for rows of blocks of 256: the form of each, once later blocks have reacted, float32 (256, 256)
 
     def feed_block(self, first: int, x: np.ndarray, y: np.ndarray) -> None:
         """y[s] += what the steps of x before segment s ask of it. x, y: float32 (rows, n), a block each, from step `first` on."""
         for s in range(self.segment, x.shape[1], self.segment):
-            gains = self.gains[(first + s) // self.segment][first % self.columns :]
-            _add_rows(gains, x[:, :s], y[:, s : s + self.segment])
+            self.feed_segment(first, s, x, y)
+
+    def feed_segment(self, first: int, s: int, x: np.ndarray, y: np.ndarray) -> None:
+        """What the steps of x before segment s of the block ask of it, added to its part of y. x, y as for feed_block()."""
+        gains = self.gains[(first + s) // self.segment][first % self.columns :]
+        _add_rows(gains, x[:, :s], y[:, s : s + self.segment])
 
     def feed_later(self, first: int, s: int, errors: np.ndarray, y: np.ndarray) -> None:
         """What the errors of segment s of the block, float32 (rows, segment), ask of the block's later ones, added to y."""
@@ -92,8 +97,10 @@ class Metric:
             for r in range(s):
                 gains[:, s, SEGMENT * r : SEGMENT * (r + 1)] = expand((row[..., r] / pivot).astype(np.float32))
             d[:, :, :s, :s] -= row[..., :, None] * row[..., None, :] / pivot[..., None, None]
+        order = positions(block_size)
+        whole = [row[order[:, None] ^ order] * np.float32(1 / block_size) for row in butterflies(scaled)] if block_size == BLOCK_SIZE else []
         in_row = [gains[b, s, : SEGMENT * s] for b in range(len(blocks)) for s in range(n_segments)]
-        return cls(block_size, SEGMENT, forms.reshape(-1, SEGMENT), in_row)
+        return cls(block_size, SEGMENT, forms.reshape(-1, SEGMENT), in_row, whole)
 
     @classmethod
     def of_moments(
@@ -101,15 +108,16 @@ class Metric:
     ) -> Metric:
         """ggml_ext_metric_init() of ggml-ext.h. moments: float32, lower triangles. ValueError if one is not positive definite."""
         columns = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row)
-        forms, gains, at = [], [], 0
+        forms, gains, blocks, at = [], [], [], 0
         for first in range(0, n_per_row, columns):
             n = min(columns, n_per_row - first)
             of_matrix = _load(moments[at : at + n * (n + 1) // 2], n, float(np.float32(damping)), block_size, rotated)
             at += n * (n + 1) // 2
-            matrix_forms, matrix_gains = _factorize(of_matrix, segment)
+            matrix_forms, matrix_gains, matrix_blocks = _factorize(of_matrix, segment)
             forms += matrix_forms
             gains += matrix_gains
-        return cls(columns, segment, np.concatenate(forms), gains)
+            blocks += matrix_blocks
+        return cls(columns, segment, np.concatenate(forms), gains, blocks)
 
 
 def encode_rows(
@@ -157,10 +165,14 @@ def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated
     return a
 
 
-def _factorize(a: np.ndarray, S: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Forms float32 (S, S) and gains float32 (steps before, S) of all segments; the lower triangle of a counts."""
-    forms, gains = [], []
+def _factorize(a: np.ndarray, S: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Forms float32 (S, S) and gains float32 (steps before, S) of all segments, forms of all blocks; the lower triangle counts."""
+    forms, gains, blocks = [], [], []
     for f in range(len(a) - S, -1, -S):
+        end = f + S
+        if end % BLOCK_SIZE == 0:
+            own = np.tril(a[end - BLOCK_SIZE : end, end - BLOCK_SIZE : end])
+            blocks.append((own + np.tril(own, -1).T).astype(np.float32))
         rows = a[f : f + S, : f + S].copy()
         own = np.tril(rows[:, f:])
         rows[:, f:] = own + np.tril(own, -1).T
@@ -176,4 +188,4 @@ def _factorize(a: np.ndarray, S: int) -> tuple[list[np.ndarray], list[np.ndarray
         gains.append(np.ascontiguousarray(g[:, :f].T.astype(np.float32)))
         for k in range(S - 1, -1, -1):
             a[:f, :f] -= rows[k, :f, None] * g[k, :f]
-    return forms[::-1], gains[::-1]
+    return forms[::-1], gains[::-1], blocks[::-1]

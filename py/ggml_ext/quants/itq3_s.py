@@ -24,6 +24,8 @@ from . import (
     sum_lanes,
     unpack_bits3,
 )
+from ._levels import ROUNDS, Best, Block
+from ._metric import Metric, encode_rows, positions
 
 BLOCK_BYTES = 100
 # Starts of the search: scales in standard deviations of the block, centres in units of d from the middle of the codes.
@@ -31,6 +33,7 @@ BLOCK_BYTES = 100
 START_SCALES = np.array([0.46, 0.50, 0.54, 0.58, 0.62, 0.66, 0.72], np.float32)
 START_SHIFTS = np.array([-0.4, -0.2, 0.0, 0.2, 0.4], np.float32)
 N_REFITS = 4
+FLOOR = 0.01  # added to importances
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
@@ -61,26 +64,84 @@ def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
         return rotate_back(d[:, None] * (q.astype(np.float32) - z[:, None]))
 
 
-def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, levels: int = 8) -> np.ndarray:
+def quantize_blocks(
+    weights: np.ndarray, importance: np.ndarray | None = None, levels: int = 8, metric: Metric | None = None
+) -> np.ndarray:
     """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 100), byte for byte what the C encoder writes.
 
-    importance: not used, as in C: it describes the weights before their rotation.
-    levels: 8, or 3 for the paper's ternary. A block with NaN or Inf gets d = z = NaN, which row validation refuses;
-    larger values than half scales can hold saturate. ValueError for other shapes, dtypes or levels.
+    importance: float32 (row_blocks, 256), weights of the squared errors of a row, after which the next row begins; all zero in a
+    block: as ones. metric: in its place, of whole rows.
+    levels: 8, or 3 for the paper's ternary, which takes neither. A block with NaN or Inf gets d = z = NaN, which row validation
+    refuses; larger values than half scales can hold saturate. ValueError for other shapes, dtypes or levels.
     """
     if levels not in (3, 8):
         raise ValueError(f"levels is {levels}, must be 8 or 3")
     with np.errstate(all="ignore"):  # rejected candidates overflow and divide by zero, as in C
         x, finite = load_rotated(weights, BLOCK_SIZE)
-        stats = _Stats.of(x)
-        best = _Best(x, stats.energy)
-        if levels == 3:
-            _encode_ternary(x, stats, best)
+        if importance is not None and metric is None:
+            metric = Metric.of_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE, FLOOR)
+        if metric is not None and levels == 8:
+            q, d, z = _encode_form(x, finite, metric)
         else:
-            _encode_eight_levels(x, stats, best)
-        best.d[~finite] = best.z[~finite] = np.nan
-        best.q[~finite] = 0
-    return pack(best.q, best.d, best.z)
+            best = _encode_plain(x, levels)
+            q, d, z = best.q, best.d, best.z
+        d[~finite] = z[~finite] = np.nan
+        q[~finite] = 0
+    return pack(q, d, z)
+
+
+def _encode_plain(x: np.ndarray, levels: int) -> _Best:
+    stats = _Stats.of(x)
+    best = _Best(x, stats.energy)
+    if levels == 3:
+        _encode_ternary(x, stats, best)
+    else:
+        _encode_eight_levels(x, stats, best)
+    return best
+
+
+def _levels(d: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Of scales as they are stored, float32 (n_rows, 8)."""
+    return d[:, None] * (np.arange(8, dtype=np.float32) - z[:, None])
+
+
+def _refit_form(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """d and z of least cost, rounded to half, and where they can be used; refit_form() of encode/itq3_s.c."""
+    s, sc, scc, sx, sxc = (np.zeros(len(a)) for _ in range(5))
+    for k in range(8):
+        row, row_c = np.zeros(len(a)), np.zeros(len(a))
+        for m in range(8):
+            row, row_c = row + a[:, k, m], row_c + a[:, k, m] * m
+        s, sc, scc = s + row, sc + row_c, scc + row_c * k
+        sx, sxc = sx + b[:, k], sxc + b[:, k] * k
+    det = s * scc - sc * sc
+    slope = (s * sxc - sc * sx) / det
+    offset = (sx - sc * slope) / s
+    d, z = slope.astype(np.float32), (-offset / slope).astype(np.float32)
+    usable = (det > 0) & (d > 0) & (d <= HALF_MAX) & (np.abs(z) <= HALF_MAX)
+    return d.astype(np.float16).astype(np.float32), z.astype(np.float16).astype(np.float32), usable
+
+
+def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    order = positions(BLOCK_SIZE)
+    q, all_d, all_z = np.zeros(x.shape, np.uint8), np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
+
+    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
+        block = Block(metric, first, x, wish)
+        start = _encode_plain(block.target, 8)
+        d, z, allowed = start.d, start.z, np.ones(len(x), bool)
+        best = Best(sum_lanes(block.target * block.pull), np.zeros((len(x), 8), np.float32), np.zeros(x.shape, np.uint8))
+        code, best_d, best_z = block.start(_levels(d, z)), np.zeros_like(d), np.zeros_like(z)
+        for _ in range(ROUNDS):
+            better = block.improve(_levels(d, z), code, best, allowed)
+            best_d[better], best_z[better] = d[better], z[better]
+            d, z, usable = _refit_form(*block.normal(code))
+            allowed = allowed & usable
+        q[here, order], all_d[here], all_z[here] = best.code, best_d, best_z
+        return np.where(finite[here, None], np.take_along_axis(best.level, best.code.astype(np.intp), axis=1), np.float32(0))
+
+    encode_rows(metric, np.where(finite[:, None], x, np.float32(0))[:, order], encode)
+    return q, all_d, all_z
 
 
 @dataclass
