@@ -1,6 +1,7 @@
 // Encoder of DITTO3. A block of its own codebook gets the best clusters there are, a whole tensor those of the paper's loop,
 // which on so many weights ends near the best. See kmeans.h; compiled with -ffp-contract=off.
 #include "kmeans.h"
+#include "levels.h"
 
 #include "../types/ditto3.h"
 
@@ -94,8 +95,113 @@ static void encode_block(const float * x, const float * importance, const float 
     store_indices(x, dst);
 }
 
+// --- under a metric --------------------------------------------------------------------------------------------------
+
+// Levels of least cost under fixed codes; those of no code stay. Gaussian elimination without pivots: a is positive definite.
+static void solve_levels(double a[K][K], double b[K], const float level[K], double c[K]) {
+    for (int k = 0; k < K; ++k) {
+        if (!(a[k][k] > 0)) {
+            a[k][k] = 1;
+            b[k]    = (double) level[k];
+        }
+        for (int i = k + 1; i < K; ++i) {
+            const double by = a[i][k]/a[k][k];
+            for (int j = k; j < K; ++j) {
+                a[i][j] -= by*a[k][j];
+            }
+            b[i] -= by*b[k];
+        }
+    }
+    for (int k = K - 1; k >= 0; --k) {
+        c[k] = b[k];
+        for (int j = k + 1; j < K; ++j) {
+            c[k] -= a[k][j]*c[j];
+        }
+        c[k] /= a[k][k];
+    }
+}
+
+static void set_levels(const block_ditto3 * x, float level[K]) {
+    for (int k = 0; k < K; ++k) {
+        level[k] = ggml_fp16_to_fp32(x->d)*((float) x->codebook[k] - DITTO3_OFFSET);
+    }
+}
+
+static inline __attribute__((always_inline)) void encode_form(struct ext_levels_block * in, const float * codebook, block_ditto3 * dst,
+                                                              struct ext_levels_best * best) {
+    ext_levels_aim(in);
+    const float * form = metric_block(in->metric, in->first);
+    double  c[K];
+    float   level[K], pull[QK_K];
+    uint8_t code[QK_K];
+    if (codebook) {
+        for (int k = 0; k < K; ++k) {
+            c[k] = (double) codebook[k];
+        }
+    } else {
+        struct sample s[QK_K];
+        for (int t = 0; t < QK_K; ++t) {
+            s[t] = (struct sample) {in->target[t], form[t*QK_K + t]};
+        }
+        sort_samples(s);
+        cluster_block(s, c);
+    }
+    block_ditto3 x = {0};
+    *best = (struct ext_levels_best) {.cost = INFINITY};
+    ext_form_times(form, in->target, pull);
+    for (int round = 0; round < (codebook ? 1 : EXT_LEVELS_ROUNDS); ++round) {
+        store_codebook(c, &x);
+        set_levels(&x, level);
+        if (round == 0) {
+            ext_levels_start(in, level, code);
+        }
+        const float before = best->cost;
+        ext_levels_improve(in, level, code, best);
+        if (best->cost < before) {
+            *dst = x;
+        }
+        double a[K][K], b[K];
+        ext_levels_normal(in, pull, code, a, b);
+        solve_levels(a, b, level, c);
+        for (int k = 1; k < K; ++k) {
+            if (!(c[k - 1] <= c[k])) {
+                return;
+            }
+        }
+    }
+}
+
+EXT_CLONES
+static void encode_rows_form(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * codebook,
+                             const struct ggml_ext_metric * metric) {
+    struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
+    while (ext_rows_next(&rows)) {
+        struct ext_levels_block in = {.metric = metric, .first = rows.first};
+        struct ext_levels_best  best = {0};
+        block_ditto3 * x = &dst[rows.at];
+        memset(x, 0, sizeof(*x));
+        if (ext_rows_load(&rows, src, false, in.x, in.wish)) {
+            encode_form(&in, codebook, x, &best);
+        } else {
+            x->d = EXT_HALF_NAN; // refused by row validation
+        }
+        uint8_t by_position[QK_K];
+        float * errors = ext_rows_errors(&rows);
+        for (int t = 0; t < QK_K; ++t) {
+            by_position[ggml_ext_trellis_position(QK_K, t)] = best.code[t];
+            errors[t] = in.x[t] - best.level[best.code[t]];
+        }
+        ggml_ext_pack_bits3(by_position, QK_K, x->ql, x->qh);
+    }
+    ext_rows_end(&rows);
+}
+
 void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
+    if (params->metric) {
+        encode_rows_form(src, dst, n_rows, row_blocks, params->ditto3_codebook, params->metric);
+        return;
+    }
     for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {
         encode_block(src + ib*QK_K, importance ? importance + ib%row_blocks*QK_K : NULL, params->ditto3_codebook, &dst[ib]);
     }

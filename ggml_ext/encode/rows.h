@@ -17,6 +17,9 @@
 
 enum { EXT_ROWS = 16 }; // that go through a row's blocks together: gains of whole rows are read once for them
 
+// More than any block without rotation can hold: what quadratic forms make of it stays finite.
+#define EXT_UNROTATED_MAX (64*EXT_HALF_MAX)
+
 struct ext_rows {
     const struct ggml_ext_metric * metric;
     int64_t n_rows, row_blocks;
@@ -91,8 +94,9 @@ static inline bool ext_rows_load(const struct ext_rows * r, const float * src, b
         finite = ext_load_rotated(src + r->at*n, loaded, n);
     } else {
         for (int j = 0; j < n; ++j) {
-            loaded[j] = src[r->at*n + j];
-            finite &= fabsf(loaded[j]) <= FLT_MAX;
+            const float w = src[r->at*n + j];
+            finite &= fabsf(w) <= FLT_MAX;
+            loaded[j] = w > EXT_UNROTATED_MAX ? EXT_UNROTATED_MAX : w < -EXT_UNROTATED_MAX ? -EXT_UNROTATED_MAX : w;
         }
     }
     for (int t = 0; t < n; ++t) {
