@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import BLOCK_SIZE, SIGNS
+from . import BLOCK_SIZE, HALF_MAX, SIGNS
 
 MOMENTS_COLUMNS = 256  # of a matrix that holds no whole row
+UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can hold
 SEGMENT = 32  # of a metric that is made of importances
 
 

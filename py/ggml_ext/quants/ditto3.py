@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from . import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scales_to_float32, unpack_bits3
+from ._levels import ROUNDS, Best, Block
+from ._metric import UNROTATED_MAX, Metric, encode_rows, positions
 
 BLOCK_BYTES = 106
 K = 8
@@ -168,40 +170,96 @@ class Histogram:
 
 
 def quantize_blocks(
-    weights: np.ndarray, importance: np.ndarray | None = None, codebook: np.ndarray | None = None
+    weights: np.ndarray, importance: np.ndarray | None = None, codebook: np.ndarray | None = None, metric: Metric | None = None
 ) -> np.ndarray:
     """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 106), byte for byte what the C encoder writes.
 
-    importance: float32 (n_blocks, 256), weights of the squared errors, or None. codebook: float32 (8,), finite and
-    ascending, for all blocks, as Histogram gives it; None: one for each block. A block with NaN or Inf gets d = NaN,
-    which row validation refuses. ValueError for other shapes, dtypes or codebooks.
+    importance: float32 (n_blocks, 256), weights of the squared errors, or None. metric: in its place, of whole rows. codebook:
+    float32 (8,), finite and ascending, for all blocks, as Histogram gives it; None: one for each block. A block with NaN or Inf
+    gets d = NaN, which row validation refuses. ValueError for other shapes, dtypes or codebooks.
     """
     weights = as_blocks(weights, np.float32, BLOCK_SIZE)
     if importance is not None:
         importance = as_blocks(importance, np.float32, BLOCK_SIZE)
-    finite = np.isfinite(weights).all(axis=1)
-    x = np.where(finite[:, None], weights, np.float32(0))
-    if codebook is None:
-        c = np.empty((len(x), K))
-        for start in range(0, len(x), BATCH):
-            part = slice(start, start + BATCH)
-            c[part] = _cluster_blocks(x[part], None if importance is None else importance[part])
-    else:
+    if codebook is not None:
         codebook = as_blocks(np.asarray(codebook)[None], np.float32, K)
         if not (np.isfinite(codebook).all() and (np.diff(codebook) >= 0).all()):
             raise ValueError(f"codebook {codebook} is not finite and ascending")
-        c = np.broadcast_to(codebook.astype(np.float64), (len(x), K))
-
-    top = np.minimum(np.abs(c).max(axis=1) / TOP, np.float64(HALF_MAX))
-    d_half = top.astype(np.float32).astype(np.float16)
-    d = d_half.astype(np.float64)[:, None]
-    values = np.zeros(c.shape)
-    np.divide(c, d, out=values, where=d > 0)
-    values = np.clip(np.rint(values), -TOP, TOP).astype(np.int8)
-    middle = 0.5 * d * (values[:, :-1].astype(np.float64) + values[:, 1:])
-    index = sum((x >= middle[:, k : k + 1]).astype(np.uint8) for k in range(K - 1))
+    finite = np.isfinite(weights).all(axis=1)
+    x = np.where(finite[:, None], weights, np.float32(0))
+    if metric is not None:
+        d_half, values, index = _encode_form(x, codebook, metric)
+    else:
+        d_half, values = _store(_centroids(x, importance, codebook))
+        middle = 0.5 * d_half.astype(np.float64)[:, None] * (values[:, :-1].astype(np.float64) + values[:, 1:])
+        index = sum((x >= middle[:, k : k + 1]).astype(np.uint8) for k in range(K - 1))
     ql, qh = pack_bits3(index)
     out = np.concatenate([scales_to_bytes(d_half.astype(np.float32)), (values + np.int8(OFFSET)).view(np.uint8), ql, qh], axis=1)
     out[~finite] = 0
     out[~finite, :2] = scales_to_bytes(np.full(1, np.nan, np.float32))
     return out
+
+
+def _centroids(x: np.ndarray, importance: np.ndarray | None, codebook: np.ndarray | None) -> np.ndarray:
+    """Those of the codebook, float32 (1, 8), or the best of each block: float64 (n_blocks, 8)."""
+    if codebook is not None:
+        return np.repeat(codebook.astype(np.float64), len(x), axis=0)
+    c = np.empty((len(x), K))
+    for start in range(0, len(x), BATCH):
+        part = slice(start, start + BATCH)
+        c[part] = _cluster_blocks(x[part], None if importance is None else importance[part])
+    return c
+
+
+def _store(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales float16 (n_blocks,) and values int8 (n_blocks, 8) of centroids; store_codebook() of encode/ditto3.c."""
+    top = np.minimum(np.abs(c).max(axis=1) / TOP, np.float64(HALF_MAX))
+    d_half = top.astype(np.float32).astype(np.float16)
+    d = d_half.astype(np.float64)[:, None]
+    values = np.zeros(c.shape)
+    np.divide(c, d, out=values, where=d > 0)
+    return d_half, np.clip(np.rint(values), -TOP, TOP).astype(np.int8)
+
+
+def _solve(a: np.ndarray, b: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """Levels float64 (n_blocks, 8) of least cost; solve_levels() of encode/ditto3.c."""
+    for k in range(K):
+        empty = ~(a[:, k, k] > 0)
+        a[empty, k, k], b[empty, k] = 1, level[empty, k]
+        for i in range(k + 1, K):
+            by = a[:, i, k] / a[:, k, k]
+            a[:, i, k:] -= by[:, None] * a[:, k, k:]
+            b[:, i] -= by * b[:, k]
+    c = np.empty_like(b)
+    for k in range(K - 1, -1, -1):
+        c[:, k] = b[:, k]
+        for j in range(k + 1, K):
+            c[:, k] -= a[:, k, j] * c[:, j]
+        c[:, k] /= a[:, k, k]
+    return c
+
+
+def _encode_form(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scales, values and indices; encode_form() of encode/ditto3.c."""
+    order = positions(BLOCK_SIZE)
+    d_half, values, index = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.zeros(x.shape, np.uint8)
+
+    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
+        block = Block(metric, first, x, wish)
+        c = _centroids(block.target, np.broadcast_to(np.diag(block.form), x.shape), codebook)
+        best = Best(np.full(len(x), np.inf, np.float32), np.zeros((len(x), K), np.float32), np.zeros(x.shape, np.uint8))
+        best_d, best_values, allowed, code = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.ones(len(x), bool), None
+        for _ in range(ROUNDS if codebook is None else 1):
+            d, v = _store(np.where(allowed[:, None], c, 0))
+            level = d.astype(np.float32)[:, None] * v.astype(np.float32)
+            code = block.start(level) if code is None else code
+            better = block.improve(level, code, best, allowed)
+            best_d[better], best_values[better] = d[better], v[better]
+            c = _solve(*block.normal(code), level)
+            allowed = allowed & (c[:, :-1] <= c[:, 1:]).all(axis=1)
+        d_half[here], values[here], index[here, order] = best_d, best_values, best.code
+        return np.take_along_axis(best.level, best.code.astype(np.intp), axis=1)
+
+    with np.errstate(all="ignore"):
+        encode_rows(metric, np.clip(x, -UNROTATED_MAX, UNROTATED_MAX)[:, order], encode)
+    return d_half, values, index
