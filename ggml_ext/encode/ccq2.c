@@ -1,7 +1,7 @@
 // Encoder of CCQ2: all 256 codes for every four weights, scales refitted in closed form (CCQ, equation 4), iterated.
 // Sums over weights are float64 in the order of the weights, so that the numpy reference gives the same bytes; compiled
 // with -ffp-contract=off.
-#include "encode.h"
+#include "levels.h"
 
 #include "../types/ccq2.h"
 
@@ -139,13 +139,11 @@ static double round_groups(const double want[N_GROUPS], const double den[N_GROUP
 
 enum { D_END = 0xf8 }; // from here on halves are Inf or NaN
 
-// Super scale and group scales nearest to the wanted ones. The largest group takes one of the four multipliers, so d
-// lies between its scale over 11 and over 5, with a step of E5M3 (1/8) on both sides.
-static void round_scales(const double want[N_GROUPS], const double den[N_GROUPS], block_ccq2 * x) {
-    double top = 0, least = INFINITY;
-    for (int g = 0; g < N_GROUPS; ++g) {
-        top = want[g] > top ? want[g] : top;
-    }
+// The first super scale of N_CANDIDATES that suit groups of which the largest scale is `top`. That takes one of the four
+// multipliers, so d lies between it over 11 and over 5, with a step of E5M3 (1/8) on both sides: eight steps an octave,
+// log2(12.5/4.4) octaves.
+enum { N_CANDIDATES = 14 };
+static int first_super_scale(double top) {
     int lo = 0, hi = D_END - 1;
     while (lo < hi) { // the first d of at least top/12.5
         const int mid = (lo + hi)/2;
@@ -155,8 +153,16 @@ static void round_scales(const double want[N_GROUPS], const double den[N_GROUPS]
             hi = mid;
         }
     }
-    enum { N_CANDIDATES = 14 }; // eight steps an octave, log2(12.5/4.4) octaves
-    const int first = lo;
+    return lo;
+}
+
+// Super scale and group scales nearest to the wanted ones.
+static void round_scales(const double want[N_GROUPS], const double den[N_GROUPS], block_ccq2 * x) {
+    double top = 0, least = INFINITY;
+    for (int g = 0; g < N_GROUPS; ++g) {
+        top = want[g] > top ? want[g] : top;
+    }
+    const int first = first_super_scale(top);
     for (int d = first; d < first + N_CANDIDATES && d < D_END; ++d) {
         block_ccq2   y;
         const double sum = round_groups(want, den, d, &y);
@@ -265,9 +271,245 @@ static void encode_block(const struct codes * t, const float * src, const float 
     *dst = best.x;
 }
 
+// --- under a metric --------------------------------------------------------------------------------------------------
+
+// Byte p by step: the weights 4*p .. 4*p + 3 of the block, byte 32*(p%2) + p/2 of qs. Its scales are of the groups 2*(p%2), twice,
+// and 2*(p%2) + 1, twice.
+enum { N_BYTES = QK_K/4, BYTE_SWEEPS = 4, N_ROUNDS = 3 };
+
+struct products {
+    float v[4][4][N_CODES]; // [k][l] for k <= l: of two values of each code
+};
+
+static void byte_scales(const float s[N_GROUPS], int p, float sk[4]) {
+    for (int k = 0; k < 4; ++k) {
+        sk[k] = s[2*(p%2) + k/2];
+    }
+}
+
+// norm[b] = v^T A v of the values of each code under their scales; A: four rows of `stride`.
+static inline __attribute__((always_inline)) void fill_form_norms(const struct products * t, const float * a, int stride, const float sk[4],
+                                                                  float norm[N_CODES]) {
+    memset(norm, 0, N_CODES*sizeof(norm[0]));
+    for (int k = 0; k < 4; ++k) {
+        for (int l = k; l < 4; ++l) {
+            const float f = (l > k ? 2.0f : 1.0f)*(sk[k]*sk[l]*a[k*stride + l]);
+            for (int b = 0; b < N_CODES; ++b) {
+                norm[b] += f*t->v[k][l][b];
+            }
+        }
+    }
+}
+
+// Coordinate descent over n bytes, as ext_descend(). v: the present values, which on entry may be of no code if `fresh`. norms of
+// each byte, or NULL.
+static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, const struct products * t2, int n, const float * form,
+                                                                int stride, const float s[N_GROUPS], const float (* norms)[N_CODES],
+                                                                bool fresh, uint8_t * code, float * v, float * g) {
+    bool changed = true;
+    for (int sweep = 0; sweep < BYTE_SWEEPS && changed; ++sweep) {
+        changed = false;
+        for (int p = 0; p < n; ++p) {
+            const float * own = form + 4*p*stride + 4*p;
+            float sk[4], a[4], here[N_CODES], least;
+            byte_scales(s, p, sk);
+            if (norms == NULL) {
+                fill_form_norms(t2, own, stride, sk, here);
+            }
+            for (int k = 0; k < 4; ++k) {
+                float pull = g[4*p + k];
+                for (int l = 0; l < 4; ++l) {
+                    pull += own[k*stride + l]*v[4*p + l];
+                }
+                a[k] = -2*sk[k]*pull;
+            }
+            const int best = best_code(t, norms ? norms[p] : here, a, 0, N_CODES, &least);
+            if (best != code[p] || (fresh && sweep == 0)) {
+                for (int k = 0; k < 4; ++k) {
+                    const float value = sk[k]*t->v[k][best], by = value - v[4*p + k];
+                    for (int j = 0; j < 4*n; ++j) {
+                        g[j] -= form[(4*p + k)*stride + j]*by;
+                    }
+                    v[4*p + k] = value;
+                }
+                code[p] = (uint8_t) best;
+                changed = true;
+            }
+        }
+    }
+}
+
+// First codes: each segment with the errors of those before it fed back. Within it values start as they are wished.
+static inline __attribute__((always_inline)) void start_bytes(const struct codes * t, const struct products * t2,
+                                                              const struct ext_levels_block * in, const float s[N_GROUPS],
+                                                              uint8_t code[N_BYTES], float v[QK_K]) {
+    const struct ggml_ext_metric * m = in->metric;
+    const int S = m->segment;
+    float errors[QK_K];
+    memcpy(v, in->wish, QK_K*sizeof(v[0]));
+    for (int f = 0; f < QK_K; f += S) {
+        float g[METRIC_MAX_SEGMENT] = {0};
+        metric_add_rows(S, metric_gains(m, in->first + f) + in->first%m->columns*S, f, errors, v + f);
+        descend_bytes(t, t2, S/4, metric_form(m, in->first + f), S, s, NULL, true, code + f/4, v + f, g);
+        for (int i = f; i < f + S; ++i) {
+            errors[i] = in->x[i] - v[i];
+        }
+    }
+}
+
+// The wanted scales of least cost under fixed codes q, and their form.
+static inline __attribute__((always_inline)) void refit_groups(const float * form, const float pull[QK_K], const float q[QK_K],
+                                                               double a[N_GROUPS][N_GROUPS], double want[N_GROUPS]) {
+    double b[N_GROUPS] = {0}, c[N_GROUPS][N_GROUPS];
+    float  sums[N_GROUPS][QK_K];
+    for (int g = 0; g < N_GROUPS; ++g) {
+        float own[QK_K];
+        for (int i = 0; i < QK_K; ++i) {
+            own[i] = i%8/2 == g ? q[i] : 0.0f;
+        }
+        ext_form_times(form, own, sums[g]);
+    }
+    memset(a, 0, sizeof(double)*N_GROUPS*N_GROUPS);
+    for (int i = 0; i < QK_K; ++i) {
+        for (int g = 0; g < N_GROUPS; ++g) {
+            a[i%8/2][g] += (double) q[i]*(double) sums[g][i];
+        }
+        b[i%8/2] += (double) q[i]*(double) pull[i];
+    }
+    memcpy(c, a, sizeof(c));
+    ext_solve(N_GROUPS, &c[0][0], b, (const float[N_GROUPS]) {0}, want);
+}
+
+// Super scale and group scales of least cost: for each super scale the groups nearest to the wanted, then one after the other given
+// the rest. False if all are zero.
+static bool round_form(double a[N_GROUPS][N_GROUPS], const double want[N_GROUPS], block_ccq2 * x) {
+    double top = 0, least = INFINITY;
+    for (int g = 0; g < N_GROUPS; ++g) {
+        top = want[g] > top ? want[g] : top;
+    }
+    const int first = first_super_scale(top);
+    x->d = 0;
+    for (int d = first; d < first + N_CANDIDATES && d < D_END; ++d) {
+        const double scale = (double) ggml_ext_e5m3_to_float((uint8_t) d);
+        double  off[N_GROUPS] = {0}, cost = 0; // what each scale has more than is wanted
+        uint8_t scales = 0;
+        for (int sweep = 0; sweep < 3; ++sweep) {
+            for (int g = 0; g < N_GROUPS; ++g) {
+                double aim = 0, best = INFINITY;
+                for (int h = 0; h < N_GROUPS; ++h) {
+                    aim -= h != g ? a[g][h]*off[h] : 0;
+                }
+                aim = a[g][g] > 0 ? aim/a[g][g] : 0;
+                for (int m = 0; m < 4; ++m) {
+                    const double o = scale*ggml_ext_ccq2_scale(m) - want[g], e = o - aim;
+                    if (e*e < best) {
+                        best   = e*e;
+                        off[g] = o;
+                        scales = (uint8_t) ((scales & ~(3 << 2*g)) | m << 2*g);
+                    }
+                }
+            }
+        }
+        for (int g = 0; g < N_GROUPS; ++g) {
+            for (int h = 0; h < N_GROUPS; ++h) {
+                cost += off[g]*a[g][h]*off[h];
+            }
+        }
+        if (cost < least) {
+            least     = cost;
+            x->d      = (uint8_t) d;
+            x->scales = scales;
+        }
+    }
+    return x->d > 0;
+}
+
+static inline __attribute__((always_inline)) void encode_form(const struct codes * t, const struct products * t2, struct ext_levels_block * in,
+                                                              block_ccq2 * dst, float best_v[QK_K]) {
+    ext_levels_aim(in);
+    const float * form = metric_block(in->metric, in->first);
+    float   pull[QK_K], by_position[QK_K], weight[QK_K], v[QK_K], e[QK_K], g[QK_K], norms[N_BYTES][N_CODES], s[N_GROUPS];
+    uint8_t code[N_BYTES];
+    ext_form_times(form, in->target, pull);
+    float least = ext_dot(in->target, pull); // of the zero block
+    for (int i = 0; i < QK_K; ++i) {
+        by_position[ggml_ext_trellis_position(QK_K, i)] = in->target[i];
+        weight[ggml_ext_trellis_position(QK_K, i)]      = form[i*QK_K + i];
+    }
+    block_ccq2 x;
+    encode_block(t, by_position, weight, &x);
+    memset(dst, 0, sizeof(*dst));
+    for (int round = 0; round < N_ROUNDS && x.d > 0; ++round) {
+        get_scales(&x, s);
+        if (round == 0) {
+            start_bytes(t, t2, in, s, code, v);
+        }
+        for (int p = 0; p < N_BYTES; ++p) {
+            float sk[4];
+            byte_scales(s, p, sk);
+            fill_form_norms(t2, form + 4*p*QK_K + 4*p, QK_K, sk, norms[p]);
+            for (int k = 0; k < 4; ++k) {
+                v[4*p + k] = sk[k]*t->v[k][code[p]];
+                e[4*p + k] = in->target[4*p + k] - v[4*p + k];
+            }
+        }
+        ext_form_times(form, e, g);
+        descend_bytes(t, t2, N_BYTES, form, QK_K, s, norms, false, code, v, g);
+        float q[QK_K];
+        for (int i = 0; i < QK_K; ++i) {
+            e[i] = in->target[i] - v[i];
+            q[i] = t->v[i%4][code[i/4]];
+        }
+        const float cost = ext_dot(e, g);
+        if (cost < least) {
+            least = cost;
+            memcpy(best_v, v, sizeof(v));
+            for (int p = 0; p < N_BYTES; ++p) {
+                x.qs[32*(p%2) + p/2] = code[p];
+            }
+            *dst = x;
+        }
+        double a[N_GROUPS][N_GROUPS], want[N_GROUPS];
+        refit_groups(form, pull, q, a, want);
+        round_form(a, want, &x);
+    }
+}
+
+EXT_CLONES
+static void encode_rows_form(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks,
+                             const struct ggml_ext_metric * metric) {
+    struct codes    t;
+    struct products t2;
+    make_codes(&t);
+    for (int i = 0; i < 4*4*N_CODES; ++i) {
+        const int k = i/N_CODES/4, l = i/N_CODES%4, b = i%N_CODES;
+        t2.v[k][l][b] = t.v[k][b]*t.v[l][b];
+    }
+    struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
+    while (ext_rows_next(&rows)) {
+        struct ext_levels_block in = {.metric = metric, .first = rows.first};
+        block_ccq2 * x = &dst[rows.at];
+        float v[QK_K] = {0};
+        if (ext_rows_load(&rows, src, false, in.x, in.wish)) {
+            encode_form(&t, &t2, &in, x, v);
+        } else {
+            memset(x, 0, sizeof(*x));
+            x->d = 0xff; // refused by row validation
+        }
+        float * errors = ext_rows_errors(&rows);
+        for (int i = 0; i < QK_K; ++i) {
+            errors[i] = in.x[i] - v[i];
+        }
+    }
+    ext_rows_end(&rows);
+}
+
 void ggml_ext_encode_ccq2(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                           const struct ggml_ext_quantize_params * params) {
-    (void) params;
+    if (params->metric) {
+        encode_rows_form(src, dst, n_rows, row_blocks, params->metric);
+        return;
+    }
     struct codes t;
     make_codes(&t);
     for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {

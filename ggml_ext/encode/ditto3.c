@@ -97,30 +97,6 @@ static void encode_block(const float * x, const float * importance, const float 
 
 // --- under a metric --------------------------------------------------------------------------------------------------
 
-// Levels of least cost under fixed codes; those of no code stay. Gaussian elimination without pivots: a is positive definite.
-static void solve_levels(double a[K][K], double b[K], const float level[K], double c[K]) {
-    for (int k = 0; k < K; ++k) {
-        if (!(a[k][k] > 0)) {
-            a[k][k] = 1;
-            b[k]    = (double) level[k];
-        }
-        for (int i = k + 1; i < K; ++i) {
-            const double by = a[i][k]/a[k][k];
-            for (int j = k; j < K; ++j) {
-                a[i][j] -= by*a[k][j];
-            }
-            b[i] -= by*b[k];
-        }
-    }
-    for (int k = K - 1; k >= 0; --k) {
-        c[k] = b[k];
-        for (int j = k + 1; j < K; ++j) {
-            c[k] -= a[k][j]*c[j];
-        }
-        c[k] /= a[k][k];
-    }
-}
-
 static void set_levels(const block_ditto3 * x, float level[K]) {
     for (int k = 0; k < K; ++k) {
         level[k] = ggml_fp16_to_fp32(x->d)*((float) x->codebook[k] - DITTO3_OFFSET);
@@ -162,7 +138,7 @@ static inline __attribute__((always_inline)) void encode_form(struct ext_levels_
         }
         double a[K][K], b[K];
         ext_levels_normal(in, pull, code, a, b);
-        solve_levels(a, b, level, c);
+        ext_solve(K, &a[0][0], b, level, c);
         for (int k = 1; k < K; ++k) {
             if (!(c[k - 1] <= c[k])) {
                 return;

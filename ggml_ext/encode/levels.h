@@ -170,3 +170,28 @@ static inline __attribute__((always_inline)) void ext_levels_normal(const struct
         b[code[j]] += (double) pull[j];
     }
 }
+
+// Solves a x = b for a positive definite a of n*n, by Gaussian elimination without pivots, in place. Rows of zeros, of levels that no
+// step has, give `given`.
+static inline void ext_solve(int n, double * a, double * b, const float * given, double * x) {
+    for (int k = 0; k < n; ++k) {
+        if (!(a[k*n + k] > 0)) {
+            a[k*n + k] = 1;
+            b[k]       = (double) given[k];
+        }
+        for (int i = k + 1; i < n; ++i) {
+            const double by = a[i*n + k]/a[k*n + k];
+            for (int j = k; j < n; ++j) {
+                a[i*n + j] -= by*a[k*n + j];
+            }
+            b[i] -= by*b[k];
+        }
+    }
+    for (int k = n - 1; k >= 0; --k) {
+        x[k] = b[k];
+        for (int j = k + 1; j < n; ++j) {
+            x[k] -= a[k*n + j]*x[j];
+        }
+        x[k] /= a[k*n + k];
+    }
+}
