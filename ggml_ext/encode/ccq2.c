@@ -278,8 +278,9 @@ static void encode_block(const struct codes * t, const float * src, const float 
 enum { N_BYTES = QK_K/4, BYTE_SWEEPS = 4, N_ROUNDS = 3 };
 
 struct products {
-    float v[4][4][N_CODES]; // [k][l] for k <= l: of two values of each code
+    float v[10][N_CODES]; // of two values of each code: k and l >= k in the order of pairs[]
 };
+static const uint8_t pairs[10][2] = {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {1, 1}, {1, 2}, {1, 3}, {2, 2}, {2, 3}, {3, 3}};
 
 static void byte_scales(const float s[N_GROUPS], int p, float sk[4]) {
     for (int k = 0; k < 4; ++k) {
@@ -290,32 +291,69 @@ static void byte_scales(const float s[N_GROUPS], int p, float sk[4]) {
 // norm[b] = v^T A v of the values of each code under their scales; A: four rows of `stride`.
 static inline __attribute__((always_inline)) void fill_form_norms(const struct products * t, const float * a, int stride, const float sk[4],
                                                                   float norm[N_CODES]) {
-    memset(norm, 0, N_CODES*sizeof(norm[0]));
-    for (int k = 0; k < 4; ++k) {
-        for (int l = k; l < 4; ++l) {
-            const float f = (l > k ? 2.0f : 1.0f)*(sk[k]*sk[l]*a[k*stride + l]);
-            for (int b = 0; b < N_CODES; ++b) {
-                norm[b] += f*t->v[k][l][b];
-            }
+    float f[10];
+    for (int i = 0; i < 10; ++i) {
+        const int k = pairs[i][0], l = pairs[i][1];
+        f[i] = (l > k ? 2.0f : 1.0f)*(sk[k]*sk[l]*a[k*stride + l]);
+    }
+    for (int b = 0; b < N_CODES; ++b) {
+        float sum = f[0]*t->v[0][b];
+        for (int i = 1; i < 10; ++i) {
+            sum += f[i]*t->v[i][b];
         }
+        norm[b] = sum;
+    }
+}
+
+typedef float   f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+
+// As best_code(), of all codes, eight at a time.
+static inline __attribute__((always_inline)) int best_of_all(const struct codes * t, const float norm[N_CODES], const float a[4]) {
+    f32x8 best = {FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX};
+    i32x8 code = {0}, here = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (int b = 0; b < N_CODES; b += 8, here += 8) {
+        f32x8 e, v;
+        memcpy(&e, norm + b, sizeof(e));
+        for (int k = 0; k < 4; ++k) {
+            memcpy(&v, t->v[k] + b, sizeof(v));
+            e += a[k]*v;
+        }
+        const i32x8 less = e < best;
+        best = (f32x8) (((i32x8) e & less) | ((i32x8) best & ~less));
+        code = (here & less) | (code & ~less);
+    }
+    int lane = 0;
+    for (int i = 1; i < 8; ++i) {
+        if (best[i] < best[lane] || (best[i] == best[lane] && code[i] < code[lane])) {
+            lane = i;
+        }
+    }
+    return code[lane];
+}
+
+// Of n bytes.
+static inline __attribute__((always_inline)) void fill_all_norms(const struct products * t, int n, const float * form, int stride,
+                                                                 const float s[N_GROUPS], float norms[][N_CODES]) {
+    for (int p = 0; p < n; ++p) {
+        float sk[4];
+        byte_scales(s, p, sk);
+        fill_form_norms(t, form + 4*p*stride + 4*p, stride, sk, norms[p]);
     }
 }
 
 // Coordinate descent over n bytes, as ext_descend(). v: the present values, which on entry may be of no code if `fresh`. norms of
-// each byte, or NULL.
-static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, const struct products * t2, int n, const float * form,
-                                                                int stride, const float s[N_GROUPS], const float (* norms)[N_CODES],
-                                                                bool fresh, uint8_t * code, float * v, float * g) {
+// each byte.
+static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, int n, const float * form, int stride,
+                                                                const float s[N_GROUPS], float norms[][N_CODES], bool fresh,
+                                                                uint8_t * code, float * v, float * g) {
     bool changed = true;
     for (int sweep = 0; sweep < BYTE_SWEEPS && changed; ++sweep) {
         changed = false;
         for (int p = 0; p < n; ++p) {
             const float * own = form + 4*p*stride + 4*p;
-            float sk[4], a[4], here[N_CODES], least;
+            float sk[4], a[4];
             byte_scales(s, p, sk);
-            if (norms == NULL) {
-                fill_form_norms(t2, own, stride, sk, here);
-            }
             for (int k = 0; k < 4; ++k) {
                 float pull = g[4*p + k];
                 for (int l = 0; l < 4; ++l) {
@@ -323,7 +361,7 @@ static inline __attribute__((always_inline)) void descend_bytes(const struct cod
                 }
                 a[k] = -2*sk[k]*pull;
             }
-            const int best = best_code(t, norms ? norms[p] : here, a, 0, N_CODES, &least);
+            const int best = best_of_all(t, norms[p], a);
             if (best != code[p] || (fresh && sweep == 0)) {
                 for (int k = 0; k < 4; ++k) {
                     const float value = sk[k]*t->v[k][best], by = value - v[4*p + k];
@@ -348,9 +386,11 @@ static inline __attribute__((always_inline)) void start_bytes(const struct codes
     float errors[QK_K];
     memcpy(v, in->wish, QK_K*sizeof(v[0]));
     for (int f = 0; f < QK_K; f += S) {
-        float g[METRIC_MAX_SEGMENT] = {0};
+        const float * form = metric_form(m, in->first + f);
+        float g[METRIC_MAX_SEGMENT] = {0}, norms[METRIC_MAX_SEGMENT/4][N_CODES];
         metric_add_rows(S, metric_gains(m, in->first + f) + in->first%m->columns*S, f, errors, v + f);
-        descend_bytes(t, t2, S/4, metric_form(m, in->first + f), S, s, NULL, true, code + f/4, v + f, g);
+        fill_all_norms(t2, S/4, form, S, s, norms);
+        descend_bytes(t, S/4, form, S, s, norms, true, code + f/4, v + f, g);
         for (int i = f; i < f + S; ++i) {
             errors[i] = in->x[i] - v[i];
         }
@@ -361,13 +401,12 @@ static inline __attribute__((always_inline)) void start_bytes(const struct codes
 static inline __attribute__((always_inline)) void refit_groups(const float * form, const float pull[QK_K], const float q[QK_K],
                                                                double a[N_GROUPS][N_GROUPS], double want[N_GROUPS]) {
     double b[N_GROUPS] = {0}, c[N_GROUPS][N_GROUPS];
-    float  sums[N_GROUPS][QK_K];
-    for (int g = 0; g < N_GROUPS; ++g) {
-        float own[QK_K];
+    float  sums[N_GROUPS][QK_K] = {{0}};
+    for (int j = 0; j < QK_K; ++j) {
+        float * to = sums[j%8/2];
         for (int i = 0; i < QK_K; ++i) {
-            own[i] = i%8/2 == g ? q[i] : 0.0f;
+            to[i] += form[j*QK_K + i]*q[j];
         }
-        ext_form_times(form, own, sums[g]);
     }
     memset(a, 0, sizeof(double)*N_GROUPS*N_GROUPS);
     for (int i = 0; i < QK_K; ++i) {
@@ -444,17 +483,13 @@ static inline __attribute__((always_inline)) void encode_form(const struct codes
         if (round == 0) {
             start_bytes(t, t2, in, s, code, v);
         }
-        for (int p = 0; p < N_BYTES; ++p) {
-            float sk[4];
-            byte_scales(s, p, sk);
-            fill_form_norms(t2, form + 4*p*QK_K + 4*p, QK_K, sk, norms[p]);
-            for (int k = 0; k < 4; ++k) {
-                v[4*p + k] = sk[k]*t->v[k][code[p]];
-                e[4*p + k] = in->target[4*p + k] - v[4*p + k];
-            }
+        fill_all_norms(t2, N_BYTES, form, QK_K, s, norms);
+        for (int i = 0; i < QK_K; ++i) {
+            v[i] = s[i%8/2]*t->v[i%4][code[i/4]];
+            e[i] = in->target[i] - v[i];
         }
         ext_form_times(form, e, g);
-        descend_bytes(t, t2, N_BYTES, form, QK_K, s, norms, false, code, v, g);
+        descend_bytes(t, N_BYTES, form, QK_K, s, norms, false, code, v, g);
         float q[QK_K];
         for (int i = 0; i < QK_K; ++i) {
             e[i] = in->target[i] - v[i];
@@ -481,9 +516,9 @@ static void encode_rows_form(const float * src, block_ccq2 * dst, int64_t n_rows
     struct codes    t;
     struct products t2;
     make_codes(&t);
-    for (int i = 0; i < 4*4*N_CODES; ++i) {
-        const int k = i/N_CODES/4, l = i/N_CODES%4, b = i%N_CODES;
-        t2.v[k][l][b] = t.v[k][b]*t.v[l][b];
+    for (int i = 0; i < 10*N_CODES; ++i) {
+        const int b = i%N_CODES;
+        t2.v[i/N_CODES][b] = t.v[pairs[i/N_CODES][0]][b]*t.v[pairs[i/N_CODES][1]][b];
     }
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
     while (ext_rows_next(&rows)) {
