@@ -56,6 +56,7 @@ CASES = [  # type, columns, whole matrices, segment
     ("itq3_t", 256, False, 32), ("itq2_t", 512, False, 16), ("itq2_t", 768, True, 32), ("itq3_t", 512, True, 8),
     ("itq3_t64", 320, False, 16), ("itq3_t64", 320, True, 8), ("itq2_t64", 192, True, 32), ("itq2_t64", 64, False, 32),
     ("itq3_s", 512, True, 8), ("itq3_s", 512, False, 32), ("ditto3", 512, True, 8), ("ditto3", 512, False, 16),
+    ("ccq2", 512, True, 8), ("ccq2", 512, False, 32),
 ]
 
 

@@ -275,7 +275,7 @@ static void encode_block(const struct codes * t, const float * src, const float 
 
 // Byte p by step: the weights 4*p .. 4*p + 3 of the block, byte 32*(p%2) + p/2 of qs. Its scales are of the groups 2*(p%2), twice,
 // and 2*(p%2) + 1, twice.
-enum { N_BYTES = QK_K/4, BYTE_SWEEPS = 4, N_ROUNDS = 3 };
+enum { N_BYTES = QK_K/4, BYTE_SWEEPS = 4, N_ROUNDS = 2 };
 
 struct products {
     float v[10][N_CODES]; // of two values of each code: k and l >= k in the order of pairs[]

@@ -77,6 +77,26 @@ def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
     return y
 
 
+def solve(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """x of a x = b, float64 (n_rows, n), a (n_rows, n, n) positive definite but for rows of zeros, which give `given`; in place, as
+    ext_solve()."""
+    n = b.shape[1]
+    for k in range(n):
+        empty = ~(a[:, k, k] > 0)
+        a[empty, k, k], b[empty, k] = 1, given[empty, k]
+        for i in range(k + 1, n):
+            by = a[:, i, k] / a[:, k, k]
+            a[:, i, k:] -= by[:, None] * a[:, k, k:]
+            b[:, i] -= by * b[:, k]
+    x = np.empty_like(b)
+    for k in range(n - 1, -1, -1):
+        x[:, k] = b[:, k]
+        for j in range(k + 1, n):
+            x[:, k] -= a[:, k, j] * x[:, j]
+        x[:, k] /= a[:, k, k]
+    return x
+
+
 def nearest_levels(level: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Codes uint8 of the levels, float32 (n_rows, 8), nearest to v (n_rows, n), the higher one of equals."""
     middle = np.float32(0.5) * (level[:, :-1] + level[:, 1:])

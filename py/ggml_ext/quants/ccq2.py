@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import BLOCK_SIZE, as_blocks, e5m3_to_float32
+from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, sum_lanes
+from ._levels import Block, form_times, solve
+from ._metric import UNROTATED_MAX, Metric, encode_rows, positions
 
 BLOCK_BYTES = 66
 ALPHA, BETA, OFFSET = 121, 1178, 32
@@ -20,12 +22,15 @@ FIRST_GUESS, N_REFITS, SUPER_STEPS = 0.0625, 2, 2
 X_MAX = np.float32(8e4)
 D_END = 0xF8  # from here on halves are Inf or NaN
 N_CANDIDATES = 14
+N_BYTES, BYTE_SWEEPS, N_ROUNDS = 64, 4, 2  # under a metric
 CHUNK = 128   # blocks encoded at a time: the errors of all codes take 8 MB
 
 # q of all bytes, int (256, 4)
 CODES = (ALPHA * np.arange(256)[:, None] + BETA) >> np.array([9, 6, 3, 0]) & 63
 V = (CODES - OFFSET).astype(np.float32)
 V2 = V * V
+PAIRS = [(k, m) for k in range(4) for m in range(k, 4)]
+GROUP_OF_STEP = np.arange(BLOCK_SIZE) % 8 // 2
 
 
 def _by_byte(x: np.ndarray) -> np.ndarray:
@@ -120,11 +125,16 @@ def _round_groups(want: np.ndarray, den: np.ndarray, d: np.ndarray) -> tuple[np.
     return at, np.cumsum(terms, axis=1)[:, -1]
 
 
-def _round_scales(want: np.ndarray, den: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2.c."""
+def _first_super_scale(want: np.ndarray) -> np.ndarray:
+    """The first of N_CANDIDATES, int (n,); first_super_scale() of encode/ccq2.c."""
     top = np.maximum(want.max(axis=1), 0)
     table = e5m3_to_float32(np.arange(D_END - 1)).astype(np.float64) * 12.5
-    first = (table < top[:, None]).sum(axis=1)
+    return (table < top[:, None]).sum(axis=1)
+
+
+def _round_scales(want: np.ndarray, den: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2.c."""
+    first = _first_super_scale(want)
     best_d, best_at, least = np.zeros(len(want), np.int64), np.zeros(want.shape, np.int64), np.full(len(want), np.inf)
     for i in range(N_CANDIDATES):
         d = first + i
@@ -162,20 +172,150 @@ def _encode(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     return np.concatenate([b.best_d[:, None], packed[:, None], b.best_qs.reshape(-1, 64)], axis=1).astype(np.uint8)
 
 
-def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
+def _norms(form: np.ndarray, n: int, s: np.ndarray) -> np.ndarray:
+    """v^T form v of the values of each code in each of n bytes, under group scales s (n_rows, 4): float32 (n_rows, n, 256)."""
+    norms = np.zeros((len(s), n, 256), np.float32)
+    for p in range(n):
+        for k, m in PAIRS:
+            factor = np.float32(2 if m > k else 1) * (s[:, 2 * (p % 2) + k // 2] * s[:, 2 * (p % 2) + m // 2] * form[4 * p + k, 4 * p + m])
+            norms[:, p] += factor[:, None] * (V[:, k] * V[:, m])
+    return norms
+
+
+def _descend(form: np.ndarray, s: np.ndarray, fresh: bool, code: np.ndarray, v: np.ndarray, g: np.ndarray) -> None:
+    """Coordinate descent over bytes, in place; descend_bytes() of encode/ccq2.c. code: uint8 (n_rows, bytes); v, g: by step."""
+    norms = _norms(form, code.shape[1], s)
+    for sweep in range(BYTE_SWEEPS):
+        changed = False
+        for p in range(code.shape[1]):
+            here = slice(4 * p, 4 * p + 4)
+            e = norms[:, p].copy()
+            for k in range(4):
+                pull = g[:, 4 * p + k].copy()
+                for m in range(4):
+                    pull += form[4 * p + k, 4 * p + m] * v[:, 4 * p + m]
+                e += (np.float32(-2) * s[:, 2 * (p % 2) + k // 2] * pull)[:, None] * V[:, k]
+            best = e.argmin(axis=1)
+            moves = (best != code[:, p]) | (fresh and sweep == 0)
+            if moves.any():
+                values = s[moves][:, 2 * (p % 2) + np.array([0, 0, 1, 1])] * V[best[moves]]
+                by = values - v[moves, here]
+                left = g[moves]
+                for k in range(4):
+                    left -= form[4 * p + k] * by[:, k, None]
+                g[moves], v[moves, here], code[moves, p], changed = left, values, best[moves], True
+        if not changed:
+            return
+
+
+def _start(block: Block, s: np.ndarray) -> np.ndarray:
+    """First codes uint8 (n_rows, 64) by step; start_bytes() of encode/ccq2.c."""
+    metric, S = block.metric, block.metric.segment
+    v, errors, code = block.wish.copy(), np.zeros_like(block.x), np.zeros((len(s), N_BYTES), np.uint8)
+    for f in range(0, BLOCK_SIZE, S):
+        here = slice(f, f + S)
+        metric.feed_segment(block.first, f, errors, v)
+        form = metric.forms[block.first + f : block.first + f + S]
+        _descend(form, s, True, code[:, f // 4 : (f + S) // 4], v[:, here], np.zeros((len(s), S), np.float32))
+        errors[:, here] = block.x[:, here] - v[:, here]
+    return code
+
+
+def _refit(block: Block, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Form (n_rows, 4, 4) and wanted scales (n_rows, 4), float64, of fixed codes q; refit_groups() of encode/ccq2.c."""
+    sums = np.zeros((len(q), N_GROUPS, BLOCK_SIZE), np.float32)
+    a, b = np.zeros((len(q), N_GROUPS, N_GROUPS)), np.zeros((len(q), N_GROUPS))
+    for j, g in enumerate(GROUP_OF_STEP):
+        sums[:, g] += block.form[j] * q[:, j, None]
+    wide = q.astype(np.float64)
+    for j, g in enumerate(GROUP_OF_STEP):
+        a[:, g] += wide[:, j, None] * sums[:, :, j]
+        b[:, g] += wide[:, j] * block.pull[:, j]
+    return a, solve(a.copy(), b, np.zeros_like(b))
+
+
+def _round_form(a: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Super scales (n,), 0 where all are, and indices (n, 4); round_form() of encode/ccq2.c."""
+    first, n = _first_super_scale(want), len(want)
+    best_d, best_scales, least = np.zeros(n, np.int64), np.zeros((n, N_GROUPS), np.int64), np.full(n, np.inf)
+    for i in range(N_CANDIDATES):
+        d = np.minimum(first + i, D_END - 1)
+        offers = e5m3_to_float32(d).astype(np.float64)[:, None, None] * SCALES - want[:, :, None]
+        off, scales, cost = np.zeros_like(want), np.zeros((n, N_GROUPS), np.int64), np.zeros(n)
+        for _ in range(3):
+            for g in range(N_GROUPS):
+                aim = np.zeros(n)
+                for h in range(N_GROUPS):
+                    if h != g:
+                        aim -= a[:, g, h] * off[:, h]
+                aim = np.where(a[:, g, g] > 0, aim / a[:, g, g], 0)
+                scales[:, g] = ((offers[:, g] - aim[:, None]) ** 2).argmin(axis=1)
+                off[:, g] = np.take_along_axis(offers[:, g], scales[:, g, None], axis=1)[:, 0]
+        for g in range(N_GROUPS):
+            for h in range(N_GROUPS):
+                cost += off[:, g] * a[:, g, h] * off[:, h]
+        better = (cost < least) & (first + i < D_END)
+        best_d[better], best_scales[better], least[better] = d[better], scales[better], cost[better]
+    return best_d, best_scales
+
+
+def _encode_form(x: np.ndarray, metric: Metric) -> np.ndarray:
+    """Blocks uint8 (n_blocks, 66); encode_form() of encode/ccq2.c."""
+    order = positions(BLOCK_SIZE)
+    out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
+
+    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
+        block, n = Block(metric, first, x, wish), len(x)
+        by_position = np.empty_like(x)
+        by_position[:, order] = block.target
+        weight = np.empty(BLOCK_SIZE, np.float32)
+        weight[order] = np.diag(block.form)
+        plain = _encode_plain(by_position, np.broadcast_to(weight, x.shape))
+        d, scales = plain[:, 0].astype(np.int64), plain[:, 1:2] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+        least, best, best_v, code = sum_lanes(block.target * block.pull), np.zeros((n, BLOCK_BYTES), np.uint8), np.zeros_like(x), None
+        allowed = d > 0
+        for _ in range(N_ROUNDS):
+            s = e5m3_to_float32(d)[:, None] * SCALES[scales].astype(np.float32)
+            code = _start(block, s) if code is None else code
+            v = s[:, GROUP_OF_STEP] * V[code].reshape(x.shape)
+            g = form_times(block.form, block.target - v)
+            _descend(block.form, s, False, code, v, g)
+            cost = sum_lanes((block.target - v) * g)
+            better = allowed & (cost < least)
+            least[better], best_v[better] = cost[better], v[better]
+            found = np.concatenate([d[:, None], (scales.astype(np.int64) << np.arange(0, 8, 2)).sum(axis=1)[:, None],
+                                    code.reshape(n, 32, 2).transpose(0, 2, 1).reshape(n, N_BYTES)], axis=1)
+            best[better] = found[better]
+            a, want = _refit(block, V[code].reshape(x.shape))
+            d, scales = _round_form(a, want)
+            allowed = allowed & (d > 0)
+        out[here] = best
+        return best_v
+
+    with np.errstate(all="ignore"):
+        encode_rows(metric, np.clip(x, -UNROTATED_MAX, UNROTATED_MAX)[:, order], encode)
+    return out
+
+
+def _encode_plain(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
+    for i in range(0, len(x), CHUNK):
+        out[i : i + CHUNK] = _encode(x[i : i + CHUNK], None if importance is None else importance[i : i + CHUNK])
+    return out
+
+
+def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, metric: Metric | None = None) -> np.ndarray:
     """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 66), byte for byte what the C encoder writes.
 
-    importance: float32 (n_blocks, 256), weights of the squared errors, or None. A block with NaN or Inf gets d = 0xff,
-    which row validation refuses. ValueError for other shapes or dtypes.
+    importance: float32 (n_blocks, 256), weights of the squared errors, or None. metric: in its place, of whole rows. A block with
+    NaN or Inf gets d = 0xff, which row validation refuses. ValueError for other shapes or dtypes.
     """
     weights = as_blocks(weights, np.float32, BLOCK_SIZE)
     if importance is not None:
         importance = as_blocks(importance, np.float32, BLOCK_SIZE)
     finite = np.isfinite(weights).all(axis=1)
     x = np.where(finite[:, None], weights, np.float32(0))
-    out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
-    for i in range(0, len(x), CHUNK):
-        out[i : i + CHUNK] = _encode(x[i : i + CHUNK], None if importance is None else importance[i : i + CHUNK])
+    out = _encode_plain(x, importance) if metric is None else _encode_form(x, metric)
     out[~finite] = 0
     out[~finite, 0] = 0xFF
     return out

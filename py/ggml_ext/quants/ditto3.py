@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scales_to_float32, unpack_bits3
-from ._levels import ROUNDS, Best, Block
+from ._levels import ROUNDS, Best, Block, solve
 from ._metric import UNROTATED_MAX, Metric, encode_rows, positions
 
 BLOCK_BYTES = 106
@@ -221,24 +221,6 @@ def _store(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return d_half, np.clip(np.rint(values), -TOP, TOP).astype(np.int8)
 
 
-def _solve(a: np.ndarray, b: np.ndarray, level: np.ndarray) -> np.ndarray:
-    """Levels float64 (n_blocks, 8) of least cost; solve_levels() of encode/ditto3.c."""
-    for k in range(K):
-        empty = ~(a[:, k, k] > 0)
-        a[empty, k, k], b[empty, k] = 1, level[empty, k]
-        for i in range(k + 1, K):
-            by = a[:, i, k] / a[:, k, k]
-            a[:, i, k:] -= by[:, None] * a[:, k, k:]
-            b[:, i] -= by * b[:, k]
-    c = np.empty_like(b)
-    for k in range(K - 1, -1, -1):
-        c[:, k] = b[:, k]
-        for j in range(k + 1, K):
-            c[:, k] -= a[:, k, j] * c[:, j]
-        c[:, k] /= a[:, k, k]
-    return c
-
-
 def _encode_form(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scales, values and indices; encode_form() of encode/ditto3.c."""
     order = positions(BLOCK_SIZE)
@@ -255,7 +237,7 @@ def _encode_form(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> 
             code = block.start(level) if code is None else code
             better = block.improve(level, code, best, allowed)
             best_d[better], best_values[better] = d[better], v[better]
-            c = _solve(*block.normal(code), level)
+            c = solve(*block.normal(code), level)
             allowed = allowed & (c[:, :-1] <= c[:, 1:]).all(axis=1)
         d_half[here], values[here], index[here, order] = best_d, best_values, best.code
         return np.take_along_axis(best.level, best.code.astype(np.intp), axis=1)
