@@ -69,9 +69,8 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, type_name):
     for pattern, stock in {"attn_v": "iq4_nl", r"blk\.0\.attn_k": "iq2_xxs", "attn_q": "q4_0"}.items():
         flags += ["--tensor-type", f"{pattern}={stock}"]
     theirs = llama_quantize(model, tmp_path / "theirs.gguf", type_name, *flags)
-    result = quantize(model, tmp_path / "ours.gguf", "--type", type_name, *flags)
+    quantize(model, tmp_path / "ours.gguf", "--type", type_name, *flags)
     assert_same_tensors(tmp_path / "ours.gguf", theirs)
-    assert ("changes no itq3_s tensor" in result.stderr) == (type_name == "itq3_s")
     ours, expected = (gguf.GGUFReader(p).fields for p in (tmp_path / "ours.gguf", theirs))
     for key in ("file", "dataset", "entries_count", "chunks_count"):
         key = f"quantize.imatrix.{key}"

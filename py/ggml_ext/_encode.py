@@ -121,7 +121,7 @@ class Codec:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
             importance = importance.reshape(-1, info.block_size)
-            if not info.trellis_mix:  # which know of rows
+            if not info.rotated:  # which know of rows
                 importance = np.tile(importance, (len(rows), 1))
         if info.trellis_mix:
             options = {"passes": self.trellis_passes}

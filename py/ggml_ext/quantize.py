@@ -278,8 +278,6 @@ def run(args: argparse.Namespace) -> None:
             "--no-fallback"
         )
     plan_importance(plan, imatrix)
-    if imatrix is not None and T.ITQ3_S in plan.types:
-        plan.warnings.append("--imatrix changes no itq3_s tensor: it describes weights before their rotation")
     codec = None if args.dry_run else load_codec(args, plan)
     for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {warning}" for warning in plan.warnings)]:
         print(line, file=sys.stderr)
