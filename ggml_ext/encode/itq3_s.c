@@ -10,7 +10,7 @@ static const float k_start_scales[] = {0.46f, 0.50f, 0.54f, 0.58f, 0.62f, 0.66f,
 // Starting centres, in units of d from the middle of the codes. Shifted starts find asymmetric fits: they take the error
 // on a Gaussian from 0.0350 to 0.0340 (1 M weights, relative squared error).
 static const float k_start_shifts[] = {-0.4f, -0.2f, 0.0f, 0.2f, 0.4f};
-// Added to importances, of their mean.
+// Added to importances, of their mean. Weighted error of a layer of the reference model 0.0133, with a floor of 1 0.0143.
 #define IMPORTANCE_FLOOR 0.01
 enum {
     N_STARTS = sizeof(k_start_scales)/sizeof(k_start_scales[0]),

@@ -1,13 +1,27 @@
 // Codes of a block whose weights each take one of eight values, under a metric: the quadratic form of the block in place of the
 // sum of squares. First segment after segment, errors fed back; then coordinate descent over the whole block. Every float
 // operation has one order, so that the numpy reference gives the same bytes (py/ggml_ext/quants/_levels.py).
+//
+// What the parts are worth: e^T M e over w^T M w with moments of blocks, damping 0.01 and segments of 8, of Gaussian weights with
+// moments made up (tests/test_metric.py, 512 columns) and of a layer of the reference model with its own.
+//                                        ITQ3_S            DITTO3            CCQ2
+//   squared error                        0.0340  0.0192    0.0286  0.0178    0.1082  0.0713
+//   a diagonal                           0.0070  0.0133    0.0151  0.0164    0.0270  0.0547
+//   as it is                             0.0059  0.00307   0.0090  0.00320   0.0175  0.0121
+//     without the descent over a block   0.0064  0.00354   0.0116  0.00392   0.0218  0.0154
+//     without the one in segments        0.0065  0.00328
+//     start without feedback             0.0086  0.00418
+//     levels and codes once              0.0060  0.00316   0.0094  0.00342   0.0178  0.0122
+//     five times                         0.0059  0.00307   0.0090  0.00319   0.0175  0.0121
+//     first levels without a diagonal                      0.0126  0.00328   0.0206  0.0124
+//   whole matrices, 512 columns          0.0042            0.0062            0.0132
 #pragma once
 
 #include "rows.h"
 
 enum {
     EXT_LEVELS        = 8,
-    EXT_MAX_SWEEPS    = 4, // of the descent over a block; it ends earlier when nothing changes
+    EXT_MAX_SWEEPS    = 4, // of a descent; it ends earlier when nothing changes
     EXT_LEVELS_ROUNDS = 3, // of levels and codes
 };
 
