@@ -1,17 +1,8 @@
-// Encoder of the trellis types: Viterbi's algorithm over the 4096 states of types/trellis.h.
-//
-// A step takes, for each of the 4096/2^K groups of states that share all bits but the oldest symbol, the least cost. It keeps
-// these minima of every step and no pointers: on the way back the one predecessor of each step is found again from them, which
-// costs nothing beside the forward steps. States lie in planes by the newest symbol, so that all loops but one run over
-// neighbours and compilers vectorise them. Every float operation has one order, so that the numpy reference gives the same
-// bytes; the file is compiled with -ffp-contract=off.
+// Encoder of the trellis types: scales around the search of trellis-search.h, and errors that are fed back. Every float operation
+// has one order, so that the numpy reference gives the same bytes; the file is compiled with -ffp-contract=off.
 #pragma once
 
-#include "encode.h"
-
-#include "../types/trellis.h"
-
-#include <stdlib.h>
+#include "trellis-search.h"
 
 // Where the build is for any x86-64, the search is compiled for newer ones too and the processor chooses.
 #if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 12 && !defined(__AVX2__)
@@ -29,7 +20,6 @@
 #define TRELLIS_FLOOR(K) ((K) == 3 ? 1.0 : 0.01)
 
 enum {
-    TRELLIS_MAX_GROUPS = GGML_EXT_TRELLIS_STATES/4, // K = 2
     TRELLIS_PASSES     = 3,  // scales tried by default: 0.0184, 0.0179, 0.0178 on a Gaussian for 1, 2, 3 (ITQ3_T)
     TRELLIS_MAX_PASSES = 6,
     TRELLIS_N_STARTS   = 256,
@@ -43,94 +33,6 @@ enum {
 // Times the error of a Gaussian, the relative squared error from which a block is taken for one. Errors of short blocks scatter
 // more.
 #define TRELLIS_ODD(N) ((N) == QK_K ? 1.15f : 1.30f)
-
-// What sets one type apart, constants where it is used.
-struct trellis_type {
-    int   k, n;          // bits a symbol, weights a block
-    const struct ggml_ext_trellis_tables * tables;
-    float offset, usual; // relative squared error of a Gaussian
-};
-
-struct trellis_work {
-    float    code[GGML_EXT_TRELLIS_STATES];        // values of the states: plane a, place j is state j << K | a
-    float    planes[TRELLIS_MAX_GROUPS];
-    float    least[QK_K][TRELLIS_MAX_GROUPS];      // of each step, before its symbol: by state >> K
-    float    code_rms, code_top;                   // root mean square and largest magnitude of the values
-};
-
-static inline struct trellis_work * trellis_begin(struct trellis_type t) {
-    const int k = t.k;
-    struct trellis_work * w = malloc(sizeof(*w));
-    GGML_ASSERT(w != NULL);
-    const int n_groups = GGML_EXT_TRELLIS_STATES >> k;
-    double sum = 0;
-    w->code_top = 0.0f;
-    for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
-        const float v = (float) ggml_ext_trellis_code(t.tables, k, s) - t.offset;
-        w->code[(s & ((1 << k) - 1))*n_groups + (s >> k)] = v;
-        sum += (double) v*(double) v;
-        w->code_top = fmaxf(w->code_top, fabsf(v));
-    }
-    w->code_rms = (float) sqrt(sum/GGML_EXT_TRELLIS_STATES);
-    return w;
-}
-
-// next[j] = min, over the oldest symbol of the states that lead to group j, of least + squared distance to x
-static inline __attribute__((always_inline)) void trellis_step(int k, const float * least, const float * code, float x,
-                                                               float * planes, float * next) {
-    const int n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k, n = n_groups >> k;
-    for (int a = 0; a < n_symbols; ++a) {
-        for (int r = 0; r < n; ++r) {
-            float m = FLT_MAX;
-            for (int p = 0; p < n_symbols; ++p) {
-                const float e = x - code[a*n_groups + p*n + r];
-                const float c = least[p*n + r] + e*e;
-                m = c < m ? c : m;
-            }
-            planes[a*n + r] = m;
-        }
-    }
-    for (int r = 0; r < n; ++r) {
-        for (int a = 0; a < n_symbols; ++a) {
-            next[r*n_symbols + a] = planes[a*n + r];
-        }
-    }
-}
-
-// State of least cost among states `from`, `from` + step, ... after a symbol at distance from x; the first of equals.
-static inline int trellis_best_state(int k, const struct trellis_work * w, const float * least, float x, int from, int step) {
-    const int n_groups = GGML_EXT_TRELLIS_STATES >> k;
-    float best = INFINITY;
-    int   at   = from;
-    for (int state = from; state < GGML_EXT_TRELLIS_STATES; state += step) {
-        const float e = x - w->code[(state & ((1 << k) - 1))*n_groups + (state >> k)];
-        const float c = least[state >> k] + e*e;
-        if (c < best) {
-            best = c;
-            at   = state;
-        }
-    }
-    return at;
-}
-
-// States of least squared error of x[0 .. n-1], in units of d, that follow one of the first n_starts states before, or if
-// that is 0 the state `before`.
-static inline __attribute__((always_inline)) void trellis_search(int k, struct trellis_work * w, const float * x, int n,
-                                                                 int n_starts, int before, uint16_t * states) {
-    const int n_groups = GGML_EXT_TRELLIS_STATES >> k;
-    for (int j = 0; j < n_groups; ++j) {
-        w->least[0][j] = (n_starts ? j < n_starts : j == (before & (n_groups - 1))) ? 0.0f : FLT_MAX;
-    }
-    for (int t = 1; t < n; ++t) {
-        trellis_step(k, w->least[t - 1], w->code, x[t - 1], w->planes, w->least[t]);
-    }
-    int state = trellis_best_state(k, w, w->least[n - 1], x[n - 1], 0, 1);
-    states[n - 1] = (uint16_t) state;
-    for (int t = n - 1; t > 0; --t) {
-        state = trellis_best_state(k, w, w->least[t - 1], x[t - 1], state >> k, n_groups);
-        states[t - 1] = (uint16_t) state;
-    }
-}
 
 // Importances m of the unrotated weights make the squared error a full quadratic form of the errors e of the rotated ones,
 // e^T H diag(m) H e, in which the signs of R = H S cancel. A block-triangular factorization of it (GPTQ's and LDLQ's error
@@ -198,10 +100,6 @@ struct trellis_best {
     uint8_t  d;
     uint16_t states[QK_K]; // of d = 0: all zero
 };
-
-static inline __attribute__((always_inline)) float trellis_value(int k, const struct trellis_work * w, int state) {
-    return w->code[(state & ((1 << k) - 1))*(GGML_EXT_TRELLIS_STATES >> k) + (state >> k)];
-}
 
 // States for x, by step, under scale d: segment after segment, each with the errors of those before fed back.
 static inline __attribute__((always_inline)) void trellis_search_feedback(struct trellis_type t, struct trellis_work * w,
@@ -396,5 +294,5 @@ static inline void trellis_pack(int k, int n, const struct trellis_best * best, 
             b->d = best.d;                                                                                                 \
             trellis_pack(K, N, &best, &b->start, b->ql, QH);                                                               \
         }                                                                                                                  \
-        free(w);                                                                                                           \
+        trellis_end(w);                                                                                                    \
     }

@@ -20,7 +20,8 @@ N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h; the lookahead is one segment
 PASSES, SEGMENT, FLOOR = 3, 32, {3: 1.0, 2: 0.01}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
-FLT_MAX = np.finfo(np.float32).max
+# those of encode/trellis-search.h
+FIXED, MAX_UNITS, NONE = {3: 204, 2: 174}, np.float32(80), 49152
 LAST_SCALE = 0xF7
 
 
@@ -79,7 +80,7 @@ class Trellis:
 
     @cached_property
     def rms(self) -> np.float32:
-        return np.float32(np.sqrt((self._planes(self.values).astype(np.float64) ** 2).sum() / N_STATES))
+        return np.float32(np.sqrt((self.values.astype(np.float64) ** 2).sum() / N_STATES))
 
     def start_states(self, start: np.ndarray) -> np.ndarray:
         """The 12 - K bits before step 0: c[-1] | c[-2] << K ... from bytes."""
@@ -162,32 +163,36 @@ class Trellis:
         return np.ascontiguousarray(by_state.reshape(self.n_groups, 1 << self.k).T)
 
     def search(self, x: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
-        """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis.h.
+        """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis-search.h.
 
         before: states int64 (n,) that the first ones follow; None: those that a start byte can name.
         """
         n, steps = x.shape
         symbols, groups = 1 << self.k, self.n_groups
-        code = self._planes(self.values)
-        least = np.full((steps, n, groups), FLT_MAX, np.float32)
-        rows = np.arange(n)
+        unit = np.float32(FIXED[self.k])
+        fixed = (self.values * unit).astype(np.int32)
+        planes, rows = self._planes(fixed), np.arange(n)
+        x = np.where(x > MAX_UNITS, MAX_UNITS, np.where(x > -MAX_UNITS, x, -MAX_UNITS))
+        x = (x * unit + np.float32(16384.5)).astype(np.int32) - 16384
+        least = np.full((steps + 1, n, groups), NONE, np.uint16)
         if before is None:
             least[0, :, :N_STARTS] = 0
         else:
             least[0, rows, before & groups - 1] = 0
-        for t in range(1, steps):
-            e = x[:, t - 1, None, None] - code
-            cost = (least[t - 1][:, None] + e * e).reshape(n, symbols, symbols, groups // symbols)
-            least[t] = np.minimum(cost.min(axis=2), FLT_MAX).transpose(0, 2, 1).reshape(n, groups)
-
-        def best_state(t: int, candidates: np.ndarray) -> np.ndarray:
-            e = x[:, t, None] - self.values[candidates]
-            return candidates[rows, (least[t][rows[:, None], candidates >> self.k] + e * e).argmin(axis=1)]
-
+        for t in range(steps):
+            e = x[:, t, None, None] - planes
+            cost = (least[t][:, None] + (e * e >> 16)).reshape(n, symbols, symbols, groups // symbols).min(axis=2)
+            if t % 2 or t < 12 // self.k - 1:
+                cost = np.minimum(cost - cost.min(axis=(1, 2), keepdims=True), NONE)
+            least[t + 1] = cost.transpose(0, 2, 1).reshape(n, groups)
         states = np.empty((n, steps), np.int64)
-        states[:, -1] = best_state(steps - 1, np.broadcast_to(np.arange(N_STATES), (n, N_STATES)))
-        for t in range(steps - 1, 0, -1):
-            states[:, t - 1] = best_state(t - 1, (states[:, t] >> self.k)[:, None] + np.arange(symbols) * groups)
+        after = least[steps].argmin(axis=1)
+        for t in range(steps - 1, -1, -1):
+            candidates = after[:, None] + np.arange(symbols) * groups
+            e = x[:, t, None] - fixed[candidates]
+            cost = least[t][rows[:, None], candidates >> self.k] + (e * e >> 16)
+            states[:, t] = candidates[rows, cost.argmin(axis=1)]
+            after = states[:, t] >> self.k
         return states
 
     def search_feedback(self, x: np.ndarray, d: np.ndarray, feedback: Feedback) -> np.ndarray:
