@@ -78,7 +78,7 @@ static inline float trellis_value(int k, const struct trellis_work * w, int stat
 }
 
 // Squared distance of a weight to a value.
-static inline __attribute__((always_inline)) int16_t trellis_cost(int16_t x, int16_t value) {
+static inline __attribute__((always_inline)) int16_t trellis_distance(int16_t x, int16_t value) {
     const int16_t e = (int16_t) (x - value);
     return (int16_t) (e*e >> 16);
 }
@@ -95,7 +95,7 @@ static inline __attribute__((always_inline)) void trellis_step(int k, const int1
             int16_t m = INT16_MAX;
 #pragma GCC unroll 8
             for (int p = 0; p < n_symbols; ++p) {
-                const int16_t c = (int16_t) (least[p*n + r] + trellis_cost(x, fixed[a*n_groups + p*n + r]));
+                const int16_t c = (int16_t) (least[p*n + r] + trellis_distance(x, fixed[a*n_groups + p*n + r]));
                 m = c < m ? c : m;
             }
             planes[a*n + r] = m;
@@ -125,7 +125,7 @@ static inline __attribute__((always_inline)) int trellis_step_back(int k, const 
     int32_t best = INT32_MAX;
 #pragma GCC unroll 8
     for (int p = 0; p < n_symbols; ++p) {
-        const int32_t c = (least[p*n] + trellis_cost(w->x[t], fixed[p*n]))*n_symbols + p;
+        const int32_t c = (least[p*n] + trellis_distance(w->x[t], fixed[p*n]))*n_symbols + p;
         best = c < best ? c : best;
     }
     return (best & (n_symbols - 1))*n_groups + after;
