@@ -36,7 +36,7 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
     return float(quants.HALF_MAX)
 
 
-EFFORTS = {"fast": 1, "normal": 3, "best": 6}  # scales that the trellis encoders try for each block
+EFFORTS = {"fast": 1, "normal": 2, "best": 6}  # scales that the trellis encoders try for each block
 
 # What gguf encodes in numpy without a regard to importances, and ggml in C with it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)

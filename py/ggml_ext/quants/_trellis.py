@@ -19,7 +19,8 @@ from ._metric import Metric, positions
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h
-PASSES, FLOOR = 3, {3: 1.0, 2: 0.01}
+PASSES, FLOOR = 2, {3: 1.0, 2: 0.01}
+GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 # those of encode/trellis-search.h
 FIXED, MAX_UNITS, NONE = {3: 204, 2: 174}, np.float32(80), 49152
@@ -245,17 +246,22 @@ class Trellis:
             d = _next_scale(want[active], tried[active])
             return active[d > 0], d[d > 0]
 
-        want, look, active = first.copy(), np.zeros(n, np.float32), np.arange(n)
+        want, look, active = first * GAIN[self.k], np.zeros(n, np.float32), np.arange(n)
+        at = np.zeros(n, np.int64)
         if metric is not None:
             looking, d = next_scales(active, want)
             if len(looking):
                 want[looking], look[looking] = try_scale(looking, d, False)
-        for _ in range(passes - (metric is not None and passes > 1)):
-            active, d = next_scales(active, want)
+        for _ in range(passes):
+            d = _next_scale(want[active], tried[active])
+            d = np.where((d < 0) & (at[active] > 0), _scale_beside(at[active], tried[active]), d)
+            active, d = active[d > 0], d[d > 0]
             if not len(active):
                 break
-            want[active], _ = try_scale(active, d, metric is not None)
+            suits, _ = try_scale(active, d, metric is not None)
             tried[active, d] = True
+            better = (at[active] == 0) | (best_d[active] == d)
+            at[active[better]], want[active[better]] = d[better], suits[better]
         top = np.abs(self.values).max()
         for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(block.x).max(axis=1, initial=0) / top):
             active, d = next_scales(np.flatnonzero((error if metric is None else look) > bell), odd)
@@ -308,5 +314,14 @@ def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
     choice = np.full(len(want), -1)
     for d in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
         free = (d > 0) & ~tried[np.arange(len(d)), d]
+        choice[free] = d[free]
+    return choice
+
+
+def _scale_beside(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """A byte beside those of scale, int64 (n,), to try next, or -1; trellis_scale_beside() of encode/trellis.h."""
+    choice = np.full(len(scale), -1)
+    for d, allowed in (scale - 1, scale > 1), (scale + 1, scale < LAST_SCALE):  # the larger one last: it wins
+        free = allowed & ~tried[np.arange(len(d)), d]
         choice[free] = d[free]
     return choice
