@@ -39,12 +39,13 @@ def read_novel(text: str, part: dict) -> list[str]:
 def read_markdown(text: str, part: dict) -> list[str]:
     """Markdown and reStructuredText: links become their names; images, anchors and HTML go."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"^ *\{[!*].*$|^\.\. _.*$|\{ ?#.*?\}", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *\{[!*].*$|^\.\. _.*$|\{ ?#.*?\}|^ *=== .*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ *```.*\n\s*```\n|</?termy>", "", text, flags=re.MULTILINE)  # emptied by the line before
     text = re.sub(r"</?code>", "`", text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"</?(abbr|a|p|div|img|small|strong|em|br|kbd|span|dfn|details|summary|center)\b[^>]*>", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
+    text = re.sub(r"https?://(www\.)?", "", text)  # rather than losing the rest of a block of code
     text = re.sub(r"`([^`<]+?)\s*<[^>`]+>`_+", r"\1", text)
     text = re.sub(r":\w+:`~?\.?([^`<]+?)(\s*<[^>`]+>)?`", r"`\1`", text)
     return split_paragraphs(text)
@@ -91,9 +92,9 @@ def _leaves(value, path: tuple[str, ...] = ()):
 
 
 def read_factbook(text: str, part: dict) -> list[str]:
-    """The World Factbook's page of a country: sentences, without the tags that some fields have."""
-    fields = ((path, re.sub(r"<[^>]*>", "", value)) for path, value in _leaves(json.loads(text)))
-    return [f"{path[-2]}: {value}" for path, value in fields if len(value) > 240 and len(path) > 1 and path[0] != "Terrorism"]
+    """The World Factbook's page of a country: what is in sentences, not in lists, without tags."""
+    fields = ((path, re.sub(r"\s*(<[^>]*>)+\s*", " ", value)) for path, value in _leaves(json.loads(text)))
+    return [f"{path[-2]}: {value}" for path, value in fields if len(value) > 240 and len(re.findall(r"[a-z]\. [A-Z]", value)) > 1]
 
 
 def read_factbook_json(text: str, part: dict) -> list[str]:
