@@ -6,10 +6,10 @@
 
 Every piece is one run of llama-completion with a random seed of its own, 1, 2, 3 ..., from a short start: a chat model writes
 other things after "def" than after "Once". --starts bos gives it nothing but the token that begins a text. No top-k and no
-top-p: the text should vary as the model's inputs do. --min-p leaves out tokens less likely than that part of the likeliest:
-from the whole distribution (0) SmolLM2-135M writes nonsense after some dozen words, as it has drawn a token from the tail by
-then. A piece ends where the model ends it. The same model, options, processor and number of threads give the same text.
-Pieces with fewer than 100 characters are left out: they are the beginning of an end.
+top-p: the text should vary as the model's inputs do. --min-p leaves out tokens less likely than that part of the likeliest.
+From the whole distribution (0) SmolLM2-135M-Instruct writes noise after some dozen tokens; with 0.05 it writes sentences, and
+often the same ones again. A piece ends where the model ends it. The same model, options, processor and number of threads give
+the same text. Pieces of fewer than 100 characters are left out: they are a start and its end.
 
 Compare: llama-imatrix on FILE and on py/ggml_ext/data/calibration.txt with the same number of chunks, then scripts/tools/paired.py.
 """
@@ -19,7 +19,6 @@ import argparse
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
@@ -68,22 +67,24 @@ def main() -> None:
         raise UserError(f"{args.model}: no such file")
     program = args.program or tool_path("llama-completion")
 
-    pieces, n_bytes, lengths, seed = [], 0, Counter(), 0
-    with tqdm(total=args.bytes, unit="B", unit_scale=True, disable=None) as bar:
+    # by a name of its own until it is whole; what a run that was stopped has written stays there to be looked at
+    part, n_bytes, kept, seed = args.output.with_name(args.output.name + ".part"), 0, 0, 0
+    progress = tqdm(total=args.bytes, unit="B", unit_scale=True, disable=None)
+    with part.open("w", encoding="utf-8", newline="\n") as out, progress as bar:
         while n_bytes < args.bytes:
             if seed >= 20 and n_bytes < 20 * seed:
-                raise UserError(f"{args.model}: {seed} runs gave {n_bytes} bytes; the model ends its texts at once: try other --starts")
+                raise UserError(f"{args.model}: {seed} runs gave {n_bytes} bytes: it ends its texts at once; try other --starts")
             start = STARTS[args.starts][seed % len(STARTS[args.starts])]
             seed += 1
             text = sample(program, args.model, start, seed, args).strip("\n")
-            lengths["short" if len(text) < MIN_CHARS else "kept"] += 1
             if len(text) >= MIN_CHARS:
-                pieces.append(text)
-                bar.update(len(text.encode()) + 2)
+                out.write(text + "\n\n")
+                out.flush()
                 n_bytes += len(text.encode()) + 2
-    args.output.write_text("\n\n".join(pieces) + "\n", encoding="utf-8", newline="\n")
-    print(f"{args.output}: {args.output.stat().st_size} bytes in {lengths['kept']} pieces; left out: "
-          f"{lengths['short']} of fewer than {MIN_CHARS} characters")
+                kept += 1
+                bar.update(len(text.encode()) + 2)
+    part.replace(args.output)
+    print(f"{args.output}: {n_bytes} bytes in {kept} pieces; left out: {seed - kept} of fewer than {MIN_CHARS} characters")
 
 
 if __name__ == "__main__":
