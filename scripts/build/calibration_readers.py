@@ -172,7 +172,8 @@ def write_logs() -> list[str]:
                  f"{rng.pick(statuses)} {rng.below(90, 90000)}" for t in stamps]
         lines += [f"step {100 * (i + 10 * k):6} | loss {loss / (1 + i / 4):.4f} | lr {3e-4 * (1 - i / 12):.2e} | "
                   f"{rng.below(8000, 9000)} tokens/s" for i in range(6)]
-        lines += [f"{t} {rng.pick(levels)} [worker-{rng.below(1, 8)}] {rng.pick(events)} {rng.below(1, 5000)} ms" for t in stamps[:6]]
+        lines += [f"{t} {rng.pick(levels)} [worker-{rng.below(1, 8)}] {rng.pick(events)} {rng.below(1, 5000)} ms"
+                  for t in stamps[:6]]
         out.append("\n".join(lines))
     return out
 

@@ -11,7 +11,7 @@ From the whole distribution (0) SmolLM2-135M-Instruct writes noise after some do
 often the same ones again. A piece ends where the model ends it. The same model, options, processor and number of threads give
 the same text. Pieces of fewer than 100 characters are left out: they are a start and its end.
 
-Compare: llama-imatrix on FILE and on py/ggml_ext/data/calibration.txt with the same number of chunks, then scripts/tools/paired.py.
+Compare: llama-imatrix on FILE and on py/ggml_ext/data/calibration.txt with as many chunks of each, then scripts/tools/paired.py.
 """
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from ggml_ext._errors import UserError
 from ggml_ext._tools import tool_path
 
 # No blanks at their ends: vocabularies keep them with the next word, and a blank alone is followed by nonsense.
-CODE = ["def", "import", "class", "#", '"""', "@", "from", "if", "for", "async def", "try:", "with open(", "return", "    def", "test_"]
+CODE = ["def", "import", "class", "#", '"""', "@", "from", "if", "for", "async def", "try:", "with open(", "return", "    def",
+        "test_"]
 # beginnings of prose, talk, code, markup, tables, numbers and other languages
-ANY = ["The", "Once upon a time", "In", "How", "User:", "Question:", "def", "Dear", "I", "# Introduction", "```python\n", "| Name |",
-       "<html>", '{\n  "name":', "1.", "Chapter 1", "What is", "When", '"', "import", "#include <", "SELECT", "Die", "Le", "El", "A", "Write",
-       "According to", "12 +", "Abstract.", "To", "Let x be", "function", "На", "这", "この", "Il", "Os", "##", "My"]
+ANY = ["The", "Once upon a time", "In", "How", "User:", "Question:", "def", "Dear", "I", "# Introduction", "```python\n",
+       "| Name |", "<html>", '{\n  "name":', "1.", "Chapter 1", "What is", "When", '"', "import", "#include <", "SELECT", "Die", "Le",
+       "El", "A", "Write", "According to", "12 +", "Abstract.", "To", "Let x be", "function", "На", "这", "この", "Il", "Os", "##", "My"]
 STARTS = {"any": ANY, "code": CODE, "bos": [""]}
 MIN_CHARS = 100
 
