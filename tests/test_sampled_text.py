@@ -15,7 +15,7 @@ def run(tmp_path):
     """Runs the study with a program that is the Python code given, and has `seed`; returns process and output."""
 
     def started(code: str, *args) -> tuple[subprocess.CompletedProcess, str | None]:
-        program, out = tmp_path / "llama-completion", tmp_path / "sampled.txt"
+        program, out = tmp_path / "stand-in", tmp_path / "sampled.txt"
         program.write_text(f"#!{sys.executable}\nimport sys\nseed = sys.argv[sys.argv.index('--seed') + 1]\n{code}\n")
         program.chmod(0o755)
         command = [sys.executable, sampled_text.__file__, "-m", ROOT / "README.md", "-o", out, "--program", program, *args]
@@ -40,7 +40,7 @@ def test_a_piece_may_end_within_a_character(run):
 
 
 @pytest.mark.parametrize("code, words", [
-    ("sys.exit('failed to load model')", "llama-completion exited with 1: failed to load model"),
+    ("sys.exit('failed to load model')", "stand-in exited with 1: failed to load model"),
     ("pass", "20 runs gave 0 bytes: it ends its texts at once; try other --starts"),
 ])
 def test_failures_are_one_line_and_leave_no_text(run, code, words):
