@@ -83,6 +83,14 @@ def _optional(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> ct
     return _pointer(array, c_float)
 
 
+class NotPositive(ValueError):
+    """Damped second moments that are not positive definite."""
+
+
+class Metric:
+    """Second moments of the inputs of a tensor, rotated, damped and factorized once for all of its rows."""
+
+
 class Library:
     """One loaded libggml-base. Types are ids of enum ggml_type; arrays are numpy, C-contiguous."""
 

@@ -191,6 +191,8 @@ def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imat
     """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer."""
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
     if type_name in OUR_TYPES:
+        if not imatrix_file and "--imatrix" not in options:
+            importance = ["--importance", "none"]
         quantize_ours(model, out, type_name, *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:
         run_tool("llama-quantize", *UNIFORM, *importance, model, out, STOCK_TYPES.get(type_name, type_name.upper()))
