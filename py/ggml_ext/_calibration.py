@@ -260,7 +260,7 @@ class Calibration:
         seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
         return (
             f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
-            f"{'the built-in text' if self.text_name == BUILT_IN else self.text_name}, up to {duration(seconds)} on {self.n_threads} "
+            f"{'the built-in text' if self.text_name == BUILT_IN else self.text_name}, an estimated {duration(seconds)} on {self.n_threads} "
             f"threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
 
