@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -197,7 +198,7 @@ def test_a_failure_is_one_line(folder, monkeypatch):
 
 
 def test_a_full_disk(folder, monkeypatch):
-    monkeypatch.setattr(_calibration.shutil, "disk_usage", lambda path: os.terminal_size((0, 0)) and type("Usage", (), {"free": 5}))
+    monkeypatch.setattr(_calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
     folder.error("no space left on device", str(folder.kept))
     assert not folder.runs()
 
@@ -224,13 +225,12 @@ def test_an_interrupt_ends_the_program_too(folder, tmp_path):
 
 # --- whole matrices
 
-def layer_bytes() -> int:
-    return Model.read_of_layer() if hasattr(Model, "read_of_layer") else 4 * (256 * 257 // 2 + 256 + 512 * 513 // 2 + 512)
+LAYER_BYTES = 4 * (256 * 257 // 2 + 256 + 512 * 513 // 2 + 512)
 
 
 def memory_for(folder, n_layers: float) -> str:
     """--memory that the model and so many layers fit into."""
-    return repr((folder.model.stat().st_size + n_layers * layer_bytes()) / GIB)
+    return repr((folder.model.stat().st_size + n_layers * LAYER_BYTES) / GIB)
 
 
 def test_passes_over_layers(folder, monkeypatch, lib):

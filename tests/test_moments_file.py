@@ -62,10 +62,11 @@ def test_quadratic_forms(kind, n):
 def test_wide_whole_matrices_weigh_a_sample_of_rows(tmp_path, monkeypatch):
     path = write_moments(tmp_path / "m.gguf", {DOWN: correlated(700, 320)}, "full")
     found, rows = moments_of(path, tensor(DOWN, 320, 8)), gaussian(8, 320)
-    exact = found.weighted_energies(0, rows)[0]
+    h = found.triangles(0)
+    exact = found.weighted_energies(h, rows)[0]
     monkeypatch.setattr(_moments, "WIDEST_EXACT", 100)  # every fourth row
-    assert found.weighted_energies(0, rows)[0] == pytest.approx(4 * sum(found.weighted_energies(0, r[None])[0] for r in rows[::4]))
-    assert exact != found.weighted_energies(0, rows)[0]
+    assert found.weighted_energies(h, rows)[0] == pytest.approx(4 * sum(found.weighted_energies(h, r[None])[0] for r in rows[::4]))
+    assert exact != found.weighted_energies(h, rows)[0]
 
 
 def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
@@ -198,7 +199,7 @@ def test_metrics_are_made_once_and_dropped():
             raise UserError("no")
         return object()
 
-    metrics = _encode.Metrics(make)
+    metrics = _encode.PerExpert(make)
 
     def get(expert):
         barrier.wait(10)
@@ -229,7 +230,9 @@ class FakeLibrary:
 def codec_metric(tmp_path, lib, kind="block", effort="normal"):
     path, warnings = write_moments(tmp_path / "m.gguf", {UP: correlated(5000, 256)}, kind), []
     t = tensor(UP, 256, 8)
-    made = _encode.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, moments_of(path, t), 0, warnings.append)
+    found = moments_of(path, t)
+    guide = _encode.Guide(moments=found, triangles=_encode.PerExpert(found.triangles))
+    made = _encode.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, guide, 0, warnings.append)
     return made, warnings
 
 
@@ -293,6 +296,17 @@ def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypa
     assert "ggml_ext.calibration" not in fields
     out = capsys.readouterr().out
     assert f"importance  = {kind}, of {path}" in out and "weighted" in out
+
+
+def test_tensors_that_share_their_input_share_its_metric(tmp_path, lib, monkeypatch):
+    """One after the other and of the same type: of gate, up and down, two metrics; with another type between them three."""
+    source = write_gguf(tmp_path / "in.gguf", {GATE: gaussian(8, 256), UP: gaussian(8, 256), DOWN: gaussian(8, 256)})
+    path = write_moments(tmp_path / "m.gguf", {GATE: correlated(600, 256), DOWN: correlated(600, 256, seed=2)}, sharing={UP: GATE})
+    for flags, n in (([], 2), (["--tensor-type", "ffn_up=itq2_t"], 3)):
+        spy = Spy(monkeypatch, lib)
+        spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--force", *flags)
+        assert len(spy.metrics) == n
+        monkeypatch.undo()
 
 
 def test_errors_are_weighed_with_the_moments(tmp_path, source, lib, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import gguf.quants
 import numpy as np
@@ -48,6 +49,9 @@ SEGMENTS = {"fast": 32, "normal": 32, "best": 8}
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 
 
+Made = TypeVar("Made")
+
+
 @dataclass(frozen=True)
 class Guide:
     """What is known of a tensor before its rows are encoded."""
@@ -55,7 +59,8 @@ class Guide:
     importance: np.ndarray | None = None  # float32 (n_experts or 1, n_per_row)
     codebook: np.ndarray | None = None  # float32 (8,), for all blocks of DITTO3
     moments: TensorMoments | None = None
-    metrics: Metrics | None = None  # where the encoder takes the moments
+    triangles: PerExpert[np.ndarray] | None = None  # of the moments
+    metrics: PerExpert[Metric] | None = None  # where the encoder takes them
 
     @property
     def n_matrices(self) -> int:
@@ -84,9 +89,9 @@ class Guide:
         return None if self.metrics is None else self.metrics.get(expert)
 
     def written(self, tensor: Tensor, n_rows: int) -> None:
-        """The first n_rows rows are done: metrics of their experts are no longer needed."""
-        if self.metrics is not None:
-            self.metrics.drop_before(n_rows // self.expert_rows(tensor))
+        """The first n_rows rows are done: what was made for their experts is no longer needed."""
+        for made in filter(None, (self.triangles, self.metrics)):
+            made.drop_before(n_rows // self.expert_rows(tensor))
 
     def weigh(self, accuracy: Accuracy, expert: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
         """The accuracy of these rows with their weighted error: with the moments, else with the importances, else without."""
@@ -94,21 +99,21 @@ class Guide:
             return accuracy
         difference = stored - original
         if self.moments is not None:
-            weighted = self.moments.weighted_energies(expert, difference, original)
+            weighted = self.moments.weighted_energies(self.triangles.get(expert), difference, original)
         else:
             squares = (np.einsum("ij,ij->j", rows, rows, dtype=np.float64) for rows in (difference, original))
             weighted = [float(s @ self.importance[expert]) for s in squares]
         return replace(accuracy, weighted_error=weighted[0], weighted_energy=weighted[1], of_moments=self.moments is not None)
 
 
-class Metrics:
-    """What the encoder makes of the moments of each expert of a tensor: made by the first thread that needs it, shared by
-    the others, dropped when its rows are written."""
+class PerExpert(Generic[Made]):
+    """Something for each expert of a tensor: made by the first thread that needs it, shared by the others, dropped when the rows
+    of the expert are written."""
 
-    def __init__(self, make: Callable[[int], Metric]):
+    def __init__(self, make: Callable[[int], Made]):
         self._make, self._made, self._lock = make, {}, threading.Lock()
 
-    def get(self, expert: int) -> Metric:
+    def get(self, expert: int) -> Made:
         """Raises in all threads what making it raised in one."""
         with self._lock:
             is_first = expert not in self._made
@@ -156,11 +161,12 @@ class Codec:
         return self.lib is not None and uses_metric(qtype)
 
     def metric(
-        self, tensor: Tensor, target: GGMLQuantizationType, moments: TensorMoments, expert: int, warn: Callable[[str], None]
+        self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide, expert: int, warn: Callable[[str], None]
     ) -> Metric:
         """The moments of an expert, damped and factorized for encode(). UserError naming the tensor if that cannot be done."""
+        moments = guide.moments
         of_expert = f", matrix {expert}" if moments.n_matrices > 1 else ""
-        triangles, damping = moments.triangles(expert), moments.damping(expert)
+        triangles, damping = guide.triangles.get(expert), moments.damping(expert)
         for factor in (1, 10):
             try:
                 made = self.lib.metric(int(target), tensor.ne[0], triangles, moments.whole, factor * damping, self.segment)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
-from ._encode import Guide, Metrics
+from ._encode import Codec, Guide, PerExpert
 from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, Tensor, string_value
 from ._imatrix import ImportanceMatrix
+from ._lib import Metric
 from ._moments import Moments, TensorMoments, token_warnings
 from ._names import list_tensors
 from ._plan import Plan, uses_metric
@@ -29,24 +30,34 @@ class Importance:
     moments: Moments | None = None
     calibration: str | None = None
     warnings: list[str] = field(default_factory=list)  # that came up while encoding
+    _last: tuple = (None, None)  # key and metric of the last tensor without experts
 
     def guide(self, tensor: Tensor, plan: Plan) -> Guide:
         """What is known of the inputs of a tensor of the plan."""
-        values = self.matrix.values(tensor.name) if self.matrix and tensor.name in plan.importance else None
-        return Guide(values, moments=self.of(tensor) if tensor.name in plan.importance else None)
+        if self.matrix is None or tensor.name not in plan.importance:
+            return Guide()
+        moments = self.of(tensor)
+        return Guide(self.matrix.values(tensor.name), None, moments, moments and PerExpert(moments.triangles))
 
     def of(self, tensor: Tensor) -> TensorMoments | None:
         """Its second moments, if they are in use and it has some."""
         return self.moments.of(tensor, self.kind) if self.moments and tensor.name in self.moments else None
 
-    def metrics(self, tensor: Tensor, target: GGMLQuantizationType, codec, guide: Guide) -> Guide:
+    def with_metrics(self, guide: Guide, tensor: Tensor, target: GGMLQuantizationType, codec: Codec) -> Guide:
         """The guide with what the encoder of the target makes of the moments, if it makes anything of them."""
         if guide.moments is None or not codec.takes_metric(target):
             return guide
-        def make(expert: int):
-            return codec.metric(tensor, target, guide.moments, expert, self.warnings.append)
+        key = self.moments.owner(tensor.name), target
 
-        return replace(guide, metrics=Metrics(make))
+        def make(expert: int) -> Metric:
+            if guide.n_matrices > 1:
+                return codec.metric(tensor, target, guide, expert, self.warnings.append)
+            if self._last[0] != key:  # of gate and up, say, which share their input and follow each other
+                self._last = None, None  # memory for one
+                self._last = key, codec.metric(tensor, target, guide, expert, self.warnings.append)
+            return self._last[1]
+
+        return replace(guide, metrics=PerExpert(make))
 
     def release(self, tensor: Tensor) -> None:
         """Lets go of mapped memory once a tensor is written."""

@@ -7,10 +7,9 @@ triangle of all columns. Weight matrices with the same input, such as attn_q and
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -97,6 +96,8 @@ class TensorMoments:
     counts: np.ndarray  # float32 (n_matrices,), tokens
     stored: np.ndarray  # float32 (n_matrices, n_values), a view of the file
     stored_whole: bool
+    _means: list[np.ndarray] = field(default_factory=list)  # one, once it is known
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def whole(self) -> bool:
@@ -126,19 +127,21 @@ class TensorMoments:
         """Packed triangles, float32 (packed_size(n_columns, whole),), of any scale. UserError for values that no sum has."""
         if not self.is_blended(expert):
             return self._used(self._checked(expert))
-        tokens, mean = np.float32(self.counts[expert]), self._mean
+        tokens, mean = np.float32(self.counts[expert]), self._mean()
         if tokens == 0:
             return mean
         share = tokens / (tokens + np.float32(self.width))
         return share / tokens * self._used(self._checked(expert)) + (1 - share) * mean
 
-    @functools.cached_property
     def _mean(self) -> np.ndarray:
         """Per token of all experts."""
-        total = np.zeros(packed_size(self.n_columns, self.whole), np.float32)
-        for expert in np.flatnonzero(self.counts):
-            total += self._used(self._checked(expert)) / np.float32(self.counts.sum())
-        return total
+        with self._lock:
+            if not self._means:
+                total = np.zeros(packed_size(self.n_columns, self.whole), np.float32)
+                for expert in np.flatnonzero(self.counts):
+                    total += self._used(self._checked(expert)) / np.float32(self.counts.sum())
+                self._means.append(total)
+            return self._means[0]
 
     def _used(self, values: np.ndarray) -> np.ndarray:
         """The part of a stored matrix that is used."""
@@ -165,15 +168,15 @@ class TensorMoments:
         for expert in range(self.n_matrices):
             self._checked(expert)
 
-    def weighted_energies(self, expert: int, *rows: np.ndarray) -> list[float]:
-        """Sum of w^T H w over the rows of each float32 (n_rows, n_columns).
+    def weighted_energies(self, triangles: np.ndarray, *rows: np.ndarray) -> list[float]:
+        """Sum of w^T H w over the rows of each float32 (n_rows, n_columns). triangles: H, what triangles() gave for their expert.
 
         Whole matrices of more than 4096 columns are too slow for that: there every second row (third, ...) is taken and
         the sum scaled.
         """
         step = -(-self.n_columns // WIDEST_EXACT) if self.whole else 1
         sample = [np.ascontiguousarray(r[::step]) for r in rows]
-        forms = quadratic_forms(self.triangles(expert), np.concatenate(sample), self.whole).reshape(len(rows), -1)
+        forms = quadratic_forms(triangles, np.concatenate(sample), self.whole).reshape(len(rows), -1)
         return (forms.sum(axis=1) * len(rows[0]) / len(sample[0])).tolist()
 
 
