@@ -11,18 +11,24 @@
 #include "ggml-ext-common.h"
 #include "types/codes.h"
 
+#define GGML_EXT_DEFINE_BUTTERFLIES(name, T)        \
+    static inline void name(T * x, int n) {         \
+        for (int h = 1; h < n; h *= 2) {            \
+            for (int i = 0; i < n; i += 2*h) {      \
+                for (int j = i; j < i + h; ++j) {   \
+                    const T u = x[j];               \
+                    const T v = x[j + h];           \
+                    x[j]     = u + v;               \
+                    x[j + h] = u - v;               \
+                }                                   \
+            }                                       \
+        }                                           \
+    }
+GGML_EXT_DEFINE_BUTTERFLIES(ggml_ext_butterflies, float)
+
 static inline void ggml_ext_fwht(float * x, int n) {
     assert(n == 256 || n == 64);
-    for (int h = 1; h < n; h *= 2) {
-        for (int i = 0; i < n; i += 2*h) {
-            for (int j = i; j < i + h; ++j) {
-                const float u = x[j];
-                const float v = x[j + h];
-                x[j]     = u + v;
-                x[j + h] = u - v;
-            }
-        }
-    }
+    ggml_ext_butterflies(x, n);
     for (int j = 0; j < n; ++j) {
         x[j] *= n == 256 ? 1.0f/16 : 1.0f/8;
     }

@@ -1,6 +1,6 @@
 // The part of the extension that lives in libggml-base: everything that needs no SIMD backend, once for all types.
 #include "ggml-ext-base.h"
-#include "encode/encode.h"
+#include "encode/metric.h"
 
 int ggml_ext_abi_version(void) {
     return GGML_EXT_ABI_VERSION;
@@ -116,6 +116,9 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
         return 0;
     }
     if (params->itq3_levels != 0 && params->itq3_levels != 3 && params->itq3_levels != 8) {
+        return 0;
+    }
+    if (params->metric && (params->metric->type != type || params->metric->n_per_row != n_per_row)) {
         return 0;
     }
     for (int k = 0; k < 8 && params->ditto3_codebook; ++k) {

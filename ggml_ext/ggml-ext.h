@@ -8,14 +8,19 @@ extern "C" {
 #endif
 
 // Version of the interface in this header; raised by every incompatible change.
-#define GGML_EXT_ABI_VERSION 5
+#define GGML_EXT_ABI_VERSION 6
 GGML_API int ggml_ext_abi_version(void);
+
+// Second moments E[x x^T] of what the weights of a tensor are multiplied with, rotated where the type is, damped and factorized
+// once for all rows; read only, so that threads can share it.
+struct ggml_ext_metric;
 
 // Options of the encoders. Zero-initialise and set what you need: zero is the default of every field.
 struct ggml_ext_quantize_params {
     int32_t       itq3_levels;     // ITQ3_S: 8 (default) or 3, the paper's ternary
     int32_t       trellis_passes;  // trellis types: scales tried a block, 1 to 6; more are slower and better
     const float * ditto3_codebook; // DITTO3: eight finite centroids in ascending order for all blocks; NULL: each its own
+    const struct ggml_ext_metric * metric; // of the type and rows at hand, in place of imatrix; NULL: none
 };
 
 // ggml_quantize_chunk() with options, for the extension's weight types only.
@@ -26,6 +31,25 @@ struct ggml_ext_quantize_params {
 GGML_API size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start,
                                         int64_t nrows, int64_t n_per_row, const float * imatrix,
                                         const struct ggml_ext_quantize_params * params);
+
+enum ggml_ext_metric_status {
+    GGML_EXT_METRIC_OK,
+    GGML_EXT_METRIC_BAD_ARGUMENT,
+    GGML_EXT_METRIC_NO_MEMORY,
+    GGML_EXT_METRIC_NOT_POSITIVE, // a value is not finite, a diagonal negative, or the damped matrix not positive definite
+};
+
+//   moments  lower triangles, row by row, in any scale: of each block of 256 columns in turn, the last of which may be shorter, or
+//            with `whole` one of all columns
+//   damping  above 0: what is added to the diagonal of each matrix, in units of its mean
+//   segment  weights decided together: 32, 16 or 8; fewer are slower and better
+// NULL with the reason in *status.
+GGML_API struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole,
+                                                       float damping, int segment, enum ggml_ext_metric_status * status);
+GGML_API void ggml_ext_metric_free(struct ggml_ext_metric * metric);
+
+// Bytes in use while a metric is made.
+GGML_API size_t ggml_ext_metric_size(int64_t n_per_row, bool whole, int segment);
 
 // One codebook for a whole tensor of DITTO3, in memory that does not depend on its size: add all rows to a histogram of
 // GGML_EXT_DITTO3_BINS bins, then cluster the bins. Bins are 2^-10 of their value wide, and exact for rows that were F16 or

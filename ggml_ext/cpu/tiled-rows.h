@@ -35,11 +35,7 @@ static void tiled_ext_load_column(const block_q8_kr64 * y, tiled_tile_src1 * til
     static const block_q8_kr64 none = {};
     y = y ? y : &none;
     int8_t * q = &tile->q[j*TILED_TILE_K];
-    for (int g = 0; g < 8; g++) {
-        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; b++) {
-            memcpy(q + 64*b + 8*g, y->qs + ggml_ext_group_at(g) + 8*b, 8);
-        }
-    }
+    ggml_ext::order_blocks(y->qs, q);
     for (int k = 0; k < TILED_TILE_K; k += 32) {
         int16_t sums[2];
         ggml_ext::sums_of_16(ggml_ext::load((const uint8_t *) q + k), sums);

@@ -154,34 +154,37 @@ static inline void dot_rows(int n, float * s, const void * x, size_t stride, int
     }
 }
 
-// The 256 codes of a block as its activations lie.
-template <typename B>
-static inline void unpack_block_for_tile(const unpacker<B> & u, uint8_t * q) {
+// The codes of all groups, those of group g from q + at(g) on.
+template <typename B, typename F> static inline void store_groups(const unpacker<B> & u, uint8_t * q, F at) {
     each_groups(u, [&](int g, u8x64 codes) {
-        store(q + (traits<B>::rotated ? 64*g      : 32*g), low_half(codes));
-        store(q + (traits<B>::rotated ? 64*g + 32 : 32*g + 128), high_half(codes));
+        store(q + at(g), low_half(codes));
+        store(q + at(g + 4), high_half(codes));
     });
+}
+static inline int in_order(int g) { return 32*g; }
+
+// What lies as the kernels want it of four blocks of 64, eight bytes of each in a group, in the order of the weights.
+static inline void order_blocks(const void * groups, void * q) {
+    for (int g = 0; g < 8; ++g) {
+        for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
+            memcpy((char *) q + 64*b + 8*g, (const char *) groups + ggml_ext_group_at(g) + 8*b, 8);
+        }
+    }
+}
+
+// The 256 codes of a block as its activations lie.
+template <typename B> static inline void unpack_block_for_tile(const unpacker<B> & u, uint8_t * q) {
+    store_groups(u, q, traits<B>::rotated ? ggml_ext_group_at : in_order);
 }
 
 // The codes of the blocks of an unpacker in order, 256.
-template <typename B>
-static inline void unpack_blocks(const unpacker<B> & u, uint8_t * q) {
+template <typename B> static inline void unpack_blocks(const unpacker<B> & u, uint8_t * q) {
     if constexpr (group_blocks<B> == 1) {
-        each_groups(u, [&](int g, u8x64 codes) {
-            store(q + 32*g, low_half(codes));
-            store(q + 32*g + 128, high_half(codes));
-        });
-    } else { // eight codes of each block in a group
+        store_groups(u, q, in_order);
+    } else {
         alignas(64) uint8_t groups[QK_K];
-        each_groups(u, [&](int g, u8x64 codes) {
-            store(groups + 32*g, low_half(codes));
-            store(groups + 32*g + 128, high_half(codes));
-        });
-        for (int b = 0; b < group_blocks<B>; ++b) {
-            for (int g = 0; g < 8; ++g) {
-                memcpy(q + 64*b + 8*g, groups + 32*g + 8*b, 8);
-            }
-        }
+        store_groups(u, groups, ggml_ext_group_at);
+        order_blocks(groups, q);
     }
 }
 

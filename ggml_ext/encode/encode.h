@@ -14,6 +14,13 @@
 #include <emmintrin.h>
 #endif
 
+// Where the build is for any x86-64, what takes the time is compiled for newer ones too and the processor chooses.
+#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 12 && !defined(__AVX2__)
+#define EXT_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define EXT_CLONES
+#endif
+
 #define EXT_HALF_MAX 65504.0f
 #define EXT_HALF_NAN ((ggml_half) 0x7e00)
 

@@ -7,18 +7,11 @@
 // bytes; the file is compiled with -ffp-contract=off.
 #pragma once
 
-#include "encode.h"
+#include "metric.h"
 
 #include "../types/trellis.h"
 
 #include <stdlib.h>
-
-// Where the build is for any x86-64, the search is compiled for newer ones too and the processor chooses.
-#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 12 && !defined(__AVX2__)
-#define TRELLIS_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#else
-#define TRELLIS_CLONES
-#endif
 
 // Added to importances, of their mean. They are estimates, and squared ones: what little the diagonal says of small errors is
 // best taken half. Perplexity and KL divergence of the reference model with an importance matrix, 600 chunks, measured before the
@@ -33,10 +26,8 @@ enum {
     TRELLIS_PASSES     = 3,  // scales tried by default: 0.0184, 0.0179, 0.0178 on a Gaussian for 1, 2, 3 (ITQ3_T)
     TRELLIS_MAX_PASSES = 6,
     TRELLIS_N_STARTS   = 256,
-    TRELLIS_SEGMENT    = 32, // steps that are decided together where errors are fed back; weighted errors of a layer's
-                             // ffn_down and attn_q at K = 3: 16 0.00691 0.01703, 32 0.00711 0.01694, 64 0.00771 0.01694
-    TRELLIS_LOOKAHEAD  = 32, // steps searched beyond them
-    TRELLIS_MAX_SEGMENTS = QK_K/TRELLIS_SEGMENT,
+    TRELLIS_MAX_AHEAD  = 64, // steps of a segment and those searched beyond it
+    TRELLIS_ROWS       = 16, // rows that go through a row's blocks together: gains of whole rows are read once for them
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
 
@@ -132,67 +123,6 @@ static inline __attribute__((always_inline)) void trellis_search(int k, struct t
     }
 }
 
-// Importances m of the unrotated weights make the squared error a full quadratic form of the errors e of the rotated ones,
-// e^T H diag(m) H e, in which the signs of R = H S cancel. A block-triangular factorization of it (GPTQ's and LDLQ's error
-// feedback) says by how much the segments still to come can make up for the errors of those decided. H is a tensor product, so
-// after a transform inside each segment the form falls apart into one matrix per frequency f, with entries that depend on s ^ r alone:
-//   sum over f and s of D[f][s]*(E[s][f] + sum over r < s of gain[f][s][r]*E[r][f])^2,   E[s] = transform of segment s of e
-// D is left out inside a segment. It is nearly flat where importances vary by less than the feedback gains.
-struct trellis_feedback {
-    float importance[QK_K]; // unrotated
-    float gain[TRELLIS_SEGMENT][TRELLIS_MAX_SEGMENTS][TRELLIS_MAX_SEGMENTS];
-};
-
-// Walsh-Hadamard transform of n values, a power of two, not normalised.
-static inline void trellis_transform(float * x, int n) {
-    for (int stride = 1; stride < n; stride *= 2) {
-        for (int i = 0; i < n; ++i) {
-            if (!(i & stride)) {
-                const float u = x[i], v = x[i + stride];
-                x[i]          = u + v;
-                x[i + stride] = u - v;
-            }
-        }
-    }
-}
-
-// False if all importances are zero: then they say nothing.
-static inline bool trellis_begin_feedback(struct trellis_type t, const float * importance, struct trellis_feedback * fb) {
-    const int n = t.n, n_segments = n/TRELLIS_SEGMENT;
-    double sum = 0;
-    for (int j = 0; j < n; ++j) {
-        sum += (double) importance[j];
-    }
-    if (!(sum > 0)) {
-        return false;
-    }
-    for (int j = 0; j < n; ++j) {
-        fb->importance[j] = (float) ((double) importance[j]*(n/sum) + TRELLIS_FLOOR(t.k)); // mean 1, and no zeros to divide by
-    }
-    for (int f = 0; f < TRELLIS_SEGMENT; ++f) {
-        float  a[TRELLIS_MAX_SEGMENTS];
-        double m[TRELLIS_MAX_SEGMENTS][TRELLIS_MAX_SEGMENTS];
-        for (int s = 0; s < n_segments; ++s) {
-            a[s] = fb->importance[ggml_ext_trellis_position(n, TRELLIS_SEGMENT*s + f)];
-        }
-        trellis_transform(a, n_segments);
-        for (int s = 0; s < n_segments; ++s) {
-            for (int r = 0; r < n_segments; ++r) {
-                m[s][r] = (double) a[s ^ r];
-            }
-        }
-        for (int s = n_segments - 1; s >= 0; --s) { // eliminates the last segment first: it can react to all others
-            for (int r = 0; r < s; ++r) {
-                fb->gain[f][s][r] = (float) (m[s][r]/m[s][s]);
-                for (int q = 0; q < s; ++q) {
-                    m[r][q] -= m[s][r]*m[s][q]/m[s][s];
-                }
-            }
-        }
-    }
-    return true;
-}
-
 struct trellis_best {
     float    err;
     uint8_t  d;
@@ -203,34 +133,35 @@ static inline __attribute__((always_inline)) float trellis_value(int k, const st
     return w->code[(state & ((1 << k) - 1))*(GGML_EXT_TRELLIS_STATES >> k) + (state >> k)];
 }
 
-// States for x, by step, under scale d: segment after segment, each with the errors of those before fed back.
+// What trellis_encode() knows of its block, by step.
+struct trellis_block {
+    const struct ggml_ext_metric * metric; // NULL: the squared error
+    int64_t first;                         // step of the row at which the block begins
+    float   x[QK_K];                       // rotated
+    float   wish[QK_K];                    // with what the errors of the row's earlier blocks ask for
+};
+
+// States under scale d, segment after segment, each with the errors of those before fed back.
 static inline __attribute__((always_inline)) void trellis_search_feedback(struct trellis_type t, struct trellis_work * w,
-                                                                          const float * x, float d, const struct trellis_feedback * fb,
-                                                                          uint16_t * states) {
-    enum { S = TRELLIS_SEGMENT };
-    float errors[TRELLIS_MAX_SEGMENTS][S]; // transformed
-    for (int s = 0; s < t.n/S; ++s) {
-        const int first = S*s, n = first + S + TRELLIS_LOOKAHEAD < t.n ? S + TRELLIS_LOOKAHEAD : t.n - first;
-        float z[2*S];
-        for (int i = 0; i < n; i += S) {
-            float wish[S] = {0};
-            for (int r = 0; r < s; ++r) {
-                for (int f = 0; f < S; ++f) {
-                    wish[f] += fb->gain[f][s + i/S][r]*errors[r][f];
-                }
-            }
-            trellis_transform(wish, S);
-            for (int j = 0; j < S && i + j < n; ++j) {
-                z[i + j] = (x[first + i + j] + wish[j]*(1.0f/S))*(1.0f/d);
-            }
+                                                                          const struct trellis_block * in, float d, uint16_t * states) {
+    const int S = in->metric->segment, ahead = S < 16 ? 24 : S;
+    float wish[QK_K], errors[METRIC_MAX_SEGMENT];
+    memcpy(wish, in->wish, (size_t) t.n*sizeof(wish[0]));
+    for (int s = 0; s < t.n; s += S) {
+        const int n = s + S + ahead < t.n ? S + ahead : t.n - s;
+        float    z[TRELLIS_MAX_AHEAD];
+        uint16_t found[TRELLIS_MAX_AHEAD];
+        for (int j = 0; j < n; ++j) {
+            z[j] = wish[s + j]*(1.0f/d);
         }
-        uint16_t found[2*S];
-        trellis_search(t.k, w, z, n, s == 0 ? TRELLIS_N_STARTS : 0, s == 0 ? 0 : states[first - 1], found);
+        trellis_search(t.k, w, z, n, s == 0 ? TRELLIS_N_STARTS : 0, s == 0 ? 0 : states[s - 1], found);
         for (int j = 0; j < S; ++j) {
-            states[first + j] = found[j];
-            errors[s][j]      = x[first + j] - d*trellis_value(t.k, w, found[j]);
+            states[s + j] = found[j];
+            errors[j]     = in->x[s + j] - d*trellis_value(t.k, w, found[j]);
         }
-        trellis_transform(errors[s], S);
+        for (int r = s + S; r < t.n; r += S) {
+            metric_add_rows(S, metric_gains(in->metric, in->first + r) + (in->first%in->metric->columns + s)*S, S, errors, wish + r);
+        }
     }
 }
 
@@ -259,98 +190,103 @@ static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried
     return -1;
 }
 
-// Sums over a block of n, of weights weighted by m or of all alike where it is NULL: x*v, v*v and (x - d*v)^2.
-static inline void trellis_sums(int n, const float * x, const float * v, const float * m, float d, float * xv, float * vv,
-                                float * err) {
-    ext_f32 sum_xv[2] = {0}, sum_vv[2] = {0}, sum_err[2] = {0};
+// Sum of a[i]*b[i] over a block of n.
+static inline __attribute__((always_inline)) float trellis_dot(int n, const float * a, const float * b) {
+    ext_f32 sum[2] = {0};
     for (int i = 0; i < n/4; ++i) {
-        const ext_f32 xi = ext_load(x + 4*i), vi = ext_load(v + 4*i), e = xi - d*vi;
-        const ext_f32 mi = m ? ext_load(m + 4*i) : (ext_f32) {1.0f, 1.0f, 1.0f, 1.0f};
-        sum_xv[i%2]  += mi*xi*vi;
-        sum_vv[i%2]  += mi*vi*vi;
-        sum_err[i%2] += mi*e*e;
+        sum[i%2] += ext_load(a + 4*i)*ext_load(b + 4*i);
     }
-    *xv  = ext_sum(sum_xv);
-    *vv  = ext_sum(sum_vv);
-    *err = ext_sum(sum_err);
+    return ext_sum(sum);
 }
 
-// What trellis_encode() knows of its block.
-struct trellis_block {
-    float x[QK_K]; // rotated, by step
-    float y[QK_K]; // rotated, or with feedback the weights themselves up to the signs
-    const struct trellis_feedback * fb;
-};
+// What the errors of a block cost if its values are d*v; v NULL: zeros. *step: by how much a larger d would cost least.
+static inline __attribute__((always_inline)) float trellis_cost(int n, const struct trellis_block * in, const float * v, float d, float * step) {
+    float e[QK_K], r[QK_K], form[QK_K], b[QK_K];
+    for (int i = 0; i < n; ++i) {
+        e[i] = v ? in->x[i]    - d*v[i] : in->x[i];
+        r[i] = v ? in->wish[i] - d*v[i] : in->wish[i];
+    }
+    if (in->metric) {
+        metric_feed_block(in->metric, in->first, n, e, r);
+    }
+    if (v) {
+        memcpy(b, v, (size_t) n*sizeof(b[0]));
+        memcpy(form, v, (size_t) n*sizeof(b[0]));
+        if (in->metric) {
+            metric_feed_block(in->metric, in->first, n, v, b);
+            metric_apply_forms(in->metric, in->first, n, b, form);
+        }
+        const float vv = trellis_dot(n, b, form);
+        *step = vv > 0.0f ? trellis_dot(n, r, form)/vv : -d;
+    }
+    if (in->metric) {
+        metric_apply_forms(in->metric, in->first, n, r, form);
+    }
+    return trellis_dot(n, r, in->metric ? form : r);
+}
 
-// States for the block under one scale, which are kept if they are the best so far. Returns the least-squares scale for them.
+// States for the block under one scale, which are kept if they are the best so far. Returns the scale that suits them best.
+// feed_back: false without a metric, and for a look at the block without one, whose squared error goes to *look.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
-                                                                     bool feed_back, struct trellis_best * best) {
+                                                                     bool feed_back, struct trellis_best * best, float * look) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
-    float    v[QK_K], xv, vv, err;
+    float    v[QK_K], e[QK_K], step;
     if (feed_back) {
-        trellis_search_feedback(t, w, in->x, d, in->fb, states);
+        trellis_search_feedback(t, w, in, d, states);
     } else {
         for (int i = 0; i < t.n; ++i) {
-            v[i] = in->x[i]*inv_d;
+            v[i] = in->wish[i]*inv_d;
         }
         trellis_search(t.k, w, v, t.n, TRELLIS_N_STARTS, 0, states);
     }
     for (int i = 0; i < t.n; ++i) {
-        v[ggml_ext_trellis_position(t.n, i)] = trellis_value(t.k, w, states[i]);
+        v[i] = trellis_value(t.k, w, states[i]);
+        e[i] = in->wish[i] - d*v[i];
     }
-    if (in->fb) {
-        ggml_ext_fwht(v, t.n);
-    }
-    trellis_sums(t.n, in->y, v, in->fb ? in->fb->importance : NULL, d, &xv, &vv, &err);
+    *look = trellis_dot(t.n, e, e);
+    const float err = trellis_cost(t.n, in, v, d, &step);
     if (err < best->err) {
         best->err = err;
         best->d   = (uint8_t) scale;
         memcpy(best->states, states, (size_t) t.n*sizeof(states[0]));
     }
-    return vv > 0.0f ? xv/vv : 0.0f;
+    return d + step;
 }
 
-// One block of rotated weights. Tries scales from the one that gives the code the block's energy, then those next to the
-// least-squares scale of the codes found. With feedback the errors are those of the weights rotated back, up to the signs.
-static inline __attribute__((always_inline)) void trellis_encode(struct trellis_type t, struct trellis_work * w, const float * rotated,
-                                                                 const struct trellis_feedback * fb, int n_passes,
-                                                                 struct trellis_best * best) {
+// One block. Tries scales from the one that gives the code the block's energy, then those next to the scale that suits the codes
+// found best.
+static inline __attribute__((always_inline)) void trellis_encode(struct trellis_type t, struct trellis_work * w,
+                                                                 const struct trellis_block * in, int n_passes, struct trellis_best * best) {
     uint8_t tried[TRELLIS_MAX_PASSES + TRELLIS_N_ODD];
     int     n_tried = 0;
-    float   energy, weighted, unused, peak = 0.0f;
-    struct trellis_block in = {.fb = fb};
+    float   peak = 0.0f;
     for (int i = 0; i < t.n; ++i) {
-        in.x[i] = rotated[ggml_ext_trellis_position(t.n, i)];
-        peak    = fmaxf(peak, fabsf(in.x[i]));
+        peak = fmaxf(peak, fabsf(in->x[i]));
     }
-    memcpy(in.y, rotated, (size_t) t.n*sizeof(in.y[0]));
-    if (fb) {
-        ggml_ext_fwht(in.y, t.n);
+    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // of d = 0, which stays if nothing beats it
+    const float energy = trellis_dot(t.n, in->wish, in->wish), bell = TRELLIS_ODD(t.n)*t.usual*energy;
+    const float first  = sqrtf(energy*(1.0f/t.n))/w->code_rms;
+    float want = first, look = 0.0f, unused;
+    const int look_at = trellis_next_scale(want, tried, 0);
+    if (in->metric && look_at > 0) { // without feedback: that is cheap, and tells the scale and whether the block is odd
+        want = trellis_try_scale(t, w, in, look_at, false, best, &look);
     }
-    trellis_sums(t.n, in.y, in.y, NULL, 0.0f, &energy, &unused, &unused);
-    trellis_sums(t.n, in.y, in.y, fb ? fb->importance : NULL, 0.0f, &weighted, &unused, &unused);
-    *best = (struct trellis_best) {.err = weighted}; // of d = 0, which stays if nothing beats it
-    const float first = sqrtf(energy*(1.0f/t.n))/w->code_rms;
-    float want = first;
-    for (int pass = 0; pass < n_passes; ++pass) {
-        const bool looks = fb != NULL && pass == 0 && n_passes > 1; // without feedback, for the scale alone: it is cheap
-        const int  scale = trellis_next_scale(want, tried, n_tried);
+    for (int pass = in->metric && n_passes > 1; pass < n_passes; ++pass) {
+        const int scale = trellis_next_scale(want, tried, n_tried);
         if (scale < 0) {
             break;
         }
-        want = trellis_try_scale(t, w, &in, scale, fb != NULL && !looks, best);
-        if (!looks) {
-            tried[n_tried++] = (uint8_t) scale;
-        }
+        want = trellis_try_scale(t, w, in, scale, in->metric != NULL, best, &unused);
+        tried[n_tried++] = (uint8_t) scale;
     }
     // Blocks unlike a bell want other scales: few values, many alike, or one that stands out.
     const float odd[TRELLIS_N_ODD] = {1.3f*first, 1.6f*first, 0.75f*first, peak/w->code_top};
-    for (int i = 0; i < TRELLIS_N_ODD && best->err > TRELLIS_ODD(t.n)*t.usual*weighted; ++i) {
+    for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? look : best->err) > bell; ++i) {
         const int scale = trellis_next_scale(odd[i], tried, n_tried);
         if (scale > 0) {
-            trellis_try_scale(t, w, &in, scale, fb != NULL, best);
+            trellis_try_scale(t, w, in, scale, in->metric != NULL, best, &unused);
             tried[n_tried++] = (uint8_t) scale;
         }
     }
@@ -372,29 +308,74 @@ static inline void trellis_pack(int k, int n, const struct trellis_best * best, 
     }
 }
 
+// Rows of blocks, in turns of a block of several rows. put(dst, i, best) stores block i.
+static inline __attribute__((always_inline)) void trellis_encode_rows(struct trellis_type t, const float * src, int64_t n_rows,
+        int64_t row_blocks, const struct ggml_ext_metric * metric, int n_passes, void * dst,
+        void (*put)(void * dst, int64_t i, const struct trellis_best * best)) {
+    struct trellis_work * w = trellis_begin(t);
+    const int64_t columns = metric ? metric->columns : 0;
+    float * errors = metric ? malloc((size_t) TRELLIS_ROWS*columns*sizeof(float)) : NULL; // of the rows' current matrix, by step
+    GGML_ASSERT(errors != NULL || !metric);
+    for (int64_t row = 0; row < n_rows; row += TRELLIS_ROWS) {
+        const int n = n_rows - row < TRELLIS_ROWS ? (int) (n_rows - row) : TRELLIS_ROWS;
+        for (int64_t ib = 0; ib < row_blocks; ++ib) {
+            float wish[TRELLIS_ROWS][QK_K] = {{0}};
+            const int64_t first = ib*t.n, before = metric ? first%columns : 0;
+            for (int s = 0; s < t.n && before > 0; s += metric->segment) {
+                const int     S = metric->segment, span = 4096/S; // gains that stay in the cache for all rows
+                const float * gains = metric_gains(metric, first + s);
+                for (int64_t j = 0; j < before; j += span) {
+                    for (int i = 0; i < n; ++i) {
+                        metric_add_rows(S, gains + j*S, before - j < span ? before - j : span, errors + i*columns + j, wish[i] + s);
+                    }
+                }
+            }
+            for (int i = 0; i < n; ++i) {
+                struct trellis_block in = {.metric = metric, .first = first};
+                struct trellis_best  best = {0};
+                float rotated[QK_K];
+                const int64_t at = (row + i)*row_blocks + ib;
+                if (ext_load_rotated(src + at*t.n, rotated, t.n)) {
+                    for (int j = 0; j < t.n; ++j) {
+                        in.x[j]    = rotated[ggml_ext_trellis_position(t.n, j)];
+                        in.wish[j] = in.x[j] + wish[i][j];
+                    }
+                    trellis_encode(t, w, &in, n_passes, &best);
+                } else {
+                    best.d = 0xff; // refused by row validation
+                }
+                put(dst, at, &best);
+                const float d = ggml_ext_e5m3_to_float(best.d);
+                for (int j = 0; j < t.n && metric; ++j) {
+                    errors[i*columns + before + j] = best.d == 0 || best.d == 0xff ? in.x[j]
+                                                   : in.x[j] - d*trellis_value(t.k, w, best.states[j]);
+                }
+            }
+        }
+    }
+    free(errors);
+    free(w);
+}
+
 // QH: the field of block b with the high bits, or NULL.
 #define DEFINE_TRELLIS_ENCODER(name, NAME, K, QH)                                                                          \
-    TRELLIS_CLONES                                                                                                         \
+    static void put_##name(void * dst, int64_t i, const struct trellis_best * best) {                                      \
+        block_##name * b = (block_##name *) dst + i;                                                                       \
+        b->d = best->d;                                                                                                    \
+        trellis_pack(K, GGML_EXT_##NAME##_BLOCK_SIZE, best, &b->start, b->ql, QH);                                         \
+    }                                                                                                                      \
+    EXT_CLONES                                                                                                             \
     void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                 \
                                 const float * importance, const struct ggml_ext_quantize_params * params) {                \
         enum { N = GGML_EXT_##NAME##_BLOCK_SIZE };                                                                         \
         const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, GGML_EXT_##NAME##_TRELLIS_OFFSET,                  \
                                        GGML_EXT_##NAME##_TRELLIS_USUAL_REL_MSE};                                           \
-        struct trellis_work * w = trellis_begin(t);                                                                        \
         const int n_passes = params->trellis_passes ? params->trellis_passes : TRELLIS_PASSES;                             \
-        for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {                                                               \
-            float rotated[N];                                                                                              \
-            struct trellis_best best = {0};                                                                                \
-            struct trellis_feedback fb;                                                                                    \
-            const bool weighted = importance && trellis_begin_feedback(t, importance + ib%row_blocks*N, &fb);              \
-            if (ext_load_rotated(src + ib*N, rotated, N)) {                                                                \
-                trellis_encode(t, w, rotated, weighted ? &fb : NULL, n_passes, &best);                                     \
-            } else {                                                                                                       \
-                best.d = 0xff; /* refused by row validation */                                                             \
-            }                                                                                                              \
-            block_##name * b = &dst[ib];                                                                                   \
-            b->d = best.d;                                                                                                 \
-            trellis_pack(K, N, &best, &b->start, b->ql, QH);                                                               \
+        struct ggml_ext_metric * diagonal = NULL;                                                                          \
+        if (importance && !params->metric) {                                                                               \
+            diagonal = metric_of_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance, TRELLIS_FLOOR(K));              \
+            GGML_ASSERT(diagonal != NULL);                                                                                 \
         }                                                                                                                  \
-        free(w);                                                                                                           \
+        trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_passes, dst, put_##name);  \
+        ggml_ext_metric_free(diagonal);                                                                                    \
     }

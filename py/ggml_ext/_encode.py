@@ -220,7 +220,9 @@ class Codec:
         if (info := TYPES.get(qtype.name.lower())) is None:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
-            importance = np.broadcast_to(importance, rows.shape).reshape(-1, info.block_size)
+            importance = importance.reshape(-1, info.block_size)
+            if not info.trellis_mix:  # which know of rows
+                importance = np.tile(importance, (len(rows), 1))
         if info.trellis_mix:
             options = {"passes": self.trellis_passes}
         else:

@@ -17,7 +17,7 @@ from ._types import MAX_BLOCK_SIZE, WEIGHT_TYPES
 from ._upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from .quants import ditto3
 
-ABI_VERSION = 5  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 6  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
@@ -40,7 +40,12 @@ class _TypeTraits(ctypes.Structure):
 class _QuantizeParams(ctypes.Structure):
     """struct ggml_ext_quantize_params of ggml-ext.h."""
 
-    _fields_ = [("itq3_levels", c_int32), ("trellis_passes", c_int32), ("ditto3_codebook", POINTER(c_float))]
+    _fields_ = [
+        ("itq3_levels", c_int32),
+        ("trellis_passes", c_int32),
+        ("ditto3_codebook", POINTER(c_float)),
+        ("metric", c_void_p),
+    ]
 
 
 _floats, _doubles = POINTER(c_float), POINTER(c_double)
@@ -50,6 +55,9 @@ _SIGNATURES = {
         c_size_t,
         [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats, POINTER(_QuantizeParams)],
     ),
+    "ggml_ext_metric_init": (c_void_p, [c_int, c_int64, _floats, c_bool, c_float, c_int, POINTER(c_int)]),
+    "ggml_ext_metric_free": (None, [c_void_p]),
+    "ggml_ext_metric_size": (c_size_t, [c_int64, c_bool, c_int]),
     "ggml_ext_ditto3_add_rows": (None, [_doubles, _doubles, _floats, c_int64, c_int64, _floats]),
     "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
     "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
@@ -84,11 +92,17 @@ def _optional(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> ct
 
 
 class NotPositive(ValueError):
-    """Damped second moments that are not positive definite."""
+    """Second moments that are not positive definite."""
 
 
 class Metric:
-    """Second moments of the inputs of a tensor, rotated, damped and factorized once for all of its rows."""
+    """struct ggml_ext_metric of ggml-ext.h, freed with the object; Library.metric() makes it."""
+
+    def __init__(self, dll: ctypes.CDLL, pointer: int):
+        self._free, self.pointer = dll.ggml_ext_metric_free, pointer
+
+    def __del__(self):
+        self._free(self.pointer)
 
 
 class Library:
@@ -127,13 +141,15 @@ class Library:
         imatrix: np.ndarray | None = None,
         ditto3_codebook: np.ndarray | None = None,
         trellis_passes: int = 0,
+        metric: Metric | None = None,
     ) -> np.ndarray:
         """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
 
         itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
         blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for the trellis types, 0 for the default. Other types
         ignore them. imatrix: float32 (n_per_row,) importances, which
-        some stock types require. ValueError for other shapes, dtypes and options.
+        some stock types require. metric: second moments in place of imatrix, of the same type and rows. ValueError for other
+        shapes, dtypes and options.
         """
         _need(rows, np.float32, "rows")
         n_rows, n_per_row = rows.shape
@@ -144,7 +160,8 @@ class Library:
         importance = _optional(imatrix, (n_per_row,), "imatrix")
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
         if type_id in _EXT_IDS:
-            params = _QuantizeParams(itq3_levels, trellis_passes, _optional(ditto3_codebook, (8,), "ditto3_codebook"))
+            codebook = _optional(ditto3_codebook, (8,), "ditto3_codebook")
+            params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None)
             n_bytes = self._dll.ggml_ext_quantize_chunk(
                 type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
             )
@@ -156,6 +173,30 @@ class Library:
                 f"ditto3_codebook {ditto3_codebook}, trellis_passes {trellis_passes})"
             )
         return out
+
+    def metric(
+        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, damping: float, segment: int = 32
+    ) -> Metric:
+        """Second moments of a tensor's inputs, made ready for quantize().
+
+        moments: float32, lower triangles row by row: of each block of 256 columns in turn, the last of which may be shorter, or
+        with `whole` one of all columns. damping, segment: as in ggml-ext.h. NotPositive if one of them is not positive definite
+        or not finite, MemoryError, ValueError for other shapes, dtypes and options.
+        """
+        columns = n_per_row if whole else 256
+        widths = [min(columns, n_per_row - first) for first in range(0, n_per_row, columns)]
+        pointer = _optional(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
+        status = c_int()
+        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, ctypes.byref(status))
+        if not metric:
+            raise {2: MemoryError, 3: NotPositive}.get(status.value, ValueError)(
+                f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"
+            )
+        return Metric(self._dll, metric)
+
+    def metric_bytes(self, n_per_row: int, whole: bool, segment: int = 32) -> int:
+        """Memory in use while metric() makes one."""
+        return self._dll.ggml_ext_metric_size(n_per_row, whole, segment)
 
     def ditto3_histogram(self) -> Ditto3Histogram:
         return Ditto3Histogram(self._dll)

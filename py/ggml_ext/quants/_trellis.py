@@ -13,20 +13,16 @@ from functools import cached_property
 import numpy as np
 
 from .._types import TYPES, TypeInfo
-from . import as_blocks, e5m3_to_float32, fwht, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
+from . import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
+from ._metric import Metric, positions
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
-# the constants of encode/trellis.h; the lookahead is one segment
-PASSES, SEGMENT, FLOOR = 3, 32, {3: 1.0, 2: 0.01}
+# the constants of encode/trellis.h
+PASSES, FLOOR = 3, {3: 1.0, 2: 0.01}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 FLT_MAX = np.finfo(np.float32).max
 LAST_SCALE = 0xF7
-
-
-def positions(n: int) -> np.ndarray:
-    """Of the steps of a block of n weights, int (n,)."""
-    return np.arange(n).reshape(8, n // 8).T.ravel()
 
 
 @dataclass(frozen=True)
@@ -135,25 +131,35 @@ class Trellis:
         ql, qh = pack_bits3(symbols)
         return np.concatenate([d[:, None], start[:, None], ql, qh][: self.k + 1], axis=1)  # K = 2 has no high bits
 
-    def quantize_blocks(self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = PASSES) -> np.ndarray:
+    def quantize_blocks(
+        self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = PASSES, metric: Metric | None = None
+    ) -> np.ndarray:
         """Weights float32 (n_blocks, n) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
 
-        importance: float32 (n_blocks, n), weights of the squared errors, fed back; all zero in a block: as without.
-        passes: scales tried a block. A block with NaN or Inf gets a d that row validation refuses.
+        importance: float32 (row_blocks, n), weights of the squared errors of a row, after which the next row begins; all zero in
+        a block: as ones. metric: in its place, of whole rows. passes: scales tried a block. A block with NaN or Inf gets a d
+        that row validation refuses.
         """
         with np.errstate(all="ignore"):
             rotated, finite = load_rotated(weights, self.n)
             rotated[~finite] = 0
-            states, d = np.zeros(rotated.shape, np.int64), np.zeros(len(rotated), np.uint8)
-            weighted = np.zeros(len(rotated), bool)
-            if importance is not None:
-                importance = as_blocks(importance, np.float32, self.n)
-                weighted = _sums_in_order(importance) > 0
-                if weighted.any():
-                    feedback = Feedback.of(importance[weighted], FLOOR[self.k])
-                    states[weighted], d[weighted] = self._encode(rotated[weighted], feedback, passes)
-            if not weighted.all():
-                states[~weighted], d[~weighted] = self._encode(rotated[~weighted], None, passes)
+            x = np.ascontiguousarray(rotated[:, self.positions])
+            if importance is not None and metric is None:
+                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n, FLOOR[self.k])
+            row_blocks = 1 if metric is None else len(metric.forms) // self.n
+            states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
+            errors = np.zeros((len(x) // row_blocks, row_blocks * self.n), np.float32)
+            for i in range(row_blocks):
+                here, first = slice(i, None, row_blocks), i * self.n
+                wish = np.zeros_like(x[here])
+                if metric is not None:
+                    start = first // metric.columns * metric.columns
+                    metric.feed_row(first, errors[:, start:first], wish)
+                good = finite[here]
+                block = Block(metric, first, x[here], x[here] + wish)
+                states[here], d[here] = self._encode(block.rows(good), passes, good)
+                errors[:, first : first + self.n] = x[here] - np.where(
+                    d[here] > 0, e5m3_to_float32(d[here]), np.float32(0))[:, None] * self.values[states[here]]
         d[~finite] = 0xFF
         return self.pack(states, d)
 
@@ -190,120 +196,101 @@ class Trellis:
             states[:, t - 1] = best_state(t - 1, (states[:, t] >> self.k)[:, None] + np.arange(symbols) * groups)
         return states
 
-    def search_feedback(self, x: np.ndarray, d: np.ndarray, feedback: Feedback) -> np.ndarray:
-        """States for x, float32 (blocks, n) by step, under scales d (blocks,); trellis_search_feedback() in C."""
-        states = np.empty(x.shape, np.int64)
-        n_segments = self.n // SEGMENT
-        errors = np.empty((n_segments, len(x), SEGMENT), np.float32)
-        inverse = (np.float32(1) / d)[:, None]
-        for s in range(n_segments):
-            first = SEGMENT * s
-            z = []
-            for ahead in range(s, min(s + 2, n_segments)):  # the segment and the one that is searched beyond it
-                wish = np.zeros((len(x), SEGMENT), np.float32)
-                for r in range(s):
-                    wish += feedback.gain[:, :, ahead, r] * errors[r]
-                here = slice(SEGMENT * ahead, SEGMENT * (ahead + 1))
-                z.append((x[:, here] + _transform(wish) * np.float32(1 / SEGMENT)) * inverse)
-            found = self.search(np.concatenate(z, axis=1), states[:, first - 1] if s else None)[:, :SEGMENT]
-            states[:, first : first + SEGMENT] = found
-            errors[s] = _transform(x[:, first : first + SEGMENT] - d[:, None] * self.values[found])
+    def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
+        """States for a block of each row under scales d (rows,); trellis_search_feedback() in C."""
+        metric, states, wish = block.metric, np.empty(block.x.shape, np.int64), block.wish.copy()
+        S, inverse = metric.segment, (np.float32(1) / d)[:, None]
+        ahead = 24 if S < 16 else S
+        for s in range(0, self.n, S):
+            z = wish[:, s : s + S + ahead] * inverse
+            found = self.search(z, states[:, s - 1] if s else None)[:, :S]
+            states[:, s : s + S] = found
+            errors = block.x[:, s : s + S] - d[:, None] * self.values[found]
+            metric.feed_later(block.first, s, errors, wish)
         return states
 
-    def _encode(self, rotated: np.ndarray, feedback: Feedback | None, passes: int) -> tuple[np.ndarray, np.ndarray]:
-        """States (blocks, n) and bytes of the scales (blocks,); trellis_encode() of encode/trellis.h."""
-        n = len(rotated)
-        x = np.ascontiguousarray(rotated[:, self.positions])
-        y = rotated if feedback is None else fwht(rotated)
-        m = np.ones_like(y) if feedback is None else feedback.importance
-        weighted = sum_lanes(m * y * y)
-        error = weighted.copy()
+    def _encode(self, block: Block, passes: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """States (n_rows, n) and bytes of the scales (n_rows,) of the rows, bool (n_rows,), that the block holds; zeros for the
+        others. trellis_encode() of encode/trellis.h."""
+        n, metric = len(block.x), block.metric
+        error, _ = block.cost()
         best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, self.n), np.int64)
-        first = np.sqrt(sum_lanes(y * y) * np.float32(1 / self.n)) / self.rms
+        energy = sum_lanes(block.wish * block.wish)
+        bell = self.odd * energy
+        first = np.sqrt(energy * np.float32(1 / self.n)) / self.rms
         tried = np.zeros((n, 256), bool)
 
-        def try_scale(active: np.ndarray, d: np.ndarray, looks: bool) -> np.ndarray:
-            """Of the blocks `active` under the scales d; returns the least-squares scales. trellis_try_scale()."""
-            scale = e5m3_to_float32(d.astype(np.uint8))
-            if feedback is None or looks:
-                states = self.search(x[active] * (np.float32(1) / scale)[:, None])
+        def try_scale(active: np.ndarray, d: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
+            """Of the rows `active` under the scales d. Returns the scales that suit them best, and the squared errors."""
+            scale, here = e5m3_to_float32(d.astype(np.uint8)), block.rows(active)
+            if feed_back:
+                states = self.search_feedback(here, scale)
             else:
-                states = self.search_feedback(x[active], scale, feedback.of_blocks(active))
-            if not looks:
-                tried[active, d] = True
-            v = np.empty(states.shape, np.float32)
-            v[:, self.positions] = self.values[states]
-            if feedback is not None:
-                v = fwht(v)
-            mi, yi = m[active], y[active]
-            e = yi - scale[:, None] * v
-            found = sum_lanes(mi * e * e)
+                states = self.search(here.wish * (np.float32(1) / scale)[:, None])
+            v = self.values[states]
+            e = here.wish - scale[:, None] * v
+            found, step = here.cost(v, scale)
             better = found < error[active]
             error[active[better]] = found[better]
             best_d[active[better]] = d[better]
             best_states[active[better]] = states[better]
-            vv = sum_lanes(mi * v * v)
-            return np.where(vv > 0, sum_lanes(mi * yi * v) / vv, np.float32(0))
+            return scale + step, sum_lanes(e * e)
 
-        want, active = first.copy(), np.arange(n)
-        for i in range(passes):
+        def next_scales(active: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             d = _next_scale(want[active], tried[active])
-            active, d = active[d > 0], d[d > 0]
+            return active[d > 0], d[d > 0]
+
+        want, look, active = first.copy(), np.zeros(n, np.float32), np.arange(n)
+        if metric is not None:
+            looking, d = next_scales(active, want)
+            if len(looking):
+                want[looking], look[looking] = try_scale(looking, d, False)
+        for _ in range(passes - (metric is not None and passes > 1)):
+            active, d = next_scales(active, want)
             if not len(active):
                 break
-            want[active] = try_scale(active, d, looks=feedback is not None and i == 0 and passes > 1)
+            want[active], _ = try_scale(active, d, metric is not None)
+            tried[active, d] = True
         top = np.abs(self.values).max()
-        for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(x).max(axis=1) / top):
-            active = np.flatnonzero(error > self.odd * weighted)
-            d = _next_scale(odd[active], tried[active])
-            active, d = active[d > 0], d[d > 0]
+        for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(block.x).max(axis=1, initial=0) / top):
+            active, d = next_scales(np.flatnonzero((error if metric is None else look) > bell), odd)
             if len(active):
-                try_scale(active, d, looks=False)
-        return best_states, best_d
+                try_scale(active, d, metric is not None)
+                tried[active, d] = True
+        all_d, all_states = np.zeros(len(rows), np.uint8), np.zeros((len(rows), self.n), np.int64)
+        all_d[rows], all_states[rows] = best_d, best_states
+        return all_states, all_d
 
 
 @dataclass(frozen=True)
-class Feedback:
-    """struct trellis_feedback of encode/trellis.h, of n blocks."""
+class Block:
+    """struct trellis_block of encode/trellis.h, of many rows."""
 
-    importance: np.ndarray  # float32 (n, block_size)
-    gain: np.ndarray  # float32 (n, SEGMENT, n_segments, n_segments)
+    metric: Metric | None
+    first: int  # step of the row at which the block begins
+    x: np.ndarray  # float32 (n_rows, n), rotated, by step
+    wish: np.ndarray  # the same with what the errors of the row's earlier blocks ask for
 
-    @classmethod
-    def of(cls, importance: np.ndarray, floor: float) -> Feedback:
-        """importance: float32 (n, block_size), not all zero in any block."""
-        block_size = importance.shape[1]
-        n_segments = block_size // SEGMENT
-        factor = block_size / _sums_in_order(importance)
-        scaled = (importance.astype(np.float64) * factor[:, None] + floor).astype(np.float32)
-        by_frequency = scaled[:, positions(block_size)].reshape(-1, n_segments, SEGMENT).transpose(0, 2, 1)
-        index = np.arange(n_segments)
-        m = _transform(by_frequency)[:, :, index[:, None] ^ index].astype(np.float64)
-        gain = np.zeros(m.shape, np.float32)
-        for s in range(n_segments - 1, -1, -1):
-            row, pivot = m[:, :, s, :s], m[:, :, s, s]
-            gain[:, :, s, :s] = row / pivot[..., None]
-            m[:, :, :s, :s] -= row[..., :, None] * row[..., None, :] / pivot[..., None, None]
-        return cls(scaled, gain)
+    def rows(self, which: np.ndarray) -> Block:
+        return Block(self.metric, self.first, self.x[which], self.wish[which])
 
-    def of_blocks(self, blocks: np.ndarray) -> Feedback:
-        return Feedback(self.importance[blocks], self.gain[blocks])
-
-
-def _sums_in_order(importance: np.ndarray) -> np.ndarray:
-    """Row sums in float64, one after the other as in C."""
-    return np.cumsum(importance, axis=1, dtype=np.float64)[:, -1]
-
-
-def _transform(x: np.ndarray) -> np.ndarray:
-    """Walsh-Hadamard transform of the last axis, not normalised; trellis_transform() of encode/trellis.h."""
-    x, stride = np.ascontiguousarray(x).copy(), 1
-    while stride < x.shape[-1]:
-        pairs = x.reshape(*x.shape[:-1], -1, 2, stride)
-        u, v = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
-        pairs[..., 0, :], pairs[..., 1, :] = u + v, u - v
-        stride *= 2
-    return x
+    def cost(self, v: np.ndarray | None = None, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+        """What the errors cost if the values are d*v, or zeros, and by how much larger d would cost least; trellis_cost()."""
+        step, e, r = None, self.x, self.wish
+        if v is not None:
+            e, r = e - d[:, None] * v, r - d[:, None] * v
+        r = r.copy()
+        if self.metric is not None:
+            self.metric.feed_block(self.first, e, r)
+        if v is not None:
+            b = form = v
+            if self.metric is not None:
+                b = v.copy()
+                self.metric.feed_block(self.first, v, b)
+                form = self.metric.apply_forms(self.first, b)
+            vv = sum_lanes(b * form)
+            step = np.where(vv > 0, sum_lanes(r * form) / vv, -d)
+        return sum_lanes(r * (r if self.metric is None else self.metric.apply_forms(self.first, r))), step
 
 
 def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:

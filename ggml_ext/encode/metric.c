@@ -1,0 +1,315 @@
+// Second moments made ready for the encoders: rotated, damped, factorized. Every operation on an element has one order, so that
+// numpy gives the same bits (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
+#include "metric.h"
+
+#include "../types/trellis.h"
+
+#include <stdlib.h>
+
+enum {
+    MOMENTS_COLUMNS = QK_K, // of a matrix that holds no whole row
+    PANEL           = QK_K, // steps whose gains reach the earlier ones in one go: the matrix is read once for them
+    TILE            = 32,   // columns that stay in registers
+};
+
+struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment) {
+    const int64_t rest = n_per_row%columns;
+    struct ggml_ext_metric * m = malloc(sizeof(*m));
+    if (m == NULL) {
+        return NULL;
+    }
+    *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row, .columns = columns, .segment = segment};
+    const size_t n_gains = n_per_row/columns*metric_n_gains(columns, segment) + metric_n_gains(rest, segment);
+    m->forms = malloc((size_t) n_per_row*segment*sizeof(float));
+    m->gains = malloc((n_gains + 1)*sizeof(float)); // a row of one segment has none
+    if (m->forms == NULL || m->gains == NULL) {
+        ggml_ext_metric_free(m);
+        return NULL;
+    }
+    return m;
+}
+
+void ggml_ext_metric_free(struct ggml_ext_metric * m) {
+    if (m) {
+        free(m->forms);
+        free(m->gains);
+        free(m);
+    }
+}
+
+// --- a diagonal: the rotated form falls apart ------------------------------------------------------------------------
+
+// H diag(m) H of a tensor product H: after a transform inside each segment it is one matrix for each frequency, whose entries
+// depend on the exclusive or of the two segments alone. The signs of the rotation cancel.
+static void factorize_diagonal(struct ggml_ext_metric * m, int64_t first, int n, const float * importance) {
+    enum { S = METRIC_MAX_SEGMENT, MAX_SEGMENTS = QK_K/S };
+    const int n_segments = n/S;
+    float gain[MAX_SEGMENTS][MAX_SEGMENTS][S], form[MAX_SEGMENTS][S]; // by segments and frequency
+    for (int f = 0; f < S; ++f) {
+        float  a[MAX_SEGMENTS];
+        double d[MAX_SEGMENTS][MAX_SEGMENTS];
+        for (int s = 0; s < n_segments; ++s) {
+            a[s] = importance[ggml_ext_trellis_position(n, S*s + f)];
+        }
+        ggml_ext_butterflies(a, n_segments);
+        for (int s = 0; s < n_segments; ++s) {
+            for (int r = 0; r < n_segments; ++r) {
+                d[s][r] = (double) a[s ^ r];
+            }
+        }
+        for (int s = n_segments - 1; s >= 0; --s) { // the last segment first: it can react to all others
+            form[s][f] = (float) d[s][s];
+            for (int r = 0; r < s; ++r) {
+                gain[s][r][f] = (float) (d[s][r]/d[s][s]);
+                for (int q = 0; q < s; ++q) {
+                    d[r][q] -= d[s][r]*d[s][q]/d[s][s];
+                }
+            }
+        }
+    }
+    // back from frequencies: entry i, j of such a matrix is entry i ^ j of the transform
+    for (int s = 0; s < n_segments; ++s) {
+        float * to_form = m->forms + (first + S*s)*S;
+        ggml_ext_butterflies(form[s], S);
+        for (int i = 0; i < S*S; ++i) {
+            to_form[i] = form[s][i/S ^ i%S]*(1.0f/S);
+        }
+        float * to_gains = m->gains + first/m->columns*metric_n_gains(m->columns, S) + metric_n_gains(S*s, S);
+        for (int r = 0; r < s; ++r) {
+            ggml_ext_butterflies(gain[s][r], S);
+            for (int i = 0; i < S*S; ++i) {
+                to_gains[S*S*r + i] = gain[s][r][i/S ^ i%S]*(1.0f/S);
+            }
+        }
+    }
+}
+
+struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance,
+                                              double floor) {
+    struct ggml_ext_metric * m = metric_new(type, n_per_row, block_size, METRIC_MAX_SEGMENT);
+    for (int64_t first = 0; m && first < n_per_row; first += block_size) {
+        float  scaled[QK_K];
+        double sum = 0;
+        for (int j = 0; j < block_size; ++j) {
+            sum += (double) importance[first + j];
+        }
+        for (int j = 0; j < block_size; ++j) {
+            scaled[j] = sum > 0 ? (float) ((double) importance[first + j]*(block_size/sum) + floor) : 1.0f;
+        }
+        factorize_diagonal(m, first, block_size, scaled);
+    }
+    return m;
+}
+
+// --- moments ---------------------------------------------------------------------------------------------------------
+
+// What the factorization works in.
+struct matrix {
+    int64_t n;
+    double * a;     // [n][n], of which the lower triangle counts once it is rotated
+    double * panel; // [PANEL][n]: rows of it as they were
+    double * gains; // [PANEL][n]: what became of them
+};
+
+static bool matrix_init(struct matrix * x, int64_t n) {
+    *x = (struct matrix) {n, malloc((size_t) n*n*sizeof(double)), malloc((size_t) n*PANEL*sizeof(double)),
+                          malloc((size_t) n*PANEL*sizeof(double))};
+    return x->a && x->panel && x->gains;
+}
+
+static void matrix_free(struct matrix * x) {
+    free(x->a);
+    free(x->panel);
+    free(x->gains);
+}
+
+GGML_EXT_DEFINE_BUTTERFLIES(butterflies, double)
+
+// Columns of `count` rows of doubles, a block each, into the order of steps; rotated where the type is.
+static void to_steps(double * rows, int64_t count, int64_t stride, int n, bool rotated) {
+    for (int64_t i = 0; i < count; ++i) {
+        double * x = rows + i*stride, y[QK_K];
+        if (rotated) {
+            for (int j = 0; j < n; ++j) {
+                x[j] = ggml_ext_signs[j/32] >> j%32 & 1 ? -x[j] : x[j];
+            }
+            butterflies(x, n);
+        }
+        for (int t = 0; t < n; ++t) {
+            y[t] = x[ggml_ext_trellis_position(n, t)]*(rotated ? n == QK_K ? 1.0/16 : 1.0/8 : 1.0);
+        }
+        memcpy(x, y, (size_t) n*sizeof(y[0]));
+    }
+}
+
+// The upper triangle takes the values of the lower one, and with `swap` the lower one those of the upper.
+static void mirror(double * a, int64_t n, bool swap) {
+    for (int64_t i0 = 0; i0 < n; i0 += TILE) {
+        for (int64_t j0 = 0; j0 <= i0; j0 += TILE) {
+            for (int64_t i = i0; i < i0 + TILE; ++i) {
+                for (int64_t j = j0; j < (j0 < i0 ? j0 + TILE : i); ++j) {
+                    const double upper = a[j*n + i];
+                    a[j*n + i] = a[i*n + j];
+                    a[i*n + j] = swap ? upper : a[i*n + j];
+                }
+            }
+        }
+    }
+}
+
+// Unpacks, damps and rotates. False if a value is not finite or a diagonal negative.
+static bool load_moments(struct matrix * x, const float * triangle, double damping, int block_size, bool rotated) {
+    const int64_t n = x->n;
+    double trace = 0;
+    bool   good  = true;
+    for (int64_t i = 0; i < n; ++i) {
+        for (int64_t j = 0; j <= i; ++j) {
+            const float v = *triangle++;
+            good &= fabsf(v) <= FLT_MAX;
+            x->a[i*n + j] = (double) v;
+        }
+        good &= x->a[i*n + i] >= 0;
+        trace += x->a[i*n + i];
+    }
+    if (!good) {
+        return false;
+    }
+    const double mean = trace > 0 ? trace/(double) n : 1.0; // inputs that are always zero: any metric will do
+    for (int64_t i = 0; i < n; ++i) {
+        x->a[i*n + i] = (x->a[i*n + i] + damping*mean)/mean;
+        for (int64_t j = 0; j < i; ++j) {
+            x->a[i*n + j] /= mean;
+        }
+    }
+    mirror(x->a, n, false);
+    for (int side = 0; side < 2; ++side) { // R A, as rows of its transpose, then (R A) R^T
+        for (int64_t b = 0; b < n; b += block_size) {
+            to_steps(x->a + b, n, n, block_size, rotated);
+        }
+        mirror(x->a, n, true);
+    }
+    return true;
+}
+
+// rows[i][j] -= sum over k of left[k][i]*right[k][j] for j <= i, i in lo .. hi - 1, k from n_k - 1 down: one after the other.
+EXT_CLONES
+static void subtract_products(double * rows, int64_t n, int64_t lo, int64_t hi, const double * left, const double * right, int n_k) {
+    for (int64_t j0 = 0; j0 < hi; j0 += TILE) { // a tile of `right` stays in the cache
+        for (int64_t i = j0 > lo ? j0 : lo; i < hi; ++i) {
+            double   acc[TILE];
+            double * to = rows + i*n + j0;
+            memcpy(acc, to, sizeof(acc));
+            for (int k = n_k - 1; k >= 0; --k) {
+                const double   l = left[k*n + i];
+                const double * r = right + k*n + j0;
+                for (int j = 0; j < TILE; ++j) {
+                    acc[j] -= l*r[j];
+                }
+            }
+            memcpy(to, acc, sizeof(acc));
+        }
+    }
+}
+
+// Gains of the segment that begins at step f: its rows of the matrix times the inverse of its own part, in place
+// (Gauss-Jordan). False if that part is not positive definite.
+EXT_CLONES
+static bool solve_segment(double * g, int64_t n, int64_t f, int S) {
+    for (int i = S - 1; i >= 0; --i) {
+        const double pivot = g[i*n + f + i];
+        if (!(pivot > 0)) {
+            return false;
+        }
+        for (int64_t j = 0; j < f + S; ++j) {
+            g[i*n + j] /= pivot;
+        }
+        for (int k = 0; k < S; ++k) {
+            const double by = g[k*n + f + i];
+            for (int64_t j = 0; k != i && j < f + S; ++j) {
+                g[k*n + j] -= by*g[i*n + j];
+            }
+        }
+    }
+    return true;
+}
+
+// Eliminates segment after segment, the last one first. `first`: step of the row at which the matrix begins.
+static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t first) {
+    const int64_t n = x->n;
+    const int     S = m->segment;
+    float * gains = m->gains + first/m->columns*metric_n_gains(m->columns, S);
+    for (int64_t end = n; end > 0; end = (end - 1)/PANEL*PANEL) {
+        const int64_t begin = (end - 1)/PANEL*PANEL;
+        for (int64_t f = end - S; f >= begin; f -= S) {
+            double * rows = x->panel + (f - begin)*n, * g = x->gains + (f - begin)*n;
+            for (int i = 0; i < S; ++i) {
+                memcpy(rows + i*n, x->a + (f + i)*n, (size_t) (f + i + 1)*sizeof(double));
+                for (int j = i + 1; j < S; ++j) {
+                    rows[i*n + f + j] = x->a[(f + j)*n + f + i];
+                }
+            }
+            memcpy(g, rows, (size_t) S*n*sizeof(double));
+            if (!solve_segment(g, n, f, S)) {
+                return false;
+            }
+            float * form = m->forms + (first + f)*S, * to = gains + metric_n_gains(f, S);
+            for (int i = 0; i < S; ++i) {
+                for (int j = 0; j < S; ++j) {
+                    form[j*S + i] = (float) rows[i*n + f + j];
+                }
+                for (int64_t j = 0; j < f; ++j) {
+                    to[j*S + i] = (float) g[i*n + j];
+                }
+            }
+            subtract_products(x->a, n, begin, f, rows, g, S);
+        }
+        subtract_products(x->a, n, 0, begin, x->panel, x->gains, (int) (end - begin));
+    }
+    return true;
+}
+
+static int64_t matrix_columns(int64_t n_per_row, bool whole) {
+    return whole || n_per_row < MOMENTS_COLUMNS ? n_per_row : MOMENTS_COLUMNS;
+}
+
+size_t ggml_ext_metric_size(int64_t n_per_row, bool whole, int segment) {
+    const size_t n = (size_t) matrix_columns(n_per_row, whole);
+    return n*(n + 2*PANEL)*sizeof(double) + (size_t) n_per_row*(segment + n/2)*sizeof(float);
+}
+
+struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
+                                              int segment, enum ggml_ext_metric_status * status) {
+    int  block_size = 0;
+    bool rotated    = false;
+    switch ((int) type) {
+#define X(NAME, name) case GGML_TYPE_##NAME: block_size = GGML_EXT_##NAME##_BLOCK_SIZE; rotated = GGML_EXT_##NAME##_ROTATED; break;
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+    }
+    *status = GGML_EXT_METRIC_BAD_ARGUMENT;
+    if (block_size == 0 || n_per_row <= 0 || n_per_row%block_size || (segment != 8 && segment != 16 && segment != 32) ||
+        !(damping > 0) || !(damping <= FLT_MAX)) {
+        return NULL;
+    }
+    *status = GGML_EXT_METRIC_NO_MEMORY;
+    const int64_t columns = matrix_columns(n_per_row, whole);
+    struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment);
+    for (int64_t first = 0; m && first < n_per_row; first += columns) {
+        struct matrix x;
+        bool good = matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns);
+        if (good) {
+            good = load_moments(&x, moments, (double) damping, block_size, rotated) && factorize(m, &x, first);
+            *status = GGML_EXT_METRIC_NOT_POSITIVE;
+        }
+        matrix_free(&x);
+        moments += x.n*(x.n + 1)/2;
+        if (!good) {
+            ggml_ext_metric_free(m);
+            return NULL;
+        }
+    }
+    if (m) {
+        *status = GGML_EXT_METRIC_OK;
+    }
+    return m;
+}

@@ -1,0 +1,82 @@
+// What errors of a row's weights cost together: e^T M e, M the second moments E[x x^T] of its inputs.
+//
+// Steps are the weights of a row, rotated where the type is, block by block in the order of the trellis (types/trellis.h), which
+// also brings CCQ2's weights of a byte together. Segments of a few steps are decided together. M falls apart from the last segment to the first (GPTQ's and LDLQ's error feedback):
+//   e^T M e = sum over segments s of r^T D[s] r,   r = e[s] + sum over steps j before s of gain[s][j]*e[j]
+// where the sum runs over the steps that share a matrix with s. A segment can so make up for the errors of all that were decided
+// before it, and D[s] says what its own errors cost once those to come have done the same.
+#pragma once
+
+#include "encode.h"
+
+enum { METRIC_MAX_SEGMENT = 32 };
+
+// The forms of a row's segments, and their gains: of segment s of a matrix one float for each of its steps and each step before.
+struct ggml_ext_metric {
+    enum ggml_type type;
+    int64_t n_per_row;
+    int64_t columns; // of each matrix but the last, which may be smaller
+    int     segment; // steps: 8, 16 or 32
+    float * forms;   // [n_per_row][segment]
+    float * gains;   // matrix after matrix and segment after segment: [steps before it in its matrix][segment]
+};
+
+// Gains of the first `steps` steps of a matrix, in whole segments: 0 + 1 + ... segments, each times segment*segment.
+static inline size_t metric_n_gains(int64_t steps, int segment) {
+    return (size_t) (steps/segment*(steps/segment - 1)/2)*segment*segment;
+}
+
+// Of the segment that begins at a step of the row. Row j of the gains is that of step j of its matrix.
+static inline const float * metric_gains(const struct ggml_ext_metric * m, int64_t first) {
+    return m->gains + first/m->columns*metric_n_gains(m->columns, m->segment) + metric_n_gains(first%m->columns, m->segment);
+}
+
+static inline const float * metric_form(const struct ggml_ext_metric * m, int64_t first) {
+    return m->forms + first*m->segment;
+}
+
+static inline __attribute__((always_inline)) void metric_add_rows_of(const int n, const float * rows, int64_t n_rows, const float * x,
+                                                                     float * out) {
+    float sum[METRIC_MAX_SEGMENT];
+    memcpy(sum, out, (size_t) n*sizeof(sum[0]));
+    for (int64_t j = 0; j < n_rows; ++j) {
+        for (int i = 0; i < n; ++i) {
+            sum[i] += rows[j*n + i]*x[j];
+        }
+    }
+    memcpy(out, sum, (size_t) n*sizeof(sum[0]));
+}
+
+// out[i] += rows[j][i]*x[j], one j after the other, for the steps i of a segment.
+static inline __attribute__((always_inline)) void metric_add_rows(int segment, const float * rows, int64_t n_rows, const float * x,
+                                                                  float * out) {
+    switch (segment) { // so that the sums stay in registers
+        case 8:  metric_add_rows_of(8,  rows, n_rows, x, out); break;
+        case 16: metric_add_rows_of(16, rows, n_rows, x, out); break;
+        case 32: metric_add_rows_of(32, rows, n_rows, x, out); break;
+    }
+}
+
+// y[s] += what the steps of x before segment s, in the block of n steps that begins at step `first` of the row, ask of it.
+static inline __attribute__((always_inline)) void metric_feed_block(const struct ggml_ext_metric * m, int64_t first, int n, const float * x, float * y) {
+    const int S = m->segment;
+    for (int s = S; s < n; s += S) {
+        metric_add_rows(S, metric_gains(m, first + s) + first%m->columns*S, s, x, y + s);
+    }
+}
+
+// y = D r, segment by segment of the same block.
+static inline __attribute__((always_inline)) void metric_apply_forms(const struct ggml_ext_metric * m, int64_t first, int n, const float * r, float * y) {
+    memset(y, 0, (size_t) n*sizeof(y[0]));
+    for (int s = 0; s < n; s += m->segment) {
+        metric_add_rows(m->segment, metric_form(m, first + s), m->segment, r + s, y + s);
+    }
+}
+
+// Without gains and forms yet. NULL if memory is out.
+struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment);
+
+// Of importances of the unrotated weights of a row, for rotated types: a diagonal for each block, scaled to a mean of 1, with
+// `floor` added. A block of zeros counts as one of ones.
+struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance,
+                                              double floor);

@@ -1,0 +1,160 @@
+"""Second moments made ready for the encoders, in numpy: ggml_ext/encode/metric.h and metric.c, bit for bit.
+
+Steps are the weights of a row, rotated where the type is, block by block in the order of positions().
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import SIGNS
+
+MOMENTS_COLUMNS = 256  # of a matrix that holds no whole row
+SEGMENT = 32  # of a metric that is made of importances
+
+
+def positions(n: int) -> np.ndarray:
+    """Of the steps of a block of n weights, int (n,)."""
+    return np.arange(n).reshape(8, n // 8).T.ravel()
+
+
+def butterflies(x: np.ndarray) -> np.ndarray:
+    """Walsh-Hadamard transform of the last axis, not normalised, as a new array."""
+    x, stride = np.ascontiguousarray(x).copy(), 1
+    while stride < x.shape[-1]:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, stride)
+        u, v = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
+        pairs[..., 0, :], pairs[..., 1, :] = u + v, u - v
+        stride *= 2
+    return x
+
+
+@dataclass(frozen=True)
+class Metric:
+    """e^T M e of the errors of a row falls apart into segments: sum of r^T D[s] r, r = e[s] + sum over j < s of gain[s][j]*e[j]."""
+
+    columns: int  # of each matrix but the last, which may be smaller
+    segment: int  # steps
+    forms: np.ndarray  # float32 (n_per_row, segment): D of one segment after the other
+    gains: list[np.ndarray]  # of each segment float32 (steps before it in its matrix, segment)
+
+    def feed_block(self, first: int, x: np.ndarray, y: np.ndarray) -> None:
+        """y[s] += what the steps of x before segment s ask of it. x, y: float32 (rows, n), a block each, from step `first` on."""
+        for s in range(self.segment, x.shape[1], self.segment):
+            gains = self.gains[(first + s) // self.segment][first % self.columns :]
+            _add_rows(gains, x[:, :s], y[:, s : s + self.segment])
+
+    def feed_later(self, first: int, s: int, errors: np.ndarray, y: np.ndarray) -> None:
+        """What the errors of segment s of the block, float32 (rows, segment), ask of the block's later ones, added to y."""
+        for r in range(s + self.segment, y.shape[1], self.segment):
+            at = first % self.columns + s
+            gains = self.gains[(first + r) // self.segment][at : at + self.segment]
+            _add_rows(gains, errors, y[:, r : r + self.segment])
+
+    def feed_row(self, first: int, errors: np.ndarray, y: np.ndarray) -> None:
+        """The same of the errors of all steps before the block in its matrix, float32 (rows, steps)."""
+        for s in range(0, y.shape[1], self.segment):
+            _add_rows(self.gains[(first + s) // self.segment], errors, y[:, s : s + self.segment])
+
+    def apply_forms(self, first: int, r: np.ndarray) -> np.ndarray:
+        """D r, segment by segment."""
+        y = np.zeros_like(r)
+        for s in range(0, r.shape[1], self.segment):
+            here = slice(s, s + self.segment)
+            _add_rows(self.forms[first + s : first + s + self.segment], r[:, here], y[:, here])
+        return y
+
+    @classmethod
+    def of_importance(cls, importance: np.ndarray, block_size: int, floor: float) -> Metric:
+        """Of importances of the unrotated weights of a row, float32 (n_per_row,), for rotated types; metric_of_importance()."""
+        blocks = importance.reshape(-1, block_size)
+        sums = np.cumsum(blocks, axis=1, dtype=np.float64)[:, -1:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scaled = (blocks.astype(np.float64) * (block_size / sums) + floor).astype(np.float32)
+        scaled = np.where(sums > 0, scaled, np.float32(1))
+        n_segments = block_size // SEGMENT
+        by_frequency = scaled[:, positions(block_size)].reshape(-1, n_segments, SEGMENT).transpose(0, 2, 1)
+        index, bits = np.arange(n_segments), np.arange(SEGMENT)
+        d = butterflies(by_frequency)[:, :, index[:, None] ^ index].astype(np.float64)
+
+        def expand(spectrum: np.ndarray) -> np.ndarray:
+            """Of each block, float32 (blocks, frequencies), the matrix that is diagonal there."""
+            return butterflies(spectrum)[:, bits[:, None] ^ bits] * np.float32(1 / SEGMENT)
+
+        forms = np.empty((len(blocks), n_segments, SEGMENT, SEGMENT), np.float32)
+        gains = np.zeros((len(blocks), n_segments, block_size, SEGMENT), np.float32)
+        for s in range(n_segments - 1, -1, -1):
+            row, pivot = d[:, :, s, :s].copy(), d[:, :, s, s].copy()
+            forms[:, s] = expand(pivot.astype(np.float32))
+            for r in range(s):
+                gains[:, s, SEGMENT * r : SEGMENT * (r + 1)] = expand((row[..., r] / pivot).astype(np.float32))
+            d[:, :, :s, :s] -= row[..., :, None] * row[..., None, :] / pivot[..., None, None]
+        in_row = [gains[b, s, : SEGMENT * s] for b in range(len(blocks)) for s in range(n_segments)]
+        return cls(block_size, SEGMENT, forms.reshape(-1, SEGMENT), in_row)
+
+    @classmethod
+    def of_moments(
+        cls, moments: np.ndarray, n_per_row: int, block_size: int, rotated: bool, whole: bool, damping: float, segment: int = SEGMENT
+    ) -> Metric:
+        """ggml_ext_metric_init() of ggml-ext.h. moments: float32, lower triangles. ValueError if one is not positive definite."""
+        columns = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row)
+        forms, gains, at = [], [], 0
+        for first in range(0, n_per_row, columns):
+            n = min(columns, n_per_row - first)
+            of_matrix = _load(moments[at : at + n * (n + 1) // 2], n, float(np.float32(damping)), block_size, rotated)
+            at += n * (n + 1) // 2
+            matrix_forms, matrix_gains = _factorize(of_matrix, segment)
+            forms += matrix_forms
+            gains += matrix_gains
+        return cls(columns, segment, np.concatenate(forms), gains)
+
+
+def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    """out[:, i] += rows[j, i] * x[:, j], one j after the other; metric_add_rows()."""
+    for j in range(x.shape[1]):
+        out += rows[j] * x[:, j, None]
+
+
+def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated: bool) -> np.ndarray:
+    """The damped and rotated matrix in the order of steps, float64 (n, n)."""
+    a = np.zeros((n, n))
+    a[np.tril_indices(n)] = triangle
+    if not np.isfinite(a).all() or (np.diag(a) < 0).any():
+        raise ValueError("moments are not finite, or a diagonal is negative")
+    trace = np.cumsum(np.diag(a))[-1]
+    mean = trace / n if trace > 0 else 1.0
+    diagonal = np.arange(n)
+    a[diagonal, diagonal] += damping * mean
+    a /= mean
+    a += np.tril(a, -1).T
+    signs = SIGNS[:block_size].astype(np.float64)
+    for _ in range(2):
+        blocks = a.reshape(n, -1, block_size)
+        if rotated:
+            blocks = butterflies(blocks * signs) / np.sqrt(block_size)
+        a = np.ascontiguousarray(blocks[:, :, positions(block_size)].reshape(n, n).T)
+    return a
+
+
+def _factorize(a: np.ndarray, S: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Forms float32 (S, S) and gains float32 (steps before, S) of all segments; the lower triangle of a counts."""
+    forms, gains = [], []
+    for f in range(len(a) - S, -1, -S):
+        rows = a[f : f + S, : f + S].copy()
+        own = np.tril(rows[:, f:])
+        rows[:, f:] = own + np.tril(own, -1).T
+        g = rows.copy()
+        for i in range(S - 1, -1, -1):
+            if not g[i, f + i] > 0:
+                raise ValueError("moments are not positive definite")
+            g[i] /= g[i, f + i]
+            for k in range(S):
+                if k != i:
+                    g[k] -= g[k, f + i] * g[i]
+        forms.append(rows[:, f:].T.astype(np.float32))
+        gains.append(np.ascontiguousarray(g[:, :f].T.astype(np.float32)))
+        for k in range(S - 1, -1, -1):
+            a[:f, :f] -= rows[k, :f, None] * g[k, :f]
+    return forms[::-1], gains[::-1]
