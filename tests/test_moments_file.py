@@ -262,11 +262,11 @@ class Spy:
             self.metrics.append((type_id, n_per_row, whole, moments.copy()))
             return len(self.metrics) - 1
 
-        def quantize(self_, type_id, rows, *args, metric=None):
+        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, passes=0, metric=None):
             self.used.setdefault(type_id, []).append((metric, len(rows)))
-            return plain(self_, type_id, rows, *args)
+            return plain(self_, type_id, rows, levels, importance, codebook, passes)
 
-        monkeypatch.setattr(_lib.Library, "metric", metric, raising=False)
+        monkeypatch.setattr(_lib.Library, "metric", metric)
         monkeypatch.setattr(_lib.Library, "quantize", quantize)
 
     def run(self, *args) -> None:
@@ -332,12 +332,15 @@ def test_doubled_plain_errors_are_no_warning():
     assert Accuracy(error=0.01, energy=1, weighted_error=0.06, weighted_energy=1, of_moments=True).exceeds_usual(itq3_t, 3)
 
 
-def test_without_the_library_moments_are_refused(tmp_path, source):
-    path = write_moments(tmp_path / "m.gguf", inputs())
-    for flags in ([], ["--importance", "block"]):
-        quantize_error(tmp_path, source, "--importance block", "--importance diagonal",
-                       flags=["--type", "itq3_t", "--imatrix", path, "--encoder", "numpy", *flags])
-    quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", "diagonal", "--encoder", "numpy")
+@pytest.mark.parametrize("kind", ["block", "full"])
+def test_numpy_writes_the_same_bytes(tmp_path, source, lib, kind):
+    """And other bytes than with the diagonal."""
+    path = write_moments(tmp_path / "m.gguf", inputs(), kind)
+    data = {}
+    for name, flags in (("c", []), ("numpy", ["--encoder", "numpy"]), ("diagonal", ["--importance", "diagonal"])):
+        quantize(source, tmp_path / name, "--type", "itq3_t", "--imatrix", path, *flags)
+        data[name] = {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / name).tensors}
+    assert data["c"] == data["numpy"] and all(data["c"][name] != data["diagonal"][name] for name in (UP, DOWN, EXPERTS))
 
 
 def test_types_without_a_metric_take_the_diagonal(tmp_path, source, lib):

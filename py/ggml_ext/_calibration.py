@@ -24,7 +24,7 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile
 from ._importance import BUILT_IN, KINDS, Importance, open_importance
 from ._moments import ENOUGH_TOKENS, packed_size
-from ._plan import Plan, importance_uses, uses_metric
+from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._tools import find_tool
 from ._writer import MIB
 
@@ -114,14 +114,15 @@ class Model:
 
     n_bytes: int
     inputs: tuple[Input, ...]
-    n_weights_used: int  # by a token, in the matrices of the blocks
+    n_weights_used: int  # by a token, in matrix products
     factorization: float  # operations for whole matrices, once for each weight matrix
 
     @classmethod
     def read(cls, file: GGUFFile) -> Model:
         arch = file.value("general.architecture", "")
         n_used = file.value(f"{arch}.expert_used_count", 0)
-        inputs, n_weights_used, factorization = {}, 0.0, 0.0
+        sizes = {t.name: t.n_elements for t in file.tensors}
+        inputs, n_weights_used, factorization = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0))), 0.0
         for t in file.tensors:
             name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
             if not name or t.n_dims < 2:
@@ -420,19 +421,13 @@ def last_error(log: str) -> str:
 
 
 def prepare(
-    args: argparse.Namespace, file: GGUFFile, plan: Plan, folder: Path | None, has_library: bool, n_threads: int,
+    args: argparse.Namespace, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int,
     say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
 ) -> Importance | Calibration:
     """What the encoders get: from --imatrix, from a calibration that is run here, or nothing.
 
-    folder: of OUT, None for a dry run, which gets the calibration that would be run. has_library: False for the numpy encoders,
-    which take the diagonal alone. UserError for what the user can change.
+    folder: of OUT, None for a dry run, which gets the calibration that would be run. UserError for what the user can change.
     """
-    if args.importance in ("block", "full") and not has_library:
-        raise UserError(
-            f"--importance {args.importance}: the numpy encoders take no second moments, and the built library is not in use: build it, or "
-            "pass --importance diagonal"
-        )
     if args.importance == "none":
         return Importance()
     if args.imatrix is not None:
@@ -460,7 +455,7 @@ def prepare(
     n_chunks = args.calibration_chunks or DEFAULT_CHUNKS
     memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
     kind = args.importance
-    if kind is None and not (has_library and any(map(uses_metric, uses))):
+    if kind is None and not any(map(uses_metric, uses)):
         kind = "diagonal"
     elif kind is None:
         kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads)

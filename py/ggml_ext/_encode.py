@@ -22,6 +22,7 @@ from ._lib import Library, Metric, NotPositive
 from ._moments import TensorMoments
 from ._plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES, uses_metric
 from ._types import TYPES
+from .quants import _metric
 
 T = GGMLQuantizationType
 
@@ -93,7 +94,14 @@ class Guide:
         for made in filter(None, (self.triangles, self.metrics)):
             made.drop_before(n_rows // self.expert_rows(tensor))
 
-    def weigh(self, accuracy: Accuracy, expert: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
+    def measure(self, tensor: Tensor, first_row: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
+        """How far stored rows are from the originals, float32 (n_rows, n_per_row) each, from first_row of the tensor on."""
+        total = Accuracy()
+        for part, expert in self.slices(tensor, first_row, len(original)):
+            total += self._weigh(Accuracy.measure(original[part], stored[part]), expert, original[part], stored[part])
+        return total
+
+    def _weigh(self, accuracy: Accuracy, expert: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
         """The accuracy of these rows with their weighted error: with the moments, else with the importances, else without."""
         if self.moments is None and self.importance is None:
             return accuracy
@@ -157,19 +165,19 @@ class Codec:
         return True
 
     def takes_metric(self, qtype: GGMLQuantizationType) -> bool:
-        """True if second moments change what it encodes: of our own types, with the library."""
-        return self.lib is not None and uses_metric(qtype)
+        """True if second moments change what it encodes."""
+        return uses_metric(qtype)
 
     def metric(
         self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide, expert: int, warn: Callable[[str], None]
-    ) -> Metric:
+    ) -> Metric | _metric.Metric:
         """The moments of an expert, damped and factorized for encode(). UserError naming the tensor if that cannot be done."""
         moments = guide.moments
         of_expert = f", matrix {expert}" if moments.n_matrices > 1 else ""
         triangles, damping = guide.triangles.get(expert), moments.damping(expert)
         for factor in (1, 10):
             try:
-                made = self.lib.metric(int(target), tensor.ne[0], triangles, moments.whole, factor * damping, self.segment)
+                made = self._make_metric(target, tensor.ne[0], triangles, moments.whole, factor * damping)
             except NotPositive:
                 continue
             except MemoryError:
@@ -184,6 +192,17 @@ class Codec:
             f"{moments.where}{of_expert}: the moments are not positive definite, even with {10 * damping:g} of their mean added to the "
             "diagonal: the file is damaged; make it again with llama-imatrix --moments, or pass --importance diagonal"
         )
+
+    def _make_metric(
+        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, whole: bool, damping: float
+    ) -> Metric | _metric.Metric:
+        if self.lib is not None:
+            return self.lib.metric(int(qtype), n_per_row, triangles, whole, damping, self.segment)
+        info = TYPES[qtype.name.lower()]
+        try:
+            return _metric.Metric.of_moments(triangles, n_per_row, info.block_size, info.rotated, whole, damping, self.segment)
+        except ValueError as e:
+            raise NotPositive(str(e)) from e
 
     def decode(self, rows: np.ndarray, qtype: GGMLQuantizationType, n_per_row: int) -> np.ndarray:
         """uint8 (n_rows, row_bytes) to contiguous float32 (n_rows, n_per_row). UserError if numpy lacks the type."""
@@ -206,7 +225,7 @@ class Codec:
         qtype: GGMLQuantizationType,
         importance: np.ndarray | None = None,
         codebook: np.ndarray | None = None,
-        metric: Metric | None = None,
+        metric: Metric | _metric.Metric | None = None,
     ) -> np.ndarray:
         """float32 (n_rows, n_per_row) to uint8 (n_rows, row_bytes).
 
@@ -215,8 +234,7 @@ class Codec:
         if qtype in FLOAT_TYPES:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if self.lib is not None:
-            options = {} if metric is None else {"metric": metric}
-            return self.lib.quantize(int(qtype), rows, self.itq3_levels, importance, codebook, self.trellis_passes, **options)
+            return self.lib.quantize(int(qtype), rows, self.itq3_levels, importance, codebook, self.trellis_passes, metric)
         if (info := TYPES.get(qtype.name.lower())) is None:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
@@ -224,7 +242,7 @@ class Codec:
             if not info.trellis_mix:  # which know of rows
                 importance = np.tile(importance, (len(rows), 1))
         if info.trellis_mix:
-            options = {"passes": self.trellis_passes}
+            options = {"passes": self.trellis_passes, "metric": metric}
         else:
             options = {T.ITQ3_S: {"levels": self.itq3_levels}, T.DITTO3: {"codebook": codebook}}.get(qtype, {})
         blocks = quants.reference(info.name).quantize_blocks(rows.reshape(-1, info.block_size), importance, **options)
@@ -263,12 +281,12 @@ class Codec:
         weights = self.weights(rows, tensor, first_row, target)
         if target == tensor.type:
             return rows, Accuracy()
-        parts, accuracy = [], Accuracy()
-        for part, expert in guide.slices(tensor, first_row, len(rows)):
-            parts.append(self.encode(weights[part], target, guide.importances(expert), guide.codebook, guide.metric(expert)))
-            stored = self.decode(parts[-1], target, tensor.ne[0])
-            accuracy += guide.weigh(Accuracy.measure(weights[part], stored), expert, weights[part], stored)
+        parts = [
+            self.encode(weights[part], target, guide.importances(expert), guide.codebook, guide.metric(expert))
+            for part, expert in guide.slices(tensor, first_row, len(rows))
+        ]
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        accuracy = guide.measure(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]))
         if not accuracy.is_finite:
             raise UserError(
                 f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(rows) - 1:,} are not finite as "

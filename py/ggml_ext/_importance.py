@@ -32,9 +32,9 @@ class Importance:
     warnings: list[str] = field(default_factory=list)  # that came up while encoding
     _last: tuple = (None, None)  # key and metric of the last tensor without experts
 
-    def guide(self, tensor: Tensor, plan: Plan) -> Guide:
-        """What is known of the inputs of a tensor of the plan."""
-        if self.matrix is None or tensor.name not in plan.importance:
+    def guide(self, tensor: Tensor) -> Guide:
+        """What is known of the inputs of a tensor."""
+        if self.matrix is None or tensor.name not in self.matrix:
             return Guide()
         moments = self.of(tensor)
         return Guide(self.matrix.values(tensor.name), None, moments, moments and PerExpert(moments.triangles))

@@ -137,7 +137,8 @@ def write_tensors(
     pool = ThreadPoolExecutor(n_threads)
 
     def write(tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
-        guide = importance.with_metrics(importance.guide(tensor, plan), tensor, target, codec)
+        guide = importance.guide(tensor) if tensor.name in plan.importance else Guide()
+        guide = importance.with_metrics(guide, tensor, target, codec)
         if codec.needs_codebook(tensor, target):
             guide = replace(guide, codebook=_find_codebook(pool, file, tensor, target, codec, guide, 2 * n_threads))
 

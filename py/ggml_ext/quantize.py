@@ -208,15 +208,10 @@ def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, what: str = "
     )
 
 
-def check_numpy_encoders(codec: Codec, plan: Plan, importance: Importance) -> None:
-    """UserError if the encoder cannot take the importances of a tensor, or second moments at all."""
+def check_numpy_encoders(codec: Codec, plan: Plan) -> None:
+    """UserError if a tensor has importances that its encoder cannot take."""
     if codec.lib is not None:
         return
-    if importance.moments is not None:
-        raise UserError(
-            f"--importance {importance.kind}: the numpy encoders take no second moments, and the built library is not in use: build it, or "
-            "pass --importance diagonal"
-        )
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         if target != tensor.type and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY:
             raise no_numpy_encoder(tensor, target, " with importances")
@@ -226,9 +221,8 @@ def find_importance(
     args: argparse.Namespace, file: GGUFFile, plan: Plan, output: Path | None, say: Callable, warn: Callable, show_bar: bool
 ) -> tuple[Importance, str]:
     """What is known of the inputs, matched with the plan, and a line about it. A dry run has no output and calibrates nothing."""
-    has_library = args.encoder != "numpy" and _lib.load() is not None
     folder = None if output is None else output.parent
-    found = _calibration.prepare(args, file, plan, folder, has_library, check_threads(args.threads), say, warn, show_bar)
+    found = _calibration.prepare(args, file, plan, folder, check_threads(args.threads), say, warn, show_bar)
     if isinstance(found, _calibration.Calibration):
         return Importance(found.kind), f"{found.kind}, by a {found.describe()}"
     plan_importance(plan, found.matrix)
@@ -322,7 +316,7 @@ def run(args: argparse.Namespace) -> None:
 
     importance, described = find_importance(args, file, plan, output, say, warn, show_bar)
     if codec is not None:
-        check_numpy_encoders(codec, plan, importance)
+        check_numpy_encoders(codec, plan)
     for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {warning}" for warning in plan.warnings)]:
         print(line, file=sys.stderr)
 
