@@ -317,3 +317,24 @@ def test_the_real_program_refuses_what_is_no_language_model(lib, tmp_path):
     result = run_quantize(source, tmp_path / "out.gguf", "--type", "ditto3", *flags, "-q")
     check_error(result, "calibration: llama-imatrix exited with 1", str(source), "--no-calibration")
     assert files(tmp_path) == before
+
+
+def test_whole_matrices_of_the_real_program_in_passes(model, lib, tmp_path):
+    """By passes over layers the same bytes as in one; a kept file of one pass serves blocks."""
+    if "--layers" not in subprocess.run([tool("llama-imatrix"), "--help"], capture_output=True, text=True).stdout:
+        pytest.skip("llama-imatrix collects no second moments")
+    flags = ["--type", "itq3_t", "--imatrix-from", ROOT / "data" / "heldout.txt", "--calibration-chunks", "2", "--effort", "fast"]
+    cost = Model.read(GGUFFile(model))
+    memory = (cost.n_bytes + 4.5 * cost.moments_bytes("full", cost.layers[:1])) / GIB
+    for name, more in (("one", []), ("passes", ["--memory", memory])):
+        (tmp_path / name).mkdir()
+        quantize(model, tmp_path / name / "out.gguf", *flags, "--importance", "full", *more)
+    assert sorted(p.name for p in (tmp_path / "passes").glob("*.gguf")) == [
+        "model-f16.imatrix.layers-0-3.gguf", "model-f16.imatrix.layers-4-7.gguf", "out.gguf"]
+    one, passes = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / name / "out.gguf").tensors} for name in ("one", "passes"))
+    assert one == passes
+    result = quantize(model, tmp_path / "one" / "blocks.gguf", *flags, "--importance", "block")
+    assert "used again" in result.stderr
+    data = {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / "one" / "blocks.gguf").tensors}
+    # the down projections alone have more than 256 columns; damping differs too
+    assert data["blk.0.ffn_down.weight"] != one["blk.0.ffn_down.weight"]

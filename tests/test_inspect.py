@@ -193,7 +193,8 @@ def test_weighted_errors(tmp_path, lib, kind):
     summary = quantize(tmp_path / "in.gguf", tmp_path / "out.gguf", "--type", "itq3_t", *flags).stdout
     rows = inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf", *flags)
     for name in (UP, experts):
-        (line,) = [line for line in summary.splitlines() if line.startswith(name.replace(".0.", ".*.")) and len(line.split()) == 5]
+        start = name.replace(".0.", ".*.")
+        (line,) = [line for line in summary.splitlines() if line.startswith(start) and len(line.split()) == 5]
         assert rows[name][-4:-1] == line.split()[2:4] + [rows[name][-2]] and 0 < float(rows[name][-3]) < 0.03
     assert len(rows["tensor"]) == len(inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf")["tensor"]) + 1
     assert rows["weighted"][:2] == ["with", f"{kind},"]
