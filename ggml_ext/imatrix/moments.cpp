@@ -34,7 +34,8 @@ static bool parse_layers(const std::string & text, int & first, int & last) {
            text.find("--") == std::string::npos;
 }
 
-bool ggml_ext_moments::configure(bool format_dat, bool has_text) {
+bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
+    has_text = text_is_given;
     const ggml_ext_moments_options & options = ggml_ext_get_moments_options();
     if (!options.kind.empty() && options.kind != "block" && options.kind != "full") {
         LOG_ERR("error: --moments %s: must be block (of each 256 columns) or full (of all)\n", options.kind.c_str());
@@ -138,6 +139,11 @@ bool ggml_ext_moments::load(const std::string & path) {
     if (!kind.empty() && kind != theirs) {
         LOG_ERR("error: --in-file %s: its second moments are \"%s\", those of %s \"%s\": both must be the same\n", name, theirs.c_str(),
                 kind_from.c_str(), kind.c_str());
+        return false;
+    }
+    if (has_text && !collects) {
+        LOG_ERR("error: --in-file %s: has second moments (%s), which this run would not go on with: add --moments %s\n", name, theirs.c_str(),
+                theirs.c_str());
         return false;
     }
     kind      = theirs;

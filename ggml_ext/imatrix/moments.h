@@ -24,9 +24,9 @@
 
 class ggml_ext_moments {
 public:
-    // Checks the options before anything is loaded: format_dat is --output-format dat, has_text that tokens will be computed.
-    // Like all below it returns false after one line that says what is wrong.
-    bool configure(bool format_dat, bool has_text);
+    // Checks the options before anything is loaded: format_dat is --output-format dat, text_is_given that
+    // tokens will be computed. Like all below it returns false after one line that says what is wrong.
+    bool configure(bool format_dat, bool text_is_given);
 
     // Adds the moments of a file to those here.
     bool load(const std::string & file);
@@ -70,7 +70,8 @@ private:
     int          first_layer = 0;
     int          last_layer  = -1; // all
     int          n_layers    = 0;
-    bool         collects    = false; // this run adds tokens
+    bool         has_text    = false;
+    bool         collects    = false; // this run adds tokens to the moments
     bool         planning    = false;
     bool         failed      = false; // while planning
     bool         computing   = false; // inside the callback: files that are written are intermediate
