@@ -262,9 +262,9 @@ def test_without_the_option(model, text, collected, tmp_path):
 
 
 def write_moments(path: Path, kind: str = "block", seed: int = 1, owner=None, n_cols: int = 300, counts=(6.0, 0.0), change=None,
-                  block: int = BLOCK) -> Path:
+                  block: int = BLOCK, width: int = 300) -> Path:
     """A file as the program writes it, of attn_q, attn_k with its input, and ffn_down. kind "": without moments. change(name, data)
-    returns what becomes of a tensor."""
+    returns what becomes of a tensor. n_cols: of the moments; width: of llama-imatrix's own sums, whose check comes first."""
     rng, owner = np.random.default_rng(seed), owner or {Q: Q, K: Q, DOWN: DOWN}
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
@@ -276,7 +276,7 @@ def write_moments(path: Path, kind: str = "block", seed: int = 1, owner=None, n_
         writer.add_uint32("imatrix.moments.block_size", block)
         writer.add_array("imatrix.moments.tensors", list(owner))
         writer.add_array("imatrix.moments.inputs", list(owner.values()))
-    tensors = {f"{n}.in_sum2": np.ones((1, n_cols), np.float32) for n in owner} | {f"{n}.counts": np.ones((1, 1), np.float32) for n in owner}
+    tensors = {f"{n}.in_sum2": np.ones((1, width), np.float32) for n in owner} | {f"{n}.counts": np.ones((1, 1), np.float32) for n in owner}
     for name in set(owner.values()) if kind else ():
         tensors[f"{name}.in_moments"] = rng.standard_normal((len(counts), n_values(n_cols, kind))).astype(np.float32)
         tensors[f"{name}.moment_counts"] = np.float32(counts).reshape(-1, 1)
@@ -428,8 +428,7 @@ def test_layers_beyond_the_model(model, text, tmp_path):
     ids=["option_missing", "kind", "size", "sharing", "without"],
 )
 def test_a_run_on_files_that_do_not_fit(model, text, tmp_path, options, made, parts):
-    same_width = {"n_cols": 256} | made if not made.get("n_cols") and options[:1] == [] else made
-    path = write_moments(tmp_path / "a.gguf", **same_width)
+    path = write_moments(tmp_path / "a.gguf", **{"width": 256, "owner": {Q: Q, K: Q}} | made)
     assert_error(run_imatrix("-m", model, "-f", text, *RUN, *options, "--in-file", path, "-o", tmp_path / "out.gguf"), tmp_path, *parts)
 
 
