@@ -81,7 +81,10 @@ def tool(name: str) -> Path:
 
 
 def quantize_command(*args) -> list[str]:
-    return [sys.executable, "-m", "ggml_ext.quantize", *map(str, args)]
+    """Without calibration, unless the arguments say where importances come from."""
+    args = [*map(str, args)]
+    chosen = any(a.startswith(("--imatrix", "--importance", "--no-calibration", "--calibration")) for a in args)
+    return [sys.executable, "-m", "ggml_ext.quantize", *args, *([] if chosen else ["--importance", "none"])]
 
 
 def run_quantize(*args, **kwargs) -> subprocess.CompletedProcess:

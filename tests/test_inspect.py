@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from conftest import gaussian, quantize, read_tensors, relative_mse, write_gguf
+from moments_files import correlated, write_moments
 from test_bad_input import check_error
 
 from ggml_ext import _gguf_file
@@ -179,3 +180,37 @@ def test_closed_standard_output(folder):
     result = subprocess.run([sys.executable, "-m", "ggml_ext.inspect", folder / "out.gguf"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     check_error(subprocess.CompletedProcess([], result.returncode, "", result.stderr), "standard output was closed")
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "block"])
+def test_weighted_errors(tmp_path, lib, kind):
+    """As the quantizer's summary has them, of experts too."""
+    experts = "blk.0.ffn_gate_exps.weight"
+    inputs = {UP: correlated(600, 512), experts: [correlated(600, 256, seed=i) for i in range(3)]}
+    imatrix = write_moments(tmp_path / "m.gguf", inputs)
+    write_gguf(tmp_path / "in.gguf", TENSORS)
+    flags = ["--imatrix", imatrix, "--importance", kind]
+    summary = quantize(tmp_path / "in.gguf", tmp_path / "out.gguf", "--type", "itq3_t", *flags).stdout
+    rows = inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf", *flags)
+    for name in (UP, experts):
+        start = name.replace(".0.", ".*.")
+        (line,) = [line for line in summary.splitlines() if line.startswith(start) and len(line.split()) == 5]
+        assert rows[name][-4:-1] == line.split()[2:4] + [rows[name][-2]] and 0 < float(rows[name][-3]) < 0.03
+    assert len(rows["tensor"]) == len(inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf")["tensor"]) + 1
+    assert rows["weighted"][:2] == ["with", f"{kind},"]
+    assert "made" in inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf")
+
+
+@pytest.mark.parametrize(("flags", "parts"), [
+    (["--imatrix", "m.gguf"], ("--imatrix", "--against")),
+    (["--against", "in.gguf", "--importance", "block"], ("--importance", "--imatrix FILE")),
+    (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "none"], ("'none'", "diagonal, block, full")),
+    (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "full"], ("--importance full", "of blocks")),
+    (["--against", "in.gguf", "--imatrix", "width.gguf"], (UP, "256 importances", "needs 512", "another model")),
+    (["--against", "in.gguf", "--imatrix", "names.gguf"], ("names.gguf", "no tensor", "another model")),
+])
+def test_bad_importance(folder, flags, parts):
+    write_moments(folder / "m.gguf", {UP: correlated(600, 512)})
+    write_moments(folder / "width.gguf", {UP: correlated(600, 256)})
+    write_moments(folder / "names.gguf", {"blk.9.ffn_up.weight": correlated(600, 256)})
+    check_error(run_inspect("out.gguf", *flags, cwd=folder), *parts)

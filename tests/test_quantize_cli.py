@@ -19,7 +19,8 @@ from ggml_ext.quants import itq3_s
 ITQ3_S_BOUND = 0.0374
 # What has no numpy encoder by default
 NUMPY_ONLY = ("--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0")
-OURS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options"}
+OURS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options",
+        "ggml_ext.importance"}
 MATRICES = {
     "token_embd.weight": gaussian(32, 512, seed=2),
     "blk.0.attn_norm.weight": gaussian(512, seed=3),

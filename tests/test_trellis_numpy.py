@@ -7,6 +7,7 @@ from test_itq3_s_numpy import SEED, corpora
 
 from ggml_ext import TYPES
 from ggml_ext.quants import reference
+from ggml_ext.quants._trellis import FIXED, MAX_UNITS
 
 NAMES = [name for name, info in TYPES.items() if info.trellis_mix]
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -100,6 +101,50 @@ def test_the_search_is_the_best_path(name):
     found = trellis.search(values)
     np.testing.assert_array_equal(trellis.values[found], values)
     np.testing.assert_array_equal(trellis.states(blocks), [states])
+
+
+@pytest.mark.parametrize("name", ["itq3_t", "itq2_t"])
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_search_does_not_overflow(name, follows):
+    """Its integers of 16 bits, brought back every other step, against sums of 64 bits from which nothing is taken off."""
+    trellis, rng = reference(name).TRELLIS, np.random.default_rng(SEED)
+    k, groups, n, steps = trellis.k, trellis.n_groups, 12, 256
+    x = np.where(rng.random((n, steps)) < 0.5, -1, 1) * rng.choice([20, 63.5, 64, 80, 1e9, np.inf], (n, steps))
+    x[:4] = [[80], [-80], [0], [1e30]]
+    x[4:8] = np.where(np.arange(steps) // [[1], [2], [3], [5]] % 2, -99, 99)
+    x = x.astype(np.float32)
+    before = rng.integers(0, 4096, n) if follows else None
+    states = trellis.search(x, before)
+
+    unit = FIXED[k]
+    fixed = np.floor(np.clip(x, -MAX_UNITS, MAX_UNITS).astype(np.float64) * unit + 0.5).astype(np.int64)
+    values = (trellis.values * unit).astype(np.int64)
+    least = np.full((n, groups), 1 << 40)
+    if follows:
+        least[np.arange(n), before % groups] = 0
+    else:
+        least[:, :256] = 0
+    for t in range(steps):  # state s comes from group s >> k and leads to group s % groups
+        cost = (fixed[:, t, None] - values) ** 2 >> 16
+        least = (least[:, np.arange(4096) >> k] + cost).reshape(n, 1 << k, groups).min(axis=1)
+    assert (least.min(axis=1) > 65535).any()
+    found = ((fixed - values[states]) ** 2 >> 16).sum(axis=1)
+    np.testing.assert_array_equal(found, least.min(axis=1))
+    np.testing.assert_array_equal(states[:, 1:] >> k, states[:, :-1] % groups)
+    assert ((states[:, 0] >> k == before % groups) if follows else (states[:, 0] >> k < 256)).all()
+
+
+@EACH
+def test_same_bytes_as_c_beyond_the_search(lib, name):
+    """Rotated weights far beyond the values of the code, where the search holds them."""
+    n, rng = TYPES[name].block_size, np.random.default_rng(SEED)
+    rotated = rng.standard_normal((32, n)).astype(np.float32)
+    rotated[np.arange(32), rng.integers(0, n, 32)] = np.geomspace(3, 3000, 32) * np.where(np.arange(32) % 2, -1, 1)
+    x, importance = lib.rotate_back(rotated), rng.random(32 * n).astype(np.float32)
+    type_id, blocks = int(TYPES[name].id), reference(name).quantize_blocks(x)
+    assert_same_blocks(blocks, lib.quantize(type_id, x), f"{name}, seed {SEED}")
+    assert_same_blocks(reference(name).quantize_blocks(x, importance.reshape(32, n)),
+                       lib.quantize(type_id, x.reshape(1, -1), imatrix=importance).reshape(32, -1), f"{name} with importance, seed {SEED}")
 
 
 @EACH

@@ -26,6 +26,10 @@ class Accuracy:
     max_abs: float = 0.0  # largest |w - w'|
     error: float = 0.0  # sum of (w - w')^2
     energy: float = 0.0  # sum of w^2
+    # sums of (w - w')^T H (w - w') and of w^T H w over the rows, H being what is known of their inputs; 0 where nothing is
+    weighted_error: float = 0.0
+    weighted_energy: float = 0.0
+    of_moments: bool = False  # H is more than a diagonal
 
     @classmethod
     def measure(cls, original: np.ndarray, stored: np.ndarray) -> Accuracy:
@@ -41,6 +45,9 @@ class Accuracy:
             float(np.maximum(self.max_abs, other.max_abs)),  # keeps NaN
             self.error + other.error,
             self.energy + other.energy,
+            self.weighted_error + other.weighted_error,
+            self.weighted_energy + other.weighted_energy,
+            self.of_moments or other.of_moments,
         )
 
     @property
@@ -50,10 +57,20 @@ class Accuracy:
             return self.error / self.energy
         return np.inf if self.error else 0.0
 
+    @property
+    def weighted(self) -> float | None:
+        """Weighted relative squared error; None where nothing is known of the inputs."""
+        return self.weighted_error / self.weighted_energy if self.weighted_energy > 0 else None
+
+    @property
+    def judged(self) -> float:
+        """The error to hold against the type's usual one. Encoders with second moments double the plain one on purpose."""
+        return self.weighted if self.of_moments and self.weighted is not None else self.relative
+
     def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:
-        """True if the relative squared error is more than `factor` times what the type, one of ours, has on Gaussian weights."""
+        """True if judged is more than `factor` times what the type, one of ours, has on Gaussian weights."""
         info = WEIGHT_TYPES.get(qtype.name.lower())
-        return info is not None and self.relative > factor * info.usual_rel_mse
+        return info is not None and self.judged > factor * info.usual_rel_mse
 
     @property
     def is_finite(self) -> bool:

@@ -91,6 +91,8 @@ FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
 ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
+# What no importance changes: types of floats and of 8 bits.
+UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0)
 IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
 TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
 # For rows that are no multiple of the block; beside the `fallback` of our own types. F16 follows.
@@ -287,6 +289,11 @@ def _info(qtype: GGMLQuantizationType) -> TypeInfo | None:
     return TYPES.get(qtype.name.lower())
 
 
+def uses_metric(qtype: GGMLQuantizationType) -> bool:
+    """True if its encoder takes second moments, not the diagonal alone."""
+    return _info(qtype) is not None
+
+
 def fallback_chain(target: GGMLQuantizationType) -> Iterator[GGMLQuantizationType]:
     """Its fallback, the fallback of that and so on: of itq3_t itq3_t64, iq4_nl, f16."""
     while target != T.F16:
@@ -380,6 +387,15 @@ def _fit_matrix(tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices) 
             "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize"
         )
     return fitting
+
+
+def importance_uses(plan: Plan) -> list[GGMLQuantizationType]:
+    """Types of the tensors that calibration can help: llama-imatrix collects no inputs of embeddings and output matrix."""
+    return [
+        q
+        for t, q in zip(plan.tensors, plan.types, strict=True)
+        if q != t.type and q not in UNWEIGHTED_TYPES and t.name not in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
+    ]
 
 
 def plan_importance(plan: Plan, imatrix: ImportanceMatrix | None) -> None:

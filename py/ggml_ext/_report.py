@@ -87,8 +87,17 @@ def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[
             classes[key] = classes.get(key, Accuracy()) + accuracy
     if not classes:
         return []
-    rows = [(name, f"{type_name:<8} {a.relative:22.6f} {a.epsilon:14.6g}") for (name, type_name), a in classes.items()]
-    return _table("tensors", f"{'type':<8} {'relative squared error':>22} {'largest error':>14}", rows, width)
+    is_weighted = any(a.weighted is not None for a in classes.values())
+    # shorter with a column more, so that usual names fit
+    title = "rel. sq. err." if is_weighted else "relative squared error"
+
+    def columns_of(type_name: str, a: Accuracy) -> str:
+        weighted = "" if not is_weighted else f" {'' if a.weighted is None else format(a.weighted, '.6f'):>9}"
+        return f"{type_name:<8} {a.relative:{len(title)}.6f}{weighted} {a.epsilon:14.6g}"
+
+    rows = [(name, columns_of(type_name, a)) for (name, type_name), a in classes.items()]
+    heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''} {'largest error':>14}"
+    return _table("tensors", heading, rows, width)
 
 
 def _outcome(plan: Plan, choices: Choices) -> list[str]:
@@ -121,15 +130,16 @@ def _fallback_outcomes(plan: Plan) -> list[str]:
 
 
 def summary(
-    plan: Plan, choices: Choices, width: int, accuracies: list[Accuracy] | None = None, seconds: float = 0
+    plan: Plan, choices: Choices, width: int, importance: str, accuracies: list[Accuracy] | None = None, seconds: float = 0
 ) -> str:
-    """Tables by class and type of tensor, totals, and the outcome. accuracies: None for a dry run."""
+    """Tables by class and type of tensor, totals, and the outcome. importance: what was used; accuracies: None for a dry run."""
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
         *_size_table(plan, width),
         "",
         f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
         f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
+        f"importance  = {importance}",
     ]
     if accuracies is not None:
         lines += _accuracy_table(plan, accuracies, width)
@@ -144,7 +154,7 @@ def error_warnings(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
     found: dict[GGMLQuantizationType, dict[str, float]] = {}
     for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
         if target != tensor.type and accuracy.exceeds_usual(target, WARN_ABOVE):
-            found.setdefault(target, {})[tensor.name] = accuracy.relative
+            found.setdefault(target, {})[tensor.name] = accuracy.judged
     lines = []
     for target, errors in found.items():
         info = WEIGHT_TYPES[target.name.lower()]

@@ -9,10 +9,16 @@ from pathlib import Path
 BIN = Path(__file__).parent / "bin"
 
 
-def tool_path(name: str) -> Path:
-    """Path of a program of the package, such as "llama-server"; SystemExit with one line if it was not built."""
+def find_tool(name: str) -> Path | None:
+    """Path of a program of the package, such as "llama-server"; None if it was not built."""
     path = BIN / (name + (".exe" if sys.platform == "win32" else ""))
-    if not path.exists():
+    return path if path.exists() else None
+
+
+def tool_path(name: str) -> Path:
+    """find_tool(), or SystemExit with one line."""
+    path = find_tool(name)
+    if path is None:
         raise SystemExit(f"error: {name} is not in {BIN}: ggml-ext was installed without its native part; reinstall it")
     return path
 

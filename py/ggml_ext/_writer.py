@@ -22,7 +22,7 @@ from ._accuracy import Accuracy
 from ._encode import Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, pad, row_bytes, write_padding
-from ._imatrix import ImportanceMatrix
+from ._importance import Importance
 from ._plan import Plan
 
 MIB = 1024 * 1024
@@ -122,7 +122,7 @@ def write_tensors(
     file: GGUFFile,
     plan: Plan,
     codec: Codec,
-    imatrix: ImportanceMatrix | None,
+    importance: Importance,
     n_threads: int,
     started: Callable[[int], None],
     advanced: Callable[[int], None],
@@ -137,7 +137,8 @@ def write_tensors(
     pool = ThreadPoolExecutor(n_threads)
 
     def write(tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
-        guide = Guide(imatrix.values(tensor.name) if imatrix and tensor.name in plan.importance else None)
+        guide = importance.guide(tensor) if tensor.name in plan.importance else Guide()
+        guide = importance.with_metrics(guide, tensor, target, codec)
         if codec.needs_codebook(tensor, target):
             guide = replace(guide, codebook=_find_codebook(pool, file, tensor, target, codec, guide, 2 * n_threads))
 
@@ -150,9 +151,11 @@ def write_tensors(
             n_bytes += data.nbytes
             accuracy += of_chunk
             file.release(tensor, first + n_rows)
+            guide.written(tensor, first + n_rows)
             advanced(n_rows * tensor.ne[0])
         assert n_bytes == row_bytes(target, tensor.ne[0]) * tensor.n_rows, tensor.name
         write_padding(f, n_bytes, file.alignment)
+        importance.release(tensor)
         return accuracy
 
     accuracies = []

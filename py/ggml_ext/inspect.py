@@ -13,9 +13,11 @@ from gguf import GGMLQuantizationType
 from . import _lib
 from ._accuracy import Accuracy, read_epsilons
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
-from ._encode import Codec
+from ._encode import Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
+from ._imatrix import n_importances
+from ._importance import KINDS, Importance, open_importance
 from ._plan import ACTIVATION_TYPES, INTEGER_TYPES, replacement_type
 from ._writer import MIB, map_in_order, row_chunks
 
@@ -38,9 +40,39 @@ def build_parser() -> argparse.ArgumentParser:
         help="the file it was made from: compute the errors of all tensors and check them against epsilon; exit code 1 "
         "if one is larger",
     )
+    parser.add_argument(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="with --against: show errors weighed with this importance matrix too, with its second moments if it has some",
+    )
+    parser.add_argument(
+        "--importance", metavar="{diagonal,block,full}", help="what to weigh them with; default: the most that --imatrix holds"
+    )
     add_threads_option(parser)
     add_version_option(parser)
     return parser
+
+
+def load_importance(args: argparse.Namespace, file: GGUFFile) -> Importance:
+    """What the errors are weighed with; UserError for an importance matrix of another model."""
+    if args.importance is not None and args.importance not in KINDS[1:]:
+        raise UserError(f"--importance: got {args.importance!r}, must be {', '.join(KINDS[1:])}")
+    if args.imatrix is None or args.against is None:
+        for flag, given in (("--imatrix", args.imatrix), ("--importance", args.importance)):
+            if given is not None:
+                raise UserError(f"{flag} weighs errors, which takes both --against ORIGINAL and --imatrix FILE")
+        return Importance()
+    importance = open_importance([args.imatrix], args.importance)
+    for tensor in file.tensors:
+        if tensor.name in importance.matrix and importance.matrix.n_values(tensor.name) != n_importances(tensor):
+            raise UserError(
+                f"--imatrix: {args.imatrix}: tensor {tensor.name} has {importance.matrix.n_values(tensor.name):,} importances, the model needs "
+                f"{n_importances(tensor):,}: it is for another model"
+            )
+    if not any(t.name in importance.matrix for t in file.tensors):
+        raise UserError(f"--imatrix: {args.imatrix} has no tensor of {file.path}: it is for another model")
+    return importance
 
 
 def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
@@ -73,9 +105,16 @@ def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
 
 
 def compare(
-    pool: ThreadPoolExecutor, n_ahead: int, codec: Codec, file: GGUFFile, tensor: Tensor, original: GGUFFile, other: Tensor
+    pool: ThreadPoolExecutor,
+    n_ahead: int,
+    codec: Codec,
+    file: GGUFFile,
+    tensor: Tensor,
+    original: GGUFFile,
+    other: Tensor,
+    guide: Guide,
 ) -> Accuracy:
-    """Differences of a tensor from its original; UserError where one of them is not finite or cannot be compared."""
+    """Differences of a tensor from its original, weighed with what the guide knows of its inputs; UserError where one of them is not finite or cannot be compared."""
     if tensor.type in NO_WEIGHTS or other.type in NO_WEIGHTS:
         if tensor.type != other.type:
             raise UserError(
@@ -89,9 +128,8 @@ def compare(
             if not np.array_equal(ours, theirs):
                 raise UserError(f"tensor {tensor.name} differs from {original.path}: name the file it was made from")
             return Accuracy()
-        accuracy = Accuracy.measure(
-            codec.decode(theirs, other.type, other.ne[0]), codec.decode(ours, tensor.type, tensor.ne[0])
-        )
+        expected, stored = codec.decode(theirs, other.type, other.ne[0]), codec.decode(ours, tensor.type, tensor.ne[0])
+        accuracy = guide.measure(tensor, chunk[0], expected, stored)
         if not accuracy.is_finite:
             raise UserError(
                 f"tensor {tensor.name}: rows {chunk[0]:,} to {sum(chunk) - 1:,} hold NaN or Inf in {file.path} or "
@@ -103,6 +141,7 @@ def compare(
     for chunk, accuracy in zip(row_chunks(tensor), map_in_order(pool, measure, row_chunks(tensor), n_ahead)):
         total += accuracy
         done += chunk[1]
+        guide.written(tensor, done)
         file.release(tensor, done)
         original.release(other, done)
     return total
@@ -119,17 +158,21 @@ def run(args: argparse.Namespace) -> None:
     if original is not None:
         check_same_tensors(file, original)
         others = {t.name: t for t in original.tensors}
+    importance = load_importance(args, file)
     width = max((len(t.name) for t in file.tensors), default=0)
     shapes = {t.name: " x ".join(map(str, t.ne)) for t in file.tensors}
     shape_width = max((len(s) for s in shapes.values()), default=0)
 
+    def weighted_column(text: str) -> list[str]:
+        return [text] if importance.matrix else []
+
     def show(*columns: str) -> None:
         name, shape, type_name, *numbers = columns
         line = f"{name:<{width}}  {shape:>{shape_width}}  {type_name:<8}"
-        line += "".join(f" {n:>{w}}" for n, w in zip(numbers, (7, 12, 13, 13, 8)))
+        line += "".join(f" {n:>{w}}" for n, w in zip(numbers, (7, 12, 13, *([9] if importance.matrix else []), 13, 8)))
         print_text(line.rstrip(), WAY_OUT)
 
-    show("tensor", "shape", "type", "bpw", "epsilon", *(["rel. sq. err.", "largest error", "check"] if original else []))
+    show("tensor", "shape", "type", "bpw", "epsilon", *(["rel. sq. err.", *weighted_column("weighted"), "largest error", "check"] if original else []))
     exceeded: list[str] = []
     total = Accuracy()
     pool = ThreadPoolExecutor(n_threads)
@@ -139,14 +182,17 @@ def run(args: argparse.Namespace) -> None:
             epsilon = epsilons.get(tensor.name)
             columns = [f"{tensor.n_bytes * 8 / tensor.n_elements:.4g}", "" if epsilon is None else f"{epsilon:.6g}"]
             if original is not None:
-                accuracy = compare(pool, 2 * n_threads, codec, file, tensor, original, others[tensor.name])
+                guide = importance.guide(tensor)
+                accuracy = compare(pool, 2 * n_threads, codec, file, tensor, original, others[tensor.name], guide)
+                importance.release(tensor)
                 total += accuracy
                 fits = epsilon is None or accuracy.max_abs <= epsilon
                 if not fits:
                     exceeded.append(
                         f"tensor {tensor.name}: its largest error is {accuracy.max_abs:.9g}, the recorded epsilon {epsilon:.9g}"
                     )
-                columns += [f"{accuracy.relative:.6f}", f"{accuracy.max_abs:.6g}", "ok" if fits else "EXCEEDED"]
+                weighted = "" if accuracy.weighted is None else f"{accuracy.weighted:.6f}"
+                columns += [f"{accuracy.relative:.6f}", *weighted_column(weighted), f"{accuracy.max_abs:.6g}", "ok" if fits else "EXCEEDED"]
             show(tensor.name, shapes[tensor.name], tensor.type.name.lower(), *columns)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -157,6 +203,10 @@ def run(args: argparse.Namespace) -> None:
         lines.append(f"epsilon is recorded for {len(epsilons)} of {n_ditto3} ditto3 tensors")
     if original is not None:
         lines.append(f"relative squared error of all weights: {total.relative:.6f}")
+        if total.weighted is not None:
+            lines.append(f"weighted with {importance.describe()}: {total.weighted:.6f}")
+        elif (recorded := file.value("quantize.imatrix.file")) and importance.matrix is None:
+            lines.append(f"made with the importance matrix {recorded}: --imatrix FILE shows the errors weighed with it")
     print_text("\n".join(lines), WAY_OUT)
     if exceeded:
         more = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""

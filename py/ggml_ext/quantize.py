@@ -7,18 +7,19 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
-from . import __version__, _lib
+from . import __version__, _calibration, _lib
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
 from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
-from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
-from ._imatrix import ImportanceMatrix
+from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, string_value, uint32_value
+from ._importance import Importance, plan_moments
 from ._names import unknown_type
 from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance, replacement_type
 from ._recipes import RECIPES
@@ -30,6 +31,11 @@ QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 T = GGMLQuantizationType
 CODEBOOKS = ("block", "tensor")
 TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_mix]
+IMPORTANCE_KEYS = (
+    *(f"quantize.imatrix.{key}" for key in ("file", "dataset", "entries_count", "chunks_count")),
+    "ggml_ext.importance",
+    "ggml_ext.calibration",
+)
 WAY_OUT = "pass --quiet if nobody reads it"
 
 
@@ -83,12 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept tensors that are already quantized below 8 bits; costs quality",
     )
-    add(
-        "--imatrix",
-        metavar="FILE",
-        type=Path,
-        help="importance matrix of llama-imatrix (GGUF): weights of the errors in all types but itq3_s",
-    )
+    _calibration.add_options(add)
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
     add(
         "--ditto-codebook",
@@ -135,6 +136,7 @@ def parse_choices(args: argparse.Namespace) -> Choices:
     if args.fallback_above is not None and not 1 <= args.fallback_above < float("inf"):
         raise UserError(f"--fallback-above: got {args.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
     check_threads(args.threads)
+    _calibration.check_options(args)
 
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
         return None if name is None else parse_type(name, flag)
@@ -191,17 +193,41 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
                     f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
                     "or leave the option out"
                 )
-        unweighted = lib is None and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY
-        if target != tensor.type and (unweighted or not codec.can_encode(target)):
-            flag = {
-                "output.weight": "--output-tensor-type q8_0",
-                "token_embd.weight": "--token-embedding-type q8_0",
-            }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
-            raise UserError(
-                f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{' with importances' if unweighted else ''} "
-                f"and the built library is not in use: build it, or pass {flag}"
-            )
+        if target != tensor.type and not codec.can_encode(target):
+            raise no_numpy_encoder(tensor, target)
     return codec
+
+
+def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, what: str = "") -> UserError:
+    flag = {
+        "output.weight": "--output-tensor-type q8_0",
+        "token_embd.weight": "--token-embedding-type q8_0",
+    }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
+    return UserError(
+        f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{what} and the built library is not in use: build it, or pass {flag}"
+    )
+
+
+def check_numpy_encoders(codec: Codec, plan: Plan) -> None:
+    """UserError if a tensor has importances that its encoder cannot take."""
+    if codec.lib is not None:
+        return
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if target != tensor.type and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY:
+            raise no_numpy_encoder(tensor, target, " with importances")
+
+
+def find_importance(
+    args: argparse.Namespace, file: GGUFFile, plan: Plan, output: Path | None, say: Callable, warn: Callable, show_bar: bool
+) -> tuple[Importance, str]:
+    """What is known of the inputs, matched with the plan, and a line about it. A dry run has no output and calibrates nothing."""
+    folder = None if output is None else output.parent
+    found = _calibration.prepare(args, file, plan, folder, check_threads(args.threads), say, warn, show_bar)
+    if isinstance(found, _calibration.Calibration):
+        return Importance(found.kind), f"{found.kind}, by a {found.describe()}"
+    plan_importance(plan, found.matrix)
+    plan_moments(plan, found, args.importance is not None)
+    return found, found.describe()
 
 
 def describe_options(args: argparse.Namespace, plan: Plan) -> str:
@@ -224,12 +250,12 @@ def output_metadata(
     file: GGUFFile,
     choices: Choices,
     options: str,
-    imatrix: ImportanceMatrix | None,
+    importance: Importance,
     epsilons: dict[str, float],
 ) -> dict[str, KeyValue]:
     """All keys of the input, in their order, those of llama-quantize and ours. epsilons: by name of the DITTO3 tensors."""
     ours = [
-        *([] if imatrix is None else imatrix.metadata()),
+        *importance.metadata(),
         uint32_value("general.file_type", int(choices.info.id)),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
@@ -237,7 +263,7 @@ def output_metadata(
         string_value("ggml_ext.options", options),
         *epsilon_metadata(epsilons),
     ]
-    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY)}
+    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS)}
     return old | {kv.key: kv for kv in ours}
 
 
@@ -270,15 +296,25 @@ def run(args: argparse.Namespace) -> None:
             f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
         )
     output = None if args.dry_run else check_output(args.input, args.output, args.force)
-    imatrix = None if args.imatrix is None else ImportanceMatrix(args.imatrix)
     plan = make_plan(file, choices)
     if args.no_fallback and (refused := refused_fallback(plan)):
         raise UserError(
             f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out "
             "--no-fallback"
         )
-    plan_importance(plan, imatrix)
     codec = None if args.dry_run else load_codec(args, plan)
+    show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
+
+    def warn(text: str) -> None:
+        tqdm.write(f"warning: {text}", file=sys.stderr)
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            tqdm.write(f"note: {text}", file=sys.stderr)
+
+    importance, described = find_importance(args, file, plan, output, say, warn, show_bar)
+    if codec is not None:
+        check_numpy_encoders(codec, plan)
     for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {warning}" for warning in plan.warnings)]:
         print(line, file=sys.stderr)
 
@@ -289,7 +325,7 @@ def run(args: argparse.Namespace) -> None:
     width = columns()
     lines = [] if args.summary or args.quiet else tensor_lines(plan, width)
     if args.dry_run:
-        report("\n".join([*lines, summary(plan, choices, width)]))
+        report("\n".join([*lines, summary(plan, choices, width, described)]))
         return
 
     started = time.monotonic()
@@ -297,11 +333,10 @@ def run(args: argparse.Namespace) -> None:
 
     def header(accuracies: list[Accuracy] | None) -> bytes:
         epsilons = list_epsilons(file, plan, planned, accuracies)
-        metadata = output_metadata(file, choices, options, imatrix, epsilons)
+        metadata = output_metadata(file, choices, options, importance, epsilons)
         return pack_header(metadata, plan.tensors, plan.types, file.alignment)
 
     first_header = header(None)
-    show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
     with (
         tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.name, disable=not show_bar) as bar,
         replaced_file(output, len(first_header) + data_size(plan, file.alignment)) as f,
@@ -312,7 +347,7 @@ def run(args: argparse.Namespace) -> None:
             file,
             plan,
             codec,
-            imatrix,
+            importance,
             check_threads(args.threads),
             lambda i: report(lines[i]) if lines else None,
             bar.update,
@@ -320,9 +355,9 @@ def run(args: argparse.Namespace) -> None:
         )
         f.seek(0)
         f.write(header(accuracies))  # as long as the first one
-    for warning in error_warnings(plan, accuracies):
-        print(f"warning: {warning}", file=sys.stderr)
-    report(summary(plan, choices, width, accuracies, time.monotonic() - started))
+    for warning in [*importance.warnings, *error_warnings(plan, accuracies)]:
+        warn(warning)
+    report(summary(plan, choices, width, described, accuracies, time.monotonic() - started))
 
 
 def main(argv: list[str] | None = None) -> int:

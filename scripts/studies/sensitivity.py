@@ -3,7 +3,7 @@
 
     sensitivity.py [-m MODEL] [-f TEXT] [--base itq2_t] [--better itq3_t] [--parts REGEX,REGEX,...] [--chunks 300] [-t N]
 
-Quantizes the model once in the base type, with an importance matrix from the end of the text, and once for each part with
+Quantizes the model once in the base type, with second moments of blocks from the end of the text, and once for each part with
 the tensors whose names match in the better type. Prints how far the KL divergence from the F16 model falls, and by how much
 for each tenth of a bit a weight of the file's blocks: the parts to upgrade first are those with the largest last column.
 """
@@ -40,11 +40,11 @@ def main() -> None:
         folder = Path(tmp)
         scored, rest = split_text(args.file, folder)
         base = save_base_logits(args.model, scored, folder / "logits.bin", args.ctx_size, args.chunks, args.threads)
-        importance = imatrix(args.model, rest, folder / "imatrix.gguf", args.ctx_size, threads=args.threads)
+        importance = imatrix(args.model, rest, folder / "imatrix.gguf", args.ctx_size, threads=args.threads, kinds=["block"])
 
         def measure(*options: str) -> tuple[float, float, float]:
             path = folder / "q.gguf"
-            quantize_uniform(args.model, path, args.base, "--imatrix", str(importance), *options)
+            quantize_uniform(args.model, path, args.base, *options, imatrix_file=importance, kind="block")
             found = kl_divergence(path, base, args.threads)
             return block_types(path)[1], found["Mean PPL(Q)"].value, found["Mean KLD"].value
 

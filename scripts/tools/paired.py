@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Differences in perplexity between pairs of types, with paired error bars: of the same text, token by token.
 
-    paired.py [--pairs itq3_t:iq3_s,itq3_t+imatrix:iq3_s+imatrix,...] [-m MODEL] [-f TEXT] [-c 256] [--chunks 600] [-t N]
+    paired.py [--pairs itq3_t:iq3_s,itq3_t+block:iq3_s+imatrix,...] [-m MODEL] [-f TEXT] [-c 256] [--chunks 600] [-t N]
+              [--calibration TEXT] [--calibration-chunks 100]
 
 llama-perplexity scores the first type of a pair against the logits of the second; ln(PPL first / PPL second) below zero says
-that the first is better. Importance matrices come from the end of the text, which is not scored.
+that the first is better. Importance matrices and moments come from the end of the text, which is not scored, or from another
+text (built-in: the package's own); TYPE+block and TYPE+full as in perplexity.py.
 """
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from perplexity import MODEL, TEXT, Entry, parse_types
+from perplexity import BUILT_IN, MODEL, TEXT, Entry, parse_types
 from perplexity_run import imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
 
 from ggml_ext._cli import run_script
 from ggml_ext._errors import UserError
 
 PAIRS = ("itq3_t:iq3_s,itq3_t:q3_k,itq2_t:q2_k,itq3_t+imatrix:iq3_s+imatrix,itq3_t+imatrix:q3_k+imatrix,"
-         "itq3_t+imatrix:iq3_xxs,itq2_t+imatrix:q2_k+imatrix,itq2_t+imatrix:iq2_xs,itq2_t+imatrix:iq2_xxs,itq2_t_m+imatrix:iq2_s")
+         "itq3_t+imatrix:iq3_xxs,itq3_t+block:iq3_s+imatrix,itq2_t+block:iq2_s+imatrix,"
+         "itq2_t+imatrix:q2_k+imatrix,itq2_t+imatrix:iq2_xs,itq2_t+imatrix:iq2_xxs,itq2_t_m+imatrix:iq2_s")
 
 
 def parse_pairs(text: str) -> list[tuple[Entry, Entry]]:
@@ -43,19 +46,24 @@ def main() -> None:
     add("-f", "--file", type=Path, default=TEXT)
     add("-c", "--ctx-size", type=int, default=256)
     add("--chunks", type=int, default=600)
+    add("--calibration", type=Path, metavar="TEXT")
+    add("--calibration-chunks", type=int, default=100)
     add("-t", "--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     pairs = parse_pairs(args.pairs)
     pairs.sort(key=lambda pair: pair[1].label)  # the logits of a second type are made once
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
-        scored, rest = split_text(args.file, folder)
-        importance = imatrix(args.model, rest, folder / "imatrix.gguf", args.ctx_size, threads=args.threads)
+        text = BUILT_IN if str(args.calibration) == "built-in" else args.calibration
+        scored, text = (args.file, text) if text else split_text(args.file, folder)
+        kinds = {entry.importance for pair in pairs for entry in pair}
+        importance = imatrix(args.model, text, folder / "imatrix.gguf", args.ctx_size, args.calibration_chunks, args.threads, kinds)
 
         def make(entry: Entry) -> Path:
             path = folder / f"{entry.label}.gguf"
             if not path.exists():
-                quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.with_imatrix else None)
+                quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.importance else None,
+                                 kind=entry.importance or "imatrix")
             return path
 
         print("| first | second | ln(PPL first / PPL second) | in standard errors |\n| --- | --- | --- | --- |", flush=True)

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Perplexity, KL divergence and top-1 agreement of weight types against the model they were made from.
 
-    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,q3_k+imatrix,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
-                  [--imatrix FILE] [--logits-dir DIR] [--out DIR] [--baseline FILE] [--update-baseline]
+    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,itq3_t+block,q3_k+imatrix,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
+                  [--imatrix FILE | --calibration TEXT] [--calibration-chunks 100]
+                  [--logits-dir DIR] [--out DIR] [--baseline FILE] [--update-baseline]
 
 The F16 (BF16, F32) model's logits are saved once; then each type is quantized (matrices of the blocks in the type, the
 embeddings and the output matrix Q8_0), scored with llama-perplexity --kl-divergence and removed. The end of the text is
-never scored: an importance matrix is made from it for the types that need one and for those written as TYPE+imatrix.
-With --imatrix the whole text is scored. Writes perplexity.json, perplexity.md and perplexity.png to --out.
+never scored: an importance matrix is made from it for the types that need one and for those written as TYPE+imatrix, and
+with second moments for TYPE+block and TYPE+full. With --imatrix, or with a text for it (--calibration, "built-in" for the
+package's own), the whole text is scored. Writes perplexity.json, perplexity.md and perplexity.png to --out.
 
 Where the baseline file has a run of the same model, text, context, chunks and importance matrix, every recorded figure
 has to be met within its standard error (see compare()), else the exit code is 1. Naming a --baseline makes it an error too
@@ -29,10 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perplexity_run import (
-    NEEDS_IMATRIX, OUR_TYPES, STOCK_TYPES, BaseLogits, block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits,
-    split_text,
+    IMPORTANCE, NEEDS_IMATRIX, OUR_TYPES, STOCK_TYPES, BaseLogits, block_types, imatrix, kl_divergence, quantize_uniform,
+    save_base_logits, split_text,
 )
 
+import ggml_ext
 from ggml_ext import WEIGHT_TYPES, __version__
 from ggml_ext._cli import run_script
 from ggml_ext._errors import UserError
@@ -44,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
 DEFAULT_TYPES = ",".join(["iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "q4_k", *WEIGHT_TYPES])
+BUILT_IN = Path(ggml_ext.__file__).parent / "data" / "calibration.txt"
 END_OF_TEXT = "from the end of the text"
 OURS, STOCK, STOCK_IMATRIX, FILES = "ggml-ext", "stock", "stock, with imatrix", "files"
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
@@ -74,12 +78,13 @@ class Entry:
     label: str
     type_name: str | None  # None for a file
     path: Path | None = None
-    with_imatrix: bool = False
+    importance: str | None = None  # key of IMPORTANCE
 
     @property
     def title(self) -> str:
         """The name in the table."""
-        return (self.type_name.upper() if self.type_name else self.label) + ", with imatrix" * self.with_imatrix
+        with_what = {None: "", "imatrix": ", with imatrix"}.get(self.importance, f", with {self.importance} moments")
+        return (self.type_name.upper() if self.type_name else self.label) + with_what
 
 
 def parse_types(text: str) -> list[Entry]:
@@ -90,11 +95,14 @@ def parse_types(text: str) -> list[Entry]:
             path = Path(word)
             require_file("--types", path)
             entries.append(Entry(path.stem, None, path))
-        elif name not in (*OUR_TYPES, *STOCK_TYPES) or (plus and suffix != "imatrix"):
+        elif name not in (*OUR_TYPES, *STOCK_TYPES) or (plus and suffix not in IMPORTANCE):
             known = ", ".join([*OUR_TYPES, *sorted(STOCK_TYPES)])
-            raise UserError(f"--types: unknown type '{word}'; needed TYPE, TYPE+imatrix or FILE.gguf, with TYPE one of {known}")
+            kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
+            raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
+        elif plus and suffix != "imatrix" and name not in OUR_TYPES:
+            raise UserError(f"--types: {word}: stock types take no second moments; needed {name}+imatrix")
         else:
-            entries.append(Entry(word.lower(), name, with_imatrix=bool(plus) or name in NEEDS_IMATRIX))
+            entries.append(Entry(word.lower(), name, importance=suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))
     labels = [e.label for e in entries]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise UserError(f"--types names {twice[0]} more than once; leave one")
@@ -123,7 +131,7 @@ def group(entry: Entry, weights: Counter[str]) -> str:
         return OURS
     if entry.type_name is None:
         return FILES
-    return STOCK_IMATRIX if entry.with_imatrix else STOCK
+    return STOCK_IMATRIX if entry.importance else STOCK
 
 
 def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folder: Path) -> BaseLogits:
@@ -152,19 +160,19 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
     types: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(dir=args.out) as tmp:
         folder = Path(tmp)
-        scored, importance = args.file, args.imatrix
-        if importance is None:
-            scored, rest = split_text(args.file, folder)
+        scored, text = (args.file, args.calibration) if args.imatrix or args.calibration else split_text(args.file, folder)
         base = base_logits(args, scored, model_sha256, args.logits_dir or folder)
-        if importance is None and any(e.with_imatrix for e in entries):
-            log(f"importance matrix {END_OF_TEXT}")
-            importance = imatrix(args.model, rest, folder / "imatrix.gguf", args.ctx_size, threads=args.threads)
+        importance, kinds = args.imatrix, {e.importance for e in entries}
+        if importance is None and kinds != {None}:
+            log(f"importance matrix {f'from {text}' if args.calibration else END_OF_TEXT}")
+            importance = imatrix(args.model, text, folder / "imatrix.gguf", args.ctx_size, args.calibration_chunks, args.threads, kinds)
         for i, entry in enumerate(entries):
             progress = f"[{i + 1}/{len(entries)}] {entry.label}"
             path = entry.path or folder / "quantized.gguf"
             if entry.type_name:
                 log(f"{progress}: quantizing")
-                quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.with_imatrix else None)
+                quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.importance else None,
+                                 kind=entry.importance or "imatrix")
             weights, bpw = block_types(path)
             if entry.type_name not in (None, *RECIPES) and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
                 log(f"warning: {entry.label}: some matrices of the blocks are {', '.join(others)}")
@@ -178,10 +186,17 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
             "ggml_ext": __version__,
             "flags": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
             "run": {"model_sha256": model_sha256, "text_sha256": digest(args.file), "ctx_size": base.n_ctx,
-                    "chunks": base.n_chunks, "imatrix": digest(args.imatrix) if args.imatrix else END_OF_TEXT},
+                    "chunks": base.n_chunks, "imatrix": made_from(args)},
             "base": {"type": base_name, "bpw": block_types(args.model)[1], "ppl": found["Mean PPL(base)"]},
             "types": types,
         }
+
+
+def made_from(args: argparse.Namespace) -> str:
+    """What tells an importance matrix from others of the same model."""
+    if args.imatrix:
+        return digest(args.imatrix)
+    return f"{args.calibration_chunks} chunks of {digest(args.calibration)}" if args.calibration else END_OF_TEXT
 
 
 def read_baseline(path: Path) -> list[dict]:
@@ -286,7 +301,7 @@ def plot(results: dict) -> bytes:
         offset, ha, va = ((6, 6), "left", "bottom") if name == OURS else ((-6, -6), "right", "top")
         for bpw in {r[0] for r in rows}:  # types of one size share a label, which would else lie on the other
             same = [r for r in rows if r[0] == bpw]
-            label = ", ".join(r[2].removesuffix("+imatrix") for r in same)
+            label = ", ".join(dict.fromkeys(r[2].partition("+")[0] for r in same))
             axes.annotate(label, same[0][:2], offset, textcoords="offset points", ha=ha, va=va)
     base, run = results["base"], results["run"]
     axes.axhline(base["ppl"][0], color="gray", linestyle=":", label=base["type"])
@@ -306,11 +321,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("-m", "--model", type=Path, default=MODEL, help="GGUF file in F16, BF16 or F32 (default: the reference model)")
     add("-f", "--file", type=Path, default=TEXT, help="text to score (default: data/heldout.txt)")
     add("--types", default=DEFAULT_TYPES,
-        help=f"TYPE, TYPE+imatrix, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
+        help=f"TYPE, TYPE+imatrix, of ours TYPE+block and TYPE+full, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
     add("-c", "--ctx-size", type=int, default=256, help="tokens of a chunk; the second half is scored (default: 256)")
     add("--chunks", type=int, default=600, help="chunks to score at most, -1 for all (default: 600)")
     add("-t", "--threads", type=int, default=os.cpu_count(), help="default: all processors")
     add("--imatrix", type=Path, help="importance matrix (default: made from the end of the text, which is then not scored)")
+    add("--calibration", type=Path, metavar="TEXT", help='text to make the importance matrix from; built-in: that of the package')
+    add("--calibration-chunks", type=int, default=100, metavar="N", help="chunks to make it from at most (default: 100)")
     add("--logits-dir", type=Path, help="folder to keep the base's logits in for later runs (default: removed at the end); they "
         "take chunks x ctx-size x size of the vocabulary bytes")
     add("--out", type=Path, default=ROOT / "build" / "perplexity", help="folder for the results (default: build/perplexity)")
@@ -322,7 +339,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> list[Entry]:
     """The entries to measure; UserError for everything that would fail only after hours."""
-    for flag, path in ("--model", args.model), ("--file", args.file), ("--imatrix", args.imatrix):
+    if args.imatrix and args.calibration:
+        raise UserError(f"--imatrix {args.imatrix} and --calibration {args.calibration}: needed one of them")
+    args.calibration = BUILT_IN if str(args.calibration) == "built-in" else args.calibration
+    for flag, path in (("--model", args.model), ("--file", args.file), ("--imatrix", args.imatrix), ("--calibration", args.calibration)):
         if path is not None:
             require_file(flag, path)
     if args.baseline and not args.update_baseline:

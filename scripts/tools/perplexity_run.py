@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -170,9 +170,16 @@ def split_text(text: Path, folder: Path) -> tuple[Path, Path]:
     return scored, rest
 
 
-def imatrix(model: Path, text: Path, out: Path, n_ctx: int = 256, n_chunks: int = 100, threads: int = 2) -> Path:
-    """Importance matrix of a model on a text that is not scored."""
-    run_tool("llama-imatrix", "-m", model, "-f", text, "-o", out, "-c", n_ctx, "--chunks", n_chunks, "-t", threads)
+# What a type is made with, as in TYPE+imatrix -> --importance: llama-imatrix's diagonal, second moments of blocks of 256 inputs or
+# of whole inputs
+IMPORTANCE = {"imatrix": "diagonal", "block": "block", "full": "full"}
+
+
+def imatrix(model: Path, text: Path, out: Path, n_ctx: int = 256, n_chunks: int = 100, threads: int = 2,
+            kinds: Iterable[str | None] = ()) -> Path:
+    """Importance matrix of a model on a text that is not scored, with the moments that some of these keys of IMPORTANCE need."""
+    moments = next((["--moments", kind] for kind in ("full", "block") if kind in kinds), [])
+    run_tool("llama-imatrix", "-m", model, "-f", text, "-o", out, "-c", n_ctx, "--chunks", n_chunks, "-t", threads, *moments)
     return out
 
 
@@ -187,10 +194,14 @@ def quantize_ours(model: Path, out: Path, type_name: str, *options: str, echo: b
 
 
 def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imatrix_file: Path | None = None,
-                     echo: bool = False) -> Path:
-    """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer."""
+                     kind: str = "imatrix", echo: bool = False) -> Path:
+    """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer.
+
+    kind: key of IMPORTANCE, what is used of the importance matrix; block and full for our types alone.
+    """
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
     if type_name in OUR_TYPES:
+        importance += ["--importance", IMPORTANCE[kind]] if imatrix_file else ["--importance", "none"]
         quantize_ours(model, out, type_name, *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:
         run_tool("llama-quantize", *UNIFORM, *importance, model, out, STOCK_TYPES.get(type_name, type_name.upper()))

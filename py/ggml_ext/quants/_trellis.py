@@ -19,9 +19,11 @@ from ._metric import Metric, encode_rows, positions
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h
-PASSES, FLOOR = 3, {3: 1.0, 2: 0.01}
+PASSES, FLOOR = 2, {3: 1.0, 2: 0.01}
+GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
-FLT_MAX = np.finfo(np.float32).max
+# those of encode/trellis-search.h
+FIXED, MAX_UNITS, NONE = {3: 204, 2: 174}, np.float32(80), 49152
 LAST_SCALE = 0xF7
 
 
@@ -75,7 +77,7 @@ class Trellis:
 
     @cached_property
     def rms(self) -> np.float32:
-        return np.float32(np.sqrt((self._planes(self.values).astype(np.float64) ** 2).sum() / N_STATES))
+        return np.float32(np.sqrt((self.values.astype(np.float64) ** 2).sum() / N_STATES))
 
     def start_states(self, start: np.ndarray) -> np.ndarray:
         """The 12 - K bits before step 0: c[-1] | c[-2] << K ... from bytes."""
@@ -163,32 +165,36 @@ class Trellis:
         return np.ascontiguousarray(by_state.reshape(self.n_groups, 1 << self.k).T)
 
     def search(self, x: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
-        """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis.h.
+        """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis-search.h.
 
         before: states int64 (n,) that the first ones follow; None: those that a start byte can name.
         """
         n, steps = x.shape
         symbols, groups = 1 << self.k, self.n_groups
-        code = self._planes(self.values)
-        least = np.full((steps, n, groups), FLT_MAX, np.float32)
-        rows = np.arange(n)
+        unit = np.float32(FIXED[self.k])
+        fixed = (self.values * unit).astype(np.int32)
+        planes, rows = self._planes(fixed), np.arange(n)
+        x = np.where(x > MAX_UNITS, MAX_UNITS, np.where(x > -MAX_UNITS, x, -MAX_UNITS))
+        x = (x * unit + np.float32(16384.5)).astype(np.int32) - 16384
+        least = np.full((steps + 1, n, groups), NONE, np.uint16)
         if before is None:
             least[0, :, :N_STARTS] = 0
         else:
             least[0, rows, before & groups - 1] = 0
-        for t in range(1, steps):
-            e = x[:, t - 1, None, None] - code
-            cost = (least[t - 1][:, None] + e * e).reshape(n, symbols, symbols, groups // symbols)
-            least[t] = np.minimum(cost.min(axis=2), FLT_MAX).transpose(0, 2, 1).reshape(n, groups)
-
-        def best_state(t: int, candidates: np.ndarray) -> np.ndarray:
-            e = x[:, t, None] - self.values[candidates]
-            return candidates[rows, (least[t][rows[:, None], candidates >> self.k] + e * e).argmin(axis=1)]
-
+        for t in range(steps):
+            e = x[:, t, None, None] - planes
+            cost = (least[t][:, None] + (e * e >> 16)).reshape(n, symbols, symbols, groups // symbols).min(axis=2)
+            if t % 2 or t < 12 // self.k - 1:
+                cost = np.minimum(cost - cost.min(axis=(1, 2), keepdims=True), NONE)
+            least[t + 1] = cost.transpose(0, 2, 1).reshape(n, groups)
         states = np.empty((n, steps), np.int64)
-        states[:, -1] = best_state(steps - 1, np.broadcast_to(np.arange(N_STATES), (n, N_STATES)))
-        for t in range(steps - 1, 0, -1):
-            states[:, t - 1] = best_state(t - 1, (states[:, t] >> self.k)[:, None] + np.arange(symbols) * groups)
+        after = least[steps].argmin(axis=1)
+        for t in range(steps - 1, -1, -1):
+            candidates = after[:, None] + np.arange(symbols) * groups
+            e = x[:, t, None] - fixed[candidates]
+            cost = least[t][rows[:, None], candidates >> self.k] + (e * e >> 16)
+            states[:, t] = candidates[rows, cost.argmin(axis=1)]
+            after = states[:, t] >> self.k
         return states
 
     def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
@@ -235,17 +241,22 @@ class Trellis:
             d = _next_scale(want[active], tried[active])
             return active[d > 0], d[d > 0]
 
-        want, look, active = first.copy(), np.zeros(n, np.float32), np.arange(n)
+        want, look, active = first * GAIN[self.k], np.zeros(n, np.float32), np.arange(n)
+        at = np.zeros(n, np.int64)
         if metric is not None:
             looking, d = next_scales(active, want)
             if len(looking):
                 want[looking], look[looking] = try_scale(looking, d, False)
-        for _ in range(passes - (metric is not None and passes > 1)):
-            active, d = next_scales(active, want)
+        for _ in range(passes):
+            d = _next_scale(want[active], tried[active])
+            d = np.where((d < 0) & (at[active] > 0), _scale_beside(at[active], tried[active]), d)
+            active, d = active[d > 0], d[d > 0]
             if not len(active):
                 break
-            want[active], _ = try_scale(active, d, metric is not None)
+            suits, _ = try_scale(active, d, metric is not None)
             tried[active, d] = True
+            better = (at[active] == 0) | (best_d[active] == d)
+            at[active[better]], want[active[better]] = d[better], suits[better]
         top = np.abs(self.values).max()
         for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(block.x).max(axis=1, initial=0) / top):
             active, d = next_scales(np.flatnonzero((error if metric is None else look) > bell), odd)
@@ -298,5 +309,14 @@ def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
     choice = np.full(len(want), -1)
     for d in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
         free = (d > 0) & ~tried[np.arange(len(d)), d]
+        choice[free] = d[free]
+    return choice
+
+
+def _scale_beside(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """A byte beside those of scale, int64 (n,), to try next, or -1; trellis_scale_beside() of encode/trellis.h."""
+    choice = np.full(len(scale), -1)
+    for d, allowed in (scale - 1, scale > 1), (scale + 1, scale < LAST_SCALE):  # the larger one last: it wins
+        free = allowed & ~tried[np.arange(len(d)), d]
         choice[free] = d[free]
     return choice

@@ -1,0 +1,11 @@
+// Options of llama-imatrix that common_params lacks; beside it, so that common.h stays as it is.
+#pragma once
+
+#include <string>
+
+struct ggml_ext_moments_options {
+    std::string kind;   // --moments: "block" or "full"; empty: none
+    std::string layers; // --layers: "A-B"; empty: all
+};
+
+ggml_ext_moments_options & ggml_ext_get_moments_options(); // in common/arg.cpp

@@ -1,0 +1,479 @@
+"""Calibration: llama-imatrix on the model that is to be quantized, its result kept beside the output for the next type.
+
+Kept are MODEL.imatrix.gguf, an importance matrix like any other, and MODEL.imatrix.json, which says what it was made from.
+Whole matrices that do not fit into memory at once are collected in passes over ranges of layers, one file for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ._errors import UserError
+from ._gguf_file import GGUFFile
+from ._importance import BUILT_IN, KINDS, Importance, open_importance
+from ._moments import ENOUGH_TOKENS, packed_size
+from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
+from ._tools import find_tool
+from ._writer import MIB
+
+N_CONTEXT = 512  # tokens a chunk
+DEFAULT_CHUNKS = 100
+TEXT = Path(__file__).parent / "data" / "calibration.txt"
+GIB = 1024 * MIB
+MEMORY_SHARE = 0.7  # of what is available
+COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 34.6 without and 20.9 with it"
+# What choose_importance() and --dry-run reckon with: float32 products of llama.cpp on an AVX2 core, and the time that the
+# factorization of whole matrices may take.
+FLOPS_A_THREAD = 40e9
+MAX_FACTORIZATION_SECONDS = 900
+# Matrices that are multiplied with the same input, by the one that stands for them.
+SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
+OPTIONS = ("imatrix", "imatrix_from", "importance", "no_calibration", "calibration_chunks", "memory")
+
+
+def add_options(add: Callable) -> None:
+    """The options of the quantizer about importance. add: add_argument of its parser."""
+    add(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="importance matrix of llama-imatrix (GGUF), with second moments or without: weights of the errors in all types but itq3_s",
+    )
+    add("--imatrix-from", metavar="TEXT", type=Path, help="calibrate with this text in place of the built-in one")
+    add(
+        "--importance",
+        metavar=f"{{{','.join(KINDS)}}}",
+        help="what is used of the inputs: nothing, mean squares, or second moments of blocks of 256 columns or of whole inputs; "
+        "default: the most that --imatrix holds, else full where memory, text and time suffice, else block",
+    )
+    add("--no-calibration", action="store_true", help=f"do not run the model for an importance matrix; costs quality: {COST}")
+    add(
+        "--calibration-chunks",
+        metavar="N",
+        type=int,
+        help=f"chunks of {N_CONTEXT} tokens to calibrate with; default {DEFAULT_CHUNKS}",
+    )
+    add(
+        "--memory",
+        metavar="GIB",
+        type=float,
+        help=f"limit for calibration, model and moments; default {MEMORY_SHARE:.0%} of what is available".replace("%", "%%"),
+    )
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """UserError naming the flag."""
+    if args.importance is not None and args.importance not in KINDS:
+        raise UserError(f"--importance: got {args.importance!r}, must be {', '.join(KINDS)}")
+    if args.calibration_chunks is not None and args.calibration_chunks < 2:
+        raise UserError(f"--calibration-chunks: got {args.calibration_chunks}, must be at least 2")
+    if args.memory is not None and not 0 < args.memory < float("inf"):
+        raise UserError(f"--memory: got {args.memory:g}, must be a number of GiB above 0")
+    for flag, others in (("imatrix", ("imatrix_from",)), ("no_calibration", ("imatrix_from",))):
+        for other in others:
+            if getattr(args, flag) and getattr(args, other):
+                raise UserError(f"--{flag.replace('_', '-')} and --{other.replace('_', '-')}: pass one of them")
+    if args.importance == "none" and (given := args.imatrix or args.imatrix_from):
+        raise UserError(f"--importance none: {given} would not be used; leave one of them out")
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of weight matrices whose moments are collected."""
+
+    layer: int
+    n_columns: int
+    n_matrices: int  # 1 or the number of experts
+    n_used: int  # of them for a token
+
+    def n_bytes(self, kind: str) -> int:
+        """Of the moments, in memory and in the file; sums for the diagonal included."""
+        values = 0 if kind == "diagonal" else packed_size(self.n_columns, kind == "full")
+        return 4 * self.n_matrices * (values + self.n_columns)
+
+    def flops(self, kind: str) -> float:
+        """A token's."""
+        return 0 if kind == "diagonal" else 2.0 * self.n_used * packed_size(self.n_columns, kind == "full")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a calibration costs follows from these."""
+
+    n_bytes: int
+    inputs: tuple[Input, ...]
+    n_weights_used: int  # by a token, in matrix products
+    factorization: float  # operations for whole matrices, once for each weight matrix
+
+    @classmethod
+    def read(cls, file: GGUFFile) -> Model:
+        arch = file.value("general.architecture", "")
+        n_used = file.value(f"{arch}.expert_used_count", 0)
+        sizes = {t.name: t.n_elements for t in file.tensors}
+        inputs, n_weights_used, factorization = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0))), 0.0
+        for t in file.tensors:
+            name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
+            if not name or t.n_dims < 2:
+                continue
+            n_matrices = t.ne[2] if len(t.ne) > 2 else 1
+            used = min(n_used, n_matrices) or n_matrices
+            layer, stem = int(name[1]), name[2]
+            inputs[layer, SHARED.get(stem, stem), t.ne[0]] = Input(layer, t.ne[0], n_matrices, used)
+            n_weights_used += t.n_elements * used / n_matrices
+            factorization += n_matrices * t.ne[0] ** 3 / 3
+        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorization)
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted({i.layer for i in self.inputs})
+
+    def moments_bytes(self, kind: str, layers: list[int] | None = None) -> int:
+        return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
+
+    def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
+        """Rough time of the collection in one pass."""
+        flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
+        return flops * n_tokens / (FLOPS_A_THREAD * n_threads)
+
+
+def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int) -> tuple[str, str]:
+    """"full" or "block", and for the latter why not full.
+
+    Full where the moments of all layers fit into memory beside the model; where the text has 7 tokens for each column of the
+    widest input, below which whole matrices do not surely win on other text; where collecting them at most doubles the time
+    of running the model; and where factorizing them stays within 15 minutes.
+    """
+    widest = max(i.n_columns for i in model.inputs)
+    needed = model.n_bytes + model.moments_bytes("full")
+    collecting = sum(i.flops("full") for i in model.inputs)
+    factorization = model.factorization / (FLOPS_A_THREAD * n_threads)
+    if needed > memory:
+        return "block", f"whole matrices need {needed / GIB:.1f} GiB at once, {memory / GIB:.1f} are there"
+    if n_tokens < ENOUGH_TOKENS * widest:
+        return "block", f"whole matrices of {widest:,} columns need {ENOUGH_TOKENS * widest:,} tokens"
+    if collecting > 2.0 * model.n_weights_used:
+        return "block", "whole matrices would more than double the time of calibration"
+    if factorization > MAX_FACTORIZATION_SECONDS:
+        return "block", f"whole matrices would take {factorization / 60:.0f} minutes to factorize"
+    return "full", ""
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping, of the machine and of the control group, as far as they tell."""
+    found = []
+    try:
+        with open("/proc/meminfo") as f:
+            found += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        found += [int(limit) - int(used)] if limit.isdigit() else []
+    except OSError:
+        pass
+    if not found and hasattr(os, "sysconf"):
+        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    return max(min(found, default=8 * GIB), 0)
+
+
+def split_layers(model: Model, layers: list[int], memory: float) -> list[list[int]]:
+    """The layers in runs of neighbours, each as long as its whole matrices fit beside the model. UserError if one does not."""
+    passes: list[list[int]] = []
+    for layer in layers:
+        if passes and passes[-1][-1] == layer - 1 and model.n_bytes + model.moments_bytes("full", [*passes[-1], layer]) <= memory:
+            passes[-1].append(layer)
+            continue
+        needed = model.n_bytes + model.moments_bytes("full", [layer])
+        if needed > memory:
+            block = model.n_bytes + model.moments_bytes("block")
+            raise UserError(
+                f"--importance full: the model and the whole matrices of layer {layer} take {needed / GIB:.2f} GiB, "
+                f"{memory / GIB:.2f} GiB may be used; pass a larger --memory, or --importance block, which takes {block / GIB:.2f} GiB"
+            )
+        passes.append([layer])
+    return passes
+
+
+def fingerprint(path: Path, n_header: int = 0) -> dict:
+    """Size and SHA-256 of the first n_header bytes and of 256 pieces of 16 KiB spread over the file, of a short file all."""
+    n_bytes, n_pieces, piece = path.stat().st_size, 256, 16384
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        if n_bytes <= n_pieces * piece:
+            digest.update(f.read())
+        else:
+            digest.update(f.read(n_header))
+            for i in range(n_pieces):
+                f.seek((n_bytes - piece) * i // (n_pieces - 1))
+                digest.update(f.read(piece))
+    return {"bytes": n_bytes, "sha256": digest.hexdigest()}
+
+
+def header_bytes(file: GGUFFile) -> int:
+    return min((t.offset for t in file.tensors), default=file.n_bytes)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is to be run, and where its results are kept."""
+
+    file: GGUFFile
+    model: Model
+    folder: Path
+    text: Path
+    text_name: str
+    kind: str
+    n_chunks: int
+    n_threads: int
+    memory: float
+    program: Path
+
+    def kept(self, layers: list[int] | None) -> Path:
+        """The result for all layers (None) or for a range of them."""
+        end = "" if layers is None else f".layers-{layers[0]}-{layers[-1]}"
+        return self.folder / f"{self.file.path.name.removesuffix('.gguf')}.imatrix{end}.gguf"
+
+    def made_from(self) -> dict:
+        """What makes a result another one, but for kind and layers."""
+        return {
+            "model": fingerprint(self.file.path, header_bytes(self.file)),
+            "text": fingerprint(self.text),
+            "chunks": self.n_chunks,
+            "context": N_CONTEXT,
+        }
+
+    def memory_needed(self, layers: list[int] | None = None) -> int:
+        return self.model.n_bytes + self.model.moments_bytes(self.kind, layers)
+
+    def describe(self) -> str:
+        what = {"diagonal": "mean squares", "block": "second moments of blocks", "full": "second moments"}[self.kind]
+        seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
+        return (
+            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
+            f"{'the built-in text' if self.text_name == BUILT_IN else self.text_name}, an estimated {duration(seconds)} on {self.n_threads} "
+            f"threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
+        )
+
+
+def duration(seconds: float) -> str:
+    return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Content of MODEL.imatrix.json: what a kept result was made from, and how to recognise it."""
+
+    made_from: dict
+    kind: str
+    layers: list[int] | None
+    result: dict  # fingerprint
+
+    @classmethod
+    def read(cls, kept: Path) -> Record | None:
+        """The record of a kept file; None if there is none, or if the file is another one than it describes."""
+        try:
+            record = cls(**json.loads(record_path(kept).read_text()))
+            return record if record.result == fingerprint(kept) else None
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def serves(self, made_from: dict, kind: str) -> bool:
+        return self.made_from == made_from and KINDS.index(self.kind) >= KINDS.index(kind)
+
+
+def record_path(kept: Path) -> Path:
+    return kept.with_suffix(".json")
+
+
+def calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
+    """Files with the importance matrix: kept ones that serve, others made. UserError where llama-imatrix fails."""
+    made_from = run.made_from()
+    kept = run.kept(None)
+    record = Record.read(kept)
+    if record and record.layers is None and record.serves(made_from, run.kind):
+        say(f"{kept} is of this model and text: used again")
+        return [kept]
+    if kept.exists() and record is None:
+        raise UserError(
+            f"{kept} exists and was not made by a calibration of this program, or was changed: pass it with --imatrix, or move it away"
+        )
+    passes: list[list[int] | None] = [None]
+    done: list[Path] = []
+    if run.kind == "full" and run.memory_needed() > run.memory:
+        done, left = finished_passes(run, made_from)
+        passes = split_layers(run.model, left, run.memory)
+        if done:
+            say(f"{len(done)} finished passes over layers are used again, such as {done[0]}")
+    elif run.memory_needed() > run.memory and run.kind == "block":
+        say(f"{run.memory_needed() / GIB:.1f} GiB are needed for model and moments, {run.memory / GIB:.1f} may be used: this may be slow")
+    if record:
+        say(f"{kept} is of another model, text or number of chunks, or holds less: made again")
+    say(run.describe())
+    if len(passes) > 1:
+        say(f"{len(passes)} passes over layers, each as long as that; finished ones are kept if this is interrupted")
+    for i, layers in enumerate(passes):
+        title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
+        done.append(collect(run, made_from, layers, title, say, show_bar))
+    return sorted(done, key=lambda p: (len(p.name), p.name))
+
+
+def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list[int]]:
+    """Kept files of an earlier run that serve, and the layers that they lack."""
+    found, left = [], run.model.layers
+    for path in sorted(run.folder.glob(f"{glob_escape(run.kept(None).stem)}.layers-*.gguf")):
+        record = Record.read(path)
+        if record and record.layers and record.serves(made_from, run.kind):
+            found.append(path)
+            left = [n for n in left if not record.layers[0] <= n <= record.layers[-1]]
+    return found, left
+
+
+def glob_escape(text: str) -> str:
+    return re.sub(r"([\[*?])", r"[\1]", text)
+
+
+def collect(
+    run: Calibration, made_from: dict, layers: list[int] | None, title: str, say: Callable[[str], None], show_bar: bool
+) -> Path:
+    """One run of llama-imatrix, its result kept with its record; nothing is left where it fails or is interrupted."""
+    kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
+    if (free := shutil.disk_usage(run.folder).free) < needed:
+        raise UserError(
+            f"no space left on device: calibration needs {needed / MIB:,.0f} MiB for {kept}, {free / MIB:,.0f} MiB are free; free some "
+            "space, or pass --importance block or diagonal"
+        )
+    # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
+    command = [run.program, "-m", run.file.path.resolve(), "-f", run.text.name, "-c", N_CONTEXT, "-b", N_CONTEXT]
+    command += ["--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command += [] if run.kind == "diagonal" else ["--moments", run.kind]
+    command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
+    try:
+        with tempfile.TemporaryDirectory(prefix=".calibration-", dir=run.folder) as folder:
+            result = Path(folder).resolve() / "imatrix.gguf"
+            # the text by its name alone: the file records it
+            run_program([*map(str, command), "-o", str(result)], run.text.resolve().parent, run, title, say, show_bar)
+            if not result.is_file():
+                raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
+            record = Record(made_from, run.kind, layers, fingerprint(result))
+            described = Path(folder) / "record.json"
+            described.write_text(json.dumps(asdict(record), indent=1) + "\n")
+            os.replace(described, record_path(kept))
+            os.replace(result, kept)
+    except OSError as e:
+        raise UserError(f"calibration: cannot write {kept}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
+    return kept
+
+
+def run_program(command: list[str], folder: Path, run: Calibration, title: str, say: Callable[[str], None], show_bar: bool) -> None:
+    """llama-imatrix with a progress bar. UserError with its last error line if it fails; it never outlives this call."""
+    log = bytearray()
+    # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
+    process = subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
+        start_new_session=True,
+    )
+    try:
+        with tqdm(total=run.n_chunks, desc=title, unit="chunk", disable=not show_bar) as bar:
+            told = False
+            while piece := process.stdout.read(65536):
+                log += piece
+                text = log.decode(errors="replace")
+                if not told and (eta := re.search(r"seconds per pass - ETA (?:(\d+) hours )?([\d.]+) minutes", text)):
+                    told = True
+                    say(f"{title} takes about {duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
+                if total := re.search(r"computing over (\d+) chunks", text):
+                    bar.total = int(total[1])
+                bar.update(len(re.findall(r"\[\d+\][^,\[]*,", text)) - bar.n)
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        process.stdout.close()
+    if code:
+        raise UserError(
+            f"calibration: llama-imatrix exited with {code} for {run.file.path} and {run.text}: {last_error(log.decode(errors='replace'))}; "
+            "pass another text with --imatrix-from, an importance matrix with --imatrix, or --no-calibration to go on without"
+        )
+
+
+def last_error(log: str) -> str:
+    """The last line that says what is wrong, else the last one; without time stamps and colours."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in log.splitlines()]
+    lines = [line for line in lines if line and not set(line) <= set(".")]
+    errors = [m[1] for line in lines if (m := re.match(r"[\d.]+ E (.*)", line))]
+    errors = errors or [line for line in lines if re.search(r"\b(error|failed|assert)", line, re.I)]
+    return " ".join((errors or lines or ["it said nothing"])[-1].split())[:300]
+
+
+def prepare(
+    args: argparse.Namespace, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int,
+    say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
+) -> Importance | Calibration:
+    """What the encoders get: from --imatrix, from a calibration that is run here, or nothing.
+
+    folder: of OUT, None for a dry run, which gets the calibration that would be run. UserError for what the user can change.
+    """
+    if args.importance == "none":
+        return Importance()
+    if args.imatrix is not None:
+        return open_importance([args.imatrix], args.importance)
+    uses = importance_uses(plan)
+    if args.no_calibration:
+        if uses:
+            warn(f"--no-calibration: quantized without importance data, which costs quality: {COST}")
+        return Importance()
+    is_asked = args.imatrix_from is not None or args.importance is not None
+    if not uses and not is_asked:
+        return Importance()
+    text, text_name = (TEXT, BUILT_IN) if args.imatrix_from is None else (args.imatrix_from, args.imatrix_from.name)
+    program = find_tool("llama-imatrix")
+    if program is None or (args.imatrix_from is None and not text.is_file()):
+        what = "llama-imatrix is" if program is None else "the built-in text is"
+        if is_asked:
+            raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
+        warn(f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some")
+        return Importance()
+    check_text(text)
+    model = Model.read(file)
+    if not model.inputs:
+        raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
+    n_chunks = args.calibration_chunks or DEFAULT_CHUNKS
+    memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
+    kind = args.importance
+    if kind is None and not any(map(uses_metric, uses)):
+        kind = "diagonal"
+    elif kind is None:
+        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads)
+        if why:
+            say(f"second moments of blocks: {why}; --importance full asks for more")
+    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, n_threads, memory, program)
+    if folder is None:
+        return run
+    return open_importance(calibrate(run, say, show_bar), kind, text_name)
+
+
+def check_text(text: Path) -> None:
+    """UserError for a text that cannot be read or is surely too short: a token has at most some 16 bytes, two chunks are needed."""
+    try:
+        n_bytes = len(text.read_bytes().strip())
+    except OSError as e:
+        raise UserError(f"--imatrix-from: cannot read {text}: {e.strerror}") from e
+    if n_bytes < 2 * N_CONTEXT:
+        raise UserError(
+            f"--imatrix-from: {text} has {n_bytes:,} bytes: {2 * N_CONTEXT:,} tokens are needed at the least; pass a text of some 100 kB"
+        )

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""The built-in calibration text, py/ggml_ext/data/calibration.txt, from the packages that data/calibration.toml pins.
+
+    calibration_text.py             write the text and its licence notices
+    calibration_text.py check       exit code 1 if the committed files are others
+    calibration_text.py shares      characters by kind, language and source
+
+The text is the same on every machine: pieces of 1 to 3 kB are chosen by their hash and put in an order in which every kind
+and source comes up at its own rate, so that any beginning of the text is a mixture like the whole.
+"""
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import sys
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from calibration_readers import READERS, UNWANTED, WRITERS
+from pinned import Failure, fetch
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = tomllib.loads((ROOT / "data" / "calibration.toml").read_text(encoding="utf-8"))
+DATA = ROOT / "py" / "ggml_ext" / "data"
+TEXT, LICENSES = DATA / "calibration.txt", DATA / "calibration-licenses.txt"
+PIECE_BYTES = 1600  # where the table does not say otherwise; a chunk of 512 tokens is about 2 kB of English
+
+
+@dataclass
+class Piece:
+    text: str
+    kind: str
+    language: str
+    source: str
+    place: float = 0.0  # in its part, then in the text: 0 to 1
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.text.encode()) + 2  # with the blank line behind it
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def members(source: dict) -> dict[str, bytes]:
+    """The files of a source's archive that its parts and its notices name, by their path there."""
+    wanted = [pattern for part in source["part"] for pattern in part["members"]]
+
+    def is_wanted(name: str) -> bool:
+        return name in source["notices"] or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
+
+    archive = fetch(source)
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return {name: wheel.read(name) for name in sorted(wheel.namelist()) if is_wanted(name)}
+    with tarfile.open(archive) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar if m.isfile() and is_wanted(m.name)}
+
+
+def cut(paragraph: str, limit: int) -> str:
+    """The paragraph, or its beginning up to the end of a line or a sentence."""
+    head = paragraph.encode()[:limit].decode(errors="ignore")
+    if head == paragraph:
+        return paragraph
+    for end in ("\n", ". ", "。", "। "):
+        if (at := head.rfind(end)) > len(head) // 3:
+            return head[:at + len(end)].rstrip()
+    return head[:head.rfind(" ")] if " " in head else head
+
+
+def join_paragraphs(paragraphs: list[str], size: int, blank: str) -> Iterator[str]:
+    """Neighbours together until they have `size` bytes; too little at the end is left out."""
+    piece = ""
+    for paragraph in paragraphs:
+        if UNWANTED.search(paragraph):
+            continue
+        paragraph = cut(paragraph, 3 * size // 2)
+        if len(piece.encode()) >= size or piece and len((piece + paragraph).encode()) > 3 * size // 2:
+            if len(piece.encode()) >= size // 2:
+                yield piece
+            piece = ""
+        piece += (blank if piece else "") + paragraph
+    if len(piece.encode()) >= size // 2:
+        yield piece
+
+
+def pieces_of_part(part: dict, name: str, files: dict[str, bytes]) -> list[Piece]:
+    """Enough pieces for the part's bytes, with places that spread them evenly."""
+    if "writer" in part:
+        documents = [WRITERS[part["writer"]]()]
+    else:
+        chosen = [n for pattern in part["members"] for n in sorted(files) if fnmatch.fnmatchcase(n, pattern)]
+        chosen = [n for n in dict.fromkeys(chosen) if not any(fnmatch.fnmatchcase(n, p) for p in part.get("without", []))]
+        if not chosen:
+            raise Failure(f"data/calibration.toml: {name} has no file {part['members']}")
+        documents = [READERS[part["reader"]](files[n].decode("utf-8"), part) for n in chosen]
+        if part.get("joined"):  # files that are shorter than a piece
+            documents = [[p for d in documents for p in d]]
+    size, blank = part.get("piece", PIECE_BYTES), part.get("blank", "\n\n")
+    rank = {}
+    for document in documents:
+        for k, text in enumerate(sorted(join_paragraphs(document, size, blank), key=digest)):
+            rank.setdefault(text, k if part.get("even") else 0)  # even: each document gives one piece before any gives a second
+    kept, n_bytes = [], 0
+    for text in sorted(rank, key=lambda p: (rank[p], digest(p))):
+        if n_bytes >= part["bytes"] - size // 2:
+            break
+        kept.append(Piece(text, part["kind"], part.get("language", "en"), name))
+        n_bytes += kept[-1].n_bytes
+    if n_bytes < 0.8 * part["bytes"]:
+        raise Failure(f"data/calibration.toml: {name} gives {n_bytes} bytes for {part['members']}, needed {part['bytes']}")
+    phase = digest(kept[0].text) / 2**64  # or the single pieces of small parts would meet at one place
+    for i, piece in enumerate(kept):
+        piece.place = (i + phase) / len(kept)
+    return kept
+
+
+def interleaved(pieces: list[Piece]) -> list[Piece]:
+    """The pieces in the text's order: parts of a kind by their places, and kinds each at its rate in characters."""
+    n_chars, seen = Counter(), Counter()
+    for piece in pieces:
+        n_chars[piece.kind] += len(piece.text)
+    for piece in sorted(pieces, key=lambda p: (p.place, digest(p.text))):
+        piece.place = (seen[piece.kind] + len(piece.text) / 2) / n_chars[piece.kind]
+        seen[piece.kind] += len(piece.text)
+    return sorted(pieces, key=lambda p: (p.place, digest(p.text)))
+
+
+def build() -> tuple[list[Piece], str]:
+    """The pieces in their order and the notices."""
+    pieces: list[Piece] = []
+    notices = [TABLE["notice"].strip()]
+    for source in TABLE["source"]:
+        files, title = members(source), f"{source['package']} {source['version']}"
+        for part in source["part"]:
+            pieces += pieces_of_part(part, source["package"], files)
+        texts = [files[name].decode("utf-8").strip() for name in source["notices"]]
+        notices += ["=" * 100 + f"\n{title}: {source['what']}\n" + "=" * 100, *texts]
+    for part in TABLE["written"]:
+        pieces += pieces_of_part({"members": [], **part}, "written here", {})
+    return interleaved(pieces), "\n\n".join("\n".join(line.rstrip() for line in n.splitlines()) for n in notices) + "\n"
+
+
+def joined(pieces: list[Piece]) -> str:
+    return "\n\n".join(p.text for p in pieces) + "\n"
+
+
+def shares(pieces: list[Piece], key: str) -> dict[str, float]:
+    """Part of the characters by kind, language or source: bytes would say more about the script than about the text."""
+    found: Counter = Counter()
+    for piece in pieces:
+        found[getattr(piece, key)] += len(piece.text)
+    return {name: n / found.total() for name, n in found.most_common()}
+
+
+def main() -> int:
+    action = sys.argv[1] if len(sys.argv) == 2 else "write"
+    if len(sys.argv) > 2 or action not in ("write", "check", "shares"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        pieces, notices = build()
+    except Failure as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    made = {TEXT: joined(pieces), LICENSES: notices}
+    if action == "write":
+        DATA.mkdir(exist_ok=True)
+        for path, text in made.items():
+            path.write_text(text, encoding="utf-8", newline="\n")
+    elif action == "check":
+        for path, text in made.items():
+            if not path.exists() or path.read_bytes() != text.encode():
+                print(f"error: {path} is not what data/calibration.toml makes; run {Path(__file__).name}", file=sys.stderr)
+                return 1
+    else:
+        print(f"{len(made[TEXT].encode())} bytes, {len(made[TEXT])} characters, {len(pieces)} pieces")
+        for key in ("kind", "language", "source"):
+            print(f"{key:8}", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares(pieces, key).items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Calibration inside the quantizer: when it runs, what is kept and used again, whole matrices in passes, and bad luck.
+
+A stand-in for llama-imatrix runs in its place, but in the tests that name the real one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+from conftest import ROOT, gaussian, quantize, run_quantize, tool, write_gguf
+from test_bad_input import check_error, files
+from test_moments_file import Spy
+
+from ggml_ext import _calibration
+from ggml_ext import quantize as program
+from ggml_ext._calibration import GIB, Input, Model, Record, choose_importance
+from ggml_ext._gguf_file import GGUFFile
+
+LAYERS = 4
+MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(LAYERS) for name, n in (("gate", 256), ("up", 256), ("down", 512))}
+
+
+class Folder:
+    """A model, a text, and the quantizer in this process with the stand-in."""
+
+    def __init__(self, path, monkeypatch, capsys):
+        self.path, self.capsys = path, capsys
+        self.model = write_gguf(path / "small-f16.gguf", MATRICES)
+        self.text, self.built_in = path / "some.txt", path / "calibration.txt"
+        self.text.write_text("Some words in a row. " * 100)
+        self.built_in.write_text("The text of the package. " * 100)
+        self.log, self.out = path / "log", path / "out" / "out.gguf"
+        self.out.parent.mkdir()
+        self.kept = path / "out" / "small-f16.imatrix.gguf"
+        fake = path / "llama-imatrix"
+        search = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+        fake.write_text(f"#!/bin/sh\nPYTHONPATH='{search}' exec '{sys.executable}' '{ROOT / 'tests' / 'fake_imatrix.py'}' \"$@\"\n")
+        fake.chmod(0o755)
+        monkeypatch.setenv("FAKE_IMATRIX_LOG", str(self.log))
+        monkeypatch.setattr(_calibration, "find_tool", lambda name: fake)
+        monkeypatch.setattr(_calibration, "TEXT", self.built_in)
+
+    def run(self, *flags, code=0, type_name="ditto3", source=None):
+        """Exit code checked; standard output and error."""
+        where = [] if "--dry-run" in flags else [str(self.out), "--force"]
+        found = program.main([str(source or self.model), *where, "--type", type_name, "--threads", "2", *map(str, flags)])
+        out, err = self.capsys.readouterr()
+        assert found == code, err
+        return out, err
+
+    def error(self, *parts, flags=(), type_name="ditto3"):
+        before = files(self.out.parent)
+        _, err = self.run(*flags, code=1, type_name=type_name)
+        (line,) = [line for line in err.splitlines() if not line.startswith("note: ")]
+        assert line.startswith("error: ") and all(part in line for part in parts), line
+        assert files(self.out.parent) == before
+
+    def runs(self) -> list[dict]:
+        """Options of the runs of llama-imatrix so far."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+    def fields(self) -> dict:
+        return {key: field.contents() for key, field in gguf.GGUFReader(self.out).fields.items()}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, capsys, lib):
+    return Folder(tmp_path, monkeypatch, capsys)
+
+
+def test_it_runs_by_itself_and_is_used_again(folder):
+    out, err = folder.run()
+    (options,) = folder.runs()
+    assert {k: options[k] for k in ("-c", "--chunks", "-t", "-f")} == {"-c": "512", "--chunks": "100", "-t": "2", "-f": "calibration.txt"}
+    assert options["-m"] == str(folder.model) and "--moments" not in options and "--layers" not in options
+    assert "note: calibration: mean squares of 8 inputs, 100 chunks" in err and "built-in text" in err and "takes about 2 minutes" in err
+    assert sorted(p.name for p in folder.out.parent.iterdir()) == ["out.gguf", "small-f16.imatrix.gguf", "small-f16.imatrix.json"]
+    assert f"importance  = diagonal, of {folder.kept} (built-in text)" in out
+    fields = folder.fields()
+    assert (fields["ggml_ext.importance"], fields["ggml_ext.calibration"]) == ("diagonal", "built-in")
+    assert fields["quantize.imatrix.file"] == str(folder.kept) and fields["quantize.imatrix.dataset"] == "calibration.txt"
+    assert (fields["quantize.imatrix.entries_count"], fields["quantize.imatrix.chunks_count"]) == (12, 100)
+    # another type, with the same bytes as with the file by --imatrix, but for the metadata
+    _, err = folder.run(type_name="ccq2")
+    assert f"{folder.kept} is of this model and text: used again" in err and len(folder.runs()) == 1
+    ours = {t.name: t.data.tobytes() for t in gguf.GGUFReader(folder.out).tensors}
+    folder.run("--imatrix", folder.kept, type_name="ccq2")
+    assert ours == {t.name: t.data.tobytes() for t in gguf.GGUFReader(folder.out).tensors}
+    folder.run("--importance", "none", type_name="ccq2")
+    assert ours != {t.name: t.data.tobytes() for t in gguf.GGUFReader(folder.out).tensors} and len(folder.runs()) == 1
+    assert folder.fields()["ggml_ext.importance"] == "none" and "quantize.imatrix.file" not in folder.fields()
+
+
+def test_progress(folder):
+    _, err = folder.run("--progress")
+    assert "calibration: 100%" in err and "100/100" in err and "chunk/s" in err
+
+
+def test_of_another_text_model_or_number_of_chunks(folder, tmp_path):
+    folder.run()
+    for i, flags in enumerate((["--imatrix-from", folder.text], ["--calibration-chunks", "7"], []), 2):
+        _, err = folder.run(*flags)
+        assert len(folder.runs()) == i and "made again" in err, flags
+    # of the same size and name, one weight changed
+    content = bytearray(folder.model.read_bytes())
+    content[-2] ^= 1
+    (tmp_path / "other").mkdir()
+    (other := tmp_path / "other" / folder.model.name).write_bytes(content)
+    _, err = folder.run(source=other)
+    assert len(folder.runs()) == 5 and "made again" in err
+    assert folder.fields()["ggml_ext.calibration"] == "built-in"
+
+
+def test_more_than_asked_for_serves(folder, monkeypatch, lib):
+    Spy(monkeypatch, lib)
+    folder.run("--importance", "block", type_name="itq3_t")
+    assert folder.runs()[0]["--moments"] == "block" and folder.fields()["ggml_ext.importance"] == "block"
+    folder.run()
+    assert len(folder.runs()) == 1 and folder.fields()["ggml_ext.importance"] == "diagonal"
+    folder.run("--importance", "full", type_name="itq3_t")
+    assert [r["--moments"] for r in folder.runs()] == ["block", "full"]
+    folder.run("--importance", "block", type_name="itq3_t")
+    assert len(folder.runs()) == 2 and folder.fields()["ggml_ext.importance"] == "block"
+
+
+def test_files_of_others_are_left_alone(folder):
+    folder.kept.write_bytes(b"mine")
+    folder.error(str(folder.kept), "was not made by a calibration", "--imatrix")
+    folder.kept.unlink()
+    folder.run()
+    folder.kept.write_bytes(b"mine")  # in place of what the record describes
+    folder.error(str(folder.kept), "--imatrix")
+    assert len(folder.runs()) == 1
+
+
+def test_a_dry_run_shows_what_would_run(folder):
+    before = files(folder.path)
+    out, err = folder.run("--dry-run", "--calibration-chunks", "12", type_name="itq3_t")
+    assert "importance  = block, by a calibration: second moments of blocks of 8 inputs, 12 chunks of 512 tokens of the built-in" in out
+    assert "MiB of memory" in out and files(folder.path) == before
+    # types that need importances are no error: they would be there
+    folder.run("--dry-run", "--tensor-type", "ffn_up=iq2_xxs", type_name="itq3_t")
+
+
+def test_when_it_does_not_run(folder, monkeypatch):
+    _, err = folder.run("--no-calibration")
+    assert err.startswith("warning: --no-calibration: ") and "perplexity 34.6 without and 20.9 with it" in err and err.count("\n") == 1
+    for flags in (["--importance", "none"], ["--type", "itq3_s"], ["--no-calibration", "--type", "itq3_s"]):
+        assert folder.run(*flags)[1] == "", flags
+    monkeypatch.setattr(_calibration, "find_tool", lambda name: None)
+    _, err = folder.run()
+    assert err.startswith("warning: llama-imatrix is not in the package") and err.count("\n") == 1
+    folder.error("llama-imatrix is not in the package", flags=["--imatrix-from", folder.text])
+    folder.error("llama-imatrix is not in the package", flags=["--importance", "diagonal"])
+    assert not folder.runs()
+
+
+@pytest.mark.parametrize(("flags", "parts"), [
+    (["--importance", "all"], ("--importance: got 'all'", "none, diagonal, block, full")),
+    (["--calibration-chunks", "1"], ("--calibration-chunks: got 1", "at least 2")),
+    (["--memory", "0"], ("--memory: got 0",)),
+    (["--memory", "nan"], ("--memory: got nan",)),
+    (["--imatrix", "a", "--imatrix-from", "b"], ("--imatrix and --imatrix-from",)),
+    (["--no-calibration", "--imatrix-from", "b"], ("--no-calibration and --imatrix-from",)),
+    (["--importance", "none", "--imatrix", "a"], ("--importance none", "a would not be used")),
+    (["--imatrix-from", "missing"], ("cannot read missing", "No such file")),
+])
+def test_bad_options(folder, flags, parts):
+    folder.error(*parts, flags=flags)
+    assert not folder.runs()
+
+
+@pytest.mark.parametrize("text", ["", " \n" * 3000, "hello " * 100])
+def test_empty_and_tiny_texts(folder, text):
+    folder.text.write_text(text)
+    folder.error("some.txt has", "1,024 tokens are needed", flags=["--imatrix-from", folder.text])
+    assert not folder.runs()
+
+
+def test_a_failure_is_one_line(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_IMATRIX_DO", "fail")
+    folder.error("exited with 3", str(folder.model), "compute_imatrix: only 17 tokens;", "--no-calibration")
+    monkeypatch.setenv("FAKE_IMATRIX_DO", "write nothing")
+    folder.error("wrote no file", "--no-calibration")
+
+
+def test_a_full_disk(folder, monkeypatch):
+    monkeypatch.setattr(_calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
+    folder.error("no space left on device", str(folder.kept))
+    assert not folder.runs()
+
+
+def test_an_interrupt_ends_the_program_too(folder, tmp_path):
+    driver = (
+        "import sys; from pathlib import Path; from ggml_ext import _calibration, quantize\n"
+        f"_calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); _calibration.TEXT = Path({str(folder.built_in)!r})\n"
+        f"sys.exit(quantize.main({[str(folder.model), str(folder.out), '--type', 'ditto3']!r}))"
+    )
+    before = files(folder.out.parent)
+    process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.PIPE, text=True, env=os.environ | {"FAKE_IMATRIX_DO": "sleep"})
+    while not folder.runs():
+        assert process.poll() is None
+        time.sleep(0.05)
+    child = folder.runs()[0]["pid"]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "error: interrupted" in err and "Traceback" not in err
+    assert files(folder.out.parent) == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+# --- whole matrices
+
+LAYER_BYTES = 4 * (256 * 257 // 2 + 256 + 512 * 513 // 2 + 512)
+
+
+def memory_for(folder, n_layers: float) -> str:
+    """--memory that the model and so many layers fit into."""
+    return repr((folder.model.stat().st_size + n_layers * LAYER_BYTES) / GIB)
+
+
+def test_passes_over_layers(folder, monkeypatch, lib):
+    """Each as long as fits; finished ones are kept over a failure and used again; all layers get whole matrices."""
+    spy = Spy(monkeypatch, lib)
+    flags = ["--importance", "full", "--memory", memory_for(folder, 2.5)]
+    monkeypatch.setenv("FAKE_IMATRIX_DO", "fail 2-3")
+    _, err = folder.run(*flags, code=1, type_name="itq3_t")
+    assert "2 passes over layers" in err and "exited with 3" in err
+    monkeypatch.delenv("FAKE_IMATRIX_DO")
+    _, err = folder.run("--importance", "full", "--memory", memory_for(folder, 1.5), code=0, type_name="itq3_t")
+    assert "1 finished passes over layers are used again" in err
+    assert [r.get("--layers") for r in folder.runs()] == ["0-1", "2-3", "2-2", "3-3"]
+    assert len(spy.metrics) == len(MATRICES) and all(whole for _, _, whole, _ in spy.metrics)
+    assert folder.fields()["ggml_ext.importance"] == "full"
+    _, err = folder.run(*flags, type_name="itq3_t")
+    assert len(folder.runs()) == 4 and "3 finished passes" in err
+
+
+def test_no_memory_for_whole_matrices(folder):
+    folder.error("--importance full", "whole matrices of layer 0", "--memory", "--importance block, which takes",
+                 flags=["--importance", "full", "--memory", memory_for(folder, 0.5)], type_name="itq3_t")
+    assert not folder.runs()
+
+
+def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> Model:
+    inputs = tuple(Input(i, width, 1, 1) for i in range(n_layers))
+    return Model(**{"n_bytes": GIB, "inputs": inputs, "n_weights_used": int(n_weights), "factorization": n_layers * width**3 / 3} | replaced)
+
+
+@pytest.mark.parametrize(("given", "n_tokens", "memory", "kind", "why"), [
+    (model(4096), 51200, 10 * GIB, "full", ""),
+    (model(4096), 51200, 1.1 * GIB, "block", "need 1.1 GiB at once, 1.1 are there"),  # 4 triangles of 32 MiB beside 1 GiB
+    (model(4096), 7 * 4096 - 1, 10 * GIB, "block", "of 4,096 columns need 28,672 tokens"),
+    (model(4096, n_weights=1e7), 51200, 10 * GIB, "block", "more than double the time"),
+    (model(4096, factorization=1e15), 51200, 10 * GIB, "block", "take 208 minutes to factorize"),  # 1e15 / (2 * 40e9) s
+])
+def test_choice_of_importance(given, n_tokens, memory, kind, why):
+    found = choose_importance(given, n_tokens, memory, 2)
+    assert found[0] == kind and why in found[1]
+
+
+def test_what_a_model_costs(tmp_path):
+    """Inputs that matrices share are counted once; of experts each has its own."""
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_q.weight": gaussian(8, 256), "blk.0.attn_k.weight": gaussian(8, 256),
+                                            "blk.0.ffn_down_exps.weight": gaussian(4, 8, 320), "blk.0.attn_norm.weight": gaussian(256),
+                                            "token_embd.weight": gaussian(8, 256)},
+                      fill=lambda w: (w.add_expert_count(4), w.add_expert_used_count(2)))
+    found = Model.read(GGUFFile(path))
+    assert found.inputs == (Input(0, 256, 1, 1), Input(0, 320, 4, 2)) and found.n_weights_used == 3 * 8 * 256 + 2 * 8 * 320  # the embeddings are the output matrix too
+    small = 256 * 257 // 2
+    assert found.moments_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
+    assert found.moments_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
+    assert found.moments_bytes("diagonal") == 4 * (256 + 4 * 320)
+
+
+def test_records_are_read_with_care(tmp_path):
+    kept = tmp_path / "a.gguf"
+    kept.write_bytes(b"data")
+    record = Record({"x": 1}, "block", None, _calibration.fingerprint(kept))
+    for content in (json.dumps(record.__dict__), "", "{}", "[1]", '{"kind": 3}', json.dumps(record.__dict__ | {"result": {}})):
+        _calibration.record_path(kept).write_text(content)
+        assert Record.read(kept) == (record if content == json.dumps(record.__dict__) else None)
+
+
+# --- the real program
+
+def test_with_the_real_program(model, lib, tmp_path):
+    """The diagonal equals what llama-imatrix makes by itself."""
+    flags = ["--imatrix-from", ROOT / "data" / "heldout.txt", "--calibration-chunks", "2", "--importance", "diagonal"]
+    program_path = tool("llama-imatrix")
+    quantize(model, tmp_path / "out.gguf", "--type", "ditto3", *flags)
+    subprocess.run([program_path, "-m", model, "-f", ROOT / "data" / "heldout.txt", "-c", "512", "-b", "512", "--chunks", "2", "-t",
+                    str(len(os.sched_getaffinity(0))), "-o", tmp_path / "theirs.gguf"], check=True, capture_output=True)
+    kept = tmp_path / f"{model.name.removesuffix('.gguf')}.imatrix.gguf"
+    ours, theirs = ({t.name: t.data for t in gguf.GGUFReader(p).tensors} for p in (kept, tmp_path / "theirs.gguf"))
+    assert set(ours) == set(theirs) and ours
+    for name, data in ours.items():
+        np.testing.assert_array_equal(data, theirs[name])
+    result = run_quantize(tmp_path / "out.gguf", tmp_path / "again.gguf", "--type", "itq3_t", "--allow-requantize", *flags[:2],
+                          "--importance", "diagonal", "--calibration-chunks", "2")
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_real_program_refuses_what_is_no_language_model(lib, tmp_path):
+    tool("llama-imatrix")
+    source = write_gguf(tmp_path / "in.gguf", MATRICES)
+    before = files(tmp_path)
+    flags = ["--imatrix-from", ROOT / "data" / "heldout.txt"]
+    result = run_quantize(source, tmp_path / "out.gguf", "--type", "ditto3", *flags, "-q")
+    check_error(result, "calibration: llama-imatrix exited with 1", str(source), "--no-calibration")
+    assert files(tmp_path) == before
+
+
+def test_whole_matrices_of_the_real_program_in_passes(model, lib, tmp_path):
+    """By passes over layers the same bytes as in one; a kept file of one pass serves blocks."""
+    if "--layers" not in subprocess.run([tool("llama-imatrix"), "--help"], capture_output=True, text=True).stdout:
+        pytest.skip("llama-imatrix collects no second moments")
+    flags = ["--type", "itq3_t", "--imatrix-from", ROOT / "data" / "heldout.txt", "--calibration-chunks", "2", "--effort", "fast"]
+    cost = Model.read(GGUFFile(model))
+    memory = (cost.n_bytes + 4.5 * cost.moments_bytes("full", cost.layers[:1])) / GIB
+    for name, more in (("one", []), ("passes", ["--memory", memory])):
+        (tmp_path / name).mkdir()
+        quantize(model, tmp_path / name / "out.gguf", *flags, "--importance", "full", *more)
+    assert sorted(p.name for p in (tmp_path / "passes").glob("*.gguf")) == [
+        "model-f16.imatrix.layers-0-3.gguf", "model-f16.imatrix.layers-4-7.gguf", "out.gguf"]
+    one, passes = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / name / "out.gguf").tensors} for name in ("one", "passes"))
+    assert one == passes
+    result = quantize(model, tmp_path / "one" / "blocks.gguf", *flags, "--importance", "block")
+    assert "used again" in result.stderr
+    data = {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / "one" / "blocks.gguf").tensors}
+    # the down projections alone have more than 256 columns; damping differs too
+    assert data["blk.0.ffn_down.weight"] != one["blk.0.ffn_down.weight"]
