@@ -275,14 +275,14 @@ class Spy:
 
 @pytest.mark.parametrize("kind", ["block", "full"])
 def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
-    """And stock types, and our types that take none, with the diagonal; the summary and the metadata say what was used."""
+    """And stock types with the diagonal; the summary and the metadata say what was used."""
     from ggml_ext import _writer
 
     spy = Spy(monkeypatch, lib)
     monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
     xs = inputs()
     path = write_moments(tmp_path / "m.gguf", xs, kind)
-    spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=ditto3", "--imatrix", path)
+    spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q3_k", "--imatrix", path)
     assert {type_id for type_id, *_ in spy.metrics} == {163} and len(spy.metrics) == 4
     hs = [x.T.astype(np.float64) @ x for x in xs[EXPERTS]]
     for h in hs:  # whole and block are the same for 256 columns
@@ -290,7 +290,7 @@ def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypa
     by_metric = {}
     for metric, n_rows in spy.used[163]:
         by_metric[metric] = by_metric.get(metric, 0) + n_rows
-    assert sorted(by_metric.values()) == [4, 4, 4, 8] and all(m is None for m, _ in spy.used[162])
+    assert sorted(by_metric.values()) == [4, 4, 4, 8] and all(m is None for m, _ in spy.used[11])
     fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
     assert fields["ggml_ext.importance"].contents() == kind and fields["quantize.imatrix.file"].contents() == str(path)
     assert "ggml_ext.calibration" not in fields
@@ -345,9 +345,9 @@ def test_numpy_writes_the_same_bytes(tmp_path, source, lib, kind):
 
 def test_types_without_a_metric_take_the_diagonal(tmp_path, source, lib):
     path = write_moments(tmp_path / "m.gguf", inputs())
-    quantize(source, tmp_path / "a.gguf", "--type", "ditto3", "--imatrix", path)
+    quantize(source, tmp_path / "a.gguf", "--type", "ditto3", "--tensor-type", "ffn=q3_k", "--imatrix", path)
     assert gguf.GGUFReader(tmp_path / "a.gguf").fields["ggml_ext.importance"].contents() == "diagonal"
-    result = quantize(source, tmp_path / "b.gguf", "--type", "ditto3", "--imatrix", path, "--importance", "block")
+    result = quantize(source, tmp_path / "b.gguf", "--type", "ditto3", "--tensor-type", "ffn=q3_k", "--imatrix", path, "--importance", "block")
     assert "--importance block: no tensor gets a type that uses more than the diagonal" in result.stderr
 
 
