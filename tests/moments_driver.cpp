@@ -1,6 +1,7 @@
 // The sums of ggml_ext/imatrix/syrk.cpp through ctypes.
 #include "imatrix/syrk.cpp"
 
+#include <cmath>
 #include <thread>
 #include <vector>
 
@@ -12,7 +13,7 @@ void ggml_ext_test_add_moments(const float * x, int64_t n_rows, int64_t stride, 
     for (int64_t i = 0; i < n_rows; ++i) {
         rows.push_back(x + i * stride);
     }
-    std::vector<float> packed(ggml_ext_syrk::packed_size(n_cols));
+    std::vector<float> packed(ggml_ext_syrk::packed_size(n_cols), NAN); // what is not of the rows must not be used
     for (int64_t first = 0; first < n_rows; first += GGML_EXT_SYRK_ROWS) {
         ggml_ext_syrk job = {rows.data() + first, (int) std::min<int64_t>(GGML_EXT_SYRK_ROWS, n_rows - first), n_cols, whole,
                              packed.data(), totals, {0}};

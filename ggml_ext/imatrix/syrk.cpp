@@ -18,10 +18,8 @@ void ggml_ext_syrk::pack(int ith, int nth) const {
         const int64_t p1 = std::min(p0 + TILE, n_panels);
         for (int t = 0; t < n_rows; ++t) {
             for (int64_t p = p0; p < p1; ++p) {
-                float *       to    = packed + (p * n_rows + t) * W;
-                const int64_t width = std::min<int64_t>(W, n_cols - p * W);
-                memcpy(to, rows[t] + p * W, width * sizeof(float));
-                std::fill(to + width, to + W, 0.0f);
+                // what the last panel has beyond n_cols is multiplied and not used
+                memcpy(packed + (p * n_rows + t) * W, rows[t] + p * W, std::min<int64_t>(W, n_cols - p * W) * sizeof(float));
             }
         }
     }
