@@ -19,7 +19,7 @@ from ._metric import Metric, encode_rows, positions
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h
-PASSES, FLOOR = 2, {3: 1.0, 2: 0.01}
+FLOOR, MAX_PASSES = 0.01, 6
 GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 # those of encode/trellis-search.h
@@ -134,12 +134,12 @@ class Trellis:
         return np.concatenate([d[:, None], start[:, None], ql, qh][: self.k + 1], axis=1)  # K = 2 has no high bits
 
     def quantize_blocks(
-        self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = PASSES, metric: Metric | None = None
+        self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = 0, metric: Metric | None = None
     ) -> np.ndarray:
         """Weights float32 (n_blocks, n) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
 
         importance: float32 (row_blocks, n), weights of the squared errors of a row, after which the next row begins; all zero in
-        a block: as ones. metric: in its place, of whole rows. passes: scales tried a block. A block with NaN or Inf gets a d
+        a block: as ones. metric: in its place, of whole rows. passes: scales tried a block; 0: the default. A block with NaN or Inf gets a d
         that row validation refuses.
         """
         with np.errstate(all="ignore"):
@@ -147,7 +147,8 @@ class Trellis:
             rotated[~finite] = 0
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
-                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n, FLOOR[self.k])
+                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n, FLOOR)
+            passes = passes or (MAX_PASSES if metric is not None else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
             def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
