@@ -221,7 +221,7 @@ def test_matrices_that_are_none(lib, what, error):
     else:
         moments[9, 3] = moments[3, 9] = 2 * moments.max()
     for make in (lambda t: lib.metric(int(TYPES["itq3_t"].id), 256, t, False, 0.01), lambda t: Metric.of_moments(t, 256, 256, True, False, 0.01)):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError):
             make(triangles(moments, False))
     with pytest.raises(error):
         lib.metric(int(TYPES["itq3_t"].id), 256, triangles(moments, False), False, 0.01)

@@ -49,7 +49,7 @@ def add_options(add: Callable) -> None:
         "--imatrix",
         metavar="FILE",
         type=Path,
-        help="importance matrix of llama-imatrix (GGUF), with second moments or without: weights of the errors in all types but itq3_s",
+        help="importance matrix of llama-imatrix (GGUF), with second moments or without: what errors of weights cost",
     )
     add("--imatrix-from", metavar="TEXT", type=Path, help="calibrate with this text in place of the built-in one")
     add(
