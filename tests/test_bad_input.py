@@ -355,7 +355,7 @@ def test_no_space_before_writing(tmp_path, monkeypatch, capsys):
     """On a real file system of 64 kB where the machine lets us mount one, with a false report of its size elsewhere."""
     source = big_source(tmp_path, 1024)  # 400 kB quantized
     (tmp_path / "disk").mkdir()
-    args = [source, tmp_path / "disk" / "out.gguf", "--type", "itq3_s"]
+    args = [source, tmp_path / "disk" / "out.gguf", "--type", "itq3_s", "--no-calibration"]
     if prefix := own_mount_namespace():
         script = f'mount -t tmpfs -o size=64k tmpfs "{tmp_path}/disk"; shift 0; "$@"; code=$?; ls -A "{tmp_path}/disk"; exit $code'
         result = subprocess.run([*prefix, script, "sh", *quantize_command(*args)], capture_output=True, text=True)
@@ -391,7 +391,7 @@ def test_folder_that_may_not_be_written(tmp_path, source, monkeypatch, capsys):
 
     monkeypatch.setattr(_writer, "open", refuse, raising=False)
     before = files(tmp_path)
-    assert quantize_module.main([str(source), str(tmp_path / "out.gguf"), "--type", "itq3_s"]) == 1
+    assert quantize_module.main([str(source), str(tmp_path / "out.gguf"), "--type", "itq3_s", "--no-calibration"]) == 1
     assert "error: cannot write" in (err := capsys.readouterr().err) and "Permission denied" in err
     assert files(tmp_path) == before
 
@@ -401,7 +401,7 @@ def test_files_of_others_are_left_alone(tmp_path, source, monkeypatch):
     monkeypatch.setattr(_writer.secrets, "token_hex", lambda n: "00")
     neighbour = tmp_path / f".out.gguf.tmp-{os.getpid()}-00"
     neighbour.write_text("precious")
-    assert quantize_module.main([str(source), str(tmp_path / "out.gguf"), "--type", "itq3_s"]) == 1
+    assert quantize_module.main([str(source), str(tmp_path / "out.gguf"), "--type", "itq3_s", "--no-calibration"]) == 1
     assert neighbour.read_text() == "precious"
 
 

@@ -106,7 +106,7 @@ def test_the_segments_add_up_to_the_form(n, whole, segment, rotated, seed):
     np.testing.assert_allclose(found, expected, rtol=2 * n * 2**-24 * np.sqrt(n / 0.1))
 
 
-@pytest.mark.parametrize(("name", "gain"), [("itq3_t", 0.56), ("itq2_t", 0.80), ("itq3_t64", 0.57), ("itq2_t64", 0.76),
+@pytest.mark.parametrize(("name", "gain"), [("itq3_t", 0.69), ("itq2_t", 0.76), ("itq3_t64", 0.57), ("itq2_t64", 0.70),
                                             ("itq3_s", 0.64), ("ccq2", 0.515), ("ditto3", 0.435)])
 def test_moments_lower_the_error_of_outputs(lib, name, gain):
     """None, the diagonal, blocks, whole matrices: each better than the one before. Measured whole over diagonal 0.547, 0.786, 0.556, 0.741, 0.624,
