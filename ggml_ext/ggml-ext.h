@@ -48,9 +48,6 @@ GGML_API struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int6
                                                        float damping, int segment, enum ggml_ext_metric_status * status);
 GGML_API void ggml_ext_metric_free(struct ggml_ext_metric * metric);
 
-// Bytes in use while a metric is made.
-GGML_API size_t ggml_ext_metric_size(int64_t n_per_row, bool whole, int segment);
-
 // One codebook for a whole tensor of DITTO3, in memory that does not depend on its size: add all rows to a histogram of
 // GGML_EXT_DITTO3_BINS bins, then cluster the bins. Bins are 2^-10 of their value wide, and exact for rows that were F16 or
 // BF16. sum_w and sum_wx hold importance and importance*weight of each bin, zero at first; imatrix as above. The order of

@@ -48,6 +48,17 @@ static void fill_norms(const struct codes * t, const float w[4], const float s[4
     }
 }
 
+// The lane of the least cost, of equals that of the first code.
+static inline __attribute__((always_inline)) int least_lane(int n, const float * cost, const int32_t * code) {
+    int lane = 0;
+    for (int i = 1; i < n; ++i) {
+        if (cost[i] < cost[lane] || (cost[i] == cost[lane] && code[i] < code[lane])) {
+            lane = i;
+        }
+    }
+    return lane;
+}
+
 // The code b in lo .. hi - 1 of least norm[b] + sum over k of a[k]*v[k][b], the first of equals; lo and hi are multiples
 // of four. Its value goes to *least.
 static int best_code(const struct codes * t, const float norm[N_CODES], const float a[4], int lo, int hi, float * least) {
@@ -60,12 +71,7 @@ static int best_code(const struct codes * t, const float norm[N_CODES], const fl
         best = (ext_f32) (((ext_i32) e & less) | ((ext_i32) best & ~less));
         code = (here & less) | (code & ~less);
     }
-    int lane = 0;
-    for (int i = 1; i < 4; ++i) {
-        if (best[i] < best[lane] || (best[i] == best[lane] && code[i] < code[lane])) {
-            lane = i;
-        }
-    }
+    const int lane = least_lane(4, (const float *) &best, (const int32_t *) &code);
     *least = best[lane];
     return code[lane];
 }
@@ -323,12 +329,7 @@ static inline __attribute__((always_inline)) int best_of_all(const struct codes 
         best = (f32x8) (((i32x8) e & less) | ((i32x8) best & ~less));
         code = (here & less) | (code & ~less);
     }
-    int lane = 0;
-    for (int i = 1; i < 8; ++i) {
-        if (best[i] < best[lane] || (best[i] == best[lane] && code[i] < code[lane])) {
-            lane = i;
-        }
-    }
+    const int lane = least_lane(8, (const float *) &best, (const int32_t *) &code);
     return code[lane];
 }
 

@@ -10,8 +10,6 @@ static const float k_start_scales[] = {0.46f, 0.50f, 0.54f, 0.58f, 0.62f, 0.66f,
 // Starting centres, in units of d from the middle of the codes. Shifted starts find asymmetric fits: they take the error
 // on a Gaussian from 0.0350 to 0.0340 (1 M weights, relative squared error).
 static const float k_start_shifts[] = {-0.4f, -0.2f, 0.0f, 0.2f, 0.4f};
-// Added to importances, of their mean. Weighted error of a layer of the reference model 0.0133, with a floor of 1 0.0143.
-#define IMPORTANCE_FLOOR 0.01
 enum {
     N_STARTS = sizeof(k_start_scales)/sizeof(k_start_scales[0]),
     N_SHIFTS = sizeof(k_start_shifts)/sizeof(k_start_shifts[0]),
@@ -232,7 +230,7 @@ void ggml_ext_encode_itq3_s(const float * src, block_itq3_s * dst, int64_t n_row
         return;
     }
     if (importance && !ternary) {
-        struct ggml_ext_metric * diagonal = metric_of_importance(GGML_TYPE_ITQ3_S, row_blocks*QK_K, QK_K, importance, IMPORTANCE_FLOOR);
+        struct ggml_ext_metric * diagonal = metric_of_importance(GGML_TYPE_ITQ3_S, row_blocks*QK_K, QK_K, importance);
         GGML_ASSERT(diagonal != NULL);
         encode_rows_form(src, dst, n_rows, row_blocks, diagonal);
         ggml_ext_metric_free(diagonal);

@@ -91,8 +91,7 @@ static void factorize_diagonal(struct ggml_ext_metric * m, int64_t first, int n,
     }
 }
 
-struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance,
-                                              double floor) {
+struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance) {
     struct ggml_ext_metric * m = metric_new(type, n_per_row, block_size, METRIC_MAX_SEGMENT);
     for (int64_t first = 0; m && first < n_per_row; first += block_size) {
         float  scaled[QK_K];
@@ -101,7 +100,7 @@ struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per
             sum += (double) importance[first + j];
         }
         for (int j = 0; j < block_size; ++j) {
-            scaled[j] = sum > 0 ? (float) ((double) importance[first + j]*(block_size/sum) + floor) : 1.0f;
+            scaled[j] = sum > 0 ? (float) ((double) importance[first + j]*(block_size/sum) + METRIC_FLOOR) : 1.0f;
         }
         factorize_diagonal(m, first, block_size, scaled);
         if (m->blocks) {
@@ -291,11 +290,6 @@ static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t fir
 
 static int64_t matrix_columns(int64_t n_per_row, bool whole) {
     return whole || n_per_row < MOMENTS_COLUMNS ? n_per_row : MOMENTS_COLUMNS;
-}
-
-size_t ggml_ext_metric_size(int64_t n_per_row, bool whole, int segment) {
-    const size_t n = (size_t) matrix_columns(n_per_row, whole);
-    return n*(n + 2*PANEL)*sizeof(double) + (size_t) n_per_row*(segment + n/2 + QK_K)*sizeof(float);
 }
 
 struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,

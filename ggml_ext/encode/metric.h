@@ -11,6 +11,10 @@
 
 enum { METRIC_MAX_SEGMENT = 32 };
 
+// Added to importances, of their mean, so that there are no zeros to divide by. Weighted error of ITQ3_S on a layer of the reference
+// model 0.0133, with a floor of 1 0.0143.
+#define METRIC_FLOOR 0.01
+
 // The forms of a row's segments, and their gains: of segment s of a matrix one float for each of its steps and each step before.
 struct ggml_ext_metric {
     enum ggml_type type;
@@ -83,6 +87,5 @@ static inline __attribute__((always_inline)) void metric_apply_forms(const struc
 struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment);
 
 // Of importances of the unrotated weights of a row, for rotated types: a diagonal for each block, scaled to a mean of 1, with
-// `floor` added. A block of zeros counts as one of ones.
-struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance,
-                                              double floor);
+// METRIC_FLOOR added. A block of zeros counts as one of ones.
+struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance);

@@ -5,9 +5,6 @@
 #include "rows.h"
 #include "trellis-search.h"
 
-// Added to importances, of their mean, so that there are no zeros to divide by.
-#define TRELLIS_FLOOR 0.01
-
 enum {
     TRELLIS_MAX_PASSES = 6,
     TRELLIS_N_STARTS   = 256,
@@ -270,7 +267,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
                                                     : trellis_default_passes(N, importance || params->metric);             \
         struct ggml_ext_metric * diagonal = NULL;                                                                          \
         if (importance && !params->metric) {                                                                               \
-            diagonal = metric_of_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance, TRELLIS_FLOOR);              \
+            diagonal = metric_of_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                                \
             GGML_ASSERT(diagonal != NULL);                                                                                 \
         }                                                                                                                  \
         trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_passes, dst, put_##name);  \

@@ -7,6 +7,7 @@ Whole matrices that do not fit into memory at once are collected in passes over 
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 import json
 import os
@@ -330,16 +331,12 @@ def calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> l
 def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list[int]]:
     """Kept files of an earlier run that serve, and the layers that they lack."""
     found, left = [], run.model.layers
-    for path in sorted(run.folder.glob(f"{glob_escape(run.kept(None).stem)}.layers-*.gguf")):
+    for path in sorted(run.folder.glob(f"{glob.escape(run.kept(None).stem)}.layers-*.gguf")):
         record = Record.read(path)
         if record and record.layers and record.serves(made_from, run.kind):
             found.append(path)
             left = [n for n in left if not record.layers[0] <= n <= record.layers[-1]]
     return found, left
-
-
-def glob_escape(text: str) -> str:
-    return re.sub(r"([\[*?])", r"[\1]", text)
 
 
 def collect(

@@ -20,7 +20,7 @@ from ._errors import UserError
 from ._gguf_file import Tensor
 from ._lib import Library, Metric, NotPositive
 from ._moments import TensorMoments
-from ._plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES, uses_metric
+from ._plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES
 from ._types import TYPES
 from .quants import _metric
 
@@ -163,10 +163,6 @@ class Codec:
         except NotImplementedError:
             return False
         return True
-
-    def takes_metric(self, qtype: GGMLQuantizationType) -> bool:
-        """True if second moments change what it encodes."""
-        return uses_metric(qtype)
 
     def metric(
         self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide, expert: int, warn: Callable[[str], None]

@@ -45,7 +45,7 @@ class Importance:
 
     def with_metrics(self, guide: Guide, tensor: Tensor, target: GGMLQuantizationType, codec: Codec) -> Guide:
         """The guide with what the encoder of the target makes of the moments, if it makes anything of them."""
-        if guide.moments is None or not codec.takes_metric(target):
+        if guide.moments is None or not uses_metric(target):
             return guide
         key = self.moments.owner(tensor.name), target
 

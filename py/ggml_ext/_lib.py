@@ -57,7 +57,6 @@ _SIGNATURES = {
     ),
     "ggml_ext_metric_init": (c_void_p, [c_int, c_int64, _floats, c_bool, c_float, c_int, POINTER(c_int)]),
     "ggml_ext_metric_free": (None, [c_void_p]),
-    "ggml_ext_metric_size": (c_size_t, [c_int64, c_bool, c_int]),
     "ggml_ext_ditto3_add_rows": (None, [_doubles, _doubles, _floats, c_int64, c_int64, _floats]),
     "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
     "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
@@ -193,10 +192,6 @@ class Library:
                 f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"
             )
         return Metric(self._dll, metric)
-
-    def metric_bytes(self, n_per_row: int, whole: bool, segment: int = 32) -> int:
-        """Memory in use while metric() makes one."""
-        return self._dll.ggml_ext_metric_size(n_per_row, whole, segment)
 
     def ditto3_histogram(self) -> Ditto3Histogram:
         return Ditto3Histogram(self._dll)

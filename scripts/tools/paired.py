@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from perplexity import BUILT_IN, MODEL, TEXT, Entry, parse_types
+from perplexity import MODEL, TEXT, Entry, calibration_text, parse_types
 from perplexity_run import imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
 
 from ggml_ext._cli import run_script
@@ -46,7 +46,7 @@ def main() -> None:
     add("-f", "--file", type=Path, default=TEXT)
     add("-c", "--ctx-size", type=int, default=256)
     add("--chunks", type=int, default=600)
-    add("--calibration", type=Path, metavar="TEXT")
+    add("--calibration", type=calibration_text, metavar="TEXT")
     add("--calibration-chunks", type=int, default=100)
     add("-t", "--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
@@ -54,8 +54,7 @@ def main() -> None:
     pairs.sort(key=lambda pair: pair[1].label)  # the logits of a second type are made once
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
-        text = BUILT_IN if str(args.calibration) == "built-in" else args.calibration
-        scored, text = (args.file, text) if text else split_text(args.file, folder)
+        scored, text = (args.file, args.calibration) if args.calibration else split_text(args.file, folder)
         kinds = {entry.importance for pair in pairs for entry in pair}
         importance = imatrix(args.model, text, folder / "imatrix.gguf", args.ctx_size, args.calibration_chunks, args.threads, kinds)
 

@@ -35,10 +35,10 @@ from perplexity_run import (
     save_base_logits, split_text,
 )
 
-import ggml_ext
-from ggml_ext import WEIGHT_TYPES, __version__
+from ggml_ext import WEIGHT_TYPES, __version__, _calibration
 from ggml_ext._cli import run_script
 from ggml_ext._errors import UserError
+from ggml_ext._importance import BUILT_IN
 from ggml_ext._recipes import RECIPES
 from ggml_ext._tools import BIN
 from ggml_ext.quantize import Parser
@@ -47,7 +47,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
 DEFAULT_TYPES = ",".join(["iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "q4_k", *WEIGHT_TYPES])
-BUILT_IN = Path(ggml_ext.__file__).parent / "data" / "calibration.txt"
 END_OF_TEXT = "from the end of the text"
 OURS, STOCK, STOCK_IMATRIX, FILES = "ggml-ext", "stock", "stock, with imatrix", "files"
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
@@ -107,6 +106,11 @@ def parse_types(text: str) -> list[Entry]:
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise UserError(f"--types names {twice[0]} more than once; leave one")
     return entries
+
+
+def calibration_text(name: str) -> Path:
+    """The text that --calibration names."""
+    return _calibration.TEXT if name == BUILT_IN else Path(name)
 
 
 def require_file(flag: str, path: Path) -> None:
@@ -326,7 +330,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--chunks", type=int, default=600, help="chunks to score at most, -1 for all (default: 600)")
     add("-t", "--threads", type=int, default=os.cpu_count(), help="default: all processors")
     add("--imatrix", type=Path, help="importance matrix (default: made from the end of the text, which is then not scored)")
-    add("--calibration", type=Path, metavar="TEXT", help='text to make the importance matrix from; built-in: that of the package')
+    add("--calibration", type=calibration_text, metavar="TEXT", help='text to make the importance matrix from; built-in: that of the package')
     add("--calibration-chunks", type=int, default=100, metavar="N", help="chunks to make it from at most (default: 100)")
     add("--logits-dir", type=Path, help="folder to keep the base's logits in for later runs (default: removed at the end); they "
         "take chunks x ctx-size x size of the vocabulary bytes")
@@ -341,7 +345,6 @@ def check(args: argparse.Namespace) -> list[Entry]:
     """The entries to measure; UserError for everything that would fail only after hours."""
     if args.imatrix and args.calibration:
         raise UserError(f"--imatrix {args.imatrix} and --calibration {args.calibration}: needed one of them")
-    args.calibration = BUILT_IN if str(args.calibration) == "built-in" else args.calibration
     for flag, path in (("--model", args.model), ("--file", args.file), ("--imatrix", args.imatrix), ("--calibration", args.calibration)):
         if path is not None:
             require_file(flag, path)

@@ -14,6 +14,7 @@ from . import BLOCK_SIZE, HALF_MAX, SIGNS
 
 MOMENTS_COLUMNS = 256  # of a matrix that holds no whole row
 UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can hold
+FLOOR = 0.01  # added to importances, of their mean
 SEGMENT = 32  # of a metric that is made of importances
 
 
@@ -74,12 +75,12 @@ class Metric:
         return y
 
     @classmethod
-    def of_importance(cls, importance: np.ndarray, block_size: int, floor: float) -> Metric:
+    def of_importance(cls, importance: np.ndarray, block_size: int) -> Metric:
         """Of importances of the unrotated weights of a row, float32 (n_per_row,), for rotated types; metric_of_importance()."""
         blocks = importance.reshape(-1, block_size)
         sums = np.cumsum(blocks, axis=1, dtype=np.float64)[:, -1:]
         with np.errstate(divide="ignore", invalid="ignore"):
-            scaled = (blocks.astype(np.float64) * (block_size / sums) + floor).astype(np.float32)
+            scaled = (blocks.astype(np.float64) * (block_size / sums) + FLOOR).astype(np.float32)
         scaled = np.where(sums > 0, scaled, np.float32(1))
         n_segments = block_size // SEGMENT
         by_frequency = scaled[:, positions(block_size)].reshape(-1, n_segments, SEGMENT).transpose(0, 2, 1)

@@ -19,7 +19,7 @@ from ._metric import Metric, encode_rows, positions
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h
-FLOOR, MAX_PASSES = 0.01, 6
+MAX_PASSES = 6
 GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 # those of encode/trellis-search.h
@@ -147,7 +147,7 @@ class Trellis:
             rotated[~finite] = 0
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
-                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n, FLOOR)
+                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
             passes = passes or (MAX_PASSES if metric is not None else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 

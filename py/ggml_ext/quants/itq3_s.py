@@ -33,7 +33,6 @@ BLOCK_BYTES = 100
 START_SCALES = np.array([0.46, 0.50, 0.54, 0.58, 0.62, 0.66, 0.72], np.float32)
 START_SHIFTS = np.array([-0.4, -0.2, 0.0, 0.2, 0.4], np.float32)
 N_REFITS = 4
-FLOOR = 0.01  # added to importances
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
@@ -79,7 +78,7 @@ def quantize_blocks(
     with np.errstate(all="ignore"):  # rejected candidates overflow and divide by zero, as in C
         x, finite = load_rotated(weights, BLOCK_SIZE)
         if importance is not None and metric is None:
-            metric = Metric.of_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE, FLOOR)
+            metric = Metric.of_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
         if metric is not None and levels == 8:
             q, d, z = _encode_form(x, finite, metric)
         else:
