@@ -12,11 +12,11 @@ from pinned import Failure
 
 import ggml_ext
 
-SHARES = {"prose": 0.40, "code": 0.20, "markup": 0.10, "other": 0.25, "maths": 0.05}
+SHARES = {"prose": 0.50, "code": 0.27, "markup": 0.09, "other": 0.09, "maths": 0.05}
 SHARE_TOLERANCE = 0.05  # of the text
 # In a third, 110,000 characters, a kind may be off by half a piece (1,500) at either end: 0.015 besides.
 PREFIX_TOLERANCE = SHARE_TOLERANCE + 0.015
-# letters of a script that the text must hold, in a third of it: scripts of languages that it promises
+# letters of a script that the text must hold: scripts of languages that it promises
 SCRIPTS = {"Chinese characters": "[\u4e00-\u9fff]", "kana": "[\u3040-\u30ff]", "Hangul": "[\uac00-\ud7af]",
            "Cyrillic": "[\u0400-\u04ff]", "Arabic": "[\u0600-\u06ff]", "Devanagari": "[\u0900-\u097f]"}
 SHINGLE = 50
@@ -76,8 +76,8 @@ def test_no_addresses_and_no_licence_notices(text):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_in_the_first_third(text, script):
-    assert len(re.findall(SCRIPTS[script], text[:len(text) // 3])) > 300
+def test_scripts(text, script):
+    assert len(re.findall(SCRIPTS[script], text)) > 500
 
 
 def test_nothing_of_the_scored_text(text):
