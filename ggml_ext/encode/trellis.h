@@ -7,7 +7,6 @@
 
 enum {
     TRELLIS_MAX_PASSES = 6,
-    TRELLIS_PASSES_OF_MOMENTS = 2,
     TRELLIS_N_STARTS   = 256,
     TRELLIS_MAX_AHEAD  = 64, // steps of a segment and those searched beyond it
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
@@ -19,12 +18,11 @@ enum {
 #define TRELLIS_GAIN(K) ((K) == 3 ? 1.07f : 1.03f)
 
 // Scales tried by default. Short blocks scatter more; and with a metric, errors that are fed back ask for larger scales than the
-// weights do, by how much only trying tells: what matters of the errors of SmolLM2's matrices with whole moments, by geometric
-// mean, is 0.01371, 0.01324, 0.01298 with 2, 3, 6 scales (ITQ2_T64; 0.0357, 0.0334, 0.0325 with an importance matrix). Beyond three
-// it ends early where the scales on both sides are worse.
-// With moments two, and the windows of trellis_improve().
-static inline int trellis_default_passes(int n, const struct ggml_ext_metric * moments, bool with_importance) {
-    return moments ? TRELLIS_PASSES_OF_MOMENTS : with_importance ? TRELLIS_MAX_PASSES : n == QK_K ? 2 : 3;
+// weights do, by how much only trying tells: what matters of the errors of SmolLM2's matrices with an importance matrix, by geometric
+// mean, is 0.0357, 0.0334, 0.0325 with 2, 3, 6 scales (ITQ2_T64). Beyond three it ends early where the scales on both sides are worse.
+// With moments trellis_improve() pays more than the further scales do.
+static inline int trellis_default_passes(int n, bool with_importance) {
+    return with_importance ? TRELLIS_MAX_PASSES : n == QK_K ? 2 : 3;
 }
 
 // Times the error of a Gaussian, the relative squared error from which a block is taken for one. Errors of short blocks scatter
@@ -137,13 +135,19 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
     return trellis_dot(n, r, in->metric ? form : r);
 }
 
-// Viterbi again over windows of the block, with all other states fixed: its target is what would then cost least, which the states on
-// both sides ask for together. Kept where the whole form agrees. Relative to the states of trellis_search_feedback() with two scales,
-// segments of 32 and 32 of lookahead, on matrices of the reference model with moments of blocks (calibration text), ITQ2_T and ITQ3_T:
-// -6.8 and -4.7 %, six scales -2.9 and -2.3 %. Refused: the same windows in steps of 16 -5.0 and -2.8 % at the same cost; a second sweep
-// another -0.2 and -1.1 % for a fifth of the time; every symbol on its own after the windows -0.1 and -0.9 % for an eighth, in place
-// of them -2.4 %; windows after a search without feedback +18 and +16 %; one search that goes on with the errors of the states that are
-// best so far, in place of a new one for each segment, +22 and +12 %, with windows +5 and 0 %.
+// Viterbi again over windows of the block, with all other states fixed: the target is what would then cost least, which the steps on
+// both sides ask for together. Kept where the whole form agrees. e^T H e of six matrices of the reference model (ITQ2_T, ITQ3_T;
+// moments of blocks of the calibration text, segments of 32) against six scales and 32 steps of lookahead, and speed against theirs:
+//   two scales, 16 steps of lookahead, windows            -3.6 -1.5 %  1.54 times   what is done; without windows and with 32 +3.0 +2.4 %
+//     32 steps of lookahead                               -4.1 -2.2 %  1.34
+//     windows of 16                                       -2.1 -0.4 %  1.51
+//     two sweeps of windows                               -3.8 -2.6 %  1.25
+//     also every symbol on its own, until nothing changes -3.7 -2.3 %  1.32
+//     three scales                                        -3.5 -3.2 %  1.19         ITQ2_T64, ITQ3_T64: +0.4 -2.8 %  1.19; two +2.0 0.0 %  1.53
+//     windows for the two best scales                     -4.7 -2.9 %  1.11
+//     first states without feedback                        +21  +19 %  1.8
+//   one search that goes on with the errors of the states that are best so far, not one for each segment (of 8), with windows
+//   and every two symbols                                 +8.5 +2.5 %
 static inline __attribute__((always_inline)) void trellis_improve(struct trellis_type t, struct trellis_work * w,
                                                                   const struct trellis_block * in, struct trellis_best * best) {
     enum { W = METRIC_WINDOW };
@@ -342,7 +346,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
         const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, GGML_EXT_##NAME##_TRELLIS_OFFSET,                  \
                                        GGML_EXT_##NAME##_TRELLIS_USUAL_REL_MSE};                                           \
         const int n_passes = params->trellis_passes ? params->trellis_passes                                               \
-                                                    : trellis_default_passes(N, params->metric, importance != NULL);       \
+                                                    : trellis_default_passes(N, importance && !params->metric);             \
         struct ggml_ext_metric * diagonal = NULL;                                                                          \
         if (importance && !params->metric) {                                                                               \
             diagonal = metric_of_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                                \

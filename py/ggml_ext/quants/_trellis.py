@@ -19,7 +19,7 @@ from ._metric import WINDOW, Metric, encode_rows, form_times, positions
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h
-MAX_PASSES, PASSES_OF_MOMENTS = 6, 2
+MAX_PASSES = 6
 GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 # those of encode/trellis-search.h
@@ -148,9 +148,8 @@ class Trellis:
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
                 metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
-            if metric is not None:
-                passes = passes or (PASSES_OF_MOMENTS if metric.windows else MAX_PASSES)
-            passes = passes or (2 if self.n == 256 else 3)
+            of_importance = metric is not None and metric.windows is None
+            passes = passes or (MAX_PASSES if of_importance else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
             def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
