@@ -22,6 +22,7 @@ N_STARTS = 256  # states that `start` can name
 MAX_PASSES = 6
 GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
+ODD_FED = {256: np.float32(1.4), 64: np.float32(1.6)}
 # those of encode/trellis-search.h
 FIXED, MAX_UNITS, NONE = {3: 204, 2: 174}, np.float32(80), 49152
 LAST_SCALE = 0xF7
@@ -219,7 +220,7 @@ class Trellis:
         r = block.wish - value
         block.metric.feed_block(block.first, block.x - value, r)
         z = value + r
-        return sum_lanes(r * r) - self.odd * sum_lanes(z * z)
+        return sum_lanes(r * r) - ODD_FED[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
 
     def _improve(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Better states of the rows under scales d (rows,), searched again in windows; trellis_improve() in C."""
