@@ -466,11 +466,11 @@ static bool round_form(double a[N_GROUPS][N_GROUPS], const double want[N_GROUPS]
 
 static inline __attribute__((always_inline)) void encode_form(const struct codes * t, const struct products * t2, struct ext_levels_block * in,
                                                               block_ccq2 * dst, float best_v[QK_K]) {
-    ext_levels_aim(in);
+    metric_aim(in->metric, in->first, QK_K, in->x, in->wish, in->target);
     const float * form = metric_block(in->metric, in->first);
     float   pull[QK_K], by_position[QK_K], weight[QK_K], v[QK_K], e[QK_K], g[QK_K], norms[N_BYTES][N_CODES], s[N_GROUPS];
     uint8_t code[N_BYTES];
-    ext_form_times(form, in->target, pull);
+    metric_form_times(QK_K, form, in->target, pull);
     float least = ext_dot(in->target, pull); // of the zero block
     for (int i = 0; i < QK_K; ++i) {
         by_position[ggml_ext_trellis_position(QK_K, i)] = in->target[i];
@@ -489,7 +489,7 @@ static inline __attribute__((always_inline)) void encode_form(const struct codes
             v[i] = s[i%8/2]*t->v[i%4][code[i/4]];
             e[i] = in->target[i] - v[i];
         }
-        ext_form_times(form, e, g);
+        metric_form_times(QK_K, form, e, g);
         descend_bytes(t, N_BYTES, form, QK_K, s, norms, false, code, v, g);
         float q[QK_K];
         for (int i = 0; i < QK_K; ++i) {

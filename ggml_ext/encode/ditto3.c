@@ -105,7 +105,7 @@ static void set_levels(const block_ditto3 * x, float level[K]) {
 
 static inline __attribute__((always_inline)) void encode_form(struct ext_levels_block * in, const float * codebook, block_ditto3 * dst,
                                                               struct ext_levels_best * best) {
-    ext_levels_aim(in);
+    metric_aim(in->metric, in->first, QK_K, in->x, in->wish, in->target);
     const float * form = metric_block(in->metric, in->first);
     double  c[K];
     float   level[K], pull[QK_K];
@@ -124,7 +124,7 @@ static inline __attribute__((always_inline)) void encode_form(struct ext_levels_
     }
     block_ditto3 x = {0};
     *best = (struct ext_levels_best) {.cost = INFINITY};
-    ext_form_times(form, in->target, pull);
+    metric_form_times(QK_K, form, in->target, pull);
     for (int round = 0; round < (codebook ? 1 : EXT_LEVELS_ROUNDS); ++round) {
         store_codebook(c, &x);
         set_levels(&x, level);

@@ -153,12 +153,12 @@ static bool refit_form(double a[EXT_LEVELS][EXT_LEVELS], double b[EXT_LEVELS], g
 }
 
 static inline __attribute__((always_inline)) void encode_form(struct ext_levels_block * in, uint8_t q[QK_K], struct best * out) {
-    ext_levels_aim(in);
+    metric_aim(in->metric, in->first, QK_K, in->x, in->wish, in->target);
     const struct ext_block_stats s = ext_block_stats(in->target);
     struct best start = {.err = s.energy};
     encode_eight_levels(in->target, &s, &start);
     float pull[QK_K], level[EXT_LEVELS];
-    ext_form_times(metric_block(in->metric, in->first), in->target, pull);
+    metric_form_times(QK_K, metric_block(in->metric, in->first), in->target, pull);
     struct ext_levels_best best = {.cost = ext_dot(in->target, pull)}; // of d = 0, which stays if nothing beats it
     uint8_t code[QK_K];
     ggml_half d = start.d, z = start.z;

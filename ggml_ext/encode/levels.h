@@ -38,44 +38,12 @@ struct ext_levels_best {
     uint8_t code[QK_K];
 };
 
-// y = A x for a symmetric matrix of n rows of QK_K.
-static inline __attribute__((always_inline)) void ext_form_times(const float * a, const float * x, float * y) {
-    for (int at = 0; at < QK_K; at += 32) {
-        float sum[32] = {0};
-        for (int j = 0; j < QK_K; ++j) {
-            for (int i = 0; i < 32; ++i) {
-                sum[i] += a[j*QK_K + at + i]*x[j];
-            }
-        }
-        memcpy(y + at, sum, sizeof(sum));
-    }
-}
-
 static inline __attribute__((always_inline)) float ext_dot(const float * a, const float * b) {
     ext_f32 sum[2] = {0};
     for (int i = 0; i < QK_K/4; ++i) {
         sum[i%2] += ext_load(a + 4*i)*ext_load(b + 4*i);
     }
     return ext_sum(sum);
-}
-
-// The target of a block: x, and the shift whose own feedback within the block adds up to what earlier blocks ask for.
-static inline __attribute__((always_inline)) void ext_levels_aim(struct ext_levels_block * in) {
-    const struct ggml_ext_metric * m = in->metric;
-    const int S = m->segment;
-    float shift[QK_K], minus[QK_K];
-    for (int i = 0; i < QK_K; ++i) {
-        shift[i] = in->wish[i] - in->x[i];
-    }
-    for (int s = 0; s < QK_K; s += S) {
-        metric_add_rows(S, metric_gains(m, in->first + s) + in->first%m->columns*S, s, minus, shift + s);
-        for (int i = s; i < s + S; ++i) {
-            minus[i] = -shift[i];
-        }
-    }
-    for (int i = 0; i < QK_K; ++i) {
-        in->target[i] = in->x[i] + shift[i];
-    }
 }
 
 // The level nearest to v, the higher one of equals, from code c on.
@@ -149,7 +117,7 @@ static inline __attribute__((always_inline)) void ext_levels_improve(const struc
     for (int i = 0; i < QK_K; ++i) {
         e[i] = in->target[i] - level[code[i]];
     }
-    ext_form_times(form, e, g);
+    metric_form_times(QK_K, form, e, g);
     ext_descend(QK_K, form, QK_K, level, middle, EXT_MAX_SWEEPS, code, g);
     for (int i = 0; i < QK_K; ++i) {
         e[i] = in->target[i] - level[code[i]];

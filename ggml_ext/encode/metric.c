@@ -17,18 +17,21 @@ enum {
     TILE            = 32,   // columns that stay in registers
 };
 
-struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment) {
+struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment, int block_size, bool of_moments) {
     const int64_t rest = n_per_row%columns;
     struct ggml_ext_metric * m = malloc(sizeof(*m));
     if (m == NULL) {
         return NULL;
     }
-    *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row, .columns = columns, .segment = segment};
+    *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row, .columns = columns, .segment = segment,
+                                  .block_size = block_size};
+    const bool blocks = has_blocks(type) || of_moments, windows = !has_blocks(type) && of_moments;
     const size_t n_gains = n_per_row/columns*metric_n_gains(columns, segment) + metric_n_gains(rest, segment);
     m->forms = malloc((size_t) n_per_row*segment*sizeof(float));
     m->gains = malloc((n_gains + 1)*sizeof(float)); // a row of one segment has none
-    m->blocks = has_blocks(type) ? malloc((size_t) n_per_row*QK_K*sizeof(float)) : NULL;
-    if (m->forms == NULL || m->gains == NULL || (has_blocks(type) && m->blocks == NULL)) {
+    m->blocks = blocks ? malloc((size_t) n_per_row*block_size*sizeof(float)) : NULL;
+    m->windows = windows ? malloc((size_t) (n_per_row/block_size)*metric_n_windows(block_size)*METRIC_WINDOW*METRIC_WINDOW*sizeof(float)) : NULL;
+    if (m->forms == NULL || m->gains == NULL || (blocks && m->blocks == NULL) || (windows && m->windows == NULL)) {
         ggml_ext_metric_free(m);
         return NULL;
     }
@@ -40,6 +43,7 @@ void ggml_ext_metric_free(struct ggml_ext_metric * m) {
         free(m->forms);
         free(m->gains);
         free(m->blocks);
+        free(m->windows);
         free(m);
     }
 }
@@ -92,7 +96,7 @@ static void factorize_diagonal(struct ggml_ext_metric * m, int64_t first, int n,
 }
 
 struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance) {
-    struct ggml_ext_metric * m = metric_new(type, n_per_row, block_size, METRIC_MAX_SEGMENT);
+    struct ggml_ext_metric * m = metric_new(type, n_per_row, block_size, METRIC_MAX_SEGMENT, block_size, false);
     for (int64_t first = 0; m && first < n_per_row; first += block_size) {
         float  scaled[QK_K];
         double sum = 0;
@@ -246,6 +250,48 @@ static bool solve_segment(double * g, int64_t n, int64_t f, int S) {
     return true;
 }
 
+// The inverse of a positive definite matrix of METRIC_WINDOW rows, in place (Gauss-Jordan).
+static void invert_window(double a[METRIC_WINDOW][METRIC_WINDOW]) {
+    for (int i = 0; i < METRIC_WINDOW; ++i) {
+        const double pivot = a[i][i];
+        a[i][i] = 1;
+        for (int j = 0; j < METRIC_WINDOW; ++j) {
+            a[i][j] /= pivot;
+        }
+        for (int k = 0; k < METRIC_WINDOW; ++k) {
+            const double by = a[k][i];
+            a[k][i] = k == i ? by : 0;
+            for (int j = 0; k != i && j < METRIC_WINDOW; ++j) {
+                a[k][j] -= by*a[i][j];
+            }
+        }
+    }
+}
+
+// The form of the block that begins at step `begin` of the matrix, which the later steps have reacted to, and its windows.
+static void take_block(struct ggml_ext_metric * m, const struct matrix * x, int64_t first, int64_t begin) {
+    const int n = m->block_size;
+    float * form = m->blocks + (first + begin)*n;
+    for (int i = 0; i < n; ++i) {
+        for (int j = 0; j <= i; ++j) {
+            form[i*n + j] = form[j*n + i] = (float) x->a[(begin + i)*x->n + begin + j];
+        }
+    }
+    for (int at = 0; m->windows && at < metric_n_windows(n); ++at) {
+        double window[METRIC_WINDOW][METRIC_WINDOW];
+        for (int i = 0; i < METRIC_WINDOW; ++i) {
+            for (int j = 0; j < METRIC_WINDOW; ++j) {
+                window[i][j] = (double) form[(at*(METRIC_WINDOW/2) + i)*n + at*(METRIC_WINDOW/2) + j];
+            }
+        }
+        invert_window(window);
+        float * to = m->windows + ((first + begin)/n*metric_n_windows(n) + at)*METRIC_WINDOW*METRIC_WINDOW;
+        for (int i = 0; i < METRIC_WINDOW*METRIC_WINDOW; ++i) {
+            to[i] = (float) window[i/METRIC_WINDOW][i%METRIC_WINDOW];
+        }
+    }
+}
+
 // Eliminates segment after segment, the last one first. `first`: step of the row at which the matrix begins.
 static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t first) {
     const int64_t n = x->n;
@@ -253,14 +299,10 @@ static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t fir
     float * gains = m->gains + first/m->columns*metric_n_gains(m->columns, S);
     for (int64_t end = n; end > 0; end = (end - 1)/PANEL*PANEL) {
         const int64_t begin = (end - 1)/PANEL*PANEL;
-        for (int64_t i = begin; m->blocks && i < end; ++i) {
-            for (int64_t j = begin; j <= i; ++j) {
-                const float v = (float) x->a[i*n + j];
-                m->blocks[(first + i)*QK_K + j - begin] = v;
-                m->blocks[(first + j)*QK_K + i - begin] = v;
-            }
-        }
         for (int64_t f = end - S; f >= begin; f -= S) {
+            if ((f + S)%m->block_size == 0) {
+                take_block(m, x, first, f + S - m->block_size);
+            }
             double * rows = x->panel + (f - begin)*n, * g = x->gains + (f - begin)*n;
             for (int i = 0; i < S; ++i) {
                 memcpy(rows + i*n, x->a + (f + i)*n, (size_t) (f + i + 1)*sizeof(double));
@@ -308,7 +350,7 @@ GGML_EXT_WEIGHT_TYPES(X)
     }
     *status = GGML_EXT_METRIC_NO_MEMORY;
     const int64_t columns = matrix_columns(n_per_row, whole);
-    struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment);
+    struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment, block_size, true);
     for (int64_t first = 0; m && first < n_per_row; first += columns) {
         struct matrix x;
         bool good = matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns);

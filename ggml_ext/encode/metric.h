@@ -9,7 +9,7 @@
 
 #include "encode.h"
 
-enum { METRIC_MAX_SEGMENT = 32 };
+enum { METRIC_MAX_SEGMENT = 32, METRIC_WINDOW = 32 };
 
 // Added to importances, of their mean, so that there are no zeros to divide by. Weighted error of ITQ3_S on a layer of the reference
 // model 0.0133, with a floor of 1 0.0143.
@@ -23,7 +23,11 @@ struct ggml_ext_metric {
     int     segment; // steps: 8, 16 or 32
     float * forms;   // [n_per_row][segment]
     float * gains;   // matrix after matrix and segment after segment: [steps before it in its matrix][segment]
-    float * blocks;  // of types of scalar codes, each block's form as a whole, once later blocks have reacted: [n_per_row][QK_K]
+    float * blocks;  // each block's form as a whole, once later blocks have reacted: [n_per_row][block_size]; NULL of importances
+                     // and a trellis
+    float * windows; // of moments and a trellis: inverses of its parts of METRIC_WINDOW steps, each half a window after the last:
+                     // [n_per_row/block_size][metric_n_windows(block_size)][METRIC_WINDOW][METRIC_WINDOW]
+    int     block_size;
 };
 
 // Gains of the first `steps` steps of a matrix, in whole segments: 0 + 1 + ... segments, each times segment*segment.
@@ -40,9 +44,17 @@ static inline const float * metric_form(const struct ggml_ext_metric * m, int64_
     return m->forms + first*m->segment;
 }
 
-// The same of a whole block of QK_K steps: symmetric, [QK_K][QK_K].
+// The same of a whole block: symmetric, [block_size][block_size].
 static inline const float * metric_block(const struct ggml_ext_metric * m, int64_t first) {
-    return m->blocks + first*QK_K;
+    return m->blocks + first*m->block_size;
+}
+
+static inline int metric_n_windows(int block_size) {
+    return 2*block_size/METRIC_WINDOW - 1;
+}
+
+static inline const float * metric_windows(const struct ggml_ext_metric * m, int64_t first) {
+    return m->windows + first/m->block_size*metric_n_windows(m->block_size)*METRIC_WINDOW*METRIC_WINDOW;
 }
 
 static inline __attribute__((always_inline)) void metric_add_rows_of(const int n, const float * rows, int64_t n_rows, const float * x,
@@ -83,8 +95,41 @@ static inline __attribute__((always_inline)) void metric_apply_forms(const struc
     }
 }
 
-// Without gains and forms yet. NULL if memory is out.
-struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment);
+// y = A x for a symmetric matrix of n*n, n a multiple of 32.
+static inline __attribute__((always_inline)) void metric_form_times(int n, const float * a, const float * x, float * y) {
+    for (int at = 0; at < n; at += 32) {
+        float sum[32] = {0};
+        for (int j = 0; j < n; ++j) {
+            for (int i = 0; i < 32; ++i) {
+                sum[i] += a[j*n + at + i]*x[j];
+            }
+        }
+        memcpy(y + at, sum, sizeof(sum));
+    }
+}
+
+// What would cost nothing in a block: x, and the shift whose own feedback within the block adds up to what earlier blocks ask for.
+// The cost of values v is then (target - v)^T B (target - v), B of metric_block().
+static inline __attribute__((always_inline)) void metric_aim(const struct ggml_ext_metric * m, int64_t first, int n, const float * x,
+                                                             const float * wish, float * target) {
+    const int S = m->segment;
+    float shift[QK_K], minus[QK_K];
+    for (int i = 0; i < n; ++i) {
+        shift[i] = wish[i] - x[i];
+    }
+    for (int s = 0; s < n; s += S) {
+        metric_add_rows(S, metric_gains(m, first + s) + first%m->columns*S, s, minus, shift + s);
+        for (int i = s; i < s + S; ++i) {
+            minus[i] = -shift[i];
+        }
+    }
+    for (int i = 0; i < n; ++i) {
+        target[i] = x[i] + shift[i];
+    }
+}
+
+// Without gains and forms yet. of_moments: with windows where the type is a trellis. NULL if memory is out.
+struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment, int block_size, bool of_moments);
 
 // Of importances of the unrotated weights of a row, for rotated types: a diagonal for each block, scaled to a mean of 1, with
 // METRIC_FLOOR added. A block of zeros counts as one of ones.

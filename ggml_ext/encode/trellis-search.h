@@ -132,9 +132,10 @@ static inline __attribute__((always_inline)) int trellis_step_back(int k, const 
 }
 
 // States of least squared error of x[0 .. n-1], in units of d, that follow one of the first n_starts states before, or if
-// that is 0 the state `before`. Of equals, the last state is in the first group, and each state before it the first one.
+// that is 0 the state `before`, and that the group `after` can follow, or if that is -1 any. Of equals, the last state is in the
+// first group, and each state before it the first one.
 static inline __attribute__((always_inline)) void trellis_search(int k, struct trellis_work * w, const float * x, int n,
-                                                                 int n_starts, int before, uint16_t * states) {
+                                                                 int n_starts, int before, int after, uint16_t * states) {
     const int   n_groups = GGML_EXT_TRELLIS_STATES >> k;
     const float top = TRELLIS_MAX_UNITS;
     for (int t = 0; t < n; ++t) {
@@ -149,12 +150,12 @@ static inline __attribute__((always_inline)) void trellis_search(int k, struct t
         const bool lower = t%2 == 1 || t < GGML_EXT_TRELLIS_BITS/k - 1;
         trellis_step(k, w->least[t], w->fixed, w->x[t], lower, w->planes, w->least[t + 1]);
     }
+    const bool ends = after >= 0;
     int16_t m = INT16_MAX;
     for (int j = 0; j < n_groups; ++j) {
         m = w->least[n][j] < m ? w->least[n][j] : m;
     }
-    int after = 0;
-    while (w->least[n][after] != m) {
+    while (after < 0 || (!ends && w->least[n][after] != m)) {
         ++after;
     }
     for (int t = n - 1; t >= 0; --t) {

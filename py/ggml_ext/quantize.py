@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--effort",
         metavar=f"{{{','.join(EFFORTS)}}}",
         default="normal",
-        help=f"{', '.join(TRELLIS_TYPES)}: scales tried for each block: fast (1), normal (2 or 3, with importance data up to 6), "
+        help=f"{', '.join(TRELLIS_TYPES)}: scales tried for each block: fast (1), normal (2 or 3, with a diagonal up to 6), "
         "best (6, and errors are fed back more finely); default normal",
     )
     add_threads_option(parser)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import BLOCK_SIZE, sum_lanes
-from ._metric import Metric
+from ._metric import Metric, form_times
 
 LEVELS, MAX_SWEEPS, ROUNDS = 8, 4, 3
 
@@ -27,11 +27,7 @@ class Block:
     def __init__(self, metric: Metric, first: int, x: np.ndarray, wish: np.ndarray):
         self.metric, self.first, self.x, self.wish = metric, first, x, wish
         self.form = metric.blocks[first // BLOCK_SIZE]
-        shift, minus, S = wish - x, np.zeros_like(x), metric.segment
-        for s in range(0, BLOCK_SIZE, S):
-            metric.feed_segment(first, s, minus, shift)
-            minus[:, s : s + S] = -shift[:, s : s + S]
-        self.target = x + shift  # what would cost nothing: values v cost (target - v)^T form (target - v)
+        self.target = metric.aim(first, x, wish)
         self.pull = form_times(self.form, self.target)
 
     def start(self, level: np.ndarray) -> np.ndarray:
@@ -67,14 +63,6 @@ class Block:
             a[rows, code[:, j]] += sums[:, :, j]
             b[rows, code[:, j]] += self.pull[:, j]
         return a, b
-
-
-def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """A x of each row of x, float32 (n_rows, n), for a symmetric A: ext_form_times(), metric_add_rows()."""
-    y = np.zeros_like(x)
-    for j in range(x.shape[1]):
-        y += form[j] * x[:, j, None]
-    return y
 
 
 def solve(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> np.ndarray:

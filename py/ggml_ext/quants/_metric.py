@@ -16,6 +16,7 @@ MOMENTS_COLUMNS = 256  # of a matrix that holds no whole row
 UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can hold
 FLOOR = 0.01  # added to importances, of their mean
 SEGMENT = 32  # of a metric that is made of importances
+WINDOW = 32  # steps
 
 
 def positions(n: int) -> np.ndarray:
@@ -42,7 +43,8 @@ class Metric:
     segment: int  # steps
     forms: np.ndarray  # float32 (n_per_row, segment): D of one segment after the other
     gains: list[np.ndarray]  # of each segment float32 (steps before it in its matrix, segment)
-    blocks: list[np.ndarray]  # for rows of blocks of 256: the form of each, once later blocks have reacted, float32 (256, 256)
+    blocks: list[np.ndarray]  # the form of each, once later blocks have reacted, float32 (n, n); not of importances for blocks of 64
+    windows: list[np.ndarray] | None = None  # of moments: the inverses of each block's parts of WINDOW steps, float32 (windows, 32, 32)
 
     def feed_block(self, first: int, x: np.ndarray, y: np.ndarray) -> None:
         """y[s] += what the steps of x before segment s ask of it. x, y: float32 (rows, n), a block each, from step `first` on."""
@@ -73,6 +75,14 @@ class Metric:
             here = slice(s, s + self.segment)
             _add_rows(self.forms[first + s : first + s + self.segment], r[:, here], y[:, here])
         return y
+
+    def aim(self, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
+        """What would cost nothing in a block of each row: values v cost (target - v)^T B (target - v). metric_aim()."""
+        shift, minus, S = wish - x, np.zeros_like(x), self.segment
+        for s in range(0, x.shape[1], S):
+            self.feed_segment(first, s, minus, shift)
+            minus[:, s : s + S] = -shift[:, s : s + S]
+        return x + shift
 
     @classmethod
     def of_importance(cls, importance: np.ndarray, block_size: int) -> Metric:
@@ -115,11 +125,11 @@ class Metric:
             n = min(columns, n_per_row - first)
             of_matrix = _load(moments[at : at + n * (n + 1) // 2], n, float(np.float32(damping)), block_size, rotated)
             at += n * (n + 1) // 2
-            matrix_forms, matrix_gains, matrix_blocks = _factorize(of_matrix, segment)
+            matrix_forms, matrix_gains, matrix_blocks = _factorize(of_matrix, segment, block_size)
             forms += matrix_forms
             gains += matrix_gains
             blocks += matrix_blocks
-        return cls(columns, segment, np.concatenate(forms), gains, blocks)
+        return cls(columns, segment, np.concatenate(forms), gains, blocks, [_invert_windows(block) for block in blocks])
 
 
 def encode_rows(
@@ -146,6 +156,14 @@ def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
         out += rows[j] * x[:, j, None]
 
 
+def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """A x of each row of x, float32 (n_rows, n), for a symmetric A: metric_form_times(), metric_add_rows()."""
+    y = np.zeros_like(x)
+    for j in range(x.shape[1]):
+        y += form[j] * x[:, j, None]
+    return y
+
+
 def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated: bool) -> np.ndarray:
     """The damped and rotated matrix in the order of steps, float64 (n, n)."""
     a = np.zeros((n, n))
@@ -167,13 +185,13 @@ def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated
     return a
 
 
-def _factorize(a: np.ndarray, S: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+def _factorize(a: np.ndarray, S: int, block_size: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """Forms float32 (S, S) and gains float32 (steps before, S) of all segments, forms of all blocks; the lower triangle counts."""
     forms, gains, blocks = [], [], []
     for f in range(len(a) - S, -1, -S):
         end = f + S
-        if end % BLOCK_SIZE == 0:
-            own = np.tril(a[end - BLOCK_SIZE : end, end - BLOCK_SIZE : end])
+        if end % block_size == 0:
+            own = np.tril(a[end - block_size : end, end - block_size : end])
             blocks.append((own + np.tril(own, -1).T).astype(np.float32))
         rows = a[f : f + S, : f + S].copy()
         own = np.tril(rows[:, f:])
@@ -191,3 +209,18 @@ def _factorize(a: np.ndarray, S: int) -> tuple[list[np.ndarray], list[np.ndarray
         for k in range(S - 1, -1, -1):
             a[:f, :f] -= rows[k, :f, None] * g[k, :f]
     return forms[::-1], gains[::-1], blocks[::-1]
+
+
+def _invert_windows(form: np.ndarray) -> np.ndarray:
+    """Of the parts of WINDOW steps of a block's form, each half a window after the last; invert_window() in C."""
+    a = np.array([form[s : s + WINDOW, s : s + WINDOW] for s in range(0, len(form) - WINDOW // 2, WINDOW // 2)], np.float64)
+    for i in range(WINDOW):
+        pivot = a[:, i, i].copy()
+        a[:, i, i] = 1
+        a[:, i] /= pivot[:, None]
+        for k in range(WINDOW):
+            if k != i:
+                by = a[:, k, i].copy()
+                a[:, k, i] = 0
+                a[:, k] -= by[:, None] * a[:, i]
+    return a.astype(np.float32)

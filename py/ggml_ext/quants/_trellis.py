@@ -14,7 +14,7 @@ import numpy as np
 
 from .._types import TYPES, TypeInfo
 from . import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
-from ._metric import Metric, encode_rows, positions
+from ._metric import WINDOW, Metric, encode_rows, form_times, positions
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
@@ -22,6 +22,7 @@ N_STARTS = 256  # states that `start` can name
 MAX_PASSES = 6
 GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
+ODD_FED = {256: np.float32(1.4), 64: np.float32(1.6)}
 # those of encode/trellis-search.h
 FIXED, MAX_UNITS, NONE = {3: 204, 2: 174}, np.float32(80), 49152
 LAST_SCALE = 0xF7
@@ -148,7 +149,8 @@ class Trellis:
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
                 metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
-            passes = passes or (MAX_PASSES if metric is not None else 2 if self.n == 256 else 3)
+            of_importance = metric is not None and metric.windows is None
+            passes = passes or (MAX_PASSES if of_importance else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
             def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
@@ -165,10 +167,11 @@ class Trellis:
         """(4096,) to (symbols, groups): the newest symbol first."""
         return np.ascontiguousarray(by_state.reshape(self.n_groups, 1 << self.k).T)
 
-    def search(self, x: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
+    def search(self, x: np.ndarray, before: np.ndarray | None = None, after: np.ndarray | None = None) -> np.ndarray:
         """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis-search.h.
 
-        before: states int64 (n,) that the first ones follow; None: those that a start byte can name.
+        before: states int64 (n,) that the first ones follow; None: those that a start byte can name. after: the states'
+        other bits than the oldest symbol that the last ones have, int64 (n,); None: any.
         """
         n, steps = x.shape
         symbols, groups = 1 << self.k, self.n_groups
@@ -189,7 +192,7 @@ class Trellis:
                 cost = np.minimum(cost - cost.min(axis=(1, 2), keepdims=True), NONE)
             least[t + 1] = cost.transpose(0, 2, 1).reshape(n, groups)
         states = np.empty((n, steps), np.int64)
-        after = least[steps].argmin(axis=1)
+        after = least[steps].argmin(axis=1) if after is None else after
         for t in range(steps - 1, -1, -1):
             candidates = after[:, None] + np.arange(symbols) * groups
             e = x[:, t, None] - fixed[candidates]
@@ -202,13 +205,46 @@ class Trellis:
         """States for a block of each row under scales d (rows,); trellis_search_feedback() in C."""
         metric, states, wish = block.metric, np.empty(block.x.shape, np.int64), block.wish.copy()
         S, inverse = metric.segment, (np.float32(1) / d)[:, None]
-        ahead = 24 if S < 16 else S
+        ahead = 24 if S < 16 else 16 if metric.windows else S
         for s in range(0, self.n, S):
             z = wish[:, s : s + S + ahead] * inverse
             found = self.search(z, states[:, s - 1] if s else None)[:, :S]
             states[:, s : s + S] = found
             errors = block.x[:, s : s + S] - d[:, None] * self.values[found]
             metric.feed_later(block.first, s, errors, wish)
+        return states
+
+    def _excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """trellis_excess() in C, float32 (rows,)."""
+        value = d[:, None] * self.values[states]
+        r = block.wish - value
+        block.metric.feed_block(block.first, block.x - value, r)
+        z = value + r
+        return sum_lanes(r * r) - ODD_FED[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
+
+    def _improve(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """Better states of the rows under scales d (rows,), searched again in windows; trellis_improve() in C."""
+        if not len(d):
+            return states
+        metric, states, scale, inverse = block.metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
+        form, windows = metric.blocks[block.first // self.n], metric.windows[block.first // self.n]
+        g = form_times(form, metric.aim(block.first, block.x, block.wish) - scale * self.values[states])
+        for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
+            here, end = slice(s, s + WINDOW), s + WINDOW
+            old = self.values[states[:, here]]
+            z = old + form_times(windows[i], g[:, here]) * inverse
+            found = self.search(
+                z, states[:, s - 1] if s else None, states[:, end - 1] & self.n_groups - 1 if end < self.n else None
+            )
+            by = scale * (self.values[found] - old)
+            terms = by * (np.float32(0.5) * form_times(form[here, here], by) - g[:, here])
+            cost = np.zeros_like(d)
+            for j in range(WINDOW):
+                cost += terms[:, j]
+            kept = np.flatnonzero(cost < 0)
+            for j in range(WINDOW):
+                g[kept] -= form[s + j] * by[kept, j, None]
+            states[kept, here] = found[kept]
         return states
 
     def _encode(self, block: Block, passes: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +280,8 @@ class Trellis:
 
         want, look, active = first * GAIN[self.k], np.zeros(n, np.float32), np.arange(n)
         at = np.zeros(n, np.int64)
-        if metric is not None:
+        moments = metric is not None and metric.windows is not None
+        if metric is not None and not moments:
             looking, d = next_scales(active, want)
             if len(looking):
                 want[looking], look[looking] = try_scale(looking, d, False)
@@ -258,12 +295,17 @@ class Trellis:
             tried[active, d] = True
             better = (at[active] == 0) | (best_d[active] == d)
             at[active[better]], want[active[better]] = d[better], suits[better]
+        if moments:
+            look, bell = self._excess(block, e5m3_to_float32(best_d), best_states), np.zeros_like(bell)
         top = np.abs(self.values).max()
         for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(block.x).max(axis=1, initial=0) / top):
             active, d = next_scales(np.flatnonzero((error if metric is None else look) > bell), odd)
             if len(active):
                 try_scale(active, d, metric is not None)
                 tried[active, d] = True
+        if moments:
+            here = np.flatnonzero(best_d)
+            best_states[here] = self._improve(block.rows(here), e5m3_to_float32(best_d[here]), best_states[here])
         all_d, all_states = np.zeros(len(rows), np.uint8), np.zeros((len(rows), self.n), np.int64)
         all_d[rows], all_states[rows] = best_d, best_states
         return all_states, all_d

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, sum_lanes
-from ._levels import Block, form_times, solve
-from ._metric import UNROTATED_MAX, Metric, encode_rows, positions
+from ._levels import Block, solve
+from ._metric import UNROTATED_MAX, Metric, encode_rows, form_times, positions
 
 BLOCK_BYTES = 66
 ALPHA, BETA, OFFSET = 121, 1178, 32
