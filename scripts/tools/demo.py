@@ -47,31 +47,35 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 SMOLLM2 = tomllib.loads((ROOT / "data" / "smollm2.toml").read_text())
 OUT = ROOT / "build" / "demo"
 QUESTION = "What is the capital of France? Answer in one sentence."
-# rows of the table: type, options of the quantizer, whether it has an importance matrix, whether only --full has it
+# rows of the table: type, options of the quantizer, key of IMPORTANCE or None, whether only --full has it
 ROWS = {
-    "F16": ("f16", [], False, False),
-    "Q3_K": ("q3_k", [], False, False),
-    "Q3_K, with imatrix": ("q3_k", [], True, True),
-    "IQ3_S": ("iq3_s", [], False, True),
-    "IQ3_S, with imatrix": ("iq3_s", [], True, False),
-    "IQ3_XXS, with imatrix": ("iq3_xxs", [], True, True),
-    "ITQ3_T": ("itq3_t", [], False, True),
-    "ITQ3_T, with imatrix": ("itq3_t", [], True, False),
-    "ITQ3_T64": ("itq3_t64", [], False, True),
-    "ITQ3_T64, with imatrix": ("itq3_t64", [], True, True),
-    "DITTO3": ("ditto3", [], False, True),
-    "DITTO3, with imatrix": ("ditto3", [], True, False),
-    "ITQ3_S": ("itq3_s", [], False, False),
-    "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"], False, True),
-    "Q2_K": ("q2_k", [], False, True),
-    "Q2_K, with imatrix": ("q2_k", [], True, False),
-    "IQ2_XXS, with imatrix": ("iq2_xxs", [], True, False),
-    "ITQ2_T": ("itq2_t", [], False, True),
-    "ITQ2_T, with imatrix": ("itq2_t", [], True, False),
-    "ITQ2_T64": ("itq2_t64", [], False, True),
-    "ITQ2_T64, with imatrix": ("itq2_t64", [], True, True),
-    "CCQ2": ("ccq2", [], False, True),
-    "CCQ2, with imatrix": ("ccq2", [], True, False),
+    "F16": ("f16", [], None, False),
+    "Q3_K": ("q3_k", [], None, False),
+    "Q3_K, with imatrix": ("q3_k", [], "imatrix", True),
+    "IQ3_S": ("iq3_s", [], None, True),
+    "IQ3_S, with imatrix": ("iq3_s", [], "imatrix", False),
+    "IQ3_XXS, with imatrix": ("iq3_xxs", [], "imatrix", True),
+    "ITQ3_T": ("itq3_t", [], None, True),
+    "ITQ3_T, with imatrix": ("itq3_t", [], "imatrix", True),
+    "ITQ3_T, with block moments": ("itq3_t", [], "block", False),
+    "ITQ3_T64": ("itq3_t64", [], None, True),
+    "ITQ3_T64, with block moments": ("itq3_t64", [], "block", True),
+    "DITTO3": ("ditto3", [], None, True),
+    "DITTO3, with block moments": ("ditto3", [], "block", False),
+    "ITQ3_S": ("itq3_s", [], None, True),
+    "ITQ3_S, with block moments": ("itq3_s", [], "block", False),
+    "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"], None, True),
+    "Q2_K": ("q2_k", [], None, True),
+    "Q2_K, with imatrix": ("q2_k", [], "imatrix", False),
+    "IQ2_S, with imatrix": ("iq2_s", [], "imatrix", True),
+    "IQ2_XXS, with imatrix": ("iq2_xxs", [], "imatrix", False),
+    "ITQ2_T": ("itq2_t", [], None, True),
+    "ITQ2_T, with imatrix": ("itq2_t", [], "imatrix", True),
+    "ITQ2_T, with block moments": ("itq2_t", [], "block", False),
+    "ITQ2_T64": ("itq2_t64", [], None, True),
+    "ITQ2_T64, with block moments": ("itq2_t64", [], "block", True),
+    "CCQ2": ("ccq2", [], None, True),
+    "CCQ2, with block moments": ("ccq2", [], "block", False),
 }
 TYPES = list(dict.fromkeys(type_name for type_name, *_ in ROWS.values()))
 FAILURES: list[str] = []
@@ -112,12 +116,9 @@ def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
 
 
 def quantize_chat(source: Path, out: Path, threads: int, *options: str, echo: bool = False) -> None:
-    """ITQ3_T with an importance matrix from llama.cpp's README.md: without one a model of 135 M parameters forgets too much."""
-    importance, text = out.with_name("imatrix.gguf"), llama_cpp.pristine_tree() / "README.md"
-    if echo:
-        print(f"$ llama-imatrix -m {source.name} -f llama.cpp/{text.name} -o {importance.name} -c 512 --chunks 8", flush=True)
-    imatrix(source, text, importance, n_ctx=512, n_chunks=8, threads=threads)
-    quantize_ours(source, out, "itq3_t", "--imatrix", str(importance), "--allow-requantize", *options, echo=echo)
+    """ITQ3_T, calibrated on a few chunks: without them a model of 135 M parameters forgets too much."""
+    quantize_ours(source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
+                  "--allow-requantize", "--threads", str(threads), *options, echo=echo)
 
 
 def demo_chat(source: Path, threads: int) -> None:
@@ -144,15 +145,16 @@ def demo_completion(threads: int) -> None:
 
 def quality(row: str, folder: Path, scored: Path, importance: Path | None, args: argparse.Namespace) -> dict:
     """Perplexity of the embedded model with the matrices of its blocks in the row's type."""
-    type_name, options, weighted, _ = ROWS[row]
-    if weighted and importance is None:
+    type_name, options, kind, _ = ROWS[row]
+    if kind and importance is None:
         raise RuntimeError("there is no importance matrix")
     path = MODEL
     if type_name != "f16":
-        path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, imatrix_file=importance if weighted else None)
+        path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, imatrix_file=importance if kind else None,
+                                kind=kind or "imatrix")
     score = perplexity(path, scored, n_chunks=args.chunks, threads=args.threads)
     print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)
-    return {"type": type_name, "imatrix": weighted, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
+    return {"type": type_name, "importance": kind, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
 
 
 def speeds(types: list[str], folder: Path, args: argparse.Namespace) -> dict[str, dict]:
@@ -171,7 +173,7 @@ def compare(args: argparse.Namespace) -> None:
         folder = Path(tmp)
         heading(f"perplexity of the embedded model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
         scored, rest = split_text(TEXT, folder)
-        importance = attempt("importance matrix", imatrix, MODEL, rest, folder / "imatrix.gguf")
+        importance = attempt("importance matrix", imatrix, MODEL, rest, folder / "imatrix.gguf", kinds=["block"])
         table = {row: found for row in rows if (found := attempt(f"row {row}", quality, row, folder, scored, importance, args))}
         heading(f"speed of a synthetic model of Llama-3.2-1B's shape, {args.layers} blocks, {args.threads} threads")
         measured = attempt("speed", speeds, list(dict.fromkeys(ROWS[row][0] for row in rows)), folder, args) or {}
