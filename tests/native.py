@@ -31,7 +31,6 @@ Q8_KR64 = np.dtype([("d", "<f4", 4), ("sum", "<f4", 4), ("qs", "i1", (8, 4, 8))]
 ACTIVATIONS = {"q8_kr": Q8_KR, "q8_k": Q8_KR, "q8_kr64": Q8_KR64}
 assert all(dtype.itemsize == TYPES[name].block_bytes for name, dtype in ACTIVATIONS.items() if name in TYPES)
 F32_U = 2.0**-24  # unit roundoff of float32
-TILED_MIN_COLUMNS = 9  # TILED_EXT_MIN_COLUMNS: with fewer columns a block's products are made one by one
 
 
 def built(folder: Path, name: str) -> Path:
@@ -115,6 +114,7 @@ class Kernels:
         self.dll.ggml_ext_cpu_unpack_block.argtypes = [c_int, c_void_p, c_void_p]
         self.dll.ggml_ext_cpu_unpack_block.restype = c_bool
         self.dll.ggml_ext_dot_columns.restype = c_bool
+        self.dll.ggml_ext_cpu_tiled_columns.restype = c_int64
         self.isa = self.dll.ggml_ext_cpu_isa().decode()
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
@@ -158,6 +158,11 @@ class Kernels:
             c_int(TYPES[type_name].id), c_int64(TYPES[type_name].block_size * n_blocks), addresses(out), c_void_p(rows.ctypes.data),
             c_size_t(n_blocks * block_bytes), c_int64(n_rows), addresses(activations), c_int(len(activations)))
         return out
+
+
+def tiled_columns(type_name: str) -> int:
+    """The least number of columns that ggml's tiled GEMM takes; it is for x86 alone."""
+    return kernels("native").dll.ggml_ext_cpu_tiled_columns(TYPES[type_name].id) if "avx" in kernels("native").isa else 1 << 60
 
 
 def request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:

@@ -40,6 +40,26 @@ GGML_EXT_WEIGHT_TYPES(X)
     }
 }
 
+// On a Zen 3 core, AVX2 without VNNI, up to 16 columns are faster this way in all types; where several vectors of products share one
+// accumulator of int16, all of a batch of 512 are (docs/measurements.md). With VNNI, where that has not been measured, as many
+// columns as one unpacked block serves.
+template <typename B> constexpr int64_t tiled_columns() {
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+    return MAX_COLUMNS + 1;
+#else
+    return 4*traits<B>::q_max*ACT_MAX <= INT16_MAX ? 512 + 1 : 2*MAX_COLUMNS + 1;
+#endif
+}
+
+int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type) {
+    switch ((int) type) {
+#define X(NAME, name) case GGML_TYPE_##NAME: return tiled_columns<block_##name>();
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+        default: return 0;
+    }
+}
+
 // Of a product's columns, as many as are multiplied at a time: where each is, and where its products go.
 struct column_batch {
     const void * y[2*MAX_COLUMNS];

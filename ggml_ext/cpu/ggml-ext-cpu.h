@@ -49,6 +49,9 @@ static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, i
     }
 }
 
+// The least number of columns that the tiled GEMM takes; it multiplies fewer no faster than dot_columns().
+GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
+
 // For tests: the instruction set compiled in, one block through the SIMD unpack, and how many tiles the tiled GEMM
 // has unpacked from the extension's types since the start of the process.
 GGML_BACKEND_API const char * ggml_ext_cpu_isa(void);
