@@ -5,6 +5,7 @@
 //   'i'  -                                                                        the name of the set, 16 bytes
 //   'u'  blocks                                                                   the codes
 //   'v'  blocks, a row of the type's activations                                  one float
+//   'c'  int64 n_rows, n_cols; rows of n_blocks; columns of the type's activations   floats, column by column
 //   'd'  blocks                                                                   floats
 //   'q'  floats of as many blocks; type: Q8_KR or Q8_KR64                         the activations
 #include "ggml-ext-cpu.h"
@@ -68,6 +69,23 @@ int main() {
                 const float s = vec_dot(r.type, (int) (n*block_size), x.data(), y.data());
                 out.resize(sizeof(s));
                 memcpy(out.data(), &s, sizeof(s));
+                break;
+            }
+            case 'c': {
+                int64_t count[2]; // rows, columns
+                memcpy(count, receive(sizeof(count)).data(), sizeof(count));
+                const size_t y_bytes = activation_bytes(block_size == 64, n*block_size);
+                const auto x = receive(count[0]*row_bytes), y = receive(count[1]*y_bytes);
+                std::vector<const void *> columns;
+                std::vector<float *> products;
+                out.resize(count[0]*count[1]*sizeof(float));
+                for (int64_t c = 0; c < count[1]; ++c) {
+                    columns.push_back(y.data() + c*y_bytes);
+                    products.push_back((float *) out.data() + c*count[0]);
+                }
+                if (!ggml_ext_dot_columns(type, n*block_size, products.data(), x.data(), row_bytes, count[0], columns.data(), (int) count[1])) {
+                    return 1;
+                }
                 break;
             }
             case 'd': {

@@ -113,6 +113,8 @@ class Kernels:
         self.dll.ggml_ext_cpu_n_tiles.restype = c_int64
         self.dll.ggml_ext_cpu_unpack_block.argtypes = [c_int, c_void_p, c_void_p]
         self.dll.ggml_ext_cpu_unpack_block.restype = c_bool
+        self.dll.ggml_ext_dot_columns.restype = c_bool
+        self.dll.ggml_ext_cpu_tiled_columns.restype = c_int64
         self.isa = self.dll.ggml_ext_cpu_isa().decode()
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
@@ -145,6 +147,22 @@ class Kernels:
             c_int(TYPES[type_name].block_size * len(row)), ctypes.byref(result), c_size_t(0), c_void_p(row.ctypes.data), c_size_t(0),
             c_void_p(activations.ctypes.data), c_size_t(0), c_int(1))
         return result.value
+
+    def dot_columns(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        """Rows uint8 (n_rows, n_blocks, block_bytes) times columns (n_cols, n_groups), at once: float32 (n_cols, n_rows)."""
+        rows, activations = np.ascontiguousarray(rows), np.ascontiguousarray(activations)
+        n_rows, n_blocks, block_bytes = rows.shape
+        out = np.full((len(activations), n_rows), np.nan, np.float32)
+        addresses = lambda a: (c_void_p * len(a))(*(row.ctypes.data for row in a))  # noqa: E731
+        assert self.dll.ggml_ext_dot_columns(
+            c_int(TYPES[type_name].id), c_int64(TYPES[type_name].block_size * n_blocks), addresses(out), c_void_p(rows.ctypes.data),
+            c_size_t(n_blocks * block_bytes), c_int64(n_rows), addresses(activations), c_int(len(activations)))
+        return out
+
+
+def tiled_columns(type_name: str) -> int:
+    """The least number of columns that ggml's tiled GEMM takes; it is for x86 alone."""
+    return kernels("native").dll.ggml_ext_cpu_tiled_columns(TYPES[type_name].id) if "avx" in kernels("native").isa else 1 << 60
 
 
 def request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:
@@ -180,6 +198,11 @@ class EmulatedKernels:
 
     def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
         return struct.unpack("<f", self._ask("v", type_name, len(row), 4, row, activations))[0]
+
+    def dot_columns(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        shape = (len(activations), len(rows))
+        products = self._ask("c", type_name, rows.shape[1], 4 * shape[0] * shape[1], np.array(shape[::-1], "<i8"), rows, activations)
+        return np.frombuffer(products, "<f4").reshape(shape)
 
     def dequantize(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
         """uint8 (n_blocks, block_bytes) to float32 (n_blocks, block_size)."""

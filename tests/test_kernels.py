@@ -89,10 +89,11 @@ def corner_blocks(lib, type_name: str) -> np.ndarray:
     return blocks[valid]
 
 
-@pytest.mark.parametrize("n_cols", [1, 17])
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_corner_scales_in_products(lib, type_name, n_cols):
-    """vec_dot (one column) and the tiled GEMM (17) with every corner scale, a block a row."""
+def test_corner_scales_in_products(lib, type_name, tiled):
+    """One column and the tiled GEMM with every corner scale, a block a row."""
+    n_cols = min(native.tiled_columns(type_name), 513) if tiled else 1
     rows = corner_blocks(lib, type_name)[:, None]
     x = np.random.default_rng(10).standard_normal((n_cols, TYPES[type_name].block_size)).astype(np.float32)
     with native.Graph() as g:
@@ -204,9 +205,75 @@ def test_vec_dot_at_the_largest_sums(lib, type_name, isa):
     assert (np.abs(actual - exact) <= bound).all(), (actual, exact)
 
 
-# Below 8 columns ggml takes vec_dot. Edges of the tiled GEMM: microtiles of 16, windows of 256; 65 and 130 rows are
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> bool:
+    return np.array_equal(actual.view(np.uint32), expected.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS)
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_columns_at_once_equal_columns_one_by_one(lib, type_name, isa):
+    """The same floats, bit for bit, whatever the other columns are: with 1 column to two more than are taken at once twice, rows
+    ragged in blocks of 64, rows longer than the kernels lay out at once (of one column 64 blocks of 256, of eight columns eight),
+    and more of them than are taken at once (64)."""
+    k = kernels(isa)
+    for n_rows, n in [*((5, n) for n in row_lengths(type_name, [1, 2, 3])), (67, 512), (2, 256 * 9), (2, 256 * 66)]:
+        rows = native.blocks_of(lib, type_name, (n_rows, n), n)
+        activations = activations_for(isa, type_name, np.random.default_rng(n + 1).standard_normal((18, n)) * np.arange(1, 19)[:, None])
+        single = np.array([[k.vec_dot(type_name, r, a) for r in rows] for a in activations], np.float32)
+        assert len(np.unique(single)) == single.size  # no column for another
+        for n_cols in range(1, 19) if n_rows == 5 else [1, 3, 8, 17]:
+            first = n_cols % 3 if n_cols < 16 else 0
+            actual = k.dot_columns(type_name, rows, activations[first : first + n_cols])
+            wrong = np.argwhere(actual.view(np.uint32) != single[first : first + n_cols].view(np.uint32))
+            assert not wrong.size, f"{type_name} on {isa}, rows of {n}, {n_cols} columns: column {wrong[0][0]}, row {wrong[0][1]}"
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
+    """Columns of mul_mat below the tiled GEMM's least number, here up to 18, equal the products of one column in every bit; two
+    matrices, each for two more, so that a chunk of columns crosses from one to another."""
+    n_max = min(native.tiled_columns(type_name) - 1, 18)
+    n_rows, n = 70, row_lengths(type_name, [3])[-1]
+    rows = native.blocks_of(lib, type_name, (2, n_rows, n), 21)
+    x = np.random.default_rng(22).standard_normal((4, n_max, n)).astype(np.float32)
+
+    def product(x):
+        with native.Graph() as g:
+            return g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (2, n_rows, n)), g.tensor(F32, x, x.shape),
+                             shape=(4, x.shape[1], n_rows), n_threads=n_threads)
+
+    single = np.concatenate([product(np.ascontiguousarray(x[:, j : j + 1])) for j in range(x.shape[1])], axis=1)
+    exact, bound = dot_reference(lib, type_name, rows[1], kernels("native").quantize_for(type_name, x[3]))
+    assert (np.abs(single[3] - exact) <= bound).all()
+    for n_cols in range(2, n_max + 1):
+        assert same_bits(product(np.ascontiguousarray(x[:, :n_cols])), single[:, :n_cols]), f"{type_name}: {n_cols} columns"
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("type_name", TYPE_NAMES)
+def test_mul_mat_id_does_not_depend_on_the_batch(lib, type_name, n_threads):
+    """Experts of 0 to 11 tokens, or to as many as the tiled GEMM does not take, in bits equal to each token alone."""
+    n_rows, n, n_expert = 70, row_lengths(type_name, [2])[-1], min(native.tiled_columns(type_name), 12)
+    experts = native.blocks_of(lib, type_name, (n_expert, n_rows, n), 23)
+    rng = np.random.default_rng(24)
+    ids = rng.permutation(np.repeat(np.arange(n_expert), np.arange(n_expert))).astype(np.int32)[:, None]
+    x = rng.standard_normal((len(ids), 1, n)).astype(np.float32)
+
+    def product(tokens):
+        with native.Graph() as g:
+            return g.compute("mul_mat_id", g.tensor(TYPES[type_name].id, experts, (n_expert, n_rows, n)),
+                             g.tensor(F32, x[tokens], x[tokens].shape), g.tensor(I32, ids[tokens], ids[tokens].shape),
+                             shape=(len(x[tokens]), 1, n_rows), n_threads=n_threads)
+
+    together = product(slice(None))
+    for token in range(len(ids)):
+        assert same_bits(together[token : token + 1], product(slice(token, token + 1))), f"{type_name}: token {token}"
+
+
+# Edges of the kernels without tiles: eight columns. Of the tiled GEMM: microtiles of 16, windows of 256; 65 and 130 rows are
 # ragged in both and in the 64-row groups of mul_mat_id.
-COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257]
+COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 512, 513, 528, 529]
 
 
 @pytest.mark.parametrize("n_cols", COLUMNS)
@@ -222,7 +289,7 @@ def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
         actual = g.compute("mul_mat", g.tensor(TYPES[type_name].id, rows, (n_rows, n)),
                            g.tensor(F32, x, x.shape), shape=(n_cols, n_rows))
     tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
-    assert tiled == (n_cols >= 8 and kernels("native").isa != "scalar"), "the wrong path ran"
+    assert tiled == (n_cols >= native.tiled_columns(type_name)), "the wrong path ran"
     exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
     assert (np.abs(actual - exact) <= bound).all(), f"{type_name}, seed {seed}: {np.max(np.abs(actual - exact) / bound)} times the bound"
 
@@ -241,7 +308,7 @@ def test_mul_mat_id(lib, type_name, n_tokens):
         actual = g.compute("mul_mat_id", g.tensor(TYPES[type_name].id, experts, (n_expert, n_rows, n)),
                            g.tensor(F32, x, x.shape), g.tensor(I32, ids, ids.shape), shape=(n_tokens, n_used, n_rows))
     tiled = kernels("native").dll.ggml_ext_cpu_n_tiles() > before
-    assert tiled == (n_tokens == 40 and kernels("native").isa != "scalar"), "the wrong path ran"
+    assert tiled == (np.bincount(ids.ravel()).max() >= native.tiled_columns(type_name)), "the wrong path ran"
     activations = kernels("native").quantize_for(type_name, x[:, 0])
     for token, used in enumerate(ids):
         for slot, expert in enumerate(used):
@@ -292,8 +359,10 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
     *[("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"]) for name in TYPE_NAMES],
 ])
 def test_upstream_suite(binary, arguments):
-    """ggml's own tests with our types in their lists. On the CPU, test-backend-ops compares the tiled GEMM with vec_dot."""
-    result = subprocess.run([native.built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900)
+    """ggml's own tests with our types in their lists. On the CPU, test-backend-ops compares the tiled GEMM, here with any number of
+    columns, with the kernels that it has no tiles for."""
+    result = subprocess.run([native.built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900,
+                            env={**os.environ, "GGML_CPU_TILED_MM_FORCE": "1"})
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     for name in TYPE_NAMES:
         wanted = f"{name} dot product error" if binary == "test-quantize-fns" else f"type_a={name}"
@@ -304,12 +373,13 @@ def test_upstream_suite(binary, arguments):
 
 def test_tiled_gemm_can_be_switched_off(lib):
     """GGML_CPU_TILED_MM=0 reaches our types as it does the stock ones."""
+    type_name = "itq3_t"
     code = ("import conftest, native, numpy as np\n"
             "from ggml_ext import TYPES, _lib\n"
-            f"rows = native.blocks_of(_lib.load(), {TYPE_NAMES[0]!r}, (64, 256), 1); x = np.ones((32, 256), np.float32)\n"
+            f"rows = native.blocks_of(_lib.load(), {type_name!r}, (64, 256), 1); x = np.ones((32, 256), np.float32)\n"
             "with native.Graph() as g:\n"
-            f"    g.compute('mul_mat', g.tensor(TYPES[{TYPE_NAMES[0]!r}].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(32, 64))\n"
+            f"    g.compute('mul_mat', g.tensor(TYPES[{type_name!r}].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(32, 64))\n"
             "print(native.kernels('native').dll.ggml_ext_cpu_n_tiles())")
     counts = [int(subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__), check=True, capture_output=True,
                                  text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GGML_CPU_TILED_MM": on}).stdout) for on in ("0", "1")]
-    assert counts[0] == 0 and (counts[1] > 0) == (kernels("native").isa != "scalar")
+    assert counts[0] == 0 and (counts[1] > 0) == (native.tiled_columns(type_name) <= 32)

@@ -11,7 +11,7 @@ using namespace ggml_ext;
                                  size_t by, int nrc) {                                                             \
         assert(n % GGML_EXT_##NAME##_BLOCK_SIZE == 0 && nrc == 1);                                                 \
         GGML_UNUSED(bs); GGML_UNUSED(bx); GGML_UNUSED(by); GGML_UNUSED(nrc);                                       \
-        dot_rows<block_##name>(n, s, vx, 0, 1, (const activation_of<block_##name> *) vy);                           \
+        dot_columns<block_##name>(n, &s, vx, 0, 1, &vy, 1);                                                        \
     }                                                                                                              \
     void ggml_ext_quantize_row_##name(const float * x, void * y, int64_t n) { quantize_row_##name##_ref(x, y, n); }
 GGML_EXT_WEIGHT_TYPES(X)
@@ -29,16 +29,99 @@ GGML_EXT_WEIGHT_TYPES(X)
     return true;
 }
 
-bool ggml_ext_vec_dot_rows(enum ggml_type type, int64_t n, float * s, const void * vx, size_t bx, int64_t n_rows, const void * vy) {
+bool ggml_ext_dot_columns(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride, int64_t n_rows,
+                          const void * const * y, int n_cols) {
     switch ((int) type) {
 #define X(NAME, name)                                                                                              \
-        case GGML_TYPE_##NAME:                                                                                     \
-            dot_rows<block_##name>((int) n, s, vx, bx, (int) n_rows, (const activation_of<block_##name> *) vy);    \
-            return true;
+        case GGML_TYPE_##NAME: dot_columns<block_##name>((int) n, s, x, stride, (int) n_rows, y, n_cols); return true;
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return false;
     }
+}
+
+// On a Zen 3 core, AVX2 without VNNI, up to 16 columns are faster this way in all types; where several vectors of products share one
+// accumulator of int16, all of a batch of 512 are (docs/measurements.md). With VNNI, where that has not been measured, as many
+// columns as one unpacked block serves.
+template <typename B> constexpr int64_t tiled_columns() {
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+    return MAX_COLUMNS + 1;
+#else
+    return 4*traits<B>::q_max*ACT_MAX <= INT16_MAX ? 512 + 1 : 2*MAX_COLUMNS + 1;
+#endif
+}
+
+int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type) {
+    switch ((int) type) {
+#define X(NAME, name) case GGML_TYPE_##NAME: return tiled_columns<block_##name>();
+GGML_EXT_WEIGHT_TYPES(X)
+#undef X
+        default: return 0;
+    }
+}
+
+// Of a product's columns, as many as are multiplied at a time: where each is, and where its products go.
+struct column_batch {
+    const void * y[2*MAX_COLUMNS];
+    float      * s[2*MAX_COLUMNS];
+    int          n = 0;
+
+    void add(const void * column, void * products) {
+        y[n]   = column;
+        s[n++] = (float *) products;
+    }
+    bool full() const { return n == 2*MAX_COLUMNS; }
+
+    // with rows ir0 to ir0_end of the matrix at x
+    void multiply(const ggml_tensor * src0, const char * x, int64_t ir0, int64_t ir0_end) {
+        for (int c = 0; c < n; ++c) { s[c] += ir0; }
+        ggml_ext_dot_columns(src0->type, src0->ne[0], s, x + ir0*src0->nb[1], src0->nb[1], ir0_end - ir0, y, n);
+        n = 0;
+    }
+};
+
+// Row i11, i12, i13 of src1, quantised: in the work buffer, where it has been made from floats.
+static const char * quantized_row(const ggml_tensor * src1, const void * wdata, size_t row_size, int64_t i11, int64_t i12, int64_t i13) {
+    if (src1->type != GGML_TYPE_F32) {
+        return (const char *) src1->data + i11*src1->nb[1] + i12*src1->nb[2] + i13*src1->nb[3];
+    }
+    return (const char *) wdata + (i11 + (i12 + i13*src1->ne[2])*src1->ne[1])*row_size;
+}
+
+bool ggml_ext_mul_mat_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, int64_t ir0, int64_t ir0_end,
+                            int64_t ir1, int64_t ir1_end) {
+    const ggml_tensor * src0 = dst->src[0], * src1 = dst->src[1];
+    if (!is_weight_type(src0->type)) {
+        return false;
+    }
+    const int64_t ne1 = dst->ne[1], ne2 = dst->ne[2];
+    column_batch columns;
+    for (; ir1 < ir1_end; ++ir1) {
+        const int64_t i1 = ir1%ne1, i2 = ir1/ne1%ne2, i3 = ir1/ne1/ne2;
+        columns.add(quantized_row(src1, wdata, row_size, i1, i2, i3), (char *) dst->data + i1*dst->nb[1] + i2*dst->nb[2] + i3*dst->nb[3]);
+        if (columns.full() || i1 == ne1 - 1 || ir1 == ir1_end - 1) { // columns of one matrix of src0
+            columns.multiply(src0, (const char *) src0->data + i2/(ne2/src0->ne[2])*src0->nb[2] + i3/(dst->ne[3]/src0->ne[3])*src0->nb[3],
+                             ir0, ir0_end);
+        }
+    }
+    return true;
+}
+
+bool ggml_ext_mul_mat_id_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, const char * expert,
+                               const int32_t * expert_rows, int64_t ir0, int64_t ir0_end, int64_t ir1, int64_t ir1_end) {
+    const ggml_tensor * src0 = dst->src[0], * src1 = dst->src[1];
+    if (!is_weight_type(src0->type)) {
+        return false;
+    }
+    column_batch columns;
+    for (; ir1 < ir1_end; ++ir1) {
+        const int64_t id = expert_rows[2*ir1], i2 = expert_rows[2*ir1 + 1];
+        columns.add(quantized_row(src1, wdata, row_size, id%src1->ne[1], i2, 0), (char *) dst->data + id*dst->nb[1] + i2*dst->nb[2]);
+        if (columns.full() || ir1 == ir1_end - 1) {
+            columns.multiply(src0, expert, ir0, ir0_end);
+        }
+    }
+    return true;
 }
 
 const char * ggml_ext_cpu_isa(void) {

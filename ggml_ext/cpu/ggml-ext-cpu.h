@@ -15,9 +15,18 @@ extern "C" {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// Products of n_rows rows of n weights, bx bytes apart, with one row of activations; false if type is not the extension's.
-GGML_BACKEND_API bool ggml_ext_vec_dot_rows(enum ggml_type type, int64_t n, float * s, const void * vx, size_t bx, int64_t n_rows,
-                                            const void * vy);
+// Products of n_rows rows of n weights, `stride` bytes apart, with n_cols columns of quantised activations: s[c][i] of row i and
+// column c, the same floats whatever the other columns are. False if type is not the extension's.
+GGML_BACKEND_API bool ggml_ext_dot_columns(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride,
+                                           int64_t n_rows, const void * const * y, int n_cols);
+
+// The rows ir0 to ir0_end and columns ir1 to ir1_end of a mul_mat, or of one expert's mul_mat_id, whose columns are those of the
+// pairs of numbers at expert_rows: place among a token's experts, token. wdata: quantised columns, row_size bytes each. False,
+// and nothing is done, if the weights are not of the extension's types.
+bool ggml_ext_mul_mat_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, int64_t ir0, int64_t ir0_end,
+                            int64_t ir1, int64_t ir1_end);
+bool ggml_ext_mul_mat_id_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, const char * expert,
+                               const int32_t * expert_rows, int64_t ir0, int64_t ir0_end, int64_t ir1, int64_t ir1_end);
 
 // x: n floats, n a multiple of 256 or of 64; y: n/256 block_q8_K or block_q8_kr64 of the rotated row, rounded up.
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
@@ -30,15 +39,18 @@ static inline int64_t ggml_ext_first_block(enum ggml_type type, int64_t n, int64
     return type == GGML_TYPE_Q8_KR64 ? (ith > row%nth ? n_blocks : 0) : ith*n_blocks/nth;
 }
 
-// Rows that a thread takes at a time of a product with one column, instead of `size`: all of a small matrix, whose rows then go
-// to the threads in equal parts. Of 576 rows in chunks of 64 one of two threads would get five chunks and the other four, and
-// smaller chunks cost more than they are worth, an atomic addition each.
+// Rows, and columns, that a thread takes at a time instead of `size`: all of a small matrix, whose rows then go to the threads in
+// equal parts. Of 576 rows in chunks of 64 one of two threads would get five chunks and the other four, and smaller chunks cost
+// more than they are worth: an atomic addition each, and columns laid out anew for each.
 static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, int64_t size) {
     switch (type) {
-        GGML_EXT_WEIGHT_CASES return n_rows < 16*size ? n_rows : size;
+        GGML_EXT_WEIGHT_CASES return n_rows < 16*64 ? n_rows : 64;
         default:              return size;
     }
 }
+
+// The least number of columns that the tiled GEMM takes; it multiplies fewer no faster than dot_columns().
+GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
 
 // For tests: the instruction set compiled in, one block through the SIMD unpack, and how many tiles the tiled GEMM
 // has unpacked from the extension's types since the start of the process.

@@ -12,10 +12,12 @@
 //   look_up(t, i)    t[i] in each byte, t a table of bytes: of sixteen by load_table16(p), i in 0..15, or of eight by
 //                    load_table(p, mask), i in 0..7
 //   look_up_scales(t, i)    scales4: of each quarter of a block, one of the four bytes of t, by its two bits of i
-//   dot_sum<...>     sum of products of codes with int8 activations, exact, as an i32_sum; scaled_dot_sum<...>: each
-//                    quarter of a block times its scale
-//   f32_sum          float accumulator of a row
-//   activation_sum   sum of a block's activation codes, each group's times its scale
+//   dot_sum<...>     sum of products of codes with int8 activations, exact; total() is an i32_sum
+//   scaled_dot_sum<...>     the same, each quarter of a block times its scale: quarter_scale<K>(s) of a scales4
+//   i32_sum          partial sums in N_LANES lanes
+//   f32_lanes        floats for these lanes, by spread(): one for all, one for each block of 64 (f32x4), or a block's scales4;
+//                    *; lane_sums: the sums of a block's activations, in the lanes of the scales
+//   f32_sum          float accumulator of a row: f32_lanes times an i32_sum or f32_lanes; total(), or quarters(), an f32x4
 //
 // A block of 256 is eight groups of 32 weights, and so are four blocks of 64, with eight bytes of each in a group. Kernels take
 // group g and group g + 4 together:
@@ -24,11 +26,9 @@
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
 //   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: the others do not matter
 //   trellis_values(t, a, b, e)   the code of types/trellis.h
-//   dot_sum64<...>   as dot_sum, of u8x64 with 64 activations, or with 32 at each of two places; quarter_dot_sum64<...>:
-//                    i32_sum4, one sum for each block of 64
-//   f32x4            four floats, one for each block of 64; load4, store4, +, *; e5m3_to_float of four bytes, to_floats of an
-//                    i32_sum4
-//   f32_sum4         accumulator of f32x4 times i32_sum4 or f32x4
+//   dot_sum64<...>, scaled_dot_sum64<...>   as above, of u8x64 with 64 activations; quarter_dot_sum64<...>: with the blocks of 64 in
+//                    lanes of their own
+//   f32x4            four floats, one for each block of 64; load4, store4, *; e5m3_to_float of four bytes
 //
 // and for the activations:
 //
@@ -78,14 +78,15 @@ static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
 #include "simd/portable.h"
 #endif
 
+template <int K> static inline int quarter_scale(scales4 s) { return s.v[K]; }
+
 template <int Q_MAX> struct scaled_dot_sum {
-    scales4 scales;
     i32_sum acc = {};
-    template <int K> void add(u8x32 q0, u8x32 q1, const int8_t * y) {
+    void add(u8x32 q0, u8x32 q1, int scale, const int8_t * y) {
         dot_sum<Q_MAX, 2> sum;
         sum.add(q0, y);
         sum.add(q1, y + 32);
-        acc = acc + sum.total()*scales.v[K];
+        acc = acc + sum.total()*scale;
     }
     i32_sum total() const { return acc; }
 };
@@ -122,11 +123,13 @@ static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u
 }
 
 template <typename Sum> struct sum64 : Sum {
-    void add(u8x64 q, const int8_t * y, const int8_t * y4) {
+    void add(u8x64 q, const int8_t * y) {
         Sum::add(q.lo, y);
-        Sum::add(q.hi, y4);
+        Sum::add(q.hi, y + 32);
     }
-    void add(u8x64 q, const int8_t * y) { add(q, y, y + 32); }
+};
+template <int Q_MAX> struct scaled_dot_sum64 : scaled_dot_sum<Q_MAX> {
+    template <typename S> void add(u8x64 q, S scale, const int8_t * y) { scaled_dot_sum<Q_MAX>::add(q.lo, q.hi, scale, y); }
 };
 template <int Q_MAX> using dot_sum64         = sum64<dot_sum<Q_MAX, 8>>;
 template <int Q_MAX> using quarter_dot_sum64 = sum64<quarter_dot_sum<Q_MAX>>;

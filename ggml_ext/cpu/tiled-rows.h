@@ -193,6 +193,10 @@ template <typename B>
 static bool tiled_ext_dispatch(const ggml_compute_params * params, ggml_tensor * dst, const int32_t * expert_rows, int64_t cur_a,
                                int64_t cne1, char * scratch) {
     using t = tiled_ext<B>;
+    const int64_t n_cols = expert_rows ? cne1 : dst->src[1]->ne[1];
+    if (n_cols < ggml_ext_cpu_tiled_columns(dst->src[0]->type) && !ggml_tiled_matmul_forced()) {
+        return false; // to ggml_ext_mul_mat_chunk() and ..._id_chunk()
+    }
     if constexpr (ggml_ext::group_blocks<B> == 1) {
         return tiled_matmul_dispatch<B, t::subblk, t::has_min, t::bias, t::actbias>(params, dst, expert_rows, cur_a, cne1, scratch);
     } else if (expert_rows == NULL) {

@@ -12,6 +12,8 @@
 #include "../ggml-ext-traits.h"
 #include "simd.h"
 
+#include <algorithm>
+#include <array>
 #include <type_traits>
 #include <utility>
 
@@ -39,15 +41,6 @@ template <typename B, typename F> static inline void each_groups(const unpacker<
     each_groups(u, f, std::make_integer_sequence<int, 4>());
 }
 
-// Sum over a block of scale*q*y.
-template <typename B, int... K>
-static inline i32_sum scaled_dot(const unpacker<B> & u, const int8_t * y, std::integer_sequence<int, K...>) {
-    static_assert(traits<B>::group == QK_K/4, "one scale or four");
-    scaled_dot_sum<traits<B>::q_max> sum{u.scales};
-    (sum.template add<K>(u.template group<2*K>(), u.template group<2*K + 1>(), y + 64*K), ...);
-    return sum.total();
-}
-
 // The unpacker of the blocks at x, of which n follow; where there are fewer than it takes, the others are zero.
 template <typename B> static inline unpacker<B> load_blocks(const B * x, int64_t n) {
     if constexpr (group_blocks<B> == 1) {
@@ -69,88 +62,173 @@ static inline void prefetch(const char * x, size_t n) {
     }
 }
 
-// Adds the products of a block of 256, or of four of 64, to acc: exact in integers, then float.
-template <typename B>
-static inline void add_block(f32_sum & acc, const unpacker<B> & u, const block_q8_K & y) {
-    const float d = u.d*y.d;
+// What a column has for a block of 256 or four of 64, as the kernels read it: aligned, as other loads of 32 bytes take a Zen 3 core
+// twice as long; the groups g and g + 4 side by side where each_groups() is used; and sums made once for all rows.
+struct alignas(64) column_block {
+    int8_t    qs[QK_K];
+    f32_lanes sums; // of the activations, in the lanes of an i32_sum
+    float     d;
+};
+
+template <typename B> static inline void load_column(const block_q8_K & y, column_block & out) {
+    constexpr bool ordered = traits<B>::rotated || has_scales<B>;
+    for (int g = 0; g < 8; ++g) {
+        store((uint8_t *) out.qs + (ordered ? 32*g : ggml_ext_group_at(g)), load((const uint8_t *) y.qs + 32*g));
+    }
+    out.sums = lane_sums(y.bsums)*y.d;
+    out.d    = y.d;
+}
+template <typename B> static inline void load_column(const block_q8_kr64 & y, column_block & out) {
+    memcpy(out.qs, y.qs, sizeof(y.qs));
+    out.sums = spread(load4(y.sum))*(y.d[0]*(float) GGML_EXT_GROUP_BLOCKS/N_LANES);
+    out.d    = y.d[0];
+}
+
+// Sums of the products of the codes of u with C columns, in integers. Codes are made once.
+template <typename B, int C, int... K>
+static inline auto dot_codes(const unpacker<B> & u, const column_block * y, std::integer_sequence<int, K...>) {
     if constexpr (has_scales<B>) {
-        acc.add(d, scaled_dot(u, y.qs, std::make_integer_sequence<int, 4>()));
-        acc.add(-d*u.offset, activation_sum(y.bsums, u.scales));
+        static_assert(traits<B>::group == QK_K/4, "one scale or four");
+        std::array<scaled_dot_sum64<traits<B>::q_max>, C> sums;
+        const auto add = [&](int k, u8x64 q, auto scale) {
+            for (int c = 0; c < C; ++c) { sums[c].add(q, scale, y[c].qs + 64*k); }
+        };
+        (add(K, join(u.template group<2*K>(), u.template group<2*K + 1>()), quarter_scale<K>(u.scales)), ...);
+        return sums;
     } else {
-        dot_sum64<traits<B>::q_max> sum;
+        std::array<std::conditional_t<group_blocks<B> == 1, dot_sum64<traits<B>::q_max>, quarter_dot_sum64<traits<B>::q_max>>, C> sums;
         each_groups(u, [&](int g, u8x64 q) {
-            if constexpr (traits<B>::rotated) { // ggml_ext_group_at()
-                sum.add(q, y.qs + 64*g);
-            } else {
-                sum.add(q, y.qs + 32*g, y.qs + 128 + 32*g);
-            }
+            for (int c = 0; c < C; ++c) { sums[c].add(q, y[c].qs + 64*g); }
         });
-        acc.add(d, sum.total());
-        acc.add(-d*u.offset, activation_sum(y.bsums));
+        return sums;
+    }
+}
+template <typename B, int C> static inline auto dot_codes(const unpacker<B> & u, const column_block * y) {
+    return dot_codes<B, C>(u, y, std::make_integer_sequence<int, 4>());
+}
+
+// d * scale of the codes, in lanes as above.
+template <typename B> static inline f32_lanes offset_scales(const unpacker<B> & u) {
+    if constexpr (has_scales<B>) {
+        return spread(u.scales)*(u.d*-u.offset);
+    } else {
+        return spread(u.d*-u.offset);
     }
 }
 
-template <typename B>
-static inline i32_sum4 quarter_dots(const unpacker<B> & u, const block_q8_kr64 & y) {
-    quarter_dot_sum64<traits<B>::q_max> sum;
-    each_groups(u, [&](int g, u8x64 q) { sum.add(q, y.qs + 64*g); });
-    return sum.quarters();
+// Adds the products of the codes of u with C columns: exact in integers, then float.
+template <typename B, int C>
+static inline void add_products(f32_sum (&acc)[C], const unpacker<B> & u, const column_block * columns) {
+    const auto      dots = dot_codes<B, C>(u, columns);
+    const f32_lanes d = spread(u.d), d_offset = offset_scales(u);
+    for (int c = 0; c < C; ++c) {
+        acc[c].add(d*columns[c].d, dots[c].total());
+        acc[c].add(d_offset, columns[c].sums);
+    }
 }
 
-template <typename B>
-static inline void add_block(f32_sum4 & acc, const unpacker<B> & u, const block_q8_kr64 & y) {
-    const f32x4 d = u.d*load4(y.d);
-    acc.add(d, quarter_dots(u, y));
-    acc.add(d, load4(y.sum)*-u.offset);
-}
-
-// Adds what is behind the last four blocks of each row, R blocks of 64: of one, two or four rows in the place of four blocks.
-template <int R, typename B>
-static inline void add_tails(float * s, const char * x, size_t stride, int n_rows, const block_q8_kr64 & y) {
+// Adds what is behind the last four blocks of each row, R blocks of 64 that the columns have at y[c][k]: of one, two or four rows in
+// the place of four blocks.
+template <int R, typename B, int C>
+static inline void add_tails(float * const * s, int i0, const char * x, size_t stride, int n_rows, const block_q8_kr64 * const * y, int k) {
     static constexpr B none = {};
     constexpr int at_once = 4/R, n_places = at_once*R;
-    block_q8_kr64 places = y; // the activations in each place
-    for (int b = R; b < n_places; ++b) {
-        places.sum[b] = y.sum[b%R];
-        for (int g = 0; g < 8; ++g) {
-            memcpy(places.qs + 32*g + 8*b, y.qs + 32*g + 8*(b%R), 8);
+    column_block columns[C];
+    for (int c = 0; c < C; ++c) {
+        block_q8_kr64 places = y[c][k]; // the activations in each place
+        for (int b = R; b < n_places; ++b) {
+            places.sum[b] = places.sum[b%R];
+            for (int g = 0; g < 8; ++g) {
+                memcpy(places.qs + 32*g + 8*b, places.qs + 32*g + 8*(b%R), 8);
+            }
         }
+        load_column<B>(places, columns[c]);
     }
     for (int i = 0; i < n_rows; i += at_once) {
         const B * p[GGML_EXT_GROUP_BLOCKS];
         for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
             p[b] = b < n_places && i + b/R < n_rows ? (const B *) (x + (i + b/R)*stride) + b%R : &none;
         }
-        const unpacker<B> u(p);
-        float products[GGML_EXT_GROUP_BLOCKS];
-        store4(products, u.d*load4(places.d)*(to_floats(quarter_dots(u, places)) + load4(places.sum)*-u.offset));
-        for (int b = 0; b < n_places && i + b/R < n_rows; ++b) {
-            s[i + b/R] += products[b];
+        f32_sum acc[C];
+        add_products(acc, unpacker<B>(p), columns);
+        for (int c = 0; c < C; ++c) {
+            float products[GGML_EXT_GROUP_BLOCKS];
+            store4(products, acc[c].quarters());
+            for (int b = 0; b < n_places && i + b/R < n_rows; ++b) {
+                s[c][i0 + i + b/R] += products[b];
+            }
         }
     }
 }
 
-// Products of n_rows rows of n weights, `stride` bytes apart, with n quantised activations.
-template <typename B>
-static inline void dot_rows(int n, float * s, const void * x, size_t stride, int n_rows, const activation_of<B> * y) {
-    constexpr int BLOCKS = group_blocks<B>;
+// Blocks of 256 and rows that are multiplied at a time: all columns' parts of a row stay in a first cache of 32 KB.
+constexpr int COLUMN_BLOCKS = 64, MAX_ROWS = 64;
+
+// Products of n_rows rows of n weights, `stride` bytes apart, with C columns of n quantised activations: s[c][i] is that of row i
+// and column c. A block is unpacked once. What is in s[c] does not depend on the other columns, nor on C.
+template <typename B, int C>
+static inline void dot_columns(int n, float * const * s, int i0, const void * x, size_t stride, int n_rows,
+                               const activation_of<B> * const * y) {
+    constexpr int BLOCKS = group_blocks<B>, N = COLUMN_BLOCKS/C;
     const int     n_full = n/QK_K;
-    for (int i = 0; i < n_rows; ++i) {
-        const B * row = (const B *) ((const char *) x + i*stride);
-        std::conditional_t<BLOCKS == 1, f32_sum, f32_sum4> acc;
-        for (int k = 0; k < n_full; ++k, row += BLOCKS) {
-            prefetch((const char *) row + PREFETCH_BYTES, BLOCKS*sizeof(B));
-            add_block(acc, unpacker<B>(row), y[k]);
+    f32_sum       sums[MAX_ROWS][C];
+    for (int k0 = 0; k0 < n_full; k0 += N) {
+        const int n_here = n_full - k0 < N ? n_full - k0 : N;
+        column_block columns[N*C];
+        for (int k = 0; k < n_here; ++k) {
+            for (int c = 0; c < C; ++c) {
+                load_column<B>(y[c][k0 + k], columns[k*C + c]);
+            }
         }
-        s[i] = acc.total();
+        for (int i = 0; i < n_rows; ++i) {
+            const B * row = (const B *) ((const char *) x + i*stride) + k0*BLOCKS;
+            f32_sum acc[C];
+            if (k0) { for (int c = 0; c < C; ++c) { acc[c] = sums[i][c]; } }
+            for (const column_block * at = columns; at < columns + n_here*C; at += C, row += BLOCKS) {
+                prefetch((const char *) row + PREFETCH_BYTES, BLOCKS*sizeof(B));
+                add_products(acc, unpacker<B>(row), at);
+            }
+            for (int c = 0; c < C; ++c) { sums[i][c] = acc[c]; }
+        }
+    }
+    for (int c = 0; c < C; ++c) {
+        for (int i = 0; i < n_rows; ++i) { s[c][i0 + i] = sums[i][c].total(); }
     }
     if constexpr (BLOCKS > 1) {
         const char * tails = (const char *) x + n_full*BLOCKS*sizeof(B);
         switch (n/traits<B>::block_size%BLOCKS) {
-            case 1: return add_tails<1, B>(s, tails, stride, n_rows, y[n_full]);
-            case 2: return add_tails<2, B>(s, tails, stride, n_rows, y[n_full]);
-            case 3: return add_tails<3, B>(s, tails, stride, n_rows, y[n_full]);
+            case 1: add_tails<1, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
+            case 2: add_tails<2, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
+            case 3: add_tails<3, B, C>(s, i0, tails, stride, n_rows, y, n_full); break;
         }
+    }
+}
+
+// Columns multiplied at a time: the accumulators of more have no room in 16 registers.
+constexpr int MAX_COLUMNS = 8;
+
+// The same for any number of columns, as few times as it takes.
+template <typename B>
+static inline void dot_columns(int n, float * const * s, const void * x, size_t stride, int n_rows, const void * const * y, int n_cols) {
+    for (int n_times = (n_cols + MAX_COLUMNS - 1)/MAX_COLUMNS; n_times > 0; --n_times) {
+        const int n_here = (n_cols + n_times - 1)/n_times;
+        const activation_of<B> * columns[MAX_COLUMNS];
+        std::copy_n((const activation_of<B> * const *) y, n_here, columns);
+        for (int i = 0; i < n_rows; i += MAX_ROWS) {
+            const char * rows = (const char *) x + i*stride;
+            const int    left = n_rows - i < MAX_ROWS ? n_rows - i : MAX_ROWS;
+            switch (n_here) {
+                case 1: dot_columns<B, 1>(n, s, i, rows, stride, left, columns); break;
+                case 2: dot_columns<B, 2>(n, s, i, rows, stride, left, columns); break;
+                case 3: dot_columns<B, 3>(n, s, i, rows, stride, left, columns); break;
+                case 4: dot_columns<B, 4>(n, s, i, rows, stride, left, columns); break;
+                case 5: dot_columns<B, 5>(n, s, i, rows, stride, left, columns); break;
+                case 6: dot_columns<B, 6>(n, s, i, rows, stride, left, columns); break;
+                case 7: dot_columns<B, 7>(n, s, i, rows, stride, left, columns); break;
+                case 8: dot_columns<B, 8>(n, s, i, rows, stride, left, columns); break;
+            }
+        }
+        s += n_here, y += n_here, n_cols -= n_here;
     }
 }
 

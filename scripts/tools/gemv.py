@@ -2,6 +2,7 @@
 """Matrix times vector: our kernels against unpack-to-float plus OpenBLAS's sgemv, and against F32 sgemv.
 
     gemv.py [--types itq3_s,ccq2,ditto3,q3_k,...] [--shapes 4096x4096,...] [--rounds 7] [--threads 2] [--json FILE]
+    gemv.py --columns 1,2,3,4,6,7,8,16,32 [--types itq3_s,itq3_t,q3_k,...] [--shapes 2048x8192] [--rounds 7] [--threads 2] [--json FILE]
     bench.py --gemv ...
 
 The paper Ditto (section 4) replaces loops of a quantised product by calls of BLAS; this is the same comparison. Both sides
@@ -9,6 +10,9 @@ read several copies of the matrix in turn, so that none stays in a cache, and us
 panels of rows with the type's own to_float into a buffer that stays in the L2 cache and calls cblas_sgemv on each; it is
 given the better of two panel sizes, and of the whole matrix at once. "sgemv" has the matrix in F32. Prints microseconds,
 medians over the rounds, and the ratios of the same round. OpenBLAS comes with the package scipy-openblas32.
+
+With --columns: what products with several columns cost against one, by the least time over the rounds, the numbers of columns in
+turn. With one thread the time is that thread's own, which programs beside it disturb less. Q4_0 is not repacked, as in a model it is.
 """
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ from ggml_ext import TYPES, _lib
 from ggml_ext._cli import run_script
 
 DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
+COLUMN_TYPES = "itq3_s,ccq2,ditto3,itq3_t,itq2_t,itq3_t64,itq2_t64,q3_k,iq3_s,q4_0"
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
 COPIES_BYTES = 192 << 20  # more than any cache that two cores share
 
@@ -52,10 +57,25 @@ def sgemv(blas: ctypes.CDLL, a: int, n_rows: int, n_cols: int, x: np.ndarray, y:
                            c_int(n_cols), c_void_p(x.ctypes.data), c_int(1), c_float(0), c_void_p(y), c_int(1))
 
 
-def seconds(work, *args) -> float:
-    start = time.perf_counter()
+def seconds(work, *args, clock=time.perf_counter) -> float:
+    start = clock()
     work(*args)
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def ggml_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    path = _lib.load().path
+    base = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return base, ctypes.CDLL(str(next(path.parent.glob("libggml-cpu*.so*"))))
+
+
+def quantized(type_name: str, n_rows: int, n_cols: int, rng: np.random.Generator) -> tuple[int, np.ndarray]:
+    """Type id and bytes of a random matrix."""
+    weights = rng.standard_normal((n_rows, n_cols)).astype(np.float32)
+    if type_name == "f32":
+        return int(gguf.GGMLQuantizationType.F32), weights
+    type_id = int(TYPES[type_name].id if type_name in TYPES else gguf.GGMLQuantizationType[type_name.upper()])
+    return type_id, _lib.load().quantize(type_id, weights)
 
 
 class Matrix:
@@ -63,18 +83,10 @@ class Matrix:
 
     def __init__(self, type_name: str, n_rows: int, n_cols: int, n_threads: int, blas: ctypes.CDLL):
         self.n_rows, self.n_cols, self.n_threads, self.blas = n_rows, n_cols, n_threads, blas
-        lib = _lib.load()
-        bin_folder = lib.path.parent
-        base = ctypes.CDLL(str(lib.path), mode=ctypes.RTLD_GLOBAL)
-        cpu = ctypes.CDLL(str(next(bin_folder.glob("libggml-cpu*.so*"))))
+        base, cpu = ggml_libraries()
         rng = np.random.default_rng(1)
         self.x = rng.standard_normal(n_cols).astype(np.float32)
-        weights = rng.standard_normal((n_rows, n_cols)).astype(np.float32)
-        if type_name == "f32":
-            self.type_id, data = int(gguf.GGMLQuantizationType.F32), weights
-        else:
-            self.type_id = int(TYPES[type_name].id if type_name in TYPES else gguf.GGMLQuantizationType[type_name.upper()])
-            data = lib.quantize(self.type_id, weights)
+        self.type_id, data = quantized(type_name, n_rows, n_cols, rng)
         self.row_bytes = data.nbytes // n_rows
         self.n_copies = min(256, max(2, -(-COPIES_BYTES // data.nbytes)))
         self.graph = Graph(base, cpu, self.n_copies * (data.nbytes + 4 * n_rows + 4096) + 4 * n_cols + (16 << 20))
@@ -157,14 +169,55 @@ def compare(type_names: list[str], shape: tuple[int, int], rounds: int, threads:
     return rows
 
 
+def columns_cost(type_name: str, shape: tuple[int, int], n_columns: list[int], rounds: int, threads: int,
+                 copies_bytes: int = COPIES_BYTES) -> dict[int, float]:
+    """Least seconds of a product with each number of columns; several copies of the matrix in turn, copies_bytes in all."""
+    n_rows, n_cols = shape
+    rng = np.random.default_rng(1)
+    type_id, data = quantized(type_name, n_rows, n_cols, rng)
+    n_copies = max(1, -(-copies_bytes // data.nbytes))
+    results = 4 * n_rows * n_copies * sum(n_columns)
+    work = rounds * len(n_columns) * (8 << 20)  # ggml takes its work buffer from the context anew in every run
+    with Graph(*ggml_libraries(), n_copies * data.nbytes + results + work + (64 << 20)) as graph:
+        copies = [graph.tensor(type_id, data, shape) for _ in range(n_copies)]
+        plans = {}
+        for n in n_columns:
+            x = graph.tensor(int(gguf.GGMLQuantizationType.F32), rng.standard_normal((n, n_cols)).astype(np.float32), (n, n_cols))
+            plans[n] = graph.plan(*(graph.node("mul_mat", t, x) for t in copies))
+        clock = time.thread_time if threads == 1 else time.perf_counter
+        samples = [{n: seconds(graph.run, plan, threads, clock=clock) / n_copies for n, plan in plans.items()} for _ in range(rounds)]
+    return {n: min(s[n] for s in samples) for n in n_columns}
+
+
+def print_columns(args: argparse.Namespace) -> None:
+    n_columns = sorted({1, *map(int, args.columns.split(","))})
+    table = []
+    print("| matrix | type | us | " + " | ".join(f"x {n}" for n in n_columns[1:]) + " |\n|" + " --- |" * (len(n_columns) + 2))
+    for shape in args.shapes.split(","):
+        for name in args.types.lower().split(","):
+            cost = columns_cost(name, tuple(map(int, shape.split("x"))), n_columns, args.rounds, args.threads, args.copies_mb << 20)
+            table.append({"type": name, "shape": shape, "us": 1e6 * cost[1], "x one": {n: cost[n] / cost[1] for n in n_columns}})
+            print(f"| {shape} | {name.upper()} | {1e6 * cost[1]:.0f} | " + " | ".join(f"{cost[n] / cost[1]:.2f}" for n in n_columns[1:])
+                  + " |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default=DEFAULT_TYPES, help=f"default: {DEFAULT_TYPES}")
-    parser.add_argument("--shapes", default=DEFAULT_SHAPES, help=f"rows x columns (default: {DEFAULT_SHAPES})")
+    parser.add_argument("--types", help=f"default: {DEFAULT_TYPES}; with --columns {COLUMN_TYPES}")
+    parser.add_argument("--shapes", help=f"rows x columns (default: {DEFAULT_SHAPES}; with --columns 2048x8192)")
+    parser.add_argument("--columns", help="cost of products with so many columns against one, e.g. 1,2,3,4,6,7,8,16,32")
+    parser.add_argument("--copies-mb", type=int, default=COPIES_BYTES >> 20,
+                        help="with --columns: size of the matrix's copies; 0: one, which may stay in a cache (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     args = parser.parse_args(argv)
+    args.types = args.types or (COLUMN_TYPES if args.columns else DEFAULT_TYPES)
+    args.shapes = args.shapes or ("2048x8192" if args.columns else DEFAULT_SHAPES)
+    if args.columns:
+        return print_columns(args)
     table = []
     print("| matrix | type | us | unpack + sgemv us | ratio | F32 sgemv us | ratio |\n|" + " --- |" * 7)
     for shape in args.shapes.split(","):

@@ -74,14 +74,47 @@ static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
     return {_mm256_and_si256(s, _mm256_set1_epi16(0x00ff))};
 }
 
+struct f32x4 { __m128 v; };
+
+static inline f32x4 load4(const float * p)      { return {_mm_loadu_ps(p)}; }
+static inline void  store4(float * p, f32x4 a)  { _mm_storeu_ps(p, a.v); }
+static inline f32x4 operator*(f32x4 a, float b) { return {_mm_mul_ps(a.v, _mm_set1_ps(b))}; }
+static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
+    const __m128i d = _mm_cvtepu8_epi16(_mm_cvtsi32_si128((int) (d0 | d1 << 8 | d2 << 16 | (uint32_t) d3 << 24)));
+    return {_mm_mul_ps(_mm_cvtph_ps(_mm_slli_epi16(d, 7)), _mm_set1_ps(GGML_EXT_E5M3_FACTOR))};
+}
+
+static inline float total(__m256 lanes) {
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+
+// Sums of two lanes each.
+static inline f32x4 quarters(__m256 lanes) {
+    return {_mm_hadd_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1))};
+}
+
+// Two lanes of each quarter of a block: its scale, and the sum of its activations.
+static inline __m256 quarter_lanes(scales4 s) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(s.v, 16)); }
+static inline __m256 quarter_lanes(const int16_t * bsums) {
+    return _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), _mm256_set1_epi16(1)));
+}
+
+#if !defined(GGML_EXT_AVX512)
 // Eight partial sums, two of each eight bytes.
-struct i32_sum  { __m256i v; };
-struct i32_sum4 { __m256i v; };
+struct i32_sum { __m256i v; };
 
 // maddubs, the product of unsigned and signed bytes, adds two products in an int16.
 template <int Q_MAX> static inline __m256i products(u8x32 q, const int8_t * y) {
     static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs would saturate");
     return _mm256_maddubs_epi16(q.v, _mm256_loadu_si256((const __m256i *) y));
+}
+
+// An accumulator that is added to here and now: GCC would first make the products of all columns, which have no room in registers.
+static inline __m256i keep(__m256i v) {
+    __asm__("" : "+x"(v));
+    return v;
 }
 
 // Sum of q*y over N_VECS vectors of codes 0..Q_MAX against activations.
@@ -97,70 +130,51 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
     static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX; // of N_VECS sums in one accumulator
     void add(u8x32 q, const int8_t * y) {
         const __m256i p = products<Q_MAX>(q, y);
-        acc = fits_i16 ? _mm256_add_epi16(acc, p)
-                       : _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
+        acc = keep(fits_i16 ? _mm256_add_epi16(acc, p)
+                            : _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1))));
     }
     i32_sum total() const { return {fits_i16 ? _mm256_madd_epi16(acc, _mm256_set1_epi16(1)) : acc}; }
 #endif
-    i32_sum4 quarters() const { return {total().v}; }
 };
 template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
 
-// The same over a block, each quarter times its scale: add<K> takes the two vectors of quarter K.
+// The same over a block, each quarter times its scale.
+template <int K> static inline __m256i quarter_scale(scales4 s) { return _mm256_permute4x64_epi64(s.v, 0x55*K); }
+
 template <int Q_MAX> struct scaled_dot_sum {
     static_assert(4*Q_MAX*ACT_MAX <= INT16_MAX, "two vectors share one int16 accumulator");
-    scales4 scales;
     __m256i acc = _mm256_setzero_si256();
-    template <int K> void add(u8x32 q0, u8x32 q1, const int8_t * y) {
+    void add(u8x32 q0, u8x32 q1, __m256i scale, const int8_t * y) {
         const __m256i p = _mm256_add_epi16(products<Q_MAX>(q0, y), products<Q_MAX>(q1, y + 32));
-        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(p, _mm256_permute4x64_epi64(scales.v, 0x55*K)));
+        acc = keep(_mm256_add_epi32(acc, _mm256_madd_epi16(p, scale)));
     }
     i32_sum total() const { return {acc}; }
 };
 
-static inline float total(__m128 a) {
-    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+// Floats for the lanes of an i32_sum.
+constexpr int N_LANES = 8;
+struct f32_lanes { __m256 v; };
+
+static inline f32_lanes operator*(f32_lanes a, float b) { return {_mm256_mul_ps(a.v, _mm256_set1_ps(b))}; }
+static inline f32_lanes spread(float a) {
+    f32_lanes r = {_mm256_set1_ps(a)};
+    __asm__("" : "+x"(r.v)); // else GCC multiplies it by another before both are spread
+    return r;
 }
+static inline f32_lanes spread(f32x4 a) {
+    return {_mm256_permutevar8x32_ps(_mm256_castps128_ps256(a.v), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3))};
+}
+static inline f32_lanes spread(scales4 s)                { return {quarter_lanes(s)}; }
+static inline f32_lanes lane_sums(const int16_t * bsums) { return {quarter_lanes(bsums)}; }
 
 struct f32_sum {
     __m256 acc = _mm256_setzero_ps();
-    void  add(float scale, i32_sum sum) { acc = _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(sum.v), acc); }
-    float total() const { return ggml_ext::total(_mm_add_ps(_mm256_castps256_ps128(acc), _mm256_extractf128_ps(acc, 1))); }
+    void  add(f32_lanes scale, i32_sum sum) { acc = _mm256_fmadd_ps(scale.v, _mm256_cvtepi32_ps(sum.v), acc); }
+    void  add(f32_lanes scale, f32_lanes x) { acc = _mm256_fmadd_ps(scale.v, x.v, acc); }
+    float total() const                     { return ggml_ext::total(acc); }
+    f32x4 quarters() const                  { return ggml_ext::quarters(acc); }
 };
-
-struct f32x4 { __m128 v; };
-
-static inline f32x4 load4(const float * p)      { return {_mm_loadu_ps(p)}; }
-static inline void  store4(float * p, f32x4 a)  { _mm_storeu_ps(p, a.v); }
-static inline f32x4 operator*(f32x4 a, f32x4 b) { return {_mm_mul_ps(a.v, b.v)}; }
-static inline f32x4 operator+(f32x4 a, f32x4 b) { return {_mm_add_ps(a.v, b.v)}; }
-static inline f32x4 to_floats(i32_sum4 a) {
-    return {_mm_cvtepi32_ps(_mm_hadd_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1)))};
-}
-static inline f32x4 operator*(f32x4 a, float b) { return {_mm_mul_ps(a.v, _mm_set1_ps(b))}; }
-static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
-    const __m128i d = _mm_cvtepu8_epi16(_mm_cvtsi32_si128((int) (d0 | d1 << 8 | d2 << 16 | (uint32_t) d3 << 24)));
-    return {_mm_mul_ps(_mm_cvtph_ps(_mm_slli_epi16(d, 7)), _mm_set1_ps(GGML_EXT_E5M3_FACTOR))};
-}
-
-struct f32_sum4 {
-    __m256 acc    = _mm256_setzero_ps();
-    __m128 floats = _mm_setzero_ps();
-    void add(f32x4 scale, i32_sum4 sum) {
-        const __m256 both = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(scale.v), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
-        acc = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sum.v), acc);
-    }
-    void  add(f32x4 scale, f32x4 x) { floats = _mm_fmadd_ps(scale.v, x.v, floats); }
-    float total() const {
-        return ggml_ext::total(_mm_add_ps(floats, _mm_add_ps(_mm256_castps256_ps128(acc), _mm256_extractf128_ps(acc, 1))));
-    }
-};
-
-// Sum of a block's activation codes, from its 16 partial sums; of each quarter times its scale.
-static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales = {_mm256_set1_epi16(1)}) {
-    return {_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), scales.v)};
-}
+#endif
 
 // --- activations ---
 

@@ -46,14 +46,49 @@ static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u
     return {_mm512_add_epi8(_mm512_permutexvar_epi8(i, values0), _mm512_permutexvar_epi8(_mm512_srli_epi16(i, 4), values1))};
 }
 
+// Sixteen partial sums: in either half, two of each eight bytes.
+struct i32_sum { __m512i v; };
+
 // Sum of q*y over pairs of groups.
 template <int Q_MAX> struct dot_sum64 {
     __m512i acc = _mm512_setzero_si512();
-    void add(u8x64 q, const int8_t * y) { acc = _mm512_dpbusd_epi32(acc, q.v, _mm512_loadu_si512(y)); }
-    void add(u8x64 q, const int8_t * y, const int8_t * y4) {
-        acc = _mm512_dpbusd_epi32(acc, q.v, join(load((const uint8_t *) y), load((const uint8_t *) y4)).v);
-    }
-    i32_sum  total() const    { return {_mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1))}; }
-    i32_sum4 quarters() const { return {total().v}; }
+    void    add(u8x64 q, const int8_t * y) { acc = _mm512_dpbusd_epi32(acc, q.v, _mm512_loadu_si512(y)); }
+    i32_sum total() const                  { return {acc}; }
 };
 template <int Q_MAX> using quarter_dot_sum64 = dot_sum64<Q_MAX>;
+
+template <int K> static inline __m512i quarter_scale(scales4 s) {
+    return _mm512_permutexvar_epi64(_mm512_set1_epi64(K), _mm512_castsi256_si512(s.v));
+}
+template <int Q_MAX> struct scaled_dot_sum64 {
+    static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs would saturate");
+    __m512i acc = _mm512_setzero_si512();
+    void    add(u8x64 q, __m512i scale, const int8_t * y) {
+        acc = keep(_mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(q.v, _mm512_loadu_si512(y)), scale)));
+    }
+    i32_sum total() const { return {acc}; }
+};
+
+// Floats for the lanes of an i32_sum; what has eight lanes is in the low half.
+constexpr int N_LANES = 16;
+struct f32_lanes { __m512 v; };
+
+static inline f32_lanes operator*(f32_lanes a, float b)  { return {_mm512_mul_ps(a.v, _mm512_set1_ps(b))}; }
+static inline f32_lanes spread(float a)                  { return {_mm512_castsi512_ps(keep(_mm512_castps_si512(_mm512_set1_ps(a))))}; }
+static inline f32_lanes spread(f32x4 a) {
+    const __m512i lanes = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1, 2, 2, 3, 3);
+    return {_mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(a.v))};
+}
+static inline f32_lanes spread(scales4 s)                { return {_mm512_zextps256_ps512(quarter_lanes(s))}; }
+static inline f32_lanes lane_sums(const int16_t * bsums) { return {_mm512_zextps256_ps512(quarter_lanes(bsums))}; }
+
+struct f32_sum {
+    __m512 acc = _mm512_setzero_ps();
+    void  add(f32_lanes scale, i32_sum sum) { acc = _mm512_fmadd_ps(scale.v, _mm512_cvtepi32_ps(sum.v), acc); }
+    void  add(f32_lanes scale, f32_lanes x) { acc = _mm512_fmadd_ps(scale.v, x.v, acc); }
+    __m256 halves() const {
+        return _mm256_add_ps(_mm512_castps512_ps256(acc), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(acc), 1)));
+    }
+    float total() const    { return ggml_ext::total(halves()); }
+    f32x4 quarters() const { return ggml_ext::quarters(halves()); }
+};

@@ -73,14 +73,11 @@ template <int S> static inline u8x32 field(u15x32 c) {
              vandq_u8(vcombine_u8(narrow(c.v[2]), narrow(c.v[3])), vdupq_n_u8(63))}};
 }
 
-// Four partial sums.
+// Four partial sums; of a quarter_dot_sum one of each eight bytes.
 struct i32_sum { int32x4_t v; };
 
 static inline i32_sum operator+(i32_sum a, i32_sum b) { return {vaddq_s32(a.v, b.v)}; }
 static inline i32_sum operator*(i32_sum a, int b)     { return {vmulq_n_s32(a.v, b)}; }
-
-// One sum of each eight bytes.
-struct i32_sum4 { int32x4_t v; };
 
 // Sum of q*y over N_VECS vectors of codes 0..Q_MAX against activations. Each half of a vector has its accumulator.
 template <int Q_MAX, int N_VECS> struct dot_sum {
@@ -92,8 +89,7 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
             acc[h] = vdotq_s32(acc[h], vreinterpretq_s8_u8(q.v[h]), vld1q_s8(y + 16*h));
         }
     }
-    i32_sum  total() const    { return {vaddq_s32(acc[0], acc[1])}; }
-    i32_sum4 quarters() const { return {vpaddq_s32(acc[0], acc[1])}; }
+    i32_sum total() const { return {vpaddq_s32(acc[0], acc[1])}; } // of each eight bytes
 #else
     // a half adds two products to each int16; N_VECS of them may share one accumulator if they cannot overflow it
     static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX;
@@ -130,50 +126,40 @@ template <int Q_MAX> struct quarter_dot_sum {
             acc[2*h + 1] = vpadalq_s16(acc[2*h + 1], vmull_high_s8(vq, vy));
         }
     }
-    i32_sum4 quarters() const { return {vpaddq_s32(vpaddq_s32(acc[0], acc[1]), vpaddq_s32(acc[2], acc[3]))}; }
+    i32_sum total() const { return {vpaddq_s32(vpaddq_s32(acc[0], acc[1]), vpaddq_s32(acc[2], acc[3]))}; }
 };
 #else
 template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
 #endif
 
-struct f32_sum {
-    float32x4_t acc = vdupq_n_f32(0);
-    void  add(float scale, i32_sum sum) { acc = vfmaq_n_f32(acc, vcvtq_f32_s32(sum.v), scale); }
-    float total() const { return vaddvq_f32(acc); }
-};
-
 struct f32x4 { float32x4_t v; };
 
 static inline f32x4 load4(const float * p)      { return {vld1q_f32(p)}; }
 static inline void  store4(float * p, f32x4 a)  { vst1q_f32(p, a.v); }
-static inline f32x4 operator*(f32x4 a, f32x4 b) { return {vmulq_f32(a.v, b.v)}; }
-static inline f32x4 operator+(f32x4 a, f32x4 b) { return {vaddq_f32(a.v, b.v)}; }
-static inline f32x4 to_floats(i32_sum4 a)       { return {vcvtq_f32_s32(a.v)}; }
 static inline f32x4 operator*(f32x4 a, float b) { return {vmulq_n_f32(a.v, b)}; }
 static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
     const uint16_t d[4] = {(uint16_t) (d0 << 7), (uint16_t) (d1 << 7), (uint16_t) (d2 << 7), (uint16_t) (d3 << 7)};
     return {vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(d))), GGML_EXT_E5M3_FACTOR)};
 }
 
-struct f32_sum4 {
-    float32x4_t acc = vdupq_n_f32(0);
-    void  add(f32x4 scale, i32_sum4 sum) { acc = vfmaq_f32(acc, vcvtq_f32_s32(sum.v), scale.v); }
-    void  add(f32x4 scale, f32x4 x)      { acc = vfmaq_f32(acc, x.v, scale.v); }
-    float total() const                  { return vaddvq_f32(acc); }
-};
+// Floats for the lanes of an i32_sum.
+constexpr int N_LANES = 4;
+using f32_lanes = f32x4;
 
-// Sum of a block's activation codes, from its 16 partial sums.
-static inline i32_sum activation_sum(const int16_t * bsums) {
-    return {vpaddlq_s16(vaddq_s16(vld1q_s16(bsums), vld1q_s16(bsums + 8)))}; // each at most 16*128
+static inline f32_lanes spread(float a)   { return {vdupq_n_f32(a)}; }
+static inline f32_lanes spread(f32x4 a)   { return a; }
+static inline f32_lanes spread(scales4 s) { return {vcvtq_f32_s32(vld1q_s32(s.v))}; }
+static inline f32_lanes lane_sums(const int16_t * bsums) {
+    return {vcvtq_f32_s32(vpaddq_s32(vpaddlq_s16(vld1q_s16(bsums)), vpaddlq_s16(vld1q_s16(bsums + 8))))};
 }
-// Of each quarter times its scale.
-static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales) {
-    int32x4_t sum = vmull_n_s16(vld1_s16(bsums), (int16_t) scales.v[0]);
-    for (int k = 1; k < 4; ++k) {
-        sum = vmlal_n_s16(sum, vld1_s16(bsums + 4*k), (int16_t) scales.v[k]);
-    }
-    return {sum};
-}
+
+struct f32_sum {
+    float32x4_t acc = vdupq_n_f32(0);
+    void  add(f32_lanes scale, i32_sum sum) { acc = vfmaq_f32(acc, vcvtq_f32_s32(sum.v), scale.v); }
+    void  add(f32_lanes scale, f32_lanes x) { acc = vfmaq_f32(acc, x.v, scale.v); }
+    float total() const                     { return vaddvq_f32(acc); }
+    f32x4 quarters() const                  { return {acc}; }
+};
 
 // --- activations ---
 

@@ -72,49 +72,50 @@ static inline table16 load_table16(const uint8_t * p) {
 }
 static inline u8x32 look_up(table16 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
-using i32_sum = int32_t;
-struct i32_sum4 { int32_t v[4]; };
+// Four partial sums, one of each eight bytes.
+struct i32_sum { int32_t v[4]; };
+
+static inline i32_sum operator+(i32_sum a, i32_sum b) { for (int i = 0; i < 4; ++i) { a.v[i] += b.v[i]; } return a; }
+static inline i32_sum operator*(i32_sum a, int b)     { for (int i = 0; i < 4; ++i) { a.v[i] *= b; } return a; }
 
 template <int Q_MAX, int N_VECS> struct dot_sum {
-    i32_sum4 acc = {};
+    i32_sum acc = {};
     void add(u8x32 q, const int8_t * y) {
         for (int i = 0; i < 32; ++i) { acc.v[i/8] += q.v[i]*y[i]; }
     }
-    i32_sum  total() const    { return acc.v[0] + acc.v[1] + acc.v[2] + acc.v[3]; }
-    i32_sum4 quarters() const { return acc; }
+    i32_sum total() const { return acc; }
 };
 template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
-
-struct f32_sum {
-    float acc = 0;
-    void  add(float scale, i32_sum sum) { acc += scale*(float) sum; }
-    float total() const { return acc; }
-};
 
 struct f32x4 { float v[4]; };
 
 static inline f32x4 load4(const float * p)      { f32x4 r; memcpy(r.v, p, sizeof(r.v)); return r; }
 static inline void  store4(float * p, f32x4 a)  { memcpy(p, a.v, sizeof(a.v)); }
-static inline f32x4 operator*(f32x4 a, f32x4 b) { for (int i = 0; i < 4; ++i) { a.v[i] *= b.v[i]; } return a; }
-static inline f32x4 operator+(f32x4 a, f32x4 b) { for (int i = 0; i < 4; ++i) { a.v[i] += b.v[i]; } return a; }
-static inline f32x4 to_floats(i32_sum4 a)       { f32x4 r; for (int i = 0; i < 4; ++i) { r.v[i] = (float) a.v[i]; } return r; }
 static inline f32x4 operator*(f32x4 a, float b) { for (int i = 0; i < 4; ++i) { a.v[i] *= b; } return a; }
 static inline f32x4 e5m3_to_float(uint8_t d0, uint8_t d1, uint8_t d2, uint8_t d3) {
     return {{ggml_ext_e5m3_to_float(d0), ggml_ext_e5m3_to_float(d1), ggml_ext_e5m3_to_float(d2), ggml_ext_e5m3_to_float(d3)}};
 }
 
-struct f32_sum4 {
-    float acc = 0;
-    void  add(f32x4 scale, i32_sum4 sum) { for (int i = 0; i < 4; ++i) { acc += scale.v[i]*(float) sum.v[i]; } }
-    void  add(f32x4 scale, f32x4 x)      { for (int i = 0; i < 4; ++i) { acc += scale.v[i]*x.v[i]; } }
-    float total() const { return acc; }
-};
+// Floats for the lanes of an i32_sum.
+constexpr int N_LANES = 4;
+using f32_lanes = f32x4;
 
-static inline i32_sum activation_sum(const int16_t * bsums, scales4 scales = {{1, 1, 1, 1}}) {
-    int32_t sum = 0;
-    for (int g = 0; g < QK_K/16; ++g) { sum += scales.v[g/4]*bsums[g]; }
-    return sum;
+static inline f32_lanes spread(float a)   { return {{a, a, a, a}}; }
+static inline f32_lanes spread(f32x4 a)   { return a; }
+static inline f32_lanes spread(scales4 s) { f32x4 r; for (int i = 0; i < 4; ++i) { r.v[i] = (float) s.v[i]; } return r; }
+static inline f32_lanes lane_sums(const int16_t * bsums) {
+    f32x4 r;
+    for (int i = 0; i < 4; ++i) { r.v[i] = (float) (bsums[4*i] + bsums[4*i + 1] + bsums[4*i + 2] + bsums[4*i + 3]); }
+    return r;
 }
+
+struct f32_sum {
+    f32x4 acc = {};
+    void  add(f32_lanes scale, i32_sum sum) { for (int i = 0; i < 4; ++i) { acc.v[i] += scale.v[i]*(float) sum.v[i]; } }
+    void  add(f32_lanes scale, f32_lanes x) { for (int i = 0; i < 4; ++i) { acc.v[i] += scale.v[i]*x.v[i]; } }
+    float total() const                     { return acc.v[0] + acc.v[1] + acc.v[2] + acc.v[3]; }
+    f32x4 quarters() const                  { return acc; }
+};
 
 // --- activations ---
 
