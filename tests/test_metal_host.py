@@ -10,10 +10,12 @@ import ctypes
 import functools
 import re
 import subprocess
+from collections import Counter
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 
 import ggml_graph
 import gguf
+import llama_cpp
 import metal_library
 import native
 import numpy as np
@@ -502,3 +504,44 @@ def test_embedding_by_upstreams_own_commands(tmp_path):
     assert set(named) <= set(device().metal_host_kernels(False).decode().split())
     assert not re.search(r"^kernel void (?!kernel_ext_|kernel_mul_mm(_id)?\()", text, re.M)  # none that would hide upstream's
     assert "_ggml_metallib_ggml_ext_start" in (folder / "ggml-metal-embed-ggml_ext.s").read_text()
+
+
+# --- the hunks that are Objective-C ---
+
+
+@pytest.fixture(scope="module")
+def empty_headers(tmp_path_factory):
+    """Apple's headers, without anything in them: objective_c.h has what matters."""
+    folder = tmp_path_factory.mktemp("apple")
+    for name in ("Foundation/Foundation.h", "Metal/Metal.h"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("")
+    return folder
+
+
+def objective_c_errors(tree, text: str, headers) -> Counter:
+    """How often libclang says what of a text of ggml-metal-device.m."""
+    index = pytest.importorskip("clang.cindex")
+    ggml, path = tree / "ggml", tree / "ggml/src/ggml-metal/ggml-metal-device.m"
+    builtin = subprocess.run(["cc", "-print-file-name=include"], capture_output=True, text=True).stdout.strip()
+    folders = [headers, ggml / "include", ggml / "src", native.ROOT, native.ROOT / "ggml_ext", builtin]
+    arguments = ["-x", "objective-c", "-fblocks", "-fobjc-runtime=macosx", "-std=gnu11", "-ferror-limit=0", "-Wno-everything",
+                 "-Werror=implicit-function-declaration", "-DGGML_METAL_EMBED_LIBRARY=1", "-include", str(HOST / "objective_c.h"),
+                 *(f"-I{folder}" for folder in folders)]
+    unit = index.Index.create().parse(str(path), args=arguments, unsaved_files=[(str(path), text)])
+    assert all(d.severity < index.Diagnostic.Fatal for d in unit.diagnostics), [d.spelling for d in unit.diagnostics][:3]
+    return Counter(d.spelling for d in unit.diagnostics if d.severity >= index.Diagnostic.Error)
+
+
+def test_objective_c_hunks_add_no_error(empty_headers):
+    """Beside those that upstream's file has with these headers; and a slip in each hunk adds one."""
+    upstream, patched = llama_cpp.pristine_tree(), native.built(native.BUILD, "../llama.cpp").resolve()
+    path = "ggml/src/ggml-metal/ggml-metal-device.m"
+    before = objective_c_errors(upstream, (upstream / path).read_text(), empty_headers)
+    text = (patched / path).read_text()
+    assert not objective_c_errors(patched, text, empty_headers) - before
+    for right, wrong in (("ggml_ext_metal_supports_op(op", "ggml_ext_metal_supports(op"), ("    X(GGML_EXT,        ggml_ext) ", "    X(GGML_EXTRA,      ggml_ext) "),
+                         ("dev->library->objs[GGML_METAL_LIB_GGML_EXT]", "dev->library->obj[GGML_METAL_LIB_GGML_EXT]"),
+                         ("if (kind != GGML_METAL_LIB_GGML_EXT)", "if (kind != GGML_METAL_LIB_EXT)"),
+                         ("if (!res->objs[GGML_METAL_LIB_GGML_EXT]) {", "if (!res->objs[GGML_METAL_LIB_GGML_EXT] {")):
+        assert right in text and objective_c_errors(patched, text.replace(right, wrong), empty_headers) - before, right
