@@ -4,9 +4,9 @@
     python scripts/build/gen_types.py            write the files that changed
     python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file
 
-Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h and
-cuda/all.cuh, cuda/instances/, py/ggml_ext/_types.py, the table between the "types" markers of docs/formats.md, and
-py/ggml_ext/_upstream.py. The output depends on the two toml files alone.
+Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
+cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, metal/tables.h, py/ggml_ext/_types.py, the table between the
+"types" markers of docs/formats.md, and py/ggml_ext/_upstream.py. The output depends on the two toml files alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ BLOCKS = "ggml_ext/types/all.h"
 CODES = "ggml_ext/types/codes.h"
 UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
+METAL_UNPACKERS = "metal/all.metal"
+METAL_CODES = "metal/codes.metal"
+METAL_TABLES = "metal/tables.h"
 INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_types.py"
 PIN = "ggml_ext/upstream.toml"
@@ -187,6 +190,39 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
     return "\n".join(out) + "\n"
 
 
+def trellis_codes(k: int, mix: list[list[int]], values: list[list[int]]) -> list[int]:
+    """Codes of all 4096 states (ggml_ext/types/trellis.h) in the order of metal/trellis.metal: from the low bits on, for K = 3
+    pair(t-2), pair(t), quad(t), for K = 2 pair(t-4), pair(t-2), pair(t)."""
+    out = []
+    for i in range(4096):
+        nibbles = [i & 15, i >> 4 & 15, i >> 8]
+        a, b, e = nibbles if k == 3 else (nibbles[2], nibbles[0], nibbles[1])
+        out.append(values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]])
+    return out
+
+
+def symbol_bits(row: dict) -> int:
+    """K of a trellis type: two bytes of a block are scale and start."""
+    return (row["block_bytes"] - 2) * 8 // row["block_size"]
+
+
+def render_metal_codes(types: list[dict]) -> str:
+    """One table for types that share a code."""
+    out, seen = [f"// {NOTICE}", "// Codes of the trellis types by state: trellis.metal. types/trellis.h has what they are made of."], []
+    for row in types:
+        if "trellis_mix" in row and (code := (row["trellis_mix"], row["trellis_values"])) not in seen:
+            seen.append(code)
+            codes = [str(c) for c in trellis_codes(symbol_bits(row), *code)]
+            out += ["", f"constant uint8_t ggml_ext_{row['name']}_codes[4096] = {{"]
+            out += [f"    {','.join(codes[i : i + 32])}," for i in range(0, 4096, 32)] + ["};"]
+    return "\n".join(out) + "\n"
+
+
+def render_metal_tables(types: list[dict]) -> str:
+    cases = [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if "trellis_mix" in row]
+    return f"// {NOTICE}\n// Types whose products look up a table in threadgroup memory.\n#pragma once\n\n{macro('GGML_EXT_METAL_TABLE_CASES', cases)}\n"
+
+
 MODULE_HEAD = '''"""{notice}
 
 The types of the extension: ids, sizes and the choices of the quantizer.
@@ -308,6 +344,9 @@ def main(argv: list[str] | None = None) -> int:
         CODES: lambda old: render_codes(signs, types),
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
+        METAL_UNPACKERS: lambda old: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
+        METAL_CODES: lambda old: render_metal_codes(types),
+        METAL_TABLES: lambda old: render_metal_tables(types),
         MODULE: lambda old: render_module(signs, types),
         PIN_MODULE: lambda old: pin,
         FORMATS: lambda old: render_formats(old, types),

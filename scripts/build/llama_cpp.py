@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import metal_library
 from pinned import Failure, cache_dir, fetch
 
 try:
@@ -131,6 +132,7 @@ def patch_tree(source: Path, dest: Path) -> None:
         apply_all(Path(tmp))
         # beside ggml.h, which includes it: Hexagon's device code is a project of its own that knows only that folder
         shutil.copy2(TYPES_HEADER, Path(tmp) / "ggml" / "include")
+        (Path(tmp) / metal_library.LIBRARY).write_text(metal_library.library(source))
         sync(Path(tmp), dest)
 
 

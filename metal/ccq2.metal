@@ -1,0 +1,24 @@
+// CCQ2 on the device: types/ccq2.h. A lane's two bytes are two codes of 15 bits, each of four weights.
+
+struct block_ccq2 {
+    uint8_t d, scales, qs[64];
+};
+static_assert(sizeof(block_ccq2) == GGML_EXT_CCQ2_BLOCK_BYTES, "CCQ2 is 66 bytes");
+
+template <> struct ggml_ext_unpacker<block_ccq2> {
+    enum { n = GGML_EXT_CCQ2_BLOCK_SIZE, n_groups = n/GGML_EXT_CCQ2_GROUP, rotated = GGML_EXT_CCQ2_ROTATED, has_table = 0 };
+    uint code[2];
+
+    void load(device const block_ccq2 & x, short c) {
+        code[0] = 121*(uint) x.qs[c]      + 1178;
+        code[1] = 121*(uint) x.qs[32 + c] + 1178;
+    }
+    template <typename T> float value(short g, T table) const {
+        (void) table;
+        return (float) (code[g/4] >> (9 - 3*(g%4)) & 63) - 32.0f;
+    }
+    static float scale(device const block_ccq2 & x, short g) {
+        const uint scales = 11u << 24 | 8u << 16 | 6u << 8 | 5u;
+        return ggml_ext_e5m3(x.d)*(float) (scales >> 8*(x.scales >> 2*(g/2) & 3) & 255);
+    }
+};

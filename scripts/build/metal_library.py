@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Metal's kernels for our types as one flat file, and where llama_cpp.py puts it into the patched llama.cpp.
+
+    metal_library.py TREE    print the file for the unpatched llama.cpp in TREE
+
+It is metal/library.metal with its includes in place: ours, and of upstream's kernels/mul_mm.metal the two templates of products,
+without their instances. instances.metal comes once for each weight type. One include is left, common.h, which upstream's build
+puts in front: Metal compiles the text at run time, where there are no files.
+"""
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from pinned import Failure
+
+ROOT = Path(__file__).resolve().parents[2]
+METAL = ROOT / "metal"
+KERNELS = Path("ggml/src/ggml-metal/kernels")
+LIBRARY = KERNELS / "ggml_ext.metal"
+TYPES_HEADER = ROOT / "ggml_ext" / "ggml-ext-types.h"
+INCLUDE = re.compile(r'^#include "(.+)"$')
+# the parts of mul_mm.metal: from a line that begins so up to one that begins so
+MUL_MM = [("constant bool FC_mul_mm_bc_inp", "template<short ne20>"),
+          ("template<typename S0, typename S0_4x4, typename S0_8x8, typename S1,", "typedef decltype(kernel_mul_mm<")]
+
+
+def weight_types() -> list[str]:
+    return re.findall(r"^    X\(\w+, (\w+)\)", TYPES_HEADER.read_text(), re.M)
+
+
+def mul_mm(tree: Path) -> list[str]:
+    """The lines of upstream's two templates; raises Failure if they are not where they are in the pinned tree."""
+    path = tree / KERNELS / "mul_mm.metal"
+    lines, parts = path.read_text().splitlines(), []
+    for first, behind in MUL_MM:
+        at = [[i for i, line in enumerate(lines) if line.startswith(start)] for start in (first, behind)]
+        if not (len(at[0]) == 1 and at[1] and at[0][0] < at[1][0]):
+            raise Failure(f"{path}: needs one line that begins with {first!r} and, after it, one with {behind!r}, as in the pinned "
+                          "llama.cpp; mend MUL_MM in scripts/build/metal_library.py")
+        parts += lines[at[0][0] : at[1][0]]
+    return parts
+
+
+def flat(path: Path, tree: Path) -> list[str]:
+    if path.name == "mul_mm.metal":
+        return mul_mm(tree)
+    lines = path.read_text().splitlines()
+    if path.name == "instances.metal":
+        return [line.replace("NAME", name) for name in weight_types() for line in lines if line.startswith("template")]
+    out = []
+    for line in lines:
+        include = INCLUDE.match(line)
+        if include and include[1] != "common.h":
+            out += flat(path.parent / include[1], tree)
+        elif line != "#pragma once":
+            out.append(line)
+    return out
+
+
+def library(tree: Path) -> str:
+    """The text for a tree of llama.cpp."""
+    return "\n".join(flat(METAL / "library.metal", tree)) + "\n"
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    try:
+        print(library(Path(sys.argv[1])), end="")
+    except (Failure, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
