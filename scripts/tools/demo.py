@@ -173,7 +173,7 @@ def compare(args: argparse.Namespace) -> None:
         folder = Path(tmp)
         heading(f"perplexity of the embedded model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
         scored, rest = split_text(TEXT, folder)
-        importance = attempt("importance matrix", imatrix, MODEL, rest, folder / "imatrix.gguf", kinds=["block"])
+        importance = attempt("importance matrix", lambda: imatrix(MODEL, rest, folder / "imatrix.gguf", kinds=["block"]))
         table = {row: found for row in rows if (found := attempt(f"row {row}", quality, row, folder, scored, importance, args))}
         heading(f"speed of a synthetic model of Llama-3.2-1B's shape, {args.layers} blocks, {args.threads} threads")
         measured = attempt("speed", speeds, list(dict.fromkeys(ROWS[row][0] for row in rows)), folder, args) or {}
