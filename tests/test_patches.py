@@ -74,6 +74,14 @@ def test_a_patch_that_does_not_apply_stops_the_build(own_tree, tmp_path):
     assert f"{N_PATCHES - 1} of {N_PATCHES} patches apply" in script("check", own_tree).stdout
 
 
+def test_kernels_of_metal_that_moved_are_told_by_the_check(own_tree):
+    kernels = own_tree / "ggml/src/ggml-metal/kernels/mul_mm.metal"
+    kernels.write_text(kernels.read_text().replace("constant bool FC_mul_mm_bc_inp", "constant bool FC_other"))
+    done = script("check", own_tree)
+    assert done.returncode == 1 and f"{N_PATCHES} of {N_PATCHES} patches apply" in done.stdout
+    assert "Metal's kernels cannot be made: " in done.stdout and "mul_mm.metal" in done.stdout
+
+
 def test_second_run_touches_nothing(own_tree, tmp_path):
     """So that a rebuild compiles only what changed."""
     def times():

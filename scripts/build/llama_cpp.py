@@ -161,6 +161,11 @@ def check(source: Path) -> int:
             if done.returncode:
                 print("    " + "\n    ".join(x for x in done.stderr.splitlines() if x.startswith("error")))
     print(f"{len(PATCHES) - n_bad} of {len(PATCHES)} patches apply")
+    try:
+        metal_library.library(source)
+    except (Failure, OSError) as e:
+        print(f"Metal's kernels cannot be made: {e}")
+        return 1
     return 1 if n_bad else 0
 
 
