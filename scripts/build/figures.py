@@ -25,22 +25,20 @@ OUR_COLOUR, STOCK_COLOUR = "#c2410c", "#64748b"
 
 
 class Type:
-    """What was measured of one type, from the rows of its default encoder with importance data and without: of ours second moments
-    of blocks, of stock types an importance matrix."""
+    """What was measured of one type, from the rows of its default encoder with an importance matrix and without."""
 
     def __init__(self, name: str, rows: dict[str, dict]):
-        title, ours = name.upper(), name in WEIGHT_TYPES
-        plain, weighted = rows.get(title), rows.get(f"{title}, with {'block moments' if ours else 'imatrix'}")
+        plain, weighted = rows.get(name.upper()), rows.get(f"{name.upper()}, with imatrix")
         row = plain or weighted
         f16 = rows["F16"]["perplexity"]
-        self.name, self.bpw, self.is_ours = name, row["bpw"], ours
+        self.name, self.bpw, self.is_ours = name, row["bpw"], name in WEIGHT_TYPES
         self.decode, self.prefill = row["decode/q3_k"], row["prefill/q3_k"]
         # perplexity over F16's, as a fraction
         self.plain, self.weighted = (r and r["perplexity"] / f16 - 1 for r in (plain, weighted))
 
     @property
     def best(self) -> float:
-        """With importance data where that was measured."""
+        """With an importance matrix where that was measured."""
         return self.plain if self.weighted is None else self.weighted
 
 
@@ -51,7 +49,7 @@ def read_types(measured: dict) -> list[Type]:
 
 def render_types(types: list[Type]) -> str:
     """One line a type."""
-    lines = ["| type | bits a weight | perplexity over F16 | calibrated | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 6]
+    lines = ["| type | bits a weight | perplexity over F16 | with imatrix | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 6]
     for t in types:
         name = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
         plain, weighted = ("" if value is None else f"{100 * value:.1f} %" for value in (t.plain, t.weighted))

@@ -59,8 +59,10 @@ ROWS = {
     "ITQ3_T, with imatrix": ("itq3_t", [], "imatrix", True),
     "ITQ3_T, with block moments": ("itq3_t", [], "block", False),
     "ITQ3_T64": ("itq3_t64", [], None, True),
+    "ITQ3_T64, with imatrix": ("itq3_t64", [], "imatrix", True),
     "ITQ3_T64, with block moments": ("itq3_t64", [], "block", True),
     "DITTO3": ("ditto3", [], None, True),
+    "DITTO3, with imatrix": ("ditto3", [], "imatrix", True),
     "DITTO3, with block moments": ("ditto3", [], "block", False),
     "ITQ3_S": ("itq3_s", [], None, True),
     "ITQ3_S, with block moments": ("itq3_s", [], "block", False),
@@ -73,8 +75,10 @@ ROWS = {
     "ITQ2_T, with imatrix": ("itq2_t", [], "imatrix", True),
     "ITQ2_T, with block moments": ("itq2_t", [], "block", False),
     "ITQ2_T64": ("itq2_t64", [], None, True),
+    "ITQ2_T64, with imatrix": ("itq2_t64", [], "imatrix", True),
     "ITQ2_T64, with block moments": ("itq2_t64", [], "block", True),
     "CCQ2": ("ccq2", [], None, True),
+    "CCQ2, with imatrix": ("ccq2", [], "imatrix", True),
     "CCQ2, with block moments": ("ccq2", [], "block", False),
 }
 TYPES = list(dict.fromkeys(type_name for type_name, *_ in ROWS.values()))
