@@ -60,7 +60,9 @@ LOCAL_ISAS = [isa for isa, needs in _NEEDS.items() if needs <= cpu_flags()]
 
 # 64-bit ARM elsewhere: instruction set -> the processor to emulate. A Cortex-A72 has no dot product instructions.
 EMULATED_ISAS = {} if "asimd" in cpu_flags() else {"arm64-scalar": "max", "neon": "cortex-a72", "dotprod": "max"}
-ISAS = [*LOCAL_ISAS, *EMULATED_ISAS]
+# Sets of x86 that the processor may lack, with tests/simd_host in place of their intrinsics.
+HOST_ISAS = ["vnni-host", "avx512-host"] if "avx2" in LOCAL_ISAS else []
+ISAS = [*LOCAL_ISAS, *HOST_ISAS, *EMULATED_ISAS]
 
 
 def emulated(name: str, cpu: str) -> list[str | Path]:

@@ -34,7 +34,14 @@ ALL_ISAS = [*ISAS, "native"]
 @pytest.mark.parametrize("isa", ISAS)
 def test_isa_is_what_it_is_called(isa):
     """Else a test of "avx2" might run the portable code."""
-    assert kernels(isa).isa == native.ISA_NAMES[isa.removeprefix("arm64-")]
+    assert kernels(isa).isa == native.ISA_NAMES[isa.removeprefix("arm64-").removesuffix("-host")]
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ["avx2", "avx512"] if isa in native.LOCAL_ISAS])
+def test_host_intrinsics_equal_the_processors(isa):
+    """What takes the place of intrinsics that the processor may lack, against those it has."""
+    done = subprocess.run([native.built(native.BUILD, f"ggml-ext-simd-host-{isa}")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_native_build_uses_what_the_processor_has():

@@ -1,0 +1,248 @@
+// Intel's intrinsics for processors without them: those of AVX-512 (F, BW, VBMI, VNNI) and AVX-VNNI that ggml_ext/cpu uses, as loops
+// over lanes, so that kernels for these sets run on any processor with AVX2. Included in place of the compiler's <immintrin.h>.
+// SIMD_HOST_AVX512 or SIMD_HOST_AVXVNNI says which set the kernels shall believe to be compiled for.
+//
+// Kernels lie in namespace ggml_ext, where these functions hide the compiler's: one that is missing here does not compile. Semantics
+// are those of the Intel Intrinsics Guide. Bits that it leaves undefined are UNDEFINED here, so that kernels cannot count on zeros.
+// Vectors have any size: check.cpp compares vectors of 32 bytes with AVX2's intrinsics, and of 64 with AVX-512's where the processor
+// has them.
+#pragma once
+
+// what kernels include after this: the last lines change the meaning of a word of the language
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include_next <immintrin.h>
+
+#undef _mm512_setr_epi32 // macros in some compilers, most for their immediate operands
+#undef _mm512_slli_epi16
+#undef _mm512_srli_epi16
+#undef _mm512_ternarylogic_epi64
+#undef _mm512_inserti64x4
+#undef _mm512_extracti64x4_epi64
+#undef _mm512_extractf64x4_pd
+#undef _mm256_dpbusd_epi32
+#undef _mm256_dpbusd_avx_epi32
+
+namespace ggml_ext {
+
+constexpr uint8_t UNDEFINED = 0xa5;
+
+// A vector as an array of T.
+template <typename T, typename V> struct lanes {
+    static constexpr int n = sizeof(V)/sizeof(T);
+    T at[n];
+
+    lanes() = default;
+    lanes(V v)           { memcpy(at, &v, sizeof(v)); }
+    operator V() const   { V v; memcpy(&v, at, sizeof(v)); return v; }
+};
+
+// f(i) in each lane.
+template <typename T, typename V, typename F> static inline V make(F f) {
+    lanes<T, V> r;
+    for (int i = 0; i < r.n; ++i) { r.at[i] = f(i); }
+    return r;
+}
+
+// The first bytes of a vector of another size; those that it has no bytes for are `fill`.
+template <typename To, typename From> static inline To resize(From a, uint8_t fill) {
+    To r;
+    memset(&r, fill, sizeof(r));
+    memcpy(&r, &a, sizeof(r) < sizeof(a) ? sizeof(r) : sizeof(a));
+    return r;
+}
+
+// --- set, load, convert between vector types ---
+
+static inline __m512i _mm512_setzero_si512()                 { return __m512i{}; }
+static inline __m512  _mm512_setzero_ps()                    { return __m512{}; }
+template <typename V = __m512i> static inline V _mm512_set1_epi8(char a)       { return make<char, V>([=](int) { return a; }); }
+template <typename V = __m512i> static inline V _mm512_set1_epi64(long long a) { return make<long long, V>([=](int) { return a; }); }
+template <typename V = __m512>  static inline V _mm512_set1_ps(float a)        { return make<float, V>([=](int) { return a; }); }
+template <typename... T> static inline __m512i _mm512_setr_epi32(T... a) {
+    static_assert(sizeof...(a) == 16, "one for each lane");
+    const int values[] = {a...};
+    return make<int, __m512i>([&](int i) { return values[i]; });
+}
+
+// of any pointer: of a void * the compiler's would be as good a match, where a block's namespace is searched, too
+template <typename T> static inline __m512i _mm512_loadu_si512(const T * p) {
+    __m512i v;
+    memcpy(&v, (const void *) p, sizeof(v));
+    return v;
+}
+template <typename T> static inline __m512i _mm512_load_si512(const T * p) {
+    if ((uintptr_t) p%sizeof(__m512i)) { __builtin_trap(); } // a fault there, too
+    return _mm512_loadu_si512(p);
+}
+
+static inline __m512i _mm512_castps_si512(__m512 a)       { return resize<__m512i>(a, 0); }
+static inline __m512  _mm512_castsi512_ps(__m512i a)      { return resize<__m512>(a, 0); }
+static inline __m512d _mm512_castps_pd(__m512 a)          { return resize<__m512d>(a, 0); }
+static inline __m256i _mm512_castsi512_si256(__m512i a)   { return resize<__m256i>(a, 0); }
+static inline __m256  _mm512_castps512_ps256(__m512 a)    { return resize<__m256>(a, 0); }
+static inline __m512i _mm512_castsi256_si512(__m256i a)   { return resize<__m512i>(a, UNDEFINED); }
+static inline __m512  _mm512_castps128_ps512(__m128 a)    { return resize<__m512>(a, UNDEFINED); }
+static inline __m512i _mm512_zextsi256_si512(__m256i a)   { return resize<__m512i>(a, 0); }
+static inline __m512  _mm512_zextps256_ps512(__m256 a)    { return resize<__m512>(a, 0); }
+
+// --- move ---
+
+static inline __m512i _mm512_inserti64x4(__m512i a, __m256i b, int imm) {
+    memcpy((char *) &a + 32*(imm & 1), &b, sizeof(b));
+    return a;
+}
+static inline __m256i _mm512_extracti64x4_epi64(__m512i a, int imm) {
+    __m256i half;
+    memcpy(&half, (const char *) &a + 32*(imm & 1), sizeof(half));
+    return half;
+}
+static inline __m256d _mm512_extractf64x4_pd(__m512d a, int imm) {
+    return resize<__m256d>(_mm512_extracti64x4_epi64(resize<__m512i>(a, 0), imm), 0);
+}
+template <typename To, typename From> static inline To repeat(From a) {
+    To r;
+    for (size_t i = 0; i < sizeof(r); i += sizeof(a)) { memcpy((char *) &r + i, &a, sizeof(a)); }
+    return r;
+}
+static inline __m512i _mm512_broadcast_i32x4(__m128i a) { return repeat<__m512i>(a); }
+static inline __m512i _mm512_broadcast_i64x4(__m256i a) { return repeat<__m512i>(a); }
+
+// a[index], the upper bits of an index ignored
+template <typename T, typename I, typename V, typename VI> static inline V permute(VI index, V a) {
+    const lanes<I, VI> at = index;
+    const lanes<T, V>  l  = a;
+    return make<T, V>([&](int i) { return l.at[at.at[i] & (l.n - 1)]; });
+}
+template <typename V> static inline V _mm512_permutexvar_epi8(V index, V a)   { return permute<uint8_t, uint8_t>(index, a); }
+template <typename V> static inline V _mm512_permutexvar_epi64(V index, V a)  { return permute<uint64_t, uint64_t>(index, a); }
+template <typename VI, typename V> static inline V _mm512_permutexvar_ps(VI index, V a) { return permute<float, uint32_t>(index, a); }
+
+// of a and b, one after the other
+template <typename V> static inline V _mm512_permutex2var_epi8(V a, V index, V b) {
+    const lanes<uint8_t, V> l = a, h = b, at = index;
+    return make<uint8_t, V>([&](int i) {
+        const int k = at.at[i] & (l.n - 1);
+        return at.at[i] & l.n ? h.at[k] : l.at[k];
+    });
+}
+
+// in each 16 bytes; zero where an index has its highest bit set
+template <typename V> static inline V _mm512_shuffle_epi8(V a, V index) {
+    const lanes<uint8_t, V> l = a, at = index;
+    return make<uint8_t, V>([&](int i) { return at.at[i] & 128 ? (uint8_t) 0 : l.at[i/16*16 + (at.at[i] & 15)]; });
+}
+
+// --- bits ---
+
+template <typename V, typename F> static inline V bits(V a, V b, F f) {
+    const lanes<uint64_t, V> x = a, y = b;
+    return make<uint64_t, V>([&](int i) { return f(x.at[i], y.at[i]); });
+}
+template <typename V> static inline V _mm512_and_si512(V a, V b)    { return bits(a, b, [](uint64_t x, uint64_t y) { return x & y; }); }
+template <typename V> static inline V _mm512_andnot_si512(V a, V b) { return bits(a, b, [](uint64_t x, uint64_t y) { return ~x & y; }); }
+template <typename V> static inline V _mm512_or_si512(V a, V b)     { return bits(a, b, [](uint64_t x, uint64_t y) { return x | y; }); }
+template <typename V> static inline V _mm512_xor_si512(V a, V b)    { return bits(a, b, [](uint64_t x, uint64_t y) { return x ^ y; }); }
+
+// bit 4*a + 2*b + c of imm
+template <typename V> static inline V _mm512_ternarylogic_epi64(V a, V b, V c, int imm) {
+    const lanes<uint64_t, V> x = a, y = b, z = c;
+    return make<uint64_t, V>([&](int i) {
+        uint64_t r = 0;
+        for (int k = 0; k < 64; ++k) {
+            const int at = (int) (4*(x.at[i] >> k & 1) + 2*(y.at[i] >> k & 1) + (z.at[i] >> k & 1));
+            r |= (uint64_t) (imm >> at & 1) << k;
+        }
+        return r;
+    });
+}
+
+// counts above 15 leave nothing
+template <typename V> static inline V _mm512_srlv_epi16(V a, V count) {
+    const lanes<uint16_t, V> x = a, by = count;
+    return make<uint16_t, V>([&](int i) { return (uint16_t) (by.at[i] > 15 ? 0 : x.at[i] >> by.at[i]); });
+}
+template <typename V> static inline V _mm512_srli_epi16(V a, unsigned count) {
+    const lanes<uint16_t, V> x = a;
+    return make<uint16_t, V>([&](int i) { return (uint16_t) (count > 15 ? 0 : x.at[i] >> count); });
+}
+template <typename V> static inline V _mm512_slli_epi16(V a, unsigned count) {
+    const lanes<uint16_t, V> x = a;
+    return make<uint16_t, V>([&](int i) { return (uint16_t) (count > 15 ? 0 : x.at[i] << count); });
+}
+
+// --- arithmetic ---
+
+template <typename V> static inline V _mm512_add_epi8(V a, V b) {
+    const lanes<uint8_t, V> x = a, y = b;
+    return make<uint8_t, V>([&](int i) { return (uint8_t) (x.at[i] + y.at[i]); });
+}
+template <typename V> static inline V _mm512_add_epi32(V a, V b) {
+    const lanes<uint32_t, V> x = a, y = b;
+    return make<uint32_t, V>([&](int i) { return x.at[i] + y.at[i]; });
+}
+
+// sums of two products
+template <typename V> static inline V _mm512_madd_epi16(V a, V b) {
+    const lanes<int16_t, V> x = a, y = b;
+    return make<uint32_t, V>([&](int i) {
+        return (uint32_t) (x.at[2*i]*y.at[2*i]) + (uint32_t) (x.at[2*i + 1]*y.at[2*i + 1]);
+    });
+}
+// of unsigned and signed bytes, saturated
+template <typename V> static inline V _mm512_maddubs_epi16(V a, V b) {
+    const lanes<uint8_t, V> x = a;
+    const lanes<int8_t, V>  y = b;
+    return make<int16_t, V>([&](int i) {
+        return (int16_t) std::clamp(x.at[2*i]*y.at[2*i] + x.at[2*i + 1]*y.at[2*i + 1], INT16_MIN, INT16_MAX);
+    });
+}
+// sums of four products of unsigned and signed bytes, added to sum, not saturated
+template <typename V> static inline V _mm512_dpbusd_epi32(V sum, V a, V b) {
+    const lanes<uint32_t, V> s = sum;
+    const lanes<uint8_t, V>  x = a;
+    const lanes<int8_t, V>   y = b;
+    return make<uint32_t, V>([&](int i) {
+        int products = 0;
+        for (int k = 4*i; k < 4*i + 4; ++k) { products += x.at[k]*y.at[k]; }
+        return s.at[i] + (uint32_t) products;
+    });
+}
+static inline __m256i _mm256_dpbusd_epi32(__m256i sum, __m256i a, __m256i b)     { return _mm512_dpbusd_epi32(sum, a, b); }
+static inline __m256i _mm256_dpbusd_avx_epi32(__m256i sum, __m256i a, __m256i b) { return _mm512_dpbusd_epi32(sum, a, b); }
+
+template <typename V> static inline V _mm512_mul_ps(V a, V b) {
+    const lanes<float, V> x = a, y = b;
+    return make<float, V>([&](int i) { return x.at[i]*y.at[i]; });
+}
+// rounded once
+template <typename V> static inline V _mm512_fmadd_ps(V a, V b, V c) {
+    const lanes<float, V> x = a, y = b, z = c;
+    return make<float, V>([&](int i) { return std::fma(x.at[i], y.at[i], z.at[i]); });
+}
+template <typename V = __m512, typename VI> static inline V _mm512_cvtepi32_ps(VI a) {
+    const lanes<int32_t, VI> x = a;
+    return make<float, V>([&](int i) { return (float) x.at[i]; });
+}
+
+} // namespace ggml_ext
+
+#if defined(SIMD_HOST_AVX512)
+#define __AVX512BW__ 1
+#define __AVX512VL__ 1
+#define __AVX512VBMI__ 1
+#define __AVX512VNNI__ 1
+#elif defined(SIMD_HOST_AVXVNNI)
+#define __AVXVNNI__ 1
+#endif
+
+// Vectors of 64 bytes have no registers here to be kept in.
+#define __asm__(...)
