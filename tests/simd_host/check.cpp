@@ -61,7 +61,8 @@ static V select(V mask, V a, V b) { return or_(and_(mask, a), _mm256_andnot_si25
 // bytes of a of 32, by the low five bits of an index
 static V bytes_at(V index, V a) {
     const V at = and_(index, _mm256_set1_epi8(15));
-    const V lo = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x00), at), hi = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x11), at);
+    const V lo = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x00), at);
+    const V hi = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x11), at);
     return _mm256_blendv_epi8(lo, hi, _mm256_slli_epi16(index, 3)); // bit 4 of each is the sign
 }
 static V qwords_at(V index, V a) {
