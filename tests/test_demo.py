@@ -75,7 +75,7 @@ def test_without_the_package_the_embedded_model_serves(tmp_path):
     assert "def read_lines(path):" in done.stdout
     assert list(tmp_path.iterdir()) == []
     rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["| type", "| ---", "| F16", "| Q3_K", "| ITQ3_S"]
+    assert rows == ["| type", "| ---", "| F16", "| Q3_K", "| ITQ3_S, with block moments"]
     assert "[   1/" not in done.stdout  # no line for each tensor
 
 
