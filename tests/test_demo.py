@@ -97,5 +97,5 @@ def test_parts_that_fail_are_named_and_the_rest_goes_on(tmp_path, small_package,
     lines = capsys.readouterr().out.splitlines()
     assert "error: row Q3_K: llama-quantize exited with 1: no space left" in lines
     assert sum(line.startswith("error: chat model: ") for line in lines) == 1
-    table = [line for line in lines if line.startswith("| ITQ3_S |")]
+    table = [line for line in lines if line.startswith("| ITQ3_S, with block moments |")]
     assert len(table) == 1 and table[0].count("|") == 9
