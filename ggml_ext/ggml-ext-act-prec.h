@@ -1,0 +1,22 @@
+// Activations more exact than 8 bits, without kernels of their own. A product of a quantized matrix W with columns x, marked by
+// ggml_prec_set_src(node, GGML_PREC_F16, 1), is computed as that with twice the columns,
+//
+//     y = dequantized(quantized(x)),  r = x - y,      W x = W y + W r,
+//
+// each of which the backend quantizes to 8 bits as any other. y, being what 8 bits can hold, survives that; r is at most half a
+// step of x's block, so that its own steps are some 254 times finer (docs/act-prec.md has the bound).
+#pragma once
+
+#include <stdbool.h>
+
+#include "ggml.h"
+
+// whether node, a MUL_MAT or MUL_MAT_ID, quantizes its activations
+static inline bool ggml_ext_can_split_activations(const struct ggml_tensor * node) {
+    return ggml_is_quantized(node->src[0]->type) && node->src[1]->type == GGML_TYPE_F32;
+}
+
+static inline bool ggml_ext_splits_activations(const struct ggml_tensor * node) {
+    return (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && node->op_params[3] == GGML_PREC_F16 &&
+           ggml_ext_can_split_activations(node);
+}

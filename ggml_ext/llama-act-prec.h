@@ -1,0 +1,65 @@
+// --act-prec, as libllama and its programs need it: the option's names, the devices that know it, and the mark on a graph's
+// products (docs/act-prec.md). What the mark means: ggml-ext-act-prec.h.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "ggml-ext-act-prec.h"
+#include "llama.h"
+
+inline const char * ggml_ext_act_prec_name(enum llama_act_prec act_prec) { return act_prec == LLAMA_ACT_PREC_F16 ? "f16" : "q8"; }
+
+// Ends the program where value is neither: upstream's way would print the option's usage too.
+inline enum llama_act_prec ggml_ext_parse_act_prec(const std::string & value) {
+    for (enum llama_act_prec act_prec : {LLAMA_ACT_PREC_Q8, LLAMA_ACT_PREC_F16}) {
+        if (value == ggml_ext_act_prec_name(act_prec)) {
+            return act_prec;
+        }
+    }
+    fprintf(stderr, "error: --act-prec %s: unknown precision; q8 and f16 are known\n", value.c_str());
+    std::exit(1);
+}
+
+// llama-bench's tests, each with each precision.
+template <class Instance>
+std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & instances, const std::vector<llama_act_prec> & act_precs) {
+    std::vector<Instance> all;
+    for (Instance instance : instances) {
+        for (enum llama_act_prec act_prec : act_precs) {
+            instance.act_prec = act_prec;
+            all.push_back(instance);
+        }
+    }
+    return all;
+}
+
+// Throws where a backend would compute a marked product with 8-bit activations all the same. BLAS multiplies in F32.
+template <class Backends> void ggml_ext_require_act_prec(const Backends & backends) {
+    for (const auto & backend : backends) {
+        ggml_backend_dev_t dev  = ggml_backend_get_device(backend.get());
+        const char *       name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev));
+        if (strcmp(name, "CPU") != 0 && strcmp(name, "CUDA") != 0 && strcmp(name, "BLAS") != 0) {
+            throw std::runtime_error(std::string("--act-prec f16: ") + ggml_backend_dev_name(dev) + ": the " + name +
+                                     " backend knows 8-bit activations alone; use --device none, or --act-prec q8");
+        }
+    }
+}
+
+// Marks the graph's products with quantized weights, and takes no mark of another kind away.
+inline void ggml_ext_set_act_prec(struct ggml_cgraph * graph, enum llama_act_prec act_prec) {
+    if (act_prec != LLAMA_ACT_PREC_F16) {
+        return;
+    }
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        ggml_tensor * node = ggml_graph_node(graph, i);
+        if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && ggml_ext_can_split_activations(node)) {
+            ggml_prec_set_src(node, GGML_PREC_F16, 1);
+        }
+    }
+}
