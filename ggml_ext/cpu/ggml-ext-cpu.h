@@ -49,6 +49,17 @@ static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, i
     }
 }
 
+// Marked products (ggml-ext-act-prec.h). compute_doubled() computes node by `compute`, of a node with twice the columns in the work
+// buffer; false, and nothing is done, if node is not marked. planned_node() is that node, with the work_size that it needs beside
+// its own, or else node. `doubled` holds its tensors.
+struct ggml_ext_doubled {
+    struct ggml_tensor dst, src1, ids;
+};
+struct ggml_compute_params;
+bool ggml_ext_compute_doubled(struct ggml_compute_params * params, struct ggml_tensor * node,
+                              void (*compute)(struct ggml_compute_params *, struct ggml_tensor *));
+struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggml_ext_doubled * doubled, size_t * work_size);
+
 // The least number of columns that the tiled GEMM takes; it multiplies fewer no faster than dot_columns().
 GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
 

@@ -1,0 +1,179 @@
+// Products with activations more exact than 8 bits (ggml-ext-act-prec.h) on the CPU: a node of twice the columns goes the way
+// that any other goes, whichever kernels that may be: dot products, tiles, repacked weights, AMX, tinyBLAS.
+#include "ggml-ext-cpu.h"
+#include "ggml-cpu.h"
+#include "ggml-cpu-impl.h"
+#include "ggml-quants.h"
+#include "../ggml-ext-act-prec.h"
+#include "../ggml-ext-rotation.h"
+
+#include <algorithm>
+
+// A node is computed in parts of some of its columns (of MUL_MAT_ID: of its tokens), which bounds the results in the work buffer:
+// 32 MiB, or 64 columns of them.
+static const int64_t max_results = 1 << 22;
+static const int64_t min_columns = 32;
+
+struct parts {
+    int     dim;  // of src1 and of the results
+    int64_t n;    // its length
+    int64_t size; // of a part; the last one may have less
+    explicit parts(const ggml_tensor * node) : dim(node->op == GGML_OP_MUL_MAT_ID ? 2 : 1), n(node->ne[dim]) {
+        const int64_t limit = std::max(max_results*n/std::max<int64_t>(ggml_nelements(node), 1), min_columns);
+        const int64_t count = std::max<int64_t>((n + limit - 1)/limit, 1); // there are nodes without columns
+        size = (n + count - 1)/count;
+    }
+};
+
+// Gives the tensor the length n in a dimension, and room at *at.
+static void place(ggml_tensor * tensor, int dim, int64_t n, char ** at) {
+    tensor->ne[dim] = n;
+    tensor->nb[0]   = ggml_type_size(tensor->type);
+    for (int i = 1; i < GGML_MAX_DIMS; ++i) {
+        tensor->nb[i] = tensor->nb[i - 1]*tensor->ne[i - 1];
+    }
+    tensor->buffer   = nullptr;
+    tensor->view_src = nullptr;
+    tensor->extra    = nullptr;
+    tensor->data     = *at;
+    *at += GGML_PAD(ggml_nbytes(tensor), 64);
+}
+
+// The node with two columns for each of n, its tensors from *at on.
+static void make_doubled(const ggml_tensor * node, int64_t n, ggml_ext_doubled * doubled, char ** at) {
+    const parts cut(node);
+    doubled->src1 = *node->src[1];
+    doubled->dst  = *node;
+    place(&doubled->src1, cut.dim, 2*n, at);
+    place(&doubled->dst, cut.dim, 2*n, at);
+    doubled->dst.src[1]       = &doubled->src1;
+    doubled->dst.op_params[3] = GGML_PREC_UNDEFINED;
+    if (node->op == GGML_OP_MUL_MAT_ID) {
+        doubled->ids = *node->src[2];
+        place(&doubled->ids, 1, 2*n, at);
+        doubled->dst.src[2] = &doubled->ids;
+    }
+}
+
+ggml_tensor * ggml_ext_planned_node(ggml_tensor * node, ggml_ext_doubled * doubled, size_t * work_size) {
+    if (!ggml_ext_splits_activations(node)) {
+        return node;
+    }
+    char * at = nullptr;
+    make_doubled(node, parts(node).size, doubled, &at);
+    *work_size = (size_t) at + 64; // to align the first
+    return &doubled->dst;
+}
+
+// n values of a row, 256 at most, as the activation type's 8 bits hold them. Q8_1 has the values of Q8_0.
+static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t n) {
+    union {
+        block_q8_0    q8_0[QK_K/QK8_0];
+        block_q8_K    q8_K;
+        block_q8_kr64 q8_kr64;
+    } block;
+    if (type == GGML_TYPE_Q8_1) {
+        type = GGML_TYPE_Q8_0;
+    }
+    ggml_get_type_traits_cpu(type)->from_float(x, &block, n);
+    switch ((int) type) {
+        case GGML_TYPE_Q8_0: dequantize_row_q8_0(block.q8_0, y, n); break;
+        case GGML_TYPE_Q8_K: dequantize_row_q8_K(&block.q8_K, y, n); break;
+        case GGML_TYPE_Q8_KR:
+            for (int j = 0; j < QK_K; ++j) {
+                y[j] = block.q8_K.d*block.q8_K.qs[ggml_ext_group_at(j/32) + j%32];
+            }
+            ggml_ext_rotate_block_back(y, QK_K);
+            break;
+        case GGML_TYPE_Q8_KR64:
+            for (int j = 0; j < n; ++j) {
+                y[j] = block.q8_kr64.d[0]*block.q8_kr64.qs[ggml_ext_group_at(j%64/8) + j/64*8 + j%8];
+            }
+            for (int b = 0; b < n; b += 64) {
+                ggml_ext_rotate_block_back(y + b, 64);
+            }
+            break;
+        default: GGML_ABORT("%s: activations of no known type", ggml_type_name(type));
+    }
+}
+
+static float * row(const ggml_tensor * tensor, const int64_t (&i)[4]) {
+    return (float *) ((char *) tensor->data + i[1]*tensor->nb[1] + i[2]*tensor->nb[2] + i[3]*tensor->nb[3]);
+}
+
+// Calls f(x, y, r) for each row x of the part of `whole` that begins at `first` and both rows that `doubled` has of it.
+template <class F> static void each_pair(const ggml_tensor * whole, const ggml_tensor * doubled, int dim, int64_t first, F f) {
+    const int64_t n[4] = {1, doubled->ne[1], doubled->ne[2], doubled->ne[3]};
+    int64_t i[4] = {0};
+    for (i[3] = 0; i[3] < n[3]; ++i[3]) {
+        for (i[2] = 0; i[2] < n[2]; ++i[2]) {
+            for (i[1] = 0; i[1] < n[1]; ++i[1]) {
+                if (i[dim] % 2 == 0) {
+                    int64_t of_whole[4] = {0, i[1], i[2], i[3]}, of_r[4] = {0, i[1], i[2], i[3]};
+                    of_whole[dim] = first + i[dim]/2;
+                    of_r[dim] += 1;
+                    f(row(whole, of_whole), row(doubled, i), row(doubled, of_r));
+                }
+            }
+        }
+    }
+}
+
+static void split_activations(const ggml_compute_params * params, const ggml_tensor * node, ggml_ext_doubled * doubled, int dim,
+                              int64_t first) {
+    const ggml_type type     = ggml_get_type_traits_cpu(node->src[0]->type)->vec_dot_type;
+    const int64_t   n        = node->src[1]->ne[0];
+    const int64_t   n_blocks = (n + QK_K - 1)/QK_K;
+    GGML_ASSERT(node->src[1]->nb[0] == sizeof(float));
+    int64_t turn = 0; // blocks go to the threads in equal parts, of whichever rows they are
+    each_pair(node->src[1], &doubled->src1, dim, first, [&](const float * x, float * y, float * r) {
+        for (int64_t ib = 0; ib < n_blocks; ++ib, ++turn) {
+            if (turn % params->nth == params->ith) {
+                const int64_t j = ib*QK_K, end = std::min(n, j + QK_K);
+                round_to_8_bits(type, x + j, y + j, end - j);
+                for (int64_t k = j; k < end; ++k) {
+                    r[k] = (x[k] - y[k])*GGML_EXT_RESIDUAL_SCALE;
+                }
+            }
+        }
+    });
+    for (int64_t i = params->ith; node->src[2] && i < doubled->ids.ne[1]; i += params->nth) {
+        const ggml_tensor * ids = node->src[2];
+        for (int64_t k = 0; k < ids->ne[0]; ++k) {
+            ((int32_t *) doubled->ids.data)[i*ids->ne[0] + k] =
+                *(const int32_t *) ((const char *) ids->data + (first + i/2)*ids->nb[1] + k*ids->nb[0]);
+        }
+    }
+}
+
+bool ggml_ext_compute_doubled(ggml_compute_params * params, ggml_tensor * node,
+                              void (*compute)(ggml_compute_params *, ggml_tensor *)) {
+    if (!ggml_ext_splits_activations(node)) {
+        return false;
+    }
+    const parts cut(node);
+    for (int64_t first = 0; first < cut.n; first += cut.size) {
+        ggml_ext_doubled doubled;
+        char * at = (char *) GGML_PAD((uintptr_t) params->wdata, 64);
+        make_doubled(node, std::min(cut.size, cut.n - first), &doubled, &at);
+        const size_t used = at - (char *) params->wdata;
+        GGML_ASSERT(used <= params->wsize);
+        if (first > 0) {
+            ggml_barrier(params->threadpool); // the part before is added up
+        }
+        split_activations(params, node, &doubled, cut.dim, first);
+        ggml_barrier(params->threadpool);
+        ggml_compute_params rest = *params;
+        rest.wdata = at;
+        rest.wsize -= used;
+        compute(&rest, &doubled.dst);
+        ggml_barrier(params->threadpool);
+        const int64_t begin = node->ne[0]*params->ith/params->nth, end = node->ne[0]*(params->ith + 1)/params->nth;
+        each_pair(node, &doubled.dst, cut.dim, first, [&](float * sum, const float * y, const float * r) {
+            for (int64_t k = begin; k < end; ++k) {
+                sum[k] = y[k] + r[k]*(1/GGML_EXT_RESIDUAL_SCALE);
+            }
+        });
+    }
+    return true;
+}
