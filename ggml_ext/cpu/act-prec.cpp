@@ -5,7 +5,6 @@
 #include "ggml-cpu-impl.h"
 #include "ggml-quants.h"
 #include "../ggml-ext-act-prec.h"
-#include "../ggml-ext-rotation.h"
 
 #include <algorithm>
 
@@ -72,6 +71,7 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
         block_q8_K    q8_K;
         block_q8_kr64 q8_kr64;
     } block;
+    alignas(32) float v[QK_K];
     if (type == GGML_TYPE_Q8_1) {
         type = GGML_TYPE_Q8_0;
     }
@@ -80,18 +80,22 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
         case GGML_TYPE_Q8_0: dequantize_row_q8_0(block.q8_0, y, n); break;
         case GGML_TYPE_Q8_K: dequantize_row_q8_K(&block.q8_K, y, n); break;
         case GGML_TYPE_Q8_KR:
-            for (int j = 0; j < QK_K; ++j) {
-                y[j] = block.q8_K.d*block.q8_K.qs[ggml_ext_group_at(j/32) + j%32];
+            for (int g = 0; g < QK_K/32; ++g) {
+                for (int j = 0; j < 32; ++j) {
+                    v[32*g + j] = block.q8_K.d*block.q8_K.qs[ggml_ext_group_at(g) + j];
+                }
             }
-            ggml_ext_rotate_block_back(y, QK_K);
+            ggml_ext_rotate_activations_back(v, QK_K, QK_K);
+            memcpy(y, v, sizeof(v));
             break;
         case GGML_TYPE_Q8_KR64:
-            for (int j = 0; j < n; ++j) {
-                y[j] = block.q8_kr64.d[0]*block.q8_kr64.qs[ggml_ext_group_at(j%64/8) + j/64*8 + j%8];
+            for (int64_t b = 0; b < n; b += 8) {
+                for (int j = 0; j < 8; ++j) {
+                    v[b + j] = block.q8_kr64.d[0]*block.q8_kr64.qs[ggml_ext_group_at(b%64/8) + b/64*8 + j];
+                }
             }
-            for (int b = 0; b < n; b += 64) {
-                ggml_ext_rotate_block_back(y + b, 64);
-            }
+            ggml_ext_rotate_activations_back(v, n, 64);
+            memcpy(y, v, n*sizeof(v[0]));
             break;
         default: GGML_ABORT("%s: activations of no known type", ggml_type_name(type));
     }

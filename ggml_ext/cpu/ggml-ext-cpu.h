@@ -32,6 +32,9 @@ bool ggml_ext_mul_mat_id_chunk(const struct ggml_tensor * dst, const void * wdat
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, int64_t n);
 
+// n rotated values, 256 at most, in blocks of 256 or 64, in place; x at a multiple of 32 bytes.
+void ggml_ext_rotate_activations_back(float * x, int64_t n, int block_size);
+
 // Where thread ith of nth begins to quantise a row of n activations, in blocks; it ends where the next begins. Rows of Q8_KR64
 // are made as a whole: by turns, row by row.
 static inline int64_t ggml_ext_first_block(enum ggml_type type, int64_t n, int64_t ith, int64_t nth, int64_t row) {

@@ -138,3 +138,21 @@ void ggml_ext_quantize_row_q8_kr64(const float * x, void * vy, int64_t n) {
         sums.total(y->sum);
     }
 }
+
+// x times the signs of blocks of that size.
+static void flip_signs(const float * x, int64_t n, int block_size, float * y) {
+    for (int64_t b = 0; b < n; b += block_size) {
+        for (int j = 0; j < block_size; ++j) {
+            y[b + j] = x[b + j]*signs.of[j];
+        }
+    }
+}
+
+// R^-1 = S H = S R S.
+void ggml_ext_rotate_activations_back(float * x, int64_t n, int block_size) {
+    assert(n % block_size == 0 && n <= QK_K);
+    alignas(32) float v[QK_K];
+    flip_signs(x, n, block_size, v);
+    block_size == QK_K ? (void) rotate256(v, x) : (void) rotate64(v, n, x);
+    flip_signs(x, n, block_size, x);
+}

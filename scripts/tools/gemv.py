@@ -3,6 +3,7 @@
 
     gemv.py [--types itq3_s,ccq2,ditto3,q3_k,...] [--shapes 4096x4096,...] [--rounds 7] [--threads 2] [--json FILE]
     gemv.py --columns 1,2,3,4,6,7,8,16,32 [--types itq3_s,itq3_t,q3_k,...] [--shapes 2048x8192] [--rounds 7] [--threads 2] [--json FILE]
+    gemv.py --columns 1,4,32 --act-prec ...
     bench.py --gemv ...
 
 The paper Ditto (section 4) replaces loops of a quantised product by calls of BLAS; this is the same comparison. Both sides
@@ -10,6 +11,8 @@ read several copies of the matrix in turn, so that none stays in a cache, and us
 panels of rows with the type's own to_float into a buffer that stays in the L2 cache and calls cblas_sgemv on each; it is
 given the better of two panel sizes, and of the whole matrix at once. "sgemv" has the matrix in F32. Prints microseconds,
 medians over the rounds, and the ratios of the same round. OpenBLAS comes with the package scipy-openblas32.
+
+With --act-prec: what activations more exact than 8 bits cost (docs/act-prec.md), each number of columns against itself with 8 bits.
 
 With --columns: what products with several columns cost against one, by the least time over the rounds, the numbers of columns in
 turn. With one thread the time is that thread's own, which programs beside it disturb less. Q4_0 is not repacked, as in a model it is.
@@ -37,6 +40,7 @@ from ggml_ext._cli import run_script
 DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
 COLUMN_TYPES = "itq3_s,ccq2,ditto3,itq3_t,itq2_t,itq3_t64,itq2_t64,q3_k,iq3_s,q4_0"
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
+GGML_PREC_F16 = 20
 COPIES_BYTES = 192 << 20  # more than any cache that two cores share
 
 
@@ -170,35 +174,43 @@ def compare(type_names: list[str], shape: tuple[int, int], rounds: int, threads:
 
 
 def columns_cost(type_name: str, shape: tuple[int, int], n_columns: list[int], rounds: int, threads: int,
-                 copies_bytes: int = COPIES_BYTES) -> dict[int, float]:
-    """Least seconds of a product with each number of columns; several copies of the matrix in turn, copies_bytes in all."""
+                 copies_bytes: int = COPIES_BYTES, prec: int | None = None) -> dict[int, float]:
+    """Least seconds of a product with each number of columns; several copies of the matrix in turn, copies_bytes in all. With
+    a precision of the activations, a ggml_prec: n columns with it under the key -n, in turn with the others."""
     n_rows, n_cols = shape
     rng = np.random.default_rng(1)
     type_id, data = quantized(type_name, n_rows, n_cols, rng)
     n_copies = max(1, -(-copies_bytes // data.nbytes))
-    results = 4 * n_rows * n_copies * sum(n_columns)
-    work = rounds * len(n_columns) * (8 << 20)  # ggml takes its work buffer from the context anew in every run
+    results = 4 * n_rows * n_copies * sum(n_columns) * (2 if prec else 1)
+    work = rounds * len(n_columns) * (8 << 20) * (3 if prec else 1)  # ggml takes its work buffer from the context anew in every run
     with Graph(*ggml_libraries(), n_copies * data.nbytes + results + work + (64 << 20)) as graph:
         copies = [graph.tensor(type_id, data, shape) for _ in range(n_copies)]
         plans = {}
         for n in n_columns:
             x = graph.tensor(int(gguf.GGMLQuantizationType.F32), rng.standard_normal((n, n_cols)).astype(np.float32), (n, n_cols))
-            plans[n] = graph.plan(*(graph.node("mul_mat", t, x) for t in copies))
+            for key in [n] if prec is None else [n, -n]:
+                nodes = [graph.node("mul_mat", t, x) for t in copies]
+                for node in nodes if key < 0 else []:
+                    graph.base.ggml_prec_set_src(node, c_int(prec), c_int(1))
+                plans[key] = graph.plan(*nodes)
         clock = time.thread_time if threads == 1 else time.perf_counter
         samples = [{n: seconds(graph.run, plan, threads, clock=clock) / n_copies for n, plan in plans.items()} for _ in range(rounds)]
-    return {n: min(s[n] for s in samples) for n in n_columns}
+    return {n: min(s[n] for s in samples) for n in plans}
 
 
 def print_columns(args: argparse.Namespace) -> None:
     n_columns = sorted({1, *map(int, args.columns.split(","))})
+    shown = n_columns if args.act_prec else n_columns[1:]
+    what = "f16 / q8, {}" if args.act_prec else "x {}"
     table = []
-    print("| matrix | type | us | " + " | ".join(f"x {n}" for n in n_columns[1:]) + " |\n|" + " --- |" * (len(n_columns) + 2))
+    print("| matrix | type | us | " + " | ".join(map(what.format, shown)) + " |\n|" + " --- |" * (len(shown) + 3))
     for shape in args.shapes.split(","):
         for name in args.types.lower().split(","):
-            cost = columns_cost(name, tuple(map(int, shape.split("x"))), n_columns, args.rounds, args.threads, args.copies_mb << 20)
-            table.append({"type": name, "shape": shape, "us": 1e6 * cost[1], "x one": {n: cost[n] / cost[1] for n in n_columns}})
-            print(f"| {shape} | {name.upper()} | {1e6 * cost[1]:.0f} | " + " | ".join(f"{cost[n] / cost[1]:.2f}" for n in n_columns[1:])
-                  + " |", flush=True)
+            prec = GGML_PREC_F16 if args.act_prec else None
+            cost = columns_cost(name, tuple(map(int, shape.split("x"))), n_columns, args.rounds, args.threads, args.copies_mb << 20, prec)
+            ratios = {n: cost[-n] / cost[n] if prec else cost[n] / cost[1] for n in shown}
+            table.append({"type": name, "shape": shape, "us": 1e6 * cost[1], "x q8" if prec else "x one": ratios})
+            print(f"| {shape} | {name.upper()} | {1e6 * cost[1]:.0f} | " + " | ".join(f"{x:.2f}" for x in ratios.values()) + " |", flush=True)
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 
@@ -208,6 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--types", help=f"default: {DEFAULT_TYPES}; with --columns {COLUMN_TYPES}")
     parser.add_argument("--shapes", help=f"rows x columns (default: {DEFAULT_SHAPES}; with --columns 2048x8192)")
     parser.add_argument("--columns", help="cost of products with so many columns against one, e.g. 1,2,3,4,6,7,8,16,32")
+    parser.add_argument("--act-prec", action="store_true", help="with --columns: cost of activations in f16 against those in 8 bits")
     parser.add_argument("--copies-mb", type=int, default=COPIES_BYTES >> 20,
                         help="with --columns: size of the matrix's copies; 0: one, which may stay in a cache (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
