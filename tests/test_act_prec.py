@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
 
+import conftest
 import gguf
 import native
 import numpy as np
 import pytest
 from native import F32, F32_U, I32
+from perplexity_run import UNIFORM, run_tool
+from test_backends import rpc_server
 
 from ggml_ext import TYPES, WEIGHT_TYPES
 
@@ -92,13 +99,13 @@ def reference(lib, name: str, data: np.ndarray, x: np.ndarray) -> tuple[np.ndarr
 
 
 def assert_precise(actual: np.ndarray, of_q8: np.ndarray, exact: np.ndarray, bound: np.ndarray, where: str) -> None:
-    """Within the bound, and as a whole far more exact than 8 bits: 254 times as the residual's step is finer, less for scales that
-    are halves and for what floats round (half of what floats may be wrong: 80)."""
+    """Within the bound, and as a whole 254 times as exact as 8 bits, as the residual's step is finer. 37 products scatter by 1/6
+    of that; 150 is two and a half times as far."""
     error = np.abs(actual - exact)
     assert (error <= bound).all(), f"{where}: {np.max(error / bound):.2f} times the bound"
     size = np.sqrt((exact**2).mean(1, keepdims=True))
     ratio = np.sqrt(((of_q8 - exact) / size).var() / ((actual - exact) / size).var())
-    assert ratio > 80 or any(name in where for name in SUM_IN_HALF), f"{where}: only {ratio:.0f} times as exact as 8 bits"
+    assert ratio > 150 or any(name in where for name in SUM_IN_HALF), f"{where}: only {ratio:.0f} times as exact as 8 bits"
 
 
 @pytest.mark.parametrize("n_cols", [1, 3, 9, 64])
@@ -194,3 +201,55 @@ def test_what_is_not_finite_shows(lib, name, bad):
     x[1, 300] = bad
     found = product("mul_mat", [(type_id(name), data, (37, 512)), (F32, x, x.shape)], (3, 37), GGML_PREC_F16)
     assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, model):
+    """The reference model in ITQ3_S, and the weights of that file in F32, with which activations are not rounded."""
+    folder = tmp_path_factory.mktemp("models")
+    conftest.quantize(model, folder / "itq3_s.gguf", "--type", "itq3_s", *UNIFORM)
+    run_tool("llama-quantize", "--allow-requantize", folder / "itq3_s.gguf", folder / "f32.gguf", "F32")
+    return folder
+
+
+def chunks(file, *flags) -> np.ndarray:
+    """Perplexity after each of four chunks, as llama-perplexity prints it."""
+    log = run_tool("llama-perplexity", "-m", file, "-f", conftest.ROOT / "data" / "heldout.txt", "-c", 256, "--chunks", 4, "-t", 1, *flags)
+    return np.array([float(x) for x in re.findall(r"\[\d+\]([\d.]+),", log)])
+
+
+def test_perplexity_equals_that_of_unrounded_activations(files):
+    """Digits that are printed: 0.0001. 8 bits change 0.004 (docs/act-prec.md)."""
+    exact, q8, f16 = (chunks(files / name, *flags) for name, flags in
+                      [("f32.gguf", []), ("itq3_s.gguf", ["--act-prec", "q8"]), ("itq3_s.gguf", ["--act-prec", "f16"])])
+    assert len(exact) == 4 and np.array_equal(q8, chunks(files / "itq3_s.gguf"))
+    assert np.abs(f16 - exact).max() <= 0.00021 and np.abs(q8 - exact).max() > 0.001
+
+
+def test_bench_compares_both(files):
+    log = run_tool("llama-bench", "-m", files / "itq3_s.gguf", "-p", 8, "-n", 2, "-r", 1, "-o", "json", "--act-prec", "q8,f16")
+    rows = json.loads(re.search(r"\[\n.*\]", log, re.S)[0])
+    assert sorted((r["act_prec"], r["n_gen"]) for r in rows) == [("f16", 0), ("f16", 2), ("q8", 0), ("q8", 2)]
+
+
+@pytest.mark.parametrize("program", ["llama-cli", "llama-server", "llama-completion", "llama-perplexity", "llama-bench"])
+def test_unknown_precision(program, tmp_path):
+    done = subprocess.run([conftest.tool(program), "-m", tmp_path / "none.gguf", "--act-prec", "q9"], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "rror" in line] == ["error: --act-prec q9: unknown precision; q8 and f16 are known"]
+    if program != "llama-bench":
+        done = subprocess.run([conftest.tool(program), "-m", tmp_path / "none.gguf"], env={**os.environ, "LLAMA_ARG_ACT_PREC": "q9"},
+                              capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+        assert done.returncode == 1 and "--act-prec q9: unknown precision" in done.stderr
+
+
+def test_a_device_that_knows_8_bits_alone_is_refused(files, tmp_path):
+    """Also where no layer is on it."""
+    with rpc_server(tmp_path) as endpoint:
+        for layers in (0, 99):
+            done = subprocess.run([conftest.tool("llama-completion"), "-m", files / "itq3_s.gguf", "--rpc", endpoint, "-ngl", str(layers),
+                                   "-p", "a", "-n", "2", "-no-cnv", "--act-prec", "f16"], capture_output=True, text=True,
+                                  stdin=subprocess.DEVNULL, timeout=60)
+            assert done.returncode == 1
+            assert "--act-prec f16: RPC0: the RPC backend knows 8-bit activations alone; use --device none" in done.stderr
