@@ -46,7 +46,7 @@ static void make_doubled(const ggml_tensor * node, int64_t n, ggml_ext_doubled *
     place(&doubled->src1, cut.dim, 2*n, at);
     place(&doubled->dst, cut.dim, 2*n, at);
     doubled->dst.src[1]       = &doubled->src1;
-    doubled->dst.op_params[3] = GGML_PREC_UNDEFINED;
+    doubled->dst.op_params[3] = GGML_PREC_Q8; // what both columns need and no less: for ggml_ext_study_from_float()
     if (node->op == GGML_OP_MUL_MAT_ID) {
         doubled->ids = *node->src[2];
         place(&doubled->ids, 1, 2*n, at);

@@ -49,9 +49,15 @@ def stop(process: subprocess.Popen, seconds: float = 10) -> None:
         process.wait()
 
 
+class Address(str):
+    """Of a server, with its process."""
+
+    process: subprocess.Popen
+
+
 @contextlib.contextmanager
 def running_server(model: Path | str, *args, program: Path | None = None, port: int = 0, log: Path | None = None,
-                   seconds: float = 120) -> Iterator[str]:
+                   seconds: float = 120) -> Iterator[Address]:
     """The address of a llama-server on the loopback interface that has loaded the model; it ends with the block.
 
     port 0: the system chooses a free one. Its output goes into the file log, if there is one. RuntimeError with the last
@@ -76,4 +82,6 @@ def running_server(model: Path | str, *args, program: Path | None = None, port: 
             if time.monotonic() > deadline:
                 raise RuntimeError(f"llama-server did not load {model} within {seconds:g} s: {last_lines(log)}")
             time.sleep(0.1)
-        yield address[1]
+        url = Address(address[1])
+        url.process = process
+        yield url
