@@ -8,7 +8,7 @@ acceptance  of drafts by position, for 2 to 7 drafts: activations of 8 bits, and
 speed       tokens a second with 1, 8, 16 and 32 busy slots (llama-server), greedily
 quality     perplexity, and KL divergence from precise activations (llama-perplexity)
 
-One thread, and processor time in place of the clock where a server runs: both hold on a busy machine. Speeds are those of the
+One thread, and processor time in place of the clock: both hold on a busy machine. Speeds are those of the
 tokens after the first; prompts are excerpts of the texts. Takes some 15 minutes for a model of 135 million weights.
 """
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import statistics
 import sys
 import tempfile
@@ -71,15 +72,13 @@ def environment(**values) -> Iterator[None]:
 # --- batches -----------------------------------------------------------------------------------------------------------
 
 def batch_costs(model: Path, rounds: int) -> dict[str, dict[int, float]]:
-    """Least microseconds of a batch of each of COLUMNS tokens at the beginning of a context, for each precision."""
-    costs: dict[str, dict[int, float]] = {"q8": {}, "f16": {}}
-    for i in range(2):  # twice, as the machine's speed drifts
-        log = run_tool("llama-bench", "-m", model, "-p", ",".join(map(str, COLUMNS)), "-n", 0, "-t", 1, "-r", rounds, "-o", "json",
-                       "--act-prec", "q8,f16")
-        for row in json.loads(re.search(r"^\[\n.*^\]", log, re.M | re.S)[0]):
-            of, n = costs[row["act_prec"]], row["n_prompt"]
-            of[n] = min(of.get(n, 1e30), min(row["samples_ns"]) / 1000)
-    return costs
+    """Microseconds of a batch of each of COLUMNS tokens at the beginning of a context, for each precision."""
+    def seconds(kind: str, n: int, repetitions: int) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        run_tool("llama-bench", "-m", model, "-p", n, "-n", 0, "-t", 1, "-r", repetitions, "--act-prec", kind, "-o", "json")
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+    return {kind: {n: 1e6 * (seconds(kind, n, 1 + rounds) - seconds(kind, n, 1)) / rounds for n in COLUMNS} for kind in ("q8", "f16")}
 
 
 # --- llama-server ------------------------------------------------------------------------------------------------------
@@ -213,6 +212,7 @@ def main() -> None:
     parser.add_argument("--prose", type=Path, required=True, help="a text of another kind")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas (default: all)")
     parser.add_argument("--methods", default=",".join(METHODS), help="of speed (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=50, help="of columns (default: %(default)s)")
     parser.add_argument("--gammas", default=",".join(map(str, GAMMAS)), help="of acceptance (default: %(default)s)")
     parser.add_argument("--slots", default=",".join(map(str, SLOTS)), help="of speed (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="to make of each prompt (default: %(default)s)")
@@ -242,7 +242,7 @@ def main() -> None:
             args.json.write_text(json.dumps(found, indent=1))
 
     if "columns" in parts:
-        found["columns"] = batch_costs(args.model, 10)
+        found["columns"] = batch_costs(args.model, args.batches)
         keep("columns")
     if "acceptance" in parts:
         found["acceptance"] = {}
