@@ -28,7 +28,8 @@ inline enum llama_act_prec ggml_ext_parse_act_prec(const std::string & value) {
 
 // llama-bench's tests, each with each precision.
 template <class Instance>
-std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & instances, const std::vector<llama_act_prec> & act_precs) {
+std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & instances,
+                                             const std::vector<llama_act_prec> & act_precs) {
     std::vector<Instance> all;
     for (Instance instance : instances) {
         for (enum llama_act_prec act_prec : act_precs) {
@@ -39,9 +40,9 @@ std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & insta
     return all;
 }
 
-// Throws where a product would be computed with 8-bit activations all the same, or with steps that a residual cannot mend: by another
-// backend than the CPU's or BLAS, which multiplies in F32, or by weights in a layout of KleidiAI or SpacemiT, whose kernels give whole
-// rows of activations one scale. model: of llama-model.h.
+// Throws where a product would be computed with 8-bit activations all the same, or with steps that a residual cannot mend: by
+// another backend than the CPU's or BLAS, which multiplies in F32, or by weights in a layout of KleidiAI or SpacemiT, whose kernels
+// give whole rows of activations one scale. model: of llama-model.h.
 template <class Backends, class Model> void ggml_ext_require_act_prec(const Backends & backends, const Model & model) {
     for (const auto & backend : backends) {
         ggml_backend_dev_t dev  = ggml_backend_get_device(backend.get());

@@ -92,7 +92,8 @@ def reference(lib, name: str, data: np.ndarray, x: np.ndarray) -> tuple[np.ndarr
     floats = (x.shape[-1] / 32 + 30) * F32_U * (np.abs(v) + largest / 127) @ w.T + 24 * F32_U * norm @ w.T
     bound16, bound8 = (deviation**2 * step / 127) @ w.T, (deviation * step) @ w.T
     if name in SUM_IN_HALF:
-        minimum = np.abs(np.ascontiguousarray(data.reshape(len(decoded), -1, 20)[..., 2:4]).view(np.float16)[..., 0].astype(np.float64))
+        halves = np.ascontiguousarray(data.reshape(len(decoded), -1, 20)[..., 2:4]).view(np.float16)
+        minimum = np.abs(halves[..., 0].astype(np.float64))
         sums = np.abs(blocks.sum(-1)) + size * deviation * step[:, ::size]
         bound16, bound8 = (b + 1.01 * 2.0**-11 * sums @ minimum.T for b in (bound16, bound8))
     return x.astype(np.float64) @ decoded.T, bound16 + floats, bound8 + floats
@@ -149,9 +150,10 @@ def test_many_results_are_made_in_parts(lib, op, n_rows, n_cols, n_threads):
     x = activations((n_cols, 256), 2)
     tensors = [(type_id("q8_0"), data, (n_rows, 256)), (F32, x, x.shape)]
     if op == "mul_mat_id":
-        tensors = [(type_id("q8_0"), data, (1, n_rows, 256)), (F32, x, (n_cols, 1, 256)), (I32, np.zeros((n_cols, 1), np.int32), (n_cols, 1))]
-    q8, f16 = (product(op, tensors, (n_cols, n_rows) if op == "mul_mat" else (n_cols, 1, n_rows), prec, n_threads).reshape(n_cols, -1, 64)
-               for prec in (None, GGML_PREC_F16))
+        ids = np.zeros((n_cols, 1), np.int32)
+        tensors = [(type_id("q8_0"), data, (1, n_rows, 256)), (F32, x, (n_cols, 1, 256)), (I32, ids, ids.shape)]
+    shape = (n_cols, n_rows) if op == "mul_mat" else (n_cols, 1, n_rows)
+    q8, f16 = (product(op, tensors, shape, prec, n_threads).reshape(n_cols, -1, 64) for prec in (None, GGML_PREC_F16))
     exact, bound, _ = reference(lib, "q8_0", data[:64], x)
     assert (np.abs(f16 - exact[:, None]) <= bound[:, None]).all()
     assert_precise(f16[:, -1], q8[:, -1], exact, bound, op)
@@ -214,7 +216,8 @@ def files(tmp_path_factory, model):
 
 def chunks(file, *flags) -> np.ndarray:
     """Perplexity after each of four chunks, as llama-perplexity prints it."""
-    log = run_tool("llama-perplexity", "-m", file, "-f", conftest.ROOT / "data" / "heldout.txt", "-c", 256, "--chunks", 4, "-t", 1, *flags)
+    text = conftest.ROOT / "data" / "heldout.txt"
+    log = run_tool("llama-perplexity", "-m", file, "-f", text, "-c", 256, "--chunks", 4, "-t", 1, *flags)
     return np.array([float(x) for x in re.findall(r"\[\d+\]([\d.]+),", log)])
 
 
@@ -237,7 +240,8 @@ def test_unknown_precision(program, tmp_path):
     done = subprocess.run([conftest.tool(program), "-m", tmp_path / "none.gguf", "--act-prec", "q9"], capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, timeout=60)
     assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if "rror" in line] == ["error: --act-prec q9: unknown precision; q8 and f16 are known"]
+    errors = [line for line in done.stderr.splitlines() if "rror" in line]
+    assert errors == ["error: --act-prec q9: unknown precision; q8 and f16 are known"]
     if program != "llama-bench":
         done = subprocess.run([conftest.tool(program), "-m", tmp_path / "none.gguf"], env={**os.environ, "LLAMA_ARG_ACT_PREC": "q9"},
                               capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
@@ -248,8 +252,8 @@ def test_a_device_that_knows_8_bits_alone_is_refused(files, tmp_path):
     """Also where no layer is on it."""
     with rpc_server(tmp_path) as endpoint:
         for layers in (0, 99):
-            done = subprocess.run([conftest.tool("llama-completion"), "-m", files / "itq3_s.gguf", "--rpc", endpoint, "-ngl", str(layers),
-                                   "-p", "a", "-n", "2", "-no-cnv", "--act-prec", "f16"], capture_output=True, text=True,
-                                  stdin=subprocess.DEVNULL, timeout=60)
+            command = [conftest.tool("llama-completion"), "-m", files / "itq3_s.gguf", "--rpc", endpoint, "-ngl", str(layers),
+                       "-p", "a", "-n", "2", "-no-cnv", "--act-prec", "f16"]
+            done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
             assert done.returncode == 1
             assert "--act-prec f16: RPC0: the RPC backend knows 8-bit activations alone; use --device none" in done.stderr

@@ -207,10 +207,12 @@ def print_columns(args: argparse.Namespace) -> None:
     for shape in args.shapes.split(","):
         for name in args.types.lower().split(","):
             prec = GGML_PREC_F16 if args.act_prec else None
-            cost = columns_cost(name, tuple(map(int, shape.split("x"))), n_columns, args.rounds, args.threads, args.copies_mb << 20, prec)
+            sizes = tuple(map(int, shape.split("x")))
+            cost = columns_cost(name, sizes, n_columns, args.rounds, args.threads, args.copies_mb << 20, prec)
             ratios = {n: cost[-n] / cost[n] if prec else cost[n] / cost[1] for n in shown}
             table.append({"type": name, "shape": shape, "us": 1e6 * cost[1], "x q8" if prec else "x one": ratios})
-            print(f"| {shape} | {name.upper()} | {1e6 * cost[1]:.0f} | " + " | ".join(f"{x:.2f}" for x in ratios.values()) + " |", flush=True)
+            cells = [shape, name.upper(), f"{1e6 * cost[1]:.0f}", *(f"{x:.2f}" for x in ratios.values())]
+            print("| " + " | ".join(cells) + " |", flush=True)
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 
