@@ -4,79 +4,26 @@
 #include "cuda/mmvq.cuh"
 #include "cuda/quantize.cuh"
 
+#include "../fibers.h"
+
 #include <type_traits>
 
 thread_local dim3 threadIdx, blockIdx, gridDim;
 
-namespace {
-
-struct fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
-    dim3     index;
-    int      n_shuffles = 0;  // begun
-    uint32_t shuffled[2];     // values of the last two shuffles: a lane is never further ahead
-    bool     done = false;
-    enum { STACK_BYTES = 1 << 17 };
-};
-
-std::vector<fiber> fibers;
-size_t             current;
-ucontext_t         scheduler;
-const std::function<void()> * kernel_body;
-
-void run_fiber() {
-    (*kernel_body)();
-    fibers[current].done = true;
-    swapcontext(&fibers[current].context, &scheduler);
-}
-
-void run_block(dim3 block) {
-    fibers = std::vector<fiber>(block.x*block.y*block.z);
-    for (size_t i = 0; i < fibers.size(); ++i) {
-        fiber & f = fibers[i];
-        f.index = dim3(i % block.x, i/block.x % block.y, i/block.x/block.y);
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp   = f.stack.get();
-        f.context.uc_stack.ss_size = fiber::STACK_BYTES;
-        makecontext(&f.context, run_fiber, 0);
-    }
-    for (bool running = true; running;) {
-        running = false;
-        for (current = 0; current < fibers.size(); ++current) {
-            if (!fibers[current].done) {
-                running   = true;
-                threadIdx = fibers[current].index;
-                swapcontext(&scheduler, &fibers[current].context);
-            }
-        }
-    }
-}
-
-} // namespace
-
 uint32_t cuda_host_shuffle(uint32_t value, int lane_mask) {
-    const size_t me = current, warp = me/32*32, partner = me ^ lane_mask;
-    const int n = fibers[me].n_shuffles++;
-    fibers[me].shuffled[n % 2] = value;
-    for (size_t i = warp; i < warp + 32; ++i) {
-        while (fibers[i].n_shuffles <= n) {
-            GGML_ASSERT(!fibers[i].done && "a lane left before a shuffle of its warp");
-            swapcontext(&fibers[me].context, &scheduler);
-        }
-    }
-    return fibers[partner].shuffled[n % 2];
+    return (uint32_t) fibers::exchange(value, fibers::current % 32 ^ lane_mask);
 }
 
 void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body) {
     GGML_ASSERT(block.x == 32 && "lanes are threadIdx.x");
-    kernel_body = &body;
-    gridDim     = grid;
+    gridDim = grid;
     for (unsigned z = 0; z < grid.z; ++z) {
         for (unsigned y = 0; y < grid.y; ++y) {
             for (unsigned x = 0; x < grid.x; ++x) {
                 blockIdx = dim3(x, y, z);
-                run_block(block);
+                fibers::run((size_t) block.x*block.y*block.z, body, [](size_t j) { return j; }, [block](size_t i) {
+                    threadIdx = dim3(i % block.x, i/block.x % block.y, i/block.x/block.y);
+                });
             }
         }
     }
