@@ -175,8 +175,8 @@ class GGUFFile:
                 self.n_bytes = os.fstat(f.fileno()).st_size
                 if f.read(len(MAGIC)) != MAGIC:
                     raise UserError(
-                        f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; convert the "
-                        "model with llama.cpp's convert_hf_to_gguf.py first"
+                        f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the folder of a "
+                        "Hugging Face checkpoint with its config.json"
                     )
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
@@ -193,6 +193,16 @@ class GGUFFile:
             self.metadata[kv.key] = kv
         self.alignment = self._read_alignment()
         self.tensors = self._read_tensors(cursor, n_tensors)
+
+    @property
+    def parts(self) -> list[GGUFFile]:
+        """The files it lies in, one by one."""
+        return [self]
+
+    @property
+    def stem(self) -> str:
+        """Its name without the ending."""
+        return self.path.name.removesuffix(".gguf")
 
     def _read_counts(self, cursor: _Cursor) -> tuple[int, int]:
         version = cursor.scalar("<I", "the version")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
-from . import __version__, _calibration, _lib
+from . import __version__, _calibration, _lib, _source
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
 from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
@@ -24,6 +25,7 @@ from ._names import unknown_type
 from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance, replacement_type
 from ._recipes import RECIPES
 from ._report import WARN_ABOVE, columns, error_warnings, fallback_lines, refused_fallback, summary, tensor_lines
+from ._split import SPLIT_KEYS
 from ._types import WEIGHT_TYPES
 from ._writer import data_size, replaced_file, write_tensors
 
@@ -49,13 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ggml-ext-quantize",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model to a low-bit type of ggml-ext.",
+        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext.",
         epilog=f"types:\n{embd_and_output}\nmixed files:\n{mixtures}\n"
         "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     )
     add = parser.add_argument
-    add("input", metavar="IN", type=Path, help="GGUF model in F32, F16, BF16 or Q8_0")
+    add(
+        "input",
+        metavar="IN",
+        type=Path,
+        nargs="?",
+        help="GGUF model in F32, F16, BF16 or Q8_0, of a split one any part; or the folder of a Hugging Face checkpoint",
+    )
     add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
     add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}")
     add("--pure", action="store_true", help="the type of most matrices of the blocks for embeddings and output too")
@@ -89,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept tensors that are already quantized below 8 bits; costs quality",
     )
+    _source.add_options(add)
     _calibration.add_options(add)
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
     add(
@@ -153,8 +162,8 @@ def parse_choices(args: argparse.Namespace) -> Choices:
     )
 
 
-def check_output(source: Path, output: Path | None, force: bool) -> Path:
-    """OUT with links resolved, if it may be written; UserError otherwise."""
+def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
+    """OUT with links resolved, if it may be written and is none of the sources; UserError otherwise."""
     if output is None:
         raise UserError("OUT is missing: name the file to write, or pass --dry-run")
     path = Path(os.path.realpath(output))
@@ -167,7 +176,7 @@ def check_output(source: Path, output: Path | None, force: bool) -> Path:
     if path.is_dir():
         raise UserError(f"OUT: {output} is a directory: name a file in it")
     if path.exists():
-        if path.samefile(source):
+        if any(source.exists() and path.samefile(source) for source in sources):
             raise UserError(f"OUT: {output} is the same file as IN: choose another name")
         if not path.is_file():
             raise UserError(f"OUT: {output} is not a regular file: name one")
@@ -263,7 +272,7 @@ def output_metadata(
         string_value("ggml_ext.options", options),
         *epsilon_metadata(epsilons),
     ]
-    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS)}
+    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
     return old | {kv.key: kv for kv in ours}
 
 
@@ -287,22 +296,15 @@ def list_epsilons(
 
 def run(args: argparse.Namespace) -> None:
     """The whole program after the command line; UserError for what the user can change."""
+    with contextlib.ExitStack() as sources:
+        _run(args, sources)
+
+
+def _run(args: argparse.Namespace, sources: contextlib.ExitStack) -> None:
+    """sources: ends when nothing is read any more."""
+    _source.check_options(args)
     choices = parse_choices(args)
-    file = GGUFFile(args.input)
-    check_model(file)
-    n_splits = file.value("split.count", 0)
-    if isinstance(n_splits, int) and n_splits > 1:
-        raise UserError(
-            f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
-        )
-    output = None if args.dry_run else check_output(args.input, args.output, args.force)
-    plan = make_plan(file, choices)
-    if args.no_fallback and (refused := refused_fallback(plan)):
-        raise UserError(
-            f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out "
-            "--no-fallback"
-        )
-    codec = None if args.dry_run else load_codec(args, plan)
+    output = None if args.dry_run else check_output(_source.source_files(args), args.output, args.force)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
 
     def warn(text: str) -> None:
@@ -312,6 +314,15 @@ def run(args: argparse.Namespace) -> None:
         if not args.quiet:
             tqdm.write(f"note: {text}", file=sys.stderr)
 
+    file = sources.enter_context(_source.open_source(args, output, say, show_bar))
+    check_model(file)
+    plan = make_plan(file, choices)
+    if args.no_fallback and (refused := refused_fallback(plan)):
+        raise UserError(
+            f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out "
+            "--no-fallback"
+        )
+    codec = None if args.dry_run else load_codec(args, plan)
     importance, described = find_importance(args, file, plan, output, say, warn, show_bar)
     if codec is not None:
         check_numpy_encoders(codec, plan)
@@ -365,7 +376,7 @@ def main(argv: list[str] | None = None) -> int:
     args = argparse.Namespace(output=None)
 
     def parse_and_run() -> None:
-        build_parser().parse_args(argv, args)
+        build_parser().parse_intermixed_args(argv, args)  # OUT may stand after options
         run(args)
 
     return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT)
