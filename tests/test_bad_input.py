@@ -386,7 +386,7 @@ def test_no_space_while_writing(tmp_path):
 
 def test_folder_that_may_not_be_written(tmp_path, source, monkeypatch, capsys):
     """In this process: root, whom permissions do not stop, may run the tests."""
-    def refuse(path, flags=0):
+    def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr(_output, "open_file", refuse)

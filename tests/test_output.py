@@ -85,8 +85,12 @@ sys.exit(quantize.main(sys.argv[3:]))
 def run_and_stop(n_finished: int, number: int, *args) -> subprocess.CompletedProcess:
     """A process that gets a signal inside the tensor after n_finished, with a part of it written."""
     command = [sys.executable, "-c", STOP, n_finished, int(number), *args]
-    ready = lambda: [signal.signal(n, signal.SIG_DFL) for n in _writer.SIGNALS]  # noqa: E731  shells ignore SIGINT in the background
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=120, preexec_fn=ready)
+
+    def default_signals():  # shells ignore SIGINT in the background
+        for n in _writer.SIGNALS:
+            signal.signal(n, signal.SIG_DFL)
+
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=120, preexec_fn=default_signals)
 
 
 @contextlib.contextmanager
@@ -110,13 +114,14 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys
     """Epsilons in the header and a fallback among what was done before."""
     flags = (*FLAGS, *flags)
     (tmp_path / "whole").mkdir()
-    if "--split-max-size" in flags:  # parts of about three tensors
+    is_split = "--split-max-size" in flags
+    if is_split:  # parts of about three tensors
         monkeypatch.setattr(program, "parse_split_size", lambda text: 8000)
+        smaller = "quantize.parse_split_size = lambda text: 8000\nsys.exit"
+        monkeypatch.setattr(sys.modules[__name__], "STOP", STOP.replace("sys.exit", smaller))
     run_well(capsys, source, tmp_path / "whole" / "out.gguf", *flags)
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "out.gguf"
-    if "--split-max-size" in flags:
-        monkeypatch.setattr(sys.modules[__name__], "STOP", STOP.replace("sys.exit", "quantize.parse_split_size = lambda text: 8000\nsys.exit"))
     result = run_and_stop(5, number, source, out, *flags)
     left = sorted(p.name for p in out.parent.iterdir())
     assert all(name.startswith(".out") for name in left) and ".out.gguf.partial.json" in left
@@ -130,7 +135,7 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys
     assert "note: an earlier run was stopped: going on after 5 of 9 tensors\n" in err
     assert "iq4_nl instead of ditto3 for the errors" in stdout
     assert files(out.parent) == files(tmp_path / "whole")
-    assert len(files(out.parent)) == (1 if len(flags) == len(FLAGS) else 3)
+    assert len(files(out.parent)) == (3 if is_split else 1)
 
 
 def test_stopped_in_the_first_tensor_nothing_is_left(lib, source, tmp_path):
@@ -166,7 +171,15 @@ def only_out(out) -> bool:
 
 @pytest.mark.parametrize(
     ("damage", "n_left"),
-    [("data", 2), ("cut journal", 4), ("cut data", 4), ("no journal", 0), ("empty journal", 0), ("other journal", 0), ("no data", 0)],
+    [
+        ("data", 2),
+        ("cut journal", 4),
+        ("cut data", 4),
+        ("no journal", 0),
+        ("empty journal", 0),
+        ("other journal", 0),
+        ("no data", 0),
+    ],
 )
 def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, damage, n_left):
     """After a power cut, say."""
@@ -189,7 +202,8 @@ def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, dam
     elif damage == "empty journal":
         journal.write_text("")
     elif damage == "other journal":
-        journal.write_text('{"format": 1, "made_from": {}, "files": ["/etc/passwd", "../in.gguf", "in.gguf"]}\n' + "".join(lines[1:]))
+        head = {"format": 1, "made_from": {}, "files": ["/etc/passwd", "../in.gguf", "in.gguf"]}
+        journal.write_text(json.dumps(head) + "\n" + "".join(lines[1:]))
     else:
         partial.unlink()
     with encoded(monkeypatch) as names:
@@ -211,7 +225,7 @@ def test_a_run_of_something_else_starts_anew_and_says_so(source, stopped, capsys
             path.write_bytes(data)
         with encoded(monkeypatch) as names:
             _, err = run_well(capsys, source, out, "--force", *flags)
-        note = re.search(r"^note: an earlier run was stopped: started anew, what it left is not of the same (.*) and was removed: .out", err, re.M)
+        note = re.search(r": started anew, what it left is not of the same (.*) and was removed: .out.gguf.partial$", err, re.M)
         assert note and what in note[1].split(", "), err
         assert set(names) == set(NAMES) and only_out(out)
         return out.read_bytes()
@@ -255,9 +269,9 @@ def test_the_lock_is_of_the_file_that_has_the_name(tmp_path, monkeypatch):
     """A run may end, and remove the journal, between another's opening it and locking it."""
     out, opened = tmp_path / "out.gguf", []
 
-    def open_file(path, flags=0):
+    def open_file(path):
         opened.append(path)
-        f = real(path, flags)
+        f = real(path)
         if len(opened) == 1:
             path.unlink()
         return f
@@ -336,8 +350,9 @@ def test_a_disk_that_gets_full_half_way(lib, source, tmp_path, capsys):
     """A limit of the file size stands for it: the file system itself says there is room."""
     out, limit = tmp_path / "out.gguf", 12_000  # of 20 kB
     command = quantize_command(source, out, *FLAGS)
-    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    check_error(result, "no space left on device", "out.gguf needs 0.02 MiB", "free some space", "the same command goes on after 5 of 9 tensors")
+    set_limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=set_limit)
+    check_error(result, "no space left on device", "out.gguf needs 0.02 MiB", "free some space", "goes on after 5 of 9 tensors")
     _, err = run_well(capsys, source, out, *FLAGS)
     assert "going on after 5 of 9" in err and only_out(out)
 
@@ -384,6 +399,7 @@ def test_report_and_verify(lib, source, tmp_path, capsys, flags):
     [
         (["--report", "no/report.json"], ("--report", "folder", "does not exist")),
         (["--report", "out.gguf"], ("--report", "same file as OUT")),
+        (["--report", "out-00001-of-00001.gguf", "--split-max-size", "1G"], ("--report", "same file as OUT")),
         (["--report", "in.gguf", "--force"], ("--report", "same file as IN")),
         (["--report", "old.json"], ("--report", "old.json exists", "--force")),
         (["--report", "."], ("--report", "not a regular file")),
@@ -420,7 +436,8 @@ def test_verify_finds_what_the_disk_changed(lib, source, tmp_path, capsys, monke
 
     monkeypatch.setattr(Output, "complete", damage)
     before = files(tmp_path)
-    run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=("--verify", part, "differs from what was written"))
+    parts = ("--verify", part, "differs from what was written")
+    run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=parts)
     assert files(tmp_path) == before
     run_well(capsys, source, tmp_path / "out.gguf", *FLAGS)  # nobody looked
 
@@ -483,7 +500,8 @@ def split_model(model, lib, tmp_path_factory):
     """The reference model whole and in parts of a megabyte."""
     folder = tmp_path_factory.mktemp("split")
     for flags in ((), ("--split-max-size", "1M")):
-        assert program.main([str(a) for a in (model, folder / "m.gguf", "--type", "itq3_s", "--importance", "none", "-q", *flags)]) == 0
+        args = (model, folder / "m.gguf", "--type", "itq3_s", "--importance", "none", "-q", *flags)
+        assert program.main([str(a) for a in args]) == 0
     return folder
 
 
@@ -511,7 +529,8 @@ def test_llama_cpp_loads_the_parts(split_model, tmp_path):
     for name in ("m.gguf", "m-00001-of-00004.gguf"):
         log = tmp_path / f"{name}.log"
         with open(log, "w") as f:  # its last lines may be lost in a pipe
-            command = [tool("llama-perplexity"), "-m", split_model / name, "-f", ROOT / "data" / "heldout.txt", "-c", "256", "--chunks", "1", "-t", "2"]
+            command = [tool("llama-perplexity"), "-m", split_model / name, "-f", ROOT / "data" / "heldout.txt", "-c", 256]
+            command += ["--chunks", 1, "-t", 2]
             subprocess.run([str(c) for c in command], stdout=f, stderr=subprocess.STDOUT, check=True, timeout=300)
         found += re.findall(r"\[1\](\d+\.\d+),", log.read_text())
     assert len(found) == 2 and found[0] == found[1]
@@ -520,10 +539,11 @@ def test_llama_cpp_loads_the_parts(split_model, tmp_path):
 def test_parts_never_replace_what_is_there(lib, source, tmp_path, capsys):
     old = tmp_path / "out-00001-of-00001.gguf"
     old.write_text("precious")
-    run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--split-max-size", "1G", parts=("out-00001-of-00001.gguf exists", "--force"))
+    flags = ("--split-max-size", "1G")
+    run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, *flags, parts=("out-00001-of-00001.gguf exists", "--force"))
     assert old.read_text() == "precious"
     shutil.copy(source, old)
-    flags = ("--split-max-size", "1G", "--force")
+    flags = (*flags, "--force")
     run_badly(capsys, old, tmp_path / "out.gguf", *FLAGS, *flags, parts=("out-00001-of-00001.gguf is the same file as IN",))
     assert old.read_bytes() == source.read_bytes()
     run_well(capsys, source, tmp_path / "out.gguf", *FLAGS, *flags)
@@ -531,9 +551,8 @@ def test_parts_never_replace_what_is_there(lib, source, tmp_path, capsys):
 
 
 def test_parts_keep_another_alignment(lib, tmp_path, capsys):
-    source = write_gguf(
-        tmp_path / "in.gguf", {n: gaussian(4, 256, seed=i) for i, n in enumerate(NAMES[1:3])}, fill=lambda w: setattr(w, "data_alignment", 128) or w.add_custom_alignment(128)
-    )
+    tensors = {n: gaussian(4, 256, seed=i) for i, n in enumerate(NAMES[1:3])}
+    source = write_gguf(tmp_path / "in.gguf", tensors, fill=lambda w: w.add_custom_alignment(128))
     flags = ("--type", "itq3_s", "--importance", "none", "--verify")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "parse_split_size", lambda text: 500)
@@ -573,13 +592,30 @@ def test_an_importance_matrix_of_zeros_is_refused(lib, source, tmp_path, capsys)
     run_well(capsys, *args)
 
 
+def test_leftovers_of_a_killed_calibration_are_removed_and_named(tmp_path):
+    """Not those of a run that goes on, nor one that was made this moment."""
+    folders = {name: tmp_path / f".calibration-{name}" for name in ("killed", "running", "fresh")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "imatrix.gguf").write_text("x")
+        if name != "fresh":
+            os.utime(folder, (0, 0))
+    told = []
+    with _output.locked_folder(folders["running"]) as has_lock:
+        assert has_lock
+        _output.remove_leftovers(tmp_path, ".calibration-", told.append)
+    assert told == [f"removed what a killed run left: {folders['killed']}"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".calibration-fresh", ".calibration-running"]
+
+
 def peak_memory(*args) -> int:
     """Bytes of a quantizer's process. A child's peak starts at that of the process that starts it: a small one stands between."""
     between = (
         "import resource, subprocess, sys; subprocess.check_call(sys.argv[1:]);"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    result = subprocess.run([sys.executable, "-c", between, *quantize_command(*args, "-q")], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-c", between, *quantize_command(*args, "-q")]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(result.stdout) * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -595,19 +631,20 @@ def test_memory_does_not_grow_with_the_model(lib, tmp_path):
         tensor = gguf.GGMLQuantizationType.F16
         of = [quantize_cost.Tensor("blk.0.ffn_down.weight", ne, tensor, 0, 2 * ne[0] * ne[1])]
         quantize_cost.write_model(path, of)
-        peaks.append(peak_memory(path, tmp_path / f"out-{n_rows}.gguf", "--type", "itq3_s", "--tensor-type", "down=q8_0", "-t", "2"))
+        flags = ("--type", "itq3_s", "--tensor-type", "down=q8_0", "-t", "2")
+        peaks.append(peak_memory(path, tmp_path / f"out-{n_rows}.gguf", *flags))
     grown = peaks[1] - peaks[0]
     # Of 176 MB more in the input and 94 MB more in the output. Allocators and the order of threads make some MB.
     print(f"peak memory {peaks[0] / 1e6:.0f} and {peaks[1] / 1e6:.0f} MB")
-    assert grown < 50e6 and peaks[1] < 500e6
+    assert grown < 50e6 and peaks[1] < 300e6
 
 
 def test_a_70b_model_is_planned_within_a_small_memory(lib, tmp_path):
-    """All 723 tensors, 141 GB of zeros that take no room; the whole size is known before anything is written."""
+    """All 722 tensors, 141 GB of zeros that take no room; the whole size is known before anything is written."""
     import quantize_cost
 
     model = quantize_cost.tensors("llama-3.1-70b")
-    assert len(model) == 722 and 69.5e9 < sum(t.n_elements for t in model) < 71e9
+    assert len(model) == 80 * 9 + 2 and 69.5e9 < sum(t.n_elements for t in model) < 71e9
     quantize_cost.write_model(tmp_path / "in.gguf", model)
     assert (tmp_path / "in.gguf").stat().st_blocks * 512 < 1e6 < 140e9 < (tmp_path / "in.gguf").stat().st_size
     peak = peak_memory(tmp_path / "in.gguf", tmp_path / "out.gguf", "--type", "itq3_t", "--dry-run")

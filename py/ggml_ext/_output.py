@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENO
 PIECE = 4 * MIB  # read at once
 MAX_NAME_BYTES = 200  # of 255, for what is added
 JOURNAL_FORMAT = 1
+FRESH_SECONDS = 10
 
 
 class Unfinished(UserError):
@@ -97,7 +99,8 @@ def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list
 
 def part_metadata(metadata: dict[str, KeyValue], parts: list[Part], n: int) -> dict[str, KeyValue]:
     """Keys of part n of a split model: all in the first, in the others those that its loader needs."""
-    ours = [uint16_value("split.no", n), uint16_value("split.count", len(parts)), int32_value("split.tensors.count", parts[-1].last)]
+    ours = [uint16_value("split.no", n), uint16_value("split.count", len(parts))]
+    ours.append(int32_value("split.tensors.count", parts[-1].last))
     kept = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
     return kept | {kv.key: kv for kv in ours}
 
@@ -121,9 +124,9 @@ class Finished:
         return replace(found, accuracy=Accuracy(**found.accuracy))
 
 
-def open_file(path: Path, flags: int = 0) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """For reading and writing, made where it is missing; no links are followed: names of partial files can be guessed."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | flags, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
     return open(fd, "r+b")
 
 
@@ -134,7 +137,7 @@ class Output:
     """
 
     def __init__(self, path: Path, force: bool, is_split: bool = False):
-        """path: OUT with links resolved; force: it may exist; is_split: parts with names made from it are written in its place."""
+        """path: OUT with links resolved; force: it may exist; is_split: parts with names made from it take its place."""
         self.path, self.force, self.is_split = path, force, is_split
         self.journal_path = hidden(path).with_name(hidden(path).name + ".json")
         self.parts: list[Part] = []
@@ -179,7 +182,8 @@ class Output:
     def __exit__(self, kind, error, traceback) -> None:
         stays = False
         if error is not None and self._begun:
-            stays = bool(self.finished) and (not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError)))
+            was_stopped = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
+            stays = was_stopped and bool(self.finished)
             if stays:
                 error.kept = self.describe_rest()
         elif not self._begun:  # what an earlier run left is not ours to judge yet
@@ -235,7 +239,8 @@ class Output:
                 raise UserError(f"OUT: {part.path} is the same file as IN: choose another name")
         self.n_bytes = sum(padded) + header_bytes
         with self._errors():
-            free = shutil.disk_usage(self.path.parent).free + sum(map(allocated, {p.partial for p in self.parts} | set(self._left())))
+            left = {p.partial for p in self.parts} | set(self._left())  # written again, or to be removed
+            free = shutil.disk_usage(self.path.parent).free + sum(map(allocated, left))
         if free < self.n_bytes:
             raise UserError(
                 f"no space left on device: {self._needed()}, {self.path.parent} has {free / MIB:,.2f} MiB free; "
@@ -260,16 +265,16 @@ class Output:
             return None if not os.fstat(self._journal.fileno()).st_size else {}
         try:
             head = json.loads(lines[0])
-            good = head["format"] == JOURNAL_FORMAT and isinstance(head["made_from"], dict) and all(isinstance(f, str) for f in head["files"])
-            return head if good else {}
+            good = head["format"] == JOURNAL_FORMAT and isinstance(head["made_from"], dict)
+            return head if good and all(isinstance(f, str) for f in head["files"]) else {}
         except (ValueError, TypeError, KeyError):
             return {}
 
     def _left(self) -> list[Path]:
-        """Partial files of an earlier run on OUT, of which some may be gone. Names without folders, of the kind that hidden() makes."""
-        names = (self._head() or {}).get("files", [])
-        found = [self.path.with_name(n) for n in names if n == os.path.basename(n) and n.startswith(".") and n.endswith(".partial")]
-        return [p for p in dict.fromkeys([*found, hidden(self.path)]) if p.is_file() and not p.is_symlink()]
+        """Partial files of an earlier run on OUT that are there. Nothing else, whatever the journal says."""
+        names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
+        found = dict.fromkeys([*map(self.path.with_name, names), hidden(self.path)])
+        return [p for p in found if p.is_file() and not p.is_symlink()]
 
     def begin(self, made_from: dict, headers: Sequence[bytes], say: Callable[[str], None]) -> None:
         """Finds what an earlier run left, and checks or removes it. made_from: what the bytes depend on, by name, for JSON.
@@ -293,11 +298,9 @@ class Output:
                 why = f"not of the same {', '.join(changed)}" if changed else "of which too little is known"
                 what = ", ".join(p.name for p in left) or self.journal_path.name
                 say(f"an earlier run was stopped: started anew, what it left is {why} and was removed: {what}")
-            if self._file is not None:
-                self._file.close()
-            self._file, self._part = None, -1
+            self._close_part()
             for path in {*left, *(p.partial for p in self.parts)}:
-                path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # not written over: it may be a file that has its name already
             self._journal.seek(0)
             self._journal.truncate()
             self._note({"format": JOURNAL_FORMAT, "made_from": made_from, "files": files})
@@ -335,14 +338,14 @@ class Output:
             return
         if self._file is not None:
             self._sync()
-            self._file.close()
+        self._close_part()
         self._part = n
-        path = self.parts[n].partial
-        self._file = open_file(path)
-        if os.fstat(self._file.fileno()).st_nlink > 1:  # it has the name OUT already: a run was stopped while it gave it that
+        self._file = open_file(self.parts[n].partial)
+
+    def _close_part(self) -> None:
+        if self._file is not None:
             self._file.close()
-            path.unlink()
-            self._file = open_file(path, os.O_EXCL)
+        self._file, self._part = None, -1
 
     def _end_of(self, n: int) -> int:
         """Where the finished data of a part end."""
@@ -395,9 +398,10 @@ class Output:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Gives the files their names. Unfinished if one of them appeared in the meantime: none is replaced then without force."""
+        """Gives the files their names. Unfinished if one of them appeared in the meantime: without force none is replaced."""
         ignore_signals()  # from here on the files are written, and saying otherwise would be wrong
         with self._errors():
+            self._close_part()
             linked = []
             for part in self.parts:
                 keep_mode(part)
@@ -408,7 +412,8 @@ class Output:
                     for path in linked:
                         path.unlink()
                     raise Unfinished(
-                        f"OUT: {part.path} appeared while it was made, and was left as it is: move it away, or pass --force to replace it"
+                        f"OUT: {part.path} appeared while it was made, and was left as it is: move it away, or pass --force to "
+                        "replace it"
                     ) from None
 
     def _give_name(self, part: Part) -> None:
@@ -454,3 +459,33 @@ def allocated(path: Path) -> int:
     except OSError:
         return 0
     return getattr(found, "st_blocks", 0) * 512
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[bool]:
+    """Within it a lock on the folder is held, unless the value is False."""
+    if fcntl is None:
+        yield False
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_lock = True
+    except OSError:
+        has_lock = False
+    try:
+        yield has_lock
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(folder: Path, prefix: str, say: Callable[[str], None]) -> None:
+    """Removes folders for temporary files whose run was killed, and names them: nobody holds the lock of such a folder."""
+    for path in folder.glob(f"{prefix}*"):
+        # not one that was made this moment, and will be locked in the next
+        if path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < FRESH_SECONDS:
+            continue
+        with locked_folder(path) as has_lock:
+            if has_lock:
+                shutil.rmtree(path, ignore_errors=True)
+                say(f"removed what a killed run left: {path}")

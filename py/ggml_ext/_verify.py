@@ -24,7 +24,13 @@ SUMS_DIFFER = 2.0**-33
 
 
 def verify(
-    output: Output, headers: Sequence[bytes], file: GGUFFile, plan: Plan, codec: Codec, n_threads: int, advanced: Callable[[int], None]
+    output: Output,
+    headers: Sequence[bytes],
+    file: GGUFFile,
+    plan: Plan,
+    codec: Codec,
+    n_threads: int,
+    advanced: Callable[[int], None],
 ) -> None:
     """Compares every byte with what was written, and the errors of the decoded weights with those found while writing.
 
@@ -38,10 +44,10 @@ def verify(
                 if f.read(len(header)) != header:
                     raise differs(output, "the header")
             written = GGUFFile(part.partial)
-            for stored, tensor, target, done in zip(
-                written.tensors, *(of_all[part.first : part.last] for of_all in (plan.tensors, plan.types, output.finished)), strict=True
-            ):
-                if (stored.name, stored.ne, stored.type) != (tensor.name, tensor.ne, target) or digest(written, stored) != done.sha256:
+            for stored, i in zip(written.tensors, range(part.first, part.last), strict=True):
+                tensor, done = plan.tensors[i], output.finished[i]
+                expected = tensor.name, tensor.ne, plan.types[i]
+                if (stored.name, stored.ne, stored.type) != expected or digest(written, stored) != done.sha256:
                     raise differs(output, f"tensor {tensor.name}")
                 found = compare(pool, 2 * n_threads, codec, written, stored, file, tensor, Guide())
                 if not same(found, done.accuracy):
@@ -53,8 +59,8 @@ def verify(
 
 def differs(output: Output, what: str) -> UserError:
     return UserError(
-        f"--verify: {what} differs from what was written: the disk or the memory is at fault; {output.path} was not written, check them and "
-        "run it again"
+        f"--verify: {what} differs from what was written: the disk or the memory is at fault; {output.path} was not written, "
+        "check them and run it again"
     )
 
 

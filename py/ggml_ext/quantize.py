@@ -25,7 +25,7 @@ from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, string_value, u
 from ._importance import Importance, plan_moments
 from ._log import FORMATS, Log
 from ._names import unknown_type
-from ._output import Output, hidden, parse_split_size, part_metadata
+from ._output import Output, hidden, open_file, parse_split_size, part_metadata
 from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance, replacement_type
 from ._recipes import RECIPES
 from ._report import (
@@ -131,7 +131,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--split-max-size",
         metavar="N(M|G)",
-        help="write OUT-00001-of-0000N.gguf and so on, each with at most so many bytes of tensors (M: millions), as llama-gguf-split",
+        help="write OUT-00001-of-0000N.gguf and so on, each with at most so many bytes of tensors (M: millions), as "
+        "llama-gguf-split does",
     )
     add("--verify", action="store_true", help="read what was written from the disk again and compare it before it becomes OUT")
     add("--report", metavar="FILE", type=Path, help="write types, sizes, errors and checksums of all tensors to this JSON file")
@@ -203,13 +204,13 @@ def check_output(source: Path, output: Path | None, force: bool) -> Path:
     return path
 
 
-def check_report(report: Path, output: Path, source: Path, force: bool) -> None:
-    """UserError if --report may not be written. All paths may be missing but source."""
+def check_report(report: Path, outputs: list[Path], source: Path, force: bool) -> None:
+    """UserError if --report may not be written. outputs: with links resolved; they and report may be missing."""
     path, way_out = Path(os.path.realpath(report)), "name another file"
     if not path.parent.is_dir():
         raise UserError(f"--report: the folder {path.parent} does not exist: create it first")
-    if path == output or (path.exists() and path.samefile(source)):
-        raise UserError(f"--report: {report} is the same file as {'OUT' if path == output else 'IN'}: {way_out}")
+    if path in outputs or (path.exists() and path.samefile(source)):
+        raise UserError(f"--report: {report} is the same file as {'OUT' if path in outputs else 'IN'}: {way_out}")
     if path.exists() and not path.is_file():
         raise UserError(f"--report: {report} is not a regular file: {way_out}")
     if path.exists() and not force:
@@ -222,7 +223,9 @@ def write_report(path: Path, report: dict, output: Path) -> None:
     """UserError if it cannot be written, which says that OUT is."""
     path = Path(os.path.realpath(path))
     try:
-        hidden(path).write_text(json.dumps(report, indent=1) + "\n")
+        with open_file(hidden(path)) as f:
+            f.truncate(0)
+            f.write(json.dumps(report, indent=1).encode() + b"\n")
         os.replace(hidden(path), path)
     except OSError as e:
         hidden(path).unlink(missing_ok=True)
@@ -360,8 +363,6 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
             f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
         )
     path = None if args.dry_run else check_output(args.input, args.output, args.force or max_bytes is not None)
-    if args.report is not None:
-        check_report(args.report, path, args.input, args.force)
     output = None if path is None else stack.enter_context(Output(path, args.force, is_split=max_bytes is not None))
     plan = make_plan(file, choices)
     if args.no_fallback and (refused := refused_fallback(plan)):
@@ -372,6 +373,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     codec = None if args.dry_run else load_codec(args, plan)
     if output is not None:
         output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, max_bytes, [args.input])
+        if args.report is not None:
+            check_report(args.report, [path, *(part.path for part in output.parts)], args.input, args.force)
     show_bar = not (args.quiet or log.is_json) and sys.stderr is not None and (args.progress or sys.stderr.isatty())
 
     importance, described = find_importance(args, file, plan, path, log.note, log.warn, show_bar)

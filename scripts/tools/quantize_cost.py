@@ -4,8 +4,8 @@
     quantize_cost.py llama-3.1-70b --layers 1 --type itq3_t --threads 2 [--random] [--folder DIR] [-- --importance none ...]
 
 The file is sparse: zeros that take no room on the disk, but are encoded like any weights. --random fills every tensor with 64
-random rows, repeated, which takes the room of an F16 model: encoders are faster with zeros. What follows -- goes to the quantizer,
-which gets --importance none unless they say where importances come from. Everything is removed at the end.
+random rows, repeated, which takes the room of an F16 model: encoders are faster with zeros. What follows -- goes to the
+quantizer, which gets --importance none unless they say where importances come from. Everything is removed at the end.
 """
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def main() -> None:
         source, output = Path(folder) / "in.gguf", Path(folder) / "out.gguf"
         model = tensors(args.shape, args.layers)
         write_model(source, model, args.random)
-        command = [sys.executable, "-m", "ggml_ext.quantize", source, output, "--type", args.type, "-t", args.threads, "-q", *options]
+        command = [sys.executable, "-m", "ggml_ext.quantize", source, output, "--type", args.type, "-t", args.threads, "-q"]
+        command += options
         if not any(o.startswith(("--imatrix", "--importance")) for o in options):
             command += ["--importance", "none"]
         started = time.monotonic()
@@ -85,9 +86,9 @@ def main() -> None:
         cpu, n = usage.ru_utime + usage.ru_stime, sum(t.n_elements for t in model)
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         print(
-            f"{args.shape}, {n / 1e9:.2f} G weights, {source.stat().st_size / 1e9:.2f} GB in F16, {output.stat().st_size / 1e9:.2f} GB as "
-            f"{args.type}: {seconds:.0f} s on {args.threads} threads ({cpu:.0f} s of processor time, {n / cpu / 1e6:.2f} M weights a "
-            f"second and thread), peak memory {peak / 1e6:,.0f} MB"
+            f"{args.shape}, {n / 1e9:.2f} G weights, {source.stat().st_size / 1e9:.2f} GB in F16, "
+            f"{output.stat().st_size / 1e9:.2f} GB as {args.type}: {seconds:.0f} s on {args.threads} threads ({cpu:.0f} s of "
+            f"processor time, {n / cpu / 1e6:.2f} M weights a second and thread), peak memory {peak / 1e6:,.0f} MB"
         )
 
 
