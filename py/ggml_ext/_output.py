@@ -40,6 +40,7 @@ PIECE = 4 * MIB  # read at once
 MAX_NAME_BYTES = 200  # of 255, for what is added
 JOURNAL_FORMAT = 1
 FRESH_SECONDS = 10
+LOCK_ATTEMPTS = 100
 
 
 class Unfinished(UserError):
@@ -163,7 +164,7 @@ class Output:
         return self
 
     def _lock(self) -> None:
-        while True:
+        for _ in range(LOCK_ATTEMPTS):
             self._journal = open_file(self.journal_path)
             if fcntl is not None:
                 try:
@@ -178,6 +179,7 @@ class Output:
                 if os.path.samestat(os.fstat(self._journal.fileno()), os.lstat(self.journal_path)):
                     return
             self._journal.close()
+        raise UserError(f"OUT: cannot lock {self.journal_path}, which others make and remove all the time: name another file")
 
     def __exit__(self, kind, error, traceback) -> None:
         stays = False
