@@ -24,6 +24,7 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile
 from ._importance import BUILT_IN, KINDS, Importance, open_importance
 from ._moments import ENOUGH_TOKENS, packed_size
+from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
 from ._tools import find_tool
@@ -33,6 +34,7 @@ N_CONTEXT = 512  # tokens a chunk
 DEFAULT_CHUNKS = 100
 TEXT = Path(__file__).parent / "data" / "calibration.txt"
 GIB = 1024 * MIB
+TEMPORARY = ".calibration-"
 MEMORY_SHARE = 0.7  # of what is available
 COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 with it"
 # What choose_importance() and --dry-run reckon with: float32 products of llama.cpp on an AVX2 core, and the time that the
@@ -356,7 +358,8 @@ def collect(
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
-        with tempfile.TemporaryDirectory(prefix=".calibration-", dir=run.folder) as folder:
+        remove_leftovers(run.folder, TEMPORARY, say)
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder, locked_folder(Path(folder)):
             result = Path(folder).resolve() / "imatrix.gguf"
             # the text by its name alone: the file records it
             run_program([*map(str, command), "-o", str(result)], run.text.resolve().parent, run, title, say, show_bar)
