@@ -191,8 +191,10 @@ def test_a_failure_is_one_line(folder, monkeypatch):
 
 
 def test_a_full_disk(folder, monkeypatch):
-    monkeypatch.setattr(_calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=5))
-    folder.error("no space left on device", str(folder.kept))
+    """Room for OUT, which takes some 20 kB, but not for the moments of blocks, 1.6 MB; then not even for OUT."""
+    for free, path in ((100_000, folder.kept), (5, folder.out)):
+        monkeypatch.setattr(_calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        folder.error("no space left on device", str(path))
     assert not folder.runs()
 
 
