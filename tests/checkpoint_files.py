@@ -28,7 +28,8 @@ def tensors(n_experts: int = 0) -> dict[str, np.ndarray]:
     for i in range(N_LAYERS):
         layer = f"model.layers.{i}"
         out |= {f"{layer}.{name}_layernorm.weight": (N_EMBD,) for name in ("input", "post_attention")}
-        out |= {f"{layer}.self_attn.{name}_proj.weight": (n * HEAD, N_EMBD) for name, n in (("q", N_HEADS), ("k", N_KV_HEADS), ("v", N_KV_HEADS))}
+        heads = {"q": N_HEADS, "k": N_KV_HEADS, "v": N_KV_HEADS}
+        out |= {f"{layer}.self_attn.{name}_proj.weight": (n * HEAD, N_EMBD) for name, n in heads.items()}
         out[f"{layer}.self_attn.o_proj.weight"] = (N_EMBD, N_EMBD)
         if not n_experts:
             out |= {f"{layer}.mlp.{name}_proj.weight": (N_FF, N_EMBD) for name in ("gate", "up")}
@@ -37,7 +38,8 @@ def tensors(n_experts: int = 0) -> dict[str, np.ndarray]:
         out[f"{layer}.block_sparse_moe.gate.weight"] = (n_experts, N_EMBD)
         for e in range(n_experts):
             expert = f"{layer}.block_sparse_moe.experts.{e}"
-            out |= {f"{expert}.w1.weight": (N_FF, N_EMBD), f"{expert}.w3.weight": (N_FF, N_EMBD), f"{expert}.w2.weight": (N_EMBD, N_FF)}
+            out |= {f"{expert}.{name}.weight": (N_FF, N_EMBD) for name in ("w1", "w3")}
+            out[f"{expert}.w2.weight"] = (N_EMBD, N_FF)
     return {name: gaussian(*shape, seed=i) + (len(shape) == 1) for i, (name, shape) in enumerate(out.items())}
 
 
@@ -68,7 +70,7 @@ def write_checkpoint(folder: Path, n_shards: int = 1, n_experts: int = 0, **conf
     """A Llama, or with experts a Mixtral; config: what is different in config.json."""
     folder.mkdir(parents=True)
     values = tensors(n_experts)
-    names = ["model.safetensors"] if n_shards == 1 else [f"model-{i + 1:05}-of-{n_shards:05}.safetensors" for i in range(n_shards)]
+    names = [f"model-{i + 1:05}-of-{n_shards:05}.safetensors" for i in range(n_shards)] if n_shards > 1 else ["model.safetensors"]
     places = {name: names[i * n_shards // len(values)] for i, name in enumerate(values)}
     for file in names:
         write_safetensors(folder / file, {name: value for name, value in values.items() if places[name] == file})

@@ -22,7 +22,7 @@ TOKEN = "hf_right"
 class Repository:
     files: dict[str, bytes]
     gated: bool = False
-    drop_after: list[int] = field(default_factory=list)  # bytes after which the next downloads of a large file break off, one by one
+    drop_after: list[int] = field(default_factory=list)  # bytes after which the next downloads of large files break off
     damaged: bool = False  # large files arrive with one bit changed
     revisions: tuple[str, ...] = ("main",)
 
@@ -33,7 +33,8 @@ class Repository:
 
 @functools.cache
 def checksum(name: str, content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest() if name.endswith(LARGE) else hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    digest = hashlib.sha256(content) if name.endswith(LARGE) else hashlib.sha1(b"blob %d\0" % len(content) + content)
+    return digest.hexdigest()
 
 
 class Hub:
@@ -93,7 +94,8 @@ class Handler(BaseHTTPRequestHandler):
             siblings.append({"rfilename": file, "size": len(content), "blobId": checksum("", content)})
             if file.endswith(LARGE):
                 siblings[-1]["lfs"] = {"sha256": checksum(file, content), "size": len(content), "pointerSize": 130}
-        said = json.dumps({"id": name, "sha": repo.commit, "private": False, "gated": repo.gated, "tags": [], "siblings": siblings}).encode()
+        info = {"id": name, "sha": repo.commit, "private": False, "gated": repo.gated, "tags": [], "siblings": siblings}
+        said = json.dumps(info).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(said)))

@@ -206,7 +206,7 @@ def test_bad_flags(tmp_path, source, flags, parts):
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
-    [([], "IN, --type"), (["in.gguf", "out.gguf"], "--type"), (["in.gguf", "--type"], "expected one argument"),
+    [([], "required: --type"), (["in.gguf", "out.gguf"], "--type"), (["in.gguf", "--type"], "expected one argument"),
      (["in.gguf", "out.gguf", "--type", "itq3_s", "-t", "two"], "-t/--threads"),
      (["in.gguf", "out.gguf", "--type", "itq3_s", "--bogus"], "--bogus")],
 )

@@ -256,6 +256,11 @@ def test_quiet_prints_nothing(small, tmp_path):
     assert result.stdout == result.stderr == ""
 
 
+def test_options_may_stand_between_the_files(small, tmp_path):
+    quantize(small, "--type", "itq3_s", tmp_path / "out.gguf", "--summary")
+    assert (tmp_path / "out.gguf").is_file()
+
+
 def test_progress_bar_on_request(small, tmp_path):
     result = quantize(small, tmp_path / "out.gguf", "--type", "itq3_s", "--pure", "--progress")
     assert "itq3_s:" in result.stderr and "100%" in result.stderr

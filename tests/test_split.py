@@ -17,15 +17,20 @@ MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(
 N_PARTS = 3  # of two tensors
 
 
-def split(source, prefix, *flags):
-    done = subprocess.run([tool("llama-gguf-split"), "--split", *flags, source, prefix], capture_output=True, text=True, timeout=60)
+def gguf_split(*args):
+    done = subprocess.run([tool("llama-gguf-split"), *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def split(source, prefix, *flags):
+    gguf_split("--split", *flags, source, prefix)
     return sorted(prefix.parent.glob(f"{prefix.name}-*.gguf"))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("whole") / "in.gguf", MATRICES | {"output_norm.weight": gaussian(256)}, fill=lambda w: w.add_name("some"))
+    tensors = MATRICES | {"output_norm.weight": gaussian(256)}
+    return write_gguf(tmp_path_factory.mktemp("whole") / "in.gguf", tensors, fill=lambda w: w.add_name("some"))
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +112,7 @@ def test_inspect_compares_with_the_parts(made, tmp_path, quantize, capsys):
 
 def test_merged_again(made, tmp_path):
     """The tool that an error of llama.cpp names is there, and takes back what it made."""
-    done = subprocess.run([tool("llama-gguf-split"), "--merge", made[0], tmp_path / "merged.gguf"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    gguf_split("--merge", made[0], tmp_path / "merged.gguf")
     assert len(gguf.GGUFReader(tmp_path / "merged.gguf").tensors) == len(MATRICES) + 1
 
 
@@ -169,8 +173,8 @@ def test_part_of_another_model(parts, tmp_path, kind, expect_error):
         with open(parts[1], "wb") as f:
             f.write(b"<html>")
     said = {
-        "not split": "it has none", "other count": "split.count 4", "same tensors": "is in", "fewer tensors": "5 tensors, split.tensors.count is 7",
-        "no GGUF file": "is not a GGUF file",
+        "not split": "it has none", "other count": "split.count 4", "same tensors": "is in",
+        "fewer tensors": "5 tensors, split.tensors.count is 7", "no GGUF file": "is not a GGUF file",
     }[kind]
     expect_error(parts[0], "-of-00003.gguf", said)
 

@@ -1,5 +1,5 @@
-"""Checkpoints of Hugging Face's transformers: a folder with config.json, safetensors and a tokenizer, converted by llama.cpp's own
-convert_hf_to_gguf.py, which lies in the package with the modules it needs (folder convert)."""
+"""Checkpoints of Hugging Face's transformers: a folder with config.json, safetensors and a tokenizer, converted by llama.cpp's
+own convert_hf_to_gguf.py, which lies in the package with the modules it needs (folder convert)."""
 
 from __future__ import annotations
 
@@ -103,18 +103,18 @@ def n_weights(path: Path) -> int:
 
 
 def check(folder: Path) -> list[Path]:
-    """The files with weights of a checkpoint. UserError if the folder holds none, or not all of one, or nothing here converts it."""
+    """The files with weights of a checkpoint. UserError if the folder holds none or not all of one, or if nothing converts it."""
     try:
         if not (folder / CONFIG).is_file():
             models = sorted(p.name for p in folder.glob("*.gguf"))
-            instead = f"pass one of its files, such as {folder / models[0]}" if models else "pass a GGUF file or the folder of a checkpoint"
-            raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: {instead}")
+            instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the folder of a checkpoint"
+            raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: pass {instead}")
         files = weight_files(folder)
     except OSError as e:
         raise UserError(f"cannot read {folder}: {e.strerror}") from e
     if not CONVERTER.is_file():
-        raise UserError(f"{folder} is a Hugging Face checkpoint and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
-    need_extra(NEEDED, f"{folder} is a Hugging Face checkpoint: converting it")
+        raise UserError(f"{folder} is a checkpoint, and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
+    need_extra(NEEDED, f"{folder} is a checkpoint: converting it")
     return files
 
 
@@ -131,8 +131,8 @@ def converted(
 ) -> Iterator[Path]:
     """A checkpoint as a GGUF file, F16 or BF16 as its weights are, under a name that does not change from run to run.
 
-    It lies in a folder of its own in `where` and is removed at the end, or is moved to `kept` as soon as it is whole. UserError if
-    there is no space for it or if the converter fails.
+    It lies in a folder of its own in `where` and is removed at the end, or is moved to `kept` as soon as it is whole. UserError
+    if there is no space for it or if the converter fails.
     """
     files = check(folder)
     where = where if kept is None else kept.parent
@@ -140,7 +140,8 @@ def converted(
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
         raise UserError(
-            f"no space left on device: the GGUF file of {folder} takes about {size / MIB:,.0f} MiB, {where} has {free / MIB:,.0f} MiB free; "
+            f"no space left on device: the GGUF file of {folder} takes about {size / MIB:,.0f} MiB, {where} has "
+            f"{free / MIB:,.0f} MiB free; "
             "free some space, or name an OUT or a --keep-gguf FILE on another disk"
         )
     with contextlib.ExitStack() as stack:
@@ -169,7 +170,8 @@ def _convert(folder: Path, path: Path, size: int, show_bar: bool) -> None:
             if percent := re.findall(r"Writing:\s+(\d+)%", text[-1000:]):
                 bar.update(size * int(percent[-1]) // 100 - bar.n)
 
-        code, log = run_heard([sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path)], path.parent, heard, env)
+        command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path)]
+        code, log = run_heard(command, path.parent, heard, env)
     if code or not path.is_file():
         said = last_error(log)
         way_out = "free some space" if "No space left" in said else "pass a GGUF file of it"
@@ -179,5 +181,6 @@ def _convert(folder: Path, path: Path, size: int, show_bar: bool) -> None:
 def last_error(log: str) -> str:
     """What the converter says is wrong: its last line that is an error's, else its last."""
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
-    errors = [m[1] or m[2] for line in lines if (m := re.match(r"ERROR:[\w.-]+:(.*)|((?:\w+\.)*\w*(?:Error|Exception)\b.*)", line))]
+    error = re.compile(r"ERROR:[\w.-]+:(.*)|((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+    errors = [m[1] or m[2] for line in lines if (m := error.match(line))]
     return (errors or lines or ["it said nothing"])[-1][:300]

@@ -24,6 +24,7 @@ COMPANIONS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 N_TRIES = 5
 PAUSE = 1.0  # seconds before the next one
 PIECE = 8 * MIB
+TOKENS = "a token with HF_TOKEN or --hf-token"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Repo:
 def fetch(repo: Repo, file: str | None, quiet: bool, say: Callable[[str], None]) -> Path:
     """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
 
-    The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none or
-    more than one of a kind, and for what the hub refuses.
+    The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
+    or more than one of a kind, and for what the hub refuses.
     """
     need_extra(("huggingface_hub",), "--hf-repo")
     from huggingface_hub import HfApi
@@ -74,7 +75,8 @@ def choose_gguf(repo: Repo, files: list[str], wanted: str | None) -> list[str]:
         for kind in kinds:
             found = [f for f in firsts if re.search(rf"(?i)(?:^|[-._/])(?:{kind})(?=[-._/])", f)]
             if len(found) > 1:
-                raise repo.error(f"has {len(found)} GGUF files in {kind.split('|')[0].upper()}: choose with --hf-file from {_some(found)}")
+                in_kind = f"{len(found)} GGUF files in {kind.partition('|')[0].upper()}"
+                raise repo.error(f"has {in_kind}: choose with --hf-file from {_some(found)}")
             if found:
                 return _with_parts(repo, files, found[0])
         return []
@@ -102,7 +104,7 @@ def _parts(file: str) -> list[str]:
 def _with_parts(repo: Repo, files: list[str], file: str) -> list[str]:
     parts = _parts(file)
     if missing := [p for p in parts if p not in files]:
-        raise repo.error(f"lacks {_some(missing)}, of the {len(parts)} parts of {file}: name another model with --hf-file or --revision")
+        raise repo.error(f"lacks {_some(missing)}, of the {len(parts)} parts of {file}: choose another --hf-file or --revision")
     return parts
 
 
@@ -118,7 +120,7 @@ def checkpoint_files(cache: _Cache) -> list[str]:
     index = index_name(weights)
     names = indexed_files(cache.download([index])[0]) if index in files else shards_by_name(_weights(files, weights))
     if missing := [n for n in names if n not in files]:
-        raise cache.repo.error(f"lacks {_some(missing)}, of {len(names)} files with weights: choose another --revision, or tell its owner")
+        raise cache.repo.error(f"lacks {_some(missing)}, of {len(names)} files with weights: choose another --revision")
     others = [f for f in files if "/" not in f and (f.endswith(COMPANIONS) or f == "LICENSE")]
     return [CONFIG, *(f for f in others if f != CONFIG), *names]
 
@@ -155,8 +157,8 @@ class _Cache:
         free = shutil.disk_usage(folder).free
         if free < size:
             raise self.repo.error(
-                f"needs {size / MIB:,.0f} MiB in {HF_HUB_CACHE}, which has {free / MIB:,.0f} MiB free: free some space, or point HF_HUB_CACHE to "
-                "another disk"
+                f"needs {size / MIB:,.0f} MiB in {HF_HUB_CACHE}, which has {free / MIB:,.0f} MiB free: free some space, or point "
+                "HF_HUB_CACHE to another disk"
             )
         self.say(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
 
@@ -189,9 +191,9 @@ class _Cache:
         if digest.hexdigest() != expected:
             with contextlib.suppress(OSError):
                 Path(os.path.realpath(path)).unlink()
-                path.unlink()
             raise self.repo.error(
-                f"sent a damaged {name}: its checksum is {digest.hexdigest()}, must be {expected}; it was removed, run it again to download it"
+                f"sent a damaged {name}: its checksum is {digest.hexdigest()}, must be {expected}; it was removed, run it again "
+                "to download it"
             )
 
 
@@ -207,10 +209,11 @@ def explained(repo: Repo) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as e:
-        how = "the token given has no access" if repo.token or os.environ.get("HF_TOKEN") else "pass a token with HF_TOKEN or --hf-token"
-        raise repo.error(f"is gated: accept its conditions on its page, and {how}") from e
+        given = repo.token or os.environ.get("HF_TOKEN")
+        how = "with the account of this token" if given else f"and pass {TOKENS}"
+        raise repo.error(f"is gated: accept its conditions on its page, {how}") from e
     except errors.RepositoryNotFoundError as e:
-        raise repo.error(f"does not exist at {constants.ENDPOINT}, or is private: check the name, or pass a token with HF_TOKEN or --hf-token") from e
+        raise repo.error(f"does not exist at {constants.ENDPOINT}, or is private: check the name, or pass {TOKENS}") from e
     except errors.RevisionNotFoundError as e:
         raise repo.error(f"has no revision {repo.revision}: --revision must be a branch, a tag or a commit of it") from e
     except errors.OfflineModeIsEnabled as e:
@@ -222,22 +225,23 @@ def explained(repo: Repo) -> Iterator[None]:
         if status is not None and (status >= 500 or status in (408, 429)):
             raise ConnectionBroken(f"--hf-repo: {repo.name}: {constants.ENDPOINT} answered {status}") from e
         if status == 401:
-            raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass another with HF_TOKEN or --hf-token") from e
+            raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass {TOKENS} that is valid") from e
         if status == 416:
-            raise repo.error(
-                f"has a file that is shorter than what was downloaded of it: remove its *.incomplete files in {constants.HF_HUB_CACHE}"
-            ) from e
+            where = f"its *.incomplete files in {constants.HF_HUB_CACHE}"
+            raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
         raise repo.error(f"cannot be read: {_first_line(e)}") from e
     except Exception as e:
         if _is_of_connection(e):
-            raise ConnectionBroken(f"--hf-repo: {repo.name}: the connection to {constants.ENDPOINT} broke ({_first_line(e)[:120]})") from e
+            broke = f"the connection to {constants.ENDPOINT} broke ({_first_line(e)[:120]})"
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {broke}") from e
         if isinstance(e, OSError) and e.strerror:
-            raise UserError(f"--hf-repo: cannot write to {constants.HF_HUB_CACHE}: {e.strerror}; point HF_HUB_CACHE to another folder") from e
+            where = f"{constants.HF_HUB_CACHE}: {e.strerror}; point HF_HUB_CACHE to another folder"
+            raise UserError(f"--hf-repo: cannot write to {where}") from e
         raise repo.error(f"cannot be downloaded: {_first_line(e)}") from e
 
 
 def _is_of_connection(e: BaseException | None) -> bool:
-    """True for errors of the client's HTTP library (requests or httpx, by its version), and what was raised from one, but for answers."""
+    """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return e is not None and (

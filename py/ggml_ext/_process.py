@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def run_heard(command: list[str], folder: Path, heard: Callable[[str], None], env: dict[str, str] | None = None) -> tuple[int, str]:
+def run_heard(
+    command: list[str], folder: Path, heard: Callable[[str], None], env: dict[str, str] | None = None
+) -> tuple[int, str]:
     """Exit code and output of a program. heard() gets all of the output so far whenever there is more; the program never outlives
     this call."""
     log = bytearray()

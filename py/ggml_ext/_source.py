@@ -18,11 +18,11 @@ from ._split import open_model, part_names
 
 def add_options(add: Callable) -> None:
     """The quantizer's options about its input. add: add_argument of its parser."""
-    add("--hf-repo", metavar="ORG/NAME", help="in place of IN: a model of the Hugging Face hub, downloaded into its client's cache")
+    add("--hf-repo", metavar="ORG/NAME", help="in place of IN: a model of the Hugging Face hub, kept in its client's cache")
     add(
         "--hf-file",
         metavar="FILE",
-        help="the GGUF file of --hf-repo to take, the first part of a split one; default: the one in BF16 or F16, else the safetensors",
+        help="GGUF file of --hf-repo to take, of a split one the first part; default: in BF16 or F16, else the safetensors",
     )
     add("--revision", metavar="NAME", help="branch, tag or commit of --hf-repo; default: main")
     add("--hf-token", metavar="TOKEN", help="access token for --hf-repo; default: HF_TOKEN, or that of the client's login")

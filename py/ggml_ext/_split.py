@@ -34,8 +34,8 @@ class SplitGGUF(GGUFFile):
             for tensor in file.tensors:
                 if tensor.name in self._file_of:
                     raise UserError(
-                        f"{file.path}: tensor {tensor.name} is in {self._file_of[tensor.name].path.name} too: one of the parts is of "
-                        "another model; download or split it again"
+                        f"{file.path}: tensor {tensor.name} is in {self._file_of[tensor.name].path.name} too: one of them is "
+                        "of another model; download or split it again"
                     )
                 self._file_of[tensor.name] = file
         needed = first.value(TENSORS_KEY)
