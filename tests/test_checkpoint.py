@@ -151,6 +151,15 @@ def test_temporary_file_is_removed(folder, stub):
     assert list(files(folder.out.parent)) == ["out.gguf"] and sorted(p.name for p in folder.path.iterdir()) == before
 
 
+def test_what_a_killed_conversion_left_is_removed_and_named(folder, stub):
+    stub()
+    left = folder.out.parent / ".converted-of-a-killed-run"
+    left.mkdir()
+    (left / "model.gguf").write_bytes(b"GGUF")
+    os.utime(left, (0, 0))
+    assert f"removed what a killed run left: {left}" in folder.run() and not left.exists()
+
+
 def test_dry_run_shows_the_plan(folder, stub):
     stub()
     folder.run("--dry-run")

@@ -19,11 +19,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ._errors import UserError
+from ._output import locked_folder, remove_leftovers
 from ._process import run_heard
 from ._writer import MIB
 
 CONVERTER = Path(__file__).parent / "convert" / "convert_hf_to_gguf.py"
 CONFIG = "config.json"
+TEMPORARY = ".converted-"
 # What the converter imports, of the extra hf.
 NEEDED = ("torch", "transformers", "sentencepiece", "safetensors")
 FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
@@ -136,6 +138,7 @@ def converted(
     """
     files = check(folder)
     where = where if kept is None else kept.parent
+    remove_leftovers(where, TEMPORARY, say)
     size, free = converted_size(folder, files), shutil.disk_usage(where).free
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
@@ -146,7 +149,8 @@ def converted(
         )
     with contextlib.ExitStack() as stack:
         try:
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix=".converted-", dir=where))
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=where))
+            stack.enter_context(locked_folder(Path(temporary)))
             path = Path(temporary) / f"{name}.gguf"
             say(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
             _convert(folder, path, size, show_bar)
