@@ -138,7 +138,8 @@ def test_the_rehearsal_runs_all_of_it(check):
                                                  "llama-perplexity", "llama-bench", "llama-batched-bench"}
     assert any(line.startswith("test-backend-ops support -b CPU") for line in log)
     code, report, _ = check(*FEW, "--rehearse", "--only", "checks", "--again", broken="kernels")
-    assert (code, failures(report)) == (1, ["device code equals the scalar references"])
+    of_its_program = ["device code equals the scalar references", *(f"compute-sanitizer {tool}check" for tool in ("mem", "race", "sync"))]
+    assert (code, failures(report)) == (1, of_its_program)
 
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):

@@ -98,7 +98,8 @@ class Run:
         self.out, self.build, self.minutes = out, build, minutes
         self.device, self.shape, self.n_layers, self.rehearsal = device, shape, n_layers, rehearsal
         self.types = types
-        self.report = {"passed": False, "environment": {}, "checks": [], "figures": {}}
+        identity = {"sources": fingerprint(), "device": device, "rehearsal": rehearsal}
+        self.report = {"passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
         self.lock, self.running = threading.RLock(), set()
         if resume:
             self.resume()
@@ -106,12 +107,10 @@ class Run:
 
     def resume(self) -> None:
         """Takes over the results of a report of the same sources and device."""
-        identity = {"sources": fingerprint(), "device": self.device, "rehearsal": self.rehearsal}
         with contextlib.suppress(OSError, ValueError):
             old = json.loads(self.out.read_text())
-            if old.get("identity") == identity:
+            if old.get("identity") == self.report["identity"]:
                 self.report = old
-        self.report["identity"] = identity
 
     def start_part(self, part: str) -> None:
         self.part, self.deadline = part, time.monotonic() + 60 * self.minutes
