@@ -4,30 +4,7 @@
 #include "cuda/mmvq.cuh"
 #include "cuda/quantize.cuh"
 
-#include "../fibers.h"
-
 #include <type_traits>
-
-thread_local dim3 threadIdx, blockIdx, gridDim;
-
-uint32_t cuda_host_shuffle(uint32_t value, int lane_mask) {
-    return (uint32_t) fibers::exchange(value, fibers::current % 32 ^ lane_mask);
-}
-
-void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body) {
-    GGML_ASSERT(block.x == 32 && "lanes are threadIdx.x");
-    gridDim = grid;
-    for (unsigned z = 0; z < grid.z; ++z) {
-        for (unsigned y = 0; y < grid.y; ++y) {
-            for (unsigned x = 0; x < grid.x; ++x) {
-                blockIdx = dim3(x, y, z);
-                fibers::run((size_t) block.x*block.y*block.z, body, [](size_t j) { return j; }, [block](size_t i) {
-                    threadIdx = dim3(i % block.x, i/block.x % block.y, i/block.x/block.y);
-                });
-            }
-        }
-    }
-}
 
 // f(a null pointer to a block of the type)
 template <typename F> static auto dispatch(int type, F f) {
