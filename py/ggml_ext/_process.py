@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+
+PATIENCE = 1.0  # seconds until a signal is noticed at the latest
 
 
 def run_heard(
@@ -19,7 +22,12 @@ def run_heard(
         start_new_session=True,
     )
     try:
-        while piece := process.stdout.read(65536):
+        while True:
+            # a signal that comes just before a read is handled after it, and the program may say nothing for long
+            if not select.select([process.stdout], [], [], PATIENCE)[0]:
+                continue
+            if not (piece := process.stdout.read(65536)):
+                break
             log += piece
             heard(log.decode(errors="replace"))
         code = process.wait()
