@@ -200,7 +200,8 @@ def test_a_full_disk(folder, monkeypatch):
 
 def test_an_interrupt_ends_the_program_too(folder, tmp_path):
     driver = (
-        "import sys; from pathlib import Path; from ggml_ext import _calibration, quantize\n"
+        "import signal, sys; from pathlib import Path; from ggml_ext import _calibration, quantize\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell starts in the background ignores it
         f"_calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); _calibration.TEXT = Path({str(folder.built_in)!r})\n"
         f"sys.exit(quantize.main({[str(folder.model), str(folder.out), '--type', 'ditto3']!r}))"
     )
