@@ -141,7 +141,7 @@ def test_the_rehearsal_runs_all_of_it(check):
     assert any(line.startswith("test-backend-ops support -b CPU") for line in log)
     code, report, _ = check(*FEW, "--rehearse", "--only", "checks", "--again", broken="kernels")
     of_its_program = ["device code equals the scalar references", *(f"compute-sanitizer {tool}check" for tool in ("mem", "race", "sync"))]
-    assert (code, failures(report)) == (1, of_its_program)
+    assert (code, sorted(failures(report))) == (1, sorted(of_its_program))  # in the order in which they end
 
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
@@ -155,7 +155,16 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     assert time.monotonic() - start < 60
     child = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    def runs() -> bool:
+        try:
+            return state.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    while runs() and time.monotonic() - start < 60:  # a signal takes its time to end a process
+        time.sleep(0.05)
+    assert not runs()
 
 
 def test_the_program_of_the_gpu_as_host_code(lib):
