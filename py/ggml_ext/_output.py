@@ -25,6 +25,7 @@ from typing import BinaryIO
 from ._accuracy import Accuracy
 from ._errors import UserError
 from ._gguf_file import KeyValue, pad, uint16_value, int32_value
+from ._split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
 from ._writer import MIB, ignore_signals
 
 try:
@@ -80,7 +81,7 @@ def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list
     """Which tensors go into which file. sizes: bytes of each tensor, padded. max_bytes: of the tensors of a file, None for one
     file with the name `path`. A tensor that is larger has a file of its own.
 
-    Names and rule: llama.cpp, llama_split_path() and tools/gguf-split, which counts no metadata either.
+    Rule: llama.cpp, tools/gguf-split, which counts no metadata either.
     """
     if max_bytes is None:
         return [Part(path, 0, len(sizes))]
@@ -93,15 +94,14 @@ def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list
     prefix = path.name.removesuffix(".gguf")
     ends = [*starts[1:], len(sizes)]
     return [
-        Part(path.with_name(f"{prefix}-{n:05}-of-{len(starts):05}.gguf"), first, last)
+        Part(path.with_name(part_name(prefix, n, len(starts))), first, last)
         for n, (first, last) in enumerate(zip(starts, ends, strict=True), 1)
     ]
 
 
 def part_metadata(metadata: dict[str, KeyValue], parts: list[Part], n: int) -> dict[str, KeyValue]:
     """Keys of part n of a split model: all in the first, in the others those that its loader needs."""
-    ours = [uint16_value("split.no", n), uint16_value("split.count", len(parts))]
-    ours.append(int32_value("split.tensors.count", parts[-1].last))
+    ours = [uint16_value(NUMBER_KEY, n), uint16_value(COUNT_KEY, len(parts)), int32_value(TENSORS_KEY, parts[-1].last)]
     kept = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
     return kept | {kv.key: kv for kv in ours}
 

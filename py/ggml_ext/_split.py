@@ -14,10 +14,15 @@ PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 NUMBER_KEY, COUNT_KEY, TENSORS_KEY = SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
+def part_name(prefix: str, n: int, count: int) -> str:
+    """Name of part n, from 1 on, as llama.cpp's llama_split_path() makes it."""
+    return f"{prefix}-{n:05}-of-{count:05}.gguf"
+
+
 def part_names(name: str) -> list[str]:
     """Names of all parts of the model that the name says it is a part of, in order; the name alone where it says nothing."""
     found = PART_NAME.fullmatch(name)
-    return [f"{found[1]}-{i + 1:05}-of-{found[3]}.gguf" for i in range(int(found[3]))] if found else [name]
+    return [part_name(found[1], n, int(found[3])) for n in range(1, int(found[3]) + 1)] if found else [name]
 
 
 class SplitGGUF(GGUFFile):
