@@ -13,18 +13,24 @@ static inline bool ggml_ext_is_ext_type(enum ggml_type type) {
     }
 }
 
-// True if op reads or writes values of our types: such a backend has to refuse it, then the scheduler gives it to another.
-// Operations that only name memory are left to the backend's own rule, since tensors of any type may lie in its buffers.
-static inline bool ggml_ext_op_needs_kernels(const struct ggml_tensor * op) {
+// Operations that only name memory, of which tensors of any type may lie in a backend's buffers
+static inline bool ggml_ext_op_names_memory(const struct ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_NONE:
         case GGML_OP_RESHAPE:
         case GGML_OP_VIEW:
         case GGML_OP_PERMUTE:
         case GGML_OP_TRANSPOSE:
-            return false;
+            return true;
         default:
-            break;
+            return false;
+    }
+}
+
+// True if op reads or writes values of our types: such a backend has to refuse it, then the scheduler gives it to another.
+static inline bool ggml_ext_op_needs_kernels(const struct ggml_tensor * op) {
+    if (ggml_ext_op_names_memory(op)) {
+        return false; // left to the backend's own rule
     }
     bool found = ggml_ext_is_ext_type(op->type);
     for (int i = 0; i < GGML_MAX_SRC; i++) {

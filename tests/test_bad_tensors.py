@@ -73,6 +73,7 @@ IMPORTANCES = {
 
 def imatrix_flags(folder, kind: str) -> list:
     entries = {name: (IMPORTANCES[kind].astype(np.float32), [1]) for name in NAMES.values()}
+    entries["output.weight"] = np.ones((1, N), np.float32), [1]  # a file of zeros is refused
     return ["--imatrix", write_imatrix(folder / "im.gguf", entries)]
 
 

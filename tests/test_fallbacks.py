@@ -292,8 +292,7 @@ def write_narrow_model(model, path, n: int, head: int):
         f.write(_gguf_file.pack_header(metadata, tensors, [t.type for t in tensors], file.alignment))
         for seed, shape in enumerate(shapes.values()):
             weights = gaussian(*shape, seed=seed).astype(np.float16) if len(shape) > 1 else np.ones(shape, np.float32)
-            f.write(weights.tobytes())
-            _gguf_file.write_padding(f, weights.nbytes, file.alignment)
+            f.write(weights.tobytes().ljust(_gguf_file.pad(weights.nbytes, file.alignment), b"\0"))
     return path
 
 

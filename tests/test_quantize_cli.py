@@ -11,7 +11,7 @@ import pytest
 from conftest import gaussian, quantize, quantize_command, read_tensors, relative_mse, run_quantize, tool, write_gguf
 
 import ggml_ext
-from ggml_ext import _encode, _gguf_file, _plan
+from ggml_ext import _encode, _gguf_file, _plan, _writer
 from ggml_ext.quants import itq3_s
 
 # Eight uniform levels on a Gaussian lose 0.0374 of its energy (J. Max, 1960); the encoder fits d and z to every block.
@@ -49,6 +49,17 @@ def types_of(path):
 
 def decoded(tensor):
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+@pytest.mark.parametrize(("ne", "n"), [((256, 8), 1), ((256, 256), 2), ((768, 256), 4), ((768, 1536), 16), ((4096, 4096), 32), ((1 << 20, 3), 3)])
+def test_chunks_of_rows(ne, n):
+    """All rows in order, whole groups of 16, and a power of two of equal parts where chunks would be few."""
+    tensor = _gguf_file.Tensor("name", ne, 0, 0, 0)
+    chunks = list(_writer.row_chunks(tensor))
+    assert len(chunks) == n
+    assert [first for first, _ in chunks] == np.cumsum([0, *(rows for _, rows in chunks[:-1])]).tolist()
+    assert sum(rows for _, rows in chunks) == ne[1]
+    assert all(rows == chunks[0][1] and rows % min(16, ne[1], max(1, (1 << 19) // ne[0])) == 0 for _, rows in chunks)
 
 
 def test_metadata_is_kept_key_by_key(model, quantized):
@@ -243,6 +254,11 @@ def test_report(small, lib, tmp_path):
 def test_quiet_prints_nothing(small, tmp_path):
     result = quantize(small, tmp_path / "out.gguf", "--type", "itq3_s", "--pure", "-q")
     assert result.stdout == result.stderr == ""
+
+
+def test_options_may_stand_between_the_files(small, tmp_path):
+    quantize(small, "--type", "itq3_s", tmp_path / "out.gguf", "--summary")
+    assert (tmp_path / "out.gguf").is_file()
 
 
 def test_progress_bar_on_request(small, tmp_path):

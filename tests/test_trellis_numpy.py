@@ -1,8 +1,11 @@
 """The numpy reference of ITQ3_T, ITQ2_T and their types of 64: the code, the encoder, and its equality with C byte for byte."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from conftest import assert_same_blocks, weighted_blocks, weighted_error_ratio
+from native import BUILD, built
 from test_itq3_s_numpy import SEED, corpora
 
 from ggml_ext import TYPES
@@ -36,6 +39,24 @@ def test_same_bytes_as_c_with_importance(lib, name, kind, passes):
     expected = lib.quantize(int(TYPES[name].id), x.reshape(1, -1), imatrix=importance.ravel(), trellis_passes=passes)
     actual = reference(name).quantize_blocks(x, importance, passes=passes)
     assert_same_blocks(actual, expected.reshape(24, -1), f"{name} with importance, {kind}, seed {SEED}")
+
+
+@pytest.mark.parametrize("name", ["itq3_t", "itq2_t"])
+@pytest.mark.parametrize("given", ["nothing", "before", "after", "both"])
+def test_same_search_as_c(name, given):
+    """Up to the largest weights: their costs pass 65535 where they are not lowered in time."""
+    ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(built(BUILD, "libggml-ext-trellis.so")))
+    trellis, rng, (n_rows, n) = reference(name).TRELLIS, np.random.default_rng(SEED), (12, 256)
+    x = (rng.standard_normal((n_rows, n)) * trellis.rms * np.geomspace(0.1, 10, n_rows)[:, None]).astype(np.float32)
+    x[0], x[1, ::2], x[2] = np.float32(200), np.float32(-200), np.float32(-200)  # held at 80
+    x[3, n // 2 :], x[4, : n // 2] = np.inf, -np.inf
+    states, groups = (rng.integers(0, n_states, n_rows).astype(np.int32) for n_states in (4096, trellis.n_groups))
+    before, after = (states if given in ("before", "both") else None), (groups if given in ("after", "both") else None)
+    found = np.empty((n_rows, n), np.uint16)
+    pointers = [None if a is None else ctypes.c_void_p(a.ctypes.data) for a in (before, after)]
+    dll.trellis_driver_search(trellis.k, ctypes.c_void_p(x.ctypes.data), n_rows, n, *pointers, ctypes.c_void_p(found.ctypes.data))
+    np.testing.assert_array_equal(found, trellis.search(x, before, after))
 
 
 @pytest.mark.parametrize(("name", "limit"), [("itq3_t", 0.54), ("itq2_t", 0.43), ("itq3_t64", 0.72), ("itq2_t64", 0.65)])

@@ -144,6 +144,17 @@ def test_commands_run(command):
     assert "usage" in (done.stdout + done.stderr).lower()
 
 
+def test_checkpoints_name_the_extra_that_they_need(tmp_path):
+    """The converter is in the wheel, what it imports is not."""
+    convert = Path(ggml_ext.__file__).parent / "convert"
+    for name in ("convert_hf_to_gguf.py", "conversion/llama.py", "gguf-py/gguf/__init__.py", "gguf-py/LICENSE"):
+        assert (convert / name).is_file(), name
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    done = conftest.run_quantize(tmp_path, tmp_path / "out.gguf", "--type", "itq3_s")
+    assert done.returncode == 1 and "pip install 'ggml-ext[hf]'" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loader_takes_what_the_processor_can_run(variant):
     """Also of a variant that cannot run here: llama.cpp loads every one to ask for its score."""

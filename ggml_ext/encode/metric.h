@@ -11,6 +11,8 @@
 
 enum { METRIC_MAX_SEGMENT = 32, METRIC_WINDOW = 32 };
 
+typedef float metric_f32 __attribute__((vector_size(32)));
+
 // Added to importances, of their mean, so that there are no zeros to divide by. Weighted error of ITQ3_S on a layer of the reference
 // model 0.0133, with a floor of 1 0.0143.
 #define METRIC_FLOOR 0.01
@@ -57,25 +59,35 @@ static inline const float * metric_windows(const struct ggml_ext_metric * m, int
     return m->windows + first/m->block_size*metric_n_windows(m->block_size)*METRIC_WINDOW*METRIC_WINDOW;
 }
 
-static inline __attribute__((always_inline)) void metric_add_rows_of(const int n, const float * rows, int64_t n_rows, const float * x,
-                                                                     float * out) {
-    float sum[METRIC_MAX_SEGMENT];
-    memcpy(sum, out, (size_t) n*sizeof(sum[0]));
+// out[i] += rows[j][i]*x[j], one j after the other, for n columns of rows that are `stride` long.
+static inline __attribute__((always_inline)) void metric_add_columns(const int n, const float * rows, int64_t stride, int64_t n_rows,
+                                                                     const float * x, float * out) {
+    enum { N = sizeof(metric_f32)/sizeof(float), MAX = METRIC_MAX_SEGMENT/N };
+    metric_f32 sum[MAX] = {0}, row[MAX];
+#pragma GCC unroll 4
+    for (int i = 0; i < n/N; ++i) {
+        memcpy(sum + i, out + N*i, sizeof(sum[i]));
+    }
     for (int64_t j = 0; j < n_rows; ++j) {
-        for (int i = 0; i < n; ++i) {
-            sum[i] += rows[j*n + i]*x[j];
+#pragma GCC unroll 4
+        for (int i = 0; i < n/N; ++i) {
+            memcpy(row + i, rows + j*stride + N*i, sizeof(row[i]));
+            sum[i] += row[i]*x[j];
         }
     }
-    memcpy(out, sum, (size_t) n*sizeof(sum[0]));
+#pragma GCC unroll 4
+    for (int i = 0; i < n/N; ++i) {
+        memcpy(out + N*i, sum + i, sizeof(sum[i]));
+    }
 }
 
-// out[i] += rows[j][i]*x[j], one j after the other, for the steps i of a segment.
-static inline __attribute__((always_inline)) void metric_add_rows(int segment, const float * rows, int64_t n_rows, const float * x,
-                                                                  float * out) {
-    switch (segment) { // so that the sums stay in registers
-        case 8:  metric_add_rows_of(8,  rows, n_rows, x, out); break;
-        case 16: metric_add_rows_of(16, rows, n_rows, x, out); break;
-        case 32: metric_add_rows_of(32, rows, n_rows, x, out); break;
+// The same for the steps of a segment. A function of its own: inlined, its sums leave the registers.
+EXT_CLONES __attribute__((noinline))
+static void metric_add_rows(int segment, const float * rows, int64_t n_rows, const float * x, float * out) {
+    switch (segment) {
+        case 8:  metric_add_columns(8,  rows, 8,  n_rows, x, out); break;
+        case 16: metric_add_columns(16, rows, 16, n_rows, x, out); break;
+        case 32: metric_add_columns(32, rows, 32, n_rows, x, out); break;
     }
 }
 
@@ -95,17 +107,18 @@ static inline __attribute__((always_inline)) void metric_apply_forms(const struc
     }
 }
 
+// y[i] += rows[j][i]*x[j], one j after the other, for all n columns, a multiple of 32, of rows that are `stride` long.
+EXT_CLONES __attribute__((noinline))
+static void metric_add_matrix(int n, const float * rows, int64_t stride, int n_rows, const float * x, float * y) {
+    for (int at = 0; at < n; at += 32) {
+        metric_add_columns(32, rows + at, stride, n_rows, x, y + at);
+    }
+}
+
 // y = A x for a symmetric matrix of n*n, n a multiple of 32.
 static inline __attribute__((always_inline)) void metric_form_times(int n, const float * a, const float * x, float * y) {
-    for (int at = 0; at < n; at += 32) {
-        float sum[32] = {0};
-        for (int j = 0; j < n; ++j) {
-            for (int i = 0; i < 32; ++i) {
-                sum[i] += a[j*n + at + i]*x[j];
-            }
-        }
-        memcpy(y + at, sum, sizeof(sum));
-    }
+    memset(y, 0, (size_t) n*sizeof(y[0]));
+    metric_add_matrix(n, a, n, n, x, y);
 }
 
 // What would cost nothing in a block: x, and the shift whose own feedback within the block adds up to what earlier blocks ask for.

@@ -2,18 +2,20 @@
 //
 // A step takes, for each of the 4096/2^K groups of states that share all bits but the oldest symbol, the least cost. It keeps
 // these minima of every step and no pointers: on the way back the one predecessor of each step is found again from them, which
-// costs little beside the forward steps. States lie in planes by the newest symbol, so that all loops of a step run over
-// neighbours and compilers vectorise them: a state takes a lane of a subtraction, a multiplication, an addition and a minimum.
+// costs little beside the forward steps. The order of groups (trellis_place()) lets compilers vectorise all loops of a step: a state
+// takes a lane of a subtraction, a multiplication, an addition and a minimum, and moving the minima to their places two thirds (K = 3) or
+// half (K = 2) of what it takes in the order of the states. Where the state before or the group after is given, the first or last
+// G = 12/K - 1 steps know the one oldest or newest symbol that counts and do the work for it alone.
 //
 // Weights and values are in fixed point, S = TRELLIS_FIXED steps a unit of d, and a cost is the upper half of e*e, S*S/65536 of a
 // squared unit. Relative squared error of a million Gaussian weights against costs in float: +0.05 % for K = 3, nothing for K = 2.
 // Nothing saturates and nothing overflows, whatever the weights are (trellis_begin() asserts it):
 //   - They are held within TRELLIS_MAX_UNITS. Values go up to 63.5 for K = 3 and 62 for K = 2, so a cost is at most C = 13076 or 9315.
 //     Limits of 64 units cost 0.1 % in error for K = 2, and higher ones the bits of S.
-//   - G = 12/K - 1 steps lead from any group to any other, so costs lie within G*C of the least one, which is taken off every
-//     other step: sums stay below (G + 2)*C = 65380 or 65205.
-//   - TRELLIS_NONE, the cost of groups that cannot be first, is above G*C, which those that can have not passed when the others
-//     are gone, and TRELLIS_NONE + C is below 65536; until then every step takes the least off and holds the rest at that cost.
+//   - G steps lead from any group to any other, so costs lie within G*C of the least one, which is taken off before they could pass
+//     65535: (G + 1)*C is 52304 or 55890. With C of the weight at hand, not of the largest, that is every ten steps or so.
+//   - Where `before` is given, groups that cannot be first hold costs like the others until their symbols have left the state; nobody
+//     looks at them.
 #pragma once
 
 #include "encode.h"
@@ -26,9 +28,11 @@
 
 enum {
     TRELLIS_MAX_GROUPS = GGML_EXT_TRELLIS_STATES/4, // K = 2
+    TRELLIS_N_STARTS   = 256, // states that the byte `start` can name: the first ones
     TRELLIS_MAX_UNITS  = 80,
-    TRELLIS_NONE       = 49152,
+    TRELLIS_LANES      = 16, // costs of a vector
 };
+
 
 // What sets one type apart, constants where it is used.
 struct trellis_type {
@@ -37,34 +41,63 @@ struct trellis_type {
     float offset, usual; // relative squared error of a Gaussian
 };
 
-// Plane a, place j is state j << K | a. Costs are less 32768, which lets processors without an unsigned minimum of 16 bits take
-// the signed one.
+// Costs are less 32768, which lets processors without an unsigned minimum of 16 bits take the signed one.
 struct trellis_work {
-    int16_t fixed[GGML_EXT_TRELLIS_STATES];        // values of the states in fixed point, in planes
-    int16_t planes[TRELLIS_MAX_GROUPS];            // of the step at work: costs by the newest symbol
-    int16_t least[QK_K + 1][TRELLIS_MAX_GROUPS];   // costs before each step and after the last one, by state >> K
-    int16_t x[QK_K];
-    float   code[GGML_EXT_TRELLIS_STATES];         // values of the states
-    float   code_rms, code_top;                    // root mean square and largest magnitude of the values
+    int16_t  fixed[GGML_EXT_TRELLIS_STATES];      // values of the states in fixed point, in the order of trellis_step()
+    int16_t  least[QK_K + 1][TRELLIS_MAX_GROUPS]; // costs before each step and after the last one, at the places of state >> K
+    int16_t  x[QK_K];
+    int16_t  place[TRELLIS_MAX_GROUPS];           // of each group
+    int16_t  group[TRELLIS_MAX_GROUPS];           // at each place
+    float    code[GGML_EXT_TRELLIS_STATES];       // values of the states
+    float    code_rms, code_top;                  // root mean square and largest magnitude of the values
 };
+
+// Symbols of a group, which is a state without its newest or its oldest symbol.
+static inline int trellis_n_before(int k) {
+    return GGML_EXT_TRELLIS_BITS/k - 1;
+}
+
+// Symbol i of a state or group, counted from the newest one.
+static inline int trellis_symbol(int k, int state, int i) {
+    return state >> k*i & ((1 << k) - 1);
+}
+
+// Where the costs of a group lie: the high bits of its symbols, then the others, both with the newest symbol last. A step then moves
+// places of 16 neighbours by K - 1 bits, not by K.
+static inline int trellis_place(int k, int group) {
+    const int low_bits = k - 1, n = trellis_n_before(k);
+    int high = 0, low = 0;
+    for (int i = 0; i < n; ++i) {
+        const int c = trellis_symbol(k, group, i);
+        high |= c >> low_bits << i;
+        low  |= (c & ((1 << low_bits) - 1)) << low_bits*i;
+    }
+    return high << low_bits*n | low;
+}
 
 static inline struct trellis_work * trellis_begin(struct trellis_type t) {
     struct trellis_work * w = ggml_aligned_malloc(sizeof(*w)); // a cache line: no vector lies in two
     GGML_ASSERT(w != NULL);
-    const int n_groups = GGML_EXT_TRELLIS_STATES >> t.k;
+    const int n_symbols = 1 << t.k, n_groups = GGML_EXT_TRELLIS_STATES >> t.k, n_steps = trellis_n_before(t.k);
+    const int n_high = 1 << (n_steps - 1), low_bits = (t.k - 1)*n_steps;
     double sum = 0;
+    for (int j = 0; j < n_groups; ++j) {
+        w->place[j] = (int16_t) trellis_place(t.k, j);
+        w->group[w->place[j]] = (int16_t) j;
+    }
     w->code_top = 0.0f;
     for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
         const float v = (float) ggml_ext_trellis_code(t.tables, t.k, s) - t.offset;
+        const int place = w->place[s >> t.k], high = place >> low_bits & (n_high - 1), lane = place & (TRELLIS_LANES - 1);
+        const int newest = s & (n_symbols - 1), oldest = s >> t.k*n_steps;
         w->code[s] = v;
-        w->fixed[(s & ((1 << t.k) - 1))*n_groups + (s >> t.k)] = (int16_t) (v*TRELLIS_FIXED(t.k)); // offsets are whole or halves
+        w->fixed[((high*n_symbols + newest)*n_symbols + oldest)*TRELLIS_LANES + lane] = (int16_t) (v*TRELLIS_FIXED(t.k)); // offsets are whole or halves
         w->code_top = fmaxf(w->code_top, fabsf(v));
         sum += (double) v*(double) v; // exact
     }
     w->code_rms = (float) sqrt(sum/GGML_EXT_TRELLIS_STATES);
-    const int top = (int) ((TRELLIS_MAX_UNITS + w->code_top)*TRELLIS_FIXED(t.k)), n_steps = GGML_EXT_TRELLIS_BITS/t.k - 1;
-    GGML_ASSERT(top <= INT16_MAX && (top*top >> 16)*(n_steps + 2) <= UINT16_MAX && (top*top >> 16)*n_steps < TRELLIS_NONE &&
-                (top*top >> 16) + TRELLIS_NONE <= UINT16_MAX);
+    const int top = (int) ((TRELLIS_MAX_UNITS + w->code_top)*TRELLIS_FIXED(t.k));
+    GGML_ASSERT(top <= INT16_MAX && (top*top >> 16)*(n_steps + 1) <= UINT16_MAX);
     return w;
 }
 
@@ -83,84 +116,153 @@ static inline __attribute__((always_inline)) int16_t trellis_distance(int16_t x,
     return (int16_t) (e*e >> 16);
 }
 
-// next[j] = min, over the oldest symbol of the states that lead to group j, of least + cost of x.
-// lower: less the least of all, and no more than TRELLIS_NONE.
+// next = min, over the oldest symbol of the states that lead to a group, of least + cost of x. Oldest symbols from `oldest` on and
+// newest ones from `newest` on: n_oldest and n_newest, all of them or, of the newest, one; other groups are not written.
 static inline __attribute__((always_inline)) void trellis_step(int k, const int16_t * restrict least, const int16_t * restrict fixed,
-                                                               int16_t x, bool lower, int16_t * restrict planes,
+                                                               int16_t x, int oldest, int n_oldest, int newest, int n_newest,
                                                                int16_t * restrict next) {
-    const int n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k, n = n_groups >> k;
-    for (int r = 0; r < n; ++r) { // least[p*n + r] of all p stay in registers
+    enum { N = TRELLIS_LANES };
+    const int n_symbols = 1 << k, n_lows = n_symbols/2, n_high = 1 << (trellis_n_before(k) - 1), n_place = n_lows*N;
+    const int n_written = n_newest < n_lows ? n_newest : n_lows;
+    for (int h = 0; h < n_high; ++h) {
+        for (int a = newest; a < newest + n_newest; a += n_written) {
+            const int16_t * f = fixed + ((h*n_symbols + a)*n_symbols + oldest)*N;
+            int16_t * to = next + (2*h + a/n_lows)*n_place + a%n_lows;
+#pragma GCC unroll 1 // where a vector is shorter: or all of both halves would be in registers, which are too few
+            for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 4
+                for (int b = 0; b < n_written; ++b) {
+                    int16_t m = INT16_MAX;
 #pragma GCC unroll 8
-        for (int a = 0; a < n_symbols; ++a) {
-            int16_t m = INT16_MAX;
-#pragma GCC unroll 8
-            for (int p = 0; p < n_symbols; ++p) {
-                const int16_t c = (int16_t) (least[p*n + r] + trellis_distance(x, fixed[a*n_groups + p*n + r]));
-                m = c < m ? c : m;
+                    for (int p = 0; p < n_oldest; ++p) {
+                        const int at = oldest + p;
+                        const int16_t c = (int16_t) (least[(at/n_lows*n_high + h)*n_place + at%n_lows*N + i] +
+                                                     trellis_distance(x, f[(b*n_symbols + p)*N + i]));
+                        m = c < m ? c : m;
+                    }
+                    to[i*n_lows + b] = m;
+                }
             }
-            planes[a*n + r] = m;
-        }
-    }
-    if (lower) {
-        int16_t m = INT16_MAX;
-        for (int j = 0; j < n_groups; ++j) {
-            m = planes[j] < m ? planes[j] : m;
-        }
-        const int16_t none = (int16_t) (m + TRELLIS_NONE < INT16_MAX ? m + TRELLIS_NONE : INT16_MAX), off = (int16_t) (m - INT16_MIN);
-        for (int j = 0; j < n_groups; ++j) {
-            planes[j] = (int16_t) ((planes[j] < none ? planes[j] : none) - off);
-        }
-    }
-    for (int r = 0; r < n; ++r) {
-        for (int a = 0; a < n_symbols; ++a) {
-            next[r*n_symbols + a] = planes[a*n + r];
         }
     }
 }
 
+// Takes the least cost off all. Returns the largest that is left.
+static inline __attribute__((always_inline)) int trellis_lower(int n_groups, int16_t * least) {
+    int16_t lo = INT16_MAX, hi = INT16_MIN;
+    for (int j = 0; j < n_groups; ++j) {
+        lo = least[j] < lo ? least[j] : lo;
+        hi = least[j] > hi ? least[j] : hi;
+    }
+    for (int j = 0; j < n_groups; ++j) {
+        least[j] = (int16_t) (least[j] - lo + INT16_MIN);
+    }
+    return hi - lo;
+}
+
+// The first of the groups that cost least.
+static inline __attribute__((always_inline)) int trellis_first_least(int n_groups, const int16_t * least, const int16_t * group) {
+    int16_t lo = INT16_MAX, first = INT16_MAX;
+    for (int j = 0; j < n_groups; ++j) {
+        lo = least[j] < lo ? least[j] : lo;
+    }
+    for (int j = 0; j < n_groups; ++j) {
+        const int16_t g = group[j], candidate = least[j] == lo ? g : INT16_MAX;
+        first = candidate < first ? candidate : first;
+    }
+    return first;
+}
+
 // The state of step t in group `after` of the next one: that of least cost, the first of equals.
-static inline __attribute__((always_inline)) int trellis_step_back(int k, const struct trellis_work * w, int t, int after) {
-    const int n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k, n = n_groups >> k;
-    const int16_t * least = w->least[t] + (after >> k), * fixed = w->fixed + (after & (n_symbols - 1))*n_groups + (after >> k);
+static inline __attribute__((always_inline)) int trellis_step_back(int k, const struct trellis_work * w, int t, int n_oldest, int after) {
+    enum { N = TRELLIS_LANES };
+    const int n_symbols = 1 << k, n_lows = n_symbols/2, n_groups = GGML_EXT_TRELLIS_STATES >> k, n_high = 1 << (trellis_n_before(k) - 1);
+    const int place = w->place[after >> k], high = place/(n_lows*N); // of oldest symbols of zero
+    const int16_t * least = w->least[t] + place, * fixed = w->fixed + (high*n_symbols + after%n_symbols)*n_symbols*N + place%N;
     int32_t best = INT32_MAX;
 #pragma GCC unroll 8
-    for (int p = 0; p < n_symbols; ++p) {
-        const int32_t c = (least[p*n] + trellis_distance(w->x[t], fixed[p*n]))*n_symbols + p;
+    for (int p = 0; p < n_oldest; ++p) {
+        const int32_t c = (least[(p/n_lows*n_high*n_lows + p%n_lows)*N] + trellis_distance(w->x[t], fixed[p*N]))*n_symbols + p;
         best = c < best ? c : best;
     }
     return (best & (n_symbols - 1))*n_groups + after;
 }
 
-// States of least squared error of x[0 .. n-1], in units of d, that follow one of the first n_starts states before, or if
-// that is 0 the state `before`, and that the group `after` can follow, or if that is -1 any. Of equals, the last state is in the
+// States of least squared error of x[0 .. n-1], in units of d, that follow one of the TRELLIS_N_STARTS first states, or if `before`
+// is not negative this state, and that the group `after` can follow, or if that is negative any. Of equals, the last state is in the
 // first group, and each state before it the first one.
-static inline __attribute__((always_inline)) void trellis_search(int k, struct trellis_work * w, const float * x, int n,
-                                                                 int n_starts, int before, int after, uint16_t * states) {
-    const int   n_groups = GGML_EXT_TRELLIS_STATES >> k;
-    const float top = TRELLIS_MAX_UNITS;
+static inline __attribute__((always_inline)) void trellis_search_k(int k, struct trellis_work * w, const float * x, int n, int before,
+                                                                   int after, uint16_t * states) {
+    const int   n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k;
+    const int   n_starts = TRELLIS_N_STARTS*n_symbols/n_groups; // their oldest symbols
+    const int   code_top = (int) (w->code_top*TRELLIS_FIXED(k));
+    const float top_units = TRELLIS_MAX_UNITS;
+    const int   n_before = trellis_n_before(k), n_known = before < 0 ? 0 : n_before; // steps of which `before` tells the oldest symbol
+    int most[QK_K]; // that a step can cost
     for (int t = 0; t < n; ++t) {
-        const float v = x[t] > top ? top : x[t] > -top ? x[t] : -top; // NaN too
+        const float v = x[t] > top_units ? top_units : x[t] > -top_units ? x[t] : -top_units; // NaN too
         w->x[t] = (int16_t) ((int) (v*TRELLIS_FIXED(k) + 16384.5f) - 16384); // to the nearest
+        most[t] = (abs(w->x[t]) + code_top)*(abs(w->x[t]) + code_top) >> 16;
     }
     for (int j = 0; j < n_groups; ++j) {
-        const bool can = n_starts ? j < n_starts : j == (before & (n_groups - 1));
-        w->least[0][j] = (int16_t) (can ? INT16_MIN : INT16_MIN + TRELLIS_NONE);
+        w->least[0][j] = INT16_MIN;
     }
-    for (int t = 0; t < n; ++t) {
-        const bool lower = t%2 == 1 || t < GGML_EXT_TRELLIS_BITS/k - 1;
-        trellis_step(k, w->least[t], w->fixed, w->x[t], lower, w->planes, w->least[t + 1]);
+    int top = 0; // no cost is above it
+    int t = 0;
+    for (; t < n; ++t) {
+        if (after >= 0 && t == n - n_before) {
+            int sum = 0;
+            for (int s = t; s < n; ++s) {
+                sum += most[s];
+            }
+            if (top + sum > UINT16_MAX) {
+                top = trellis_lower(n_groups, w->least[t]);
+            }
+            if (top + sum <= UINT16_MAX) {
+                break;
+            }
+        }
+        if (top + most[t] > UINT16_MAX) {
+            top = trellis_lower(n_groups, w->least[t]);
+        }
+        top += most[t];
+        const int16_t * least = w->least[t];
+        int16_t * next = w->least[t + 1];
+        if (t < n_known) {
+            trellis_step(k, least, w->fixed, w->x[t], trellis_symbol(k, before, n_before - 1 - t), 1, 0, n_symbols, next);
+        } else if (t == 0) {
+            trellis_step(k, least, w->fixed, w->x[t], 0, n_starts, 0, n_symbols, next);
+        } else {
+            trellis_step(k, least, w->fixed, w->x[t], 0, n_symbols, 0, n_symbols, next);
+        }
     }
-    const bool ends = after >= 0;
-    int16_t m = INT16_MAX;
-    for (int j = 0; j < n_groups; ++j) {
-        m = w->least[n][j] < m ? w->least[n][j] : m;
+    for (; t < n - 1; ++t) { // `after` tells the newest symbols
+        trellis_step(k, w->least[t], w->fixed, w->x[t], 0, n_symbols, trellis_symbol(k, after, n - 1 - t), 1, w->least[t + 1]);
     }
-    while (after < 0 || (!ends && w->least[n][after] != m)) {
-        ++after;
-    }
-    for (int t = n - 1; t >= 0; --t) {
-        const int state = trellis_step_back(k, w, t, after);
+    int state = after < 0 ? trellis_first_least(n_groups, w->least[n], w->group) : after; // those before it, less its newest symbol
+    for (t = n - 1; t >= 0; --t) {
+        if (t < n_known) {
+            state += trellis_symbol(k, before, n_before - 1 - t)*n_groups;
+        } else {
+            state = trellis_step_back(k, w, t, t == 0 ? n_starts : n_symbols, state);
+        }
         states[t] = (uint16_t) state;
-        after     = state >> k;
+        state >>= k;
     }
+}
+
+// One function for all places that search.
+EXT_CLONES __attribute__((noinline))
+static void trellis_search_2(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
+    trellis_search_k(2, w, x, n, before, after, states);
+}
+
+EXT_CLONES __attribute__((noinline))
+static void trellis_search_3(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
+    trellis_search_k(3, w, x, n, before, after, states);
+}
+
+static inline __attribute__((always_inline)) void trellis_search(int k, struct trellis_work * w, const float * x, int n, int before,
+                                                                 int after, uint16_t * states) {
+    (k == 3 ? trellis_search_3 : trellis_search_2)(w, x, n, before, after, states);
 }

@@ -7,7 +7,6 @@
 
 enum {
     TRELLIS_MAX_PASSES = 6,
-    TRELLIS_N_STARTS   = 256,
     TRELLIS_MAX_AHEAD  = 64, // steps of a segment and those searched beyond it
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
@@ -59,7 +58,7 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(struct
         for (int j = 0; j < n; ++j) {
             z[j] = wish[s + j]*(1.0f/d);
         }
-        trellis_search(t.k, w, z, n, s == 0 ? TRELLIS_N_STARTS : 0, s == 0 ? 0 : states[s - 1], -1, found);
+        trellis_search(t.k, w, z, n, s == 0 ? -1 : states[s - 1], -1, found);
         for (int j = 0; j < S; ++j) {
             states[s + j] = found[j];
             errors[j]     = in->x[s + j] - d*trellis_value(t.k, w, found[j]);
@@ -112,7 +111,7 @@ static inline __attribute__((always_inline)) float trellis_dot(int n, const floa
     return ext_sum(sum);
 }
 
-// What the errors of a block cost if its values are d*v; v NULL: zeros. *step: by how much a larger d would cost least.
+// What the errors of a block cost if its values are d*v; v NULL: zeros. *step: by how much a larger d would cost least; may be NULL.
 static inline __attribute__((always_inline)) float trellis_cost(int n, const struct trellis_block * in, const float * v, float d, float * step) {
     float e[QK_K], r[QK_K], form[QK_K], b[QK_K];
     for (int i = 0; i < n; ++i) {
@@ -122,7 +121,7 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
     if (in->metric) {
         metric_feed_block(in->metric, in->first, n, e, r);
     }
-    if (v) {
+    if (step) {
         memcpy(b, v, (size_t) n*sizeof(b[0]));
         memcpy(form, v, (size_t) n*sizeof(b[0]));
         if (in->metric) {
@@ -170,54 +169,51 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
         for (int i = 0; i < W; ++i) {
             z[i] = trellis_value(t.k, w, states[i]) + z[i]*inv_d;
         }
-        trellis_search(t.k, w, z, W, s == 0 ? TRELLIS_N_STARTS : 0, s == 0 ? 0 : states[-1],
+        trellis_search(t.k, w, z, W, s == 0 ? -1 : states[-1],
                        s + W == t.n ? -1 : states[W - 1] & (n_groups - 1), found);
         float sum = 0.0f;
         for (int i = 0; i < W; ++i) {
             by[i] = d*(trellis_value(t.k, w, found[i]) - trellis_value(t.k, w, states[i]));
         }
         memset(cost, 0, sizeof(cost));
-        for (int j = 0; j < W; ++j) {
-            for (int i = 0; i < W; ++i) {
-                cost[i] += form[(s + j)*t.n + s + i]*by[j];
-            }
-        }
+        metric_add_matrix(W, form + s*t.n + s, t.n, W, by, cost);
         for (int i = 0; i < W; ++i) {
             sum += by[i]*(0.5f*cost[i] - g[s + i]);
         }
         if (sum < 0.0f) {
-            for (int j = 0; j < W; ++j) {
-                for (int i = 0; i < t.n && by[j] != 0.0f; ++i) {
-                    g[i] -= form[(s + j)*t.n + i]*by[j];
-                }
+            for (int i = 0; i < W; ++i) {
+                by[i] = -by[i];
             }
+            const int from = s/W*W; // nobody looks at the gradients before again
+            metric_add_matrix(t.n - from, form + s*t.n + from, t.n, W, by, g + from);
             memcpy(states, found, sizeof(found));
         }
     }
 }
 
 // States for the block under one scale, which are kept if they are the best so far. Returns the scale that suits them best.
-// feed_back: false without a metric, and for a look at the block without one, whose squared error goes to *look.
+// feed_back: false without a metric, and for a look at the block without one, whose squared error goes to *look. last: nobody asks
+// for that scale.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
-                                                                     bool feed_back, struct trellis_best * best, float * look) {
+                                                                     bool feed_back, bool last, struct trellis_best * best, float * look) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
-    float    v[QK_K], e[QK_K], step;
+    float    v[QK_K], e[QK_K], step = 0.0f;
     if (feed_back) {
         trellis_search_feedback(t, w, in, d, states);
     } else {
         for (int i = 0; i < t.n; ++i) {
             v[i] = in->wish[i]*inv_d;
         }
-        trellis_search(t.k, w, v, t.n, TRELLIS_N_STARTS, 0, -1, states);
+        trellis_search(t.k, w, v, t.n, -1, -1, states);
     }
     for (int i = 0; i < t.n; ++i) {
         v[i] = trellis_value(t.k, w, states[i]);
         e[i] = in->wish[i] - d*v[i];
     }
     *look = trellis_dot(t.n, e, e);
-    const float err = trellis_cost(t.n, in, v, d, &step);
+    const float err = trellis_cost(t.n, in, v, d, last ? NULL : &step);
     if (err < best->err) {
         best->err = err;
         best->d   = (uint8_t) scale;
@@ -261,7 +257,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     const int look_at = trellis_next_scale(want, tried, 0);
     const bool moments = in->metric && in->metric->windows;
     if (in->metric && !moments && look_at > 0) { // without feedback: that is cheap, and tells the scale and whether the block is odd
-        want = trellis_try_scale(t, w, in, look_at, false, best, &look);
+        want = trellis_try_scale(t, w, in, look_at, false, false, best, &look);
     }
     for (int pass = 0; pass < n_passes; ++pass) {
         int scale = trellis_next_scale(want, tried, n_tried);
@@ -271,7 +267,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
         if (scale < 0) {
             break;
         }
-        const float suits = trellis_try_scale(t, w, in, scale, in->metric != NULL, best, &unused);
+        const float suits = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 == n_passes, best, &unused);
         tried[n_tried++] = (uint8_t) scale;
         if (at == 0 || best->d == scale) {
             at   = scale;
@@ -286,7 +282,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? look : best->err) > (moments ? 0.0f : bell); ++i) {
         const int scale = trellis_next_scale(odd[i], tried, n_tried);
         if (scale > 0) {
-            trellis_try_scale(t, w, in, scale, in->metric != NULL, best, &unused);
+            trellis_try_scale(t, w, in, scale, in->metric != NULL, true, best, &unused);
             tried[n_tried++] = (uint8_t) scale;
         }
     }

@@ -69,28 +69,36 @@ def print_text(text: str, way_out: str) -> None:
             tqdm.write(text, file=sys.stdout)
 
 
-def run_command(run: Callable[[], None], stopped: Callable[[], str], way_out: str) -> int:
+def run_command(
+    run: Callable[[], None], stopped: Callable[[], str], way_out: str, show: Callable[[str], None] | None = None
+) -> int:
     """Exit code of run(): 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it.
 
-    stopped: what to say of the output in that case. way_out: what to do if standard output cannot be written.
+    stopped: what to say of the output in that case. way_out: what to do if standard output cannot be written. show: prints
+    that line, which does not begin with "error: ". What is left of the work is in the attribute `kept` of an exception.
     """
     try:
         with stop_on_signals():
             run()
     except UserError as e:
-        message, code = f"error: {e}", 1
+        error, message, code = e, str(e), 1
     except Stopped as e:
-        message, code = f"error: interrupted, {stopped()}", 128 + e.number
-    except BrokenPipeError:
+        error, message, code = e, f"interrupted, {stopped()}", 128 + e.number
+    except BrokenPipeError as e:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
-        message, code = f"error: standard output was closed; {way_out}", 1
-    except MemoryError:
-        message, code = "error: out of memory; pass a smaller --threads", 1
+        error, message, code = e, f"standard output was closed; {way_out}", 1
+    except MemoryError as e:
+        error, message, code = e, "out of memory; pass a smaller --threads", 1
     except Exception as e:  # a bug: still one line
-        message, code = f"error: unexpected {type(e).__name__}: {e}; please report it", 1
+        error, message, code = e, f"unexpected {type(e).__name__}: {e}; please report it", 1
     else:
         return 0
-    print(message, file=sys.stderr)
+    if kept := getattr(error, "kept", None):
+        message += f"; {kept}"
+    if show is None:
+        print(f"error: {message}", file=sys.stderr)
+    else:
+        show(message)
     return code
 
 

@@ -13,9 +13,9 @@ import os
 import stat
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
@@ -175,8 +175,8 @@ class GGUFFile:
                 self.n_bytes = os.fstat(f.fileno()).st_size
                 if f.read(len(MAGIC)) != MAGIC:
                     raise UserError(
-                        f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; convert the "
-                        "model with llama.cpp's convert_hf_to_gguf.py first"
+                        f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the folder of a "
+                        "Hugging Face checkpoint with its config.json"
                     )
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
@@ -193,6 +193,16 @@ class GGUFFile:
             self.metadata[kv.key] = kv
         self.alignment = self._read_alignment()
         self.tensors = self._read_tensors(cursor, n_tensors)
+
+    @property
+    def parts(self) -> list[GGUFFile]:
+        """The files it lies in, one by one."""
+        return [self]
+
+    @property
+    def stem(self) -> str:
+        """Its name without the ending."""
+        return self.path.name.removesuffix(".gguf")
 
     def _read_counts(self, cursor: _Cursor) -> tuple[int, int]:
         version = cursor.scalar("<I", "the version")
@@ -245,6 +255,12 @@ class GGUFFile:
                     f"{self.n_bytes:,}; download or convert it again"
                 )
             tensors.append(Tensor(name, ne, qtype, start + offset, n_bytes))
+        for first, second in pairwise(sorted(tensors, key=lambda t: t.offset)):
+            if first.offset + first.n_bytes > second.offset:
+                raise UserError(
+                    f"{self.path}: tensor {second.name} begins at byte {second.offset:,}, inside tensor {first.name}, which ends at "
+                    f"{first.offset + first.n_bytes:,}: the header is damaged; download or convert it again"
+                )
         return tensors
 
     def _read_tensor_info(self, cursor: _Cursor, what: str) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
@@ -327,6 +343,14 @@ def uint32_value(key: str, value: int) -> KeyValue:
     return KeyValue(key, GGUFValueType.UINT32, value, struct.pack("<II", GGUFValueType.UINT32, value))
 
 
+def uint16_value(key: str, value: int) -> KeyValue:
+    return KeyValue(key, GGUFValueType.UINT16, value, struct.pack("<IH", GGUFValueType.UINT16, value))
+
+
+def int32_value(key: str, value: int) -> KeyValue:
+    return KeyValue(key, GGUFValueType.INT32, value, struct.pack("<Ii", GGUFValueType.INT32, value))
+
+
 def string_value(key: str, value: str) -> KeyValue:
     raw = value.encode()
     return KeyValue(key, GGUFValueType.STRING, value, struct.pack("<IQ", GGUFValueType.STRING, len(raw)) + raw)
@@ -365,8 +389,3 @@ def pack_header(
         out.extend(struct.pack(f"<I{len(tensor.ne)}QIQ", len(tensor.ne), *tensor.ne, qtype, offset))
         offset += pad(row_bytes(qtype, tensor.ne[0]) * tensor.n_rows, alignment)
     return bytes(out).ljust(pad(len(out), alignment), b"\0")
-
-
-def write_padding(f: BinaryIO, n_bytes: int, alignment: int) -> None:
-    """Zeros after n_bytes of data, up to the alignment."""
-    f.write(bytes(pad(n_bytes, alignment) - n_bytes))

@@ -5,6 +5,7 @@ Source of format and normalisation: llama.cpp, common/imatrix-loader.cpp and loa
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,8 @@ class ImportanceMatrix:
         self.path = path
         if path.is_file() and not has_magic(path):
             raise UserError(
-                f"--imatrix: {path} is not a GGUF importance matrix; make one with llama-imatrix, or convert an old .dat "
-                f"file with llama-imatrix --in-file {path} -o NEW.gguf"
+                f"--imatrix: {path} is not a GGUF importance matrix; make one with llama-imatrix -m MODEL -f TEXT, or convert an "
+                f"old .dat file with llama-imatrix --in-file {shlex.quote(str(path))} -o NEW.gguf"
             )
         self._file = GGUFFile(path)
         tensors = {t.name: t for t in self._file.tensors}
@@ -44,6 +45,11 @@ class ImportanceMatrix:
         self._entries: dict[str, tuple[Tensor, Tensor]] = {}
         for name in names:
             self._add_entry(name, tensors[name + SUMS], tensors.get(name + COUNTS))
+        if not any(self._floats(sums).any() for sums, _ in self._entries.values()):
+            raise UserError(
+                f"--imatrix: {path} holds nothing but zeros, with which all weights are worth the same: make it again with "
+                "llama-imatrix -m MODEL -f TEXT"
+            )
 
     def _add_entry(self, name: str, sums: Tensor, counts: Tensor | None) -> None:
         where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix"

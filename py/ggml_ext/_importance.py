@@ -59,6 +59,11 @@ class Importance:
 
         return replace(guide, metrics=PerExpert(make))
 
+    def paths(self) -> list[Path]:
+        """Files that the values come from."""
+        found = [] if self.matrix is None else [self.matrix.path]
+        return list(dict.fromkeys([*found, *(self.moments.paths if self.moments else [])]))
+
     def release(self, tensor: Tensor) -> None:
         """Lets go of mapped memory once a tensor is written."""
         if self.moments and tensor.name in self.moments:
@@ -126,7 +131,7 @@ def plan_moments(plan: Plan, importance: Importance, explicit: bool) -> None:
         raise UserError(
             f"--imatrix: {importance.moments.path} has moments of {len(importance.moments.names())} tensors, such as "
             f"{importance.moments.names()[0]}, and none of a tensor that could use them, such as {using[0].name}; make them with "
-            "llama-imatrix --moments -m MODEL, or pass --importance diagonal"
+            "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
     if not any(m.stored_whole for m in found.values()):
         for name in {importance.moments.owner(name): name for name in found}.values():

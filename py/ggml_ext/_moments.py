@@ -196,7 +196,7 @@ class Moments:
     def __init__(self, files: Sequence[GGUFFile]):
         """Checks keys, sizes and counts; values when they are read. UserError for what no llama-imatrix writes."""
         self._inputs: dict[str, _Input] = {}  # by the name of the weight matrix
-        self.path = files[0].path
+        self.path, self.paths = files[0].path, [f.path for f in files]
         for file in files:
             self._add_file(file)
         self.kind = "full" if all(i.whole for i in self._inputs.values()) else "block"
@@ -262,7 +262,7 @@ class Moments:
             raise UserError(
                 f"{where} has moments of {found.values.ne[0]:,} values for {len(found.counts):,} matrices, the model needs "
                 f"{needed:,} for {n_matrices:,} ({n_columns:,} columns): they are for another model; make them with "
-                "llama-imatrix --moments -m MODEL"
+                "llama-imatrix -m MODEL -f TEXT --moments block"
             )
         stored = found.file.rows(found.values, 0, n_matrices).view("<f4")
         return TensorMoments(where, kind, n_columns, found.counts, stored, found.whole)

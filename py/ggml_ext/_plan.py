@@ -326,7 +326,7 @@ def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantization
     if target.name.lower() not in TYPES and target not in STOCK_FALLBACKS and block_size > 32:
         raise UserError(
             f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {block_size} as "
-            f"{target.name.lower()} needs: choose another type with --tensor-type {re.escape(tensor.name)}=TYPE"
+            f"{target.name.lower()} needs: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
         )
     return fallback_type(tensor, target)
 
@@ -434,12 +434,12 @@ def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatr
             f"({needed // tensor.ne[0]:,} x {tensor.ne[0]:,} columns)"
         )
         if not is_outer or tensor.name == OUTPUT:
-            raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL")
+            raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL -f TEXT")
         plan.warnings.append(f"{message}: quantized without")
     if missing and not any(name in names for name in imatrix.names()):
         raise UserError(
             f"--imatrix: {imatrix.path} is for another model: it has {len(imatrix):,} entries, such as {imatrix.names()[0]}, "
-            f"and none for a tensor of this one, such as {missing[0]}; make one with llama-imatrix -m MODEL"
+            f"and none for a tensor of this one, such as {missing[0]}; make one with llama-imatrix -m MODEL -f TEXT"
         )
     if missing:
         plan.warnings.append(

@@ -6,6 +6,7 @@ names are shortened in the middle.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 
@@ -172,3 +173,45 @@ def fallback_lines(plan: Plan) -> list[str]:
 def refused_fallback(plan: Plan) -> str | None:
     """The first that --no-fallback refuses, if there is one."""
     return next((f.describe(names) for f, names in plan.fallbacks.items() if not f.is_same_code), None)
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has neither NaN nor infinity."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def error_record(accuracy: Accuracy) -> dict:
+    return {
+        "relative_squared_error": _number(accuracy.relative),
+        "weighted_relative_squared_error": _number(accuracy.weighted),
+        "largest_error": _number(accuracy.max_abs),
+    }
+
+
+def tensor_record(plan: Plan, i: int, accuracy: Accuracy | None = None) -> dict:
+    """A tensor for --report and --log-format json. accuracy: None for a dry run."""
+    tensor, target = plan.tensors[i], plan.types[i]
+    changed = accuracy is not None and target != tensor.type
+    return {
+        "name": tensor.name,
+        "shape": list(tensor.ne),
+        "type_before": tensor.type.name.lower(),
+        "type": target.name.lower(),
+        "bytes_before": tensor.n_bytes,
+        "bytes": _new_bytes(tensor, target),
+        **(error_record(accuracy) if changed else {}),
+    }
+
+
+def totals_record(plan: Plan, accuracies: list[Accuracy] | None) -> dict:
+    """What summary() says of the whole. accuracies: None for a dry run."""
+    changed = zip(plan.tensors, plan.types, accuracies or [])
+    total = sum((a for tensor, target, a in changed if target != tensor.type), Accuracy())
+    return {
+        "weights": plan.n_elements(),
+        "bytes_before": plan.size_before(),
+        "bytes": plan.size_after(),
+        "bits_per_weight": _number(plan.size_after() * 8 / max(plan.n_elements(), 1)),
+        "bits_per_weight_in_the_blocks": _number(plan.blocks_bpw(plan.types)),
+        **({} if accuracies is None else error_record(total)),
+    }

@@ -19,6 +19,7 @@ from ._gguf_file import GGUFFile, Tensor
 from ._imatrix import n_importances
 from ._importance import KINDS, Importance, open_importance
 from ._plan import ACTIVATION_TYPES, INTEGER_TYPES, replacement_type
+from ._split import open_model
 from ._writer import MIB, map_in_order, row_chunks
 
 T = GGMLQuantizationType
@@ -32,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Lists the tensors of a GGUF file, their types and bits per weight and, for ditto3, epsilon: the largest "
         "error of a weight, with which |W x - W' x|_inf <= epsilon * |x|_1.",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="GGUF file")
+    parser.add_argument("file", metavar="FILE", type=Path, help="GGUF file, or the first of the parts of a split one")
     parser.add_argument(
         "--against",
         metavar="ORIGINAL",
@@ -150,10 +151,10 @@ def compare(
 def run(args: argparse.Namespace) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     n_threads = check_threads(args.threads)
-    file = GGUFFile(args.file)
+    file = open_model(args.file)
     epsilons = read_epsilons(file)
     check_epsilons(file, epsilons)
-    original = None if args.against is None else GGUFFile(args.against)
+    original = None if args.against is None else open_model(args.against)
     others = {}
     if original is not None:
         check_same_tensors(file, original)

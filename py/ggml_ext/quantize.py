@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import json
 import os
 import re
 import sys
@@ -13,19 +16,33 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
-from . import __version__, _calibration, _lib
+from . import __version__, _calibration, _lib, _source
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
-from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
+from ._cli import Parser, add_threads_option, add_version_option, check_threads, run_command
 from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, string_value, uint32_value
 from ._importance import Importance, plan_moments
+from ._log import FORMATS, Log
 from ._names import unknown_type
+from ._output import Output, hidden, open_file, parse_split_size, part_metadata
 from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance, replacement_type
 from ._recipes import RECIPES
-from ._report import WARN_ABOVE, columns, error_warnings, fallback_lines, refused_fallback, summary, tensor_lines
+from ._report import (
+    WARN_ABOVE,
+    columns,
+    error_warnings,
+    fallback_lines,
+    refused_fallback,
+    summary,
+    tensor_lines,
+    tensor_record,
+    totals_record,
+)
+from ._split import SPLIT_KEYS
 from ._types import WEIGHT_TYPES
-from ._writer import data_size, replaced_file, write_tensors
+from ._verify import verify
+from ._writer import tensor_sizes, write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 T = GGMLQuantizationType
@@ -49,13 +66,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ggml-ext-quantize",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model to a low-bit type of ggml-ext.",
+        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext.",
         epilog=f"types:\n{embd_and_output}\nmixed files:\n{mixtures}\n"
         "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     )
     add = parser.add_argument
-    add("input", metavar="IN", type=Path, help="GGUF model in F32, F16, BF16 or Q8_0")
+    add(
+        "input",
+        metavar="IN",
+        type=Path,
+        nargs="?",
+        help="GGUF model in F32, F16, BF16 or Q8_0, of a split one any part; or the folder of a Hugging Face checkpoint",
+    )
     add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
     add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}")
     add("--pure", action="store_true", help="the type of most matrices of the blocks for embeddings and output too")
@@ -89,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept tensors that are already quantized below 8 bits; costs quality",
     )
+    _source.add_options(add)
     _calibration.add_options(add)
     add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
     add(
@@ -112,6 +136,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto (default): the built library if there is one, else numpy; the bytes are the same",
     )
     add("--dry-run", action="store_true", help="show types and sizes, write nothing")
+    add(
+        "--split-max-size",
+        metavar="N(M|G)",
+        help="write OUT-00001-of-0000N.gguf and so on, each with at most so many bytes of tensors (M: millions), as "
+        "llama-gguf-split does",
+    )
+    add("--verify", action="store_true", help="read what was written from the disk again and compare it before it becomes OUT")
+    add("--report", metavar="FILE", type=Path, help="write types, sizes, errors and checksums of all tensors to this JSON file")
+    add("--log-format", choices=FORMATS, default="text", help="json: one object a line on both streams; default text")
     add("-f", "--force", action="store_true", help="replace OUT if it exists")
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
     add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
@@ -137,6 +170,9 @@ def parse_choices(args: argparse.Namespace) -> Choices:
         raise UserError(f"--fallback-above: got {args.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
     check_threads(args.threads)
     _calibration.check_options(args)
+    for flag in ("verify", "report"):
+        if args.dry_run and getattr(args, flag):
+            raise UserError(f"--{flag}: --dry-run writes nothing; leave one of them out")
 
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
         return None if name is None else parse_type(name, flag)
@@ -153,8 +189,8 @@ def parse_choices(args: argparse.Namespace) -> Choices:
     )
 
 
-def check_output(source: Path, output: Path | None, force: bool) -> Path:
-    """OUT with links resolved, if it may be written; UserError otherwise."""
+def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
+    """OUT with links resolved, if it may be written and is none of the sources; UserError otherwise."""
     if output is None:
         raise UserError("OUT is missing: name the file to write, or pass --dry-run")
     path = Path(os.path.realpath(output))
@@ -167,13 +203,46 @@ def check_output(source: Path, output: Path | None, force: bool) -> Path:
     if path.is_dir():
         raise UserError(f"OUT: {output} is a directory: name a file in it")
     if path.exists():
-        if path.samefile(source):
+        if any(source.exists() and path.samefile(source) for source in sources):
             raise UserError(f"OUT: {output} is the same file as IN: choose another name")
         if not path.is_file():
             raise UserError(f"OUT: {output} is not a regular file: name one")
         if not force:
             raise UserError(f"OUT: {output} exists: choose another name or pass --force to replace it")
     return path
+
+
+def check_report(report: Path, outputs: list[Path], sources: list[Path], force: bool) -> None:
+    """UserError if --report may not be written. outputs: with links resolved; they and report may be missing."""
+    path, way_out = Path(os.path.realpath(report)), "name another file"
+    if not path.parent.is_dir():
+        raise UserError(f"--report: the folder {path.parent} does not exist: create it first")
+    if path in outputs or (path.exists() and any(path.samefile(source) for source in sources)):
+        raise UserError(f"--report: {report} is the same file as {'OUT' if path in outputs else 'IN'}: {way_out}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--report: {report} is not a regular file: {way_out}")
+    if path.exists() and not force:
+        raise UserError(f"--report: {report} exists: {way_out} or pass --force to replace it")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"--report: the folder {path.parent} may not be written: {way_out}")
+
+
+def write_report(path: Path, report: dict, output: Path) -> None:
+    """UserError if it cannot be written, which says that OUT is."""
+    path = Path(os.path.realpath(path))
+    try:
+        with open_file(hidden(path)) as f:
+            f.truncate(0)
+            f.write(json.dumps(report, indent=1).encode() + b"\n")
+        os.replace(hidden(path), path)
+    except OSError as e:
+        hidden(path).unlink(missing_ok=True)
+        raise UserError(f"--report: cannot write {path}: {e.strerror}; {output} is written") from e
+
+
+def identity(path: Path, n_header: int = 0) -> dict:
+    """What tells a file from others and from what it was before."""
+    return {**_calibration.fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
 
 
 def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
@@ -263,7 +332,7 @@ def output_metadata(
         string_value("ggml_ext.options", options),
         *epsilon_metadata(epsilons),
     ]
-    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS)}
+    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
     return old | {kv.key: kv for kv in ours}
 
 
@@ -285,17 +354,23 @@ def list_epsilons(
     return out
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, log: Log) -> None:
     """The whole program after the command line; UserError for what the user can change."""
+    with contextlib.ExitStack() as stack:
+        _run(args, log, stack)
+
+
+def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> None:
+    """stack: ends when nothing is read or written any more."""
+    _source.check_options(args)
     choices = parse_choices(args)
-    file = GGUFFile(args.input)
+    max_bytes = None if args.split_max_size is None else parse_split_size(args.split_max_size)
+    path = None if args.dry_run else check_output(_source.source_files(args), args.output, args.force or max_bytes is not None)
+    output = None if path is None else stack.enter_context(Output(path, args.force, is_split=max_bytes is not None))
+    show_bar = not (args.quiet or log.is_json) and sys.stderr is not None and (args.progress or sys.stderr.isatty())
+
+    file = stack.enter_context(_source.open_source(args, path, log.note, show_bar))
     check_model(file)
-    n_splits = file.value("split.count", 0)
-    if isinstance(n_splits, int) and n_splits > 1:
-        raise UserError(
-            f"{args.input} is one of {n_splits} parts of a split model: merge them with llama-gguf-split --merge"
-        )
-    output = None if args.dry_run else check_output(args.input, args.output, args.force)
     plan = make_plan(file, choices)
     if args.no_fallback and (refused := refused_fallback(plan)):
         raise UserError(
@@ -303,72 +378,119 @@ def run(args: argparse.Namespace) -> None:
             "--no-fallback"
         )
     codec = None if args.dry_run else load_codec(args, plan)
-    show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
+    if output is not None:
+        sources = [part.path for part in file.parts]
+        output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, max_bytes, sources)
+        if args.report is not None:
+            check_report(args.report, [path, *(part.path for part in output.parts)], sources, args.force)
 
-    def warn(text: str) -> None:
-        tqdm.write(f"warning: {text}", file=sys.stderr)
-
-    def say(text: str) -> None:
-        if not args.quiet:
-            tqdm.write(f"note: {text}", file=sys.stderr)
-
-    importance, described = find_importance(args, file, plan, output, say, warn, show_bar)
+    importance, described = find_importance(args, file, plan, path, log.note, log.warn, show_bar)
     if codec is not None:
         check_numpy_encoders(codec, plan)
-    for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {warning}" for warning in plan.warnings)]:
-        print(line, file=sys.stderr)
-
-    def report(text: str) -> None:
-        if not args.quiet:
-            print_text(text, WAY_OUT)
+    for line in [] if args.quiet else fallback_lines(plan):
+        kind, text = line.split(": ", 1)
+        (log.warn if kind == "warning" else log.note)(text)
+    for warning in plan.warnings:
+        log.warn(warning)
 
     width = columns()
     lines = [] if args.summary or args.quiet else tensor_lines(plan, width)
-    if args.dry_run:
-        report("\n".join([*lines, summary(plan, choices, width, described)]))
+    if output is None:
+        log.report("\n".join([*lines, summary(plan, choices, width, described)]))
+        for i in range(len(plan.tensors)):
+            log.event("tensor", tensor_record(plan, i))
+        log.event("summary", {"type": choices.name, "importance": described, **totals_record(plan, None)})
         return
 
     started = time.monotonic()
     planned, options = list(plan.types), describe_options(args, plan)
 
-    def header(accuracies: list[Accuracy] | None) -> bytes:
+    def headers(accuracies: list[Accuracy] | None) -> list[bytes]:
         epsilons = list_epsilons(file, plan, planned, accuracies)
         metadata = output_metadata(file, choices, options, importance, epsilons)
-        return pack_header(metadata, plan.tensors, plan.types, file.alignment)
+        return [
+            pack_header(
+                part_metadata(metadata, output.parts, n) if output.is_split else metadata,
+                plan.tensors[part.first : part.last],
+                plan.types[part.first : part.last],
+                file.alignment,
+            )
+            for n, part in enumerate(output.parts)
+        ]
 
-    first_header = header(None)
-    with (
-        tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.name, disable=not show_bar) as bar,
-        replaced_file(output, len(first_header) + data_size(plan, file.alignment)) as f,
-    ):
-        f.write(first_header)
+    def record(i: int) -> dict:
+        done = output.finished[i]
+        return {**tensor_record(plan, i, done.accuracy), "seconds": round(done.seconds, 3), "sha256": done.sha256}
+
+    first_headers = headers(None)
+    made_from = {
+        "version": [__version__, "numpy" if codec.lib is None else _calibration.fingerprint(codec.lib.path)],
+        "input": [identity(part.path, _calibration.header_bytes(part)) for part in file.parts],
+        "importance": [importance.kind, [identity(p) for p in importance.paths()]],
+        "options": [choices.name, options, max_bytes],
+        "metadata": [hashlib.sha256(h).hexdigest() for h in first_headers],
+    }
+    output.begin(made_from, first_headers, log.note)
+    n_before = len(output.finished)
+    seconds_before = sum(done.seconds for done in output.finished)
+    with tqdm(
+        total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.name, disable=not show_bar,
+        initial=sum(t.n_elements for t in plan.tensors[:n_before]),
+    ) as bar:
         accuracies = write_tensors(
-            f,
+            output,
             file,
             plan,
             codec,
             importance,
             check_threads(args.threads),
-            lambda i: report(lines[i]) if lines else None,
+            lambda i: log.report(lines[i]) if lines else None,
             bar.update,
+            lambda i: log.event("tensor", {"index": i + 1, "of": len(plan.tensors), **record(i)}),
             args.fallback_above,
         )
-        f.seek(0)
-        f.write(header(accuracies))  # as long as the first one
+    final_headers = headers(accuracies)  # as long as the first ones
+    output.complete(final_headers)
+    if args.verify:
+        with tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc="verify", disable=not show_bar) as bar:
+            verify(output, final_headers, file, plan, codec, check_threads(args.threads), bar.update)
+    output.publish()
+    seconds = time.monotonic() - started + seconds_before
     for warning in [*importance.warnings, *error_warnings(plan, accuracies)]:
-        warn(warning)
-    report(summary(plan, choices, width, described, accuracies, time.monotonic() - started))
+        log.warn(warning)
+    log.report(summary(plan, choices, width, described, accuracies, seconds))
+    if args.verify:
+        log.report(f"verified: {len(plan.tensors)} tensors read back, as they were written")
+    totals = {
+        "input": args.hf_repo or str(args.input),
+        "output": [{"path": str(part.path), "bytes": part.path.stat().st_size} for part in output.parts],
+        "type": choices.name,
+        "options": options,
+        "importance": described,
+        "version": __version__,
+        "seconds": round(seconds, 3),
+        "tensors_of_an_earlier_run": n_before,
+        "verified": args.verify,
+        **totals_record(plan, accuracies),
+    }
+    log.event("summary", totals)
+    if args.report is not None:
+        tensors = [record(i) for i in range(len(plan.tensors))]
+        write_report(args.report, {**totals, "warnings": log.warnings, "tensors": tensors}, path)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace(output=None)
+    log = Log("text", False, WAY_OUT)
 
     def parse_and_run() -> None:
-        build_parser().parse_args(argv, args)
-        run(args)
+        nonlocal log
+        build_parser().parse_intermixed_args(argv, args)  # OUT may stand after options
+        log = Log(args.log_format, args.quiet, WAY_OUT)
+        run(args, log)
 
-    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT)
+    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT, lambda text: log.error(text))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,21 @@
 #!/usr/bin/env python3
-"""The whole check of the CUDA kernels on one GPU: build, correctness, speed. Ten minutes on 16 cores; writes one JSON file.
+"""The whole check of the CUDA kernels on one GPU, in three parts of at most five minutes on 16 cores; writes one JSON file.
 
-    gpu_check.py [--out gpu-check.json] [--build build/gpu] [--llama-cpp TREE] [--minutes 10] [--only build,checks,speed]
-                 [--device CUDA0]
+    gpu_check.py [--only build,checks,speed] [--minutes 5] [--out gpu-check.json] [--build build/gpu] [--llama-cpp TREE]
+                 [--types itq3_t,itq2_t] [--again] [--device CUDA0]
+    gpu_check.py --rehearse --build build/package
+
+Each part is of use alone: `build` compiles for this GPU, `checks` says whether the kernels are right, `speed` measures; the last
+two need what `build` left. A part that runs out of its --minutes leaves its results and goes on where it stopped when it is
+called again: what has passed with the same sources is kept, unless --again is given, and a build continues.
 
 Needs an NVIDIA GPU, nvcc, cuBLAS (in the toolkit or as the Python package nvidia-cublas), compute-sanitizer, cmake, ninja, git,
 numpy and PyYAML; no network and no installed package: gguf comes from the llama.cpp tree if it is not installed. TREE is a
 llama.cpp folder or the archive that `llama_cpp.py pack` writes; by default what GGML_EXT_LLAMA_CPP_DIR names, or the pinned tree.
+
+--rehearse runs all of it without a GPU, on the CPU and on little data, so that what fails on a GPU is a kernel: the build is
+configured and its steps are listed (which takes nvcc), kernels run as host code, sanitizers and wanted ratios are left out. The
+build folder needs the targets ggml-ext-cuda-host-kernels, ext-gpu, test-backend-ops and llama-batched-bench besides the package's.
 
 Prints a line for each check, and tables. Every check passes or fails in the JSON, with its seconds and figures; what time did
 not suffice for has failed. Exit code 1 if anything failed.
@@ -16,17 +25,20 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import hashlib
 import importlib.util
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -38,7 +50,8 @@ import llama_cpp
 THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
 OF_64 = ["itq3_t64", "itq2_t64"]  # for rows that the others cannot have: measured, but no ratio is asked for
 OURS = THREE_BITS + TWO_BITS + OF_64
-STOCK = ["q3_K", "iq3_s", "iq3_xxs", "iq2_xxs", "q4_K", "f16"]  # as ggml names them
+STOCK = ["q3_K", "iq2_xxs", "q4_K", "iq3_s"]  # as ggml names them; the first three are what ratios are asked of
+PARTS = ["build", "checks", "speed"]
 TARGETS = ["test-backend-ops", "llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize", "ext-gpu"]
 GEMV = ["4096x4096x1", "14336x4096x1", "4096x14336x1"]  # rows x columns x tokens
 RAGGED = ["2880x2880x1", "2880x2880x512"]  # whose rows end in the middle of 256 weights, as gpt-oss's do
@@ -46,13 +59,16 @@ RAGGED_TYPES = [*OF_64, "iq4_nl", "q8_0"]
 # rows x columns x tokens x experts x experts of a token: table 5 of the CCQ paper (000), whose kernel takes 0.48 to 0.58 of the
 # time of 8 bits and 0.70 to 0.85 of that of 4 bits
 GROUPED = [f"{shape}x{tokens}x256x8" for shape in ("7168x512", "1024x7168") for tokens in (1, 4, 16, 64)]
-GROUPED_TYPES = [*OURS, "q8_0", "q4_K"]
 PARALLEL = "8,32,64"  # sequences
 N_CHUNKS = 60
+N_CHUNKS_FEW = 6  # a token at a time; experts
 # Activations have a scale for 256 values on the CPU and for 32 on the GPU. The first of these roundings changes the mean
 # log-likelihood of a chunk by a standard deviation of up to 0.0028 (CCQ2; 60 chunks against the same weights in F32), the
 # second by less: five times both together, of the mean over all chunks. A forgotten rotation costs whole units.
 LOG_TOLERANCE = 5 * math.sqrt(2) * 0.0028 / math.sqrt(N_CHUNKS)
+# Launches waited for or overlapped, out of a graph or not: the same kernels on the same numbers, but cuBLAS may choose another one.
+SAME_TOLERANCE = 1e-4
+LARGE_MB = 4300  # passes 2^32 bytes
 # the least ratios of speeds that are asked for
 WANTED_DECODE = {(name, "q3_K"): 1.0 for name in THREE_BITS} | {(name, "iq2_xxs"): 1.0 for name in TWO_BITS}
 WANTED_PREFILL = {(name, "q4_K"): 0.95 for name in THREE_BITS} | {(name, "iq2_xxs"): 1.0 for name in TWO_BITS}
@@ -64,38 +80,102 @@ class Failed(Exception):
     """One line that says why."""
 
 
+def fingerprint() -> str:
+    """Of the sources that results depend on."""
+    digest = hashlib.sha256()
+    folders = [ROOT / name for name in ("cuda", "ggml_ext", "tests/gpu")]
+    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so")):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    digest.update((ROOT / "tests/backend_ops_cases.h").read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Run:
     """What is known so far, and how much time is left."""
 
-    def __init__(self, out: Path, build: Path, minutes: float, device: str, shape: str, n_layers: int):
-        self.out, self.build, self.deadline = out, build, time.monotonic() + 60 * minutes
-        self.device, self.shape, self.n_layers = device, shape, n_layers
-        self.report = {"passed": False, "environment": {}, "checks": [], "figures": {}}
+    def __init__(self, out: Path, build: Path, minutes: float, device: str, shape: str, n_layers: int, *, types: list[str] = OURS,
+                 rehearsal: bool = False, resume: bool = False):
+        self.out, self.build, self.minutes = out, build, minutes
+        self.device, self.shape, self.n_layers, self.rehearsal = device, shape, n_layers, rehearsal
+        self.types = types
+        identity = {"sources": fingerprint(), "device": device, "rehearsal": rehearsal}
+        self.report = {"passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
+        self.lock, self.running = threading.RLock(), set()
+        if resume:
+            self.resume()
+        self.start_part("")
 
-    def command(self, *command, timeout: float | None = None, keep: list | None = None) -> str:
-        """Standard output; Failed with its last lines if it fails or the time is over. keep takes the output of both."""
+    def resume(self) -> None:
+        """Takes over the results of a report of the same sources and device."""
+        with contextlib.suppress(OSError, ValueError):
+            old = json.loads(self.out.read_text())
+            if old.get("identity") == self.report["identity"]:
+                self.report = old
+
+    def start_part(self, part: str) -> None:
+        self.part, self.deadline = part, time.monotonic() + 60 * self.minutes
+
+    def seconds_left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise Failed("not run: the time is over")
+        return left
+
+    def command(self, *command, timeout: float | None = None, keep: list | None = None, env: dict | None = None) -> str:
+        """Standard output; Failed with its last lines if it fails or the time is over, when all that it started is ended. keep
+        takes the output of both."""
+        limit = self.seconds_left() if self.rehearsal else min(self.seconds_left(), timeout or math.inf)  # CPUs may be slow
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
             try:
-                done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-                                      errors="replace", timeout=min(left, timeout or left))
-            except subprocess.TimeoutExpired:
-                raise Failed(f"{Path(command[0]).name} took longer than {min(left, timeout or left):.0f} s") from None
+                process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+                                           errors="replace", start_new_session=True, env={**os.environ, **(env or {})})
             except FileNotFoundError:
                 raise Failed(f"{command[0]} is missing") from None
+            self.running.add(process)
+            try:
+                output, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                self.end(process)
+                raise Failed(f"{Path(command[0]).name} took longer than {limit:.0f} s") from None
+            finally:
+                self.running.discard(process)
             log.seek(0)
             errors = log.read()
         if keep is not None:
-            keep.append(done.stdout)
-        if done.returncode:
-            last = (done.stdout + errors).strip().splitlines()[-6:]
-            raise Failed(f"{Path(command[0]).name} ended with {done.returncode}: " + " / ".join(last))
-        return done.stdout
+            keep.append(output)
+        if process.returncode:
+            last = (output + errors).strip().splitlines()[-6:]
+            raise Failed(f"{Path(command[0]).name} ended with {process.returncode}: " + " / ".join(last))
+        return output
 
-    def check(self, name: str, function, *args) -> object:
-        """Runs function(run, *args), whose result is the check's figures; None if it failed."""
+    @staticmethod
+    def end(process: subprocess.Popen) -> None:
+        """It and all that it started, such as the compilers of a build."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    def stop(self, *_) -> None:
+        """What has been found out is in the report already."""
+        for process in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        print("stopped; results so far are in " + str(self.out), flush=True)
+        os._exit(1)
+
+    def kept(self, name: str) -> bool:
+        """Whether an earlier run has passed this check."""
+        return any(c["name"] == name and c["passed"] for c in self.report["checks"])
+
+    def wants(self, *names: str) -> bool:
+        return not all(map(self.kept, names))
+
+    def check(self, name: str, function, *args, again: bool = False) -> object:
+        """Runs function(run, *args), whose result is the check's figures; None if it failed. What has passed earlier is kept
+        unless it is needed again."""
+        if not again and self.kept(name):
+            print(f"kept             {name}", flush=True)
+            return next(c for c in self.report["checks"] if c["name"] == name).get("figures", {})
         start = time.monotonic()
         try:
             found, error = function(self, *args), None
@@ -103,12 +183,13 @@ class Run:
             found, error = None, str(e)
         except Exception as e:  # noqa: BLE001  the other checks still have to run
             found, error = None, f"{type(e).__name__}: {e}"
-        entry = {"name": name, "passed": error is None, "seconds": round(time.monotonic() - start, 1)}
+        entry = {"name": name, "part": self.part, "passed": error is None, "seconds": round(time.monotonic() - start, 1)}
         entry |= {"error": error} if error else {}
         entry |= {"figures": found} if found else {}
-        self.report["checks"].append(entry)
-        print(f"{'pass' if error is None else 'FAIL'}  {entry['seconds']:6.1f} s  {name}" + (f": {error}" if error else ""), flush=True)
-        self.write()
+        with self.lock:
+            self.report["checks"] = [*(c for c in self.report["checks"] if c["name"] != name), entry]
+            print(f"{'FAIL' if error else 'pass'}  {entry['seconds']:6.1f} s  {name}" + (f": {error}" if error else ""), flush=True)
+            self.write()
         return found
 
     def write(self) -> None:
@@ -118,10 +199,16 @@ class Run:
         os.replace(beside, self.out)
 
     def tool(self, name: str) -> Path:
-        return self.build / "bin" / name
+        return self.build / "bin" / ("ggml-ext-cuda-host-kernels" if self.rehearsal and name == "ggml-ext-gpu-kernels" else name)
 
 
 def environment(run: Run) -> dict:
+    for module in ("numpy", "yaml"):
+        if importlib.util.find_spec(module) is None:
+            raise Failed(f"the Python package {module} is missing")
+    if run.rehearsal:
+        run.report["environment"] = {"gpu": "none: a rehearsal on the CPU", "compute_capability": "9.0", "cores": os.cpu_count()}
+        return run.report["environment"]
     query = run.command("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader").splitlines()
     if not query:
         raise Failed("nvidia-smi names no GPU")
@@ -130,49 +217,89 @@ def environment(run: Run) -> dict:
     nvcc = cuda_tools.nvcc()
     if not nvcc:
         raise Failed("nvcc is missing: install the CUDA toolkit, or name it in CUDACXX")
-    for module in ("numpy", "yaml"):
-        if importlib.util.find_spec(module) is None:
-            raise Failed(f"the Python package {module} is missing")
     found["nvcc"] = re.search(r"release ([\d.]+)", run.command(nvcc, "--version"))[1]
     run.report["environment"] = found
     return found
 
 
 def build(run: Run) -> dict:
-    """For this machine's architecture alone."""
+    """For this machine's architecture alone; rehearsed, the steps that it would take."""
     architecture = run.report["environment"]["compute_capability"].replace(".", "") + "-real"
+    folder = run.build.with_name(run.build.name + "-rehearsal") if run.rehearsal else run.build
     start = time.monotonic()
-    run.command("cmake", "-S", ROOT, "-B", run.build, "-G", "Ninja", "-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_RPC=OFF",
+    if not cuda_tools.nvcc():
+        raise Failed("nvcc is missing: install the CUDA toolkit, or name it in CUDACXX")
+    run.command("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_RPC=OFF",
                 f"-DCMAKE_CUDA_ARCHITECTURES={architecture}", f"-DCMAKE_CUDA_COMPILER={cuda_tools.nvcc()}",
-                f"-DPython_EXECUTABLE={sys.executable}", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF",
-                "-DGGML_CUDA_FA=OFF")  # a third of the time, and the same for every type
-    run.command("cmake", "--build", run.build, "--parallel", os.cpu_count(), "--target", *TARGETS)
-    return {"architecture": architecture, "seconds": round(time.monotonic() - start, 1)}
+                f"-DPython_EXECUTABLE={sys.executable}", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DGGML_EXT_UI=OFF",
+                "-DGGML_CUDA_FA=OFF",  # a third of the time, and the same for every type
+                "-DGGML_CUDA_COMPRESSION_MODE=none")
+    dry = ["--", "-n"] if run.rehearsal else []
+    steps = run.command("cmake", "--build", folder, "--parallel", os.cpu_count(), "--target", *TARGETS, *dry)
+    found = {"architecture": architecture, "seconds": round(time.monotonic() - start, 1)}
+    if run.rehearsal:
+        found |= {"steps": len(re.findall(r"^\[\d+/\d+\]", steps, re.M)), "cuda_sources": steps.count("Building CUDA object")}
+    return found
 
 
 def json_lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def kernels(run: Run) -> dict:
-    """Device code against the scalar references; also its timings."""
+def reported(run: Run, *command, timeout: float) -> dict:
+    """The checks that a program of tests/gpu/ reports; Failed with the first one that went wrong."""
     output: list[str] = []
+    failed = None
     try:
-        run.command(run.tool("ggml-ext-gpu-kernels"), timeout=120, keep=output)
-    finally:  # the timings count even if a check failed
-        lines = json_lines("".join(output))
-        run.report["figures"]["kernels"] = [line for line in lines if "timing" in line]
-    checks = [line for line in lines if "check" in line]
+        run.command(*command, timeout=timeout, keep=output)
+    except Failed as e:
+        failed = e
+    checks = [line for line in json_lines("".join(output)) if "check" in line]
+    if wrong := [line for line in checks if line["wrong"]]:
+        raise Failed(f"{len(wrong)} of {len(checks)}: "
+                     + "; ".join(f"{c['check']}: {c['wrong']} of {c['n']}, first {c['first']}" for c in wrong[:3]))
+    if failed:
+        raise failed
     if not checks:
         raise Failed("no check was reported")
     return {line["check"]: line["n"] for line in checks}
 
 
+def few(run: Run) -> list[str]:
+    return ["--few"] if run.rehearsal else []
+
+
+def kernels(run: Run) -> dict:
+    """Device code against the scalar references; launches that overlap; more than 2^32 bytes."""
+    return reported(run, run.tool("ggml-ext-gpu-kernels"), "--no-timings", *few(run), timeout=120)
+
+
+def kernel_timings(run: Run) -> dict:
+    lines = json_lines(run.command(run.tool("ggml-ext-gpu-kernels"), "--only-timings", *few(run), timeout=60))
+    run.report["figures"]["kernels"] = [line for line in lines if "timing" in line]
+    return {}
+
+
+def large(run: Run) -> dict:
+    """Products and look-ups in a matrix of more than 2^32 bytes, of a block of 256 and of 64."""
+    types = [name for name in ("itq3_t", "itq3_t64") if name in run.types] or run.types[:1]
+    megabytes = 1 if run.rehearsal else LARGE_MB
+    return reported(run, run.tool("ggml-ext-gpu-bench"), run.device, ",".join(types), "--large", megabytes, timeout=120)
+
+
+def cases(output: str, op: str) -> int:
+    """Cases of an operation that test-backend-ops has passed."""
+    return len(re.findall(rf"^\s*{op}\(.*(?:OK|SUPPORTED)", re.sub(r"\x1b\[[\d;]*m", "", output), re.M))
+
+
 def backend_ops(run: Run, name: str) -> dict:
     """Upstream's test-backend-ops, every case of one type on the GPU against the CPU."""
-    out = run.command(run.tool("test-backend-ops"), "test", "-b", run.device, "-p", f"={name}[,)]", timeout=240)
-    counts = {op: len(re.findall(rf"^\s*{op}\(.*OK", re.sub(r"\x1b\[[\d;]*m", "", out), re.M)) for op in
-              ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "CPY", "MUL_MAT_VEC_FUSION")}
+    # the CPU is what it compares with: rehearsed, whether cases are found
+    mode = ["support"] if run.rehearsal else ["test", "-j", 4]
+    out = run.command(run.tool("test-backend-ops"), *mode, "-b", run.device, "-p", f"={name}[,)]", timeout=240,
+                      env={"OMP_WAIT_POLICY": "passive"})  # several programs share the processors
+    fused = [] if run.rehearsal else ["MUL_MAT_VEC_FUSION"]  # which it does not list
+    counts = {op: cases(out, op) for op in ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "CPY", *fused)}
     if missing := [op for op, n in counts.items() if not n]:
         raise Failed(f"no case of {', '.join(missing)} was run")
     return counts
@@ -185,47 +312,82 @@ def beside_nvcc(name: str) -> str:
 
 def sanitizer(run: Run, tool: str) -> None:
     """compute-sanitizer on the device code's own test and on products of every type: vector kernels, tiles, experts."""
-    def sanitized(*command) -> None:
-        run.command(beside_nvcc("compute-sanitizer"), "--tool", tool, "--error-exitcode", 9, *command, timeout=120)
+    program = [] if run.rehearsal else [beside_nvcc("compute-sanitizer"), "--tool", tool, "--error-exitcode", 9]
 
-    sanitized(run.tool("ggml-ext-gpu-kernels"), "--no-timings")
-    types = "|".join(OURS)
-    for pattern in (f"type_a=({types}),type_b=f32,m=33,n=(1|5|8|33),k=(576|768),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0",
-                    f"type_a=({types}),type_b=f32,n_mats=16,n_used=4,b=0,m=33,n=(1|3|33),k=(576|768)"):
-        sanitized(run.tool("test-backend-ops"), "test", "-b", run.device, "-p", pattern)
+    run.command(*program, run.tool("ggml-ext-gpu-kernels"), "--few", "--no-timings", timeout=120)
+    types = "|".join(run.types)
+    for op, pattern in (("MUL_MAT", f"type_a=({types}),type_b=f32,m=33,n=(1|5|8|33),k=(576|768),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0"),
+                        ("MUL_MAT_ID", f"type_a=({types}),type_b=f32,n_mats=16,n_used=4,b=0,m=33,n=(1|3|33),k=(576|768)")):
+        out = run.command(*program, run.tool("test-backend-ops"), "support" if run.rehearsal else "test", "-b", run.device, "-p", pattern,
+                          timeout=120)
+        if not cases(out, op):
+            raise Failed(f"no case of {op} was run")
 
 
 def quantized_files(run: Run, folder: Path) -> dict[str, str]:
     """The embedded model in every type of ours and Q3_K; matrices of the blocks in that type, embeddings Q8_0."""
     model, files = ROOT / "data" / "model-f16.gguf", {}
-    for name in [*OURS, "q3_k"]:
+    for name in [*run.types, "q3_k"]:
         files[name] = str(folder / f"{name}.gguf")
         run.command(run.tool("llama-quantize"), "--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0", model,
                     files[name], "Q3_K_S" if name == "q3_k" else name.upper())
     return files
 
 
-def perplexity(run: Run, file: Path, device: str, ubatch: int) -> float:
+def perplexity(run: Run, file: Path, device: str, ubatch: int, n_chunks: int = N_CHUNKS, env: tuple[str, ...] = ()) -> float:
     from perplexity_run import perplexity as measure  # imports gguf
 
-    if time.monotonic() > run.deadline:
-        raise Failed("not run: the time is over")
+    seconds = max(1, math.ceil(run.seconds_left()))
     # llama.cpp's tools read options from such variables
-    seconds = max(1, math.ceil(run.deadline - time.monotonic()))
     program = ["timeout", str(seconds), "env", f"LLAMA_ARG_DEVICE={'none' if device == 'CPU' else device}", "LLAMA_ARG_N_GPU_LAYERS=99",
-               f"LLAMA_ARG_UBATCH={ubatch}", str(run.tool("llama-perplexity"))]
-    return measure(file, ROOT / "data" / "heldout.txt", n_chunks=N_CHUNKS, threads=4, program=program).value
+               f"LLAMA_ARG_UBATCH={ubatch}", *env, str(run.tool("llama-perplexity"))]
+    return measure(file, ROOT / "data" / "heldout.txt", n_chunks=2 if run.rehearsal else n_chunks, threads=4, program=program).value
 
 
-def whole_graph(run: Run, name: str, file: Path, cpu: concurrent.futures.Future) -> dict:
-    """Perplexity on the GPU equals that on the CPU, with vector kernels (8 tokens at once) and with the others (512)."""
-    found = {"cpu": cpu.result(), "gpu_ubatch_8": perplexity(run, file, run.device, 8), "gpu_ubatch_512": perplexity(run, file, run.device, 512)}
-    for path in ("gpu_ubatch_8", "gpu_ubatch_512"):
-        difference = math.log(found[path] / found["cpu"])
-        found[f"ln_{path}_over_cpu"] = difference
-        if not abs(difference) <= LOG_TOLERANCE:
-            raise Failed(f"{name}: {path} {found[path]:.4f}, CPU {found['cpu']:.4f}; |ln| is {abs(difference):.5f}, at most {LOG_TOLERANCE:.5f}")
+def compare(name: str, path: str, gpu: float, cpu: float, tolerance: float) -> float:
+    """ln of the ratio of two perplexities; Failed if it is too large."""
+    difference = math.log(gpu / cpu)
+    if not abs(difference) <= tolerance:
+        raise Failed(f"{name}: {path} {gpu:.4f}, expected {cpu:.4f}; |ln| is {abs(difference):.5f}, at most {tolerance:.5f}")
+    return difference
+
+
+def whole_graph(run: Run, name: str, file: Path, n_chunks: int = N_CHUNKS, ubatches: tuple[int, ...] = (8, 512)) -> dict:
+    """Perplexity on the GPU equals that on the CPU, with vector kernels (8 tokens at once) and with tiles (512)."""
+    found = {"cpu": perplexity(run, file, "CPU", 512, n_chunks)}
+    for n in ubatches:
+        gpu = perplexity(run, file, run.device, n, n_chunks)
+        found |= {f"gpu_ubatch_{n}": gpu, f"ln_gpu_ubatch_{n}_over_cpu": math.log(gpu / found["cpu"])}
+        compare(name, f"gpu_ubatch_{n}", gpu, found["cpu"], LOG_TOLERANCE * math.sqrt(N_CHUNKS / n_chunks))
     return found
+
+
+def one_at_a_time(run: Run, name: str, file: Path) -> dict:
+    """A token at a time, as decode does, out of graphs: as the CPU; and the same with launches that wait and without graphs."""
+    found = whole_graph(run, name, file, N_CHUNKS_FEW, (1,))
+    plain = perplexity(run, file, run.device, 1, N_CHUNKS_FEW, ("GGML_CUDA_PDL=0", "GGML_CUDA_DISABLE_GRAPHS=1"))
+    return found | {"plain": plain, "ln_over_plain": compare(name, "overlapped in graphs", found["gpu_ubatch_1"], plain, SAME_TOLERANCE)}
+
+
+def shape_of(run: Run, shape: str) -> str:
+    """Of a model of experts or with ragged rows; a tiny one beside tiny others."""
+    return {"olmoe-1b-7b": "tiny-experts", "qwen2.5-0.5b": "tiny-ragged"}[shape] if run.shape == "tiny" else shape
+
+
+def synthetic_graph(run: Run, name: str, folder: Path, shape: str) -> dict:
+    """The same of a model with random weights; and with weights that lie in the computer's memory and are copied to the GPU for
+    each batch, where what lies behind them is not cleared when they are loaded."""
+    from synth_model import write_model
+
+    shape = shape_of(run, shape)
+    file = folder / f"graph-{shape}-{name}.gguf"
+    write_model(name, file, shape, 1)
+    try:
+        found = whole_graph(run, name, file, N_CHUNKS_FEW, (1, 8, 512))
+        copied = perplexity(run, file, run.device, 512, N_CHUNKS_FEW, ("LLAMA_ARG_N_GPU_LAYERS=0",))
+        return found | {"copied": copied, "ln_copied": compare(name, "copied", copied, found["gpu_ubatch_512"], LOG_TOLERANCE)}
+    finally:
+        file.unlink()
 
 
 def bench(run: Run, *args) -> list[dict]:
@@ -233,23 +395,21 @@ def bench(run: Run, *args) -> list[dict]:
     return json.loads(run.command(run.tool("llama-bench"), "-ngl", 99, "-o", "json", *args))
 
 
-def models(run: Run, folder: Path, shape: str, n_layers: int) -> dict[str, str]:
-    """A synthetic model of every type."""
-    from synth_model import write_model  # imports gguf
-
-    files = {}
-    for name in [*OURS, *STOCK]:
-        if time.monotonic() > run.deadline:
-            raise Failed("not run: the time is over")
-        files[name] = str(folder / f"{shape}-{name}.gguf")
-        write_model(name, Path(files[name]), shape, n_layers)
+def models(run: Run, folder: Path, shape: str, n_layers: int, types: list[str]) -> dict[str, str]:
+    """A synthetic model of every type, several at once."""
+    files = {name: str(folder / f"{shape}-{name}.gguf") for name in types}
+    script = ROOT / "scripts" / "tools" / "synth_model.py"
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() // 2))) as pool:
+        for done in [pool.submit(run.command, sys.executable, script, name, file, "--shape", shape, "--layers", n_layers,
+                                 env={"PYTHONPATH": os.pathsep.join(sys.path)}) for name, file in files.items()]:
+            done.result()
     return files
 
 
 @contextlib.contextmanager
 def checked_models(run: Run, title: str, *args):
     """The files of models() while they are needed; none if that failed."""
-    files = {name: Path(file) for name, file in (run.check(title, models, *args) or {}).items()}
+    files = {name: Path(file) for name, file in (run.check(title, models, *args, again=True) or {}).items()}
     yield files
     for file in files.values():
         file.unlink()
@@ -258,52 +418,73 @@ def checked_models(run: Run, title: str, *args):
 def decode(run: Run, files: dict[str, Path]) -> dict:
     """Tokens a second at batch 1 and of prompts, the types in turn, two rounds; the ratios that are asked for at batch 1."""
     samples, prompts = {name: [] for name in files}, {name: {} for name in files}
-    for _ in range(2):
-        for name, file in files.items():
-            for row in bench(run, "-m", file, "-p", "512,2048", "-n", 128, "-r", 2):
-                values = prompts[name].setdefault(f"pp{row['n_prompt']}", []) if row["n_prompt"] else samples[name]
-                values.append(row["avg_ts"])
-    run.report["figures"]["prefill"] = {name: {k: statistics.median(v) for k, v in row.items()} for name, row in prompts.items()}
-    copy = next((k["gb_per_s"] for k in run.report["figures"].get("kernels", []) if k["timing"] == "copy"), None)
-    table = {}
-    for name, values in samples.items():
-        speed = statistics.median(values)
-        table[name] = {"tokens_per_s": speed, "min": min(values), "max": max(values)}
-        for base in ("q3_K", "iq2_xxs", "q4_K", "f16"):
-            table[name][f"x {base}"] = statistics.median(a / b for a, b in zip(values, samples[base], strict=True))
-        if copy:  # the share of a device-to-device copy's bandwidth at which the file's bytes were read
-            table[name]["bandwidth"] = speed * files[name].stat().st_size / 1e9 / copy
-    run.report["figures"]["decode"] = table
-    slow = [f"{name} {table[name][f'x {base}']:.2f} x {base}, asked {least}" for (name, base), least in WANTED_DECODE.items()
-            if table[name][f"x {base}"] < least]
+    sizes = ("32", 4, 1) if run.rehearsal else ("512,2048", 128, 2)
+    try:
+        for _ in range(2):
+            for name, file in files.items():
+                for row in bench(run, "-m", file, "-p", sizes[0], "-n", sizes[1], "-r", sizes[2]):
+                    values = prompts[name].setdefault(f"pp{row['n_prompt']}", []) if row["n_prompt"] else samples[name]
+                    values.append(row["avg_ts"])
+    finally:  # what has been measured counts if time was short
+        run.report["figures"]["prefill"] = {name: {k: statistics.median(v) for k, v in row.items()} for name, row in prompts.items()
+                                            if row}
+        copy = next((k["gb_per_s"] for k in run.report["figures"].get("kernels", []) if k["timing"] == "copy"), None)
+        run.report["figures"]["decode"] = table = {}
+        for name, values in samples.items():
+            if not values:
+                continue
+            speed = statistics.median(values)
+            table[name] = {"tokens_per_s": speed, "min": min(values), "max": max(values)}
+            for base in STOCK[:3]:
+                if samples.get(base):
+                    table[name][f"x {base}"] = statistics.median(a / b for a, b in zip(values, samples[base], strict=False))
+            if copy:  # the share of a device-to-device copy's bandwidth at which the file's bytes were read
+                table[name]["bandwidth"] = speed * files[name].stat().st_size / 1e9 / copy
+    slow = [f"{name} {table[name][f'x {base}']:.2f} x {base}, asked {least}"
+            for (name, base), least in wanted(run, WANTED_DECODE).items() if table[name][f"x {base}"] < least]
     if slow:
         raise Failed("; ".join(slow))
     return {}
+
+
+def wanted(run: Run, ratios: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Those of the types of this run; a rehearsal wants none."""
+    return {} if run.rehearsal else {pair: least for pair, least in ratios.items() if pair[0] in run.types}
 
 
 def rotation_share(run: Run) -> dict:
     """Time that the rotation adds to the quantisation of activations, as a share of a decode step of ITQ3_S."""
     from synth_model import SHAPES
 
+    if not {"itq3_s"} <= run.report["figures"]["decode"].keys():
+        raise Failed("ITQ3_S was not measured")
     us = {k["n"]: k["rotated_us"] - k["plain_us"] for k in run.report["figures"]["kernels"] if k["timing"] == "quantize"}
     step_us = 1e6 / run.report["figures"]["decode"]["itq3_s"]["tokens_per_s"]
     d, ff = SHAPES[run.shape][:2]
     if missing := {d, ff} - us.keys():
         raise Failed(f"no quantisation of {', '.join(map(str, sorted(missing)))} values was timed")
     share = run.n_layers * (6 * us[d] + us[ff]) / step_us  # six products of the one and one of the other in a layer
-    if share > WANTED_ROTATION:
+    if share > WANTED_ROTATION and not run.rehearsal:
         raise Failed(f"{100 * share:.1f} % of a step, at most {100 * WANTED_ROTATION:.0f} %")
     return {"share_of_step": share}
 
 
+def products(run: Run, figure: str, types: list[str], shapes: list[str]) -> list[dict]:
+    """Rows of the bench, kept as far as they came; a type at a time, with less of each in a rehearsal."""
+    rows = run.report["figures"][figure] = []
+    for name in types:
+        rows += json_lines(run.command(run.tool("ggml-ext-gpu-bench"), run.device, name, *shapes, timeout=60))
+    return rows
+
+
 def gemv(run: Run) -> dict:
     """Microseconds of single products against the time that the copy's bandwidth allows for the weights alone."""
-    rows = [row for types, shapes in (([*OURS, *STOCK], GEMV), (RAGGED_TYPES, RAGGED))
-            for row in json_lines(run.command(run.tool("ggml-ext-gpu-bench"), run.device, ",".join(types), *shapes))]
+    shapes, ragged = (["512x512x1"], ["576x576x1"]) if run.rehearsal else (GEMV, RAGGED)
+    rows = products(run, "gemv", [*run.types, *STOCK], shapes)
+    rows = rows + products(run, "ragged", [name for name in RAGGED_TYPES if name in run.types or name not in OURS], ragged)
     copy = next(k["gb_per_s"] for k in run.report["figures"]["kernels"] if k["timing"] == "copy")
     for row in rows:
         row["bandwidth_us"] = row["bytes"] / copy / 1e3
-    run.report["figures"]["gemv"] = rows
     return {}
 
 
@@ -315,42 +496,43 @@ def too_slow(table: dict[str, dict[str, float]], wanted: dict[tuple[str, str], f
 
 def prefill(run: Run) -> dict:
     """The ratios that are asked for of what decode() measured."""
-    if slow := too_slow(run.report["figures"]["prefill"], WANTED_PREFILL):
+    if slow := too_slow(run.report["figures"]["prefill"], wanted(run, WANTED_PREFILL)):
         raise Failed(slow)
     return {}
 
 
 def parallel(run: Run, files: dict[str, Path]) -> dict:
     """Decode with several sequences at once."""
-    table = {}
-    for name, file in files.items():
-        rows = json_lines(run.command(run.tool("llama-batched-bench"), "-m", file, "-c", 64 * 256, "-b", 2048, "-npp", 64, "-ntg", 64,
-                                      "-npl", PARALLEL, "-ngl", 99, "--output-format", "jsonl"))
+    table = run.report["figures"]["parallel"] = {}
+    tokens, sequences = (4, "2") if run.rehearsal else (64, PARALLEL)
+    device = ["-dev", "none"] if run.device == "CPU" else ["-dev", run.device]
+    for name in ["q4_K", *(name for name in run.types if name not in OF_64)]:
+        rows = json_lines(run.command(run.tool("llama-batched-bench"), "-m", files[name], "-c", 64 * 256, "-b", 2048, "-npp", tokens,
+                                      "-ntg", tokens, "-npl", sequences, "-ngl", 99, *device, "--output-format", "jsonl"))
         table[name] = {f"tg x {r['pl']}": r["speed_tg"] for r in rows}
-    run.report["figures"]["parallel"] = table
-    if slow := too_slow(table, WANTED_PARALLEL):
+    if slow := too_slow(table, wanted(run, WANTED_PARALLEL)):
         raise Failed(slow)
     return {}
 
 
 def experts(run: Run, files: dict[str, Path]) -> dict:
     """The same speeds of a mixture of 64 experts, and decode; for the record, since no ratio is asked for."""
-    table = {}
+    table = run.report["figures"]["experts"] = {}
+    sizes = ("32", 4, 1) if run.rehearsal else ("512,2048", 64, 2)
     for name, file in files.items():
         table[name] = {f"pp{r['n_prompt']}" if r["n_prompt"] else "tg": r["avg_ts"]
-                       for r in bench(run, "-m", file, "-p", "512,2048", "-n", 64, "-r", 2)}
-    run.report["figures"]["experts"] = table
+                       for r in bench(run, "-m", file, "-p", sizes[0], "-n", sizes[1], "-r", sizes[2])}
     return {}
 
 
 def grouped(run: Run) -> dict:
     """Products of experts, relative to 8 and 4 bits."""
-    rows = json_lines(run.command(run.tool("ggml-ext-gpu-bench"), run.device, ",".join(GROUPED_TYPES), *GROUPED))
+    shapes = ["256x512x1x4x2", "256x512x4x4x2"] if run.rehearsal else GROUPED
+    rows = products(run, "grouped", ["q8_0", "q4_K", *(name for name in run.types if name not in OF_64)], shapes)
     times = {(r["type"], r["rows"], r["cols"], r["tokens"]): r["us"] for r in rows}
     for row in rows:
         for base in ("q8_0", "q4_K"):
             row[f"x {base}"] = row["us"] / times[base, row["rows"], row["cols"], row["tokens"]]
-    run.report["figures"]["grouped"] = rows
     return {}
 
 
@@ -358,11 +540,13 @@ def print_tables(figures: dict) -> None:
     if table := figures.get("decode"):
         print("\n| type | decode t/s | x q3_K | x iq2_xxs | x q4_K | share of bandwidth |\n| --- | --- | --- | --- | --- | --- |")
         for name, row in table.items():
-            print(f"| {name} | {row['tokens_per_s']:.1f} | {row['x q3_K']:.2f} | {row['x iq2_xxs']:.2f} | {row['x q4_K']:.2f} | {row.get('bandwidth', math.nan):.2f} |")
-    if rows := figures.get("gemv"):
+            ratios = " | ".join(f"{row.get(key, math.nan):.2f}" for key in ("x q3_K", "x iq2_xxs", "x q4_K", "bandwidth"))
+            print(f"| {name} | {row['tokens_per_s']:.1f} | {ratios} |")
+    if rows := [*figures.get("gemv", []), *figures.get("ragged", [])]:
         print("\n| type | rows x columns x tokens | us | us by bandwidth |\n| --- | --- | --- | --- |")
         for row in rows:
-            print(f"| {row['type']} | {row['rows']}x{row['cols']}x{row['tokens']} | {row['us']:.2f} | {row['bandwidth_us']:.2f} |")
+            least = row.get("bandwidth_us", math.nan)
+            print(f"| {row['type']} | {row['rows']}x{row['cols']}x{row['tokens']} | {row['us']:.2f} | {least:.2f} |")
     for figure in ("prefill", "parallel", "experts"):
         if not (table := figures.get(figure)):
             continue
@@ -372,7 +556,8 @@ def print_tables(figures: dict) -> None:
     if rows := figures.get("grouped"):
         print("\n| type | rows x columns | tokens | us | x q8_0 | x q4_K |\n| --- | --- | --- | --- | --- | --- |")
         for row in rows:
-            print(f"| {row['type']} | {row['rows']}x{row['cols']} | {row['tokens']} | {row['us']:.1f} | {row['x q8_0']:.2f} | {row['x q4_K']:.2f} |")
+            print(f"| {row['type']} | {row['rows']}x{row['cols']} | {row['tokens']} | {row['us']:.1f} | {row.get('x q8_0', math.nan):.2f} | "
+                  f"{row.get('x q4_K', math.nan):.2f} |")
 
 
 def unpacked(tree: str | None, folder: Path) -> str | None:
@@ -384,70 +569,111 @@ def unpacked(tree: str | None, folder: Path) -> str | None:
     return tree
 
 
+def run_checks(run: Run, folder: Path) -> None:
+    """Several at once: what takes the time is the CPU that results are compared with."""
+    run.check("device code equals the scalar references", kernels)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for name in run.types:
+            pool.submit(run.check, f"test-backend-ops {name}", backend_ops, name)
+        pool.submit(run.check, "matrices of more than 2^32 bytes", large)
+        pool.submit(run.check, "compute-sanitizer memcheck", sanitizer, "memcheck")
+        names = {name: f"perplexity {name}" for name in [*run.types, "q3_k"]}
+        some = [name for name in ("itq3_s", "itq3_t", "itq2_t64") if name in run.types] or run.types[:1]
+        single = {name: f"perplexity a token at a time {name}" for name in some}
+        if run.wants(*names.values(), *single.values()):
+            files = run.check("quantized files", quantized_files, folder, again=True) or {}
+            for name, file in files.items():
+                pool.submit(run.check, names[name], whole_graph, name, Path(file))
+            for name in single.keys() & files.keys():
+                pool.submit(run.check, single[name], one_at_a_time, name, Path(files[name]))
+        for name in [n for n in ("itq3_t", "ccq2", "itq3_t64") if n in run.types] or run.types[:1]:
+            pool.submit(run.check, f"perplexity of experts {name}", synthetic_graph, name, folder, "olmoe-1b-7b")
+        for name in [n for n in OF_64 if n in run.types]:
+            pool.submit(run.check, f"perplexity of ragged rows {name}", synthetic_graph, name, folder, "qwen2.5-0.5b")
+        for tool in ("racecheck", "synccheck"):  # last, since they are slow
+            pool.submit(run.check, f"compute-sanitizer {tool}", sanitizer, tool)
+
+
+def run_speed(run: Run, folder: Path) -> None:
+    """What says most in the least time first."""
+    run.check("timings of the device code", kernel_timings)
+    run.check("products", gemv)
+    if run.wants("decode", "share of the rotation", "prefill", "parallel sequences"):
+        with checked_models(run, "synthetic models", folder, run.shape, run.n_layers, [*STOCK, *run.types]) as files:
+            if files:
+                run.check("decode", decode, files)
+                if "itq3_s" in run.types:
+                    run.check("share of the rotation", rotation_share)
+                run.check("prefill", prefill)
+                run.check("parallel sequences", parallel, files)
+    run.check("products of experts", grouped)
+    if run.wants("mixture of experts"):
+        types = [*STOCK[::2], *(name for name in run.types if name not in OF_64)]
+        shape = shape_of(run, "olmoe-1b-7b")
+        with checked_models(run, "synthetic models of experts", folder, shape, min(run.n_layers, 4), types) as files:
+            if files:
+                run.check("mixture of experts", experts, files)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--llama-cpp", metavar="TREE")
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--device", default="CUDA0", help="as llama.cpp names it")
+    parser.add_argument("--minutes", type=float, default=5, help="for each part (default: %(default)s)")
+    parser.add_argument("--device", help="as llama.cpp names it (default: CUDA0, rehearsed CPU)")
     parser.add_argument("--shape", default="llama-3.1-8b", help="of the synthetic models, as in synth_model.py (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="of the synthetic models; Llama-3.1-8B has 32 (default: %(default)s)")
-    parser.add_argument("--only", default="build,checks,speed")
-    parser.add_argument("--models", type=Path, help="folder for about 25 GB of synthetic models (default: a temporary one)")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, in their order (default: %(default)s)")
+    parser.add_argument("--types", default=",".join(OURS), help="of ours (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="run what has passed already, too")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, on little data")
+    parser.add_argument("--models", type=Path, help="folder for about 15 GB of synthetic models (default: a temporary one)")
     args = parser.parse_args()
-    parts = args.only.split(",")
-    if unknown := set(parts) - {"build", "checks", "speed"}:
+    parts, types = args.only.split(","), args.types.split(",")
+    if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: unknown part {', '.join(sorted(unknown))}")
-    run = Run(args.out.resolve(), args.build.resolve(), args.minutes, args.device, args.shape, args.layers)
-    run.check("environment", environment)
-    if not run.report["environment"]:
+    if unknown := set(types) - set(OURS):
+        parser.error(f"--types: unknown type {', '.join(sorted(unknown))}; there are {', '.join(OURS)}")
+    if args.rehearse:
+        args.shape, args.layers = "tiny", 1
+    run = Run(args.out.resolve(), args.build.resolve(), args.minutes, args.device or ("CPU" if args.rehearse else "CUDA0"), args.shape,
+              args.layers, types=types, rehearsal=args.rehearse, resume=not args.again)
+    signal.signal(signal.SIGTERM, run.stop)
+    run.check("environment", environment, again=True)
+    if not run.kept("environment"):
         return 1
 
     with tempfile.TemporaryDirectory() as tmp:
         tree = unpacked(args.llama_cpp, Path(tmp))
         if tree:
             os.environ["GGML_EXT_LLAMA_CPP_DIR"] = tree
-        if "build" in parts and run.check("build", build) is None:
-            return 1
         if importlib.util.find_spec("gguf") is None:
             sys.path.append(str(llama_cpp.pristine_tree() / "gguf-py"))
         sys.path.insert(0, str(ROOT / "py"))
         os.environ["GGML_EXT_LIB_DIR"] = str(run.build / "bin")
         # libraries that the build tree does not name: of the toolkit, of the Python package
-        found = [cuda_tools.nvcc().resolve().parent.parent / "lib64", *([cublas[1].parent] if (cublas := cuda_tools.cublas()) else [])]
+        found = [*([nvcc.resolve().parent.parent / "lib64"] if (nvcc := cuda_tools.nvcc()) else []),
+                 *([cublas[1].parent] if (cublas := cuda_tools.cublas()) else [])]
         os.environ["LD_LIBRARY_PATH"] = ":".join([*map(str, found), os.environ.get("LD_LIBRARY_PATH", "")])
-
-        run.check("device code equals the scalar references", kernels)
-        if "checks" in parts:
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                files = run.check("quantized files", quantized_files, Path(tmp)) or {}
-                cpu = {name: pool.submit(perplexity, run, Path(file), "none", 512) for name, file in files.items()}
-                for name in OURS:
-                    run.check(f"test-backend-ops {name}", backend_ops, name)
-                for name, file in files.items():
-                    run.check(f"perplexity {name}", whole_graph, name, Path(file), cpu[name])
-        if "speed" in parts:
-            folder = args.models or Path(tmp)
-            with checked_models(run, "synthetic models", folder, run.shape, run.n_layers) as files:
-                if files:
-                    run.check("decode", decode, files)
-                    if "decode" in run.report["figures"]:
-                        run.check("share of the rotation", rotation_share)
-                        run.check("prefill", prefill)
-                    run.check("parallel sequences", parallel, files)
-            with checked_models(run, "synthetic models of experts", folder, "olmoe-1b-7b", min(run.n_layers, 4)) as files:
-                if files:
-                    run.check("mixture of experts", experts, files)
-            run.check("products", gemv)
-            run.check("products of experts", grouped)
-        if "checks" in parts:  # last, since they are slow
-            for tool in ("memcheck", "racecheck"):
-                run.check(f"compute-sanitizer {tool}", sanitizer, tool)
+        for part in [part for part in PARTS if part in parts]:
+            run.start_part(part)
+            start = time.monotonic()
+            if part == "build":
+                # ninja knows what is left to do
+                if run.check("build", build, again=True) is None and not run.rehearsal:
+                    break
+            elif part == "checks":
+                run_checks(run, Path(tmp))
+            else:
+                run_speed(run, args.models or Path(tmp))
+            run.report.setdefault("seconds", {})[part] = round(time.monotonic() - start, 1)
+            run.write()
     print_tables(run.report["figures"])
-    n_failed = sum(not c["passed"] for c in run.report["checks"])
-    print(f"\n{len(run.report['checks']) - n_failed} of {len(run.report['checks'])} checks passed; figures are in {run.out}")
-    return 0 if run.report["passed"] else 1
+    of_parts = [c for c in run.report["checks"] if c["part"] in ("", *parts)]
+    n_failed = sum(not c["passed"] for c in of_parts)
+    print(f"\n{len(of_parts) - n_failed} of {len(of_parts)} checks passed; figures are in {run.out}")
+    return 1 if n_failed else 0
 
 
 if __name__ == "__main__":

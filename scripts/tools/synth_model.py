@@ -2,9 +2,9 @@
 """Write a synthetic Llama of one weight type, for speed runs only: random weights in the block shapes of a real model.
 
     synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
-    shapes: llama-3.2-1b, llama-3.1-8b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b
+    shapes: llama-3.2-1b, llama-3.1-8b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for rehearsals
 
-The last two have rows that are no multiple of 256, all or some: they get the type's fallback, as from the quantizer.
+gpt-oss, Qwen and tiny-ragged have rows that are no multiple of 256, all or some: they get the type's fallback, as from the quantizer.
 
 Encoding hundreds of millions of weights would take minutes in some stock types and no kernel's speed depends on their
 values, so 64 distinct rows are encoded and repeated. Embeddings and output stay F16 with the small vocabulary of the
@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # embedding, feed-forward (of an expert), head size, heads, key-value heads, experts, experts of a token
 SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
           "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8), "gpt-oss-20b": (2880, 2880, 64, 64, 8, 32, 4),
-          "qwen2.5-0.5b": (896, 4864, 64, 14, 2, 0, 0)}
+          "qwen2.5-0.5b": (896, 4864, 64, 14, 2, 0, 0),
+          "tiny": (256, 512, 64, 4, 2, 0, 0), "tiny-experts": (256, 256, 64, 4, 2, 4, 2), "tiny-ragged": (320, 448, 64, 5, 1, 0, 0)}
 DISTINCT_ROWS = 64
 
 

@@ -9,9 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <memory>
-#include <ucontext.h>
-#include <vector>
 
 using std::max;
 using std::min;

@@ -1,6 +1,9 @@
 // Microseconds of matrix products on a backend, one line of JSON each:
 //
 //   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...
+//   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] --large MEGABYTES
+//
+// The second checks products and look-ups of a matrix of so many bytes, which may pass 2^32; it exits with 1 if one is wrong.
 //
 // As many matrices as pass 512 MB are multiplied in turn, so that none comes from a cache; the quantisation of activations
 // is part of each product. With EXPERTS, mul_mat_id over that many matrices, of which each token takes USED at random.
@@ -9,6 +12,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -127,9 +131,91 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
     ggml_free(ctx);
 }
 
+// Row i of rows() equals row i%16: so do its product with one column, in every bit, with 16 columns, where the terms may be added
+// up in another order, and itself. Whether the first 16 are right is for test-backend-ops to say.
+static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes) {
+    const int64_t k = 4096, n_distinct = 16, m = n_bytes/(int64_t) ggml_row_size(type, k)/n_distinct*n_distinct + n_distinct;
+    ggml_init_params params = { ggml_tensor_overhead()*16 + ggml_graph_overhead(), nullptr, true };
+    ggml_context * ctx = ggml_init(params);
+    ggml_cgraph *  graph = ggml_new_graph(ctx);
+    ggml_tensor *  w = ggml_new_tensor_2d(ctx, type, k, m), * ids = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_distinct);
+    std::vector<ggml_tensor *> x, y;
+    for (int64_t n : {1, 16}) {
+        x.push_back(ggml_new_tensor_2d(ctx, GGML_TYPE_F32, k, n));
+        y.push_back(ggml_mul_mat(ctx, w, x.back()));
+        ggml_build_forward_expand(graph, y.back());
+    }
+    ggml_tensor * last = ggml_get_rows(ctx, w, ids);
+    ggml_build_forward_expand(graph, last);
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+    if (!buffer) {
+        fprintf(stderr, "error: no memory for %lld MB of %s\n", (long long) (ggml_nbytes(w) >> 20), ggml_type_name(type));
+        exit(1);
+    }
+    ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    const int64_t n_part = std::min<int64_t>(m, 1 << 14); // rows that are copied at once
+    const std::vector<uint8_t> data = rows(type, n_part, k);
+    for (int64_t i = 0; i < m; i += n_part) {
+        ggml_backend_tensor_set(w, data.data(), i*w->nb[1], std::min(n_part, m - i)*w->nb[1]);
+    }
+    std::mt19937 rng(3);
+    std::normal_distribution<float> normal;
+    for (ggml_tensor * t : x) {
+        std::vector<float> values(ggml_nelements(t));
+        for (float & v : values) {
+            v = normal(rng);
+        }
+        ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
+    }
+    std::vector<int32_t> indices(n_distinct);
+    for (int64_t i = 0; i < n_distinct; ++i) {
+        indices[i] = (int32_t) (m - n_distinct + i);
+    }
+    ggml_backend_tensor_set(ids, indices.data(), 0, ggml_nbytes(ids));
+    bool ok = ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS;
+
+    std::vector<float> expected(n_distinct*k), found(n_distinct*k);
+    ggml_get_type_traits(type)->to_float(data.data(), expected.data(), n_distinct*k);
+    ggml_backend_tensor_get(last, found.data(), 0, ggml_nbytes(last));
+    int64_t n_wrong = 0, first = -1;
+    for (int64_t i = 0; i < n_distinct*k; ++i) {
+        if (found[i] != expected[i] && n_wrong++ == 0) {
+            first = m - n_distinct + i/k;
+        }
+    }
+    for (ggml_tensor * t : y) {
+        std::vector<float> values(ggml_nelements(t));
+        ggml_backend_tensor_get(t, values.data(), 0, ggml_nbytes(t));
+        for (int64_t j = 0; j < t->ne[1]; ++j) {
+            const float * column = &values[j*m];
+            float largest = 0;
+            for (int64_t i = 0; i < n_distinct; ++i) {
+                largest = std::max(largest, std::fabs(column[i]));
+            }
+            // sums of k/32 floats in another order differ by k/32 half units in the last place of their largest part, which is a
+            // few times the largest result
+            const float tolerance = t->ne[1] == 1 ? 0 : k/32*4*6e-8f*largest;
+            for (int64_t i = 0; i < m; ++i) {
+                if (!(std::fabs(column[i] - column[i%n_distinct]) <= tolerance) && n_wrong++ == 0) {
+                    first = i;
+                }
+            }
+            ok = ok && largest > 0;
+        }
+    }
+    printf("{\"check\": \"large %s\", \"n\": %lld, \"bytes\": %lld, \"wrong\": %lld, \"first\": %lld}\n", ggml_type_name(type),
+           (long long) m, (long long) ggml_nbytes(w), (long long) n_wrong, (long long) first);
+    fflush(stdout);
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+    return ok && n_wrong == 0;
+}
+
 int main(int argc, char ** argv) {
+    const bool large = argc == 5 && strcmp(argv[3], "--large") == 0;
     if (argc < 4) {
-        fprintf(stderr, "usage: %s DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...\n", argv[0]);
+        fprintf(stderr, "usage: %s DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...\n"
+                        "       %s DEVICE TYPE[,TYPE...] --large MEGABYTES\n", argv[0], argv[0]);
         return 1;
     }
     ggml_backend_load_all();
@@ -137,6 +223,14 @@ int main(int argc, char ** argv) {
     if (!backend) {
         fprintf(stderr, "error: there is no device %s\n", argv[1]);
         return 1;
+    }
+    if (large) {
+        bool ok = true;
+        for (const std::string & name : split(argv[2], ',')) {
+            ok = check_large(backend, type_by_name(name), atoll(argv[4]) << 20) && ok;
+        }
+        ggml_backend_free(backend);
+        return ok ? 0 : 1;
     }
     for (int i = 3; i < argc; ++i) {
         long long m, k, n, n_experts = 0, n_used = 0;

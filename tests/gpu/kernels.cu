@@ -1,9 +1,15 @@
 // The device code of cuda/ on a GPU against the scalar references: unpack, rotation, quantisation of activations,
-// dequantisation. Prints a line of JSON for each check and one for each timing; exits with 1 if a check failed.
-#include "ggml-cuda/quantize.cuh"
+// dequantisation; kernels that begin before the one ahead of them has ended; tensors of more than 2^32 bytes. Prints a line of
+// JSON for each check and one for each timing; exits with 1 if a check failed.
+//
+//   ggml-ext-gpu-kernels [--few] [--no-timings] [--only-timings]
+//
+// --few: every kind of check on little data, for sanitizers, and for the rehearsal as host code (tests/cuda_host/kernels.cpp).
+#include "mmq.cuh"
 #include "cuda/dequantize.cuh"
 #include "cuda/quantize.cuh"
 
+#include <cfloat>
 #include <cinttypes>
 #include <random>
 #include <string>
@@ -30,10 +36,18 @@ template <typename T> struct buffer {
 };
 
 static bool all_passed = true;
+static bool few        = false;
+
+// As the backend launches: kernels that ask for it may begin before those ahead of them have ended.
+template <typename Kernel, typename... Args>
+static void launch(Kernel kernel, int64_t n_blocks, cudaStream_t stream, Args... args) {
+    ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(dim3(n_blocks, 1, 1), dim3(32, 1, 1), 0, stream), args...);
+}
 
 static void report(const std::string & check, int64_t n, int64_t n_wrong, const std::string & first) {
     all_passed = all_passed && n_wrong == 0;
     printf("{\"check\": \"%s\", \"n\": %" PRId64 ", \"wrong\": %" PRId64 ", \"first\": \"%s\"}\n", check.c_str(), n, n_wrong, first.c_str());
+    fflush(stdout);
 }
 
 static std::string hex(const uint8_t * p, size_t n) {
@@ -57,8 +71,8 @@ static std::mt19937 rng(20261121);
 // Every bit alone, every bit but one, random bytes. Finite scales where asked for.
 template <typename B> static std::vector<uint8_t> blocks(bool valid) {
     std::vector<uint8_t> out;
-    const int n_bits = 8*sizeof(B), n_random = 3000;
-    for (int i = 0; i < 2*n_bits + n_random + 1; ++i) { // an odd number
+    const int n_bits = 8*sizeof(B), n_random = few ? 16 : 3000;
+    for (int i = 0; i < 2*n_bits + n_random + 1; i += few && i < 2*n_bits ? 32 : 1) { // an odd number
         uint8_t b[sizeof(B)] = {};
         for (size_t j = 0; j < sizeof(B); ++j) {
             b[j] = i < 2*n_bits ? (i < n_bits ? 0 : 0xff) : (uint8_t) rng();
@@ -66,7 +80,11 @@ template <typename B> static std::vector<uint8_t> blocks(bool valid) {
         if (i < 2*n_bits) {
             b[i%n_bits/8] ^= (uint8_t) (1 << i%8);
         }
-        if (!valid || ggml_ext_validate_row(ggml_ext::traits<B>::type, b, 1)) {
+        int8_t  q[QK_K];
+        int32_t scale[GGML_EXT_MAX_GROUPS];
+        float   d, offset;
+        ggml_ext_unpack_block(ggml_ext::traits<B>::type, b, q, scale, &d, &offset);
+        if (!valid || (std::isfinite(d) && std::isfinite(offset))) {
             out.insert(out.end(), b, b + sizeof(B));
         }
     }
@@ -82,7 +100,7 @@ struct reference {
 template <typename B> static __global__ void unpack_blocks(const B * x, int n, reference * out) {
     typedef ggml_ext::traits<B> T;
     constexpr int n_threads = ggml_ext::N_THREADS<B>;
-    const int ib = (blockIdx.x*blockDim.x + threadIdx.x)/n_threads, k = threadIdx.x%n_threads;
+    const int ib = (blockIdx.x*32 + threadIdx.x)/n_threads, k = threadIdx.x%n_threads;
     if (ib >= n) {
         return;
     }
@@ -99,14 +117,16 @@ template <typename B> static __global__ void unpack_blocks(const B * x, int n, r
     }
 }
 
-template <typename B> static void check_unpack(const char * name) {
+// The first block lies `shift` bytes behind a multiple of four: with 0 and 2 each block that may lie at both has been at both.
+template <typename B> static void check_unpack(const char * name, int shift) {
     const std::vector<uint8_t> bytes = blocks<B>(false);
+    std::vector<uint8_t> shifted(shift, 0xa5);
+    shifted.insert(shifted.end(), bytes.begin(), bytes.end());
     const int n = bytes.size()/sizeof(B);
-    const buffer<uint8_t>   x(bytes);
+    const buffer<uint8_t>   x(shifted);
     const buffer<reference> u(n);
     typedef ggml_ext::traits<B> T;
-    unpack_blocks<<<(ggml_ext::N_THREADS<B>*n + 127)/128, 128>>>((const B *) x.data, n, u.data);
-    CUDA_CHECK(cudaGetLastError());
+    launch(unpack_blocks<B>, (ggml_ext::N_THREADS<B>*n + 31)/32, nullptr, (const B *) (x.data + shift), n, u.data);
     const std::vector<reference> found = u.get();
     int64_t     n_wrong = 0;
     std::string first;
@@ -121,7 +141,7 @@ template <typename B> static void check_unpack(const char * name) {
             first = "block " + std::to_string(i) + " " + hex(&bytes[i*sizeof(B)], sizeof(B));
         }
     }
-    report(std::string("unpack ") + name, n, n_wrong, first);
+    report(std::string("unpack ") + name + (shift ? ", shifted" : ""), n, n_wrong, first);
 }
 
 // Equal bits, but for -0, and with what flushes subnormal numbers to zero.
@@ -172,11 +192,10 @@ static std::vector<float> gaussian(int64_t n) {
 }
 
 template <int n> static void check_rotation() {
-    const int n_warps = 1000;
+    const int n_warps = few ? 10 : 1000;
     std::vector<float> x = gaussian(n_warps*QK_K);
     const buffer<float> y(x);
-    rotate_blocks<n><<<n_warps, 32>>>(y.data);
-    CUDA_CHECK(cudaGetLastError());
+    launch(rotate_blocks<n>, n_warps, nullptr, y.data);
     const std::vector<float> found = y.get();
     ggml_ext_rotate(x.data(), x.size()/n, n);
     int64_t n_wrong = 0;
@@ -192,7 +211,7 @@ template <typename B> static void check_quantize() {
     typedef ggml_ext::traits<B> T;
     typedef ggml_ext::block_q8<T::block_size> block_y;
     constexpr int n = T::block_size, n_threads = ggml_ext::N_THREADS<B>;
-    const int64_t ne00 = n == QK_K ? 768 : 704, ne0 = 1024, s01 = 777, ne1 = 50, ne2 = 3;
+    const int64_t ne00 = n == QK_K ? 768 : 704, ne0 = 1024, s01 = 777, ne1 = few ? 2 : 50, ne2 = 3;
     const std::vector<float> x = gaussian(s01*ne1*ne2);
     const buffer<float>   xd(x);
     const buffer<block_y> yd(ne2*ne1*ne0/32/block_y::n_threads);
@@ -235,9 +254,173 @@ template <typename B> static void check_quantize() {
     report(std::string("quantize for ") + ggml_type_name(T::type), ne2*ne1*ne0/32, n_wrong, first);
 }
 
+// --- kernels that begin before the one ahead of them has ended -------------------------------------------------------
+
+// x[i] = from[i + shift], in a while: `next` is the identity, which the compiler does not know, read from memory each time.
+static __global__ void write_slowly(uint32_t * x, const uint32_t * from, const uint32_t * next, uint32_t n, uint32_t shift, int n_reads) {
+    ggml_cuda_pdl_lc();
+    ggml_cuda_pdl_sync();
+    const uint32_t i = blockIdx.x*32 + threadIdx.x;
+    if (i < n) {
+        uint32_t at = (i + shift) % n;
+        for (int j = 0; j < n_reads; ++j) {
+            at = next[at];
+        }
+        x[i] = from[at];
+    }
+}
+
+static __global__ void copy_words(const uint32_t * x, uint32_t * y, uint32_t n) {
+    ggml_cuda_pdl_lc();
+    ggml_cuda_pdl_sync();
+    const uint32_t i = blockIdx.x*32 + threadIdx.x;
+    if (i < n) {
+        y[i] = x[i];
+    }
+}
+
+// Over and over: other input is written into the same place, run(stream, x, y) reads it, its result is copied away. All of that
+// at once, on a stream and out of a graph, gives what it gives with each launch waited for.
+template <typename F> static void check_chain(const std::string & name, const std::vector<uint32_t> & from, size_t n_out, F run) {
+    const int n_steps = few ? 2 : 64, n_reads = few ? 2 : 50;
+    const uint32_t n = from.size();
+    std::vector<uint32_t> identity(n);
+    for (uint32_t i = 0; i < n; ++i) {
+        identity[i] = i;
+    }
+    const buffer<uint32_t> source(from), next(identity), x(n), y(n_out), out(n_out*n_steps);
+    cudaStream_t    stream;
+    cudaGraph_t     graph;
+    cudaGraphExec_t exec;
+    CUDA_CHECK(cudaDeviceSynchronize()); // buffers are filled on another stream
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const auto steps = [&](bool wait) {
+        for (int i = 0; i < n_steps; ++i) {
+            const auto waited = [&] { CUDA_CHECK(wait ? cudaStreamSynchronize(stream) : cudaSuccess); };
+            launch(write_slowly, (n + 31)/32, stream, x.data, (const uint32_t *) source.data, (const uint32_t *) next.data, n, 37u*i, n_reads);
+            waited();
+            run(stream, x.data, y.data);
+            waited();
+            launch(copy_words, (n_out + 31)/32, stream, (const uint32_t *) y.data, out.data + n_out*i, (uint32_t) n_out);
+            waited();
+        }
+    };
+    steps(true);
+    const std::vector<uint32_t> expected = out.get();
+    const auto compare = [&](const char * how) {
+        const std::vector<uint32_t> found = out.get();
+        int64_t     n_wrong = 0;
+        std::string first;
+        for (size_t i = 0; i < found.size(); ++i) {
+            if (found[i] != expected[i] && n_wrong++ == 0) {
+                first = "step " + std::to_string(i/n_out) + " word " + std::to_string(i%n_out);
+            }
+        }
+        CUDA_CHECK(cudaMemset(out.data, 0x55, found.size()*4));
+        CUDA_CHECK(cudaDeviceSynchronize());
+        report(name + " behind a kernel, " + how, found.size(), n_wrong, first);
+    };
+    CUDA_CHECK(cudaMemset(out.data, 0x55, expected.size()*4));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    steps(false);
+    compare("stream");
+    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    steps(false);
+    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, NULL, NULL, 0));
+    for (int i = 0; i < (few ? 1 : 3); ++i) {
+        CUDA_CHECK(cudaGraphLaunch(exec, stream));
+    }
+    compare("graph");
+    CUDA_CHECK(cudaGraphExecDestroy(exec));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    CUDA_CHECK(cudaStreamDestroy(stream));
+}
+
+static std::vector<uint32_t> words_of(const void * data, size_t n_bytes) {
+    std::vector<uint32_t> words(n_bytes/4);
+    memcpy(words.data(), data, 4*words.size());
+    return words;
+}
+
+template <typename B> static void check_chains(const char * name) {
+    const ggml_type type = ggml_ext::traits<B>::type;
+    const int64_t k = few ? 512 : 2048, n_columns = few ? 2 : 5;
+    const std::vector<float> x = gaussian(k*n_columns);
+    check_chain(std::string("quantize for ") + name, words_of(x.data(), 4*x.size()), k*n_columns/32*9, [&](cudaStream_t stream, void * x, void * y) {
+        ggml_ext::quantize_row_q8_cuda((const float *) x, y, type, k, k, k*n_columns, 0, k, n_columns, 1, 1, stream);
+    });
+    if (ggml_ext::quantizes_for_mmq(type)) {
+        check_chain(std::string("quantize for tiles of ") + name, words_of(x.data(), 4*x.size()), k*n_columns/32*9, [&](cudaStream_t stream, void * x, void * y) {
+            ggml_ext::quantize_mmq_cuda<false>((const float *) x, nullptr, y, type, k, k, k*n_columns, 0, k, n_columns, n_columns, 1, 1, 0, stream);
+        });
+    }
+    std::vector<uint8_t> bytes = blocks<B>(true);
+    const int64_t n = std::min<int64_t>(few ? 8 : 64, bytes.size()/sizeof(B)/2*2)*ggml_ext::traits<B>::block_size; // whole words
+    check_chain(std::string("dequantize ") + name, words_of(bytes.data(), n/ggml_ext::traits<B>::block_size*sizeof(B)), n, [&](cudaStream_t stream, void * x, void * y) {
+        ggml_ext::dequantize_cuda<B>(x, (float *) y, n, stream);
+    });
+}
+
+// --- more than 2^32 bytes ----------------------------------------------------------------------------------------------
+
+// The last row of so many, by index.
+template <typename B> static void check_large_rows(const char * name) {
+    constexpr int64_t block_size = ggml_ext::traits<B>::block_size, k = 4096, row_bytes = k/block_size*sizeof(B);
+    const int64_t n_rows = few ? 5 : ((int64_t) 1 << 32)/row_bytes + 3;
+    const std::vector<uint8_t> all = blocks<B>(true);
+    std::vector<uint8_t> rows[2] = {std::vector<uint8_t>(row_bytes), std::vector<uint8_t>(row_bytes)};
+    for (int64_t i = 0; i < row_bytes; ++i) {
+        rows[0][i] = all[i % all.size()];
+        rows[1][i] = all[all.size() - 1 - (row_bytes - 1 - i) % all.size()]; // ends as they end
+    }
+    const buffer<uint8_t> x(n_rows*row_bytes);
+    CUDA_CHECK(cudaMemcpy(x.data, rows[0].data(), row_bytes, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(x.data + (n_rows - 1)*row_bytes, rows[1].data(), row_bytes, cudaMemcpyHostToDevice));
+    const buffer<int32_t> ids(std::vector<int32_t>{(int32_t) (n_rows - 1), 0});
+    const buffer<float>   y(2*k);
+    const size_t nb = n_rows*row_bytes;
+    ggml_ext::get_rows_cuda<B>(x.data, ids.data, y.data, k, row_bytes, nb, nb, 2, 1, 1, 4, 8, 8, 4*k, 8*k, 8*k, nullptr);
+    const std::vector<float> found = y.get();
+    std::vector<float> expected(2*k);
+    const auto to_float = ggml_get_type_traits(ggml_ext::traits<B>::type)->to_float;
+    to_float(rows[1].data(), expected.data(), k);
+    to_float(rows[0].data(), expected.data() + k, k);
+    int64_t n_wrong = 0;
+    for (int64_t i = 0; i < 2*k; ++i) {
+        n_wrong += !same_float(found[i], expected[i]);
+    }
+    report(std::string("last of many rows of ") + name, n_rows, n_wrong, "");
+}
+
+// Columns for tiles: the last of so many is the first one again, since all are the same row of x.
+template <typename B> static void check_large_columns(const char * name) {
+    const ggml_type type = ggml_ext::traits<B>::type;
+    if (!ggml_ext::quantizes_for_mmq(type)) {
+        return;
+    }
+    constexpr int64_t block_bytes = 4*sizeof(block_q8_1), k = 4096, n_parts = k/(4*QK8_1);
+    const int64_t n = few ? 5 : ((int64_t) 1 << 32)/(n_parts*block_bytes) + 3;
+    const buffer<float>   x(gaussian(k));
+    const buffer<uint8_t> y(n*n_parts*block_bytes);
+    ggml_ext::quantize_mmq_cuda<false>(x.data, nullptr, y.data, type, k, 0, 0, 0, k, n, n, 1, 1, 0, nullptr);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    int64_t n_wrong = 0;
+    for (int64_t part = 0; part < n_parts; ++part) {
+        uint8_t first[block_bytes], last[block_bytes], unwritten[block_bytes];
+        CUDA_CHECK(cudaMemcpy(first, y.data + part*n*block_bytes, block_bytes, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(last, y.data + (part*n + n - 1)*block_bytes, block_bytes, cudaMemcpyDeviceToHost));
+        memset(unwritten, 0x55, block_bytes);
+        n_wrong += memcmp(first, last, block_bytes) != 0 || memcmp(first, unwritten, block_bytes) == 0;
+    }
+    report(std::string("last of many columns for ") + name, n, n_wrong, "");
+}
+
+// --- timings -----------------------------------------------------------------------------------------------------------
+
 // Microseconds of one launch of f on stream, out of a graph of many: no gaps between launches.
 template <typename F> static double microseconds(F f) {
-    const int n_launches = 200, n_replays = 20;
+    const int n_launches = few ? 2 : 200, n_replays = few ? 3 : 20;
     cudaStream_t    stream;
     cudaGraph_t     graph;
     cudaGraphExec_t exec;
@@ -266,7 +449,7 @@ template <typename F> static double microseconds(F f) {
 }
 
 static void time_quantize() {
-    for (int64_t n : {2048, 4096, 8192, 14336}) {
+    for (int64_t n : few ? std::vector<int64_t>{256, 512} : std::vector<int64_t>{2048, 4096, 8192, 14336}) {
         const buffer<float> x(gaussian(n));
         const buffer<ggml_ext::block_q8<QK_K>> y(n/QK_K);
         const auto us = [&](ggml_type type) {
@@ -278,7 +461,7 @@ static void time_quantize() {
 }
 
 static void time_copy() {
-    const size_t n = (size_t) 1 << 30;
+    const size_t n = (size_t) 1 << (few ? 20 : 30);
     const buffer<uint8_t> a(n), b(n);
     double best = 1e30;
     for (int i = 0; i < 5; ++i) {
@@ -297,16 +480,37 @@ static void time_copy() {
 }
 
 int main(int argc, char ** argv) {
-    const bool timings = argc < 2 || std::string(argv[1]) != "--no-timings";
+    bool timings = true, checks = true;
+    for (int i = 1; i < argc; ++i) {
+        const std::string option = argv[i];
+        if (option == "--few") {
+            few = true;
+        } else if (option == "--no-timings") {
+            timings = false;
+        } else if (option == "--only-timings") {
+            checks = false;
+        } else {
+            fprintf(stderr, "usage: %s [--few] [--no-timings] [--only-timings]\n", argv[0]);
+            return 1;
+        }
+    }
 #define CHECK(NAME, name)                                                                                                       \
-    check_unpack<block_##name>(#name);                                                                                          \
+    check_unpack<block_##name>(#name, 0);                                                                                       \
+    if (sizeof(block_##name) % 4) { /* others always lie at multiples of four */                                                \
+        check_unpack<block_##name>(#name, 2);                                                                                   \
+    }                                                                                                                           \
     check_dequantize<block_##name, float>(#name, "f32", [](float x) { return x; }, 0);                                          \
     check_dequantize<block_##name, half>(#name, "f16", [](half x) { return __half2float(x); }, 1.0f/2048);                      \
     check_dequantize<block_##name, nv_bfloat16>(#name, "bf16", [](nv_bfloat16 x) { return __bfloat162float(x); }, 1.0f/256);    \
-    check_quantize<block_##name>();
-    GGML_EXT_WEIGHT_TYPES(CHECK)
-    check_rotation<256>();
-    check_rotation<64>();
+    check_quantize<block_##name>();                                                                                             \
+    check_chains<block_##name>(#name);                                                                                          \
+    check_large_rows<block_##name>(#name);                                                                                      \
+    check_large_columns<block_##name>(#name);
+    if (checks) {
+        GGML_EXT_WEIGHT_TYPES(CHECK)
+        check_rotation<256>();
+        check_rotation<64>();
+    }
     if (timings) {
         time_quantize();
         time_copy();

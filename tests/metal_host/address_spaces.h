@@ -1,4 +1,4 @@
-// Metal's address spaces as those of OpenCL C++, which libclang checks: for test_metal_host.py's lint of our library.
+// Metal's address spaces as those of OpenCL C++, which libclang checks: for test_metal_source.py's lint of our library.
 // Declarations alone; functions of lanes and of threadgroups do nothing.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define __METAL_VERSION__ 310

@@ -173,22 +173,12 @@ bool ggml_metal_device_supports_op(ggml_metal_device_t device, const ggml_tensor
     if (ggml_ext_op_needs_kernels(op)) {
         return has_library && ggml_ext_metal_supports_op(op, device->props.has_simdgroup_reduction);
     }
-    switch (op->op) {
-        case GGML_OP_NONE:
-        case GGML_OP_RESHAPE:
-        case GGML_OP_VIEW:
-        case GGML_OP_PERMUTE:
-        case GGML_OP_TRANSPOSE:
-            return true;
-        case GGML_OP_MUL_MAT:
-        case GGML_OP_MUL_MAT_ID: {
-            const std::string name = std::string("kernel_mul_mv_") + ggml_type_name(op->src[0]->type) + "_f32";
-            const int64_t n = op->op == GGML_OP_MUL_MAT ? op->ne[1] : 1;
-            return op->src[1]->type == GGML_TYPE_F32 && kernels().count(name) && (n == 1 || n > 8); // between: mul_mv_ext
-        }
-        default:
-            return false;
+    if (op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) {
+        return ggml_ext_op_names_memory(op);
     }
+    const std::string name = std::string("kernel_mul_mv_") + ggml_type_name(op->src[0]->type) + "_f32";
+    const int64_t n = op->op == GGML_OP_MUL_MAT ? op->ne[1] : 1;
+    return op->src[1]->type == GGML_TYPE_F32 && kernels().count(name) && (n == 1 || n > 8); // between: mul_mv_ext
 }
 
 struct ggml_metal_event {};

@@ -1,4 +1,4 @@
-// What of Foundation, Metal and Apple's C library ggml-metal-device.m needs to be read by libclang: test_metal_host.py compares the errors
+// What of Foundation, Metal and Apple's C library ggml-metal-device.m needs to be read by libclang: test_metal_source.py compares the errors
 // of our patched file with those of upstream's, so that not all has to be here.
 typedef signed char BOOL;
 typedef unsigned long NSUInteger;

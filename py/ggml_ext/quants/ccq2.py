@@ -1,4 +1,4 @@
-"""CCQ2 in numpy: the format of ggml_ext/types/ccq2.h and the encoder of ggml_ext/encode/ccq2.c.
+"""CCQ2 in numpy: the format of ggml_ext/types/ccq2.h and the encoder of ggml_ext/encode/ccq2-block.h and ccq2.c.
 
     c = 121*qs[i] + 1178,   q[j] = c >> 9 - 3*k & 63,   w[j] = d * m[index] * (q[j] - 32)
     66 bytes: uint8 d (E5M3), uint8 scales (four 2-bit indices), uint8 qs[64]
@@ -68,7 +68,7 @@ def _group_sums(x: np.ndarray) -> np.ndarray:
 
 
 class _Block:
-    """Some blocks, their scales and codes, the best found: struct block and struct best of encode/ccq2.c."""
+    """Some blocks, their scales and codes, the best found: struct block and struct best of encode/ccq2-block.h."""
 
     def __init__(self, x: np.ndarray, importance: np.ndarray | None):
         n = len(x)
@@ -86,7 +86,7 @@ class _Block:
         self.weight_sums, self.energy = _group_sums(self.w.astype(np.float64)), energy
 
     def search(self, d: np.ndarray, scales: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
-        """Codes uint8 (n, 32) of least error and the squared error (n,) of a half; search() of encode/ccq2.c."""
+        """Codes uint8 (n, 32) of least error and the squared error (n,) of a half; search() of encode/ccq2-block.h."""
         s = e5m3_to_float32(d)[:, None] * SCALES[scales[:, 2 * half : 2 * half + 2]].astype(np.float32)
         s = np.repeat(s, 2, axis=1)[:, None]
         w, x, wx = (_by_byte(a)[:, half] for a in (self.w, self.x, self.wx))
@@ -126,14 +126,14 @@ def _round_groups(want: np.ndarray, den: np.ndarray, d: np.ndarray) -> tuple[np.
 
 
 def _first_super_scale(want: np.ndarray) -> np.ndarray:
-    """The first of N_CANDIDATES, int (n,); first_super_scale() of encode/ccq2.c."""
+    """The first of N_CANDIDATES, int (n,); first_super_scale() of encode/ccq2-block.h."""
     top = np.maximum(want.max(axis=1), 0)
     table = e5m3_to_float32(np.arange(D_END - 1)).astype(np.float64) * 12.5
     return (table < top[:, None]).sum(axis=1)
 
 
 def _round_scales(want: np.ndarray, den: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2.c."""
+    """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2-block.h."""
     first = _first_super_scale(want)
     best_d, best_at, least = np.zeros(len(want), np.int64), np.zeros(want.shape, np.int64), np.full(len(want), np.inf)
     for i in range(N_CANDIDATES):

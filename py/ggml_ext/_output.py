@@ -1,0 +1,493 @@
+"""The file that a run makes, or the parts of a split one: locked, and written beside its place until it is whole.
+
+Beside model.gguf lie meanwhile .model.gguf.partial, which becomes it, and .model.gguf.partial.json, the journal: a line of JSON
+about what the bytes depend on, then one for each finished tensor with the SHA-256 of its data. The run that writes them holds a
+lock (flock) on the journal, which ends with the process however that ends. A run that was stopped leaves both if a tensor was
+finished, and the next one with the same input, options and version goes on after it; one that fails removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from ._accuracy import Accuracy
+from ._errors import UserError
+from ._gguf_file import KeyValue, pad, uint16_value, int32_value
+from ._split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
+from ._writer import MIB, ignore_signals
+
+try:
+    import fcntl
+except ImportError:  # Windows: no lock
+    fcntl = None
+
+# EFBIG is what a file size limit (ulimit -f) gives.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What file systems without hard links say.
+NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
+PIECE = 4 * MIB  # read at once
+MAX_NAME_BYTES = 200  # of 255, for what is added
+JOURNAL_FORMAT = 1
+FRESH_SECONDS = 10
+LOCK_ATTEMPTS = 100
+
+
+class Unfinished(UserError):
+    """An error after which the same command goes on where this one was."""
+
+
+def parse_split_size(text: str) -> int:
+    """Bytes of N(M|G), powers of ten as in llama-gguf-split. UserError for anything else."""
+    found = re.fullmatch(r"([0-9]{1,9})([MG])", text)
+    if not found or not int(found[1]):
+        raise UserError(f"--split-max-size: got {text!r}, must be a number above 0 and M (1,000,000 bytes) or G, such as 2G")
+    return int(found[1]) * 10 ** {"M": 6, "G": 9}[found[2]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file that is made: its name in the end, and its tensors first..last-1 of the model's."""
+
+    path: Path
+    first: int
+    last: int
+
+    @property
+    def partial(self) -> Path:
+        return hidden(self.path)
+
+
+def hidden(path: Path) -> Path:
+    """The name that a file has until it is whole."""
+    name = path.name
+    if len(name.encode()) > MAX_NAME_BYTES:
+        name = f"{name[:MAX_NAME_BYTES // 8]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return path.with_name(f".{name}.partial")
+
+
+def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list[Part]:
+    """Which tensors go into which file. sizes: bytes of each tensor, padded. max_bytes: of the tensors of a file, None for one
+    file with the name `path`. A tensor that is larger has a file of its own.
+
+    Rule: llama.cpp, tools/gguf-split, which counts no metadata either.
+    """
+    if max_bytes is None:
+        return [Part(path, 0, len(sizes))]
+    starts, size = [0], 0
+    for i, n_bytes in enumerate(sizes):
+        size += n_bytes
+        if size > max_bytes and i > starts[-1]:
+            starts.append(i)
+            size = n_bytes
+    prefix = path.name.removesuffix(".gguf")
+    ends = [*starts[1:], len(sizes)]
+    return [
+        Part(path.with_name(part_name(prefix, n, len(starts))), first, last)
+        for n, (first, last) in enumerate(zip(starts, ends, strict=True), 1)
+    ]
+
+
+def part_metadata(metadata: dict[str, KeyValue], parts: list[Part], n: int) -> dict[str, KeyValue]:
+    """Keys of part n of a split model: all in the first, in the others those that its loader needs."""
+    ours = [uint16_value(NUMBER_KEY, n), uint16_value(COUNT_KEY, len(parts)), int32_value(TENSORS_KEY, parts[-1].last)]
+    kept = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
+    return kept | {kv.key: kv for kv in ours}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A line of the journal: a tensor whose data are in the partial file."""
+
+    tensor: int
+    type: str  # which --fallback-above may have changed
+    n_bytes: int  # without padding
+    sha256: str
+    seconds: float
+    accuracy: Accuracy
+    warnings: list[str]  # that came up while it was encoded
+
+    @classmethod
+    def parse(cls, line: bytes) -> Finished:
+        """ValueError, TypeError or KeyError for what is no such line."""
+        found = cls(**json.loads(line))
+        return replace(found, accuracy=Accuracy(**found.accuracy))
+
+
+def open_file(path: Path) -> BinaryIO:
+    """For reading and writing, made where it is missing; no links are followed: names of partial files can be guessed."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    return open(fd, "r+b")
+
+
+class Output:
+    """What a run writes. As a context it holds the lock, and decides at its end what stays of partial files.
+
+    Order of calls: plan(), begin(), for each tensor start(), write() and finish(), then complete() and publish().
+    """
+
+    def __init__(self, path: Path, force: bool, is_split: bool = False):
+        """path: OUT with links resolved; force: it may exist; is_split: parts with names made from it take its place."""
+        self.path, self.force, self.is_split = path, force, is_split
+        self.journal_path = hidden(path).with_name(hidden(path).name + ".json")
+        self.parts: list[Part] = []
+        self.finished: list[Finished] = []
+        self.n_bytes = 0
+        self._alignment, self._sizes, self._headers = 1, [], []
+        self._journal: BinaryIO | None = None
+        self._file: BinaryIO | None = None
+        self._part = -1  # number of the part that is open
+        self._begun = False
+        self._hash, self._written = hashlib.sha256(), 0
+
+    # --- the lock ---
+
+    def __enter__(self) -> Output:
+        with self._errors():
+            self._lock()
+        try:
+            self.check_absent()  # it may have been written between the first look and the lock
+        except UserError:
+            self._close()
+            raise
+        return self
+
+    def _lock(self) -> None:
+        for _ in range(LOCK_ATTEMPTS):
+            self._journal = open_file(self.journal_path)
+            if fcntl is not None:
+                try:
+                    fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._journal.close()
+                    raise UserError(f"OUT: another run is writing {self.path}: wait for its end, or name another file") from None
+                except OSError:
+                    return  # a file system without locks
+            # the run that held the lock may have removed the file in the meantime
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._journal.fileno()), os.lstat(self.journal_path)):
+                    return
+            self._journal.close()
+        raise UserError(f"OUT: cannot lock {self.journal_path}, which others make and remove all the time: name another file")
+
+    def __exit__(self, kind, error, traceback) -> None:
+        stays = False
+        if error is not None and self._begun:
+            was_stopped = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
+            stays = was_stopped and bool(self.finished)
+            if stays:
+                error.kept = self.describe_rest()
+        elif not self._begun:  # what an earlier run left is not ours to judge yet
+            stays = self._journal is not None and os.fstat(self._journal.fileno()).st_size > 0
+        if not stays:
+            self._remove([part.partial for part in self.parts] if self._begun else [])
+        self._close()
+
+    def _remove(self, partials: Sequence[Path]) -> None:
+        for path in (*partials, self.journal_path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _close(self) -> None:
+        for f in (self._file, self._journal):
+            if f is not None:
+                with contextlib.suppress(OSError):
+                    f.close()  # which writes what a buffer holds
+        self._file = self._journal = None
+
+    def describe_rest(self) -> str:
+        """For the message of a run that was stopped."""
+        n_files = len({self._part_of(f.tensor) for f in self.finished})
+        more = f" and {n_files - 1} more" if n_files > 1 else ""
+        return (
+            f"the same command goes on after {len(self.finished)} of {len(self._sizes)} tensors, which are in "
+            f"{self.parts[0].partial}{more}"
+        )
+
+    # --- before the first tensor ---
+
+    def check_absent(self) -> None:
+        """UserError if one of the files exists and may not be replaced."""
+        for path in [part.path for part in self.parts] or ([] if self.is_split else [self.path]):
+            if not self.force and os.path.lexists(path):
+                raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
+
+    def plan(
+        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, sources: Sequence[Path]
+    ) -> None:
+        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; sources: what is read.
+
+        UserError if one of the files may not be written, or if there is no room for all.
+        """
+        self._sizes, self._alignment = list(sizes), alignment
+        padded = [pad(n, alignment) for n in sizes]
+        self.parts = split_parts(self.path, padded, max_bytes)
+        self.check_absent()
+        for part in self.parts:
+            if part.path.is_dir():
+                raise UserError(f"OUT: {part.path} is a directory: choose another name")
+            if part.path.exists() and any(part.path.samefile(source) for source in sources):
+                raise UserError(f"OUT: {part.path} is the same file as IN: choose another name")
+        self.n_bytes = sum(padded) + header_bytes
+        with self._errors():
+            left = {p.partial for p in self.parts} | set(self._left())  # written again, or to be removed
+            free = shutil.disk_usage(self.path.parent).free + sum(map(allocated, left))
+        if free < self.n_bytes:
+            raise UserError(
+                f"no space left on device: {self._needed()}, {self.path.parent} has {free / MIB:,.2f} MiB free; "
+                "free some space or write to another disk"
+            )
+
+    def _needed(self) -> str:
+        return f"{self.path} needs {self.n_bytes / MIB:,.2f} MiB"
+
+    def _part_of(self, tensor: int) -> int:
+        return next(n for n, part in enumerate(self.parts) if tensor < part.last)
+
+    def _lines(self) -> list[bytes]:
+        """Whole lines of the journal."""
+        self._journal.seek(0)
+        return [line for line in self._journal.read().splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def _head(self) -> dict | None:
+        """The journal's first line; None for a new journal, {} for one that cannot be read."""
+        lines = self._lines()
+        if not lines:
+            return None if not os.fstat(self._journal.fileno()).st_size else {}
+        try:
+            head = json.loads(lines[0])
+            good = head["format"] == JOURNAL_FORMAT and isinstance(head["made_from"], dict)
+            return head if good and all(isinstance(f, str) for f in head["files"]) else {}
+        except (ValueError, TypeError, KeyError):
+            return {}
+
+    def _left(self) -> list[Path]:
+        """Partial files of an earlier run on OUT that are there. Nothing else, whatever the journal says."""
+        names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
+        found = dict.fromkeys([*map(self.path.with_name, names), hidden(self.path)])
+        return [p for p in found if p.is_file() and not p.is_symlink()]
+
+    def begin(self, made_from: dict, headers: Sequence[bytes], say: Callable[[str], None]) -> None:
+        """Finds what an earlier run left, and checks or removes it. made_from: what the bytes depend on, by name, for JSON.
+        headers: what stands before the data of each part; complete() gets the final ones, of the same lengths.
+
+        The tensors that need not be done again are in `finished`.
+        """
+        self._headers = [len(h) for h in headers]
+        with self._errors():
+            head, left = self._head(), self._left()
+            self._begun = True
+            files = [part.partial.name for part in self.parts]
+            if head and head["files"] == files and head["made_from"] == made_from:
+                self._resume()
+                if self.finished:
+                    say(f"an earlier run was stopped: going on after {len(self.finished)} of {len(self._sizes)} tensors")
+                    return
+                say("an earlier run was stopped, and what it left is incomplete or changed: started anew")
+            elif head is not None or left:
+                changed = [key for key in made_from if made_from[key] != head["made_from"].get(key)] if head else []
+                why = f"not of the same {', '.join(changed)}" if changed else "of which too little is known"
+                what = ", ".join(p.name for p in left) or self.journal_path.name
+                say(f"an earlier run was stopped: started anew, what it left is {why} and was removed: {what}")
+            self._close_part()
+            for path in {*left, *(p.partial for p in self.parts)}:
+                path.unlink(missing_ok=True)  # not written over: it may be a file that has its name already
+            self._journal.seek(0)
+            self._journal.truncate()
+            self._note({"format": JOURNAL_FORMAT, "made_from": made_from, "files": files})
+
+    def _resume(self) -> None:
+        """Takes over finished tensors as long as their data are what the journal says; cuts off what comes after."""
+        lines = self._lines()
+        n_bytes = len(lines[0])
+        for i, line in enumerate(lines[1:]):
+            try:
+                found = Finished.parse(line)
+            except (ValueError, TypeError, KeyError):
+                break
+            if found.tensor != i or i >= len(self._sizes) or not self._holds(found):
+                break
+            self.finished.append(found)
+            n_bytes += len(line)
+        self._journal.seek(n_bytes)
+        self._journal.truncate()
+
+    def _holds(self, found: Finished) -> bool:
+        """True if the partial file has the data of a tensor."""
+        self._open_part(self._part_of(found.tensor))
+        self._file.seek(self._end_of(self._part))
+        digest, left = hashlib.sha256(), found.n_bytes
+        while left and (piece := self._file.read(min(left, PIECE))):
+            digest.update(piece)
+            left -= len(piece)
+        return not left and digest.hexdigest() == found.sha256
+
+    # --- tensors ---
+
+    def _open_part(self, n: int) -> None:
+        if n == self._part:
+            return
+        if self._file is not None:
+            self._sync()
+        self._close_part()
+        self._part = n
+        self._file = open_file(self.parts[n].partial)
+
+    def _close_part(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._part = None, -1
+
+    def _end_of(self, n: int) -> int:
+        """Where the finished data of a part end."""
+        part = self.parts[n]
+        return self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[part.first : part.last])
+
+    def start(self, tensor: int) -> None:
+        """What is written from here on is this tensor. It may be started again."""
+        assert tensor == len(self.finished)
+        with self._errors():
+            self._open_part(self._part_of(tensor))
+            self._file.seek(self._end_of(self._part))
+            self._hash, self._written = hashlib.sha256(), 0
+
+    def write(self, data) -> None:
+        """Bytes or a contiguous array."""
+        with self._errors():
+            self._file.write(data)
+        self._hash.update(data)
+        self._written += memoryview(data).nbytes
+
+    def finish(self, type_name: str, accuracy: Accuracy, seconds: float, warnings: list[str]) -> None:
+        """The tensor that was started is whole."""
+        with self._errors():
+            self._file.write(bytes(pad(self._written, self._alignment) - self._written))
+            self._file.flush()  # data first: the journal must not say more than there is
+            done = Finished(len(self.finished), type_name, self._written, self._hash.hexdigest(), seconds, accuracy, warnings)
+            self._note(asdict(done))
+            self.finished.append(done)
+
+    def _note(self, line: dict) -> None:
+        self._journal.write(json.dumps(line).encode() + b"\n")
+        self._journal.flush()
+
+    # --- the end ---
+
+    def complete(self, headers: Sequence[bytes]) -> None:
+        """Writes all headers; the partial files are whole then."""
+        assert len(self.finished) == len(self._sizes) and [len(h) for h in headers] == self._headers
+        with self._errors():
+            for n, header in enumerate(headers):
+                self._open_part(n)
+                self._file.seek(0)
+                self._file.write(header)
+                self._file.truncate(self._end_of(n))
+            self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        """Gives the files their names. Unfinished if one of them appeared in the meantime: without force none is replaced."""
+        ignore_signals()  # from here on the files are written, and saying otherwise would be wrong
+        with self._errors():
+            self._close_part()
+            linked = []
+            for part in self.parts:
+                keep_mode(part)
+                try:
+                    self._give_name(part)
+                    linked.append(part.path)
+                except FileExistsError:
+                    for path in linked:
+                        path.unlink()
+                    raise Unfinished(
+                        f"OUT: {part.path} appeared while it was made, and was left as it is: move it away, or pass --force to "
+                        "replace it"
+                    ) from None
+
+    def _give_name(self, part: Part) -> None:
+        if self.force:
+            os.replace(part.partial, part.path)
+            return
+        try:
+            os.link(part.partial, part.path)  # which replaces nothing; the other name goes with the journal
+        except FileExistsError:
+            raise
+        except OSError as e:
+            if e.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(part.path):
+                raise FileExistsError from e
+            os.replace(part.partial, part.path)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Errors of the file system in one line."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            if e.errno in NO_SPACE:
+                raise Unfinished(
+                    f"no space left on device ({e.strerror}): {self._needed()}; free some space or write to another disk"
+                ) from e
+            raise UserError(f"cannot write {self.path}: {e.strerror}; choose a folder that may be written") from e
+
+
+def keep_mode(part: Part) -> None:
+    """A file that is replaced leaves its permissions to the new one."""
+    with contextlib.suppress(OSError):
+        os.chmod(part.partial, stat.S_IMODE(os.stat(part.path).st_mode))
+
+
+def allocated(path: Path) -> int:
+    """Bytes on the disk that a file takes."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0
+    return getattr(found, "st_blocks", 0) * 512
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[bool]:
+    """Within it a lock on the folder is held, unless the value is False."""
+    if fcntl is None:
+        yield False
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_lock = True
+    except OSError:
+        has_lock = False
+    try:
+        yield has_lock
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(folder: Path, prefix: str, say: Callable[[str], None]) -> None:
+    """Removes folders for temporary files whose run was killed, and names them: nobody holds the lock of such a folder."""
+    for path in folder.glob(f"{prefix}*"):
+        # not one that was made this moment, and will be locked in the next
+        if path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < FRESH_SECONDS:
+            continue
+        with locked_folder(path) as has_lock:
+            if has_lock:
+                shutil.rmtree(path, ignore_errors=True)
+                say(f"removed what a killed run left: {path}")

@@ -1,0 +1,76 @@
+"""What is quantized: a GGUF file, whole or in parts, a checkpoint folder that is converted first, or a repository of the hub."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from . import _hub
+from ._checkpoint import converted
+from ._errors import UserError
+from ._gguf_file import GGUFFile
+from ._split import open_model, part_names
+
+
+def add_options(add: Callable) -> None:
+    """The quantizer's options about its input. add: add_argument of its parser."""
+    add("--hf-repo", metavar="ORG/NAME", help="in place of IN: a model of the Hugging Face hub, kept in its client's cache")
+    add(
+        "--hf-file",
+        metavar="FILE",
+        help="GGUF file of --hf-repo to take, of a split one the first part; default: in BF16 or F16, else the safetensors",
+    )
+    add("--revision", metavar="NAME", help="branch, tag or commit of --hf-repo; default: main")
+    add("--hf-token", metavar="TOKEN", help="access token for --hf-repo; default: HF_TOKEN, or that of the client's login")
+    add("--keep-gguf", metavar="FILE", type=Path, help="keep the GGUF file that a checkpoint is converted to, as FILE")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """UserError naming what does not fit together. With --hf-repo the one file named is OUT."""
+    if args.hf_repo is not None:
+        if args.output is not None:
+            raise UserError(f"--hf-repo takes the place of IN, and both {args.input} and {args.output} are given: pass OUT alone")
+        args.input, args.output = None, args.input
+        return
+    for flag in ("hf_file", "revision", "hf_token"):
+        if getattr(args, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')} belongs to --hf-repo ORG/NAME, which is not given")
+    if args.input is None:
+        raise UserError("the following arguments are required: IN, or --hf-repo ORG/NAME; see --help")
+    if args.keep_gguf is not None and os.path.isfile(args.input):
+        raise UserError(f"--keep-gguf: {args.input} is a file, and only the folder of a checkpoint is converted: leave it out")
+
+
+def source_files(args: argparse.Namespace) -> list[Path]:
+    """Files that OUT must not be, as far as they are known before anything is read."""
+    if args.input is None:
+        return []
+    if os.path.isdir(args.input):
+        with contextlib.suppress(OSError):  # said when it is read
+            return list(args.input.iterdir())
+    return [args.input.with_name(name) for name in part_names(args.input.name)]
+
+
+@contextlib.contextmanager
+def open_source(args: argparse.Namespace, output: Path | None, say: Callable[[str], None], show_bar: bool) -> Iterator[GGUFFile]:
+    """The model to quantize. output: None for a dry run. UserError for everything that the user can change."""
+    kept = args.keep_gguf
+    if kept is not None and (kept.exists() or not kept.absolute().parent.is_dir()):
+        what = "exists: pass it as IN, or name another file" if kept.exists() else "is in no folder that exists: create it first"
+        raise UserError(f"--keep-gguf: {kept} {what}")
+    path, name = args.input, None
+    if args.hf_repo is not None:
+        path = _hub.fetch(_hub.Repo(args.hf_repo, args.revision, args.hf_token), args.hf_file, args.quiet, say)
+        name = args.hf_repo.rpartition("/")[2]
+    if not os.path.isdir(path):
+        if kept is not None:
+            raise UserError(f"--keep-gguf: {path} is a GGUF file, nothing is converted: leave it out")
+        yield open_model(path)
+        return
+    where = Path(tempfile.gettempdir()) if output is None else output.parent
+    with converted(path, name or Path(os.path.abspath(path)).name, where, kept and kept.absolute(), say, show_bar) as file:
+        yield open_model(file)

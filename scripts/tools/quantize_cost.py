@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Quantize a file of a real model's shapes and say what that took: time, peak memory, size.
+
+    quantize_cost.py llama-3.1-70b --layers 1 --type itq3_t --threads 2 [--random] [--folder DIR] [-- --importance none ...]
+
+The file is sparse: zeros that take no room on the disk, but are encoded like any weights. --random fills every tensor with 64
+random rows, repeated, which takes the room of an F16 model: encoders are faster with zeros. What follows -- goes to the
+quantizer, which gets --importance none unless they say where importances come from. Everything is removed at the end.
+"""
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from ggml_ext._cli import run_script
+from ggml_ext._gguf_file import Tensor, pack_header, pad, row_bytes, string_value
+
+# embedding, feed-forward, key-value columns, layers, vocabulary, own output matrix
+SHAPES = {
+    "llama-3.2-1b": (2048, 8192, 512, 16, 128256, False),
+    "llama-3.1-8b": (4096, 14336, 1024, 32, 128256, True),
+    "llama-3.1-70b": (8192, 28672, 1024, 80, 128256, True),
+}
+F16, F32 = gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32
+DISTINCT_ROWS = 64
+
+
+def tensors(shape: str, n_layers: int | None = None, embeddings: bool = True) -> list[Tensor]:
+    """Of the whole model, or of fewer layers."""
+    d, ff, kv, layers, vocabulary, has_output = SHAPES[shape]
+    outer = [("token_embd", (d, vocabulary)), *([("output", (d, vocabulary))] if has_output else [])]
+    found = [(f"{name}.weight", ne, F16) for name, ne in outer if embeddings]
+    for i in range(n_layers or layers):
+        blocks = {"attn_q": (d, d), "attn_k": (d, kv), "attn_v": (d, kv), "attn_output": (d, d)}
+        blocks |= {"ffn_gate": (d, ff), "ffn_up": (d, ff), "ffn_down": (ff, d)}
+        found += [(f"blk.{i}.{name}.weight", ne, F16) for name, ne in blocks.items()]
+        found += [(f"blk.{i}.{name}_norm.weight", (d,), F32) for name in ("attn", "ffn")]
+    return [Tensor(name, ne, t, 0, row_bytes(t, ne[0]) * int(np.prod(ne[1:], dtype=np.int64))) for name, ne, t in found]
+
+
+def write_model(path: Path, of: list[Tensor], random: bool = False) -> None:
+    """Zeros, or random weights of a usual size."""
+    header = pack_header({"general.architecture": string_value("general.architecture", "llama")}, of, [t.type for t in of], 32)
+    rng = np.random.default_rng(0)
+    with open(path, "wb") as f:
+        f.write(header)
+        for t in of:
+            start = f.tell()
+            if random and t.type == F16:
+                rows = (rng.standard_normal((DISTINCT_ROWS, t.ne[0])) * 0.02).astype(np.float16)
+                for _ in range(t.n_rows // DISTINCT_ROWS):
+                    f.write(rows)
+            f.seek(start + pad(t.n_bytes, 32))
+        f.truncate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--type", default="itq3_t")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--folder", type=Path, help="for both files; default: the one for temporary files")
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        source, output = Path(folder) / "in.gguf", Path(folder) / "out.gguf"
+        model = tensors(args.shape, args.layers)
+        write_model(source, model, args.random)
+        command = [sys.executable, "-m", "ggml_ext.quantize", source, output, "--type", args.type, "-t", args.threads, "-q"]
+        command += options
+        if not any(o.startswith(("--imatrix", "--importance")) for o in options):
+            command += ["--importance", "none"]
+        started = time.monotonic()
+        subprocess.run([str(c) for c in command], check=True)
+        seconds, usage = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu, n = usage.ru_utime + usage.ru_stime, sum(t.n_elements for t in model)
+        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        print(
+            f"{args.shape}, {n / 1e9:.2f} G weights, {source.stat().st_size / 1e9:.2f} GB in F16, "
+            f"{output.stat().st_size / 1e9:.2f} GB as {args.type}: {seconds:.0f} s on {args.threads} threads ({cpu:.0f} s of "
+            f"processor time, {n / cpu / 1e6:.2f} M weights a second and thread), peak memory {peak / 1e6:,.0f} MB"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

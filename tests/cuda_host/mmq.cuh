@@ -1,0 +1,4 @@
+// In place of upstream's mmq.cuh.
+#pragma once
+
+#include "common.cuh"

@@ -1,0 +1,141 @@
+"""A server on this machine that speaks as much of the Hugging Face hub's protocol as its client needs to download, and that can
+misbehave. Routes and headers: huggingface_hub's hf_api.py (model_info), file_download.py and utils/_http.py (errors)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+LARGE = (".gguf", ".safetensors")  # in git's large file storage, named by SHA-256
+TOKEN = "hf_right"
+
+
+@dataclass
+class Repository:
+    files: dict[str, bytes]
+    gated: bool = False
+    drop_after: list[int] = field(default_factory=list)  # bytes after which the next downloads of large files break off
+    damaged: bool = False  # large files arrive with one bit changed
+    revisions: tuple[str, ...] = ("main",)
+
+    @property
+    def commit(self) -> str:
+        return hashlib.sha1(repr([(name, checksum(name, content)) for name, content in self.files.items()]).encode()).hexdigest()
+
+
+@functools.cache
+def checksum(name: str, content: bytes) -> str:
+    digest = hashlib.sha256(content) if name.endswith(LARGE) else hashlib.sha1(b"blob %d\0" % len(content) + content)
+    return digest.hexdigest()
+
+
+class Hub:
+    """repositories: by ORG/NAME. downloads: what was asked for, as (file, first byte)."""
+
+    def __init__(self):
+        self.repositories: dict[str, Repository] = {}
+        self.downloads: list[tuple[str, int]] = []
+        self.url = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def refuse(self, status: int, code: str = "") -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        name, revision = (api or file).group(1, 2)
+        repo = self.hub.repositories.get(name)
+        token = self.headers.get("Authorization")
+        if token not in (None, f"Bearer {TOKEN}"):
+            self.refuse(401)
+        elif repo is None:
+            self.refuse(401 if token is None else 404, "RepoNotFound")
+        elif revision not in (None, repo.commit, *repo.revisions):
+            self.refuse(404, "RevisionNotFound")
+        elif api:
+            self.describe(name, repo)
+        elif repo.gated and token is None:
+            self.refuse(401, "GatedRepo")
+        elif file[3] not in repo.files:
+            self.refuse(404, "EntryNotFound")
+        else:
+            self.send_file(repo, file[3], body)
+
+    def describe(self, name: str, repo: Repository) -> None:
+        siblings = []
+        for file, content in repo.files.items():
+            siblings.append({"rfilename": file, "size": len(content), "blobId": checksum("", content)})
+            if file.endswith(LARGE):
+                siblings[-1]["lfs"] = {"sha256": checksum(file, content), "size": len(content), "pointerSize": 130}
+        info = {"id": name, "sha": repo.commit, "private": False, "gated": repo.gated, "tags": [], "siblings": siblings}
+        said = json.dumps(info).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def send_file(self, repo: Repository, name: str, body: bool) -> None:
+        content, start = repo.files[name], 0
+        if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(found[1])
+        self.send_response(206 if start else 200)
+        self.send_header("X-Repo-Commit", repo.commit)
+        self.send_header("ETag", f'"{checksum(name, content)}"')
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(content) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        if not body:
+            return
+        self.hub.downloads.append((name, start))
+        if name.endswith(LARGE) and repo.damaged:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        if name.endswith(LARGE) and repo.drop_after:
+            content = content[: start + repo.drop_after.pop(0)]
+            self.close_connection = True
+        self.wfile.write(content[start:])
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
