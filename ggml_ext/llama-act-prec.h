@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -40,25 +39,25 @@ std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & insta
     return all;
 }
 
-// Throws where a product would be computed with 8-bit activations all the same, or with steps that a residual cannot mend: by
+// Why not, where a product would be computed with 8-bit activations all the same, or with steps that a residual cannot mend: by
 // another backend than the CPU's or BLAS, which multiplies in F32, or by weights in a layout of KleidiAI or SpacemiT, whose kernels
-// give whole rows of activations one scale. model: of llama-model.h.
-template <class Backends, class Model> void ggml_ext_require_act_prec(const Backends & backends, const Model & model) {
+// give whole rows of activations one scale. Empty where nothing is in the way. model: of llama-model.h.
+template <class Backends, class Model> std::string ggml_ext_refuse_act_prec(const Backends & backends, const Model & model) {
     for (const auto & backend : backends) {
         ggml_backend_dev_t dev  = ggml_backend_get_device(backend.get());
         const std::string  name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev));
         if (name != "CPU" && name != "BLAS") {
-            throw std::runtime_error("--act-prec f16: " + std::string(ggml_backend_dev_name(dev)) + ": the " + name +
-                                     " backend knows 8-bit activations alone; use --device none, or --act-prec q8");
+            return std::string(ggml_backend_dev_name(dev)) + ": the " + name +
+                   " backend knows 8-bit activations alone; use --device none, or --act-prec q8";
         }
     }
     for (const auto & [name, tensor] : model.tensors_by_name) {
         const std::string buffer = tensor->buffer ? ggml_backend_buffer_name(tensor->buffer) : "";
         if (buffer.find("KLEIDIAI") != std::string::npos || buffer.find("SPACEMIT") != std::string::npos) {
-            throw std::runtime_error("--act-prec f16: " + name + " lies in " + buffer +
-                                     ", whose kernels know 8-bit activations alone; use --no-repack, or --act-prec q8");
+            return name + " lies in " + buffer + ", whose kernels know 8-bit activations alone; use --no-repack, or --act-prec q8";
         }
     }
+    return "";
 }
 
 // Marks the graph's products with quantized weights; a mark of another kind gives way.

@@ -71,8 +71,11 @@ struct runner {
         params.n_threads       = params.n_threads_batch = opts.threads;
         params.flash_attn_type = opts.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
         params.kv_unified      = opts.unified != 0;
-        params.act_prec        = LLAMA_ACT_PREC_F16;
-        return llama_context_ptr(llama_init_from_model(model, params));
+        llama_context_ptr ctx(llama_init_from_model(model, params));
+        if (!ctx || !llama_set_act_prec(ctx.get(), LLAMA_ACT_PREC_F16)) {
+            exit(1); // the log says why
+        }
+        return ctx;
     }
 
     common_sampler_ptr sampler() const {
