@@ -23,3 +23,8 @@ static inline bool ggml_ext_splits_activations(const struct ggml_tensor * node) 
     return (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && node->op_params[3] == GGML_PREC_F16 &&
            ggml_ext_can_split_activations(node);
 }
+
+// A node of twice the columns, its activations and, of MUL_MAT_ID, the experts of its tokens, which are twice as many there.
+struct ggml_ext_doubled {
+    struct ggml_tensor dst, src1, ids;
+};

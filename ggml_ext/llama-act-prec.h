@@ -40,13 +40,13 @@ std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & insta
 }
 
 // Why not, where a product would be computed with 8-bit activations all the same, or with steps that a residual cannot mend: by
-// another backend than the CPU's or BLAS, which multiplies in F32, or by weights in a layout of KleidiAI or SpacemiT, whose kernels
+// another backend than the CPU's, CUDA's or BLAS, which multiplies in F32, or by weights in a layout of KleidiAI or SpacemiT, whose kernels
 // give whole rows of activations one scale. Empty where nothing is in the way. model: of llama-model.h.
 template <class Backends, class Model> std::string ggml_ext_refuse_act_prec(const Backends & backends, const Model & model) {
     for (const auto & backend : backends) {
         ggml_backend_dev_t dev  = ggml_backend_get_device(backend.get());
         const std::string  name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev));
-        if (name != "CPU" && name != "BLAS") {
+        if (name != "CPU" && name != "CUDA" && name != "BLAS") {
             return std::string(ggml_backend_dev_name(dev)) + ": the " + name +
                    " backend knows 8-bit activations alone; use --device none, or --act-prec q8";
         }

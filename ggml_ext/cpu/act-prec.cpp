@@ -4,63 +4,17 @@
 #include "ggml-cpu.h"
 #include "ggml-cpu-impl.h"
 #include "ggml-quants.h"
-#include "../ggml-ext-act-prec.h"
+#include "act-prec-doubled.h"
 
 #include <algorithm>
-
-// A node is computed in parts of some of its columns (of MUL_MAT_ID: of its tokens), which bounds the results in the work buffer:
-// 32 MiB, or 64 columns of them.
-static const int64_t max_results = 1 << 22;
-static const int64_t min_columns = 32;
-
-struct parts {
-    int     dim;  // of src1 and of the results
-    int64_t n;    // its length
-    int64_t size; // of a part; the last one may have less
-    explicit parts(const ggml_tensor * node) : dim(node->op == GGML_OP_MUL_MAT_ID ? 2 : 1), n(node->ne[dim]) {
-        const int64_t limit = std::max(max_results*n/std::max<int64_t>(ggml_nelements(node), 1), min_columns);
-        const int64_t count = std::max<int64_t>((n + limit - 1)/limit, 1); // there are nodes without columns
-        size = (n + count - 1)/count;
-    }
-};
-
-// Gives the tensor the length n in a dimension, and room at *at.
-static void place(ggml_tensor * tensor, int dim, int64_t n, char ** at) {
-    tensor->ne[dim] = n;
-    tensor->nb[0]   = ggml_type_size(tensor->type);
-    for (int i = 1; i < GGML_MAX_DIMS; ++i) {
-        tensor->nb[i] = tensor->nb[i - 1]*tensor->ne[i - 1];
-    }
-    tensor->buffer   = nullptr;
-    tensor->view_src = nullptr;
-    tensor->extra    = nullptr;
-    tensor->data     = *at;
-    *at += GGML_PAD(ggml_nbytes(tensor), 64);
-}
-
-// The node with two columns for each of n, its tensors from *at on.
-static void make_doubled(const ggml_tensor * node, int64_t n, ggml_ext_doubled * doubled, char ** at) {
-    const parts cut(node);
-    doubled->src1 = *node->src[1];
-    doubled->dst  = *node;
-    place(&doubled->src1, cut.dim, 2*n, at);
-    place(&doubled->dst, cut.dim, 2*n, at);
-    doubled->dst.src[1]       = &doubled->src1;
-    doubled->dst.op_params[3] = GGML_PREC_Q8; // what both columns need and no less: for ggml_ext_study_from_float()
-    if (node->op == GGML_OP_MUL_MAT_ID) {
-        doubled->ids = *node->src[2];
-        place(&doubled->ids, 1, 2*n, at);
-        doubled->dst.src[2] = &doubled->ids;
-    }
-}
 
 ggml_tensor * ggml_ext_planned_node(ggml_tensor * node, ggml_ext_doubled * doubled, size_t * work_size) {
     if (!ggml_ext_splits_activations(node)) {
         return node;
     }
     char * at = nullptr;
-    make_doubled(node, parts(node).size, doubled, &at);
-    *work_size = (size_t) at + 64; // to align the first
+    ggml_ext_make_doubled(node, ggml_ext_parts(node).size, doubled, &at);
+    *work_size = ggml_ext_doubled_size(node);
     return &doubled->dst;
 }
 
@@ -155,11 +109,11 @@ bool ggml_ext_compute_doubled(ggml_compute_params * params, ggml_tensor * node,
     if (!ggml_ext_splits_activations(node)) {
         return false;
     }
-    const parts cut(node);
+    const ggml_ext_parts cut(node);
     for (int64_t first = 0; first < cut.n; first += cut.size) {
         ggml_ext_doubled doubled;
         char * at = (char *) GGML_PAD((uintptr_t) params->wdata, 64);
-        make_doubled(node, std::min(cut.size, cut.n - first), &doubled, &at);
+        ggml_ext_make_doubled(node, std::min(cut.size, cut.n - first), &doubled, &at);
         const size_t used = at - (char *) params->wdata;
         GGML_ASSERT(used <= params->wsize);
         if (first > 0) {

@@ -1,6 +1,7 @@
 // What the CPU backend's tables point to.
 #pragma once
 
+#include "ggml-ext-act-prec.h"
 #include "ggml-ext-base.h"
 #include "ggml-backend.h"
 
@@ -59,9 +60,6 @@ static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, i
 // Marked products (ggml-ext-act-prec.h). compute_doubled() computes node by `compute`, of a node with twice the columns in the work
 // buffer; false, and nothing is done, if node is not marked. planned_node() is that node, with the work_size that it needs beside
 // its own, or else node. `doubled` holds its tensors.
-struct ggml_ext_doubled {
-    struct ggml_tensor dst, src1, ids;
-};
 struct ggml_compute_params;
 bool ggml_ext_compute_doubled(struct ggml_compute_params * params, struct ggml_tensor * node,
                               void (*compute)(struct ggml_compute_params *, struct ggml_tensor *));

@@ -3,7 +3,9 @@
 
     cuda_instructions.py [--arch sm_90] [--build build/package]
 
-Compiles the patched mmvq.cu (a minute) and disassembles the kernel of each type for one column of activations. Needs nvcc,
+Compiles the patched mmvq.cu (a minute) and disassembles the kernels of each type for one column of activations and for four; of those
+each thread takes two rows of weights, and what is given is of one row. Were blocks unpacked for each column anew, four would cost
+four times one. Needs nvcc,
 cuBLAS's headers, and cuobjdump with nvdisasm: in the toolkit, or pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm.
 """
 from __future__ import annotations
@@ -28,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # ids of ggml.h, and the weights that a thread takes in one turn of the loop
 STOCK = {"q2_K": (10, 16), "q3_K": (11, 16), "q4_K": (12, 32), "iq2_xxs": (16, 32), "iq3_xxs": (18, 32), "iq3_s": (21, 32)}
 TYPES = {name: (int(info.id), 32) for name, info in WEIGHT_TYPES.items()} | STOCK
+
+ROWS_OF_COLUMNS = {1: 1, 4: 2}  # upstream's calc_rows_per_block()
 
 
 def tool(name: str) -> str:
@@ -62,12 +66,15 @@ def main() -> None:
         code = subprocess.run([cuobjdump, "-sass", f"{tmp}/mmvq.cubin"], check=True, capture_output=True, text=True,
                               env={**os.environ, "PATH": path}).stdout
     functions = {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}
-    print(f"| type | instructions for 32 weights, {args.arch} | loads |\n| --- | --- | --- |")
+    print(f"| type | instructions for 32 weights, {args.arch} | loads | four columns | loads |\n| --- | --- | --- | --- | --- |")
     for name, (type_id, n_weights) in TYPES.items():
-        function = next(f for key, f in functions.items() if re.match(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi1ELb0ELb0ELb0", key))
-        loop = inner_loop(function)
-        kinds = Counter(text.split()[0].split(".")[0] for text in loop)
-        print(f"| {name} | {len(loop) * 32 // n_weights} | {(kinds['LDG'] + kinds['LD'] + kinds['LDC']) * 32 // n_weights} |")
+        counts = []
+        for n_columns, n_rows in ROWS_OF_COLUMNS.items():
+            kernel = re.compile(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi{n_columns}ELb0ELb0ELb0")
+            loop = inner_loop(next(f for key, f in functions.items() if kernel.match(key)))
+            kinds = Counter(text.split()[0].split(".")[0] for text in loop)
+            counts += [n * 32 // (n_weights * n_rows) for n in (len(loop), kinds["LDG"] + kinds["LD"] + kinds["LDC"])]
+        print(f"| {name} | {' | '.join(map(str, counts))} |")
 
 
 if __name__ == "__main__":

@@ -352,11 +352,12 @@ def compare(name: str, path: str, gpu: float, cpu: float, tolerance: float) -> f
     return difference
 
 
-def whole_graph(run: Run, name: str, file: Path, n_chunks: int = N_CHUNKS, ubatches: tuple[int, ...] = (8, 512)) -> dict:
+def whole_graph(run: Run, name: str, file: Path, n_chunks: int = N_CHUNKS, ubatches: tuple[int, ...] = (8, 512),
+                env: tuple[str, ...] = ()) -> dict:
     """Perplexity on the GPU equals that on the CPU, with vector kernels (8 tokens at once) and with tiles (512)."""
-    found = {"cpu": perplexity(run, file, "CPU", 512, n_chunks)}
+    found = {"cpu": perplexity(run, file, "CPU", 512, n_chunks, env)}
     for n in ubatches:
-        gpu = perplexity(run, file, run.device, n, n_chunks)
+        gpu = perplexity(run, file, run.device, n, n_chunks, env)
         found |= {f"gpu_ubatch_{n}": gpu, f"ln_gpu_ubatch_{n}_over_cpu": math.log(gpu / found["cpu"])}
         compare(name, f"gpu_ubatch_{n}", gpu, found["cpu"], LOG_TOLERANCE * math.sqrt(N_CHUNKS / n_chunks))
     return found
@@ -367,6 +368,11 @@ def one_at_a_time(run: Run, name: str, file: Path) -> dict:
     found = whole_graph(run, name, file, N_CHUNKS_FEW, (1,))
     plain = perplexity(run, file, run.device, 1, N_CHUNKS_FEW, ("GGML_CUDA_PDL=0", "GGML_CUDA_DISABLE_GRAPHS=1"))
     return found | {"plain": plain, "ln_over_plain": compare(name, "overlapped in graphs", found["gpu_ubatch_1"], plain, SAME_TOLERANCE)}
+
+
+def precise_activations(run: Run, name: str, file: Path) -> dict:
+    """The same with --act-prec f16: vector kernels with two columns a token (4 tokens at once), tiles."""
+    return whole_graph(run, name, file, N_CHUNKS_FEW, (4, 512), ("LLAMA_ARG_ACT_PREC=f16",))
 
 
 def shape_of(run: Run, shape: str) -> str:
@@ -580,12 +586,15 @@ def run_checks(run: Run, folder: Path) -> None:
         names = {name: f"perplexity {name}" for name in [*run.types, "q3_k"]}
         some = [name for name in ("itq3_s", "itq3_t", "itq2_t64") if name in run.types] or run.types[:1]
         single = {name: f"perplexity a token at a time {name}" for name in some}
-        if run.wants(*names.values(), *single.values()):
+        precise = {name: f"perplexity with precise activations {name}" for name in [*some, "q3_k"]}
+        if run.wants(*names.values(), *single.values(), *precise.values()):
             files = run.check("quantized files", quantized_files, folder, again=True) or {}
             for name, file in files.items():
                 pool.submit(run.check, names[name], whole_graph, name, Path(file))
             for name in single.keys() & files.keys():
                 pool.submit(run.check, single[name], one_at_a_time, name, Path(files[name]))
+            for name in precise.keys() & files.keys():
+                pool.submit(run.check, precise[name], precise_activations, name, Path(files[name]))
         for name in [n for n in ("itq3_t", "ccq2", "itq3_t64") if n in run.types] or run.types[:1]:
             pool.submit(run.check, f"perplexity of experts {name}", synthetic_graph, name, folder, "olmoe-1b-7b")
         for name in [n for n in OF_64 if n in run.types]:

@@ -3,6 +3,7 @@
 #include "cuda/mmq.cuh"
 #include "cuda/mmvq.cuh"
 #include "cuda/quantize.cuh"
+#include "cuda/split.cuh"
 
 #include <type_traits>
 
@@ -141,6 +142,20 @@ bool cuda_host_quantize_mmq(int type, const float * x, const int32_t * ids, void
 void cuda_host_quantize_scatter(int type, const float * x, const int32_t * ids, void * y, int64_t ne00, int64_t stride_token,
                                 int64_t ne0, int64_t n_tokens, int64_t n_columns, int n_used) {
     ggml_ext::quantize_mmq_cuda<true>(x, ids, y, (ggml_type) type, ne00, 0, stride_token, 0, ne0, n_tokens, n_columns, 1, 1, n_used, nullptr);
+}
+
+// Rows of x (ne[1], ne[2], ne[3] of ne[0], strides s in floats) to pairs of rows at y; groups: of split.cuh; to: strides 1 to 3 and r.
+void cuda_host_split(int type, int groups, const float * x, float * y, const int64_t * ne, const int64_t * s, const int64_t * to) {
+    ggml_ext::split_activations_cuda(x, y, (ggml_type) type, (ggml_ext::split_groups) groups, ne[0], s[0], s[1], s[2],
+                                     {{0, to[0], to[1], to[2]}, to[3]}, ne[1], ne[2], ne[3], nullptr);
+}
+
+void cuda_host_add_residuals(const float * y, float * sum, const int64_t * ne, const int64_t * from, const int64_t * s) {
+    ggml_ext::add_residuals_cuda(y, sum, ne[0], {{0, from[0], from[1], from[2]}, from[3]}, s[0], s[1], s[2], ne[1], ne[2], ne[3], nullptr);
+}
+
+void cuda_host_double_ids(const int32_t * ids, int32_t * out, int64_t n_used, int64_t stride, int64_t n_tokens) {
+    ggml_ext::double_ids_cuda(ids, out, n_used, stride, n_tokens, nullptr);
 }
 
 } // extern "C"

@@ -1,0 +1,150 @@
+// Activations as two columns of what 8 bits can hold (ggml-ext-act-prec.h): y, the rounded ones, and r, 128 times what is left.
+// The product's own quantizer takes both afterwards, and has to find y's codes again: y is rounded in its groups, in its domain.
+#pragma once
+
+#include "quantize.cuh"
+#include "ggml-ext-act-prec.h"
+
+namespace ggml_ext {
+
+// The groups of activations that share a scale in a quantizer, and how it keeps that.
+enum split_groups {
+    SPLIT_THREADS_BF16, // block_q8 of quantize.cuh, for MMVQ
+    SPLIT_32_FLOAT,     // block_q8_1_mmq with D4
+    SPLIT_32_HALF,      // with DS4, and block_q8_1
+    SPLIT_64_HALF,      // with D2S6
+};
+
+// y is smaller by this factor where a quantizer rounds its scale: what it computes from y, a little off in float, then rounds to the
+// scale that y was rounded with, be it to nearest or up, and never to the next one.
+constexpr float SPLIT_SHRINK = 1 - 1.0f/(1 << 16);
+
+// Where the pairs of rows lie, in floats: of row (i1, i2, i3) the first at i1*s[1] + i2*s[2] + i3*s[3], the second r behind it.
+struct pair_strides {
+    int64_t s[4], r;
+};
+
+// Grid: ne00/256 / N_WARPS_QUANTIZE, ne1, ne2*ne3. s: strides of x in floats. Groups are n_registers registers of n_lanes
+// neighbouring lanes each. Groups with Inf or NaN are left to y.
+template <int n, bool rotated, split_groups groups>
+__launch_bounds__(32*N_WARPS_QUANTIZE, 1)
+static __global__ void split_activations(const float * x_ptr, float * y_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
+                                         pair_strides to, uint32_t ne2) {
+    constexpr bool threads     = groups == SPLIT_THREADS_BF16;
+    constexpr int  n_lanes     = threads ? 4 : N_LANES<n>;
+    constexpr int  n_registers = threads ? N_PER_LANE : (groups == SPLIT_64_HALF ? 64 : 32)/n_lanes;
+    constexpr bool keeps_float = groups == SPLIT_32_FLOAT;
+    // scales that bfloat16 or half hold, but for the range of half; below, so that the largest value's code is 127 in any case
+    constexpr uint32_t scale_bits = keeps_float ? 0xffffffff : threads ? 0xffff0000 : 0xffffe000;
+
+    const int64_t kb   = (int64_t) blockIdx.x*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
+    const int     lane = threadIdx.x;
+    if (kb*QK_K >= ne00) {
+        return;
+    }
+    const int64_t i1 = blockIdx.y, i2 = blockIdx.z % ne2, i3 = blockIdx.z / ne2;
+    const float * x = x_ptr + i3*s03 + i2*s02 + i1*s01;
+    float       * y = y_ptr + i3*to.s[3] + i2*to.s[2] + i1*to.s[1];
+
+    ggml_cuda_pdl_sync();
+    int64_t at[N_PER_LANE]; // of the row
+    float   v[N_PER_LANE], r[N_PER_LANE];
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        at[i] = kb*QK_K + n*lane_block<n>(lane) + N_LANES<n>*i + block_lane<n>(lane);
+        v[i]  = at[i] < ne00 ? x[at[i]] : 0.0f;
+    }
+    if (rotated) {
+        rotate<n>(v, lane);
+    }
+#pragma unroll
+    for (int g = 0; g < N_PER_LANE; g += n_registers) {
+        uint32_t bits = 0; // of the largest
+#pragma unroll
+        for (int i = g; i < g + n_registers; ++i) {
+            bits = max(bits, magnitude_bits(v[i]));
+        }
+        bits = lanes_max<n_lanes>(bits);
+        const float amax = __uint_as_float(bits);
+        const bool  is_split = bits < 0x7f800000 && amax >= MIN_AMAX;
+        const float d     = __uint_as_float(__float_as_uint(amax/127.0f) & scale_bits);
+        const float inv_d = is_split ? 1.0f/d : 0.0f;
+#pragma unroll
+        for (int i = g; i < g + n_registers; ++i) {
+            const float rounded = is_split ? d*(float) min(max(__float2int_rn(v[i]*inv_d), -127), 127) : v[i];
+            r[i] = is_split ? (v[i] - rounded)*GGML_EXT_RESIDUAL_SCALE : 0.0f;
+            v[i] = keeps_float ? rounded : rounded*SPLIT_SHRINK;
+        }
+    }
+    if (rotated) {
+        rotate_back<n>(v, lane);
+        rotate_back<n>(r, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < N_PER_LANE; ++i) {
+        if (at[i] < ne00) {
+            y[at[i]]        = v[i];
+            y[at[i] + to.r] = r[i];
+        }
+    }
+}
+
+// Rows of ne00 floats for a product with weights of a type; strides in floats.
+static void split_activations_cuda(const float * x, float * y, ggml_type type_src0, split_groups groups, int64_t ne00, int64_t s01,
+                                   int64_t s02, int64_t s03, const pair_strides & to, int64_t ne1, int64_t ne2, int64_t ne3,
+                                   cudaStream_t stream) {
+    const bool is_64 = block_size_of(type_src0) == 64, rotated = block_size_of(type_src0) && is_rotated(type_src0);
+    GGML_ASSERT(!is_64 || rotated);
+    const dim3 grid(((ne00 + QK_K - 1)/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne1, ne2*ne3);
+    const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
+    const auto launch = [&](auto kernel) {
+        ggml_cuda_kernel_launch(kernel, params, x, y, ne00, s01, s02, s03, to, (uint32_t) ne2);
+    };
+#define GGML_EXT_SPLIT(groups)                                                                  \
+    case groups: return !rotated ? launch(split_activations<256, false, groups>)                \
+                      : !is_64   ? launch(split_activations<256, true,  groups>)                \
+                                 : launch(split_activations<64,  true,  groups>);
+    switch (groups) {
+        GGML_EXT_SPLIT(SPLIT_THREADS_BF16)
+        GGML_EXT_SPLIT(SPLIT_32_FLOAT)
+        GGML_EXT_SPLIT(SPLIT_32_HALF)
+        case SPLIT_64_HALF: return launch(split_activations<256, false, SPLIT_64_HALF>); // of Q2_K
+    }
+#undef GGML_EXT_SPLIT
+}
+
+// --- what comes back -------------------------------------------------------------------------------------------------
+
+// Grid: ne0/256, ne1, ne2*ne3. y: pairs of rows of results; s: strides of their sums in floats.
+static __global__ void add_residuals(const float * y_ptr, float * sum_ptr, int64_t ne0, pair_strides from, int64_t s1, int64_t s2,
+                                     int64_t s3, uint32_t ne2) {
+    const int64_t i0 = (int64_t) blockIdx.x*QK_K + threadIdx.y*32 + threadIdx.x;
+    const int64_t i1 = blockIdx.y, i2 = blockIdx.z % ne2, i3 = blockIdx.z / ne2;
+    ggml_cuda_pdl_sync();
+    if (i0 < ne0) {
+        const float * y = y_ptr + i3*from.s[3] + i2*from.s[2] + i1*from.s[1] + i0;
+        sum_ptr[i3*s3 + i2*s2 + i1*s1 + i0] = y[0] + y[from.r]*(1/GGML_EXT_RESIDUAL_SCALE);
+    }
+}
+
+static void add_residuals_cuda(const float * y, float * sum, int64_t ne0, const pair_strides & from, int64_t s1, int64_t s2, int64_t s3,
+                               int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream) {
+    const ggml_cuda_kernel_launch_params params(dim3((ne0 + QK_K - 1)/QK_K, ne1, ne2*ne3), dim3(32, QK_K/32, 1), 0, stream);
+    ggml_cuda_kernel_launch(add_residuals, params, y, sum, ne0, from, s1, s2, s3, (uint32_t) ne2);
+}
+
+// Grid: tokens. Each token's experts twice, for both of its columns; stride of ids in elements.
+static __global__ void double_ids(const int32_t * ids, int32_t * out, int64_t n_used, int64_t stride) {
+    ggml_cuda_pdl_sync();
+    for (int64_t i = threadIdx.x; i < n_used; i += 32) {
+        const int32_t id = ids[blockIdx.x*stride + i];
+        out[2*blockIdx.x*n_used + i] = out[(2*blockIdx.x + 1)*n_used + i] = id;
+    }
+}
+
+static void double_ids_cuda(const int32_t * ids, int32_t * out, int64_t n_used, int64_t stride, int64_t n_tokens, cudaStream_t stream) {
+    const ggml_cuda_kernel_launch_params params(dim3(n_tokens, 1, 1), dim3(32, 1, 1), 0, stream);
+    ggml_cuda_kernel_launch(double_ids, params, ids, out, n_used, stride);
+}
+
+} // namespace ggml_ext
