@@ -3,6 +3,7 @@
 #include "all.h"
 
 #include <atomic>
+#include <type_traits>
 
 using namespace ggml_ext;
 
@@ -40,14 +41,16 @@ GGML_EXT_WEIGHT_TYPES(X)
     }
 }
 
-// On a Zen 3 core, AVX2 without VNNI, up to 16 columns are faster this way in all types; where several vectors of products share one
-// accumulator of int16, all of a batch of 512 are (docs/measurements.md). With VNNI, where that has not been measured, as many
-// columns as one unpacked block serves.
+template <typename B, typename = void> constexpr bool is_trellis = false;
+template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
+
+// On a Zen 3 core, AVX2 without VNNI, a batch of 512 columns is faster this way; where unpacking is dear, 32 of them
+// (docs/measurements.md). With VNNI, where that has not been measured, as many columns as one unpacked block serves.
 template <typename B> constexpr int64_t tiled_columns() {
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
     return MAX_COLUMNS + 1;
 #else
-    return 4*traits<B>::q_max*ACT_MAX <= INT16_MAX ? 512 + 1 : 2*MAX_COLUMNS + 1;
+    return is_trellis<B> ? 32 + 1 : 512 + 1;
 #endif
 }
 
