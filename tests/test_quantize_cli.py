@@ -332,53 +332,6 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
         )
 
 
-def tensor(name, *ne):
-    return _gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "ne", "expected"),
-    [
-        ("blk.0.ffn_up.weight", (256, 2), True),
-        ("blk.0.ffn_up.weight", (256, 1), False),
-        ("blk.0.ffn_up.weight", (256, 1, 2), True),
-        ("blk.0.ffn_up.bias", (256, 2), False),
-        ("blk.0.attn_norm.weight", (256, 2), False),
-        ("blk.0.ffn_gate_inp.weight", (256, 2), False),
-        ("blk.0.ssm_conv1d.weight", (4, 256), False),
-        ("position_embd.weight", (256, 9), False),
-        ("token_types.weight", (256, 2), False),
-        ("blk.0.time_mix_w1.weight", (256, 9), False),
-        ("v.patch_embd.weight", (16, 16), False),
-        ("output.weight", (256, 9), True),
-    ],
-)
-def test_which_tensors_are_quantized(name, ne, expected):
-    assert _plan.is_weight_matrix(tensor(name, *ne), "llama") == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "ne", "arch", "n_expert", "tied", "expected"),
-    [
-        ("output.weight", (256, 9), "llama", 0, False, "Q6_K"),
-        ("output.weight", (320, 9), "llama", 0, False, "Q8_0"),
-        ("output.weight", (256, 9), "falcon", 0, False, "Q8_0"),
-        ("token_embd.weight", (256, 9), "llama", 0, True, "Q6_K"),
-        ("token_embd.weight", (256, 9), "llama", 0, False, "Q3_K"),
-        ("per_layer_token_embd.weight", (256, 9), "gemma3n", 0, False, "Q3_K"),
-        ("blk.0.attn_k.weight", (256, 9), "llama", 8, False, "Q8_0"),
-        ("blk.0.attn_v.weight", (256, 9), "llama", 8, False, "Q8_0"),
-        ("blk.0.attn_q.weight", (256, 9), "llama", 8, False, "ITQ3_S"),
-        ("blk.0.attn_k.weight", (256, 9), "llama", 4, False, "ITQ3_S"),
-        ("blk.0.attn_q_a.weight", (256, 9), "glm5-next", 0, False, "Q8_0"),
-        ("blk.0.attn_q_a.weight", (256, 9), "deepseek2", 0, False, "ITQ3_S"),
-    ],
-)
-def test_types_by_role(name, ne, arch, n_expert, tied, expected):
-    choices = _plan.Choices(ggml_ext.TYPES["itq3_s"])
-    assert _plan.choose_type(tensor(name, *ne), choices, arch, n_expert, tied).name == expected
-
-
 def test_every_type_name_of_the_library_is_known(lib):
     """A stock type of ours must be one that the library can make with the size that gguf knows."""
     for qtype in _plan.TARGET_TYPES.values():

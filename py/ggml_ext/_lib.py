@@ -1,4 +1,4 @@
-"""The extended libggml-base through ctypes, which releases Python's lock during calls: threads run in parallel."""
+"""The extended libggml-base, and of libllama its rules for types, through ctypes, which releases Python's lock during calls."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable
-from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from .quants import ditto3
 
 ABI_VERSION = 6  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
+MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
 _ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
@@ -68,6 +69,26 @@ _SIGNATURES = {
     "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
 }
 
+_RULES_SIGNATURES = {
+    "ggml_ext_rule_types": (
+        c_bool,
+        [c_char_p, c_uint32, c_int, c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p, POINTER(c_bool), c_char_p, c_size_t],
+    ),
+    "ggml_ext_rule_fallback": (c_int, [c_int, c_int64]),
+}
+
+
+def _declare(dll: ctypes.CDLL, path: Path, signatures: dict, project: str) -> None:
+    """UserError if a function is missing."""
+    for name, (result, arguments) in signatures.items():
+        try:
+            function = getattr(dll, name)
+        except AttributeError:
+            raise UserError(
+                f"{path} has no {name}: it is not the {project} of this package; reinstall ggml-ext or unset {DIR_VARIABLE}"
+            ) from None
+        function.restype, function.argtypes = result, arguments
+
 
 def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:
     return array.ctypes.data_as(POINTER(ctype))
@@ -114,15 +135,7 @@ class Library:
             self._dll = ctypes.CDLL(os.fspath(path))
         except OSError as e:
             raise UserError(f"cannot load {path}: {e}; reinstall ggml-ext or pass --encoder numpy") from e
-        for name, (result, arguments) in _SIGNATURES.items():
-            try:
-                function = getattr(self._dll, name)
-            except AttributeError:
-                raise UserError(
-                    f"{path} has no {name}: it is not the ggml of this package; reinstall ggml-ext or "
-                    f"unset {DIR_VARIABLE}"
-                ) from None
-            function.restype, function.argtypes = result, arguments
+        _declare(self._dll, path, _SIGNATURES, "ggml")
         if (version := self._dll.ggml_ext_abi_version()) != ABI_VERSION:
             raise UserError(
                 f"{path} has interface version {version}, this package needs {ABI_VERSION}: reinstall ggml-ext"
@@ -272,6 +285,57 @@ class Ditto3Histogram:
         return codebook
 
 
+class Rules:
+    """llama-quantize's rules, of ggml-ext-rules.h in libllama. Types are ids of enum ggml_type."""
+
+    def __init__(self, path: Path):
+        """OSError if libllama cannot be loaded, UserError if it is another one."""
+        self._dll = ctypes.CDLL(os.fspath(path))
+        _declare(self._dll, path, _RULES_SIGNATURES, "llama.cpp")
+
+    def types(
+        self,
+        arch: str,
+        n_expert: int,
+        ftype: int,
+        token_embd: int | None,
+        output: int | None,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> tuple[list[int | None], bool]:
+        """Type of each tensor in a file of one of our types, None where it keeps its own; and whether libllama knows arch.
+
+        token_embd, output: types that were asked for. names, shapes: of all tensors, dimensions as in a Tensor's ne. ValueError
+        with llama.cpp's reason where it has no answer.
+        """
+        dims = np.ones((len(shapes), MAX_DIMS), np.int64)
+        for row, ne in zip(dims, shapes, strict=True):
+            row[: len(ne)] = ne
+        encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # with a zero at the end
+        types, is_known, error = np.empty(len(names), np.int32), c_bool(), ctypes.create_string_buffer(256)
+        if not self._dll.ggml_ext_rule_types(
+            arch.encode(),
+            n_expert,
+            ftype,
+            -1 if token_embd is None else token_embd,
+            -1 if output is None else output,
+            len(names),
+            encoded.ctypes.data,
+            dims.ctypes.data,
+            types.ctypes.data,
+            ctypes.byref(is_known),
+            error,
+            len(error),
+        ):
+            raise ValueError(error.value.decode(errors="replace").strip())
+        return [None if t < 0 else int(t) for t in types], is_known.value
+
+    def fallback(self, type_id: int, n_per_row: int) -> int | None:
+        """What a stock type falls back to for rows that are no multiple of its block; None if there is no rule."""
+        found = self._dll.ggml_ext_rule_fallback(type_id, n_per_row)
+        return None if found < 0 else found
+
+
 _EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
 
 
@@ -299,6 +363,13 @@ def load() -> Library | None:
             "extended libraries or unset it"
         )
     return Library(found[0]) if found else None
+
+
+@functools.cache
+def load_rules() -> Rules | None:
+    """The rules of the libllama beside load()'s library; None where there is none. Errors are those of Rules()."""
+    found = _find("llama")
+    return Rules(found[0]) if found else None
 
 
 def upstream_versions() -> tuple[str, str]:

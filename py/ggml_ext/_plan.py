@@ -1,8 +1,8 @@
-"""Which type each tensor gets: what llama-quantize does for the same file type.
+"""Which type each tensor gets: what llama-quantize does for the same file type, and what the options say.
 
-Source of the rules and lists: llama.cpp, src/llama-quant.cpp, tensor_allows_quantization(), tensor_type_fallback(),
-tensor_requires_imatrix() and llama_tensor_get_type(). Where those ask for the file type (ftype), ours has the row of
-its type in the table: `token_embd`, `output` and `fallback`, which is followed until a type fits.
+Which tensors are quantized and what their role asks for is llama.cpp's answer (_rules.py); there ours has the row of its type in
+the table: `token_embd` and `output`. Here are the options, in the order of llama_tensor_get_type() in llama.cpp's
+src/llama-quant.cpp, mixtures, and `fallback` of the table, which is followed until a type fits.
 """
 
 from __future__ import annotations
@@ -18,74 +18,10 @@ from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._imatrix import ImportanceMatrix, n_importances
 from ._names import describe_tensors, list_tensors, unknown_type
 from ._recipes import Recipe
+from ._rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
 from ._types import TYPES, TypeInfo
 
 T = GGMLQuantizationType
-
-# A tensor whose name holds one of these stays as it is.
-KEPT_PARTS = (
-    "_norm.weight",
-    "ffn_gate_inp.weight",
-    "ffn_gate_tid2eid.weight",  # expert routing
-    "altup",
-    "laurel",
-    "per_layer_model_proj",  # small
-    "ssm_conv1d",
-    "shortconv.conv.weight",  # small convolutions
-    "indexer.k_proj.weight",
-    "indexer.q_proj.weight",
-    # RWKV: small, though of two dimensions
-    "time_mix_first.weight",
-    "time_mix_w0.weight",
-    "time_mix_w1.weight",
-    "time_mix_w2.weight",
-    "time_mix_v0.weight",
-    "time_mix_v1.weight",
-    "time_mix_v2.weight",
-    "time_mix_a0.weight",
-    "time_mix_a1.weight",
-    "time_mix_a2.weight",
-    "time_mix_g1.weight",
-    "time_mix_g2.weight",
-    "time_mix_decay_w1.weight",
-    "time_mix_decay_w2.weight",
-    "time_mix_lerp_fused.weight",
-    "attn_rel_b.weight",  # T5's relative position bias
-    ".position_embd",
-    "sam.pos_embd",
-    "sam.neck.",
-    "sam.net_",
-    ".rel_pos",
-    ".patch_embd",
-    ".patch_merger",  # vision
-    "a.rvq.codebook",
-    "mm.a.code_embd",  # audio
-)
-KEPT_NAMES = ("position_embd.weight", "token_types.weight")  # BERT
-KEPT_PARTS_OF_ARCH = {
-    "glm5-next": (
-        "hc_",
-        "indexer.attn_q_b",
-        "indexer.attn_k",
-        "indexer.proj",
-        "indexer_compressor_gate",
-        "indexer_compressor_ape",
-        "ssm_f_a.weight",
-        "ssm_f_b.weight",
-        "ssm_g_a.weight",
-        "ssm_g_b.weight",
-        "ssm_beta.weight",
-        "attn_kv_a_mqa.weight",
-        "attn_k_b.weight",
-        "attn_v_b.weight",
-    ),
-}
-Q8_0_PARTS_OF_ARCH = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
-OUTPUT = "output.weight"
-TOKEN_EMBD = "token_embd.weight"
-PER_LAYER_TOKEN_EMBD = "per_layer_token_embd.weight"
-# With eight experts the attention's keys and values are a small part of the model.
-ATTENTION_K_V_PARTS = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight", "attn_k.weight")
 
 FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
@@ -95,24 +31,6 @@ SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
 UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0)
 IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
 TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
-# For rows that are no multiple of the block; beside the `fallback` of our own types. F16 follows.
-STOCK_FALLBACKS = {
-    T.IQ1_S: T.IQ4_NL,
-    T.IQ1_M: T.IQ4_NL,
-    T.IQ2_XXS: T.IQ4_NL,
-    T.IQ2_XS: T.IQ4_NL,
-    T.IQ2_S: T.IQ4_NL,
-    T.IQ3_XXS: T.IQ4_NL,
-    T.IQ3_S: T.IQ4_NL,
-    T.IQ4_XS: T.IQ4_NL,
-    T.Q2_K: T.Q4_0,
-    T.Q3_K: T.Q4_0,
-    T.TQ1_0: T.Q4_0,
-    T.TQ2_0: T.Q4_0,
-    T.Q4_K: T.Q5_0,
-    T.Q5_K: T.Q5_1,
-    T.Q6_K: T.Q8_0,
-}
 
 
 def parse_type(name: str, flag: str) -> GGMLQuantizationType:
@@ -244,23 +162,11 @@ class Plan:
         return sum(t.n_elements for t in self.tensors)
 
 
-def is_weight_matrix(tensor: Tensor, arch: str) -> bool:
-    """True if llama-quantize would change the type of such a tensor."""
+def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (_rules.py)."""
     name = tensor.name
-    return (
-        tensor.n_dims >= 2
-        and name.endswith("weight")
-        and name not in KEPT_NAMES
-        and not any(part in name for part in (*KEPT_PARTS, *KEPT_PARTS_OF_ARCH.get(arch, ())))
-    )
-
-
-def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied: bool) -> GGMLQuantizationType:
-    """Target type of a weight matrix before shape is looked at. tied: the file has no output.weight."""
-    name = tensor.name
-    is_embd = name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
     override = next((o for o in choices.overrides if o.pattern.search(name)), None)
-    if is_embd and choices.token_embd is not None and not (name == PER_LAYER_TOKEN_EMBD and override):
+    if name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD) and choices.token_embd is not None and not (name == PER_LAYER_TOKEN_EMBD and override):
         return choices.token_embd
     if name == OUTPUT and choices.output is not None:
         return choices.output
@@ -268,20 +174,7 @@ def choose_type(tensor: Tensor, choices: Choices, arch: str, n_expert: int, tied
         return override.type
     if choices.recipe and (better := choices.recipe.type_of(name)):
         return T[better.upper()]
-    if choices.pure:
-        return choices.type
-    if any(part in name for part in Q8_0_PARTS_OF_ARCH.get(arch, ())):
-        return T.Q8_0
-    if name == OUTPUT or (tied and is_embd):
-        if choices.output is not None:
-            return choices.output
-        # Q8_0 also for rows that do not fit the file's own type: no fallback is counted
-        return T.Q8_0 if arch == "falcon" or tensor.ne[0] % choices.info.block_size else T[choices.info.output.upper()]
-    if is_embd:
-        return T[choices.info.token_embd.upper()]
-    if n_expert == 8 and any(part in name for part in ATTENTION_K_V_PARTS):
-        return T.Q8_0
-    return choices.type
+    return choices.type if choices.pure else rule
 
 
 def _info(qtype: GGMLQuantizationType) -> TypeInfo | None:
@@ -295,16 +188,10 @@ def uses_metric(qtype: GGMLQuantizationType) -> bool:
 
 
 def fallback_chain(target: GGMLQuantizationType) -> Iterator[GGMLQuantizationType]:
-    """Its fallback, the fallback of that and so on: of itq3_t itq3_t64, iq4_nl, f16."""
-    while target != T.F16:
-        info = _info(target)
-        target = T[info.fallback.upper()] if info else STOCK_FALLBACKS.get(target, T.F16)
+    """The fallbacks of one of our types down to a stock type: of itq3_t itq3_t64, iq4_nl. Stock types have none here."""
+    while info := _info(target):
+        target = T[info.fallback.upper()]
         yield target
-
-
-def fallback_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
-    """What takes the place of a type in rows that it does not fit: the first of its fallbacks that does."""
-    return next(t for t in fallback_chain(target) if tensor.ne[0] % GGML_QUANT_SIZES[t][0] == 0)
 
 
 def stock_fallback(target: GGMLQuantizationType) -> GGMLQuantizationType:
@@ -315,37 +202,41 @@ def stock_fallback(target: GGMLQuantizationType) -> GGMLQuantizationType:
 def replacement_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
     """stock_fallback() if it fits the rows, or F16."""
     stock = stock_fallback(target)
-    return stock if tensor.ne[0] % GGML_QUANT_SIZES[stock][0] == 0 else T.F16
+    return stock if _fits(tensor, stock) else T.F16
+
+
+def _fits(tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
+    return tensor.ne[0] % GGML_QUANT_SIZES[qtype][0] == 0
 
 
 def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
     """target, or what takes its place where the row is no multiple of its block; UserError if nothing does."""
-    block_size = GGML_QUANT_SIZES[target][0]
-    if tensor.ne[0] % block_size == 0:
-        return target
-    if target.name.lower() not in TYPES and target not in STOCK_FALLBACKS and block_size > 32:
+    tried = [target, *fallback_chain(target)]
+    fitting = next((t for t in tried if _fits(tensor, t)), None)
+    if fitting is not None:
+        return fitting
+    fallback = stock_fallback_type(tried[-1], tensor.ne[0])
+    if fallback is None:
         raise UserError(
-            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {block_size} as "
+            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "
             f"{target.name.lower()} needs: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
         )
-    return fallback_type(tensor, target)
+    return fallback
 
 
 def make_plan(file: GGUFFile, choices: Choices) -> Plan:
     """Target types for all tensors; UserError for inputs and types that cannot be handled."""
-    arch = file.value("general.architecture", "")
-    n_expert = file.value(f"{arch}.expert_count", 0)
-    tied = all(t.name != OUTPUT for t in file.tensors)
-    plan = Plan(file.tensors)
+    rules, warnings = rule_types(file, choices.info, choices.token_embd, choices.output)
+    plan = Plan(file.tensors, warnings=warnings)
     no_weights: dict[GGMLQuantizationType, list[str]] = {}
-    for tensor in file.tensors:
-        if not is_weight_matrix(tensor, arch) or (choices.leave_output and tensor.name == OUTPUT):
+    for tensor, rule in zip(file.tensors, rules, strict=True):
+        if rule is None or (choices.leave_output and tensor.name == OUTPUT):
             plan.add(tensor, tensor.type, tensor.type)
         elif tensor.type in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES):
             no_weights.setdefault(tensor.type, []).append(tensor.name)
             plan.add(tensor, tensor.type, tensor.type)
         else:
-            wanted = choose_type(tensor, choices, arch, n_expert, tied)
+            wanted = choose_type(tensor, choices, rule)
             plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
             plan.n_matrices += 1
     if not plan.n_matrices:
