@@ -120,28 +120,43 @@ def rpc_server(folder: Path):
         server.wait(timeout=30)
 
 
-def test_rpc_runs_a_rotated_type(model, tmp_path):
-    """All layers on a server give the perplexity of a local run, digit for digit: the same code on the same processor, with one
-    thread on both sides, so that no sum is split in another way."""
-    file, text = tmp_path / "model.gguf", tmp_path / "text.txt"
-    conftest.quantize(model, file, "--type", "itq3_t", *perplexity_run.UNIFORM)
-    text.write_bytes((ROOT / "data" / "heldout.txt").read_bytes()[:20000])  # more than two chunks of 256 tokens
+def perplexity_by(file: Path, text: Path, *options) -> tuple[str, list[str]]:
+    """The estimate of two chunks as printed, and the sizes in MiB of the weights on each server. With one thread on all sides no sum is
+    split in another way."""
 
     def parse(log: str) -> tuple[str, list[str]] | None:
-        """The estimate as printed, and the sizes of the weights on servers in MiB."""
         found = re.search(r"Final estimate: PPL = ([\d.]+)", log)
-        return found and (found[1], re.findall(r"RPC0\[127\.0\.0\.1:\d+\] model buffer size = +([\d.]+) MiB", log))
+        return found and (found[1], re.findall(r"RPC\d\[127\.0\.0\.1:\d+\] model buffer size = +([\d.]+) MiB", log))
 
-    def run(*options):
-        return perplexity_run.run_perplexity("final estimate", parse, file, 256, 1, "-f", text, "--chunks", 2, "-lv", 4, *options)
+    return perplexity_run.run_perplexity("final estimate", parse, file, 256, 1, "-f", text, "--chunks", 2, "-lv", 4, *options)
 
-    here, none = run()
-    with rpc_server(tmp_path) as endpoint:
-        there, sizes = run("--rpc", endpoint, "-ngl", 99)
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "data" / "heldout.txt").read_bytes()[:20000])  # more than two chunks of 256 tokens
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_servers(tmp_path_factory):
+    """As two machines would run them; their endpoints for --rpc."""
+    with rpc_server(tmp_path_factory.mktemp("first")) as first, rpc_server(tmp_path_factory.mktemp("second")) as second:
+        yield f"{first},{second}"
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_a_model_over_two_rpc_servers(model, text, two_servers, name, tmp_path):
+    """Half of the layers on each gives the perplexity of a local run, digit for digit: the same code on the same processor."""
+    file = tmp_path / "model.gguf"
+    conftest.quantize(model, file, "--type", name, "--effort", "fast", *perplexity_run.UNIFORM)
+    here, none = perplexity_by(file, text)
+    there, sizes = perplexity_by(file, text, "--rpc", two_servers, "-ngl", 99, "--tensor-split", "1,1")
     assert here == there
     blocks, _ = perplexity_run.block_types(file)
-    n_bytes = sum(blocks.values()) / 8 * WEIGHT_TYPES["itq3_t"].bpw
-    assert not none and len(sizes) == 1 and float(sizes[0]) * 2**20 >= n_bytes, "the weights of the blocks are not on the server"
+    n_bytes = sum(blocks.values()) / 8 * WEIGHT_TYPES[name].bpw
+    assert not none and len(sizes) == 2 and sum(map(float, sizes)) * 2**20 >= n_bytes, "the weights of the blocks are not on the servers"
+    assert min(map(float, sizes)) * 2**20 >= n_bytes / 3, "one server holds nearly all"
 
 
 # Which products the device of an RPC server takes, one line each; in a process of its own, since a lost server aborts.

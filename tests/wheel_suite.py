@@ -182,6 +182,15 @@ def test_backends_in_the_current_folder_stay_out(files, monkeypatch):
     assert loaded(log) == folder_of(poorest) / f"libggml-cpu-{poorest}.so"
 
 
+def test_python_loads_the_libraries(tmp_path):
+    """As llama-cpp-python does, by a name without a version: the program lies elsewhere then, and the backends beside the libraries."""
+    folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
+    code = "import ctypes, sys; lib = ctypes.CDLL(sys.argv[1]); lib.llama_backend_init(); assert lib.ggml_backend_dev_count() > 0"
+    done = subprocess.run([sys.executable, "-c", code, Path(folder) / "libllama.so"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert loaded(done.stderr) == BIN / f"libggml-cpu-{max(RUNNABLE, key=score)}.so"
+
+
 @for_each_type
 def test_perplexity_is_as_recorded(files, name):
     found = perplexity(files[name], TEXT, n_chunks=conftest.N_CHUNKS)

@@ -1,0 +1,47 @@
+"""Prints the folder of the extended llama.cpp libraries: LLAMA_CPP_LIB_PATH=$(python -m ggml_ext.libdir) for llama-cpp-python"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import _lib
+from ._cli import Parser, add_version_option, print_text, run_command
+from ._errors import UserError
+
+WAY_OUT = "pass it to a program that reads it"
+# what programs ask for that load libllama by its name
+NAMES = {"darwin": "libllama.dylib", "win32": "llama.dll"}
+
+
+def library_folder() -> Path:
+    """The folder that holds libllama.so (libllama.dylib, llama.dll) and all that it needs; UserError if there is none."""
+    library, name = _lib.load(), NAMES.get(sys.platform, "libllama.so")
+    if library is None:
+        raise UserError("the libraries were not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+    folder = library.path.absolute().parent
+    if not (folder / name).is_file():
+        raise UserError(f"{folder} has no {name}, only the libraries of ggml: reinstall ggml-ext, or unset {_lib.DIR_VARIABLE}")
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see run_command() for the exit code."""
+    parser = Parser(
+        prog="ggml-ext-libdir",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Prints the folder of this package's libllama and libmtmd, for programs that load such libraries.",
+        epilog='llama-cpp-python:\n  export LLAMA_CPP_LIB_PATH="$(ggml-ext-libdir)" MTMD_CPP_LIB="$(ggml-ext-libdir)"',
+    )
+    add_version_option(parser)
+
+    def run() -> None:
+        parser.parse_args(argv)
+        print_text(str(library_folder()), WAY_OUT)
+
+    return run_command(run, lambda: "nothing was changed", WAY_OUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
