@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -254,6 +254,13 @@ class Calibration:
             "chunks": self.n_chunks,
             "context": N_CONTEXT,
         }
+
+    def finished(self, folder: Path) -> Importance | None:
+        """What an earlier run left in the folder, if it serves."""
+        there = replace(self, folder=folder)
+        record = Record.read(kept := there.kept(None))
+        serves = record is not None and record.layers is None and record.serves(there.made_from(), self.kind)
+        return open_importance([kept], self.kind, self.text_name) if serves else None
 
     def memory_needed(self, layers: list[int] | None = None) -> int:
         return self.model.n_bytes + self.model.moments_bytes(self.kind, layers)

@@ -74,6 +74,8 @@ class Choices:
     output: GGMLQuantizationType | None = None
     leave_output: bool = False
     allow_requantize: bool = False
+    target: str | None = None  # that chooses the types, as an option: info is what stands for them until it has
+    stock_file_type: int | None = None  # general.file_type where it chose no type of ours
 
     @property
     def type(self) -> GGMLQuantizationType:
@@ -82,7 +84,16 @@ class Choices:
     @property
     def name(self) -> str:
         """As on the command line."""
-        return self.recipe.name if self.recipe else self.info.name
+        return "auto" if self.target else self.recipe.name if self.recipe else self.info.name
+
+    @property
+    def asked(self) -> str:
+        """What decides the types."""
+        return self.target.replace("=", " ") if self.target else self.name
+
+    @property
+    def file_type(self) -> int:
+        return int(self.info.id) if self.stock_file_type is None else self.stock_file_type
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PATIENCE = 1.0  # seconds until a signal is noticed at the latest
@@ -16,12 +18,7 @@ def run_heard(
     """Exit code and output of a program. heard() gets all of the output so far whenever there is more; the program never outlives
     this call."""
     log = bytearray()
-    # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
-    process = subprocess.Popen(
-        command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
-        start_new_session=True,
-    )
-    try:
+    with _started(command, folder, env, subprocess.PIPE) as process:
         while True:
             # a signal that comes just before a read is handled after it, and the program may say nothing for long
             if not select.select([process.stdout], [], [], PATIENCE)[0]:
@@ -31,6 +28,31 @@ def run_heard(
             log += piece
             heard(log.decode(errors="replace"))
         code = process.wait()
+    return code, log.decode(errors="replace")
+
+
+def run_logged(command: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output of a program, which never outlives this call. The output goes through a file: into a pipe
+    llama-perplexity sometimes loses its last lines."""
+    with tempfile.TemporaryFile() as log:
+        with _started(command, folder, None, log) as process:
+            while (code := process.poll()) is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE)
+        log.seek(0)
+        return code, log.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _started(command: list[str], folder: Path, env: dict[str, str] | None, output) -> Iterator[subprocess.Popen]:
+    """A program, ended if it has not ended by itself."""
+    # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
+    process = subprocess.Popen(
+        command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
+        start_new_session=True,
+    )
+    try:
+        yield process
     finally:
         if process.poll() is None:
             process.terminate()
@@ -39,5 +61,5 @@ def run_heard(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        process.stdout.close()
-    return code, log.decode(errors="replace")
+        if process.stdout is not None:
+            process.stdout.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+from typing import TYPE_CHECKING
 
 from gguf import GGMLQuantizationType
 
@@ -18,6 +19,9 @@ from ._names import describe_tensors, shorten, tensor_class
 from ._plan import Choices, Fallback, Plan, stock_fallback
 from ._types import WEIGHT_TYPES
 from ._writer import MIB
+
+if TYPE_CHECKING:
+    from ._choice import Chosen
 
 MIN_COLUMNS = 80
 WARN_ABOVE = 3  # times the usual error of a type
@@ -58,7 +62,7 @@ def tensor_lines(plan: Plan, width: int) -> list[str]:
     return lines
 
 
-def _table(title: str, heading: str, rows: list[tuple[str, str]], width: int) -> list[str]:
+def table(title: str, heading: str, rows: list[tuple[str, str]], width: int) -> list[str]:
     """Lines of a name, shortened to what the other columns leave, and those."""
     room = width - len(heading) - 2
     rows = [(shorten(name, room), others) for name, others in [(title, heading), *rows]]
@@ -76,7 +80,7 @@ def _size_table(plan: Plan, width: int) -> list[str]:
         (name, f"{type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}")
         for (name, type_name), (count, weights, size) in classes.items()
     ]
-    return _table("tensors", f"{'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}", rows, width)
+    return table("tensors", f"{'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}", rows, width)
 
 
 def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[str]:
@@ -98,7 +102,7 @@ def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[
 
     rows = [(name, columns_of(type_name, a)) for (name, type_name), a in classes.items()]
     heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''} {'largest error':>14}"
-    return _table("tensors", heading, rows, width)
+    return table("tensors", heading, rows, width)
 
 
 def _outcome(plan: Plan, choices: Choices) -> list[str]:
@@ -107,8 +111,8 @@ def _outcome(plan: Plan, choices: Choices) -> list[str]:
     asked, got = plan.blocks_bpw(plan.wanted), plan.blocks_bpw(plan.types)
     blocks = "" if got is None else f"{got:.5g} bpw in the blocks, "
     if not plan.fallbacks and not plan.inaccurate:
-        return ["", f"{choices.name} as asked: {blocks}{in_all}"]
-    lines = ["", f"asked for {choices.name}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}"]
+        return ["", f"{choices.asked} as asked: {blocks}{in_all}"]
+    lines = ["", f"asked for {choices.asked}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}"]
     lines += _fallback_outcomes(plan)
     for (wanted, got), names in plan.inaccurate.items():
         lines.append(describe_tensors(names, f": {got.name.lower()} instead of {wanted.name.lower()} for the errors"))
@@ -131,9 +135,11 @@ def _fallback_outcomes(plan: Plan) -> list[str]:
 
 
 def summary(
-    plan: Plan, choices: Choices, width: int, importance: str, accuracies: list[Accuracy] | None = None, seconds: float = 0
+    plan: Plan, choices: Choices, width: int, importance: str, accuracies: list[Accuracy] | None = None, seconds: float = 0,
+    chosen: Chosen | None = None,
 ) -> str:
-    """Tables by class and type of tensor, totals, and the outcome. importance: what was used; accuracies: None for a dry run."""
+    """Tables by class and type of tensor, totals, and the outcome. importance: what was used; accuracies: None for a dry run;
+    chosen: what a target led to."""
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
         *_size_table(plan, width),
@@ -147,7 +153,9 @@ def summary(
         lines.append(
             f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)"
         )
-    return "\n".join(lines + _outcome(plan, choices))
+    if chosen is not None:
+        lines += chosen.table(width)
+    return "\n".join(lines + _outcome(plan, choices) + (chosen.describe() if chosen is not None else []))
 
 
 def error_warnings(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
@@ -203,8 +211,8 @@ def tensor_record(plan: Plan, i: int, accuracy: Accuracy | None = None) -> dict:
     }
 
 
-def totals_record(plan: Plan, accuracies: list[Accuracy] | None) -> dict:
-    """What summary() says of the whole. accuracies: None for a dry run."""
+def totals_record(plan: Plan, accuracies: list[Accuracy] | None, chosen: Chosen | None = None) -> dict:
+    """What summary() says of the whole. accuracies: None for a dry run; chosen: what a target led to."""
     changed = zip(plan.tensors, plan.types, accuracies or [])
     total = sum((a for tensor, target, a in changed if target != tensor.type), Accuracy())
     return {
@@ -214,4 +222,5 @@ def totals_record(plan: Plan, accuracies: list[Accuracy] | None) -> dict:
         "bits_per_weight": _number(plan.size_after() * 8 / max(plan.n_elements(), 1)),
         "bits_per_weight_in_the_blocks": _number(plan.blocks_bpw(plan.types)),
         **({} if accuracies is None else error_record(total)),
+        **({} if chosen is None else chosen.record()),
     }

@@ -11,12 +11,13 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
-from . import __version__, _calibration, _lib, _source
+from . import __version__, _calibration, _choice, _lib, _source
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, run_command
 from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
@@ -80,7 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="GGUF model in F32, F16, BF16 or Q8_0, of a split one any part; or the folder of a Hugging Face checkpoint",
     )
     add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
-    add("--type", metavar="TYPE", required=True, help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}")
+    add(
+        "--type",
+        metavar="TYPE",
+        help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}; auto, or nothing, with a target",
+    )
+    _choice.add_options(add)
     add("--pure", action="store_true", help="the type of most matrices of the blocks for embeddings and output too")
     add(
         "--tensor-type",
@@ -155,10 +161,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_choices(args: argparse.Namespace) -> Choices:
     """The type-related options; UserError naming the flag."""
-    recipe = RECIPES.get(args.type.lower())
-    info = WEIGHT_TYPES.get(recipe.base if recipe else args.type.lower())
+    target = _choice.parse_target(args)
+    name = _choice.STAND_IN if target else args.type.lower()
+    recipe = RECIPES.get(name)
+    info = WEIGHT_TYPES.get(recipe.base if recipe else name)
     if info is None:
-        remark = " (for stock types use llama-quantize)" if args.type.lower() in TARGET_TYPES else ""
+        remark = " (for stock types use llama-quantize)" if name in TARGET_TYPES else ""
         raise UserError(unknown_type("--type", args.type, [*WEIGHT_TYPES, *RECIPES], remark))
     if args.itq3_levels not in (3, 8):
         raise UserError(f"--itq3-levels: got {args.itq3_levels}, must be 8 or 3")
@@ -180,12 +188,13 @@ def parse_choices(args: argparse.Namespace) -> Choices:
     return Choices(
         info=info,
         recipe=recipe,
-        pure=args.pure,
+        pure=args.pure or target is not None,
         overrides=tuple(map(Override.parse, args.tensor_type)),
         token_embd=optional(args.token_embedding_type, "--token-embedding-type"),
         output=optional(args.output_tensor_type, "--output-tensor-type"),
         leave_output=args.leave_output_tensor,
         allow_requantize=args.allow_requantize,
+        target=target and target.option,
     )
 
 
@@ -245,17 +254,21 @@ def identity(path: Path, n_header: int = 0) -> dict:
     return {**_calibration.fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
 
 
-def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
-    """The encoder asked for; UserError if it cannot make a type of the plan."""
+def load_codec(args: argparse.Namespace) -> Codec:
+    """The encoder asked for; UserError if it is not there."""
     lib = None if args.encoder == "numpy" else _lib.load()
     if lib is None and args.encoder == "c":
         raise UserError(
             "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
             "leave out --encoder"
         )
-    codec = Codec(lib, args.itq3_levels, args.ditto_codebook, args.effort)
+    return Codec(lib, args.itq3_levels, args.ditto_codebook, args.effort)
+
+
+def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
+    """UserError if it cannot make a type of the plan."""
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if lib is None and args.fallback_above is not None and target != tensor.type and target.name.lower() in WEIGHT_TYPES:
+        if codec.lib is None and args.fallback_above is not None and target != tensor.type and target.name.lower() in WEIGHT_TYPES:
             fallback = replacement_type(tensor, target)
             if not codec.can_encode(fallback):
                 raise UserError(
@@ -264,7 +277,12 @@ def load_codec(args: argparse.Namespace, plan: Plan) -> Codec:
                 )
         if target != tensor.type and not codec.can_encode(target):
             raise no_numpy_encoder(tensor, target)
-    return codec
+
+
+def check_fallbacks(args: argparse.Namespace, plan: Plan) -> None:
+    """UserError for what --no-fallback refuses."""
+    if args.no_fallback and (refused := refused_fallback(plan)):
+        raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")
 
 
 def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, what: str = "") -> UserError:
@@ -293,7 +311,10 @@ def find_importance(
     folder = None if output is None else output.parent
     found = _calibration.prepare(args, file, plan, folder, check_threads(args.threads), say, warn, show_bar)
     if isinstance(found, _calibration.Calibration):
-        return Importance(found.kind), f"{found.kind}, by a {found.describe()}"
+        kept = None if args.output is None else found.finished(Path(os.path.realpath(args.output)).parent)
+        if kept is None:
+            return Importance(found.kind), f"{found.kind}, by a {found.describe()}"
+        found = kept
     plan_importance(plan, found.matrix)
     plan_moments(plan, found, args.importance is not None)
     return found, found.describe()
@@ -303,13 +324,15 @@ def describe_options(args: argparse.Namespace, plan: Plan) -> str:
     """The options that decide the bytes of the output, for the file's record."""
     of_types = {T.ITQ3_S: f"itq3-levels={args.itq3_levels}", T.DITTO3: f"ditto-codebook={args.ditto_codebook}"}
     of_types |= {T[name.upper()]: f"effort={args.effort}" for name in TRELLIS_TYPES}
-    options = list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
+    target = _choice.parse_target(args)
+    options = [] if target is None else [target.option]
+    options += list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
     if args.fallback_above is not None:
         options.append(f"fallback-above={args.fallback_above:g}")
     options += [
         flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))
     ]
-    for flag in ("token-embedding-type", "output-tensor-type"):
+    for flag in ("token-embedding-type", "output-tensor-type", "target-types"):
         if value := getattr(args, flag.replace("-", "_")):
             options.append(f"{flag}={value}")
     return " ".join([*options, *(f"tensor-type={text}" for text in args.tensor_type)])
@@ -325,7 +348,7 @@ def output_metadata(
     """All keys of the input, in their order, those of llama-quantize and ours. epsilons: by name of the DITTO3 tensors."""
     ours = [
         *importance.metadata(),
-        uint32_value("general.file_type", int(choices.info.id)),
+        uint32_value("general.file_type", choices.file_type),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
         string_value("ggml_ext.type", choices.name),
@@ -334,6 +357,21 @@ def output_metadata(
     ]
     old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
     return old | {kv.key: kv for kv in ours}
+
+
+def header_bytes(
+    args: argparse.Namespace, file: GGUFFile, choices: Choices, plan: Plan, items: list[_choice.Item], importance: Importance,
+    max_bytes: int | None,
+) -> int:
+    """Of OUT before its data, at most, whatever types the items get; in a split model of all parts."""
+    planned, every_type = list(plan.types), Plan([])
+    for item in items:
+        every_type.types += item.types
+        planned[item.index] = T.DITTO3 if T.DITTO3 in item.types else item.types[0]
+    options, epsilons = describe_options(args, every_type), list_epsilons(file, plan, planned, None)
+    header = pack_header(output_metadata(file, choices, options, importance, epsilons), plan.tensors, plan.types, file.alignment)
+    n_parts = 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
+    return len(header) + n_parts * (_choice.PART_HEADER + file.alignment)
 
 
 def list_epsilons(
@@ -362,6 +400,7 @@ def run(args: argparse.Namespace, log: Log) -> None:
 
 def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> None:
     """stack: ends when nothing is read or written any more."""
+    target = _choice.parse_target(args)
     _source.check_options(args)
     choices = parse_choices(args)
     max_bytes = None if args.split_max_size is None else parse_split_size(args.split_max_size)
@@ -372,19 +411,41 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     file = stack.enter_context(_source.open_source(args, path, log.note, show_bar))
     check_model(file)
     plan = make_plan(file, choices)
-    if args.no_fallback and (refused := refused_fallback(plan)):
-        raise UserError(
-            f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out "
-            "--no-fallback"
-        )
-    codec = None if args.dry_run else load_codec(args, plan)
-    if output is not None:
-        sources = [part.path for part in file.parts]
-        output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, max_bytes, sources)
-        if args.report is not None:
-            check_report(args.report, [path, *(part.path for part in output.parts)], sources, args.force)
+    if target is None:
+        check_fallbacks(args, plan)
+    codec = None if args.dry_run and target is None else load_codec(args)
+    if codec is not None and target is None:
+        check_encoders(args, codec, plan)
 
-    importance, described = find_importance(args, file, plan, path, log.note, log.warn, show_bar)
+    def plan_output() -> None:
+        if output is not None:
+            sources = [part.path for part in file.parts]
+            output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, max_bytes, sources)
+            if args.report is not None:
+                check_report(args.report, [path, *(part.path for part in output.parts)], sources, args.force)
+
+    chosen = None
+    if target is not None:
+        items = _choice.make_items(plan, choices, codec, args.target_types)
+        chosen = _choice.choose_at_once(target, file, plan, items)
+    if chosen is None:
+        plan_output()
+        importance, described = find_importance(args, file, plan, path, log.note, log.warn, show_bar)
+    else:
+        importance, described = Importance(), "none: nothing is encoded"
+    if target is not None:
+        if chosen is None:
+            header = header_bytes(args, file, choices, plan, items, importance, max_bytes)
+            folder = None if path is None else path.parent
+            chosen = _choice.choose(
+                args, target, file, plan, items, header, importance, codec, folder, check_threads(args.threads), log.note, log.warn,
+                show_bar,
+            )
+        chosen.apply(plan)
+        check_fallbacks(args, plan)
+        name, file_type = chosen.file_type()
+        choices = replace(choices, info=WEIGHT_TYPES[name]) if name else replace(choices, stock_file_type=file_type)
+        plan_output()
     if codec is not None:
         check_numpy_encoders(codec, plan)
     for line in [] if args.quiet else fallback_lines(plan):
@@ -396,10 +457,10 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     width = columns()
     lines = [] if args.summary or args.quiet else tensor_lines(plan, width)
     if output is None:
-        log.report("\n".join([*lines, summary(plan, choices, width, described)]))
+        log.report("\n".join([*lines, summary(plan, choices, width, described, chosen=chosen)]))
         for i in range(len(plan.tensors)):
             log.event("tensor", tensor_record(plan, i))
-        log.event("summary", {"type": choices.name, "importance": described, **totals_record(plan, None)})
+        log.event("summary", {"type": choices.name, "importance": described, **totals_record(plan, None, chosen)})
         return
 
     started = time.monotonic()
@@ -458,7 +519,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     seconds = time.monotonic() - started + seconds_before
     for warning in [*importance.warnings, *error_warnings(plan, accuracies)]:
         log.warn(warning)
-    log.report(summary(plan, choices, width, described, accuracies, seconds))
+    log.report(summary(plan, choices, width, described, accuracies, seconds, chosen))
     if args.verify:
         log.report(f"verified: {len(plan.tensors)} tensors read back, as they were written")
     totals = {
@@ -471,7 +532,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         "seconds": round(seconds, 3),
         "tensors_of_an_earlier_run": n_before,
         "verified": args.verify,
-        **totals_record(plan, accuracies),
+        **totals_record(plan, accuracies, chosen),
     }
     log.event("summary", totals)
     if args.report is not None:

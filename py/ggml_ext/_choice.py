@@ -1,0 +1,528 @@
+"""Types for each tensor under a limit: --target-size, --target-bpw, --target-kld.
+
+Each matrix has some types to choose from; the relative squared error of each is measured on a sample of its rows, weighted with
+what is known of its inputs, and multiplied with the sensitivity of the matrix (_sensitivity.py) it is its share of the KL divergence.
+Which types make the least of it under a limit of bytes, or the fewest bytes under a limit of it, is solved in _knapsack.py.
+
+Errors and sensitivities are kept beside OUT, as MODEL.choice.json, for the next target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gguf import GGMLQuantizationType, LlamaFileType
+from tqdm import tqdm
+
+from . import __version__, _calibration, _sensitivity
+from ._accuracy import Accuracy
+from ._encode import UNWEIGHTED_IN_NUMPY, Codec, Guide
+from ._errors import UserError
+from ._gguf_file import GGUFFile, Tensor, pad, row_bytes
+from ._importance import Importance
+from ._knapsack import Solution, solve
+from ._names import tensor_class
+from ._output import open_file
+from ._plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row, parse_type
+from ._report import table
+from ._sensitivity import Part, Probe
+from ._tools import find_tool
+from ._types import WEIGHT_TYPES
+from ._writer import MIB, map_in_order
+
+T = GGMLQuantizationType
+AUTO = "auto"
+STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
+# What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
+DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
+ALL_TYPES = (
+    *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0", "q4_1",
+    "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
+)
+SENSITIVITIES = ("measured", "usual")
+GROUPS, GROUP_ROWS = 4, 16  # of rows that stand for a tensor, spread over it
+SIZE_UNITS = {"": 0, "B": 0, "BYTES": 0, "K": 1, "KB": 1, "M": 2, "MB": 2, "G": 3, "GB": 3, "T": 4, "TB": 4}
+FORMAT = 1  # of the kept results
+HEADER_ROOM = 4096  # bytes for keys that OUT has and the input lacks: names of files, options
+STAYS = "{} is enough for the types of the input: everything stays as it is"
+PART_HEADER = 1024  # bytes of the header of a part but the first, beside the names of its tensors
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "10.5GiB", "800 MB", "1e9"; K, M, G and T alone are powers of ten as in llama-gguf-split. UserError for others."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    unit = found[2].upper() if found else ""
+    if found and unit in SIZE_UNITS:
+        size = float(found[1]) * 1000 ** SIZE_UNITS[unit]
+    elif found and unit[1:] == "IB" and unit[0] in "KMGT":
+        size = float(found[1]) * 1024 ** SIZE_UNITS[unit[0]]
+    else:
+        size = 0.0
+    if not 1 <= size < 1e18:
+        raise UserError(f"--target-size: got {text!r}, must be a size such as 10.5GiB, 700MB or 1500000000")
+    return int(size)
+
+
+@dataclass(frozen=True)
+class Target:
+    """kind: "size" (bytes of the file), "bpw" (bits a weight of all tensors) or "kld" (KL divergence). text: as it was given."""
+
+    kind: str
+    value: float
+    text: str
+
+    @property
+    def option(self) -> str:
+        return f"target-{self.kind}={self.text}"
+
+
+def add_options(add: Callable) -> None:
+    """The quantizer's options about a target. add: add_argument of its parser."""
+    add(
+        "--target-size",
+        metavar="SIZE",
+        help="choose the type of each tensor by its measured error so that OUT has at most this size: 10.5GiB, 700MB, bytes",
+    )
+    add("--target-bpw", metavar="BPW", help="the same for bits a weight, of all tensors, as the loader prints them")
+    add("--target-kld", metavar="KLD", help="the smallest file whose predicted KL divergence from the input is at most this")
+    add(
+        "--target-types",
+        metavar="LIST",
+        help=f"types to choose from, with commas, or all; default: {','.join(DEFAULT_TYPES)} and that of the input",
+    )
+    add(
+        "--sensitivity",
+        metavar=f"{{{','.join(SENSITIVITIES)}}}",
+        default=SENSITIVITIES[0],
+        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another model",
+    )
+
+
+def parse_target(args: argparse.Namespace) -> Target | None:
+    """The target of the command line; UserError naming the flag."""
+    given = [kind for kind in ("size", "bpw", "kld") if getattr(args, f"target_{kind}") is not None]
+    auto = args.type is not None and args.type.lower() == AUTO
+    if args.sensitivity not in SENSITIVITIES:
+        raise UserError(f"--sensitivity: got {args.sensitivity!r}, must be {' or '.join(SENSITIVITIES)}")
+    if not given:
+        if args.target_types is not None:
+            raise UserError("--target-types belongs to --target-size, --target-bpw or --target-kld, and none is given")
+        if auto:
+            raise UserError("--type auto: pass --target-size, --target-bpw or --target-kld, which choose the types")
+        if args.type is None:
+            raise UserError(
+                "the following arguments are required: --type, or one of --target-size, --target-bpw and --target-kld; see --help"
+            )
+        return None
+    if len(given) > 1:
+        raise UserError(f"--target-{given[0]} and --target-{given[1]}: pass one of them")
+    kind = given[0]
+    if args.type is not None and not auto:
+        raise UserError(
+            f"--type {args.type} and --target-{kind}: pass one of them, or --type auto; --target-types {args.type} limits the choice"
+        )
+    for flag in ("pure", "fallback_above"):
+        if getattr(args, flag):
+            raise UserError(f"--{flag.replace('_', '-')} and --target-{kind}: a target chooses the type of each tensor; leave one out")
+    parse_types(args.target_types)
+    text = getattr(args, f"target_{kind}")
+    if kind == "size":
+        return Target(kind, parse_size(text), text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UserError(f"--target-{kind}: got {text!r}, must be a number above 0, such as {3.3 if kind == 'bpw' else 0.05}")
+    return Target(kind, value, text)
+
+
+def parse_types(text: str | None) -> list[GGMLQuantizationType]:
+    """Of --target-types; None: the default ones."""
+    names = DEFAULT_TYPES if text is None else ALL_TYPES if text.strip().lower() == "all" else text.split(",")
+    return list(dict.fromkeys(parse_type(name.strip(), "--target-types") for name in names))
+
+
+@dataclass
+class Item:
+    """A weight matrix and the types that it may get."""
+
+    index: int  # in the plan
+    tensor: Tensor
+    types: list[GGMLQuantizationType]
+
+
+def is_overridden(tensor: Tensor, choices: Choices, tied: bool) -> bool:
+    """True if an option names its type."""
+    is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
+    return (
+        any(o.pattern.search(tensor.name) for o in choices.overrides)
+        or (is_embd and choices.token_embd is not None)
+        or ((tensor.name == OUTPUT or (tied and is_embd)) and choices.output is not None)
+    )
+
+
+def make_items(plan: Plan, choices: Choices, codec: Codec, types: str | None) -> list[Item]:
+    """The matrices of a plan in which each that no option names has the type that stands for all. types: --target-types."""
+    listed = parse_types(types)
+    tied = all(t.name != OUTPUT for t in plan.tensors)
+    items = []
+    for i, (tensor, wanted, got) in enumerate(zip(plan.tensors, plan.wanted, plan.types, strict=True)):
+        if is_overridden(tensor, choices, tied):
+            if wanted == choices.type and tied and choices.output is not None:  # of embeddings that serve as the output
+                got = plan.wanted[i] = plan.types[i] = fit_to_row(tensor, choices.output)
+            items += [Item(i, tensor, [got])] if got != tensor.type else []
+        elif wanted == choices.type:
+            keeps = [tensor.type] if types is None and tensor.type in SOURCE_TYPES else []
+            items.append(Item(i, tensor, [*dict.fromkeys([*_fitting(tensor, listed, codec), *keeps])]))
+    return items
+
+
+def _fitting(tensor: Tensor, listed: Sequence[GGMLQuantizationType], codec: Codec) -> list[GGMLQuantizationType]:
+    found = []
+    for target in listed:
+        with contextlib.suppress(UserError):  # it fits no such row, and has no fallback that does
+            found.append(fit_to_row(tensor, target))
+    return [t for t in dict.fromkeys(found) if codec.can_encode(t)]
+
+
+def drop_unusable(items: list[Item], plan: Plan, codec: Codec) -> None:
+    """Leaves out what cannot be made with the importances that there are. UserError if that is all."""
+    for item in items:
+        weighted = item.tensor.name in plan.importance
+        usable = [
+            t
+            for t in item.types
+            if t == item.tensor.type
+            or not ((t in IMATRIX_TYPES and not weighted) or (weighted and codec.lib is None and t in UNWEIGHTED_IN_NUMPY))
+        ]
+        if not usable:
+            names = ", ".join(t.name.lower() for t in item.types)
+            raise UserError(
+                f"--target-types: tensor {item.tensor.name} can have none of {names} "
+                f"{'with the numpy encoder' if weighted else 'without an importance matrix'}: add a type, such as q4_k"
+            )
+        item.types = usable
+
+
+def n_bytes(tensor: Tensor, qtype: GGMLQuantizationType) -> int:
+    return row_bytes(qtype, tensor.ne[0]) * tensor.n_rows
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a target leaves for the matrices. alignment: to which the data of tensors are padded, where that counts."""
+
+    target: Target
+    n_elements: int
+    fixed: int  # bytes of everything else
+    alignment: int
+
+    @classmethod
+    def make(cls, target: Target, plan: Plan, items: list[Item], header: int, alignment: int) -> Limit:
+        """header: bytes of the file before the data."""
+        limit = cls(target, plan.n_elements(), 0, alignment if target.kind == "size" else 1)
+        free = {item.index for item in items}
+        others = [(t, q) for i, (t, q) in enumerate(zip(plan.tensors, plan.types, strict=True)) if i not in free]
+        return replace(limit, fixed=sum(limit.weight(t, q) for t, q in others) + (header if target.kind == "size" else 0))
+
+    def weight(self, tensor: Tensor, qtype: GGMLQuantizationType) -> int:
+        """Bytes that count."""
+        return pad(n_bytes(tensor, qtype), self.alignment)
+
+    @property
+    def n_bytes(self) -> float:
+        """For the matrices; infinite where the target is no size."""
+        value = {"size": self.target.value, "bpw": self.target.value * self.n_elements / 8}.get(self.target.kind, math.inf)
+        return value - self.fixed
+
+    def say(self, weight: float) -> str:
+        """A size of the matrices as that of all, in the target's unit."""
+        total = weight + self.fixed
+        if self.target.kind == "bpw":
+            return f"{math.ceil(total * 8 / self.n_elements * 1e4) / 1e4:g} bpw"
+        return f"{total / MIB:,.2f} MiB ({int(total):,} bytes)"
+
+    def smallest(self, items: list[Item]) -> int:
+        return sum(min(self.weight(item.tensor, t) for t in item.types) for item in items)
+
+    def check(self, items: list[Item], room: int = 0) -> None:
+        """UserError if the target is below the smallest file. room: bytes that more keys may take."""
+        if (least := self.smallest(items)) > self.n_bytes:
+            raise UserError(
+                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.say(least + room)}: take that at the least, "
+                "or add smaller types with --target-types"
+            )
+
+
+def sample_error(
+    file: GGUFFile, tensor: Tensor, target: GGMLQuantizationType, importance: Importance, codec: Codec, weighted: bool
+) -> float:
+    """Relative squared error of a sample of a tensor's rows in a type, weighted where something is known of the inputs."""
+    if target == tensor.type:
+        return 0.0
+    guide = importance.guide(tensor) if weighted else Guide()
+    guide = importance.with_metrics(guide, tensor, target, codec)
+    groups = min(GROUPS, -(-tensor.n_rows // GROUP_ROWS))
+    total = Accuracy()
+    for i in range(groups):  # of equal parts of the rows, the middle
+        first = max(0, (2 * i + 1) * tensor.n_rows // (2 * groups) - GROUP_ROWS // 2)
+        n_rows = min(GROUP_ROWS, tensor.n_rows - first)
+        total += codec.convert(file.rows(tensor, first, n_rows), tensor, first, target, guide)[1]
+    return float(total.relative if total.weighted is None else total.weighted)
+
+
+@dataclass
+class Kept:
+    """Content of MODEL.choice.json."""
+
+    made_from: dict
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor and type
+    text: dict = field(default_factory=dict)  # what the sensitivities were measured with
+    probe_errors: dict[str, float] = field(default_factory=dict)  # by tensor
+    costs: list[list] = field(default_factory=list)  # name of a part, its tensors, its KL divergence
+    format: int = FORMAT
+
+    @classmethod
+    def read(cls, path: Path | None, made_from: dict) -> Kept:
+        """What is there of the same model, importances, options and version; empty if it is of others or cannot be read."""
+        try:
+            found = cls(**json.loads(path.read_text())) if path is not None else cls(made_from)
+            return found if (found.made_from, found.format) == (json.loads(json.dumps(made_from)), FORMAT) else cls(made_from)
+        except (OSError, ValueError, TypeError):
+            return cls(made_from)
+
+    def write(self, path: Path | None) -> None:
+        if path is None:
+            return
+        part = path.with_name(f".{path.name}.part")
+        try:
+            with open_file(part) as f:
+                f.truncate(0)
+                f.write(json.dumps(self.__dict__, indent=1).encode() + b"\n")
+            os.replace(part, path)
+        except OSError as e:
+            part.unlink(missing_ok=True)
+            raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another folder") from e
+
+    def parts(self) -> list[tuple[Part, float]]:
+        return [(Part(name, tuple(tensors)), cost) for name, tensors, cost in self.costs]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was decided, and why."""
+
+    items: list[Item]
+    types: list[GGMLQuantizationType]  # by item
+    shares: list[float]  # of the KL divergence, by item
+    is_measured: bool  # the sensitivities are the model's
+    gap: float  # part of what was minimised that a better choice could save at most
+    notes: list[str]
+
+    def apply(self, plan: Plan) -> None:
+        """The plan gets these types; tensors that options name keep theirs."""
+        for item, qtype in zip(self.items, self.types, strict=True):
+            if len(item.types) > 1 or plan.types[item.index] != qtype:
+                plan.wanted[item.index] = plan.types[item.index] = qtype
+        of_options = {item.tensor.name for item in self.items if len(item.types) == 1}
+        plan.fallbacks = {
+            f: left for f, names in plan.fallbacks.items() if (left := [n for n in names if n in of_options]) and f.got != f.wanted
+        }
+
+    @property
+    def predicted(self) -> float:
+        """KL divergence."""
+        return math.fsum(self.shares)
+
+    def table(self, width: int) -> list[str]:
+        """Lines: what each class and type is predicted to cost."""
+        classes: dict[tuple[str, str], list[float]] = {}
+        for item, qtype, share in zip(self.items, self.types, self.shares, strict=True):
+            classes.setdefault((tensor_class(item.tensor.name), qtype.name.lower()), []).append(share)
+        rows = [(name, f"{of_type:<8} {len(of_class):5d} {math.fsum(of_class):13.6f}") for (name, of_type), of_class in classes.items()]
+        return table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
+
+    def record(self) -> dict:
+        return {
+            "predicted_kl_divergence": self.predicted,
+            "sensitivities": SENSITIVITIES[0 if self.is_measured else 1],
+            "optimality_gap": self.gap,
+        }
+
+    def describe(self) -> list[str]:
+        """For the summary."""
+        of = "" if self.is_measured else ", with the sensitivities of another model, which may make it ten times too small or too large"
+        best = "no choice of these types is better by the model" if not self.gap else f"a better choice could save {self.gap:.2%} at most"
+        return [f"predicted KL divergence {self.predicted:.4g}{of}; {best}", *self.notes]
+
+    def file_type(self) -> tuple[str | None, int]:
+        """Name of the type of ours that most weights of the blocks have, if one has some; general.file_type."""
+        counts: dict[GGMLQuantizationType, int] = {}
+        for item, qtype in zip(self.items, self.types, strict=True):
+            in_blocks = item.tensor.name.startswith("blk.")
+            counts[qtype] = counts.get(qtype, 0) + (item.tensor.n_elements if in_blocks else 0)
+        ours = {q: n for q, n in counts.items() if q.name.lower() in WEIGHT_TYPES and n}
+        if ours:
+            name = max(ours, key=ours.get).name.lower()
+            return name, int(WEIGHT_TYPES[name].id)
+        most = max(counts, key=counts.get).name if counts else "F16"
+        named = (getattr(LlamaFileType, f"MOSTLY_{most}{end}", None) for end in ("", "_M", "_S"))
+        return None, int(next((f for f in named if f is not None), LlamaFileType.GUESSED))
+
+
+def choose_at_once(target: Target, file: GGUFFile, plan: Plan, items: list[Item]) -> Chosen | None:
+    """What needs no measurement: everything stays as it is. UserError if the target is surely below the smallest file."""
+    limit = Limit.make(target, plan, items, _calibration.header_bytes(file), file.alignment)
+    limit.check(items, HEADER_ROOM if target.kind == "size" else 0)
+    types = [item.tensor.type for item in items]
+    room = HEADER_ROOM if target.kind == "size" else 0
+    fits = target.kind != "kld" and sum(limit.weight(item.tensor, item.tensor.type) for item in items) + room <= limit.n_bytes
+    if fits and all(t in item.types for item, t in zip(items, types, strict=True)):
+        return Chosen(items, types, [0.0] * len(items), True, 0.0, [STAYS.format(target.option.replace("=", " "))])
+    return None
+
+
+def choose(
+    args: argparse.Namespace, target: Target, file: GGUFFile, plan: Plan, items: list[Item], header: int, importance: Importance,
+    codec: Codec, folder: Path | None, n_threads: int, say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
+) -> Chosen:
+    """The types of the items. plan: with the importances that are used; header: bytes of OUT before its data; folder: of OUT, None
+    for a dry run, which runs no model and keeps nothing. UserError where the target cannot be reached."""
+    drop_unusable(items, plan, codec)
+    limit = Limit.make(target, plan, items, header, file.alignment)
+    limit.check(items)
+    kept_path, kept = _find_kept(args, file, importance)
+    if importance.matrix is None:
+        warn("types are chosen by plain errors: nothing is known of the inputs of the matrices, which costs quality")
+    _measure_errors(file, plan, items, kept, importance, codec, n_threads, say, show_bar)
+    if folder is not None:
+        kept.write(kept_path)
+    sensitivities, is_measured = _sensitivities(args, file, plan, items, kept, importance, codec, folder, n_threads, say, warn, show_bar)
+    if folder is not None and is_measured:
+        kept.write(kept_path)
+
+    options = []
+    for item in items:
+        of_item, sensitivity = kept.errors[item.tensor.name], sensitivities[item.tensor.name]
+        options.append([(limit.weight(item.tensor, t), sensitivity * of_item[t.name.lower()]) for t in item.types])
+    if target.kind == "kld":
+        found = solve([[(cost, weight) for weight, cost in of_item] for of_item in options], target.value)
+    else:
+        found = solve(options, limit.n_bytes)
+    if found is None:  # of sizes, limit.check() told
+        least = sum(min(cost for _, cost in of_item) for of_item in options)
+        raise UserError(
+            f"--target-kld {target.text} is below the smallest possible, {_above(least)}: the types that may be chosen reach no less; "
+            "add better ones with --target-types, or leave it and types of single tensors out"
+        )
+    shares = [sensitivities[item.tensor.name] * kept.errors[item.tensor.name][item.types[i].name.lower()]
+              for item, i in zip(items, found.picks, strict=True)]
+    types = [item.types[i] for item, i in zip(items, found.picks, strict=True)]
+    return Chosen(items, types, shares, is_measured, found.gap, _notes(target, items, types, found, options))
+
+
+def _above(value: float) -> str:
+    """Four digits, rounded up."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
+    return f"{math.ceil(value / step) * step:.4g}"
+
+
+def _notes(
+    target: Target, items: list[Item], types: list[GGMLQuantizationType], found: Solution, options: list[list[tuple[float, float]]]
+) -> list[str]:
+    if all(t == item.tensor.type for item, t in zip(items, types, strict=True)):
+        return [STAYS.format(target.option.replace("=", " "))]
+    best = sum(min(cost for _, cost in of_item) for of_item in options)
+    reached = sum(of_item[i][1] for of_item, i in zip(options, found.picks, strict=True))
+    if target.kind != "kld" and reached <= best:
+        return [f"{target.option.replace('=', ' ')} is enough for the best of the types in all tensors: OUT is smaller"]
+    return []
+
+
+def _find_kept(args: argparse.Namespace, file: GGUFFile, importance: Importance) -> tuple[Path | None, Kept]:
+    made_from = {
+        "version": __version__,
+        "model": [_calibration.fingerprint(part.path, _calibration.header_bytes(part)) for part in file.parts],
+        "importance": [importance.kind, [_calibration.fingerprint(p) for p in importance.paths()]],
+        "encoder": [args.effort, args.itq3_levels],
+    }
+    path = None if args.output is None else Path(os.path.realpath(args.output)).with_name(f"{file.stem}.choice.json")
+    return path, Kept.read(path, made_from)
+
+
+def _measure_errors(
+    file: GGUFFile, plan: Plan, items: list[Item], kept: Kept, importance: Importance, codec: Codec, n_threads: int,
+    say: Callable[[str], None], show_bar: bool,
+) -> None:
+    """Fills kept.errors for all types of all items."""
+    missing = [
+        (item.tensor, lacking)
+        for item in items
+        if (lacking := [t for t in item.types if t.name.lower() not in kept.errors.get(item.tensor.name, {})])
+    ]
+    if not missing:
+        say("errors of all types were measured before: used again")
+        return
+    n_types = len({t for _, types in missing for t in types})
+    say(f"errors of {n_types} types are measured on up to {GROUPS * GROUP_ROWS} rows of {len(missing)} tensors")
+
+    def measure(job: tuple[Tensor, list[GGMLQuantizationType]]) -> dict[str, float]:
+        tensor, types = job
+        own = replace(importance, _last=(None, None))  # metrics of the last tensor are not shared between threads
+        found = {t.name.lower(): sample_error(file, tensor, t, own, codec, tensor.name in plan.importance) for t in types}
+        file.release(tensor, tensor.n_rows)
+        importance.release(tensor)
+        return found
+
+    with ThreadPoolExecutor(n_threads) as pool, tqdm(total=len(missing), desc="errors", unit="tensor", disable=not show_bar) as bar:
+        try:
+            for (tensor, _), found in zip(missing, map_in_order(pool, measure, missing, 2 * n_threads), strict=True):
+                kept.errors.setdefault(tensor.name, {}).update(found)
+                bar.update()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _sensitivities(
+    args: argparse.Namespace, file: GGUFFile, plan: Plan, items: list[Item], kept: Kept, importance: Importance, codec: Codec,
+    folder: Path | None, n_threads: int, say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
+) -> tuple[dict[str, float], bool]:
+    """By tensor, and whether they are this model's."""
+    tensors = [item.tensor for item in items]
+    usual = _sensitivity.usual([t.name for t in tensors])
+    if args.sensitivity == "usual":
+        return usual, False
+    text = args.imatrix_from or _calibration.TEXT
+    program = find_tool("llama-perplexity")
+    text_is_there = text.is_file()
+    used = {"text": _calibration.fingerprint(text) if text_is_there else {}, "chunks": _sensitivity.N_CHUNKS}
+    if kept.costs and kept.text == used and set(kept.probe_errors) >= {t.name for t in tensors}:
+        say("what errors cost was measured before: used again")
+        return _sensitivity.fit(_sensitivity.usual(list(kept.probe_errors)), kept.probe_errors, kept.parts()), True
+    why = (
+        "--dry-run runs no model" if folder is None
+        else "--no-calibration runs no model" if args.no_calibration
+        else "llama-perplexity is not in the package" if program is None
+        else "the built library is not in use" if codec.lib is None
+        else f"{text} is not there" if not text_is_there
+        else None
+    )
+    if why:
+        (warn if program is None and folder is not None else say)(f"what errors cost is taken from another model: {why}")
+        return usual, False
+    probe = Probe(file, tensors, importance, codec, program, text, folder, n_threads, frozenset(plan.importance))
+    say(probe.describe())
+    kept.probe_errors, costs = probe.run(say, show_bar)
+    kept.text, kept.costs = used, [[part.name, list(part.tensors), cost] for part, cost in costs]
+    return _sensitivity.fit(usual, kept.probe_errors, costs), True

@@ -1,0 +1,135 @@
+"""The multiple-choice knapsack: one option of each item, least cost in all, with a limit on what the options take up.
+
+The relaxation, in which fractions of options may be mixed, is solved along the lower convex hulls of the items. It gives a first
+solution, a bound below which none can lie, and a price for what is taken up; whatever that price rules out is dropped. Dynamic
+programming over the rest (Nemhauser and Ullmann, Management Science 15, 1969: lists of states of which none is better in both
+respects) finds the best solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_STATES = 100_000  # of a list; longer ones lose those that promise least, and the solution may then not be the best
+ROUNDING = 1e-9  # of the cost: what sums of floats may differ by
+
+
+@dataclass(frozen=True)
+class Solution:
+    picks: list[int]  # index of the option of each item
+    weight: float
+    cost: float
+    bound: float  # no solution costs less
+
+    @property
+    def gap(self) -> float:
+        """How much of the cost a better solution could save at most, as a part of it; 0 where this is the best."""
+        return max(0.0, self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
+
+
+def frontier(weights: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Indices of the options that none beats in both, lightest first; of equal ones the first. int64 (n,)."""
+    order = np.lexsort((np.arange(len(weights)), costs, weights))
+    best = np.minimum.accumulate(costs[order])
+    return order[np.concatenate([[True], best[1:] < best[:-1]])]
+
+
+def _hull(weights: np.ndarray, costs: np.ndarray) -> list[int]:
+    """Corners of the lower convex hull of a frontier."""
+    corners: list[int] = []
+    for i in range(len(weights)):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (costs[a] - costs[b]) * (weights[i] - weights[b]) > (costs[b] - costs[i]) * (weights[b] - weights[a]):
+                break
+            corners.pop()
+        corners.append(i)
+    return corners
+
+
+def solve(items: Sequence[Sequence[tuple[float, float]]], limit: float, max_states: int = MAX_STATES) -> Solution | None:
+    """items: the (weight, cost) of each option of each item. None if even the lightest options together exceed the limit."""
+    tables = [np.array(options, np.float64).reshape(-1, 2).T for options in items]
+    kept = [frontier(*table) for table in tables]
+    tables = [table[:, k] for table, k in zip(tables, kept, strict=True)]
+    lightest = sum(float(table[0, 0]) for table in tables)
+    if lightest > limit:
+        return None
+    picks, price = _relaxed(tables, limit)
+    reduced = [table[1] + price * table[0] for table in tables]
+    reduced = [r - r.min() for r in reduced]
+    bound = sum(float((table[1] + price * table[0]).min()) for table in tables) - price * limit
+    cost = sum(float(table[1, i]) for table, i in zip(tables, picks, strict=True))
+    slack = cost - bound + ROUNDING * abs(cost)
+    left = [np.flatnonzero(r <= slack) for r in reduced]
+    better, exact = _search(tables, left, reduced, limit, price, slack, max_states)
+    if better is not None:
+        found = sum(float(table[1, i]) for table, i in zip(tables, better, strict=True))
+        picks, cost = (better, found) if found < cost else (picks, cost)
+    weight = sum(float(table[0, i]) for table, i in zip(tables, picks, strict=True))
+    return Solution([int(k[i]) for k, i in zip(kept, picks, strict=True)], weight, cost, cost if exact else min(bound, cost))
+
+
+def _relaxed(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
+    """A good solution, and the cost that a unit of weight saves where the limit falls."""
+    steps = []  # saved a unit, item, corner that it leads to
+    for n, (weights, costs) in enumerate(tables):
+        corners = _hull(weights, costs)
+        for a, b in zip(corners, corners[1:]):
+            steps.append(((costs[a] - costs[b]) / (weights[b] - weights[a]), n, a, b))
+    steps.sort(key=lambda step: -step[0])
+    picks, used, price = [0] * len(tables), sum(float(t[0, 0]) for t in tables), 0.0
+    for saved, n, a, b in steps:
+        added = tables[n][0, b] - tables[n][0, a]
+        if picks[n] != a:
+            continue  # a step before it did not fit
+        if used + added > limit:
+            price = price or float(saved)
+            continue
+        picks[n], used = b, used + added
+    return picks, price
+
+
+def _search(
+    tables: list[np.ndarray], left: list[np.ndarray], reduced: list[np.ndarray], limit: float, price: float, slack: float,
+    max_states: int,
+) -> tuple[list[int] | None, bool]:
+    """The best of the options left, None if there is none within the slack; and whether nothing was lost on the way.
+
+    left: of each item the options that the bound allows. A state is the weight and the cost of the options chosen so far, and
+    its reduced cost, which only grows and is at most `slack`.
+    """
+    order = sorted((n for n in range(len(tables)) if len(left[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, left[n]])))
+    fixed = [n for n in range(len(tables)) if len(left[n]) == 1]
+    if any(len(of_item) == 0 for of_item in left):
+        return None, True
+    lightest = sum(float(tables[n][0, left[n]].min()) for n in order)
+    weights = np.array([sum(float(tables[n][0, left[n][0]]) for n in fixed)])
+    costs = np.array([sum(float(tables[n][1, left[n][0]]) for n in fixed)])
+    regrets = np.array([sum(float(reduced[n][left[n][0]]) for n in fixed)])
+    history, exact = [], True
+    for n in order:
+        of_item = left[n]
+        lightest -= float(tables[n][0, of_item].min())
+        w = (weights[:, None] + tables[n][0, of_item]).ravel()
+        c = (costs[:, None] + tables[n][1, of_item]).ravel()
+        r = (regrets[:, None] + reduced[n][of_item]).ravel()
+        possible = np.flatnonzero((w + lightest <= limit) & (r <= slack))
+        possible = possible[frontier(w[possible], c[possible])] if possible.size else possible
+        if not possible.size:
+            return None, exact
+        if possible.size > max_states:
+            exact = False
+            possible = np.sort(possible[np.argpartition(r[possible], max_states)[:max_states]])
+        weights, costs, regrets = w[possible], c[possible], r[possible]
+        history.append((possible // len(of_item)).astype(np.int32))
+        history.append((possible % len(of_item)).astype(np.int16))
+    picks = [int(of_item[0]) for of_item in left]
+    state = int(np.argmin(costs))
+    for n, parents, chosen in zip(reversed(order), history[-2::-2], history[::-2], strict=True):
+        picks[n] = int(left[n][chosen[state]])
+        state = int(parents[state])
+    return picks, exact
