@@ -19,7 +19,7 @@ demo: install
 test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32
