@@ -40,13 +40,14 @@ LLAMA_API int ggml_ext_rule_fallback(int type, int64_t n_per_row);
 
 }
 
-static void ggml_ext_compute_rule_types(const char * arch, uint32_t n_expert, const llama_model_quantize_params & params, size_t n_tensors,
-                                        const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], int32_t * types,
-                                        bool * is_known) {
+static void ggml_ext_compute_rule_types(const char * arch, uint32_t n_expert, const llama_model_quantize_params & params,
+                                        size_t n_tensors, const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS],
+                                        int32_t * types, bool * is_known) {
     const ggml_type type = (ggml_type) params.ftype; // ids of files and tensors are the same
     switch (type) {
         GGML_EXT_WEIGHT_CASES break;
-        default: throw std::runtime_error(format("file type %d is none of ggml-ext", params.ftype)); // those ask for more of the model
+        default: // which asks for more of the model
+            throw std::runtime_error(format("file type %d is none of ggml-ext", params.ftype));
     }
     const auto model = ggml_ext_rules_model(arch, n_expert);
     *is_known = model->arch != LLM_ARCH_UNKNOWN;

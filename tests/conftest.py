@@ -6,6 +6,8 @@ GGML_EXT_TEST_MODEL=FILE replaces data/model-f16.gguf.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -98,6 +100,14 @@ def quantize(*args) -> subprocess.CompletedProcess:
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     return result
+
+
+def run_main(main, *args) -> subprocess.CompletedProcess:
+    """A command's main() in this process, which has the imports behind it; other tests run the commands as processes."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*map(str, args)])
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def recorded_run() -> dict:

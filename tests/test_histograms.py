@@ -1,7 +1,5 @@
 """Histograms, --json, --tensor and --picture of python -m ggml_ext.inspect."""
 
-import contextlib
-import io
 import json
 import resource
 import subprocess
@@ -12,7 +10,7 @@ from collections import Counter
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, read_tensors, write_gguf
+from conftest import gaussian, quantize, read_tensors, run_main, write_gguf
 from moments_files import correlated, write_moments
 from test_bad_input import check_error
 
@@ -36,11 +34,7 @@ def folder(tmp_path_factory):
 
 
 def run_inspect(*args) -> subprocess.CompletedProcess:
-    """The program in this process, which has the imports behind it; test_inspect.py runs it as a process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = program.main([*map(str, args)])
-    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+    return run_main(program.main, *args)
 
 
 def inspect_json(*args) -> dict:

@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import stat
-import struct
 import subprocess
 import sys
 
@@ -567,21 +566,6 @@ def test_tensors_that_overlap_are_refused(tmp_path, capsys):
     run_badly(capsys, path, tmp_path / "out.gguf", *FLAGS, parts=("tensor b.weight begins at byte", "inside tensor a.weight"))
     path = raw_gguf(tmp_path / "in.gguf", tensors=[(b"b.weight", (256, 2), 1, 1024), (b"a.weight", (256, 2), 1, 0)])
     run_well(capsys, path, tmp_path / "out.gguf", *FLAGS)
-
-
-def test_the_remedy_for_old_importance_matrices_works_as_printed(lib, source, tmp_path, capsys, monkeypatch):
-    """In a folder with a blank in its name."""
-    monkeypatch.setenv("PATH", f"{tool('llama-imatrix').parent}:{os.environ['PATH']}")
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    name, values = b"blk.0.ffn_up.weight", np.arange(1, 513, dtype=np.float32)
-    entry = struct.pack("<ii", 1, len(name)) + name + struct.pack("<ii", 4, 512) + values.tobytes()
-    (folder / "old.dat").write_bytes(entry + struct.pack("<ii", 7, 8) + b"some.txt")
-    args = (source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix")
-    err = run_badly(capsys, *args, folder / "old.dat", parts=("old.dat", "llama-imatrix --in-file"))
-    command = err.rsplit(" with ", 1)[1].strip()
-    subprocess.run(command, shell=True, check=True, cwd=folder, capture_output=True)
-    run_well(capsys, *args, folder / "NEW.gguf")
 
 
 def test_an_importance_matrix_of_zeros_is_refused(lib, source, tmp_path, capsys):

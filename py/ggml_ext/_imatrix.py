@@ -1,18 +1,18 @@
 """Importance matrices of llama-imatrix: for every column of a weight matrix the mean square of what it is multiplied with.
 
-Source of format and normalisation: llama.cpp, common/imatrix-loader.cpp and load_imatrix() of tools/quantize/quantize.cpp.
+Source of formats and normalisation: llama.cpp, common/imatrix-loader.cpp and load_imatrix() of tools/quantize/quantize.cpp; of
+the old format, which knows no tokens of experts, save_imatrix_legacy() of tools/imatrix/imatrix.cpp.
 """
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from ._errors import UserError
-from ._gguf_file import GGUFFile, KeyValue, Tensor, has_magic, string_value, uint32_value
+from ._gguf_file import MAX_NAME, GGUFFile, KeyValue, Tensor, has_magic, string_value, uint32_value
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 # Mean squares of activations stay below 1e9. ggml's encoders sum products of importances and squared weights, and square
@@ -22,36 +22,89 @@ KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
 
 
 class ImportanceMatrix:
-    """A GGUF importance matrix, memory-mapped. Values are normalised when asked for, so that memory stays bounded."""
+    """A GGUF importance matrix or an old one (.dat), memory-mapped. Values are normalised when asked for, so that memory stays
+    bounded."""
 
     def __init__(self, path: Path):
         """Opens and checks the whole file. UserError if it is no importance matrix or holds what none can hold."""
         self.path = path
-        if path.is_file() and not has_magic(path):
+        self.is_old = path.is_file() and not has_magic(path)
+        self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # sums, float32 (n,), and tokens of each matrix
+        self._datasets: list[str] | None = None
+        self._n_chunks = None
+        if self.is_old:
+            self._read_old()
+        else:
+            self._read_gguf()
+        for name in self._entries:
+            self._check_entry(name)
+        if not any(sums.any() for sums, _ in self._entries.values()):
             raise UserError(
-                f"--imatrix: {path} is not a GGUF importance matrix; make one with llama-imatrix -m MODEL -f TEXT, or convert an "
-                f"old .dat file with llama-imatrix --in-file {shlex.quote(str(path))} -o NEW.gguf"
+                f"--imatrix: {path} holds nothing but zeros, with which all weights are worth the same: make it again with "
+                "llama-imatrix -m MODEL -f TEXT"
             )
-        self._file = GGUFFile(path)
-        tensors = {t.name: t for t in self._file.tensors}
+
+    def _read_gguf(self) -> None:
+        path, file = self.path, GGUFFile(self.path)
+        tensors = {t.name: t for t in file.tensors}
         names = [n.removesuffix(SUMS) for n in tensors if n.endswith(SUMS)]
         if not names:
             raise UserError(
                 f"--imatrix: {path} holds no importance matrix: it has no tensor named *{SUMS}; make one with llama-imatrix"
             )
         for key in KEYS:
-            if key not in self._file.metadata:
+            if key not in file.metadata:
                 raise UserError(f"--imatrix: {path} has no key {key}: make the file again with llama-imatrix")
-        self._entries: dict[str, tuple[Tensor, Tensor]] = {}
         for name in names:
-            self._add_entry(name, tensors[name + SUMS], tensors.get(name + COUNTS))
-        if not any(self._floats(sums).any() for sums, _ in self._entries.values()):
-            raise UserError(
-                f"--imatrix: {path} holds nothing but zeros, with which all weights are worth the same: make it again with "
-                "llama-imatrix -m MODEL -f TEXT"
-            )
+            self._add_entry(file, name, tensors[name + SUMS], tensors.get(name + COUNTS))
+        self._datasets, self._n_chunks = file.strings(KEYS[0]), file.value(KEYS[1])
 
-    def _add_entry(self, name: str, sums: Tensor, counts: Tensor | None) -> None:
+    def _read_old(self) -> None:
+        """The number of entries; of each the length of its name, the name, calls, the number of sums, and those; then, perhaps,
+        the number of chunks and the dataset's name. Integers are int32, sums float32: means times calls."""
+        path, n_bytes, position = self.path, self.path.stat().st_size, 0
+        data = np.memmap(path, np.uint8, "r") if n_bytes else np.empty(0, np.uint8)
+
+        def damaged(what: str) -> UserError:
+            if not self._entries:
+                return UserError(
+                    f"--imatrix: {path} is no importance matrix, neither a GGUF file nor an old one of llama-imatrix: {what}; "
+                    "make one with llama-imatrix -m MODEL -f TEXT"
+                )
+            return UserError(f"--imatrix: {path}: truncated or damaged: {what}; make the file again with llama-imatrix")
+
+        def take(n: int, dtype: str, what: str) -> np.ndarray:
+            nonlocal position
+            start, end = position, position + n * np.dtype(dtype).itemsize
+            if end > n_bytes:
+                raise damaged(f"{what} needs {end:,} bytes, the file has {n_bytes:,}")
+            position = end
+            return np.frombuffer(data, dtype, n, start)
+
+        def number(what: str, least: int, most: int = 2**31 - 1) -> int:
+            value = int(take(1, "<i4", what)[0])
+            if not least <= value <= most:
+                raise damaged(f"{what} is {value:,}, must be {least:,} to {most:,}")
+            return value
+
+        n_entries = number("the number of entries", 1)
+        for i in range(1, n_entries + 1):
+            what = f"entry {i} of {n_entries}"
+            raw = take(number(f"the length of the name of {what}", 1, MAX_NAME - 1), "u1", what).tobytes()
+            name = raw.decode(errors="replace")
+            if not name.isprintable() or name in self._entries:
+                raise damaged(f"the name of {what} is {raw!r}{', which was there before' if name in self._entries else ''}")
+            n_calls = number(f"the number of calls of {what}, {name},", -(2**31))
+            n_sums = number(f"the number of sums of {what}, {name},", 1)
+            # without calls the sums are taken as they are
+            self._entries[name] = take(n_sums, "<f4", f"{what}, {name},"), np.float32([max(n_calls, 0) or 1])
+        if position < n_bytes:
+            self._n_chunks = number("the number of chunks", -(2**31))
+        if position < n_bytes:
+            raw = take(number("the length of the dataset's name", 0), "u1", "the dataset's name").tobytes()
+            self._datasets = [raw.decode(errors="replace")]
+
+    def _add_entry(self, file: GGUFFile, name: str, sums: Tensor, counts: Tensor | None) -> None:
         where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix"
         if counts is None:
             raise UserError(f"{where}: {SUMS} has no {COUNTS} beside it; {way_out}")
@@ -62,19 +115,18 @@ class ImportanceMatrix:
             raise UserError(
                 f"{where}: {sums.n_elements:,} sums are no multiple of the {counts.n_elements:,} counts; {way_out}"
             )
-        for tensor in (sums, counts):
-            values = self._floats(tensor)
+        self._entries[name] = tuple(file.rows(t, 0, t.n_rows).view("<f4").ravel() for t in (sums, counts))
+
+    def _check_entry(self, name: str) -> None:
+        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix"
+        for values, kind in zip(self._entries[name], (SUMS, COUNTS)):
             bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
             if bad.size:
                 raise UserError(
-                    f"{where}: value {bad[0]:,} of {tensor.name} is {values[bad[0]]:g}, must be finite and not negative; {way_out}"
+                    f"{where}: value {bad[0]:,} of {name}{kind} is {values[bad[0]]:g}, must be finite and not negative; {way_out}"
                 )
-        self._entries[name] = sums, counts
-        if (top := self.values(name).max()) > LARGEST:
+        if (top := self._means(name).max()) > LARGEST:
             raise UserError(f"{where}: an importance is {top:g}, must be at most {LARGEST:g}; {way_out}")
-
-    def _floats(self, tensor: Tensor) -> np.ndarray:
-        return self._file.rows(tensor, 0, tensor.n_rows).view("<f4").ravel()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -88,31 +140,56 @@ class ImportanceMatrix:
 
     def n_values(self, name: str) -> int:
         """Number of importances of an entry, of all its matrices together."""
-        return self._entries[name][0].n_elements
+        return self._entries[name][0].size
 
-    def values(self, name: str) -> np.ndarray:
-        """Importances of one entry: float32 (n_matrices, n_columns), n_matrices being 1 or the number of experts.
+    def _tokens(self, name: str) -> np.ndarray:
+        """Of each matrix that has a count, float32 (n_counts,): to the nearest integer, halves up, as the loader's lround()."""
+        return np.floor(self._entries[name][1].astype(np.float64) + 0.5).astype(np.float32)
 
-        An expert that saw no token (count 0) gets ones, as in llama-quantize.
+    def _means(self, name: str) -> np.ndarray:
+        """Float32 (n_counts, n_values / n_counts); ones where no token was seen."""
+        tokens = self._tokens(name)[:, None]
+        sums = self._entries[name][0].reshape(len(tokens), -1)
+        out = np.ones(sums.shape, np.float32)
+        np.divide(sums, tokens, out=out, where=tokens > 0)
+        return out
+
+    def without_tokens(self, tensor: Tensor) -> list[int]:
+        """Experts of a tensor that saw no token, where others did. tensor: of the size of its entry.
+
+        Old files, and GGUF files made of them, have one count for all experts, and ones for those that saw none.
         """
-        sums, counts = self._entries[name]
-        # to the nearest integer, halves up: the loader's lround() of what is not negative
-        n_tokens = np.floor(self._floats(counts).astype(np.float64) + 0.5).astype(np.float32)[:, None]
-        matrix = self._floats(sums).reshape(len(n_tokens), -1)
-        out = np.ones(matrix.shape, np.float32)
-        np.divide(matrix, n_tokens, out=out, where=n_tokens > 0)
+        n_matrices, tokens = self.n_values(tensor.name) // tensor.ne[0], self._tokens(tensor.name)
+        if n_matrices == 1:
+            return []
+        if len(tokens) == n_matrices:
+            is_lacking = tokens == 0
+        else:
+            is_lacking = (self._means(tensor.name).reshape(n_matrices, -1) == 1).all(axis=1)
+        return [] if is_lacking.all() else np.flatnonzero(is_lacking).tolist()
+
+    def values(self, tensor: Tensor) -> np.ndarray:
+        """Importances of a tensor of the size of its entry: float32 (n_matrices, n_columns), n_matrices being 1 or its experts.
+
+        An expert that saw no token gets the mean over the tokens of the others, where llama-quantize takes ones. A matrix alone
+        of which no token is counted, or all experts of which none saw one, have ones.
+        """
+        out = self._means(tensor.name).reshape(-1, tensor.ne[0])
+        if lacking := self.without_tokens(tensor):
+            tokens = self._tokens(tensor.name)
+            share = (tokens if len(tokens) == len(out) else np.ones(len(out))).astype(np.float64)
+            share[lacking] = 0
+            out[lacking] = share @ out / share.sum()
         return out
 
     def metadata(self) -> list[KeyValue]:
         """The keys that llama-quantize writes about the importance matrix in use."""
         out = [string_value("quantize.imatrix.file", str(self.path))]
-        datasets = self._file.strings("imatrix.datasets")
-        if datasets:
-            out.append(string_value("quantize.imatrix.dataset", datasets[0]))
+        if self._datasets:
+            out.append(string_value("quantize.imatrix.dataset", self._datasets[0]))
         out.append(uint32_value("quantize.imatrix.entries_count", len(self)))
-        n_chunks = self._file.value("imatrix.chunk_count")
-        if isinstance(n_chunks, int) and n_chunks > 0:
-            out.append(uint32_value("quantize.imatrix.chunks_count", n_chunks))
+        if isinstance(self._n_chunks, int) and self._n_chunks > 0:
+            out.append(uint32_value("quantize.imatrix.chunks_count", self._n_chunks))
         return out
 
 

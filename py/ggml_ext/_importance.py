@@ -37,7 +37,7 @@ class Importance:
         if self.matrix is None or tensor.name not in self.matrix:
             return Guide()
         moments = self.of(tensor)
-        return Guide(self.matrix.values(tensor.name), None, moments, moments and PerExpert(moments.triangles))
+        return Guide(self.matrix.values(tensor), None, moments, moments and PerExpert(moments.triangles))
 
     def of(self, tensor: Tensor) -> TensorMoments | None:
         """Its second moments, if they are in use and it has some."""
@@ -93,8 +93,8 @@ def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | 
     path, matrix = paths[0], ImportanceMatrix(paths[0])
     if kind == "diagonal":
         return Importance(kind, matrix, None, calibration)
-    files = [GGUFFile(p) for p in paths]
-    if Moments.kind_in(files[0]) is None:
+    files = [] if matrix.is_old else [GGUFFile(p) for p in paths]
+    if matrix.is_old or Moments.kind_in(files[0]) is None:
         if kind is None:
             return Importance("diagonal", matrix, None, calibration)
         raise UserError(

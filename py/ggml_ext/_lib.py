@@ -311,7 +311,7 @@ class Rules:
         dims = np.ones((len(shapes), MAX_DIMS), np.int64)
         for row, ne in zip(dims, shapes, strict=True):
             row[: len(ne)] = ne
-        encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # with a zero at the end
+        encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # a zero at the end
         types, is_known, error = np.empty(len(names), np.int32), c_bool(), ctypes.create_string_buffer(256)
         if not self._dll.ggml_ext_rule_types(
             arch.encode(),

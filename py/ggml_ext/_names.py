@@ -9,6 +9,7 @@ from difflib import get_close_matches
 # in one line
 MAX_NAMES = 2
 MAX_CLASSES = 8
+MAX_TENSORS, MAX_EXPERTS = 4, 8
 
 
 def tensor_class(name: str) -> str:
@@ -39,6 +40,18 @@ def list_tensors(names: list[str]) -> str:
     classes = list(dict.fromkeys(tensor_class(n).removeprefix("blk.*.").removesuffix(".weight") for n in names))
     more = f" and {len(classes) - MAX_CLASSES} more" if len(classes) > MAX_CLASSES else ""
     return ", ".join(classes[:MAX_CLASSES]) + more
+
+
+def list_experts(experts: dict[str, list[int]]) -> str:
+    """Some numbers of experts of some tensors, by the tensor's name: "blk.0.ffn_up_exps.weight (1, 5) and 3 tensors more"."""
+
+    def numbers(found: list[int]) -> str:
+        more = f" and {len(found) - MAX_EXPERTS} more" if len(found) > MAX_EXPERTS else ""
+        return ", ".join(map(str, found[:MAX_EXPERTS])) + more
+
+    said = [f"{name} ({numbers(found)})" for name, found in list(experts.items())[:MAX_TENSORS]]
+    more = len(experts) - len(said)
+    return ", ".join(said) + (f" and {more} tensor{'s' if more > 1 else ''} more" if more else "")
 
 
 def unknown_type(flag: str, name: str, known: Iterable[str], remark: str = "") -> str:

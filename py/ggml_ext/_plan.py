@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._imatrix import ImportanceMatrix, n_importances
-from ._names import describe_tensors, list_tensors, unknown_type
+from ._names import describe_tensors, list_experts, list_tensors, unknown_type
 from ._recipes import Recipe
 from ._rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
 from ._types import TYPES, TypeInfo
@@ -177,7 +177,8 @@ def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) ->
     """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (_rules.py)."""
     name = tensor.name
     override = next((o for o in choices.overrides if o.pattern.search(name)), None)
-    if name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD) and choices.token_embd is not None and not (name == PER_LAYER_TOKEN_EMBD and override):
+    is_embd = name == TOKEN_EMBD or (name == PER_LAYER_TOKEN_EMBD and not override)
+    if is_embd and choices.token_embd is not None:
         return choices.token_embd
     if name == OUTPUT and choices.output is not None:
         return choices.output
@@ -320,7 +321,7 @@ def plan_importance(plan: Plan, imatrix: ImportanceMatrix | None) -> None:
 def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatrix) -> None:
     """Fills plan.importance for the tensors that will be encoded."""
     names = {t.name for t in plan.tensors}
-    missing = []
+    missing, lacking = [], {}
     for tensor in tensors:
         # entries for these exist only if the matrix was made with --process-output
         is_outer = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
@@ -330,6 +331,8 @@ def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatr
         found, needed = imatrix.n_values(tensor.name), n_importances(tensor)
         if found == needed:
             plan.importance.add(tensor.name)
+            if experts := imatrix.without_tokens(tensor):
+                lacking[tensor.name] = experts
             continue
         message = (
             f"--imatrix: {imatrix.path}: tensor {tensor.name} has {found:,} importances, the model needs {needed:,} "
@@ -347,6 +350,12 @@ def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatr
         plan.warnings.append(
             f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {len(tensors)} tensors, which are "
             f"quantized without: {list_tensors(missing)}"
+        )
+    if lacking:
+        n = sum(map(len, lacking.values()))
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path}: {n} expert{'s' if n > 1 else ''} saw no token and get{'' if n > 1 else 's'} the mean of "
+            f"{'their layers' if n > 1 else 'its layer'}: {list_experts(lacking)}"
         )
     if unknown := [name for name in imatrix.names() if name not in names]:
         plan.warnings.append(

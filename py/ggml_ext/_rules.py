@@ -49,7 +49,8 @@ def rule_types(
     try:
         rules = _lib.load_rules()
     except OSError as e:
-        return _listed_types(file.tensors, info, n_expert, token_embd, output), [f"{e}: a short list of names says what keeps its type"]
+        listed = _listed_types(file.tensors, info, n_expert, token_embd, output)
+        return listed, [f"{e}: a short list of names says what keeps its type"]
     if rules is None:
         return _listed_types(file.tensors, info, n_expert, token_embd, output), []
     try:
@@ -59,7 +60,8 @@ def rule_types(
     except ValueError as e:
         raise UserError(f"{file.path}: llama.cpp's rules for types refuse it: {e}; convert the model again") from e
     warnings = [] if is_known else [
-        f"this llama.cpp does not know the architecture {arch[:80]!r} and will not load the file; its general rules choose the types"
+        f"this llama.cpp does not know the architecture {arch[:80]!r} and will not load the file; its general rules choose the "
+        "types"
     ]
     return [None if t is None else T(t) for t in types], warnings
 

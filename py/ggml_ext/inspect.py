@@ -1,4 +1,4 @@
-"""Lists a GGUF file, counts its codes and checks it against its original: python -m ggml_ext.inspect FILE [--against ORIGINAL.gguf]"""
+"""Lists a GGUF file, counts its codes and checks it against its original: python -m ggml_ext.inspect FILE [--against ORIGINAL]"""
 
 from __future__ import annotations
 
@@ -58,13 +58,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--importance", metavar="{diagonal,block,full}", help="what to weigh them with; default: the most that --imatrix holds"
     )
     parser.add_argument(
-        "--tensor", metavar="REGEX", help="only the tensors whose name matches, in whole or in part, such as blk.3.attn_q.weight or ffn_"
+        "--tensor",
+        metavar="REGEX",
+        help="only the tensors whose name matches, in whole or in part, such as blk.3.attn_q.weight or ffn_",
     )
     parser.add_argument(
-        "--histograms", action="store_true", help="count the codes and scales of each type of ggml-ext, in samples of large tensors"
+        "--histograms",
+        action="store_true",
+        help="count the codes and scales of each type of ggml-ext, in samples of large tensors",
     )
     parser.add_argument(
-        "--picture", metavar="FILE", type=Path, help="with --against: draw the errors by layer and class into this .svg or .png file"
+        "--picture",
+        metavar="FILE",
+        type=Path,
+        help="with --against: draw the errors by layer and class into this .svg or .png file",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("-f", "--force", action="store_true", help="replace the file of --picture if it exists")
