@@ -11,13 +11,14 @@ from server import running_server
 
 # The reference model knows no chats and calls no tools by itself. With tool_choice the server holds a model to a call by a
 # grammar, which allows any text before the call and more calls after it: so calls begin with a word of one token in this template, and
-# logit_bias makes the model choose that and, where the grammar allows an end, the end. Every argument ends by its schema.
+# logit_bias makes the model choose that and, where the grammar allows an end, the end; no token joins ";" and a letter. Every
+# argument ends by its schema.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content or '' }}{% for call in message.tool_calls or [] %}import{"name": {{ call.function.name | tojson }}, \
-"arguments": {{ call.function.arguments | tojson }}}end{% endfor %}<|im_end|>
+"arguments": {{ call.function.arguments | tojson }}};{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 NAME = "itq3"
