@@ -58,7 +58,7 @@ def package() -> None:
         found = importlib.metadata.version("llama-cpp-python")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llama-cpp-python is not installed: pip install -r tests/requirements.txt")
-    assert found == PIN["version"], f"tests/requirements.txt has to name llama-cpp-python {PIN['version']}, whose structs fit the pinned llama.cpp"
+    assert found == PIN["version"], f"tests/requirements.txt: {PIN['version']} has the structs of the pinned llama.cpp"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,8 @@ def test_it_is_our_library(said):
 
 def assert_greedy(model: Path, prompt: str, text: str) -> None:
     """llama-completion goes on like that."""
-    log = run_tool("llama-completion", "-m", model, "-p", prompt, "-n", N_TOKENS, "--temp", 0, "-no-cnv", "-sp", "-c", 512, "-t", 1)
+    options = ("-n", N_TOKENS, "--temp", 0, "-no-cnv", "-sp", "-c", 512, "-t", 1)
+    log = run_tool("llama-completion", "-m", model, "-p", prompt, *options)
     assert text.strip() and prompt + text in log, (prompt + text, log)
 
 

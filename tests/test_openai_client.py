@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 
 import conftest
+import gguf
 import pytest
 from server import running_server
 
-# The reference model knows no chats and calls no tools by itself. With tool_choice the server holds a model to a call by a grammar,
-# which allows any text before the call: so calls begin with a word of one token in this template, and logit_bias makes the model
-# choose it. Every argument ends by its schema.
+# The reference model knows no chats and calls no tools by itself. With tool_choice the server holds a model to a call by a
+# grammar, which allows any text before the call and more calls after it: so calls begin with a word of one token in this template, and
+# logit_bias makes the model choose that and, where the grammar allows an end, the end; no token joins ";" and a letter. Every
+# argument ends by its schema.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content or '' }}{% for call in message.tool_calls or [] %}import{"name": {{ call.function.name | tojson }}, \
-"arguments": {{ call.function.arguments | tojson }}}end{% endfor %}<|im_end|>
+"arguments": {{ call.function.arguments | tojson }}};{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 NAME = "itq3"
@@ -50,10 +52,12 @@ def client(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def forced(client) -> dict:
+def forced(client, model) -> dict:
     """Options with which the answer is a call."""
     (token,) = client.post("/../tokenize", body={"content": "import"}, cast_to=object)["tokens"]
-    return {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": {str(token): 100}, "max_tokens": 100}
+    end = gguf.GGUFReader(model).fields["tokenizer.ggml.eos_token_id"].contents()
+    return {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200,
+            "logit_bias": {str(token): 50, str(end): 100}}
 
 
 def create(client, **options):
@@ -96,5 +100,6 @@ def test_a_call_in_a_stream(client, forced):
 
 def test_an_answer_by_a_schema(client):
     schema = TOOL["function"]["parameters"]
-    answer = create(client, response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}, max_tokens=200)
+    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    answer = create(client, response_format=wanted, max_tokens=200)
     check_call("weather", answer.choices[0].message.content)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -75,6 +77,30 @@ def test_everything_finds_its_libraries_beside_itself():
     maps = subprocess.run(["ldd", BIN / "llama-server"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}).stdout
     ours = [line for line in maps.splitlines() if "libggml" in line or "libllama" in line]
     assert ours and all(str(BIN) in line for line in ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/programs.md for Linux")
+def test_the_script_in_place_of_another_llama_server(tmp_path):
+    """Programs that start llama-server may point it to libraries of their own, which go before ours without the script."""
+    text = (ROOT / "docs" / "programs.md").read_text()
+    script = tmp_path / "llama-server"
+    server = str(Path(sys.executable).parent / "llama-server")
+    lines = re.search(r"^( +)#!/bin/sh\n.*?\n\n", text, re.M | re.S)[0]
+    script.write_text(textwrap.dedent(lines).replace("$(command -v llama-server)", server))
+    script.chmod(0o755)
+    subprocess.run(["cc", "-shared", "-xc", os.devnull, "-o", tmp_path / "libggml-base.so.0"], check=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    codes = [subprocess.run([p, "--version"], env=env, capture_output=True, timeout=60).returncode for p in (server, script)]
+    assert codes[0] != 0 == codes[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF")
+@pytest.mark.parametrize("name", ["llama", "mtmd"])
+def test_libraries_by_name_are_files_of_their_own(name):
+    """Links would not survive a wheel, nor a second copy of the code a program that loads both names."""
+    path = BIN / f"lib{name}.so"
+    assert not path.is_symlink() and path.stat().st_size < 100_000
+    assert f"lib{name}.so.0" in wheel.dynamic_section(path)[0]
 
 
 def test_licences_of_the_programs_come_along():

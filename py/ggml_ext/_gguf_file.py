@@ -83,6 +83,11 @@ def row_bytes(qtype: GGMLQuantizationType, n_per_row: int) -> int:
     return n_per_row // block_size * block_bytes
 
 
+def bits_per_weight(qtype: GGMLQuantizationType) -> float:
+    block_size, block_bytes = GGML_QUANT_SIZES[qtype]
+    return 8 * block_bytes / block_size
+
+
 class _Cursor:
     """Reads the header front to back; every step is checked against the size of the file."""
 

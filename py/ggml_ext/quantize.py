@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from . import __version__, _calibration, _choice, _lib, _source
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
+from ._card import Card, describe_importance, shown_command
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, run_command
 from ._encode import EFFORTS, UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
@@ -150,6 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--verify", action="store_true", help="read what was written from the disk again and compare it before it becomes OUT")
     add("--report", metavar="FILE", type=Path, help="write types, sizes, errors and checksums of all tensors to this JSON file")
+    add("--model-card", metavar="FILE", type=Path, help="write a card for the Hugging Face hub to this file, such as README.md")
     add("--log-format", choices=FORMATS, default="text", help="json: one object a line on both streams; default text")
     add("-f", "--force", action="store_true", help="replace OUT if it exists")
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
@@ -178,8 +180,8 @@ def parse_choices(args: argparse.Namespace) -> Choices:
         raise UserError(f"--fallback-above: got {args.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
     check_threads(args.threads)
     _calibration.check_options(args)
-    for flag in ("verify", "report"):
-        if args.dry_run and getattr(args, flag):
+    for flag in ("verify", "report", "model-card"):
+        if args.dry_run and getattr(args, flag.replace("-", "_")):
             raise UserError(f"--{flag}: --dry-run writes nothing; leave one of them out")
 
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
@@ -221,32 +223,32 @@ def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
     return path
 
 
-def check_report(report: Path, outputs: list[Path], sources: list[Path], force: bool) -> None:
-    """UserError if --report may not be written. outputs: with links resolved; they and report may be missing."""
+def check_report(report: Path, outputs: list[Path], sources: list[Path], force: bool, flag: str = "--report") -> None:
+    """UserError if the file of a flag may not be written. outputs: with links resolved; they and report may be missing."""
     path, way_out = Path(os.path.realpath(report)), "name another file"
     if not path.parent.is_dir():
-        raise UserError(f"--report: the folder {path.parent} does not exist: create it first")
+        raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
     if path in outputs or (path.exists() and any(path.samefile(source) for source in sources)):
-        raise UserError(f"--report: {report} is the same file as {'OUT' if path in outputs else 'IN'}: {way_out}")
+        raise UserError(f"{flag}: {report} is the same file as {'OUT' if path in outputs else 'IN'}: {way_out}")
     if path.exists() and not path.is_file():
-        raise UserError(f"--report: {report} is not a regular file: {way_out}")
+        raise UserError(f"{flag}: {report} is not a regular file: {way_out}")
     if path.exists() and not force:
-        raise UserError(f"--report: {report} exists: {way_out} or pass --force to replace it")
+        raise UserError(f"{flag}: {report} exists: {way_out} or pass --force to replace it")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--report: the folder {path.parent} may not be written: {way_out}")
+        raise UserError(f"{flag}: the folder {path.parent} may not be written: {way_out}")
 
 
-def write_report(path: Path, report: dict, output: Path) -> None:
-    """UserError if it cannot be written, which says that OUT is."""
+def write_beside(flag: str, path: Path, data: bytes, output: Path) -> None:
+    """UserError naming the flag if it cannot be written, which says that OUT is."""
     path = Path(os.path.realpath(path))
     try:
         with open_file(hidden(path)) as f:
             f.truncate(0)
-            f.write(json.dumps(report, indent=1).encode() + b"\n")
+            f.write(data)
         os.replace(hidden(path), path)
     except OSError as e:
         hidden(path).unlink(missing_ok=True)
-        raise UserError(f"--report: cannot write {path}: {e.strerror}; {output} is written") from e
+        raise UserError(f"{flag}: cannot write {path}: {e.strerror}; {output} is written") from e
 
 
 def identity(path: Path, n_header: int = 0) -> dict:
@@ -421,8 +423,9 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         if output is not None:
             sources = [part.path for part in file.parts]
             output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, max_bytes, sources)
-            if args.report is not None:
-                check_report(args.report, [path, *(part.path for part in output.parts)], sources, args.force)
+            for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
+                if beside is not None:
+                    check_report(beside, [path, *(part.path for part in output.parts)], sources, args.force, flag)
 
     chosen = None
     if target is not None:
@@ -537,7 +540,15 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     log.event("summary", totals)
     if args.report is not None:
         tensors = [record(i) for i in range(len(plan.tensors))]
-        write_report(args.report, {**totals, "warnings": log.warnings, "tensors": tensors}, path)
+        report = {**totals, "warnings": log.warnings, "tensors": tensors}
+        write_beside("--report", args.report, json.dumps(report, indent=1).encode() + b"\n", path)
+    if args.model_card is not None:
+        source = args.hf_repo or Path(os.path.abspath(args.input)).name
+        card = Card(
+            [part.path for part in output.parts], file, plan, accuracies, choices.name.upper(), describe_importance(importance),
+            f"those of {source}", shown_command("quantize", build_parser(), args), args.hf_repo,
+        )
+        write_beside("--model-card", args.model_card, card.text().encode(), path)
 
 
 def main(argv: list[str] | None = None) -> int:
