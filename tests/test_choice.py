@@ -311,3 +311,12 @@ def test_parts_of_a_deep_model():
     usual = _sensitivity.usual(names)
     assert sum(usual[n] for n in names if "ffn_down_exps" in n) == pytest.approx(_sensitivity.USUAL["ffn_down"])
     assert usual["blk.0.attn_q.weight"] == 8 * usual["blk.1.attn_q.weight"] > 0 and usual["output.weight"] == _sensitivity.USUAL["output"]
+
+
+def test_a_report_that_exists_is_said_before_anything_is_measured(fresh):
+    report = fresh.path / "report.json"
+    report.write_text("{}")
+    found = program.main([str(fresh.model), str(fresh.out), "--importance", "none", "--target-bpw", "4", "--report", str(report)])
+    err = fresh.capsys.readouterr().err
+    assert found == 1 and err.startswith("error: --report: ") and "exists" in err
+    assert not fresh.runs() and not fresh.kept.exists()
