@@ -15,7 +15,7 @@ from ggml_ext import quantize as program
 from ggml_ext._errors import UserError
 
 LAYERS = 4
-SHAPES = {"attn_v": (16, 256), "ffn_up": (32, 256), "ffn_down": (16, 512)}
+SHAPES = {"attn_v": (15, 256), "ffn_up": (32, 256), "ffn_down": (16, 512)}
 MATRICES = {
     f"blk.{i}.{name}.weight": gaussian(*shape, seed=10 * i + k) for i in range(LAYERS) for k, (name, shape) in enumerate(SHAPES.items())
 } | {"token_embd.weight": gaussian(32, 256, seed=99), "blk.0.attn_norm.weight": gaussian(256)}
@@ -173,9 +173,9 @@ def test_the_smallest_file_for_a_divergence(folder):
 
 
 def test_the_size_is_that_of_the_file(folder):
-    for size in (31_000, 36_001, 50_000):
+    for size in (*range(31_000, 33_000, 97), 50_000):  # data of 15 rows are padded
         folder.run("--target-size", size)
-        assert 0.9 * size < folder.out.stat().st_size <= size
+        assert 0.9 * size < folder.out.stat().st_size <= size, size
     folder.run("--target-size", "34KiB", "--split-max-size", "1M", "--target-types", "itq2_t,ditto3,q8_0")
     parts = [p for p in folder.out.parent.iterdir() if "-of-" in p.name]
     assert parts and sum(p.stat().st_size for p in parts) <= 34 * 1024
@@ -209,10 +209,10 @@ def test_a_size_that_is_enough_leaves_everything(fresh):
 
 
 def test_types_of_single_tensors_come_first(folder):
-    folder.run("--target-bpw", "5", "--tensor-type", "blk.2=q8_0", "--tensor-type", "attn_v=itq3_s", "--output-tensor-type", "q5_k")
+    folder.run("--target-bpw", "5", "--tensor-type", "blk.2=q8_0", "--tensor-type", "attn_v=itq3_t", "--output-tensor-type", "q5_k")
     types = folder.types()
     assert {q for n, q in types.items() if "blk.2." in n} == {"q8_0"}
-    assert {q for n, q in types.items() if "attn_v" in n and "blk.2." not in n} == {"itq3_s"}
+    assert {q for n, q in types.items() if "attn_v" in n and "blk.2." not in n} == {"itq3_t"}
     assert types["token_embd.weight"] == "q5_k"  # which serve as the output
     assert bits_in_all(folder.out) <= 5
     folder.run("--target-bpw", "4", "--token-embedding-type", "itq3_t")
@@ -311,3 +311,12 @@ def test_parts_of_a_deep_model():
     usual = _sensitivity.usual(names)
     assert sum(usual[n] for n in names if "ffn_down_exps" in n) == pytest.approx(_sensitivity.USUAL["ffn_down"])
     assert usual["blk.0.attn_q.weight"] == 8 * usual["blk.1.attn_q.weight"] > 0 and usual["output.weight"] == _sensitivity.USUAL["output"]
+
+
+def test_a_report_that_exists_is_said_before_anything_is_measured(fresh):
+    report = fresh.path / "report.json"
+    report.write_text("{}")
+    found = program.main([str(fresh.model), str(fresh.out), "--importance", "none", "--target-bpw", "4", "--report", str(report)])
+    err = fresh.capsys.readouterr().err
+    assert found == 1 and err.startswith("error: --report: ") and "exists" in err
+    assert not fresh.runs() and not fresh.kept.exists()

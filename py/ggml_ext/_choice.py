@@ -1,7 +1,7 @@
 """Types for each tensor under a limit: --target-size, --target-bpw, --target-kld.
 
-Each matrix has some types to choose from; the relative squared error of each is measured on a sample of its rows, weighted with
-what is known of its inputs, and multiplied with the sensitivity of the matrix (_sensitivity.py) it is its share of the KL divergence.
+Each matrix has some types to choose from; the relative squared error of each is measured on a sample of its rows, weighted with what
+is known of its inputs. Times the sensitivity of the matrix (_sensitivity.py) it is its share of the KL divergence.
 Which types make the least of it under a limit of bytes, or the fewest bytes under a limit of it, is solved in _knapsack.py.
 
 Errors and sensitivities are kept beside OUT, as MODEL.choice.json, for the next target.
@@ -45,8 +45,8 @@ STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
 # What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
-    *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0", "q4_1",
-    "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
+    *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
+    "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
 )
 SENSITIVITIES = ("measured", "usual")
 GROUPS, GROUP_ROWS = 4, 16  # of rows that stand for a tensor, spread over it
@@ -103,7 +103,8 @@ def add_options(add: Callable) -> None:
         "--sensitivity",
         metavar=f"{{{','.join(SENSITIVITIES)}}}",
         default=SENSITIVITIES[0],
-        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another model",
+        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another "
+        "model",
     )
 
 
@@ -128,11 +129,13 @@ def parse_target(args: argparse.Namespace) -> Target | None:
     kind = given[0]
     if args.type is not None and not auto:
         raise UserError(
-            f"--type {args.type} and --target-{kind}: pass one of them, or --type auto; --target-types {args.type} limits the choice"
+            f"--type {args.type} and --target-{kind}: pass one of them, or --type auto; --target-types {args.type} limits the "
+            "choice"
         )
     for flag in ("pure", "fallback_above"):
         if getattr(args, flag):
-            raise UserError(f"--{flag.replace('_', '-')} and --target-{kind}: a target chooses the type of each tensor; leave one out")
+            flag = flag.replace("_", "-")
+            raise UserError(f"--{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
     parse_types(args.target_types)
     text = getattr(args, f"target_{kind}")
     if kind == "size":
@@ -161,14 +164,15 @@ class Item:
     types: list[GGMLQuantizationType]
 
 
-def is_overridden(tensor: Tensor, choices: Choices, tied: bool) -> bool:
-    """True if an option names its type."""
+def named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantizationType | None:
+    """The type that an option names for it. tied: the embeddings serve as the output matrix."""
     is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
-    return (
-        any(o.pattern.search(tensor.name) for o in choices.overrides)
-        or (is_embd and choices.token_embd is not None)
-        or ((tensor.name == OUTPUT or (tied and is_embd)) and choices.output is not None)
-    )
+    by_pattern = next((o.type for o in choices.overrides if o.pattern.search(tensor.name)), None)
+    if is_embd and choices.token_embd is not None and not (tensor.name == PER_LAYER_TOKEN_EMBD and by_pattern is not None):
+        return choices.token_embd
+    if tensor.name == OUTPUT and choices.output is not None:
+        return choices.output
+    return choices.output if by_pattern is None and tied and is_embd else by_pattern
 
 
 def make_items(plan: Plan, choices: Choices, codec: Codec, types: str | None) -> list[Item]:
@@ -177,9 +181,10 @@ def make_items(plan: Plan, choices: Choices, codec: Codec, types: str | None) ->
     tied = all(t.name != OUTPUT for t in plan.tensors)
     items = []
     for i, (tensor, wanted, got) in enumerate(zip(plan.tensors, plan.wanted, plan.types, strict=True)):
-        if is_overridden(tensor, choices, tied):
-            if wanted == choices.type and tied and choices.output is not None:  # of embeddings that serve as the output
-                got = plan.wanted[i] = plan.types[i] = fit_to_row(tensor, choices.output)
+        named = named_type(tensor, choices, tied)
+        if named is not None and (wanted != tensor.type or got != tensor.type):
+            if named != wanted:  # the plan's embeddings do not follow the output
+                got = plan.wanted[i] = plan.types[i] = fit_to_row(tensor, named)
             items += [Item(i, tensor, [got])] if got != tensor.type else []
         elif wanted == choices.type:
             keeps = [tensor.type] if types is None and tensor.type in SOURCE_TYPES else []
@@ -259,8 +264,8 @@ class Limit:
         """UserError if the target is below the smallest file. room: bytes that more keys may take."""
         if (least := self.smallest(items)) > self.n_bytes:
             raise UserError(
-                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.say(least + room)}: take that at the least, "
-                "or add smaller types with --target-types"
+                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.say(least + room)}: take that at "
+                "the least, or add smaller types with --target-types"
             )
 
 
@@ -349,7 +354,9 @@ class Chosen:
         classes: dict[tuple[str, str], list[float]] = {}
         for item, qtype, share in zip(self.items, self.types, self.shares, strict=True):
             classes.setdefault((tensor_class(item.tensor.name), qtype.name.lower()), []).append(share)
-        rows = [(name, f"{of_type:<8} {len(of_class):5d} {math.fsum(of_class):13.6f}") for (name, of_type), of_class in classes.items()]
+        rows = [
+            (name, f"{of_type:<8} {len(of_class):5d} {math.fsum(of_class):13.6f}") for (name, of_type), of_class in classes.items()
+        ]
         return table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
 
     def record(self) -> dict:
@@ -361,8 +368,8 @@ class Chosen:
 
     def describe(self) -> list[str]:
         """For the summary."""
-        of = "" if self.is_measured else ", with the sensitivities of another model, which may make it ten times too small or too large"
-        best = "no choice of these types is better by the model" if not self.gap else f"a better choice could save {self.gap:.2%} at most"
+        of = "" if self.is_measured else ", with the sensitivities of another model: it may be ten times too small or too large"
+        best = f"a better choice could save {self.gap:.2%} at most" if self.gap else "no choice of these types is better by the model"
         return [f"predicted KL divergence {self.predicted:.4g}{of}; {best}", *self.notes]
 
     def file_type(self) -> tuple[str | None, int]:
@@ -383,9 +390,9 @@ class Chosen:
 def choose_at_once(target: Target, file: GGUFFile, plan: Plan, items: list[Item]) -> Chosen | None:
     """What needs no measurement: everything stays as it is. UserError if the target is surely below the smallest file."""
     limit = Limit.make(target, plan, items, _calibration.header_bytes(file), file.alignment)
-    limit.check(items, HEADER_ROOM if target.kind == "size" else 0)
-    types = [item.tensor.type for item in items]
     room = HEADER_ROOM if target.kind == "size" else 0
+    limit.check(items, room)
+    types = [item.tensor.type for item in items]
     fits = target.kind != "kld" and sum(limit.weight(item.tensor, item.tensor.type) for item in items) + room <= limit.n_bytes
     if fits and all(t in item.types for item, t in zip(items, types, strict=True)):
         return Chosen(items, types, [0.0] * len(items), True, 0.0, [STAYS.format(target.option.replace("=", " "))])
@@ -407,7 +414,9 @@ def choose(
     _measure_errors(file, plan, items, kept, importance, codec, n_threads, say, show_bar)
     if folder is not None:
         kept.write(kept_path)
-    sensitivities, is_measured = _sensitivities(args, file, plan, items, kept, importance, codec, folder, n_threads, say, warn, show_bar)
+    sensitivities, is_measured = _sensitivities(
+        args, file, plan, items, kept, importance, codec, folder, n_threads, say, warn, show_bar
+    )
     if folder is not None and is_measured:
         kept.write(kept_path)
 
@@ -422,8 +431,8 @@ def choose(
     if found is None:  # of sizes, limit.check() told
         least = sum(min(cost for _, cost in of_item) for of_item in options)
         raise UserError(
-            f"--target-kld {target.text} is below the smallest possible, {_above(least)}: the types that may be chosen reach no less; "
-            "add better ones with --target-types, or leave it and types of single tensors out"
+            f"--target-kld {target.text} is below the smallest possible, {_above(least)}: the types that may be chosen reach no less;"
+            " add better ones with --target-types, or leave it and types of single tensors out"
         )
     shares = [sensitivities[item.tensor.name] * kept.errors[item.tensor.name][item.types[i].name.lower()]
               for item, i in zip(items, found.picks, strict=True)]

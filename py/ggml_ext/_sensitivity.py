@@ -1,10 +1,10 @@
 """What an error in a matrix costs the model: KL divergence for a unit of its relative squared error.
 
-The model is linear: KL divergence = sum over matrices of sensitivity * error, the error being (w - w')^T H (w - w') over w^T H w with
-what is known of the inputs. That small independent errors add up so is the linearity theorem of HIGGS (Malinovskii et al., 2411.17525)
-for the perplexity and the plain relative error; there each layer's factor is found with noise. Here parts of the model are stored in
-two bits, and llama-perplexity measures what each costs: one part for each class of tensors, one for each range of layers. From the
-two the sensitivity of each matrix follows as a product of a factor of its class and one of its layer.
+The model is linear: KL divergence = sum over matrices of sensitivity * error, the error being (w - w')^T H (w - w') over w^T H w
+with what is known of the inputs. That small independent errors add up so is the linearity theorem of HIGGS (Malinovskii et al.,
+arXiv 2411.17525) for the perplexity and the plain relative error; there each layer's factor is found with noise. Here parts of the
+model are stored in two bits, and llama-perplexity measures what each costs: one part for each class of tensors, one for each range of
+layers. From the two the sensitivity of each matrix follows as a product of a factor of its class and one of its layer.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Probe:
         return [*class_parts(names), *layer_parts(names)]
 
     def bytes_needed(self) -> int:
-        """Of the disk: a copy of the model, the matrices in two bits, and the logits, two bytes for each token of the vocabulary."""
+        """Of the disk: a copy of the model, the matrices in two bits, and logits, two bytes for each token of the vocabulary."""
         n_vocab = next((t.n_rows for t in self.file.tensors if t.name == "token_embd.weight"), 1 << 18)
         packed = sum(self._packed_bytes(t) for t in self.tensors)
         return sum(p.n_bytes for p in self.file.parts) + packed + N_CHUNKS * N_CONTEXT // 2 * 2 * (n_vocab + 8)

@@ -419,20 +419,22 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     if codec is not None and target is None:
         check_encoders(args, codec, plan)
 
-    def plan_output() -> None:
+    def plan_output(sizes: list[int]) -> None:
         if output is not None:
             sources = [part.path for part in file.parts]
-            output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, max_bytes, sources)
+            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources)
             for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
                 if beside is not None:
                     check_report(beside, [path, *(part.path for part in output.parts)], sources, args.force, flag)
 
-    chosen = None
+    chosen, sizes = None, tensor_sizes(plan)
     if target is not None:
         items = _choice.make_items(plan, choices, codec, args.target_types)
         chosen = _choice.choose_at_once(target, file, plan, items)
+        for item in items:  # at the least
+            sizes[item.index] = min(_choice.n_bytes(item.tensor, t) for t in item.types)
     if chosen is None:
-        plan_output()
+        plan_output(sizes)
         importance, described = find_importance(args, file, plan, path, log.note, log.warn, show_bar)
     else:
         importance, described = Importance(), "none: nothing is encoded"
@@ -448,7 +450,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         check_fallbacks(args, plan)
         name, file_type = chosen.file_type()
         choices = replace(choices, info=WEIGHT_TYPES[name]) if name else replace(choices, stock_file_type=file_type)
-        plan_output()
+        plan_output(tensor_sizes(plan))
     if codec is not None:
         check_numpy_encoders(codec, plan)
     for line in [] if args.quiet else fallback_lines(plan):

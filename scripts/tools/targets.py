@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Types chosen for a target against fixed ones of the same size: file size, KL divergence, and what was predicted.
 
-    targets.py [-m MODEL] [-f TEXT] [--imatrix FILE] [--recipes itq2_t,itq3_t_m,Q2_K,...] [-c 256] [--chunks 60] [--options "..."] [--out DIR]
+    targets.py [-m MODEL] [-f TEXT] [--imatrix FILE] [--recipes itq2_t,itq3_t_m,Q2_K,...] [-c 256] [--chunks 60] [-t N]
+               [--options "--effort fast"] [--target-options "--target-types ..."] [--out DIR]
 
 Each recipe, a --type of this quantizer or a file type of llama-quantize, is made with the importance matrix and its usual types for
 embeddings and output; then the quantizer makes a file of at most the same size with --target-size. Both are scored with
