@@ -47,7 +47,7 @@ def abi(tree: Path) -> dict[str, object]:
         elif cursor.kind == kinds.ENUM_DECL:
             found.update((f"constant {c.spelling}", c.enum_value) for c in cursor.get_children())
         elif cursor.kind == kinds.FUNCTION_DECL:
-            found[f"function {cursor.spelling}"] = cursor.type.spelling
+            found[f"function {cursor.spelling}"] = cursor.type.spelling.replace("_Bool", "bool")
     return found
 
 

@@ -123,6 +123,11 @@ class Choices:
     def name(self) -> str:
         return self.type.name.lower()
 
+    @property
+    def asked(self) -> str:
+        """What decides the types, for summary()."""
+        return self.name
+
     def type_of(self, tensor: Tensor, tied: bool) -> GGMLQuantizationType:
         """Of a quantized tensor, before its shape is looked at. tied: the file has no output.weight.
 

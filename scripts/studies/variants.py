@@ -45,6 +45,7 @@ from perplexity_run import BaseLogits, kl_divergence, save_base_logits
 from ggml_ext import WEIGHT_TYPES, _lib
 from ggml_ext._cli import check_threads, run_script
 from ggml_ext._errors import UserError
+from ggml_ext._gguf_file import Tensor
 from ggml_ext._imatrix import ImportanceMatrix
 
 MATRIX = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
@@ -114,7 +115,7 @@ def importance_of(matrix: ImportanceMatrix, tensor: gguf.ReaderTensor, path: Pat
     if tensor.name not in matrix or matrix.n_values(tensor.name) != n:
         raise UserError(f"--imatrix {path}: has not the {n} importances of {tensor.name}; make one of this model with "
                         "llama-imatrix")
-    return matrix.values(tensor.name)[0]
+    return matrix.values(Tensor(tensor.name, (n,), tensor.tensor_type, 0, 0))[0]
 
 
 def checkpoint_matrices(path: Path) -> list[tuple[int, str, np.ndarray]]:
