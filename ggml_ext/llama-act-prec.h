@@ -60,14 +60,22 @@ template <class Backends, class Model> std::string ggml_ext_refuse_act_prec(cons
     return "";
 }
 
-// Marks the graph's products with quantized weights; a mark of another kind gives way.
+// Whether a product's first factor is a weight of the model, or a view of one: a quantized K cache is none.
+inline bool ggml_ext_multiplies_weights(const struct ggml_tensor * node) {
+    const struct ggml_tensor * root = node->src[0]->view_src ? node->src[0]->view_src : node->src[0];
+    return root->buffer && ggml_backend_buffer_get_usage(root->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// Marks the graph's products with quantized weights, but for those that a model has marked as too large for half floats: they go to
+// devices that do not mind.
 inline void ggml_ext_set_act_prec(struct ggml_cgraph * graph, enum llama_act_prec act_prec) {
     if (act_prec != LLAMA_ACT_PREC_F16) {
         return;
     }
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
-        if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && ggml_ext_can_split_activations(node)) {
+        if ((node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID) && ggml_ext_can_split_activations(node) &&
+            node->op_params[3] != GGML_PREC_F32 && ggml_ext_multiplies_weights(node)) {
             ggml_prec_set_src(node, GGML_PREC_F16, 1);
         }
     }

@@ -219,6 +219,41 @@ def test_types_of_single_tensors_come_first(folder):
     assert folder.types()["token_embd.weight"] == "itq3_t"
 
 
+def test_types_that_were_asked_for_are_no_fallbacks(folder):
+    source = write_gguf(folder.path / "odd.gguf", {"blk.0.ffn_up.weight": gaussian(64, 96)})
+    out, err = folder.run("--target-bpw", "9", "--target-types", "q8_0", "--sensitivity", "usual", "--no-fallback", source=source)
+    assert "fell back" not in out and "instead of" not in err and folder.types() == {"blk.0.ffn_up.weight": "q8_0"}
+
+
+def test_nothing_is_left_to_choose(fresh):
+    out, _ = fresh.run("--target-kld", "0.1", "--tensor-type", ".=f16")
+    assert "nothing is left to choose" in out and not fresh.runs() and set(fresh.types().values()) == {"f16", "f32"}
+
+
+def test_a_quantized_model_is_not_measured(fresh):
+    fresh.run("--type", "itq3_s", "--pure")
+    source = fresh.out.rename(fresh.path / "small-itq3s.gguf")
+    _, err = fresh.run("--target-bpw", "2.5", "--allow-requantize", source=source)
+    assert "what errors cost is taken from another model: tensors of the model are quantized already" in err and not fresh.runs()
+
+
+def test_the_end_of_a_text():
+    n = _sensitivity.TEXT_BYTES
+    assert _sensitivity.end_of(b"one line") == b"one line" and _sensitivity.end_of(b"a\nb\n") == b"a\nb\n"
+    assert _sensitivity.end_of(b"x" * (2 * n)) == b"x" * n
+    assert _sensitivity.end_of(b"x" * n + b"\n" + b"y" * (n - 9)) == b"y" * (n - 9)
+
+
+def test_costs_that_are_measured_as_less_than_nothing():
+    """Sensitivities of layers stay positive and within what the classes cost."""
+    names = [f"blk.{i}.ffn_up.weight" for i in range(3)]
+    parts = [(_sensitivity.Part("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
+    parts += [(_sensitivity.Part(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
+    found = _sensitivity.fit(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
+    total = sum(0.07 * s for s in found.values())
+    assert abs(total - 1e-5) < 1e-9 and min(found.values()) > 1e-8 and max(found.values()) < 1e-5 / 0.07 * 1.001
+
+
 def test_a_dry_run_shows_the_plan_and_writes_nothing(fresh, measured):
     folder = fresh
     before = files(folder.path)
@@ -278,6 +313,7 @@ def test_a_failing_run_of_the_model_leaves_the_errors_alone(fresh, monkeypatch, 
         (["--target-bpw", "3", "--fallback-above", "3"], ["--fallback-above and --target-bpw"]),
         (["--target-bpw", "3", "--sensitivity", "guessed"], ["--sensitivity: got 'guessed'", "measured or usual"]),
         (["--target-bpw", "3", "--target-types", "iq2_xxs"], ["--target-types: tensor", "without an importance matrix", "add a type"]),
+        (["--target-size", "1MB", "--target-types", "q4_k", "--encoder", "numpy"], ["--target-types: tensor", "q4_k with the numpy encoder"]),
     ],
 )
 def test_bad_input(tmp_path, flags, parts):

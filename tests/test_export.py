@@ -324,6 +324,21 @@ def test_card_of_the_quantizer(lib, tmp_path, capsys):
     assert f"--model-card: {tmp_path / 'q.md'} exists: name another file or pass --force" in capsys.readouterr().err
 
 
+def test_names_are_no_markup(lib, tmp_path, capsys):
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_name("evil\n---\n# <b>x</b> | [a](javascript:1)")
+        writer.add_license("mi\x7ft")
+
+    source = write_gguf(tmp_path / "f16.gguf", {"blk.0.attn_q.weight": gaussian(32, 512)}, fill=fill)
+    args = [source, tmp_path / "q.gguf", "--type", "itq3_s", "--no-calibration", "--model-card", tmp_path / "q.md"]
+    assert quantize.main([str(a) for a in [*args, "--report", tmp_path / "q.md"]]) == 1
+    assert f"--model-card: {tmp_path / 'q.md'} is the same file as --report: name another file" in capsys.readouterr().err
+    assert quantize.main([str(a) for a in args]) == 0
+    text = (tmp_path / "q.md").read_text()
+    assert front_matter(text)["license"] == "mi t" and "\x7f" not in text and text.count("\n---\n") == 1
+    assert "# evil --- \\# \\<b\\>x\\</b\\> \\| \\[a\\](javascript:1), ITQ3_S\n" in text
+
+
 def test_tokens_are_not_in_the_command():
     parser = quantize.build_parser()
     args = parser.parse_args(["out.gguf", "--hf-repo", "org/name", "--hf-token", "secret", "--type", "itq3_t",

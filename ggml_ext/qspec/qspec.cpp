@@ -72,7 +72,7 @@ bool ggml_ext_qspec_init(common_params & params, llama_context * ctx) {
     if (refusal.empty()) {
         llama_set_act_prec(ctx, LLAMA_ACT_PREC_F16); // prompts and verification, whatever --act-prec says
         if (llama_get_act_prec(ctx) != LLAMA_ACT_PREC_F16) {
-            refusal = "a device knows 8-bit activations alone; use --device none";
+            refusal = "it needs --act-prec f16, which was refused above";
         }
     }
     if (!refusal.empty()) {

@@ -54,7 +54,7 @@ class Card:
 
     def _text(self, key: str) -> str | None:
         value = self.source.value(key)
-        return value if isinstance(value, str) and value.strip() else None
+        return _line(value) if isinstance(value, str) and value.strip() else None
 
     def base_models(self) -> tuple[list[str], bool]:
         """Names on the hub, and whether they are the model itself and not those that it was made from."""
@@ -93,7 +93,7 @@ class Card:
     # --- text ---
 
     def _name(self) -> str:
-        return self._text("general.name") or self.source.stem
+        return _escaped(self._text("general.name") or self.source.stem)
 
     def _what(self) -> str:
         models, is_itself = self.base_models()
@@ -111,7 +111,7 @@ class Card:
         return " ".join(lines)
 
     def _how_to_run(self) -> str:
-        first = self.outputs[0].name
+        first = shlex.quote(_line(self.outputs[0].name))
         needs = (
             "It needs the package ggml-ext, which holds a llama.cpp that knows the types; others refuse the file."
             if self._uses_ours()
@@ -133,14 +133,14 @@ class Card:
             changed = [self.accuracies[i] for i in members if plan.tensors[i].type != qtype]
             total = sum(changed, Accuracy())
             error = f"{total.relative:.3g}" if changed else "as it was"
-            cells = [name, str(len(members)), f"{n:,}", qtype.name, f"{bits_per_weight(qtype):.5g}", error]
+            cells = [_escaped(name), str(len(members)), f"{n:,}", qtype.name, f"{bits_per_weight(qtype):.5g}", error]
             if is_weighted:
                 cells.append("" if total.weighted is None else f"{total.weighted:.3g}")
             lines.append(f"| {' | '.join(cells)} |")
         weighted = ", weighted ones the same as they count for the inputs that the importance data saw" if is_weighted else ""
         return "\n".join([
             "## What is in it", "", *lines, "",
-            f"Errors are |w - w'|^2 / |w|^2 of the stored weights w' against {self.errors_of}{weighted}. They were measured "
+            f"Errors are |w - w'|^2 / |w|^2 of the stored weights w' against {_escaped(self.errors_of)}{weighted}. They were measured "
             "while the file was written; they are no measure of the text that the model writes.",
         ])
 
@@ -148,12 +148,23 @@ class Card:
         llama_cpp, ggml = _lib.upstream_versions()
         return (
             f"## How it was made\n\nWith ggml-ext {__version__} (llama.cpp {llama_cpp}, ggml {ggml}). Importance of the inputs: "
-            f"{self.importance}.\n\n    {self.command}"
+            f"{_escaped(self.importance)}.\n\n    {_line(self.command)}"
         )
+
+
+def _line(text: str) -> str:
+    """On one line, without what neither YAML nor Markdown can hold: control characters are blanks."""
+    return "".join(c if c.isprintable() else " " for c in text).strip()
+
+
+def _escaped(text: str) -> str:
+    """As Markdown shows it: names are no markup."""
+    return re.sub(r"([\\`\[\]<>|#])", r"\\\1", _line(text))
 
 
 def _yaml(text: str) -> str:
     """Plain where YAML takes it for this string; else in double quotes, as in JSON."""
+    text = _line(text)
     is_plain = re.fullmatch(r"[A-Za-z][\w./-]*", text) and text.lower() not in YAML_WORDS
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 

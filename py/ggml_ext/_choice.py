@@ -162,6 +162,7 @@ class Item:
     index: int  # in the plan
     tensor: Tensor
     types: list[GGMLQuantizationType]
+    is_named: bool = False  # by an option
 
 
 def named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantizationType | None:
@@ -185,11 +186,18 @@ def make_items(plan: Plan, choices: Choices, codec: Codec, types: str | None) ->
         if named is not None and (wanted != tensor.type or got != tensor.type):
             if named != wanted:  # the plan's embeddings do not follow the output
                 got = plan.wanted[i] = plan.types[i] = fit_to_row(tensor, named)
-            items += [Item(i, tensor, [got])] if got != tensor.type else []
+            items += [Item(i, tensor, [got], True)] if got != tensor.type else []
         elif wanted == choices.type:
             keeps = [tensor.type] if types is None and tensor.type in SOURCE_TYPES else []
             items.append(Item(i, tensor, [*dict.fromkeys([*_fitting(tensor, listed, codec), *keeps])]))
+            if not items[-1].types:
+                raise _none_usable(tensor, listed, f"with rows of {tensor.ne[0]}" if codec.lib else "with the numpy encoder")
     return items
+
+
+def _none_usable(tensor: Tensor, types: Sequence[GGMLQuantizationType], why: str) -> UserError:
+    names = ", ".join(t.name.lower() for t in types)
+    return UserError(f"--target-types: tensor {tensor.name} can have none of {names} {why}: add a type, such as q8_0")
 
 
 def _fitting(tensor: Tensor, listed: Sequence[GGMLQuantizationType], codec: Codec) -> list[GGMLQuantizationType]:
@@ -211,11 +219,7 @@ def drop_unusable(items: list[Item], plan: Plan, codec: Codec) -> None:
             or not ((t in IMATRIX_TYPES and not weighted) or (weighted and codec.lib is None and t in UNWEIGHTED_IN_NUMPY))
         ]
         if not usable:
-            names = ", ".join(t.name.lower() for t in item.types)
-            raise UserError(
-                f"--target-types: tensor {item.tensor.name} can have none of {names} "
-                f"{'with the numpy encoder' if weighted else 'without an importance matrix'}: add a type, such as q4_k"
-            )
+            raise _none_usable(item.tensor, item.types, "with the numpy encoder" if weighted else "without an importance matrix")
         item.types = usable
 
 
@@ -339,7 +343,7 @@ class Chosen:
         for item, qtype in zip(self.items, self.types, strict=True):
             if len(item.types) > 1 or plan.types[item.index] != qtype:
                 plan.wanted[item.index] = plan.types[item.index] = qtype
-        of_options = {item.tensor.name for item in self.items if len(item.types) == 1}
+        of_options = {item.tensor.name for item in self.items if item.is_named}
         plan.fallbacks = {
             f: left for f, names in plan.fallbacks.items() if (left := [n for n in names if n in of_options]) and f.got != f.wanted
         }
@@ -383,7 +387,7 @@ class Chosen:
             name = max(ours, key=ours.get).name.lower()
             return name, int(WEIGHT_TYPES[name].id)
         most = max(counts, key=counts.get).name if counts else "F16"
-        named = (getattr(LlamaFileType, f"MOSTLY_{most}{end}", None) for end in ("", "_M", "_S"))
+        named = (getattr(LlamaFileType, name, None) for name in (f"MOSTLY_{most}", f"MOSTLY_{most}_M", f"MOSTLY_{most}_S", f"ALL_{most}"))
         return None, int(next((f for f in named if f is not None), LlamaFileType.GUESSED))
 
 
@@ -392,6 +396,8 @@ def choose_at_once(target: Target, file: GGUFFile, plan: Plan, items: list[Item]
     limit = Limit.make(target, plan, items, _calibration.header_bytes(file), file.alignment)
     room = HEADER_ROOM if target.kind == "size" else 0
     limit.check(items, room)
+    if not items:
+        return Chosen([], [], [], True, 0.0, ["options name the types of all matrices: nothing is left to choose"])
     types = [item.tensor.type for item in items]
     fits = target.kind != "kld" and sum(limit.weight(item.tensor, item.tensor.type) for item in items) + room <= limit.n_bytes
     if fits and all(t in item.types for item, t in zip(items, types, strict=True)):
@@ -524,6 +530,7 @@ def _sensitivities(
         else "--no-calibration runs no model" if args.no_calibration
         else "llama-perplexity is not in the package" if program is None
         else "the built library is not in use" if codec.lib is None
+        else "tensors of the model are quantized already" if any(t.type not in SOURCE_TYPES for t in tensors)
         else f"{text} is not there" if not text_is_there
         else None
     )

@@ -96,7 +96,7 @@ class Histogram:
 
     def lines(self, type_name: str) -> list[str]:
         """Bars of text: of the codes, neighbours together where there are many, and of the octaves of the scales."""
-        part = "all" if self.n_seen == self.n_weights else f"{100 * self.n_seen / self.n_weights:.2g} % of the"
+        part = "all" if self.n_seen == self.n_weights else f"{min(100 * self.n_seen / self.n_weights, 99):.2g} % of the"
         out = ["", f"{type_name}: codes of {part} {self.n_weights:,} weights, entropy {self.entropy:.2f} bits"]
         out += _bars(self.codes, lambda first, last: f"{CODES[first]}" if first == last else f"{CODES[first]} to {CODES[last]}")
         special = {"zero": self.n_zero, "negative": self.n_negative, "not finite": self.n_not_finite}

@@ -15,14 +15,20 @@ ENDINGS = (".svg", ".png")
 
 def check_picture(path: Path, force: bool) -> None:
     """UserError if it cannot be drawn or may not be written."""
+    try:
+        is_there = path.exists()
+    except OSError as e:  # of a name that is too long
+        raise UserError(f"--picture: {path}: {e.strerror}: name another") from e
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"--picture: got {path.name!r}, the name must end in {' or '.join(ENDINGS)}")
     if not path.parent.is_dir():
         raise UserError(f"--picture: the folder {path.parent} does not exist: create it first")
-    if path.exists() and not path.is_file():
+    if is_there and not path.is_file():
         raise UserError(f"--picture: {path} is not a regular file: name another")
-    if path.exists() and not force:
+    if is_there and not force:
         raise UserError(f"--picture: {path} exists: name another file or pass --force to replace it")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"--picture: the folder {path.parent} may not be written: name another")
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
@@ -74,7 +80,8 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path) -> None:
     classes, layers, values = table(errors)
     shown = np.ma.masked_where(~(values > 0), values)  # as a logarithmic scale has no zero
     low, high = colour_range(shown, layers)
-    style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9}
+    style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,
+             "text.parse_math": False}  # names of files and tensors may hold dollars
     with matplotlib.rc_context(style):
         size = 3 + 0.22 * len(layers), 1.6 + 0.25 * len(classes)
         figure, axes = pyplot.subplots(figsize=tuple(min(s, 40) for s in size), layout="constrained")
@@ -89,7 +96,7 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path) -> None:
         axes.invert_yaxis()
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set(xlabel="layer", title=title)
+        axes.set(xlabel="layer", title=title.encode(errors="replace").decode())  # a name that is no UTF-8
         figure.colorbar(mesh, ax=axes, label=what, extend="both")
         beside = path.with_name(path.name + ".part")
         try:
@@ -97,7 +104,7 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path) -> None:
             figure.savefig(beside, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
             os.replace(beside, path)
         except OSError as e:
-            beside.unlink(missing_ok=True)
             raise UserError(f"--picture: cannot write {path}: {e.strerror}") from e
         finally:
+            beside.unlink(missing_ok=True)
             pyplot.close(figure)

@@ -92,6 +92,11 @@ class Choices:
         return self.target.replace("=", " ") if self.target else self.name
 
     @property
+    def title(self) -> str:
+        """For a model card."""
+        return f"types chosen for {self.asked.removeprefix('target-')}" if self.target else self.name.upper()
+
+    @property
     def file_type(self) -> int:
         return int(self.info.id) if self.stock_file_type is None else self.stock_file_type
 

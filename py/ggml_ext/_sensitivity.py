@@ -111,6 +111,13 @@ def layer_parts(names: Sequence[str]) -> list[Part]:
     return parts
 
 
+def end_of(text: bytes) -> bytes:
+    """The last TEXT_BYTES, from the beginning of a line where half of them is left then."""
+    end = text[-TEXT_BYTES:]
+    whole_lines = end.partition(b"\n")[2] if len(text) > TEXT_BYTES else end
+    return whole_lines if 2 * len(whole_lines) > len(end) else end
+
+
 def fit(
     start: Mapping[str, float], errors: Mapping[str, float], costs: Sequence[tuple[Part, float]]
 ) -> dict[str, float]:
@@ -120,17 +127,17 @@ def fit(
     layers. The classes' sum is kept, to which those of the layers are scaled.
     """
     out = dict(start)
-    layers = [(p, c) for p, c in costs if p.is_of_layers]
-    classes = [(p, c) for p, c in costs if not p.is_of_layers]
+    layers = [(p, max(c, LEAST_COST)) for p, c in costs if p.is_of_layers]
+    classes = [(p, max(c, LEAST_COST)) for p, c in costs if not p.is_of_layers]
     inside = {name for p, _ in layers for name in p.tensors}
     whole = sum(c for p, c in classes if inside.issuperset(p.tensors))
-    scale = whole / max(sum(c for _, c in layers), 1e-30)
+    scale = whole / sum(c for _, c in layers) if layers else 1.0
     for _ in range(ROUNDS):
         for part, cost in [*((p, c * scale) for p, c in layers), *classes]:
             now = sum(out[name] * errors[name] for name in part.tensors)
             if now > 0:
                 for name in part.tensors:
-                    out[name] *= max(cost, LEAST_COST) / now
+                    out[name] *= cost / now
     return out
 
 
@@ -185,7 +192,7 @@ class Probe:
 
     def _run(self, folder: Path, show_bar: bool) -> tuple[dict[str, float], list[tuple[Part, float]]]:
         text, logits = folder / "text.txt", folder / "logits.bin"
-        text.write_bytes(self.text.read_bytes()[-TEXT_BYTES:].partition(b"\n")[2])
+        text.write_bytes(end_of(self.text.read_bytes()))
         copies = [folder / part.path.name for part in self.file.parts]
         for part, copy in zip(self.file.parts, copies, strict=True):
             shutil.copyfile(part.path, copy)

@@ -47,6 +47,7 @@ from .quantize import (
     QUANTIZATION_VERSION,
     WAY_OUT,
     check_output,
+    check_fallbacks,
     check_report,
     identity,
     no_numpy_encoder,
@@ -150,7 +151,7 @@ class Choices:
 def parse_choices(args: argparse.Namespace) -> Choices:
     overrides = tuple(map(Override.parse, args.tensor_type))
     for override in overrides:
-        parse_stock_type(override.type.name, "--tensor-type")
+        parse_stock_type(override.type.name.lower(), "--tensor-type")
     return Choices(parse_stock_type(args.type), args.pure, overrides)
 
 
@@ -229,14 +230,11 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     output = None if path is None else stack.enter_context(Output(path, args.force))
     if args.model_card is not None:
         sources = [source for source in _source.source_files(args) if source.exists()]
-        check_report(args.model_card, [path], sources, args.force, "--model-card")
+        check_report(args.model_card, {path: "OUT"}, sources, args.force, "--model-card")
     file = open_model(args.input)
     check_model(file)
     plan = make_plan(file, choices)
-    if args.no_fallback and (refused := refused_fallback(plan)):
-        raise UserError(
-            f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback"
-        )
+    check_fallbacks(args, plan)
     codec = Codec(_lib.load())
     check_encoders(codec, plan)
     importance = Importance() if args.imatrix is None else open_importance([args.imatrix], "diagonal")

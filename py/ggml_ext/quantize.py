@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,16 +223,21 @@ def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
     return path
 
 
-def check_report(report: Path, outputs: list[Path], sources: list[Path], force: bool, flag: str = "--report") -> None:
-    """UserError if the file of a flag may not be written. outputs: with links resolved; they and report may be missing."""
+def check_report(report: Path, outputs: Mapping[Path, str], sources: list[Path], force: bool, flag: str = "--report") -> None:
+    """UserError if the file of a flag may not be written. outputs: with links resolved, and what they are called; they and
+    report may be missing."""
     path, way_out = Path(os.path.realpath(report)), "name another file"
+    try:
+        is_there = path.exists()
+    except OSError as e:  # of a name that is too long
+        raise UserError(f"{flag}: {report}: {e.strerror}: {way_out}") from e
     if not path.parent.is_dir():
         raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
-    if path in outputs or (path.exists() and any(path.samefile(source) for source in sources)):
-        raise UserError(f"{flag}: {report} is the same file as {'OUT' if path in outputs else 'IN'}: {way_out}")
-    if path.exists() and not path.is_file():
+    if path in outputs or (is_there and any(path.samefile(source) for source in sources)):
+        raise UserError(f"{flag}: {report} is the same file as {outputs.get(path, 'IN')}: {way_out}")
+    if is_there and not path.is_file():
         raise UserError(f"{flag}: {report} is not a regular file: {way_out}")
-    if path.exists() and not force:
+    if is_there and not force:
         raise UserError(f"{flag}: {report} exists: {way_out} or pass --force to replace it")
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{flag}: the folder {path.parent} may not be written: {way_out}")
@@ -423,9 +428,11 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         if output is not None:
             sources = [part.path for part in file.parts]
             output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources)
+            written = dict.fromkeys([path, *(part.path for part in output.parts)], "OUT")
             for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
                 if beside is not None:
-                    check_report(beside, [path, *(part.path for part in output.parts)], sources, args.force, flag)
+                    check_report(beside, written, sources, args.force, flag)
+                    written[Path(os.path.realpath(beside))] = flag
 
     chosen, sizes = None, tensor_sizes(plan)
     if target is not None:
@@ -547,7 +554,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     if args.model_card is not None:
         source = args.hf_repo or Path(os.path.abspath(args.input)).name
         card = Card(
-            [part.path for part in output.parts], file, plan, accuracies, choices.name.upper(), describe_importance(importance),
+            [part.path for part in output.parts], file, plan, accuracies, choices.title, describe_importance(importance),
             f"those of {source}", shown_command("quantize", build_parser(), args), args.hf_repo,
         )
         write_beside("--model-card", args.model_card, card.text().encode(), path)

@@ -1,9 +1,9 @@
-"""The seeds' other variants, as variants.py measures them: what each stores, and the weights that come back from it.
+"""The papers' other variants, as variants.py measures them: what each stores, and the weights that come back from it.
 
 ITQ3_S  rotated by transforms of 32 to 512; half d, half z and 3-bit codes of a block, and the paper's eight FP16 scales of
         sub-blocks (116 bytes)
 CCQ     (4, 3, 2), 2.75 bits, and (3, 3, 2) with (3, 4, 2), 2.5 bits: sections 3.2 to 3.4 and table 1 of the paper
-DITTO   codebooks of 8, 16 and 32 entries: of each block (int8 under a half), of a tensor; and, no seed's, of a tensor under a
+DITTO   codebooks of 8, 16 and 32 entries: of each block (int8 under a half), of a tensor; and, no paper's, of a tensor under a
         half for each block, and the same with one codebook for all tensors of all models, a constant of the type
 
 Searches are in variant_search.c; with importances they weigh the squared error of the unrotated weights, as the project's own

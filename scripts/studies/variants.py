@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The seeds' other variants (variant_types.py) on the matrices of a model, beside our types and llama.cpp's of 1.5 to 6.6 bits.
+"""The papers' other variants (variant_types.py) on the matrices of a model, beside our types and llama.cpp's of 1.5 to 6.6 bits.
 
     variants.py MODEL [--imatrix FILE] [--name NAME] [--weights 1000000] [--types NAME,...] [--below BITS] [--layers N,...]
                 [--json docs/variants.json] [-t N]
