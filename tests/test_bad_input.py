@@ -423,7 +423,8 @@ def test_tensors_of_activation_types_are_copied(tmp_path, qtype):
                     data=2 * 256 // block_size * block_bytes + 4096)
     result = quantize(path, tmp_path / "out.gguf", "--type", "itq3_s")
     name = gguf.GGMLQuantizationType(qtype).name.lower()
-    assert result.stderr == f"warning: tensor a.weight, {name}: holds no weights: kept\n"
+    of_arch, of_tensor = result.stderr.splitlines()
+    assert "does not know the architecture ''" in of_arch and of_tensor == f"warning: tensor a.weight, {name}: holds no weights: kept"
 
 
 @pytest.mark.parametrize("payload", [(8, struct.pack("<Q", 1) + b"2"), (9, struct.pack("<IQI", 4, 1, 2))], ids=["string", "array"])

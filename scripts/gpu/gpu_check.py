@@ -43,7 +43,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "scripts" / room) for room in ("build", "tools")]
+sys.path[:0] = [str(ROOT / "scripts" / room) for room in ("build", "tools")]  # llama_cpp is also the name of llama-cpp-python
 import cuda_tools
 import llama_cpp
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts" / "build"))
+sys.path.insert(0, str(ROOT / "scripts" / "build"))  # llama_cpp is also the name of llama-cpp-python
 import llama_cpp
 import pinned
 from bench import measure, summarise
