@@ -229,13 +229,6 @@ def test_perplexity_equals_that_of_unrounded_activations(files):
     assert np.abs(f16 - exact).max() <= 0.00021 and np.abs(q8 - exact).max() > 0.001
 
 
-def test_a_quantized_cache_is_no_weight(files):
-    """Without flash attention its products are ordinary ones; marked, they would differ from those with q8 by more than weights' do."""
-    flags = ["-ctk", "q8_0", "-fa", "off"]
-    f32, f16 = chunks(files / "f32.gguf", *flags), chunks(files / "itq3_s.gguf", *flags, "--act-prec", "f16")
-    assert np.abs(f16 - f32).max() <= 0.00021
-
-
 def test_bench_compares_both(files):
     log = run_tool("llama-bench", "-m", files / "itq3_s.gguf", "-p", 8, "-n", 2, "-r", 1, "-o", "json", "--act-prec", "q8,f16")
     rows = json.loads(re.search(r"\[\n.*\]", log, re.S)[0])

@@ -195,8 +195,9 @@ def test_one_codebook_a_tensor_on_request(lib, source, tmp_path, with_imatrix):
         histogram, experts = ditto3.Histogram(), tensor.data.astype(np.float32).reshape(-1, *tensor.data.shape[-2:])
         for i, expert in enumerate(experts):
             sums, counts = entries.get(name, (None, [])) if with_imatrix else (None, [])
-            importance = None if sums is None else sums[i] / np.float32(counts[i]) if counts[i] else np.ones(256, np.float32)
-            histogram.add_rows(expert, importance)
+            means = {j: sums[j] / np.float32(n) for j, n in enumerate(counts) if n}
+            of_others = sum(np.float64(counts[j]) * mean for j, mean in means.items())
+            histogram.add_rows(expert, None if sums is None else means[i] if i in means else (of_others / sum(counts)).astype(np.float32))
         expected = ditto3.quantize_blocks(experts.reshape(-1, 256), codebook=histogram.codebook())
         assert_same_blocks(read_tensors(tmp_path / "c")[name].data.reshape(-1, 106), expected, name)
     assert gguf.GGUFReader(tmp_path / "c").fields["ggml_ext.options"].contents() == "ditto-codebook=tensor pure"
