@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gguf import GGMLQuantizationType, LlamaFileType
-from tqdm import tqdm
 
 from . import __version__, _calibration, _lib, _source
 from ._accuracy import Accuracy
@@ -38,20 +37,21 @@ from ._plan import (
     fit_to_row,
     plan_importance,
 )
-from ._report import columns, fallback_lines, refused_fallback, summary, tensor_lines
+from ._report import columns, fallback_lines, summary, tensor_lines
 from ._split import SPLIT_KEYS, open_model
 from ._types import TYPES, WEIGHT_TYPES
-from ._writer import tensor_sizes, write_tensors
+from ._writer import tensor_sizes
 from .quantize import (
     IMPORTANCE_KEYS,
     QUANTIZATION_VERSION,
     WAY_OUT,
-    check_output,
     check_fallbacks,
+    check_known_encoders,
+    check_output,
     check_report,
     identity,
-    no_numpy_encoder,
     write_beside,
+    write_with_bar,
 )
 
 T = GGMLQuantizationType
@@ -209,13 +209,6 @@ def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
     return lines
 
 
-def check_encoders(codec: Codec, plan: Plan) -> None:
-    """UserError where neither the library nor numpy makes a type."""
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if target != tensor.type and not codec.can_encode(target):
-            raise no_numpy_encoder(tensor, target)
-
-
 def run(args: argparse.Namespace, log: Log) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     with contextlib.ExitStack() as stack:
@@ -236,7 +229,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     plan = make_plan(file, choices)
     check_fallbacks(args, plan)
     codec = Codec(_lib.load())
-    check_encoders(codec, plan)
+    check_known_encoders(codec, plan)
     importance = Importance() if args.imatrix is None else open_importance([args.imatrix], "diagonal")
     plan_importance(plan, importance.matrix)
     for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {w}" for w in plan.warnings)]:
@@ -259,20 +252,11 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     }
     output.begin(made_from, [header], log.note)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
-    n_done = sum(t.n_elements for t in plan.tensors[: len(output.finished)])
     seconds_before = sum(done.seconds for done in output.finished)
-    with tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.name, disable=not show_bar, initial=n_done) as bar:
-        accuracies = write_tensors(
-            output,
-            file,
-            plan,
-            codec,
-            importance,
-            n_threads,
-            lambda i: log.report(lines[i]) if lines else None,
-            bar.update,
-            lambda i: None,
-        )
+    accuracies = write_with_bar(
+        output, file, plan, codec, importance, n_threads, choices.name, show_bar,
+        lambda i: log.report(lines[i]) if lines else None, lambda i: None,
+    )
     output.complete([header])
     output.publish()
     seconds = time.monotonic() - started + seconds_before

@@ -223,6 +223,16 @@ def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
     return path
 
 
+def write_with_bar(
+    output: Output, file: GGUFFile, plan: Plan, codec: Codec, importance: Importance, n_threads: int, title: str, show_bar: bool,
+    begun: Callable[[int], None], ended: Callable[[int], None], fallback_above: float | None = None,
+) -> list[Accuracy]:
+    """write_tensors() under a progress bar that begins where an earlier run stopped. begun, ended: called with a tensor's index."""
+    n_done = sum(t.n_elements for t in plan.tensors[: len(output.finished)])
+    with tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=title, disable=not show_bar, initial=n_done) as bar:
+        return write_tensors(output, file, plan, codec, importance, n_threads, begun, bar.update, ended, fallback_above)
+
+
 def check_report(report: Path, outputs: Mapping[Path, str], sources: list[Path], force: bool, flag: str = "--report") -> None:
     """UserError if the file of a flag may not be written. outputs: with links resolved, and what they are called; they and
     report may be missing."""
@@ -282,6 +292,12 @@ def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
                     f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
                     "or leave the option out"
                 )
+    check_known_encoders(codec, plan)
+
+
+def check_known_encoders(codec: Codec, plan: Plan) -> None:
+    """UserError where neither the library nor numpy makes a type."""
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
         if target != tensor.type and not codec.can_encode(target):
             raise no_numpy_encoder(tensor, target)
 
@@ -506,22 +522,12 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     output.begin(made_from, first_headers, log.note)
     n_before = len(output.finished)
     seconds_before = sum(done.seconds for done in output.finished)
-    with tqdm(
-        total=plan.n_elements(), unit="w", unit_scale=True, desc=choices.name, disable=not show_bar,
-        initial=sum(t.n_elements for t in plan.tensors[:n_before]),
-    ) as bar:
-        accuracies = write_tensors(
-            output,
-            file,
-            plan,
-            codec,
-            importance,
-            check_threads(args.threads),
-            lambda i: log.report(lines[i]) if lines else None,
-            bar.update,
-            lambda i: log.event("tensor", {"index": i + 1, "of": len(plan.tensors), **record(i)}),
-            args.fallback_above,
-        )
+    accuracies = write_with_bar(
+        output, file, plan, codec, importance, check_threads(args.threads), choices.name, show_bar,
+        lambda i: log.report(lines[i]) if lines else None,
+        lambda i: log.event("tensor", {"index": i + 1, "of": len(plan.tensors), **record(i)}),
+        args.fallback_above,
+    )
     final_headers = headers(accuracies)  # as long as the first ones
     output.complete(final_headers)
     if args.verify:
