@@ -9,3 +9,4 @@
 #include "itq2_t.cuh"
 #include "itq3_t64.cuh"
 #include "itq2_t64.cuh"
+#include "ditto5.cuh"

@@ -9,3 +9,4 @@
 #include "itq2_t.metal"
 #include "itq3_t64.metal"
 #include "itq2_t64.metal"
+#include "ditto5.metal"

@@ -9,3 +9,4 @@
 #include "itq2_t.h"
 #include "itq3_t64.h"
 #include "itq2_t64.h"
+#include "ditto5.h"

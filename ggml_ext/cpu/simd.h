@@ -22,7 +22,7 @@
 // A block of 256 is eight groups of 32 weights, and so are four blocks of 64, with eight bytes of each in a group. Kernels take
 // group g and group g + 4 together:
 //
-//   u8x64            the codes of both, one register where the set has such: load64, join, |, field, look_up as above
+//   u8x64            the codes of both, one register where the set has such: load64, join, |, ^, field, look_up as above
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
 //   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: the others do not matter
 //   trellis_values(t, a, b, e)   the code of types/trellis.h
@@ -106,6 +106,7 @@ static inline u8x64 join(u8x32 lo, u8x32 hi)    { return {lo, hi}; }
 static inline u8x32 low_half(u8x64 a)           { return a.lo; }
 static inline u8x32 high_half(u8x64 a)          { return a.hi; }
 static inline u8x64 operator|(u8x64 a, u8x64 b) { return {a.lo | b.lo, a.hi | b.hi}; }
+static inline u8x64 operator^(u8x64 a, u8x64 b) { return {a.lo ^ b.lo, a.hi ^ b.hi}; }
 template <int S> static inline u8x64 field(u8x64 a, uint8_t mask)     { return {field<S>(a.lo, mask), field<S>(a.hi, mask)}; }
 template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
     return {funnel<S>(before.lo, a.lo), funnel<S>(before.hi, a.hi)};

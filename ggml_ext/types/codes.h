@@ -1,5 +1,5 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
-// Signs of the rotation and tables of the trellis codes.
+// Signs of the rotation, tables of the trellis codes, codebooks.
 #pragma once
 
 #define GGML_EXT_SIGNS {0xe18ae0c5u, 0xa289b7feu, 0x1e40d0c6u, 0x96201bafu, 0xd5b4ce30u, 0xd765edc7u, 0x98ec1743u, 0x6e45a49fu}
@@ -19,3 +19,6 @@
 #define GGML_EXT_ITQ2_T64_TRELLIS_TABLES {{{10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1}, {6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15}}, {{81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17}, {15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12}}}
 #define GGML_EXT_ITQ2_T64_TRELLIS_OFFSET 62.0f
 #define GGML_EXT_ITQ2_T64_TRELLIS_USUAL_REL_MSE 0.0603f
+
+#define GGML_EXT_DITTO5_CODEBOOK {65, 67, 70, 73, 76, 79, 82, 85, 88, 91, 95, 99, 104, 110, 117, 127}
+#define GGML_EXT_DITTO5_CODEBOOK_OFFSET 63.5f

@@ -23,6 +23,7 @@ class ExtType(IntEnum):
     ITQ2_T = 164
     ITQ3_T64 = 165
     ITQ2_T64 = 166
+    DITTO5 = 167
     Q8_KR64 = 190
     Q8_KR = 191
 
@@ -54,6 +55,8 @@ class TypeInfo:
     trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
     trellis_values: list[list[int]] | None = None
     trellis_offset: float | None = None
+    codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
+    codebook_offset: float | None = None
 
 
 TYPES: dict[str, TypeInfo] = {
@@ -218,6 +221,29 @@ TYPES: dict[str, TypeInfo] = {
         trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
         trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
         trellis_offset=62.0,
+    ),
+    "ditto5": TypeInfo(
+        name="ditto5",
+        id=ExtType.DITTO5,
+        kind="weight",
+        block_size=256,
+        block_bytes=162,
+        bpw=5.0625,
+        rotated=True,
+        about="rotated, index into one codebook of 32 7-bit values for all blocks",
+        activation="q8_kr",
+        unpack_min=0,
+        unpack_max=127,
+        group=256,
+        fallback="q5_0",
+        token_embd="q5_k",
+        output="q6_k",
+        title="DITTO5 - 5.0625 bpw",
+        usual_rel_mse=0.00215,
+        fixture_rel_mse=0.0023,
+        fns_limits="q5_k",
+        codebook=[65, 67, 70, 73, 76, 79, 82, 85, 88, 91, 95, 99, 104, 110, 117, 127],
+        codebook_offset=63.5,
     ),
     "q8_kr64": TypeInfo(
         name="q8_kr64",

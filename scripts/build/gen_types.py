@@ -49,9 +49,12 @@ WEIGHT_FIELDS = {
 }
 # of trellis types; a nested list is two tables of 16 bytes. trellis_code names the type that has them instead
 TRELLIS_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
+CODEBOOK_FIELDS = {"codebook": list, "codebook_offset": float}  # of types with one codebook for all blocks: its upper 16 codes
 OPTIONAL_FIELDS = {"fns_dot_error": float}
-# stock type -> its limit in upstream's test-quantize-fns; that of products is the same for both
-FNS_LIMITS = {"iq3_s": "MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "iq2_s": "MAX_QUANTIZATION_TOTAL_ERROR_2BITS"}
+# stock type -> its limits in upstream's test-quantize-fns, of weights and of products
+FNS_LIMITS = {"iq3_s": ("MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "MAX_DOT_PRODUCT_ERROR_LOWBIT"),
+              "iq2_s": ("MAX_QUANTIZATION_TOTAL_ERROR_2BITS", "MAX_DOT_PRODUCT_ERROR_LOWBIT"),
+              "q5_k": ("MAX_QUANTIZATION_TOTAL_ERROR", "MAX_DOT_PRODUCT_ERROR")}
 
 
 class TableError(Exception):
@@ -73,7 +76,8 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
             row |= {field: owner.get(field) for field in TRELLIS_FIELDS}
     for row in types:
         fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
-        fields = fields | (TRELLIS_FIELDS if row.keys() & TRELLIS_FIELDS else {})
+        for some in (TRELLIS_FIELDS, CODEBOOK_FIELDS):
+            fields = fields | (some if row.keys() & some else {})
         fields = fields | {field: kind for field, kind in OPTIONAL_FIELDS.items() if field in row}
         where = f"{TABLE}: type {row.get('name')!r}"
         if row.get("kind") not in ("weight", "activation"):
@@ -86,6 +90,8 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
         for field in ("trellis_mix", "trellis_values"):
             if field in row and [[type(v) for v in t] for t in row[field]] != [[int] * 16] * 2:
                 raise TableError(f"{where}: field {field!r} must be two tables of 16 integers")
+        if "codebook" in row and ([type(v) for v in row["codebook"]] != [int] * 16 or row["codebook"] != sorted(set(row["codebook"]))):
+            raise TableError(f"{where}: field 'codebook' must be 16 ascending integers")
         if unknown := sorted(set(row) - set(fields)):
             raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
         if not ids["first"] <= row["id"] < ids["count"]:
@@ -169,8 +175,8 @@ def render_header(ids: dict, types: list[dict]) -> str:
                 "TOKEN_EMBD": enum(row["token_embd"]),
                 "OUTPUT": enum(row["output"]),
                 "TITLE": f'"{row["title"]}"',
-                "FNS_TOTAL_ERROR": FNS_LIMITS[row["fns_limits"]],
-                "FNS_DOT_ERROR": f"{row['fns_dot_error']}f" if "fns_dot_error" in row else "MAX_DOT_PRODUCT_ERROR_LOWBIT",
+                "FNS_TOTAL_ERROR": FNS_LIMITS[row["fns_limits"]][0],
+                "FNS_DOT_ERROR": f"{row['fns_dot_error']}f" if "fns_dot_error" in row else FNS_LIMITS[row["fns_limits"]][1],
             }
         width = max(map(len, constants))
         out.append("")
@@ -181,12 +187,15 @@ def render_header(ids: dict, types: list[dict]) -> str:
 def render_codes(signs: bytes, types: list[dict]) -> str:
     """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
     words = ", ".join(f"0x{int.from_bytes(signs[i : i + 4], 'little'):08x}u" for i in range(0, len(signs), 4))
-    out = [f"// {NOTICE}", "// Signs of the rotation and tables of the trellis codes.", "#pragma once", "", f"#define GGML_EXT_SIGNS {{{words}}}"]
+    out = [f"// {NOTICE}", "// Signs of the rotation, tables of the trellis codes, codebooks.", "#pragma once", "", f"#define GGML_EXT_SIGNS {{{words}}}"]
     for row in types:
         if "trellis_mix" in row:
             tables = repr([row["trellis_mix"], row["trellis_values"]]).replace("[", "{").replace("]", "}")
             name = f"#define GGML_EXT_{row['name'].upper()}_TRELLIS"
             out += ["", f"{name}_TABLES {tables}", f"{name}_OFFSET {row['trellis_offset']}f", f"{name}_USUAL_REL_MSE {row['usual_rel_mse']}f"]
+        if "codebook" in row:
+            name = f"#define GGML_EXT_{row['name'].upper()}_CODEBOOK"
+            out += ["", f"{name} {{{', '.join(map(str, row['codebook']))}}}", f"{name}_OFFSET {row['codebook_offset']}f"]
     return "\n".join(out) + "\n"
 
 
@@ -271,6 +280,8 @@ class TypeInfo:
     trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
     trellis_values: list[list[int]] | None = None
     trellis_offset: float | None = None
+    codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
+    codebook_offset: float | None = None
 
 
 '''
@@ -291,7 +302,7 @@ def render_module(signs: bytes, types: list[dict]) -> str:
     for row in types:
         fields = ["name", "id", "kind", "block_size", "block_bytes", "bpw", "rotated", "about"]
         fields += WEIGHT_FIELDS if row["kind"] == "weight" else []
-        fields += [field for field in (*OPTIONAL_FIELDS, *TRELLIS_FIELDS) if field in row]
+        fields += [field for field in (*OPTIONAL_FIELDS, *TRELLIS_FIELDS, *CODEBOOK_FIELDS) if field in row]
         out += f'    "{row["name"]}": TypeInfo(\n'
         out += "".join(f"        {field}={value(row, field)},\n" for field in fields)
         out += "    ),\n"

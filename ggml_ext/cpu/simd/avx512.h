@@ -9,6 +9,7 @@ static inline u8x64 join(u8x32 lo, u8x32 hi)           { return {_mm512_inserti6
 static inline u8x32 low_half(u8x64 a)                  { return {_mm512_castsi512_si256(a.v)}; }
 static inline u8x32 high_half(u8x64 a)                 { return {_mm512_extracti64x4_epi64(a.v, 1)}; }
 static inline u8x64 operator|(u8x64 a, u8x64 b)        { return {_mm512_or_si512(a.v, b.v)}; }
+static inline u8x64 operator^(u8x64 a, u8x64 b)        { return {_mm512_xor_si512(a.v, b.v)}; }
 
 // A constant that stays in its register: GCC makes some anew in every turn of a loop, by shuffles, of which there are few.
 static inline __m512i keep(__m512i v) {
