@@ -18,7 +18,7 @@ TYPE_NAMES = sorted(WEIGHT_TYPES)
 LIMITS = {"itq3_s": {"gaussian": 0.0365, "student_t4": 0.037}, "ditto3": {"gaussian": 0.033, "student_t4": 0.0408},
           "ccq2": {"gaussian": 0.106, "student_t4": 0.182}, "itq3_t": {"gaussian": 0.0187, "student_t4": 0.0187},
           "itq2_t": {"gaussian": 0.069, "student_t4": 0.069}, "itq3_t64": {"gaussian": 0.0160, "student_t4": 0.0165},
-          "itq2_t64": {"gaussian": 0.0610, "student_t4": 0.063}}
+          "itq2_t64": {"gaussian": 0.0610, "student_t4": 0.063}, "ditto5": {"gaussian": 0.00213, "student_t4": 0.00213}}
 
 
 def round_trip(lib, type_name: str, x: np.ndarray, **options) -> np.ndarray:
@@ -34,8 +34,9 @@ def test_error_on_samples(lib, type_name, source):
     error = relative_mse(round_trip(lib, type_name, x), x)
     print(f"{type_name} {source}: relative squared error {error:.5f}")
     assert error <= LIMITS[type_name][source]
-    if source == "gaussian":  # recorded to four digits; the sample's own standard error is smaller
-        assert abs(error - TYPES[type_name].usual_rel_mse) <= 2e-4
+    if source == "gaussian":  # recorded to three or four digits; the sample's own standard error is smaller
+        usual = TYPES[type_name].usual_rel_mse
+        assert abs(error - usual) <= min(2e-4, 0.01 * usual)
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)

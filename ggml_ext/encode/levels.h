@@ -1,4 +1,4 @@
-// Codes of a block whose weights each take one of eight values, under a metric: the quadratic form of the block in place of the
+// Codes of a block whose weights each take one of a few values, under a metric: the quadratic form of the block in place of the
 // sum of squares. First segment after segment, errors fed back; then coordinate descent over the whole block. Every float
 // operation has one order, so that the numpy reference gives the same bytes (py/ggml_ext/quants/_levels.py).
 //
@@ -19,8 +19,11 @@
 
 #include "rows.h"
 
+#ifndef EXT_LEVELS
+#define EXT_LEVELS 8 // of a weight
+#endif
+
 enum {
-    EXT_LEVELS        = 8,
     EXT_MAX_SWEEPS    = 4, // of a descent; it ends earlier when nothing changes
     EXT_LEVELS_ROUNDS = 3, // of levels and codes
 };
@@ -96,7 +99,7 @@ static inline __attribute__((always_inline)) void ext_levels_start(const struct 
         float r[METRIC_MAX_SEGMENT], g[METRIC_MAX_SEGMENT] = {0};
         metric_add_rows(S, metric_gains(m, in->first + s) + in->first%m->columns*S, s, errors, wish + s);
         for (int i = 0; i < S; ++i) {
-            code[s + i] = (uint8_t) ext_nearest_level(middle, wish[s + i], 0);
+            code[s + i] = (uint8_t) ext_nearest_level(middle, wish[s + i], EXT_LEVELS/2);
             r[i] = wish[s + i] - level[code[s + i]];
         }
         const float * form = metric_form(m, in->first + s);

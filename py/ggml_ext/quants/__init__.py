@@ -18,7 +18,7 @@ import numpy as np
 
 from .._types import ROTATION_SIGNS
 
-BLOCK_SIZE = 256         # of ITQ3_S, CCQ2 and DITTO3
+BLOCK_SIZE = 256         # of the types without 64 in their names
 BLOCK_SIZES = (256, 64)  # that the rotation and the bit planes know
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
