@@ -24,12 +24,24 @@ struct pair_strides {
     int64_t s[4], r;
 };
 
-// Grid: ne00/256 / N_WARPS_QUANTIZE, ne1, ne2*ne3. s: strides of x in floats. Groups are n_registers registers of n_lanes
-// neighbouring lanes each. Groups with Inf or NaN are left to y.
+// A grid of rows, and of parts of each. Rows are its x, which may be 2^31 - 1; y and z are 65,535 at most, fewer than the columns or
+// tokens that a part of a product has (act-prec-doubled.h) if each has 64 results or less.
+static dim3 grid_of_rows(int64_t ne1, int64_t ne2, int64_t ne3, int64_t n_parts) {
+    GGML_ASSERT(ne1*ne2*ne3 <= INT32_MAX && n_parts <= UINT16_MAX);
+    return dim3(ne1*ne2*ne3, n_parts, 1);
+}
+struct row_of_grid {
+    int64_t i1, i2, i3;
+    __device__ __forceinline__ row_of_grid(uint32_t ne1, uint32_t ne2)
+        : i1(blockIdx.x % ne1), i2(blockIdx.x / ne1 % ne2), i3(blockIdx.x / ne1 / ne2) {}
+};
+
+// Grid: rows, ne00/256 / N_WARPS_QUANTIZE. s: strides of x in floats. Groups are n_registers registers of n_lanes neighbouring
+// lanes each. Groups with Inf or NaN are left to y.
 template <int n, bool rotated, split_groups groups>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
 static __global__ void split_activations(const float * x_ptr, float * y_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
-                                         pair_strides to, uint32_t ne2) {
+                                         pair_strides to, uint32_t ne1, uint32_t ne2) {
     constexpr bool threads     = groups == SPLIT_THREADS_BF16;
     constexpr int  n_lanes     = threads ? 4 : N_LANES<n>;
     constexpr int  n_registers = threads ? N_PER_LANE : (groups == SPLIT_64_HALF ? 64 : 32)/n_lanes;
@@ -37,14 +49,14 @@ static __global__ void split_activations(const float * x_ptr, float * y_ptr, int
     // scales that bfloat16 or half hold, but for the range of half; below, so that the largest value's code is 127 in any case
     constexpr uint32_t scale_bits = keeps_float ? 0xffffffff : threads ? 0xffff0000 : 0xffffe000;
 
-    const int64_t kb   = (int64_t) blockIdx.x*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
+    const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
     const int     lane = threadIdx.x;
     if (kb*QK_K >= ne00) {
         return;
     }
-    const int64_t i1 = blockIdx.y, i2 = blockIdx.z % ne2, i3 = blockIdx.z / ne2;
-    const float * x = x_ptr + i3*s03 + i2*s02 + i1*s01;
-    float       * y = y_ptr + i3*to.s[3] + i2*to.s[2] + i1*to.s[1];
+    const row_of_grid row(ne1, ne2);
+    const float * x = x_ptr + row.i3*s03 + row.i2*s02 + row.i1*s01;
+    float       * y = y_ptr + row.i3*to.s[3] + row.i2*to.s[2] + row.i1*to.s[1];
 
     ggml_cuda_pdl_sync();
     int64_t at[N_PER_LANE]; // of the row
@@ -95,10 +107,10 @@ static void split_activations_cuda(const float * x, float * y, ggml_type type_sr
                                    cudaStream_t stream) {
     const bool is_64 = block_size_of(type_src0) == 64, rotated = block_size_of(type_src0) && is_rotated(type_src0);
     GGML_ASSERT(!is_64 || rotated);
-    const dim3 grid(((ne00 + QK_K - 1)/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne1, ne2*ne3);
+    const dim3 grid = grid_of_rows(ne1, ne2, ne3, ((ne00 + QK_K - 1)/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
     const auto launch = [&](auto kernel) {
-        ggml_cuda_kernel_launch(kernel, params, x, y, ne00, s01, s02, s03, to, (uint32_t) ne2);
+        ggml_cuda_kernel_launch(kernel, params, x, y, ne00, s01, s02, s03, to, (uint32_t) ne1, (uint32_t) ne2);
     };
 #define GGML_EXT_SPLIT(groups)                                                                  \
     case groups: return !rotated ? launch(split_activations<256, false, groups>)                \
@@ -115,22 +127,23 @@ static void split_activations_cuda(const float * x, float * y, ggml_type type_sr
 
 // --- what comes back -------------------------------------------------------------------------------------------------
 
-// Grid: ne0/256, ne1, ne2*ne3. y: pairs of rows of results; s: strides of their sums in floats.
+// Grid: rows, ne0/256. y: pairs of rows of results; s: strides of their sums in floats.
 static __global__ void add_residuals(const float * y_ptr, float * sum_ptr, int64_t ne0, pair_strides from, int64_t s1, int64_t s2,
-                                     int64_t s3, uint32_t ne2) {
-    const int64_t i0 = (int64_t) blockIdx.x*QK_K + threadIdx.y*32 + threadIdx.x;
-    const int64_t i1 = blockIdx.y, i2 = blockIdx.z % ne2, i3 = blockIdx.z / ne2;
+                                     int64_t s3, uint32_t ne1, uint32_t ne2) {
+    const int64_t i0 = (int64_t) blockIdx.y*QK_K + threadIdx.y*32 + threadIdx.x;
+    const row_of_grid row(ne1, ne2);
     ggml_cuda_pdl_sync();
     if (i0 < ne0) {
-        const float * y = y_ptr + i3*from.s[3] + i2*from.s[2] + i1*from.s[1] + i0;
-        sum_ptr[i3*s3 + i2*s2 + i1*s1 + i0] = y[0] + y[from.r]*(1/GGML_EXT_RESIDUAL_SCALE);
+        const float * y = y_ptr + row.i3*from.s[3] + row.i2*from.s[2] + row.i1*from.s[1] + i0;
+        sum_ptr[row.i3*s3 + row.i2*s2 + row.i1*s1 + i0] = y[0] + y[from.r]*(1/GGML_EXT_RESIDUAL_SCALE);
     }
 }
 
 static void add_residuals_cuda(const float * y, float * sum, int64_t ne0, const pair_strides & from, int64_t s1, int64_t s2, int64_t s3,
                                int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream) {
-    const ggml_cuda_kernel_launch_params params(dim3((ne0 + QK_K - 1)/QK_K, ne1, ne2*ne3), dim3(32, QK_K/32, 1), 0, stream);
-    ggml_cuda_kernel_launch(add_residuals, params, y, sum, ne0, from, s1, s2, s3, (uint32_t) ne2);
+    const dim3 grid = grid_of_rows(ne1, ne2, ne3, (ne0 + QK_K - 1)/QK_K);
+    const ggml_cuda_kernel_launch_params params(grid, dim3(32, QK_K/32, 1), 0, stream);
+    ggml_cuda_kernel_launch(add_residuals, params, y, sum, ne0, from, s1, s2, s3, (uint32_t) ne1, (uint32_t) ne2);
 }
 
 // Grid: tokens. Each token's experts twice, for both of its columns; stride of ids in elements.

@@ -4,7 +4,7 @@ the first again, so that what is lost is the rounding of the residual.
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from ctypes import c_int64, c_uint
 
 import numpy as np
 import pytest
@@ -82,7 +82,8 @@ def assert_precise(pair: tuple[np.ndarray, np.ndarray], x: np.ndarray, through, 
     assert np.abs(got - exact).mean() < np.abs(through(x) - exact).mean() / 50, "no better than 8 bits"
 
 
-@pytest.mark.parametrize("name, n", [("itq3_s", 768), ("itq3_t", 256), ("ccq2", 512), ("ditto3", 768), ("itq3_t64", 576), ("itq2_t64", 64)])
+@pytest.mark.parametrize("name, n", [("itq3_s", 768), ("itq3_t", 256), ("ccq2", 512), ("ditto3", 768), ("itq3_t64", 576), ("itq2_t64", 64),
+                                     ("ditto5", 512)])
 def test_columns_for_mmvq(lib, name, n):
     x = activations(n)
     exact = threads(rotated(lib, name, x).astype(np.float64), TYPES[name].block_size)
@@ -125,6 +126,34 @@ def test_sums_of_pairs():
     device().cuda_host_add_residuals(pointer(y), pointer(out), integers(ne, c_int64), integers((*of_y[1:], of_y[0]), c_int64),
                                      integers(of_out, c_int64))
     assert np.array_equal(out[..., :300], y[..., 0, :] + y[..., 1, :] / np.float32(128)) and (out[..., 300:] == 77).all()
+
+
+@pytest.fixture
+def last_blocks():
+    """Launches run the last eight blocks of a grid's x alone: the rest is only counted."""
+    device().cuda_host_run_last_blocks(c_uint(8))
+    yield 8
+    device().cuda_host_run_last_blocks(c_uint(-1))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 65_600), (1, 65_600, 1), (65_600, 1, 1), (20, 41, 80)])
+def test_more_rows_than_a_grid_has_in_y_and_z(last_blocks, shape):
+    """Columns of a product with 64 results or less, tokens of one with experts; CUDA takes 65,535 there, and more in x."""
+    n, rows = 32, int(np.prod(shape)) - last_blocks
+    x = np.random.default_rng(7).standard_normal((*shape, n)).astype(np.float32)
+    y, r = (a.reshape(-1, n) for a in split(Q8_0, FLOAT_32, x))
+    x = x.reshape(-1, n)
+    # the residual is 128 times what is left, which is half a step at most
+    np.testing.assert_allclose(y[rows:] + r[rows:] / 128, x[rows:], rtol=2.0**-22)
+    assert (np.abs(r[rows:]) <= 64.1 * np.abs(x[rows:]).max(-1, keepdims=True) / 127).all() and (y[:rows] == 77).all()
+
+    pairs = np.random.default_rng(8).standard_normal((*shape, 2, n)).astype(np.float32)
+    out = np.full((*shape, n), 77, np.float32)
+    of_pairs, of_out = (np.array(a.strides[-2::-1]) // 4 for a in (pairs, out))
+    device().cuda_host_add_residuals(pointer(pairs), pointer(out), integers((n, *shape[::-1]), c_int64),
+                                     integers((*of_pairs[1:], of_pairs[0]), c_int64), integers(of_out, c_int64))
+    pairs, out = pairs.reshape(-1, 2, n), out.reshape(-1, n)
+    assert np.array_equal(out[rows:], pairs[rows:, 0] + pairs[rows:, 1] / np.float32(128)) and (out[:rows] == 77).all()
 
 
 def test_experts_of_both_columns():

@@ -46,6 +46,7 @@ static inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {
     return out;
 }
 static inline uint32_t select(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
+static inline uint32_t in_register(uint32_t x, int) { return x; }
 } // namespace ggml_ext
 static inline uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext::prmt(lo, hi, s & 0x7777); }
 
@@ -80,6 +81,9 @@ template <typename T> static inline T __shfl_xor_sync(uint32_t, T value, int lan
 
 // Runs body once for every thread of every block, a block at a time.
 void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body);
+
+// From now on launches run those blocks alone that are among the last n of the grid's x.
+extern "C" void cuda_host_run_last_blocks(unsigned n);
 
 static inline void ggml_cuda_pdl_sync() {}
 static inline void ggml_cuda_pdl_lc() {}
