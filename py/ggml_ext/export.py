@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, LlamaFileType
 
 from . import _calibration, _lib, _source
 from ._accuracy import Accuracy
+from ._blas import one_blas_thread
 from ._card import Card, describe_importance, recorded_importance, shown_command
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, run_command
 from ._conversion import (
@@ -209,6 +210,7 @@ def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
     return lines
 
 
+@one_blas_thread()
 def run(args: argparse.Namespace, log: Log) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     with contextlib.ExitStack() as stack:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from . import __version__, _calibration, _choice, _lib, _source
 from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
+from ._blas import one_blas_thread
 from ._card import Card, describe_importance, shown_command
 from ._cli import check_threads, run_command
 from ._conversion import (
@@ -132,6 +133,7 @@ def list_epsilons(
     return out
 
 
+@one_blas_thread()
 def run(args: argparse.Namespace, log: Log) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     with contextlib.ExitStack() as stack:
