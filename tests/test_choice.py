@@ -10,7 +10,7 @@ from conftest import ROOT, gaussian, read_tensors, run_quantize, write_gguf
 from moments_files import correlated, write_moments
 from test_bad_input import check_error, files
 
-from ggml_ext import _choice, _sensitivity
+from ggml_ext import _choice, _sensitivity, _target
 from ggml_ext import quantize as program
 from ggml_ext._errors import UserError
 
@@ -329,13 +329,13 @@ def test_bad_input(tmp_path, flags, parts):
      ("123456", 123456), ("5 bytes", 5), (".5T", 500_000_000_000)],
 )
 def test_sizes(text, n_bytes):
-    assert _choice.parse_size(text) == n_bytes
+    assert _target.parse_size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1.5.GiB", "10 Gbit", "0", "1e99", "-3G", "0x10"])
 def test_what_is_no_size(text):
     with pytest.raises(UserError, match="--target-size: got"):
-        _choice.parse_size(text)
+        _target.parse_size(text)
 
 
 def test_parts_of_a_deep_model():

@@ -23,7 +23,7 @@ from conftest import ROOT, gaussian, quantize_command, read_tensors, tool, write
 from test_bad_input import check_error, files, own_mount_namespace, raw_gguf
 from test_imatrix import importances, write_imatrix
 
-from ggml_ext import _output, _verify, _writer
+from ggml_ext import _conversion, _output, _verify, _writer
 from ggml_ext import quantize as program
 from ggml_ext._output import Output, hidden, split_parts
 
@@ -233,7 +233,7 @@ def test_a_run_of_something_else_starts_anew_and_says_so(source, stopped, capsys
     assert again(*FLAGS[:-4], "-t", "1", what="options") != expected
     assert again("--type", "ditto3", "--imatrix", imatrix, "--fallback-above", "3", what="importance") != expected
     with monkeypatch.context() as patch:
-        patch.setattr(program, "__version__", "0.0.9")
+        patch.setattr(_conversion, "__version__", "0.0.9")
         again(*FLAGS, what="version")
     source.write_bytes(weights[:-4] + np.float32(0.5).tobytes())
     assert again(*FLAGS, what="input") != expected

@@ -1,4 +1,4 @@
-"""Types for each tensor under a limit: --target-size, --target-bpw, --target-kld.
+"""Types for each tensor under a limit: --target-size, --target-bpw, --target-kld (_target.py).
 
 Each matrix has some types to choose from; the relative squared error of each is measured on a sample of its rows, weighted with what
 is known of its inputs. Times the sensitivity of the matrix (_sensitivity.py) it is its share of the KL divergence.
@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -32,127 +31,20 @@ from ._importance import Importance
 from ._knapsack import Solution, solve
 from ._names import tensor_class
 from ._output import open_file
-from ._plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row, parse_type
+from ._plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row
 from ._report import table
 from ._sensitivity import Part, Probe
+from ._target import SENSITIVITIES, Target
 from ._tools import find_tool
 from ._types import WEIGHT_TYPES
 from ._writer import MIB, map_in_order
 
 T = GGMLQuantizationType
-AUTO = "auto"
-STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
-# What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
-DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
-ALL_TYPES = (
-    *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
-    "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
-)
-SENSITIVITIES = ("measured", "usual")
 GROUPS, GROUP_ROWS = 4, 16  # of rows that stand for a tensor, spread over it
-SIZE_UNITS = {"": 0, "B": 0, "BYTES": 0, "K": 1, "KB": 1, "M": 2, "MB": 2, "G": 3, "GB": 3, "T": 4, "TB": 4}
 FORMAT = 1  # of the kept results
 HEADER_ROOM = 4096  # bytes for keys that OUT has and the input lacks: names of files, options
 STAYS = "{} is enough for the types of the input: everything stays as it is"
 PART_HEADER = 1024  # bytes of the header of a part but the first, beside the names of its tensors
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "10.5GiB", "800 MB", "1e9"; K, M, G and T alone are powers of ten as in llama-gguf-split. UserError for others."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = found[2].upper() if found else ""
-    if found and unit in SIZE_UNITS:
-        size = float(found[1]) * 1000 ** SIZE_UNITS[unit]
-    elif found and unit[1:] == "IB" and unit[0] in "KMGT":
-        size = float(found[1]) * 1024 ** SIZE_UNITS[unit[0]]
-    else:
-        size = 0.0
-    if not 1 <= size < 1e18:
-        raise UserError(f"--target-size: got {text!r}, must be a size such as 10.5GiB, 700MB or 1500000000")
-    return int(size)
-
-
-@dataclass(frozen=True)
-class Target:
-    """kind: "size" (bytes of the file), "bpw" (bits a weight of all tensors) or "kld" (KL divergence). text: as it was given."""
-
-    kind: str
-    value: float
-    text: str
-
-    @property
-    def option(self) -> str:
-        return f"target-{self.kind}={self.text}"
-
-
-def add_options(add: Callable) -> None:
-    """The quantizer's options about a target. add: add_argument of its parser."""
-    add(
-        "--target-size",
-        metavar="SIZE",
-        help="choose the type of each tensor by its measured error so that OUT has at most this size: 10.5GiB, 700MB, bytes",
-    )
-    add("--target-bpw", metavar="BPW", help="the same for bits a weight, of all tensors, as the loader prints them")
-    add("--target-kld", metavar="KLD", help="the smallest file whose predicted KL divergence from the input is at most this")
-    add(
-        "--target-types",
-        metavar="LIST",
-        help=f"types to choose from, with commas, or all; default: {','.join(DEFAULT_TYPES)} and that of the input",
-    )
-    add(
-        "--sensitivity",
-        metavar=f"{{{','.join(SENSITIVITIES)}}}",
-        default=SENSITIVITIES[0],
-        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another "
-        "model",
-    )
-
-
-def parse_target(args: argparse.Namespace) -> Target | None:
-    """The target of the command line; UserError naming the flag."""
-    given = [kind for kind in ("size", "bpw", "kld") if getattr(args, f"target_{kind}") is not None]
-    auto = args.type is not None and args.type.lower() == AUTO
-    if args.sensitivity not in SENSITIVITIES:
-        raise UserError(f"--sensitivity: got {args.sensitivity!r}, must be {' or '.join(SENSITIVITIES)}")
-    if not given:
-        if args.target_types is not None:
-            raise UserError("--target-types belongs to --target-size, --target-bpw or --target-kld, and none is given")
-        if auto:
-            raise UserError("--type auto: pass --target-size, --target-bpw or --target-kld, which choose the types")
-        if args.type is None:
-            raise UserError(
-                "the following arguments are required: --type, or one of --target-size, --target-bpw and --target-kld; see --help"
-            )
-        return None
-    if len(given) > 1:
-        raise UserError(f"--target-{given[0]} and --target-{given[1]}: pass one of them")
-    kind = given[0]
-    if args.type is not None and not auto:
-        raise UserError(
-            f"--type {args.type} and --target-{kind}: pass one of them, or --type auto; --target-types {args.type} limits the "
-            "choice"
-        )
-    for flag in ("pure", "fallback_above"):
-        if getattr(args, flag):
-            flag = flag.replace("_", "-")
-            raise UserError(f"--{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
-    parse_types(args.target_types)
-    text = getattr(args, f"target_{kind}")
-    if kind == "size":
-        return Target(kind, parse_size(text), text)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UserError(f"--target-{kind}: got {text!r}, must be a number above 0, such as {3.3 if kind == 'bpw' else 0.05}")
-    return Target(kind, value, text)
-
-
-def parse_types(text: str | None) -> list[GGMLQuantizationType]:
-    """Of --target-types; None: the default ones."""
-    names = DEFAULT_TYPES if text is None else ALL_TYPES if text.strip().lower() == "all" else text.split(",")
-    return list(dict.fromkeys(parse_type(name.strip(), "--target-types") for name in names))
 
 
 @dataclass
@@ -176,9 +68,8 @@ def named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantization
     return choices.output if by_pattern is None and tied and is_embd else by_pattern
 
 
-def make_items(plan: Plan, choices: Choices, codec: Codec, types: str | None) -> list[Item]:
-    """The matrices of a plan in which each that no option names has the type that stands for all. types: --target-types."""
-    listed = parse_types(types)
+def make_items(target: Target, plan: Plan, choices: Choices, codec: Codec) -> list[Item]:
+    """The matrices of a plan in which each that no option names has the type that stands for all."""
     tied = all(t.name != OUTPUT for t in plan.tensors)
     items = []
     for i, (tensor, wanted, got) in enumerate(zip(plan.tensors, plan.wanted, plan.types, strict=True)):
@@ -188,10 +79,10 @@ def make_items(plan: Plan, choices: Choices, codec: Codec, types: str | None) ->
                 got = plan.wanted[i] = plan.types[i] = fit_to_row(tensor, named)
             items += [Item(i, tensor, [got], True)] if got != tensor.type else []
         elif wanted == choices.type:
-            keeps = [tensor.type] if types is None and tensor.type in SOURCE_TYPES else []
-            items.append(Item(i, tensor, [*dict.fromkeys([*_fitting(tensor, listed, codec), *keeps])]))
+            keeps = [] if target.types_are_listed or tensor.type not in SOURCE_TYPES else [tensor.type]
+            items.append(Item(i, tensor, [*dict.fromkeys([*_fitting(tensor, target.types, codec), *keeps])]))
             if not items[-1].types:
-                raise _none_usable(tensor, listed, f"with rows of {tensor.ne[0]}" if codec.lib else "with the numpy encoder")
+                raise _none_usable(tensor, target.types, f"with rows of {tensor.ne[0]}" if codec.lib else "with the numpy encoder")
     return items
 
 

@@ -9,7 +9,6 @@ layers. From the two the sensitivity of each matrix follows as a product of a fa
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile

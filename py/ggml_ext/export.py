@@ -12,10 +12,23 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType, LlamaFileType
 
-from . import __version__, _calibration, _lib, _source
+from . import _calibration, _lib, _source
 from ._accuracy import Accuracy
+from ._blas import one_blas_thread
 from ._card import Card, describe_importance, recorded_importance, shown_command
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, run_command
+from ._conversion import (
+    IMPORTANCE_KEYS,
+    QUANTIZATION_VERSION,
+    WAY_OUT,
+    check_fallbacks,
+    check_known_encoders,
+    check_output,
+    check_report,
+    made_from,
+    write_beside,
+    write_with_bar,
+)
 from ._encode import Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, Tensor, bits_per_weight, pack_header, uint32_value
@@ -41,18 +54,6 @@ from ._report import columns, fallback_lines, summary, tensor_lines
 from ._split import SPLIT_KEYS, open_model
 from ._types import TYPES, WEIGHT_TYPES
 from ._writer import tensor_sizes
-from .quantize import (
-    IMPORTANCE_KEYS,
-    QUANTIZATION_VERSION,
-    WAY_OUT,
-    check_fallbacks,
-    check_known_encoders,
-    check_output,
-    check_report,
-    identity,
-    write_beside,
-    write_with_bar,
-)
 
 T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
@@ -209,6 +210,7 @@ def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
     return lines
 
 
+@one_blas_thread()
 def run(args: argparse.Namespace, log: Log) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     with contextlib.ExitStack() as stack:
@@ -244,13 +246,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, None, [part.path for part in file.parts])
     started = time.monotonic()
     header = pack_header(output_metadata(file, choices, importance), plan.tensors, plan.types, file.alignment)
-    made_from = {
-        "version": [__version__, "numpy" if codec.lib is None else _calibration.fingerprint(codec.lib.path)],
-        "input": [identity(part.path, _calibration.header_bytes(part)) for part in file.parts],
-        "importance": [identity(p) for p in importance.paths()],
-        "types": hashlib.sha256(header).hexdigest(),
-    }
-    output.begin(made_from, [header], log.note)
+    output.begin(made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest()), [header], log.note)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
     seconds_before = sum(done.seconds for done in output.finished)
     accuracies = write_with_bar(

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 
 from . import _lib, _picture
 from ._accuracy import Accuracy, read_epsilons
+from ._blas import one_blas_thread
 from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
 from ._encode import Codec, Guide
 from ._errors import UserError
@@ -324,6 +325,7 @@ def check_options(args: argparse.Namespace) -> None:
         _picture.check_picture(args.picture, args.force)
 
 
+@one_blas_thread()
 def run(args: argparse.Namespace) -> None:
     """The whole program after the command line; UserError for what the user can change."""
     check_options(args)

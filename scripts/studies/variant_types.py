@@ -6,8 +6,8 @@ CCQ     (4, 3, 2), 2.75 bits, and (3, 3, 2) with (3, 4, 2), 2.5 bits: sections 3
 DITTO   codebooks of 8, 16 and 32 entries: of each block (int8 under a half), of a tensor; and, no paper's, of a tensor under a
         half for each block, and the same with one codebook for all tensors of all models, a constant of the type
 
-Searches are in variant_search.c; with importances they weigh the squared error of the unrotated weights, as the project's own
-encoders do. Needs a C compiler, `cc`.
+Searches are in variant_levels.c (ITQ3_S), variant_vectors.c (CCQ) and variant_codebooks.c (DITTO); with importances they weigh the
+squared error of the unrotated weights, as the project's own encoders do. Needs a C compiler, `cc`.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ggml_ext._errors import UserError
 from ggml_ext.quants import SIGNS
 from ggml_ext.quants._metric import FLOOR, butterflies
 
-SOURCE = Path(__file__).with_name("variant_search.c")
+SOURCES = [Path(__file__).with_name(f"variant_{name}.c") for name in ("levels", "vectors", "codebooks")]
 # -ffast-math but for its start-up code, which would make subnormal numbers zero in the whole process
 COMPILE = ("cc", "-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
            "-ffinite-math-only", "-shared", "-fPIC")
@@ -59,16 +59,16 @@ class Variant:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The compiled variant_search.c. UserError without a compiler."""
+    """The searches, compiled. UserError without a compiler."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "variant_search.so"
         try:
-            subprocess.run([*COMPILE, str(SOURCE), "-o", str(path), "-lm"], capture_output=True, text=True, check=True)
+            subprocess.run([*COMPILE, *map(str, SOURCES), "-o", str(path), "-lm"], capture_output=True, text=True, check=True)
         except OSError as e:
             raise UserError(f"cannot run the C compiler {COMPILE[0]!r}: {e.strerror}; install one") from e
         except subprocess.CalledProcessError as e:
             why = next((line for line in e.stderr.splitlines() if "error" in line), f"exit code {e.returncode}")
-            raise UserError(f"the C compiler {COMPILE[0]!r} fails on {SOURCE.name}: {why}") from e
+            raise UserError(f"the C compiler {COMPILE[0]!r} fails on variant_*.c: {why}") from e
         lib = ctypes.CDLL(str(path))
     i, n, p = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     lib.encode_levels.argtypes = [i, i, i, n, n, p, p, p, p]
@@ -81,7 +81,7 @@ def load() -> ctypes.CDLL:
 
 
 def call(name: str, *args) -> None:
-    """A function of variant_search.c; arrays as pointers to them. MemoryError if it has none."""
+    """A function of the searches; arrays as pointers to them. MemoryError if it has none."""
     if getattr(load(), name)(*(a.ctypes.data if isinstance(a, np.ndarray) else a for a in args)):
         raise MemoryError
 

@@ -36,12 +36,11 @@ from perplexity_run import (
 )
 
 from ggml_ext import WEIGHT_TYPES, __version__, _calibration
-from ggml_ext._cli import run_script
+from ggml_ext._cli import Parser, run_script
 from ggml_ext._errors import UserError
 from ggml_ext._importance import BUILT_IN
 from ggml_ext._recipes import RECIPES
 from ggml_ext._tools import BIN
-from ggml_ext.quantize import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"

@@ -1,0 +1,159 @@
+"""What the programs share that make one model of another, quantize and export: checks of encoders, rows and paths before they
+write, what their bytes depend on, the progress bar, files beside OUT."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gguf import GGMLQuantizationType
+from tqdm import tqdm
+
+from . import __version__
+from ._accuracy import Accuracy
+from ._calibration import fingerprint, header_bytes
+from ._encode import UNWEIGHTED_IN_NUMPY, Codec
+from ._errors import UserError
+from ._gguf_file import GGUFFile, Tensor
+from ._importance import Importance
+from ._output import Output, hidden, open_file
+from ._plan import Plan, replacement_type
+from ._report import refused_fallback
+from ._types import WEIGHT_TYPES
+from ._writer import write_tensors
+
+QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
+IMPORTANCE_KEYS = (
+    *(f"quantize.imatrix.{key}" for key in ("file", "dataset", "entries_count", "chunks_count")),
+    "ggml_ext.importance",
+    "ggml_ext.calibration",
+)
+WAY_OUT = "pass --quiet if nobody reads it"
+
+
+def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
+    """OUT with links resolved, if it may be written and is none of the sources; UserError otherwise."""
+    if output is None:
+        raise UserError("OUT is missing: name the file to write, or pass --dry-run")
+    path = Path(os.path.realpath(output))
+    try:
+        path.exists()
+    except OSError as e:
+        raise UserError(f"OUT: {e.strerror}: {output}") from e
+    if not path.parent.is_dir():
+        raise UserError(f"OUT: the folder {path.parent} does not exist: create it first")
+    if path.is_dir():
+        raise UserError(f"OUT: {output} is a directory: name a file in it")
+    if path.exists():
+        if any(source.exists() and path.samefile(source) for source in sources):
+            raise UserError(f"OUT: {output} is the same file as IN: choose another name")
+        if not path.is_file():
+            raise UserError(f"OUT: {output} is not a regular file: name one")
+        if not force:
+            raise UserError(f"OUT: {output} exists: choose another name or pass --force to replace it")
+    return path
+
+
+def check_report(report: Path, outputs: Mapping[Path, str], sources: list[Path], force: bool, flag: str = "--report") -> None:
+    """UserError if the file of a flag may not be written. outputs: with links resolved, and what they are called; they and
+    report may be missing."""
+    path, way_out = Path(os.path.realpath(report)), "name another file"
+    try:
+        is_there = path.exists()
+    except OSError as e:  # of a name that is too long
+        raise UserError(f"{flag}: {report}: {e.strerror}: {way_out}") from e
+    if not path.parent.is_dir():
+        raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
+    if path in outputs or (is_there and any(path.samefile(source) for source in sources)):
+        raise UserError(f"{flag}: {report} is the same file as {outputs.get(path, 'IN')}: {way_out}")
+    if is_there and not path.is_file():
+        raise UserError(f"{flag}: {report} is not a regular file: {way_out}")
+    if is_there and not force:
+        raise UserError(f"{flag}: {report} exists: {way_out} or pass --force to replace it")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{flag}: the folder {path.parent} may not be written: {way_out}")
+
+
+def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
+    """UserError if it cannot make a type of the plan."""
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if codec.lib is None and args.fallback_above is not None and target != tensor.type and target.name.lower() in WEIGHT_TYPES:
+            fallback = replacement_type(tensor, target)
+            if not codec.can_encode(fallback):
+                raise UserError(
+                    f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
+                    "or leave the option out"
+                )
+    check_known_encoders(codec, plan)
+
+
+def check_known_encoders(codec: Codec, plan: Plan) -> None:
+    """UserError where neither the library nor numpy makes a type."""
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if target != tensor.type and not codec.can_encode(target):
+            raise no_numpy_encoder(tensor, target)
+
+
+def check_fallbacks(args: argparse.Namespace, plan: Plan) -> None:
+    """UserError for what --no-fallback refuses."""
+    if args.no_fallback and (refused := refused_fallback(plan)):
+        raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")
+
+
+def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, what: str = "") -> UserError:
+    flag = {
+        "output.weight": "--output-tensor-type q8_0",
+        "token_embd.weight": "--token-embedding-type q8_0",
+    }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
+    return UserError(
+        f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{what} and the built library is not in use: build it, or pass {flag}"
+    )
+
+
+def check_numpy_encoders(codec: Codec, plan: Plan) -> None:
+    """UserError if a tensor has importances that its encoder cannot take."""
+    if codec.lib is not None:
+        return
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if target != tensor.type and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY:
+            raise no_numpy_encoder(tensor, target, " with importances")
+
+
+def made_from(file: GGUFFile, codec: Codec, importance: Importance, **more) -> dict:
+    """What the bytes of an output depend on, by name, for Output.begin(). more: what the program's options add."""
+
+    def identity(path: Path, n_header: int = 0) -> dict:
+        return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
+
+    return {
+        "version": [__version__, "numpy" if codec.lib is None else fingerprint(codec.lib.path)],
+        "input": [identity(part.path, header_bytes(part)) for part in file.parts],
+        "importance": [importance.kind, [identity(p) for p in importance.paths()]],
+        **more,
+    }
+
+
+def write_with_bar(
+    output: Output, file: GGUFFile, plan: Plan, codec: Codec, importance: Importance, n_threads: int, title: str, show_bar: bool,
+    begun: Callable[[int], None], ended: Callable[[int], None], fallback_above: float | None = None,
+) -> list[Accuracy]:
+    """write_tensors() under a progress bar that begins where an earlier run stopped. begun, ended: called with a tensor's index."""
+    n_done = sum(t.n_elements for t in plan.tensors[: len(output.finished)])
+    with tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=title, disable=not show_bar, initial=n_done) as bar:
+        return write_tensors(output, file, plan, codec, importance, n_threads, begun, bar.update, ended, fallback_above)
+
+
+def write_beside(flag: str, path: Path, data: bytes, output: Path) -> None:
+    """UserError naming the flag if it cannot be written, which says that OUT is."""
+    path = Path(os.path.realpath(path))
+    try:
+        with open_file(hidden(path)) as f:
+            f.truncate(0)
+            f.write(data)
+        os.replace(hidden(path), path)
+    except OSError as e:
+        hidden(path).unlink(missing_ok=True)
+        raise UserError(f"{flag}: cannot write {path}: {e.strerror}; {output} is written") from e
