@@ -30,14 +30,16 @@ T = GGMLQuantizationType
 def largest_weight(qtype: GGMLQuantizationType) -> float:
     """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or bytes, up to 240.
 
-    A rotated value is at most sqrt(block size), 16 or 8, times the largest weight, and the codes span twice that.
+    A rotated value is at most sqrt(block size), 16 or 8, times the largest weight, and the codes span twice that; encoders cut rotated
+    values at eight times the largest half.
     """
     if qtype in (T.F32, T.BF16):
         return np.inf
     info = TYPES.get(qtype.name.lower())
     if info and info.rotated:
         largest_scale = quants.E5M3_MAX if info.trellis_mix else quants.HALF_MAX
-        return float(largest_scale) * (info.unpack_max - info.unpack_min) / (2 * math.sqrt(info.block_size))
+        largest_value = min(float(largest_scale) * (info.unpack_max - info.unpack_min) / 2, 8 * float(quants.HALF_MAX))
+        return largest_value / math.sqrt(info.block_size)
     return float(quants.HALF_MAX)
 
 
