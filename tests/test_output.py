@@ -523,6 +523,20 @@ def test_parts_hold_what_the_whole_file_holds(split_model):
         assert [found[k].types[0].name for k in sorted(keys)] == ["UINT16", "UINT16", "INT32"]
 
 
+def test_parts_with_tensors_of_another_type_are_no_larger(lib, tmp_path, capsys):
+    """Weights below what ITQ3_T's scales reach become IQ4_NL, and a whole part has such."""
+    source = write_gguf(tmp_path / "in.gguf", {f"blk.{i}.ffn_up.weight": 1e-8 * gaussian(512, 256, seed=i) for i in range(24)}, "F32")
+    flags = ("--type", "itq3_t", "--effort", "fast", "--importance", "none", "--split-max-size", "1M", "-q")
+    found = {}
+    for name, more in (("planned", ()), ("replaced", ("--fallback-above", "3"))):
+        run_well(capsys, source, tmp_path / f"{name}.gguf", *flags, *more)
+        parts = [list(read_tensors(p).values()) for p in sorted(tmp_path.glob(f"{name}-*.gguf"))]
+        assert [t.name for part in parts for t in part] == list(read_tensors(source))
+        found[name] = [sum(t.n_bytes for t in part) for part in parts]
+    assert max(found["planned"]) * 4.5 / 3.0625 > 1_000_000  # what the same parts would have
+    assert max(found["replaced"]) <= 1_000_000
+
+
 def test_llama_cpp_loads_the_parts(split_model, tmp_path):
     """Its loader names the parts itself; perplexities of one chunk are the same to the last digit."""
     found = []

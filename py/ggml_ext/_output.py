@@ -224,15 +224,17 @@ class Output:
                 raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
 
     def plan(
-        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, sources: Sequence[Path]
+        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, sources: Sequence[Path],
+        largest: Sequence[int] | None = None,
     ) -> None:
-        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; sources: what is read.
+        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; sources: what is read;
+        largest: bytes that tensors may get, where those are more, none of which makes a part too large.
 
         UserError if one of the files may not be written, or if there is no room for all.
         """
         self._sizes, self._alignment = list(sizes), alignment
         padded = [pad(n, alignment) for n in sizes]
-        self.parts = split_parts(self.path, padded, max_bytes)
+        self.parts = split_parts(self.path, [pad(n, alignment) for n in largest or sizes], max_bytes)
         self.check_absent()
         for part in self.parts:
             if part.path.is_dir():

@@ -44,7 +44,7 @@ from ._report import (
 from ._split import SPLIT_KEYS
 from ._types import WEIGHT_TYPES
 from ._verify import verify
-from ._writer import tensor_sizes, write_tensors
+from ._writer import largest_sizes, tensor_sizes, write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 T = GGMLQuantizationType
@@ -443,7 +443,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     def plan_output(sizes: list[int]) -> None:
         if output is not None:
             sources = [part.path for part in file.parts]
-            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources)
+            largest = None if args.fallback_above is None else largest_sizes(plan)
+            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources, largest)
             written = dict.fromkeys([path, *(part.path for part in output.parts)], "OUT")
             for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
                 if beside is not None:
