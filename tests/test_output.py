@@ -309,6 +309,22 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
     assert not names and list(read_tensors(out)) == NAMES and only_out(out)
 
 
+@pytest.mark.parametrize("flag", ["--report", "--model-card"])
+def test_what_appears_in_place_of_a_report_is_not_lost(lib, source, tmp_path, capsys, monkeypatch, flag):
+    out, beside, publish = tmp_path / "out.gguf", tmp_path / "about.json", Output.publish
+
+    def appear(self):
+        publish(self)
+        beside.write_text("precious")
+
+    monkeypatch.setattr(Output, "publish", appear)
+    run_badly(capsys, source, out, *FLAGS, flag, beside, parts=(flag, "about.json appeared meanwhile", "out.gguf is written"))
+    assert beside.read_text() == "precious" and list(read_tensors(out)) == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, "out.gguf", "about.json"}
+    run_well(capsys, source, out, *FLAGS, flag, beside, "--force")
+    assert beside.read_text() != "precious"
+
+
 def test_permissions_of_a_replaced_file_stay(lib, source, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     run_well(capsys, source, out, *FLAGS)

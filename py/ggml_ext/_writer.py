@@ -69,6 +69,22 @@ def stop_on_signals() -> Iterator[None]:
             signal.signal(n, handler)
 
 
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Within it the signals of stop_on_signals() wait for its end. For the main thread."""
+    came: list[int] = []
+    handlers = {n: h for n in SIGNALS if callable(h := signal.getsignal(n))}
+    for n in handlers:
+        signal.signal(n, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, n_ahead: int) -> Iterator:
     """Results of function(item) in the order of items, with at most n_ahead of them computed and not yet taken."""
     pending = deque()

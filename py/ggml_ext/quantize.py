@@ -27,7 +27,7 @@ from ._gguf_file import GGUFFile, KeyValue, Tensor, pack_header, string_value, u
 from ._importance import Importance, plan_moments
 from ._log import FORMATS, Log
 from ._names import unknown_type
-from ._output import Output, hidden, open_file, parse_split_size, part_metadata
+from ._output import Output, open_file, parse_split_size, part_metadata, written_beside
 from ._plan import TARGET_TYPES, Choices, Override, Plan, check_model, make_plan, parse_type, plan_importance, replacement_type
 from ._recipes import RECIPES
 from ._report import (
@@ -253,16 +253,15 @@ def check_report(report: Path, outputs: Mapping[Path, str], sources: list[Path],
         raise UserError(f"{flag}: the folder {path.parent} may not be written: {way_out}")
 
 
-def write_beside(flag: str, path: Path, data: bytes, output: Path) -> None:
-    """UserError naming the flag if it cannot be written, which says that OUT is."""
+def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:
+    """UserError naming the flag if it cannot be written, or, without force, exists by now, which says that OUT is written."""
     path = Path(os.path.realpath(path))
     try:
-        with open_file(hidden(path)) as f:
-            f.truncate(0)
+        with written_beside(path, force) as part, open_file(part) as f:
             f.write(data)
-        os.replace(hidden(path), path)
+    except FileExistsError as e:
+        raise UserError(f"{flag}: {path} appeared meanwhile, and was left as it is; {output} is written") from e
     except OSError as e:
-        hidden(path).unlink(missing_ok=True)
         raise UserError(f"{flag}: cannot write {path}: {e.strerror}; {output} is written") from e
 
 
@@ -557,14 +556,14 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     if args.report is not None:
         tensors = [record(i) for i in range(len(plan.tensors))]
         report = {**totals, "warnings": log.warnings, "tensors": tensors}
-        write_beside("--report", args.report, json.dumps(report, indent=1).encode() + b"\n", path)
+        write_beside("--report", args.report, json.dumps(report, indent=1).encode() + b"\n", path, args.force)
     if args.model_card is not None:
         source = args.hf_repo or Path(os.path.abspath(args.input)).name
         card = Card(
             [part.path for part in output.parts], file, plan, accuracies, choices.title, describe_importance(importance),
             f"those of {source}", shown_command("quantize", build_parser(), args), args.hf_repo,
         )
-        write_beside("--model-card", args.model_card, card.text().encode(), path)
+        write_beside("--model-card", args.model_card, card.text().encode(), path, args.force)
 
 
 def main(argv: list[str] | None = None) -> int:
