@@ -3,6 +3,7 @@
 A stand-in for llama-imatrix runs in its place, but in the tests that name the real one.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -18,10 +19,11 @@ from conftest import ROOT, gaussian, quantize, run_quantize, tool, write_gguf
 from test_bad_input import check_error, files
 from test_moments_file import Spy
 
-from ggml_ext import _calibration
+from ggml_ext import _calibration, _output, _process
 from ggml_ext import quantize as program
 from ggml_ext._calibration import GIB, Input, Model, Record, choose_importance
 from ggml_ext._gguf_file import GGUFFile
+from ggml_ext._writer import Stopped, stop_on_signals
 
 LAYERS = 4
 MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(LAYERS) for name, n in (("gate", 256), ("up", 256), ("down", 512))}
@@ -217,6 +219,43 @@ def test_an_interrupt_ends_the_program_too(folder, tmp_path):
     assert files(folder.out.parent) == before
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_an_interrupt_while_the_program_starts_ends_it(tmp_path, monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(_process.subprocess, "Popen", Popen)
+    for run in (_process.run_logged, lambda *args: _process.run_heard(*args, print)):
+        with pytest.raises(Stopped) as stopped, stop_on_signals():
+            run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
+        process, code = started[-1], started[-1].poll()
+        process.kill()
+        assert code == -signal.SIGTERM and stopped.value.number == signal.SIGTERM
+
+
+def test_two_calibrations_in_one_folder(folder, monkeypatch):
+    """The second waits, and uses what the first one made."""
+    first = contextlib.ExitStack()
+    first.enter_context(_output.locked_folder(folder.out.parent))
+    note = program.Log.note
+
+    def until_waiting(self, text):
+        note(self, text)
+        if "another run calibrates in" in text:
+            assert not folder.runs()
+            first.close()
+
+    monkeypatch.setattr(program.Log, "note", until_waiting)
+    _, err = folder.run()
+    assert "waiting for its end" in err and len(folder.runs()) == 1
+    _, err = folder.run()
+    assert "waiting" not in err and len(folder.runs()) == 1
 
 
 # --- whole matrices

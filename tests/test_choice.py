@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import time
 
 import gguf
 import pytest
@@ -145,7 +147,7 @@ def test_a_second_target_uses_what_was_measured(folder, measured):
     _, err = folder.run("--target-kld", "0.05")
     assert not folder.runs() and err.count("used again") == 2 and folder.kept.read_text() == measured
     _, err = folder.run("--target-bpw", "3", "--target-types", "itq2_t,q2_k,q4_k")
-    assert not folder.runs() and "errors of 1 types" in err  # q2_k
+    assert not folder.runs() and "errors of 1 type are" in err  # q2_k
     assert set(folder.types().values()) <= {"itq2_t", "q2_k", "q4_k", "f32"} and bits_in_all(folder.out) <= 3
     assert len(json.loads(folder.kept.read_text())["errors"][FREE[0]]) == len(json.loads(measured)["errors"][FREE[0]]) + 1
 
@@ -219,6 +221,11 @@ def test_types_of_single_tensors_come_first(folder):
     assert folder.types()["token_embd.weight"] == "itq3_t"
 
 
+def test_below_what_single_tensors_take(fresh):
+    line = fresh.error("--target-bpw", "4", "--tensor-type", ".=q8_0")
+    assert "is below the smallest possible, 8.5" in line and "leave the types of single tensors out" in line
+
+
 def test_types_that_were_asked_for_are_no_fallbacks(folder):
     source = write_gguf(folder.path / "odd.gguf", {"blk.0.ffn_up.weight": gaussian(64, 96)})
     out, err = folder.run("--target-bpw", "9", "--target-types", "q8_0", "--sensitivity", "usual", "--no-fallback", source=source)
@@ -284,6 +291,47 @@ def test_second_moments_weigh_the_errors(folder):
     name = "blk.1.ffn_up.weight"
     assert weighted[name]["itq2_t"] < 0.9 * plain[name]["itq2_t"]  # error feedback: the weighted error is what the encoder minimises
     assert "iq2_xxs" in weighted[name] and "iq2_xxs" not in weighted["token_embd.weight"]  # which has no importances
+
+
+def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
+    folder, sample, done = fresh, _choice.sample_error, []
+
+    def stop(file, tensor, *others):
+        done.append(tensor.name)
+        if tensor.name == FREE[-1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)  # the main thread hears of it
+        return sample(file, tensor, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_choice, "sample_error", stop)
+        _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual", code=128 + signal.SIGTERM)
+    assert "error: interrupted" in err
+    kept = json.loads(folder.kept.read_text())["errors"]
+    assert kept and set(kept) < set(FREE) and {p.name for p in folder.out.parent.iterdir()} == {folder.kept.name}
+    _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual")
+    assert f"rows of {len(FREE) - len(kept)} tensors" in err
+
+
+def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):
+    """The second writes while the first does; what the last one kept is whole."""
+    path, pid = fresh.kept, os.getpid()
+    first, second = (_choice.Kept({"by": n}) for n in (1, 2))
+    open_file = _choice.open_file
+
+    def open_and_be_overtaken(part):
+        monkeypatch.setattr(_choice, "open_file", open_file)
+        found = open_file(part)
+        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+        second.write(path)
+        assert _choice.Kept.read(path, {"by": 2}) == second
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        return found
+
+    monkeypatch.setattr(_choice, "open_file", open_and_be_overtaken)
+    first.write(path)
+    assert json.loads(path.read_text())["made_from"] == {"by": 1}
+    assert [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(("do", "part"), [("fail", "exited with 3"), ("say nothing", "gave no KL divergence")])

@@ -194,6 +194,18 @@ def test_picture_by_layer_and_class(folder, tmp_path):
     assert "ffn_up" not in svg_texts(tmp_path / "a.svg")
 
 
+def test_a_picture_replaces_nothing_that_is_read_and_no_link(folder, tmp_path):
+    args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture"]
+    (tmp_path / "model.svg").symlink_to(folder / "in.gguf")
+    check_error(run_inspect(*args, tmp_path / "model.svg", "--force"), "--picture", "model.svg is a file that is read")
+    (tmp_path / "link.svg").symlink_to("target.svg")
+    assert run_inspect(*args, tmp_path / "link.svg").returncode == 0
+    assert (tmp_path / "link.svg").is_symlink() and svg_texts(tmp_path / "target.svg")
+    (tmp_path / "link.png").symlink_to("none/target.png")
+    check_error(run_inspect(*args, tmp_path / "link.png"), "--picture", "folder", "none does not exist")
+    assert len([*tmp_path.iterdir()]) == 4
+
+
 def test_picture_of_weighted_errors(folder, tmp_path):
     inputs = {f"blk.{i}.{part}.weight": correlated(600, 256, seed=i) for i in range(3) for part in ("attn_q", "ffn_up")}
     imatrix = write_moments(tmp_path / "m.gguf", inputs)

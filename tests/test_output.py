@@ -309,6 +309,22 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
     assert not names and list(read_tensors(out)) == NAMES and only_out(out)
 
 
+@pytest.mark.parametrize("flag", ["--report", "--model-card"])
+def test_what_appears_in_place_of_a_report_is_not_lost(lib, source, tmp_path, capsys, monkeypatch, flag):
+    out, beside, publish = tmp_path / "out.gguf", tmp_path / "about.json", Output.publish
+
+    def appear(self):
+        publish(self)
+        beside.write_text("precious")
+
+    monkeypatch.setattr(Output, "publish", appear)
+    run_badly(capsys, source, out, *FLAGS, flag, beside, parts=(flag, "about.json appeared meanwhile", "out.gguf is written"))
+    assert beside.read_text() == "precious" and list(read_tensors(out)) == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, "out.gguf", "about.json"}
+    run_well(capsys, source, out, *FLAGS, flag, beside, "--force")
+    assert beside.read_text() != "precious"
+
+
 def test_permissions_of_a_replaced_file_stay(lib, source, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     run_well(capsys, source, out, *FLAGS)
@@ -521,6 +537,20 @@ def test_parts_hold_what_the_whole_file_holds(split_model):
         assert set(found) == (keys | {k for k in whole.fields if not k.startswith("GGUF.")} if i == 0 else keys)
         assert [found[k].contents() for k in sorted(keys)] == [4, i, len(tensors)]
         assert [found[k].types[0].name for k in sorted(keys)] == ["UINT16", "UINT16", "INT32"]
+
+
+def test_parts_with_tensors_of_another_type_are_no_larger(lib, tmp_path, capsys):
+    """Weights below what ITQ3_T's scales reach become IQ4_NL, and a whole part has such."""
+    source = write_gguf(tmp_path / "in.gguf", {f"blk.{i}.ffn_up.weight": 1e-8 * gaussian(512, 256, seed=i) for i in range(24)}, "F32")
+    flags = ("--type", "itq3_t", "--effort", "fast", "--importance", "none", "--split-max-size", "1M", "-q")
+    found = {}
+    for name, more in (("planned", ()), ("replaced", ("--fallback-above", "3"))):
+        run_well(capsys, source, tmp_path / f"{name}.gguf", *flags, *more)
+        parts = [list(read_tensors(p).values()) for p in sorted(tmp_path.glob(f"{name}-*.gguf"))]
+        assert [t.name for part in parts for t in part] == list(read_tensors(source))
+        found[name] = [sum(t.n_bytes for t in part) for part in parts]
+    assert max(found["planned"]) * 4.5 / 3.0625 > 1_000_000  # what the same parts would have
+    assert max(found["replaced"]) <= 1_000_000
 
 
 def test_llama_cpp_loads_the_parts(split_model, tmp_path):

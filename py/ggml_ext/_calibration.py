@@ -306,7 +306,18 @@ def record_path(kept: Path) -> Path:
 
 
 def calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
-    """Files with the importance matrix: kept ones that serve, others made. UserError where llama-imatrix fails."""
+    """Files with the importance matrix: kept ones that serve, others made. UserError where llama-imatrix fails.
+
+    One run at a time in a folder: the next one may use what it keeps, and does not replace it meanwhile.
+    """
+    try:
+        with locked_folder(run.folder, lambda: say(f"another run calibrates in {run.folder}: waiting for its end")):
+            return _calibrate(run, say, show_bar)
+    except OSError as e:
+        raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
+
+
+def _calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
     made_from = run.made_from()
     kept = run.kept(None)
     record = Record.read(kept)

@@ -30,14 +30,14 @@ from ._gguf_file import GGUFFile, Tensor, pad, row_bytes
 from ._importance import Importance
 from ._knapsack import Solution, solve
 from ._names import tensor_class
-from ._output import open_file
+from ._output import open_file, written_beside
 from ._plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row
 from ._report import table
 from ._sensitivity import Part, Probe
 from ._target import SENSITIVITIES, Target
 from ._tools import find_tool
 from ._types import WEIGHT_TYPES
-from ._writer import MIB, map_in_order
+from ._writer import MIB, Stopped, map_in_order
 
 T = GGMLQuantizationType
 GROUPS, GROUP_ROWS = 4, 16  # of rows that stand for a tensor, spread over it
@@ -158,9 +158,10 @@ class Limit:
     def check(self, items: list[Item], room: int = 0) -> None:
         """UserError if the target is below the smallest file. room: bytes that more keys may take."""
         if (least := self.smallest(items)) > self.n_bytes:
+            named = ", or leave the types of single tensors out" if any(item.is_named for item in items) else ""
             raise UserError(
                 f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.say(least + room)}: take that at "
-                "the least, or add smaller types with --target-types"
+                f"the least, or add smaller types with --target-types{named}"
             )
 
 
@@ -204,14 +205,10 @@ class Kept:
     def write(self, path: Path | None) -> None:
         if path is None:
             return
-        part = path.with_name(f".{path.name}.part")
         try:
-            with open_file(part) as f:
-                f.truncate(0)
+            with written_beside(path) as part, open_file(part) as f:
                 f.write(json.dumps(self.__dict__, indent=1).encode() + b"\n")
-            os.replace(part, path)
         except OSError as e:
-            part.unlink(missing_ok=True)
             raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another folder") from e
 
     def parts(self) -> list[tuple[Part, float]]:
@@ -308,14 +305,18 @@ def choose(
     kept_path, kept = _find_kept(args, file, importance)
     if importance.matrix is None:
         warn("types are chosen by plain errors: nothing is known of the inputs of the matrices, which costs quality")
-    _measure_errors(file, plan, items, kept, importance, codec, n_threads, say, show_bar)
-    if folder is not None:
-        kept.write(kept_path)
+    keep = None if folder is None else kept_path
+    try:
+        _measure_errors(file, plan, items, kept, importance, codec, n_threads, say, show_bar)
+    except Stopped:
+        kept.write(keep)  # what there is by now
+        raise
+    kept.write(keep)
     sensitivities, is_measured = _sensitivities(
         args, file, plan, items, kept, importance, codec, folder, n_threads, say, warn, show_bar
     )
-    if folder is not None and is_measured:
-        kept.write(kept_path)
+    if is_measured:
+        kept.write(keep)
 
     options = []
     for item in items:
@@ -380,7 +381,7 @@ def _measure_errors(
         say("errors of all types were measured before: used again")
         return
     n_types = len({t for _, types in missing for t in types})
-    say(f"errors of {n_types} types are measured on up to {GROUPS * GROUP_ROWS} rows of {len(missing)} tensors")
+    say(f"errors of {n_types} type{'s' * (n_types > 1)} are measured on up to {GROUPS * GROUP_ROWS} rows of {len(missing)} tensors")
 
     def measure(job: tuple[Tensor, list[GGMLQuantizationType]]) -> dict[str, float]:
         tensor, types = job

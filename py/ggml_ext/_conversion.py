@@ -19,7 +19,7 @@ from ._encode import UNWEIGHTED_IN_NUMPY, Codec
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
 from ._importance import Importance
-from ._output import Output, hidden, open_file
+from ._output import Output, open_file, written_beside
 from ._plan import Plan, replacement_type
 from ._report import refused_fallback
 from ._types import WEIGHT_TYPES
@@ -146,14 +146,13 @@ def write_with_bar(
         return write_tensors(output, file, plan, codec, importance, n_threads, begun, bar.update, ended, fallback_above)
 
 
-def write_beside(flag: str, path: Path, data: bytes, output: Path) -> None:
-    """UserError naming the flag if it cannot be written, which says that OUT is."""
+def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:
+    """UserError naming the flag if it cannot be written, or, without force, exists by now, which says that OUT is written."""
     path = Path(os.path.realpath(path))
     try:
-        with open_file(hidden(path)) as f:
-            f.truncate(0)
+        with written_beside(path, force) as part, open_file(part) as f:
             f.write(data)
-        os.replace(hidden(path), path)
+    except FileExistsError as e:
+        raise UserError(f"{flag}: {path} appeared meanwhile, and was left as it is; {output} is written") from e
     except OSError as e:
-        hidden(path).unlink(missing_ok=True)
         raise UserError(f"{flag}: cannot write {path}: {e.strerror}; {output} is written") from e

@@ -224,15 +224,17 @@ class Output:
                 raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
 
     def plan(
-        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, sources: Sequence[Path]
+        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, sources: Sequence[Path],
+        largest: Sequence[int] | None = None,
     ) -> None:
-        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; sources: what is read.
+        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; sources: what is read;
+        largest: bytes that tensors may get, where those are more, none of which makes a part too large.
 
         UserError if one of the files may not be written, or if there is no room for all.
         """
         self._sizes, self._alignment = list(sizes), alignment
         padded = [pad(n, alignment) for n in sizes]
-        self.parts = split_parts(self.path, padded, max_bytes)
+        self.parts = split_parts(self.path, [pad(n, alignment) for n in largest or sizes], max_bytes)
         self.check_absent()
         for part in self.parts:
             if part.path.is_dir():
@@ -408,7 +410,7 @@ class Output:
             for part in self.parts:
                 keep_mode(part)
                 try:
-                    self._give_name(part)
+                    give_name(part.partial, part.path, self.force)  # the other name of a link goes with the journal
                     linked.append(part.path)
                 except FileExistsError:
                     for path in linked:
@@ -417,21 +419,6 @@ class Output:
                         f"OUT: {part.path} appeared while it was made, and was left as it is: move it away, or pass --force to "
                         "replace it"
                     ) from None
-
-    def _give_name(self, part: Part) -> None:
-        if self.force:
-            os.replace(part.partial, part.path)
-            return
-        try:
-            os.link(part.partial, part.path)  # which replaces nothing; the other name goes with the journal
-        except FileExistsError:
-            raise
-        except OSError as e:
-            if e.errno not in NO_LINKS:
-                raise
-            if os.path.lexists(part.path):
-                raise FileExistsError from e
-            os.replace(part.partial, part.path)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -446,6 +433,35 @@ class Output:
                     f"no space left on device ({e.strerror}): {self._needed()}; free some space or write to another disk"
                 ) from e
             raise UserError(f"cannot write {self.path}: {e.strerror}; choose a folder that may be written") from e
+
+
+def give_name(partial: Path, path: Path, force: bool) -> None:
+    """The partial file gets a name, and may keep its own. FileExistsError if there is one, without force."""
+    if force:
+        os.replace(partial, path)
+        return
+    try:
+        os.link(partial, path)  # which replaces nothing
+    except FileExistsError:
+        raise
+    except OSError as e:
+        if e.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError from e
+        os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def written_beside(path: Path, force: bool = True) -> Iterator[Path]:
+    """The name, this process's alone, of a file that is written within it and then becomes `path`. It is removed after an error.
+    FileExistsError if there is one by then, without force."""
+    part = hidden(path).with_suffix(f".{os.getpid()}.part")
+    try:
+        yield part
+        give_name(part, path, force)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def keep_mode(part: Part) -> None:
@@ -464,21 +480,32 @@ def allocated(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path) -> Iterator[bool]:
-    """Within it a lock on the folder is held, unless the value is False."""
+def locked_folder(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Within it a lock on the folder is held, unless the value is False. waiting: called before it waits for another run's; None:
+    it does not wait."""
     if fcntl is None:
         yield False
         return
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        has_lock = True
-    except OSError:
-        has_lock = False
-    try:
+        has_lock = _flock(fd, waiting)
         yield has_lock
     finally:
         os.close(fd)
+
+
+def _flock(fd: int, waiting: Callable[[], None] | None) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        if waiting is None:
+            return False
+    except OSError:  # a file system without locks
+        return False
+    waiting()
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return True
 
 
 def remove_leftovers(folder: Path, prefix: str, say: Callable[[str], None]) -> None:

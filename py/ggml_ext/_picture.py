@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ._errors import UserError
+from ._output import written_beside
 
 ENDINGS = (".svg", ".png")
 
 
-def check_picture(path: Path, force: bool) -> None:
-    """UserError if it cannot be drawn or may not be written."""
+def check_picture(path: Path, force: bool, sources: Sequence[Path]) -> None:
+    """UserError if it cannot be drawn or may not be written. sources: what is read."""
     try:
         is_there = path.exists()
     except OSError as e:  # of a name that is too long
         raise UserError(f"--picture: {path}: {e.strerror}: name another") from e
+    if is_there and any(source.exists() and path.samefile(source) for source in sources):
+        raise UserError(f"--picture: {path} is a file that is read: name another")
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"--picture: got {path.name!r}, the name must end in {' or '.join(ENDINGS)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--picture: the folder {path.parent} does not exist: create it first")
+    folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
+    if not folder.is_dir():
+        raise UserError(f"--picture: the folder {folder} does not exist: create it first")
     if is_there and not path.is_file():
         raise UserError(f"--picture: {path} is not a regular file: name another")
     if is_there and not force:
         raise UserError(f"--picture: {path} exists: name another file or pass --force to replace it")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--picture: the folder {path.parent} may not be written: name another")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--picture: the folder {folder} may not be written: name another")
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
@@ -66,10 +71,10 @@ def colour_range(shown: np.ma.MaskedArray, layers: list[int | None]) -> tuple[fl
     return low, max(high, 1.25 * low)
 
 
-def draw(errors: dict[str, float], what: str, title: str, path: Path) -> None:
+def draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool) -> None:
     """Classes down, layers across, colours for the errors. errors: by tensor, at least one. what: kind of error.
 
-    UserError if the file cannot be written.
+    UserError if the file cannot be written, or, without force, exists by now.
     """
     import matplotlib
 
@@ -98,13 +103,13 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path) -> None:
         axes.spines[:].set_visible(False)
         axes.set(xlabel="layer", title=title.encode(errors="replace").decode())  # a name that is no UTF-8
         figure.colorbar(mesh, ax=axes, label=what, extend="both")
-        beside = path.with_name(path.name + ".part")
         try:
             kind = path.suffix[1:].lower()
-            figure.savefig(beside, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-            os.replace(beside, path)
+            with written_beside(Path(os.path.realpath(path)), force) as part:
+                figure.savefig(part, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        except FileExistsError as e:
+            raise UserError(f"--picture: {path} appeared meanwhile, and was left as it is: name another file or pass --force") from e
         except OSError as e:
             raise UserError(f"--picture: cannot write {path}: {e.strerror}") from e
         finally:
-            beside.unlink(missing_ok=True)
             pyplot.close(figure)

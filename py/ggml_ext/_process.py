@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ._writer import held_signals
+
 PATIENCE = 1.0  # seconds until a signal is noticed at the latest
 
 
@@ -47,19 +49,22 @@ def run_logged(command: list[str], folder: Path) -> tuple[int, str]:
 def _started(command: list[str], folder: Path, env: dict[str, str] | None, output) -> Iterator[subprocess.Popen]:
     """A program, ended if it has not ended by itself."""
     # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
-    process = subprocess.Popen(
-        command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    with contextlib.ExitStack() as held:
+        held.enter_context(held_signals())  # one that came while the program starts would leave it running
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
+            start_new_session=True,
+        )
+        try:
+            held.close()
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

@@ -19,7 +19,8 @@ from ._accuracy import Accuracy
 from ._encode import Codec, Guide
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._importance import Importance
-from ._plan import Plan
+from ._plan import Plan, replacement_type
+from ._types import WEIGHT_TYPES
 
 if TYPE_CHECKING:
     from ._output import Output
@@ -66,6 +67,22 @@ def stop_on_signals() -> Iterator[None]:
     finally:
         for n, handler in previous.items():
             signal.signal(n, handler)
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Within it the signals of stop_on_signals() wait for its end. For the main thread."""
+    came: list[int] = []
+    handlers = {n: h for n in SIGNALS if callable(h := signal.getsignal(n))}
+    for n in handlers:
+        signal.signal(n, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        for n, handler in handlers.items():
+            signal.signal(n, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, n_ahead: int) -> Iterator:
@@ -178,3 +195,10 @@ def _find_codebook(
 def tensor_sizes(plan: Plan) -> list[int]:
     """Bytes of the data of each tensor in the types planned."""
     return [row_bytes(q, t.ne[0]) * t.n_rows for t, q in zip(plan.tensors, plan.types, strict=True)]
+
+
+def largest_sizes(plan: Plan) -> list[int]:
+    """tensor_sizes() if the errors of all tensors were too large for --fallback-above."""
+    may_be_replaced = [q != t.type and q.name.lower() in WEIGHT_TYPES for t, q in zip(plan.tensors, plan.types, strict=True)]
+    types = [replacement_type(t, q) if may else q for t, q, may in zip(plan.tensors, plan.types, may_be_replaced, strict=True)]
+    return tensor_sizes(Plan(plan.tensors, types))

@@ -270,7 +270,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
             f"the weights as {file.path.name} holds them, which had lost something before against the original",
             shown_command("export", build_parser(), args),
         )
-        write_beside("--model-card", args.model_card, card.text().encode(), path)
+        write_beside("--model-card", args.model_card, card.text().encode(), path, args.force)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -313,7 +313,7 @@ def draw_picture(args: argparse.Namespace, findings: list[Finding]) -> None:
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    _picture.draw(errors, what, args.file.name, args.picture)
+    _picture.draw(errors, what, args.file.name, args.picture, args.force)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -322,7 +322,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.picture is not None and args.against is None:
         raise UserError("--picture draws errors, which takes --against ORIGINAL")
     if args.picture is not None:
-        _picture.check_picture(args.picture, args.force)
+        _picture.check_picture(args.picture, args.force, [p for p in (args.file, args.against, args.imatrix) if p is not None])
 
 
 @one_blas_thread()

@@ -47,7 +47,7 @@ from ._split import SPLIT_KEYS
 from ._target import parse_target
 from ._types import WEIGHT_TYPES
 from ._verify import verify
-from ._writer import tensor_sizes
+from ._writer import largest_sizes, tensor_sizes
 
 T = GGMLQuantizationType
 
@@ -162,7 +162,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     def plan_output(sizes: list[int]) -> None:
         if output is not None:
             sources = [part.path for part in file.parts]
-            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources)
+            largest = None if args.fallback_above is None else largest_sizes(plan)
+            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources, largest)
             written = dict.fromkeys([path, *(part.path for part in output.parts)], "OUT")
             for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
                 if beside is not None:
@@ -272,14 +273,14 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     if args.report is not None:
         tensors = [record(i) for i in range(len(plan.tensors))]
         report = {**totals, "warnings": log.warnings, "tensors": tensors}
-        write_beside("--report", args.report, json.dumps(report, indent=1).encode() + b"\n", path)
+        write_beside("--report", args.report, json.dumps(report, indent=1).encode() + b"\n", path, args.force)
     if args.model_card is not None:
         source = args.hf_repo or Path(os.path.abspath(args.input)).name
         card = Card(
             [part.path for part in output.parts], file, plan, accuracies, choices.title, describe_importance(importance),
             f"those of {source}", shown_command("quantize", build_parser(), args), args.hf_repo,
         )
-        write_beside("--model-card", args.model_card, card.text().encode(), path)
+        write_beside("--model-card", args.model_card, card.text().encode(), path, args.force)
 
 
 def main(argv: list[str] | None = None) -> int:
