@@ -2,9 +2,6 @@
 // byte b belong to the weights L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8. Predecessors of a symbol are in the
 // same byte of other groups, and before group 0 in group 7 of the byte before: that is what block_words::at().before is for.
 //
-// A look-up in 16 bytes for four nibbles is two byte permutes: a selector of 8 or more gives copies of the selected byte's
-// top bit, which is 0 in these tables, so that one of the two gives the entry and the other 0.
-//
 // Tables in shared memory were not taken: 4096 bytes of codes by state would be filled by every block of threads, which
 // reads fewer bytes of weights than that, and random addresses in 32 banks take three to four turns.
 #pragma once
@@ -12,18 +9,6 @@
 #include "unpack.cuh"
 
 namespace ggml_ext {
-
-struct lookup16 {
-    uint32_t words[4] = {};
-    constexpr __host__ __device__ explicit lookup16(const uint8_t (&t)[16]) {
-        for (int i = 0; i < 4; ++i) {
-            words[i] = bytes4(t[4*i], t[4*i + 1], t[4*i + 2], t[4*i + 3]);
-        }
-    }
-    // entries of the four low nibbles of s: low + high
-    __device__ __forceinline__ uint32_t low(uint32_t s) const { return prmt(words[0], words[1], s); }
-    __device__ __forceinline__ uint32_t high(uint32_t s) const { return prmt(words[2], words[3], s ^ 0x88888888); }
-};
 
 constexpr uint32_t LOW_NIBBLES = 0x0f0f0f0f;
 
@@ -41,10 +26,10 @@ static __device__ __forceinline__ uint32_t mixed(uint32_t x, const lookup16 & t,
     return x ^ ((t.low(b) + 16*t.low(b4) + 16*t.high(b4)) | t.high(b));
 }
 
-// Codes values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]] of eight nibbles: low ones (group g), high ones (group g + 4).
+// Thread k's codes values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]] of eight nibbles: low ones (group g), high ones (group g + 4).
 static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tables & t, uint32_t a, uint32_t b, uint32_t e,
-                                                     uint32_t & q0, uint32_t & q4) {
-    const lookup16 mix0(t.mix[0]), mix1(t.mix[1]), values0(t.values[0]), values1(t.values[1]);
+                                                     int k, uint32_t & q0, uint32_t & q4) {
+    const lookup16 mix0(t.mix[0], k), mix1(t.mix[1], k), values0(t.values[0], k), values1(t.values[1], k);
     const uint32_t s  = gather_nibbles(b);
     const uint32_t i0 = mixed(a, mix0, s);
     const uint32_t i1 = mixed(e, mix1, s);
@@ -103,14 +88,14 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
         for (int g = 0; g < 4; ++g) {
             // bits g - 3 ... g of the high bits, those of the byte before first
             const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
-            trellis_codes(tables, l.pair2(g), l.pair(g), quad, u.q[g], u.q[g + 4]);
+            trellis_codes(tables, l.pair2(g), l.pair(g), quad, k, u.q[g], u.q[g + 4]);
         }
     } else {
         static_assert(K == 2, "");
         const trellis_words l4 = {l.before, l.l0, with_first(l0.before, k, 0)}; // four steps earlier: pair(t - 4)
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
-            trellis_codes(tables, l.pair(g), l4.pair(g), l.pair2(g), u.q[g], u.q[g + 4]);
+            trellis_codes(tables, l.pair(g), l4.pair(g), l.pair2(g), k, u.q[g], u.q[g + 4]);
         }
     }
     u.d      = ggml_ext_e5m3_to_float((uint8_t) header);

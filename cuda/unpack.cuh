@@ -43,7 +43,7 @@ struct unpacked {
 
 template <typename B> struct unpacker;
 
-// Two instructions that C has no words for.
+// What C has no words for.
 #ifdef __CUDACC__
 // As __byte_perm, but selectors of 8 and more give eight copies of the selected byte's top bit (PTX's prmt).
 static __device__ __forceinline__ uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {
@@ -56,6 +56,13 @@ static __device__ __forceinline__ uint32_t select(uint32_t x, uint32_t y, uint32
     uint32_t d;
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(x), "r"(y));
     return d;
+}
+// The constant x, kept in a register: it would be copied to one anew for each permute that takes it. k is a thread of a block, of
+// which the compiler does not see that it has no bits from 16 on.
+static __device__ __forceinline__ uint32_t in_register(uint32_t x, int k) {
+    uint32_t zero;
+    asm("shr.u32 %0, %1, 16;" : "=r"(zero) : "r"(k));
+    return x + zero;
 }
 #endif
 
@@ -84,6 +91,22 @@ struct block_words {
 constexpr __host__ __device__ uint32_t bytes4(int b0, int b1, int b2, int b3) {
     return (uint32_t) b0 | (uint32_t) b1 << 8 | (uint32_t) b2 << 16 | (uint32_t) b3 << 24;
 }
+
+// A look-up in 16 bytes below 128, for four nibbles, is two byte permutes: a selector of 8 or more gives copies of the selected
+// byte's top bit, which is 0, so that one of the two gives the entry and the other 0. For thread k of a block.
+struct lookup16 {
+    uint32_t words[4];
+    __device__ __forceinline__ lookup16(const uint8_t (&t)[16], int k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) { // a permute takes one of its two words from a register
+            const uint32_t word = bytes4(t[4*i], t[4*i + 1], t[4*i + 2], t[4*i + 3]);
+            words[i] = i%2 ? word : in_register(word, k);
+        }
+    }
+    // entries of the four low nibbles of s: low + high
+    __device__ __forceinline__ uint32_t low(uint32_t s) const { return prmt(words[0], words[1], s); }
+    __device__ __forceinline__ uint32_t high(uint32_t s) const { return prmt(words[2], words[3], s ^ 0x88888888); }
+};
 
 // Bytes A0 B0 A1 B1 | A2 B2 A3 B3 to A0 A1 A2 A3 | B0 B1 B2 B3.
 static __device__ __forceinline__ void deinterleave(uint32_t lo, uint32_t hi, uint32_t & a, uint32_t & b) {
