@@ -330,7 +330,7 @@ N_ROWS = 128  # of a tile, in the shim
 HAS_MINIMUM = {"itq3_s"}
 # (factor, factor*offset): the int8 of a tile is factor*code - factor*offset
 CENTRED = {"itq3_s": (1, 4), "ccq2": (1, 32), "ditto3": (1, 64), "itq3_t": (2, 127), "itq2_t": (1, 62),
-           "itq3_t64": (2, 127), "itq2_t64": (1, 62)}
+           "itq3_t64": (2, 127), "itq2_t64": (1, 62), "ditto5": (2, 127)}
 
 
 @pytest.mark.parametrize("fallback", [False, True])

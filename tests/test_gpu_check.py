@@ -14,7 +14,7 @@ import native
 import pytest
 from native import ROOT
 
-from ggml_ext import TYPES
+from ggml_ext import TYPES, WEIGHT_TYPES
 
 PROGRAM = r'''#!{python}
 import json, os, sys
@@ -49,7 +49,7 @@ elif name == "llama-perplexity":
     race = broken == "race" and "GGML_CUDA_PDL" not in os.environ and os.environ["LLAMA_ARG_UBATCH"] == "1"
     print("Final estimate: PPL =", 12.1 if gpu and broken == "perplexity" else 12.01 if gpu and race else 12.001 if gpu else 12.0, "+/- 0.5")
 elif name == "llama-bench":
-    slow = broken == "slow" and "itq3_t" in args[args.index("-m") + 1]
+    slow = broken.startswith("slow ") and broken.split()[1] in args[args.index("-m") + 1]
     prompts = [int(p) for p in args[args.index("-p") + 1].split(",")] + [0]
     print(json.dumps([dict(n_prompt=p, avg_ts=50.0 if slow else 100.0) for p in prompts]))
 elif name == "llama-batched-bench":
@@ -99,6 +99,8 @@ def test_everything_passes_and_is_kept(check):
     code, report, log = check("--only", "checks,speed")
     assert (code, report["passed"], failures(report)) == (0, True, [])
     assert {"decode", "prefill", "parallel", "experts", "gemv", "ragged", "grouped", "kernels"} <= report["figures"].keys()
+    assert WEIGHT_TYPES.keys() <= report["figures"]["decode"].keys()
+    assert {"q4_K", "q5_K", "ditto5"} <= report["figures"]["parallel"].keys()
     assert report["environment"]["compute_capability"] == "9.0" and report["seconds"].keys() == {"checks", "speed"}
     for tool in ("memcheck", "racecheck", "synccheck"):
         assert sum(line.startswith(f"compute-sanitizer --tool {tool}") for line in log) == 3
@@ -125,16 +127,17 @@ def test_a_failing_check_fails_the_run(check, broken, expected):
     assert code == 1 and not report["passed"] and expected in failures(report)
 
 
-@pytest.mark.parametrize("broken, expected", [("slow", ["decode", "prefill"]), ("rotation", ["share of the rotation"])])
+@pytest.mark.parametrize("broken, expected", [("slow itq3_t", ["decode", "prefill"]), ("slow ditto5", ["decode", "prefill"]),
+                                              ("rotation", ["share of the rotation"])])
 def test_a_slow_type_fails_the_run(check, broken, expected):
-    code, report, _ = check(*FEW, "--only", "speed", broken=broken)
+    code, report, _ = check("--types", "itq3_s,itq3_t,ditto5", "--only", "speed", broken=broken)
     assert code == 1 and failures(report) == expected
     assert "gemv" in report["figures"]  # the rest was still measured
 
 
 def test_the_rehearsal_runs_all_of_it(check):
     """As on the GPU, but for what is not there; slow types pass, wrong ones do not."""
-    code, report, log = check(*FEW, "--rehearse", "--only", "checks,speed", broken="slow")
+    code, report, log = check(*FEW, "--rehearse", "--only", "checks,speed", broken="slow itq3_t")
     assert (code, failures(report)) == (0, []) and "rehearsal" in report["environment"]["gpu"]
     assert {line.split()[0] for line in log} == {"ggml-ext-cuda-host-kernels", "ggml-ext-gpu-bench", "test-backend-ops", "llama-quantize",
                                                  "llama-perplexity", "llama-bench", "llama-batched-bench"}
@@ -175,7 +178,7 @@ def test_the_program_of_the_gpu_as_host_code(lib):
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(line["n"] > 0 and line["wrong"] == 0 for line in checks.values())
     weights = [name for name, info in TYPES.items() if f"unpack {name}" in checks]
-    assert len(weights) == 7 and sum("timing" in line for line in lines) == 3
+    assert weights == list(WEIGHT_TYPES) and sum("timing" in line for line in lines) == 3
     for name in weights:
         assert (f"unpack {name}, shifted" in checks) == (TYPES[name].block_bytes % 4 != 0)
         assert {f"dequantize {name} to bf16", f"dequantize {name} behind a kernel, graph", f"last of many rows of {name}"} <= checks.keys()

@@ -27,9 +27,11 @@ from ggml_ext import WEIGHT_TYPES
 from ggml_ext._cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-# ids of ggml.h, and the weights that a thread takes in one turn of the loop
-STOCK = {"q2_K": (10, 16), "q3_K": (11, 16), "q4_K": (12, 32), "iq2_xxs": (16, 32), "iq3_xxs": (18, 32), "iq3_s": (21, 32)}
-TYPES = {name: (int(info.id), 32) for name, info in WEIGHT_TYPES.items()} | STOCK
+# ids of ggml.h, and the weights that a thread takes in one turn of the loop for one column and for four: nvcc makes one turn of
+# two for Q4_K's single column. The number of IDP in a loop says so.
+STOCK = {"q2_K": (10, 16, 16), "q3_K": (11, 16, 16), "q4_K": (12, 32, 16), "q5_K": (13, 16, 16), "iq2_xxs": (16, 32, 32),
+         "iq3_xxs": (18, 32, 32), "iq3_s": (21, 32, 32)}
+TYPES = {name: (int(info.id), 32, 32) for name, info in WEIGHT_TYPES.items()} | STOCK
 
 ROWS_OF_COLUMNS = {1: 1, 4: 2}  # upstream's calc_rows_per_block()
 
@@ -67,9 +69,9 @@ def main() -> None:
                               env={**os.environ, "PATH": path}).stdout
     functions = {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}
     print(f"| type | instructions for 32 weights, {args.arch} | loads | four columns | loads |\n| --- | --- | --- | --- | --- |")
-    for name, (type_id, n_weights) in TYPES.items():
+    for name, (type_id, *weights) in TYPES.items():
         counts = []
-        for n_columns, n_rows in ROWS_OF_COLUMNS.items():
+        for (n_columns, n_rows), n_weights in zip(ROWS_OF_COLUMNS.items(), weights, strict=True):
             kernel = re.compile(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi{n_columns}ELb0ELb0ELb0")
             loop = inner_loop(next(f for key, f in functions.items() if kernel.match(key)))
             kinds = Counter(text.split()[0].split(".")[0] for text in loop)

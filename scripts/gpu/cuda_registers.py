@@ -24,7 +24,7 @@ from ggml_ext import WEIGHT_TYPES
 from ggml_ext._cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-STOCK = ["q3_K", "q4_K", "iq2_xxs", "iq3_s"]
+STOCK = ["q3_K", "q4_K", "q5_K", "iq2_xxs", "iq3_s"]
 # title: kernel as upstream declares it; {type} is ggml.h's name
 PRODUCTS = {
     "mul_mat_vec_q, 1 column": "mul_mat_vec_q<{type}, 1, false, false, false>",

@@ -47,10 +47,11 @@ sys.path[:0] = [str(ROOT / "scripts" / room) for room in ("build", "tools")]  # 
 import cuda_tools
 import llama_cpp
 
-THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
+THREE_BITS, TWO_BITS, FIVE_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"], ["ditto5"]
 OF_64 = ["itq3_t64", "itq2_t64"]  # for rows that the others cannot have: measured, but no ratio is asked for
-OURS = THREE_BITS + TWO_BITS + OF_64
-STOCK = ["q3_K", "iq2_xxs", "q4_K", "iq3_s"]  # as ggml names them; the first three are what ratios are asked of
+OURS = THREE_BITS + TWO_BITS + OF_64 + FIVE_BITS
+BASES = ["q3_K", "iq2_xxs", "q4_K", "q5_K"]  # as ggml names them: what ratios are asked of
+STOCK = [*BASES, "iq3_s"]
 PARTS = ["build", "checks", "speed"]
 TARGETS = ["test-backend-ops", "llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize", "ext-gpu"]
 GEMV = ["4096x4096x1", "14336x4096x1", "4096x14336x1"]  # rows x columns x tokens
@@ -73,6 +74,10 @@ LARGE_MB = 4300  # passes 2^32 bytes
 WANTED_DECODE = {(name, "q3_K"): 1.0 for name in THREE_BITS} | {(name, "iq2_xxs"): 1.0 for name in TWO_BITS}
 WANTED_PREFILL = {(name, "q4_K"): 0.95 for name in THREE_BITS} | {(name, "iq2_xxs"): 1.0 for name in TWO_BITS}
 WANTED_PARALLEL = {(name, "q4_K"): 0.95 for name in THREE_BITS + TWO_BITS}
+# five bits against Q5_K, which has 5.5
+WANTED_DECODE |= {(name, "q5_K"): 1.0 for name in FIVE_BITS}
+WANTED_PREFILL |= {(name, "q5_K"): 0.95 for name in FIVE_BITS}
+WANTED_PARALLEL |= {(name, "q5_K"): 0.95 for name in FIVE_BITS}
 WANTED_ROTATION = 0.03  # most of a decode step that the rotation may take
 
 
@@ -441,7 +446,7 @@ def decode(run: Run, files: dict[str, Path]) -> dict:
                 continue
             speed = statistics.median(values)
             table[name] = {"tokens_per_s": speed, "min": min(values), "max": max(values)}
-            for base in STOCK[:3]:
+            for base in BASES:
                 if samples.get(base):
                     table[name][f"x {base}"] = statistics.median(a / b for a, b in zip(values, samples[base], strict=False))
             if copy:  # the share of a device-to-device copy's bandwidth at which the file's bytes were read
@@ -512,7 +517,8 @@ def parallel(run: Run, files: dict[str, Path]) -> dict:
     table = run.report["figures"]["parallel"] = {}
     tokens, sequences = (4, "2") if run.rehearsal else (64, PARALLEL)
     device = ["-dev", "none"] if run.device == "CPU" else ["-dev", run.device]
-    for name in ["q4_K", *(name for name in run.types if name not in OF_64)]:
+    bases = dict.fromkeys(base for name, base in WANTED_PARALLEL if name in run.types)
+    for name in [*bases, *(name for name in run.types if name not in OF_64)]:
         rows = json_lines(run.command(run.tool("llama-batched-bench"), "-m", files[name], "-c", 64 * 256, "-b", 2048, "-npp", tokens,
                                       "-ntg", tokens, "-npl", sequences, "-ngl", 99, *device, "--output-format", "jsonl"))
         table[name] = {f"tg x {r['pl']}": r["speed_tg"] for r in rows}
@@ -544,9 +550,10 @@ def grouped(run: Run) -> dict:
 
 def print_tables(figures: dict) -> None:
     if table := figures.get("decode"):
-        print("\n| type | decode t/s | x q3_K | x iq2_xxs | x q4_K | share of bandwidth |\n| --- | --- | --- | --- | --- | --- |")
+        keys = [*(f"x {base}" for base in BASES), "bandwidth"]
+        print(f"\n| type | decode t/s | {' | '.join(keys[:-1])} | share of bandwidth |\n| --- | --- |{' --- |' * len(keys)}")
         for name, row in table.items():
-            ratios = " | ".join(f"{row.get(key, math.nan):.2f}" for key in ("x q3_K", "x iq2_xxs", "x q4_K", "bandwidth"))
+            ratios = " | ".join(f"{row.get(key, math.nan):.2f}" for key in keys)
             print(f"| {name} | {row['tokens_per_s']:.1f} | {ratios} |")
     if rows := [*figures.get("gemv", []), *figures.get("ragged", [])]:
         print("\n| type | rows x columns x tokens | us | us by bandwidth |\n| --- | --- | --- | --- |")
@@ -617,7 +624,7 @@ def run_speed(run: Run, folder: Path) -> None:
                 run.check("parallel sequences", parallel, files)
     run.check("products of experts", grouped)
     if run.wants("mixture of experts"):
-        types = [*STOCK[::2], *(name for name in run.types if name not in OF_64)]
+        types = ["q3_K", "q4_K", *(name for name in run.types if name not in OF_64)]
         shape = shape_of(run, "olmoe-1b-7b")
         with checked_models(run, "synthetic models of experts", folder, shape, min(run.n_layers, 4), types) as files:
             if files:

@@ -24,7 +24,7 @@ from pathlib import Path
 from gpu_check import LOG_TOLERANCE, N_CHUNKS, OURS, ROOT, Failed, Run
 
 TARGETS = ["test-backend-ops", "llama-bench", "llama-perplexity", "llama-quantize"]
-STOCK = ["q3_K", "iq3_s", "iq2_xxs", "q4_K"]
+STOCK = ["q3_K", "iq3_s", "iq2_xxs", "q4_K", "q5_K"]
 DEVICE = "MTL0"
 N_ROUNDS = 3
 BATCHES = [1, 2, 4, 8, 512]  # decoding, few columns at once, a prompt

@@ -26,7 +26,8 @@ HOST = ROOT / "tests" / "metal_host"
 # scalar, but for conversions of halves and fused multiply-adds, which a GPU has as instructions too
 FLAGS = ["-std=c++17", "-O3", "-mf16c", "-mfma", "-ffp-contract=fast", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-w"]
 # ggml-metal-impl.h: rows a simdgroup, simdgroups, bytes of threadgroup memory; weights and bytes of a block
-STOCK = {"q3_K": (2, 2, 0, 256, 110), "q4_K": (2, 2, 0, 256, 144), "iq2_xxs": (4, 2, 2176, 256, 66), "iq3_s": (4, 2, 2048, 256, 110)}
+STOCK = {"q3_K": (2, 2, 0, 256, 110), "q4_K": (2, 2, 0, 256, 144), "q5_K": (1, 2, 0, 256, 176),
+         "iq2_xxs": (4, 2, 2176, 256, 66), "iq3_s": (4, 2, 2048, 256, 110)}
 
 
 def constants() -> dict[str, int]:

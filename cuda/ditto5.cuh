@@ -1,0 +1,34 @@
+// DITTO5 on the device: two byte permutes look up four nibbles in the upper half of the codebook (unpack.cuh).
+// Halves of a word are selectors of permutes as they come: loads of two bytes need neither alignment nor shifts.
+#pragma once
+
+#include "unpack.cuh"
+
+namespace ggml_ext {
+
+template <> struct unpacker<block_ditto5> {
+    static constexpr float offset     = DITTO5_OFFSET;
+    static constexpr bool  own_offset = false;
+    static __device__ __forceinline__ unpacked unpack(const block_ditto5 & x, int k) {
+        static_assert(offsetof(block_ditto5, ql) % 2 == 0 && offsetof(block_ditto5, qh) % 2 == 0, "loads of two bytes");
+        constexpr uint8_t upper_half[] = GGML_EXT_DITTO5_CODEBOOK;
+        const lookup16 codebook(upper_half, k);
+        const uint16_t * ql = (const uint16_t *) x.ql + 2*k, * qh = (const uint16_t *) x.qh + 2*k;
+        const uint32_t h = qh[0] | (uint32_t) qh[1] << 16;
+        unpacked u;
+#pragma unroll
+        for (int g = 0; g < N_WORDS; g += 2) { // nibbles: indices of group g and of group g + 1 in turn
+            const uint16_t * l = ql + 32*(g%4/2) + 16*(g/4);
+            deinterleave(codebook.low(l[0]) | codebook.high(l[0]), codebook.low(l[1]) | codebook.high(l[1]), u.q[g], u.q[g + 1]);
+        }
+#pragma unroll
+        for (int g = 0; g < N_WORDS; ++g) { // 127 where bit g of h's byte is set
+            u.q[g] ^= prmt(h << (7 - g), 0, 0xba98) & 0x7f7f7f7f;
+        }
+        u.d      = ggml_ext_half_to_float(x.d);
+        u.offset = offset;
+        return u;
+    }
+};
+
+} // namespace ggml_ext
