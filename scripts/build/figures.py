@@ -34,21 +34,21 @@ PARTS = {"codes": "#94a3b8", "codebook": "#16a34a", "scales": "#f59e0b", "roundi
 
 
 class Type:
-    """What was measured of one type, from the rows of its default encoder with an importance matrix and without."""
+    """What was measured of one type, from the rows of its default encoder: alone, with an importance matrix, with second moments."""
 
     def __init__(self, name: str, rows: dict[str, dict]):
-        plain, weighted = rows.get(name.upper()), rows.get(f"{name.upper()}, with imatrix")
-        row = plain or weighted
+        found = [rows.get(name.upper() + how) for how in ("", ", with imatrix", ", with block moments")]
+        row = next(filter(None, found))
         f16 = rows["F16"]["perplexity"]
         self.name, self.bpw, self.is_ours = name, row["bpw"], name in WEIGHT_TYPES
         self.decode, self.prefill = row["decode/q3_k"], row["prefill/q3_k"]
         # perplexity over F16's, as a fraction
-        self.plain, self.weighted = (r and r["perplexity"] / f16 - 1 for r in (plain, weighted))
+        self.over = [r and r["perplexity"] / f16 - 1 for r in found]
 
     @property
     def best(self) -> float:
-        """With an importance matrix where that was measured."""
-        return self.plain if self.weighted is None else self.weighted
+        """With the best importances that were measured."""
+        return next(value for value in reversed(self.over) if value is not None)
 
 
 def read_types(measured: dict) -> list[Type]:
@@ -58,11 +58,11 @@ def read_types(measured: dict) -> list[Type]:
 
 def render_types(types: list[Type]) -> str:
     """One line a type."""
-    lines = ["| type | bits a weight | perplexity over F16 | with imatrix | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 6]
+    lines = ["| type | bits a weight | perplexity over F16 | with imatrix | with moments | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 7]
     for t in types:
         name = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
-        plain, weighted = ("" if value is None else f"{100 * value:.1f} %" for value in (t.plain, t.weighted))
-        lines.append(f"| {name} | {t.bpw:g} | {plain} | {weighted} | {t.decode:.2f} | {t.prefill:.2f} |")
+        over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over)
+        lines.append(f"| {name} | {t.bpw:g} | {over} | {t.decode:.2f} | {t.prefill:.2f} |")
     return "\n".join(lines)
 
 

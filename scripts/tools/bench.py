@@ -27,7 +27,7 @@ from synth_model import SHAPES, write_model
 from ggml_ext._cli import run_script
 from ggml_ext._tools import tool_path
 
-DEFAULT_TYPES = "itq3_t,itq2_t,itq3_s,ccq2,ditto3,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,f16"
+DEFAULT_TYPES = "itq3_t,itq2_t,itq3_s,ccq2,ditto3,ditto5,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,q5_k,f16"
 
 
 def run_once(program: Path, model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, float]:

@@ -50,6 +50,11 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 # rows of the table: type, options of the quantizer, key of IMPORTANCE or None, whether only --full has it
 ROWS = {
     "F16": ("f16", [], None, False),
+    "Q5_K, with imatrix": ("q5_k", [], "imatrix", True),
+    "DITTO5": ("ditto5", [], None, True),
+    "DITTO5, with imatrix": ("ditto5", [], "imatrix", True),
+    "DITTO5, with block moments": ("ditto5", [], "block", True),
+    "Q4_K, with imatrix": ("q4_k", [], "imatrix", True),
     "Q3_K": ("q3_k", [], None, False),
     "Q3_K, with imatrix": ("q3_k", [], "imatrix", True),
     "IQ3_S": ("iq3_s", [], None, True),
