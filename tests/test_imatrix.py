@@ -1,5 +1,6 @@
 """--imatrix: the same tensors as llama-quantize makes, experts one by one, and one clear line for what is wrong."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -259,3 +260,10 @@ def test_dry_run_checks_the_matrix_too(tmp_path, source):
     before = files(tmp_path)
     check_error(run_quantize(source, "--type", "ditto3", "--dry-run", "--imatrix", path), UP, "nan")
     assert files(tmp_path) == before
+
+
+def test_the_command_that_errors_name_is_whole():
+    """Without -m and -f it does nothing; a whole one stands after each "with llama-imatrix" of the package."""
+    texts = [(p.name, " ".join(p.read_text().split()).replace('" "', "").replace('" f"', "")) for p in Path(_imatrix.__file__).parent.glob("*.py")]
+    found = [(name, text[at.start() : at.end() + 17]) for name, text in texts for at in re.finditer("with llama-imatrix", text)]
+    assert found and not [(name, said) for name, said in found if not said.endswith(" -m MODEL -f TEXT")]

@@ -188,7 +188,7 @@ class Codec:
             return made
         raise UserError(
             f"{moments.where}{of_expert}: the moments are not positive definite, even with {10 * damping:g} of their mean added to the "
-            "diagonal: the file is damaged; make it again with llama-imatrix --moments, or pass --importance diagonal"
+            "diagonal: the file is damaged; make it again with llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
 
     def _make_metric(

@@ -50,11 +50,11 @@ class ImportanceMatrix:
         names = [n.removesuffix(SUMS) for n in tensors if n.endswith(SUMS)]
         if not names:
             raise UserError(
-                f"--imatrix: {path} holds no importance matrix: it has no tensor named *{SUMS}; make one with llama-imatrix"
+                f"--imatrix: {path} holds no importance matrix: it has no tensor named *{SUMS}; make one with llama-imatrix -m MODEL -f TEXT"
             )
         for key in KEYS:
             if key not in file.metadata:
-                raise UserError(f"--imatrix: {path} has no key {key}: make the file again with llama-imatrix")
+                raise UserError(f"--imatrix: {path} has no key {key}: make the file again with llama-imatrix -m MODEL -f TEXT")
         for name in names:
             self._add_entry(file, name, tensors[name + SUMS], tensors.get(name + COUNTS))
         self._datasets, self._n_chunks = file.strings(KEYS[0]), file.value(KEYS[1])
@@ -71,7 +71,7 @@ class ImportanceMatrix:
                     f"--imatrix: {path} is no importance matrix, neither a GGUF file nor an old one of llama-imatrix: {what}; "
                     "make one with llama-imatrix -m MODEL -f TEXT"
                 )
-            return UserError(f"--imatrix: {path}: truncated or damaged: {what}; make the file again with llama-imatrix")
+            return UserError(f"--imatrix: {path}: truncated or damaged: {what}; make the file again with llama-imatrix -m MODEL -f TEXT")
 
         def take(n: int, dtype: str, what: str) -> np.ndarray:
             nonlocal position
@@ -105,7 +105,7 @@ class ImportanceMatrix:
             self._datasets = [raw.decode(errors="replace")]
 
     def _add_entry(self, file: GGUFFile, name: str, sums: Tensor, counts: Tensor | None) -> None:
-        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix"
+        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
         if counts is None:
             raise UserError(f"{where}: {SUMS} has no {COUNTS} beside it; {way_out}")
         for tensor in (sums, counts):
@@ -118,7 +118,7 @@ class ImportanceMatrix:
         self._entries[name] = tuple(file.rows(t, 0, t.n_rows).view("<f4").ravel() for t in (sums, counts))
 
     def _check_entry(self, name: str) -> None:
-        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix"
+        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
         for values, kind in zip(self._entries[name], (SUMS, COUNTS)):
             bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
             if bad.size:

@@ -151,7 +151,7 @@ class TensorMoments:
         values = self.stored[expert]
         diagonal = values[diagonal_indices(self.n_columns, self.stored_whole)]
         of_expert = f" of matrix {expert}" if self.n_matrices > 1 else ""
-        way_out = "make the file again with llama-imatrix --moments"
+        way_out = "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         if (column := np.flatnonzero(~(diagonal >= 0))).size:
             raise UserError(
                 f"{self.where}: the mean square of column {column[0]:,}{of_expert} is {diagonal[column[0]]:g}, must be finite and "
@@ -207,7 +207,7 @@ class Moments:
         return file.value(KIND)
 
     def _add_file(self, file: GGUFFile) -> None:
-        where, way_out = f"--imatrix: {file.path}", "make the file again with llama-imatrix --moments"
+        where, way_out = f"--imatrix: {file.path}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         kind, block_size = file.value(KIND), file.value(BLOCK_SIZE, BLOCK)
         if kind not in DAMPING:
             raise UserError(f"{where}: {KIND} is {kind!r}, must be block or full; {way_out}")
@@ -225,7 +225,7 @@ class Moments:
 
     @staticmethod
     def _input(file: GGUFFile, owner: str, tensors: dict[str, Tensor], whole: bool) -> _Input:
-        where, way_out = f"--imatrix: {file.path}: tensor {owner}", "make the file again with llama-imatrix --moments"
+        where, way_out = f"--imatrix: {file.path}: tensor {owner}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         for name in (owner + VALUES, owner + COUNTS):
             if name not in tensors:
                 raise UserError(f"{where}: {name} is not in the file, though {OWNERS} names it; {way_out}")
