@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         type=float,
         help="store tensors whose relative squared error is more than X times what is usual for their type in a stock type, "
-        f"iq4_nl; without it errors above {WARN_ABOVE} times the usual are a warning",
+        f"iq4_nl (ditto5: q5_0); without it errors above {WARN_ABOVE} times the usual are a warning",
     )
     add(
         "--no-fallback",

@@ -278,21 +278,21 @@ def save(figure: object, path: Path) -> None:
 def draw(types: list[Type], path: Path) -> None:
     """The picture, as the format that the path's ending names."""
     pyplot = start_drawing()
-    from matplotlib.ticker import NullLocator, PercentFormatter
+    from matplotlib.ticker import NullLocator
 
-    figure, (by_size, by_speed) = pyplot.subplots(1, 2, figsize=(9, 4), sharey=True)
+    figure, (by_size, by_speed) = pyplot.subplots(1, 2, figsize=(10, 5), sharey=True)
     by_size.set(xlabel="bits a weight", ylabel="perplexity over F16 (lower is better)", title="Quality against size")
     by_speed.set(xlabel="decode speed on a CPU, x Q3_K", title="Quality against speed")
     by_size.set_yscale("log")
-    by_size.set_yticks([0.02, 0.03, 0.05, 0.1, 0.2, 0.3], minor=False)
+    by_size.set_yticks([0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2], minor=False)
     by_size.yaxis.set_minor_locator(NullLocator())
-    by_size.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    by_size.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
     for axes, key in (by_size, "bpw"), (by_speed, "decode"):
         points = [(getattr(t, key), t.best, t.name.upper(), OUR_COLOUR if t.is_ours else STOCK_COLOUR) for t in types]
         axes.scatter([p[0] for p in points], [p[1] for p in points], s=36, c=[p[3] for p in points], zorder=3)
         axes.grid(color="#e2e8f0", zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(0.16)
+        axes.margins(0.18, 0.1)
         figure.tight_layout()
         place_labels(axes, points)
     save(figure, path)
