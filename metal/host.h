@@ -3,7 +3,7 @@
 
 #include "ggml-ext-supports.h"
 #include "args.h"
-#include "tables.h"
+#include "types/codes.h"
 
 // Weights a block of the rotated types; 0 for others.
 static inline int ggml_ext_metal_rotated_block(enum ggml_type type) {
@@ -17,8 +17,8 @@ static inline int ggml_ext_metal_rotated_block(enum ggml_type type) {
 
 static inline bool ggml_ext_metal_has_table(enum ggml_type type) {
     switch (type) {
-        GGML_EXT_METAL_TABLE_CASES return true;
-        default:                   return false;
+        GGML_EXT_TRELLIS_CASES return true;
+        default:               return false;
     }
 }
 

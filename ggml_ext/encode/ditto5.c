@@ -50,13 +50,18 @@ static inline float inverse(float d) {
     return d > 0.0f ? 1.0f/d : 0.0f;
 }
 
+// As a block stores it.
+static inline float as_scale(float d) {
+    return ggml_fp16_to_fp32(ggml_fp32_to_fp16(fminf(d, EXT_HALF_MAX)));
+}
+
 struct best {
     float gain; // how far the scale lowers the squared error
     float d;    // as it is stored
 };
 
-// Gives the best scale for the entries that d chooses, as it is stored, and keeps it if it is the best so far.
-static float try_scale(const struct codebook * c, const float * x, float d, struct best * best) {
+// Keeps the best scale for the entries that d chooses, as it is stored, if it is the best so far.
+static void try_scale(const struct codebook * c, const float * x, float d, struct best * best) {
     const float inv_d = inverse(d);
     ext_f32 xv[2] = {0}, vv[2] = {0};
     for (int i = 0; i < QK_K; ++i) {
@@ -65,11 +70,10 @@ static float try_scale(const struct codebook * c, const float * x, float d, stru
         vv[i%LANES/4][i%4] += v*v;
     }
     const float sum_xv = ext_sum(xv), sum_vv = ext_sum(vv);
-    const float s = ggml_fp16_to_fp32(ggml_fp32_to_fp16(fminf(sum_xv/sum_vv, EXT_HALF_MAX))), gain = s*(2.0f*sum_xv - s*sum_vv);
+    const float s = as_scale(sum_xv/sum_vv), gain = s*(2.0f*sum_xv - s*sum_vv);
     if (gain > best->gain) {
         *best = (struct best) {gain, s};
     }
-    return s;
 }
 
 // The best scale of a block, as it is stored; 0 where nothing is better.
@@ -110,7 +114,7 @@ static inline __attribute__((always_inline)) float refit_form(const struct ext_l
         v[i] = c->value[code[i]];
     }
     metric_form_times(QK_K, metric_block(in->metric, in->first), v, y);
-    return ggml_fp16_to_fp32(ggml_fp32_to_fp16(fminf(ext_dot(v, pull)/ext_dot(v, y), EXT_HALF_MAX)));
+    return as_scale(ext_dot(v, pull)/ext_dot(v, y));
 }
 
 static inline __attribute__((always_inline)) float encode_form(struct ext_levels_block * in, const struct codebook * c, uint8_t q[QK_K]) {

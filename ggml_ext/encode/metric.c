@@ -8,7 +8,10 @@
 
 // Types of blocks of 256 whose codes are chosen one by one, not by a trellis.
 static bool has_blocks(enum ggml_type type) {
-    return (int) type == GGML_TYPE_ITQ3_S || (int) type == GGML_TYPE_CCQ2 || (int) type == GGML_TYPE_DITTO3 || (int) type == GGML_TYPE_DITTO5;
+    switch ((int) type) {
+        GGML_EXT_TRELLIS_CASES return false;
+        default:               return true;
+    }
 }
 
 enum {

@@ -4,6 +4,12 @@
 
 #define GGML_EXT_SIGNS {0xe18ae0c5u, 0xa289b7feu, 0x1e40d0c6u, 0x96201bafu, 0xd5b4ce30u, 0xd765edc7u, 0x98ec1743u, 0x6e45a49fu}
 
+#define GGML_EXT_TRELLIS_CASES \
+    case GGML_TYPE_ITQ3_T: \
+    case GGML_TYPE_ITQ2_T: \
+    case GGML_TYPE_ITQ3_T64: \
+    case GGML_TYPE_ITQ2_T64:
+
 #define GGML_EXT_ITQ3_T_TRELLIS_TABLES {{{2, 13, 1, 5, 11, 7, 6, 14, 0, 10, 3, 4, 12, 8, 9, 15}, {13, 0, 10, 8, 5, 3, 6, 13, 12, 7, 11, 15, 4, 14, 1, 2}}, {{11, 32, 23, 43, 0, 31, 16, 64, 20, 40, 52, 32, 44, 22, 29, 36}, {48, 25, 38, 0, 41, 32, 36, 11, 22, 52, 27, 35, 63, 18, 46, 30}}}
 #define GGML_EXT_ITQ3_T_TRELLIS_OFFSET 63.5f
 #define GGML_EXT_ITQ3_T_TRELLIS_USUAL_REL_MSE 0.0178f

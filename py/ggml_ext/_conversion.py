@@ -20,9 +20,8 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
 from ._importance import Importance
 from ._output import Output, open_file, written_beside
-from ._plan import Plan, replacement_type
+from ._plan import Plan, may_be_replaced, replacement_type
 from ._report import refused_fallback
-from ._types import WEIGHT_TYPES
 from ._writer import write_tensors
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
@@ -80,7 +79,7 @@ def check_report(report: Path, outputs: Mapping[Path, str], sources: list[Path],
 def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
     """UserError if it cannot make a type of the plan."""
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if codec.lib is None and args.fallback_above is not None and target != tensor.type and target.name.lower() in WEIGHT_TYPES:
+        if codec.lib is None and args.fallback_above is not None and may_be_replaced(tensor, target):
             fallback = replacement_type(tensor, target)
             if not codec.can_encode(fallback):
                 raise UserError(

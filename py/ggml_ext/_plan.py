@@ -222,6 +222,11 @@ def replacement_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuanti
     return stock if _fits(tensor, stock) else T.F16
 
 
+def may_be_replaced(tensor: Tensor, target: GGMLQuantizationType) -> bool:
+    """Whether --fallback-above may: what is encoded here, in a type of ours."""
+    return target != tensor.type and _info(target) is not None
+
+
 def _fits(tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
     return tensor.ne[0] % GGML_QUANT_SIZES[qtype][0] == 0
 

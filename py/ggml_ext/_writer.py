@@ -19,8 +19,7 @@ from ._accuracy import Accuracy
 from ._encode import Codec, Guide
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._importance import Importance
-from ._plan import Plan, replacement_type
-from ._types import WEIGHT_TYPES
+from ._plan import Plan, may_be_replaced, replacement_type
 
 if TYPE_CHECKING:
     from ._output import Output
@@ -199,6 +198,5 @@ def tensor_sizes(plan: Plan) -> list[int]:
 
 def largest_sizes(plan: Plan) -> list[int]:
     """tensor_sizes() if the errors of all tensors were too large for --fallback-above."""
-    may_be_replaced = [q != t.type and q.name.lower() in WEIGHT_TYPES for t, q in zip(plan.tensors, plan.types, strict=True)]
-    types = [replacement_type(t, q) if may else q for t, q, may in zip(plan.tensors, plan.types, may_be_replaced, strict=True)]
+    types = [replacement_type(t, q) if may_be_replaced(t, q) else q for t, q in zip(plan.tensors, plan.types, strict=True)]
     return tensor_sizes(Plan(plan.tensors, types))

@@ -5,7 +5,7 @@
     python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
-cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, metal/tables.h, py/ggml_ext/_types.py, the table between the
+cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, py/ggml_ext/_types.py, the table between the
 "types" markers of docs/formats.md, and py/ggml_ext/_upstream.py. The output depends on the two toml files alone.
 """
 
@@ -30,7 +30,6 @@ UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
 METAL_UNPACKERS = "metal/all.metal"
 METAL_CODES = "metal/codes.metal"
-METAL_TABLES = "metal/tables.h"
 INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_types.py"
 PIN = "ggml_ext/upstream.toml"
@@ -188,6 +187,8 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
     """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
     words = ", ".join(f"0x{int.from_bytes(signs[i : i + 4], 'little'):08x}u" for i in range(0, len(signs), 4))
     out = [f"// {NOTICE}", "// Signs of the rotation, tables of the trellis codes, codebooks.", "#pragma once", "", f"#define GGML_EXT_SIGNS {{{words}}}"]
+    cases = [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if "trellis_mix" in row]
+    out += ["", macro("GGML_EXT_TRELLIS_CASES", cases)]
     for row in types:
         if "trellis_mix" in row:
             tables = repr([row["trellis_mix"], row["trellis_values"]]).replace("[", "{").replace("]", "}")
@@ -225,11 +226,6 @@ def render_metal_codes(types: list[dict]) -> str:
             out += ["", f"constant uint8_t ggml_ext_{row['name']}_codes[4096] = {{"]
             out += [f"    {','.join(codes[i : i + 32])}," for i in range(0, 4096, 32)] + ["};"]
     return "\n".join(out) + "\n"
-
-
-def render_metal_tables(types: list[dict]) -> str:
-    cases = [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if "trellis_mix" in row]
-    return f"// {NOTICE}\n// Types whose products look up a table in threadgroup memory.\n#pragma once\n\n{macro('GGML_EXT_METAL_TABLE_CASES', cases)}\n"
 
 
 MODULE_HEAD = '''"""{notice}
@@ -357,7 +353,6 @@ def main(argv: list[str] | None = None) -> int:
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         METAL_UNPACKERS: lambda old: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
         METAL_CODES: lambda old: render_metal_codes(types),
-        METAL_TABLES: lambda old: render_metal_tables(types),
         MODULE: lambda old: render_module(signs, types),
         PIN_MODULE: lambda old: pin,
         FORMATS: lambda old: render_formats(old, types),

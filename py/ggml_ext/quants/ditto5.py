@@ -103,16 +103,21 @@ def _nearest(x: np.ndarray, d: np.ndarray) -> np.ndarray:
     return np.where(x < 0, LEVELS - 1 - k, k)
 
 
+def _as_scale(d: np.ndarray) -> np.ndarray:
+    """As a block stores it."""
+    return np.fmin(d, HALF_MAX).astype(np.float16).astype(np.float32)
+
+
 def _fit_scale(x: np.ndarray) -> np.ndarray:
     """The best scale of each block, float32 (n_blocks,) as it is stored; fit_scale() of encode/ditto5.c."""
     best_gain, best_d = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
 
-    def try_scale(d: np.ndarray, allowed: np.ndarray | bool = True) -> None:
+    def try_scale(d: np.ndarray) -> None:
         v = VALUES[_nearest(x, d)]
         sum_xv, sum_vv = sum_lanes(x * v), sum_lanes(v * v)
-        s = np.fmin(sum_xv / sum_vv, HALF_MAX).astype(np.float16).astype(np.float32)
+        s = _as_scale(sum_xv / sum_vv)
         gain = s * (np.float32(2) * sum_xv - s * sum_vv)
-        better = allowed & (gain > best_gain)
+        better = gain > best_gain
         best_gain[better], best_d[better] = gain[better], s[better]
 
     rms = np.sqrt(sum_lanes(x * x) * np.float32(1 / BLOCK_SIZE))
@@ -139,8 +144,7 @@ def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.
             better = block.improve(d[:, None] * VALUES, code, best, allowed)
             best_d[better] = d[better]
             v = VALUES[code]
-            d = np.fmin(sum_lanes(v * block.pull) / sum_lanes(v * form_times(block.form, v)), HALF_MAX)
-            d = d.astype(np.float16).astype(np.float32)
+            d = _as_scale(sum_lanes(v * block.pull) / sum_lanes(v * form_times(block.form, v)))
         levels[here, order], scales[here] = best.code, best_d
         return np.where(finite[here, None], best_d[:, None] * VALUES[best.code], np.float32(0))
 
