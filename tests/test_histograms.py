@@ -228,7 +228,7 @@ def test_places_and_colours():
 
 @pytest.mark.parametrize(("flags", "parts"), [
     (["--tensor", "("], ("--tensor", "'('", "regular expression")),
-    (["--tensor", "no_such"], ("--tensor", "'no_such'", "matches none of the 15 tensors", "such as ")),
+    (["--tensor", "no_such"], ("--tensor", "'no_such'", f"matches none of the {len(WEIGHT_TYPES) + 8} tensors", "such as ")),
     (["--picture", "a.svg"], ("--picture", "--against ORIGINAL")),
     (["--against", "in.gguf", "--picture", "a.jpg"], ("--picture", "'a.jpg'", ".svg or .png")),
     (["--against", "in.gguf", "--picture", "none/a.svg"], ("--picture", "folder none does not exist")),

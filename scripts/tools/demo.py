@@ -142,7 +142,7 @@ def demo_chat(source: Path, threads: int) -> None:
 def demo_completion(threads: int) -> None:
     """The embedded model writes a function."""
     quantized = OUT / "model-itq3_t.gguf"
-    quantize_ours(MODEL, quantized, "itq3_t", "--summary", echo=True)
+    quantize_ours(MODEL, quantized, "itq3_t", "--threads", str(threads), "--summary", echo=True)
     command = [tool_path("llama-completion"), "-m", quantized, "-p", "def read_lines(path):\n", "-n", 96, "--temp", 0.6, "--seed", 7,
                "-no-cnv", "-t", threads]
     print("\n$ llama-completion " + " ".join(map(str, command[3:])), flush=True)
@@ -182,7 +182,7 @@ def compare(args: argparse.Namespace) -> None:
         folder = Path(tmp)
         heading(f"perplexity of the embedded model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
         scored, rest = split_text(TEXT, folder)
-        importance = attempt("importance matrix", lambda: imatrix(MODEL, rest, folder / "imatrix.gguf", kinds=["block"]))
+        importance = attempt("importance matrix", lambda: imatrix(MODEL, rest, folder / "imatrix.gguf", threads=args.threads, kinds=["block"]))
         table = {row: found for row in rows if (found := attempt(f"row {row}", quality, row, folder, scored, importance, args))}
         heading(f"speed of a synthetic model of Llama-3.2-1B's shape, {args.layers} blocks, {args.threads} threads")
         measured = attempt("speed", speeds, list(dict.fromkeys(ROWS[row][0] for row in rows)), folder, args) or {}
