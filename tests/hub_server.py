@@ -70,6 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if not (api or file):  # newer clients ask for other things too
+            self.refuse(404)
+            return
         name, revision = (api or file).group(1, 2)
         repo = self.hub.repositories.get(name)
         token = self.headers.get("Authorization")

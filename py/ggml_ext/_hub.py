@@ -148,11 +148,8 @@ class _Cache:
 
     def _announce(self, names: list[str]) -> None:
         from huggingface_hub.constants import HF_HUB_CACHE
-        from huggingface_hub.file_download import repo_folder_name
 
-        blobs = Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"), "blobs")
-        there = sum(p.stat().st_size for p in blobs.glob("*.incomplete"))  # of an earlier run
-        size = max(sum(self.files[n].size or 0 for n in names) - there, 0)
+        size = max(sum(self.files[n].size or 0 for n in names) - self._begun(), 0)
         folder = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
         free = shutil.disk_usage(folder).free
         if free < size:
@@ -162,8 +159,16 @@ class _Cache:
             )
         self.say(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
 
+    def _begun(self) -> int:
+        """Bytes of unfinished files that the next run goes on with. Newer clients' files are of one run, with a dot in their stem."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+        from huggingface_hub.file_download import repo_folder_name
+
+        blobs = Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"), "blobs")
+        return sum(p.stat().st_size for p in blobs.glob("*.incomplete") if "." not in p.stem)
+
     def _download(self, name: str) -> Path:
-        """What was downloaded before a connection broke is kept by the client, and is not downloaded again."""
+        """Its path; a connection that breaks is tried again, and the client goes on where it broke."""
         import huggingface_hub as hub
 
         for left in reversed(range(N_TRIES)):
@@ -172,7 +177,8 @@ class _Cache:
                     return Path(hub.hf_hub_download(self.repo.name, name, revision=self.commit, token=self.repo.token))
             except ConnectionBroken as e:
                 if not left:
-                    raise UserError(f"{e}, {N_TRIES} times for {name}: run it again, it goes on where it was") from e
+                    then = "it goes on where it was" if self._begun() else "it keeps the files that are whole"
+                    raise UserError(f"{e}, {N_TRIES} times for {name}: run it again, {then}") from e
                 self.say(f"{e}: trying again to get the rest of {name}")
                 time.sleep(PAUSE)
 
@@ -241,12 +247,12 @@ def explained(repo: Repo) -> Iterator[None]:
 
 
 def _is_of_connection(e: BaseException | None) -> bool:
-    """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
+    """True for errors of the client's HTTP library (requests, httpx or httpx2, by its version), and for what was raised from one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return e is not None and (
         isinstance(e, (ConnectionError, TimeoutError, LocalEntryNotFoundError))
-        or type(e).__module__.partition(".")[0] in ("requests", "urllib3", "httpx", "httpcore")
+        or type(e).__module__.partition(".")[0] in ("requests", "urllib3", "httpx", "httpcore", "httpx2", "httpcore2")
         or "Consistency check failed" in str(e)
         or _is_of_connection(e.__cause__)
     )
