@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A llama model in F16 with its width padded by zeros to a multiple of 256, so that types of 256 weights can be compared on it.
 
-    padded_model.py MODEL.gguf OUT.gguf [--dither SEED]
+    padded_model.py MODEL.gguf OUT.gguf [--dither SEED] [--no-pad]
 
 Stock types below four bits fall back to 4.5 bits where rows are no multiple of 256; SmolLM2-135M-Instruct has rows of 576. Padded
 to 768 it gives the same logits but for rounding: new heads of attention have keys, queries and values of zero, and as the root mean
@@ -9,7 +9,7 @@ square is taken over more values, epsilon and the squares of the gains take the 
 stay as large as they were, so the padded width has to be a whole number of groups.
 
 --dither: weights that come from Q4_1 get noise of up to half a step, uniform: another model, as good as the Q4_1 file, whose weights
-are no longer levels that types of four and five bits can store exactly.
+are no longer levels that types of four and five bits can store exactly. --no-pad leaves the width as it is.
 """
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dither", type=int, metavar="SEED")
+    parser.add_argument("--no-pad", action="store_true")
     args = parser.parse_args()
     reader = gguf.GGUFReader(args.model)
     value = {name: field.contents() for name, field in reader.fields.items()}
@@ -48,7 +49,7 @@ def main() -> None:
         raise UserError(f"{args.model}: architecture {arch}; needed llama")
     width, heads, kv_heads = (value[f"llama.{k}"] for k in ("embedding_length", "attention.head_count", "attention.head_count_kv"))
     head, group = width // heads, heads // kv_heads
-    padded = -(-width // BLOCK) * BLOCK
+    padded = width if args.no_pad else -(-width // BLOCK) * BLOCK
     if padded % (head * group):
         raise UserError(f"{args.model}: a width of {padded} is no whole number of groups of {group} heads of {head}; no way to pad it")
     changed = {
