@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from checkpoint_files import CONFIG, N_LAYERS, tensors, write_checkpoint
 from conftest import gaussian, quantize, tool, write_gguf
-from hub_server import Repository
+from hub_server import Repository, serving
 from test_bad_input import files
-from test_hub import REPO, client  # noqa: F401, the fixture
+from test_hub import REPO, Client
 
 from ggml_ext import _checkpoint
 from ggml_ext import quantize as program
@@ -70,7 +70,14 @@ def test_converted_and_run(checkpoint, made):
     assert "The quick" in generate(folder / "out.gguf")
 
 
-def test_repository_with_safetensors(client, checkpoint, made):  # noqa: F811
+@pytest.fixture
+def client(tmp_path):
+    """The extra's: the converter's transformers refuses newer ones."""
+    with serving() as hub:
+        yield Client(hub, tmp_path, None)
+
+
+def test_repository_with_safetensors(client, checkpoint, made):
     """The same bytes as from the folder, whose name in the cache is a hash."""
     contents = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
     others = {"consolidated.safetensors": b"", "evil.py": b"", "original/params.json": b"{}"}
