@@ -247,12 +247,12 @@ def explained(repo: Repo) -> Iterator[None]:
 
 
 def _is_of_connection(e: BaseException | None) -> bool:
-    """True for errors of the client's HTTP library (requests, httpx or httpx2, by its version), and for what was raised from one."""
+    """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return e is not None and (
         isinstance(e, (ConnectionError, TimeoutError, LocalEntryNotFoundError))
-        or type(e).__module__.partition(".")[0] in ("requests", "urllib3", "httpx", "httpcore", "httpx2", "httpcore2")
+        or type(e).__module__.startswith(("requests", "urllib3", "httpx", "httpcore"))  # httpx2 too
         or "Consistency check failed" in str(e)
         or _is_of_connection(e.__cause__)
     )
