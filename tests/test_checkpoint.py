@@ -74,7 +74,7 @@ def test_converted_and_run(checkpoint, made):
 def client(tmp_path):
     """The extra's: the converter's transformers refuses newer ones."""
     with serving() as hub:
-        yield Client(hub, tmp_path, None)
+        yield Client(hub, tmp_path)
 
 
 def test_repository_with_safetensors(client, checkpoint, made):

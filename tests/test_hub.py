@@ -41,7 +41,7 @@ def newest(tmp_path_factory):
 class Client:
     """The quantizer as a process that knows this server and a cache of its own. packages: a folder to import from first, or None."""
 
-    def __init__(self, hub, folder, packages):
+    def __init__(self, hub, folder, packages=None):
         self.hub, self.folder, self.cache, self.packages = hub, folder, folder / "cache", packages
         self.out = folder / "results" / "out.gguf"
         self.out.parent.mkdir()
@@ -51,7 +51,7 @@ class Client:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         if self.packages:
-            inherited["PYTHONPATH"] = os.pathsep.join([str(self.packages), os.environ.get("PYTHONPATH", "")])
+            inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.packages), os.environ.get("PYTHONPATH")]))
         env = inherited | direct | {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.cache)} | env
         return run_quantize("--hf-repo", repo, self.out, "--type", "itq3_s", *flags, env=env)
 
