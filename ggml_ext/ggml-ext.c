@@ -2,6 +2,8 @@
 #include "ggml-ext-base.h"
 #include "encode/metric.h"
 
+#include "ggml-impl.h"
+
 int ggml_ext_abi_version(void) {
     return GGML_EXT_ABI_VERSION;
 }
@@ -156,6 +158,17 @@ GGML_EXT_WEIGHT_TYPES(X)
     *d      = u.d;
     *offset = u.offset;
     return true;
+}
+
+bool ggml_ext_may_be_in_file(enum ggml_type type, const char * tensor_name) {
+    switch ((int) type) {
+        GGML_EXT_ACTIVATION_CASES
+            GGML_LOG_ERROR("%s: tensor '%s' has type %d (%s), which is for activations, not for weights; download or convert the model "
+                           "again\n", __func__, tensor_name, (int) type, ggml_type_name(type));
+            return false;
+        default:
+            return true;
+    }
 }
 
 bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_blocks) {

@@ -21,6 +21,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
 
 from ._errors import UserError
+from ._types import TYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, GGUF_VERSION)  # 2 and 3 have the same layout
@@ -293,6 +294,11 @@ class GGUFFile:
                 f"{self.path}: {what} has the unknown type {number}: the file may need a newer version of the "
                 "gguf package"
             ) from e
+        if (info := TYPES.get(qtype.name.lower())) is not None and info.kind == "activation":
+            raise UserError(
+                f"{self.path}: {what} has type {number} ({info.name}), which is for activations, not for weights; download or convert "
+                "the model again"
+            )
         block_size = GGML_QUANT_SIZES[qtype][0]
         if ne[0] % block_size:
             raise UserError(

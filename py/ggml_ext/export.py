@@ -37,6 +37,7 @@ from ._log import Log
 from ._names import unknown_type
 from ._output import Output
 from ._plan import (
+    ACTIVATION_TYPES,
     FLOAT_TYPES,
     IMATRIX_TYPES,
     INTEGER_TYPES,
@@ -166,7 +167,7 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
     tied = all(t.name != OUTPUT for t in file.tensors)
     plan = Plan(file.tensors)
     for tensor in file.tensors:
-        if tensor.type in (*FLOAT_TYPES, *INTEGER_TYPES, T.F64):
+        if tensor.type in (*FLOAT_TYPES, *INTEGER_TYPES, *ACTIVATION_TYPES, T.F64):
             plan.add(tensor, tensor.type, tensor.type)
             continue
         wanted = choices.type_of(tensor, tied)
