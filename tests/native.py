@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -9,6 +10,7 @@ import platform
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
@@ -165,6 +167,25 @@ class Kernels:
 def tiled_columns(type_name: str) -> int:
     """The least number of columns that ggml's tiled GEMM takes; it is for x86 alone."""
     return kernels("native").dll.ggml_ext_cpu_tiled_columns(TYPES[type_name].id) if "avx" in kernels("native").isa else 1 << 60
+
+
+# Where the tiled GEMM begins differs between processors with VNNI and without. GGML_EXT_LIMITS_OF_VNNI=1 and 0 make a build for tests
+# do as either (docs/formats.md, "Tests"); GGML_EXT_LIMITS_OF_VNNI=0 pytest ... runs all tests so.
+LIMITS_VARIABLE = "GGML_EXT_LIMITS_OF_VNNI"
+LIMITS_OF_VNNI = ("0", "1") if platform.machine() in ("x86_64", "AMD64") else (None,)
+
+
+def limits_id(value: str | None) -> str:
+    return {"0": "limits-without-vnni", "1": "limits-of-vnni", None: "no-tiles"}[value]
+
+
+@contextlib.contextmanager
+def limits_of_vnni(value: str | None) -> Iterator[None]:
+    """Within it programs that are started have these limits. value: of LIMITS_OF_VNNI."""
+    with pytest.MonkeyPatch.context() as patch:
+        if value is not None:
+            patch.setenv(LIMITS_VARIABLE, value)
+        yield
 
 
 def request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:

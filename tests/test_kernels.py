@@ -379,15 +379,41 @@ def test_upstream_suite(binary, arguments):
     assert "FAIL" not in result.stdout
 
 
+# Prints the number of tiles that a product of 32 columns is made from.
+COUNT_TILES = """
+import conftest, native, numpy as np
+from ggml_ext import TYPES, _lib
+rows = native.blocks_of(_lib.load(), "itq3_t", (64, 256), 1)
+x = np.ones((32, 256), np.float32)
+with native.Graph() as g:
+    g.compute("mul_mat", g.tensor(TYPES["itq3_t"].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(32, 64))
+print(native.kernels("native").dll.ggml_ext_cpu_n_tiles())
+"""
+
+
+def count_tiles(**env: str) -> tuple[int, str]:
+    """And what is said on standard error."""
+    done = subprocess.run([sys.executable, "-c", COUNT_TILES], cwd=os.path.dirname(__file__), check=True, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env})
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM is for x86 alone")
+def test_limits_of_the_tiled_gemm(lib):
+    """With VNNI it begins at 9 columns, for trellis types without it at 33; a build for tests does as either."""
+    limits = native.LIMITS_VARIABLE
+    assert count_tiles(**{limits: "1"})[0] > 0 == count_tiles(**{limits: "0"})[0]
+    if limits not in os.environ:
+        has_vnni = bool({"avx_vnni", "avx512_vnni"} & native.cpu_flags())
+        assert (count_tiles()[0] > 0) == has_vnni
+
+
+@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM is for x86 alone")
 def test_tiled_gemm_can_be_switched_off(lib):
-    """GGML_CPU_TILED_MM=0 reaches our types as it does the stock ones."""
-    type_name = "itq3_t"
-    code = ("import conftest, native, numpy as np\n"
-            "from ggml_ext import TYPES, _lib\n"
-            f"rows = native.blocks_of(_lib.load(), {type_name!r}, (64, 256), 1); x = np.ones((32, 256), np.float32)\n"
-            "with native.Graph() as g:\n"
-            f"    g.compute('mul_mat', g.tensor(TYPES[{type_name!r}].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(32, 64))\n"
-            "print(native.kernels('native').dll.ggml_ext_cpu_n_tiles())")
-    counts = [int(subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__), check=True, capture_output=True,
-                                 text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GGML_CPU_TILED_MM": on}).stdout) for on in ("0", "1")]
-    assert counts[0] == 0 and (counts[1] > 0) == (native.tiled_columns(type_name) <= 32)
+    """GGML_CPU_TILED_MM=0 reaches our types as it does the stock ones; what is no number changes nothing, with a warning."""
+    limits = {native.LIMITS_VARIABLE: "1"}
+    assert count_tiles(GGML_CPU_TILED_MM="0", **limits) == (0, "")
+    as_usual, said = count_tiles(GGML_CPU_TILED_MM="1", **limits)
+    assert as_usual > 0 and not said
+    for value in ("abc", "", "1x"):
+        assert count_tiles(GGML_CPU_TILED_MM=value, **limits) == (as_usual, f'GGML_CPU_TILED_MM: got "{value}", needs 0 or 1: taken as 1\n')

@@ -6,6 +6,7 @@ import json
 
 import conftest
 import gguf
+import native
 import pytest
 from server import running_server
 
@@ -38,15 +39,15 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module")
-def client(model, tmp_path_factory):
+@pytest.fixture(scope="module", params=native.LIMITS_OF_VNNI, ids=native.limits_id)
+def client(request, model, tmp_path_factory):
     openai = pytest.importorskip("openai")
     conftest.tool("llama-server")
     folder = tmp_path_factory.mktemp("client")
     path, template = folder / "model-itq3_s.gguf", folder / "template.jinja"
     conftest.quantize(model, path, "--type", "itq3_s")
     template.write_text(TEMPLATE)
-    with running_server(path, "--jinja", "--chat-template-file", template, "--alias", NAME, "-c", 1024, "-t", 1) as url:
+    with native.limits_of_vnni(request.param), running_server(path, "--jinja", "--chat-template-file", template, "--alias", NAME, "-c", 1024, "--parallel", 1, "-t", 1) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0) as client:
             yield client
 
@@ -61,7 +62,10 @@ def forced(client, model) -> dict:
 
 
 def create(client, **options):
-    return client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, seed=1, **options)
+    """An answer whose prompt is computed anew, in the same batches and in the same cells of the one slot's cache. The last bits of a
+    product depend on the columns beside it and those of attention on the cells that other slots hold: answers of which one has its
+    prompt from the cache, or comes from another slot, need not be the same."""
+    return client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, seed=1, extra_body={"cache_prompt": False}, **options)
 
 
 def test_the_server_names_its_model(client):

@@ -1,8 +1,10 @@
 // The CPU backend's entry points, one instantiation a type.
 #include "ggml-ext-cpu.h"
 #include "all.h"
+#include "ggml-impl.h"
 
 #include <atomic>
+#include <cstdlib>
 #include <type_traits>
 
 using namespace ggml_ext;
@@ -46,17 +48,43 @@ template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker
 
 // On a Zen 3 core, AVX2 without VNNI, a batch of 512 columns is faster this way; where unpacking is dear, 32 of them
 // (docs/measurements.md). With VNNI, where that has not been measured, as many columns as one unpacked block serves.
-template <typename B> constexpr int64_t tiled_columns() {
+template <typename B> constexpr int64_t tiled_columns(bool with_vnni) {
+    return with_vnni ? MAX_COLUMNS + 1 : is_trellis<B> ? 32 + 1 : 512 + 1;
+}
+
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
-    return MAX_COLUMNS + 1;
+const bool HAS_VNNI = true;
 #else
-    return is_trellis<B> ? 32 + 1 : 512 + 1;
+const bool HAS_VNNI = false;
 #endif
+
+// In a build for tests the limits of the other kind of processor can be asked for.
+static bool limits_of_vnni() {
+#ifdef GGML_EXT_TESTS
+    static const bool with_vnni = ggml_ext_env_switch("GGML_EXT_LIMITS_OF_VNNI", HAS_VNNI);
+    return with_vnni;
+#else
+    return HAS_VNNI;
+#endif
+}
+
+bool ggml_ext_env_switch(const char * name, bool otherwise) {
+    const char * text = getenv(name);
+    if (!text) {
+        return otherwise;
+    }
+    char * end;
+    const long value = strtol(text, &end, 10);
+    if (end == text || *end) {
+        GGML_LOG_WARN("%s: got \"%s\", needs 0 or 1: taken as %d\n", name, text, otherwise);
+        return otherwise;
+    }
+    return value != 0;
 }
 
 int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type) {
     switch ((int) type) {
-#define X(NAME, name) case GGML_TYPE_##NAME: return tiled_columns<block_##name>();
+#define X(NAME, name) case GGML_TYPE_##NAME: return tiled_columns<block_##name>(limits_of_vnni());
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return 0;
@@ -131,6 +159,7 @@ const char * ggml_ext_cpu_isa(void) {
     return GGML_EXT_ISA;
 }
 
+#ifdef GGML_EXT_TESTS
 static std::atomic<int64_t> n_tiles{0};
 
 void ggml_ext_cpu_count_tile(void) {
@@ -140,3 +169,4 @@ void ggml_ext_cpu_count_tile(void) {
 int64_t ggml_ext_cpu_n_tiles(void) {
     return n_tiles.load(std::memory_order_relaxed);
 }
+#endif

@@ -68,12 +68,20 @@ struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggm
 // The least number of columns that the tiled GEMM takes; it multiplies fewer no faster than dot_columns().
 GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
 
-// For tests: the instruction set compiled in, one block through the SIMD unpack, and how many tiles the tiled GEMM
-// has unpacked from the extension's types since the start of the process.
+// Whether an environment variable says yes: a number that is not 0. Unset, or with a warning anything but a number: otherwise.
+bool ggml_ext_env_switch(const char * name, bool otherwise);
+
+// For tests: the instruction set compiled in, and one block through the SIMD unpack.
 GGML_BACKEND_API const char * ggml_ext_cpu_isa(void);
 GGML_BACKEND_API bool         ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q);
-GGML_BACKEND_API int64_t      ggml_ext_cpu_n_tiles(void);
-void                          ggml_ext_cpu_count_tile(void);
+
+// In a build for tests: how many tiles the tiled GEMM has unpacked from the extension's types since the start of the process.
+#ifdef GGML_EXT_TESTS
+GGML_BACKEND_API int64_t ggml_ext_cpu_n_tiles(void);
+void                     ggml_ext_cpu_count_tile(void);
+#else
+static inline void       ggml_ext_cpu_count_tile(void) {}
+#endif
 
 #ifdef __cplusplus
 }
