@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Writes what the documents show of docs/measured.json: the tables between the "measured" markers of README.md and
-docs/measurements.md, and the picture docs/types.svg; and of docs/variants.json: those of docs/variants.md and docs/variants.svg.
+"""Writes what the documents show of docs/measured.json: all figures of README.md and the first table of docs/measurements.md, between
+markers, and the picture docs/types.svg; and of docs/variants.json: those of docs/variants.md and docs/variants.svg.
 
     figures.py            write them
     figures.py --check    write nothing; exit 1 if a table is stale
 
-docs/measured.json is what `demo.py --full --json docs/measured.json` measured, docs/variants.json what
-scripts/studies/variants.py did. Needs matplotlib.
+docs/measured.json is what `demo.py --full --json docs/measured.json` measured, and beside it, in sections that it leaves as they are,
+what README says of other processors and models; docs/measurements.md names the command of each. docs/variants.json is what
+scripts/studies/variants.py measured. Needs matplotlib.
 """
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ from ggml_ext._cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED, PICTURE = ROOT / "docs" / "measured.json", ROOT / "docs" / "types.svg"
-MARKERS = ("<!-- measured:begin -->", "<!-- measured:end -->")
 VARIANTS, VARIANTS_PICTURE = ROOT / "docs" / "variants.json", ROOT / "docs" / "variants.svg"
 OUR_COLOUR, STOCK_COLOUR = "#c2410c", "#64748b"
 FAMILIES = {"itq3_s": ("^", "#0891b2"), "ccq": ("s", "#7c3aed"), "ditto": ("D", "#16a34a")}  # of the variants: marker, colour
@@ -77,10 +77,69 @@ def render_rows(rows: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def replace_table(path: Path, table: str) -> str:
-    """The text of a document with the lines between its markers replaced; RuntimeError if there is not one pair of them."""
-    text = path.read_text()
-    begin, end = MARKERS
+def render_claims(measured: dict) -> str:
+    """What README says first: accuracy beside the stock types of about that size, and speed by processor."""
+    rows, kld = measured["rows"], measured["kl_divergence"]["rows"]
+
+    def over(row: str) -> str:
+        return f"{100 * (rows[row]['perplexity'] / rows['F16']['perplexity'] - 1):.1f}"
+
+    def both(name: str) -> str:
+        return f"{name} ({rows[name]['bpw']:g}) {over(name)} % and {over(name + ', with imatrix')} %"
+
+    slow = measured["without_avx2"]
+    of = {name.upper(): speed for name, speed in slow["decode"].items()}
+    lines = [
+        f"What was measured, on {measured['model']}, below on SmolLM2-135M-Instruct too, on nothing larger yet:",
+        "",
+        f"* 3 bits, perplexity over F16 without and with an importance matrix: {both('ITQ3_T')}, {both('Q3_K')}, {both('IQ3_S')}.",
+        f"* 2 bits, the same: {both('ITQ2_T')}, {both('Q2_K')}.",
+        f"* 5 bits, KL divergence: DITTO5 ({rows['DITTO5']['bpw']:g}) {kld['DITTO5, with block moments']:g} with second moments of the inputs, "
+        f"which only our types use; Q5_K ({rows['Q5_K, with imatrix']['bpw']:g}) {kld['Q5_K, with imatrix']:g} with an importance matrix. "
+        f"Without second moments DITTO5 is the less accurate one: {kld['DITTO5, with imatrix']:g} with an importance matrix, and "
+        f"{kld['DITTO5']:g} against {kld['Q5_K']:g} with nothing.",
+        f"* Speed needs AVX2; NEON has not been timed. Without AVX2 ({slow['processor']}) ITQ3_S decodes {of['ITQ3_S']:g} tokens/s, CCQ2 {of['CCQ2']:g}, "
+        f"ITQ3_T {of['ITQ3_T']:g}, Q3_K {of['Q3_K']:g}.",
+        "",
+        *speed_table(measured),
+    ]
+    return "\n".join(lines)
+
+
+def speed_table(measured: dict) -> list[str]:
+    """Decode and prefill over Q3_K's by processor; empty cells for what was not measured."""
+    names, ratios, avx512 = list(measured["avx512"]["decode/q3_k"]), ("decode/q3_k", "prefill/q3_k"), measured["avx512"]
+    by_type = {row["type"]: row for row in measured["rows"].values()}
+    here = {ratio: {name: by_type[name][ratio] for name in names} for ratio in ratios}
+    lines = [f"| speed over Q3_K's | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
+    for processor, found in ((measured["processor"], here), (avx512["processor"], avx512)):
+        for ratio in ratios:
+            cells = [format(found[ratio][name], ".2f") if name in found[ratio] else "" for name in names]
+            lines.append(f"| {ratio.partition('/')[0]}, {processor} | {' | '.join(cells)} |")
+    return lines
+
+
+def render_smollm2(measured: dict) -> str:
+    """Perplexity and KL divergence, three bits on the left, two on the right."""
+    rows = measured["smollm2"]["rows"]
+
+    def cells(name: str) -> str:
+        bpw, perplexity, kld = rows[name]
+        title = f"**{name.upper()}**" if name in WEIGHT_TYPES else name.upper()
+        return f"{title}, {bpw:.2f} | {perplexity:.1f} / {kld:.2f}"
+
+    of_bits = [[name for name in rows if int(rows[name][0]) == bits] for bits in (3, 2)]
+    lines = [f"| {cells(a)} | {cells(b)} |" for a, b in zip(*of_bits, strict=True)]
+    return "\n".join(["| three bits | | two bits | |", "|" + " --- |" * 4, *lines])
+
+
+def marker(name: str, end: str) -> str:
+    return f"<!-- {name}:{end} -->"
+
+
+def replace_table(path: Path, text: str, table: str, name: str = "measured") -> str:
+    """The text of a document with the lines between the markers of that name replaced; RuntimeError if there is not one pair of them."""
+    begin, end = marker(name, "begin"), marker(name, "end")
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise RuntimeError(f"{path}: needs one {begin} and, after it, one {end}")
     return f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}"
@@ -304,11 +363,16 @@ def main() -> None:
     args = parser.parse_args()
     measured = json.loads(MEASURED.read_text())
     types, variants = read_types(measured), json.loads(VARIANTS.read_text())
-    tables = {"README.md": render_types(types), "docs/measurements.md": render_rows(measured["rows"]),
-              "docs/variants.md": render_variants(variants)}
-    for name, table in tables.items():
+    tables = {
+        "README.md": {"measured": render_types(types), "claims": render_claims(measured), "smollm2": render_smollm2(measured)},
+        "docs/measurements.md": {"measured": render_rows(measured["rows"])},
+        "docs/variants.md": {"measured": render_variants(variants)},
+    }
+    for name, parts in tables.items():
         path = ROOT / name
-        new = replace_table(path, table)
+        new = path.read_text()
+        for title, table in parts.items():
+            new = replace_table(path, new, table, title)
         if args.check and new != path.read_text():
             raise RuntimeError(f"{name}: its table is stale: run scripts/build/figures.py")
         if not args.check:

@@ -195,7 +195,8 @@ def compare(args: argparse.Namespace) -> None:
               "their differences are known better than that.")
     if args.json:
         record = {"chunks": args.chunks, "rounds": args.rounds, "blocks": args.layers, "threads": args.threads, "rows": table}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        before = json.loads(args.json.read_text()) if args.json.is_file() else {}  # other sections of docs/measured.json stay
+        args.json.write_text(json.dumps(before | record, indent=1) + "\n")
 
 
 def parse_types(text: str) -> list[str]:
