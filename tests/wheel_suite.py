@@ -162,6 +162,14 @@ def test_loader_takes_what_the_processor_can_run(variant):
 
 
 @for_each_variant
+def test_nothing_of_the_tests_is_in_it(variant):
+    """Such as a counter, which every tile would cost."""
+    code = "import ctypes, sys; print(hasattr(ctypes.CDLL(sys.argv[1]), 'ggml_ext_cpu_n_tiles'))"
+    done = subprocess.run([sys.executable, "-c", code, BIN / f"libggml-cpu-{variant}.so"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@for_each_variant
 def test_kernels_of_our_types(variant, results):
     code = ("import ctypes, sys; isa = ctypes.CDLL(sys.argv[1]).ggml_ext_cpu_isa; isa.restype = ctypes.c_char_p; print(isa().decode())")
     done = subprocess.run([sys.executable, "-c", code, BIN / f"libggml-cpu-{variant}.so"], capture_output=True, text=True, check=True)
