@@ -87,7 +87,7 @@ def test_it_runs_by_itself_and_is_used_again(folder):
     assert f"importance  = diagonal, of {folder.kept} (built-in text)" in out
     fields = folder.fields()
     assert (fields["ggml_ext.importance"], fields["ggml_ext.calibration"]) == ("diagonal", "built-in")
-    assert fields["quantize.imatrix.file"] == str(folder.kept) and fields["quantize.imatrix.dataset"] == "calibration.txt"
+    assert fields["quantize.imatrix.file"] == folder.kept.name and fields["quantize.imatrix.dataset"] == "calibration.txt"
     assert (fields["quantize.imatrix.entries_count"], fields["quantize.imatrix.chunks_count"]) == (12, 100)
     # another type, with the same bytes as with the file by --imatrix, but for the metadata
     _, err = folder.run("--importance", "diagonal", type_name="ccq2")
@@ -98,6 +98,17 @@ def test_it_runs_by_itself_and_is_used_again(folder):
     folder.run("--importance", "none", type_name="ccq2")
     assert ours != {t.name: t.data.tobytes() for t in gguf.GGUFReader(folder.out).tensors} and len(folder.runs()) == 1
     assert folder.fields()["ggml_ext.importance"] == "none" and "quantize.imatrix.file" not in folder.fields()
+
+
+def test_equal_runs_in_different_folders_write_the_same_file(folder):
+    """No name of a folder is in it."""
+    written = []
+    for name in ("first", "second"):
+        (out := folder.path / name / "out.gguf").parent.mkdir()
+        folder.out = out
+        folder.run("--importance", "diagonal", "--imatrix-from", folder.text)
+        written.append(out.read_bytes())
+    assert written[0] == written[1] and len(folder.runs()) == 2 and str(folder.path).encode() not in written[0]
 
 
 def test_progress(folder):
