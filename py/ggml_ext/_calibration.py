@@ -28,10 +28,12 @@ from ._moments import ENOUGH_TOKENS, packed_size
 from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
+from ._text_file import FLAG, check_text
 from ._tools import find_tool
 from ._writer import MIB
 
 N_CONTEXT = 512  # tokens a chunk
+MIN_TOKENS = 2 * N_CONTEXT  # that llama-imatrix takes
 DEFAULT_CHUNKS = 100
 TEXT = Path(__file__).parent / "data" / "calibration.txt"
 GIB = 1024 * MIB
@@ -458,7 +460,10 @@ def prepare(
             raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
         warn(f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some")
         return Importance()
-    check_text(text)
+    if (n_bytes := check_text(text)) < MIN_TOKENS:  # a byte is a token at the most
+        raise UserError(
+            f"{FLAG}: {text} has {n_bytes:,} bytes: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB"
+        )
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
@@ -475,15 +480,3 @@ def prepare(
     if folder is None:
         return run
     return open_importance(calibrate(run, say, show_bar), kind, text_name)
-
-
-def check_text(text: Path) -> None:
-    """UserError for a text that cannot be read or is surely too short: a token has at most some 16 bytes, two chunks are needed."""
-    try:
-        n_bytes = len(text.read_bytes().strip())
-    except OSError as e:
-        raise UserError(f"--imatrix-from: cannot read {text}: {e.strerror}") from e
-    if n_bytes < 2 * N_CONTEXT:
-        raise UserError(
-            f"--imatrix-from: {text} has {n_bytes:,} bytes: {2 * N_CONTEXT:,} tokens are needed at the least; pass a text of some 100 kB"
-        )

@@ -1,0 +1,98 @@
+"""The text that is calibrated with: what is refused before a program runs, and its end."""
+
+import os
+import tracemalloc
+
+import pytest
+from test_calibration import folder  # noqa: F401  (a fixture)
+
+from ggml_ext import _sensitivity, _text_file
+from ggml_ext._errors import UserError
+from ggml_ext._text_file import check_text, read_end
+
+WORDS = "Ein paar Wörter für jeden Tag, und déjà vu. " * 100
+
+
+def refused(path, *parts):
+    with pytest.raises(UserError) as error:
+        check_text(path)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("--imatrix-from: ") and all(part in line for part in (str(path), *parts)), line
+
+
+@pytest.mark.parametrize(("content", "parts"), [
+    (WORDS.encode("utf-16"), ("in UTF-16, must be in UTF-8", "iconv -f UTF-16 -t UTF-8", "Out-File -Encoding utf8")),
+    (b"\xfe\xff" + WORDS.encode("utf-16-be"), ("in UTF-16", "iconv")),
+    (WORDS.encode("utf-32"), ("in UTF-32", "iconv -f UTF-32")),
+    (b"\0\0\xfe\xff" + WORDS.encode("utf-32-be"), ("in UTF-32",)),
+    (WORDS.encode("utf-16-le"), ("a zero at byte 1", "iconv -f UTF-16LE")),
+    (WORDS.encode() + b"\0" + WORDS.encode(), ("a zero at byte 4,800", "binary file")),
+    (WORDS.encode("latin-1"), ("not in UTF-8", "byte 10 is 0xf6", "iconv -f LATIN1")),
+    (WORDS.encode() + "ö".encode()[:1], ("not in UTF-8", "byte 4,800 is 0xc3", "the last character is cut")),
+    (b"x" * (_text_file.PIECE - 1) + "ö".encode()[:1] + b"x", ("byte 1,048,575 is 0xc3", "iconv -f LATIN1")),
+    (b"\x7fELF" + bytes(range(1, 256)) * 20, ("not in UTF-8",)),
+], ids=["utf-16", "utf-16-be", "utf-32", "utf-32-be", "utf-16-without-mark", "zero", "latin-1", "cut", "between-pieces", "binary"])
+def test_what_is_no_text_in_utf_8(tmp_path, content, parts):
+    path = tmp_path / "some.txt"
+    path.write_bytes(content)
+    refused(path, *parts)
+
+
+def test_what_is_no_file(tmp_path):
+    """None of them is opened: a pipe would wait for its writer, a device has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "is a pipe", "into a file")
+    refused(tmp_path, "is a folder")
+    refused(tmp_path / "missing", "cannot read", "No such file")
+    if os.path.exists("/dev/zero"):
+        (tmp_path / "link").symlink_to("/dev/zero")
+        refused(tmp_path / "link", "is a device")
+
+
+def test_more_than_llama_cpp_takes(tmp_path):
+    """A file with a hole, of which nothing is read."""
+    with open(tmp_path / "large.txt", "wb") as f:
+        f.truncate(_text_file.MAX_BYTES + 1)
+    refused(tmp_path / "large.txt", "2,147,483,646 bytes", "a part of it")
+
+
+@pytest.mark.parametrize(("content", "n"), [
+    (b"", 0), (b" \n" * 3000, 0), (b" a b \n", 3), ("\ufeffWörter".encode(), 10), ("ö".encode() * 10, 20), (b"a\r\nb\r\n", 4),
+    (b" " * _text_file.PIECE + b"ab" + b" " * _text_file.PIECE, 2), (b" " + b"x" * 2 * _text_file.PIECE + b"\n\n", 2 * _text_file.PIECE),
+    (b"x" * (_text_file.PIECE - 1) + "ö".encode(), _text_file.PIECE + 1),
+])
+def test_bytes_without_blanks_at_the_ends(tmp_path, content, n):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert check_text(tmp_path / "a.txt") == n == len(content.strip())
+
+
+def test_a_long_text_is_not_held_in_memory(tmp_path):
+    (tmp_path / "long.txt").write_bytes(b"word " * 8_000_000)
+    tracemalloc.start()
+    try:
+        assert check_text(tmp_path / "long.txt") == 39_999_999
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_quantizer_refuses_it_before_anything_runs(folder):  # noqa: F811
+    folder.text.write_text(WORDS, "utf-16")
+    for flags in ([], ["--dry-run"]):
+        _, err = folder.run("--imatrix-from", folder.text, *flags, code=1)
+        assert "some.txt is in UTF-16" in err
+    assert not folder.runs() and not list(folder.out.parent.iterdir())
+
+
+def test_the_end_of_a_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456789")
+    assert [read_end(tmp_path / "a.txt", n) for n in (3, 10, 11)] == [b"789", b"0123456789", b"0123456789"]
+
+
+def test_the_end_of_a_text_without_lines_begins_with_a_character():
+    """Half of one would end llama-perplexity."""
+    n = _sensitivity.TEXT_BYTES
+    text = ("€" * n).encode()
+    for cut in range(3):
+        end = _sensitivity.end_of(text + b"x" * cut)
+        assert set(end.decode()) <= set("€x") and n - 3 < len(end) <= n
