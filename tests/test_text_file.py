@@ -84,6 +84,14 @@ def test_the_quantizer_refuses_it_before_anything_runs(folder):  # noqa: F811
     assert not folder.runs() and not list(folder.out.parent.iterdir())
 
 
+def test_a_link_to_a_text_of_another_name(folder):  # noqa: F811
+    """llama-imatrix runs in the folder of the text itself."""
+    (folder.path / "elsewhere").mkdir()
+    (link := folder.path / "elsewhere" / "link.txt").symlink_to(folder.text)
+    folder.run("--imatrix-from", link)
+    assert folder.fields()["ggml_ext.calibration"] == "link.txt" and folder.runs()[0]["-f"] == folder.text.name
+
+
 def test_the_end_of_a_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789")
     assert [read_end(tmp_path / "a.txt", n) for n in (3, 10, 11)] == [b"789", b"0123456789", b"0123456789"]

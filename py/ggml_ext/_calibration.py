@@ -388,7 +388,7 @@ def collect(
         with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder, locked_folder(Path(folder)):
             result = Path(folder).resolve() / "imatrix.gguf"
             # the text by its name alone: the file records it
-            run_program([*map(str, command), "-o", str(result)], run.text.resolve().parent, run, title, say, show_bar)
+            run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, say, show_bar)
             if not result.is_file():
                 raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
             record = Record(made_from, run.kind, layers, fingerprint(result))
@@ -476,6 +476,8 @@ def prepare(
         kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads)
         if why:
             say(f"second moments of blocks: {why}; --importance full asks for more")
+    # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
+    text = Path(os.path.realpath(text))
     run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, n_threads, memory, program)
     if folder is None:
         return run
