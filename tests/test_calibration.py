@@ -36,8 +36,9 @@ class Folder:
         self.path, self.capsys = path, capsys
         self.model = write_gguf(path / "small-f16.gguf", MATRICES)
         self.text, self.built_in = path / "some.txt", path / "calibration.txt"
-        self.text.write_text("Some words in a row. " * 100)
-        self.built_in.write_text("The text of the package. " * 100)
+        # long enough for 100 chunks, were each byte a token: the model has no vocabulary
+        self.text.write_text("Some words in a row. " * 3000)
+        self.built_in.write_text("The text of the package. " * 3000)
         self.log, self.out = path / "log", path / "out" / "out.gguf"
         self.out.parent.mkdir()
         self.kept = path / "out" / "small-f16.imatrix.gguf"

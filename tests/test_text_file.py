@@ -1,14 +1,20 @@
-"""The text that is calibrated with: what is refused before a program runs, and its end."""
+"""The text that is calibrated with: what is refused before a program runs, its end, and its tokens as llama-imatrix counts them."""
 
+import json
 import os
+import re
+import subprocess
 import tracemalloc
 
 import pytest
+from conftest import ROOT, quantize, run_quantize, tool
+from native import BUILD
+from test_bad_input import check_error, files
 from test_calibration import folder  # noqa: F401  (a fixture)
 
-from ggml_ext import _sensitivity, _text_file
+from ggml_ext import _count_tokens, _sensitivity, _text_file
 from ggml_ext._errors import UserError
-from ggml_ext._text_file import check_text, read_end
+from ggml_ext._text_file import check_text, count_tokens, read_end
 
 WORDS = "Ein paar Wörter für jeden Tag, und déjà vu. " * 100
 
@@ -104,3 +110,84 @@ def test_the_end_of_a_text_without_lines_begins_with_a_character():
     for cut in range(3):
         end = _sensitivity.end_of(text + b"x" * cut)
         assert set(end.decode()) <= set("€x") and n - 3 < len(end) <= n
+
+
+# --- tokens
+
+def test_params_are_those_of_llama_h():
+    """By name and order, in the tree that the package is built from."""
+    header = BUILD / "llama.cpp" / "include" / "llama.h"
+    if not header.is_file():
+        pytest.skip(f"{header} is missing: build the package")
+    text = re.search(r"struct llama_model_params \{(.*?)\n    \};", header.read_text(), re.S)[1]
+    fields = re.findall(r"^\s+([\w ]+?[\s*]+)(\w+);", re.sub(r"//.*", "", text), re.M)
+    ours = {"bool": _count_tokens.c_bool, "int32_t": _count_tokens.c_int32}
+
+    def ctype(declared: str):
+        if "*" in declared or "callback" in declared:
+            return _count_tokens.c_void_p
+        return ours.get(declared.strip(), _count_tokens.c_int)  # enums
+
+    assert [(name, ctype(declared)) for declared, name in fields] == _count_tokens.ModelParams._fields_
+
+
+HELDOUT = (ROOT / "data" / "heldout.txt").read_bytes()
+
+
+@pytest.mark.parametrize("content", [HELDOUT[:2500], HELDOUT[:2501] + b"\n", HELDOUT[:2000] + b"\n\n\n", b"\xef\xbb\xbf" + WORDS[:900].encode(),
+                                     b"<|endoftext|></s><s>" * 40], ids=["plain", "newline", "newlines", "mark", "special"])
+def test_tokens_are_those_of_llama_imatrix(model, lib, tmp_path, content):
+    """Of texts that are too short for it, it says how many tokens they have."""
+    (path := tmp_path / "a.txt").write_bytes(content)
+    found = count_tokens(model, path, 1 << 20)
+    said = subprocess.run([tool("llama-imatrix"), "-m", model, "-f", path, "-o", tmp_path / "o.gguf"], capture_output=True, text=True, cwd=tmp_path)
+    assert f"tokenizes to only {found} tokens" in said.stdout + said.stderr and found > 100
+
+
+def test_of_a_long_text_the_beginning_is_enough(model, lib):
+    text = ROOT / "data" / "heldout.txt"
+    whole = count_tokens(model, text, 1 << 20)
+    assert 5 * 512 < count_tokens(model, text, 5 * 512) < whole / 4
+
+
+def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
+    """None, for a model without one, a program that does not run, and a package without libllama."""
+    text = ROOT / "data" / "heldout.txt"
+    assert count_tokens(text, text, 512) is None
+    monkeypatch.setattr(_text_file, "COUNTER", tmp_path / "missing.py")
+    assert count_tokens(model, text, 512) is None
+    monkeypatch.setattr(_text_file._lib, "llama_path", lambda: None)
+    assert count_tokens(model, text, 512) is None
+
+
+def test_a_text_shorter_than_asked_for(model, lib, tmp_path):
+    """What is said, chosen by and recorded are the chunks that llama-imatrix runs. Whichever larger number was asked for, the result
+    serves, that of an earlier version too, which recorded what was asked for."""
+    tool("llama-imatrix")
+    (text := tmp_path / "nine.txt").write_bytes(HELDOUT[:9000])
+    dry = quantize(model, "--type", "itq2_t", "--imatrix-from", text, "--dry-run")
+    n_chunks = int(re.search(r"(\d+) chunks of 512 tokens of nine\.txt", dry.stdout)[1])
+    assert n_chunks * 512 < 5376
+    assert "note: second moments of blocks: whole matrices of 768 columns need 5,376 tokens" in dry.stderr
+
+    def run(*more) -> str:
+        one_matrix = ["--tensor-type", "blk.0.attn_q=ditto3", "--tensor-type", ".*=f16"]
+        flags = ["--type", "ditto3", *one_matrix, "--importance", "diagonal", "--imatrix-from", text, "--force", *more]
+        return quantize(model, tmp_path / "out.gguf", *flags).stderr
+
+    first = run("--progress")
+    assert f"{n_chunks}/{n_chunks}" in first and f"{n_chunks} chunks of 512" in first
+    record = tmp_path / "model-f16.imatrix.json"
+    assert json.loads(record.read_text())["made_from"]["chunks"] == n_chunks
+    assert "used again" in run("--calibration-chunks", 1_000_000) and "used again" in run("--calibration-chunks", n_chunks)
+    record.write_text(record.read_text().replace(f'"chunks": {n_chunks}', '"chunks": 100'))
+    assert "used again" in run() and "made again" in run("--calibration-chunks", n_chunks - 1)
+
+
+def test_a_text_of_less_than_two_chunks(model, lib, tmp_path):
+    tool("llama-imatrix")
+    (text := tmp_path / "short.txt").write_bytes(HELDOUT[:2600])
+    before = files(tmp_path)
+    result = run_quantize(model, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix-from", text)
+    check_error(result, "--imatrix-from: ", "short.txt has ", " tokens: 1,024 tokens are needed at the least")
+    assert files(tmp_path) == before

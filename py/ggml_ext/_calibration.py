@@ -28,7 +28,7 @@ from ._moments import ENOUGH_TOKENS, packed_size
 from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
-from ._text_file import FLAG, check_text
+from ._text_file import FLAG, check_text, count_tokens
 from ._tools import find_tool
 from ._writer import MIB
 
@@ -245,6 +245,7 @@ class Calibration:
     text_name: str
     kind: str
     n_chunks: int
+    text_chunks: int  # that the text has, if they are no more than n_chunks; else more than those
     n_threads: int
     memory: float
     program: Path
@@ -267,7 +268,7 @@ class Calibration:
         """What an earlier run left in the folder, if it serves."""
         there = replace(self, folder=folder)
         record = Record.read(kept := there.kept(None))
-        serves = record is not None and record.layers is None and record.serves(there.made_from(), self.kind)
+        serves = record is not None and record.layers is None and record.serves(there, there.made_from())
         return open_importance([kept], self.kind, self.text_name) if serves else None
 
     def memory_needed(self, layers: list[int] | None = None) -> int:
@@ -301,12 +302,16 @@ class Record:
         """The record of a kept file; None if there is none, or if the file is another one than it describes."""
         try:
             record = cls(**json.loads(record_path(kept).read_text()))
-            return record if record.result == fingerprint(kept) else None
+            return record if record.result == fingerprint(kept) and isinstance(record.made_from, dict) else None
         except (OSError, ValueError, TypeError):
             return None
 
-    def serves(self, made_from: dict, kind: str) -> bool:
-        return self.made_from == made_from and KINDS.index(self.kind) >= KINDS.index(kind)
+    def serves(self, run: Calibration, made_from: dict) -> bool:
+        """made_from: what the run's made_from() gave. A record may hold more chunks than the text has: the result is of all."""
+        theirs = dict(self.made_from)
+        if isinstance(theirs.get("chunks"), int):
+            theirs["chunks"] = min(theirs["chunks"], run.text_chunks)
+        return theirs == made_from and KINDS.index(self.kind) >= KINDS.index(run.kind)
 
 
 def record_path(kept: Path) -> Path:
@@ -329,7 +334,7 @@ def _calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> 
     made_from = run.made_from()
     kept = run.kept(None)
     record = Record.read(kept)
-    if record and record.layers is None and record.serves(made_from, run.kind):
+    if record and record.layers is None and record.serves(run, made_from):
         say(f"{kept} is of this model and text: used again")
         return [kept]
     if kept.exists() and record is None:
@@ -361,7 +366,7 @@ def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list
     found, left = [], run.model.layers
     for path in sorted(run.folder.glob(f"{glob.escape(run.kept(None).stem)}.layers-*.gguf")):
         record = Record.read(path)
-        if record and record.layers and record.serves(made_from, run.kind):
+        if record and record.layers and record.serves(run, made_from):
             found.append(path)
             left = [n for n in left if not record.layers[0] <= n <= record.layers[-1]]
     return found, left
@@ -460,14 +465,13 @@ def prepare(
             raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
         warn(f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some")
         return Importance()
-    if (n_bytes := check_text(text)) < MIN_TOKENS:  # a byte is a token at the most
-        raise UserError(
-            f"{FLAG}: {text} has {n_bytes:,} bytes: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB"
-        )
+    n_bytes = check_text(text)
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
-    n_chunks = args.calibration_chunks or DEFAULT_CHUNKS
+    n_asked = args.calibration_chunks or DEFAULT_CHUNKS
+    text_chunks = count_chunks(file, text, n_bytes, n_asked)
+    n_chunks = min(n_asked, text_chunks)
     memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
     kind = args.importance
     if kind is None and not any(map(uses_metric, uses)):
@@ -478,7 +482,25 @@ def prepare(
             say(f"second moments of blocks: {why}; --importance full asks for more")
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
     text = Path(os.path.realpath(text))
-    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, n_threads, memory, program)
+    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, text_chunks, n_threads, memory, program)
     if folder is None:
         return run
     return open_importance(calibrate(run, say, show_bar), kind, text_name)
+
+
+def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:
+    """Chunks that the model's vocabulary makes of a text of n_bytes, as llama-imatrix counts them; of a long text more than n_asked,
+    and not all. UserError if they are too few.
+
+    Where the vocabulary cannot be asked, as many as there would be if each byte were a token.
+    """
+    if n_bytes < MIN_TOKENS:
+        raise _too_short(text, f"{n_bytes:,} bytes")
+    n_tokens = count_tokens(file.path, text, (n_asked + 1) * N_CONTEXT)
+    if n_tokens is not None and n_tokens < MIN_TOKENS:
+        raise _too_short(text, f"{n_tokens:,} tokens")
+    return (n_bytes if n_tokens is None else n_tokens) // N_CONTEXT
+
+
+def _too_short(text: Path, found: str) -> UserError:
+    return UserError(f"{FLAG}: {text} has {found}: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB")

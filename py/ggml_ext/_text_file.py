@@ -1,19 +1,27 @@
-"""The text that a model is calibrated with: what it must be, and its end."""
+"""The text that a model is calibrated with: what it must be, its end, and how many tokens a model makes of it."""
 
 from __future__ import annotations
 
 import codecs
 import os
+import re
 import shlex
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import _lib
 from ._errors import UserError
+from ._process import run_logged
 
 FLAG = "--imatrix-from"
 PIECE = 1 << 20  # bytes that are read at once
 MAX_BYTES = (1 << 31) - 3  # llama.cpp counts a text and its tokens in 32 bits, with one to begin and one to end it
+TOKEN_BYTES = 16  # that a token has at most, in the mean of a text
+# A beginning of a text ends inside a word, whose tokens may be others: by far fewer than these.
+CUT_TOKENS = 512
+COUNTER = Path(__file__).with_name("_count_tokens.py")
 
 KINDS_OF_FILES = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 # UTF-32 first: its mark begins with one of UTF-16
@@ -98,3 +106,28 @@ def read_end(path: Path, n_bytes: int) -> bytes:
     with open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END) - n_bytes))
         return f.read(n_bytes)
+
+
+def count_tokens(model: Path, text: Path, enough: int) -> int | None:
+    """Tokens of a checked text as llama-imatrix counts them; of a long text at least `enough` are counted, and not all.
+
+    None where libllama is not there or cannot read the model's vocabulary.
+    """
+    library = _lib.llama_path()
+    if library is None or not sys.executable:
+        return None
+    n_all = text.stat().st_size
+    for n_bytes in sorted({min(n_all, enough * TOKEN_BYTES), n_all}):
+        found = _ask_counter(library, model, text, n_bytes)
+        if found is None or found >= enough + CUT_TOKENS:
+            break
+    return found
+
+
+def _ask_counter(library: Path, model: Path, text: Path, n_bytes: int) -> int | None:
+    """Tokens of the first n_bytes; None where the program does not say."""
+    # isolated (-I): beside the program are modules with the names of standard ones
+    command = [sys.executable, "-I", COUNTER, library, model, text, n_bytes]
+    code, log = run_logged([*map(str, command)], Path())
+    found = re.search(r"^tokens (\d+)$", log, re.M)
+    return int(found[1]) if found and code == 0 else None
