@@ -112,6 +112,13 @@ def test_equal_runs_in_different_folders_write_the_same_file(folder):
     assert written[0] == written[1] and len(folder.runs()) == 2 and str(folder.path).encode() not in written[0]
 
 
+def test_a_text_has_no_more_chunks_than_bytes_for_them(folder):
+    """Where the model has no vocabulary that could be asked."""
+    folder.text.write_text("Some words in a row. " * 100)
+    _, err = folder.run("--imatrix-from", folder.text)
+    assert folder.runs()[0]["--chunks"] == "4" and " 4 chunks of 512 tokens of some.txt" in err
+
+
 def test_progress(folder):
     _, err = folder.run("--progress")
     assert "calibration: 100%" in err and "100/100" in err and "chunk/s" in err
@@ -313,11 +320,48 @@ def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> 
     (model(4096), 51200, 1.1 * GIB, "block", "need 1.1 GiB at once, 1.1 are there"),  # 4 triangles of 32 MiB beside 1 GiB
     (model(4096), 7 * 4096 - 1, 10 * GIB, "block", "of 4,096 columns need 28,672 tokens"),
     (model(4096, n_weights=1e7), 51200, 10 * GIB, "block", "more than double the time"),
-    (model(4096, factorization=1e15), 51200, 10 * GIB, "block", "take 208 minutes to factorize"),  # 1e15 / (2 * 40e9) s
+    (model(4096, factorization=4.4e12), 51200, 10 * GIB, "full", ""),  # 880 s
+    (model(4096, factorization=4.6e12), 51200, 10 * GIB, "block", "take 15 minutes to factorize"),
 ])
-def test_choice_of_importance(given, n_tokens, memory, kind, why):
-    found = choose_importance(given, n_tokens, memory, 2)
+@pytest.mark.parametrize("n_threads", [1, 2, 64])
+def test_choice_of_importance(given, n_tokens, memory, kind, why, n_threads):
+    """The number of threads does not matter: one factorizes a matrix, for which the others wait."""
+    found = choose_importance(given, n_tokens, memory, n_threads, 0)
     assert found[0] == kind and why in found[1]
+
+
+@pytest.mark.parametrize(("given", "memory", "n_threads", "kind", "why"), [
+    (model(4096, factorization=1e12), 10 * GIB, 2, "full", ""),  # 200 s each: 5 types by two threads, the sensitivities, OUT
+    (model(4096, factorization=1e12), 10 * GIB, 1, "block", "take 23 minutes to factorize"),
+    (model(4096, factorization=2e12), 10 * GIB, 64, "full", ""),
+    (model(4096, factorization=2e12), 10 * GIB, 8, "block", "take 18 minutes to factorize"),
+    # 160 MiB for each thread, where model and moments take 1.1 GiB
+    (model(4096), 1.2 * GIB, 7, "full", ""),
+    (model(4096), 1.2 * GIB, 8, "block", "need 1.2 GiB at once, 1.2 are there"),
+])
+def test_choice_of_importance_for_a_target(given, memory, n_threads, kind, why):
+    """Errors of five types are measured, by each thread on a tensor of its own."""
+    found = choose_importance(given, 51200, memory, n_threads, 5)
+    assert found[0] == kind and why in found[1]
+
+
+def test_the_types_of_a_target_count(folder, monkeypatch):
+    """Those of ours, which have metrics."""
+    found = []
+    monkeypatch.setattr(_calibration, "choose_importance", lambda *args: found.append(args[3:]) or ("block", ""))
+    for flags in (["--type", "itq3_t"], ["--target-bpw", "3"], ["--target-bpw", "3", "--target-types", "itq2_t,q4_k,ditto5"]):
+        assert program.main([str(folder.model), "--dry-run", "--threads", "2", *flags]) == 0
+    assert found == [(2, 0), (2, 5), (2, 2)]
+
+
+def test_whole_matrices_that_are_asked_for_may_take_more_memory(folder, monkeypatch, lib):
+    """A line says so: the moments fit in passes, factorizing does not."""
+    Spy(monkeypatch, lib)
+    monkeypatch.setattr(Model, "factorization_bytes", lambda self, n_threads, n_types: 7 * GIB)
+    flags = ["--importance", "full", "--memory", "2"]
+    _, err = folder.run(*flags, type_name="itq3_t")
+    assert "note: factorizing whole matrices takes 7.0 GiB, 2.0 GiB may be used" in err and "--importance block" in err
+    monkeypatch.undo()
 
 
 def test_what_a_model_costs(tmp_path):

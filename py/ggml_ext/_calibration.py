@@ -28,6 +28,7 @@ from ._moments import ENOUGH_TOKENS, packed_size
 from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
+from ._target import parse_target
 from ._text_file import FLAG, check_text, count_tokens
 from ._tools import find_tool
 from ._writer import MIB
@@ -44,6 +45,10 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 # factorization of whole matrices may take.
 FLOPS_A_THREAD = 40e9
 MAX_FACTORIZATION_SECONDS = 900
+# n^3/3 a second of encode/metric.c, in double precision: 5.3e9 to 9.1e9 measured on a core of a Zen 4 EPYC, n from 576 to 7168.
+FACTORIZATION_RATE = 5e9
+# Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and half of it in single precision.
+FACTORIZATION_BYTES = 10
 # Matrices that are multiplied with the same input, by the one that stands for them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
 OPTIONS = ("imatrix", "imatrix_from", "importance", "no_calibration", "calibration_chunks", "memory")
@@ -121,7 +126,7 @@ class Model:
     n_bytes: int
     inputs: tuple[Input, ...]
     n_weights_used: int  # by a token, in matrix products
-    factorization: float  # operations for whole matrices, once for each weight matrix
+    factorization: float  # n^3/3 of whole matrices, once for each weight matrix
 
     @classmethod
     def read(cls, file: GGUFFile) -> Model:
@@ -145,6 +150,11 @@ class Model:
     def layers(self) -> list[int]:
         return sorted({i.layer for i in self.inputs})
 
+    @property
+    def widest(self) -> int:
+        """Columns of the widest input."""
+        return max(i.n_columns for i in self.inputs)
+
     def moments_bytes(self, kind: str, layers: list[int] | None = None) -> int:
         return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
 
@@ -153,22 +163,33 @@ class Model:
         flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
         return flops * n_tokens / (FLOPS_A_THREAD * n_threads)
 
+    def factorization_seconds(self, n_threads: int, n_types: int) -> float:
+        """Rough time, at most. One thread factorizes a matrix, and the others wait for it: once for OUT.
 
-def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int) -> tuple[str, str]:
-    """"full" or "block", and for the latter why not full.
+        n_types: with a target, those of its types that take moments. There each thread measures errors on a matrix of its own, with a
+        factorization for each type; measuring what errors cost takes one more, for which all wait again.
+        """
+        return self.factorization / FACTORIZATION_RATE * (2 + n_types / n_threads if n_types else 1)
 
-    Full where the moments of all layers fit into memory beside the model; where the text has 7 tokens for each column of the
-    widest input, below which whole matrices do not surely win on other text; where collecting them at most doubles the time
-    of running the model; and where factorizing them stays within 15 minutes.
+    def factorization_bytes(self, n_threads: int, n_types: int) -> int:
+        """Of memory, at most: for the widest matrix, with a target for one in each thread."""
+        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_types else 1)
+
+
+def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int, n_types: int) -> tuple[str, str]:
+    """"full" or "block", and for the latter why not full. n_types: as in Model.factorization_seconds().
+
+    Full where the moments of all layers fit into memory beside the model, and after that what factorizing them takes; where the text
+    has 7 tokens for each column of the widest input, below which whole matrices do not surely win on other text; where collecting
+    them at most doubles the time of running the model; and where factorizing them stays within 15 minutes.
     """
-    widest = max(i.n_columns for i in model.inputs)
-    needed = model.n_bytes + model.moments_bytes("full")
+    needed = max(model.n_bytes + model.moments_bytes("full"), model.factorization_bytes(n_threads, n_types))
     collecting = sum(i.flops("full") for i in model.inputs)
-    factorization = model.factorization / (FLOPS_A_THREAD * n_threads)
+    factorization = model.factorization_seconds(n_threads, n_types)
     if needed > memory:
         return "block", f"whole matrices need {needed / GIB:.1f} GiB at once, {memory / GIB:.1f} are there"
-    if n_tokens < ENOUGH_TOKENS * widest:
-        return "block", f"whole matrices of {widest:,} columns need {ENOUGH_TOKENS * widest:,} tokens"
+    if n_tokens < ENOUGH_TOKENS * model.widest:
+        return "block", f"whole matrices of {model.widest:,} columns need {ENOUGH_TOKENS * model.widest:,} tokens"
     if collecting > 2.0 * model.n_weights_used:
         return "block", "whole matrices would more than double the time of calibration"
     if factorization > MAX_FACTORIZATION_SECONDS:
@@ -473,13 +494,21 @@ def prepare(
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     n_chunks = min(n_asked, text_chunks)
     memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
+    target = parse_target(args)
+    n_types = sum(map(uses_metric, target.types)) if target else 0
     kind = args.importance
     if kind is None and not any(map(uses_metric, uses)):
         kind = "diagonal"
     elif kind is None:
-        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads)
+        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads, n_types)
         if why:
             say(f"second moments of blocks: {why}; --importance full asks for more")
+    elif kind == "full" and (needed := model.factorization_bytes(n_threads, n_types)) > memory:
+        fewer = ", fewer --threads" if n_types else ""
+        say(
+            f"factorizing whole matrices takes {needed / GIB:.1f} GiB, {memory / GIB:.1f} GiB may be used: this may be slow, or fail; "
+            f"--importance block{fewer} takes less"
+        )
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
     text = Path(os.path.realpath(text))
     run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, text_chunks, n_threads, memory, program)
