@@ -256,6 +256,15 @@ def test_partly_matching_files_are_warned_about(tmp_path, source):
     assert "importances for 1 tensors that the model lacks, such as blk.9.ffn_up.weight" in second
 
 
+def test_a_layer_without_importances_is_named(tmp_path):
+    """Not the classes of its matrices alone, which other layers have importances for."""
+    names = [f"blk.{i}.{name}.weight" for i in range(2) for name in ("attn_q", "attn_k", "ffn_up")]
+    source = write_gguf(tmp_path / "in.gguf", {name: gaussian(8, 256) for name in names})
+    path = write_imatrix(tmp_path / "im.gguf", {name: GOOD[UP] for name in names[:3]})
+    (line,) = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path).stderr.splitlines()
+    assert line.endswith("no importances for 3 of 6 tensors, which are quantized without: attn_q, attn_k, ffn_up in layer 1"), line
+
+
 def test_embeddings_of_another_size_are_quantized_without(tmp_path, lib):
     """As llama-quantize does: older files count the vocabulary there."""
     source = write_gguf(tmp_path / "in.gguf", {"token_embd.weight": gaussian(32, 256), UP: gaussian(8, 256)})

@@ -27,7 +27,7 @@ from ._encode import Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._importance import Importance
-from ._names import tensor_class
+from ._names import layer_of, tensor_class
 from ._output import locked_folder, remove_leftovers
 from ._plan import fit_to_row
 from ._process import run_logged
@@ -70,11 +70,6 @@ class Part:
 def class_name(name: str) -> str:
     """"attn_q" of blk.3.attn_q.weight, "ffn_down" of its experts too."""
     return re.sub(r"_(ch|sh)?exps?$", "", tensor_class(name).removeprefix("blk.*.").removesuffix(".weight"))
-
-
-def layer_of(name: str) -> int | None:
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else None
 
 
 def usual(names: Sequence[str]) -> dict[str, float]:
