@@ -184,6 +184,18 @@ def test_a_text_shorter_than_asked_for(model, lib, tmp_path):
     assert "used again" in run() and "made again" in run("--calibration-chunks", n_chunks - 1)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="no /dev/stdin")
+def test_a_file_as_standard_input(model, lib):
+    """The programs that are run have another one."""
+    tool("llama-imatrix")
+    path = ROOT / "data" / "heldout.txt"
+    with open(path, "rb") as f:
+        of_stdin = run_quantize(model, "--type", "ditto3", "--dry-run", "--imatrix-from", "/dev/stdin", stdin=f)
+    assert of_stdin.returncode == 0, of_stdin.stderr
+    of_path = quantize(model, "--type", "ditto3", "--dry-run", "--imatrix-from", path)
+    assert of_stdin.stdout.replace("tokens of stdin", "tokens of heldout.txt") == of_path.stdout
+
+
 def test_a_text_of_less_than_two_chunks(model, lib, tmp_path):
     tool("llama-imatrix")
     (text := tmp_path / "short.txt").write_bytes(HELDOUT[:2600])

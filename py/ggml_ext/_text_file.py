@@ -126,8 +126,8 @@ def count_tokens(model: Path, text: Path, enough: int) -> int | None:
 
 def _ask_counter(library: Path, model: Path, text: Path, n_bytes: int) -> int | None:
     """Tokens of the first n_bytes; None where the program does not say."""
-    # isolated (-I): beside the program are modules with the names of standard ones
-    command = [sys.executable, "-I", COUNTER, library, model, text, n_bytes]
+    # isolated (-I): beside the program are modules with the names of standard ones; /dev/stdin would be another file there
+    command = [sys.executable, "-I", COUNTER, library, model, os.path.realpath(text), n_bytes]
     code, log = run_logged([*map(str, command)], Path())
     found = re.search(r"^tokens (\d+)$", log, re.M)
     return int(found[1]) if found and code == 0 else None
