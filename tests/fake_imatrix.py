@@ -17,6 +17,7 @@ arguments = sys.argv[1:]
 options = dict(zip(arguments[::2], arguments[1::2], strict=True))
 with open(os.environ["FAKE_IMATRIX_LOG"], "a") as log:
     log.write(json.dumps(options | {"pid": os.getpid()}) + "\n")
+open(options["-f"]).close()
 do = os.environ.get("FAKE_IMATRIX_DO", "")
 n_chunks = int(options["--chunks"])
 print(f"0.00.1 I compute_imatrix: computing over {n_chunks} chunks, n_ctx=512, batch_size=512, n_seq=1", flush=True)

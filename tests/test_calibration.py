@@ -21,7 +21,7 @@ from test_moments_file import Spy
 
 from ggml_ext import _calibration, _output, _process
 from ggml_ext import quantize as program
-from ggml_ext._calibration import GIB, Input, Model, Record, choose_importance
+from ggml_ext._calibration import GIB, Input, Model, Record, available_memory, choose_importance
 from ggml_ext._gguf_file import GGUFFile
 from ggml_ext._writer import Stopped, stop_on_signals
 
@@ -36,8 +36,9 @@ class Folder:
         self.path, self.capsys = path, capsys
         self.model = write_gguf(path / "small-f16.gguf", MATRICES)
         self.text, self.built_in = path / "some.txt", path / "calibration.txt"
-        self.text.write_text("Some words in a row. " * 100)
-        self.built_in.write_text("The text of the package. " * 100)
+        # long enough for 100 chunks, were each byte a token: the model has no vocabulary
+        self.text.write_text("Some words in a row. " * 3000)
+        self.built_in.write_text("The text of the package. " * 3000)
         self.log, self.out = path / "log", path / "out" / "out.gguf"
         self.out.parent.mkdir()
         self.kept = path / "out" / "small-f16.imatrix.gguf"
@@ -87,7 +88,7 @@ def test_it_runs_by_itself_and_is_used_again(folder):
     assert f"importance  = diagonal, of {folder.kept} (built-in text)" in out
     fields = folder.fields()
     assert (fields["ggml_ext.importance"], fields["ggml_ext.calibration"]) == ("diagonal", "built-in")
-    assert fields["quantize.imatrix.file"] == str(folder.kept) and fields["quantize.imatrix.dataset"] == "calibration.txt"
+    assert fields["quantize.imatrix.file"] == folder.kept.name and fields["quantize.imatrix.dataset"] == "calibration.txt"
     assert (fields["quantize.imatrix.entries_count"], fields["quantize.imatrix.chunks_count"]) == (12, 100)
     # another type, with the same bytes as with the file by --imatrix, but for the metadata
     _, err = folder.run("--importance", "diagonal", type_name="ccq2")
@@ -98,6 +99,24 @@ def test_it_runs_by_itself_and_is_used_again(folder):
     folder.run("--importance", "none", type_name="ccq2")
     assert ours != {t.name: t.data.tobytes() for t in gguf.GGUFReader(folder.out).tensors} and len(folder.runs()) == 1
     assert folder.fields()["ggml_ext.importance"] == "none" and "quantize.imatrix.file" not in folder.fields()
+
+
+def test_equal_runs_in_different_folders_write_the_same_file(folder):
+    """No name of a folder is in it."""
+    written = []
+    for name in ("first", "second"):
+        (out := folder.path / name / "out.gguf").parent.mkdir()
+        folder.out = out
+        folder.run("--importance", "diagonal", "--imatrix-from", folder.text)
+        written.append(out.read_bytes())
+    assert written[0] == written[1] and len(folder.runs()) == 2 and str(folder.path).encode() not in written[0]
+
+
+def test_a_text_has_no_more_chunks_than_bytes_for_them(folder):
+    """Where the model has no vocabulary that could be asked."""
+    folder.text.write_text("Some words in a row. " * 100)
+    _, err = folder.run("--imatrix-from", folder.text)
+    assert folder.runs()[0]["--chunks"] == "4" and " 4 chunks of 512 tokens of some.txt" in err
 
 
 def test_progress(folder):
@@ -301,11 +320,48 @@ def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> 
     (model(4096), 51200, 1.1 * GIB, "block", "need 1.1 GiB at once, 1.1 are there"),  # 4 triangles of 32 MiB beside 1 GiB
     (model(4096), 7 * 4096 - 1, 10 * GIB, "block", "of 4,096 columns need 28,672 tokens"),
     (model(4096, n_weights=1e7), 51200, 10 * GIB, "block", "more than double the time"),
-    (model(4096, factorization=1e15), 51200, 10 * GIB, "block", "take 208 minutes to factorize"),  # 1e15 / (2 * 40e9) s
+    (model(4096, factorization=4.4e12), 51200, 10 * GIB, "full", ""),  # 880 s
+    (model(4096, factorization=4.6e12), 51200, 10 * GIB, "block", "take 15 minutes to factorize"),
 ])
-def test_choice_of_importance(given, n_tokens, memory, kind, why):
-    found = choose_importance(given, n_tokens, memory, 2)
+@pytest.mark.parametrize("n_threads", [1, 2, 64])
+def test_choice_of_importance(given, n_tokens, memory, kind, why, n_threads):
+    """The number of threads does not matter: one factorizes a matrix, for which the others wait."""
+    found = choose_importance(given, n_tokens, memory, n_threads, 0)
     assert found[0] == kind and why in found[1]
+
+
+@pytest.mark.parametrize(("given", "memory", "n_threads", "kind", "why"), [
+    (model(4096, factorization=1e12), 10 * GIB, 2, "full", ""),  # 200 s each: 5 types by two threads, the sensitivities, OUT
+    (model(4096, factorization=1e12), 10 * GIB, 1, "block", "take 23 minutes to factorize"),
+    (model(4096, factorization=2e12), 10 * GIB, 64, "full", ""),
+    (model(4096, factorization=2e12), 10 * GIB, 8, "block", "take 18 minutes to factorize"),
+    # 160 MiB for each thread, where model and moments take 1.1 GiB
+    (model(4096), 1.2 * GIB, 7, "full", ""),
+    (model(4096), 1.2 * GIB, 8, "block", "need 1.2 GiB at once, 1.2 are there"),
+])
+def test_choice_of_importance_for_a_target(given, memory, n_threads, kind, why):
+    """Errors of five types are measured, by each thread on a tensor of its own."""
+    found = choose_importance(given, 51200, memory, n_threads, 5)
+    assert found[0] == kind and why in found[1]
+
+
+def test_the_types_of_a_target_count(folder, monkeypatch):
+    """Those of ours, which have metrics."""
+    found = []
+    monkeypatch.setattr(_calibration, "choose_importance", lambda *args: found.append(args[3:]) or ("block", ""))
+    for flags in (["--type", "itq3_t"], ["--target-bpw", "3"], ["--target-bpw", "3", "--target-types", "itq2_t,q4_k,ditto5"]):
+        assert program.main([str(folder.model), "--dry-run", "--threads", "2", *flags]) == 0
+    assert found == [(2, 0), (2, 5), (2, 2)]
+
+
+def test_whole_matrices_that_are_asked_for_may_take_more_memory(folder, monkeypatch, lib):
+    """A line says so: the moments fit in passes, factorizing does not."""
+    Spy(monkeypatch, lib)
+    monkeypatch.setattr(Model, "factorization_bytes", lambda self, n_threads, n_types: 7 * GIB)
+    flags = ["--importance", "full", "--memory", "2"]
+    _, err = folder.run(*flags, type_name="itq3_t")
+    assert "note: factorizing whole matrices takes 7.0 GiB, 2.0 GiB may be used" in err and "--importance block" in err
+    monkeypatch.undo()
 
 
 def test_what_a_model_costs(tmp_path):
@@ -320,6 +376,26 @@ def test_what_a_model_costs(tmp_path):
     assert found.moments_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
     assert found.moments_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
     assert found.moments_bytes("diagonal") == 4 * (256 + 4 * 320)
+
+
+@pytest.mark.parametrize(("group", "n_gib"), [
+    ({}, 50),
+    ({"memory.max": "max", "memory.current": GIB}, 50),
+    ({"memory.max": 16 * GIB, "memory.current": 15 * GIB}, 1),
+    ({"memory.max": 16 * GIB}, 50),
+    # a model of 14 GiB was read: its pages are dropped where memory is asked for
+    ({"memory.max": 16 * GIB, "memory.current": 15 * GIB, "memory.stat": f"anon 5\ninactive_file {14 * GIB}\nactive_file 3\n"}, 15),
+    ({"memory.max": 16 * GIB, "memory.current": 17 * GIB, "memory.stat": "anon 5\n"}, 0),
+    ({"memory.max": 999 * GIB, "memory.current": GIB, "memory.stat": "inactive_file 0\n"}, 50),
+])
+def test_available_memory(tmp_path, group, n_gib):
+    """Of the machine, and of the control group, in which the page cache counts as used."""
+    for folder in ("proc", "sys/fs/cgroup"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable:   {50 << 20} kB\nCached: 7 kB\n")
+    for name, content in group.items():
+        (tmp_path / "sys" / "fs" / "cgroup" / name).write_text(f"{content}\n")
+    assert available_memory(tmp_path) == n_gib * GIB
 
 
 def test_records_are_read_with_care(tmp_path):

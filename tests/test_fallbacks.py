@@ -33,7 +33,7 @@ TENSORS = {
     "blk.1.attn_v.weight": gaussian(8, 100),
     "blk.0.attn_norm.weight": gaussian(320),
 }
-IN_64 = "4 tensors in 2 classes, rows of 320: itq3_t64 (3.25 bpw) in place of itq3_t: ffn_up, attn_q"
+IN_64 = "4 tensors in 2 classes, rows of 320: itq3_t64 (3.25 bpw) in place of itq3_t: ffn_up, attn_q in layers 0-1"
 NEEDS = "which needs a multiple of 256 (as itq3_t64 of 64)"
 GROUPED = f"2 tensors in 1 class, rows of 96: iq4_nl instead of itq3_t, {NEEDS}: blk.0.attn_k.weight, blk.1.attn_k.weight"
 SINGLE = f"tensor blk.1.attn_v.weight, rows of 100: f16 instead of itq3_t, {NEEDS}"
@@ -232,8 +232,22 @@ def test_summary_alone(lib, source, tmp_path):
 def test_of_many_classes_some_are_listed():
     names = [f"blk.{i}.part{k}.weight" for i in range(2) for k in range(12)]
     assert _names.describe_tensors(names, " x") == (
-        "24 tensors in 12 classes x: part0, part1, part2, part3, part4, part5, part6, part7 and 4 more"
+        "24 tensors in 12 classes x: part0, part1, part2, part3, part4, part5, part6, part7 and 4 more in layers 0-1"
     )
+
+
+@pytest.mark.parametrize(("layers", "said"), [
+    ({"attn_q": [1], "attn_k": [1], "ffn_up": [1]}, "attn_q, attn_k, ffn_up in layer 1"),
+    ({"attn_q": [0, 1, 2, 7, 9, 10]}, "attn_q in layers 0-2, 7, 9-10"),
+    ({"attn_q": [3, 4, 5], "ffn_down": [5], "attn_k": [3, 4, 5]}, "attn_q, attn_k in layers 3-5; ffn_down in layer 5"),
+    ({"attn_q": range(0, 40, 2)}, "attn_q in layers 0, 2, 4, 6, 8, 10 and 14 more"),
+    ({f"part{i}": [i] for i in range(6)}, "part0 in layer 0; part1 in layer 1; part2 in layer 2; part3 in layer 3 and 2 classes more"),
+])
+def test_layers_of_classes_are_listed(layers, said):
+    names = [f"blk.{i}.{name}.weight" for name, of_class in layers.items() for i in of_class]
+    assert _names.list_tensors(names) == said
+    assert _names.list_tensors(["output.weight", *names]) == (f"output; {said}" if "more" not in said or len(layers) == 1 else
+                                                             "output; part0 in layer 0; part1 in layer 1; part2 in layer 2 and 3 classes more")
 
 
 def wide_source(folder):

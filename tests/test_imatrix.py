@@ -73,10 +73,11 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, type_name):
     quantize(model, tmp_path / "ours.gguf", "--type", type_name, *flags)
     assert_same_tensors(tmp_path / "ours.gguf", theirs)
     ours, expected = (gguf.GGUFReader(p).fields for p in (tmp_path / "ours.gguf", theirs))
+    names = {"quantize.imatrix.file": "im.gguf", "quantize.imatrix.dataset": "text.txt"}  # llama-quantize writes paths
     for key in ("file", "dataset", "entries_count", "chunks_count"):
         key = f"quantize.imatrix.{key}"
-        if key.endswith(".file"):  # llama-quantize cuts it after 127 bytes
-            assert ours[key].contents() == str(tmp_path / "im.gguf") and ours[key].contents()[:127] == expected[key].contents()
+        if key in names:
+            assert ours[key].contents() == names[key] and ours[key].types == expected[key].types
         else:
             assert (ours[key].types, ours[key].contents()) == (expected[key].types, expected[key].contents()), key
     # the matrix has an effect
@@ -84,6 +85,14 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, type_name):
     quantize(model, tmp_path / "plain.gguf", "--type", type_name, *plain)
     changed = differing(tmp_path / "ours.gguf", tmp_path / "plain.gguf")
     assert {"token_embd.weight", "blk.1.attn_v.weight", "blk.1.attn_q.weight", "blk.1.ffn_up.weight"} <= changed
+
+
+@pytest.mark.parametrize("dataset", ["/home/someone/text.txt", r"C:\Users\someone\text.txt", "text.txt"])
+def test_no_folder_of_the_calibration_is_in_the_output(tmp_path, source, dataset):
+    path = write_imatrix(tmp_path / "im.gguf", GOOD, datasets=(dataset,))
+    quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert [fields[f"quantize.imatrix.{key}"].contents() for key in ("file", "dataset")] == ["im.gguf", "text.txt"]
 
 
 def test_a_file_of_llama_imatrix(model, lib, tmp_path):
@@ -245,6 +254,15 @@ def test_partly_matching_files_are_warned_about(tmp_path, source):
     first, second = result.stderr.splitlines()
     assert f"no importances for 2 of 3 tensors, which are quantized without: {UP}, {EXPERTS}" in first
     assert "importances for 1 tensors that the model lacks, such as blk.9.ffn_up.weight" in second
+
+
+def test_a_layer_without_importances_is_named(tmp_path):
+    """Not the classes of its matrices alone, which other layers have importances for."""
+    names = [f"blk.{i}.{name}.weight" for i in range(2) for name in ("attn_q", "attn_k", "ffn_up")]
+    source = write_gguf(tmp_path / "in.gguf", {name: gaussian(8, 256) for name in names})
+    path = write_imatrix(tmp_path / "im.gguf", {name: GOOD[UP] for name in names[:3]})
+    (line,) = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path).stderr.splitlines()
+    assert line.endswith("no importances for 3 of 6 tensors, which are quantized without: attn_q, attn_k, ffn_up in layer 1"), line
 
 
 def test_embeddings_of_another_size_are_quantized_without(tmp_path, lib):

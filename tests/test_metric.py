@@ -1,5 +1,6 @@
 """Second moments in the encoders: the factorization against the form itself, C against numpy byte for byte, what it gains, bad input."""
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from conftest import assert_same_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import BUILD, built
 
 from ggml_ext import TYPES, _lib
 from ggml_ext.quants import SIGNS, reference
@@ -239,3 +241,17 @@ def test_arguments_are_checked(lib):
         lib.quantize(itq2_t, x, metric=metric)
     with pytest.raises(ValueError):
         lib.quantize(itq3_t, np.ones((1, 512), np.float32), metric=metric)
+
+
+def test_memory_that_runs_out_is_no_damaged_matrix():
+    """Whichever allocation fails: one of the metric itself, or one of the three of each of its matrices."""
+    ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    driver = ctypes.CDLL(str(built(BUILD, "libggml-ext-metric.so")))
+    moments = triangles(correlated(768, 2000), False)
+    of_metric, of_matrices = 5, 3 * 3
+    found = [
+        driver.metric_driver_status(n, int(TYPES["itq2_t"].id), ctypes.c_int64(768), moments.ctypes.data_as(ctypes.c_void_p))
+        for n in range(of_metric + of_matrices + 2)
+    ]
+    no_memory, ok = 2, 0  # of enum ggml_ext_metric_status
+    assert found == [no_memory] * (of_metric + of_matrices) + [ok, ok]

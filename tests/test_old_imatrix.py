@@ -56,7 +56,7 @@ def test_same_tensors_and_keys_as_llama_quantize(lib, source, tmp_path, end):
     assert_same_tensors(tmp_path / "ours.gguf", theirs)
     ours, expected = ({k: v.contents() for k, v in gguf.GGUFReader(p).fields.items() if k.startswith("quantize.imatrix.")}
                       for p in (tmp_path / "ours.gguf", theirs))
-    assert ours.pop("quantize.imatrix.file")[:127] == expected.pop("quantize.imatrix.file") and ours == expected
+    assert ours == expected | {"quantize.imatrix.file": path.name}  # there a path
     quantize(source, tmp_path / "plain.gguf", "--type", "ditto3")
     assert differing(tmp_path / "ours.gguf", tmp_path / "plain.gguf") == {EXPERTS, UP, DOWN}
 

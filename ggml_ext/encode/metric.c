@@ -351,25 +351,22 @@ GGML_EXT_WEIGHT_TYPES(X)
         !(damping > 0) || !(damping <= FLT_MAX)) {
         return NULL;
     }
-    *status = GGML_EXT_METRIC_NO_MEMORY;
     const int64_t columns = matrix_columns(n_per_row, whole);
     struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment, block_size, true);
+    *status = m ? GGML_EXT_METRIC_OK : GGML_EXT_METRIC_NO_MEMORY;
     for (int64_t first = 0; m && first < n_per_row; first += columns) {
         struct matrix x;
-        bool good = matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns);
-        if (good) {
-            good = load_moments(&x, moments, (double) damping, block_size, rotated) && factorize(m, &x, first);
+        if (!matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns)) {
+            *status = GGML_EXT_METRIC_NO_MEMORY;
+        } else if (!load_moments(&x, moments, (double) damping, block_size, rotated) || !factorize(m, &x, first)) {
             *status = GGML_EXT_METRIC_NOT_POSITIVE;
         }
         matrix_free(&x);
         moments += x.n*(x.n + 1)/2;
-        if (!good) {
+        if (*status != GGML_EXT_METRIC_OK) {
             ggml_ext_metric_free(m);
             return NULL;
         }
-    }
-    if (m) {
-        *status = GGML_EXT_METRIC_OK;
     }
     return m;
 }

@@ -7,6 +7,7 @@ Whole matrices that do not fit into memory at once are collected in passes over 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import hashlib
 import json
@@ -27,10 +28,13 @@ from ._moments import ENOUGH_TOKENS, packed_size
 from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
+from ._target import parse_target
+from ._text_file import FLAG, check_text, count_tokens
 from ._tools import find_tool
 from ._writer import MIB
 
 N_CONTEXT = 512  # tokens a chunk
+MIN_TOKENS = 2 * N_CONTEXT  # that llama-imatrix takes
 DEFAULT_CHUNKS = 100
 TEXT = Path(__file__).parent / "data" / "calibration.txt"
 GIB = 1024 * MIB
@@ -41,6 +45,10 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 # factorization of whole matrices may take.
 FLOPS_A_THREAD = 40e9
 MAX_FACTORIZATION_SECONDS = 900
+# n^3/3 a second of encode/metric.c, in double precision: 5.3e9 to 9.1e9 measured on a core of a Zen 4 EPYC, n from 576 to 7168.
+FACTORIZATION_RATE = 5e9
+# Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and half of it in single precision.
+FACTORIZATION_BYTES = 10
 # Matrices that are multiplied with the same input, by the one that stands for them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
 OPTIONS = ("imatrix", "imatrix_from", "importance", "no_calibration", "calibration_chunks", "memory")
@@ -118,7 +126,7 @@ class Model:
     n_bytes: int
     inputs: tuple[Input, ...]
     n_weights_used: int  # by a token, in matrix products
-    factorization: float  # operations for whole matrices, once for each weight matrix
+    factorization: float  # n^3/3 of whole matrices, once for each weight matrix
 
     @classmethod
     def read(cls, file: GGUFFile) -> Model:
@@ -142,6 +150,11 @@ class Model:
     def layers(self) -> list[int]:
         return sorted({i.layer for i in self.inputs})
 
+    @property
+    def widest(self) -> int:
+        """Columns of the widest input."""
+        return max(i.n_columns for i in self.inputs)
+
     def moments_bytes(self, kind: str, layers: list[int] | None = None) -> int:
         return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
 
@@ -150,22 +163,33 @@ class Model:
         flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
         return flops * n_tokens / (FLOPS_A_THREAD * n_threads)
 
+    def factorization_seconds(self, n_threads: int, n_types: int) -> float:
+        """Rough time, at most. One thread factorizes a matrix, and the others wait for it: once for OUT.
 
-def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int) -> tuple[str, str]:
-    """"full" or "block", and for the latter why not full.
+        n_types: with a target, those of its types that take moments. There each thread measures errors on a matrix of its own, with a
+        factorization for each type; measuring what errors cost takes one more, for which all wait again.
+        """
+        return self.factorization / FACTORIZATION_RATE * (2 + n_types / n_threads if n_types else 1)
 
-    Full where the moments of all layers fit into memory beside the model; where the text has 7 tokens for each column of the
-    widest input, below which whole matrices do not surely win on other text; where collecting them at most doubles the time
-    of running the model; and where factorizing them stays within 15 minutes.
+    def factorization_bytes(self, n_threads: int, n_types: int) -> int:
+        """Of memory, at most: for the widest matrix, with a target for one in each thread."""
+        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_types else 1)
+
+
+def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int, n_types: int) -> tuple[str, str]:
+    """"full" or "block", and for the latter why not full. n_types: as in Model.factorization_seconds().
+
+    Full where the moments of all layers fit into memory beside the model, and after that what factorizing them takes; where the text
+    has 7 tokens for each column of the widest input, below which whole matrices do not surely win on other text; where collecting
+    them at most doubles the time of running the model; and where factorizing them stays within 15 minutes.
     """
-    widest = max(i.n_columns for i in model.inputs)
-    needed = model.n_bytes + model.moments_bytes("full")
+    needed = max(model.n_bytes + model.moments_bytes("full"), model.factorization_bytes(n_threads, n_types))
     collecting = sum(i.flops("full") for i in model.inputs)
-    factorization = model.factorization / (FLOPS_A_THREAD * n_threads)
+    factorization = model.factorization_seconds(n_threads, n_types)
     if needed > memory:
         return "block", f"whole matrices need {needed / GIB:.1f} GiB at once, {memory / GIB:.1f} are there"
-    if n_tokens < ENOUGH_TOKENS * widest:
-        return "block", f"whole matrices of {widest:,} columns need {ENOUGH_TOKENS * widest:,} tokens"
+    if n_tokens < ENOUGH_TOKENS * model.widest:
+        return "block", f"whole matrices of {model.widest:,} columns need {ENOUGH_TOKENS * model.widest:,} tokens"
     if collecting > 2.0 * model.n_weights_used:
         return "block", "whole matrices would more than double the time of calibration"
     if factorization > MAX_FACTORIZATION_SECONDS:
@@ -173,20 +197,25 @@ def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int
     return "full", ""
 
 
-def available_memory() -> int:
-    """Bytes that can be taken without swapping, of the machine and of the control group, as far as they tell."""
-    found = []
-    try:
-        with open("/proc/meminfo") as f:
-            found += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without swapping, of the machine and of the control group, as far as the files under root tell."""
+    found = [1024 * kib for kib in _numbers(root / "proc" / "meminfo", "MemAvailable:")]
+    group = root / "sys" / "fs" / "cgroup"
+    with contextlib.suppress(OSError):
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        found += [int(limit) - int(used)] if limit.isdigit() else []
-    except OSError:
-        pass
+        # pages of files count as used; those that nobody reads any more are dropped when memory is asked for
+        dropped = sum(_numbers(group / "memory.stat", "inactive_file"))
+        found += [int(limit) - int(used) + dropped] if limit.isdigit() else []
     if not found and hasattr(os, "sysconf"):
         found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     return max(min(found, default=8 * GIB), 0)
+
+
+def _numbers(path: Path, key: str) -> list[int]:
+    """What stands after a key at the begin of a line; nothing without such a line or file."""
+    with contextlib.suppress(OSError):
+        return [int(words[1]) for words in map(str.split, path.read_text().splitlines()) if words and words[0] == key]
+    return []
 
 
 def split_layers(model: Model, layers: list[int], memory: float) -> list[list[int]]:
@@ -237,6 +266,7 @@ class Calibration:
     text_name: str
     kind: str
     n_chunks: int
+    text_chunks: int  # that the text has, if they are no more than n_chunks; else more than those
     n_threads: int
     memory: float
     program: Path
@@ -259,7 +289,7 @@ class Calibration:
         """What an earlier run left in the folder, if it serves."""
         there = replace(self, folder=folder)
         record = Record.read(kept := there.kept(None))
-        serves = record is not None and record.layers is None and record.serves(there.made_from(), self.kind)
+        serves = record is not None and record.layers is None and record.serves(there, there.made_from())
         return open_importance([kept], self.kind, self.text_name) if serves else None
 
     def memory_needed(self, layers: list[int] | None = None) -> int:
@@ -293,12 +323,16 @@ class Record:
         """The record of a kept file; None if there is none, or if the file is another one than it describes."""
         try:
             record = cls(**json.loads(record_path(kept).read_text()))
-            return record if record.result == fingerprint(kept) else None
+            return record if record.result == fingerprint(kept) and isinstance(record.made_from, dict) else None
         except (OSError, ValueError, TypeError):
             return None
 
-    def serves(self, made_from: dict, kind: str) -> bool:
-        return self.made_from == made_from and KINDS.index(self.kind) >= KINDS.index(kind)
+    def serves(self, run: Calibration, made_from: dict) -> bool:
+        """made_from: what the run's made_from() gave. A record may hold more chunks than the text has: the result is of all."""
+        theirs = dict(self.made_from)
+        if isinstance(theirs.get("chunks"), int):
+            theirs["chunks"] = min(theirs["chunks"], run.text_chunks)
+        return theirs == made_from and KINDS.index(self.kind) >= KINDS.index(run.kind)
 
 
 def record_path(kept: Path) -> Path:
@@ -321,7 +355,7 @@ def _calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> 
     made_from = run.made_from()
     kept = run.kept(None)
     record = Record.read(kept)
-    if record and record.layers is None and record.serves(made_from, run.kind):
+    if record and record.layers is None and record.serves(run, made_from):
         say(f"{kept} is of this model and text: used again")
         return [kept]
     if kept.exists() and record is None:
@@ -353,7 +387,7 @@ def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list
     found, left = [], run.model.layers
     for path in sorted(run.folder.glob(f"{glob.escape(run.kept(None).stem)}.layers-*.gguf")):
         record = Record.read(path)
-        if record and record.layers and record.serves(made_from, run.kind):
+        if record and record.layers and record.serves(run, made_from):
             found.append(path)
             left = [n for n in left if not record.layers[0] <= n <= record.layers[-1]]
     return found, left
@@ -380,7 +414,7 @@ def collect(
         with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder, locked_folder(Path(folder)):
             result = Path(folder).resolve() / "imatrix.gguf"
             # the text by its name alone: the file records it
-            run_program([*map(str, command), "-o", str(result)], run.text.resolve().parent, run, title, say, show_bar)
+            run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, say, show_bar)
             if not result.is_file():
                 raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
             record = Record(made_from, run.kind, layers, fingerprint(result))
@@ -452,32 +486,50 @@ def prepare(
             raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
         warn(f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some")
         return Importance()
-    check_text(text)
+    n_bytes = check_text(text)
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
-    n_chunks = args.calibration_chunks or DEFAULT_CHUNKS
+    n_asked = args.calibration_chunks or DEFAULT_CHUNKS
+    text_chunks = count_chunks(file, text, n_bytes, n_asked)
+    n_chunks = min(n_asked, text_chunks)
     memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
+    target = parse_target(args)
+    n_types = sum(map(uses_metric, target.types)) if target else 0
     kind = args.importance
     if kind is None and not any(map(uses_metric, uses)):
         kind = "diagonal"
     elif kind is None:
-        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads)
+        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads, n_types)
         if why:
             say(f"second moments of blocks: {why}; --importance full asks for more")
-    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, n_threads, memory, program)
+    elif kind == "full" and (needed := model.factorization_bytes(n_threads, n_types)) > memory:
+        fewer = ", fewer --threads" if n_types else ""
+        say(
+            f"factorizing whole matrices takes {needed / GIB:.1f} GiB, {memory / GIB:.1f} GiB may be used: this may be slow, or fail; "
+            f"--importance block{fewer} takes less"
+        )
+    # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
+    text = Path(os.path.realpath(text))
+    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, text_chunks, n_threads, memory, program)
     if folder is None:
         return run
     return open_importance(calibrate(run, say, show_bar), kind, text_name)
 
 
-def check_text(text: Path) -> None:
-    """UserError for a text that cannot be read or is surely too short: a token has at most some 16 bytes, two chunks are needed."""
-    try:
-        n_bytes = len(text.read_bytes().strip())
-    except OSError as e:
-        raise UserError(f"--imatrix-from: cannot read {text}: {e.strerror}") from e
-    if n_bytes < 2 * N_CONTEXT:
-        raise UserError(
-            f"--imatrix-from: {text} has {n_bytes:,} bytes: {2 * N_CONTEXT:,} tokens are needed at the least; pass a text of some 100 kB"
-        )
+def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:
+    """Chunks that the model's vocabulary makes of a text of n_bytes, as llama-imatrix counts them; of a long text more than n_asked,
+    and not all. UserError if they are too few.
+
+    Where the vocabulary cannot be asked, as many as there would be if each byte were a token.
+    """
+    if n_bytes < MIN_TOKENS:
+        raise _too_short(text, f"{n_bytes:,} bytes")
+    n_tokens = count_tokens(file.path, text, (n_asked + 1) * N_CONTEXT)
+    if n_tokens is not None and n_tokens < MIN_TOKENS:
+        raise _too_short(text, f"{n_tokens:,} tokens")
+    return (n_bytes if n_tokens is None else n_tokens) // N_CONTEXT
+
+
+def _too_short(text: Path, found: str) -> UserError:
+    return UserError(f"{FLAG}: {text} has {found}: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB")

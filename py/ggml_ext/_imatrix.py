@@ -6,7 +6,7 @@ the old format, which knows no tokens of experts, save_imatrix_legacy() of tools
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -183,10 +183,12 @@ class ImportanceMatrix:
         return out
 
     def metadata(self) -> list[KeyValue]:
-        """The keys that llama-quantize writes about the importance matrix in use."""
-        out = [string_value("quantize.imatrix.file", str(self.path))]
+        """The keys that llama-quantize writes about the importance matrix in use: of files the names alone, as folders are nobody
+        else's business and differ between runs that are equal."""
+        out = [string_value("quantize.imatrix.file", self.path.name)]
         if self._datasets:
-            out.append(string_value("quantize.imatrix.dataset", self._datasets[0]))
+            # written on any system: this takes both kinds of slashes
+            out.append(string_value("quantize.imatrix.dataset", PureWindowsPath(self._datasets[0]).name))
         out.append(uint32_value("quantize.imatrix.entries_count", len(self)))
         if isinstance(self._n_chunks, int) and self._n_chunks > 0:
             out.append(uint32_value("quantize.imatrix.chunks_count", self._n_chunks))

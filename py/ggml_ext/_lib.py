@@ -365,11 +365,16 @@ def load() -> Library | None:
     return Library(found[0]) if found else None
 
 
+def llama_path() -> Path | None:
+    """The libllama beside load()'s library; None where there is none."""
+    return next(iter(_find("llama")), None)
+
+
 @functools.cache
 def load_rules() -> Rules | None:
-    """The rules of the libllama beside load()'s library; None where there is none. Errors are those of Rules()."""
-    found = _find("llama")
-    return Rules(found[0]) if found else None
+    """The rules of llama_path()'s library; None where there is none. Errors are those of Rules()."""
+    path = llama_path()
+    return Rules(path) if path else None
 
 
 def upstream_versions() -> tuple[str, str]:

@@ -27,16 +27,18 @@ from ._encode import Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, row_bytes
 from ._importance import Importance
-from ._names import tensor_class
+from ._names import layer_of, tensor_class
 from ._output import locked_folder, remove_leftovers
 from ._plan import fit_to_row
 from ._process import run_logged
+from ._text_file import read_end
 from ._writer import MIB, map_in_order, row_chunks
 
 T = GGMLQuantizationType
 PROBE = T.ITQ2_T  # what the parts are stored in: its errors are large enough to be measured well, and not yet the ruin of the model
 N_CHUNKS = 8  # of N_CONTEXT tokens, the second half of each counts: 2,048 tokens give the mean KL divergence to some 3 %
 TEXT_BYTES = N_CHUNKS * N_CONTEXT * 8  # from the end of the text, which calibration reads from its beginning; a token has some 4
+INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # of UTF-8, all bytes but the first
 FEW_LAYERS = 8  # up to which each is a part of its own
 ROUNDS = 100  # of fitting factors of classes and of layers in turn; it converges within a few
 LEAST_COST = 1e-7  # of a part: what is lost in the 16 bits of the logits may be measured as nothing, or as less
@@ -68,11 +70,6 @@ class Part:
 def class_name(name: str) -> str:
     """"attn_q" of blk.3.attn_q.weight, "ffn_down" of its experts too."""
     return re.sub(r"_(ch|sh)?exps?$", "", tensor_class(name).removeprefix("blk.*.").removesuffix(".weight"))
-
-
-def layer_of(name: str) -> int | None:
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else None
 
 
 def usual(names: Sequence[str]) -> dict[str, float]:
@@ -111,10 +108,12 @@ def layer_parts(names: Sequence[str]) -> list[Part]:
 
 
 def end_of(text: bytes) -> bytes:
-    """The last TEXT_BYTES, from the beginning of a line where half of them is left then."""
+    """The last TEXT_BYTES, from the beginning of a line where half of them is left then, else of a character."""
+    if len(text) <= TEXT_BYTES:
+        return text
     end = text[-TEXT_BYTES:]
-    whole_lines = end.partition(b"\n")[2] if len(text) > TEXT_BYTES else end
-    return whole_lines if 2 * len(whole_lines) > len(end) else end
+    whole_lines = end.partition(b"\n")[2]
+    return whole_lines if 2 * len(whole_lines) > len(end) else end.lstrip(INSIDE_CHARACTERS)
 
 
 def fit(
@@ -191,7 +190,7 @@ class Probe:
 
     def _run(self, folder: Path, show_bar: bool) -> tuple[dict[str, float], list[tuple[Part, float]]]:
         text, logits = folder / "text.txt", folder / "logits.bin"
-        text.write_bytes(end_of(self.text.read_bytes()))
+        text.write_bytes(end_of(read_end(self.text, TEXT_BYTES + 1)))
         copies = [folder / part.path.name for part in self.file.parts]
         for part, copy in zip(self.file.parts, copies, strict=True):
             shutil.copyfile(part.path, copy)
