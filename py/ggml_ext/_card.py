@@ -189,7 +189,7 @@ def recorded_importance(file: GGUFFile) -> str | None:
 # what changes nothing in the file, and what is nobody else's business
 NOT_SHOWN = {
     "input", "output", "threads", "force", "progress", "summary", "quiet", "log_format", "report", "verify", "dry_run",
-    "model_card", "hf_token", "keep_gguf", "memory", "encoder",
+    "model_card", "hf_token", "keep_gguf", "memory", "encoder", "debug",
 }
 
 
