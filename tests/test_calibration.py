@@ -101,6 +101,16 @@ def test_it_runs_by_itself_and_is_used_again(folder):
     assert folder.fields()["ggml_ext.importance"] == "none" and "quantize.imatrix.file" not in folder.fields()
 
 
+def test_a_text_whose_name_begins_with_a_dash(folder, monkeypatch):
+    """llama-imatrix would take the name for an option; what it records names no folder of the machine."""
+    text = folder.text.rename(folder.path / "-text.txt")
+    monkeypatch.chdir(folder.path)
+    for given in (text, text.name):
+        _, err = folder.run(f"--imatrix-from={given}")
+        assert folder.runs()[0]["-f"] == folder.fields()["quantize.imatrix.dataset"] == "./-text.txt"
+        assert folder.fields()["ggml_ext.calibration"] == "-text.txt"
+
+
 def test_progress(folder):
     _, err = folder.run("--progress")
     assert "calibration: 100%" in err and "100/100" in err and "chunk/s" in err

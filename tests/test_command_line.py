@@ -1,4 +1,4 @@
-"""What all commands share: tracebacks on request."""
+"""What all commands share: tracebacks on request, names of files as the system allows them."""
 
 from __future__ import annotations
 
@@ -74,3 +74,44 @@ def test_errors_of_the_user_have_a_traceback_where_another_error_is_behind(sourc
         assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: one line"
         assert ("FileNotFoundError" in done.stderr) == is_shown and (done.stderr.count("\n") > 1) == is_shown
         assert run_main(inspect.main, source).stderr == "error: one line\n"
+
+
+@pytest.mark.parametrize("order", [
+    ["--type", "itq3_s", "--", "-in.gguf", "-out.gguf"],
+    ["./-in.gguf", "--type", "itq3_s", "--", "-out.gguf"],
+    ["--type", "itq3_s", "./-in.gguf", "--", "-out.gguf"],
+    ["--", "-in.gguf", "-out.gguf", "--type", "itq3_s"],
+], ids=["last", "OUT last", "beside IN", "options too"])
+def test_names_that_begin_with_a_dash(source, monkeypatch, order):
+    monkeypatch.chdir(source.parent)
+    source.rename("-in.gguf")
+    done = run_main(quantize.main, "--importance", "none", *order)
+    if order[-1] == "itq3_s":  # all after -- are names
+        assert done.returncode == 1 and "unrecognized arguments: " in done.stderr and "itq3_s" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in source.parent.iterdir()) == ["-in.gguf", "-out.gguf"]
+    done = run_main(export.main, "--type", "q8_0", "--", "-out.gguf", "-stock.gguf")
+    assert done.returncode == 0 and source.with_name("-stock.gguf").exists(), done.stderr
+    for args in (["--", "-out.gguf"], ["--against", "./-in.gguf", "--", "-out.gguf"]):
+        done = run_main(inspect.main, *args)
+        assert done.returncode == 0 and "itq3_s" in done.stdout, done.stderr
+    for args in (["--", "-out.gguf"], ["--json", "--", "-out.gguf"]):
+        done = run_main(dump.main, *args)
+        assert done.returncode == 0 and "ITQ3_S" in done.stdout, done.stderr
+    assert json.loads(done.stdout)["filename"] == "-out.gguf"
+
+
+def test_what_a_card_says_of_names_that_begin_with_a_dash(source, monkeypatch):
+    """Its commands are to be copied."""
+    monkeypatch.chdir(source.parent)
+    source.rename("-in.gguf")
+    done = run_main(quantize.main, "--type", "itq3_s", "--importance", "none", "--model-card", "card.md", "--", "-in.gguf", "-out.gguf")
+    assert done.returncode == 0, done.stderr
+    card = source.with_name("card.md").read_text()
+    assert "llama-server -m ./-out.gguf" in card and "ggml_ext.quantize ./-in.gguf ./-out.gguf --type itq3_s" in card
+
+
+def test_an_option_still_needs_its_value(source):
+    done = run_main(quantize.main, source, "--type", "--", "-out.gguf")
+    assert done.returncode == 1 and "--type: expected one argument" in done.stderr

@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
 from . import __version__, _lib
 from ._errors import UserError
+from ._text import as_argument
 from ._writer import Stopped, stop_on_signals
 
 
@@ -22,10 +24,27 @@ DEBUG_VARIABLE = "GGML_EXT_DEBUG"
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad command lines end like all bad input: one line and exit code 1."""
+    """Bad command lines end like all bad input: one line and exit code 1. Names of files after -- may begin with a dash."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        return super().parse_known_args(self._protected(args), namespace)
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        return super().parse_known_intermixed_args(self._protected(args), namespace)
+
+    def _protected(self, args: Sequence[str] | None) -> list[str]:
+        """The words, with ./ before names after -- that begin with a dash. Path() takes it away again.
+
+        Up to Python 3.12 parse_intermixed_args() parses twice, and the -- is lost before the second time.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if "--" in words and all(action.type is Path for action in self._get_positional_actions()):
+            first = words.index("--") + 1
+            words[first:] = map(as_argument, words[first:])
+        return words
 
 
 class _Version(argparse.Action):

@@ -32,7 +32,8 @@ def run(argv: list[str], args: argparse.Namespace) -> None:
             GGUFFile(args.file)
         except BigEndianFile:
             pass  # which gguf reads
-    command = [PROGRAM, *([] if args.file is None else [str(args.file)]), *others]
+    name = [] if args.file is None else [str(args.file)]
+    command = [PROGRAM, *others, "--", *name] if name and name[0].startswith("-") else [PROGRAM, *name, *others]
     bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
     with bad_command_line, mock.patch.object(sys, "argv", command), writing_to_stdout(WAY_OUT):
         gguf_dump.logger.setLevel(logging.WARNING)  # or it tells on stderr which file it loads
