@@ -44,3 +44,14 @@ def test_the_programs_take_no_threads_of_blas(blas, lib, tmp_path, monkeypatch, 
 def test_the_number_is_set_again_after_an_error(blas, tmp_path, capsys):
     assert quantize.main([str(tmp_path / "missing.gguf"), str(tmp_path / "out.gguf"), "--type", "itq3_s"]) == 1
     assert "missing.gguf" in capsys.readouterr().err and blas[0]() == 2
+
+
+def test_programs_side_by_side(blas):
+    """In threads of one process: the number is set again when the last has ended, whichever that is."""
+    first, second = _blas.one_blas_thread(), _blas.one_blas_thread()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert blas[0]() == 1
+    second.__exit__(None, None, None)
+    assert blas[0]() == 2

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,11 +20,11 @@ from conftest import ROOT, gaussian, quantize, run_quantize, tool, write_gguf
 from test_bad_input import check_error, files
 from test_moments_file import Spy
 
-from ggml_ext import _calibration, _output, _process
+from ggml_ext import _calibration, _output, _process, export, inspect
 from ggml_ext import quantize as program
 from ggml_ext._calibration import GIB, Input, Model, Record, available_memory, choose_importance
 from ggml_ext._gguf_file import GGUFFile
-from ggml_ext._writer import Stopped, stop_on_signals
+from ggml_ext._writer import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 
 LAYERS = 4
 MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(LAYERS) for name, n in (("gate", 256), ("up", 256), ("down", 512))}
@@ -117,6 +118,16 @@ def test_a_text_has_no_more_chunks_than_bytes_for_them(folder):
     folder.text.write_text("Some words in a row. " * 100)
     _, err = folder.run("--imatrix-from", folder.text)
     assert folder.runs()[0]["--chunks"] == "4" and " 4 chunks of 512 tokens of some.txt" in err
+
+
+def test_a_text_whose_name_begins_with_a_dash(folder, monkeypatch):
+    """llama-imatrix would take the name for an option; what it records names no folder of the machine."""
+    text = folder.text.rename(folder.path / "-text.txt")
+    monkeypatch.chdir(folder.path)
+    for given in (text, text.name):
+        _, err = folder.run(f"--imatrix-from={given}")
+        assert folder.runs()[0]["-f"] == "./-text.txt"
+        assert folder.fields()["quantize.imatrix.dataset"] == folder.fields()["ggml_ext.calibration"] == "-text.txt"
 
 
 def test_progress(folder):
@@ -256,6 +267,50 @@ def test_an_interrupt_while_the_program_starts_ends_it(tmp_path, monkeypatch):
         process, code = started[-1], started[-1].poll()
         process.kill()
         assert code == -signal.SIGTERM and stopped.value.number == signal.SIGTERM
+
+
+def in_a_thread(main, *args) -> int:
+    """Exit code of main() in a thread that is not the main one."""
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(main([*map(str, args)])))
+    thread.start()
+    thread.join(120)
+    return codes[0]
+
+
+def test_the_programs_run_in_any_thread(folder, tmp_path):
+    """With a calibration, which starts a program: the same bytes, and signals stay as they are."""
+    folder.run()
+    stock, in_thread = tmp_path / "stock.gguf", folder.out.with_name("in_thread.gguf")
+    handlers = [signal.getsignal(n) for n in SIGNALS]
+    folder.kept.unlink()
+    assert in_a_thread(program.main, folder.model, in_thread, "--type", "ditto3", "--threads", 2) == 0, folder.capsys.readouterr().err
+    assert len(folder.runs()) == 2 and in_thread.read_bytes() == folder.out.read_bytes()
+    assert in_a_thread(export.main, in_thread, stock, "--type", "q8_0") == 0
+    assert in_a_thread(inspect.main, stock, "--against", in_thread) == 0
+    assert in_a_thread(program.main, folder.model, stock, "--type", "ditto3") == 1  # it exists
+    err = folder.capsys.readouterr().err
+    assert "stock.gguf exists" in err and "unexpected" not in err
+    assert handlers == [signal.getsignal(n) for n in SIGNALS]
+
+
+def test_signals_are_the_main_threads_affair(tmp_path):
+    """What another thread does within these neither takes a signal nor changes what becomes of it."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append("the caller's"))
+
+    def work() -> None:
+        with stop_on_signals(), held_signals():
+            ignore_signals()
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == ["the caller's"]
 
 
 def test_two_calibrations_in_one_folder(folder, monkeypatch):

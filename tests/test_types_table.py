@@ -136,6 +136,30 @@ def test_errors_in_the_table_are_named(tree, old, new, message):
     assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
 
 
+def test_files_of_types_that_are_no_more_are_removed(tree):
+    """CMake takes all of cuda/instances/: an instance of a type that was removed does not compile."""
+    table, left = tree / "ggml_ext/types.toml", tree / "cuda/instances/mmq-test_w.cu"
+    before = table.read_text()
+    append(table, NEW_TYPE)
+    assert generate(tree).returncode == 0 and left.exists()
+    table.write_text(before)
+    result = generate(tree, "--check")
+    assert result.returncode == 1 and "cuda/instances/mmq-test_w.cu" in result.stderr and left.exists()
+    result = generate(tree)
+    assert result.returncode == 0 and "removed cuda/instances/mmq-test_w.cu" in result.stdout
+    assert not left.exists() and (tree / "cuda/instances/mmq-itq3_s.cu").exists()
+    assert generate(tree, "--check").returncode == 0
+
+
+def test_files_of_others_in_the_generated_folder_are_named_and_kept(tree):
+    other = tree / "cuda/instances/mmq-mine.cu"
+    other.write_text("// by hand\n")
+    for args in ((), ("--check",)):
+        result = generate(tree, *args)
+        assert result.returncode == 1 and "cuda/instances/mmq-mine.cu" in result.stderr and "move it away" in result.stderr
+    assert other.read_text() == "// by hand\n"
+
+
 def test_a_new_pin_reaches_the_package(tree):
     pin = tree / PIN
     pin.write_text(pin.read_text().replace('llama_cpp = "', 'llama_cpp = "9.'))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,17 +26,36 @@ def openblas_threads() -> tuple[Callable[[], int], Callable[[int], None]] | None
     return None
 
 
+@dataclass
+class _Held:
+    """Programs of this process that hold the number at one, and what it was before the first of them."""
+
+    lock: threading.Lock
+    n_programs: int = 0
+    before: int = 0
+
+
+_held = _Held(threading.Lock())
+
+
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Within it numpy's products run in the thread that asks for them; the number of before is set again at its end."""
+    """Within it numpy's products run in the thread that asks for them; the number of before is set again at its end, where programs
+    run in several threads at that of the last."""
     found = openblas_threads()
     if found is None:
         yield
         return
     get_number, set_number = found
-    before = get_number()
-    set_number(1)
+    with _held.lock:
+        if not _held.n_programs:
+            _held.before = get_number()
+            set_number(1)
+        _held.n_programs += 1
     try:
         yield
     finally:
-        set_number(before)
+        with _held.lock:
+            _held.n_programs -= 1
+            if not _held.n_programs:
+                set_number(_held.before)

@@ -29,6 +29,7 @@ from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
 from ._target import parse_target
+from ._text import as_argument
 from ._text_file import FLAG, check_text, count_tokens
 from ._tools import find_tool
 from ._writer import MIB
@@ -405,8 +406,8 @@ def collect(
         )
     # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
     # a link is not followed: beside its target there may be no parts of a split model
-    command = [run.program, "-m", os.path.abspath(run.file.path), "-f", run.text.name, "-c", N_CONTEXT, "-b", N_CONTEXT]
-    command += ["--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command = [run.program, "-m", os.path.abspath(run.file.path), "-f", as_argument(run.text.name), "-c", N_CONTEXT]
+    command += ["-b", N_CONTEXT, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:

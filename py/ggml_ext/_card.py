@@ -21,6 +21,7 @@ from ._gguf_file import GGUFFile, bits_per_weight
 from ._importance import BUILT_IN, Importance
 from ._names import tensor_class
 from ._plan import Plan
+from ._text import as_argument
 from ._types import TYPES
 from ._writer import MIB
 
@@ -111,7 +112,7 @@ class Card:
         return " ".join(lines)
 
     def _how_to_run(self) -> str:
-        first = shlex.quote(_line(self.outputs[0].name))
+        first = shlex.quote(_line(as_argument(self.outputs[0].name)))
         needs = (
             "It needs the package ggml-ext, which holds a llama.cpp that knows the types; others refuse the file."
             if self._uses_ours()
@@ -189,16 +190,16 @@ def recorded_importance(file: GGUFFile) -> str | None:
 # what changes nothing in the file, and what is nobody else's business
 NOT_SHOWN = {
     "input", "output", "threads", "force", "progress", "summary", "quiet", "log_format", "report", "verify", "dry_run",
-    "model_card", "hf_token", "keep_gguf", "memory", "encoder",
+    "model_card", "hf_token", "keep_gguf", "memory", "encoder", "debug",
 }
 
 
 def shown_command(module: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """The command that makes such a file, with the names of files alone."""
-    words = ["python", "-m", f"ggml_ext.{module}", *(path.name for path in (args.input, args.output) if path is not None)]
+    words = ["python", "-m", f"ggml_ext.{module}", *(as_argument(path.name) for path in (args.input, args.output) if path is not None)]
     for name, value in vars(args).items():
         if name in NOT_SHOWN or value == parser.get_default(name):
             continue
         for one in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", *([] if one is True else [one.name if isinstance(one, Path) else str(one)])]
+            words += [f"--{name.replace('_', '-')}", *([] if one is True else [as_argument(one.name) if isinstance(one, Path) else str(one)])]
     return shlex.join(words)

@@ -7,21 +7,44 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
 from . import __version__, _lib
 from ._errors import UserError
+from ._text import as_argument
 from ._writer import Stopped, stop_on_signals
 
 
+DEBUG_VARIABLE = "GGML_EXT_DEBUG"
+
+
 class Parser(argparse.ArgumentParser):
-    """Bad command lines end like all bad input: one line and exit code 1."""
+    """Bad command lines end like all bad input: one line and exit code 1. Names of files after -- may begin with a dash."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        return super().parse_known_args(self._protected(args), namespace)
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        return super().parse_known_intermixed_args(self._protected(args), namespace)
+
+    def _protected(self, args: Sequence[str] | None) -> list[str]:
+        """The words, with ./ before names after -- that begin with a dash. Path() takes it away again.
+
+        Up to Python 3.12 parse_intermixed_args() parses twice, and the -- is lost before the second time.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if "--" in words and all(action.type is Path for action in self._get_positional_actions()):
+            first = words.index("--") + 1
+            words[first:] = map(as_argument, words[first:])
+        return words
 
 
 class _Version(argparse.Action):
@@ -33,7 +56,11 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def add_version_option(parser: argparse.ArgumentParser) -> None:
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """What every command has."""
+    parser.add_argument(
+        "--debug", action="store_true", help=f"show where an unexpected error came from, for a report; or set {DEBUG_VARIABLE}=1"
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of ggml-ext and its llama.cpp")
 
 
@@ -69,19 +96,31 @@ def print_text(text: str, way_out: str) -> None:
             tqdm.write(text, file=sys.stdout)
 
 
+def print_error(text: str, trace: str | None) -> None:
+    """The line that a command ends with. trace: a traceback to show above it."""
+    print(f"{trace or ''}error: {text}", file=sys.stderr)
+
+
 def run_command(
-    run: Callable[[], None], stopped: Callable[[], str], way_out: str, show: Callable[[str], None] | None = None
+    run: Callable[[], None],
+    stopped: Callable[[], str],
+    way_out: str,
+    show: Callable[[str, str | None], None] = print_error,
+    args: argparse.Namespace | None = None,
 ) -> int:
     """Exit code of run(): 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it.
 
     stopped: what to say of the output in that case. way_out: what to do if standard output cannot be written. show: prints
-    that line, which does not begin with "error: ". What is left of the work is in the attribute `kept` of an exception.
+    that line, which does not begin with "error: ", and a traceback if there is one. args: where run() puts the command line, for
+    --debug. What is left of the work is in the attribute `kept` of an exception.
     """
+    trace = None
     try:
         with stop_on_signals():
             run()
     except UserError as e:
         error, message, code = e, str(e), 1
+        trace = _trace(e, args) if e.__cause__ is not None else None
     except Stopped as e:
         error, message, code = e, f"interrupted, {stopped()}", 128 + e.number
     except BrokenPipeError as e:
@@ -89,17 +128,25 @@ def run_command(
         error, message, code = e, f"standard output was closed; {way_out}", 1
     except MemoryError as e:
         error, message, code = e, "out of memory; pass a smaller --threads", 1
+        trace = _trace(e, args)
     except Exception as e:  # a bug: still one line
-        error, message, code = e, f"unexpected {type(e).__name__}: {e}; please report it", 1
+        trace = _trace(e, args)
+        switch = f"{DEBUG_VARIABLE}=1" if args is None else "--debug"
+        how = "the traceback above" if trace else f"the traceback that {switch} shows"
+        error, message, code = e, f"unexpected {type(e).__name__}: {e}; please report it with {how}", 1
     else:
         return 0
     if kept := getattr(error, "kept", None):
         message += f"; {kept}"
-    if show is None:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        show(message)
+    show(message, trace)
     return code
+
+
+def _trace(error: BaseException, args: argparse.Namespace | None) -> str | None:
+    """The traceback of an exception and of what caused it, if it is to be shown."""
+    if getattr(args, "debug", False) or os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
+        return "".join(traceback.format_exception(error))
+    return None
 
 
 def run_script(main: Callable[[], None]) -> int:

@@ -29,11 +29,16 @@ class Log:
         if not self.quiet:
             self._tell("note", text)
 
-    def error(self, text: str) -> None:
-        self._tell("error", text)
+    def error(self, text: str, trace: str | None = None) -> None:
+        """trace: the traceback, to stand above the line or in the object."""
+        self._tell("error", text, trace)
 
-    def _tell(self, kind: str, text: str) -> None:
-        tqdm.write(self._object(kind, text=text) if self.is_json else f"{kind}: {text}", file=sys.stderr)
+    def _tell(self, kind: str, text: str, trace: str | None = None) -> None:
+        if self.is_json:
+            line = self._object(kind, text=text, **({} if trace is None else {"traceback": trace}))
+        else:
+            line = f"{trace or ''}{kind}: {text}"
+        tqdm.write(line, file=sys.stderr)
 
     def report(self, text: str) -> None:
         """For people alone."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 
 from . import _calibration, _source, _target
-from ._cli import Parser, add_threads_option, add_version_option, check_threads
+from ._cli import Parser, add_common_options, add_threads_option, check_threads
 from ._encode import EFFORTS
 from ._errors import UserError
 from ._log import FORMATS
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
     add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
     add("-q", "--quiet", action="store_true", help="print errors and warnings only, and nothing about fallbacks")
-    add_version_option(parser)
+    add_common_options(parser)
     return parser
 
 

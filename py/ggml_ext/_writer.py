@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -46,21 +47,30 @@ class Stopped(BaseException):
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
+def takes_signals() -> bool:
+    """False in all threads but the main one: Python lets that one alone set handlers, and they are the business of the program
+    whose thread it is."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def ignore_signals() -> None:
     """Until stop_on_signals() ends."""
-    for n in SIGNALS:
+    for n in SIGNALS if takes_signals() else []:
         signal.signal(n, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Within it SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread; once is enough."""
+    """Within it SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread; once is enough. In another thread they stay as they
+    are."""
 
     def stop(number: int, _frame) -> None:
         ignore_signals()  # cleaning up takes a moment and must not be cut short
         raise Stopped(number)
 
-    previous = {n: signal.signal(n, stop) for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN}
+    # None: a handler that is not Python's, which could not be set again
+    wanted = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)] if takes_signals() else []
+    previous = {n: signal.signal(n, stop) for n in wanted}
     try:
         yield
     finally:
@@ -70,9 +80,9 @@ def stop_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Within it the signals of stop_on_signals() wait for its end. For the main thread."""
+    """Within it the signals of stop_on_signals() wait for its end. In another thread they stay as they are."""
     came: list[int] = []
-    handlers = {n: h for n in SIGNALS if callable(h := signal.getsignal(n))}
+    handlers = {n: h for n in SIGNALS if takes_signals() and callable(h := signal.getsignal(n))}
     for n in handlers:
         signal.signal(n, lambda number, _frame: came.append(number))
     try:

@@ -10,7 +10,7 @@ from unittest import mock
 
 from gguf.scripts import gguf_dump
 
-from ._cli import Parser, add_version_option, run_command, writing_to_stdout
+from ._cli import Parser, add_common_options, run_command, writing_to_stdout
 from ._errors import UserError
 from ._gguf_file import BigEndianFile, GGUFFile
 
@@ -18,19 +18,24 @@ PROGRAM = "ggml-ext-dump"
 WAY_OUT = "pass it to a program that reads it all"
 
 
-def run(argv: list[str]) -> None:
-    """gguf-dump's own program on a file whose header was checked: its reader trusts the counts and sizes in the file."""
+def run(argv: list[str], args: argparse.Namespace) -> None:
+    """gguf-dump's own program on a file whose header was checked: its reader trusts the counts and sizes in the file.
+
+    args: gets what is ours of the command line.
+    """
     parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("file", type=Path, nargs="?")
-    add_version_option(parser)
-    args, _ = parser.parse_known_args(argv)  # the others are gguf-dump's, none of which takes a value
-    if args.file is not None and not {"-h", "--help"} & set(argv):
+    add_common_options(parser)
+    _, others = parser.parse_known_args(argv, args)  # gguf-dump's, none of which takes a value
+    if args.file is not None and not {"-h", "--help"} & set(others):
         try:
             GGUFFile(args.file)
         except BigEndianFile:
             pass  # which gguf reads
+    name = [] if args.file is None else [str(args.file)]
+    command = [PROGRAM, *others, "--", *name] if name and name[0].startswith("-") else [PROGRAM, *name, *others]
     bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
-    with bad_command_line, mock.patch.object(sys, "argv", [PROGRAM, *argv]), writing_to_stdout(WAY_OUT):
+    with bad_command_line, mock.patch.object(sys, "argv", command), writing_to_stdout(WAY_OUT):
         gguf_dump.logger.setLevel(logging.WARNING)  # or it tells on stderr which file it loads
         try:
             gguf_dump.main()
@@ -40,7 +45,10 @@ def run(argv: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see run_command() for the exit code."""
-    return run_command(lambda: run(sys.argv[1:] if argv is None else argv), lambda: "nothing was changed", WAY_OUT)
+    args = argparse.Namespace()
+    return run_command(
+        lambda: run(sys.argv[1:] if argv is None else argv, args), lambda: "nothing was changed", WAY_OUT, args=args
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from . import _calibration, _lib, _source
 from ._accuracy import Accuracy
 from ._blas import one_blas_thread
 from ._card import Card, describe_importance, recorded_importance, shown_command
-from ._cli import Parser, add_threads_option, add_version_option, check_threads, run_command
+from ._cli import Parser, add_common_options, add_threads_option, check_threads, run_command
 from ._conversion import (
     IMPORTANCE_KEYS,
     QUANTIZATION_VERSION,
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
     add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
     add("-q", "--quiet", action="store_true", help="print errors and warnings only, and nothing about fallbacks")
-    add_version_option(parser)
+    add_common_options(parser)
     return parser
 
 
@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         log = Log("text", args.quiet, WAY_OUT)
         run(args, log)
 
-    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT, lambda text: log.error(text))
+    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT, lambda *said: log.error(*said), args)
 
 
 if __name__ == "__main__":

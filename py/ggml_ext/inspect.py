@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from . import _lib, _picture
 from ._accuracy import Accuracy, read_epsilons
 from ._blas import one_blas_thread
-from ._cli import Parser, add_threads_option, add_version_option, check_threads, print_text, run_command
+from ._cli import Parser, add_common_options, add_threads_option, check_threads, print_text, run_command
 from ._encode import Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
     parser.add_argument("-f", "--force", action="store_true", help="replace the file of --picture if it exists")
     add_threads_option(parser)
-    add_version_option(parser)
+    add_common_options(parser)
     return parser
 
 
@@ -387,7 +387,10 @@ def record(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see run_command() for the exit code."""
-    return run_command(lambda: run(build_parser().parse_args(argv)), lambda: "nothing was changed", WAY_OUT)
+    args = argparse.Namespace()
+    return run_command(
+        lambda: run(build_parser().parse_args(argv, args)), lambda: "nothing was changed", WAY_OUT, args=args
+    )
 
 
 if __name__ == "__main__":

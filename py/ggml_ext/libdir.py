@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from . import _lib
-from ._cli import Parser, add_version_option, print_text, run_command
+from ._cli import Parser, add_common_options, print_text, run_command
 from ._errors import UserError
 
 WAY_OUT = "pass it to a program that reads it"
@@ -34,13 +34,15 @@ def main(argv: list[str] | None = None) -> int:
         description="Prints the folder of this package's libllama and libmtmd, for programs that load such libraries.",
         epilog='llama-cpp-python:\n  export LLAMA_CPP_LIB_PATH="$(ggml-ext-libdir)" MTMD_CPP_LIB="$(ggml-ext-libdir)"',
     )
-    add_version_option(parser)
+    add_common_options(parser)
+
+    args = argparse.Namespace()
 
     def run() -> None:
-        parser.parse_args(argv)
+        parser.parse_args(argv, args)
         print_text(str(library_folder()), WAY_OUT)
 
-    return run_command(run, lambda: "nothing was changed", WAY_OUT)
+    return run_command(run, lambda: "nothing was changed", WAY_OUT, args=args)
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
         log = Log(args.log_format, args.quiet, WAY_OUT)
         run(args, log)
 
-    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT, lambda text: log.error(text))
+    return run_command(parse_and_run, lambda: f"{args.output} was not written", WAY_OUT, lambda *said: log.error(*said), args)
 
 
 if __name__ == "__main__":

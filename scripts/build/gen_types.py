@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the checked-in lists that follow from ggml_ext/types.toml, and what the package knows of ggml_ext/upstream.toml.
 
-    python scripts/build/gen_types.py            write the files that changed
-    python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file
+    python scripts/build/gen_types.py            write the files that changed, remove those of types that are no more
+    python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file and every one too many
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
 cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, py/ggml_ext/_types.py, the table between the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -331,6 +332,27 @@ def render_formats(text: str, types: list[dict]) -> str:
     return f"{head}{begin}\n{render_formats_table(types)}\n{end}{rest.split(end)[1]}"
 
 
+def remove_strays(root: Path, names: Container[str], check: bool) -> bool:
+    """Removes the instances that the table does not make, of types that were removed or renamed; with check only names them.
+
+    names: of all files that it makes. True if one is left: CMake compiles whatever lies there. What was not generated is kept.
+    """
+    is_left = False
+    for path in sorted((root / INSTANCES).parent.glob("*.cu")):
+        name = path.relative_to(root).as_posix()
+        if name in names:
+            continue
+        is_ours = path.read_text(encoding="utf-8", errors="replace").startswith(f"// {NOTICE}")
+        if is_ours and not check:
+            path.unlink()
+            print(f"gen_types: removed {name}")
+            continue
+        way_out = "run python scripts/build/gen_types.py" if is_ours else "it was not generated: move it away"
+        print(f"gen_types: {name} is of no type of the table: {way_out}", file=sys.stderr)
+        is_left = True
+    return is_left
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 and name every stale file")
@@ -377,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
             path.parent.mkdir(exist_ok=True)
             path.write_text(new, encoding="utf-8", newline="\n")
             print(f"gen_types: wrote {name}")
-    return int(failed)
+    return int(remove_strays(args.root, renderers, args.check) or failed)
 
 
 if __name__ == "__main__":
