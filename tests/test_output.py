@@ -309,6 +309,67 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
     assert not names and list(read_tensors(out)) == NAMES and only_out(out)
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Flags for parts of about three tensors of `source`."""
+    monkeypatch.setattr(program, "parse_split_size", lambda text: 8000)
+    return *FLAGS, "--split-max-size", "1M"
+
+
+def part_files(folder) -> list:
+    return [folder / f"out-{i}-of-00003.gguf" for i in ("00001", "00002", "00003")]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
+def test_a_part_that_appears_meanwhile_costs_no_other_part(lib, source, tmp_path, capsys, monkeypatch, small_parts, links):
+    parts, complete = part_files(tmp_path), Output.complete
+
+    def appear(self, headers):
+        complete(self, headers)
+        parts[1].write_text("precious")
+
+    def no_links(*args):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    out = tmp_path / "out.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "complete", appear)
+        run_badly(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "goes on after 9 of 9 tensors"))
+    assert parts[1].read_text() == "precious" and not parts[0].exists() and not parts[2].exists()
+    parts[1].unlink()
+    with encoded(monkeypatch) as names:
+        run_well(capsys, source, out, *small_parts)
+    assert not names and [n for p in parts for n in read_tensors(p)] == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in parts)}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_replacing_is_for_all_parts_or_none(lib, source, tmp_path, capsys, monkeypatch, small_parts, is_split):
+    """One that cannot be replaced leaves the old files as they were, and what was made for the next run."""
+    out, replace_file, refused = tmp_path / "out.gguf", os.replace, []
+    flags, olds = (small_parts, part_files(tmp_path)) if is_split else (FLAGS, [out])
+    for i, path in enumerate(olds):
+        path.write_text(f"old {i}")
+
+    def refuse(a, b):
+        if b == olds[-1] and not refused:
+            refused.append(b)
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        replace_file(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        said = (f"OUT: {olds[-1]} could not be put in its place: Device or resource busy", "the same command goes on after 9 of 9 tensors")
+        run_badly(capsys, source, out, *flags, "--force", parts=said)
+    assert [path.read_text() for path in olds] == [f"old {i}" for i in range(len(olds))]
+    with encoded(monkeypatch) as names:
+        run_well(capsys, source, out, *flags, "--force")
+    assert not names and [n for p in olds for n in read_tensors(p)] == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in olds)}
+
+
 @pytest.mark.parametrize("flag", ["--report", "--model-card"])
 def test_what_appears_in_place_of_a_report_is_not_lost(lib, source, tmp_path, capsys, monkeypatch, flag):
     out, beside, publish = tmp_path / "out.gguf", tmp_path / "about.json", Output.publish

@@ -68,6 +68,11 @@ class Part:
     def partial(self) -> Path:
         return hidden(self.path)
 
+    @property
+    def replaced(self) -> Path:
+        """The name of the file that it replaces, until all parts have their names."""
+        return self.partial.with_suffix(".replaced")
+
 
 def hidden(path: Path) -> Path:
     """The name that a file has until it is whole."""
@@ -402,23 +407,42 @@ class Output:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Gives the files their names. Unfinished if one of them appeared in the meantime: without force none is replaced."""
+        """Gives the files their names, all or none. Unfinished if one cannot get its own, or if one of them appeared in the
+        meantime: without force none is replaced."""
         ignore_signals()  # from here on the files are written, and saying otherwise would be wrong
         with self._errors():
             self._close_part()
-            linked = []
+        named, aside = [], []
+        try:
             for part in self.parts:
-                keep_mode(part)
-                try:
-                    give_name(part.partial, part.path, self.force)  # the other name of a link goes with the journal
-                    linked.append(part.path)
-                except FileExistsError:
-                    for path in linked:
-                        path.unlink()
-                    raise Unfinished(
-                        f"OUT: {part.path} appeared while it was made, and was left as it is: move it away, or pass --force to "
-                        "replace it"
-                    ) from None
+                if self.force:
+                    keep_mode(part)
+                    aside += [part] if self._set_aside(part) else []
+                give_name(part.partial, part.path, self.force)  # the other name of a link goes with the journal
+                named.append(part)
+        except OSError as e:
+            for done in named:
+                with contextlib.suppress(OSError):
+                    take_back(done)
+            for done in aside:
+                with contextlib.suppress(OSError):
+                    os.replace(done.replaced, done.path)
+            raise Unfinished(f"OUT: {part.path} {self._not_named(e)}") from e
+        for part in aside:
+            with contextlib.suppress(OSError):
+                part.replaced.unlink()
+
+    def _set_aside(self, part: Part) -> bool:
+        """True if there is a file that a part replaces, which has another name now. The replacement of one file needs none."""
+        if len(self.parts) == 1 or not os.path.lexists(part.path) or part.path.is_dir():
+            return False
+        os.replace(part.path, part.replaced)
+        return True
+
+    def _not_named(self, error: OSError) -> str:
+        if isinstance(error, FileExistsError) and not self.force:
+            return "appeared while it was made, and was left as it is: move it away, or pass --force to replace it"
+        return f"could not be put in its place: {error.strerror}; make way for it"
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -450,6 +474,14 @@ def give_name(partial: Path, path: Path, force: bool) -> None:
         if os.path.lexists(path):
             raise FileExistsError from e
         os.replace(partial, path)
+
+
+def take_back(part: Part) -> None:
+    """Undoes that a part was given its name. Without hard links, and with force, the partial file itself got it."""
+    if os.path.lexists(part.partial):
+        part.path.unlink()
+    else:
+        os.replace(part.path, part.partial)
 
 
 @contextlib.contextmanager
