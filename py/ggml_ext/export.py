@@ -23,6 +23,7 @@ from ._conversion import (
     WAY_OUT,
     check_fallbacks,
     check_known_encoders,
+    check_numpy_encoders,
     check_output,
     check_report,
     made_from,
@@ -231,9 +232,10 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     plan = make_plan(file, choices)
     check_fallbacks(args, plan)
     codec = Codec(_lib.load())
-    check_known_encoders(codec, plan)
+    check_known_encoders(codec, plan, {})
     importance = Importance() if args.imatrix is None else open_importance([args.imatrix], "diagonal")
     plan_importance(plan, importance.matrix)
+    check_numpy_encoders(codec, plan, {})
     for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {w}" for w in plan.warnings)]:
         kind, text = line.split(": ", 1)
         (log.warn if kind == "warning" else log.note)(text)

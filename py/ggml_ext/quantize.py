@@ -24,6 +24,7 @@ from ._cli import check_threads, run_command
 from ._conversion import (
     IMPORTANCE_KEYS,
     QUANTIZATION_VERSION,
+    TYPE_FLAGS,
     WAY_OUT,
     check_encoders,
     check_fallbacks,
@@ -195,7 +196,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         choices = replace(choices, info=WEIGHT_TYPES[name]) if name else replace(choices, stock_file_type=file_type)
         plan_output(tensor_sizes(plan))
     if codec is not None:
-        check_numpy_encoders(codec, plan)
+        check_numpy_encoders(codec, plan, TYPE_FLAGS)
     for line in [] if args.quiet else fallback_lines(plan):
         kind, text = line.split(": ", 1)
         (log.warn if kind == "warning" else log.note)(text)
