@@ -553,6 +553,31 @@ def test_log_format_json(lib, source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--log-format", "json"], "required: --type"),
+        (["--log-format=json", "--type"], "--type: expected one argument"),
+        (["--log-f", "json", "--no-such-flag"], "--no-such-flag"),
+        (["--threads", "many", "--log-form=json"], "--threads: invalid int value: 'many'"),
+        (["--log-format", "text", "-t", "0", "--log-format", "json"], "required: --type"),
+        (["--log-format", "json", "--log-format", "xml"], "invalid choice: 'xml'"),
+        (["--log-format", "json", "--tensor"], "--tensor"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_bad_command_lines_are_objects_too(tmp_path, capsys, flags, part):
+    code, out, err = run(capsys, tmp_path / "in.gguf", tmp_path / "out.gguf", *flags)
+    (line,) = err.splitlines()
+    found = json.loads(line)
+    assert (code, out, found["event"]) == (1, "", "error") and part in found["text"]
+
+
+@pytest.mark.parametrize("flags", [["--log-format", "text"], ["--log-format"], ["--log-format", "xml"], ["--", "--log-format", "json"]])
+def test_bad_command_lines_are_text_otherwise(tmp_path, capsys, flags):
+    run_badly(capsys, tmp_path / "in.gguf", "--no-such-flag", *flags)
+
+
+@pytest.mark.parametrize(
     ("sizes", "max_bytes", "expected"),
     [
         ([5, 5, 5, 5], 10, [(0, 2), (2, 4)]),

@@ -40,7 +40,7 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
 from ._importance import Importance, plan_moments
 from ._log import Log
-from ._options import build_parser, describe_options, parse_choices
+from ._options import asked_format, build_parser, describe_options, parse_choices
 from ._output import Output, parse_split_size, part_metadata
 from ._plan import Choices, Plan, check_model, make_plan, plan_importance
 from ._report import columns, error_warnings, fallback_lines, summary, tensor_lines, tensor_record, totals_record
@@ -287,7 +287,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace(output=None)
-    log = Log("text", False, WAY_OUT)
+    log = Log(asked_format(argv), False, WAY_OUT)  # a bad command line is said in it too
 
     def parse_and_run() -> None:
         nonlocal log
