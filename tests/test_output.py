@@ -213,6 +213,40 @@ def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, dam
     assert ("started anew" in err) == (n_done == 0)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_bytes": "12"}, {"n_bytes": -1}, {"tensor": "2"}, {"sha256": 7}, {"seconds": "a"}, {"seconds": float("nan")},
+        {"accuracy": {"error": "x"}}, {"accuracy": 3}, {"warnings": "none"}, {"warnings": [1]}, {"type": ["IQ4_NL"]},
+        {"type": "DITTO3"},  # in which it has another size
+    ],
+    ids=str,
+)
+def test_a_journal_with_values_of_the_wrong_kind_counts_up_to_them(source, stopped, capsys, monkeypatch, wrong):
+    """Of the tensor in IQ4_NL."""
+    out, expected = stopped
+    journal = hidden(out).with_name(hidden(out).name + ".json")
+    lines = journal.read_text().splitlines()
+    assert json.loads(lines[3])["type"] == "IQ4_NL"
+    lines[3] = json.dumps(json.loads(lines[3]) | wrong)
+    journal.write_text("\n".join(lines) + "\n")
+    with encoded(monkeypatch) as names:
+        _, err = run_well(capsys, source, out, *FLAGS)
+    assert "going on after 2 of 9" in err and len(set(names)) == 7
+    assert out.read_bytes() == expected and only_out(out)
+
+
+@pytest.mark.parametrize("head", ["[" * 100_000, "[]", '{"format": 1, "made_from": {}, "files": 5}', '{"format": 1, "made_from": [], "files": []}',
+                                  json.dumps({"format": 1, "made_from": {}, "files": [".é" + "x" * 300 + ".partial", ".\ud800.partial"]})],
+                         ids=["nested", "list", "files", "made_from", "names"])
+def test_a_journal_that_is_none_starts_anew(source, stopped, capsys, head):
+    out, expected = stopped
+    journal = hidden(out).with_name(hidden(out).name + ".json")
+    journal.write_text("\n".join([head, *journal.read_text().splitlines()[1:], ""]))
+    _, err = run_well(capsys, source, out, *FLAGS)
+    assert "started anew" in err and out.read_bytes() == expected and only_out(out)
+
+
 def test_a_run_of_something_else_starts_anew_and_says_so(source, stopped, capsys, monkeypatch, tmp_path):
     out, expected = stopped
     left = {p: p.read_bytes() for p in tmp_path.glob(".out*")}

@@ -54,7 +54,7 @@ from ._plan import (
 from ._report import columns, fallback_lines, summary, tensor_lines
 from ._split import SPLIT_KEYS, open_model
 from ._types import TYPES, WEIGHT_TYPES
-from ._writer import tensor_sizes
+from ._writer import possible_sizes, tensor_sizes
 
 T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
@@ -248,7 +248,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, None, [part.path for part in file.parts])
     started = time.monotonic()
     header = pack_header(output_metadata(file, choices, importance), plan.tensors, plan.types, file.alignment)
-    output.begin(made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest()), [header], log.note)
+    bound_to = made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest())
+    output.begin(bound_to, [header], possible_sizes(plan, None), log.note)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
     seconds_before = sum(done.seconds for done in output.finished)
     accuracies = write_with_bar(

@@ -48,7 +48,7 @@ from ._split import SPLIT_KEYS
 from ._target import parse_target
 from ._types import WEIGHT_TYPES
 from ._verify import verify
-from ._writer import largest_sizes, tensor_sizes
+from ._writer import possible_sizes, tensor_sizes
 
 T = GGMLQuantizationType
 
@@ -163,7 +163,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     def plan_output(sizes: list[int]) -> None:
         if output is not None:
             sources = [part.path for part in file.parts]
-            largest = None if args.fallback_above is None else largest_sizes(plan)
+            possible = None if args.fallback_above is None else possible_sizes(plan, args.fallback_above)
+            largest = possible and [max(of_tensor.values()) for of_tensor in possible]
             output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources, largest)
             written = dict.fromkeys([path, *(part.path for part in output.parts)], "OUT")
             for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
@@ -237,7 +238,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         file, codec, importance, options=[choices.name, options, max_bytes],
         metadata=[hashlib.sha256(h).hexdigest() for h in first_headers],
     )
-    output.begin(bound_to, first_headers, log.note)
+    output.begin(bound_to, first_headers, possible_sizes(plan, args.fallback_above), log.note)
     n_before = len(output.finished)
     seconds_before = sum(done.seconds for done in output.finished)
     accuracies = write_with_bar(
