@@ -457,7 +457,10 @@ def test_records_are_read_with_care(tmp_path):
     kept = tmp_path / "a.gguf"
     kept.write_bytes(b"data")
     record = Record({"x": 1}, "block", None, _calibration.fingerprint(kept))
-    for content in (json.dumps(record.__dict__), "", "{}", "[1]", '{"kind": 3}', json.dumps(record.__dict__ | {"result": {}})):
+    wrong = [{"result": {}}, {"result": 3}, {"kind": "all"}, {"kind": 3}, {"kind": []}, {"layers": "a"}, {"layers": []},
+             {"layers": ["0", "3"]}, {"layers": 3}, {"layers": [0, True]}, {"made_from": "x"}]
+    contents = [json.dumps(record.__dict__ | values) for values in wrong]
+    for content in (json.dumps(record.__dict__), "", "{}", "[1]", '{"kind": 3}', "[" * 100_000, *contents):
         _calibration.record_path(kept).write_text(content)
         assert Record.read(kept) == (record if content == json.dumps(record.__dict__) else None)
 

@@ -161,6 +161,47 @@ def test_what_is_kept_of_others_or_damaged_is_not_used(folder, measured, change)
     assert "used again" not in err and "errors of 10 types" in err and folder.kept.read_text() == content
 
 
+def change(measured: str, *path, value) -> str:
+    """The kept results with another value at a place; keys and indices lead there."""
+    kept = json.loads(measured)
+    inside = kept
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    return json.dumps(kept)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("errors", FREE[1], "q4_k"), "0.01"), (("errors", FREE[1], "q4_k"), float("nan")), (("errors", FREE[1], "q4_k"), -0.01),
+        (("errors", FREE[1], "q4_k"), True), (("errors", FREE[1], "q4_k"), 10**400), (("errors", FREE[1]), [0.1, 0.2]), (("errors",), [1]),
+        (("probe_errors", FREE[1]), "0.06"), (("probe_errors", FREE[1]), float("nan")), (("probe_errors",), FREE),
+        (("costs", 0, 2), "0.1"), (("costs", 0, 2), float("inf")), (("costs", 0), ["blk.0"]), (("costs", 0, 1), FREE[0]),
+        (("costs", 0, 1), ["blk.9.attn_v.weight"]), (("costs", 0, 0), 3), (("costs",), {}), (("costs",), 7), (("text",), []),
+        (("format",), "1"), (("more",), 1),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_kept_results_with_values_of_the_wrong_kind_are_not_used(folder, measured, path, value):
+    content = change(measured, *path, value=value)
+    folder.kept.write_text(content)
+    _, err = folder.run("--target-bpw", "4", "--dry-run")
+    assert "used again" not in err and "errors of 10 types" in err and folder.kept.read_text() == content
+
+
+def test_kept_results_that_are_nested_too_deeply_are_not_used(folder):
+    folder.kept.write_text("[" * 100_000)
+    assert "errors of 10 types" in folder.run("--target-bpw", "4", "--dry-run")[1]
+
+
+def test_costs_below_nothing_and_errors_without_end_are_used(folder, measured):
+    """Noise may say the one of a cost; zeros that are stored as something else have the other."""
+    content = change(change(measured, "costs", 0, 2, value=-1e-5), "errors", FREE[1], "itq2_t", value=float("inf"))
+    folder.kept.write_text(content)
+    assert folder.run("--target-bpw", "4", "--dry-run")[1].count("used again") == 2
+
+
 def test_the_smallest_file_for_a_divergence(folder):
     sizes = {}
     for kld in ("0.2", "0.02", "0.002"):

@@ -16,8 +16,9 @@ from conftest import gaussian, read_tensors, relative_mse, write_gguf
 from gguf import GGMLQuantizationType as T
 from native import STOCK, built
 from perplexity_run import UNIFORM, perplexity
+from test_imatrix import write_imatrix
 
-from ggml_ext import TYPES, WEIGHT_TYPES, export, quantize
+from ggml_ext import TYPES, WEIGHT_TYPES, _lib, export, quantize
 from ggml_ext._card import shown_command
 from ggml_ext._output import Output
 from ggml_ext._writer import Stopped
@@ -26,6 +27,8 @@ TEXT = conftest.ROOT / "data" / "heldout.txt"
 # rows of 512 and of 64, which types of 256 do not fit; embeddings that serve as output matrix
 SHAPES = {"token_embd.weight": (64, 512), "blk.0.attn_q.weight": (32, 512), "blk.0.ffn_down.weight": (32, 64),
           "output_norm.weight": (512,)}
+# Of an importance matrix; none of the embeddings.
+SEEN = {f"blk.0.{name}.weight": (np.linspace(1, 9, n, dtype=np.float32)[None], [1]) for name, n in (("attn_q", 512), ("ffn_down", 64))}
 # Not among them: what needs an importance matrix.
 PLAIN = sorted(name for name, t in export.STOCK_TYPES.items() if t not in export.IMATRIX_TYPES)
 
@@ -166,23 +169,25 @@ def test_the_cost_is_said(ours, tmp_path, capsys):
 def test_types_that_need_an_importance_matrix(ours, tmp_path, capsys):
     error = run_badly(capsys, ours, tmp_path / "q.gguf", "--type", "iq2_xxs")
     assert "blk.0.attn_q.weight: iq2_xxs needs an importance matrix: pass --imatrix FILE" in error
-    writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "")
-    writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", ["text.txt"])
-    writer.add_uint32("imatrix.chunk_count", 4)
-    writer.add_uint32("imatrix.chunk_size", 512)
-    for name, width in (("blk.0.attn_q.weight", 512), ("blk.0.ffn_down.weight", 64)):
-        writer.add_tensor(f"{name}.in_sum2", np.linspace(1, 9, width, dtype=np.float32))
-        writer.add_tensor(f"{name}.counts", np.ones(1, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_imatrix(tmp_path / "imatrix.gguf", SEEN, chunks=4)
     out, _ = run_well(capsys, ours, tmp_path / "q.gguf", "--type", "iq2_xxs", "--imatrix", tmp_path / "imatrix.gguf")
     # the embeddings serve as output matrix
     assert list(types_of(tmp_path / "q.gguf").values()) == ["q6_k", "iq2_xxs", "iq4_nl", "f32"]
     assert "weighted" in out
     assert gguf.GGUFReader(tmp_path / "q.gguf").fields["quantize.imatrix.chunks_count"].contents() == 4
+
+
+def test_without_the_library_importances_are_used_or_the_type_is_refused(ours, tmp_path, capsys, monkeypatch):
+    imatrix = write_imatrix(tmp_path / "imatrix.gguf", SEEN)
+    monkeypatch.setattr(_lib, "load", lambda: None)
+    out, rest = tmp_path / "out.gguf", ("--tensor-type", "token_embd=q8_0")
+    error = run_badly(capsys, ours, out, "--type", "q4_0", *rest, "--imatrix", imatrix)
+    assert "tensor blk.0.attn_q.weight: q4_0 has no numpy encoder with importances" in error
+    assert r"--tensor-type 'blk\.0\.attn_q\.weight=q8_0'" in error and not out.exists()
+    run_well(capsys, ours, out, "--type", "q4_0", *rest)
+    assert types_of(out)["blk.0.attn_q.weight"] == "q4_0"
+    # the way out names no flag that the program lacks
+    assert r"--tensor-type 'token_embd\.weight=q8_0'" in run_badly(capsys, ours, out, "--type", "q4_0", "--force")
 
 
 def test_a_stopped_run_goes_on_with_the_same_bytes(ours, tmp_path, capsys, monkeypatch):

@@ -213,6 +213,40 @@ def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, dam
     assert ("started anew" in err) == (n_done == 0)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_bytes": "12"}, {"n_bytes": -1}, {"tensor": "2"}, {"sha256": 7}, {"seconds": "a"}, {"seconds": float("nan")},
+        {"accuracy": {"error": "x"}}, {"accuracy": 3}, {"warnings": "none"}, {"warnings": [1]}, {"type": ["IQ4_NL"]},
+        {"type": "DITTO3"},  # in which it has another size
+    ],
+    ids=str,
+)
+def test_a_journal_with_values_of_the_wrong_kind_counts_up_to_them(source, stopped, capsys, monkeypatch, wrong):
+    """Of the tensor in IQ4_NL."""
+    out, expected = stopped
+    journal = hidden(out).with_name(hidden(out).name + ".json")
+    lines = journal.read_text().splitlines()
+    assert json.loads(lines[3])["type"] == "IQ4_NL"
+    lines[3] = json.dumps(json.loads(lines[3]) | wrong)
+    journal.write_text("\n".join(lines) + "\n")
+    with encoded(monkeypatch) as names:
+        _, err = run_well(capsys, source, out, *FLAGS)
+    assert "going on after 2 of 9" in err and len(set(names)) == 7
+    assert out.read_bytes() == expected and only_out(out)
+
+
+@pytest.mark.parametrize("head", ["[" * 100_000, "[]", '{"format": 1, "made_from": {}, "files": 5}', '{"format": 1, "made_from": [], "files": []}',
+                                  json.dumps({"format": 1, "made_from": {}, "files": [".é" + "x" * 300 + ".partial", ".\ud800.partial"]})],
+                         ids=["nested", "list", "files", "made_from", "names"])
+def test_a_journal_that_is_none_starts_anew(source, stopped, capsys, head):
+    out, expected = stopped
+    journal = hidden(out).with_name(hidden(out).name + ".json")
+    journal.write_text("\n".join([head, *journal.read_text().splitlines()[1:], ""]))
+    _, err = run_well(capsys, source, out, *FLAGS)
+    assert "started anew" in err and out.read_bytes() == expected and only_out(out)
+
+
 def test_a_run_of_something_else_starts_anew_and_says_so(source, stopped, capsys, monkeypatch, tmp_path):
     out, expected = stopped
     left = {p: p.read_bytes() for p in tmp_path.glob(".out*")}
@@ -307,6 +341,67 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
     with encoded(monkeypatch) as names:
         run_well(capsys, source, out, *FLAGS, "--force")
     assert not names and list(read_tensors(out)) == NAMES and only_out(out)
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Flags for parts of about three tensors of `source`."""
+    monkeypatch.setattr(program, "parse_split_size", lambda text: 8000)
+    return *FLAGS, "--split-max-size", "1M"
+
+
+def part_files(folder) -> list:
+    return [folder / f"out-{i}-of-00003.gguf" for i in ("00001", "00002", "00003")]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
+def test_a_part_that_appears_meanwhile_costs_no_other_part(lib, source, tmp_path, capsys, monkeypatch, small_parts, links):
+    parts, complete = part_files(tmp_path), Output.complete
+
+    def appear(self, headers):
+        complete(self, headers)
+        parts[1].write_text("precious")
+
+    def no_links(*args):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    out = tmp_path / "out.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "complete", appear)
+        run_badly(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "goes on after 9 of 9 tensors"))
+    assert parts[1].read_text() == "precious" and not parts[0].exists() and not parts[2].exists()
+    parts[1].unlink()
+    with encoded(monkeypatch) as names:
+        run_well(capsys, source, out, *small_parts)
+    assert not names and [n for p in parts for n in read_tensors(p)] == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in parts)}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_replacing_is_for_all_parts_or_none(lib, source, tmp_path, capsys, monkeypatch, small_parts, is_split):
+    """One that cannot be replaced leaves the old files as they were, and what was made for the next run."""
+    out, replace_file, refused = tmp_path / "out.gguf", os.replace, []
+    flags, olds = (small_parts, part_files(tmp_path)) if is_split else (FLAGS, [out])
+    for i, path in enumerate(olds):
+        path.write_text(f"old {i}")
+
+    def refuse(a, b):
+        if b == olds[-1] and not refused:
+            refused.append(b)
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        replace_file(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        said = (f"OUT: {olds[-1]} could not be put in its place: Device or resource busy", "the same command goes on after 9 of 9 tensors")
+        run_badly(capsys, source, out, *flags, "--force", parts=said)
+    assert [path.read_text() for path in olds] == [f"old {i}" for i in range(len(olds))]
+    with encoded(monkeypatch) as names:
+        run_well(capsys, source, out, *flags, "--force")
+    assert not names and [n for p in olds for n in read_tensors(p)] == NAMES
+    assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in olds)}
 
 
 @pytest.mark.parametrize("flag", ["--report", "--model-card"])
@@ -489,6 +584,31 @@ def test_log_format_json(lib, source, tmp_path, capsys):
     assert [e["event"] for e in events] == ["tensor"] * 9 + ["summary"] and events[-1]["bits_per_weight"] > 3 and not err
     out, err = run_well(capsys, source, tmp_path / "quiet.gguf", *FLAGS, "--log-format", "json", "-q")
     assert out == err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--log-format", "json"], "required: --type"),
+        (["--log-format=json", "--type"], "--type: expected one argument"),
+        (["--log-f", "json", "--no-such-flag"], "--no-such-flag"),
+        (["--threads", "many", "--log-form=json"], "--threads: invalid int value: 'many'"),
+        (["--log-format", "text", "-t", "0", "--log-format", "json"], "required: --type"),
+        (["--log-format", "json", "--log-format", "xml"], "invalid choice: 'xml'"),
+        (["--log-format", "json", "--tensor"], "--tensor"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_bad_command_lines_are_objects_too(tmp_path, capsys, flags, part):
+    code, out, err = run(capsys, tmp_path / "in.gguf", tmp_path / "out.gguf", *flags)
+    (line,) = err.splitlines()
+    found = json.loads(line)
+    assert (code, out, found["event"]) == (1, "", "error") and part in found["text"]
+
+
+@pytest.mark.parametrize("flags", [["--log-format", "text"], ["--log-format"], ["--log-format", "xml"], ["--", "--log-format", "json"]])
+def test_bad_command_lines_are_text_otherwise(tmp_path, capsys, flags):
+    run_badly(capsys, tmp_path / "in.gguf", "--no-such-flag", *flags)
 
 
 @pytest.mark.parametrize(

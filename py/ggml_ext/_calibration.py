@@ -24,6 +24,7 @@ from tqdm import tqdm
 from ._errors import UserError
 from ._gguf_file import GGUFFile
 from ._importance import BUILT_IN, KINDS, Importance, open_importance
+from ._json import parse_json
 from ._moments import ENOUGH_TOKENS, packed_size
 from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
@@ -319,12 +320,18 @@ class Record:
     layers: list[int] | None
     result: dict  # fingerprint
 
+    def __post_init__(self) -> None:
+        """ValueError for what is no record: the file may have been written by anyone."""
+        are_layers = isinstance(self.layers, list) and self.layers and all(type(n) is int for n in self.layers)
+        if not isinstance(self.made_from, dict) or self.kind not in KINDS or not (self.layers is None or are_layers):
+            raise ValueError("no record of a calibration")
+
     @classmethod
     def read(cls, kept: Path) -> Record | None:
         """The record of a kept file; None if there is none, or if the file is another one than it describes."""
         try:
-            record = cls(**json.loads(record_path(kept).read_text()))
-            return record if record.result == fingerprint(kept) and isinstance(record.made_from, dict) else None
+            record = cls(**parse_json(record_path(kept).read_text()))
+            return record if record.result == fingerprint(kept) else None
         except (OSError, ValueError, TypeError):
             return None
 

@@ -28,6 +28,7 @@ from ._encode import UNWEIGHTED_IN_NUMPY, Codec, Guide
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor, pad, row_bytes
 from ._importance import Importance
+from ._json import is_number, parse_json
 from ._knapsack import Solution, solve
 from ._names import tensor_class
 from ._output import open_file, written_beside
@@ -182,6 +183,20 @@ def sample_error(
     return float(total.relative if total.weighted is None else total.weighted)
 
 
+def _are_errors(found) -> bool:
+    """True for errors by name: finite, or infinite for zeros that are stored as anything else."""
+    return isinstance(found, dict) and all(v == math.inf or (is_number(v) and v >= 0) for v in found.values())
+
+
+def _is_cost(found, probe_errors: dict[str, float]) -> bool:
+    """True for a part's name, its tensors, whose errors are known, and its KL divergence."""
+    if not isinstance(found, list) or len(found) != 3:
+        return False
+    name, tensors, cost = found
+    is_part = isinstance(name, str) and isinstance(tensors, list) and all(isinstance(t, str) and t in probe_errors for t in tensors)
+    return is_part and is_number(cost)
+
+
 @dataclass
 class Kept:
     """Content of MODEL.choice.json."""
@@ -197,10 +212,21 @@ class Kept:
     def read(cls, path: Path | None, made_from: dict) -> Kept:
         """What is there of the same model, importances, options and version; empty if it is of others or cannot be read."""
         try:
-            found = cls(**json.loads(path.read_text())) if path is not None else cls(made_from)
-            return found if (found.made_from, found.format) == (json.loads(json.dumps(made_from)), FORMAT) else cls(made_from)
+            found = cls(**parse_json(path.read_text())) if path is not None else cls(made_from)
         except (OSError, ValueError, TypeError):
             return cls(made_from)
+        is_ours = (found.made_from, found.format) == (json.loads(json.dumps(made_from)), FORMAT)
+        return found if is_ours and found.is_sound() else cls(made_from)
+
+    def is_sound(self) -> bool:
+        """False if a value is of another kind than the program writes: the file may have been changed by anyone."""
+        return (
+            isinstance(self.text, dict)
+            and isinstance(self.errors, dict)
+            and all(map(_are_errors, [*self.errors.values(), self.probe_errors]))
+            and isinstance(self.costs, list)
+            and all(_is_cost(cost, self.probe_errors) for cost in self.costs)
+        )
 
     def write(self, path: Path | None) -> None:
         if path is None:

@@ -30,6 +30,7 @@ IMPORTANCE_KEYS = (
     "ggml_ext.importance",
     "ggml_ext.calibration",
 )
+TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of the quantizer
 WAY_OUT = "pass --quiet if nobody reads it"
 
 
@@ -86,14 +87,14 @@ def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
                     f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
                     "or leave the option out"
                 )
-    check_known_encoders(codec, plan)
+    check_known_encoders(codec, plan, TYPE_FLAGS)
 
 
-def check_known_encoders(codec: Codec, plan: Plan) -> None:
-    """UserError where neither the library nor numpy makes a type."""
+def check_known_encoders(codec: Codec, plan: Plan, flags: Mapping[str, str]) -> None:
+    """UserError where neither the library nor numpy makes a type. flags: those for the types of single tensors, by tensor."""
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         if target != tensor.type and not codec.can_encode(target):
-            raise no_numpy_encoder(tensor, target)
+            raise no_numpy_encoder(tensor, target, flags)
 
 
 def check_fallbacks(args: argparse.Namespace, plan: Plan) -> None:
@@ -102,23 +103,20 @@ def check_fallbacks(args: argparse.Namespace, plan: Plan) -> None:
         raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")
 
 
-def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, what: str = "") -> UserError:
-    flag = {
-        "output.weight": "--output-tensor-type q8_0",
-        "token_embd.weight": "--token-embedding-type q8_0",
-    }.get(tensor.name, f"--tensor-type '{re.escape(tensor.name)}=q8_0'")
+def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], what: str = "") -> UserError:
+    flag = f"{flags[tensor.name]} q8_0" if tensor.name in flags else f"--tensor-type '{re.escape(tensor.name)}=q8_0'"
     return UserError(
         f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{what} and the built library is not in use: build it, or pass {flag}"
     )
 
 
-def check_numpy_encoders(codec: Codec, plan: Plan) -> None:
-    """UserError if a tensor has importances that its encoder cannot take."""
+def check_numpy_encoders(codec: Codec, plan: Plan, flags: Mapping[str, str]) -> None:
+    """UserError if a tensor has importances that its encoder cannot take. flags: as in check_known_encoders()."""
     if codec.lib is not None:
         return
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         if target != tensor.type and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY:
-            raise no_numpy_encoder(tensor, target, " with importances")
+            raise no_numpy_encoder(tensor, target, flags, " with importances")
 
 
 def made_from(file: GGUFFile, codec: Codec, importance: Importance, **more) -> dict:

@@ -127,6 +127,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def asked_format(argv: list[str] | None) -> str:
+    """--log-format of a command line that may be bad in all else; the default where it is bad itself. argv: None: the process's."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--log-format", action="append", default=[])
+    try:
+        found = parser.parse_known_args(argv)[0].log_format
+    except UserError:
+        found = []
+    return next((f for f in reversed(found) if f in FORMATS), FORMATS[0])
+
+
 def parse_choices(args: argparse.Namespace, target: Target | None) -> Choices:
     """The type-related options; UserError naming the flag."""
     name = STAND_IN if target else args.type.lower()

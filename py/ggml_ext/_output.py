@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +25,7 @@ from typing import BinaryIO
 from ._accuracy import Accuracy
 from ._errors import UserError
 from ._gguf_file import KeyValue, pad, uint16_value, int32_value
+from ._json import is_number, parse_json
 from ._split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
 from ._writer import MIB, ignore_signals
 
@@ -67,6 +68,11 @@ class Part:
     @property
     def partial(self) -> Path:
         return hidden(self.path)
+
+    @property
+    def replaced(self) -> Path:
+        """The name of the file that it replaces, until all parts have their names."""
+        return self.partial.with_suffix(".replaced")
 
 
 def hidden(path: Path) -> Path:
@@ -121,8 +127,15 @@ class Finished:
     @classmethod
     def parse(cls, line: bytes) -> Finished:
         """ValueError, TypeError or KeyError for what is no such line."""
-        found = cls(**json.loads(line))
-        return replace(found, accuracy=Accuracy(**found.accuracy))
+        found = cls(**parse_json(line))
+        found = replace(found, accuracy=Accuracy(**found.accuracy))
+        of_kinds = [(found.tensor, int), (found.type, str), (found.n_bytes, int), (found.sha256, str), (found.warnings, list)]
+        numbers = [found.seconds, *(v for v in asdict(found.accuracy).values() if type(v) is not bool)]
+        if not all(isinstance(value, kind) for value, kind in [*of_kinds, *((w, str) for w in found.warnings)]):
+            raise TypeError("a value of another kind")
+        if not all(map(is_number, numbers)) or found.seconds < 0:
+            raise ValueError("a number that was not measured")
+        return found
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -144,7 +157,7 @@ class Output:
         self.parts: list[Part] = []
         self.finished: list[Finished] = []
         self.n_bytes = 0
-        self._alignment, self._sizes, self._headers = 1, [], []
+        self._alignment, self._sizes, self._headers, self._possible = 1, [], [], []
         self._journal: BinaryIO | None = None
         self._file: BinaryIO | None = None
         self._part = -1  # number of the part that is open
@@ -268,7 +281,7 @@ class Output:
         if not lines:
             return None if not os.fstat(self._journal.fileno()).st_size else {}
         try:
-            head = json.loads(lines[0])
+            head = parse_json(lines[0])
             good = head["format"] == JOURNAL_FORMAT and isinstance(head["made_from"], dict)
             return head if good and all(isinstance(f, str) for f in head["files"]) else {}
         except (ValueError, TypeError, KeyError):
@@ -278,15 +291,18 @@ class Output:
         """Partial files of an earlier run on OUT that are there. Nothing else, whatever the journal says."""
         names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
         found = dict.fromkeys([*map(self.path.with_name, names), hidden(self.path)])
-        return [p for p in found if p.is_file() and not p.is_symlink()]
+        return [p for p in found if is_plain_file(p)]
 
-    def begin(self, made_from: dict, headers: Sequence[bytes], say: Callable[[str], None]) -> None:
+    def begin(
+        self, made_from: dict, headers: Sequence[bytes], possible: Sequence[Mapping[str, int]], say: Callable[[str], None]
+    ) -> None:
         """Finds what an earlier run left, and checks or removes it. made_from: what the bytes depend on, by name, for JSON.
-        headers: what stands before the data of each part; complete() gets the final ones, of the same lengths.
+        headers: what stands before the data of each part; complete() gets the final ones, of the same lengths. possible: of each
+        tensor the types that it may have, and its bytes in them.
 
         The tensors that need not be done again are in `finished`.
         """
-        self._headers = [len(h) for h in headers]
+        self._headers, self._possible = [len(h) for h in headers], possible
         with self._errors():
             head, left = self._head(), self._left()
             self._begun = True
@@ -318,7 +334,8 @@ class Output:
                 found = Finished.parse(line)
             except (ValueError, TypeError, KeyError):
                 break
-            if found.tensor != i or i >= len(self._sizes) or not self._holds(found):
+            is_next = found.tensor == i < len(self._sizes)
+            if not is_next or found.n_bytes != self._possible[i].get(found.type) or not self._holds(found):
                 break
             self.finished.append(found)
             n_bytes += len(line)
@@ -402,23 +419,42 @@ class Output:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Gives the files their names. Unfinished if one of them appeared in the meantime: without force none is replaced."""
+        """Gives the files their names, all or none. Unfinished if one cannot get its own, or if one of them appeared in the
+        meantime: without force none is replaced."""
         ignore_signals()  # from here on the files are written, and saying otherwise would be wrong
         with self._errors():
             self._close_part()
-            linked = []
+        named, aside = [], []
+        try:
             for part in self.parts:
-                keep_mode(part)
-                try:
-                    give_name(part.partial, part.path, self.force)  # the other name of a link goes with the journal
-                    linked.append(part.path)
-                except FileExistsError:
-                    for path in linked:
-                        path.unlink()
-                    raise Unfinished(
-                        f"OUT: {part.path} appeared while it was made, and was left as it is: move it away, or pass --force to "
-                        "replace it"
-                    ) from None
+                if self.force:
+                    keep_mode(part)
+                    aside += [part] if self._set_aside(part) else []
+                give_name(part.partial, part.path, self.force)  # the other name of a link goes with the journal
+                named.append(part)
+        except OSError as e:
+            for done in named:
+                with contextlib.suppress(OSError):
+                    take_back(done)
+            for done in aside:
+                with contextlib.suppress(OSError):
+                    os.replace(done.replaced, done.path)
+            raise Unfinished(f"OUT: {part.path} {self._not_named(e)}") from e
+        for part in aside:
+            with contextlib.suppress(OSError):
+                part.replaced.unlink()
+
+    def _set_aside(self, part: Part) -> bool:
+        """True if there is a file that a part replaces, which has another name now. The replacement of one file needs none."""
+        if len(self.parts) == 1 or not os.path.lexists(part.path) or part.path.is_dir():
+            return False
+        os.replace(part.path, part.replaced)
+        return True
+
+    def _not_named(self, error: OSError) -> str:
+        if isinstance(error, FileExistsError) and not self.force:
+            return "appeared while it was made, and was left as it is: move it away, or pass --force to replace it"
+        return f"could not be put in its place: {error.strerror}; make way for it"
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -452,6 +488,14 @@ def give_name(partial: Path, path: Path, force: bool) -> None:
         os.replace(partial, path)
 
 
+def take_back(part: Part) -> None:
+    """Undoes that a part was given its name. Without hard links, and with force, the partial file itself got it."""
+    if os.path.lexists(part.partial):
+        part.path.unlink()
+    else:
+        os.replace(part.path, part.partial)
+
+
 @contextlib.contextmanager
 def written_beside(path: Path, force: bool = True) -> Iterator[Path]:
     """The name, this process's alone, of a file that is written within it and then becomes `path`. It is removed after an error.
@@ -477,6 +521,14 @@ def allocated(path: Path) -> int:
     except OSError:
         return 0
     return getattr(found, "st_blocks", 0) * 512
+
+
+def is_plain_file(path: Path) -> bool:
+    """False for links, and for names that no file can have."""
+    try:
+        return path.is_file() and not path.is_symlink()
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

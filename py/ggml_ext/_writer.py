@@ -201,12 +201,16 @@ def _find_codebook(
     return codec.codebook(chunks(), tensor, guide)
 
 
+def possible_sizes(plan: Plan, fallback_above: float | None) -> list[dict[str, int]]:
+    """Of each tensor the types that it may get, the planned one first, and the bytes of its data in them."""
+    out = []
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        is_sure = fallback_above is None or not may_be_replaced(tensor, target)
+        types = [target] if is_sure else [target, replacement_type(tensor, target)]
+        out.append({q.name: row_bytes(q, tensor.ne[0]) * tensor.n_rows for q in types})
+    return out
+
+
 def tensor_sizes(plan: Plan) -> list[int]:
     """Bytes of the data of each tensor in the types planned."""
     return [row_bytes(q, t.ne[0]) * t.n_rows for t, q in zip(plan.tensors, plan.types, strict=True)]
-
-
-def largest_sizes(plan: Plan) -> list[int]:
-    """tensor_sizes() if the errors of all tensors were too large for --fallback-above."""
-    types = [replacement_type(t, q) if may_be_replaced(t, q) else q for t, q in zip(plan.tensors, plan.types, strict=True)]
-    return tensor_sizes(Plan(plan.tensors, types))

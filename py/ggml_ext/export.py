@@ -23,6 +23,7 @@ from ._conversion import (
     WAY_OUT,
     check_fallbacks,
     check_known_encoders,
+    check_numpy_encoders,
     check_output,
     check_report,
     made_from,
@@ -54,7 +55,7 @@ from ._plan import (
 from ._report import columns, fallback_lines, summary, tensor_lines
 from ._split import SPLIT_KEYS, open_model
 from ._types import TYPES, WEIGHT_TYPES
-from ._writer import tensor_sizes
+from ._writer import possible_sizes, tensor_sizes
 
 T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
@@ -232,9 +233,10 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     plan = make_plan(file, choices)
     check_fallbacks(args, plan)
     codec = Codec(_lib.load())
-    check_known_encoders(codec, plan)
+    check_known_encoders(codec, plan, {})
     importance = Importance() if args.imatrix is None else open_importance([args.imatrix], "diagonal")
     plan_importance(plan, importance.matrix)
+    check_numpy_encoders(codec, plan, {})
     for line in [*([] if args.quiet else fallback_lines(plan)), *(f"warning: {w}" for w in plan.warnings)]:
         kind, text = line.split(": ", 1)
         (log.warn if kind == "warning" else log.note)(text)
@@ -247,7 +249,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, None, [part.path for part in file.parts])
     started = time.monotonic()
     header = pack_header(output_metadata(file, choices, importance), plan.tensors, plan.types, file.alignment)
-    output.begin(made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest()), [header], log.note)
+    bound_to = made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest())
+    output.begin(bound_to, [header], possible_sizes(plan, None), log.note)
     show_bar = not args.quiet and sys.stderr is not None and (args.progress or sys.stderr.isatty())
     seconds_before = sum(done.seconds for done in output.finished)
     accuracies = write_with_bar(

@@ -24,6 +24,7 @@ from ._cli import check_threads, run_command
 from ._conversion import (
     IMPORTANCE_KEYS,
     QUANTIZATION_VERSION,
+    TYPE_FLAGS,
     WAY_OUT,
     check_encoders,
     check_fallbacks,
@@ -39,7 +40,7 @@ from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
 from ._importance import Importance, plan_moments
 from ._log import Log
-from ._options import build_parser, describe_options, parse_choices
+from ._options import asked_format, build_parser, describe_options, parse_choices
 from ._output import Output, parse_split_size, part_metadata
 from ._plan import Choices, Plan, check_model, make_plan, plan_importance
 from ._report import columns, error_warnings, fallback_lines, summary, tensor_lines, tensor_record, totals_record
@@ -47,7 +48,7 @@ from ._split import SPLIT_KEYS
 from ._target import parse_target
 from ._types import WEIGHT_TYPES
 from ._verify import verify
-from ._writer import largest_sizes, tensor_sizes
+from ._writer import possible_sizes, tensor_sizes
 
 T = GGMLQuantizationType
 
@@ -162,7 +163,8 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     def plan_output(sizes: list[int]) -> None:
         if output is not None:
             sources = [part.path for part in file.parts]
-            largest = None if args.fallback_above is None else largest_sizes(plan)
+            possible = None if args.fallback_above is None else possible_sizes(plan, args.fallback_above)
+            largest = possible and [max(of_tensor.values()) for of_tensor in possible]
             output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources, largest)
             written = dict.fromkeys([path, *(part.path for part in output.parts)], "OUT")
             for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
@@ -195,7 +197,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         choices = replace(choices, info=WEIGHT_TYPES[name]) if name else replace(choices, stock_file_type=file_type)
         plan_output(tensor_sizes(plan))
     if codec is not None:
-        check_numpy_encoders(codec, plan)
+        check_numpy_encoders(codec, plan, TYPE_FLAGS)
     for line in [] if args.quiet else fallback_lines(plan):
         kind, text = line.split(": ", 1)
         (log.warn if kind == "warning" else log.note)(text)
@@ -236,7 +238,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         file, codec, importance, options=[choices.name, options, max_bytes],
         metadata=[hashlib.sha256(h).hexdigest() for h in first_headers],
     )
-    output.begin(bound_to, first_headers, log.note)
+    output.begin(bound_to, first_headers, possible_sizes(plan, args.fallback_above), log.note)
     n_before = len(output.finished)
     seconds_before = sum(done.seconds for done in output.finished)
     accuracies = write_with_bar(
@@ -286,7 +288,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace(output=None)
-    log = Log("text", False, WAY_OUT)
+    log = Log(asked_format(argv), False, WAY_OUT)  # a bad command line is said in it too
 
     def parse_and_run() -> None:
         nonlocal log
