@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ._argument import as_argument
 from ._errors import UserError
 from ._gguf_file import GGUFFile
 from ._importance import BUILT_IN, KINDS, Importance, open_importance
@@ -30,7 +31,6 @@ from ._output import locked_folder, remove_leftovers
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
 from ._target import parse_target
-from ._text import as_argument
 from ._text_file import FLAG, check_text, count_tokens
 from ._tools import find_tool
 from ._writer import MIB

@@ -17,11 +17,11 @@ from gguf import GGMLQuantizationType
 
 from . import __version__, _lib
 from ._accuracy import Accuracy
+from ._argument import as_argument
 from ._gguf_file import GGUFFile, bits_per_weight
 from ._importance import BUILT_IN, Importance
 from ._names import tensor_class
 from ._plan import Plan
-from ._text import as_argument
 from ._types import TYPES
 from ._writer import MIB
 

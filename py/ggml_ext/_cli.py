@@ -15,8 +15,8 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from . import __version__, _lib
+from ._argument import as_argument
 from ._errors import UserError
-from ._text import as_argument
 from ._writer import Stopped, stop_on_signals
 
 
