@@ -20,6 +20,7 @@ from test_hub import REPO, Client
 
 from ggml_ext import _checkpoint
 from ggml_ext import quantize as program
+from ggml_ext._output import Output, hidden
 
 pytest.importorskip("torch", reason="the extra hf is not installed")
 NAME = REPO.partition("/")[2]
@@ -183,6 +184,44 @@ def test_kept_file_is_not_replaced(folder, stub):
     folder.source = kept
     folder.error("only the folder of a checkpoint is converted", flags=["--keep-gguf", folder.path / "other.gguf", "--force"])
     assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("kept", "flags", "parts"),
+    [
+        ("out.gguf", (), ("--keep-gguf: ", "is the same file as OUT")),
+        ("../results/out.gguf", (), ("--keep-gguf: ", "is the same file as OUT")),
+        ("out-00001-of-00001.gguf", ("--split-max-size", "1G"), ("--keep-gguf: ", "is the same file as OUT, or has a name of its parts")),
+        (".out.gguf.partial", (), ("--keep-gguf: ", "not yet whole")),
+        ("kept.gguf", ("--report", "kept.gguf"), ("--report: kept.gguf is the same file as --keep-gguf",)),
+        ("kept.gguf", ("--model-card", "./kept.gguf"), ("--model-card: kept.gguf is the same file as --keep-gguf",)),
+        ("kept.gguf", ("--report", "kept.choice.json"), ("--report: kept.choice.json is where ", "of kept is kept")),
+        ("kept.gguf", ("--report", "old.json"), ("--report: old.json exists",)),
+    ],
+    ids=str,
+)
+def test_names_are_compared_before_anything_is_converted(folder, stub, monkeypatch, kept, flags, parts):
+    stub("raise SystemExit('it ran')")
+    monkeypatch.chdir(folder.out.parent)
+    (folder.out.parent / "old.json").write_text("{}")
+    folder.error(*parts, flags=["--keep-gguf", folder.out.parent / kept, *flags])
+
+
+def test_a_stopped_run_goes_on_in_the_folder_of_the_checkpoint(folder, stub, monkeypatch):
+    """What it left is no part of the checkpoint."""
+    stub()
+    folder.out = folder.source / "out.gguf"
+    finish = Output.finish
+
+    def stop(self, *args):
+        finish(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            folder.run()
+    assert hidden(folder.out).exists() and "an earlier run was stopped" in folder.run() and folder.out.exists()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ._importance import BUILT_IN, KINDS, Importance, open_importance
 from ._json import parse_json
 from ._moments import ENOUGH_TOKENS, packed_size
 from ._output import locked_folder, remove_leftovers
+from ._paths import kept_imatrix
 from ._plan import OUTPUT, TOKEN_EMBD, Plan, importance_uses, uses_metric
 from ._process import run_heard
 from ._target import parse_target
@@ -275,8 +276,7 @@ class Calibration:
 
     def kept(self, layers: list[int] | None) -> Path:
         """The result for all layers (None) or for a range of them."""
-        end = "" if layers is None else f".layers-{layers[0]}-{layers[-1]}"
-        return self.folder / f"{self.file.stem}.imatrix{end}.gguf"
+        return self.folder / kept_imatrix(self.file.stem, layers)
 
     def made_from(self) -> dict:
         """What makes a result another one, but for kind and layers."""

@@ -32,6 +32,7 @@ from ._json import is_number, parse_json
 from ._knapsack import Solution, solve
 from ._names import tensor_class
 from ._output import open_file, written_beside
+from ._paths import kept_choice
 from ._plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row
 from ._report import table
 from ._sensitivity import Part, Probe
@@ -389,7 +390,7 @@ def _find_kept(args: argparse.Namespace, file: GGUFFile, importance: Importance)
         "importance": [importance.kind, [_calibration.fingerprint(p) for p in importance.paths()]],
         "encoder": [args.effort, args.itq3_levels],
     }
-    path = None if args.output is None else Path(os.path.realpath(args.output)).with_name(f"{file.stem}.choice.json")
+    path = None if args.output is None else Path(os.path.realpath(args.output)).with_name(kept_choice(file.stem))
     return path, Kept.read(path, made_from)
 
 

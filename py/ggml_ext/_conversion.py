@@ -1,5 +1,5 @@
-"""What the programs share that make one model of another, quantize and export: checks of encoders, rows and paths before they
-write, what their bytes depend on, the progress bar, files beside OUT."""
+"""What the programs share that make one model of another, quantize and export: checks of encoders and rows before they write, what
+their bytes depend on, the progress bar, files beside OUT."""
 
 from __future__ import annotations
 
@@ -32,49 +32,6 @@ IMPORTANCE_KEYS = (
 )
 TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of the quantizer
 WAY_OUT = "pass --quiet if nobody reads it"
-
-
-def check_output(sources: list[Path], output: Path | None, force: bool) -> Path:
-    """OUT with links resolved, if it may be written and is none of the sources; UserError otherwise."""
-    if output is None:
-        raise UserError("OUT is missing: name the file to write, or pass --dry-run")
-    path = Path(os.path.realpath(output))
-    try:
-        path.exists()
-    except OSError as e:
-        raise UserError(f"OUT: {e.strerror}: {output}") from e
-    if not path.parent.is_dir():
-        raise UserError(f"OUT: the folder {path.parent} does not exist: create it first")
-    if path.is_dir():
-        raise UserError(f"OUT: {output} is a directory: name a file in it")
-    if path.exists():
-        if any(source.exists() and path.samefile(source) for source in sources):
-            raise UserError(f"OUT: {output} is the same file as IN: choose another name")
-        if not path.is_file():
-            raise UserError(f"OUT: {output} is not a regular file: name one")
-        if not force:
-            raise UserError(f"OUT: {output} exists: choose another name or pass --force to replace it")
-    return path
-
-
-def check_report(report: Path, outputs: Mapping[Path, str], sources: list[Path], force: bool, flag: str = "--report") -> None:
-    """UserError if the file of a flag may not be written. outputs: with links resolved, and what they are called; they and
-    report may be missing."""
-    path, way_out = Path(os.path.realpath(report)), "name another file"
-    try:
-        is_there = path.exists()
-    except OSError as e:  # of a name that is too long
-        raise UserError(f"{flag}: {report}: {e.strerror}: {way_out}") from e
-    if not path.parent.is_dir():
-        raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
-    if path in outputs or (is_there and any(path.samefile(source) for source in sources)):
-        raise UserError(f"{flag}: {report} is the same file as {outputs.get(path, 'IN')}: {way_out}")
-    if is_there and not path.is_file():
-        raise UserError(f"{flag}: {report} is not a regular file: {way_out}")
-    if is_there and not force:
-        raise UserError(f"{flag}: {report} exists: {way_out} or pass --force to replace it")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{flag}: the folder {path.parent} may not be written: {way_out}")
 
 
 def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:

@@ -43,6 +43,8 @@ MAX_NAME_BYTES = 200  # of 255, for what is added
 JOURNAL_FORMAT = 1
 FRESH_SECONDS = 10
 LOCK_ATTEMPTS = 100
+# Names of hidden(), of its journal, of Part.replaced and of written_beside().
+UNFINISHED = r"\..+\.(partial|partial\.json|replaced|\d+\.part)"
 
 
 class Unfinished(UserError):
@@ -81,6 +83,11 @@ def hidden(path: Path) -> Path:
     if len(name.encode()) > MAX_NAME_BYTES:
         name = f"{name[:MAX_NAME_BYTES // 8]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     return path.with_name(f".{name}.partial")
+
+
+def journal_of(path: Path) -> Path:
+    """The name of the journal of OUT."""
+    return hidden(path).with_name(hidden(path).name + ".json")
 
 
 def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list[Part]:
@@ -153,7 +160,7 @@ class Output:
     def __init__(self, path: Path, force: bool, is_split: bool = False):
         """path: OUT with links resolved; force: it may exist; is_split: parts with names made from it take its place."""
         self.path, self.force, self.is_split = path, force, is_split
-        self.journal_path = hidden(path).with_name(hidden(path).name + ".json")
+        self.journal_path = journal_of(path)
         self.parts: list[Part] = []
         self.finished: list[Finished] = []
         self.n_bytes = 0
@@ -237,11 +244,11 @@ class Output:
                 raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
 
     def plan(
-        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, sources: Sequence[Path],
+        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, reads: Callable[[Path], str | None],
         largest: Sequence[int] | None = None,
     ) -> None:
-        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; sources: what is read;
-        largest: bytes that tensors may get, where those are more, none of which makes a part too large.
+        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; reads: says what a file
+        that is read is called; largest: bytes that tensors may get, where those are more, none of which makes a part too large.
 
         UserError if one of the files may not be written, or if there is no room for all.
         """
@@ -252,8 +259,9 @@ class Output:
         for part in self.parts:
             if part.path.is_dir():
                 raise UserError(f"OUT: {part.path} is a directory: choose another name")
-            if part.path.exists() and any(part.path.samefile(source) for source in sources):
-                raise UserError(f"OUT: {part.path} is the same file as IN: choose another name")
+            for path in (part.path, part.partial, part.replaced):
+                if what := reads(path):
+                    raise UserError(f"OUT: {path} is the same file as {what}: choose another name")
         self.n_bytes = sum(padded) + header_bytes
         with self._errors():
             left = {p.partial for p in self.parts} | set(self._left())  # written again, or to be removed

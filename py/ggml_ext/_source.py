@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from . import _hub
 from ._checkpoint import converted
 from ._errors import UserError
 from ._gguf_file import GGUFFile
-from ._split import open_model, part_names
+from ._output import UNFINISHED
+from ._paths import Taken, check_beside
+from ._split import open_model, part_names, stem_of
 
 
 def add_options(add: Callable) -> None:
@@ -45,32 +48,62 @@ def check_options(args: argparse.Namespace) -> None:
         raise UserError(f"--keep-gguf: {args.input} is a file, and only the folder of a checkpoint is converted: leave it out")
 
 
-def source_files(args: argparse.Namespace) -> list[Path]:
-    """Files that OUT must not be, as far as they are known before anything is read."""
-    if args.input is None:
+def read_files(args: argparse.Namespace) -> dict[Path, str]:
+    """All files that a run reads, as far as they are known before anything is read, and what each is called. Of both programs that
+    write models; one may lack a flag."""
+    flags = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in ("--imatrix", "--imatrix-from")}
+    return dict.fromkeys(_model_files(args.input), "IN") | {path: flag for flag, path in flags.items() if path is not None}
+
+
+def _model_files(path: Path | None) -> list[Path]:
+    if path is None:
         return []
-    if os.path.isdir(args.input):
+    if os.path.isdir(path):
         with contextlib.suppress(OSError):  # said when it is read
-            return list(args.input.iterdir())
-    return [args.input.with_name(name) for name in part_names(args.input.name)]
+            return [p for p in path.iterdir() if not re.fullmatch(UNFINISHED, p.name)]  # which may be those of OUT
+    return [path.with_name(name) for name in part_names(path.name)]
+
+
+def expected_stem(args: argparse.Namespace) -> str:
+    """The model's name, by which results are kept, as far as it is known before anything is read: the hub may give another file."""
+    if args.keep_gguf is not None:
+        return args.keep_gguf.name.removesuffix(".gguf")
+    if args.hf_repo is not None:
+        return stem_of(args.hf_file.rpartition("/")[2]) if args.hf_file else _repo_name(args)
+    return _folder_name(args.input) if os.path.isdir(args.input) else stem_of(args.input.name)
+
+
+def _repo_name(args: argparse.Namespace) -> str:
+    return args.hf_repo.rpartition("/")[2]
+
+
+def _folder_name(path: Path) -> str:
+    return Path(os.path.abspath(path)).name
+
+
+def check_keep_gguf(args: argparse.Namespace, taken: Taken) -> Taken:
+    """What is taken with the file of --keep-gguf too, if one is asked for; UserError if it may not be written."""
+    kept = args.keep_gguf
+    if kept is None:
+        return taken
+    if kept.exists() or not kept.absolute().parent.is_dir():
+        what = "exists: pass it as IN, or name another file" if kept.exists() else "is in no folder that exists: create it first"
+        raise UserError(f"--keep-gguf: {kept} {what}")
+    return check_beside("--keep-gguf", kept, taken, force=False)
 
 
 @contextlib.contextmanager
 def open_source(args: argparse.Namespace, output: Path | None, say: Callable[[str], None], show_bar: bool) -> Iterator[GGUFFile]:
     """The model to quantize. output: None for a dry run. UserError for everything that the user can change."""
-    kept = args.keep_gguf
-    if kept is not None and (kept.exists() or not kept.absolute().parent.is_dir()):
-        what = "exists: pass it as IN, or name another file" if kept.exists() else "is in no folder that exists: create it first"
-        raise UserError(f"--keep-gguf: {kept} {what}")
-    path, name = args.input, None
+    path, name, kept = args.input, None, args.keep_gguf
     if args.hf_repo is not None:
         path = _hub.fetch(_hub.Repo(args.hf_repo, args.revision, args.hf_token), args.hf_file, args.quiet, say)
-        name = args.hf_repo.rpartition("/")[2]
+        name = _repo_name(args)
     if not os.path.isdir(path):
         if kept is not None:
             raise UserError(f"--keep-gguf: {path} is a GGUF file, nothing is converted: leave it out")
         yield open_model(path)
         return
     where = Path(tempfile.gettempdir()) if output is None else output.parent
-    with converted(path, name or Path(os.path.abspath(path)).name, where, kept and kept.absolute(), say, show_bar) as file:
+    with converted(path, name or _folder_name(path), where, kept and kept.absolute(), say, show_bar) as file:
         yield open_model(file)

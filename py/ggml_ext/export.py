@@ -24,8 +24,6 @@ from ._conversion import (
     check_fallbacks,
     check_known_encoders,
     check_numpy_encoders,
-    check_output,
-    check_report,
     made_from,
     write_beside,
     write_with_bar,
@@ -37,6 +35,7 @@ from ._importance import Importance, open_importance
 from ._log import Log
 from ._names import unknown_type
 from ._output import Output
+from ._paths import Taken, check_beside, check_output
 from ._plan import (
     ACTIVATION_TYPES,
     FLOAT_TYPES,
@@ -223,11 +222,12 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     choices, n_threads = parse_choices(args), check_threads(args.threads)
     if args.dry_run and args.model_card:
         raise UserError("--model-card: --dry-run writes nothing; leave one of them out")
-    path = None if args.dry_run else check_output(_source.source_files(args), args.output, args.force)
-    output = None if path is None else stack.enter_context(Output(path, args.force))
+    taken = Taken(_source.read_files(args))
+    taken = taken if args.dry_run else check_output(taken, args.output, args.force)
     if args.model_card is not None:
-        sources = [source for source in _source.source_files(args) if source.exists()]
-        check_report(args.model_card, {path: "OUT"}, sources, args.force, "--model-card")
+        check_beside("--model-card", args.model_card, taken, args.force)
+    path = taken.out
+    output = None if path is None else stack.enter_context(Output(path, args.force))
     file = open_model(args.input)
     check_model(file)
     plan = make_plan(file, choices)
@@ -246,7 +246,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         log.report("\n".join([*lines, summary(plan, choices, width, importance.describe())]))
         return
 
-    output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, None, [part.path for part in file.parts])
+    output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, None, taken.reads)
     started = time.monotonic()
     header = pack_header(output_metadata(file, choices, importance), plan.tensors, plan.types, file.alignment)
     bound_to = made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest())

@@ -29,8 +29,6 @@ from ._conversion import (
     check_encoders,
     check_fallbacks,
     check_numpy_encoders,
-    check_output,
-    check_report,
     made_from,
     write_beside,
     write_with_bar,
@@ -42,6 +40,7 @@ from ._importance import Importance, plan_moments
 from ._log import Log
 from ._options import asked_format, build_parser, describe_options, parse_choices
 from ._output import Output, parse_split_size, part_metadata
+from ._paths import Taken, check_beside, check_output
 from ._plan import Choices, Plan, check_model, make_plan, plan_importance
 from ._report import columns, error_warnings, fallback_lines, summary, tensor_lines, tensor_record, totals_record
 from ._split import SPLIT_KEYS
@@ -62,6 +61,19 @@ def load_codec(args: argparse.Namespace) -> Codec:
             "leave out --encoder"
         )
     return Codec(lib, args.itq3_levels, args.ditto_codebook, args.effort)
+
+
+def check_paths(args: argparse.Namespace, read: dict[Path, str], stem: str, is_split: bool, is_again: bool = False) -> Taken:
+    """All files that are read and written. read, stem: see Taken. UserError if one of those to be written may not be. is_again: more
+    is known than before the model was found; the file of --keep-gguf is there since then."""
+    taken = Taken(read, stem, is_split)
+    if not args.dry_run:
+        taken = check_output(taken, args.output, args.force)
+    if not is_again:
+        taken = _source.check_keep_gguf(args, taken)
+    for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
+        taken = taken if beside is None else check_beside(flag, beside, taken, args.force)
+    return taken
 
 
 def find_importance(
@@ -147,11 +159,13 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     _source.check_options(args)
     choices = parse_choices(args, target)
     max_bytes = None if args.split_max_size is None else parse_split_size(args.split_max_size)
-    path = None if args.dry_run else check_output(_source.source_files(args), args.output, args.force or max_bytes is not None)
+    taken = check_paths(args, _source.read_files(args), _source.expected_stem(args), max_bytes is not None)
+    path = taken.out
     output = None if path is None else stack.enter_context(Output(path, args.force, is_split=max_bytes is not None))
     show_bar = not (args.quiet or log.is_json) and sys.stderr is not None and (args.progress or sys.stderr.isatty())
 
     file = stack.enter_context(_source.open_source(args, path, log.note, show_bar))
+    taken = check_paths(args, taken.read | {part.path: "IN" for part in file.parts}, file.stem, taken.is_split, is_again=True)
     check_model(file)
     plan = make_plan(file, choices)
     if target is None:
@@ -162,15 +176,9 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
 
     def plan_output(sizes: list[int]) -> None:
         if output is not None:
-            sources = [part.path for part in file.parts]
             possible = None if args.fallback_above is None else possible_sizes(plan, args.fallback_above)
             largest = possible and [max(of_tensor.values()) for of_tensor in possible]
-            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, sources, largest)
-            written = dict.fromkeys([path, *(part.path for part in output.parts)], "OUT")
-            for flag, beside in (("--report", args.report), ("--model-card", args.model_card)):
-                if beside is not None:
-                    check_report(beside, written, sources, args.force, flag)
-                    written[Path(os.path.realpath(beside))] = flag
+            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, taken.reads, largest)
 
     chosen, sizes = None, tensor_sizes(plan)
     if target is not None:
