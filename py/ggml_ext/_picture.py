@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ._encoding import utf8
 from ._errors import UserError
 from ._output import written_beside
 
@@ -101,7 +102,7 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path, force: boo
         axes.invert_yaxis()
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set(xlabel="layer", title=title.encode(errors="replace").decode())  # a name that is no UTF-8
+        axes.set(xlabel="layer", title=utf8(title))
         figure.colorbar(mesh, ax=axes, label=what, extend="both")
         try:
             kind = path.suffix[1:].lower()
