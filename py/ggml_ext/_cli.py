@@ -20,7 +20,6 @@ from ._encoding import shown, utf8
 from ._errors import UserError
 from ._writer import Stopped, stop_on_signals
 
-
 DEBUG_VARIABLE = "GGML_EXT_DEBUG"
 
 

@@ -313,7 +313,8 @@ def draw_picture(args: argparse.Namespace, findings: list[Finding]) -> None:
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    _picture.draw(errors, what, args.file.name, args.picture, args.force)
+    if not _picture.draw(errors, what, args.file.name, args.picture, args.force):
+        print("note: --picture: the font has no characters for some names, and boxes in their place: name a .svg", file=sys.stderr)
 
 
 def check_options(args: argparse.Namespace) -> None:
