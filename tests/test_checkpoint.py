@@ -71,6 +71,20 @@ def test_converted_and_run(checkpoint, made):
     assert "The quick" in generate(folder / "out.gguf")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files that are no UTF-8")
+def test_a_name_that_is_no_text(checkpoint, made, tmp_path):
+    """It becomes the model's name, in a GGUF file, which is UTF-8; in a locale of ASCII too."""
+    source = tmp_path / os.fsdecode("größer".encode() + b"-\xff")
+    shutil.copytree(checkpoint, source)
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "ggml_ext.quantize", source, tmp_path / "out.gguf", "--type", "itq3_s", "--importance", "none"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Größer \\Xff" in gguf.GGUFReader(tmp_path / "out.gguf").fields["general.name"].contents()
+    ours, before = decoded(tmp_path / "out.gguf"), decoded(made[1] / "out.gguf")
+    assert all(np.array_equal(ours[name], before[name]) for name in before)
+
+
 @pytest.fixture
 def client(tmp_path):
     """The extra's: the converter's transformers refuses newer ones."""

@@ -1,6 +1,8 @@
 """Histograms, --json, --tensor and --picture of python -m ggml_ext.inspect."""
 
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
@@ -35,6 +37,12 @@ def folder(tmp_path_factory):
 
 def run_inspect(*args) -> subprocess.CompletedProcess:
     return run_main(program.main, *args)
+
+
+def inspect_process(*args, env: dict | None = None) -> subprocess.CompletedProcess:
+    """Where stderr gets what libraries say."""
+    command = [sys.executable, "-m", "ggml_ext.inspect", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
 
 
 def inspect_json(*args) -> dict:
@@ -248,6 +256,41 @@ def test_without_matplotlib(folder, tmp_path):
     args = [str(folder / "out.gguf"), "--against", str(folder / "in.gguf"), "--picture", str(tmp_path / "a.svg")]
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     check_error(done, "--picture needs matplotlib", "pip install 'ggml-ext[picture]'")
+
+
+@pytest.mark.parametrize(("end", "notes"), [("svg", 0), ("png", 1)])
+def test_names_that_the_font_lacks(folder, tmp_path, end, notes):
+    """Boxes in a .png, which one note tells; no warning of matplotlib's, nor of a layout that does not fit."""
+    named = tmp_path / "\u65e5\u672c.gguf"
+    named.write_bytes((folder / "out.gguf").read_bytes())
+    picture = tmp_path / f"a.{end}"
+    done = inspect_process(named, "--against", folder / "in.gguf", "--picture", picture, "--tensor", "blk.0.attn_q.weight")
+    assert done.returncode == 0 and picture.stat().st_size
+    assert done.stderr.count("\n") == done.stderr.count("note: --picture: the font has no characters") == notes, done.stderr
+    if end == "svg":
+        texts = svg_texts(picture)
+        assert named.name in texts and not any("math" in text for text in texts)
+        assert any(re.fullmatch(r"0\.\d+", text) for text in texts)  # of the colour bar
+
+
+@pytest.mark.parametrize(("env", "part"), [
+    ({"MPLCONFIGDIR": "file"}, None),
+    ({"HOME": "/dev/null", "MPLCONFIGDIR": "", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}, None),
+    ({"MPLCONFIGDIR": "odd"}, None),
+    ({"MPLBACKEND": "nonsense"}, "--picture: matplotlib cannot be loaded"),
+], ids=["no folder", "no home", "odd settings", "no backend"])
+def test_matplotlib_in_an_odd_environment(folder, tmp_path, env, part):
+    """The picture is drawn without a word, or one line says why not."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "matplotlibrc").write_text("no.such.key: 3\nfont.sans-serif: No Such Font\n")
+    env = {key: str(tmp_path / value) if (tmp_path / value).exists() and value else value for key, value in env.items()}
+    args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture", tmp_path / "a.svg"]
+    done = inspect_process(*args, env=env)
+    if part is not None:
+        check_error(done, part)
+        return
+    assert done.returncode == 0 and done.stderr == "" and "attn_q" in svg_texts(tmp_path / "a.svg")
 
 
 def test_full_disk(folder, tmp_path):

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType
 from . import __version__, _lib
 from ._accuracy import Accuracy
 from ._argument import as_argument
+from ._encoding import utf8
 from ._gguf_file import GGUFFile, bits_per_weight
 from ._importance import BUILT_IN, Importance
 from ._names import tensor_class
@@ -155,7 +156,7 @@ class Card:
 
 def _line(text: str) -> str:
     """On one line, without what neither YAML nor Markdown can hold: control characters are blanks."""
-    return "".join(c if c.isprintable() else " " for c in text).strip()
+    return "".join(c if c.isprintable() else " " for c in utf8(text)).strip()
 
 
 def _escaped(text: str) -> str:

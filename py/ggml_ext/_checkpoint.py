@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ._encoding import as_name, utf8
 from ._errors import UserError
 from ._output import locked_folder, remove_leftovers
 from ._process import run_heard
@@ -48,7 +49,7 @@ def index_name(weights: tuple[str, str]) -> str:
 def indexed_files(index: Path) -> list[str]:
     """Names of the files that an index of shards names. UserError if it is no such index."""
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except OSError as e:
         raise UserError(f"cannot read {index}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -151,7 +152,7 @@ def converted(
         try:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=where))
             stack.enter_context(locked_folder(Path(temporary)))
-            path = Path(temporary) / f"{name}.gguf"
+            path = Path(temporary) / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
             say(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
             _convert(folder, path, size, show_bar)
             if kept is not None:
@@ -163,7 +164,8 @@ def converted(
 
 def _convert(folder: Path, path: Path, size: int, show_bar: bool) -> None:
     """Runs the converter. UserError with its last error if it fails."""
-    env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"} | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
     source = Path(os.path.abspath(folder))
     if source.name != path.stem:  # the converter takes the model's name from its folder, in the hub's cache a hash
         source = path.with_suffix("")

@@ -16,15 +16,19 @@ from tqdm import tqdm
 
 from . import __version__, _lib
 from ._argument import as_argument
+from ._encoding import shown, utf8
 from ._errors import UserError
 from ._writer import Stopped, stop_on_signals
-
 
 DEBUG_VARIABLE = "GGML_EXT_DEBUG"
 
 
 class Parser(argparse.ArgumentParser):
     """Bad command lines end like all bad input: one line and exit code 1. Names of files after -- may begin with a dash."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register("type", None, utf8)  # of all values that are no names of files
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
@@ -93,12 +97,12 @@ def print_text(text: str, way_out: str) -> None:
     """To standard output, above a progress bar; nothing if there is none. UserError if it cannot be written."""
     if sys.stdout is not None:
         with writing_to_stdout(way_out):
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(shown(text, sys.stdout), file=sys.stdout)
 
 
 def print_error(text: str, trace: str | None) -> None:
     """The line that a command ends with. trace: a traceback to show above it."""
-    print(f"{trace or ''}error: {text}", file=sys.stderr)
+    print(shown(f"{trace or ''}error: {text}", sys.stderr), file=sys.stderr)
 
 
 def run_command(
@@ -129,17 +133,26 @@ def run_command(
     except MemoryError as e:
         error, message, code = e, "out of memory; pass a smaller --threads", 1
         trace = _trace(e, args)
-    except Exception as e:  # a bug: still one line
+    except Exception as e:
         trace = _trace(e, args)
-        switch = f"{DEBUG_VARIABLE}=1" if args is None else "--debug"
-        how = "the traceback above" if trace else f"the traceback that {switch} shows"
-        error, message, code = e, f"unexpected {type(e).__name__}: {e}; please report it with {how}", 1
+        error, message, code = e, _describe_unexpected(e, trace is not None, args is not None), 1
     else:
         return 0
     if kept := getattr(error, "kept", None):
         message += f"; {kept}"
     show(message, trace)
     return code
+
+
+def _describe_unexpected(error: Exception, is_shown: bool, has_option: bool) -> str:
+    """The line for a bug, or for a relative name in a folder that is no more. is_shown: its traceback; has_option: --debug."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the current folder was removed: change to another one, or name all files from the root on"
+    how = "the traceback above" if is_shown else f"the traceback that {'--debug' if has_option else f'{DEBUG_VARIABLE}=1'} shows"
+    return f"unexpected {type(error).__name__}: {error}; please report it with {how}"
 
 
 def _trace(error: BaseException, args: argparse.Namespace | None) -> str | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
 
+from ._encoding import utf8
 from ._errors import UserError
 from ._types import TYPES
 
@@ -363,6 +364,8 @@ def int32_value(key: str, value: int) -> KeyValue:
 
 
 def string_value(key: str, value: str) -> KeyValue:
+    """value: may be the name of a file, which need not be UTF-8."""
+    value = utf8(value)
     raw = value.encode()
     return KeyValue(key, GGUFValueType.STRING, value, struct.pack("<IQ", GGUFValueType.STRING, len(raw)) + raw)
 

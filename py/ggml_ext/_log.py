@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 
 from tqdm import tqdm
 
 from ._cli import print_text
+from ._encoding import shown, to_json
 
 FORMATS = ("text", "json")
 
@@ -38,7 +38,7 @@ class Log:
             line = self._object(kind, text=text, **({} if trace is None else {"traceback": trace}))
         else:
             line = f"{trace or ''}{kind}: {text}"
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(shown(line, sys.stderr), file=sys.stderr)
 
     def report(self, text: str) -> None:
         """For people alone."""
@@ -53,4 +53,4 @@ class Log:
     @staticmethod
     def _object(kind: str, **values) -> str:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-        return json.dumps({"time": now, "event": kind, **values})
+        return to_json({"time": now, "event": kind, **values})

@@ -80,8 +80,8 @@ class Part:
 def hidden(path: Path) -> Path:
     """The name that a file has until it is whole."""
     name = path.name
-    if len(name.encode()) > MAX_NAME_BYTES:
-        name = f"{name[:MAX_NAME_BYTES // 8]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    if len(raw := os.fsencode(name)) > MAX_NAME_BYTES:
+        name = f"{name[:MAX_NAME_BYTES // 8]}-{hashlib.sha256(raw).hexdigest()[:16]}"
     return path.with_name(f".{name}.partial")
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ._encoding import utf8
 from ._errors import UserError
 from ._output import written_beside
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ENDINGS = (".svg", ".png")
 
@@ -34,10 +42,32 @@ def check_picture(path: Path, force: bool, sources: Sequence[Path]) -> None:
         raise UserError(f"--picture: {path} exists: name another file or pass --force to replace it")
     if not os.access(folder, os.W_OK):
         raise UserError(f"--picture: the folder {folder} may not be written: name another")
+    check_matplotlib()
+
+
+def check_matplotlib() -> None:
+    """UserError if it is not installed, or does not load as the environment is."""
     try:
-        import matplotlib  # noqa: F401
+        with quiet_matplotlib():
+            import matplotlib.figure  # noqa: F401
     except ImportError as e:
         raise UserError(f"--picture needs matplotlib, which is not installed ({e}): pip install 'ggml-ext[picture]'") from e
+    except Exception as e:  # a MPLBACKEND that it does not know, no folder that it may write
+        raise UserError(f"--picture: matplotlib cannot be loaded: {' '.join(str(e).split())}; mend that, or leave --picture out") from e
+
+
+@contextlib.contextmanager
+def quiet_matplotlib() -> Iterator[list[warnings.WarningMessage]]:
+    """Within it matplotlib says nothing of its folders and fonts; the value gets the warnings that Python would show."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield caught
+    finally:
+        logger.setLevel(level)
 
 
 def place(name: str) -> tuple[str, int | None]:
@@ -71,16 +101,27 @@ def colour_range(shown: np.ma.MaskedArray, layers: list[int | None]) -> tuple[fl
     return low, max(high, 1.25 * low)
 
 
-def draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool) -> None:
+def figure_size(classes: list[str], layers: list[int | None], title: str) -> tuple[float, float]:
+    """Width and height in inches, with room for the names beside and above the squares."""
+    width = max(3 + 0.22 * len(layers) + 0.08 * max(max(map(len, classes)) - 10, 0), 1 + 0.09 * len(title))
+    return min(width, 40), min(1.6 + 0.25 * len(classes), 40)
+
+
+def draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool) -> bool:
     """Classes down, layers across, colours for the errors. errors: by tensor, at least one. what: kind of error.
 
+    False if the font of a .png lacks characters of the names, for which it has boxes then: whoever shows a .svg looks for them.
     UserError if the file cannot be written, or, without force, exists by now.
     """
-    import matplotlib
+    with quiet_matplotlib() as caught:
+        _draw(errors, what, utf8(title), path, force)
+    return path.suffix.lower() == ".svg" or not any("missing from font" in str(w.message) for w in caught)
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+
+def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool) -> None:
+    import matplotlib
     from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
 
     classes, layers, values = table(errors)
     shown = np.ma.masked_where(~(values > 0), values)  # as a logarithmic scale has no zero
@@ -88,8 +129,8 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path, force: boo
     style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,
              "text.parse_math": False}  # names of files and tensors may hold dollars
     with matplotlib.rc_context(style):
-        size = 3 + 0.22 * len(layers), 1.6 + 0.25 * len(classes)
-        figure, axes = pyplot.subplots(figsize=tuple(min(s, 40) for s in size), layout="constrained")
+        figure = Figure(figsize=figure_size(classes, layers, title), layout="constrained")
+        axes = figure.subplots()
         mesh = axes.pcolormesh(
             np.arange(len(layers) + 1), np.arange(len(classes) + 1), shown, cmap="viridis",
             norm=LogNorm(low, high), edgecolors="white", linewidth=0.5,
@@ -101,15 +142,20 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path, force: boo
         axes.invert_yaxis()
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set(xlabel="layer", title=title.encode(errors="replace").decode())  # a name that is no UTF-8
-        figure.colorbar(mesh, ax=axes, label=what, extend="both")
-        try:
-            kind = path.suffix[1:].lower()
-            with written_beside(Path(os.path.realpath(path)), force) as part:
-                figure.savefig(part, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        except FileExistsError as e:
-            raise UserError(f"--picture: {path} appeared meanwhile, and was left as it is: name another file or pass --force") from e
-        except OSError as e:
-            raise UserError(f"--picture: cannot write {path}: {e.strerror}") from e
-        finally:
-            pyplot.close(figure)
+        axes.set(xlabel="layer", title=title)
+        bar = figure.colorbar(mesh, ax=axes, label=what, extend="both")
+        # not the formatters of its own, which write formulas: those are not parsed here
+        bar.ax.yaxis.set_major_formatter("{x:.3g}")
+        bar.ax.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
+        _save(figure, path, force)
+
+
+def _save(figure: Figure, path: Path, force: bool) -> None:
+    kind = path.suffix[1:].lower()
+    try:
+        with written_beside(Path(os.path.realpath(path)), force) as part:
+            figure.savefig(part, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    except FileExistsError as e:
+        raise UserError(f"--picture: {path} appeared meanwhile, and was left as it is: name another file or pass --force") from e
+    except OSError as e:
+        raise UserError(f"--picture: cannot write {path}: {e.strerror}") from e

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 from gguf.scripts import gguf_dump
 
 from ._cli import Parser, add_common_options, run_command, writing_to_stdout
+from ._encoding import utf8
 from ._errors import UserError
 from ._gguf_file import BigEndianFile, GGUFFile
 
@@ -35,12 +38,28 @@ def run(argv: list[str], args: argparse.Namespace) -> None:
     name = [] if args.file is None else [str(args.file)]
     command = [PROGRAM, *others, "--", *name] if name and name[0].startswith("-") else [PROGRAM, *name, *others]
     bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
-    with bad_command_line, mock.patch.object(sys, "argv", command), writing_to_stdout(WAY_OUT):
+    with bad_command_line, mock.patch.object(sys, "argv", command), any_text(), writing_to_stdout(WAY_OUT):
         gguf_dump.logger.setLevel(logging.WARNING)  # or it tells on stderr which file it loads
         try:
             gguf_dump.main()
         except (ValueError, IndexError, KeyError, OverflowError) as e:  # of its reader
             raise UserError(f"{args.file}: truncated or corrupt: {e}; download or convert it again") from e
+
+
+@contextlib.contextmanager
+def any_text() -> Iterator[None]:
+    """Within it gguf-dump writes the names of files as utf8() has them, and \\u20ac and the like where the stream lacks a character."""
+
+    def with_shown_name(dump: Callable) -> Callable:
+        return lambda reader, args: dump(reader, argparse.Namespace(**vars(args) | {"model": utf8(args.model)}))
+
+    with contextlib.ExitStack() as stack:
+        for name in ("dump_metadata_json", "dump_markdown_metadata"):
+            stack.enter_context(mock.patch.object(gguf_dump, name, with_shown_name(getattr(gguf_dump, name))))
+        if (stdout := sys.stdout) is not None and hasattr(stdout, "reconfigure"):
+            stack.callback(stdout.reconfigure, errors=stdout.errors)
+            stdout.reconfigure(errors="backslashreplace")
+        yield
 
 
 def main(argv: list[str] | None = None) -> int:

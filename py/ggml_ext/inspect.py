@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from ._accuracy import Accuracy, read_epsilons
 from ._blas import one_blas_thread
 from ._cli import Parser, add_common_options, add_threads_option, check_threads, print_text, run_command
 from ._encode import Codec, Guide
+from ._encoding import to_json
 from ._errors import UserError
 from ._gguf_file import GGUFFile, Tensor
 from ._histogram import Histogram
@@ -313,7 +313,8 @@ def draw_picture(args: argparse.Namespace, findings: list[Finding]) -> None:
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    _picture.draw(errors, what, args.file.name, args.picture, args.force)
+    if not _picture.draw(errors, what, args.file.name, args.picture, args.force):
+        print("note: --picture: the font has no characters for some names, and boxes in their place: name a .svg", file=sys.stderr)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -350,7 +351,7 @@ def run(args: argparse.Namespace) -> None:
     total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
     histograms = count_codes(file, tensors) if args.histograms else None
     if args.json:
-        print_text(json.dumps(record(args, findings, importance, total, histograms), indent=1), WAY_OUT)
+        print_text(to_json(record(args, findings, importance, total, histograms), 1), WAY_OUT)
     else:
         lines = summary_lines(file, findings, importance, total)
         print_text("\n".join(lines + ([] if histograms is None else histogram_lines(histograms))), WAY_OUT)

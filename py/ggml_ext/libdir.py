@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from . import _lib
-from ._cli import Parser, add_common_options, print_text, run_command
+from ._cli import Parser, add_common_options, run_command, writing_to_stdout
 from ._errors import UserError
 
 WAY_OUT = "pass it to a program that reads it"
@@ -26,6 +27,17 @@ def library_folder() -> Path:
     return folder
 
 
+def print_path(path: Path) -> None:
+    """Its bytes, for programs. UserError if they cannot be written."""
+    if sys.stdout is None:
+        return
+    with writing_to_stdout(WAY_OUT):
+        if hasattr(sys.stdout, "buffer"):
+            sys.stdout.buffer.write(os.fsencode(path) + os.linesep.encode())
+        else:  # in a notebook, say
+            print(path)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; see run_command() for the exit code."""
     parser = Parser(
@@ -35,12 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         epilog='llama-cpp-python:\n  export LLAMA_CPP_LIB_PATH="$(ggml-ext-libdir)" MTMD_CPP_LIB="$(ggml-ext-libdir)"',
     )
     add_common_options(parser)
-
     args = argparse.Namespace()
 
     def run() -> None:
         parser.parse_args(argv, args)
-        print_text(str(library_folder()), WAY_OUT)
+        print_path(library_folder())
 
     return run_command(run, lambda: "nothing was changed", WAY_OUT, args=args)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import os
 import sys
 import time
@@ -34,6 +33,7 @@ from ._conversion import (
     write_with_bar,
 )
 from ._encode import Codec
+from ._encoding import to_json
 from ._errors import UserError
 from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
 from ._importance import Importance, plan_moments
@@ -283,7 +283,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     if args.report is not None:
         tensors = [record(i) for i in range(len(plan.tensors))]
         report = {**totals, "warnings": log.warnings, "tensors": tensors}
-        write_beside("--report", args.report, json.dumps(report, indent=1).encode() + b"\n", path, args.force)
+        write_beside("--report", args.report, to_json(report, 1).encode() + b"\n", path, args.force)
     if args.model_card is not None:
         source = args.hf_repo or Path(os.path.abspath(args.input)).name
         card = Card(
