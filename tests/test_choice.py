@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -15,6 +17,7 @@ from test_bad_input import check_error, files
 from ggml_ext import _choice, _sensitivity, _target
 from ggml_ext import quantize as program
 from ggml_ext._errors import UserError
+from ggml_ext._writer import Stopped
 
 LAYERS = 4
 SHAPES = {"attn_v": (15, 256), "ffn_up": (32, 256), "ffn_down": (16, 512)}
@@ -352,6 +355,110 @@ def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
     assert kept and set(kept) < set(FREE) and {p.name for p in folder.out.parent.iterdir()} == {folder.kept.name}
     _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual")
     assert f"rows of {len(FREE) - len(kept)} tensors" in err
+
+
+PARTS = [[n for n in FREE if name in n] for name in (*SHAPES, "token_embd")] + [[n for n in FREE if f"blk.{i}." in n] for i in range(LAYERS)]
+# A run that is killed as its 8th tensor or its 4th part begins: of those before the first at least has its place in the file by then,
+# as the thread begins a tensor when the one two before it is dealt with.
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from ggml_ext import _choice, _sensitivity, quantize
+tensors, parts = set(), []
+sample, kld = _choice.sample_error, _sensitivity.Probe._kld
+def note(done, limit):
+    if len(done) == limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+def sample_error(file, tensor, *others):
+    tensors.add(tensor.name)
+    note(tensors, 8)
+    return sample(file, tensor, *others)
+def measure(self, *args):
+    parts.append(args)
+    note(parts, 4)
+    return kld(self, *args)
+_choice.find_tool = lambda name: Path(sys.argv[1])
+_choice.sample_error, _sensitivity.Probe._kld = sample_error, measure
+sys.exit(quantize.main(sys.argv[2:]))
+"""
+
+
+def test_killed_again_and_again_it_comes_to_the_same_end(fresh):
+    """No part is measured twice."""
+    folder = fresh
+    folder.run("--target-bpw", "4", "--threads", "1")
+    expected, kept, runs = folder.out.read_bytes(), folder.kept.read_text(), folder.runs()
+    for path in (folder.out, folder.kept, folder.log):
+        path.unlink()
+    command = [sys.executable, "-c", KILL, folder.path / "llama-perplexity", folder.model, folder.out, "--importance", "none"]
+    command += ["--target-bpw", "4", "--threads", "1"]
+    codes, before = [], ""
+    while not codes or codes[-1] == -signal.SIGKILL:
+        codes.append(subprocess.run([*map(str, command)], capture_output=True, timeout=120).returncode)
+        now = folder.kept.read_text()
+        assert now != before or codes[-1] == 0, "a run kept nothing"
+        before = now
+    assert codes[-1] == 0 and 4 <= len(codes) <= 12  # 13 tensors and 8 parts; on a slow machine one of them a run
+    assert folder.out.read_bytes() == expected and folder.kept.read_text() == kept
+    assert [r for r in folder.runs() if r] == [r for r in runs if r] == PARTS
+
+
+@pytest.fixture
+def half(fresh, monkeypatch):
+    """An interrupt came after three parts."""
+    kld, count = _sensitivity.Probe._kld, []
+
+    def stop(self, *args):
+        count.append(args)
+        if len(count) == 4:
+            raise Stopped(signal.SIGINT)
+        return kld(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_sensitivity.Probe, "_kld", stop)
+        fresh.run("--target-bpw", "4", code=128 + signal.SIGINT)
+    assert fresh.runs() == [[], *PARTS[:3]] and {p.name for p in fresh.out.parent.iterdir()} == {fresh.kept.name}
+    return fresh
+
+
+def test_an_interrupt_keeps_the_parts_that_are_measured(half, measured):
+    assert [name for name, *_ in json.loads(half.kept.read_text())["costs"]] == [name for name, *_ in json.loads(measured)["costs"]][:3]
+    # three parts are not taken for all
+    _, err = half.run("--target-bpw", "4", "--dry-run")
+    assert "what errors cost is taken from another model: --dry-run runs no model" in err
+    _, err = half.run("--target-bpw", "4")
+    assert "note: an earlier run was stopped: going on after 3 of 8 parts\n" in err
+    assert [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
+
+
+@pytest.mark.parametrize(
+    "path_and_value",
+    [(("text", "chunks"), 7), (("probe_errors", FREE[1]), 0.5), (("costs", 1, 0), "blk.*.ffn_gate.weight"), (("costs", 1, 1), FREE[:2]),
+     (("costs", 1), ["blk.0", FREE[:3], 0.1])],
+    ids=str,
+)
+def test_parts_that_were_measured_with_something_else_are_measured_again(half, measured, path_and_value):
+    path, value = path_and_value
+    half.kept.write_text(change(half.kept.read_text(), *path, value=value))
+    half.log.unlink()
+    _, err = half.run("--target-bpw", "4")
+    assert "going on after" not in err and [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
+
+
+def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
+    """However long the list is: a write that takes a second is followed by some without."""
+    now, written = [0.0], []
+
+    def write(path):
+        written.append(now[0])
+        now[0] += 1.0
+
+    keeper = _choice.Keeper(SimpleNamespace(write=write), tmp_path / "x.choice.json")
+    monkeypatch.setattr(_choice.time, "monotonic", lambda: now[0])
+    for _ in range(1000):
+        keeper.write_now_and_then()
+        now[0] += 0.5
+    assert written[0] == 0 and 20 <= len(written) <= 30
 
 
 def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):

@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from ._output import open_file, written_beside
 from ._paths import kept_choice
 from ._plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row
 from ._report import table
-from ._sensitivity import Part, Probe
+from ._sensitivity import Measured, Part, Probe
 from ._target import SENSITIVITIES, Target
 from ._tools import find_tool
 from ._types import WEIGHT_TYPES
@@ -44,6 +45,7 @@ from ._writer import MIB, Stopped, map_in_order
 T = GGMLQuantizationType
 GROUPS, GROUP_ROWS = 4, 16  # of rows that stand for a tensor, spread over it
 FORMAT = 1  # of the kept results
+WRITING_SHARE = 0.05  # of the time in which errors are measured, for keeping them
 HEADER_ROOM = 4096  # bytes for keys that OUT has and the input lacks: names of files, options
 STAYS = "{} is enough for the types of the input: everything stays as it is"
 PART_HEADER = 1024  # bytes of the header of a part but the first, beside the names of its tensors
@@ -238,8 +240,35 @@ class Kept:
         except OSError as e:
             raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another folder") from e
 
-    def parts(self) -> list[tuple[Part, float]]:
-        return [(Part(name, tuple(tensors)), cost) for name, tensors, cost in self.costs]
+    def measured(self, used: dict) -> Measured:
+        """What errors cost, as far as it was measured with that text."""
+        if self.text != used:
+            return Measured()
+        return Measured(self.probe_errors, [(Part(name, tuple(tensors)), cost) for name, tensors, cost in self.costs])
+
+    def set_measured(self, used: dict, found: Measured) -> None:
+        self.text, self.probe_errors = used, found.errors
+        self.costs = [[part.name, list(part.tensors), cost] for part, cost in found.costs]
+
+
+class Keeper:
+    """Kept results with their file, for a run that may be killed at any time."""
+
+    def __init__(self, kept: Kept, path: Path | None):
+        """path: None where nothing is written."""
+        self.kept, self._path, self._next = kept, path, 0.0
+
+    def write(self) -> None:
+        """UserError if it cannot be written."""
+        began = time.monotonic()
+        self.kept.write(self._path)
+        now = time.monotonic()
+        self._next = now + (now - began) / WRITING_SHARE
+
+    def write_now_and_then(self) -> None:
+        """The first time, and then so often that writing takes no more than its share of the time."""
+        if time.monotonic() >= self._next:
+            self.write()
 
 
 @dataclass(frozen=True)
@@ -332,18 +361,16 @@ def choose(
     kept_path, kept = _find_kept(args, file, importance)
     if importance.matrix is None:
         warn("types are chosen by plain errors: nothing is known of the inputs of the matrices, which costs quality")
-    keep = None if folder is None else kept_path
+    keeper = Keeper(kept, None if folder is None else kept_path)
     try:
-        _measure_errors(file, plan, items, kept, importance, codec, n_threads, say, show_bar)
+        _measure_errors(file, plan, items, keeper, importance, codec, n_threads, say, show_bar)
     except Stopped:
-        kept.write(keep)  # what there is by now
+        keeper.write()  # what there is by now
         raise
-    kept.write(keep)
+    keeper.write()
     sensitivities, is_measured = _sensitivities(
-        args, file, plan, items, kept, importance, codec, folder, n_threads, say, warn, show_bar
+        args, file, plan, items, keeper, importance, codec, folder, n_threads, say, warn, show_bar
     )
-    if is_measured:
-        kept.write(keep)
 
     options = []
     for item in items:
@@ -395,10 +422,11 @@ def _find_kept(args: argparse.Namespace, file: GGUFFile, importance: Importance)
 
 
 def _measure_errors(
-    file: GGUFFile, plan: Plan, items: list[Item], kept: Kept, importance: Importance, codec: Codec, n_threads: int,
+    file: GGUFFile, plan: Plan, items: list[Item], keeper: Keeper, importance: Importance, codec: Codec, n_threads: int,
     say: Callable[[str], None], show_bar: bool,
 ) -> None:
-    """Fills kept.errors for all types of all items."""
+    """Fills in the kept errors for all types of all items."""
+    kept = keeper.kept
     missing = [
         (item.tensor, lacking)
         for item in items
@@ -422,6 +450,7 @@ def _measure_errors(
         try:
             for (tensor, _), found in zip(missing, map_in_order(pool, measure, missing, 2 * n_threads), strict=True):
                 kept.errors.setdefault(tensor.name, {}).update(found)
+                keeper.write_now_and_then()
                 bar.update()
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -429,7 +458,7 @@ def _measure_errors(
 
 
 def _sensitivities(
-    args: argparse.Namespace, file: GGUFFile, plan: Plan, items: list[Item], kept: Kept, importance: Importance, codec: Codec,
+    args: argparse.Namespace, file: GGUFFile, plan: Plan, items: list[Item], keeper: Keeper, importance: Importance, codec: Codec,
     folder: Path | None, n_threads: int, say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
 ) -> tuple[dict[str, float], bool]:
     """By tensor, and whether they are this model's."""
@@ -441,9 +470,10 @@ def _sensitivities(
     program = find_tool("llama-perplexity")
     text_is_there = text.is_file()
     used = {"text": _calibration.fingerprint(text) if text_is_there else {}, "chunks": _sensitivity.N_CHUNKS}
-    if kept.costs and kept.text == used and set(kept.probe_errors) >= {t.name for t in tensors}:
+    before = keeper.kept.measured(used)
+    if before.is_whole() and set(before.errors) >= {t.name for t in tensors}:
         say("what errors cost was measured before: used again")
-        return _sensitivity.fit(_sensitivity.usual(list(kept.probe_errors)), kept.probe_errors, kept.parts()), True
+        return _sensitivity.fit(_sensitivity.usual(list(before.errors)), before.errors, before.costs), True
     why = (
         "--dry-run runs no model" if folder is None
         else "--no-calibration runs no model" if args.no_calibration
@@ -458,6 +488,10 @@ def _sensitivities(
         return usual, False
     probe = Probe(file, tensors, importance, codec, program, text, folder, n_threads, frozenset(plan.importance))
     say(probe.describe())
-    kept.probe_errors, costs = probe.run(say, show_bar)
-    kept.text, kept.costs = used, [[part.name, list(part.tensors), cost] for part, cost in costs]
-    return _sensitivity.fit(usual, kept.probe_errors, costs), True
+
+    def keep(found: Measured) -> None:
+        keeper.kept.set_measured(used, found)
+        keeper.write()
+
+    found = probe.run(before, keep, say, show_bar)
+    return _sensitivity.fit(usual, found.errors, found.costs), True

@@ -9,12 +9,13 @@ layers. From the two the sensitivity of each matrix follows as a product of a fa
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # of UTF-8, all bytes but the firs
 FEW_LAYERS = 8  # up to which each is a part of its own
 ROUNDS = 100  # of fitting factors of classes and of layers in turn; it converges within a few
 LEAST_COST = 1e-7  # of a part: what is lost in the 16 bits of the logits may be measured as nothing, or as less
+ERRORS_DIFFER = 1e-6  # of two runs that encode the same
 TEMPORARY = ".sensitivity-"
 
 # Without a measurement: KL divergence for a relative squared error of 1 in all matrices of a class, by the end of its name. Of the
@@ -107,6 +109,30 @@ def layer_parts(names: Sequence[str]) -> list[Part]:
     return parts
 
 
+def make_parts(names: Sequence[str]) -> list[Part]:
+    """All that are measured: each class, then ranges of layers."""
+    return [*class_parts(names), *layer_parts(names)]
+
+
+@dataclass
+class Measured:
+    """What was measured of a model: the first of its parts, while a run is not through them."""
+
+    errors: dict[str, float] = field(default_factory=dict)  # relative squared, by tensor, in the type of the probe
+    costs: list[tuple[Part, float]] = field(default_factory=list)  # KL divergence of each part
+
+    def is_whole(self) -> bool:
+        return [part for part, _ in self.costs] == make_parts(list(self.errors))
+
+    def continued(self, errors: dict[str, float], parts: Sequence[Part]) -> Measured:
+        """What a run that found these errors can go on with: nothing of one that measured other parts or had other errors."""
+        are_same = list(self.errors) == list(errors) and all(
+            math.isclose(self.errors[name], error, rel_tol=ERRORS_DIFFER) for name, error in errors.items()
+        )
+        are_first = [part for part, _ in self.costs] == list(parts[: len(self.costs)])
+        return Measured(self.errors, list(self.costs)) if are_same and are_first else Measured(errors)
+
+
 def end_of(text: bytes) -> bytes:
     """The last TEXT_BYTES, from the beginning of a line where half of them is left then, else of a character."""
     if len(text) <= TEXT_BYTES:
@@ -154,8 +180,7 @@ class Probe:
     importance_of: frozenset[str]  # names of the tensors whose importances are used
 
     def parts(self) -> list[Part]:
-        names = [t.name for t in self.tensors]
-        return [*class_parts(names), *layer_parts(names)]
+        return make_parts([t.name for t in self.tensors])
 
     def bytes_needed(self) -> int:
         """Of the disk: a copy of the model, the matrices in two bits, and logits, two bytes for each token of the vocabulary."""
@@ -172,23 +197,28 @@ class Probe:
             f"{self.bytes_needed() / MIB:,.0f} MiB of the disk in between; --sensitivity usual leaves it out"
         )
 
-    def run(self, say: Callable[[str], None], show_bar: bool) -> tuple[dict[str, float], list[tuple[Part, float]]]:
-        """The errors by tensor, and what each part costs. UserError where the disk or llama-perplexity fails."""
-        if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
-            raise UserError(
-                f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
-                f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
-            )
+    def run(
+        self, before: Measured, keep: Callable[[Measured], None], say: Callable[[str], None], show_bar: bool
+    ) -> Measured:
+        """Measures what `before`, of a run that was stopped, lacks. keep: called after each part with what there is by then. UserError
+        where the disk or llama-perplexity fails."""
         try:
             remove_leftovers(self.folder, TEMPORARY, say)
+            if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
+                raise UserError(
+                    f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
+                    f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
+                )
             with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.folder) as name, locked_folder(Path(name)):
-                return self._run(Path(name), show_bar)
+                return self._run(Path(name), before, keep, say, show_bar)
         except OSError as e:
             raise UserError(
                 f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another folder, or pass --sensitivity usual"
             ) from e
 
-    def _run(self, folder: Path, show_bar: bool) -> tuple[dict[str, float], list[tuple[Part, float]]]:
+    def _run(
+        self, folder: Path, before: Measured, keep: Callable[[Measured], None], say: Callable[[str], None], show_bar: bool
+    ) -> Measured:
         text, logits = folder / "text.txt", folder / "logits.bin"
         text.write_bytes(end_of(read_end(self.text, TEXT_BYTES + 1)))
         copies = [folder / part.path.name for part in self.file.parts]
@@ -203,16 +233,19 @@ class Probe:
             self._perplexity(first, "-f", text, "--chunks", N_CHUNKS, "--kl-divergence-base", logits)
             bar.update()
             errors, packed = self._encode(folder / "packed.bin")
-            bar.update()
-            costs = []
-            for part in parts:
+            found = before.continued(errors, parts)
+            if found.costs:
+                say(f"an earlier run was stopped: going on after {len(found.costs)} of {len(parts)} parts")
+            bar.update(1 + len(found.costs))
+            for part in parts[len(found.costs) :]:
                 for name in part.tensors:
                     self._write(by_name[name], *where[name], packed[name])
-                costs.append((part, self._kld(first, logits)))
+                found.costs.append((part, self._kld(first, logits)))
+                keep(found)
                 for name in part.tensors:
                     self._write(by_name[name], *where[name], None)
                 bar.update()
-        return errors, costs
+        return found
 
     def _encode(self, path: Path) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Errors of the tensors in the type of the probe, and their rows in it: uint8 (n_rows, row_bytes), mapped from the file."""
