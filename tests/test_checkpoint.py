@@ -278,14 +278,14 @@ def test_missing_extra(folder, monkeypatch, missing):
     """One line with the command that installs it; GGUF files need nothing of it."""
     find = _checkpoint.importlib.util.find_spec
     monkeypatch.setattr(_checkpoint.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    folder.error(f"needs {missing}, which is not installed: pip install 'ggml-ext[hf]'")
+    folder.error(f"needs {missing}, which is not installed: pip install 'torch>=", " 'transformers", " 'huggingface-hub>=")
 
 
 def test_missing_client_of_the_hub(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.setattr(_checkpoint.importlib.util, "find_spec", lambda name: None)
     code = program.main(["--hf-repo", REPO, str(folder.out), "--type", "itq3_s"])
-    said = "--hf-repo needs huggingface_hub, which is not installed: pip install 'ggml-ext[hf]'"
+    said = "--hf-repo needs huggingface_hub, which is not installed: pip install 'torch>="
     assert code == 1 and said in folder.capsys.readouterr().err
 
 

@@ -18,7 +18,8 @@ import wheel
 from native import ROOT
 
 import ggml_ext
-from ggml_ext import _lib, _plan
+from ggml_ext import _lib, _plan, _tools
+from ggml_ext._errors import UserError
 
 try:
     import tomllib
@@ -61,6 +62,25 @@ def test_versions_of_other_libraries_are_asked(monkeypatch, tmp_path):
         subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", tmp_path / f"lib{name}.so.0"], input=code, text=True, check=True)
     monkeypatch.setenv("GGML_EXT_LIB_DIR", str(tmp_path))
     assert _lib.upstream_versions() == ("9.1", "9.2")
+
+
+def test_programs_are_of_the_build_whose_libraries_are_used(monkeypatch, tmp_path, lib):
+    """Not the package's beside the libraries of GGML_EXT_LIB_DIR, which may be of another build."""
+    assert _tools.find_tool("llama-cli") == BIN / "llama-cli" and _tools.find_tool("no-such-program") is None
+    (tmp_path / "build").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in (str(tmp_path / "build"), "build"):  # programs are started in other folders
+        monkeypatch.setenv("GGML_EXT_LIB_DIR", folder)
+        with pytest.raises(UserError, match="GGML_EXT_LIB_DIR is .*build, which has no llama-imatrix: .* unset it"):
+            _tools.find_tool("llama-imatrix")
+        (program := tmp_path / "build" / "llama-imatrix").write_text("")
+        assert _tools.find_tool("llama-imatrix") == program
+        program.unlink()
+    name = Path(sys.executable).parent / "llama-quantize"
+    done = subprocess.run([name, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: GGML_EXT_LIB_DIR is ") and done.stderr.count("\n") == 1
+    monkeypatch.setenv("GGML_EXT_LIB_DIR", str(BIN))
+    assert "usage" in subprocess.run([name, "--help"], capture_output=True, text=True, timeout=60).stdout
 
 
 def test_llama_quantize_lists_our_types():

@@ -105,8 +105,7 @@ static inline void trellis_end(struct trellis_work * w) {
     ggml_aligned_free(w, sizeof(*w));
 }
 
-static inline float trellis_value(int k, const struct trellis_work * w, int state) {
-    (void) k;
+static inline float trellis_value(const struct trellis_work * w, int state) {
     return w->code[state];
 }
 

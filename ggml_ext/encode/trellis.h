@@ -61,7 +61,7 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(struct
         trellis_search(t.k, w, z, n, s == 0 ? -1 : states[s - 1], -1, found);
         for (int j = 0; j < S; ++j) {
             states[s + j] = found[j];
-            errors[j]     = in->x[s + j] - d*trellis_value(t.k, w, found[j]);
+            errors[j]     = in->x[s + j] - d*trellis_value(w, found[j]);
         }
         for (int r = s + S; r < t.n; r += S) {
             metric_add_rows(S, metric_gains(in->metric, in->first + r) + (in->first%in->metric->columns + s)*S, S, errors, wish + r);
@@ -159,7 +159,7 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
     float e[QK_K], g[QK_K]; // g: the form times the errors
     metric_aim(in->metric, in->first, t.n, in->x, in->wish, e);
     for (int i = 0; i < t.n; ++i) {
-        e[i] -= d*trellis_value(t.k, w, best->states[i]);
+        e[i] -= d*trellis_value(w, best->states[i]);
     }
     metric_form_times(t.n, form, e, g);
     for (int s = 0; s + W <= t.n; s += W/2, inverse += W*W) {
@@ -167,13 +167,13 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
         float z[W], by[W], cost[W];
         metric_form_times(W, inverse, g + s, z);
         for (int i = 0; i < W; ++i) {
-            z[i] = trellis_value(t.k, w, states[i]) + z[i]*inv_d;
+            z[i] = trellis_value(w, states[i]) + z[i]*inv_d;
         }
         trellis_search(t.k, w, z, W, s == 0 ? -1 : states[-1],
                        s + W == t.n ? -1 : states[W - 1] & (n_groups - 1), found);
         float sum = 0.0f;
         for (int i = 0; i < W; ++i) {
-            by[i] = d*(trellis_value(t.k, w, found[i]) - trellis_value(t.k, w, states[i]));
+            by[i] = d*(trellis_value(w, found[i]) - trellis_value(w, states[i]));
         }
         memset(cost, 0, sizeof(cost));
         metric_add_matrix(W, form + s*t.n + s, t.n, W, by, cost);
@@ -209,7 +209,7 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
         trellis_search(t.k, w, v, t.n, -1, -1, states);
     }
     for (int i = 0; i < t.n; ++i) {
-        v[i] = trellis_value(t.k, w, states[i]);
+        v[i] = trellis_value(w, states[i]);
         e[i] = in->wish[i] - d*v[i];
     }
     *look = trellis_dot(t.n, e, e);
@@ -228,7 +228,7 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     const float d = ggml_ext_e5m3_to_float(best->d);
     float e[QK_K], r[QK_K], z[QK_K];
     for (int i = 0; i < t.n; ++i) {
-        z[i] = d*trellis_value(t.k, w, best->states[i]);
+        z[i] = d*trellis_value(w, best->states[i]);
         e[i] = in->x[i] - z[i];
         r[i] = in->wish[i] - z[i];
     }
@@ -324,7 +324,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
         float * errors = metric ? ext_rows_errors(&rows) : NULL;
         const float d = ggml_ext_e5m3_to_float(best.d);
         for (int j = 0; j < t.n && metric; ++j) {
-            errors[j] = best.d == 0 || !finite ? in.x[j] : in.x[j] - d*trellis_value(t.k, w, best.states[j]);
+            errors[j] = best.d == 0 || !finite ? in.x[j] : in.x[j] - d*trellis_value(w, best.states[j]);
         }
     }
     ext_rows_end(&rows);

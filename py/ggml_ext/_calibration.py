@@ -54,7 +54,6 @@ FACTORIZATION_RATE = 5e9
 FACTORIZATION_BYTES = 10
 # Matrices that are multiplied with the same input, by the one that stands for them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
-OPTIONS = ("imatrix", "imatrix_from", "importance", "no_calibration", "calibration_chunks", "memory")
 
 
 def add_options(add: Callable) -> None:

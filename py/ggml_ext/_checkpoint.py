@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from ._encoding import as_name, utf8
 from ._errors import UserError
+from ._extras import install_command
 from ._output import locked_folder, remove_leftovers
 from ._process import run_heard
 from ._writer import MIB
@@ -39,7 +40,7 @@ def need_extra(modules: tuple[str, ...], what: str) -> None:
     """UserError if a module of the extra hf is not installed. what: needs it."""
     if missing := [m for m in modules if importlib.util.find_spec(m) is None]:
         lacks = f"{missing[0]}, which is" if len(missing) == 1 else f"{', '.join(missing)}, which are"
-        raise UserError(f"{what} needs {lacks} not installed: pip install 'ggml-ext[hf]'")
+        raise UserError(f"{what} needs {lacks} not installed: {install_command('hf', missing)}")
 
 
 def index_name(weights: tuple[str, str]) -> str:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from ._errors import UserError
+from ._tools import DIR_VARIABLE, native_folder
 from ._types import MAX_BLOCK_SIZE, WEIGHT_TYPES
 from ._upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from .quants import ditto3
 
 ABI_VERSION = 6  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
-DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
@@ -345,8 +345,7 @@ def _pattern(name: str) -> str:
 
 
 def _find(name: str) -> list[Path]:
-    directory = os.environ.get(DIR_VARIABLE) or Path(__file__).parent / "bin"
-    return sorted(Path(directory).glob(_pattern(name)))
+    return sorted(native_folder().glob(_pattern(name)))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import numpy as np
 
 from ._encoding import utf8
 from ._errors import UserError
+from ._extras import install_command
 from ._output import written_beside
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def check_matplotlib() -> None:
         with quiet_matplotlib():
             import matplotlib.figure  # noqa: F401
     except ImportError as e:
-        raise UserError(f"--picture needs matplotlib, which is not installed ({e}): pip install 'ggml-ext[picture]'") from e
+        install = install_command("picture", ["matplotlib"])
+        raise UserError(f"--picture needs matplotlib, which is not installed ({e}): {install}") from e
     except Exception as e:  # a MPLBACKEND that it does not know, no folder that it may write
         raise UserError(f"--picture: matplotlib cannot be loaded: {' '.join(str(e).split())}; mend that, or leave --picture out") from e
 

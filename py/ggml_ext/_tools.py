@@ -6,20 +6,39 @@ import os
 import sys
 from pathlib import Path
 
-BIN = Path(__file__).parent / "bin"
+from ._errors import UserError
+
+DIR_VARIABLE = "GGML_EXT_LIB_DIR"
+
+
+def native_folder() -> Path:
+    """Where libraries and programs are, all of one build: the folder that GGML_EXT_LIB_DIR names or, if that is unset, the package's."""
+    named = os.environ.get(DIR_VARIABLE)
+    return Path(os.path.abspath(named)) if named else Path(__file__).parent / "bin"
 
 
 def find_tool(name: str) -> Path | None:
-    """Path of a program of the package, such as "llama-server"; None if it was not built."""
-    path = BIN / (name + (".exe" if sys.platform == "win32" else ""))
-    return path if path.exists() else None
+    """Path of a program, such as "llama-server"; None if it was not built with the package.
+
+    UserError if GGML_EXT_LIB_DIR names a folder without it: the package's own may be of another build than the libraries there.
+    """
+    path = native_folder() / (name + (".exe" if sys.platform == "win32" else ""))
+    if path.exists():
+        return path
+    if directory := os.environ.get(DIR_VARIABLE):
+        raise UserError(f"{DIR_VARIABLE} is {directory}, which has no {path.name}: point it to the folder of a whole build or unset it")
+    return None
 
 
 def tool_path(name: str) -> Path:
     """find_tool(), or SystemExit with one line."""
-    path = find_tool(name)
+    try:
+        path = find_tool(name)
+    except UserError as e:
+        raise SystemExit(f"error: {e}") from e
     if path is None:
-        raise SystemExit(f"error: {name} is not in {BIN}: ggml-ext was installed without its native part; reinstall it")
+        folder = native_folder()
+        raise SystemExit(f"error: {name} is not in {folder}: ggml-ext was installed without its native part; reinstall it")
     return path
 
 

@@ -40,7 +40,7 @@ from ggml_ext._cli import Parser, run_script
 from ggml_ext._errors import UserError
 from ggml_ext._importance import BUILT_IN
 from ggml_ext._recipes import RECIPES
-from ggml_ext._tools import BIN
+from ggml_ext._tools import native_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
@@ -139,7 +139,7 @@ def group(entry: Entry, weights: Counter[str]) -> str:
 
 def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folder: Path) -> BaseLogits:
     """The saved logits of the model: those of an earlier run where programs, model, text and chunks are the same."""
-    programs = digest(*sorted(p for p in BIN.iterdir() if p.is_file()))
+    programs = digest(*sorted(p for p in native_folder().iterdir() if p.is_file()))
     key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
     path = folder / f"logits-{key.hexdigest()[:16]}.bin"
     if path.exists():
