@@ -195,6 +195,12 @@ def test_kept_file_is_not_replaced(folder, stub):
     before = kept.read_bytes()
     folder.error("kept.gguf exists: pass it as IN", flags=["--keep-gguf", kept, "--force"])
     folder.error("in no folder that exists", flags=["--keep-gguf", folder.path / "no" / "kept.gguf", "--force"])
+    other = folder.path / "other.gguf"
+    stub(f"import pathlib, sys; pathlib.Path({str(other)!r}).write_text('precious'); "
+         "pathlib.Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text('converted')")
+    said = folder.run("--keep-gguf", other, "--force", code=1)
+    assert f"--keep-gguf: {other} appeared while it was made" in said and other.read_text() == "precious"
+    other.unlink()
     folder.source = kept
     folder.error("only the folder of a checkpoint is converted", flags=["--keep-gguf", folder.path / "other.gguf", "--force"])
     assert kept.read_bytes() == before

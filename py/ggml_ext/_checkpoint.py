@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ._encoding import as_name, utf8
 from ._errors import UserError
 from ._extras import install_command
-from ._output import locked_folder, remove_leftovers
+from ._output import give_name, locked_folder, remove_leftovers
 from ._process import run_heard
 from ._writer import MIB
 
@@ -157,7 +157,9 @@ def converted(
             say(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
             _convert(folder, path, size, show_bar)
             if kept is not None:
-                os.replace(path, kept)
+                give_name(path, kept, force=False)
+        except FileExistsError as e:
+            raise UserError(f"--keep-gguf: {kept} appeared while it was made, and was left as it is: name another file") from e
         except OSError as e:
             raise UserError(f"cannot convert {folder} in {where}: {e.strerror or e}; write OUT to another folder") from e
         yield kept or path
