@@ -15,7 +15,7 @@ def test_rows_that_do_not_fit_get_the_fallback(lib, tmp_path, capsys):
     assert found["blk.0.ffn_up.weight"] == ([896, 4864], "ITQ3_T64")
     assert found["blk.0.ffn_down.weight"] == ([4864, 896], "ITQ3_T")
     classes = "attn_q, attn_k, attn_v, attn_output, ffn_gate, ffn_up"
-    assert f"rows of 896: itq3_t64 (3.25 bpw) in place of itq3_t: {classes}\n" in capsys.readouterr().err
+    assert f"rows of 896: itq3_t64 (3.25 bpw) in place of itq3_t: {classes} in layer 0\n" in capsys.readouterr().err
 
 
 def test_heads_may_be_wider_than_the_embedding(lib, tmp_path, monkeypatch):
