@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import ggml_ext
-from ggml_ext import _lib
+from ggml_ext._native import library as _lib
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Path(os.environ.get("GGML_EXT_TEST_MODEL", ROOT / "data" / "model-f16.gguf"))

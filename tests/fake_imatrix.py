@@ -9,9 +9,8 @@ import re
 import sys
 import time
 
+from ggml_ext._formats.gguf_file import GGUFFile
 from moments_files import correlated, write_moments
-
-from ggml_ext._gguf_file import GGUFFile
 
 arguments = sys.argv[1:]
 options = dict(zip(arguments[::2], arguments[1::2], strict=True))

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from ggml_ext._gguf_file import GGUFFile
+from ggml_ext._formats.gguf_file import GGUFFile
 
 arguments = sys.argv[1:]
 logits = Path(arguments[arguments.index("--kl-divergence-base") + 1])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_ext import TYPES, _lib
+from ggml_ext import TYPES
+from ggml_ext._native import library
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("type", choices=TYPES)
@@ -20,7 +21,7 @@ path = Path(__file__).parent / "data" / f"golden_{args.type}.npz"
 if path.exists() and not args.force:
     raise SystemExit(f"error: {path} exists; --force replaces it, which is a format break")
 
-info, lib, rng = TYPES[args.type], _lib.load(), np.random.default_rng(160)
+info, lib, rng = TYPES[args.type], library.load(), np.random.default_rng(160)
 n = info.block_size
 weights = np.concatenate([rng.standard_normal((6, n)), rng.standard_t(4, (4, n)), np.ones((1, n)), np.eye(n)[:1],
                           np.zeros((1, n))]).astype(np.float32)

@@ -6,12 +6,12 @@ import struct
 import subprocess
 from pathlib import Path
 
-import conftest
 import gguf
 import pytest
-from conftest import gaussian, run_main, write_gguf
 from gguf import GGMLQuantizationType as T
 
+import conftest
+from conftest import gaussian, run_main, write_gguf
 from ggml_ext import TYPES, dump, export, inspect, quantize
 
 ACTIVATIONS = {name: int(info.id) for name, info in TYPES.items() if info.kind == "activation"}

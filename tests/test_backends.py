@@ -12,13 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import conftest
 import llama_cpp
 import perplexity_run
-import pytest
-from native import ROOT
-
 from ggml_ext import TYPES, WEIGHT_TYPES, ExtType
+from native import ROOT
 
 DOCS = ROOT / "docs" / "backends.md"
 # The first statement of a refusing supports_op; RPC asks the server in its body, the others return false.

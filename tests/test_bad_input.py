@@ -12,10 +12,12 @@ import time
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, quantize_command, run_quantize, write_gguf
 
-from ggml_ext import WEIGHT_TYPES, _gguf_file, _output
+from conftest import gaussian, quantize, quantize_command, run_quantize, write_gguf
+from ggml_ext import WEIGHT_TYPES
 from ggml_ext import quantize as quantize_module
+from ggml_ext._formats import gguf_file
+from ggml_ext._output import output as _output
 
 KNOWN = "known types: " + ", ".join(WEIGHT_TYPES)
 
@@ -87,25 +89,25 @@ def test_not_a_gguf_file(tmp_path, content, part):
 def test_header_truncated_anywhere(source):
     """In this process, at every byte: never another exception."""
     data = source.read_bytes()
-    end = _gguf_file.GGUFFile(source).tensors[0].offset
+    end = gguf_file.GGUFFile(source).tensors[0].offset
     for n_bytes in range(end):
         source.write_bytes(data[:n_bytes])
-        with pytest.raises(_gguf_file.UserError):
-            _gguf_file.GGUFFile(source)
+        with pytest.raises(gguf_file.UserError):
+            gguf_file.GGUFFile(source)
 
 
 def test_header_with_random_damage(source):
     """Flipped bytes give a sound header or the one kind of error; seed and position in the message."""
     data = source.read_bytes()
-    end = _gguf_file.GGUFFile(source).tensors[0].offset
+    end = gguf_file.GGUFFile(source).tensors[0].offset
     rng = np.random.default_rng(7)
     for _ in range(2000):
         position, value = int(rng.integers(4, end)), int(rng.choice([0, 1, 0x7F, 0x80, 0xFF]))
         source.write_bytes(data[:position] + bytes([value]) + data[position + 1 :])
         try:
-            file = _gguf_file.GGUFFile(source)
+            file = gguf_file.GGUFFile(source)
             assert all(t.offset + t.n_bytes <= len(data) for t in file.tensors)
-        except _gguf_file.UserError:
+        except gguf_file.UserError:
             pass
         except Exception as e:
             pytest.fail(f"seed 7, byte {position} = {value}: {type(e).__name__}: {e}")
@@ -114,7 +116,7 @@ def test_header_with_random_damage(source):
 @pytest.mark.parametrize("keep", [30, -1], ids=["header", "data"])
 def test_truncated(tmp_path, source, keep):
     data = source.read_bytes()
-    end = max(t.offset + t.n_bytes for t in _gguf_file.GGUFFile(source).tensors)
+    end = max(t.offset + t.n_bytes for t in gguf_file.GGUFFile(source).tensors)
     source.write_bytes(data[: keep if keep > 0 else end - 1])
     quantize_error(
         tmp_path, source, "truncated", "download or convert it again", *(["blk.0.ffn_down.weight"] if keep < 0 else [])
@@ -481,4 +483,4 @@ def test_what_gguf_reads_we_read(tmp_path):
     source = write_gguf(
         tmp_path / "in.gguf", {"a.weight": gaussian(2, 256)}, fill=lambda w: w.add_array("a", ["x"] * 1000)
     )
-    assert len(_gguf_file.GGUFFile(source).tensors) == len(gguf.GGUFReader(source).tensors) == 1
+    assert len(gguf_file.GGUFFile(source).tensors) == len(gguf.GGUFReader(source).tensors) == 1

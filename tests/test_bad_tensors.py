@@ -4,14 +4,15 @@ import re
 
 import numpy as np
 import pytest
-from conftest import quantize, read_tensors, relative_mse, write_gguf
 from gguf import GGMLQuantizationType
+
+from conftest import quantize, read_tensors, relative_mse, write_gguf
+from ggml_ext import TYPES, WEIGHT_TYPES, quants
+from ggml_ext._encode.accuracy import read_epsilons
+from ggml_ext._encode.codec import largest_weight
+from ggml_ext._formats import gguf_file
 from test_imatrix import write_imatrix
 from test_inspect import inspect
-
-from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_file, quants
-from ggml_ext._accuracy import read_epsilons
-from ggml_ext._encode import largest_weight
 
 RNG = np.random.default_rng(11)
 N = 512
@@ -94,7 +95,7 @@ def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, t
     quantize(source, from_numpy, "--type", type_name, "--encoder", "numpy", *flags)
     assert out.read_bytes() == from_numpy.read_bytes()
 
-    info, epsilons = TYPES[type_name], read_epsilons(_gguf_file.GGUFFile(out))
+    info, epsilons = TYPES[type_name], read_epsilons(gguf_file.GGUFFile(out))
     tensors = read_tensors(out)
     for kind, w in tensors_for(type_name).items():
         blocks = tensors[NAMES[kind]].data

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from conftest import gaussian, write_gguf
 
-from ggml_ext import _blas, export, inspect, quantize
-from ggml_ext._accuracy import Accuracy
+from conftest import gaussian, write_gguf
+from ggml_ext import export, inspect, quantize
+from ggml_ext._encode.accuracy import Accuracy
+from ggml_ext._native import blas as _blas
 
 
 @pytest.fixture

@@ -16,15 +16,21 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+
 from conftest import ROOT, gaussian, quantize, run_quantize, tool, write_gguf
+from ggml_ext import export, inspect
+from ggml_ext import quantize as program
+from ggml_ext._base.memory import available_memory
+from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
+from ggml_ext._base.units import GIB
+from ggml_ext._formats.gguf_file import GGUFFile
+from ggml_ext._importance import calibration
+from ggml_ext._importance.calibration import Record
+from ggml_ext._importance.cost import Input, Model, choose_importance
+from ggml_ext._native import process as _process
+from ggml_ext._output import output
 from test_bad_input import check_error, files
 from test_moments_file import Spy
-
-from ggml_ext import _calibration, _output, _process, export, inspect
-from ggml_ext import quantize as program
-from ggml_ext._calibration import GIB, Input, Model, Record, available_memory, choose_importance
-from ggml_ext._gguf_file import GGUFFile
-from ggml_ext._writer import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 
 LAYERS = 4
 MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(LAYERS) for name, n in (("gate", 256), ("up", 256), ("down", 512))}
@@ -48,8 +54,8 @@ class Folder:
         fake.write_text(f"#!/bin/sh\nPYTHONPATH='{search}' exec '{sys.executable}' '{ROOT / 'tests' / 'fake_imatrix.py'}' \"$@\"\n")
         fake.chmod(0o755)
         monkeypatch.setenv("FAKE_IMATRIX_LOG", str(self.log))
-        monkeypatch.setattr(_calibration, "find_tool", lambda name: fake)
-        monkeypatch.setattr(_calibration, "TEXT", self.built_in)
+        monkeypatch.setattr(calibration, "find_tool", lambda name: fake)
+        monkeypatch.setattr(calibration, "TEXT", self.built_in)
 
     def run(self, *flags, code=0, type_name="ditto3", source=None):
         """Exit code checked; standard output and error."""
@@ -185,7 +191,7 @@ def test_when_it_does_not_run(folder, monkeypatch):
     _, err = folder.run("--no-calibration")
     assert err.startswith("warning: --no-calibration: ") and "perplexity 33.8 without and 20.2 with it" in err and err.count("\n") == 1
     assert folder.run("--importance", "none")[1] == ""
-    monkeypatch.setattr(_calibration, "find_tool", lambda name: None)
+    monkeypatch.setattr(calibration, "find_tool", lambda name: None)
     _, err = folder.run()
     assert err.startswith("warning: llama-imatrix is not in the package") and err.count("\n") == 1
     folder.error("llama-imatrix is not in the package", flags=["--imatrix-from", folder.text])
@@ -225,7 +231,7 @@ def test_a_failure_is_one_line(folder, monkeypatch):
 def test_a_full_disk(folder, monkeypatch):
     """Room for OUT, which takes some 20 kB, but not for the moments of blocks, 1.6 MB; then not even for OUT."""
     for free, path in ((100_000, folder.kept), (5, folder.out)):
-        monkeypatch.setattr(_calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        monkeypatch.setattr(calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         folder.error("no space left on device", str(path))
     assert not folder.runs()
 
@@ -234,7 +240,7 @@ def test_an_interrupt_ends_the_program_too(folder, tmp_path):
     driver = (
         "import signal, sys; from pathlib import Path; from ggml_ext import _calibration, quantize\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell starts in the background ignores it
-        f"_calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); _calibration.TEXT = Path({str(folder.built_in)!r})\n"
+        f"_calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); calibration.TEXT = Path({str(folder.built_in)!r})\n"
         f"sys.exit(quantize.main({[str(folder.model), str(folder.out), '--type', 'ditto3']!r}))"
     )
     before = files(folder.out.parent)
@@ -316,7 +322,7 @@ def test_signals_are_the_main_threads_affair(tmp_path):
 def test_two_calibrations_in_one_folder(folder, monkeypatch):
     """The second waits, and uses what the first one made."""
     first = contextlib.ExitStack()
-    first.enter_context(_output.locked_folder(folder.out.parent))
+    first.enter_context(output.locked_folder(folder.out.parent))
     note = program.Log.note
 
     def until_waiting(self, text):
@@ -403,7 +409,7 @@ def test_choice_of_importance_for_a_target(given, memory, n_threads, kind, why):
 def test_the_types_of_a_target_count(folder, monkeypatch):
     """Those of ours, which have metrics."""
     found = []
-    monkeypatch.setattr(_calibration, "choose_importance", lambda *args: found.append(args[3:]) or ("block", ""))
+    monkeypatch.setattr(calibration, "choose_importance", lambda *args: found.append(args[3:]) or ("block", ""))
     for flags in (["--type", "itq3_t"], ["--target-bpw", "3"], ["--target-bpw", "3", "--target-types", "itq2_t,q4_k,ditto5"]):
         assert program.main([str(folder.model), "--dry-run", "--threads", "2", *flags]) == 0
     assert found == [(2, 0), (2, 5), (2, 2)]
@@ -456,12 +462,12 @@ def test_available_memory(tmp_path, group, n_gib):
 def test_records_are_read_with_care(tmp_path):
     kept = tmp_path / "a.gguf"
     kept.write_bytes(b"data")
-    record = Record({"x": 1}, "block", None, _calibration.fingerprint(kept))
+    record = Record({"x": 1}, "block", None, calibration.fingerprint(kept))
     wrong = [{"result": {}}, {"result": 3}, {"kind": "all"}, {"kind": 3}, {"kind": []}, {"layers": "a"}, {"layers": []},
              {"layers": ["0", "3"]}, {"layers": 3}, {"layers": [0, True]}, {"made_from": "x"}]
     contents = [json.dumps(record.__dict__ | values) for values in wrong]
     for content in (json.dumps(record.__dict__), "", "{}", "[1]", '{"kind": 3}', "[" * 100_000, *contents):
-        _calibration.record_path(kept).write_text(content)
+        calibration.record_path(kept).write_text(content)
         assert Record.read(kept) == (record if content == json.dumps(record.__dict__) else None)
 
 

@@ -12,15 +12,16 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+
 from checkpoint_files import CONFIG, N_LAYERS, tensors, write_checkpoint
 from conftest import gaussian, quantize, tool, write_gguf
+from ggml_ext import quantize as program
+from ggml_ext._base.files import hidden
+from ggml_ext._output.output import Output
+from ggml_ext._source import checkpoint as _checkpoint
 from hub_server import Repository, serving
 from test_bad_input import files
 from test_hub import REPO, Client
-
-from ggml_ext import _checkpoint
-from ggml_ext import quantize as program
-from ggml_ext._output import Output, hidden
 
 pytest.importorskip("torch", reason="the extra hf is not installed")
 NAME = REPO.partition("/")[2]

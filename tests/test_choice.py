@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import gguf
 import pytest
+
 from conftest import ROOT, gaussian, read_tensors, run_quantize, write_gguf
+from ggml_ext import quantize as program
+from ggml_ext._base.errors import UserError
+from ggml_ext._base.signals import Stopped
+from ggml_ext._budget import choice, sensitivity, target
 from moments_files import correlated, write_moments
 from test_bad_input import check_error, files
-
-from ggml_ext import _choice, _sensitivity, _target
-from ggml_ext import quantize as program
-from ggml_ext._errors import UserError
-from ggml_ext._writer import Stopped
 
 LAYERS = 4
 SHAPES = {"attn_v": (15, 256), "ffn_up": (32, 256), "ffn_down": (16, 512)}
@@ -45,7 +45,7 @@ class Folder:
         fake.chmod(0o755)
         for key, value in (("MODEL", self.model), ("COSTS", json.dumps(COSTS)), ("LOG", self.log)):
             monkeypatch.setenv(f"FAKE_PERPLEXITY_{key}", str(value))
-        monkeypatch.setattr(_choice, "find_tool", lambda name: fake)
+        monkeypatch.setattr(choice, "find_tool", lambda name: fake)
 
     def run(self, *flags, code=0, source=None):
         """Exit code checked; standard output and error."""
@@ -102,8 +102,8 @@ def test_sensitivities_are_measured_and_types_follow_them(fresh):
     out, _ = folder.run("--target-bpw", "4", "--report", folder.path / "report.json")
     assert bits_in_all(folder.out) <= 4
     kept = json.loads(folder.kept.read_text())
-    parts = [(_sensitivity.Part(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
-    found = _sensitivity.fit(_sensitivity.usual(FREE), kept["probe_errors"], parts)
+    parts = [(sensitivity.Part(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
+    found = sensitivity.fit(sensitivity.usual(FREE), kept["probe_errors"], parts)
     # the copies are floats of 16 bits, which changes errors of 0.06 by 2^-11 at most and the costs, printed with 9 digits, by less
     assert found == pytest.approx(COSTS, rel=1e-3)
     # every part once, each alone: what was changed was put back
@@ -289,18 +289,18 @@ def test_a_quantized_model_is_not_measured(fresh):
 
 
 def test_the_end_of_a_text():
-    n = _sensitivity.TEXT_BYTES
-    assert _sensitivity.end_of(b"one line") == b"one line" and _sensitivity.end_of(b"a\nb\n") == b"a\nb\n"
-    assert _sensitivity.end_of(b"x" * (2 * n)) == b"x" * n
-    assert _sensitivity.end_of(b"x" * n + b"\n" + b"y" * (n - 9)) == b"y" * (n - 9)
+    n = sensitivity.TEXT_BYTES
+    assert sensitivity.end_of(b"one line") == b"one line" and sensitivity.end_of(b"a\nb\n") == b"a\nb\n"
+    assert sensitivity.end_of(b"x" * (2 * n)) == b"x" * n
+    assert sensitivity.end_of(b"x" * n + b"\n" + b"y" * (n - 9)) == b"y" * (n - 9)
 
 
 def test_costs_that_are_measured_as_less_than_nothing():
     """Sensitivities of layers stay positive and within what the classes cost."""
     names = [f"blk.{i}.ffn_up.weight" for i in range(3)]
-    parts = [(_sensitivity.Part("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
-    parts += [(_sensitivity.Part(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
-    found = _sensitivity.fit(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
+    parts = [(sensitivity.Part("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
+    parts += [(sensitivity.Part(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
+    found = sensitivity.fit(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
     total = sum(0.07 * s for s in found.values())
     assert abs(total - 1e-5) < 1e-9 and min(found.values()) > 1e-8 and max(found.values()) < 1e-5 / 0.07 * 1.001
 
@@ -338,7 +338,7 @@ def test_second_moments_weigh_the_errors(folder):
 
 
 def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
-    folder, sample, done = fresh, _choice.sample_error, []
+    folder, sample, done = fresh, choice.sample_error, []
 
     def stop(file, tensor, *others):
         if tensor.name == FREE[-1] and not done:
@@ -348,7 +348,7 @@ def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
         return sample(file, tensor, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_choice, "sample_error", stop)
+        patch.setattr(choice, "sample_error", stop)
         _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual", code=128 + signal.SIGTERM)
     assert "error: interrupted" in err
     kept = json.loads(folder.kept.read_text())["errors"]
@@ -365,7 +365,7 @@ import os, signal, sys
 from pathlib import Path
 from ggml_ext import _choice, _sensitivity, quantize
 tensors, parts = set(), []
-sample, kld = _choice.sample_error, _sensitivity.Probe._kld
+sample, kld = choice.sample_error, sensitivity.Probe._kld
 def note(done, limit):
     if len(done) == limit:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -377,8 +377,8 @@ def measure(self, *args):
     parts.append(args)
     note(parts, 4)
     return kld(self, *args)
-_choice.find_tool = lambda name: Path(sys.argv[1])
-_choice.sample_error, _sensitivity.Probe._kld = sample_error, measure
+choice.find_tool = lambda name: Path(sys.argv[1])
+choice.sample_error, sensitivity.Probe._kld = sample_error, measure
 sys.exit(quantize.main(sys.argv[2:]))
 """
 
@@ -406,7 +406,7 @@ def test_killed_again_and_again_it_comes_to_the_same_end(fresh):
 @pytest.fixture
 def half(fresh, monkeypatch):
     """An interrupt came after three parts."""
-    kld, count = _sensitivity.Probe._kld, []
+    kld, count = sensitivity.Probe._kld, []
 
     def stop(self, *args):
         count.append(args)
@@ -415,7 +415,7 @@ def half(fresh, monkeypatch):
         return kld(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_sensitivity.Probe, "_kld", stop)
+        patch.setattr(sensitivity.Probe, "_kld", stop)
         fresh.run("--target-bpw", "4", code=128 + signal.SIGINT)
     assert fresh.runs() == [[], *PARTS[:3]] and {p.name for p in fresh.out.parent.iterdir()} == {fresh.kept.name}
     return fresh
@@ -453,8 +453,8 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
         written.append(now[0])
         now[0] += 1.0
 
-    keeper = _choice.Keeper(SimpleNamespace(write=write), tmp_path / "x.choice.json")
-    monkeypatch.setattr(_choice.time, "monotonic", lambda: now[0])
+    keeper = choice.Keeper(SimpleNamespace(write=write), tmp_path / "x.choice.json")
+    monkeypatch.setattr(choice.time, "monotonic", lambda: now[0])
     for _ in range(1000):
         keeper.write_now_and_then()
         now[0] += 0.5
@@ -464,19 +464,19 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
 def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):
     """The second writes while the first does; what the last one kept is whole."""
     path, pid = fresh.kept, os.getpid()
-    first, second = (_choice.Kept({"by": n}) for n in (1, 2))
-    open_file = _choice.open_file
+    first, second = (choice.Kept({"by": n}) for n in (1, 2))
+    open_file = choice.open_file
 
     def open_and_be_overtaken(part):
-        monkeypatch.setattr(_choice, "open_file", open_file)
+        monkeypatch.setattr(choice, "open_file", open_file)
         found = open_file(part)
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         second.write(path)
-        assert _choice.Kept.read(path, {"by": 2}) == second
+        assert choice.Kept.read(path, {"by": 2}) == second
         monkeypatch.setattr(os, "getpid", lambda: pid)
         return found
 
-    monkeypatch.setattr(_choice, "open_file", open_and_be_overtaken)
+    monkeypatch.setattr(choice, "open_file", open_and_be_overtaken)
     first.write(path)
     assert json.loads(path.read_text())["made_from"] == {"by": 1}
     assert [*path.parent.iterdir()] == [path]
@@ -525,24 +525,24 @@ def test_bad_input(tmp_path, flags, parts):
      ("123456", 123456), ("5 bytes", 5), (".5T", 500_000_000_000)],
 )
 def test_sizes(text, n_bytes):
-    assert _target.parse_size(text) == n_bytes
+    assert target.parse_size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1.5.GiB", "10 Gbit", "0", "1e99", "-3G", "0x10"])
 def test_what_is_no_size(text):
     with pytest.raises(UserError, match="--target-size: got"):
-        _target.parse_size(text)
+        target.parse_size(text)
 
 
 def test_parts_of_a_deep_model():
     names = [f"blk.{i}.{n}.weight" for i in range(32) for n in ("attn_q", "ffn_down_exps")] + ["output.weight"]
-    layers = _sensitivity.layer_parts(names)
+    layers = sensitivity.layer_parts(names)
     assert [p.name for p in layers] == ["blk.0", "blk.1", "blk.2-8", "blk.9-15", "blk.16-22", "blk.23-30", "blk.31"]
     assert sorted(n for p in layers for n in p.tensors) == sorted(names[:-1])
-    assert [len(p.tensors) for p in _sensitivity.class_parts(names)] == [32, 32, 1]
-    usual = _sensitivity.usual(names)
-    assert sum(usual[n] for n in names if "ffn_down_exps" in n) == pytest.approx(_sensitivity.USUAL["ffn_down"])
-    assert usual["blk.0.attn_q.weight"] == 8 * usual["blk.1.attn_q.weight"] > 0 and usual["output.weight"] == _sensitivity.USUAL["output"]
+    assert [len(p.tensors) for p in sensitivity.class_parts(names)] == [32, 32, 1]
+    usual = sensitivity.usual(names)
+    assert sum(usual[n] for n in names if "ffn_down_exps" in n) == pytest.approx(sensitivity.USUAL["ffn_down"])
+    assert usual["blk.0.attn_q.weight"] == 8 * usual["blk.1.attn_q.weight"] > 0 and usual["output.weight"] == sensitivity.USUAL["output"]
 
 
 def test_a_report_that_exists_is_said_before_anything_is_measured(fresh):

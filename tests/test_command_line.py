@@ -10,10 +10,11 @@ from pathlib import Path
 
 import gguf
 import pytest
-from conftest import gaussian, run_main, write_gguf
 
-from ggml_ext import _encoding, dump, export, inspect, libdir, quantize
-from ggml_ext._errors import UserError
+from conftest import gaussian, run_main, write_gguf
+from ggml_ext import dump, export, inspect, libdir, quantize
+from ggml_ext._base import encoding
+from ggml_ext._base.errors import UserError
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 LOCALES = {"UTF-8": {"LC_ALL": "C.UTF-8"}, "ASCII": ASCII}
@@ -224,8 +225,8 @@ def test_a_current_folder_that_was_removed(source):
 
 
 def test_encoding_of_names():
-    assert _encoding.utf8("a\u65e5\U0001f600") == "a\u65e5\U0001f600"
-    assert _encoding.utf8("\ud800") == "\\ud800"
-    assert _encoding.utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
-    assert json.loads(_encoding.to_json({"\udcff": ["\udcff", (1, None)]})) == {"\\xff": ["\\xff", [1, None]]}
-    assert Path(_encoding.as_name("\u00e9")) == Path("\u00e9")
+    assert encoding.utf8("a\u65e5\U0001f600") == "a\u65e5\U0001f600"
+    assert encoding.utf8("\ud800") == "\\ud800"
+    assert encoding.utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
+    assert json.loads(encoding.to_json({"\udcff": ["\udcff", (1, None)]})) == {"\\xff": ["\\xff", [1, None]]}
+    assert Path(encoding.as_name("\u00e9")) == Path("\u00e9")

@@ -7,9 +7,9 @@ import subprocess
 from importlib import metadata
 
 import pytest
-from native import ROOT
 
-from ggml_ext import _extras
+from ggml_ext._base import extras
+from native import ROOT
 
 try:
     import tomllib
@@ -35,18 +35,18 @@ def test_nothing_is_installed_by_a_name_that_no_index_has():
 
 
 def test_an_extra_is_installed_by_its_requirements(monkeypatch):
-    command = _extras.install_command("hf", ["torch"])
+    command = extras.install_command("hf", ["torch"])
     assert command.startswith("pip install ") and "extra" not in command and "matplotlib" not in command
     for requirement in PROJECT["optional-dependencies"]["hf"]:
         assert re.split("[<>=]", requirement)[0] in command
-    monkeypatch.setattr(_extras.metadata, "requires", lambda _: ["a>=1", 'b<2,>=1; extra == "hf"', "c ; extra == 'hf'", "d; extra == 'hfx'"])
-    assert _extras.install_command("hf", []) == "pip install 'b<2,>=1' c"
+    monkeypatch.setattr(extras.metadata, "requires", lambda _: ["a>=1", 'b<2,>=1; extra == "hf"', "c ; extra == 'hf'", "d; extra == 'hfx'"])
+    assert extras.install_command("hf", []) == "pip install 'b<2,>=1' c"
 
     def missing(name: str):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(_extras.metadata, "requires", missing)
-    assert _extras.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
+    monkeypatch.setattr(extras.metadata, "requires", missing)
+    assert extras.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
 
 
 def code_lines() -> list[tuple[str, str]]:

@@ -7,10 +7,10 @@ import sys
 
 import gguf
 import pytest
-from conftest import gaussian, quantize, write_gguf
-from test_bad_input import check_error, key, raw_gguf
 
-from ggml_ext import _gguf_file
+from conftest import gaussian, quantize, write_gguf
+from ggml_ext._formats import gguf_file
+from test_bad_input import check_error, key, raw_gguf
 
 
 def run_dump(*args, **kwargs) -> subprocess.CompletedProcess:
@@ -53,7 +53,7 @@ def test_bad_files_and_command_lines(path, args, parts):
     folder, data = path.parent, path.read_bytes()
     (folder / "text.gguf").write_text("text")
     (folder / "header.gguf").write_bytes(data[:50])
-    (folder / "data.gguf").write_bytes(data[: max(t.offset + t.n_bytes for t in _gguf_file.GGUFFile(path).tensors) - 1])
+    (folder / "data.gguf").write_bytes(data[: max(t.offset + t.n_bytes for t in gguf_file.GGUFFile(path).tensors) - 1])
     raw_gguf(folder / "counts.gguf", key(b"k", 9, (5).to_bytes(4, "little") + (2**62).to_bytes(8, "little")), 1)
     (folder / "big_endian.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(10))
     check_error(run_dump(*args, cwd=folder), *parts)

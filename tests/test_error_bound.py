@@ -5,17 +5,17 @@ import subprocess
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, read_tensors, run_quantize, tool, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from native import Graph, F32
-from test_bad_input import check_error
 
-from ggml_ext import _gguf_file
-from ggml_ext._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, read_epsilons
-from ggml_ext._encode import Codec, Guide
+from conftest import gaussian, quantize, read_tensors, run_quantize, tool, write_gguf
+from ggml_ext._encode.accuracy import NAMES_KEY, VALUES_KEY, Accuracy, read_epsilons
+from ggml_ext._encode.codec import Codec, Guide
+from ggml_ext._formats import gguf_file
 from ggml_ext.quants import ditto3
+from native import F32, Graph
+from test_bad_input import check_error
 
 DITTO3 = gguf.GGMLQuantizationType.DITTO3
 UP, DOWN = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"
@@ -53,7 +53,7 @@ def inputs(draw, n: int) -> np.ndarray:
 
 def encode(codec: Codec, w: np.ndarray, importance: np.ndarray | None) -> tuple[np.ndarray, Accuracy]:
     """Blocks and accuracy, as the quantizer makes them."""
-    tensor = _gguf_file.Tensor("w", w.shape[::-1], gguf.GGMLQuantizationType.F32, 0, w.nbytes)
+    tensor = gguf_file.Tensor("w", w.shape[::-1], gguf.GGMLQuantizationType.F32, 0, w.nbytes)
     guide = Guide(importance)
     if codec.needs_codebook(tensor, DITTO3):
         guide = Guide(importance, codec.codebook([(0, w)], tensor, guide))
@@ -131,7 +131,7 @@ def test_epsilon_in_the_metadata(lib, source, tmp_path, codebook):
         assert f"{epsilon:.6g}" in result.stdout
     quantize(source, tmp_path / "numpy.gguf", "--type", "ditto3", "--ditto-codebook", codebook, "--encoder", "numpy",
              "--tensor-type", "attn_q=f16")
-    assert read_epsilons(_gguf_file.GGUFFile(tmp_path / "numpy.gguf")) == epsilons
+    assert read_epsilons(gguf_file.GGUFFile(tmp_path / "numpy.gguf")) == epsilons
 
 
 def test_no_epsilon_without_ditto3(source, tmp_path):
@@ -143,12 +143,12 @@ def test_no_epsilon_without_ditto3(source, tmp_path):
 def test_epsilon_follows_the_tensor(lib, source, tmp_path):
     """What is DITTO3 already is copied with its epsilon; what becomes something else loses it."""
     quantize(source, tmp_path / "first.gguf", "--type", "ditto3")
-    first = read_epsilons(_gguf_file.GGUFFile(tmp_path / "first.gguf"))
+    first = read_epsilons(gguf_file.GGUFFile(tmp_path / "first.gguf"))
     again = ["--allow-requantize", "--tensor-type", "ffn_down=itq3_s", "--tensor-type", "attn_q=f16"]
     quantize(tmp_path / "first.gguf", tmp_path / "second.gguf", "--type", "ditto3", *again)
-    assert read_epsilons(_gguf_file.GGUFFile(tmp_path / "second.gguf")) == {UP: first[UP]}
+    assert read_epsilons(gguf_file.GGUFFile(tmp_path / "second.gguf")) == {UP: first[UP]}
     quantize(tmp_path / "second.gguf", tmp_path / "third.gguf", "--type", "itq3_s", *again)
-    assert read_epsilons(_gguf_file.GGUFFile(tmp_path / "third.gguf")) == {}
+    assert read_epsilons(gguf_file.GGUFFile(tmp_path / "third.gguf")) == {}
 
 
 def test_stock_tools_take_the_keys(model, lib, tmp_path):
@@ -156,8 +156,8 @@ def test_stock_tools_take_the_keys(model, lib, tmp_path):
     quantize(model, tmp_path / "out.gguf", "--type", "ditto3", "--pure")
     subprocess.run([tool("llama-quantize"), "--allow-requantize", tmp_path / "out.gguf", tmp_path / "copy.gguf", "COPY"],
                    check=True, capture_output=True)
-    kept = read_epsilons(_gguf_file.GGUFFile(tmp_path / "copy.gguf"))
-    assert kept == read_epsilons(_gguf_file.GGUFFile(tmp_path / "out.gguf")) and len(kept) == 57
+    kept = read_epsilons(gguf_file.GGUFFile(tmp_path / "copy.gguf"))
+    assert kept == read_epsilons(gguf_file.GGUFFile(tmp_path / "out.gguf")) and len(kept) == 57
 
 
 @pytest.mark.parametrize("values", [np.float32([1.0]), None, "text"], ids=["length", "missing", "type"])

@@ -8,20 +8,21 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import conftest
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, read_tensors, relative_mse, write_gguf
 from gguf import GGMLQuantizationType as T
+
+import conftest
+from conftest import gaussian, read_tensors, relative_mse, write_gguf
+from ggml_ext import TYPES, WEIGHT_TYPES, export, quantize
+from ggml_ext._base.signals import Stopped
+from ggml_ext._console.card import shown_command
+from ggml_ext._native import library
+from ggml_ext._output.output import Output
 from native import STOCK, built
 from perplexity_run import UNIFORM, perplexity
 from test_imatrix import write_imatrix
-
-from ggml_ext import TYPES, WEIGHT_TYPES, _lib, export, quantize
-from ggml_ext._card import shown_command
-from ggml_ext._output import Output
-from ggml_ext._writer import Stopped
 
 TEXT = conftest.ROOT / "data" / "heldout.txt"
 # rows of 512 and of 64, which types of 256 do not fit; embeddings that serve as output matrix
@@ -179,7 +180,7 @@ def test_types_that_need_an_importance_matrix(ours, tmp_path, capsys):
 
 def test_without_the_library_importances_are_used_or_the_type_is_refused(ours, tmp_path, capsys, monkeypatch):
     imatrix = write_imatrix(tmp_path / "imatrix.gguf", SEEN)
-    monkeypatch.setattr(_lib, "load", lambda: None)
+    monkeypatch.setattr(library, "load", lambda: None)
     out, rest = tmp_path / "out.gguf", ("--tensor-type", "token_embd=q8_0")
     error = run_badly(capsys, ours, out, "--type", "q4_0", *rest, "--imatrix", imatrix)
     assert "tensor blk.0.attn_q.weight: q4_0 has no numpy encoder with importances" in error

@@ -13,11 +13,15 @@ import termios
 import gguf
 import numpy as np
 import pytest
+
 from conftest import gaussian, quantize, quantize_command, read_tensors, relative_mse, run_quantize, tool, write_gguf
+from ggml_ext import WEIGHT_TYPES
+from ggml_ext._console import report
+from ggml_ext._formats import gguf_file
+from ggml_ext._formats import names as _names
+from ggml_ext._plan import plan as _plan
 from test_bad_input import check_error, files
 from test_inspect import inspect
-
-from ggml_ext import WEIGHT_TYPES, _gguf_file, _names, _plan, _report
 
 # Rows of 320 take blocks of 64, rows of 96 fall back to IQ4_NL, rows of 100 to F16.
 TENSORS = {
@@ -268,15 +272,15 @@ def test_lines_of_large_models_fit_80_columns():
     """Mixtral's and Llama's matrices, from the header alone."""
     f16, tensors = gguf.GGMLQuantizationType.F16, []
     for name, ne in (("token_embd.weight", (4096, 128256)), ("blk.31.ffn_gate_exps.weight", (4096, 14336, 8)), ("blk.31.attn_output.weight", (4096, 4096))):
-        tensors.append(_gguf_file.Tensor(name, ne, f16, 0, int(np.prod(ne)) * 2))
+        tensors.append(gguf_file.Tensor(name, ne, f16, 0, int(np.prod(ne)) * 2))
     plan = _plan.Plan(tensors * 97)
     for tensor in plan.tensors:
         plan.add(tensor, gguf.GGMLQuantizationType(163), gguf.GGMLQuantizationType(163))
-    lines = _report.tensor_lines(plan, 80)
+    lines = report.tensor_lines(plan, 80)
     assert lines[0] == "[  1/291] token_embd.weight         4096x128256  f16 -> itq3_t   1002 -> 192 MiB"
     assert lines[2] == "[  3/291] blk.31.attn_output.weight   4096x4096  f16 -> itq3_t  32.0 -> 6.12 MiB"
     assert all(len(line) == 80 for line in lines)
-    assert all(len(line) == 100 for line in _report.tensor_lines(plan, 100))
+    assert all(len(line) == 100 for line in report.tensor_lines(plan, 100))
 
 
 def test_wide_terminals_are_used(lib, tmp_path):
@@ -295,22 +299,22 @@ def test_wide_terminals_are_used(lib, tmp_path):
 
 def write_narrow_model(model, path, n: int, head: int):
     """A model of two blocks that loads, with random weights in rows of n, n/head heads, and of 768."""
-    file = _gguf_file.GGUFFile(model)
+    file = gguf_file.GGUFFile(model)
     sizes = {"llama.embedding_length": n, "llama.block_count": 2, "llama.attention.head_count": n // head,
              "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": head}
-    metadata = file.metadata | {key: _gguf_file.uint32_value(key, n) for key, n in sizes.items()}
+    metadata = file.metadata | {key: gguf_file.uint32_value(key, n) for key, n in sizes.items()}
     f16, f32 = gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32
     shapes = {"token_embd": (4096, n), "output_norm": (n,)}
     for i in range(2):
         of_block = {"attn_norm": (n,), "ffn_norm": (n,), "attn_q": (n, n), "attn_k": (head, n), "attn_v": (head, n),
                     "attn_output": (n, n), "ffn_gate": (768, n), "ffn_up": (768, n), "ffn_down": (n, 768)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in of_block.items()}
-    tensors = [_gguf_file.Tensor(f"{name}.weight", s[::-1], f16 if len(s) > 1 else f32, 0, 0) for name, s in shapes.items()]
+    tensors = [gguf_file.Tensor(f"{name}.weight", s[::-1], f16 if len(s) > 1 else f32, 0, 0) for name, s in shapes.items()]
     with open(path, "wb") as f:
-        f.write(_gguf_file.pack_header(metadata, tensors, [t.type for t in tensors], file.alignment))
+        f.write(gguf_file.pack_header(metadata, tensors, [t.type for t in tensors], file.alignment))
         for seed, shape in enumerate(shapes.values()):
             weights = gaussian(*shape, seed=seed).astype(np.float16) if len(shape) > 1 else np.ones(shape, np.float32)
-            f.write(weights.tobytes().ljust(_gguf_file.pad(weights.nbytes, file.alignment), b"\0"))
+            f.write(weights.tobytes().ljust(gguf_file.pad(weights.nbytes, file.alignment), b"\0"))
     return path
 
 
@@ -382,10 +386,10 @@ def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_pat
 def test_a_recipe_of_another_type_is_not_believed(lib, model, tmp_path, value):
     """llama-quantize keeps the key of the file it reads; other programs may write anything."""
     quantize(model, tmp_path / "in.gguf", "--type", "itq3_s", "--tensor-type", "attn_v=q8_0")
-    file = _gguf_file.GGUFFile(tmp_path / "in.gguf")
-    metadata = file.metadata | {"ggml_ext.type": _gguf_file.string_value("ggml_ext.type", value)}
+    file = gguf_file.GGUFFile(tmp_path / "in.gguf")
+    metadata = file.metadata | {"ggml_ext.type": gguf_file.string_value("ggml_ext.type", value)}
     out = tmp_path / "out.gguf"
-    header = _gguf_file.pack_header(metadata, file.tensors, [t.type for t in file.tensors], file.alignment)
+    header = gguf_file.pack_header(metadata, file.tensors, [t.type for t in file.tensors], file.alignment)
     out.write_bytes(header + (tmp_path / "in.gguf").read_bytes()[min(t.offset for t in file.tensors) :])
     assert names_of(out) == {f"ITQ3_S, mixed - {blocks_bpw(out):.2f} bpw, {all_bpw(out):.2f} in all"}
 

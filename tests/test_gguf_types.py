@@ -9,9 +9,10 @@ from enum import IntEnum
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, read_tensors, relative_mse, write_gguf
 
-from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_types, quants
+from conftest import gaussian, quantize, read_tensors, relative_mse, write_gguf
+from ggml_ext import TYPES, WEIGHT_TYPES, quants
+from ggml_ext._formats import gguf_types
 from ggml_ext.quants import itq3_s
 
 ITQ3_S = gguf.GGMLQuantizationType(160)
@@ -50,7 +51,7 @@ def test_stock_types_are_untouched():
 
 def test_extending_again_changes_nothing():
     before = (list(gguf.GGMLQuantizationType), list(gguf.LlamaFileType), dict(gguf.GGML_QUANT_SIZES))
-    _gguf_types.extend_gguf()
+    gguf_types.extend_gguf()
     assert before == (list(gguf.GGMLQuantizationType), list(gguf.LlamaFileType), dict(gguf.GGML_QUANT_SIZES))
 
 
@@ -58,7 +59,7 @@ def test_extending_again_changes_nothing():
 def test_a_clash_with_gguf_is_refused(name, value):
     enum = IntEnum("Numbers", {"ONE": 1})
     with pytest.raises(ImportError, match="clashes with"):
-        _gguf_types.add_enum_member(enum, name, value)
+        gguf_types.add_enum_member(enum, name, value)
 
 
 @pytest.mark.parametrize("info", WEIGHT_TYPES.values(), ids=lambda t: t.name)

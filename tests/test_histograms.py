@@ -12,12 +12,15 @@ from collections import Counter
 import gguf
 import numpy as np
 import pytest
+
 from conftest import gaussian, quantize, read_tensors, run_main, write_gguf
+from ggml_ext import TYPES, WEIGHT_TYPES
+from ggml_ext import inspect as program
+from ggml_ext._console import picture as _picture
+from ggml_ext._encode import histogram
+from ggml_ext._formats import gguf_file
 from moments_files import correlated, write_moments
 from test_bad_input import check_error
-
-from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_file, _histogram, _picture
-from ggml_ext import inspect as program
 
 UP, NORM = "blk.0.ffn_up.weight", "blk.0.attn_norm.weight"
 
@@ -98,19 +101,19 @@ def test_bars_of_the_terminal(folder):
 
 
 def test_many_codes_share_a_bar():
-    lines = _histogram._bars(np.arange(1, 65), lambda a, b: f"{a} to {b}")
+    lines = histogram._bars(np.arange(1, 65), lambda a, b: f"{a} to {b}")
     assert len(lines) == 16 and lines[0].split()[:3] == ["0", "to", "3"] and lines[-1].split()[:3] == ["60", "to", "63"]
-    assert _histogram._bars(np.zeros(5, int), str) == []
+    assert histogram._bars(np.zeros(5, int), str) == []
 
 
 def sparse_file(path, ne, qtype):
     """One tensor of zeros."""
-    tensor = _gguf_file.Tensor(UP, ne, qtype, 0, 0)
-    n_bytes = _gguf_file.row_bytes(qtype, ne[0]) * tensor.n_rows
-    header = _gguf_file.pack_header({}, [tensor], [qtype], 32)
+    tensor = gguf_file.Tensor(UP, ne, qtype, 0, 0)
+    n_bytes = gguf_file.row_bytes(qtype, ne[0]) * tensor.n_rows
+    header = gguf_file.pack_header({}, [tensor], [qtype], 32)
     with open(path, "wb") as f:
         f.write(header)
-        f.truncate(len(header) + _gguf_file.pad(n_bytes, 32))
+        f.truncate(len(header) + gguf_file.pad(n_bytes, 32))
     return path
 
 
@@ -122,28 +125,28 @@ def test_large_tensors_are_sampled_in_little_memory(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, path, "--histograms"], capture_output=True, text=True, check=True)
     *text, grown = done.stdout.splitlines()
     assert int(grown) * (1 if sys.platform == "darwin" else 1024) < 64 << 20
-    assert f"itq2_t: codes of {100 * _histogram.SAMPLE_WEIGHTS / 2**33:.2g} % of the {2**33:,} weights" in "\n".join(text)
-    assert f"itq2_t: magnitudes of {_histogram.SAMPLE_WEIGHTS // 256:,} scales, {_histogram.SAMPLE_WEIGHTS // 256:,} zero" in "\n".join(text)
+    assert f"itq2_t: codes of {100 * histogram.SAMPLE_WEIGHTS / 2**33:.2g} % of the {2**33:,} weights" in "\n".join(text)
+    assert f"itq2_t: magnitudes of {histogram.SAMPLE_WEIGHTS // 256:,} scales, {histogram.SAMPLE_WEIGHTS // 256:,} zero" in "\n".join(text)
 
 
 def test_a_sample_reaches_from_the_first_block_to_the_last(tmp_path):
     qtype = gguf.GGMLQuantizationType.ITQ3_S
     path = sparse_file(tmp_path / "in.gguf", (1 << 12, 1 << 10), qtype)
-    file = _gguf_file.GGUFFile(path)
+    file = gguf_file.GGUFFile(path)
     (tensor,) = file.tensors
     n_blocks = tensor.n_elements // 256
     data = np.memmap(path, np.uint8, "r+", tensor.offset, (n_blocks, 100))
     data[:, :4] = np.arange(n_blocks, dtype="<u4").view(np.uint8).reshape(-1, 4)  # numbers in place of scales
     data.flush()
-    pieces = [b[:, :4].copy().view("<u4").ravel() for b in _histogram.sample_blocks(file, tensor)]
+    pieces = [b[:, :4].copy().view("<u4").ravel() for b in histogram.sample_blocks(file, tensor)]
     seen = np.concatenate(pieces)
-    assert len(pieces) == 16 and seen.size * 256 == _histogram.SAMPLE_WEIGHTS == np.unique(seen).size * 256
+    assert len(pieces) == 16 and seen.size * 256 == histogram.SAMPLE_WEIGHTS == np.unique(seen).size * 256
     assert seen[0] == 0 and seen[-1] == n_blocks - 1
     assert np.ptp(np.diff([p[0] for p in pieces])) <= 1  # evenly
 
 
 def test_damaged_scales_are_counted(folder, tmp_path):
-    file = _gguf_file.GGUFFile(folder / "out.gguf")
+    file = gguf_file.GGUFFile(folder / "out.gguf")
     data = bytearray((folder / "out.gguf").read_bytes())
     start = next(t.offset for t in file.tensors if "itq3_s_x" in t.name)
     for block, value in enumerate((np.nan, -np.inf, 0.0, -1.0)):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+
 from conftest import gaussian, run_quantize, tool, write_gguf
+from ggml_ext._base.errors import UserError
+from ggml_ext._source import hub as _hub
 from hub_server import TOKEN, Repository, serving
 from test_bad_input import check_error, files
-
-from ggml_ext import _hub
-from ggml_ext._errors import UserError
 
 REPO = "some-org/Some-Model"
 FILE = "some-model-BF16.gguf"

@@ -7,13 +7,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
 from conftest import ROOT, gaussian, quantize, read_tensors, tool, write_gguf
+from ggml_ext import quants
+from ggml_ext._base.errors import UserError
+from ggml_ext._encode import codec
+from ggml_ext._formats import gguf_file, imatrix
+from ggml_ext._plan.plan import TARGET_TYPES
 from perplexity_run import imatrix as make_imatrix
 from test_bad_input import check_error, files, quantize_error, run_quantize
-
-from ggml_ext import _encode, _gguf_file, _imatrix, quants
-from ggml_ext._errors import UserError
-from ggml_ext._plan import TARGET_TYPES
 
 UP, DOWN, EXPERTS = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "blk.0.ffn_gate_exps.weight"
 
@@ -120,7 +122,7 @@ def moe_source(path: Path) -> Path:
 
 
 def tensor_of(name, *ne):
-    return _gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
+    return gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
 
 
 @pytest.mark.parametrize("encoder", ["c", "numpy"])
@@ -130,9 +132,10 @@ def test_every_expert_has_its_own_importances(lib, tmp_path, monkeypatch, encode
     sums = importances(3, 256)
     entries = {EXPERTS: (sums, [5, 3, 2]), UP: (importances(1, 320), [4]), DOWN: (importances(1, 256), [4])}
     path = write_imatrix(tmp_path / "im.gguf", entries)
-    np.testing.assert_array_equal(_imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3)), sums / np.float32([[5], [3], [2]]))
+    np.testing.assert_array_equal(imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3)), sums / np.float32([[5], [3], [2]]))
     theirs = llama_quantize(source, tmp_path / "theirs.gguf", "ditto3", "--imatrix", path)
-    from ggml_ext import _writer, quantize as program
+    from ggml_ext import quantize as program
+    from ggml_ext._output import writer as _writer
 
     monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 7 * 256)
     up = [] if encoder == "c" else ["--tensor-type", "ffn_up=f16"]
@@ -160,28 +163,28 @@ def test_importances_of_rows_of_64s(lib, tmp_path, type_name):
     assert {t.tensor_type.name.lower() for t in read_tensors(tmp_path / "im-c.gguf").values()} == {f"{type_name}64"}
     assert differing(tmp_path / "im-c.gguf", tmp_path / "shifted-c.gguf") == {EXPERTS, UP}
     # block by block: the last expert's last block alone
-    importance = _imatrix.ImportanceMatrix(tmp_path / "im.gguf").values(tensor_of(EXPERTS, 576, 4, 2))[1:, -64:]
+    importance = imatrix.ImportanceMatrix(tmp_path / "im.gguf").values(tensor_of(EXPERTS, 576, 4, 2))[1:, -64:]
     weights = gaussian(2, 4, 576)[1, 3:, -64:].astype(np.float16).astype(np.float32)
     expected = quants.reference(f"{type_name}64").quantize_blocks(weights, importance)
     found = read_tensors(tmp_path / "im-c.gguf")[EXPERTS].data.reshape(8, -1)[-1, -expected.size :]
     np.testing.assert_array_equal(found, expected[0])
 
 
-@pytest.mark.parametrize("qtype", [t for t in TARGET_TYPES.values() if _encode.Codec(None).can_encode(t) and t not in _encode.FLOAT_TYPES])
+@pytest.mark.parametrize("qtype", [t for t in TARGET_TYPES.values() if codec.Codec(None).can_encode(t) and t not in codec.FLOAT_TYPES])
 def test_numpy_equals_c_or_is_refused(lib, qtype):
     """So that --encoder numpy writes the same bytes with an importance matrix."""
     rows, importance = gaussian(4, 512), importances(1, 512)[0]
-    same = np.array_equal(_encode.Codec(lib).encode(rows, qtype, importance), _encode.Codec(None).encode(rows, qtype, importance))
-    assert same != (qtype in _encode.UNWEIGHTED_IN_NUMPY)
+    same = np.array_equal(codec.Codec(lib).encode(rows, qtype, importance), codec.Codec(None).encode(rows, qtype, importance))
+    assert same != (qtype in codec.UNWEIGHTED_IN_NUMPY)
 
 
 def test_encoders_that_overflow_are_named(lib):
     """Importances that no file may hold make NaN of constants in IQ4_NL: one line instead of such a tensor."""
     rows = np.full((4, 512), -0.0371, np.float32)
     importance = (10.0 ** np.random.default_rng(11).uniform(-38, 38, (1, 512))).astype(np.float32)
-    tensor = _gguf_file.Tensor(UP, (512, 4), gguf.GGMLQuantizationType.F32, 0, rows.nbytes)
+    tensor = gguf_file.Tensor(UP, (512, 4), gguf.GGMLQuantizationType.F32, 0, rows.nbytes)
     with pytest.raises(UserError, match=f"{UP}: rows 8 to 11 are not finite as iq4_nl"):
-        _encode.Codec(lib).convert(rows.view(np.uint8), tensor, 8, gguf.GGMLQuantizationType.IQ4_NL, _encode.Guide(importance))
+        codec.Codec(lib).convert(rows.view(np.uint8), tensor, 8, gguf.GGMLQuantizationType.IQ4_NL, codec.Guide(importance))
 
 
 @pytest.fixture
@@ -282,6 +285,6 @@ def test_dry_run_checks_the_matrix_too(tmp_path, source):
 
 def test_the_command_that_errors_name_is_whole():
     """Without -m and -f it does nothing; a whole one stands after each "with llama-imatrix" of the package."""
-    texts = [(p.name, " ".join(p.read_text().split()).replace('" "', "").replace('" f"', "")) for p in Path(_imatrix.__file__).parent.glob("*.py")]
+    texts = [(p.name, " ".join(p.read_text().split()).replace('" "', "").replace('" f"', "")) for p in Path(imatrix.__file__).parent.glob("*.py")]
     found = [(name, text[at.start() : at.end() + 17]) for name, text in texts for at in re.finditer("with llama-imatrix", text)]
     assert found and not [(name, said) for name, said in found if not said.endswith(" -m MODEL -f TEXT")]

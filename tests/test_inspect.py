@@ -7,12 +7,12 @@ import sys
 import gguf
 import numpy as np
 import pytest
+
 from conftest import gaussian, quantize, read_tensors, relative_mse, write_gguf
+from ggml_ext._encode.accuracy import VALUES_KEY, read_epsilons
+from ggml_ext._formats import gguf_file
 from moments_files import correlated, write_moments
 from test_bad_input import check_error
-
-from ggml_ext import _gguf_file
-from ggml_ext._accuracy import VALUES_KEY, read_epsilons
 
 UP, DOWN, EMBD = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "token_embd.weight"
 TENSORS = {
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def test_lists_tensors_types_and_bits(folder):
-    epsilons = read_epsilons(_gguf_file.GGUFFile(folder / "out.gguf"))
+    epsilons = read_epsilons(gguf_file.GGUFFile(folder / "out.gguf"))
     rows = inspect(folder / "out.gguf")
     assert list(rows)[:6] == ["tensor", *TENSORS]
     assert rows[EMBD] == ["256", "x", "16", "q8_0", "8.5"]
@@ -60,11 +60,13 @@ def test_lists_tensors_types_and_bits(folder):
 @pytest.mark.parametrize("numpy_only", [False, True], ids=["library", "numpy"])
 def test_against_the_original(folder, monkeypatch, numpy_only, capsys):
     """Errors as numpy finds them in the file, in chunks of a few rows."""
-    from ggml_ext import _lib, _writer, inspect as program
+    from ggml_ext import inspect as program
+    from ggml_ext._native import library
+    from ggml_ext._output import writer as _writer
 
     if numpy_only:
-        monkeypatch.setattr(_lib, "load", lambda: None)
-    elif _lib.load() is None:
+        monkeypatch.setattr(library, "load", lambda: None)
+    elif library.load() is None:
         pytest.skip("libggml-base is not built into the installed package")
     monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 7 * 256)
     assert program.main([str(folder / "out.gguf"), "--against", str(folder / "in.gguf")]) == 0
@@ -84,7 +86,7 @@ def test_a_file_against_itself(folder):
 def changed(folder, tmp_path, change):
     """A copy of out.gguf with bytes changed in place: change(data, file)."""
     data = bytearray((folder / "out.gguf").read_bytes())
-    change(data, _gguf_file.GGUFFile(folder / "out.gguf"))
+    change(data, gguf_file.GGUFFile(folder / "out.gguf"))
     path = tmp_path / "changed.gguf"
     path.write_bytes(data)
     return path
@@ -96,7 +98,7 @@ def tensor_of(file, name):
 
 def test_an_epsilon_that_is_too_small(folder, tmp_path):
     """By one float32: the bound is tight."""
-    values = _gguf_file.GGUFFile(folder / "out.gguf").floats(VALUES_KEY)
+    values = gguf_file.GGUFFile(folder / "out.gguf").floats(VALUES_KEY)
 
     def change(data, file):
         at = data.index(file.metadata[VALUES_KEY].raw) + 16

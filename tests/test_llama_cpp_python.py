@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import conftest
 import native
-import pytest
+from ggml_ext import libdir
+from ggml_ext._base.errors import UserError
 from llama_cpp import PIN  # scripts/build/llama_cpp.py, which hides the package of that name here
 from perplexity_run import run_tool
-
-from ggml_ext import libdir
-from ggml_ext._errors import UserError
 
 PROMPT, N_TOKENS = "def add(a, b):", 24
 
@@ -122,13 +122,13 @@ def test_chat_completion_too(said, quantized):
 
 def test_a_build_of_ggml_alone_is_refused(tmp_path, monkeypatch, lib):
     (tmp_path / lib.path.name).symlink_to(lib.path)
-    monkeypatch.setattr("ggml_ext._lib.load", lambda: type(lib)(tmp_path / lib.path.name))
+    monkeypatch.setattr("ggml_ext._native.library.load", lambda: type(lib)(tmp_path / lib.path.name))
     with pytest.raises(UserError, match=f"{tmp_path} has no libllama.so, only the libraries of ggml"):
         libdir.library_folder()
 
 
 def test_without_libraries_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("ggml_ext._lib.load", lambda: None)
+    monkeypatch.setattr("ggml_ext._native.library.load", lambda: None)
     assert libdir.main([]) == 1
     assert capsys.readouterr().err == (
         "error: the libraries were not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel\n"

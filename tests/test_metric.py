@@ -5,14 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import assert_same_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import BUILD, built
 
-from ggml_ext import TYPES, _lib
+from conftest import assert_same_blocks
+from ggml_ext import TYPES
+from ggml_ext._native import library
 from ggml_ext.quants import SIGNS, reference
 from ggml_ext.quants._metric import Metric, positions
+from native import BUILD, built
 
 SEED = 15
 TRELLIS = [name for name, info in TYPES.items() if info.trellis_mix]
@@ -213,7 +214,7 @@ def test_inputs_that_are_always_zero(lib):
         assert np.isfinite(lib.dequantize(qtype, data, n)).all()
 
 
-@pytest.mark.parametrize(("what", "error"), [("nan", _lib.NotPositive), ("negative", _lib.NotPositive), ("indefinite", _lib.NotPositive)])
+@pytest.mark.parametrize(("what", "error"), [("nan", library.NotPositive), ("negative", library.NotPositive), ("indefinite", library.NotPositive)])
 def test_matrices_that_are_none(lib, what, error):
     moments = correlated(256, 600)
     if what == "nan":

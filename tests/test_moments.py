@@ -11,6 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
 import synth_model
 from conftest import ROOT, read_tensors, tool
 from native import BUILD, F32_U, built, cpu_flags
@@ -447,8 +448,6 @@ def test_too_little_memory(text, tmp_path, monkeypatch):
     done = run_imatrix("-m", tmp_path / "wide.gguf", "-f", text, *RUN, "--moments", "full", "-o", tmp_path / "out.gguf")
     block = 4 * (n_values(width, "block") + 3 * n_values(64, "block")) / 2**20
     assert_error(done, tmp_path, "--moments full", f"--moments block takes {block:.1f} MiB", "--layers A-B")
-
-
 
 
 def test_help(model):

@@ -6,27 +6,30 @@ from concurrent.futures import ThreadPoolExecutor
 import gguf
 import numpy as np
 import pytest
+
 from conftest import gaussian, quantize, write_gguf
+from ggml_ext import quantize as program
+from ggml_ext._base.errors import UserError
+from ggml_ext._encode import codec
+from ggml_ext._encode.accuracy import Accuracy
+from ggml_ext._formats import gguf_file
+from ggml_ext._formats import moments as _moments
+from ggml_ext._formats.moments import Moments, packed_size, quadratic_forms, token_warnings
+from ggml_ext._importance.importance import open_importance
+from ggml_ext._native import library
 from moments_files import correlated, pack, write_moments
 from test_bad_input import quantize_error
-
-from ggml_ext import _encode, _gguf_file, _lib, _moments
-from ggml_ext import quantize as program
-from ggml_ext._accuracy import Accuracy
-from ggml_ext._errors import UserError
-from ggml_ext._importance import open_importance
-from ggml_ext._moments import Moments, packed_size, quadratic_forms, token_warnings
 
 UP, GATE, DOWN, EXPERTS = (f"blk.0.ffn_{name}.weight" for name in ("up", "gate", "down", "gate_exps"))
 U = 2.0**-24  # of float32
 
 
-def tensor(name: str, *ne: int) -> _gguf_file.Tensor:
-    return _gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
+def tensor(name: str, *ne: int) -> gguf_file.Tensor:
+    return gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
 
 
 def moments_of(path, t, kind=None):
-    moments = Moments([_gguf_file.GGUFFile(path)])
+    moments = Moments([gguf_file.GGUFFile(path)])
     return moments.of(t, kind or moments.kind)
 
 
@@ -199,7 +202,7 @@ def test_metrics_are_made_once_and_dropped():
             raise UserError("no")
         return object()
 
-    metrics = _encode.PerExpert(make)
+    metrics = codec.PerExpert(make)
 
     def get(expert):
         barrier.wait(10)
@@ -231,8 +234,8 @@ def codec_metric(tmp_path, lib, kind="block", effort="normal"):
     path, warnings = write_moments(tmp_path / "m.gguf", {UP: correlated(5000, 256)}, kind), []
     t = tensor(UP, 256, 8)
     found = moments_of(path, t)
-    guide = _encode.Guide(moments=found, triangles=_encode.PerExpert(found.triangles))
-    made = _encode.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, guide, 0, warnings.append)
+    guide = codec.Guide(moments=found, triangles=codec.PerExpert(found.triangles))
+    made = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, guide, 0, warnings.append)
     return made, warnings
 
 
@@ -241,12 +244,12 @@ def test_matrices_that_are_not_positive_are_damped_more_once(tmp_path):
     lib = FakeLibrary(metric)
     assert codec_metric(tmp_path, lib) == (metric, [])
     assert [lib.asked[0][i] for i in (0, 1, 3, 4, 5)] == [163, 256, False, 0.01, 32]
-    lib = FakeLibrary(_lib.NotPositive, metric)
+    lib = FakeLibrary(library.NotPositive, metric)
     made, (warning,) = codec_metric(tmp_path, lib, effort="best")
     assert made is metric and [a[4:] for a in lib.asked] == [(0.01, 8), (0.1, 8)]
     assert UP in warning and "not positive definite" in warning and "0.1" in warning
     with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 0.1.*--importance diagonal"):
-        codec_metric(tmp_path, FakeLibrary(_lib.NotPositive, _lib.NotPositive))
+        codec_metric(tmp_path, FakeLibrary(library.NotPositive, library.NotPositive))
     with pytest.raises(UserError, match=f"{UP}.*no memory.*256 columns.*--importance block"):
         codec_metric(tmp_path, FakeLibrary(MemoryError), "full")
 
@@ -256,7 +259,7 @@ class Spy:
 
     def __init__(self, monkeypatch, lib):
         self.metrics, self.used = [], {}
-        plain = _lib.Library.quantize
+        plain = library.Library.quantize
 
         def metric(_, type_id, n_per_row, moments, whole, damping, segment=32):
             self.metrics.append((type_id, n_per_row, whole, moments.copy()))
@@ -266,8 +269,8 @@ class Spy:
             self.used.setdefault(type_id, []).append((metric, len(rows)))
             return plain(self_, type_id, rows, levels, importance, codebook, passes)
 
-        monkeypatch.setattr(_lib.Library, "metric", metric)
-        monkeypatch.setattr(_lib.Library, "quantize", quantize)
+        monkeypatch.setattr(library.Library, "metric", metric)
+        monkeypatch.setattr(library.Library, "quantize", quantize)
 
     def run(self, *args) -> None:
         assert program.main([*map(str, args), "--threads", "2"]) == 0
@@ -276,10 +279,10 @@ class Spy:
 @pytest.mark.parametrize("kind", ["block", "full"])
 def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
     """And stock types with the diagonal; the summary and the metadata say what was used."""
-    from ggml_ext import _writer
+    from ggml_ext._output import writer
 
     spy = Spy(monkeypatch, lib)
-    monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
+    monkeypatch.setattr(writer, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
     xs = inputs()
     path = write_moments(tmp_path / "m.gguf", xs, kind)
     spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q3_k", "--imatrix", path)

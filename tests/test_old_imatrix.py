@@ -6,14 +6,25 @@ import subprocess
 import gguf
 import numpy as np
 import pytest
+
 from conftest import run_main, tool
+from ggml_ext import quantize as program
+from ggml_ext._formats import imatrix, names
 from moments_files import correlated, write_moments
 from test_bad_input import check_error
 from test_histograms import inspect_json
-from test_imatrix import DOWN, EXPERTS, UP, assert_same_tensors, differing, importances, llama_quantize, moe_source, tensor_of, write_imatrix
-
-from ggml_ext import _imatrix, _names
-from ggml_ext import quantize as program
+from test_imatrix import (
+    DOWN,
+    EXPERTS,
+    UP,
+    assert_same_tensors,
+    differing,
+    importances,
+    llama_quantize,
+    moe_source,
+    tensor_of,
+    write_imatrix,
+)
 
 
 def run_quantize(*args) -> subprocess.CompletedProcess:
@@ -75,7 +86,7 @@ def test_a_file_of_llama_imatrix(tmp_path):
     entries = {EXPERTS: (importances(3, 256), [700, 0, 2000]), UP: (importances(1, 320), [700]), DOWN: (importances(1, 256), [513])}
     command = [tool("llama-imatrix"), "--in-file", write_imatrix(tmp_path / "new.gguf", entries), "-o", tmp_path / "old.dat", "--output-format", "dat"]
     subprocess.run(command, check=True, capture_output=True)
-    old, new = (_imatrix.ImportanceMatrix(tmp_path / name) for name in ("old.dat", "new.gguf"))
+    old, new = (imatrix.ImportanceMatrix(tmp_path / name) for name in ("old.dat", "new.gguf"))
     assert old.is_old and not new.is_old and sorted(old.names()) == sorted(new.names())
     experts = tensor_of(EXPERTS, 256, 40, 3)
     assert old.without_tokens(experts) == new.without_tokens(experts) == [1]
@@ -87,7 +98,7 @@ def test_a_file_of_llama_imatrix(tmp_path):
 def test_calls_that_are_none(tmp_path):
     """The sums are then taken as they are."""
     path = write_old(tmp_path / "old.dat", {UP: (importances(1, 320), 0), DOWN: (importances(1, 256), -2)})
-    matrix = _imatrix.ImportanceMatrix(path)
+    matrix = imatrix.ImportanceMatrix(path)
     for name, (n, _) in {UP: (320, 0), DOWN: (256, -2)}.items():
         np.testing.assert_array_equal(matrix.values(tensor_of(name, n, 8)), importances(1, n))
 
@@ -143,7 +154,7 @@ def test_experts_without_tokens_get_the_mean_of_their_layer(lib, source, tmp_pat
     sums = importances(3, 256)
     path = write_imatrix(tmp_path / "im.gguf", {EXPERTS: (sums, [5, 0, 2])})
     mean = (sums[0].astype(np.float64) + sums[2]) / 7
-    found = _imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3))
+    found = imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3))
     np.testing.assert_array_equal(found[[0, 2]], [sums[0] / np.float32(5), sums[2] / np.float32(2)])
     np.testing.assert_allclose(found[1], mean, rtol=3 * 2.0**-24)  # two means of experts and theirs, rounded to float32
     done = quantize(source, tmp_path / "ours.gguf", "--type", "ditto3", "--imatrix", path)
@@ -161,14 +172,14 @@ def test_old_files_have_ones_for_them(source, tmp_path):
     sums = importances(3, 256)
     sums[1] = 5
     path = write_old(tmp_path / "old.dat", {EXPERTS: (sums, 5)})
-    matrix, experts = _imatrix.ImportanceMatrix(path), tensor_of(EXPERTS, 256, 40, 3)
+    matrix, experts = imatrix.ImportanceMatrix(path), tensor_of(EXPERTS, 256, 40, 3)
     assert matrix.without_tokens(experts) == [1]
     np.testing.assert_allclose(matrix.values(experts)[1], (sums[0].astype(np.float64) + sums[2]) / 10, rtol=3 * 2.0**-24)
     assert f"1 expert saw no token and gets the mean of its layer: {EXPERTS} (1)\n" in run_quantize(
         source, "--type", "ditto3", "--dry-run", "--imatrix", path).stderr
     assert matrix.without_tokens(tensor_of(EXPERTS, 768, 40)) == []  # no experts
     write_old(path, {EXPERTS: (np.full((3, 256), 5), 5)})
-    matrix = _imatrix.ImportanceMatrix(path)
+    matrix = imatrix.ImportanceMatrix(path)
     assert matrix.without_tokens(experts) == [] and (matrix.values(experts) == 1).all()
 
 
@@ -184,6 +195,6 @@ def test_they_are_named_with_second_moments_too(lib, source, tmp_path, kind):
 
 
 def test_lists_of_experts_stay_on_a_line():
-    found = _names.list_experts({f"blk.{i}.ffn_up_exps.weight": list(range(20)) for i in range(40)})
+    found = names.list_experts({f"blk.{i}.ffn_up_exps.weight": list(range(20)) for i in range(40)})
     assert found.startswith("blk.0.ffn_up_exps.weight (0, 1, 2, 3, 4, 5, 6, 7 and 12 more), blk.1.") and found.endswith(" and 36 tensors more")
-    assert _names.list_experts({"a": [3], "b": [1, 2]}) == "a (3), b (1, 2)"
+    assert names.list_experts({"a": [3], "b": [1, 2]}) == "a (3), b (1, 2)"

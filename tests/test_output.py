@@ -19,13 +19,16 @@ import sys
 import gguf
 import numpy as np
 import pytest
+
 from conftest import ROOT, gaussian, quantize_command, read_tensors, tool, write_gguf
+from ggml_ext import quantize as program
+from ggml_ext._base.files import hidden
+from ggml_ext._output import conversion, verify, writer
+from ggml_ext._output import output as _output
+from ggml_ext._output.output import Output
+from ggml_ext._output.parts import split_parts
 from test_bad_input import check_error, files, own_mount_namespace, raw_gguf
 from test_imatrix import importances, write_imatrix
-
-from ggml_ext import _conversion, _output, _verify, _writer
-from ggml_ext import quantize as program
-from ggml_ext._output import Output, hidden, split_parts
 
 NAMES = [f"blk.{i}.{part}.weight" for i in range(3) for part in ("attn_norm", "ffn_up", "ffn_down")]
 
@@ -41,7 +44,7 @@ def source(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 6 * 512)
+    monkeypatch.setattr(writer, "CHUNK_WEIGHTS", 6 * 512)
 
 
 FLAGS = ("--type", "ditto3", "--importance", "none", "--fallback-above", "3", "-t", "2")
@@ -69,7 +72,7 @@ def run_badly(capsys, *args, parts=(), code=1) -> str:
 STOP = """
 import os, signal, sys
 from ggml_ext import _output, _writer, quantize
-_writer.CHUNK_WEIGHTS = 6 * 512
+writer.CHUNK_WEIGHTS = 6 * 512
 write = _output.Output.write
 def stop(self, data):
     write(self, data)
@@ -86,7 +89,7 @@ def run_and_stop(n_finished: int, number: int, *args) -> subprocess.CompletedPro
     command = [sys.executable, "-c", STOP, n_finished, int(number), *args]
 
     def default_signals():  # shells ignore SIGINT in the background
-        for n in _writer.SIGNALS:
+        for n in writer.SIGNALS:
             signal.signal(n, signal.SIG_DFL)
 
     return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=120, preexec_fn=default_signals)
@@ -267,7 +270,7 @@ def test_a_run_of_something_else_starts_anew_and_says_so(source, stopped, capsys
     assert again(*FLAGS[:-4], "-t", "1", what="options") != expected
     assert again("--type", "ditto3", "--imatrix", imatrix, "--fallback-above", "3", what="importance") != expected
     with monkeypatch.context() as patch:
-        patch.setattr(_conversion, "__version__", "0.0.9")
+        patch.setattr(conversion, "__version__", "0.0.9")
         again(*FLAGS, what="version")
     source.write_bytes(weights[:-4] + np.float32(0.5).tobytes())
     assert again(*FLAGS, what="input") != expected
@@ -545,7 +548,7 @@ def test_verify_finds_what_the_disk_changed(lib, source, tmp_path, capsys, monke
         flip(self.parts[0].partial, position)
 
     monkeypatch.setattr(Output, "complete", damage)
-    monkeypatch.setattr(_verify, "same", lambda a, b: True)  # the bytes alone
+    monkeypatch.setattr(verify, "same", lambda a, b: True)  # the bytes alone
     before = files(tmp_path)
     parts = ("--verify", part, "differs from what was written")
     run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=parts)

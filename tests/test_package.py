@@ -11,15 +11,16 @@ import textwrap
 from importlib import metadata
 from pathlib import Path
 
-import conftest
 import gguf
 import pytest
-import wheel
-from native import ROOT
 
+import conftest
 import ggml_ext
-from ggml_ext import _lib, _plan, _tools
-from ggml_ext._errors import UserError
+import wheel
+from ggml_ext._base.errors import UserError
+from ggml_ext._native import library, programs
+from ggml_ext._plan import plan
+from native import ROOT
 
 try:
     import tomllib
@@ -61,20 +62,20 @@ def test_versions_of_other_libraries_are_asked(monkeypatch, tmp_path):
         code = f'const char * {function}(void) {{ return "{value}"; }}'
         subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", tmp_path / f"lib{name}.so.0"], input=code, text=True, check=True)
     monkeypatch.setenv("GGML_EXT_LIB_DIR", str(tmp_path))
-    assert _lib.upstream_versions() == ("9.1", "9.2")
+    assert library.upstream_versions() == ("9.1", "9.2")
 
 
 def test_programs_are_of_the_build_whose_libraries_are_used(monkeypatch, tmp_path, lib):
     """Not the package's beside the libraries of GGML_EXT_LIB_DIR, which may be of another build."""
-    assert _tools.find_tool("llama-cli") == BIN / "llama-cli" and _tools.find_tool("no-such-program") is None
+    assert programs.find_tool("llama-cli") == BIN / "llama-cli" and programs.find_tool("no-such-program") is None
     (tmp_path / "build").mkdir()
     monkeypatch.chdir(tmp_path)
     for folder in (str(tmp_path / "build"), "build"):  # programs are started in other folders
         monkeypatch.setenv("GGML_EXT_LIB_DIR", folder)
         with pytest.raises(UserError, match="GGML_EXT_LIB_DIR is .*build, which has no llama-imatrix: .* unset it"):
-            _tools.find_tool("llama-imatrix")
+            programs.find_tool("llama-imatrix")
         (program := tmp_path / "build" / "llama-imatrix").write_text("")
-        assert _tools.find_tool("llama-imatrix") == program
+        assert programs.find_tool("llama-imatrix") == program
         program.unlink()
     name = Path(sys.executable).parent / "llama-quantize"
     done = subprocess.run([name, "--help"], capture_output=True, text=True, timeout=60)
@@ -144,4 +145,4 @@ def test_types_that_need_an_importance_matrix_agree_with_ggml(lib):
     requires = ctypes.CDLL(str(lib.path)).ggml_quantize_requires_imatrix
     requires.restype = ctypes.c_bool
     insists = {t for t in gguf.GGMLQuantizationType if requires(int(t))}
-    assert insists and insists <= set(_plan.IMATRIX_TYPES)
+    assert insists and insists <= set(plan.IMATRIX_TYPES)

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import perplexity
 import perplexity_run
-import pytest
 from conftest import BASELINE, MODEL, N_CHUNKS, ROOT, assert_recorded_perplexity, quantize, recorded_run
-
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._errors import UserError
+from ggml_ext._base.errors import UserError
 
 STOCK = ["q2_k", "q3_k", "iq3_xxs"]
 TEXT = ROOT / "data" / "heldout.txt"

@@ -8,10 +8,13 @@ import sys
 import gguf
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, quantize_command, read_tensors, relative_mse, run_quantize, tool, write_gguf
 
 import ggml_ext
-from ggml_ext import _encode, _gguf_file, _plan, _writer
+from conftest import gaussian, quantize, quantize_command, read_tensors, relative_mse, run_quantize, tool, write_gguf
+from ggml_ext._encode import codec
+from ggml_ext._formats import gguf_file
+from ggml_ext._output import writer as _writer
+from ggml_ext._plan import plan
 from ggml_ext.quants import itq3_s
 
 # Eight uniform levels on a Gaussian lose 0.0374 of its energy (J. Max, 1960); the encoder fits d and z to every block.
@@ -54,7 +57,7 @@ def decoded(tensor):
 @pytest.mark.parametrize(("ne", "n"), [((256, 8), 1), ((256, 256), 2), ((768, 256), 4), ((768, 1536), 16), ((4096, 4096), 32), ((1 << 20, 3), 3)])
 def test_chunks_of_rows(ne, n):
     """All rows in order, whole groups of 16, and a power of two of equal parts where chunks would be few."""
-    tensor = _gguf_file.Tensor("name", ne, 0, 0, 0)
+    tensor = gguf_file.Tensor("name", ne, 0, 0, 0)
     chunks = list(_writer.row_chunks(tensor))
     assert len(chunks) == n
     assert [first for first, _ in chunks] == np.cumsum([0, *(rows for _, rows in chunks[:-1])]).tolist()
@@ -207,12 +210,12 @@ def test_odd_metadata_and_shapes_survive(tmp_path):
     raw = (
         struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, 0)
     )
-    file = _gguf_file.GGUFFile(source)
+    file = gguf_file.GGUFFile(source)
     (n_kv,) = struct.unpack_from("<Q", data, 16)
     header = data[:16] + struct.pack("<Q", n_kv + 1) + raw + data[24:]
     info_end = header.rindex(b"d.weight") + len(b"d.weight") + 4 + 4 * 8 + 4 + 8
     start = min(t.offset for t in file.tensors)
-    source.write_bytes(header[:info_end].ljust(_gguf_file.pad(info_end, 128), b"\0") + data[start:])
+    source.write_bytes(header[:info_end].ljust(gguf_file.pad(info_end, 128), b"\0") + data[start:])
 
     quantize(source, tmp_path / "out.gguf", "--type", "itq3_s")
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "out.gguf")
@@ -292,9 +295,9 @@ def test_peak_memory(lib, tmp_path):
     """Below the largest tensor in F32 plus 500 MB, for a file whose sum of tensors is above it."""
     ne, n_tensors = (8192, 4096), 14
     tensors = [
-        _gguf_file.Tensor(f"blk.{i}.ffn_up.weight", ne, gguf.GGMLQuantizationType.F16, 0, 0) for i in range(n_tensors)
+        gguf_file.Tensor(f"blk.{i}.ffn_up.weight", ne, gguf.GGMLQuantizationType.F16, 0, 0) for i in range(n_tensors)
     ]
-    header = _gguf_file.pack_header({}, tensors, [t.type for t in tensors], 32)
+    header = gguf_file.pack_header({}, tensors, [t.type for t in tensors], 32)
     bound = ne[0] * ne[1] * 4 + 500 * 10**6
     n_bytes = n_tensors * ne[0] * ne[1] * 2
     assert n_bytes > bound  # or the test could not fail
@@ -334,7 +337,7 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
 
 def test_every_type_name_of_the_library_is_known(lib):
     """A stock type of ours must be one that the library can make with the size that gguf knows."""
-    for qtype in _plan.TARGET_TYPES.values():
+    for qtype in plan.TARGET_TYPES.values():
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         assert lib.row_bytes(int(qtype), 4 * block_size) == 4 * block_bytes, qtype.name
 
@@ -343,7 +346,7 @@ def test_every_type_name_of_the_library_is_known(lib):
 def test_stock_types_are_the_same_in_c_and_numpy(lib, qtype):
     qtype = gguf.GGMLQuantizationType[qtype]
     rows = gaussian(16, 512)
-    assert np.array_equal(_encode.Codec(lib).encode(rows, qtype), _encode.Codec(None).encode(rows, qtype))
+    assert np.array_equal(codec.Codec(lib).encode(rows, qtype), codec.Codec(None).encode(rows, qtype))
 
 
 def test_help_says_which_types_embeddings_and_output_get():

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from conftest import gaussian, quantize, read_tensors, run_quantize, write_gguf
 
+from conftest import gaussian, quantize, read_tensors, run_quantize, write_gguf
 from ggml_ext import TYPES
-from ggml_ext._recipes import RECIPES
+from ggml_ext._plan.recipes import RECIPES
 
 NAMES = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
 

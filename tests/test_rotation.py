@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-import native
 import numpy as np
 import pytest
+
+import native
 import rotation_signs
 from families import families
-from native import F32_U, ISAS, ROOT, kernels
-
 from ggml_ext import quants
-from ggml_ext._types import ROTATION_SIGNS
+from ggml_ext._base.types import ROTATION_SIGNS
+from native import F32_U, ISAS, ROOT, kernels
 
 try:
     import tomllib

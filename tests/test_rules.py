@@ -9,27 +9,31 @@ from types import SimpleNamespace
 
 import gguf
 import pytest
+
 from conftest import gaussian, run_main, tool, write_gguf
+from ggml_ext import TYPES, WEIGHT_TYPES, quantize
+from ggml_ext._base.errors import UserError
+from ggml_ext._formats import gguf_file
+from ggml_ext._native import library
+from ggml_ext._plan import plan as _plan
+from ggml_ext._plan import rules as _rules
 from native import BUILD
 from test_bad_input import check_error
-
-from ggml_ext import TYPES, WEIGHT_TYPES, _gguf_file, _lib, _plan, _rules, quantize
-from ggml_ext._errors import UserError
 
 T = gguf.GGMLQuantizationType
 ITQ3_T = _plan.Choices(TYPES["itq3_t"])
 
 
 @pytest.fixture(scope="module")
-def rules() -> _lib.Rules:
-    found = _lib.load_rules()
+def rules() -> library.Rules:
+    found = library.load_rules()
     if found is None:
         pytest.skip("libllama is not built into the installed package")
     return found
 
 
 def tensor(name, *ne):
-    return _gguf_file.Tensor(name, ne or (256, 4), T.F16, 0, 0)
+    return gguf_file.Tensor(name, ne or (256, 4), T.F16, 0, 0)
 
 
 def header(arch, names, tied=False, **keys):
@@ -78,7 +82,7 @@ KEYS_OF_FLOATS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsi
 
 def scalar(key, kind, value):
     vtype, fmt = FORMATS[kind]
-    return _gguf_file.KeyValue(key, vtype, value, struct.pack(f"<I{fmt}", vtype, value))
+    return gguf_file.KeyValue(key, vtype, value, struct.pack(f"<I{fmt}", vtype, value))
 
 
 def dry_run(path, arch, tensors, n_expert, type_name, kinds):
@@ -86,7 +90,7 @@ def dry_run(path, arch, tensors, n_expert, type_name, kinds):
 
     Keys that an architecture misses are added as the program asks for them. kinds: of those keys, remembered.
     """
-    keys = {"general.architecture": _gguf_file.string_value("general.architecture", arch)}
+    keys = {"general.architecture": gguf_file.string_value("general.architecture", arch)}
 
     def add(key, kind, value=1):
         keys[key] = scalar(key, kind, value)
@@ -97,8 +101,8 @@ def dry_run(path, arch, tensors, n_expert, type_name, kinds):
         add(f"{arch}.{key}", "f32")
     for _ in range(30):
         with open(path, "wb") as f:
-            f.write(_gguf_file.pack_header(keys, tensors, [t.type for t in tensors], 32))
-            f.truncate(f.tell() + sum(_gguf_file.pad(2 * t.n_elements, 32) for t in tensors))
+            f.write(gguf_file.pack_header(keys, tensors, [t.type for t in tensors], 32))
+            f.truncate(f.tell() + sum(gguf_file.pad(2 * t.n_elements, 32) for t in tensors))
         done = subprocess.run([tool("llama-quantize"), "--dry-run", path, type_name.upper()], capture_output=True, text=True, errors="replace",
                               env={**os.environ, "GGML_NO_BACKTRACE": "1"})
         log = done.stdout + done.stderr
@@ -125,7 +129,7 @@ def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
         tensors = [t for t in tensors if (i % 2 or t.name != "output.weight") and (not n_expert or has_layer(t.name))]
         info = list(WEIGHT_TYPES.values())[i % 7]
         if expected := dry_run(path, arch, tensors, n_expert, info.name, kinds):
-            plan = _plan.make_plan(_gguf_file.GGUFFile(path), _plan.Choices(info))
+            plan = _plan.make_plan(gguf_file.GGUFFile(path), _plan.Choices(info))
             assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, info.name, n_expert)
             assert not plan.warnings
             compared.append(arch)
@@ -140,7 +144,7 @@ def test_stock_types_fall_back_as_in_the_list(rules, n_per_row, monkeypatch):
     block_of = {t: gguf.GGML_QUANT_SIZES[t][0] for t in _plan.TARGET_TYPES.values() if t.name.lower() not in TYPES}
     unfit = [t for t, block in block_of.items() if n_per_row % block]
     asked = [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
-    monkeypatch.setattr(_lib, "load_rules", lambda: None)
+    monkeypatch.setattr(library, "load_rules", lambda: None)
     assert unfit and asked == [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
     assert all(f is None or n_per_row % gguf.GGML_QUANT_SIZES[f][0] == 0 for f in asked)
 
@@ -150,7 +154,7 @@ def test_stock_types_fall_back_as_in_the_list(rules, n_per_row, monkeypatch):
 @pytest.fixture(params=["library", "list"])
 def source(request, monkeypatch):
     if request.param == "list":
-        monkeypatch.setattr(_lib, "load_rules", lambda: None)
+        monkeypatch.setattr(library, "load_rules", lambda: None)
     else:
         request.getfixturevalue("rules")
     return request.param
@@ -202,7 +206,7 @@ def test_where_the_list_differs(rules, monkeypatch):
         return {*types(header(arch, names, expert_count=n_expert)).items()}
 
     asked = {(arch, n): answer(arch, n) for arch in upstream_table("LLM_ARCH_NAMES") for n in (0, 8)}
-    monkeypatch.setattr(_lib, "load_rules", lambda: None)
+    monkeypatch.setattr(library, "load_rules", lambda: None)
     listed = {n: answer("any", n) for n in (0, 8)}
     different = {(arch, n): found ^ listed[n] for (arch, n), found in asked.items() if found != listed[n]}
     assert {*different} == {(arch, n) for arch in ("falcon", "glm5-next") for n in (0, 8)}
@@ -219,7 +223,7 @@ def test_a_library_that_does_not_load(monkeypatch):
     def fail():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(_lib, "load_rules", fail)
+    monkeypatch.setattr(library, "load_rules", fail)
     found, (warning,) = _rules.rule_types(header("llama", ["blk.0.attn_q.weight"]), TYPES["itq3_t"])
     assert found == [T.ITQ3_T, T.Q6_K] and warning.startswith("libcuda.so.1: ") and "short list" in warning
     assert _rules.stock_fallback_type(T.Q4_K, 96) == T.Q5_0
@@ -227,7 +231,7 @@ def test_a_library_that_does_not_load(monkeypatch):
 
 def test_another_libllama_is_refused(tmp_path, lib):
     with pytest.raises(UserError, match=r"has no ggml_ext_rule_types: it is not the llama\.cpp of this package; reinstall"):
-        _lib.Rules(lib.path)
+        library.Rules(lib.path)
 
 
 # --- odd input --------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ import subprocess
 
 import gguf
 import pytest
-from conftest import gaussian, tool, write_gguf
-from test_bad_input import files
 
+from conftest import gaussian, tool, write_gguf
 from ggml_ext import inspect
 from ggml_ext import quantize as program
-from ggml_ext._split import PART_NAME, SPLIT_KEYS, part_names
+from ggml_ext._formats.split import PART_NAME, SPLIT_KEYS, part_names
+from test_bad_input import files
 
 MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(3) for name, n in (("up", 256), ("down", 512))}
 N_PARTS = 3  # of two tensors

@@ -1,10 +1,10 @@
 """scripts/tools/synth_model.py: shapes, and rows that the type does not fit."""
 
 import pytest
+
 import synth_model
 from conftest import read_tensors
-
-from ggml_ext._errors import UserError
+from ggml_ext._base.errors import UserError
 
 
 def test_rows_that_do_not_fit_get_the_fallback(lib, tmp_path, capsys):

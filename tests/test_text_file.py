@@ -7,14 +7,16 @@ import subprocess
 import tracemalloc
 
 import pytest
+
 from conftest import ROOT, quantize, run_quantize, tool
+from ggml_ext._base.errors import UserError
+from ggml_ext._budget import sensitivity
+from ggml_ext._native import count_tokens as _count_tokens
+from ggml_ext._native import text_file
+from ggml_ext._native.text_file import check_text, count_tokens, read_end
 from native import BUILD
 from test_bad_input import check_error, files
 from test_calibration import folder  # noqa: F401  (a fixture)
-
-from ggml_ext import _count_tokens, _sensitivity, _text_file
-from ggml_ext._errors import UserError
-from ggml_ext._text_file import check_text, count_tokens, read_end
 
 WORDS = "Ein paar Wörter für jeden Tag, und déjà vu. " * 100
 
@@ -35,7 +37,7 @@ def refused(path, *parts):
     (WORDS.encode() + b"\0" + WORDS.encode(), ("a zero at byte 4,800", "binary file")),
     (WORDS.encode("latin-1"), ("not in UTF-8", "byte 10 is 0xf6", "iconv -f LATIN1")),
     (WORDS.encode() + "ö".encode()[:1], ("not in UTF-8", "byte 4,800 is 0xc3", "the last character is cut")),
-    (b"x" * (_text_file.PIECE - 1) + "ö".encode()[:1] + b"x", ("byte 1,048,575 is 0xc3", "iconv -f LATIN1")),
+    (b"x" * (text_file.PIECE - 1) + "ö".encode()[:1] + b"x", ("byte 1,048,575 is 0xc3", "iconv -f LATIN1")),
     (b"\x7fELF" + bytes(range(1, 256)) * 20, ("not in UTF-8",)),
 ], ids=["utf-16", "utf-16-be", "utf-32", "utf-32-be", "utf-16-without-mark", "zero", "latin-1", "cut", "between-pieces", "binary"])
 def test_what_is_no_text_in_utf_8(tmp_path, content, parts):
@@ -58,14 +60,14 @@ def test_what_is_no_file(tmp_path):
 def test_more_than_llama_cpp_takes(tmp_path):
     """A file with a hole, of which nothing is read."""
     with open(tmp_path / "large.txt", "wb") as f:
-        f.truncate(_text_file.MAX_BYTES + 1)
+        f.truncate(text_file.MAX_BYTES + 1)
     refused(tmp_path / "large.txt", "2,147,483,646 bytes", "a part of it")
 
 
 @pytest.mark.parametrize(("content", "n"), [
     (b"", 0), (b" \n" * 3000, 0), (b" a b \n", 3), ("\ufeffWörter".encode(), 10), ("ö".encode() * 10, 20), (b"a\r\nb\r\n", 4),
-    (b" " * _text_file.PIECE + b"ab" + b" " * _text_file.PIECE, 2), (b" " + b"x" * 2 * _text_file.PIECE + b"\n\n", 2 * _text_file.PIECE),
-    (b"x" * (_text_file.PIECE - 1) + "ö".encode(), _text_file.PIECE + 1),
+    (b" " * text_file.PIECE + b"ab" + b" " * text_file.PIECE, 2), (b" " + b"x" * 2 * text_file.PIECE + b"\n\n", 2 * text_file.PIECE),
+    (b"x" * (text_file.PIECE - 1) + "ö".encode(), text_file.PIECE + 1),
 ])
 def test_bytes_without_blanks_at_the_ends(tmp_path, content, n):
     (tmp_path / "a.txt").write_bytes(content)
@@ -105,10 +107,10 @@ def test_the_end_of_a_file(tmp_path):
 
 def test_the_end_of_a_text_without_lines_begins_with_a_character():
     """Half of one would end llama-perplexity."""
-    n = _sensitivity.TEXT_BYTES
+    n = sensitivity.TEXT_BYTES
     text = ("€" * n).encode()
     for cut in range(3):
-        end = _sensitivity.end_of(text + b"x" * cut)
+        end = sensitivity.end_of(text + b"x" * cut)
         assert set(end.decode()) <= set("€x") and n - 3 < len(end) <= n
 
 
@@ -154,9 +156,9 @@ def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
     """None, for a model without one, a program that does not run, and a package without libllama."""
     text = ROOT / "data" / "heldout.txt"
     assert count_tokens(text, text, 512) is None
-    monkeypatch.setattr(_text_file, "COUNTER", tmp_path / "missing.py")
+    monkeypatch.setattr(text_file, "COUNTER", tmp_path / "missing.py")
     assert count_tokens(model, text, 512) is None
-    monkeypatch.setattr(_text_file._lib, "llama_path", lambda: None)
+    monkeypatch.setattr(text_file._lib, "llama_path", lambda: None)
     assert count_tokens(model, text, 512) is None
 
 

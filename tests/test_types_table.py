@@ -5,15 +5,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 
+from conftest import ROOT
 from ggml_ext import TYPES
-from ggml_ext._upstream import LLAMA_CPP_VERSION
+from ggml_ext._base.upstream import LLAMA_CPP_VERSION
 from ggml_ext.quants import itq3_s
 
-FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_types.py")
+FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_base/types.py")
 HEADER, *_, MODULE = FILES
-PIN, PIN_MODULE = "ggml_ext/upstream.toml", "py/ggml_ext/_upstream.py"
+PIN, PIN_MODULE = "ggml_ext/upstream.toml", "py/ggml_ext/_base/upstream.py"
 GENERATED = (*FILES, "docs/formats.md")
 NEW_TYPE = """
 [[type]]

@@ -4,15 +4,9 @@ Importing the package teaches `gguf` the types of the extension, so that GGUFRea
 gguf-dump work on its files.
 """
 
-from importlib import metadata
-
-from ._gguf_types import extend_gguf
-from ._types import TYPES, WEIGHT_TYPES, ExtType, TypeInfo
-
-try:
-    __version__ = metadata.version("ggml-ext")
-except metadata.PackageNotFoundError:  # the source tree on PYTHONPATH
-    __version__ = "0+uninstalled"
+from ._base.package import __version__
+from ._base.types import TYPES, WEIGHT_TYPES, ExtType, TypeInfo
+from ._formats.gguf_types import extend_gguf
 
 extend_gguf()
 

@@ -12,10 +12,10 @@ from unittest import mock
 
 from gguf.scripts import gguf_dump
 
-from ._cli import Parser, add_common_options, run_command, writing_to_stdout
-from ._encoding import utf8
-from ._errors import UserError
-from ._gguf_file import BigEndianFile, GGUFFile
+from ._base.encoding import utf8
+from ._base.errors import UserError
+from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
+from ._formats.gguf_file import BigEndianFile, GGUFFile
 
 PROGRAM = "ggml-ext-dump"
 WAY_OUT = "pass it to a program that reads it all"

@@ -12,31 +12,28 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType, LlamaFileType
 
-from . import _calibration, _lib, _source
-from ._accuracy import Accuracy
-from ._blas import one_blas_thread
-from ._card import Card, describe_importance, recorded_importance, shown_command
-from ._cli import Parser, add_common_options, add_threads_option, check_threads, run_command
-from ._conversion import (
-    IMPORTANCE_KEYS,
-    QUANTIZATION_VERSION,
-    WAY_OUT,
-    check_fallbacks,
-    check_known_encoders,
-    check_numpy_encoders,
-    made_from,
-    write_beside,
-    write_with_bar,
-)
-from ._encode import Codec
-from ._errors import UserError
-from ._gguf_file import GGUFFile, KeyValue, Tensor, bits_per_weight, pack_header, uint32_value
-from ._importance import Importance, open_importance
-from ._log import Log
-from ._names import unknown_type
-from ._output import Output
-from ._paths import Taken, check_beside, check_output
-from ._plan import (
+from ._base.errors import UserError
+from ._base.text import columns
+from ._base.types import TYPES, WEIGHT_TYPES
+from ._console.card import Card, describe_importance, recorded_importance, shown_command
+from ._console.cli import Parser, add_common_options, add_threads_option, check_threads, run_command
+from ._console.log import Log
+from ._console.report import fallback_lines, summary, tensor_lines
+from ._encode.accuracy import Accuracy
+from ._encode.checks import check_known_encoders, check_numpy_encoders
+from ._encode.codec import Codec
+from ._formats.gguf_file import GGUFFile, KeyValue, Tensor, bits_per_weight, pack_header, uint32_value
+from ._formats.names import unknown_type
+from ._formats.split import SPLIT_KEYS, open_model
+from ._importance import calibration
+from ._importance.importance import Importance, open_importance
+from ._native import library
+from ._native.blas import one_blas_thread
+from ._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, WAY_OUT, made_from, write_beside
+from ._output.output import Output
+from ._output.paths import Taken, check_beside, check_output
+from ._output.writer import write_with_bar
+from ._plan.plan import (
     ACTIVATION_TYPES,
     FLOAT_TYPES,
     IMATRIX_TYPES,
@@ -47,14 +44,13 @@ from ._plan import (
     TOKEN_EMBD,
     Override,
     Plan,
+    check_fallbacks,
     check_model,
     fit_to_row,
     plan_importance,
 )
-from ._report import columns, fallback_lines, summary, tensor_lines
-from ._split import SPLIT_KEYS, open_model
-from ._types import TYPES, WEIGHT_TYPES
-from ._writer import possible_sizes, tensor_sizes
+from ._plan.sizes import possible_sizes, tensor_sizes
+from ._source import source
 
 T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
@@ -222,7 +218,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     choices, n_threads = parse_choices(args), check_threads(args.threads)
     if args.dry_run and args.model_card:
         raise UserError("--model-card: --dry-run writes nothing; leave one of them out")
-    taken = Taken(_source.read_files(args))
+    taken = Taken(source.read_files(args))
     taken = taken if args.dry_run else check_output(taken, args.output, args.force)
     if args.model_card is not None:
         check_beside("--model-card", args.model_card, taken, args.force)
@@ -232,7 +228,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
     check_model(file)
     plan = make_plan(file, choices)
     check_fallbacks(args, plan)
-    codec = Codec(_lib.load())
+    codec = Codec(library.load())
     check_known_encoders(codec, plan, {})
     importance = Importance() if args.imatrix is None else open_importance([args.imatrix], "diagonal")
     plan_importance(plan, importance.matrix)
@@ -246,7 +242,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         log.report("\n".join([*lines, summary(plan, choices, width, importance.describe())]))
         return
 
-    output.plan(tensor_sizes(plan), _calibration.header_bytes(file), file.alignment, None, taken.reads)
+    output.plan(tensor_sizes(plan), calibration.header_bytes(file), file.alignment, None, taken.reads)
     started = time.monotonic()
     header = pack_header(output_metadata(file, choices, importance), plan.tensors, plan.types, file.alignment)
     bound_to = made_from(file, codec, importance, types=hashlib.sha256(header).hexdigest())

@@ -13,25 +13,26 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from . import _lib, _picture
-from ._accuracy import Accuracy, read_epsilons
-from ._blas import one_blas_thread
-from ._cli import Parser, add_common_options, add_threads_option, check_threads, print_text, run_command
-from ._encode import Codec, Guide
-from ._encoding import to_json
-from ._errors import UserError
-from ._gguf_file import GGUFFile, Tensor
-from ._histogram import Histogram
-from ._imatrix import n_importances
-from ._importance import KINDS, Importance, open_importance
-from ._plan import ACTIVATION_TYPES, INTEGER_TYPES, replacement_type
-from ._report import error_record
-from ._split import open_model
-from ._types import WEIGHT_TYPES
-from ._writer import MIB, map_in_order, row_chunks
+from ._base.encoding import to_json
+from ._base.errors import UserError
+from ._base.types import WEIGHT_TYPES
+from ._base.units import MIB
+from ._console import picture
+from ._console.cli import Parser, add_common_options, add_threads_option, check_threads, print_text, run_command
+from ._console.report import error_record
+from ._encode.accuracy import Accuracy, read_epsilons
+from ._encode.codec import Codec
+from ._encode.compare import compare
+from ._encode.histogram import Histogram
+from ._formats.gguf_file import GGUFFile, Tensor
+from ._formats.imatrix import n_importances
+from ._formats.split import open_model
+from ._importance.importance import KINDS, Importance, open_importance
+from ._native import library
+from ._native.blas import one_blas_thread
+from ._plan.plan import replacement_type
 
 T = GGMLQuantizationType
-NO_WEIGHTS = (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)  # compared byte for byte
 WAY_OUT = "pass it to a program that reads it all"
 
 
@@ -146,49 +147,6 @@ def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
             )
 
 
-def compare(
-    pool: ThreadPoolExecutor,
-    n_ahead: int,
-    codec: Codec,
-    file: GGUFFile,
-    tensor: Tensor,
-    original: GGUFFile,
-    other: Tensor,
-    guide: Guide,
-) -> Accuracy:
-    """Differences of a tensor from its original, weighed with what the guide knows of its inputs; UserError where one of them is not finite or cannot be compared."""
-    if tensor.type in NO_WEIGHTS or other.type in NO_WEIGHTS:
-        if tensor.type != other.type:
-            raise UserError(
-                f"tensor {tensor.name} is {tensor.type.name.lower()} in {file.path} and {other.type.name.lower()} in "
-                f"{original.path}, which cannot be compared: name the file it was made from"
-            )
-
-    def measure(chunk: tuple[int, int]) -> Accuracy:
-        ours, theirs = file.rows(tensor, *chunk), original.rows(other, *chunk)
-        if tensor.type in NO_WEIGHTS:
-            if not np.array_equal(ours, theirs):
-                raise UserError(f"tensor {tensor.name} differs from {original.path}: name the file it was made from")
-            return Accuracy()
-        expected, stored = codec.decode(theirs, other.type, other.ne[0]), codec.decode(ours, tensor.type, tensor.ne[0])
-        accuracy = guide.measure(tensor, chunk[0], expected, stored)
-        if not accuracy.is_finite:
-            raise UserError(
-                f"tensor {tensor.name}: rows {chunk[0]:,} to {sum(chunk) - 1:,} hold NaN or Inf in {file.path} or "
-                f"{original.path}: the file is damaged; quantize the model again"
-            )
-        return accuracy
-
-    total, done = Accuracy(), 0
-    for chunk, accuracy in zip(row_chunks(tensor), map_in_order(pool, measure, row_chunks(tensor), n_ahead)):
-        total += accuracy
-        done += chunk[1]
-        guide.written(tensor, done)
-        file.release(tensor, done)
-        original.release(other, done)
-    return total
-
-
 @dataclass
 class Finding:
     """What there is to say of a tensor."""
@@ -232,7 +190,7 @@ def find(
     others = {} if original is None else {t.name: t for t in original.tensors}
     pool = ThreadPoolExecutor(n_threads)
     try:
-        codec = Codec(_lib.load())
+        codec = Codec(library.load())
         for tensor in tensors:
             finding = Finding(tensor, epsilons.get(tensor.name))
             if original is not None:
@@ -313,7 +271,7 @@ def draw_picture(args: argparse.Namespace, findings: list[Finding]) -> None:
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    if not _picture.draw(errors, what, args.file.name, args.picture, args.force):
+    if not picture.draw(errors, what, args.file.name, args.picture, args.force):
         print("note: --picture: the font has no characters for some names, and boxes in their place: name a .svg", file=sys.stderr)
 
 
@@ -323,7 +281,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.picture is not None and args.against is None:
         raise UserError("--picture draws errors, which takes --against ORIGINAL")
     if args.picture is not None:
-        _picture.check_picture(args.picture, args.force, [p for p in (args.file, args.against, args.imatrix) if p is not None])
+        picture.check_picture(args.picture, args.force, [p for p in (args.file, args.against, args.imatrix) if p is not None])
 
 
 @one_blas_thread()

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from . import _lib
-from ._cli import Parser, add_common_options, run_command, writing_to_stdout
-from ._errors import UserError
+from ._base.errors import UserError
+from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
+from ._native import library as _lib
 
 WAY_OUT = "pass it to a program that reads it"
 # what programs ask for that load libllama by its name

@@ -15,46 +15,43 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 from tqdm import tqdm
 
-from . import __version__, _calibration, _choice, _lib, _source
-from ._accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
-from ._blas import one_blas_thread
-from ._card import Card, describe_importance, shown_command
-from ._cli import check_threads, run_command
-from ._conversion import (
-    IMPORTANCE_KEYS,
-    QUANTIZATION_VERSION,
-    TYPE_FLAGS,
-    WAY_OUT,
-    check_encoders,
-    check_fallbacks,
-    check_numpy_encoders,
-    made_from,
-    write_beside,
-    write_with_bar,
-)
-from ._encode import Codec
-from ._encoding import to_json
-from ._errors import UserError
-from ._gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
-from ._importance import Importance, plan_moments
-from ._log import Log
-from ._options import asked_format, build_parser, describe_options, parse_choices
-from ._output import Output, parse_split_size, part_metadata
-from ._paths import Taken, check_beside, check_output
-from ._plan import Choices, Plan, check_model, make_plan, plan_importance
-from ._report import columns, error_warnings, fallback_lines, summary, tensor_lines, tensor_record, totals_record
-from ._split import SPLIT_KEYS
-from ._target import parse_target
-from ._types import WEIGHT_TYPES
-from ._verify import verify
-from ._writer import possible_sizes, tensor_sizes
+from ._base.encoding import to_json
+from ._base.errors import UserError
+from ._base.package import __version__
+from ._base.text import columns
+from ._base.types import WEIGHT_TYPES
+from ._budget import choice
+from ._budget.target import parse_target
+from ._console.card import Card, describe_importance, shown_command
+from ._console.cli import check_threads, run_command
+from ._console.log import Log
+from ._console.options import asked_format, build_parser, describe_options, parse_choices
+from ._console.report import error_warnings, fallback_lines, summary, tensor_lines, tensor_record, totals_record
+from ._encode.accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
+from ._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders
+from ._encode.codec import Codec
+from ._formats.gguf_file import GGUFFile, KeyValue, pack_header, string_value, uint32_value
+from ._formats.split import SPLIT_KEYS
+from ._importance import calibration
+from ._importance.importance import Importance, plan_moments
+from ._native import library
+from ._native.blas import one_blas_thread
+from ._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, WAY_OUT, made_from, write_beside
+from ._output.output import Output
+from ._output.parts import parse_split_size, part_metadata
+from ._output.paths import Taken, check_beside, check_output
+from ._output.verify import verify
+from ._output.writer import write_with_bar
+from ._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, plan_importance
+from ._plan.sizes import possible_sizes, tensor_sizes
+from ._source import source as _source
 
 T = GGMLQuantizationType
 
 
 def load_codec(args: argparse.Namespace) -> Codec:
     """The encoder asked for; UserError if it is not there."""
-    lib = None if args.encoder == "numpy" else _lib.load()
+    lib = None if args.encoder == "numpy" else library.load()
     if lib is None and args.encoder == "c":
         raise UserError(
             "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
@@ -81,8 +78,8 @@ def find_importance(
 ) -> tuple[Importance, str]:
     """What is known of the inputs, matched with the plan, and a line about it. A dry run has no output and calibrates nothing."""
     folder = None if output is None else output.parent
-    found = _calibration.prepare(args, file, plan, folder, check_threads(args.threads), say, warn, show_bar)
-    if isinstance(found, _calibration.Calibration):
+    found = calibration.prepare(args, file, plan, folder, check_threads(args.threads), say, warn, show_bar)
+    if isinstance(found, calibration.Calibration):
         kept = None if args.output is None else found.finished(Path(os.path.realpath(args.output)).parent)
         if kept is None:
             return Importance(found.kind), f"{found.kind}, by a {found.describe()}"
@@ -114,7 +111,7 @@ def output_metadata(
 
 
 def header_bytes(
-    args: argparse.Namespace, file: GGUFFile, choices: Choices, plan: Plan, items: list[_choice.Item], importance: Importance,
+    args: argparse.Namespace, file: GGUFFile, choices: Choices, plan: Plan, items: list[choice.Item], importance: Importance,
     max_bytes: int | None,
 ) -> int:
     """Of OUT before its data, at most, whatever types the items get; in a split model of all parts."""
@@ -125,7 +122,7 @@ def header_bytes(
     options, epsilons = describe_options(args, choices, every_type), list_epsilons(file, plan, planned, None)
     header = pack_header(output_metadata(file, choices, options, importance, epsilons), plan.tensors, plan.types, file.alignment)
     n_parts = 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
-    return len(header) + n_parts * (_choice.PART_HEADER + file.alignment)
+    return len(header) + n_parts * (choice.PART_HEADER + file.alignment)
 
 
 def list_epsilons(
@@ -178,14 +175,14 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         if output is not None:
             possible = None if args.fallback_above is None else possible_sizes(plan, args.fallback_above)
             largest = possible and [max(of_tensor.values()) for of_tensor in possible]
-            output.plan(sizes, _calibration.header_bytes(file), file.alignment, max_bytes, taken.reads, largest)
+            output.plan(sizes, calibration.header_bytes(file), file.alignment, max_bytes, taken.reads, largest)
 
     chosen, sizes = None, tensor_sizes(plan)
     if target is not None:
-        items = _choice.make_items(target, plan, choices, codec)
-        chosen = _choice.choose_at_once(target, file, plan, items)
+        items = choice.make_items(target, plan, choices, codec)
+        chosen = choice.choose_at_once(target, file, plan, items)
         for item in items:  # at the least
-            sizes[item.index] = min(_choice.n_bytes(item.tensor, t) for t in item.types)
+            sizes[item.index] = min(choice.n_bytes(item.tensor, t) for t in item.types)
     if chosen is None:
         plan_output(sizes)
         importance, described = find_importance(args, file, plan, path, log.note, log.warn, show_bar)
@@ -195,7 +192,7 @@ def _run(args: argparse.Namespace, log: Log, stack: contextlib.ExitStack) -> Non
         if chosen is None:
             header = header_bytes(args, file, choices, plan, items, importance, max_bytes)
             folder = None if path is None else path.parent
-            chosen = _choice.choose(
+            chosen = choice.choose(
                 args, target, file, plan, items, header, importance, codec, folder, check_threads(args.threads), log.note, log.warn,
                 show_bar,
             )

@@ -22,7 +22,7 @@ from types import ModuleType
 import numpy
 
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._cli import run_script
+from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED, PICTURE = ROOT / "docs" / "measured.json", ROOT / "docs" / "types.svg"

@@ -5,8 +5,8 @@
     python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file and every one too many
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
-cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, py/ggml_ext/_types.py, the table between the
-"types" markers of docs/formats.md, and py/ggml_ext/_upstream.py. The output depends on the two toml files alone.
+cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, py/ggml_ext/_base/types.py, the table between the
+"types" markers of docs/formats.md, and py/ggml_ext/_base/upstream.py. The output depends on the two toml files alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DEVICE_UNPACKERS = "cuda/all.cuh"
 METAL_UNPACKERS = "metal/all.metal"
 METAL_CODES = "metal/codes.metal"
 INSTANCES = "cuda/instances/mmq-{name}.cu"
-MODULE = "py/ggml_ext/_types.py"
+MODULE = "py/ggml_ext/_base/types.py"
 PIN = "ggml_ext/upstream.toml"
-PIN_MODULE = "py/ggml_ext/_upstream.py"
+PIN_MODULE = "py/ggml_ext/_base/upstream.py"
 FORMATS = "docs/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."

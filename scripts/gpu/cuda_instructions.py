@@ -22,9 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build"))
 import cuda_tools
-
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._cli import run_script
+from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 # ids of ggml.h, and the weights that a thread takes in one turn of the loop for one column and for four: nvcc makes one turn of

@@ -19,9 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build"))
 import cuda_tools
-
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._cli import run_script
+from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = ["q3_K", "q4_K", "q5_K", "iq2_xxs", "iq3_s"]

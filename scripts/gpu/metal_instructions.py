@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._cli import run_script
-from ggml_ext._errors import UserError
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "tests" / "metal_host"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_ext._cli import run_script
+from ggml_ext._console.cli import run_script
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "minilm_ffn_down.npy"
 # name -> multipliers of a group under the super scale, super scales an octave

@@ -13,10 +13,10 @@ import argparse
 import sys
 
 import numpy as np
-from variant_types import BLOCK, encode_scaled, root_mean_square, tensor_codebook
 
 from ggml_ext import TYPES
-from ggml_ext._cli import run_script
+from ggml_ext._console.cli import run_script
+from variant_types import BLOCK, encode_scaled, root_mean_square, tensor_codebook
 
 INFO = TYPES["ditto5"]
 OFFSET, TOP = INFO.codebook_offset, INFO.unpack_max - INFO.codebook_offset  # 63.5 and the largest value, 63.5

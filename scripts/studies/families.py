@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_ext import TYPES, _lib
-from ggml_ext._cli import run_script
-from ggml_ext._plan import parse_type
-from ggml_ext._types import MAX_BLOCK_SIZE
+from ggml_ext import TYPES
+from ggml_ext._base.types import MAX_BLOCK_SIZE
+from ggml_ext._console.cli import run_script
+from ggml_ext._native import library
+from ggml_ext._plan.plan import parse_type
 
 
 def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -50,7 +51,7 @@ def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 def block_errors(type_name: str, blocks: np.ndarray) -> np.ndarray:
     """Relative squared error of each block, float32 (n_blocks, n), as a row of its own; with flat importances."""
-    qtype, lib = parse_type(type_name, "--types"), _lib.load()
+    qtype, lib = parse_type(type_name, "--types"), library.load()
     stored = lib.dequantize(int(qtype), lib.quantize(int(qtype), blocks, imatrix=np.ones(blocks.shape[1], np.float32)), blocks.shape[1])
     return ((stored.astype(np.float64) - blocks) ** 2).sum(1) / (blocks.astype(np.float64) ** 2).sum(1)
 

@@ -22,10 +22,9 @@ from pathlib import Path
 import gguf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from ggml_ext._console.cli import run_script
+from ggml_ext._formats.gguf_file import GGUFFile
 from perplexity_run import quantize_ours, run_tool  # noqa: E402
-
-from ggml_ext._cli import run_script  # noqa: E402
-from ggml_ext._gguf_file import GGUFFile  # noqa: E402
 
 
 def layer_of(name: str) -> int:

@@ -20,8 +20,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ggml_ext._cli import run_script
-from ggml_ext._errors import UserError
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import run_script
 
 BLOCK = 256
 

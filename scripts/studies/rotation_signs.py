@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from families import families
 
-from ggml_ext._cli import run_script
+from families import families
+from ggml_ext._console.cli import run_script
 
 if sys.version_info >= (3, 11):
     import tomllib

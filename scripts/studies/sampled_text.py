@@ -23,9 +23,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ggml_ext._cli import run_script
-from ggml_ext._errors import UserError
-from ggml_ext._tools import tool_path
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import run_script
+from ggml_ext._native.programs import tool_path
 
 # No blanks at their ends: vocabularies keep them with the next word, and a blank alone is followed by nonsense.
 CODE = ["def", "import", "class", "#", '"""', "@", "from", "if", "for", "async def", "try:", "with open(", "return", "    def",

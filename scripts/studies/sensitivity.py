@@ -16,10 +16,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from ggml_ext._console.cli import run_script
 from perplexity import MODEL, TEXT
 from perplexity_run import block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
-
-from ggml_ext._cli import run_script
 
 PARTS = "attn_q,attn_k,attn_v,attn_output,ffn_gate,ffn_up,ffn_down,blk\\.0\\.,blk\\.1\\.,blk\\.6\\.,blk\\.7\\."
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_ext._errors import UserError
+from ggml_ext._base.errors import UserError
 from ggml_ext.quants import SIGNS
 from ggml_ext.quants._metric import FLOOR, butterflies
 

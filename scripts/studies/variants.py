@@ -37,16 +37,17 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+
 from variant_types import BLOCK, VARIANTS, Importance, encode_block_codebooks
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from ggml_ext import WEIGHT_TYPES
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import check_threads, run_script
+from ggml_ext._formats.gguf_file import Tensor
+from ggml_ext._formats.imatrix import ImportanceMatrix
+from ggml_ext._native import library
 from perplexity_run import BaseLogits, kl_divergence, save_base_logits
-
-from ggml_ext import WEIGHT_TYPES, _lib
-from ggml_ext._cli import check_threads, run_script
-from ggml_ext._errors import UserError
-from ggml_ext._gguf_file import Tensor
-from ggml_ext._imatrix import ImportanceMatrix
 
 MATRIX = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 CHECKPOINT_MATRIX = re.compile(r".*\blayers?\.(\d+)\.([\w.]+)\.weight")
@@ -76,7 +77,7 @@ class Peer:
     multiple: int = BLOCK
 
     def encode(self, rows: np.ndarray, importance: Importance, tensor: np.ndarray) -> np.ndarray:
-        lib, qtype, flat = _lib.load(), int(T[self.name.upper()]), np.ones(rows.shape[1], np.float32)
+        lib, qtype, flat = library.load(), int(T[self.name.upper()]), np.ones(rows.shape[1], np.float32)
         if self.name in WEIGHT_TYPES or importance is not None:
             tries = [importance]
         else:
@@ -276,8 +277,8 @@ def main() -> None:
         raise UserError(f"{args.model}: no such file; name a model in F16")
     if args.kld and args.imatrix is None:
         raise UserError("--kld needs --imatrix; make one with llama-imatrix, of another text")
-    if _lib.load() is None:
-        raise UserError(f"the package has no library; install it, or name a folder with one in {_lib.DIR_VARIABLE}")
+    if library.load() is None:
+        raise UserError(f"the package has no library; install it, or name a folder with one in {library.DIR_VARIABLE}")
     args.threads, kinds = check_threads(args.threads), {n: all_kinds[n] for n in names}
     name, found = args.name or args.model.stem, {}
     with ThreadPoolExecutor(args.threads) as pool:

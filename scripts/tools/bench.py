@@ -22,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gemv
+from ggml_ext._console.cli import run_script
+from ggml_ext._native.programs import tool_path
 from synth_model import SHAPES, write_model
-
-from ggml_ext._cli import run_script
-from ggml_ext._tools import tool_path
 
 DEFAULT_TYPES = "itq3_t,itq2_t,itq3_s,ccq2,ditto3,ditto5,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,q5_k,f16"
 

@@ -25,9 +25,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
-from server import running_server
 
-from ggml_ext._cli import Parser, run_script
+from ggml_ext._console.cli import Parser, run_script
+from server import running_server
 
 ANSWER = '[aria-label="Assistant message with actions"] .markdown-content'
 STOP = '[aria-label="Stop generation"]'

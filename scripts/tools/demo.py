@@ -31,12 +31,11 @@ import llama_cpp
 import pinned
 from bench import measure, summarise
 from figures import render_rows
+from ggml_ext._console.cli import run_script
+from ggml_ext._native.programs import tool_path
 from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
 from server import running_server
 from synth_model import write_model
-
-from ggml_ext._cli import run_script
-from ggml_ext._tools import tool_path
 
 if sys.version_info >= (3, 11):
     import tomllib

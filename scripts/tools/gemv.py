@@ -32,10 +32,11 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from ggml_graph import Graph
 
-from ggml_ext import TYPES, _lib
-from ggml_ext._cli import run_script
+from ggml_ext import TYPES
+from ggml_ext._console.cli import run_script
+from ggml_ext._native import library
+from ggml_graph import Graph
 
 DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
 COLUMN_TYPES = "itq3_s,ccq2,ditto3,ditto5,itq3_t,itq2_t,itq3_t64,itq2_t64,q3_k,iq3_s,q4_0"
@@ -68,7 +69,7 @@ def seconds(work, *args, clock=time.perf_counter) -> float:
 
 
 def ggml_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    path = _lib.load().path
+    path = library.load().path
     base = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return base, ctypes.CDLL(str(next(path.parent.glob("libggml-cpu*.so*"))))
 
@@ -79,7 +80,7 @@ def quantized(type_name: str, n_rows: int, n_cols: int, rng: np.random.Generator
     if type_name == "f32":
         return int(gguf.GGMLQuantizationType.F32), weights
     type_id = int(TYPES[type_name].id if type_name in TYPES else gguf.GGMLQuantizationType[type_name.upper()])
-    return type_id, _lib.load().quantize(type_id, weights)
+    return type_id, library.load().quantize(type_id, weights)
 
 
 class Matrix:
@@ -102,7 +103,7 @@ class Matrix:
         self.y = np.zeros(n_rows, np.float32)
         self.to_float = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
         traits = base.ggml_get_type_traits
-        traits.restype = POINTER(_lib._TypeTraits)
+        traits.restype = POINTER(library._TypeTraits)
         self.decode = traits(self.type_id).contents.to_float
         self.pool = ThreadPoolExecutor(n_threads)
 

@@ -16,11 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import run_script
 from perplexity import MODEL, TEXT, Entry, calibration_text, parse_types
 from perplexity_run import imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
-
-from ggml_ext._cli import run_script
-from ggml_ext._errors import UserError
 
 PAIRS = ("itq3_t:iq3_s,itq3_t:q3_k,itq2_t:q2_k,itq3_t+imatrix:iq3_s+imatrix,itq3_t+imatrix:q3_k+imatrix,"
          "itq3_t+imatrix:iq3_xxs,itq3_t+block:iq3_s+imatrix,itq2_t+block:iq2_s+imatrix,"

@@ -30,17 +30,26 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from ggml_ext import WEIGHT_TYPES, __version__
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import Parser, run_script
+from ggml_ext._importance import calibration
+from ggml_ext._importance.importance import BUILT_IN
+from ggml_ext._native.programs import native_folder
+from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
-    IMPORTANCE, NEEDS_IMATRIX, OUR_TYPES, STOCK_TYPES, BaseLogits, block_types, imatrix, kl_divergence, quantize_uniform,
-    save_base_logits, split_text,
+    IMPORTANCE,
+    NEEDS_IMATRIX,
+    OUR_TYPES,
+    STOCK_TYPES,
+    BaseLogits,
+    block_types,
+    imatrix,
+    kl_divergence,
+    quantize_uniform,
+    save_base_logits,
+    split_text,
 )
-
-from ggml_ext import WEIGHT_TYPES, __version__, _calibration
-from ggml_ext._cli import Parser, run_script
-from ggml_ext._errors import UserError
-from ggml_ext._importance import BUILT_IN
-from ggml_ext._recipes import RECIPES
-from ggml_ext._tools import native_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
@@ -109,7 +118,7 @@ def parse_types(text: str) -> list[Entry]:
 
 def calibration_text(name: str) -> Path:
     """The text that --calibration names."""
-    return _calibration.TEXT if name == BUILT_IN else Path(name)
+    return calibration.TEXT if name == BUILT_IN else Path(name)
 
 
 def require_file(flag: str, path: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._recipes import RECIPES
-from ggml_ext._gguf_file import GGUFFile
-from ggml_ext._tools import tool_path
+from ggml_ext._formats.gguf_file import GGUFFile
+from ggml_ext._native.programs import tool_path
+from ggml_ext._plan.recipes import RECIPES
 
 Result = TypeVar("Result")
 

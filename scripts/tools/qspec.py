@@ -27,11 +27,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from ggml_ext._base.errors import UserError
+from ggml_ext._console.cli import run_script
 from perplexity_run import kl_divergence, run_tool, save_base_logits
 from server import Address, running_server
-
-from ggml_ext._cli import run_script
-from ggml_ext._errors import UserError
 
 PARTS = ("columns", "acceptance", "speed", "quality")
 COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)

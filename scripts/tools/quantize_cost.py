@@ -20,8 +20,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ggml_ext._cli import run_script
-from ggml_ext._gguf_file import Tensor, pack_header, pad, row_bytes, string_value
+from ggml_ext._console.cli import run_script
+from ggml_ext._formats.gguf_file import Tensor, pack_header, pad, row_bytes, string_value
 
 # embedding, feed-forward, key-value columns, layers, vocabulary, own output matrix
 SHAPES = {

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from ggml_ext._tools import tool_path
+from ggml_ext._native.programs import tool_path
 
 
 def last_lines(log: Path, n: int = 3) -> str:

@@ -21,10 +21,10 @@ import gguf
 import numpy as np
 
 import ggml_ext  # noqa: F401  teaches gguf our types
-from ggml_ext import _lib
-from ggml_ext._cli import run_script
-from ggml_ext._gguf_file import Tensor
-from ggml_ext._plan import Fallback, fit_to_row, parse_type
+from ggml_ext._console.cli import run_script
+from ggml_ext._formats.gguf_file import Tensor
+from ggml_ext._native import library
+from ggml_ext._plan.plan import Fallback, fit_to_row, parse_type
 
 ROOT = Path(__file__).resolve().parents[2]
 # embedding, feed-forward (of an expert), head size, heads, key-value heads, experts, experts of a token
@@ -39,7 +39,7 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
     """Write the model, and a line for each length of rows in another type; UserError for unknown names of types."""
     d, ff, head, n_head, n_kv, n_experts, n_used = SHAPES[shape]
     qtype = parse_type(type_name, "TYPE")
-    lib = _lib.load()
+    lib = library.load()
     rng = np.random.default_rng(0)
 
     fallbacks: dict[Fallback, list[str]] = {}

@@ -18,12 +18,11 @@ import shlex
 import sys
 from pathlib import Path
 
+from ggml_ext._base.units import MIB
+from ggml_ext._console.cli import run_script
+from ggml_ext._importance import calibration
 from perplexity import MODEL, TEXT
 from perplexity_run import OUR_TYPES, BaseLogits, imatrix, kl_divergence, quantize_ours, run_tool, save_base_logits
-
-from ggml_ext import _calibration
-from ggml_ext._cli import run_script
-from ggml_ext._writer import MIB
 
 RECIPES = "ccq2,itq2_t,itq2_t_m,IQ2_M,Q2_K,itq3_s,itq3_t,itq3_t_m,IQ3_S,Q3_K_M"
 
@@ -48,7 +47,7 @@ def main() -> None:
             else save_base_logits(args.model, args.file, saved, args.ctx_size, args.chunks, args.threads))
     importance = args.imatrix or args.out / f"{args.model.stem}.imatrix.gguf"
     if not importance.exists():
-        imatrix(args.model, _calibration.TEXT, importance, _calibration.N_CONTEXT, threads=args.threads, kinds=["full"])
+        imatrix(args.model, calibration.TEXT, importance, calibration.N_CONTEXT, threads=args.threads, kinds=["full"])
     options = ["--imatrix", str(importance), "--threads", str(args.threads), "--quiet", *shlex.split(args.options)]
     fixed, chosen, report = (args.out / name for name in ("fixed.gguf", "chosen.gguf", "chosen.json"))
     print("| recipe | MiB | KL divergence | chosen: MiB | KL divergence | predicted |\n" + "| --- " * 6 + "|", flush=True)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import numpy as np
 
-from .._types import ROTATION_SIGNS
+from .._base.types import ROTATION_SIGNS
 
 BLOCK_SIZE = 256         # of the types without 64 in their names
 BLOCK_SIZES = (256, 64)  # that the rotation and the bit planes know

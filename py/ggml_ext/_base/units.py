@@ -1,0 +1,6 @@
+"""Sizes of memory in bytes."""
+
+from __future__ import annotations
+
+MIB = 1024 * 1024
+GIB = 1024 * MIB

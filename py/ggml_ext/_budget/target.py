@@ -1,0 +1,127 @@
+"""What the quantizer's --target-size, --target-bpw and --target-kld say: the limit, and the types to choose from (choice.py)."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
+
+from .._base.errors import UserError
+from .._base.types import WEIGHT_TYPES
+from .._plan.plan import parse_type
+
+AUTO = "auto"
+STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
+# What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
+DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "iq4_xs", "q4_k", "ditto5", "q6_k", "q8_0")
+ALL_TYPES = (
+    *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
+    "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
+)
+SENSITIVITIES = ("measured", "usual")
+SIZE_UNITS = {"": 0, "B": 0, "BYTES": 0, "K": 1, "KB": 1, "M": 2, "MB": 2, "G": 3, "GB": 3, "T": 4, "TB": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "10.5GiB", "800 MB", "1e9"; K, M, G and T alone are powers of ten as in llama-gguf-split. UserError for others."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    unit = found[2].upper() if found else ""
+    if found and unit in SIZE_UNITS:
+        size = float(found[1]) * 1000 ** SIZE_UNITS[unit]
+    elif found and unit[1:] == "IB" and unit[0] in "KMGT":
+        size = float(found[1]) * 1024 ** SIZE_UNITS[unit[0]]
+    else:
+        size = 0.0
+    if not 1 <= size < 1e18:
+        raise UserError(f"--target-size: got {text!r}, must be a size such as 10.5GiB, 700MB or 1500000000")
+    return int(size)
+
+
+@dataclass(frozen=True)
+class Target:
+    """kind: "size" (bytes of the file), "bpw" (bits a weight of all tensors) or "kld" (KL divergence). text: as it was given.
+    types: to choose from, which that of the input joins where no option lists them."""
+
+    kind: str
+    value: float
+    text: str
+    types: tuple[GGMLQuantizationType, ...]
+    types_are_listed: bool
+
+    @property
+    def option(self) -> str:
+        return f"target-{self.kind}={self.text}"
+
+
+def add_options(add: Callable) -> None:
+    """The quantizer's options about a target. add: add_argument of its parser."""
+    add(
+        "--target-size",
+        metavar="SIZE",
+        help="choose the type of each tensor by its measured error so that OUT has at most this size: 10.5GiB, 700MB, bytes",
+    )
+    add("--target-bpw", metavar="BPW", help="the same for bits a weight, of all tensors, as the loader prints them")
+    add("--target-kld", metavar="KLD", help="the smallest file whose predicted KL divergence from the input is at most this")
+    add(
+        "--target-types",
+        metavar="LIST",
+        help=f"types to choose from, with commas, or all; default: {','.join(DEFAULT_TYPES)} and that of the input",
+    )
+    add(
+        "--sensitivity",
+        metavar=f"{{{','.join(SENSITIVITIES)}}}",
+        default=SENSITIVITIES[0],
+        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another "
+        "model",
+    )
+
+
+def parse_target(args: argparse.Namespace) -> Target | None:
+    """The target of the command line; UserError naming the flag."""
+    given = [kind for kind in ("size", "bpw", "kld") if getattr(args, f"target_{kind}") is not None]
+    auto = args.type is not None and args.type.lower() == AUTO
+    if args.sensitivity not in SENSITIVITIES:
+        raise UserError(f"--sensitivity: got {args.sensitivity!r}, must be {' or '.join(SENSITIVITIES)}")
+    if not given:
+        if args.target_types is not None:
+            raise UserError("--target-types belongs to --target-size, --target-bpw or --target-kld, and none is given")
+        if auto:
+            raise UserError("--type auto: pass --target-size, --target-bpw or --target-kld, which choose the types")
+        if args.type is None:
+            raise UserError(
+                "the following arguments are required: --type, or one of --target-size, --target-bpw and --target-kld; see --help"
+            )
+        return None
+    if len(given) > 1:
+        raise UserError(f"--target-{given[0]} and --target-{given[1]}: pass one of them")
+    kind = given[0]
+    if args.type is not None and not auto:
+        raise UserError(
+            f"--type {args.type} and --target-{kind}: pass one of them, or --type auto; --target-types {args.type} limits the "
+            "choice"
+        )
+    for flag in ("pure", "fallback_above"):
+        if getattr(args, flag):
+            flag = flag.replace("_", "-")
+            raise UserError(f"--{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
+    types, are_listed = parse_types(args.target_types), args.target_types is not None
+    text = getattr(args, f"target_{kind}")
+    if kind == "size":
+        return Target(kind, parse_size(text), text, types, are_listed)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UserError(f"--target-{kind}: got {text!r}, must be a number above 0, such as {3.3 if kind == 'bpw' else 0.05}")
+    return Target(kind, value, text, types, are_listed)
+
+
+def parse_types(text: str | None) -> tuple[GGMLQuantizationType, ...]:
+    """Of --target-types; None: the default ones."""
+    names = DEFAULT_TYPES if text is None else ALL_TYPES if text.strip().lower() == "all" else text.split(",")
+    return tuple(dict.fromkeys(parse_type(name.strip(), "--target-types") for name in names))

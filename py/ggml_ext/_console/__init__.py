@@ -1,0 +1,1 @@
+"""Command line, log, reports, model cards, pictures."""

@@ -1,0 +1,1 @@
+"""From weights to blocks and back, and the error that this makes."""

@@ -1,0 +1,110 @@
+"""How far stored weights are from the originals, and the bound on outputs that follows for DITTO3.
+
+Source: Ditto, section 3.2.4, equation 1: |W x - W' x|_inf <= epsilon * |x|_1, with epsilon the largest |w - w'|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from .._base.errors import UserError
+from .._base.types import WEIGHT_TYPES
+from .._formats.gguf_file import GGUFFile, KeyValue, floats_value, strings_value
+
+# Two arrays of the same length: names of the DITTO3 tensors, and the epsilon of each as float32.
+NAMES_KEY, VALUES_KEY = "ggml_ext.ditto3.epsilon.tensors", "ggml_ext.ditto3.epsilon"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of some weights w stored as w'; adding two gives that of both."""
+
+    max_abs: float = 0.0  # largest |w - w'|
+    error: float = 0.0  # sum of (w - w')^2
+    energy: float = 0.0  # sum of w^2
+    # sums of (w - w')^T H (w - w') and of w^T H w over the rows, H being what is known of their inputs; 0 where nothing is
+    weighted_error: float = 0.0
+    weighted_energy: float = 0.0
+    of_moments: bool = False  # H is more than a diagonal
+
+    @classmethod
+    def measure(cls, original: np.ndarray, stored: np.ndarray) -> Accuracy:
+        """Two float32 arrays of the same shape. Differences and sums are float64; NaN if one of the arrays has it."""
+        difference = (stored.astype(np.float64) - original).ravel()
+        weights = original.astype(np.float64).ravel()
+        return cls(
+            float(max(difference.max(), -difference.min())), float(difference @ difference), float(weights @ weights)
+        )
+
+    def __add__(self, other: Accuracy) -> Accuracy:
+        return Accuracy(
+            float(np.maximum(self.max_abs, other.max_abs)),  # keeps NaN
+            self.error + other.error,
+            self.energy + other.energy,
+            self.weighted_error + other.weighted_error,
+            self.weighted_energy + other.weighted_energy,
+            self.of_moments or other.of_moments,
+        )
+
+    @property
+    def relative(self) -> float:
+        """Relative squared error; 0 for zeros stored as zeros, infinite for zeros stored as anything else."""
+        if self.energy:
+            return self.error / self.energy
+        return np.inf if self.error else 0.0
+
+    @property
+    def weighted(self) -> float | None:
+        """Weighted relative squared error; None where nothing is known of the inputs."""
+        return self.weighted_error / self.weighted_energy if self.weighted_energy > 0 else None
+
+    @property
+    def judged(self) -> float:
+        """The error to hold against the type's usual one. Encoders with second moments double the plain one on purpose."""
+        return self.weighted if self.of_moments and self.weighted is not None else self.relative
+
+    def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:
+        """True if judged is more than `factor` times what the type, one of ours, has on Gaussian weights."""
+        info = WEIGHT_TYPES.get(qtype.name.lower())
+        return info is not None and self.judged > factor * info.usual_rel_mse
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.error))
+
+    @property
+    def epsilon(self) -> np.float32:
+        """max_abs, rounded up twice: the difference of two float32 has been rounded to float64, which goes to float32."""
+        if self.max_abs == 0:
+            return np.float32(0)
+        above = np.nextafter(self.max_abs, np.inf)
+        value = np.float32(above)
+        return value if value >= above else np.nextafter(value, np.float32(np.inf))
+
+
+def epsilon_metadata(epsilons: Mapping[str, float]) -> list[KeyValue]:
+    """The keys for epsilon by tensor; none if there is no tensor. Their size depends on the names alone."""
+    if not epsilons:
+        return []
+    return [
+        strings_value(NAMES_KEY, list(epsilons)),
+        floats_value(VALUES_KEY, np.array(list(epsilons.values()), np.float32)),
+    ]
+
+
+def read_epsilons(file: GGUFFile) -> dict[str, float]:
+    """Epsilon by tensor, as recorded in a file; UserError if the keys are not what epsilon_metadata() makes."""
+    if NAMES_KEY not in file.metadata and VALUES_KEY not in file.metadata:
+        return {}
+    names, values = file.strings(NAMES_KEY), file.floats(VALUES_KEY)
+    if names is None or values is None or len(names) != len(values):
+        found = [f"{len(v):,} values" if v is not None else "missing or of another type" for v in (names, values)]
+        raise UserError(
+            f"{file.path}: {NAMES_KEY} ({found[0]}) and {VALUES_KEY} ({found[1]}) must be arrays of strings and of float32 of "
+            "the same length: quantize the model again"
+        )
+    return dict(zip(names, map(float, values), strict=True))

@@ -1,0 +1,52 @@
+"""Whether an encoder can make the types of a plan, asked before anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+
+from gguf import GGMLQuantizationType
+
+from .._base.errors import UserError
+from .._formats.gguf_file import Tensor
+from .._plan.plan import Plan, may_be_replaced, replacement_type
+from .codec import UNWEIGHTED_IN_NUMPY, Codec
+
+TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of the quantizer
+
+
+def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
+    """UserError if it cannot make a type of the plan."""
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if codec.lib is None and args.fallback_above is not None and may_be_replaced(tensor, target):
+            fallback = replacement_type(tensor, target)
+            if not codec.can_encode(fallback):
+                raise UserError(
+                    f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
+                    "or leave the option out"
+                )
+    check_known_encoders(codec, plan, TYPE_FLAGS)
+
+
+def check_known_encoders(codec: Codec, plan: Plan, flags: Mapping[str, str]) -> None:
+    """UserError where neither the library nor numpy makes a type. flags: those for the types of single tensors, by tensor."""
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if target != tensor.type and not codec.can_encode(target):
+            raise no_numpy_encoder(tensor, target, flags)
+
+
+def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], what: str = "") -> UserError:
+    flag = f"{flags[tensor.name]} q8_0" if tensor.name in flags else f"--tensor-type '{re.escape(tensor.name)}=q8_0'"
+    return UserError(
+        f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{what} and the built library is not in use: build it, or pass {flag}"
+    )
+
+
+def check_numpy_encoders(codec: Codec, plan: Plan, flags: Mapping[str, str]) -> None:
+    """UserError if a tensor has importances that its encoder cannot take. flags: as in check_known_encoders()."""
+    if codec.lib is not None:
+        return
+    for tensor, target in zip(plan.tensors, plan.types, strict=True):
+        if target != tensor.type and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY:
+            raise no_numpy_encoder(tensor, target, flags, " with importances")

@@ -1,0 +1,122 @@
+"""How often the codes and scales of our types occur in a file: counted in samples of each tensor, shown as bars of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .. import quants
+from .._base.types import WEIGHT_TYPES
+from .._formats.gguf_file import GGUFFile, Tensor
+
+SAMPLE_WEIGHTS = 1 << 18  # of a tensor; it has some 10^5 codes, so that a share of a tenth is known to 0.1 %
+PIECE_WEIGHTS = 1 << 16  # decoded at a time, and a quarter of that in each of the pieces of a sample
+N_PIECES = 16
+CODES = np.arange(-128, 128)
+MIN_OCTAVE, MAX_OCTAVE = -149, 128  # of float32: octave k has the scales from 2^k up to 2^(k + 1)
+MAX_BARS, BAR_WIDTH = 16, 40
+
+
+def sample_blocks(file: GGUFFile, tensor: Tensor) -> Iterator[np.ndarray]:
+    """Blocks of one of our types, uint8 (n_blocks, block_bytes): all of a small tensor, of others evenly spaced pieces."""
+    info = WEIGHT_TYPES[tensor.type.name.lower()]
+    blocks = file.rows(tensor, 0, tensor.n_rows).reshape(-1, info.block_bytes)
+    if tensor.n_elements <= SAMPLE_WEIGHTS:
+        step = PIECE_WEIGHTS // info.block_size
+        starts = range(0, len(blocks), step)
+    else:
+        step = SAMPLE_WEIGHTS // N_PIECES // info.block_size
+        starts = np.linspace(0, len(blocks) - step, N_PIECES).astype(int)
+    for start in starts:
+        yield blocks[start : start + step]
+
+
+def decode_fields(type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, integers of any shape, and scales, float32 (n,), with weight or rotated value = scale * (code - offset).
+
+    blocks: uint8 (n_blocks, block_bytes). A type has one float scale a block, and some have integer ones of groups beside it.
+    """
+    codes, *others = quants.reference(type_name).unpack(blocks)
+    scales = next(o for o in others if o.dtype == np.float32)[:, None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for of_groups in (o for o in others if o.ndim == 2):
+            scales = scales * of_groups.astype(np.float32)
+    return codes, scales.ravel()
+
+
+@dataclass
+class Histogram:
+    """Of the tensors of one type."""
+
+    n_weights: int = 0  # of all tensors
+    n_seen: int = 0  # of them
+    codes: np.ndarray = field(default_factory=lambda: np.zeros(len(CODES), np.int64))  # counts of CODES
+    octaves: np.ndarray = field(default_factory=lambda: np.zeros(MAX_OCTAVE - MIN_OCTAVE, np.int64))  # of magnitudes
+    n_zero: int = 0  # scales
+    n_negative: int = 0
+    n_not_finite: int = 0
+
+    def add(self, file: GGUFFile, tensor: Tensor) -> None:
+        """Samples a tensor, whose memory is released."""
+        self.n_weights += tensor.n_elements
+        for blocks in sample_blocks(file, tensor):
+            codes, scales = decode_fields(tensor.type.name.lower(), blocks)
+            self.n_seen += codes.size
+            self.codes += np.bincount(codes.ravel().astype(np.int64) - CODES[0], minlength=len(CODES))
+            is_finite = np.isfinite(scales)
+            magnitudes = np.abs(scales[is_finite & (scales != 0)])
+            self.octaves += np.bincount(np.frexp(magnitudes)[1] - 1 - MIN_OCTAVE, minlength=len(self.octaves))
+            self.n_zero += int((scales == 0).sum())
+            self.n_negative += int((is_finite & (scales < 0)).sum())
+            self.n_not_finite += int((~is_finite).sum())
+        file.release(tensor, tensor.n_rows)
+
+    @property
+    def entropy(self) -> float:
+        """Bits that the codes take on average if the others are not known."""
+        share = self.codes[self.codes > 0] / max(self.codes.sum(), 1)
+        return float(-(share * np.log2(share)).sum()) + 0.0
+
+    @property
+    def n_scales(self) -> int:
+        return int(self.octaves.sum()) + self.n_zero + self.n_not_finite
+
+    def record(self) -> dict:
+        """For --json."""
+        return {
+            "weights": self.n_weights,
+            "weights_read": self.n_seen,
+            "code_entropy": round(self.entropy, 6),
+            "codes": {str(c): int(n) for c, n in zip(CODES, self.codes) if n},
+            "scale_octaves": {str(MIN_OCTAVE + i): int(n) for i, n in enumerate(self.octaves) if n},
+            "scales": {"number": self.n_scales, "zero": self.n_zero, "negative": self.n_negative, "not_finite": self.n_not_finite},
+        }
+
+    def lines(self, type_name: str) -> list[str]:
+        """Bars of text: of the codes, neighbours together where there are many, and of the octaves of the scales."""
+        part = "all" if self.n_seen == self.n_weights else f"{min(100 * self.n_seen / self.n_weights, 99):.2g} % of the"
+        out = ["", f"{type_name}: codes of {part} {self.n_weights:,} weights, entropy {self.entropy:.2f} bits"]
+        out += _bars(self.codes, lambda first, last: f"{CODES[first]}" if first == last else f"{CODES[first]} to {CODES[last]}")
+        special = {"zero": self.n_zero, "negative": self.n_negative, "not finite": self.n_not_finite}
+        said = "".join(f", {n:,} {name}" for name, n in special.items() if n)
+        out += ["", f"{type_name}: magnitudes of {self.n_scales:,} scales{said}"]
+        return out + _bars(self.octaves, lambda first, last: f"2^{MIN_OCTAVE + first} to 2^{MIN_OCTAVE + last + 1}")
+
+
+def _bars(counts: np.ndarray, label) -> list[str]:
+    """A line for each count between the first and the last that is not 0, or for several neighbours. label(first, last)."""
+    used = np.flatnonzero(counts)
+    if not used.size:
+        return []
+    first, last = int(used[0]), int(used[-1])
+    step = -(-(last - first + 1) // MAX_BARS)
+    groups = [(i, min(i + step - 1, last)) for i in range(first, last + 1, step)]
+    sums = [int(counts[a : b + 1].sum()) for a, b in groups]
+    names = [label(a, b) for a, b in groups]
+    width = max(map(len, names))
+    return [
+        f"  {name:>{width}}  {100 * n / counts.sum():5.1f} %  {'#' * round(BAR_WIDTH * n / max(sums))}".rstrip()
+        for name, n in zip(names, sums)
+    ]

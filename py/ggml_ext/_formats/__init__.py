@@ -1,0 +1,1 @@
+"""Bytes on disk: GGUF files, split models, importance matrices, second moments."""

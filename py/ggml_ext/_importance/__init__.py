@@ -1,0 +1,1 @@
+"""What is known of a model's inputs, and the calibration that finds it out."""

@@ -1,0 +1,364 @@
+"""Calibration: llama-imatrix on the model that is to be quantized, its result kept beside the output for the next type.
+
+Kept are MODEL.imatrix.gguf, an importance matrix like any other, and MODEL.imatrix.json, which says what it was made from.
+Whole matrices that do not fit into memory at once are collected in passes over ranges of layers, one file for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .._base.argument import as_argument
+from .._base.errors import UserError
+from .._base.files import fingerprint, locked_folder, remove_leftovers
+from .._base.json import parse_json
+from .._base.memory import available_memory
+from .._base.package import FOLDER
+from .._base.text import duration
+from .._base.units import GIB, MIB
+from .._budget.target import parse_target
+from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.kept import kept_imatrix
+from .._native.process import last_error, run_heard
+from .._native.programs import find_tool
+from .._native.text_file import FLAG, check_text, count_tokens
+from .._plan.plan import Plan, importance_uses, uses_metric
+from .cost import Model, choose_importance, split_layers
+from .importance import BUILT_IN, KINDS, Importance, open_importance
+
+N_CONTEXT = 512  # tokens a chunk
+MIN_TOKENS = 2 * N_CONTEXT  # that llama-imatrix takes
+DEFAULT_CHUNKS = 100
+TEXT = FOLDER / "data" / "calibration.txt"
+TEMPORARY = ".calibration-"
+MEMORY_SHARE = 0.7  # of what is available
+COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 with it"
+
+
+def add_options(add: Callable) -> None:
+    """The options of the quantizer about importance. add: add_argument of its parser."""
+    add(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="importance matrix of llama-imatrix (GGUF), with second moments or without: what errors of weights cost",
+    )
+    add("--imatrix-from", metavar="TEXT", type=Path, help="calibrate with this text in place of the built-in one")
+    add(
+        "--importance",
+        metavar=f"{{{','.join(KINDS)}}}",
+        help="what is used of the inputs: nothing, mean squares, or second moments of blocks of 256 columns or of whole inputs; "
+        "default: the most that --imatrix holds, else full where memory, text and time suffice, else block",
+    )
+    add("--no-calibration", action="store_true", help=f"do not run the model for an importance matrix; costs quality: {COST}")
+    add(
+        "--calibration-chunks",
+        metavar="N",
+        type=int,
+        help=f"chunks of {N_CONTEXT} tokens to calibrate with; default {DEFAULT_CHUNKS}",
+    )
+    add(
+        "--memory",
+        metavar="GIB",
+        type=float,
+        help=f"limit for calibration, model and moments; default {MEMORY_SHARE:.0%} of what is available".replace("%", "%%"),
+    )
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """UserError naming the flag."""
+    if args.importance is not None and args.importance not in KINDS:
+        raise UserError(f"--importance: got {args.importance!r}, must be {', '.join(KINDS)}")
+    if args.calibration_chunks is not None and args.calibration_chunks < 2:
+        raise UserError(f"--calibration-chunks: got {args.calibration_chunks}, must be at least 2")
+    if args.memory is not None and not 0 < args.memory < float("inf"):
+        raise UserError(f"--memory: got {args.memory:g}, must be a number of GiB above 0")
+    for flag, others in (("imatrix", ("imatrix_from",)), ("no_calibration", ("imatrix_from",))):
+        for other in others:
+            if getattr(args, flag) and getattr(args, other):
+                raise UserError(f"--{flag.replace('_', '-')} and --{other.replace('_', '-')}: pass one of them")
+    if args.importance == "none" and (given := args.imatrix or args.imatrix_from):
+        raise UserError(f"--importance none: {given} would not be used; leave one of them out")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is to be run, and where its results are kept."""
+
+    file: GGUFFile
+    model: Model
+    folder: Path
+    text: Path
+    text_name: str
+    kind: str
+    n_chunks: int
+    text_chunks: int  # that the text has, if they are no more than n_chunks; else more than those
+    n_threads: int
+    memory: float
+    program: Path
+
+    def kept(self, layers: list[int] | None) -> Path:
+        """The result for all layers (None) or for a range of them."""
+        return self.folder / kept_imatrix(self.file.stem, layers)
+
+    def made_from(self) -> dict:
+        """What makes a result another one, but for kind and layers."""
+        return {
+            "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
+            "text": fingerprint(self.text),
+            "chunks": self.n_chunks,
+            "context": N_CONTEXT,
+        }
+
+    def finished(self, folder: Path) -> Importance | None:
+        """What an earlier run left in the folder, if it serves."""
+        there = replace(self, folder=folder)
+        record = Record.read(kept := there.kept(None))
+        serves = record is not None and record.layers is None and record.serves(there, there.made_from())
+        return open_importance([kept], self.kind, self.text_name) if serves else None
+
+    def memory_needed(self, layers: list[int] | None = None) -> int:
+        return self.model.n_bytes + self.model.moments_bytes(self.kind, layers)
+
+    def describe(self) -> str:
+        what = {"diagonal": "mean squares", "block": "second moments of blocks", "full": "second moments"}[self.kind]
+        seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
+        return (
+            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
+            f"{'the built-in text' if self.text_name == BUILT_IN else self.text_name}, an estimated {duration(seconds)} on {self.n_threads} "
+            f"threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """Content of MODEL.imatrix.json: what a kept result was made from, and how to recognise it."""
+
+    made_from: dict
+    kind: str
+    layers: list[int] | None
+    result: dict  # fingerprint
+
+    def __post_init__(self) -> None:
+        """ValueError for what is no record: the file may have been written by anyone."""
+        are_layers = isinstance(self.layers, list) and self.layers and all(type(n) is int for n in self.layers)
+        if not isinstance(self.made_from, dict) or self.kind not in KINDS or not (self.layers is None or are_layers):
+            raise ValueError("no record of a calibration")
+
+    @classmethod
+    def read(cls, kept: Path) -> Record | None:
+        """The record of a kept file; None if there is none, or if the file is another one than it describes."""
+        try:
+            record = cls(**parse_json(record_path(kept).read_text()))
+            return record if record.result == fingerprint(kept) else None
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def serves(self, run: Calibration, made_from: dict) -> bool:
+        """made_from: what the run's made_from() gave. A record may hold more chunks than the text has: the result is of all."""
+        theirs = dict(self.made_from)
+        if isinstance(theirs.get("chunks"), int):
+            theirs["chunks"] = min(theirs["chunks"], run.text_chunks)
+        return theirs == made_from and KINDS.index(self.kind) >= KINDS.index(run.kind)
+
+
+def record_path(kept: Path) -> Path:
+    return kept.with_suffix(".json")
+
+
+def calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
+    """Files with the importance matrix: kept ones that serve, others made. UserError where llama-imatrix fails.
+
+    One run at a time in a folder: the next one may use what it keeps, and does not replace it meanwhile.
+    """
+    try:
+        with locked_folder(run.folder, lambda: say(f"another run calibrates in {run.folder}: waiting for its end")):
+            return _calibrate(run, say, show_bar)
+    except OSError as e:
+        raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
+
+
+def _calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
+    made_from = run.made_from()
+    kept = run.kept(None)
+    record = Record.read(kept)
+    if record and record.layers is None and record.serves(run, made_from):
+        say(f"{kept} is of this model and text: used again")
+        return [kept]
+    if kept.exists() and record is None:
+        raise UserError(
+            f"{kept} exists and was not made by a calibration of this program, or was changed: pass it with --imatrix, or move it away"
+        )
+    passes: list[list[int] | None] = [None]
+    done: list[Path] = []
+    if run.kind == "full" and run.memory_needed() > run.memory:
+        done, left = finished_passes(run, made_from)
+        passes = split_layers(run.model, left, run.memory)
+        if done:
+            say(f"{len(done)} finished passes over layers are used again, such as {done[0]}")
+    elif run.memory_needed() > run.memory and run.kind == "block":
+        say(f"{run.memory_needed() / GIB:.1f} GiB are needed for model and moments, {run.memory / GIB:.1f} may be used: this may be slow")
+    if record:
+        say(f"{kept} is of another model, text or number of chunks, or holds less: made again")
+    say(run.describe())
+    if len(passes) > 1:
+        say(f"{len(passes)} passes over layers, each as long as that; finished ones are kept if this is interrupted")
+    for i, layers in enumerate(passes):
+        title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
+        done.append(collect(run, made_from, layers, title, say, show_bar))
+    return sorted(done, key=lambda p: (len(p.name), p.name))
+
+
+def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list[int]]:
+    """Kept files of an earlier run that serve, and the layers that they lack."""
+    found, left = [], run.model.layers
+    for path in sorted(run.folder.glob(f"{glob.escape(run.kept(None).stem)}.layers-*.gguf")):
+        record = Record.read(path)
+        if record and record.layers and record.serves(run, made_from):
+            found.append(path)
+            left = [n for n in left if not record.layers[0] <= n <= record.layers[-1]]
+    return found, left
+
+
+def collect(
+    run: Calibration, made_from: dict, layers: list[int] | None, title: str, say: Callable[[str], None], show_bar: bool
+) -> Path:
+    """One run of llama-imatrix, its result kept with its record; nothing is left where it fails or is interrupted."""
+    kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
+    if (free := shutil.disk_usage(run.folder).free) < needed:
+        raise UserError(
+            f"no space left on device: calibration needs {needed / MIB:,.0f} MiB for {kept}, {free / MIB:,.0f} MiB are free; free some "
+            "space, or pass --importance block or diagonal"
+        )
+    # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
+    # a link is not followed: beside its target there may be no parts of a split model
+    command = [run.program, "-m", os.path.abspath(run.file.path), "-f", as_argument(run.text.name), "-c", N_CONTEXT]
+    command += ["-b", N_CONTEXT, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command += [] if run.kind == "diagonal" else ["--moments", run.kind]
+    command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
+    try:
+        remove_leftovers(run.folder, TEMPORARY, say)
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder, locked_folder(Path(folder)):
+            result = Path(folder).resolve() / "imatrix.gguf"
+            # the text by its name alone: the file records it
+            run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, say, show_bar)
+            if not result.is_file():
+                raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
+            record = Record(made_from, run.kind, layers, fingerprint(result))
+            described = Path(folder) / "record.json"
+            described.write_text(json.dumps(asdict(record), indent=1) + "\n")
+            os.replace(described, record_path(kept))
+            os.replace(result, kept)
+    except OSError as e:
+        raise UserError(f"calibration: cannot write {kept}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
+    return kept
+
+
+def run_program(command: list[str], folder: Path, run: Calibration, title: str, say: Callable[[str], None], show_bar: bool) -> None:
+    """llama-imatrix with a progress bar. UserError with its last error line if it fails; it never outlives this call."""
+    told = False
+    with tqdm(total=run.n_chunks, desc=title, unit="chunk", disable=not show_bar) as bar:
+
+        def heard(text: str) -> None:
+            nonlocal told
+            if not told and (eta := re.search(r"seconds per pass - ETA (?:(\d+) hours )?([\d.]+) minutes", text)):
+                told = True
+                say(f"{title} takes about {duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
+            if total := re.search(r"computing over (\d+) chunks", text):
+                bar.total = int(total[1])
+            bar.update(len(re.findall(r"\[\d+\][^,\[]*,", text)) - bar.n)
+
+        code, log = run_heard(command, folder, heard)
+    if code:
+        raise UserError(
+            f"calibration: llama-imatrix exited with {code} for {run.file.path} and {run.text}: {last_error(log)}; "
+            "pass another text with --imatrix-from, an importance matrix with --imatrix, or --no-calibration to go on without"
+        )
+
+
+def prepare(
+    args: argparse.Namespace, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int,
+    say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
+) -> Importance | Calibration:
+    """What the encoders get: from --imatrix, from a calibration that is run here, or nothing.
+
+    folder: of OUT, None for a dry run, which gets the calibration that would be run. UserError for what the user can change.
+    """
+    if args.importance == "none":
+        return Importance()
+    if args.imatrix is not None:
+        return open_importance([args.imatrix], args.importance)
+    uses = importance_uses(plan)
+    if args.no_calibration:
+        if uses:
+            warn(f"--no-calibration: quantized without importance data, which costs quality: {COST}")
+        return Importance()
+    is_asked = args.imatrix_from is not None or args.importance is not None
+    if not uses and not is_asked:
+        return Importance()
+    text, text_name = (TEXT, BUILT_IN) if args.imatrix_from is None else (args.imatrix_from, args.imatrix_from.name)
+    program = find_tool("llama-imatrix")
+    if program is None or (args.imatrix_from is None and not text.is_file()):
+        what = "llama-imatrix is" if program is None else "the built-in text is"
+        if is_asked:
+            raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
+        warn(f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some")
+        return Importance()
+    n_bytes = check_text(text)
+    model = Model.read(file)
+    if not model.inputs:
+        raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
+    n_asked = args.calibration_chunks or DEFAULT_CHUNKS
+    text_chunks = count_chunks(file, text, n_bytes, n_asked)
+    n_chunks = min(n_asked, text_chunks)
+    memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
+    target = parse_target(args)
+    n_types = sum(map(uses_metric, target.types)) if target else 0
+    kind = args.importance
+    if kind is None and not any(map(uses_metric, uses)):
+        kind = "diagonal"
+    elif kind is None:
+        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads, n_types)
+        if why:
+            say(f"second moments of blocks: {why}; --importance full asks for more")
+    elif kind == "full" and (needed := model.factorization_bytes(n_threads, n_types)) > memory:
+        fewer = ", fewer --threads" if n_types else ""
+        say(
+            f"factorizing whole matrices takes {needed / GIB:.1f} GiB, {memory / GIB:.1f} GiB may be used: this may be slow, or fail; "
+            f"--importance block{fewer} takes less"
+        )
+    # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
+    text = Path(os.path.realpath(text))
+    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, text_chunks, n_threads, memory, program)
+    if folder is None:
+        return run
+    return open_importance(calibrate(run, say, show_bar), kind, text_name)
+
+
+def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:
+    """Chunks that the model's vocabulary makes of a text of n_bytes, as llama-imatrix counts them; of a long text more than n_asked,
+    and not all. UserError if they are too few.
+
+    Where the vocabulary cannot be asked, as many as there would be if each byte were a token.
+    """
+    if n_bytes < MIN_TOKENS:
+        raise _too_short(text, f"{n_bytes:,} bytes")
+    n_tokens = count_tokens(file.path, text, (n_asked + 1) * N_CONTEXT)
+    if n_tokens is not None and n_tokens < MIN_TOKENS:
+        raise _too_short(text, f"{n_tokens:,} tokens")
+    return (n_bytes if n_tokens is None else n_tokens) // N_CONTEXT
+
+
+def _too_short(text: Path, found: str) -> UserError:
+    return UserError(f"{FLAG}: {text} has {found}: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB")

@@ -1,0 +1,138 @@
+"""What a calibration costs in time and memory, and which second moments are worth it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .._base.errors import UserError
+from .._base.units import GIB
+from .._formats.gguf_file import GGUFFile
+from .._formats.moments import ENOUGH_TOKENS, packed_size
+from .._plan.rules import OUTPUT, TOKEN_EMBD
+
+# What choose_importance() and --dry-run reckon with: float32 products of llama.cpp on an AVX2 core, and the time that the
+# factorization of whole matrices may take.
+FLOPS_A_THREAD = 40e9
+MAX_FACTORIZATION_SECONDS = 900
+# n^3/3 a second of encode/metric.c, in double precision: 5.3e9 to 9.1e9 measured on a core of a Zen 4 EPYC, n from 576 to 7168.
+FACTORIZATION_RATE = 5e9
+# Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and half of it in single precision.
+FACTORIZATION_BYTES = 10
+# Matrices that are multiplied with the same input, by the one that stands for them.
+SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of weight matrices whose moments are collected."""
+
+    layer: int
+    n_columns: int
+    n_matrices: int  # 1 or the number of experts
+    n_used: int  # of them for a token
+
+    def n_bytes(self, kind: str) -> int:
+        """Of the moments, in memory and in the file; sums for the diagonal included."""
+        values = 0 if kind == "diagonal" else packed_size(self.n_columns, kind == "full")
+        return 4 * self.n_matrices * (values + self.n_columns)
+
+    def flops(self, kind: str) -> float:
+        """A token's."""
+        return 0 if kind == "diagonal" else 2.0 * self.n_used * packed_size(self.n_columns, kind == "full")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a calibration costs follows from these."""
+
+    n_bytes: int
+    inputs: tuple[Input, ...]
+    n_weights_used: int  # by a token, in matrix products
+    factorization: float  # n^3/3 of whole matrices, once for each weight matrix
+
+    @classmethod
+    def read(cls, file: GGUFFile) -> Model:
+        arch = file.value("general.architecture", "")
+        n_used = file.value(f"{arch}.expert_used_count", 0)
+        sizes = {t.name: t.n_elements for t in file.tensors}
+        inputs, n_weights_used, factorization = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0))), 0.0
+        for t in file.tensors:
+            name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
+            if not name or t.n_dims < 2:
+                continue
+            n_matrices = t.ne[2] if len(t.ne) > 2 else 1
+            used = min(n_used, n_matrices) or n_matrices
+            layer, stem = int(name[1]), name[2]
+            inputs[layer, SHARED.get(stem, stem), t.ne[0]] = Input(layer, t.ne[0], n_matrices, used)
+            n_weights_used += t.n_elements * used / n_matrices
+            factorization += n_matrices * t.ne[0] ** 3 / 3
+        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorization)
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted({i.layer for i in self.inputs})
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest input."""
+        return max(i.n_columns for i in self.inputs)
+
+    def moments_bytes(self, kind: str, layers: list[int] | None = None) -> int:
+        return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
+
+    def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
+        """Rough time of the collection in one pass."""
+        flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
+        return flops * n_tokens / (FLOPS_A_THREAD * n_threads)
+
+    def factorization_seconds(self, n_threads: int, n_types: int) -> float:
+        """Rough time, at most. One thread factorizes a matrix, and the others wait for it: once for OUT.
+
+        n_types: with a target, those of its types that take moments. There each thread measures errors on a matrix of its own, with a
+        factorization for each type; measuring what errors cost takes one more, for which all wait again.
+        """
+        return self.factorization / FACTORIZATION_RATE * (2 + n_types / n_threads if n_types else 1)
+
+    def factorization_bytes(self, n_threads: int, n_types: int) -> int:
+        """Of memory, at most: for the widest matrix, with a target for one in each thread."""
+        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_types else 1)
+
+
+def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int, n_types: int) -> tuple[str, str]:
+    """"full" or "block", and for the latter why not full. n_types: as in Model.factorization_seconds().
+
+    Full where the moments of all layers fit into memory beside the model, and after that what factorizing them takes; where the text
+    has 7 tokens for each column of the widest input, below which whole matrices do not surely win on other text; where collecting
+    them at most doubles the time of running the model; and where factorizing them stays within 15 minutes.
+    """
+    needed = max(model.n_bytes + model.moments_bytes("full"), model.factorization_bytes(n_threads, n_types))
+    collecting = sum(i.flops("full") for i in model.inputs)
+    factorization = model.factorization_seconds(n_threads, n_types)
+    if needed > memory:
+        return "block", f"whole matrices need {needed / GIB:.1f} GiB at once, {memory / GIB:.1f} are there"
+    if n_tokens < ENOUGH_TOKENS * model.widest:
+        return "block", f"whole matrices of {model.widest:,} columns need {ENOUGH_TOKENS * model.widest:,} tokens"
+    if collecting > 2.0 * model.n_weights_used:
+        return "block", "whole matrices would more than double the time of calibration"
+    if factorization > MAX_FACTORIZATION_SECONDS:
+        return "block", f"whole matrices would take {factorization / 60:.0f} minutes to factorize"
+    return "full", ""
+
+
+def split_layers(model: Model, layers: list[int], memory: float) -> list[list[int]]:
+    """The layers in runs of neighbours, each as long as its whole matrices fit beside the model. UserError if one does not."""
+    passes: list[list[int]] = []
+    for layer in layers:
+        if passes and passes[-1][-1] == layer - 1 and model.n_bytes + model.moments_bytes("full", [*passes[-1], layer]) <= memory:
+            passes[-1].append(layer)
+            continue
+        needed = model.n_bytes + model.moments_bytes("full", [layer])
+        if needed > memory:
+            block = model.n_bytes + model.moments_bytes("block")
+            raise UserError(
+                f"--importance full: the model and the whole matrices of layer {layer} take {needed / GIB:.2f} GiB, "
+                f"{memory / GIB:.2f} GiB may be used; pass a larger --memory, or --importance block, which takes {block / GIB:.2f} GiB"
+            )
+        passes.append([layer])
+    return passes

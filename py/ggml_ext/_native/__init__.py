@@ -1,0 +1,1 @@
+"""What is compiled: the libraries and programs of llama.cpp, and how they are run."""

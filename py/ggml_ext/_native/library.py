@@ -1,0 +1,390 @@
+"""The extended libggml-base, and of libllama its rules for types, through ctypes, which releases Python's lock during calls."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from .._base.errors import UserError
+from .._base.types import MAX_BLOCK_SIZE, WEIGHT_TYPES
+from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
+from ..quants import ditto3
+from .programs import DIR_VARIABLE, native_folder
+
+ABI_VERSION = 6  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
+MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
+
+_ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
+
+
+class _TypeTraits(ctypes.Structure):
+    """struct ggml_type_traits of ggml.h, up to the field that is used here."""
+
+    _fields_ = [
+        ("type_name", c_char_p),
+        ("blck_size", c_int64),
+        ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t),
+        ("is_quantized", c_bool),
+        ("to_float", _ToFloat),
+    ]
+
+
+class _QuantizeParams(ctypes.Structure):
+    """struct ggml_ext_quantize_params of ggml-ext.h."""
+
+    _fields_ = [
+        ("itq3_levels", c_int32),
+        ("trellis_passes", c_int32),
+        ("ditto3_codebook", POINTER(c_float)),
+        ("metric", c_void_p),
+    ]
+
+
+_floats, _doubles = POINTER(c_float), POINTER(c_double)
+_SIGNATURES = {
+    "ggml_ext_abi_version": (c_int, []),
+    "ggml_ext_quantize_chunk": (
+        c_size_t,
+        [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats, POINTER(_QuantizeParams)],
+    ),
+    "ggml_ext_metric_init": (c_void_p, [c_int, c_int64, _floats, c_bool, c_float, c_int, POINTER(c_int)]),
+    "ggml_ext_metric_free": (None, [c_void_p]),
+    "ggml_ext_ditto3_add_rows": (None, [_doubles, _doubles, _floats, c_int64, c_int64, _floats]),
+    "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
+    "ggml_ext_unpack_block": (c_bool, [c_int, c_void_p, POINTER(c_int8), POINTER(c_int32), _floats, _floats]),
+    "ggml_ext_validate_row": (c_bool, [c_int, c_void_p, c_size_t]),
+    "ggml_ext_rotate": (None, [_floats, c_int64, c_int]),
+    "ggml_ext_rotate_back": (None, [_floats, c_int64, c_int]),
+    "ggml_quantize_chunk": (c_size_t, [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats]),
+    "ggml_row_size": (c_size_t, [c_int, c_int64]),
+    "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
+}
+
+_RULES_SIGNATURES = {
+    "ggml_ext_rule_types": (
+        c_bool,
+        [c_char_p, c_uint32, c_int, c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p, POINTER(c_bool), c_char_p, c_size_t],
+    ),
+    "ggml_ext_rule_fallback": (c_int, [c_int, c_int64]),
+}
+
+
+def _declare(dll: ctypes.CDLL, path: Path, signatures: dict, project: str) -> None:
+    """UserError if a function is missing."""
+    for name, (result, arguments) in signatures.items():
+        try:
+            function = getattr(dll, name)
+        except AttributeError:
+            raise UserError(
+                f"{path} has no {name}: it is not the {project} of this package; reinstall ggml-ext or unset {DIR_VARIABLE}"
+            ) from None
+        function.restype, function.argtypes = result, arguments
+
+
+def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:
+    return array.ctypes.data_as(POINTER(ctype))
+
+
+def _need(array: np.ndarray, dtype: type, what: str) -> None:
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{what} is {array.dtype}, contiguous: {array.flags.c_contiguous}; need contiguous {np.dtype(dtype)}"
+        )
+
+
+def _optional(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> ctypes._Pointer | None:
+    """Pointer to a float32 array of that shape, or None; ValueError for other arrays."""
+    if array is None:
+        return None
+    _need(array, np.float32, what)
+    if array.shape != shape:
+        raise ValueError(f"{what} has shape {array.shape}, need {shape}")
+    return _pointer(array, c_float)
+
+
+class NotPositive(ValueError):
+    """Second moments that are not positive definite."""
+
+
+class Metric:
+    """struct ggml_ext_metric of ggml-ext.h, freed with the object; Library.metric() makes it."""
+
+    def __init__(self, dll: ctypes.CDLL, pointer: int):
+        self._free, self.pointer = dll.ggml_ext_metric_free, pointer
+
+    def __del__(self):
+        self._free(self.pointer)
+
+
+class Library:
+    """One loaded libggml-base. Types are ids of enum ggml_type; arrays are numpy, C-contiguous."""
+
+    def __init__(self, path: Path):
+        """Loads the library; UserError if it cannot be loaded, is a stock ggml or has another interface version."""
+        self.path = path
+        try:
+            self._dll = ctypes.CDLL(os.fspath(path))
+        except OSError as e:
+            raise UserError(f"cannot load {path}: {e}; reinstall ggml-ext or pass --encoder numpy") from e
+        _declare(self._dll, path, _SIGNATURES, "ggml")
+        if (version := self._dll.ggml_ext_abi_version()) != ABI_VERSION:
+            raise UserError(
+                f"{path} has interface version {version}, this package needs {ABI_VERSION}: reinstall ggml-ext"
+            )
+
+    def row_bytes(self, type_id: int, n_per_row: int) -> int:
+        """Bytes of a row of n_per_row weights, a multiple of the type's block size."""
+        return self._dll.ggml_row_size(type_id, n_per_row)
+
+    def quantize(
+        self,
+        type_id: int,
+        rows: np.ndarray,
+        itq3_levels: int = 0,
+        imatrix: np.ndarray | None = None,
+        ditto3_codebook: np.ndarray | None = None,
+        trellis_passes: int = 0,
+        metric: Metric | None = None,
+    ) -> np.ndarray:
+        """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
+
+        itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
+        blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for the trellis types, 0 for the default. Other types
+        ignore them. imatrix: float32 (n_per_row,) importances, which
+        some stock types require. metric: second moments in place of imatrix, of the same type and rows. ValueError for other
+        shapes, dtypes and options.
+        """
+        _need(rows, np.float32, "rows")
+        n_rows, n_per_row = rows.shape
+        traits = self._dll.ggml_get_type_traits(type_id).contents
+        if n_per_row % traits.blck_size:
+            raise ValueError(f"rows of {n_per_row} are no multiple of {traits.blck_size}")
+        out = np.empty((n_rows, self.row_bytes(type_id, n_per_row)), np.uint8)
+        importance = _optional(imatrix, (n_per_row,), "imatrix")
+        source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
+        if type_id in _EXT_IDS:
+            codebook = _optional(ditto3_codebook, (8,), "ditto3_codebook")
+            params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None)
+            n_bytes = self._dll.ggml_ext_quantize_chunk(
+                type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
+            )
+        else:
+            n_bytes = self._dll.ggml_quantize_chunk(type_id, source, target, 0, n_rows, n_per_row, importance)
+        if n_bytes != out.nbytes:
+            raise ValueError(
+                f"the encoder of type {type_id} wrote {n_bytes} of {out.nbytes} bytes (itq3_levels {itq3_levels}, "
+                f"ditto3_codebook {ditto3_codebook}, trellis_passes {trellis_passes})"
+            )
+        return out
+
+    def metric(
+        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, damping: float, segment: int = 32
+    ) -> Metric:
+        """Second moments of a tensor's inputs, made ready for quantize().
+
+        moments: float32, lower triangles row by row: of each block of 256 columns in turn, the last of which may be shorter, or
+        with `whole` one of all columns. damping, segment: as in ggml-ext.h. NotPositive if one of them is not positive definite
+        or not finite, MemoryError, ValueError for other shapes, dtypes and options.
+        """
+        columns = n_per_row if whole else 256
+        widths = [min(columns, n_per_row - first) for first in range(0, n_per_row, columns)]
+        pointer = _optional(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
+        status = c_int()
+        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, ctypes.byref(status))
+        if not metric:
+            raise {2: MemoryError, 3: NotPositive}.get(status.value, ValueError)(
+                f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"
+            )
+        return Metric(self._dll, metric)
+
+    def ditto3_histogram(self) -> Ditto3Histogram:
+        return Ditto3Histogram(self._dll)
+
+    def dequantize(self, type_id: int, data: np.ndarray, n_per_row: int) -> np.ndarray:
+        """Decodes uint8 (n_rows, row_bytes) to float32 (n_rows, n_per_row). ValueError for other shapes and dtypes."""
+        _need(data, np.uint8, "data")
+        if data.ndim != 2 or data.shape[1] != self.row_bytes(type_id, n_per_row):
+            raise ValueError(f"data has shape {data.shape}, need (n_rows, {self.row_bytes(type_id, n_per_row)})")
+        out = np.empty((data.shape[0], n_per_row), np.float32)
+        to_float = self._dll.ggml_get_type_traits(type_id).contents.to_float
+        if not to_float:
+            raise ValueError(f"type {type_id} cannot be decoded")
+        to_float(data.ctypes.data_as(c_void_p), _pointer(out, c_float), out.size)
+        return out
+
+    def unpack_block(self, type_id: int, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+        """The unpack contract of one block, uint8 (block_bytes,): q int8 (block_size,), scale int32 (4,), d and offset.
+
+        ValueError if type_id is not one of our weight types.
+        """
+        _need(block, np.uint8, "block")
+        q, scale = np.zeros(MAX_BLOCK_SIZE, np.int8), np.zeros(MAX_GROUPS, np.int32)
+        d, offset = c_float(), c_float()
+        if not self._dll.ggml_ext_unpack_block(
+            type_id,
+            block.ctypes.data_as(c_void_p),
+            _pointer(q, c_int8),
+            _pointer(scale, c_int32),
+            ctypes.byref(d),
+            ctypes.byref(offset),
+        ):
+            raise ValueError(f"type {type_id} is not a weight type of ggml_ext")
+        return q[: self._dll.ggml_get_type_traits(type_id).contents.blck_size], scale, d.value, offset.value
+
+    def validate(self, type_id: int, data: np.ndarray) -> bool:
+        """True if all blocks, uint8 (n_blocks, block_bytes), of one of our types hold finite scales."""
+        _need(data, np.uint8, "data")
+        return self._dll.ggml_ext_validate_row(type_id, data.ctypes.data_as(c_void_p), data.shape[0])
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """R x of float32 (n_blocks, 256) or (n_blocks, 64) as a new array."""
+        return self._in_place(self._dll.ggml_ext_rotate, x)
+
+    def rotate_back(self, x: np.ndarray) -> np.ndarray:
+        """The inverse of rotate()."""
+        return self._in_place(self._dll.ggml_ext_rotate_back, x)
+
+    @staticmethod
+    def _in_place(function: Callable, x: np.ndarray) -> np.ndarray:
+        _need(x, np.float32, "x")
+        out = x.copy()
+        function(_pointer(out, c_float), *out.shape)
+        return out
+
+
+class Ditto3Histogram:
+    """quants.ditto3.Histogram in C: weights of a whole tensor in bins, for one codebook."""
+
+    def __init__(self, dll: ctypes.CDLL):
+        self._dll = dll
+        self.sums = np.zeros((2, ditto3.N_BINS))  # of importance and of importance * weight
+
+    def _pointers(self) -> list[ctypes._Pointer]:
+        return [_pointer(s, c_double) for s in self.sums]
+
+    def add_rows(self, rows: np.ndarray, importance: np.ndarray | None = None) -> None:
+        """rows: float32 (n_rows, n_per_row); importance: float32 (n_per_row,) or None. NaN and Inf are left out."""
+        _need(rows, np.float32, "rows")
+        weights = _optional(importance, rows.shape[1:], "importance")
+        self._dll.ggml_ext_ditto3_add_rows(*self._pointers(), _pointer(rows, c_float), *rows.shape, weights)
+
+    def codebook(self) -> np.ndarray:
+        """Centroids float32 (8,), ascending. ValueError if nothing was added."""
+        codebook = np.empty(8, np.float32)
+        if not self._dll.ggml_ext_ditto3_codebook(*self._pointers(), _pointer(codebook, c_float)):
+            raise ValueError("no weights were added")
+        return codebook
+
+
+class Rules:
+    """llama-quantize's rules, of ggml-ext-rules.h in libllama. Types are ids of enum ggml_type."""
+
+    def __init__(self, path: Path):
+        """OSError if libllama cannot be loaded, UserError if it is another one."""
+        self._dll = ctypes.CDLL(os.fspath(path))
+        _declare(self._dll, path, _RULES_SIGNATURES, "llama.cpp")
+
+    def types(
+        self,
+        arch: str,
+        n_expert: int,
+        ftype: int,
+        token_embd: int | None,
+        output: int | None,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> tuple[list[int | None], bool]:
+        """Type of each tensor in a file of one of our types, None where it keeps its own; and whether libllama knows arch.
+
+        token_embd, output: types that were asked for. names, shapes: of all tensors, dimensions as in a Tensor's ne. ValueError
+        with llama.cpp's reason where it has no answer.
+        """
+        dims = np.ones((len(shapes), MAX_DIMS), np.int64)
+        for row, ne in zip(dims, shapes, strict=True):
+            row[: len(ne)] = ne
+        encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # a zero at the end
+        types, is_known, error = np.empty(len(names), np.int32), c_bool(), ctypes.create_string_buffer(256)
+        if not self._dll.ggml_ext_rule_types(
+            arch.encode(),
+            n_expert,
+            ftype,
+            -1 if token_embd is None else token_embd,
+            -1 if output is None else output,
+            len(names),
+            encoded.ctypes.data,
+            dims.ctypes.data,
+            types.ctypes.data,
+            ctypes.byref(is_known),
+            error,
+            len(error),
+        ):
+            raise ValueError(error.value.decode(errors="replace").strip())
+        return [None if t < 0 else int(t) for t in types], is_known.value
+
+    def fallback(self, type_id: int, n_per_row: int) -> int | None:
+        """What a stock type falls back to for rows that are no multiple of its block; None if there is no rule."""
+        found = self._dll.ggml_ext_rule_fallback(type_id, n_per_row)
+        return None if found < 0 else found
+
+
+_EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
+
+
+def _pattern(name: str) -> str:
+    """The package holds libraries under their SONAMEs, libggml-base.so.0 on Linux; a build folder has links beside them."""
+    return {"darwin": f"lib{name}.*dylib", "win32": f"{name}.dll"}.get(sys.platform, f"lib{name}.so*")
+
+
+def _find(name: str) -> list[Path]:
+    return sorted(native_folder().glob(_pattern(name)))
+
+
+@functools.cache
+def load() -> Library | None:
+    """The library in the directory GGML_EXT_LIB_DIR or, if that is unset, in the package's bin folder.
+
+    None if the package was installed without it; UserError if it is there and cannot be used, or if the variable names
+    a directory without it.
+    """
+    found = _find("ggml-base")
+    if not found and (directory := os.environ.get(DIR_VARIABLE)):
+        raise UserError(
+            f"{DIR_VARIABLE} is {directory}, which has no {_pattern('ggml-base')}: point it to the folder of the "
+            "extended libraries or unset it"
+        )
+    return Library(found[0]) if found else None
+
+
+def llama_path() -> Path | None:
+    """The libllama beside load()'s library; None where there is none."""
+    return next(iter(_find("llama")), None)
+
+
+@functools.cache
+def load_rules() -> Rules | None:
+    """The rules of llama_path()'s library; None where there is none. Errors are those of Rules()."""
+    path = llama_path()
+    return Rules(path) if path else None
+
+
+def upstream_versions() -> tuple[str, str]:
+    """Versions of llama.cpp and ggml: of the built libraries, or the pinned ones where there are none."""
+
+    def ask(name: str, function: str, pinned: str) -> str:
+        try:
+            version = getattr(ctypes.CDLL(os.fspath(_find(name)[0])), function)
+        except (IndexError, OSError, AttributeError):
+            return pinned
+        version.restype = c_char_p
+        return version().decode()
+
+    return ask("llama", "llama_version", LLAMA_CPP_VERSION), ask("ggml-base", "ggml_version", GGML_VERSION)

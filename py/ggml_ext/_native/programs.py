@@ -1,0 +1,54 @@
+"""llama.cpp's programs, which lie in the package beside the libraries they need, as commands of the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from .._base.errors import UserError
+from .._base.package import FOLDER
+
+DIR_VARIABLE = "GGML_EXT_LIB_DIR"
+
+
+def native_folder() -> Path:
+    """Where libraries and programs are, all of one build: the folder that GGML_EXT_LIB_DIR names or, if that is unset, the package's."""
+    named = os.environ.get(DIR_VARIABLE)
+    return Path(os.path.abspath(named)) if named else FOLDER / "bin"
+
+
+def find_tool(name: str) -> Path | None:
+    """Path of a program, such as "llama-server"; None if it was not built with the package.
+
+    UserError if GGML_EXT_LIB_DIR names a folder without it: the package's own may be of another build than the libraries there.
+    """
+    path = native_folder() / (name + (".exe" if sys.platform == "win32" else ""))
+    if path.exists():
+        return path
+    if directory := os.environ.get(DIR_VARIABLE):
+        raise UserError(f"{DIR_VARIABLE} is {directory}, which has no {path.name}: point it to the folder of a whole build or unset it")
+    return None
+
+
+def tool_path(name: str) -> Path:
+    """find_tool(), or SystemExit with one line."""
+    try:
+        path = find_tool(name)
+    except UserError as e:
+        raise SystemExit(f"error: {e}") from e
+    if path is None:
+        folder = native_folder()
+        raise SystemExit(f"error: {name} is not in {folder}: ggml-ext was installed without its native part; reinstall it")
+    return path
+
+
+def run() -> None:
+    """Entry point of every command in pyproject.toml's [project.scripts]: becomes the program of the same name."""
+    name = Path(sys.argv[0]).name.removesuffix(".exe")
+    path = str(tool_path({"rpc-server": "ggml-rpc-server"}.get(name, name)))
+    if sys.platform == "win32":
+        import subprocess
+
+        sys.exit(subprocess.call([path, *sys.argv[1:]]))
+    os.execv(path, [path, *sys.argv[1:]])

@@ -1,0 +1,48 @@
+"""What the programs share that make one model of another, quantize and export: checks of encoders and rows before they write, what
+their bytes depend on, the progress bar, files beside OUT."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .._base.errors import UserError
+from .._base.files import fingerprint, open_file, written_beside
+from .._base.package import __version__
+from .._encode.codec import Codec
+from .._formats.gguf_file import GGUFFile, header_bytes
+from .._importance.importance import Importance
+
+QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
+IMPORTANCE_KEYS = (
+    *(f"quantize.imatrix.{key}" for key in ("file", "dataset", "entries_count", "chunks_count")),
+    "ggml_ext.importance",
+    "ggml_ext.calibration",
+)
+WAY_OUT = "pass --quiet if nobody reads it"
+
+
+def made_from(file: GGUFFile, codec: Codec, importance: Importance, **more) -> dict:
+    """What the bytes of an output depend on, by name, for Output.begin(). more: what the program's options add."""
+
+    def identity(path: Path, n_header: int = 0) -> dict:
+        return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
+
+    return {
+        "version": [__version__, "numpy" if codec.lib is None else fingerprint(codec.lib.path)],
+        "input": [identity(part.path, header_bytes(part)) for part in file.parts],
+        "importance": [importance.kind, [identity(p) for p in importance.paths()]],
+        **more,
+    }
+
+
+def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:
+    """UserError naming the flag if it cannot be written, or, without force, exists by now, which says that OUT is written."""
+    path = Path(os.path.realpath(path))
+    try:
+        with written_beside(path, force) as part, open_file(part) as f:
+            f.write(data)
+    except FileExistsError as e:
+        raise UserError(f"{flag}: {path} appeared meanwhile, and was left as it is; {output} is written") from e
+    except OSError as e:
+        raise UserError(f"{flag}: cannot write {path}: {e.strerror}; {output} is written") from e

@@ -1,0 +1,84 @@
+"""--verify: what was written is read from the disk again, before it takes the name OUT."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .._base.errors import UserError
+from .._encode.accuracy import Accuracy
+from .._encode.codec import Codec, Guide
+from .._encode.compare import compare
+from .._formats.chunks import row_chunks
+from .._formats.gguf_file import GGUFFile, Tensor
+from .._plan.plan import Plan
+from .output import Output
+
+# The same sums of at most 2**19 squares, split at other rows: they differ by less than 2**19 * 2**-53 of their size.
+SUMS_DIFFER = 2.0**-33
+
+
+def verify(
+    output: Output,
+    headers: Sequence[bytes],
+    file: GGUFFile,
+    plan: Plan,
+    codec: Codec,
+    n_threads: int,
+    advanced: Callable[[int], None],
+) -> None:
+    """Compares every byte with what was written, and the errors of the decoded weights with those found while writing.
+
+    advanced: called with a number of weights. UserError naming the tensor if something differs.
+    """
+    pool = ThreadPoolExecutor(n_threads)
+    try:
+        for part, header in zip(output.parts, headers, strict=True):
+            forget(part.partial)
+            with open(part.partial, "rb") as f:
+                if f.read(len(header)) != header:
+                    raise differs(output, "the header")
+            written = GGUFFile(part.partial)
+            for stored, i in zip(written.tensors, range(part.first, part.last), strict=True):
+                tensor, done = plan.tensors[i], output.finished[i]
+                expected = tensor.name, tensor.ne, plan.types[i]
+                if (stored.name, stored.ne, stored.type) != expected or digest(written, stored) != done.sha256:
+                    raise differs(output, f"tensor {tensor.name}")
+                found = compare(pool, 2 * n_threads, codec, written, stored, file, tensor, Guide())
+                if not same(found, done.accuracy):
+                    raise differs(output, f"tensor {tensor.name} decodes to other weights: it")
+                advanced(tensor.n_elements)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def differs(output: Output, what: str) -> UserError:
+    return UserError(
+        f"--verify: {what} differs from what was written: the disk or the memory is at fault; {output.path} was not written, "
+        "check them and run it again"
+    )
+
+
+def same(a: Accuracy, b: Accuracy) -> bool:
+    return a.max_abs == b.max_abs and math.isclose(a.error, b.error, rel_tol=SUMS_DIFFER)
+
+
+def digest(file: GGUFFile, tensor: Tensor) -> str:
+    """SHA-256 of the data of a tensor."""
+    found = hashlib.sha256()
+    for first, n_rows in row_chunks(tensor):
+        found.update(file.rows(tensor, first, n_rows))
+        file.release(tensor, first + n_rows)
+    return found.hexdigest()
+
+
+def forget(path: Path) -> None:
+    """Lets the system drop what it holds of a file that is on the disk, so that reading it asks the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError), open(path, "rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,386 @@
+"""Which type each tensor gets: what llama-quantize does for the same file type, and what the options say.
+
+Which tensors are quantized and what their role asks for is llama.cpp's answer (_rules.py); there ours has the row of its type in
+the table: `token_embd` and `output`. Here are the options, in the order of llama_tensor_get_type() in llama.cpp's
+src/llama-quant.cpp, mixtures, and `fallback` of the table, which is followed until a type fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from .._base.errors import UserError
+from .._base.types import TYPES, TypeInfo
+from .._formats.gguf_file import GGUFFile, Tensor, row_bytes
+from .._formats.imatrix import ImportanceMatrix, n_importances
+from .._formats.names import describe_tensors, list_experts, list_tensors, unknown_type
+from .recipes import Recipe
+from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
+
+T = GGMLQuantizationType
+
+FLOAT_TYPES = (T.F32, T.F16, T.BF16)
+INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
+ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
+SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
+# What no importance changes: types of floats and of 8 bits.
+UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0)
+IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
+TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
+
+
+def parse_type(name: str, flag: str) -> GGMLQuantizationType:
+    """The type with that name in any case; UserError naming the flag and the known types."""
+    try:
+        return TARGET_TYPES[name.lower()]
+    except KeyError:
+        raise UserError(unknown_type(flag, name, sorted(TARGET_TYPES))) from None
+
+
+@dataclass(frozen=True)
+class Override:
+    """One --tensor-type REGEX=TYPE."""
+
+    pattern: re.Pattern
+    type: GGMLQuantizationType
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        regex, separator, type_name = text.rpartition("=")
+        if not (regex and separator and type_name):
+            raise UserError(f"--tensor-type: got {text!r}, need REGEX=TYPE, for example attn_v=q8_0")
+        try:
+            pattern = re.compile(
+                regex, re.IGNORECASE
+            )  # llama-quantize lowers its patterns; tensor names are lower case
+        except re.error as e:
+            raise UserError(f"--tensor-type: {regex!r} is not a regular expression: {e}") from None
+        return cls(pattern, parse_type(type_name, "--tensor-type"))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line says about types."""
+
+    info: TypeInfo
+    recipe: Recipe | None = None  # for a mixed file
+    pure: bool = False
+    overrides: tuple[Override, ...] = ()
+    token_embd: GGMLQuantizationType | None = None
+    output: GGMLQuantizationType | None = None
+    leave_output: bool = False
+    allow_requantize: bool = False
+    target: str | None = None  # that chooses the types, as an option: info is what stands for them until it has
+    stock_file_type: int | None = None  # general.file_type where it chose no type of ours
+
+    @property
+    def type(self) -> GGMLQuantizationType:
+        return T(int(self.info.id))
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return "auto" if self.target else self.recipe.name if self.recipe else self.info.name
+
+    @property
+    def asked(self) -> str:
+        """What decides the types."""
+        return self.target.replace("=", " ") if self.target else self.name
+
+    @property
+    def title(self) -> str:
+        """For a model card."""
+        return f"types chosen for {self.asked.removeprefix('target-')}" if self.target else self.name.upper()
+
+    @property
+    def file_type(self) -> int:
+        return int(self.info.id) if self.stock_file_type is None else self.stock_file_type
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Why tensors get another type than the one chosen for them."""
+
+    n_per_row: int
+    wanted: GGMLQuantizationType
+    got: GGMLQuantizationType
+
+    @property
+    def is_loss(self) -> bool:
+        """False where one of our own types has shorter blocks: about as many bits and no larger errors."""
+        return _info(self.got) is None
+
+    @property
+    def is_same_code(self) -> bool:
+        """True for itq3_t64 in place of itq3_t and the like: the type asked for in shorter blocks."""
+        wanted, got = _info(self.wanted), _info(self.got)
+        return bool(wanted and got and got.trellis_mix) and wanted.trellis_mix == got.trellis_mix
+
+    def describe(self, names: list[str]) -> str:
+        """For the tensors with these names, on one line."""
+        got, wanted, rows = self.got.name.lower(), self.wanted.name.lower(), f", rows of {self.n_per_row}"
+        if not self.is_loss:
+            return describe_tensors(names, f"{rows}: {got} ({_info(self.got).bpw:g} bpw) in place of {wanted}")
+        needed = str(GGML_QUANT_SIZES[self.wanted][0])
+        for shorter in filter(_info, fallback_chain(self.wanted)):
+            needed += f" (as {shorter.name.lower()} of {_info(shorter).block_size})"
+        return describe_tensors(names, f"{rows}: {got} instead of {wanted}, which needs a multiple of {needed}")
+
+
+@dataclass
+class Plan:
+    """Target types in the order of the file's tensors, and what to tell the user about them."""
+
+    tensors: list[Tensor]
+    types: list[GGMLQuantizationType] = field(default_factory=list)
+    wanted: list[GGMLQuantizationType] = field(default_factory=list)  # types before fallbacks
+    n_matrices: int = 0  # weight matrices, which get the type chosen for them
+    warnings: list[str] = field(default_factory=list)
+    fallbacks: dict[Fallback, list[str]] = field(default_factory=dict)  # names of the tensors
+    # what --fallback-above replaced: names by type before and after
+    inaccurate: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], list[str]] = field(default_factory=dict)
+    importance: set[str] = field(default_factory=set)  # names of tensors that are encoded with an importance matrix
+
+    def add(self, tensor: Tensor, wanted: GGMLQuantizationType, got: GGMLQuantizationType) -> None:
+        """The next tensor of the file."""
+        self.wanted.append(wanted)
+        self.types.append(got)
+        if got != wanted:
+            self.fallbacks.setdefault(Fallback(tensor.ne[0], wanted, got), []).append(tensor.name)
+
+    def replace_inaccurate(self, i: int) -> None:
+        """Tensor i gets what takes the place of its type: it was encoded, and its error was too large."""
+        tensor, target = self.tensors[i], self.types[i]
+        self.types[i] = replacement_type(tensor, target)
+        self.inaccurate.setdefault((target, self.types[i]), []).append(tensor.name)
+
+    def blocks_bpw(self, types: list[GGMLQuantizationType]) -> float | None:
+        """Bits per weight of the matrices of the blocks with these types; None if there are none. As in ggml-ext-ftype.h."""
+        n_bits = n_weights = 0.0
+        for tensor, qtype in zip(self.tensors, types, strict=True):
+            if tensor.n_dims >= 2 and "blk." in tensor.name and tensor.name.endswith("weight"):
+                block_size, block_bytes = GGML_QUANT_SIZES[qtype]
+                n_bits += tensor.n_elements * 8 * block_bytes / block_size
+                n_weights += tensor.n_elements
+        return n_bits / n_weights if n_weights else None
+
+    def size_before(self) -> int:
+        return sum(t.n_bytes for t in self.tensors)
+
+    def size_after(self) -> int:
+        return sum(row_bytes(q, t.ne[0]) * t.n_rows for t, q in zip(self.tensors, self.types))
+
+    def n_elements(self) -> int:
+        return sum(t.n_elements for t in self.tensors)
+
+
+def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (_rules.py)."""
+    name = tensor.name
+    override = next((o for o in choices.overrides if o.pattern.search(name)), None)
+    is_embd = name == TOKEN_EMBD or (name == PER_LAYER_TOKEN_EMBD and not override)
+    if is_embd and choices.token_embd is not None:
+        return choices.token_embd
+    if name == OUTPUT and choices.output is not None:
+        return choices.output
+    if override:
+        return override.type
+    if choices.recipe and (better := choices.recipe.type_of(name)):
+        return T[better.upper()]
+    return choices.type if choices.pure else rule
+
+
+def _info(qtype: GGMLQuantizationType) -> TypeInfo | None:
+    """The row of one of our types."""
+    return TYPES.get(qtype.name.lower())
+
+
+def uses_metric(qtype: GGMLQuantizationType) -> bool:
+    """True if its encoder takes second moments, not the diagonal alone."""
+    return _info(qtype) is not None
+
+
+def fallback_chain(target: GGMLQuantizationType) -> Iterator[GGMLQuantizationType]:
+    """The fallbacks of one of our types down to a stock type: of itq3_t itq3_t64, iq4_nl. Stock types have none here."""
+    while info := _info(target):
+        target = T[info.fallback.upper()]
+        yield target
+
+
+def stock_fallback(target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """What takes the place of a type of ours whose error is too large: not another one, which has the same limits of scale."""
+    return next(t for t in fallback_chain(target) if _info(t) is None)
+
+
+def replacement_type(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """stock_fallback() if it fits the rows, or F16."""
+    stock = stock_fallback(target)
+    return stock if _fits(tensor, stock) else T.F16
+
+
+def may_be_replaced(tensor: Tensor, target: GGMLQuantizationType) -> bool:
+    """Whether --fallback-above may: what is encoded here, in a type of ours."""
+    return target != tensor.type and _info(target) is not None
+
+
+def _fits(tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
+    return tensor.ne[0] % GGML_QUANT_SIZES[qtype][0] == 0
+
+
+def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantizationType:
+    """target, or what takes its place where the row is no multiple of its block; UserError if nothing does."""
+    tried = [target, *fallback_chain(target)]
+    fitting = next((t for t in tried if _fits(tensor, t)), None)
+    if fitting is not None:
+        return fitting
+    fallback = stock_fallback_type(tried[-1], tensor.ne[0])
+    if fallback is None:
+        raise UserError(
+            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[target][0]} as "
+            f"{target.name.lower()} needs: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
+        )
+    return fallback
+
+
+def make_plan(file: GGUFFile, choices: Choices) -> Plan:
+    """Target types for all tensors; UserError for inputs and types that cannot be handled."""
+    rules, warnings = rule_types(file, choices.info, choices.token_embd, choices.output)
+    plan = Plan(file.tensors, warnings=warnings)
+    no_weights: dict[GGMLQuantizationType, list[str]] = {}
+    for tensor, rule in zip(file.tensors, rules, strict=True):
+        if rule is None or (choices.leave_output and tensor.name == OUTPUT):
+            plan.add(tensor, tensor.type, tensor.type)
+        elif tensor.type in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES):
+            no_weights.setdefault(tensor.type, []).append(tensor.name)
+            plan.add(tensor, tensor.type, tensor.type)
+        else:
+            wanted = choose_type(tensor, choices, rule)
+            plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
+            plan.n_matrices += 1
+    if not plan.n_matrices:
+        raise UserError(f"{file.path} {_what_has_no_matrices(file)}: nothing to quantize; pass a model with weight matrices")
+    if plan.types == [t.type for t in file.tensors]:
+        plan.warnings.append(f"all {plan.n_matrices} matrices have the types asked for already: copied as they are")
+    for qtype, names in no_weights.items():
+        plan.warnings.append(describe_tensors(names, f", {qtype.name.lower()}: holds no weights: kept"))
+    for override in choices.overrides:
+        if not any(override.pattern.search(t.name) for t in file.tensors):
+            plan.warnings.append(
+                f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor"
+            )
+    return plan
+
+
+def check_model(file: GGUFFile) -> None:
+    """UserError for GGUF files that are no models, by name."""
+    kind, arch = file.value("general.type"), file.value("general.architecture")
+    for is_one, what in (
+        (kind == "adapter", "a LoRA adapter (general.type is adapter)"),
+        (arch == "controlvector", "a control vector (general.architecture is controlvector)"),
+        (kind == "imatrix", "an importance matrix (general.type is imatrix), which goes after --imatrix"),
+    ):
+        if is_one:
+            raise UserError(f"{file.path} is {what}, no model: nothing to quantize; pass the model that it was made for")
+
+
+def _what_has_no_matrices(file: GGUFFile) -> str:
+    return f"has only vectors and small tensors ({len(file.tensors)})" if file.tensors else "has no tensors"
+
+
+def _fit_matrix(tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices) -> GGMLQuantizationType:
+    """Type of a weight matrix; UserError if it was quantized before, to another type."""
+    fitting = fit_to_row(tensor, wanted)
+    if fitting != tensor.type and tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
+        raise UserError(
+            f"tensor {tensor.name} is already quantized to {tensor.type.name.lower()}, which costs quality "
+            "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize"
+        )
+    return fitting
+
+
+def importance_uses(plan: Plan) -> list[GGMLQuantizationType]:
+    """Types of the tensors that calibration can help: llama-imatrix collects no inputs of embeddings and output matrix."""
+    return [
+        q
+        for t, q in zip(plan.tensors, plan.types, strict=True)
+        if q != t.type and q not in UNWEIGHTED_TYPES and t.name not in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
+    ]
+
+
+def plan_importance(plan: Plan, imatrix: ImportanceMatrix | None) -> None:
+    """Decides which tensors are encoded with importances, as llama-quantize does.
+
+    UserError where the matrix is for another model, and where a type needs importances that are not there.
+    """
+    changed = [(t, q) for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and q not in FLOAT_TYPES]
+    if imatrix is not None:
+        _match_importance(plan, [t for t, _ in changed], imatrix)
+    for tensor, target in changed:
+        if target in IMATRIX_TYPES and tensor.name not in plan.importance:
+            found = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for it"
+            raise UserError(
+                f"tensor {tensor.name}: {target.name.lower()} needs an importance matrix: {found} (llama-imatrix makes "
+                f"one), or choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
+            )
+
+
+def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatrix) -> None:
+    """Fills plan.importance for the tensors that will be encoded."""
+    names = {t.name for t in plan.tensors}
+    missing, lacking = [], {}
+    for tensor in tensors:
+        # entries for these exist only if the matrix was made with --process-output
+        is_outer = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
+        if tensor.name not in imatrix:
+            missing += [] if is_outer else [tensor.name]
+            continue
+        found, needed = imatrix.n_values(tensor.name), n_importances(tensor)
+        if found == needed:
+            plan.importance.add(tensor.name)
+            if experts := imatrix.without_tokens(tensor):
+                lacking[tensor.name] = experts
+            continue
+        message = (
+            f"--imatrix: {imatrix.path}: tensor {tensor.name} has {found:,} importances, the model needs {needed:,} "
+            f"({needed // tensor.ne[0]:,} x {tensor.ne[0]:,} columns)"
+        )
+        if not is_outer or tensor.name == OUTPUT:
+            raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL -f TEXT")
+        plan.warnings.append(f"{message}: quantized without")
+    if missing and not any(name in names for name in imatrix.names()):
+        raise UserError(
+            f"--imatrix: {imatrix.path} is for another model: it has {len(imatrix):,} entries, such as {imatrix.names()[0]}, "
+            f"and none for a tensor of this one, such as {missing[0]}; make one with llama-imatrix -m MODEL -f TEXT"
+        )
+    if missing:
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {len(tensors)} tensors, which are "
+            f"quantized without: {list_tensors(missing)}"
+        )
+    if lacking:
+        n = sum(map(len, lacking.values()))
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path}: {n} expert{'s' if n > 1 else ''} saw no token and get{'' if n > 1 else 's'} the mean of "
+            f"{'their layers' if n > 1 else 'its layer'}: {list_experts(lacking)}"
+        )
+    if unknown := [name for name in imatrix.names() if name not in names]:
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path} has importances for {len(unknown)} tensors that the model lacks, such as "
+            f"{unknown[0]}: is it for another model?"
+        )
+
+
+def refused_fallback(plan: Plan) -> str | None:
+    """The first that --no-fallback refuses, if there is one."""
+    return next((f.describe(names) for f, names in plan.fallbacks.items() if not f.is_same_code), None)
+
+
+def check_fallbacks(args: argparse.Namespace, plan: Plan) -> None:
+    """UserError for what --no-fallback refuses."""
+    if args.no_fallback and (refused := refused_fallback(plan)):
+        raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")

@@ -1,0 +1,1 @@
+"""The model that is read: a GGUF file, a checkpoint, the Hugging Face hub."""

@@ -1,0 +1,196 @@
+"""Checkpoints of Hugging Face's transformers: a folder with config.json, safetensors and a tokenizer, converted by llama.cpp's
+own convert_hf_to_gguf.py, which lies in the package with the modules it needs (folder convert)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .._base.encoding import as_name, utf8
+from .._base.errors import UserError
+from .._base.extras import install_command
+from .._base.files import give_name, locked_folder, remove_leftovers
+from .._base.package import FOLDER
+from .._base.units import MIB
+from .._native.process import run_heard
+
+CONVERTER = FOLDER / "convert" / "convert_hf_to_gguf.py"
+CONFIG = "config.json"
+TEMPORARY = ".converted-"
+# What the converter imports, of the extra hf.
+NEEDED = ("torch", "transformers", "sentencepiece", "safetensors")
+FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.\w+)")
+BYTES_A_WEIGHT = 2  # F16 or BF16; only vectors become F32
+MAX_HEADER = 100_000_000  # of a safetensors file, as its own library has it
+
+
+def need_extra(modules: tuple[str, ...], what: str) -> None:
+    """UserError if a module of the extra hf is not installed. what: needs it."""
+    if missing := [m for m in modules if importlib.util.find_spec(m) is None]:
+        lacks = f"{missing[0]}, which is" if len(missing) == 1 else f"{', '.join(missing)}, which are"
+        raise UserError(f"{what} needs {lacks} not installed: {install_command('hf', missing)}")
+
+
+def index_name(weights: tuple[str, str]) -> str:
+    return f"{''.join(weights)}.index.json"
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Names of the files that an index of shards names. UserError if it is no such index."""
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except OSError as e:
+        raise UserError(f"cannot read {index}: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{index} is no index of shards, it has no sound weight_map: download it again") from e
+    if bad := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+        raise UserError(f"{index}: weight_map names {bad[0]!r}, which is no file beside it: download it again")
+    return sorted(names)
+
+
+def shards_by_name(names: list[str]) -> list[str]:
+    """The names and those of the shards between them that are not there."""
+    all_names = set(names)
+    for name in names:
+        if found := SHARD.fullmatch(name):
+            all_names |= {f"{found[1]}{i + 1:05}-of-{found[3]}{found[4]}" for i in range(int(found[3]))}
+    return sorted(all_names)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights, as the converter looks for them. UserError if there are none, or if one of them is missing."""
+    for weights in FORMATS:
+        index = folder / index_name(weights)
+        by_index = index.is_file()
+        names = indexed_files(index) if by_index else shards_by_name([p.name for p in folder.glob("*".join(weights))])
+        if missing := [n for n in names if not (folder / n).is_file()]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            named_by = f"that {index.name} names" if by_index else "with weights"
+            raise UserError(f"{folder} lacks {missing[0]}{more}, of {len(names)} files {named_by}: download the checkpoint again")
+        if names:
+            return [folder / n for n in names]
+    raise UserError(f"{folder} has a {CONFIG} and no model*.safetensors: pass the folder of a whole checkpoint, or a GGUF file")
+
+
+def n_weights(path: Path) -> int:
+    """Elements of all tensors of a safetensors file. UserError if it is not whole."""
+    way_out = "download it again"
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as f:
+            start = f.read(8)
+            n_header = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
+            if n_header > min(MAX_HEADER, size - 8):
+                raise UserError(f"{path} is no safetensors file, or was cut off within its header: {way_out}")
+            infos = [info for name, info in json.loads(f.read(n_header)).items() if name != "__metadata__"]
+        end = 8 + n_header + max((info["data_offsets"][1] for info in infos), default=0)
+        n = sum(prod(info["shape"]) for info in infos)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
+        raise UserError(f"{path}: the header is not that of a safetensors file: {way_out}") from e
+    if size < end:
+        raise UserError(f"{path}: truncated: its tensors end at byte {end:,}, the file has {size:,}; {way_out}")
+    return n
+
+
+def check(folder: Path) -> list[Path]:
+    """The files with weights of a checkpoint. UserError if the folder holds none or not all of one, or if nothing converts it."""
+    try:
+        if not (folder / CONFIG).is_file():
+            models = sorted(p.name for p in folder.glob("*.gguf"))
+            instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the folder of a checkpoint"
+            raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: pass {instead}")
+        files = weight_files(folder)
+    except OSError as e:
+        raise UserError(f"cannot read {folder}: {e.strerror}") from e
+    if not CONVERTER.is_file():
+        raise UserError(f"{folder} is a checkpoint, and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
+    need_extra(NEEDED, f"{folder} is a checkpoint: converting it")
+    return files
+
+
+def converted_size(folder: Path, files: list[Path]) -> int:
+    """Bytes of the GGUF file, about: 16 bits a weight (those of pickled files are taken to be so) and the tokenizer."""
+    weights = sum(BYTES_A_WEIGHT * n_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
+    others = sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.suffix in (".json", ".model", ".txt"))
+    return weights + weights // 500 + others
+
+
+@contextlib.contextmanager
+def converted(
+    folder: Path, name: str, where: Path, kept: Path | None, say: Callable[[str], None], show_bar: bool
+) -> Iterator[Path]:
+    """A checkpoint as a GGUF file, F16 or BF16 as its weights are, under a name that does not change from run to run.
+
+    It lies in a folder of its own in `where` and is removed at the end, or is moved to `kept` as soon as it is whole. UserError
+    if there is no space for it or if the converter fails.
+    """
+    files = check(folder)
+    where = where if kept is None else kept.parent
+    remove_leftovers(where, TEMPORARY, say)
+    size, free = converted_size(folder, files), shutil.disk_usage(where).free
+    fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
+    if free < size:
+        raise UserError(
+            f"no space left on device: the GGUF file of {folder} takes about {size / MIB:,.0f} MiB, {where} has "
+            f"{free / MIB:,.0f} MiB free; "
+            "free some space, or name an OUT or a --keep-gguf FILE on another disk"
+        )
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=where))
+            stack.enter_context(locked_folder(Path(temporary)))
+            path = Path(temporary) / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
+            say(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
+            _convert(folder, path, size, show_bar)
+            if kept is not None:
+                give_name(path, kept, force=False)
+        except FileExistsError as e:
+            raise UserError(f"--keep-gguf: {kept} appeared while it was made, and was left as it is: name another file") from e
+        except OSError as e:
+            raise UserError(f"cannot convert {folder} in {where}: {e.strerror or e}; write OUT to another folder") from e
+        yield kept or path
+
+
+def _convert(folder: Path, path: Path, size: int, show_bar: bool) -> None:
+    """Runs the converter. UserError with its last error if it fails."""
+    env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
+    source = Path(os.path.abspath(folder))
+    if source.name != path.stem:  # the converter takes the model's name from its folder, in the hub's cache a hash
+        source = path.with_suffix("")
+        source.symlink_to(os.path.abspath(folder))
+    with tqdm(total=size, desc="converting", unit="B", unit_scale=True, disable=not show_bar) as bar:
+
+        def heard(text: str) -> None:
+            if percent := re.findall(r"Writing:\s+(\d+)%", text[-1000:]):
+                bar.update(size * int(percent[-1]) // 100 - bar.n)
+
+        command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path)]
+        code, log = run_heard(command, path.parent, heard, env)
+    if code or not path.is_file():
+        said = last_error(log)
+        way_out = "free some space" if "No space left" in said else "pass a GGUF file of it"
+        raise UserError(f"{folder} cannot be converted: {CONVERTER.name} exited with {code}: {said}; {way_out}")
+
+
+def last_error(log: str) -> str:
+    """What the converter says is wrong: its last line that is an error's, else its last."""
+    lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
+    error = re.compile(r"ERROR:[\w.-]+:(.*)|((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+    errors = [m[1] or m[2] for line in lines if (m := error.match(line))]
+    return (errors or lines or ["it said nothing"])[-1][:300]

@@ -1,0 +1,262 @@
+"""Models of the Hugging Face hub, through its own client: its cache, tokens, resumed downloads and progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._base.errors import UserError
+from .._base.units import MIB
+from .._formats.split import part_names
+from .checkpoint import CONFIG, FORMATS, NEEDED, index_name, indexed_files, need_extra, shards_by_name
+
+# Kinds of GGUF files by the tag in their name, and where safetensors stand among them.
+BEFORE_SAFETENSORS, AFTER_SAFETENSORS = ("bf16", "f16|fp16"), ("f32|fp32", "q8_0")
+# Of a checkpoint: what the converter reads beside the weights. No .py: nothing of the repository is run.
+COMPANIONS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
+N_TRIES = 5
+PAUSE = 1.0  # seconds before the next one
+PIECE = 8 * MIB
+TOKENS = "a token with HF_TOKEN or --hf-token"
+
+
+@dataclass(frozen=True)
+class Repo:
+    name: str
+    revision: str | None
+    token: str | None
+
+    def error(self, what: str) -> UserError:
+        return UserError(f"--hf-repo: {self.name} {what}")
+
+
+def fetch(repo: Repo, file: str | None, quiet: bool, say: Callable[[str], None]) -> Path:
+    """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
+
+    The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
+    or more than one of a kind, and for what the hub refuses.
+    """
+    need_extra(("huggingface_hub",), "--hf-repo")
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    logging.set_verbosity_error()  # retries are its own affair
+    if quiet:
+        disable_progress_bars()
+    with explained(repo):
+        info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
+    cache = _Cache(repo, info, say)
+    names = choose_gguf(repo, list(cache.files), file)
+    if names:
+        return cache.download(names)[0]
+    need_extra(NEEDED, f"--hf-repo: {repo.name} has safetensors: converting them")
+    return cache.download(checkpoint_files(cache))[0].parent
+
+
+def choose_gguf(repo: Repo, files: list[str], wanted: str | None) -> list[str]:
+    """Names of the parts of the GGUF model to take, nothing where it is the safetensors."""
+    ggufs = [f for f in files if f.endswith(".gguf") and not re.search("(?i)mmproj|imatrix", f)]
+    if wanted is not None:
+        if wanted not in files:
+            raise repo.error(f"has no file {wanted}: --hf-file must be {_some(ggufs) or 'left out, it has no GGUF files'}")
+        if not wanted.endswith(".gguf"):
+            raise repo.error(f"has {wanted}, which is no GGUF file: leave --hf-file out to take the whole checkpoint")
+        return _with_parts(repo, files, wanted)
+    firsts = [f for f in ggufs if _parts(f)[0] == f]
+
+    def of_kinds(kinds: tuple[str, ...]) -> list[str]:
+        for kind in kinds:
+            found = [f for f in firsts if re.search(rf"(?i)(?:^|[-._/])(?:{kind})(?=[-._/])", f)]
+            if len(found) > 1:
+                in_kind = f"{len(found)} GGUF files in {kind.partition('|')[0].upper()}"
+                raise repo.error(f"has {in_kind}: choose with --hf-file from {_some(found)}")
+            if found:
+                return _with_parts(repo, files, found[0])
+        return []
+
+    if found := of_kinds(BEFORE_SAFETENSORS):
+        return found
+    if CONFIG in files and any(_weights(files, weights) for weights in FORMATS):
+        return []
+    if found := of_kinds(AFTER_SAFETENSORS):
+        return found
+    others = f"; of its GGUF files, {_some(ggufs)}, one can be named with --hf-file" if ggufs else ""
+    raise repo.error(f"has neither a GGUF file in BF16, F16, F32 or Q8_0 nor a {CONFIG} with safetensors{others}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
+
+
+def _parts(file: str) -> list[str]:
+    folder, slash, name = file.rpartition("/")
+    return [f"{folder}{slash}{part}" for part in part_names(name)]
+
+
+def _with_parts(repo: Repo, files: list[str], file: str) -> list[str]:
+    parts = _parts(file)
+    if missing := [p for p in parts if p not in files]:
+        raise repo.error(f"lacks {_some(missing)}, of the {len(parts)} parts of {file}: choose another --hf-file or --revision")
+    return parts
+
+
+def _weights(files: list[str], weights: tuple[str, str]) -> list[str]:
+    """The files with weights, of which an index says more."""
+    return [f for f in files if "/" not in f and f.startswith(weights[0]) and f.endswith(weights[1])]
+
+
+def checkpoint_files(cache: _Cache) -> list[str]:
+    """Names of all files of the checkpoint, config.json first. UserError if a shard is missing."""
+    files = list(cache.files)
+    weights = next(w for w in FORMATS if _weights(files, w))
+    index = index_name(weights)
+    names = indexed_files(cache.download([index])[0]) if index in files else shards_by_name(_weights(files, weights))
+    if missing := [n for n in names if n not in files]:
+        raise cache.repo.error(f"lacks {_some(missing)}, of {len(names)} files with weights: choose another --revision")
+    others = [f for f in files if "/" not in f and (f.endswith(COMPANIONS) or f == "LICENSE")]
+    return [CONFIG, *(f for f in others if f != CONFIG), *names]
+
+
+class _Cache:
+    """The files of one commit of a repository, in the client's cache once they are downloaded."""
+
+    def __init__(self, repo: Repo, info, say: Callable[[str], None]):
+        self.repo, self.commit, self.say = repo, info.sha, say
+        self.files = {f.rfilename: f for f in info.siblings}
+
+    def download(self, names: list[str]) -> list[Path]:
+        """Their paths, in that order; what is not there yet is downloaded, resumed and checked."""
+        import huggingface_hub as hub
+
+        def cached(name: str):
+            return hub.try_to_load_from_cache(self.repo.name, name, revision=self.commit)
+
+        if missing := [n for n in names if not isinstance(cached(n), str)]:
+            self._announce(missing)
+        for name in missing:
+            path = self._download(name)
+            self._check(name, path)
+        return [Path(cached(n)) for n in names]
+
+    def _announce(self, names: list[str]) -> None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        size = max(sum(self.files[n].size or 0 for n in names) - self._begun(), 0)
+        folder = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise self.repo.error(
+                f"needs {size / MIB:,.0f} MiB in {HF_HUB_CACHE}, which has {free / MIB:,.0f} MiB free: free some space, or point "
+                "HF_HUB_CACHE to another disk"
+            )
+        self.say(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
+
+    def _begun(self) -> int:
+        """Bytes of unfinished files that the next run goes on with. Newer clients' files are of one run, with a dot in their stem."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+        from huggingface_hub.file_download import repo_folder_name
+
+        blobs = Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"), "blobs")
+        return sum(p.stat().st_size for p in blobs.glob("*.incomplete") if "." not in p.stem)
+
+    def _download(self, name: str) -> Path:
+        """Its path; a connection that breaks is tried again, and the client goes on where it broke."""
+        import huggingface_hub as hub
+
+        for left in reversed(range(N_TRIES)):
+            try:
+                with explained(self.repo):
+                    return Path(hub.hf_hub_download(self.repo.name, name, revision=self.commit, token=self.repo.token))
+            except ConnectionBroken as e:
+                if not left:
+                    then = "it goes on where it was" if self._begun() else "it keeps the files that are whole"
+                    raise UserError(f"{e}, {N_TRIES} times for {name}: run it again, {then}") from e
+                self.say(f"{e}: trying again to get the rest of {name}")
+                time.sleep(PAUSE)
+
+    def _check(self, name: str, path: Path) -> None:
+        """UserError, and the file is removed, if it is not the one that the hub's list describes."""
+        file = self.files[name]
+        if file.lfs is not None:
+            expected, digest = file.lfs.sha256, hashlib.sha256()
+        elif file.blob_id is not None:  # as git names it
+            expected, digest = file.blob_id, hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+        else:
+            return
+        with open(path, "rb") as f:
+            while piece := f.read(PIECE):
+                digest.update(piece)
+        if digest.hexdigest() != expected:
+            with contextlib.suppress(OSError):
+                Path(os.path.realpath(path)).unlink()
+            raise self.repo.error(
+                f"sent a damaged {name}: its checksum is {digest.hexdigest()}, must be {expected}; it was removed, run it again "
+                "to download it"
+            )
+
+
+class ConnectionBroken(UserError):
+    """Another try may help."""
+
+
+@contextlib.contextmanager
+def explained(repo: Repo) -> Iterator[None]:
+    """Within it the client's errors become a UserError that says what to do."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError as e:
+        given = repo.token or os.environ.get("HF_TOKEN")
+        how = "with the account of this token" if given else f"and pass {TOKENS}"
+        raise repo.error(f"is gated: accept its conditions on its page, {how}") from e
+    except errors.RepositoryNotFoundError as e:
+        raise repo.error(f"does not exist at {constants.ENDPOINT}, or is private: check the name, or pass {TOKENS}") from e
+    except errors.RevisionNotFoundError as e:
+        raise repo.error(f"has no revision {repo.revision}: --revision must be a branch, a tag or a commit of it") from e
+    except errors.OfflineModeIsEnabled as e:
+        raise repo.error("cannot be looked up, HF_HUB_OFFLINE is set: unset it, or pass the file in the cache as IN") from e
+    except errors.HFValidationError as e:
+        raise UserError(f"--hf-repo: got {repo.name!r}, must be ORG/NAME as in the address of its page") from e
+    except errors.HfHubHTTPError as e:
+        status = getattr(e.response, "status_code", None)
+        if status is not None and (status >= 500 or status in (408, 429)):
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {constants.ENDPOINT} answered {status}") from e
+        if status == 401:
+            raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass {TOKENS} that is valid") from e
+        if status == 416:
+            where = f"its *.incomplete files in {constants.HF_HUB_CACHE}"
+            raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
+        raise repo.error(f"cannot be read: {_first_line(e)}") from e
+    except Exception as e:
+        if _is_of_connection(e):
+            broke = f"the connection to {constants.ENDPOINT} broke ({_first_line(e)[:120]})"
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {broke}") from e
+        if isinstance(e, OSError) and e.strerror:
+            where = f"{constants.HF_HUB_CACHE}: {e.strerror}; point HF_HUB_CACHE to another folder"
+            raise UserError(f"--hf-repo: cannot write to {where}") from e
+        raise repo.error(f"cannot be downloaded: {_first_line(e)}") from e
+
+
+def _is_of_connection(e: BaseException | None) -> bool:
+    """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    return e is not None and (
+        isinstance(e, (ConnectionError, TimeoutError, LocalEntryNotFoundError))
+        or type(e).__module__.startswith(("requests", "urllib3", "httpx", "httpcore"))  # httpx2 too
+        or "Consistency check failed" in str(e)
+        or _is_of_connection(e.__cause__)
+    )
+
+
+def _first_line(e: Exception) -> str:
+    return " ".join((str(e).strip().splitlines() or [type(e).__name__])[0].split())[:300]
