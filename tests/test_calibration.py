@@ -20,6 +20,7 @@ import pytest
 from conftest import ROOT, gaussian, quantize, run_quantize, tool, write_gguf
 from ggml_ext import export, inspect
 from ggml_ext import quantize as program
+from ggml_ext._base.files import fingerprint, locked_folder
 from ggml_ext._base.memory import available_memory
 from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
@@ -27,8 +28,7 @@ from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._importance import calibration
 from ggml_ext._importance.calibration import Record
 from ggml_ext._importance.cost import Input, Model, choose_importance
-from ggml_ext._native import process as _process
-from ggml_ext._output import output
+from ggml_ext._native import process as programs
 from test_bad_input import check_error, files
 from test_moments_file import Spy
 
@@ -238,9 +238,9 @@ def test_a_full_disk(folder, monkeypatch):
 
 def test_an_interrupt_ends_the_program_too(folder, tmp_path):
     driver = (
-        "import signal, sys; from pathlib import Path; from ggml_ext import _calibration, quantize\n"
+        "import signal, sys; from pathlib import Path; from ggml_ext import quantize; from ggml_ext._importance import calibration\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell starts in the background ignores it
-        f"_calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); calibration.TEXT = Path({str(folder.built_in)!r})\n"
+        f"calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); calibration.TEXT = Path({str(folder.built_in)!r})\n"
         f"sys.exit(quantize.main({[str(folder.model), str(folder.out), '--type', 'ditto3']!r}))"
     )
     before = files(folder.out.parent)
@@ -266,8 +266,8 @@ def test_an_interrupt_while_the_program_starts_ends_it(tmp_path, monkeypatch):
             started.append(self)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(_process.subprocess, "Popen", Popen)
-    for run in (_process.run_logged, lambda *args: _process.run_heard(*args, print)):
+    monkeypatch.setattr(programs.subprocess, "Popen", Popen)
+    for run in (programs.run_logged, lambda *args: programs.run_heard(*args, print)):
         with pytest.raises(Stopped) as stopped, stop_on_signals():
             run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
         process, code = started[-1], started[-1].poll()
@@ -322,7 +322,7 @@ def test_signals_are_the_main_threads_affair(tmp_path):
 def test_two_calibrations_in_one_folder(folder, monkeypatch):
     """The second waits, and uses what the first one made."""
     first = contextlib.ExitStack()
-    first.enter_context(output.locked_folder(folder.out.parent))
+    first.enter_context(locked_folder(folder.out.parent))
     note = program.Log.note
 
     def until_waiting(self, text):
@@ -462,7 +462,7 @@ def test_available_memory(tmp_path, group, n_gib):
 def test_records_are_read_with_care(tmp_path):
     kept = tmp_path / "a.gguf"
     kept.write_bytes(b"data")
-    record = Record({"x": 1}, "block", None, calibration.fingerprint(kept))
+    record = Record({"x": 1}, "block", None, fingerprint(kept))
     wrong = [{"result": {}}, {"result": 3}, {"kind": "all"}, {"kind": 3}, {"kind": []}, {"layers": "a"}, {"layers": []},
              {"layers": ["0", "3"]}, {"layers": 3}, {"layers": [0, True]}, {"made_from": "x"}]
     contents = [json.dumps(record.__dict__ | values) for values in wrong]

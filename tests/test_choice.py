@@ -363,7 +363,8 @@ PARTS = [[n for n in FREE if name in n] for name in (*SHAPES, "token_embd")] + [
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from ggml_ext import _choice, _sensitivity, quantize
+from ggml_ext import quantize
+from ggml_ext._budget import choice, sensitivity
 tensors, parts = set(), []
 sample, kld = choice.sample_error, sensitivity.Probe._kld
 def note(done, limit):

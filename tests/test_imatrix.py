@@ -135,9 +135,9 @@ def test_every_expert_has_its_own_importances(lib, tmp_path, monkeypatch, encode
     np.testing.assert_array_equal(imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3)), sums / np.float32([[5], [3], [2]]))
     theirs = llama_quantize(source, tmp_path / "theirs.gguf", "ditto3", "--imatrix", path)
     from ggml_ext import quantize as program
-    from ggml_ext._output import writer as _writer
+    from ggml_ext._formats import chunks
 
-    monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 7 * 256)
+    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 7 * 256)
     up = [] if encoder == "c" else ["--tensor-type", "ffn_up=f16"]
     assert program.main([str(source), str(tmp_path / "ours.gguf"), "--type", "ditto3", "--imatrix", str(path), "--encoder", encoder, *up]) == 0
     if encoder == "c":

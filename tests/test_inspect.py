@@ -61,14 +61,14 @@ def test_lists_tensors_types_and_bits(folder):
 def test_against_the_original(folder, monkeypatch, numpy_only, capsys):
     """Errors as numpy finds them in the file, in chunks of a few rows."""
     from ggml_ext import inspect as program
+    from ggml_ext._formats import chunks
     from ggml_ext._native import library
-    from ggml_ext._output import writer as _writer
 
     if numpy_only:
         monkeypatch.setattr(library, "load", lambda: None)
     elif library.load() is None:
         pytest.skip("libggml-base is not built into the installed package")
-    monkeypatch.setattr(_writer, "CHUNK_WEIGHTS", 7 * 256)
+    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 7 * 256)
     assert program.main([str(folder / "out.gguf"), "--against", str(folder / "in.gguf")]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
     originals, stored = read_tensors(folder / "in.gguf"), read_tensors(folder / "out.gguf")

@@ -279,10 +279,10 @@ class Spy:
 @pytest.mark.parametrize("kind", ["block", "full"])
 def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
     """And stock types with the diagonal; the summary and the metadata say what was used."""
-    from ggml_ext._output import writer
+    from ggml_ext._formats import chunks
 
     spy = Spy(monkeypatch, lib)
-    monkeypatch.setattr(writer, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
+    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
     xs = inputs()
     path = write_moments(tmp_path / "m.gguf", xs, kind)
     spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q3_k", "--imatrix", path)

@@ -22,8 +22,10 @@ import pytest
 
 from conftest import ROOT, gaussian, quantize_command, read_tensors, tool, write_gguf
 from ggml_ext import quantize as program
-from ggml_ext._base.files import hidden
-from ggml_ext._output import conversion, verify, writer
+from ggml_ext._base.files import hidden, locked_folder, remove_leftovers
+from ggml_ext._base.signals import SIGNALS
+from ggml_ext._formats import chunks
+from ggml_ext._output import conversion, verify
 from ggml_ext._output import output as _output
 from ggml_ext._output.output import Output
 from ggml_ext._output.parts import split_parts
@@ -44,7 +46,7 @@ def source(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(writer, "CHUNK_WEIGHTS", 6 * 512)
+    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 6 * 512)
 
 
 FLAGS = ("--type", "ditto3", "--importance", "none", "--fallback-above", "3", "-t", "2")
@@ -71,15 +73,17 @@ def run_badly(capsys, *args, parts=(), code=1) -> str:
 
 STOP = """
 import os, signal, sys
-from ggml_ext import _output, _writer, quantize
-writer.CHUNK_WEIGHTS = 6 * 512
-write = _output.Output.write
+from ggml_ext import quantize
+from ggml_ext._formats import chunks
+from ggml_ext._output.output import Output
+chunks.CHUNK_WEIGHTS = 6 * 512
+write = Output.write
 def stop(self, data):
     write(self, data)
     if len(self.finished) == int(sys.argv[1]) and self._written > 512:
         self._file.flush()
         os.kill(os.getpid(), int(sys.argv[2]))
-_output.Output.write = stop
+Output.write = stop
 sys.exit(quantize.main(sys.argv[3:]))
 """
 
@@ -89,7 +93,7 @@ def run_and_stop(n_finished: int, number: int, *args) -> subprocess.CompletedPro
     command = [sys.executable, "-c", STOP, n_finished, int(number), *args]
 
     def default_signals():  # shells ignore SIGINT in the background
-        for n in writer.SIGNALS:
+        for n in SIGNALS:
             signal.signal(n, signal.SIG_DFL)
 
     return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=120, preexec_fn=default_signals)
@@ -739,9 +743,9 @@ def test_leftovers_of_a_killed_calibration_are_removed_and_named(tmp_path):
         if name != "fresh":
             os.utime(folder, (0, 0))
     told = []
-    with _output.locked_folder(folders["running"]) as has_lock:
+    with locked_folder(folders["running"]) as has_lock:
         assert has_lock
-        _output.remove_leftovers(tmp_path, ".calibration-", told.append)
+        remove_leftovers(tmp_path, ".calibration-", told.append)
     assert told == [f"removed what a killed run left: {folders['killed']}"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".calibration-fresh", ".calibration-running"]
 

@@ -9,7 +9,8 @@ import pytest
 
 from conftest import gaussian, run_main, write_gguf
 from ggml_ext import export, quantize
-from ggml_ext._output import output
+from ggml_ext._base.files import hidden, written_beside
+from ggml_ext._output.parts import UNFINISHED, Part, journal_of
 from test_bad_input import check_error, files
 from test_imatrix import write_imatrix
 
@@ -122,7 +123,7 @@ def test_what_is_read_is_no_unfinished_file_of_out(folder, name, what):
 def test_names_are_those_that_are_used(tmp_path):
     """The long ones too."""
     for path in (tmp_path / "out.gguf", tmp_path / ("x" * 240 + ".gguf")):
-        with output.written_beside(path) as part:
+        with written_beside(path) as part:
             part.touch()
-            names = [part, output.hidden(path), output.journal_of(path), output.Part(path, 0, 1).replaced]
-        assert all(re.fullmatch(output.UNFINISHED, p.name) for p in names) and not re.fullmatch(output.UNFINISHED, path.name)
+            names = [part, hidden(path), journal_of(path), Part(path, 0, 1).replaced]
+        assert all(re.fullmatch(UNFINISHED, p.name) for p in names) and not re.fullmatch(UNFINISHED, path.name)
