@@ -10,7 +10,8 @@ import pytest
 from conftest import gaussian, run_main, write_gguf
 from ggml_ext import export, quantize
 from ggml_ext._base.files import hidden, written_beside
-from ggml_ext._output.parts import UNFINISHED, Part, journal_of
+from ggml_ext._output import parts
+from ggml_ext._output.parts import Part, journal_of
 from test_bad_input import check_error, files
 from test_imatrix import write_imatrix
 
@@ -126,4 +127,4 @@ def test_names_are_those_that_are_used(tmp_path):
         with written_beside(path) as part:
             part.touch()
             names = [part, hidden(path), journal_of(path), Part(path, 0, 1).replaced]
-        assert all(re.fullmatch(UNFINISHED, p.name) for p in names) and not re.fullmatch(UNFINISHED, path.name)
+        assert all(re.fullmatch(parts.UNFINISHED, p.name) for p in names) and not re.fullmatch(parts.UNFINISHED, path.name)
