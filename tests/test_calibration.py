@@ -24,6 +24,7 @@ from ggml_ext._base.files import fingerprint, locked_folder
 from ggml_ext._base.memory import available_memory
 from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
+from ggml_ext._console.terminal import Terminal
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._importance import calibration
 from ggml_ext._importance.calibration import Record
@@ -323,7 +324,7 @@ def test_two_calibrations_in_one_folder(folder, monkeypatch):
     """The second waits, and uses what the first one made."""
     first = contextlib.ExitStack()
     first.enter_context(locked_folder(folder.out.parent))
-    note = program.Log.note
+    note = Terminal.note
 
     def until_waiting(self, text):
         note(self, text)
@@ -331,7 +332,7 @@ def test_two_calibrations_in_one_folder(folder, monkeypatch):
             assert not folder.runs()
             first.close()
 
-    monkeypatch.setattr(program.Log, "note", until_waiting)
+    monkeypatch.setattr(Terminal, "note", until_waiting)
     _, err = folder.run()
     assert "waiting for its end" in err and len(folder.runs()) == 1
     _, err = folder.run()

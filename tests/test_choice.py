@@ -15,7 +15,8 @@ from conftest import ROOT, gaussian, read_tensors, run_quantize, write_gguf
 from ggml_ext import quantize as program
 from ggml_ext._base.errors import UserError
 from ggml_ext._base.signals import Stopped
-from ggml_ext._budget import choice, sensitivity, target
+from ggml_ext._budget import inquiry, sensitivity, target
+from ggml_ext._budget import kept as results
 from moments_files import correlated, write_moments
 from test_bad_input import check_error, files
 
@@ -45,7 +46,7 @@ class Folder:
         fake.chmod(0o755)
         for key, value in (("MODEL", self.model), ("COSTS", json.dumps(COSTS)), ("LOG", self.log)):
             monkeypatch.setenv(f"FAKE_PERPLEXITY_{key}", str(value))
-        monkeypatch.setattr(choice, "find_tool", lambda name: fake)
+        monkeypatch.setattr(inquiry, "find_tool", lambda name: fake)
 
     def run(self, *flags, code=0, source=None):
         """Exit code checked; standard output and error."""
@@ -102,7 +103,7 @@ def test_sensitivities_are_measured_and_types_follow_them(fresh):
     out, _ = folder.run("--target-bpw", "4", "--report", folder.path / "report.json")
     assert bits_in_all(folder.out) <= 4
     kept = json.loads(folder.kept.read_text())
-    parts = [(sensitivity.Part(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
+    parts = [(sensitivity.Probed(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
     found = sensitivity.fit(sensitivity.usual(FREE), kept["probe_errors"], parts)
     # the copies are floats of 16 bits, which changes errors of 0.06 by 2^-11 at most and the costs, printed with 9 digits, by less
     assert found == pytest.approx(COSTS, rel=1e-3)
@@ -298,8 +299,8 @@ def test_the_end_of_a_text():
 def test_costs_that_are_measured_as_less_than_nothing():
     """Sensitivities of layers stay positive and within what the classes cost."""
     names = [f"blk.{i}.ffn_up.weight" for i in range(3)]
-    parts = [(sensitivity.Part("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
-    parts += [(sensitivity.Part(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
+    parts = [(sensitivity.Probed("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
+    parts += [(sensitivity.Probed(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
     found = sensitivity.fit(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
     total = sum(0.07 * s for s in found.values())
     assert abs(total - 1e-5) < 1e-9 and min(found.values()) > 1e-8 and max(found.values()) < 1e-5 / 0.07 * 1.001
@@ -338,17 +339,17 @@ def test_second_moments_weigh_the_errors(folder):
 
 
 def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
-    folder, sample, done = fresh, choice.sample_error, []
+    folder, sample, done = fresh, inquiry.Inquiry._sample_error, []
 
-    def stop(file, tensor, *others):
+    def stop(self, tensor, *others):
         if tensor.name == FREE[-1] and not done:
             done.append(tensor.name)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)  # the main thread hears of it
-        return sample(file, tensor, *others)
+        return sample(self, tensor, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "sample_error", stop)
+        patch.setattr(inquiry.Inquiry, "_sample_error", stop)
         _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual", code=128 + signal.SIGTERM)
     assert "error: interrupted" in err
     kept = json.loads(folder.kept.read_text())["errors"]
@@ -364,22 +365,22 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from ggml_ext import quantize
-from ggml_ext._budget import choice, sensitivity
+from ggml_ext._budget import inquiry, sensitivity
 tensors, parts = set(), []
-sample, kld = choice.sample_error, sensitivity.Probe._kld
+sample, kld = inquiry.Inquiry._sample_error, sensitivity.Probe._kld
 def note(done, limit):
     if len(done) == limit:
         os.kill(os.getpid(), signal.SIGKILL)
-def sample_error(file, tensor, *others):
+def sample_error(self, tensor, *others):
     tensors.add(tensor.name)
     note(tensors, 8)
-    return sample(file, tensor, *others)
+    return sample(self, tensor, *others)
 def measure(self, *args):
     parts.append(args)
     note(parts, 4)
     return kld(self, *args)
-choice.find_tool = lambda name: Path(sys.argv[1])
-choice.sample_error, sensitivity.Probe._kld = sample_error, measure
+inquiry.find_tool = lambda name: Path(sys.argv[1])
+inquiry.Inquiry._sample_error, sensitivity.Probe._kld = sample_error, measure
 sys.exit(quantize.main(sys.argv[2:]))
 """
 
@@ -454,8 +455,8 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
         written.append(now[0])
         now[0] += 1.0
 
-    keeper = choice.Keeper(SimpleNamespace(write=write), tmp_path / "x.choice.json")
-    monkeypatch.setattr(choice.time, "monotonic", lambda: now[0])
+    keeper = results.Keeper(SimpleNamespace(write=write), tmp_path / "x.choice.json")
+    monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
     for _ in range(1000):
         keeper.write_now_and_then()
         now[0] += 0.5
@@ -465,19 +466,19 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
 def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):
     """The second writes while the first does; what the last one kept is whole."""
     path, pid = fresh.kept, os.getpid()
-    first, second = (choice.Kept({"by": n}) for n in (1, 2))
-    open_file = choice.open_file
+    first, second = (results.Kept({"by": n}) for n in (1, 2))
+    open_file = results.open_file
 
     def open_and_be_overtaken(part):
-        monkeypatch.setattr(choice, "open_file", open_file)
+        monkeypatch.setattr(results, "open_file", open_file)
         found = open_file(part)
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         second.write(path)
-        assert choice.Kept.read(path, {"by": 2}) == second
+        assert results.Kept.read(path, {"by": 2}) == second
         monkeypatch.setattr(os, "getpid", lambda: pid)
         return found
 
-    monkeypatch.setattr(choice, "open_file", open_and_be_overtaken)
+    monkeypatch.setattr(results, "open_file", open_and_be_overtaken)
     first.write(path)
     assert json.loads(path.read_text())["made_from"] == {"by": 1}
     assert [*path.parent.iterdir()] == [path]

@@ -13,6 +13,7 @@ import pytest
 
 from conftest import gaussian, run_main, write_gguf
 from ggml_ext import dump, export, inspect, libdir, quantize
+from ggml_ext._jobs import exporting, inspecting, quantizing
 from ggml_ext._base import encoding
 from ggml_ext._base.errors import UserError
 
@@ -33,9 +34,9 @@ def commands(source) -> dict:
     """Of each command main(), what it calls early, and a good command line."""
     out = source.with_name("out.gguf")
     return {
-        "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantize._source),
-        "export": (export, "open_model", [source, out, "--type", "q8_0"], export),
-        "inspect": (inspect, "open_model", [source], inspect),
+        "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
+        "export": (export, "open_model", [source, out, "--type", "q8_0"], exporting),
+        "inspect": (inspect, "open_model", [source], inspecting),
         "dump": (dump, "GGUFFile", [source], dump),
         "libdir": (libdir, "library_folder", [], libdir),
     }
@@ -78,7 +79,7 @@ def test_errors_of_the_user_have_a_traceback_where_another_error_is_behind(sourc
         raise UserError("one line")
 
     for failing, is_shown in ((missing, True), (plain, False)):
-        monkeypatch.setattr(inspect, "open_model", failing)
+        monkeypatch.setattr(inspecting, "open_model", failing)
         done = run_main(inspect.main, source, "--debug")
         assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: one line"
         assert ("FileNotFoundError" in done.stderr) == is_shown and (done.stderr.count("\n") > 1) == is_shown

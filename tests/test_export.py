@@ -17,7 +17,11 @@ import conftest
 from conftest import gaussian, read_tensors, relative_mse, write_gguf
 from ggml_ext import TYPES, WEIGHT_TYPES, export, quantize
 from ggml_ext._base.signals import Stopped
-from ggml_ext._console.card import shown_command
+from ggml_ext._console.options import build_parser
+from ggml_ext._console.program import options_of
+from ggml_ext._jobs import exporting
+from ggml_ext._jobs.command import shown_command
+from ggml_ext._jobs.settings import QuantizeOptions
 from ggml_ext._native import library
 from ggml_ext._output.output import Output
 from native import STOCK, built
@@ -31,7 +35,7 @@ SHAPES = {"token_embd.weight": (64, 512), "blk.0.attn_q.weight": (32, 512), "blk
 # Of an importance matrix; none of the embeddings.
 SEEN = {f"blk.0.{name}.weight": (np.linspace(1, 9, n, dtype=np.float32)[None], [1]) for name, n in (("attn_q", 512), ("ffn_down", 64))}
 # Not among them: what needs an importance matrix.
-PLAIN = sorted(name for name, t in export.STOCK_TYPES.items() if t not in export.IMATRIX_TYPES)
+PLAIN = sorted(name for name, t in exporting.STOCK_TYPES.items() if t not in exporting.IMATRIX_TYPES)
 
 
 def describe(writer: gguf.GGUFWriter) -> None:
@@ -81,7 +85,7 @@ def test_every_stock_type_holds_what_ours_held(ours, tmp_path, capsys, name):
     before, after = read_tensors(ours), read_tensors(out)
     assert not {t.tensor_type.name.lower() for t in after.values()} & TYPES.keys()
     target = after["blk.0.attn_q.weight"].tensor_type
-    assert target == export.STOCK_TYPES[name]
+    assert target == exporting.STOCK_TYPES[name]
     assert (after["output_norm.weight"].data == before["output_norm.weight"].data).all()
     weights = {}
     try:
@@ -108,9 +112,9 @@ def test_metadata_hold_nothing_of_ours(ours, tmp_path, capsys):
     assert all(after[k].contents() == before[k].contents() for k in kept) and "general.name" in kept
 
 
-@pytest.mark.parametrize("name", export.STOCK_TYPES)
+@pytest.mark.parametrize("name", exporting.STOCK_TYPES)
 def test_every_type_has_a_file_type(name):
-    assert export.file_type(export.STOCK_TYPES[name]) in gguf.LlamaFileType._value2member_map_
+    assert exporting.file_type(exporting.STOCK_TYPES[name]) in gguf.LlamaFileType._value2member_map_
 
 
 def types_of(path: Path) -> dict[str, str]:
@@ -346,11 +350,9 @@ def test_names_are_no_markup(lib, tmp_path, capsys):
 
 
 def test_tokens_are_not_in_the_command():
-    parser = quantize.build_parser()
-    args = parser.parse_args(["out.gguf", "--hf-repo", "org/name", "--hf-token", "secret", "--type", "itq3_t",
-                              "--tensor-type", "a=q8_0", "--tensor-type", "b=q8_0", "--imatrix", "/home/me/i.gguf"])
-    args.input, args.output = None, args.input
-    assert shown_command("quantize", parser, args) == (
+    args = build_parser().parse_args(["out.gguf", "--hf-repo", "org/name", "--hf-token", "secret", "--type", "itq3_t",
+                                      "--tensor-type", "a=q8_0", "--tensor-type", "b=q8_0", "--imatrix", "/home/me/i.gguf"])
+    assert shown_command("quantize", options_of(QuantizeOptions, args).with_files_in_place()) == (
         "python -m ggml_ext.quantize out.gguf --type itq3_t --tensor-type a=q8_0 --tensor-type b=q8_0 --hf-repo org/name "
         "--imatrix i.gguf"
     )

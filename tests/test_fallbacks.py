@@ -16,7 +16,7 @@ import pytest
 
 from conftest import gaussian, quantize, quantize_command, read_tensors, relative_mse, run_quantize, tool, write_gguf
 from ggml_ext import WEIGHT_TYPES
-from ggml_ext._console import report
+from ggml_ext._report import tables as report
 from ggml_ext._formats import gguf_file
 from ggml_ext._formats import names as _names
 from ggml_ext._plan import plan as _plan

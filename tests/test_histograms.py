@@ -16,7 +16,7 @@ import pytest
 from conftest import gaussian, quantize, read_tensors, run_main, write_gguf
 from ggml_ext import TYPES, WEIGHT_TYPES
 from ggml_ext import inspect as program
-from ggml_ext._console import picture as _picture
+from ggml_ext._report import picture as _picture
 from ggml_ext._encode import histogram
 from ggml_ext._formats import gguf_file
 from moments_files import correlated, write_moments
@@ -208,7 +208,7 @@ def test_picture_by_layer_and_class(folder, tmp_path):
 def test_a_picture_replaces_nothing_that_is_read_and_no_link(folder, tmp_path):
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture"]
     (tmp_path / "model.svg").symlink_to(folder / "in.gguf")
-    check_error(run_inspect(*args, tmp_path / "model.svg", "--force"), "--picture", "model.svg is a file that is read")
+    check_error(run_inspect(*args, tmp_path / "model.svg", "--force"), "--picture", "model.svg is the same file as --against")
     (tmp_path / "link.svg").symlink_to("target.svg")
     assert run_inspect(*args, tmp_path / "link.svg").returncode == 0
     assert (tmp_path / "link.svg").is_symlink() and svg_texts(tmp_path / "target.svg")
@@ -242,7 +242,7 @@ def test_places_and_colours():
     (["--tensor", "no_such"], ("--tensor", "'no_such'", f"matches none of the {len(WEIGHT_TYPES) + 8} tensors", "such as ")),
     (["--picture", "a.svg"], ("--picture", "--against ORIGINAL")),
     (["--against", "in.gguf", "--picture", "a.jpg"], ("--picture", "'a.jpg'", ".svg or .png")),
-    (["--against", "in.gguf", "--picture", "none/a.svg"], ("--picture", "folder none does not exist")),
+    (["--against", "in.gguf", "--picture", "none/a.svg"], ("--picture", "folder", "none does not exist")),
     (["--against", "out.gguf", "--picture", "a.svg"], ("--picture", "no tensor has another type")),
     (["--against", "in.gguf", "--picture", "dir.svg"], ("--picture", "not a regular file")),
 ])

@@ -24,7 +24,9 @@ from conftest import ROOT, gaussian, quantize_command, read_tensors, tool, write
 from ggml_ext import quantize as program
 from ggml_ext._base.files import hidden, locked_folder, remove_leftovers
 from ggml_ext._base.signals import SIGNALS
+from ggml_ext._encode.codec import Codec
 from ggml_ext._formats import chunks
+from ggml_ext._jobs import settings
 from ggml_ext._output import conversion, verify
 from ggml_ext._output import output as _output
 from ggml_ext._output.output import Output
@@ -75,6 +77,7 @@ STOP = """
 import os, signal, sys
 from ggml_ext import quantize
 from ggml_ext._formats import chunks
+from ggml_ext._jobs import settings
 from ggml_ext._output.output import Output
 chunks.CHUNK_WEIGHTS = 6 * 512
 write = Output.write
@@ -103,14 +106,14 @@ def run_and_stop(n_finished: int, number: int, *args) -> subprocess.CompletedPro
 def encoded(monkeypatch):
     """Names of the tensors that are encoded within it."""
     names = []
-    convert = program.Codec.convert
+    convert = Codec.convert
 
     def note(self, rows, tensor, *others):
         names.append(tensor.name)
         return convert(self, rows, tensor, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(program.Codec, "convert", note)
+        patch.setattr(Codec, "convert", note)
         yield names
 
 
@@ -122,8 +125,8 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys
     (tmp_path / "whole").mkdir()
     is_split = "--split-max-size" in flags
     if is_split:  # parts of about three tensors
-        monkeypatch.setattr(program, "parse_split_size", lambda text: 8000)
-        smaller = "quantize.parse_split_size = lambda text: 8000\nsys.exit"
+        monkeypatch.setattr(settings, "parse_split_size", lambda text: 8000)
+        smaller = "settings.parse_split_size = lambda text: 8000\nsys.exit"
         monkeypatch.setattr(sys.modules[__name__], "STOP", STOP.replace("sys.exit", smaller))
     run_well(capsys, source, tmp_path / "whole" / "out.gguf", *flags)
     (tmp_path / "out").mkdir()
@@ -353,7 +356,7 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
 @pytest.fixture
 def small_parts(monkeypatch):
     """Flags for parts of about three tensors of `source`."""
-    monkeypatch.setattr(program, "parse_split_size", lambda text: 8000)
+    monkeypatch.setattr(settings, "parse_split_size", lambda text: 8000)
     return *FLAGS, "--split-max-size", "1M"
 
 
@@ -562,7 +565,7 @@ def test_verify_finds_what_the_disk_changed(lib, source, tmp_path, capsys, monke
 
 def test_verify_finds_errors_other_than_those_found_while_writing(lib, source, tmp_path, capsys, monkeypatch):
     """Memory that fails under the encoder's result, say."""
-    convert = program.Codec.convert
+    convert = Codec.convert
 
     def wrong(self, rows, tensor, *others):
         data, accuracy = convert(self, rows, tensor, *others)
@@ -571,7 +574,7 @@ def test_verify_finds_errors_other_than_those_found_while_writing(lib, source, t
             data[0, 20] ^= 64
         return data, accuracy
 
-    monkeypatch.setattr(program.Codec, "convert", wrong)
+    monkeypatch.setattr(Codec, "convert", wrong)
     run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=(f"tensor {NAMES[4]} decodes to other weights",))
 
 
@@ -712,7 +715,7 @@ def test_parts_keep_another_alignment(lib, tmp_path, capsys):
     source = write_gguf(tmp_path / "in.gguf", tensors, fill=lambda w: w.add_custom_alignment(128))
     flags = ("--type", "itq3_s", "--importance", "none", "--verify")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "parse_split_size", lambda text: 500)
+        patch.setattr(settings, "parse_split_size", lambda text: 500)
         run_well(capsys, source, tmp_path / "out.gguf", *flags, "--split-max-size", "1M")
     second = gguf.GGUFReader(tmp_path / "out-00002-of-00002.gguf")
     assert second.alignment == 128 and second.tensors[0].data_offset % 128 == 0

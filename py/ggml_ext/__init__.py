@@ -1,13 +1,32 @@
 """Low-bit weight types for llama.cpp: quantizer, numpy references and, where built, the extended ggml libraries.
 
 Importing the package teaches `gguf` the types of the extension, so that GGUFReader, GGUFWriter, gguf.quants and
-gguf-dump work on its files.
+gguf-dump work on its files. quantize_model(), export_model() and inspect_model() (api.py) are loaded when they are asked for.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._base.errors import UserError
 from ._base.package import __version__
 from ._base.types import TYPES, WEIGHT_TYPES, ExtType, TypeInfo
 from ._formats.gguf_types import extend_gguf
 
+if TYPE_CHECKING:
+    from .api import export_model, inspect_model, quantize_model
+
 extend_gguf()
 
-__all__ = ["TYPES", "WEIGHT_TYPES", "ExtType", "TypeInfo", "__version__"]
+__all__ = [
+    "TYPES", "WEIGHT_TYPES", "ExtType", "TypeInfo", "UserError", "__version__", "export_model", "inspect_model", "quantize_model",
+]
+_FUNCTIONS = ("export_model", "inspect_model", "quantize_model")
+
+
+def __getattr__(name: str):
+    if name in _FUNCTIONS:
+        from . import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,7 +43,8 @@ from variant_types import BLOCK, VARIANTS, Importance, encode_block_codebooks
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from ggml_ext import WEIGHT_TYPES
 from ggml_ext._base.errors import UserError
-from ggml_ext._console.cli import check_threads, run_script
+from ggml_ext._base.threads import check_threads
+from ggml_ext._console.cli import run_script
 from ggml_ext._formats.gguf_file import Tensor
 from ggml_ext._formats.imatrix import ImportanceMatrix
 from ggml_ext._native import library

@@ -1,10 +1,13 @@
-"""Results of worker threads, in the order of what they are made from."""
+"""How many threads a run uses, and what they make in the order of what it is made from."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+
+from .errors import UserError
 
 
 def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, n_ahead: int) -> Iterator:
@@ -16,3 +19,10 @@ def map_in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, 
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
+
+
+def check_threads(threads: int | None) -> int:
+    """The number to use of --threads, None for all; UserError if the one asked for is no number of threads."""
+    if threads is not None and threads < 1:
+        raise UserError(f"--threads: got {threads}, must be at least 1; leave it out to use all processors")
+    return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

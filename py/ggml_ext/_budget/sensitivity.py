@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType
-from tqdm import tqdm
 
+from .._base.console import Console
 from .._base.errors import UserError
 from .._base.files import locked_folder, remove_leftovers
 from .._base.threads import map_in_order
@@ -29,7 +29,7 @@ from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
 from .._formats.chunks import row_chunks
-from .._formats.gguf_file import GGUFFile, Tensor, row_bytes
+from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import layer_of, tensor_class
 from .._importance.calibration import N_CONTEXT
 from .._importance.importance import Importance
@@ -59,8 +59,8 @@ FIRST_LAYER = 8  # times as much as in each of the others; there they are alike,
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tensors that get their errors together."""
+class Probed:
+    """Tensors that get their errors together, a class or a range of layers."""
 
     name: str
     tensors: tuple[str, ...]
@@ -88,14 +88,14 @@ def usual(names: Sequence[str]) -> dict[str, float]:
     return {name: USUAL.get(class_name(name), OTHERS) * share(name) / totals[tensor_class(name)] for name in names}
 
 
-def class_parts(names: Sequence[str]) -> list[Part]:
+def class_parts(names: Sequence[str]) -> list[Probed]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(tensor_class(name), []).append(name)
-    return [Part(name, tuple(of_class)) for name, of_class in groups.items()]
+    return [Probed(name, tuple(of_class)) for name, of_class in groups.items()]
 
 
-def layer_parts(names: Sequence[str]) -> list[Part]:
+def layer_parts(names: Sequence[str]) -> list[Probed]:
     """Ranges of layers: each alone where they are few, else the first two, four equal ranges and the last."""
     layers = sorted({n for n in map(layer_of, names) if n is not None})
     n = len(layers)
@@ -107,11 +107,11 @@ def layer_parts(names: Sequence[str]) -> list[Part]:
     for start, end in zip(starts, [*starts[1:], n]):
         inside = layers[start:end]
         title = f"blk.{inside[0]}" if len(inside) == 1 else f"blk.{inside[0]}-{inside[-1]}"
-        parts.append(Part(title, tuple(name for name in names if layer_of(name) in inside)))
+        parts.append(Probed(title, tuple(name for name in names if layer_of(name) in inside)))
     return parts
 
 
-def make_parts(names: Sequence[str]) -> list[Part]:
+def make_parts(names: Sequence[str]) -> list[Probed]:
     """All that are measured: each class, then ranges of layers."""
     return [*class_parts(names), *layer_parts(names)]
 
@@ -121,12 +121,12 @@ class Measured:
     """What was measured of a model: the first of its parts, while a run is not through them."""
 
     errors: dict[str, float] = field(default_factory=dict)  # relative squared, by tensor, in the type of the probe
-    costs: list[tuple[Part, float]] = field(default_factory=list)  # KL divergence of each part
+    costs: list[tuple[Probed, float]] = field(default_factory=list)  # KL divergence of each part
 
     def is_whole(self) -> bool:
         return [part for part, _ in self.costs] == make_parts(list(self.errors))
 
-    def continued(self, errors: dict[str, float], parts: Sequence[Part]) -> Measured:
+    def continued(self, errors: dict[str, float], parts: Sequence[Probed]) -> Measured:
         """What a run that found these errors can go on with: nothing of one that measured other parts or had other errors."""
         are_same = list(self.errors) == list(errors) and all(
             math.isclose(self.errors[name], error, rel_tol=ERRORS_DIFFER) for name, error in errors.items()
@@ -145,7 +145,7 @@ def end_of(text: bytes) -> bytes:
 
 
 def fit(
-    start: Mapping[str, float], errors: Mapping[str, float], costs: Sequence[tuple[Part, float]]
+    start: Mapping[str, float], errors: Mapping[str, float], costs: Sequence[tuple[Probed, float]]
 ) -> dict[str, float]:
     """Sensitivities, by tensor, that explain what parts cost, nearest to the ratios of `start`.
 
@@ -181,7 +181,7 @@ class Probe:
     n_threads: int
     importance_of: frozenset[str]  # names of the tensors whose importances are used
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Probed]:
         return make_parts([t.name for t in self.tensors])
 
     def bytes_needed(self) -> int:
@@ -191,7 +191,7 @@ class Probe:
         return sum(p.n_bytes for p in self.file.parts) + packed + N_CHUNKS * N_CONTEXT // 2 * 2 * (n_vocab + 8)
 
     def _packed_bytes(self, tensor: Tensor) -> int:
-        return row_bytes(fit_to_row(tensor, PROBE), tensor.ne[0]) * tensor.n_rows
+        return tensor.bytes_as(fit_to_row(tensor, PROBE))
 
     def describe(self) -> str:
         return (
@@ -200,26 +200,26 @@ class Probe:
         )
 
     def run(
-        self, before: Measured, keep: Callable[[Measured], None], say: Callable[[str], None], show_bar: bool
+        self, before: Measured, keep: Callable[[Measured], None], console: Console
     ) -> Measured:
         """Measures what `before`, of a run that was stopped, lacks. keep: called after each part with what there is by then. UserError
         where the disk or llama-perplexity fails."""
         try:
-            remove_leftovers(self.folder, TEMPORARY, say)
+            remove_leftovers(self.folder, TEMPORARY, console.note)
             if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
                 raise UserError(
                     f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
                     f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
                 )
             with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.folder) as name, locked_folder(Path(name)):
-                return self._run(Path(name), before, keep, say, show_bar)
+                return self._run(Path(name), before, keep, console)
         except OSError as e:
             raise UserError(
                 f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another folder, or pass --sensitivity usual"
             ) from e
 
     def _run(
-        self, folder: Path, before: Measured, keep: Callable[[Measured], None], say: Callable[[str], None], show_bar: bool
+        self, folder: Path, before: Measured, keep: Callable[[Measured], None], console: Console
     ) -> Measured:
         text, logits = folder / "text.txt", folder / "logits.bin"
         text.write_bytes(end_of(read_end(self.text, TEXT_BYTES + 1)))
@@ -231,13 +231,13 @@ class Probe:
         by_name = {t.name: t for t in self.tensors}
         first = copies[[p.path for p in self.file.parts].index(self.file.path)]
         parts = self.parts()
-        with tqdm(total=len(parts) + 2, desc="sensitivity", unit="run", disable=not show_bar) as bar:
+        with console.bar("sensitivity", len(parts) + 2, "run") as bar:
             self._perplexity(first, "-f", text, "--chunks", N_CHUNKS, "--kl-divergence-base", logits)
             bar.update()
             errors, packed = self._encode(folder / "packed.bin")
             found = before.continued(errors, parts)
             if found.costs:
-                say(f"an earlier run was stopped: going on after {len(found.costs)} of {len(parts)} parts")
+                console.note(f"an earlier run was stopped: going on after {len(found.costs)} of {len(parts)} parts")
             bar.update(1 + len(found.costs))
             for part in parts[len(found.costs) :]:
                 for name in part.tensors:

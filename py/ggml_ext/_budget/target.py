@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gguf import GGMLQuantizationType
@@ -15,6 +14,7 @@ from .._base.types import WEIGHT_TYPES
 from .._plan.plan import parse_type
 
 AUTO = "auto"
+KINDS = ("size", "bpw", "kld")
 STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
 # What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "iq4_xs", "q4_k", "ditto5", "q6_k", "q8_0")
@@ -57,41 +57,17 @@ class Target:
         return f"target-{self.kind}={self.text}"
 
 
-def add_options(add: Callable) -> None:
-    """The quantizer's options about a target. add: add_argument of its parser."""
-    add(
-        "--target-size",
-        metavar="SIZE",
-        help="choose the type of each tensor by its measured error so that OUT has at most this size: 10.5GiB, 700MB, bytes",
-    )
-    add("--target-bpw", metavar="BPW", help="the same for bits a weight, of all tensors, as the loader prints them")
-    add("--target-kld", metavar="KLD", help="the smallest file whose predicted KL divergence from the input is at most this")
-    add(
-        "--target-types",
-        metavar="LIST",
-        help=f"types to choose from, with commas, or all; default: {','.join(DEFAULT_TYPES)} and that of the input",
-    )
-    add(
-        "--sensitivity",
-        metavar=f"{{{','.join(SENSITIVITIES)}}}",
-        default=SENSITIVITIES[0],
-        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another "
-        "model",
-    )
-
-
-def parse_target(args: argparse.Namespace) -> Target | None:
-    """The target of the command line; UserError naming the flag."""
-    given = [kind for kind in ("size", "bpw", "kld") if getattr(args, f"target_{kind}") is not None]
-    auto = args.type is not None and args.type.lower() == AUTO
-    if args.sensitivity not in SENSITIVITIES:
-        raise UserError(f"--sensitivity: got {args.sensitivity!r}, must be {' or '.join(SENSITIVITIES)}")
+def parse_target(type_name: str | None, limits: Mapping[str, str | None], types: str | None, others: Sequence[str]) -> Target | None:
+    """The target of the options, None where there is none; UserError naming the flag. type_name: of --type; limits: by kind of target
+    what is given; types: of --target-types; others: flags that are given and choose types themselves."""
+    given = [kind for kind in KINDS if limits[kind] is not None]
+    auto = type_name is not None and type_name.lower() == AUTO
     if not given:
-        if args.target_types is not None:
+        if types is not None:
             raise UserError("--target-types belongs to --target-size, --target-bpw or --target-kld, and none is given")
         if auto:
             raise UserError("--type auto: pass --target-size, --target-bpw or --target-kld, which choose the types")
-        if args.type is None:
+        if type_name is None:
             raise UserError(
                 "the following arguments are required: --type, or one of --target-size, --target-bpw and --target-kld; see --help"
             )
@@ -99,26 +75,25 @@ def parse_target(args: argparse.Namespace) -> Target | None:
     if len(given) > 1:
         raise UserError(f"--target-{given[0]} and --target-{given[1]}: pass one of them")
     kind = given[0]
-    if args.type is not None and not auto:
+    if type_name is not None and not auto:
         raise UserError(
-            f"--type {args.type} and --target-{kind}: pass one of them, or --type auto; --target-types {args.type} limits the "
+            f"--type {type_name} and --target-{kind}: pass one of them, or --type auto; --target-types {type_name} limits the "
             "choice"
         )
-    for flag in ("pure", "fallback_above"):
-        if getattr(args, flag):
-            flag = flag.replace("_", "-")
-            raise UserError(f"--{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
-    types, are_listed = parse_types(args.target_types), args.target_types is not None
-    text = getattr(args, f"target_{kind}")
-    if kind == "size":
-        return Target(kind, parse_size(text), text, types, are_listed)
+    for flag in others:
+        raise UserError(f"{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
+    parsed, text = parse_types(types), limits[kind]
+    return Target(kind, parse_size(text) if kind == "size" else _parse_number(kind, text), text, parsed, types is not None)
+
+
+def _parse_number(kind: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
         raise UserError(f"--target-{kind}: got {text!r}, must be a number above 0, such as {3.3 if kind == 'bpw' else 0.05}")
-    return Target(kind, value, text, types, are_listed)
+    return value
 
 
 def parse_types(text: str | None) -> tuple[GGMLQuantizationType, ...]:

@@ -1,1 +1,1 @@
-"""Command line, log, reports, model cards, pictures."""
+"""The command line: flags, and what is said on a terminal."""

@@ -75,11 +75,12 @@ def add_threads_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_threads(threads: int | None) -> int:
-    """The number to use; UserError if the one asked for is no number of threads."""
-    if threads is not None and threads < 1:
-        raise UserError(f"--threads: got {threads}, must be at least 1; leave it out to use all processors")
-    return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def add_terminal_options(parser: argparse.ArgumentParser) -> None:
+    """How much a program says that makes a model."""
+    add = parser.add_argument
+    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
+    add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
+    add("-q", "--quiet", action="store_true", help="print errors and warnings only, and nothing about fallbacks")
 
 
 @contextlib.contextmanager

@@ -1,29 +1,24 @@
-"""The quantizer's command line: its flags, what they say of types, and which of them decide the bytes of the output."""
+"""The quantizer's command line: its flags, in the order in which --help shows them."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-
-from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.types import WEIGHT_TYPES
-from .._budget import target as _target
-from .._budget.target import STAND_IN, Target
-from .._encode.codec import EFFORTS
-from .._formats.names import unknown_type
-from .._importance import calibration
-from .._plan.plan import TARGET_TYPES, Choices, Override, Plan, parse_type
+from .._budget.target import DEFAULT_TYPES, SENSITIVITIES
+from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
+from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE, N_CONTEXT
+from .._importance.importance import KINDS
+from .._jobs.settings import TRELLIS_TYPES, QuantizeOptions
 from .._plan.recipes import RECIPES
-from .._source import source
-from .cli import Parser, add_common_options, add_threads_option, check_threads
-from .log import FORMATS
-from .report import WARN_ABOVE
+from .._report.tables import WARN_ABOVE
+from .cli import Parser, add_common_options, add_terminal_options, add_threads_option
+from .terminal import FORMATS
 
-T = GGMLQuantizationType
-CODEBOOKS = ("block", "tensor")
-TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_mix]
+DEFAULTS = QuantizeOptions()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,12 +45,45 @@ def build_parser() -> argparse.ArgumentParser:
         help="GGUF model in F32, F16, BF16 or Q8_0, of a split one any part; or the folder of a Hugging Face checkpoint",
     )
     add("output", metavar="OUT", type=Path, nargs="?", help="file to write; not needed with --dry-run")
+    add_type_options(add)
+    add_source_options(add)
+    add_importance_options(add)
+    add_encoder_options(add)
+    add_threads_option(parser)
+    add_output_options(add)
+    add("--log-format", choices=FORMATS, default=FORMATS[0], help="json: one object a line on both streams; default text")
+    add("-f", "--force", action="store_true", help="replace OUT if it exists")
+    add_terminal_options(parser)
+    add_common_options(parser)
+    return parser
+
+
+def add_type_options(add: Callable) -> None:
+    """Types, and targets that choose them. add: add_argument of the parser, here and below."""
     add(
         "--type",
         metavar="TYPE",
         help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}; auto, or nothing, with a target",
     )
-    _target.add_options(add)
+    add(
+        "--target-size",
+        metavar="SIZE",
+        help="choose the type of each tensor by its measured error so that OUT has at most this size: 10.5GiB, 700MB, bytes",
+    )
+    add("--target-bpw", metavar="BPW", help="the same for bits a weight, of all tensors, as the loader prints them")
+    add("--target-kld", metavar="KLD", help="the smallest file whose predicted KL divergence from the input is at most this")
+    add(
+        "--target-types",
+        metavar="LIST",
+        help=f"types to choose from, with commas, or all; default: {','.join(DEFAULT_TYPES)} and that of the input",
+    )
+    add(
+        "--sensitivity",
+        metavar=f"{{{','.join(SENSITIVITIES)}}}",
+        default=DEFAULTS.sensitivity,
+        help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another "
+        "model",
+    )
     add("--pure", action="store_true", help="the type of most matrices of the blocks for embeddings and output too")
     add(
         "--tensor-type",
@@ -87,27 +115,75 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept tensors that are already quantized below 8 bits; costs quality",
     )
-    source.add_options(add)
-    calibration.add_options(add)
-    add("--itq3-levels", metavar="{8,3}", type=int, default=8, help="itq3_s: 8 levels (default) or the paper's ternary")
+
+
+def add_source_options(add: Callable) -> None:
+    """Where the model comes from."""
+    add("--hf-repo", metavar="ORG/NAME", help="in place of IN: a model of the Hugging Face hub, kept in its client's cache")
+    add(
+        "--hf-file",
+        metavar="FILE",
+        help="GGUF file of --hf-repo to take, of a split one the first part; default: in BF16 or F16, else the safetensors",
+    )
+    add("--revision", metavar="NAME", help="branch, tag or commit of --hf-repo; default: main")
+    add("--hf-token", metavar="TOKEN", help="access token for --hf-repo; default: HF_TOKEN, or that of the client's login")
+    add("--keep-gguf", metavar="FILE", type=Path, help="keep the GGUF file that a checkpoint is converted to, as FILE")
+
+
+def add_importance_options(add: Callable) -> None:
+    """What is known of the inputs of the weights."""
+    add(
+        "--imatrix",
+        metavar="FILE",
+        type=Path,
+        help="importance matrix of llama-imatrix (GGUF), with second moments or without: what errors of weights cost",
+    )
+    add("--imatrix-from", metavar="TEXT", type=Path, help="calibrate with this text in place of the built-in one")
+    add(
+        "--importance",
+        metavar=f"{{{','.join(KINDS)}}}",
+        help="what is used of the inputs: nothing, mean squares, or second moments of blocks of 256 columns or of whole inputs; "
+        "default: the most that --imatrix holds, else full where memory, text and time suffice, else block",
+    )
+    add("--no-calibration", action="store_true", help=f"do not run the model for an importance matrix; costs quality: {COST}")
+    add(
+        "--calibration-chunks",
+        metavar="N",
+        type=int,
+        help=f"chunks of {N_CONTEXT} tokens to calibrate with; default {DEFAULT_CHUNKS}",
+    )
+    add(
+        "--memory",
+        metavar="GIB",
+        type=float,
+        help=f"limit for calibration, model and moments; default {MEMORY_SHARE:.0%} of what is available".replace("%", "%%"),
+    )
+
+
+def add_encoder_options(add: Callable) -> None:
+    """How weights become codes."""
+    add("--itq3-levels", metavar="{8,3}", type=int, default=DEFAULTS.itq3_levels, help="itq3_s: 8 levels (default) or the paper's ternary")
     add(
         "--ditto-codebook",
-        metavar="{block,tensor}",
-        default="block",
+        metavar=f"{{{','.join(CODEBOOKS)}}}",
+        default=DEFAULTS.ditto_codebook,
         help="ditto3: a codebook for each block (default) or the paper's one for each tensor; llama-quantize makes the former",
     )
     add(
         "--effort",
         metavar=f"{{{','.join(EFFORTS)}}}",
-        default="normal",
+        default=DEFAULTS.effort,
         help=f"{', '.join(TRELLIS_TYPES)}: scales tried for each block: fast (1), normal (2 or 3, with a diagonal up to 6), "
         "best (6, and errors are fed back more finely); default normal",
     )
-    add_threads_option(parser)
+
+
+def add_output_options(add: Callable) -> None:
+    """Which program encodes, and what is written."""
     add(
         "--encoder",
-        choices=("auto", "c", "numpy"),
-        default="auto",
+        choices=ENCODERS,
+        default=DEFAULTS.encoder,
         help="auto (default): the built library if there is one, else numpy; the bytes are the same",
     )
     add("--dry-run", action="store_true", help="show types and sizes, write nothing")
@@ -120,13 +196,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verify", action="store_true", help="read what was written from the disk again and compare it before it becomes OUT")
     add("--report", metavar="FILE", type=Path, help="write types, sizes, errors and checksums of all tensors to this JSON file")
     add("--model-card", metavar="FILE", type=Path, help="write a card for the Hugging Face hub to this file, such as README.md")
-    add("--log-format", choices=FORMATS, default="text", help="json: one object a line on both streams; default text")
-    add("-f", "--force", action="store_true", help="replace OUT if it exists")
-    add("--progress", action="store_true", help="show the progress bar even if stderr is no terminal")
-    add("--summary", action="store_true", help="print no line for each tensor, only warnings and the summary")
-    add("-q", "--quiet", action="store_true", help="print errors and warnings only, and nothing about fallbacks")
-    add_common_options(parser)
-    return parser
 
 
 def asked_format(argv: list[str] | None) -> str:
@@ -138,58 +207,3 @@ def asked_format(argv: list[str] | None) -> str:
     except UserError:
         found = []
     return next((f for f in reversed(found) if f in FORMATS), FORMATS[0])
-
-
-def parse_choices(args: argparse.Namespace, target: Target | None) -> Choices:
-    """The type-related options; UserError naming the flag."""
-    name = STAND_IN if target else args.type.lower()
-    recipe = RECIPES.get(name)
-    info = WEIGHT_TYPES.get(recipe.base if recipe else name)
-    if info is None:
-        remark = " (for stock types use llama-quantize)" if name in TARGET_TYPES else ""
-        raise UserError(unknown_type("--type", args.type, [*WEIGHT_TYPES, *RECIPES], remark))
-    if args.itq3_levels not in (3, 8):
-        raise UserError(f"--itq3-levels: got {args.itq3_levels}, must be 8 or 3")
-    if args.ditto_codebook not in CODEBOOKS:
-        raise UserError(f"--ditto-codebook: got {args.ditto_codebook!r}, must be {' or '.join(CODEBOOKS)}")
-    if args.effort not in EFFORTS:
-        raise UserError(f"--effort: got {args.effort!r}, must be {', '.join(EFFORTS)}")
-    if args.fallback_above is not None and not 1 <= args.fallback_above < float("inf"):
-        raise UserError(f"--fallback-above: got {args.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
-    check_threads(args.threads)
-    calibration.check_options(args)
-    for flag in ("verify", "report", "model-card"):
-        if args.dry_run and getattr(args, flag.replace("-", "_")):
-            raise UserError(f"--{flag}: --dry-run writes nothing; leave one of them out")
-
-    def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
-        return None if name is None else parse_type(name, flag)
-
-    return Choices(
-        info=info,
-        recipe=recipe,
-        pure=args.pure or target is not None,
-        overrides=tuple(map(Override.parse, args.tensor_type)),
-        token_embd=optional(args.token_embedding_type, "--token-embedding-type"),
-        output=optional(args.output_tensor_type, "--output-tensor-type"),
-        leave_output=args.leave_output_tensor,
-        allow_requantize=args.allow_requantize,
-        target=target and target.option,
-    )
-
-
-def describe_options(args: argparse.Namespace, choices: Choices, plan: Plan) -> str:
-    """The options that decide the bytes of the output, for the file's record."""
-    of_types = {T.ITQ3_S: f"itq3-levels={args.itq3_levels}", T.DITTO3: f"ditto-codebook={args.ditto_codebook}"}
-    of_types |= {T[name.upper()]: f"effort={args.effort}" for name in TRELLIS_TYPES}
-    options = [] if choices.target is None else [choices.target]
-    options += list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
-    if args.fallback_above is not None:
-        options.append(f"fallback-above={args.fallback_above:g}")
-    options += [
-        flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(args, flag.replace("-", "_"))
-    ]
-    for flag in ("token-embedding-type", "output-tensor-type", "target-types"):
-        if value := getattr(args, flag.replace("-", "_")):
-            options.append(f"{flag}={value}")
-    return " ".join([*options, *(f"tensor-type={text}" for text in args.tensor_type)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 
@@ -16,10 +15,10 @@ from .codec import UNWEIGHTED_IN_NUMPY, Codec
 TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of the quantizer
 
 
-def check_encoders(args: argparse.Namespace, codec: Codec, plan: Plan) -> None:
-    """UserError if it cannot make a type of the plan."""
+def check_encoders(codec: Codec, plan: Plan, may_replace: bool) -> None:
+    """UserError if it cannot make a type of the plan. may_replace: --fallback-above is given."""
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if codec.lib is None and args.fallback_above is not None and may_be_replaced(tensor, target):
+        if codec.lib is None and may_replace and may_be_replaced(tensor, target):
             fallback = replacement_type(tensor, target)
             if not codec.can_encode(fallback):
                 raise UserError(

@@ -19,6 +19,7 @@ from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import Tensor
 from .._formats.moments import TensorMoments
+from .._native import library
 from .._native.library import Library, Metric, NotPositive
 from .._plan.plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES
 from ..quants import _metric
@@ -51,6 +52,8 @@ SEGMENTS = {"fast": 32, "normal": 32, "best": 8}
 # What gguf encodes in numpy without a regard to importances, and ggml in C with it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 
+CODEBOOKS = ("block", "tensor")
+ENCODERS = ("auto", "c", "numpy")
 
 Made = TypeVar("Made")
 
@@ -153,6 +156,7 @@ class Codec:
         self.lib = lib
         self.itq3_levels = itq3_levels
         self.ditto_codebook = ditto_codebook
+        self.effort = effort
         self.trellis_passes = EFFORTS[effort]
         self.segment = SEGMENTS[effort]
 
@@ -312,3 +316,34 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
             f"tensor with --tensor-type '{re.escape(tensor.name)}=f32'"
         )
     raise UserError(f"{where} is {value}: the model is damaged; convert it again from a good source")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What is asked of the encoders; the fields as in Codec. which: of ENCODERS."""
+
+    which: str = ENCODERS[0]
+    itq3_levels: int = 8
+    ditto_codebook: str = CODEBOOKS[0]
+    effort: str = "normal"
+
+    def check(self) -> None:
+        """UserError naming the flag."""
+        if self.itq3_levels not in (3, 8):
+            raise UserError(f"--itq3-levels: got {self.itq3_levels}, must be 8 or 3")
+        if self.ditto_codebook not in CODEBOOKS:
+            raise UserError(f"--ditto-codebook: got {self.ditto_codebook!r}, must be {' or '.join(CODEBOOKS)}")
+        if self.effort not in EFFORTS:
+            raise UserError(f"--effort: got {self.effort!r}, must be {', '.join(EFFORTS)}")
+        if self.which not in ENCODERS:
+            raise UserError(f"--encoder: got {self.which!r}, must be {', '.join(ENCODERS)}")
+
+    def load(self) -> Codec:
+        """UserError if the library is asked for and is not there."""
+        lib = None if self.which == "numpy" else library.load()
+        if lib is None and self.which == "c":
+            raise UserError(
+                "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
+                "leave out --encoder"
+            )
+        return Codec(lib, self.itq3_levels, self.ditto_codebook, self.effort)

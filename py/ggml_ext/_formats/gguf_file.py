@@ -78,6 +78,10 @@ class Tensor:
         """Dimensions as ggml counts them: trailing ones do not."""
         return max((i + 1 for i, n in enumerate(self.ne) if n > 1), default=1)
 
+    def bytes_as(self, qtype: GGMLQuantizationType) -> int:
+        """Bytes of its data in another type, whose blocks must fit its rows."""
+        return row_bytes(qtype, self.ne[0]) * self.n_rows
+
 
 def row_bytes(qtype: GGMLQuantizationType, n_per_row: int) -> int:
     """Bytes of a row of n_per_row elements, which must be a multiple of the type's block size."""
@@ -401,7 +405,7 @@ def pack_header(
     for tensor, qtype in zip(tensors, types):
         add_string(tensor.name)
         out.extend(struct.pack(f"<I{len(tensor.ne)}QIQ", len(tensor.ne), *tensor.ne, qtype, offset))
-        offset += pad(row_bytes(qtype, tensor.ne[0]) * tensor.n_rows, alignment)
+        offset += pad(tensor.bytes_as(qtype), alignment)
     return bytes(out).ljust(pad(len(out), alignment), b"\0")
 
 

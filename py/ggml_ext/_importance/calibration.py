@@ -6,20 +6,20 @@ Whole matrices that do not fit into memory at once are collected in passes over 
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
+from gguf import GGMLQuantizationType
 
 from .._base.argument import as_argument
+from .._base.console import Console
 from .._base.errors import UserError
 from .._base.files import fingerprint, locked_folder, remove_leftovers
 from .._base.json import parse_json
@@ -27,7 +27,6 @@ from .._base.memory import available_memory
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.units import GIB, MIB
-from .._budget.target import parse_target
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.kept import kept_imatrix
 from .._native.process import last_error, run_heard
@@ -46,50 +45,31 @@ MEMORY_SHARE = 0.7  # of what is available
 COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 with it"
 
 
-def add_options(add: Callable) -> None:
-    """The options of the quantizer about importance. add: add_argument of its parser."""
-    add(
-        "--imatrix",
-        metavar="FILE",
-        type=Path,
-        help="importance matrix of llama-imatrix (GGUF), with second moments or without: what errors of weights cost",
-    )
-    add("--imatrix-from", metavar="TEXT", type=Path, help="calibrate with this text in place of the built-in one")
-    add(
-        "--importance",
-        metavar=f"{{{','.join(KINDS)}}}",
-        help="what is used of the inputs: nothing, mean squares, or second moments of blocks of 256 columns or of whole inputs; "
-        "default: the most that --imatrix holds, else full where memory, text and time suffice, else block",
-    )
-    add("--no-calibration", action="store_true", help=f"do not run the model for an importance matrix; costs quality: {COST}")
-    add(
-        "--calibration-chunks",
-        metavar="N",
-        type=int,
-        help=f"chunks of {N_CONTEXT} tokens to calibrate with; default {DEFAULT_CHUNKS}",
-    )
-    add(
-        "--memory",
-        metavar="GIB",
-        type=float,
-        help=f"limit for calibration, model and moments; default {MEMORY_SHARE:.0%} of what is available".replace("%", "%%"),
-    )
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
+    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB."""
 
+    imatrix: Path | None = None
+    text: Path | None = None
+    kind: str | None = None
+    runs_model: bool = True
+    n_chunks: int | None = None
+    memory: float | None = None
 
-def check_options(args: argparse.Namespace) -> None:
-    """UserError naming the flag."""
-    if args.importance is not None and args.importance not in KINDS:
-        raise UserError(f"--importance: got {args.importance!r}, must be {', '.join(KINDS)}")
-    if args.calibration_chunks is not None and args.calibration_chunks < 2:
-        raise UserError(f"--calibration-chunks: got {args.calibration_chunks}, must be at least 2")
-    if args.memory is not None and not 0 < args.memory < float("inf"):
-        raise UserError(f"--memory: got {args.memory:g}, must be a number of GiB above 0")
-    for flag, others in (("imatrix", ("imatrix_from",)), ("no_calibration", ("imatrix_from",))):
-        for other in others:
-            if getattr(args, flag) and getattr(args, other):
-                raise UserError(f"--{flag.replace('_', '-')} and --{other.replace('_', '-')}: pass one of them")
-    if args.importance == "none" and (given := args.imatrix or args.imatrix_from):
-        raise UserError(f"--importance none: {given} would not be used; leave one of them out")
+    def check(self) -> None:
+        """UserError naming the flag."""
+        if self.kind is not None and self.kind not in KINDS:
+            raise UserError(f"--importance: got {self.kind!r}, must be {', '.join(KINDS)}")
+        if self.n_chunks is not None and self.n_chunks < 2:
+            raise UserError(f"--calibration-chunks: got {self.n_chunks}, must be at least 2")
+        if self.memory is not None and not 0 < self.memory < float("inf"):
+            raise UserError(f"--memory: got {self.memory:g}, must be a number of GiB above 0")
+        for flag, is_given in (("imatrix", self.imatrix is not None), ("no-calibration", not self.runs_model)):
+            if is_given and self.text is not None:
+                raise UserError(f"--{flag} and --imatrix-from: pass one of them")
+        if self.kind == "none" and (given := self.imatrix or self.text):
+            raise UserError(f"--importance none: {given} would not be used; leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -177,24 +157,24 @@ def record_path(kept: Path) -> Path:
     return kept.with_suffix(".json")
 
 
-def calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
+def calibrate(run: Calibration, console: Console) -> list[Path]:
     """Files with the importance matrix: kept ones that serve, others made. UserError where llama-imatrix fails.
 
     One run at a time in a folder: the next one may use what it keeps, and does not replace it meanwhile.
     """
     try:
-        with locked_folder(run.folder, lambda: say(f"another run calibrates in {run.folder}: waiting for its end")):
-            return _calibrate(run, say, show_bar)
+        with locked_folder(run.folder, lambda: console.note(f"another run calibrates in {run.folder}: waiting for its end")):
+            return _calibrate(run, console)
     except OSError as e:
         raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
 
 
-def _calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> list[Path]:
+def _calibrate(run: Calibration, console: Console) -> list[Path]:
     made_from = run.made_from()
     kept = run.kept(None)
     record = Record.read(kept)
     if record and record.layers is None and record.serves(run, made_from):
-        say(f"{kept} is of this model and text: used again")
+        console.note(f"{kept} is of this model and text: used again")
         return [kept]
     if kept.exists() and record is None:
         raise UserError(
@@ -206,17 +186,17 @@ def _calibrate(run: Calibration, say: Callable[[str], None], show_bar: bool) -> 
         done, left = finished_passes(run, made_from)
         passes = split_layers(run.model, left, run.memory)
         if done:
-            say(f"{len(done)} finished passes over layers are used again, such as {done[0]}")
+            console.note(f"{len(done)} finished passes over layers are used again, such as {done[0]}")
     elif run.memory_needed() > run.memory and run.kind == "block":
-        say(f"{run.memory_needed() / GIB:.1f} GiB are needed for model and moments, {run.memory / GIB:.1f} may be used: this may be slow")
+        console.note(f"{run.memory_needed() / GIB:.1f} GiB are needed for model and moments, {run.memory / GIB:.1f} may be used: this may be slow")
     if record:
-        say(f"{kept} is of another model, text or number of chunks, or holds less: made again")
-    say(run.describe())
+        console.note(f"{kept} is of another model, text or number of chunks, or holds less: made again")
+    console.note(run.describe())
     if len(passes) > 1:
-        say(f"{len(passes)} passes over layers, each as long as that; finished ones are kept if this is interrupted")
+        console.note(f"{len(passes)} passes over layers, each as long as that; finished ones are kept if this is interrupted")
     for i, layers in enumerate(passes):
         title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
-        done.append(collect(run, made_from, layers, title, say, show_bar))
+        done.append(collect(run, made_from, layers, title, console))
     return sorted(done, key=lambda p: (len(p.name), p.name))
 
 
@@ -232,7 +212,7 @@ def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list
 
 
 def collect(
-    run: Calibration, made_from: dict, layers: list[int] | None, title: str, say: Callable[[str], None], show_bar: bool
+    run: Calibration, made_from: dict, layers: list[int] | None, title: str, console: Console
 ) -> Path:
     """One run of llama-imatrix, its result kept with its record; nothing is left where it fails or is interrupted."""
     kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
@@ -248,11 +228,11 @@ def collect(
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
-        remove_leftovers(run.folder, TEMPORARY, say)
+        remove_leftovers(run.folder, TEMPORARY, console.note)
         with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder, locked_folder(Path(folder)):
             result = Path(folder).resolve() / "imatrix.gguf"
             # the text by its name alone: the file records it
-            run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, say, show_bar)
+            run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
             if not result.is_file():
                 raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
             record = Record(made_from, run.kind, layers, fingerprint(result))
@@ -265,16 +245,16 @@ def collect(
     return kept
 
 
-def run_program(command: list[str], folder: Path, run: Calibration, title: str, say: Callable[[str], None], show_bar: bool) -> None:
+def run_program(command: list[str], folder: Path, run: Calibration, title: str, console: Console) -> None:
     """llama-imatrix with a progress bar. UserError with its last error line if it fails; it never outlives this call."""
     told = False
-    with tqdm(total=run.n_chunks, desc=title, unit="chunk", disable=not show_bar) as bar:
+    with console.bar(title, run.n_chunks, "chunk") as bar:
 
         def heard(text: str) -> None:
             nonlocal told
             if not told and (eta := re.search(r"seconds per pass - ETA (?:(\d+) hours )?([\d.]+) minutes", text)):
                 told = True
-                say(f"{title} takes about {duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
+                console.note(f"{title} takes about {duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
             if total := re.search(r"computing over (\d+) chunks", text):
                 bar.total = int(total[1])
             bar.update(len(re.findall(r"\[\d+\][^,\[]*,", text)) - bar.n)
@@ -288,62 +268,70 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
 
 
 def prepare(
-    args: argparse.Namespace, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int,
-    say: Callable[[str], None], warn: Callable[[str], None], show_bar: bool,
+    wanted: Wanted, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int, n_types: int, console: Console
 ) -> Importance | Calibration:
     """What the encoders get: from --imatrix, from a calibration that is run here, or nothing.
 
-    folder: of OUT, None for a dry run, which gets the calibration that would be run. UserError for what the user can change.
+    folder: of OUT, None for a dry run, which gets the calibration that would be run; n_types: types with second moments that a target
+    compares, 0 without a target. UserError for what the user can change.
     """
-    if args.importance == "none":
+    if wanted.kind == "none":
         return Importance()
-    if args.imatrix is not None:
-        return open_importance([args.imatrix], args.importance)
+    if wanted.imatrix is not None:
+        return open_importance([wanted.imatrix], wanted.kind)
     uses = importance_uses(plan)
-    if args.no_calibration:
+    if not wanted.runs_model:
         if uses:
-            warn(f"--no-calibration: quantized without importance data, which costs quality: {COST}")
+            console.warn(f"--no-calibration: quantized without importance data, which costs quality: {COST}")
         return Importance()
-    is_asked = args.imatrix_from is not None or args.importance is not None
+    is_asked = wanted.text is not None or wanted.kind is not None
     if not uses and not is_asked:
         return Importance()
-    text, text_name = (TEXT, BUILT_IN) if args.imatrix_from is None else (args.imatrix_from, args.imatrix_from.name)
     program = find_tool("llama-imatrix")
-    if program is None or (args.imatrix_from is None and not text.is_file()):
+    if program is None or (wanted.text is None and not TEXT.is_file()):
         what = "llama-imatrix is" if program is None else "the built-in text is"
         if is_asked:
             raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
-        warn(f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some")
+        console.warn(
+            f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some"
+        )
         return Importance()
+    run = _make_run(wanted, file, folder or Path(), n_threads, program)
+    run = replace(run, kind=_choose_kind(wanted, run, uses, n_types, console))
+    return run if folder is None else open_importance(calibrate(run, console), run.kind, run.text_name)
+
+
+def _make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, program: Path) -> Calibration:
+    """A calibration whose kind is still to be chosen."""
+    text, text_name = (TEXT, BUILT_IN) if wanted.text is None else (wanted.text, wanted.text.name)
     n_bytes = check_text(text)
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
-    n_asked = args.calibration_chunks or DEFAULT_CHUNKS
+    n_asked = wanted.n_chunks or DEFAULT_CHUNKS
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
-    n_chunks = min(n_asked, text_chunks)
-    memory = args.memory * GIB if args.memory else MEMORY_SHARE * available_memory()
-    target = parse_target(args)
-    n_types = sum(map(uses_metric, target.types)) if target else 0
-    kind = args.importance
-    if kind is None and not any(map(uses_metric, uses)):
-        kind = "diagonal"
-    elif kind is None:
-        kind, why = choose_importance(model, n_chunks * N_CONTEXT, memory, n_threads, n_types)
-        if why:
-            say(f"second moments of blocks: {why}; --importance full asks for more")
-    elif kind == "full" and (needed := model.factorization_bytes(n_threads, n_types)) > memory:
-        fewer = ", fewer --threads" if n_types else ""
-        say(
-            f"factorizing whole matrices takes {needed / GIB:.1f} GiB, {memory / GIB:.1f} GiB may be used: this may be slow, or fail; "
-            f"--importance block{fewer} takes less"
-        )
+    memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
     text = Path(os.path.realpath(text))
-    run = Calibration(file, model, folder or Path(), text, text_name, kind, n_chunks, text_chunks, n_threads, memory, program)
-    if folder is None:
-        return run
-    return open_importance(calibrate(run, say, show_bar), kind, text_name)
+    return Calibration(file, model, folder, text, text_name, KINDS[0], min(n_asked, text_chunks), text_chunks, n_threads, memory, program)
+
+
+def _choose_kind(wanted: Wanted, run: Calibration, uses: Sequence[GGMLQuantizationType], n_types: int, console: Console) -> str:
+    """One of KINDS. uses: types that importances help; n_types: see prepare()."""
+    if wanted.kind is None and not any(map(uses_metric, uses)):
+        return "diagonal"
+    if wanted.kind is None:
+        kind, why = choose_importance(run.model, run.n_chunks * N_CONTEXT, run.memory, run.n_threads, n_types)
+        if why:
+            console.note(f"second moments of blocks: {why}; --importance full asks for more")
+        return kind
+    if wanted.kind == "full" and (needed := run.model.factorization_bytes(run.n_threads, n_types)) > run.memory:
+        fewer = ", fewer --threads" if n_types else ""
+        console.note(
+            f"factorizing whole matrices takes {needed / GIB:.1f} GiB, {run.memory / GIB:.1f} GiB may be used: this may be slow, or "
+            f"fail; --importance block{fewer} takes less"
+        )
+    return wanted.kind
 
 
 def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:

@@ -1,9 +1,9 @@
-"""What the programs share that make one model of another, quantize and export: checks of encoders and rows before they write, what
-their bytes depend on, the progress bar, files beside OUT."""
+"""What makes one model of another, for quantize and export alike: what it is made from, and files beside OUT."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
@@ -12,6 +12,7 @@ from .._base.package import __version__
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._importance.importance import Importance
+from .._plan.plan import Plan
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 IMPORTANCE_KEYS = (
@@ -22,18 +23,30 @@ IMPORTANCE_KEYS = (
 WAY_OUT = "pass --quiet if nobody reads it"
 
 
-def made_from(file: GGUFFile, codec: Codec, importance: Importance, **more) -> dict:
-    """What the bytes of an output depend on, by name, for Output.begin(). more: what the program's options add."""
+@dataclass(frozen=True)
+class Conversion:
+    """A model and what becomes of it. fallback_above: errors above so many times a type's usual one make a tensor be stored in the
+    type's fallback; None: never."""
 
-    def identity(path: Path, n_header: int = 0) -> dict:
-        return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
+    file: GGUFFile
+    plan: Plan
+    codec: Codec
+    importance: Importance
+    n_threads: int
+    fallback_above: float | None = None
 
-    return {
-        "version": [__version__, "numpy" if codec.lib is None else fingerprint(codec.lib.path)],
-        "input": [identity(part.path, header_bytes(part)) for part in file.parts],
-        "importance": [importance.kind, [identity(p) for p in importance.paths()]],
-        **more,
-    }
+    def made_from(self, **more) -> dict:
+        """What the bytes of the output depend on, by name, for Output.begin(). more: what the program's options add."""
+
+        def identity(path: Path, n_header: int = 0) -> dict:
+            return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
+
+        return {
+            "version": [__version__, "numpy" if self.codec.lib is None else fingerprint(self.codec.lib.path)],
+            "input": [identity(part.path, header_bytes(part)) for part in self.file.parts],
+            "importance": [self.importance.kind, [identity(p) for p in self.importance.paths()]],
+            **more,
+        }
 
 
 def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:

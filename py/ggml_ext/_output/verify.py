@@ -6,55 +6,52 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .._base.console import Console
 from .._base.errors import UserError
 from .._encode.accuracy import Accuracy
-from .._encode.codec import Codec, Guide
+from .._encode.codec import Guide
 from .._encode.compare import compare
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._plan.plan import Plan
+from .conversion import Conversion
 from .output import Output
 
 # The same sums of at most 2**19 squares, split at other rows: they differ by less than 2**19 * 2**-53 of their size.
 SUMS_DIFFER = 2.0**-33
 
 
-def verify(
-    output: Output,
-    headers: Sequence[bytes],
-    file: GGUFFile,
-    plan: Plan,
-    codec: Codec,
-    n_threads: int,
-    advanced: Callable[[int], None],
-) -> None:
-    """Compares every byte with what was written, and the errors of the decoded weights with those found while writing.
-
-    advanced: called with a number of weights. UserError naming the tensor if something differs.
-    """
-    pool = ThreadPoolExecutor(n_threads)
+def verify(output: Output, headers: Sequence[bytes], of: Conversion, console: Console) -> None:
+    """Compares every byte with what was written, and the errors of the decoded weights with those found while writing. UserError naming
+    the tensor if something differs."""
+    pool = ThreadPoolExecutor(of.n_threads)
     try:
-        for part, header in zip(output.parts, headers, strict=True):
-            forget(part.partial)
-            with open(part.partial, "rb") as f:
-                if f.read(len(header)) != header:
-                    raise differs(output, "the header")
-            written = GGUFFile(part.partial)
-            for stored, i in zip(written.tensors, range(part.first, part.last), strict=True):
-                tensor, done = plan.tensors[i], output.finished[i]
-                expected = tensor.name, tensor.ne, plan.types[i]
-                if (stored.name, stored.ne, stored.type) != expected or digest(written, stored) != done.sha256:
-                    raise differs(output, f"tensor {tensor.name}")
-                found = compare(pool, 2 * n_threads, codec, written, stored, file, tensor, Guide())
-                if not same(found, done.accuracy):
-                    raise differs(output, f"tensor {tensor.name} decodes to other weights: it")
-                advanced(tensor.n_elements)
+        with console.bar("verify", of.plan.n_elements(), "w", is_scaled=True) as bar:
+            for part, header in zip(output.parts, headers, strict=True):
+                forget(part.partial)
+                with open(part.partial, "rb") as f:
+                    if f.read(len(header)) != header:
+                        raise differs(output, "the header")
+                written = GGUFFile(part.partial)
+                for stored, i in zip(written.tensors, range(part.first, part.last), strict=True):
+                    _verify_tensor(output, of, pool, written, stored, i)
+                    bar.update(stored.n_elements)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _verify_tensor(output: Output, of: Conversion, pool: ThreadPoolExecutor, written: GGUFFile, stored: Tensor, i: int) -> None:
+    """stored: tensor i of the plan as `written` has it."""
+    tensor, done = of.plan.tensors[i], output.finished[i]
+    expected = tensor.name, tensor.ne, of.plan.types[i]
+    if (stored.name, stored.ne, stored.type) != expected or digest(written, stored) != done.sha256:
+        raise differs(output, f"tensor {tensor.name}")
+    found = compare(pool, 2 * of.n_threads, of.codec, written, stored, of.file, tensor, Guide())
+    if not same(found, done.accuracy):
+        raise differs(output, f"tensor {tensor.name} decodes to other weights: it")
 
 
 def differs(output: Output, what: str) -> UserError:

@@ -5,117 +5,100 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 from gguf import GGMLQuantizationType
-from tqdm import tqdm
 
+from .._base.console import Bar, Console
 from .._base.threads import map_in_order
 from .._encode.accuracy import Accuracy
-from .._encode.codec import Codec, Guide
+from .._encode.codec import Guide
 from .._formats.chunks import row_chunks
-from .._formats.gguf_file import GGUFFile, Tensor, row_bytes
-from .._importance.importance import Importance
-from .._plan.plan import Plan
-
-if TYPE_CHECKING:
-    from .output import Output
+from .._formats.gguf_file import Tensor
+from .conversion import Conversion
+from .output import Output
 
 
 def write_tensors(
-    output: Output,
-    file: GGUFFile,
-    plan: Plan,
-    codec: Codec,
-    importance: Importance,
-    n_threads: int,
-    started: Callable[[int], None],
-    advanced: Callable[[int], None],
-    finished: Callable[[int], None],
-    fallback_above: float | None = None,
+    output: Output, conversion: Conversion, console: Console, title: str, begun: Callable[[int], None], ended: Callable[[int], None]
 ) -> list[Accuracy]:
-    """Writes the data of the tensors that the output lacks. Calls started(index) before and finished(index) after
-    a tensor, and advanced(weights) after a chunk.
+    """Writes the data of the tensors that the output lacks, under a progress bar that begins where an earlier run stopped. Calls
+    begun(index) before and ended(index) after each.
 
-    fallback_above: a tensor whose error is more than this many times its type's usual one is written again in the type's
-    fallback, which is then in the plan. Returns how far each tensor is from its original. UserError if a tensor holds what
-    cannot be stored.
+    A tensor whose error is too large is written again in its type's fallback, which is then in the plan. Returns how far each tensor
+    is from its original. UserError if a tensor holds what cannot be stored.
     """
-    pool = ThreadPoolExecutor(n_threads)
+    plan, importance, limit = conversion.plan, conversion.importance, conversion.fallback_above
+    n_done = sum(t.n_elements for t in plan.tensors[: len(output.finished)])
+    for done in output.finished:  # by an earlier run
+        if done.type != plan.types[done.tensor].name:
+            plan.replace_inaccurate(done.tensor)
+        importance.warnings += done.warnings
+    pool = ThreadPoolExecutor(conversion.n_threads)
+    with console.bar(title, plan.n_elements(), "w", is_scaled=True, done=n_done) as bar:
+        writer = _Writer(output, conversion, pool, bar)
+        try:
+            for i in range(len(output.finished), len(plan.tensors)):
+                began, n_warnings = time.monotonic(), len(importance.warnings)
+                tensor, target = plan.tensors[i], plan.types[i]
+                begun(i)
+                output.start(i)
+                accuracy = writer.write(tensor, target)
+                if limit is not None and target != tensor.type and accuracy.exceeds_usual(target, limit):
+                    plan.replace_inaccurate(i)
+                    bar.update(-tensor.n_elements)
+                    output.start(i)  # the fallback is the longer type
+                    accuracy = writer.write(tensor, plan.types[i])
+                output.finish(plan.types[i].name, accuracy, time.monotonic() - began, importance.warnings[n_warnings:])
+                ended(i)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [done.accuracy for done in output.finished]
 
-    def write(tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
-        guide = importance.guide(tensor) if tensor.name in plan.importance else Guide()
+
+@dataclass(frozen=True)
+class _Writer:
+    """Tensors on their way into the output."""
+
+    output: Output
+    of: Conversion
+    pool: ThreadPoolExecutor
+    bar: Bar
+
+    def write(self, tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
+        """All rows of a tensor in a type."""
+        file, codec, importance = self.of.file, self.of.codec, self.of.importance
+        guide = importance.guide(tensor) if tensor.name in self.of.plan.importance else Guide()
         guide = importance.with_metrics(guide, tensor, target, codec)
         if codec.needs_codebook(tensor, target):
-            guide = replace(guide, codebook=_find_codebook(pool, file, tensor, target, codec, guide, 2 * n_threads))
+            guide = replace(guide, codebook=self._find_codebook(tensor, target, guide))
 
         def convert(chunk: tuple[int, int]):
             return chunk, codec.convert(file.rows(tensor, *chunk), tensor, chunk[0], target, guide)
 
         n_bytes, accuracy = 0, Accuracy()
-        for (first, n_rows), (data, of_chunk) in map_in_order(pool, convert, row_chunks(tensor), 2 * n_threads):
-            output.write(data)
+        for (first, n_rows), (data, of_chunk) in map_in_order(self.pool, convert, row_chunks(tensor), 2 * self.of.n_threads):
+            self.output.write(data)
             n_bytes += data.nbytes
             accuracy += of_chunk
             file.release(tensor, first + n_rows)
             guide.written(tensor, first + n_rows)
-            advanced(n_rows * tensor.ne[0])
-        assert n_bytes == row_bytes(target, tensor.ne[0]) * tensor.n_rows, tensor.name
+            self.bar.update(n_rows * tensor.ne[0])
+        assert n_bytes == tensor.bytes_as(target), tensor.name
         importance.release(tensor)
         return accuracy
 
-    for done in output.finished:  # by an earlier run
-        if done.type != plan.types[done.tensor].name:
-            plan.replace_inaccurate(done.tensor)
-        importance.warnings += done.warnings
-    try:
-        for i in range(len(output.finished), len(plan.tensors)):
-            began, n_warnings = time.monotonic(), len(importance.warnings)
-            tensor, target = plan.tensors[i], plan.types[i]
-            started(i)
-            output.start(i)
-            accuracy = write(tensor, target)
-            if fallback_above is not None and target != tensor.type and accuracy.exceeds_usual(target, fallback_above):
-                plan.replace_inaccurate(i)
-                advanced(-tensor.n_elements)
-                output.start(i)  # the fallback is the longer type
-                accuracy = write(tensor, plan.types[i])
-            output.finish(plan.types[i].name, accuracy, time.monotonic() - began, importance.warnings[n_warnings:])
-            finished(i)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [done.accuracy for done in output.finished]
+    def _find_codebook(self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide) -> np.ndarray:
+        """A first pass over all rows of a tensor, added up in their order."""
+        file, codec = self.of.file, self.of.codec
 
+        def weights(chunk: tuple[int, int]):
+            return chunk, codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], target)
 
-def _find_codebook(
-    pool: ThreadPoolExecutor,
-    file: GGUFFile,
-    tensor: Tensor,
-    target: GGMLQuantizationType,
-    codec: Codec,
-    guide: Guide,
-    n_ahead: int,
-) -> np.ndarray:
-    """A first pass over all rows of a tensor, added up in their order."""
+        def chunks():
+            for (first, n_rows), rows in map_in_order(self.pool, weights, row_chunks(tensor), 2 * self.of.n_threads):
+                yield first, rows
+                file.release(tensor, first + n_rows)
 
-    def weights(chunk: tuple[int, int]):
-        return chunk, codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], target)
-
-    def chunks():
-        for (first, n_rows), rows in map_in_order(pool, weights, row_chunks(tensor), n_ahead):
-            yield first, rows
-            file.release(tensor, first + n_rows)
-
-    return codec.codebook(chunks(), tensor, guide)
-
-
-def write_with_bar(
-    output: Output, file: GGUFFile, plan: Plan, codec: Codec, importance: Importance, n_threads: int, title: str, show_bar: bool,
-    begun: Callable[[int], None], ended: Callable[[int], None], fallback_above: float | None = None,
-) -> list[Accuracy]:
-    """write_tensors() under a progress bar that begins where an earlier run stopped. begun, ended: called with a tensor's index."""
-    n_done = sum(t.n_elements for t in plan.tensors[: len(output.finished)])
-    with tqdm(total=plan.n_elements(), unit="w", unit_scale=True, desc=title, disable=not show_bar, initial=n_done) as bar:
-        return write_tensors(output, file, plan, codec, importance, n_threads, begun, bar.update, ended, fallback_above)
+        return codec.codebook(chunks(), tensor, guide)

@@ -1,13 +1,12 @@
 """Which type each tensor gets: what llama-quantize does for the same file type, and what the options say.
 
-Which tensors are quantized and what their role asks for is llama.cpp's answer (_rules.py); there ours has the row of its type in
+Which tensors are quantized and what their role asks for is llama.cpp's answer (rules.py); there ours has the row of its type in
 the table: `token_embd` and `output`. Here are the options, in the order of llama_tensor_get_type() in llama.cpp's
 src/llama-quant.cpp, mixtures, and `fallback` of the table, which is followed until a type fits.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.types import TYPES, TypeInfo
-from .._formats.gguf_file import GGUFFile, Tensor, row_bytes
+from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import ImportanceMatrix, n_importances
 from .._formats.names import describe_tensors, list_experts, list_tensors, unknown_type
 from .recipes import Recipe
@@ -65,7 +64,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line says about types."""
+    """What is asked of types."""
 
     info: TypeInfo
     recipe: Recipe | None = None  # for a mixed file
@@ -75,6 +74,8 @@ class Choices:
     output: GGMLQuantizationType | None = None
     leave_output: bool = False
     allow_requantize: bool = False
+    no_fallback: bool = False  # refuses types other than those asked for
+    fallback_above: float | None = None  # times the usual error of a type
     target: str | None = None  # that chooses the types, as an option: info is what stands for them until it has
     stock_file_type: int | None = None  # general.file_type where it chose no type of ours
 
@@ -173,14 +174,14 @@ class Plan:
         return sum(t.n_bytes for t in self.tensors)
 
     def size_after(self) -> int:
-        return sum(row_bytes(q, t.ne[0]) * t.n_rows for t, q in zip(self.tensors, self.types))
+        return sum(t.bytes_as(q) for t, q in zip(self.tensors, self.types))
 
     def n_elements(self) -> int:
         return sum(t.n_elements for t in self.tensors)
 
 
 def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (_rules.py)."""
+    """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (rules.py)."""
     name = tensor.name
     override = next((o for o in choices.overrides if o.pattern.search(name)), None)
     is_embd = name == TOKEN_EMBD or (name == PER_LAYER_TOKEN_EMBD and not override)
@@ -380,7 +381,7 @@ def refused_fallback(plan: Plan) -> str | None:
     return next((f.describe(names) for f, names in plan.fallbacks.items() if not f.is_same_code), None)
 
 
-def check_fallbacks(args: argparse.Namespace, plan: Plan) -> None:
-    """UserError for what --no-fallback refuses."""
-    if args.no_fallback and (refused := refused_fallback(plan)):
+def check_fallbacks(plan: Plan, are_refused: bool) -> None:
+    """UserError for what --no-fallback refuses. are_refused: it is given."""
+    if are_refused and (refused := refused_fallback(plan)):
         raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")

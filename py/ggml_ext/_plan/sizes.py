@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .._formats.gguf_file import row_bytes
 from .plan import Plan, may_be_replaced, replacement_type
 
 
@@ -12,10 +11,10 @@ def possible_sizes(plan: Plan, fallback_above: float | None) -> list[dict[str, i
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         is_sure = fallback_above is None or not may_be_replaced(tensor, target)
         types = [target] if is_sure else [target, replacement_type(tensor, target)]
-        out.append({q.name: row_bytes(q, tensor.ne[0]) * tensor.n_rows for q in types})
+        out.append({q.name: tensor.bytes_as(q) for q in types})
     return out
 
 
 def tensor_sizes(plan: Plan) -> list[int]:
     """Bytes of the data of each tensor in the types planned."""
-    return [row_bytes(q, t.ne[0]) * t.n_rows for t, q in zip(plan.tensors, plan.types, strict=True)]
+    return [t.bytes_as(q) for t, q in zip(plan.tensors, plan.types, strict=True)]

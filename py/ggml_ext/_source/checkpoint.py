@@ -12,12 +12,11 @@ import shutil
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from tqdm import tqdm
-
+from .._base.console import Console
 from .._base.encoding import as_name, utf8
 from .._base.errors import UserError
 from .._base.extras import install_command
@@ -132,7 +131,7 @@ def converted_size(folder: Path, files: list[Path]) -> int:
 
 @contextlib.contextmanager
 def converted(
-    folder: Path, name: str, where: Path, kept: Path | None, say: Callable[[str], None], show_bar: bool
+    folder: Path, name: str, where: Path, kept: Path | None, console: Console
 ) -> Iterator[Path]:
     """A checkpoint as a GGUF file, F16 or BF16 as its weights are, under a name that does not change from run to run.
 
@@ -141,7 +140,7 @@ def converted(
     """
     files = check(folder)
     where = where if kept is None else kept.parent
-    remove_leftovers(where, TEMPORARY, say)
+    remove_leftovers(where, TEMPORARY, console.note)
     size, free = converted_size(folder, files), shutil.disk_usage(where).free
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
@@ -155,8 +154,8 @@ def converted(
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=where))
             stack.enter_context(locked_folder(Path(temporary)))
             path = Path(temporary) / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
-            say(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
-            _convert(folder, path, size, show_bar)
+            console.note(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
+            _convert(folder, path, size, console)
             if kept is not None:
                 give_name(path, kept, force=False)
         except FileExistsError as e:
@@ -166,7 +165,7 @@ def converted(
         yield kept or path
 
 
-def _convert(folder: Path, path: Path, size: int, show_bar: bool) -> None:
+def _convert(folder: Path, path: Path, size: int, console: Console) -> None:
     """Runs the converter. UserError with its last error if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
@@ -174,7 +173,7 @@ def _convert(folder: Path, path: Path, size: int, show_bar: bool) -> None:
     if source.name != path.stem:  # the converter takes the model's name from its folder, in the hub's cache a hash
         source = path.with_suffix("")
         source.symlink_to(os.path.abspath(folder))
-    with tqdm(total=size, desc="converting", unit="B", unit_scale=True, disable=not show_bar) as bar:
+    with console.bar("converting", size, "B", is_scaled=True) as bar:
 
         def heard(text: str) -> None:
             if percent := re.findall(r"Writing:\s+(\d+)%", text[-1000:]):

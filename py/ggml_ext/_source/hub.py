@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._base.console import Console
 from .._base.errors import UserError
 from .._base.units import MIB
 from .._formats.split import part_names
@@ -37,7 +38,7 @@ class Repo:
         return UserError(f"--hf-repo: {self.name} {what}")
 
 
-def fetch(repo: Repo, file: str | None, quiet: bool, say: Callable[[str], None]) -> Path:
+def fetch(repo: Repo, file: str | None, console: Console) -> Path:
     """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
 
     The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
@@ -48,11 +49,11 @@ def fetch(repo: Repo, file: str | None, quiet: bool, say: Callable[[str], None])
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()  # retries are its own affair
-    if quiet:
+    if console.quiet or not console.is_terminal:
         disable_progress_bars()
     with explained(repo):
         info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
-    cache = _Cache(repo, info, say)
+    cache = _Cache(repo, info, console.note)
     names = choose_gguf(repo, list(cache.files), file)
     if names:
         return cache.download(names)[0]

@@ -1,4 +1,4 @@
-"""What the quantizer says: lines for people, or with --log-format json one JSON object a line on either stream."""
+"""What the programs say on both streams: lines for people, or with --log-format json one JSON object a line."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ import sys
 
 from tqdm import tqdm
 
+from .._base.console import Bar, Console
 from .._base.encoding import shown, to_json
 from .cli import print_text
 
 FORMATS = ("text", "json")
 
 
-class Log:
+class Terminal(Console):
     """Notes, warnings and errors go to standard error, reports to standard output. format: one of FORMATS."""
 
-    def __init__(self, format: str, quiet: bool, way_out: str):
-        """quiet: neither notes nor reports. way_out: what to do if standard output cannot be written."""
-        self.is_json, self.quiet, self._way_out = format == "json", quiet, way_out
-        self.warnings: list[str] = []
+    is_terminal = True
 
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-        self._tell("warning", text)
-
-    def note(self, text: str) -> None:
-        if not self.quiet:
-            self._tell("note", text)
+    def __init__(self, way_out: str, format: str = FORMATS[0], quiet: bool = False, details: bool = True, progress: bool = False):
+        """way_out: what to do if standard output cannot be written; progress: bars even where standard error is no terminal."""
+        super().__init__()
+        self.is_json, self.quiet, self.details, self._way_out = format == "json", quiet, details and not quiet, way_out
+        self._shows_bars = not (quiet or self.is_json) and sys.stderr is not None and (progress or sys.stderr.isatty())
 
     def error(self, text: str, trace: str | None = None) -> None:
         """trace: the traceback, to stand above the line or in the object."""
-        self._tell("error", text, trace)
+        self.tell("error", text, trace)
 
-    def _tell(self, kind: str, text: str, trace: str | None = None) -> None:
+    def tell(self, kind: str, text: str, trace: str | None = None) -> None:
         if self.is_json:
             line = self._object(kind, text=text, **({} if trace is None else {"traceback": trace}))
         else:
@@ -41,14 +37,15 @@ class Log:
         tqdm.write(shown(line, sys.stderr), file=sys.stderr)
 
     def report(self, text: str) -> None:
-        """For people alone."""
         if not (self.quiet or self.is_json):
             print_text(text, self._way_out)
 
     def event(self, kind: str, values: dict) -> None:
-        """For programs alone."""
         if self.is_json and not self.quiet:
             print_text(self._object(kind, **values), self._way_out)
+
+    def bar(self, title: str, total: float, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
+        return tqdm(total=total, desc=title, unit=unit, unit_scale=is_scaled, initial=done, disable=not self._shows_bars)
 
     @staticmethod
     def _object(kind: str, **values) -> str:

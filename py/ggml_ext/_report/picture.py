@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from .._base.encoding import utf8
 from .._base.errors import UserError
 from .._base.extras import install_command
 from .._base.files import written_beside
+from .._output.paths import Taken, check_beside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,25 +25,11 @@ if TYPE_CHECKING:
 ENDINGS = (".svg", ".png")
 
 
-def check_picture(path: Path, force: bool, sources: Sequence[Path]) -> None:
-    """UserError if it cannot be drawn or may not be written. sources: what is read."""
-    try:
-        is_there = path.exists()
-    except OSError as e:  # of a name that is too long
-        raise UserError(f"--picture: {path}: {e.strerror}: name another") from e
-    if is_there and any(source.exists() and path.samefile(source) for source in sources):
-        raise UserError(f"--picture: {path} is a file that is read: name another")
+def check_picture(path: Path, force: bool, read: Mapping[Path, str]) -> None:
+    """UserError if it cannot be drawn or may not be written. read: see Taken."""
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"--picture: got {path.name!r}, the name must end in {' or '.join(ENDINGS)}")
-    folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
-    if not folder.is_dir():
-        raise UserError(f"--picture: the folder {folder} does not exist: create it first")
-    if is_there and not path.is_file():
-        raise UserError(f"--picture: {path} is not a regular file: name another")
-    if is_there and not force:
-        raise UserError(f"--picture: {path} exists: name another file or pass --force to replace it")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--picture: the folder {folder} may not be written: name another")
+    check_beside("--picture", path, Taken(read), force)
     check_matplotlib()
 
 

@@ -1,4 +1,4 @@
-"""What the quantizer prints: a line for each tensor, tables by class, and what came out of what was asked for.
+"""What quantize and export print: a line for each tensor, tables by class, and what came out of what was asked for.
 
 Lines fit the terminal, or 80 columns where there is none or a narrower one, for types and sizes as models have them; long
 names are shortened in the middle.
@@ -6,7 +6,6 @@ names are shortened in the middle.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from gguf import GGMLQuantizationType
@@ -15,7 +14,6 @@ from .._base.text import shorten, table
 from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
-from .._formats.gguf_file import Tensor, row_bytes
 from .._formats.names import describe_tensors, tensor_class
 from .._plan.plan import Choices, Fallback, Plan, stock_fallback
 
@@ -31,10 +29,6 @@ def _mib(n_bytes: int) -> str:
     return f"{size:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"
 
 
-def _new_bytes(tensor: Tensor, qtype: GGMLQuantizationType) -> int:
-    return row_bytes(qtype, tensor.ne[0]) * tensor.n_rows
-
-
 def tensor_lines(plan: Plan, width: int) -> list[str]:
     """"[ 12/291] blk.0.attn_q.weight      2048x2048  f16 -> itq3_t    8.00 -> 1.53 MiB" for each tensor."""
     rows = []
@@ -42,7 +36,7 @@ def tensor_lines(plan: Plan, width: int) -> list[str]:
         types, sizes = tensor.type.name.lower(), f"{_mib(tensor.n_bytes)} MiB"
         if target != tensor.type:
             types += f" -> {target.name.lower()}"
-            sizes = f"{_mib(tensor.n_bytes)} -> {_mib(_new_bytes(tensor, target))} MiB"
+            sizes = f"{_mib(tensor.n_bytes)} -> {_mib(tensor.bytes_as(target))} MiB"
         rows.append((tensor.name, "x".join(map(str, tensor.ne)), types, sizes))
     types_width, sizes_width = (max((len(row[i]) for row in rows), default=0) for i in (2, 3))
     digits = len(str(len(rows)))
@@ -59,7 +53,7 @@ def _size_table(plan: Plan, width: int) -> list[str]:
     classes: dict[tuple[str, str], list[int]] = {}
     for tensor, target in zip(plan.tensors, plan.types, strict=True):
         counts = classes.setdefault((tensor_class(tensor.name), target.name.lower()), [0, 0, 0])
-        counts[:] = counts[0] + 1, counts[1] + tensor.n_elements, counts[2] + _new_bytes(tensor, target)
+        counts[:] = counts[0] + 1, counts[1] + tensor.n_elements, counts[2] + tensor.bytes_as(target)
     rows = [
         (name, f"{type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}")
         for (name, type_name), (count, weights, size) in classes.items()
@@ -160,46 +154,3 @@ def error_warnings(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
 def fallback_lines(plan: Plan) -> list[str]:
     """One line for each length of rows and pair of types: a note where it is no loss, else a warning."""
     return [f"{'warning' if f.is_loss else 'note'}: {f.describe(names)}" for f, names in plan.fallbacks.items()]
-
-
-def _number(value: float | None) -> float | None:
-    """JSON has neither NaN nor infinity."""
-    return float(value) if value is not None and math.isfinite(value) else None
-
-
-def error_record(accuracy: Accuracy) -> dict:
-    return {
-        "relative_squared_error": _number(accuracy.relative),
-        "weighted_relative_squared_error": _number(accuracy.weighted),
-        "largest_error": _number(accuracy.max_abs),
-    }
-
-
-def tensor_record(plan: Plan, i: int, accuracy: Accuracy | None = None) -> dict:
-    """A tensor for --report and --log-format json. accuracy: None for a dry run."""
-    tensor, target = plan.tensors[i], plan.types[i]
-    changed = accuracy is not None and target != tensor.type
-    return {
-        "name": tensor.name,
-        "shape": list(tensor.ne),
-        "type_before": tensor.type.name.lower(),
-        "type": target.name.lower(),
-        "bytes_before": tensor.n_bytes,
-        "bytes": _new_bytes(tensor, target),
-        **(error_record(accuracy) if changed else {}),
-    }
-
-
-def totals_record(plan: Plan, accuracies: list[Accuracy] | None, chosen: Chosen | None = None) -> dict:
-    """What summary() says of the whole. accuracies: None for a dry run; chosen: what a target led to."""
-    changed = zip(plan.tensors, plan.types, accuracies or [])
-    total = sum((a for tensor, target, a in changed if target != tensor.type), Accuracy())
-    return {
-        "weights": plan.n_elements(),
-        "bytes_before": plan.size_before(),
-        "bytes": plan.size_after(),
-        "bits_per_weight": _number(plan.size_after() * 8 / max(plan.n_elements(), 1)),
-        "bits_per_weight_in_the_blocks": _number(plan.blocks_bpw(plan.types)),
-        **({} if accuracies is None else error_record(total)),
-        **({} if chosen is None else chosen.record()),
-    }

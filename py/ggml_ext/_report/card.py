@@ -5,7 +5,6 @@ What is not in the metadata and was not measured is left out. Keys of the front 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
@@ -187,21 +186,3 @@ def recorded_importance(file: GGUFFile) -> str | None:
     if not isinstance(kind, str):
         return None
     return f"{kind}{f', calibrated with {Path(text).name}' if isinstance(text, str) and text else ''}"
-
-
-# what changes nothing in the file, and what is nobody else's business
-NOT_SHOWN = {
-    "input", "output", "threads", "force", "progress", "summary", "quiet", "log_format", "report", "verify", "dry_run",
-    "model_card", "hf_token", "keep_gguf", "memory", "encoder", "debug",
-}
-
-
-def shown_command(module: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """The command that makes such a file, with the names of files alone."""
-    words = ["python", "-m", f"ggml_ext.{module}", *(as_argument(path.name) for path in (args.input, args.output) if path is not None)]
-    for name, value in vars(args).items():
-        if name in NOT_SHOWN or value == parser.get_default(name):
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", *([] if one is True else [as_argument(one.name) if isinstance(one, Path) else str(one)])]
-    return shlex.join(words)

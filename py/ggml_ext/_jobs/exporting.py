@@ -1,0 +1,277 @@
+"""Turns a model with our types into one that stock llama.cpp loads: from checked settings to the file and what it cost."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf import GGMLQuantizationType, LlamaFileType
+
+from .._base.console import Console
+from .._base.errors import UserError
+from .._base.text import columns
+from .._base.threads import check_threads
+from .._base.types import TYPES, WEIGHT_TYPES
+from .._encode.accuracy import Accuracy
+from .._encode.checks import check_known_encoders, check_numpy_encoders
+from .._encode.codec import Codec
+from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, bits_per_weight, header_bytes, pack_header, uint32_value
+from .._formats.names import unknown_type
+from .._formats.split import SPLIT_KEYS, open_model
+from .._importance.importance import Importance, open_importance
+from .._native import library
+from .._native.blas import one_blas_thread
+from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, write_beside
+from .._output.output import Output
+from .._output.paths import Taken, check_beside, check_output
+from .._plan.plan import (
+    ACTIVATION_TYPES,
+    FLOAT_TYPES,
+    IMATRIX_TYPES,
+    INTEGER_TYPES,
+    OUTPUT,
+    PER_LAYER_TOKEN_EMBD,
+    TARGET_TYPES,
+    TOKEN_EMBD,
+    Override,
+    Plan,
+    check_fallbacks,
+    check_model,
+    fit_to_row,
+    plan_importance,
+)
+from .._plan.sizes import tensor_sizes
+from .._report.card import Card, describe_importance, recorded_importance
+from .._report.records import tensor_record, totals_record
+from .._report.tables import summary, tensor_lines
+from .._source.source import read_files
+from .command import shown_command
+from .result import Result
+from .writing import Job, Written, tell_plan
+
+T = GGMLQuantizationType
+STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
+OURS = "ggml_ext."  # keys of the metadata begin with it
+# general.file_type is of whole files, which llama-quantize names by a recipe; the recipe that is nearest to one type for all
+FILE_TYPES = {
+    T.F32: "ALL_F32",
+    T.Q3_K: "MOSTLY_Q3_K_S",
+    T.Q4_K: "MOSTLY_Q4_K_S",
+    T.Q5_K: "MOSTLY_Q5_K_S",
+    T.IQ2_S: "MOSTLY_IQ2_M",
+    T.MXFP4: "MOSTLY_MXFP4_MOE",
+}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The flags of ggml-ext-export that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+
+    input: Path | None = None
+    output: Path | None = None
+    type: str | None = None
+    pure: bool = False
+    tensor_type: Sequence[str] = ()
+    imatrix: Path | None = None
+    no_fallback: bool = False
+    threads: int | None = None
+    dry_run: bool = False
+    model_card: Path | None = None
+    force: bool = False
+
+
+def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
+    """UserError naming the flag for a type that is not llama.cpp's."""
+    if name.lower() not in STOCK_TYPES:
+        remark = ": it is a type of ggml-ext, which ggml-ext-quantize makes" if name.lower() in WEIGHT_TYPES else ""
+        raise UserError(unknown_type(flag, name, sorted(STOCK_TYPES), remark))
+    return STOCK_TYPES[name.lower()]
+
+
+def is_ours(tensor: Tensor) -> bool:
+    return tensor.type.name.lower() in TYPES
+
+
+@dataclass(frozen=True)
+class StockChoices:
+    """What is asked of types."""
+
+    type: GGMLQuantizationType
+    pure: bool
+    overrides: tuple[Override, ...]
+
+    @property
+    def name(self) -> str:
+        return self.type.name.lower()
+
+    @property
+    def asked(self) -> str:
+        """What decides the types, for summary()."""
+        return self.name
+
+    def type_of(self, tensor: Tensor, tied: bool) -> GGMLQuantizationType:
+        """Of a quantized tensor, before its shape is looked at. tied: the file has no output.weight.
+
+        Source of the rules for embeddings and output matrix: llama.cpp, src/llama-quant.cpp, llama_tensor_get_type_impl().
+        """
+        is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
+        if override := next((o for o in self.overrides if o.pattern.search(tensor.name)), None):
+            return override.type
+        if self.pure or self.type in FLOAT_TYPES:
+            return self.type
+        if not is_ours(tensor):
+            return tensor.type
+        if tensor.name == OUTPUT or (tied and is_embd):
+            return max(self.type, T.Q6_K, key=bits_per_weight)
+        if is_embd and self.type in IMATRIX_TYPES:  # llama-imatrix sees no inputs of embeddings
+            return T.IQ3_S if self.type == T.IQ3_XXS else T.Q2_K
+        return self.type
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """All that a run of export is told."""
+
+    asked: ExportOptions
+    choices: StockChoices
+    n_threads: int
+
+    @classmethod
+    def parse(cls, asked: ExportOptions) -> ExportSettings:
+        """UserError naming the flag that is wrong, or those that do not go together."""
+        overrides = tuple(map(Override.parse, asked.tensor_type))
+        for override in overrides:
+            parse_stock_type(override.type.name.lower(), "--tensor-type")
+        choices = StockChoices(parse_stock_type(asked.type), asked.pure, overrides)
+        n_threads = check_threads(asked.threads)
+        if asked.dry_run and asked.model_card:
+            raise UserError("--model-card: --dry-run writes nothing; leave one of them out")
+        return cls(asked, choices, n_threads)
+
+
+def make_plan(file: GGUFFile, choices: StockChoices) -> Plan:
+    """Target types of all tensors; UserError for files that have none of our types."""
+    if not any(map(is_ours, file.tensors)):
+        raise UserError(
+            f"{file.path} has no tensor in a type of ggml-ext: every llama.cpp loads it as it is; llama-quantize "
+            "--allow-requantize changes its types"
+        )
+    tied = all(t.name != OUTPUT for t in file.tensors)
+    plan = Plan(file.tensors)
+    for tensor in file.tensors:
+        if tensor.type in (*FLOAT_TYPES, *INTEGER_TYPES, *ACTIVATION_TYPES, T.F64):
+            plan.add(tensor, tensor.type, tensor.type)
+            continue
+        wanted = choices.type_of(tensor, tied)
+        plan.add(tensor, wanted, fit_to_row(tensor, wanted))
+        plan.n_matrices += 1
+    for override in choices.overrides:
+        if not any(override.pattern.search(t.name) for t in file.tensors):
+            plan.warnings.append(f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor")
+    return plan
+
+
+def file_type(qtype: GGMLQuantizationType) -> int:
+    """general.file_type of a file of that type."""
+    return int(LlamaFileType[FILE_TYPES.get(qtype, f"MOSTLY_{qtype.name}")])
+
+
+def output_metadata(file: GGUFFile, choices: StockChoices, importance: Importance) -> dict[str, KeyValue]:
+    """The keys of the input without ours, and those that llama-quantize writes."""
+    old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
+    new = [
+        *([] if importance.matrix is None else importance.matrix.metadata()),
+        uint32_value("general.file_type", file_type(choices.type)),
+        uint32_value("general.quantization_version", QUANTIZATION_VERSION),
+    ]
+    return old | {kv.key: kv for kv in new}
+
+
+def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
+    """For each of our types what its new types add to the error that it has by itself."""
+    pairs: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], Accuracy] = {}
+    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
+        if is_ours(tensor):
+            pairs[tensor.type, target] = pairs.get((tensor.type, target), Accuracy()) + accuracy
+    lines = []
+    for (ours, target), total in pairs.items():
+        name, usual = ours.name.lower(), WEIGHT_TYPES[ours.name.lower()].usual_rel_mse
+        lines.append(
+            f"{name} -> {target.name.lower()} adds a relative squared error of {total.relative:.3g} to what {name} lost before, "
+            f"on Gaussian weights {usual:.3g}: about {1 + total.relative / usual:.3g} times the error"
+        )
+    return lines
+
+
+def export(settings: ExportSettings, console: Console) -> Result:
+    """Everything after the command line; UserError for what the user can change."""
+    asked, choices = settings.asked, settings.choices
+    with one_blas_thread(), contextlib.ExitStack() as stack:
+        taken = check_paths(asked)
+        output = None if taken.out is None else stack.enter_context(Output(taken.out, asked.force))
+        conversion = prepare(settings)
+        plan, described = conversion.plan, conversion.importance.describe()
+        tell_plan(plan, console)
+        lines = tensor_lines(plan, columns()) if console.details else []
+        if output is None:
+            console.report("\n".join([*lines, summary(plan, choices, columns(), described)]))
+            tensors = [tensor_record(plan, i) for i in range(len(plan.tensors))]
+            return Result.of([], (choices.name, "", described), tensors, totals_record(plan, None), 0.0, console.warnings)
+        file = conversion.file
+        output.plan(tensor_sizes(plan), header_bytes(file), file.alignment, None, taken.reads)
+        header = pack_header(output_metadata(file, choices, conversion.importance), plan.tensors, plan.types, file.alignment)
+        job = Job(
+            output, conversion, choices.name, lambda _: [header],
+            lambda first: conversion.made_from(types=hashlib.sha256(first[0]).hexdigest()), lines,
+        )
+        return finish(settings, job, job.write(console), console)
+
+
+def check_paths(asked: ExportOptions) -> Taken:
+    """All files that are read and written; UserError if one of those to be written may not be."""
+    taken = Taken(read_files(asked.input, {"--imatrix": asked.imatrix}))
+    taken = taken if asked.dry_run else check_output(taken, asked.output, asked.force)
+    if asked.model_card is not None:
+        check_beside("--model-card", asked.model_card, taken, asked.force)
+    return taken
+
+
+def prepare(settings: ExportSettings) -> Conversion:
+    """The model and what becomes of it."""
+    asked = settings.asked
+    file = open_model(asked.input)
+    check_model(file)
+    plan = make_plan(file, settings.choices)
+    check_fallbacks(plan, asked.no_fallback)
+    codec = Codec(library.load())
+    check_known_encoders(codec, plan, {})
+    importance = Importance() if asked.imatrix is None else open_importance([asked.imatrix], "diagonal")
+    plan_importance(plan, importance.matrix)
+    check_numpy_encoders(codec, plan, {})
+    return Conversion(file, plan, codec, importance, settings.n_threads)
+
+
+def finish(settings: ExportSettings, job: Job, written: Written, console: Console) -> Result:
+    """Says what was done, and writes the card."""
+    asked, choices, path = settings.asked, settings.choices, job.output.path
+    file, plan, importance = job.conversion.file, job.conversion.plan, job.conversion.importance
+    report = summary(plan, choices, columns(), importance.describe(), written.accuracies, written.seconds)
+    console.report("\n".join([report, *cost_lines(plan, written.accuracies)]))
+    if asked.model_card is not None:
+        before = recorded_importance(file)
+        card = Card(
+            [path],
+            file,
+            plan,
+            written.accuracies,
+            choices.name.upper(),
+            f"{describe_importance(importance)}{f'; of {file.path.name}, which it was made from: {before}' if before else ''}",
+            f"the weights as {file.path.name} holds them, which had lost something before against the original",
+            shown_command("export", asked),
+        )
+        write_beside("--model-card", asked.model_card, card.text().encode(), path, asked.force)
+    totals = totals_record(plan, written.accuracies)
+    return Result.of([path], (choices.name, "", importance.describe()), job.records(), totals, written.seconds, console.warnings)

@@ -1,0 +1,199 @@
+"""Looks into a file, and compares it with what it was made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from .._base.errors import UserError
+from .._base.threads import check_threads
+from .._base.types import WEIGHT_TYPES
+from .._encode.accuracy import Accuracy, read_epsilons
+from .._encode.codec import Codec
+from .._encode.compare import compare
+from .._encode.histogram import Histogram
+from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.imatrix import n_importances
+from .._formats.split import open_model
+from .._importance.importance import KINDS, Importance, open_importance
+from .._native import library
+from .._native.blas import one_blas_thread
+from .._plan.plan import replacement_type
+from .._report import picture
+from .._report.findings import Finding, Inspection
+
+T = GGMLQuantizationType
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """The flags of ggml-ext-inspect that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+
+    file: Path
+    against: Path | None = None
+    imatrix: Path | None = None
+    importance: str | None = None
+    tensor: str | None = None
+    histograms: bool = False
+    picture: Path | None = None
+    force: bool = False
+    threads: int | None = None
+
+    def check(self) -> int:
+        """The number of threads; UserError for options that do not go together or that name what may not be written."""
+        n_threads = check_threads(self.threads)
+        if self.picture is not None and self.against is None:
+            raise UserError("--picture draws errors, which takes --against ORIGINAL")
+        if self.picture is not None:
+            read = {"FILE": self.file, "--against": self.against, "--imatrix": self.imatrix}
+            picture.check_picture(self.picture, self.force, {path: what for what, path in read.items() if path is not None})
+        return n_threads
+
+
+def choose_tensors(file: GGUFFile, pattern: str | None) -> list[Tensor]:
+    """Those that --tensor names; UserError if there are none."""
+    if pattern is None:
+        return file.tensors
+    try:
+        regex = re.compile(pattern)
+    except re.error as e:
+        raise UserError(f"--tensor: {pattern!r} is not a regular expression: {e}") from None
+    found = [t for t in file.tensors if t.name == pattern] or [t for t in file.tensors if regex.search(t.name)]
+    if not found:
+        some = f", such as {file.tensors[0].name}" if file.tensors else ""
+        raise UserError(f"--tensor: {pattern!r} matches none of the {len(file.tensors)} tensors of {file.path}{some}")
+    return found
+
+
+def load_importance(asked: InspectOptions, file: GGUFFile) -> Importance:
+    """What the errors are weighed with; UserError for an importance matrix of another model."""
+    if asked.importance is not None and asked.importance not in KINDS[1:]:
+        raise UserError(f"--importance: got {asked.importance!r}, must be {', '.join(KINDS[1:])}")
+    if asked.imatrix is None or asked.against is None:
+        for flag, given in (("--imatrix", asked.imatrix), ("--importance", asked.importance)):
+            if given is not None:
+                raise UserError(f"{flag} weighs errors, which takes both --against ORIGINAL and --imatrix FILE")
+        return Importance()
+    importance = open_importance([asked.imatrix], asked.importance)
+    for tensor in file.tensors:
+        if tensor.name in importance.matrix and importance.matrix.n_values(tensor.name) != n_importances(tensor):
+            raise UserError(
+                f"--imatrix: {asked.imatrix}: tensor {tensor.name} has {importance.matrix.n_values(tensor.name):,} importances, the model needs "
+                f"{n_importances(tensor):,}: it is for another model"
+            )
+    if not any(t.name in importance.matrix for t in file.tensors):
+        raise UserError(f"--imatrix: {asked.imatrix} has no tensor of {file.path}: it is for another model")
+    return importance
+
+
+def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
+    """UserError naming the first tensor that only one of them has or that has another shape."""
+    theirs = {t.name: t for t in original.tensors}
+    for tensor in file.tensors:
+        other = theirs.pop(tensor.name, None)
+        if other is None:
+            raise UserError(f"tensor {tensor.name} of {file.path} is not in {original.path}: name the file it was made from")
+        shapes = [list(t.ne[: t.n_dims]) for t in (tensor, other)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"tensor {tensor.name} is {shapes[0]} in {file.path} and {shapes[1]} in {original.path}: name the file it "
+                "was made from"
+            )
+    if theirs:
+        raise UserError(f"tensor {next(iter(theirs))} of {original.path} is not in {file.path}: name the file it was made from")
+
+
+def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
+    """UserError for a recorded epsilon that is no bound, or of no DITTO3 tensor or one that --fallback-above replaced."""
+    ditto3 = {t.name for t in file.tensors if t.type in (T.DITTO3, replacement_type(t, T.DITTO3))}
+    for name, epsilon in epsilons.items():
+        if name not in ditto3:
+            raise UserError(f"{file.path} records an epsilon for {name}, which is no ditto3 tensor: quantize the model again")
+        if not (np.isfinite(epsilon) and epsilon >= 0):
+            raise UserError(
+                f"tensor {name}: the recorded epsilon is {epsilon}, must be finite and not negative: quantize the model again"
+            )
+
+
+def inspect(asked: InspectOptions, begun: Callable[[list[Tensor], Importance], None], found: Callable[[Finding], None]) -> Inspection:
+    """Everything after the command line; UserError for what the user can change. begun: called with the tensors before the first
+    finding, found: with each as it is made."""
+    n_threads = asked.check()
+    with one_blas_thread():
+        file = open_model(asked.file)
+        epsilons = read_epsilons(file)
+        check_epsilons(file, epsilons)
+        original = None if asked.against is None else open_model(asked.against)
+        if original is not None:
+            check_same_tensors(file, original)
+        tensors = choose_tensors(file, asked.tensor)
+        importance = load_importance(asked, file)
+        begun(tensors, importance)
+        findings: list[Finding] = []
+        for finding in find(file, original, tensors, epsilons, importance, n_threads):
+            findings.append(finding)
+            found(finding)
+        total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
+        return Inspection(asked.file, file, asked.against, importance, findings, total, count_codes(file, tensors) if asked.histograms else None)
+
+
+def find(
+    file: GGUFFile,
+    original: GGUFFile | None,
+    tensors: list[Tensor],
+    epsilons: dict[str, float],
+    importance: Importance,
+    n_threads: int,
+) -> Iterator[Finding]:
+    """Findings in the order of the tensors, as they are made."""
+    others = {} if original is None else {t.name: t for t in original.tensors}
+    pool = ThreadPoolExecutor(n_threads)
+    try:
+        codec = Codec(library.load())
+        for tensor in tensors:
+            finding = Finding(tensor, epsilons.get(tensor.name))
+            if original is not None:
+                other = others[tensor.name]
+                finding.is_changed = tensor.type != other.type
+                finding.accuracy = compare(pool, 2 * n_threads, codec, file, tensor, original, other, importance.guide(tensor))
+                importance.release(tensor)
+            yield finding
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def count_codes(file: GGUFFile, tensors: list[Tensor]) -> dict[str, Histogram]:
+    """By type, in the order of the first tensor of each; of our types alone."""
+    histograms: dict[str, Histogram] = {}
+    for tensor in tensors:
+        if (name := tensor.type.name.lower()) in WEIGHT_TYPES:
+            histograms.setdefault(name, Histogram()).add(file, tensor)
+    return histograms
+
+
+def draw_picture(asked: InspectOptions, inspection: Inspection) -> bool:
+    """False if its font lacks characters of the names. UserError if there is nothing to draw or the file cannot be written."""
+    drawn = {f.tensor.name: f.accuracy for f in inspection.findings if f.is_changed}
+    if not drawn:
+        raise UserError(f"--picture: no tensor has another type than in {asked.against}: there are no errors to draw")
+    weighted = all(a.weighted is not None for a in drawn.values())
+    errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
+    what = f"{'weighted ' if weighted else ''}relative squared error"
+    return picture.draw(errors, what, asked.file.name, asked.picture, asked.force)
+
+
+def check_bounds(inspection: Inspection) -> None:
+    """UserError if an error is larger than its epsilon."""
+    if exceeded := [f for f in inspection.findings if not f.fits]:
+        more = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""
+        first, path = exceeded[0], inspection.file.path
+        raise UserError(
+            f"tensor {first.tensor.name}: its largest error is {first.accuracy.max_abs:.9g}, the recorded epsilon "
+            f"{first.epsilon:.9g}{more}: {path} was not made from {inspection.against}, or was changed; quantize it again"
+        )

@@ -1,0 +1,1 @@
+"""What came of a run, in words, tables, JSON and pictures."""

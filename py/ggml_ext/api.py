@@ -1,0 +1,164 @@
+"""The commands as functions: quantize_model(), export_model(), inspect_model(). Import them from ggml_ext.
+
+They may be called in any thread, and in several at once on different outputs. They print nothing, set no signal handlers and raise
+UserError with the one line that the command would end with; `log` and `progress` hear what the command would show. An exception from one
+of these two functions stops the run, and the same call goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Union
+
+from ._base.console import Callbacks
+from ._base.errors import UserError
+from ._jobs.exporting import ExportOptions, ExportSettings, export
+from ._jobs.inspecting import InspectOptions, draw_picture, inspect
+from ._jobs.quantizing import quantize
+from ._jobs.result import Result, TensorResult
+from ._jobs.settings import QuantizeOptions, Settings
+from ._report.findings import Finding, Inspection
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Finding", "Inspection", "Result", "TensorResult", "UserError", "export_model", "inspect_model", "quantize_model"]
+
+AnyPath = Union[str, "os.PathLike[str]"]
+Log = Callable[[str, str], None]
+Progress = Callable[[str, float, "float | None"], None]
+Options = TypeVar("Options")
+
+
+class QuantizeKeywords(TypedDict, total=False):
+    """The flags of ggml-ext-quantize as keywords, with _ for -."""
+
+    type: str
+    target_size: str
+    target_bpw: str
+    target_kld: str
+    target_types: str
+    sensitivity: str
+    pure: bool
+    tensor_type: Sequence[str]
+    token_embedding_type: str
+    output_tensor_type: str
+    fallback_above: float
+    no_fallback: bool
+    leave_output_tensor: bool
+    allow_requantize: bool
+    hf_repo: str
+    hf_file: str
+    revision: str
+    hf_token: str
+    keep_gguf: AnyPath
+    imatrix: AnyPath
+    imatrix_from: AnyPath
+    importance: str
+    no_calibration: bool
+    calibration_chunks: int
+    memory: float
+    itq3_levels: int
+    ditto_codebook: str
+    effort: str
+    threads: int
+    encoder: str
+    dry_run: bool
+    split_max_size: str
+    verify: bool
+    report: AnyPath
+    model_card: AnyPath
+    force: bool
+
+
+class ExportKeywords(TypedDict, total=False):
+    """The flags of ggml-ext-export as keywords, with _ for -."""
+
+    type: str
+    pure: bool
+    tensor_type: Sequence[str]
+    imatrix: AnyPath
+    no_fallback: bool
+    threads: int
+    dry_run: bool
+    model_card: AnyPath
+    force: bool
+
+
+class InspectKeywords(TypedDict, total=False):
+    """The flags of ggml-ext-inspect as keywords, with _ for -."""
+
+    imatrix: AnyPath
+    importance: str
+    tensor: str
+    histograms: bool
+    picture: AnyPath
+    force: bool
+    threads: int
+
+
+def _options(kind: type[Options], keywords: dict) -> Options:
+    """Options of keywords, in which names of files may be text. TypeError for a keyword that is no flag."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if unknown := [name for name in keywords if name not in fields]:
+        raise TypeError(f"{unknown[0]!r} is no option: known are {', '.join(fields)}")
+    values = {
+        name: Path(value) if "Path" in fields[name] and value is not None else value for name, value in keywords.items()
+    }
+    if isinstance(values.get("tensor_type"), str):
+        raise TypeError("'tensor_type' must be a list of REGEX=TYPE")
+    return kind(**values)
+
+
+def quantize_model(
+    input: AnyPath | None, output: AnyPath | None = None, *, log: Log | None = None, progress: Progress | None = None,
+    **options: Unpack[QuantizeKeywords],
+) -> Result:
+    """Quantizes a model, as `ggml-ext-quantize input output --type ...` does, to the same bytes.
+
+    input: a GGUF file in F32, F16, BF16 or Q8_0, of a split one any part, or the folder of a checkpoint; None with hf_repo.
+    output: the file to write; not needed with dry_run. options: the command's flags with _ for -, such as type="itq3_t" or
+    target_size="3GiB"; tensor_type is a list. log: called with "note" or "warning" and a line. progress: called with the name of a phase,
+    what is done of it and its total: weights while writing, chunks while calibrating.
+
+    Raises UserError for everything that the caller can change, TypeError for a keyword that is no flag.
+    """
+    options = dict(options)
+    if options.get("hf_repo") is not None and input is None:
+        input, output = output, None  # as on the command line, where OUT is the one file
+    settings = Settings.parse(_options(QuantizeOptions, {"input": input, "output": output, **options}))
+    return quantize(settings, Callbacks(log, progress))
+
+
+def export_model(
+    input: AnyPath, output: AnyPath | None = None, *, type: str, log: Log | None = None, progress: Progress | None = None,
+    **options: Unpack[ExportKeywords],
+) -> Result:
+    """Writes a model that has types of ggml-ext with llama.cpp's own types, as `ggml-ext-export` does, to the same bytes.
+
+    type: llama.cpp's type in place of ours, such as "q4_k". The other arguments and errors: see quantize_model(). The errors in the
+    result are those against `input`, which had lost something before.
+    """
+    asked = _options(ExportOptions, {"input": input, "output": output, "type": type, **options})
+    return export(ExportSettings.parse(asked), Callbacks(log, progress))
+
+
+def inspect_model(
+    file: AnyPath, against: AnyPath | None = None, *, found: Callable[[Finding], None] | None = None,
+    **options: Unpack[InspectKeywords],
+) -> Inspection:
+    """Lists the tensors of a GGUF file, and compares them with those of `against`, which it was made from.
+
+    found: called with each tensor's finding as it is made. The record() of the result is what `ggml-ext-inspect --json` prints. A
+    DITTO3 tensor with an error above its recorded epsilon has a finding whose `fits` is False; the command ends with an error there.
+
+    Raises UserError for everything that the caller can change, TypeError for a keyword that is no flag.
+    """
+    asked = _options(InspectOptions, {"file": file, "against": against, **options})
+    inspection = inspect(asked, lambda *_: None, found or (lambda _: None))
+    if asked.picture is not None:
+        draw_picture(asked, inspection)
+    return inspection
