@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.10+, a C/C++ compiler and the package registry:
 #   make demo    build, quantize the embedded model, generate text, compare types
 #   make test    the whole test suite
+#   make check   what to run while working: lists, linter and quick tests; at most 3 minutes after make demo
 # make wheel     a wheel for machines without a compiler, into dist/
 PYTHON ?= python3
 VENV   := .venv
@@ -11,10 +12,19 @@ CONFIG ?=
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test wheel install bench cuda gpu-check clean
+.PHONY: demo check test wheel install bench cuda gpu-check clean
 
 demo: install
 	@$(BIN)/python scripts/tools/demo.py
+
+check: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements-check.txt
+	@$(BIN)/python scripts/build/gen_types.py --check
+	@$(BIN)/python scripts/build/figures.py --check
+	@$(BIN)/python scripts/build/import_graph.py
+	@$(BIN)/python -m ruff check .
+	$(BIN)/python -m pytest -n 2 -m quick $(PYTEST_ARGS)
+	@echo "left out: tests that run models, device code, emulated processors, the wheel and more lengths of rows; make test runs all"
 
 test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt

@@ -3,7 +3,7 @@
 // operation has one order, so that the numpy reference gives the same bytes (py/ggml_ext/quants/_levels.py).
 //
 // What the parts are worth: e^T M e over w^T M w with moments of blocks, damping 0.01 and segments of 8, of Gaussian weights with
-// moments made up (tests/test_metric.py, 512 columns) and of a layer of the reference model with its own.
+// moments made up (tests/encode/test_metric.py, 512 columns) and of a layer of the reference model with its own.
 //                                        ITQ3_S            DITTO3            CCQ2
 //   squared error                        0.0340  0.0192    0.0286  0.0178    0.1082  0.0713
 //   a diagonal                           0.0070  0.0133    0.0151  0.0164    0.0270  0.0547

@@ -3,7 +3,7 @@
 
 Builds the package with all CPU backends of llama.cpp (GGML_EXT_PORTABLE: chosen at run time) in build/wheel, lets auditwheel
 name the oldest Linux it runs on, installs the result into an empty environment outside the checkout and runs
-tests/wheel_suite.py there, without a compiler, once for every variant that this processor can run. Only a wheel that passed
+tests/package/wheel_suite.py there, without a compiler, once for every variant that this processor can run. Only a wheel that passed
 gets into dist/, in place of older ones. docs/wheel.md says what is in it and why. The log of the build is build/wheel.log.
 """
 from __future__ import annotations
@@ -41,8 +41,9 @@ FOREIGN_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_ARGS")
 # machine -> the name llama.cpp's list of variants has for it
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "ARM"}
 # what the suite reads, under the same names in its own folder
-STAGED = ("tests/wheel_suite.py", "tests/conftest.py", "tests/native.py", "tests/data/perplexity_baseline.json",
-          "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
+HELPERS = ("commands", "models", "native", "perplexity_record", "weights")
+STAGED = ("tests/package/wheel_suite.py", "tests/conftest.py", *(f"tests/helpers/{name}.py" for name in HELPERS),
+          "tests/data/perplexity_baseline.json", "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
 
 
 def run_logged(what: str, *command, env: dict[str, str] | None = None) -> None:
@@ -156,7 +157,7 @@ def run_suite(wheel: Path, expected: dict[str, list[str]], folder: Path) -> int:
                wheel, "pytest>=8", env=env | {"HOME": os.environ.get("HOME", str(folder))})
     stage(staged, expected)
     command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "--basetemp", folder / "pytest",
-               "-o", "pythonpath=scripts/tools", staged / "tests" / "wheel_suite.py"]
+               "-o", "pythonpath=scripts/tools tests", staged / "tests" / "package" / "wheel_suite.py"]
     return subprocess.run([str(c) for c in command], cwd=staged, env=env).returncode
 
 

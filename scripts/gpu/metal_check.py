@@ -112,7 +112,7 @@ def main() -> int:
         print(f"error: --only {','.join(unknown)}: choose from build, ops, graph, speed", file=sys.stderr)
         return 1
     if platform.system() != "Darwin":
-        print(f"error: this system is {platform.system()}; the check needs a Mac. tests/test_metal_host.py is what runs elsewhere", file=sys.stderr)
+        print(f"error: this system is {platform.system()}; the check needs a Mac. tests/gpu/test_metal_host.py is what runs elsewhere", file=sys.stderr)
         return 1
 
     run = Run(args.out.resolve(), args.build.resolve(), args.minutes, DEVICE, "llama-3.2-1b", 8)

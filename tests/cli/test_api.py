@@ -1,0 +1,179 @@
+"""quantize_model(), export_model() and inspect_model(): what the commands do, for programs, in any thread."""
+
+import argparse
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ggml_ext
+from ggml_ext import api, export, inspect, quantize
+from ggml_ext._console import options
+from ggml_ext._jobs.exporting import ExportOptions
+from ggml_ext._jobs.inspecting import InspectOptions
+from ggml_ext._jobs.settings import QuantizeOptions
+from helpers.models import ROOT, gaussian, write_gguf
+
+FLAGS = {"type": "ditto3", "importance": "none", "threads": 2}
+TERMINAL = {"help", "version", "debug", "log_format", "progress", "summary", "quiet", "json"}
+
+
+@pytest.fixture
+def source(tmp_path):
+    tensors = {f"blk.{i}.{name}.weight": gaussian(24, 512, seed=i) for i in range(3) for name in ("ffn_up", "attn_v")}
+    return write_gguf(tmp_path / "in.gguf", tensors)
+
+
+def command(main, *args) -> int:
+    return main([str(a) for a in args])
+
+
+def test_the_same_bytes_as_the_command(lib, source, tmp_path, capfd):
+    made = ggml_ext.quantize_model(source, tmp_path / "api.gguf", **FLAGS)
+    said = capfd.readouterr()
+    assert said.out == said.err == ""
+    assert command(quantize.main, source, tmp_path / "command.gguf", "--type", "ditto3", "--importance", "none") == 0
+    assert (tmp_path / "api.gguf").read_bytes() == (tmp_path / "command.gguf").read_bytes()
+    assert made.paths == (tmp_path / "api.gguf",) and made.type == "ditto3" and made.importance == "none"
+    assert [t.type for t in made.tensors] == ["ditto3"] * 6 and made.weights == sum(24 * 512 for _ in made.tensors)
+    assert all(0 < t.relative_squared_error < 0.1 and len(t.sha256) == 64 and t.shape == (512, 24) for t in made.tensors)
+    assert made.bytes == sum(t.bytes for t in made.tensors) and made.bytes_before == 2 * made.weights
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.type = "q8_0"
+
+    stock = ggml_ext.export_model(str(tmp_path / "api.gguf"), str(tmp_path / "stock.gguf"), type="q8_0")
+    assert command(export.main, tmp_path / "api.gguf", tmp_path / "stock2.gguf", "--type", "q8_0", "-q") == 0
+    assert (tmp_path / "stock.gguf").read_bytes() == (tmp_path / "stock2.gguf").read_bytes()
+    assert {t.type for t in stock.tensors} == {"q8_0"} and stock.paths == (tmp_path / "stock.gguf",)
+
+    seen = []
+    looked = ggml_ext.inspect_model(tmp_path / "api.gguf", source, found=seen.append)
+    assert [f.tensor.name for f in looked.findings] == [f.tensor.name for f in seen] == [t.name for t in made.tensors]
+    assert looked.total.relative == pytest.approx(made.relative_squared_error, rel=1e-6) and all(f.fits for f in looked.findings)
+    capfd.readouterr()
+    assert command(inspect.main, tmp_path / "api.gguf", "--against", source, "--json") == 0
+    assert f'"relative_squared_error": {looked.record()["total"]["relative_squared_error"]!r}' in capfd.readouterr().out
+
+
+def test_messages_and_progress(lib, source, tmp_path):
+    told, steps = [], []
+    made = ggml_ext.quantize_model(
+        source, tmp_path / "out.gguf", type="itq3_t", no_calibration=True, log=lambda *said: told.append(said),
+        progress=lambda *step: steps.append(step),
+    )
+    assert ("warning", made.warnings[0]) in told and "--no-calibration" in made.warnings[0]
+    assert {phase for phase, _, _ in steps} == {"itq3_t"}
+    done = [n for _, n, _ in steps]
+    assert done == sorted(done) and steps[-1][1] == steps[-1][2] == made.weights
+
+
+def test_a_dry_run_writes_nothing(lib, source, tmp_path):
+    before = set(tmp_path.iterdir())
+    made = ggml_ext.quantize_model(source, dry_run=True, **FLAGS)
+    assert made.paths == () and made.tensors[0].type == "ditto3" and made.tensors[0].sha256 is None and made.seconds == 0
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("keywords", "error", "part"), [
+    ({"type": "itq9"}, ggml_ext.UserError, "--type"), ({}, ggml_ext.UserError, "--type"), ({"typ": "itq3_s"}, TypeError, "'typ'"),
+    ({"type": "itq3_s", "threads": 0}, ggml_ext.UserError, "--threads"), ({"type": "itq3_s", "tensor_type": "a=q8_0"}, TypeError, "list"),
+    ({"type": "itq3_s", "imatrix": "none.gguf"}, ggml_ext.UserError, "none.gguf"),
+    ({"type": "itq3_s", "encoder": "fortran"}, ggml_ext.UserError, "--encoder"),
+])
+def test_bad_options(source, tmp_path, keywords, error, part):
+    before = set(tmp_path.iterdir())
+    with pytest.raises(error, match=re.escape(part)):
+        ggml_ext.quantize_model(source, tmp_path / "out.gguf", **keywords)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_errors_of_files(source, tmp_path):
+    with pytest.raises(ggml_ext.UserError, match="no-such.gguf"):
+        ggml_ext.inspect_model(tmp_path / "no-such.gguf")
+    with pytest.raises(ggml_ext.UserError, match="no tensor in a type of ggml-ext"):
+        ggml_ext.export_model(source, tmp_path / "out.gguf", type="q8_0")
+
+
+def test_several_threads_at_once(lib, source, tmp_path):
+    """Each writes what a run alone writes; no handler of signals is touched."""
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    types = ["ditto3", "itq3_s", "itq3_t", "ccq2"]
+    alone = {name: ggml_ext.quantize_model(source, tmp_path / f"{name}.gguf", type=name, importance="none") for name in types}
+    barrier = threading.Barrier(len(types))
+
+    def run(name):
+        barrier.wait()
+        return ggml_ext.quantize_model(source, tmp_path / f"{name}-2.gguf", type=name, importance="none")
+
+    with ThreadPoolExecutor(len(types)) as pool:
+        made = dict(zip(types, pool.map(run, types), strict=True))
+    for name in types:
+        assert (tmp_path / f"{name}.gguf").read_bytes() == (tmp_path / f"{name}-2.gguf").read_bytes()
+        assert [t.sha256 for t in made[name].tensors] == [t.sha256 for t in alone[name].tensors]
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_callback_that_raises_stops_the_run_and_the_next_goes_on(lib, source, tmp_path):
+    n_weights = 24 * 512
+
+    def stop(phase, done, total):
+        if done > 3 * n_weights:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        ggml_ext.quantize_model(source, folder / "out.gguf", progress=stop, **FLAGS)
+    assert sorted(p.name for p in folder.iterdir()) == [".out.gguf.partial", ".out.gguf.partial.json"]
+    told = []
+    ggml_ext.quantize_model(source, folder / "out.gguf", log=lambda kind, line: told.append(line), **FLAGS)
+    assert any("going on after 3 of 6 tensors" in line for line in told) and [p.name for p in folder.iterdir()] == ["out.gguf"]
+    ggml_ext.quantize_model(source, tmp_path / "whole.gguf", **FLAGS)
+    assert (folder / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+    def fail(*_):
+        raise ValueError("not ours")
+
+    with pytest.raises(ValueError, match="not ours"):
+        ggml_ext.quantize_model(source, folder / "other.gguf", progress=fail, **FLAGS)
+    assert [p.name for p in folder.iterdir()] == ["out.gguf"]
+
+
+def test_the_package_alone_is_light():
+    code = "import sys, ggml_ext; print([m for m in sys.modules if m.startswith('ggml_ext._encode') or 'api' in m.split('.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="no_such"):
+        ggml_ext.no_such  # noqa: B018
+
+
+@pytest.mark.parametrize(("parser", "kind", "keywords", "files"), [
+    (options.build_parser, QuantizeOptions, api.QuantizeKeywords, {"input", "output"}),
+    (export.build_parser, ExportOptions, api.ExportKeywords, {"input", "output"}),
+    (inspect.build_parser, InspectOptions, api.InspectKeywords, {"file", "against"}),
+])
+def test_every_flag_is_a_keyword(parser, kind, keywords, files):
+    flags = {action.dest for action in parser()._actions if not isinstance(action, argparse._SubParsersAction)} - TERMINAL
+    assert flags == {field.name for field in dataclasses.fields(kind)} == set(keywords.__annotations__) | files
+    defaults = {action.dest: action.default for action in parser()._actions}
+    for field in dataclasses.fields(kind):
+        assert field.default is dataclasses.MISSING or (defaults[field.name] or None) == (field.default or None), field.name
+
+
+def test_the_page_runs(lib, source, tmp_path, monkeypatch, capsys):
+    """The code of docs/using/python.md, one block after the other, on a small model of that name."""
+    monkeypatch.chdir(tmp_path)
+    source.rename(tmp_path / "model-f16.gguf")
+    monkeypatch.setattr("ggml_ext._importance.calibration.find_tool", lambda name: None)  # a model without a graph
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "using" / "python.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 3
+    scope = {}
+    for block in blocks:
+        exec(block, scope)  # noqa: S102
+    out = capsys.readouterr().out
+    assert "blk.0.ffn_up.weight f16 -> itq3_t 0.0" in out and "itq2_t: 100%" in out and "exists: choose another name" in out

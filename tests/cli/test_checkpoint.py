@@ -1,0 +1,369 @@
+"""Folders of Hugging Face checkpoints as input: converted by llama.cpp's own converter, quantized and run; bad ones."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+
+from ggml_ext import quantize as program
+from ggml_ext._base.files import hidden
+from ggml_ext._output.output import Output
+from ggml_ext._source import checkpoint as _checkpoint
+from helpers.checkpoint_files import CONFIG, N_LAYERS, tensors, write_checkpoint
+from helpers.commands import quantize, tool
+from helpers.errors import files
+from helpers.hub_client import REPO, Client
+from helpers.hub_server import Repository, serving
+from helpers.models import gaussian, write_gguf
+
+pytest.importorskip("torch", reason="the extra hf is not installed")
+NAME = REPO.partition("/")[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("hub") / NAME, n_shards=2)
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint, tmp_path_factory):
+    """Converted for real: the run, its folder with out.gguf and kept.gguf."""
+    folder = tmp_path_factory.mktemp("made")
+    done = quantize(checkpoint, folder / "out.gguf", "--type", "itq3_s", "--keep-gguf", folder / "kept.gguf")
+    return done, folder
+
+
+def generate(path) -> str:
+    command = [tool("llama-completion"), "-m", path, "-p", "The quick", "-n", "4", "--temp", "0", "-no-cnv", "-t", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def decoded(path) -> dict[str, np.ndarray]:
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+
+
+def bf16(values):
+    """As write_safetensors() stores them."""
+    return (values.view("<u4") & 0xFFFF0000).view("<f4")
+
+
+def test_converted_and_run(checkpoint, made):
+    done, folder = made
+    assert f"note: {checkpoint} becomes a GGUF file first, about 3 MiB in {folder}{os.sep}.converted-" in done.stderr
+    assert f"kept as {folder / 'kept.gguf'}" in done.stderr
+    assert sorted(p.name for p in folder.iterdir()) == ["kept.gguf", "out.gguf"]
+    converted, source = decoded(folder / "kept.gguf"), tensors()
+    names = {"token_embd": "embed_tokens", "blk.1.ffn_up": "layers.1.mlp.up_proj", "blk.0.attn_v": "layers.0.self_attn.v_proj"}
+    for ours, theirs in names.items():
+        assert np.array_equal(converted[f"{ours}.weight"], bf16(source[f"model.{theirs}.weight"]))
+    assert len(converted) == len(source)
+    # what was announced is what came out, to a tenth: the tokenizer is a quarter megabyte of these three
+    announced = _checkpoint.converted_size(checkpoint, _checkpoint.check(checkpoint))
+    assert abs(announced / (folder / "kept.gguf").stat().st_size - 1) < 0.1
+    assert "The quick" in generate(folder / "out.gguf")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files that are no UTF-8")
+def test_a_name_that_is_no_text(checkpoint, made, tmp_path):
+    """It becomes the model's name, in a GGUF file, which is UTF-8; in a locale of ASCII too."""
+    source = tmp_path / os.fsdecode("größer".encode() + b"-\xff")
+    shutil.copytree(checkpoint, source)
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "ggml_ext.quantize", source, tmp_path / "out.gguf", "--type", "itq3_s", "--importance", "none"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Größer \\Xff" in gguf.GGUFReader(tmp_path / "out.gguf").fields["general.name"].contents()
+    ours, before = decoded(tmp_path / "out.gguf"), decoded(made[1] / "out.gguf")
+    assert all(np.array_equal(ours[name], before[name]) for name in before)
+
+
+@pytest.fixture
+def client(tmp_path):
+    """The extra's: the converter's transformers refuses newer ones."""
+    with serving() as hub:
+        yield Client(hub, tmp_path)
+
+
+def test_repository_with_safetensors(client, checkpoint, made):
+    """The same bytes as from the folder, whose name in the cache is a hash."""
+    contents = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+    others = {"consolidated.safetensors": b"", "evil.py": b"", "original/params.json": b"{}"}
+    client.hub.repositories[REPO] = Repository(contents | others)
+    client.succeed()
+    assert sorted(name for name, _ in client.hub.downloads) == sorted(contents)
+    assert client.out.read_bytes() == (made[1] / "out.gguf").read_bytes()
+    assert list(files(client.out.parent)) == ["out.gguf"]
+
+
+def test_experts(tmp_path):
+    """A mixture: the experts' matrices become tensors of three dimensions, calibrated, quantized and run."""
+    source = write_checkpoint(tmp_path / "mixture", n_experts=4)
+    flags = ("--importance", "block", "--calibration-chunks", "2", "--threads", "1")
+    done = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", *flags)
+    assert "calibration: second moments" in done.stderr
+    found = {t.name: (list(t.shape), t.tensor_type.name) for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    assert found["blk.1.ffn_gate_exps.weight"] == ([256, 512, 4], "ITQ3_T")
+    assert found["blk.1.ffn_down_exps.weight"] == ([512, 256, 4], "ITQ3_T")
+    assert found["blk.0.ffn_gate_inp.weight"][1] == "F32" and sum("exps" in name for name in found) == 3 * N_LAYERS
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mixture", "mixture.imatrix.gguf", "mixture.imatrix.json", "out.gguf"]
+    assert "The quick" in generate(tmp_path / "out.gguf")
+
+
+class Folder:
+    """The quantizer in this process; source is a copy of the checkpoint that a test may spoil."""
+
+    def __init__(self, path, checkpoint, capsys):
+        self.path, self.capsys, self.source = path, capsys, path / "source"
+        shutil.copytree(checkpoint, self.source)
+        self.out = path / "results" / "out.gguf"
+        self.out.parent.mkdir()
+
+    def run(self, *flags, code=0):
+        found = program.main([str(self.source), str(self.out), "--type", "itq3_s", "--importance", "none", *map(str, flags)])
+        err = self.capsys.readouterr().err
+        assert found == code, err
+        return err
+
+    def error(self, *parts, flags=(), code=1):
+        before = files(self.path), files(self.out.parent)
+        (line,) = [line for line in self.run(*flags, code=code).splitlines() if not line.startswith("note: ")]
+        assert line.startswith("error: ") and "unexpected" not in line and all(part in line for part in parts), line
+        assert (files(self.path), files(self.out.parent)) == before
+
+    def config(self, **changes):
+        (self.source / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+@pytest.fixture
+def folder(tmp_path, checkpoint, capsys):
+    return Folder(tmp_path, checkpoint, capsys)
+
+
+@pytest.fixture
+def stub(tmp_path_factory, made, monkeypatch):
+    """A converter that runs the code it is given, or copies what the real one has made."""
+
+    def write(code=f"import shutil, sys; shutil.copy({str(made[1] / 'kept.gguf')!r}, sys.argv[sys.argv.index('--outfile') + 1])"):
+        path = tmp_path_factory.mktemp("stub") / "convert_hf_to_gguf.py"
+        path.write_text(code)
+        monkeypatch.setattr(_checkpoint, "CONVERTER", path)
+
+    return write
+
+
+def test_unsupported_architecture(folder):
+    """As the real converter says it."""
+    folder.config(architectures=["PigeonForCausalLM"])
+    folder.error(f"{folder.source} cannot be converted", "Model PigeonForCausalLM is not supported", "pass a GGUF file")
+
+
+def test_temporary_file_is_removed(folder, stub):
+    stub()
+    before = sorted(p.name for p in folder.path.iterdir())
+    said = folder.run()
+    assert f"in {folder.out.parent}{os.sep}.converted-" in said and "removed afterwards; --keep-gguf FILE keeps it" in said
+    assert list(files(folder.out.parent)) == ["out.gguf"] and sorted(p.name for p in folder.path.iterdir()) == before
+
+
+def test_what_a_killed_conversion_left_is_removed_and_named(folder, stub):
+    stub()
+    left = folder.out.parent / ".converted-of-a-killed-run"
+    left.mkdir()
+    (left / "model.gguf").write_bytes(b"GGUF")
+    os.utime(left, (0, 0))
+    assert f"removed what a killed run left: {left}" in folder.run() and not left.exists()
+
+
+def test_dry_run_shows_the_plan(folder, stub):
+    stub()
+    folder.run("--dry-run")
+    assert not files(folder.out.parent)
+
+
+def test_kept_file_is_not_replaced(folder, stub):
+    stub()
+    kept = folder.path / "kept.gguf"
+    folder.run("--keep-gguf", kept)
+    before = kept.read_bytes()
+    folder.error("kept.gguf exists: pass it as IN", flags=["--keep-gguf", kept, "--force"])
+    folder.error("in no folder that exists", flags=["--keep-gguf", folder.path / "no" / "kept.gguf", "--force"])
+    other = folder.path / "other.gguf"
+    stub(f"import pathlib, sys; pathlib.Path({str(other)!r}).write_text('precious'); "
+         "pathlib.Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text('converted')")
+    said = folder.run("--keep-gguf", other, "--force", code=1)
+    assert f"--keep-gguf: {other} appeared while it was made" in said and other.read_text() == "precious"
+    other.unlink()
+    folder.source = kept
+    folder.error("only the folder of a checkpoint is converted", flags=["--keep-gguf", folder.path / "other.gguf", "--force"])
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("kept", "flags", "parts"),
+    [
+        ("out.gguf", (), ("--keep-gguf: ", "is the same file as OUT")),
+        ("../results/out.gguf", (), ("--keep-gguf: ", "is the same file as OUT")),
+        ("out-00001-of-00001.gguf", ("--split-max-size", "1G"), ("--keep-gguf: ", "is the same file as OUT, or has a name of its parts")),
+        (".out.gguf.partial", (), ("--keep-gguf: ", "not yet whole")),
+        ("kept.gguf", ("--report", "kept.gguf"), ("--report: kept.gguf is the same file as --keep-gguf",)),
+        ("kept.gguf", ("--model-card", "./kept.gguf"), ("--model-card: kept.gguf is the same file as --keep-gguf",)),
+        ("kept.gguf", ("--report", "kept.choice.json"), ("--report: kept.choice.json is where ", "of kept is kept")),
+        ("kept.gguf", ("--report", "old.json"), ("--report: old.json exists",)),
+    ],
+    ids=str,
+)
+def test_names_are_compared_before_anything_is_converted(folder, stub, monkeypatch, kept, flags, parts):
+    stub("raise SystemExit('it ran')")
+    monkeypatch.chdir(folder.out.parent)
+    (folder.out.parent / "old.json").write_text("{}")
+    folder.error(*parts, flags=["--keep-gguf", folder.out.parent / kept, *flags])
+
+
+def test_a_stopped_run_goes_on_in_the_folder_of_the_checkpoint(folder, stub, monkeypatch):
+    """What it left is no part of the checkpoint."""
+    stub()
+    folder.out = folder.source / "out.gguf"
+    finish = Output.finish
+
+    def stop(self, *args):
+        finish(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            folder.run()
+    assert hidden(folder.out).exists() and "an earlier run was stopped" in folder.run() and folder.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise NotImplementedError('no such tokenizer')", "exited with 1: NotImplementedError: no such tokenizer"),
+        ("print('half a line', end=''); raise SystemExit(3)", "exited with 3: half a line"),
+        ("", "exited with 0: it said nothing"),
+        ("raise OSError(28, 'No space left on device')", "No space left on device; free some space"),
+    ],
+)
+def test_converter_that_fails(folder, stub, code, said):
+    stub(code)
+    folder.error(f"{folder.source} cannot be converted", said)
+
+
+def test_interrupted_while_converting(folder, stub):
+    """The program ends too, and its file goes."""
+    pid = folder.path / "pid"
+    pid.write_text("")
+    stub(
+        "import os, signal, sys, time\n"
+        "open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write('half')\n"
+        f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+        f"os.kill(os.getppid(), signal.{signal.SIGTERM.name})\n"
+        "time.sleep(600)\n"
+    )
+    assert "interrupted" in folder.run(code=128 + signal.SIGTERM) and not files(folder.out.parent)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_no_space_for_the_converted_file(folder, monkeypatch):
+    monkeypatch.setattr(_checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    folder.error("no space left on device", "takes about 3 MiB", f"{folder.out.parent} has 1 MiB free")
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_missing_extra(folder, monkeypatch, missing):
+    """One line with the command that installs it; GGUF files need nothing of it."""
+    find = _checkpoint.importlib.util.find_spec
+    monkeypatch.setattr(_checkpoint.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    folder.error(f"needs {missing}, which is not installed: pip install 'torch>=", " 'transformers", " 'huggingface-hub>=")
+
+
+def test_missing_client_of_the_hub(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.setattr(_checkpoint.importlib.util, "find_spec", lambda name: None)
+    code = program.main(["--hf-repo", REPO, str(folder.out), "--type", "itq3_s"])
+    said = "--hf-repo needs huggingface_hub, which is not installed: pip install 'torch>="
+    assert code == 1 and said in folder.capsys.readouterr().err
+
+
+def test_package_without_the_converter(folder, monkeypatch):
+    monkeypatch.setattr(_checkpoint, "CONVERTER", folder.path / "none.py")
+    folder.error("none.py is missing: reinstall ggml-ext")
+
+
+def test_missing_shard(folder):
+    (folder.source / "model-00002-of-00002.safetensors").unlink()
+    folder.error("lacks model-00002-of-00002.safetensors, of 2 files that model.safetensors.index.json names")
+    (folder.source / "model.safetensors.index.json").unlink()
+    folder.error("lacks model-00002-of-00002.safetensors, of 2 files with weights")
+    (folder.source / "model-00001-of-00002.safetensors").unlink()
+    folder.error("has a config.json and no model*.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../other.safetensors"}}']
+)
+def test_damaged_index(folder, content):
+    (folder.source / "model.safetensors.index.json").write_text(content)
+    folder.error("model.safetensors.index.json", "download it again")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda raw: raw[:-1], "truncated: its tensors end at byte"),
+        (lambda raw: raw[:100], "was cut off within its header"),
+        (lambda raw: b"", "is no safetensors file"),
+        (lambda raw: b"version https://git-lfs", "is no safetensors file"),
+        (lambda raw: struct.pack("<Q", 4) + b"oops", "the header is not that of a safetensors file"),
+        (lambda raw: struct.pack("<Q", 8) + b'{"a": 1}', "the header is not that of a safetensors file"),
+    ],
+)
+def test_damaged_shard(folder, change, said):
+    shard = folder.source / "model-00001-of-00002.safetensors"
+    shard.write_bytes(change(shard.read_bytes()))
+    folder.error(shard.name, said, "download it again")
+
+
+def test_folder_that_is_no_checkpoint(folder):
+    (folder.source / "config.json").unlink()
+    folder.error("is a directory without config.json, no Hugging Face checkpoint: pass a GGUF file or the folder of a checkpoint")
+    write_gguf(folder.source / "model.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)})
+    folder.error(f"pass one of its files, such as {folder.source / 'model.gguf'}")
+    folder.source = folder.source / "tokenizer.model"
+    folder.error("is not a GGUF file", "or the folder of a Hugging Face checkpoint")
+
+
+def test_output_is_no_file_of_the_checkpoint(folder):
+    folder.out = folder.source / "tokenizer.model"
+    before = folder.out.read_bytes()
+    folder.run("--force", code=1)
+    assert folder.out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--type", "itq3_s"], "required: IN, or --hf-repo ORG/NAME"),
+        (["a.gguf", "b.gguf", "--hf-repo", REPO, "--type", "itq3_s"], "pass OUT alone"),
+        (["a.gguf", "b.gguf", "--type", "itq3_s", "--hf-file", "c.gguf"], "--hf-file belongs to --hf-repo"),
+        (["a.gguf", "b.gguf", "--type", "itq3_s", "--revision", "main"], "--revision belongs to --hf-repo"),
+        (["a.gguf", "b.gguf", "--type", "itq3_s", "--hf-token", "hf"], "--hf-token belongs to --hf-repo"),
+        (["--hf-repo", REPO, "--type", "itq3_s"], "OUT is missing"),
+    ],
+)
+def test_options_that_do_not_fit_together(capsys, arguments, said):
+    assert program.main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line

@@ -1,0 +1,234 @@
+"""What all commands share: tracebacks on request, names of files as the system allows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+
+from ggml_ext import dump, export, inspect, libdir, quantize
+from ggml_ext._base import encoding
+from ggml_ext._base.errors import UserError
+from ggml_ext._jobs import exporting, inspecting, quantizing
+from helpers.commands import run_main
+from helpers.models import gaussian, write_gguf
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+LOCALES = {"UTF-8": {"LC_ALL": "C.UTF-8"}, "ASCII": ASCII}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)})
+
+
+def where_it_fails(*_, **__):
+    return {}["no such key"]
+
+
+def commands(source) -> dict:
+    """Of each command main(), what it calls early, and a good command line."""
+    out = source.with_name("out.gguf")
+    return {
+        "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
+        "export": (export, "open_model", [source, out, "--type", "q8_0"], exporting),
+        "inspect": (inspect, "open_model", [source], inspecting),
+        "dump": (dump, "GGUFFile", [source], dump),
+        "libdir": (libdir, "library_folder", [], libdir),
+    }
+
+
+@pytest.mark.parametrize("name", ["quantize", "export", "inspect", "dump", "libdir"])
+def test_tracebacks_of_unexpected_errors_on_request(source, monkeypatch, name):
+    module, called, args, owner = commands(source)[name]
+    monkeypatch.setattr(owner, called, where_it_fails)
+    line = "error: unexpected KeyError: 'no such key'; please report it with the traceback"
+    done = run_main(module.main, *args)
+    assert done.returncode == 1 and done.stderr == f"{line} that --debug shows\n"
+    for flags, value in (["--debug"], "0"), ([], "1"):
+        monkeypatch.setenv("GGML_EXT_DEBUG", value)
+        done = run_main(module.main, *args, *flags)
+        *trace, last = done.stderr.splitlines()
+        assert done.returncode == 1 and last == f"{line} above"
+        assert trace[0].startswith("Traceback") and any("in where_it_fails" in t for t in trace), trace
+    assert not source.with_name("out.gguf").exists()
+
+
+def test_a_traceback_in_json(source, monkeypatch):
+    module, called, args, owner = commands(source)["quantize"]
+    monkeypatch.setattr(owner, called, where_it_fails)
+    (line,) = run_main(module.main, *args, "--log-format", "json", "--debug").stderr.splitlines()
+    told = json.loads(line)
+    assert told["event"] == "error" and told["text"].endswith("the traceback above") and "in where_it_fails" in told["traceback"]
+    (line,) = run_main(module.main, *args, "--log-format", "json").stderr.splitlines()
+    assert "traceback" not in json.loads(line)
+
+
+def test_errors_of_the_user_have_a_traceback_where_another_error_is_behind(source, monkeypatch):
+    def missing(*_):
+        try:
+            open(source.with_name("missing"))
+        except OSError as e:
+            raise UserError("one line") from e
+
+    def plain(*_):
+        raise UserError("one line")
+
+    for failing, is_shown in ((missing, True), (plain, False)):
+        monkeypatch.setattr(inspecting, "open_model", failing)
+        done = run_main(inspect.main, source, "--debug")
+        assert done.returncode == 1 and done.stderr.splitlines()[-1] == "error: one line"
+        assert ("FileNotFoundError" in done.stderr) == is_shown and (done.stderr.count("\n") > 1) == is_shown
+        assert run_main(inspect.main, source).stderr == "error: one line\n"
+
+
+@pytest.mark.parametrize("order", [
+    ["--type", "itq3_s", "--", "-in.gguf", "-out.gguf"],
+    ["./-in.gguf", "--type", "itq3_s", "--", "-out.gguf"],
+    ["--type", "itq3_s", "./-in.gguf", "--", "-out.gguf"],
+    ["--", "-in.gguf", "-out.gguf", "--type", "itq3_s"],
+], ids=["last", "OUT last", "beside IN", "options too"])
+def test_names_that_begin_with_a_dash(source, monkeypatch, order):
+    monkeypatch.chdir(source.parent)
+    source.rename("-in.gguf")
+    done = run_main(quantize.main, "--importance", "none", *order)
+    if order[-1] == "itq3_s":  # all after -- are names
+        assert done.returncode == 1 and "unrecognized arguments: " in done.stderr and "itq3_s" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in source.parent.iterdir()) == ["-in.gguf", "-out.gguf"]
+    done = run_main(export.main, "--type", "q8_0", "--", "-out.gguf", "-stock.gguf")
+    assert done.returncode == 0 and source.with_name("-stock.gguf").exists(), done.stderr
+    for args in (["--", "-out.gguf"], ["--against", "./-in.gguf", "--", "-out.gguf"]):
+        done = run_main(inspect.main, *args)
+        assert done.returncode == 0 and "itq3_s" in done.stdout, done.stderr
+    for args in (["--", "-out.gguf"], ["--json", "--", "-out.gguf"]):
+        done = run_main(dump.main, *args)
+        assert done.returncode == 0 and "ITQ3_S" in done.stdout, done.stderr
+    assert json.loads(done.stdout)["filename"] == "-out.gguf"
+
+
+def test_what_a_card_says_of_names_that_begin_with_a_dash(source, monkeypatch):
+    """Its commands are to be copied."""
+    monkeypatch.chdir(source.parent)
+    source.rename("-in.gguf")
+    done = run_main(quantize.main, "--type", "itq3_s", "--importance", "none", "--model-card", "card.md", "--", "-in.gguf", "-out.gguf")
+    assert done.returncode == 0, done.stderr
+    card = source.with_name("card.md").read_text()
+    assert "llama-server -m ./-out.gguf" in card and "ggml_ext.quantize ./-in.gguf ./-out.gguf --type itq3_s" in card
+
+
+def test_an_option_still_needs_its_value(source):
+    done = run_main(quantize.main, source, "--type", "--", "-out.gguf")
+    assert done.returncode == 1 and "--type: expected one argument" in done.stderr
+
+
+def run(module: str, *args, env: dict, code: int = 0) -> tuple[bytes, bytes]:
+    """Both streams of a command as a process of its own; its exit code is checked."""
+    command = [sys.executable, "-m", f"ggml_ext.{module}", *args]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONIOENCODING"} | env
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+def read_json(data: bytes):
+    """What is JSON to every reader: UTF-8 without lone surrogates."""
+    found = json.loads(data.decode())
+    json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no names that are not UTF-8")
+@pytest.mark.parametrize("locale", LOCALES)
+def test_names_that_are_no_utf8(source, locale):
+    env, shown = LOCALES[locale], "d\\xff\u00e9"
+    folder = source.parent / os.fsdecode(b"d\xff\xc3\xa9")
+    folder.mkdir()
+    path = source.rename(folder / os.fsdecode(b"in\xff\xc3\xa9.gguf"))
+    ours, stock, report, card, picture = (folder / os.fsdecode(b"\xff\xc3\xa9" + end) for end in (b"o.gguf", b"s.gguf", b".json", b".md", b".svg"))
+    args = [path, ours, "--type", "itq3_s", "--importance", "none", "--report", report, "--model-card", card, "--verify"]
+    out, err = run("quantize", *args, "--log-format", "json", env=env)
+    assert read_json(report.read_bytes())["input"] == f"{source.parent}/{shown}/in\\xff\u00e9.gguf"
+    assert read_json(out.splitlines()[-1])["output"][0]["path"].endswith(f"/{shown}/\\xff\u00e9o.gguf") and not err
+    assert "ggml_ext.quantize 'in\\xff\u00e9.gguf'" in card.read_text("utf-8")
+    _, err = run("quantize", *args, "--log-format", "json", env=env, code=1)
+    assert f"/{shown}/\\xff\u00e9o.gguf exists: choose another name" in read_json(err)["text"]
+    assert b"d\\xff" in run("quantize", *args, env=env, code=1)[1]
+    assert b"as asked" in run("quantize", *args, "--force", env=env)[0]
+    run("quantize", path, folder / os.fsdecode(b"\xffsplit.gguf"), *args[2:6], "--split-max-size", "1M", "--quiet", env=env)
+    run("export", ours, stock, "--type", "q8_0", env=env)
+    out, _ = run("inspect", ours, "--against", path, "--json", "--picture", picture, env=env)
+    assert read_json(out)["file"].endswith("\\xff\u00e9o.gguf") and picture.stat().st_size
+    assert read_json(run("dump", ours, "--json", env=env)[0])["filename"].endswith("\\xff\u00e9o.gguf")
+    for flags in ([], ["--markdown"]):
+        assert b"itq3_s" in run("dump", ours, *flags, env=env)[0].lower()
+
+
+def test_streams_of_ascii(tmp_path):
+    """They show what they lack by its number; options mean what was typed, and files hold it."""
+
+    def names(writer: gguf.GGUFWriter) -> None:
+        writer.add_string("general.\u00f6", "\u65e5")
+
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.gr\u00f6\u00dfe.weight": gaussian(8, 256)}, fill=names)
+    args = [source, tmp_path / "out.gguf", "--type", "itq3_s", "--importance", "none", "--tensor-type", "gr\u00f6\u00dfe=itq3_t".encode()]
+    out, err = run("quantize", *args, env=ASCII)
+    assert b"gr\\xf6\\xdfe.weight" in out and b"itq3_t" in out and not err
+    assert "gr\u00f6\u00dfe=itq3_t" in gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents()
+    for module, *flags in (["inspect"], ["dump"], ["inspect", "--json"], ["dump", "--json"]):
+        out, _ = run(module, tmp_path / "out.gguf", *flags, env=ASCII)
+        assert out.isascii() and (b"\\u00f6" in out if flags else b"gr\\xf6\\xdfe" in out), out
+    out, _ = run("inspect", tmp_path / "out.gguf", "--tensor", "gr\u00f6\u00dfe".encode(), env=ASCII)
+    assert b"1 tensors" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no names that are not UTF-8")
+@pytest.mark.parametrize("locale", LOCALES)
+def test_the_folder_of_the_libraries_is_printed_as_it_is(tmp_path, lib, locale):
+    link = tmp_path / os.fsdecode(b"d\xff\xc3\xa9")
+    link.symlink_to(lib.path.parent)
+    out, _ = run("libdir", env=LOCALES[locale] | {"GGML_EXT_LIB_DIR": os.fspath(link)})
+    assert out == os.fsencode(link) + b"\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows removes no folder that is in use")
+def test_a_current_folder_that_was_removed(source):
+    """Whole paths work; a relative one is an error that says why."""
+    whole, gone = source.with_name("out.gguf"), source.with_name("gone")
+
+    def run_there(module, *args) -> subprocess.CompletedProcess:
+        gone.mkdir()
+        line = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", f"ggml_ext.{module}", *map(str, args)]
+        return subprocess.run(line, cwd=gone, capture_output=True, text=True, timeout=120)
+
+    flags = ["--type", "itq3_s", "--importance", "none"]
+    for module, *args in (
+        ["quantize", source, whole, *flags, "--report", source.with_name("report.json")], ["quantize", source, "--dry-run", *flags],
+        ["export", whole, source.with_name("stock.gguf"), "--type", "q8_0"], ["inspect", whole, "--against", source], ["dump", whole],
+        ["libdir"],
+    ):
+        done = run_there(module, *args)
+        assert done.returncode == 0, done.stderr
+    for module, *args in (
+        ["quantize", source, "out.gguf", *flags], ["quantize", ".", whole, *flags, "--force"],
+        ["quantize", source, whole, *flags, "--force", "--report", "report.json"], ["export", whole, "stock.gguf", "--type", "q8_0"],
+    ):
+        done = run_there(module, *args)
+        assert done.returncode == 1 and done.stderr.startswith("error: the current folder was removed: change to"), done.stderr
+    for module, *args in ["inspect", "in.gguf"], ["dump", "in.gguf"], ["quantize", "in.gguf", "--dry-run", *flags]:
+        done = run_there(module, *args)
+        assert done.returncode == 1 and done.stderr.startswith("error: cannot read in.gguf"), done.stderr
+
+
+def test_encoding_of_names():
+    assert encoding.utf8("a\u65e5\U0001f600") == "a\u65e5\U0001f600"
+    assert encoding.utf8("\ud800") == "\\ud800"
+    assert encoding.utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
+    assert json.loads(encoding.to_json({"\udcff": ["\udcff", (1, None)]})) == {"\\xff": ["\\xff", [1, None]]}
+    assert Path(encoding.as_name("\u00e9")) == Path("\u00e9")

@@ -1,0 +1,189 @@
+"""--hf-repo with the real client of the Hugging Face hub, against a server on this machine."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ggml_ext._base.errors import UserError
+from ggml_ext._source import hub as _hub
+from helpers.commands import tool
+from helpers.hub_client import REPO, Client
+from helpers.hub_server import TOKEN, Repository, serving
+from helpers.models import gaussian, write_gguf
+
+FILE = "some-model-BF16.gguf"
+PIECE = 10 * 1024 * 1024  # huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    """Of a GGUF file in BF16, of 0.6 MB."""
+    weights = {"blk.0.ffn_up.weight": gaussian(1024, 256)}
+    return write_gguf(tmp_path_factory.mktemp("hub") / "in.gguf", weights, "BF16").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory):
+    """A folder with the client that `pip install huggingface-hub` brings; transformers, and so the extra, needs an older one."""
+    folder = tmp_path_factory.mktemp("newest")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder, "huggingface-hub>=1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot install huggingface-hub: {' / '.join(done.stderr.splitlines()[-2:])}")
+    return folder
+
+
+@pytest.fixture(params=["of the extra", "newest"])
+def client(request, tmp_path):
+    packages = request.getfixturevalue("newest") if request.param == "newest" else None
+    with serving() as hub:
+        yield Client(hub, tmp_path, packages)
+
+
+def test_downloaded_once(client, content):
+    others = {"some-model-Q4_K_M.gguf": b"GGUF", "mmproj-BF16.gguf": b"GGUF", "config.json": b"{}"}
+    client.hub.repositories[REPO] = Repository({FILE: content, **others})
+    done = client.succeed()
+    assert client.hub.downloads == [(FILE, 0)]
+    assert f"note: {REPO}: downloading 1 files, 1 MiB, into {client.cache}" in done.stderr
+    first = client.out.read_bytes()
+    assert "downloading" not in client.succeed("--force").stderr
+    assert client.hub.downloads == [] and client.out.read_bytes() == first
+
+
+def test_one_file_of_a_revision_in_parts(client, tmp_path, content):
+    """The parts lie in a folder of the repository; the cache has links to files with other names."""
+    write_gguf(tmp_path / "in.gguf", {f"blk.{i}.ffn_up.weight": gaussian(8, 256, seed=i) for i in range(2)})
+    command = [tool("llama-gguf-split"), "--split", "--split-max-tensors", "1", tmp_path / "in.gguf", tmp_path / "model-q8"]
+    subprocess.run(command, check=True, capture_output=True)
+    parts = {f"sub/{p.name}": p.read_bytes() for p in sorted(tmp_path.glob("model-q8-*"))}
+    client.hub.repositories[REPO] = Repository(parts | {FILE: content}, revisions=("main", "v2"))
+    client.succeed("--hf-file", "sub/model-q8-00001-of-00002.gguf", "--revision", "v2")
+    assert [name for name, _ in client.hub.downloads] == list(parts)
+    assert len(client.weights()) == 2
+
+
+def test_repository_that_does_not_exist(client):
+    client.error(f"{REPO} does not exist at {client.hub.url}", "--hf-token")
+    client.error("got 'not/a/repository', must be ORG/NAME", repo="not/a/repository")
+
+
+def test_revision_that_does_not_exist(client, content):
+    client.hub.repositories[REPO] = Repository({FILE: content})
+    client.error("has no revision v7", flags=["--revision", "v7"])
+
+
+def test_gated(client, content):
+    client.hub.repositories[REPO] = Repository({FILE: content}, gated=True)
+    client.error(f"{REPO} is gated", "HF_TOKEN or --hf-token")
+    client.error("refuses the token", HF_TOKEN="hf_wrong")
+    assert not client.blobs()
+    client.succeed("--dry-run", "--hf-token", TOKEN, HF_TOKEN="hf_wrong")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Longer than two pieces of the client's, of which a broken connection costs the last."""
+    weights = {"blk.0.ffn_up.weight": np.tile(gaussian(256, 1024), (42, 1))}
+    content = write_gguf(tmp_path_factory.mktemp("hub") / "in.gguf", weights).read_bytes()
+    assert len(content) > 2 * PIECE
+    return content
+
+
+def test_connection_that_breaks_once(client, large):
+    client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000])
+    done = client.succeed("--dry-run")
+    if not client.packages:  # newer clients go on by themselves
+        assert f"trying again to get the rest of {FILE}" in done.stderr
+    assert client.hub.downloads == [(FILE, 0), (FILE, PIECE)]
+    assert [p.read_bytes() for p in client.blobs()] == [large]
+
+
+def test_connection_that_breaks_again_and_again(client, large):
+    tries = _hub.N_TRIES * (6 if client.packages else 1)  # newer clients try five times more for each of ours
+    repo = client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000, *[1000] * (tries - 1)])
+    then = "it keeps the files that are whole" if client.packages else "it goes on where it was"
+    client.error("broke", f"{_hub.N_TRIES} times for {FILE}", f"run it again, {then}", flags=["--dry-run"])
+    assert len(client.hub.downloads) == tries and not repo.drop_after
+    if not client.packages:
+        assert client.hub.downloads == [(FILE, 0), *[(FILE, PIECE)] * (tries - 1)]
+    client.succeed("--dry-run")
+    assert client.hub.downloads == [(FILE, 0 if client.packages else PIECE)]
+    assert [p.read_bytes() for p in client.blobs()] == [large]
+
+
+def test_server_that_is_not_there(client):
+    client.hub.url = "http://127.0.0.1:9"  # the port of discard, where nobody listens
+    client.error("the connection to http://127.0.0.1:9 broke")
+    client.error("HF_HUB_OFFLINE is set", HF_HUB_OFFLINE="1")
+
+
+def test_checksum_that_does_not_match(client, content):
+    repo = client.hub.repositories[REPO] = Repository({FILE: content}, damaged=True)
+    client.error(f"damaged {FILE}", "checksum", "run it again")
+    assert not client.blobs()
+    repo.damaged = False
+    client.succeed("--dry-run")
+
+
+def test_no_space_for_the_download(monkeypatch):
+    file = SimpleNamespace(rfilename=FILE, size=3 * 2**20, lfs=None, blob_id=None)
+    cache = _hub._Cache(_hub.Repo(REPO, None, None), SimpleNamespace(sha="0" * 40, siblings=[file]), print)
+    monkeypatch.setattr(_hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 2**20))
+    with pytest.raises(UserError, match="needs 3 MiB in .*, which has 2 MiB free: free some space"):
+        cache.download([FILE])
+
+
+def test_what_the_next_run_goes_on_with(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    blobs = tmp_path / "models--some-org--Some-Model" / "blobs"
+    blobs.mkdir(parents=True)
+    cache = _hub._Cache(_hub.Repo(REPO, None, None), SimpleNamespace(sha="0" * 40, siblings=[]), print)
+    assert cache._begun() == 0
+    (blobs / "abc.0123abcd.incomplete").write_bytes(b"of a client 2.4 that was killed")
+    assert cache._begun() == 0
+    (blobs / "abc.incomplete").write_bytes(b"12345")
+    assert cache._begun() == 5
+
+
+def test_shard_that_is_missing(client):
+    shards = {f"model-0000{i}-of-00003.safetensors": b"x" * 1000 for i in (1, 3)}
+    client.hub.repositories[REPO] = Repository({"config.json": b"{}", **shards})
+    client.error("lacks model-00002-of-00003.safetensors, of 3 files")
+    index = b'{"weight_map": {"a": "model-00001-of-00003.safetensors", "b": "model-00002-of-00003.safetensors"}}'
+    client.hub.repositories[REPO].files["model.safetensors.index.json"] = index
+    client.error("lacks model-00002-of-00003.safetensors, of 2 files")
+    assert client.hub.downloads == [("model.safetensors.index.json", 0)]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "found"),
+    [
+        (["a-F16.gguf", "a-BF16.gguf", "a-f32.gguf", "config.json", "model.safetensors"], None, ["a-BF16.gguf"]),
+        (["a.fp16.gguf", "a-Q8_0.gguf", "config.json", "model.safetensors"], None, ["a.fp16.gguf"]),
+        (["a-f32.gguf", "a-q8_0.gguf", "config.json", "model-00001-of-00001.safetensors"], None, []),
+        (["a-f32.gguf", "config.json", "pytorch_model.bin"], None, []),
+        (["a-f32.gguf", "a-q8_0.gguf", "config.json", "adapter_model.safetensors"], None, ["a-f32.gguf"]),
+        (["a-q8_0.gguf", "a-q4_k_m.gguf", "mmproj-a-f16.gguf", "a-f16.imatrix.gguf"], None, ["a-q8_0.gguf"]),
+        (["x/f16-00001-of-00002.gguf", "x/f16-00002-of-00002.gguf"], None, [f"x/f16-0000{i}-of-00002.gguf" for i in (1, 2)]),
+        (["a-f16.gguf", "b-f16.gguf"], "b-f16.gguf", ["b-f16.gguf"]),
+        (["a-f16.gguf", "b-f16.gguf"], None, "has 2 GGUF files in F16: choose with --hf-file from a-f16.gguf, b-f16.gguf"),
+        (["a-q4_k_m.gguf", "README.md"], None, "neither a GGUF file in BF16, F16, F32 or Q8_0 nor a config.json"),
+        (["README.md"], None, "nor a config.json with safetensors"),
+        (["model.safetensors"], None, "nor a config.json with safetensors"),
+        (["a-f16.gguf"], "b.gguf", "has no file b.gguf: --hf-file must be a-f16.gguf"),
+        (["model.safetensors"], "model.safetensors", "is no GGUF file"),
+        (["a-f16-00001-of-00002.gguf"], None, "lacks a-f16-00002-of-00002.gguf"),
+    ],
+)
+def test_which_file_is_taken(names, wanted, found):
+    repo = _hub.Repo(REPO, None, None)
+    if isinstance(found, list):
+        assert _hub.choose_gguf(repo, names, wanted) == found
+    else:
+        with pytest.raises(UserError) as e:
+            _hub.choose_gguf(repo, names, wanted)
+        assert REPO in str(e.value) and found in str(e.value)

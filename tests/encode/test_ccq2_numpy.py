@@ -1,0 +1,63 @@
+"""The numpy reference of CCQ2: format, encoder, and its equality with the C encoder byte for byte."""
+
+import numpy as np
+import pytest
+
+from ggml_ext import TYPES
+from ggml_ext.quants import BLOCK_SIZE, ccq2
+from helpers.corpora import CORPORA, SEED
+from helpers.weights import assert_same_blocks, weighted_blocks, weighted_error_ratio
+
+TYPE_ID = int(TYPES["ccq2"].id)
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_same_bytes_as_c(lib, corpus):
+    x = CORPORA[corpus]
+    assert_same_blocks(ccq2.quantize_blocks(x), lib.quantize(TYPE_ID, x), f"ccq2, {corpus}, seed {SEED}")
+
+
+@pytest.mark.parametrize("kind", ["spread", "zeros", "all zero", "huge"])
+def test_same_bytes_as_c_with_importance(lib, kind):
+    """One row of many blocks: the importance matrix has a value for each column."""
+    x, importance = weighted_blocks(kind, 64, decades=3)
+    expected = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=importance.ravel()).reshape(64, -1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert_same_blocks(ccq2.quantize_blocks(x, importance), expected, f"ccq2 with importance, {kind}, seed {SEED}")
+
+
+def test_a_flat_importance_changes_nothing(lib):
+    """Equal up to the rounding of its factor: a power of two less the floor of 1/1024 is none."""
+    x = np.random.default_rng(SEED).standard_normal((8, 1024)).astype(np.float32)
+    flat = lib.quantize(TYPE_ID, x, imatrix=np.ones(1024, np.float32))
+    assert (flat == lib.quantize(TYPE_ID, x)).mean() > 0.99
+
+
+def test_importance_lowers_the_weighted_error(lib):
+    assert weighted_error_ratio(lib, "ccq2") < 0.5
+
+
+def test_every_code_under_every_scale():
+    """All bytes and all 65536 values of the scale information against the formula of the format, one weight at a time."""
+    info = np.arange(1 << 16)
+    blocks = np.zeros((1 << 16, 66), np.uint8)
+    blocks[:, 0], blocks[:, 1] = info & 255, info >> 8
+    blocks[:, 2:] = (np.arange(64) + 64 * (info[:, None] & 3)).astype(np.uint8)
+    weights = ccq2.dequantize_blocks(blocks)
+    valid = blocks[:, 0] < 0xF8
+    assert np.isfinite(weights[valid]).all() and not np.isfinite(weights[~valid]).all(axis=1).any()
+    for block, values in zip(blocks[valid][::97], weights[valid][::97], strict=True):
+        exponent, mantissa = block[0] >> 3, block[0] & 7
+        d = (1 + mantissa / 8) * 2.0 ** (int(exponent) - 15) if exponent else mantissa / 8 * 2.0**-14
+        for j in range(0, BLOCK_SIZE, 5):
+            c = 121 * int(block[2 + 32 * (j // 128) + j % 32]) + 1178
+            q = c >> 9 - 3 * (j % 128 // 32) & 63
+            assert values[j] == d / 256 * (5, 6, 8, 11)[block[1] >> 2 * (j // 64) & 3] * (q - 32)
+    assert len(np.unique(blocks[:, 2:])) == 256
+
+
+def test_neighbours_share_three_bits():
+    """The convolutional code of the paper: L = 6 bits a value, S = 3 new ones a step."""
+    q = ccq2.CODES
+    for k in range(3):
+        np.testing.assert_array_equal(q[:, k] & 7, q[:, k + 1] >> 3)

@@ -1,0 +1,341 @@
+"""Second moments in importance matrices: what is read, blended, weighed and handed to the encoders, and bad files."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import gguf
+import numpy as np
+import pytest
+
+from ggml_ext._base.errors import UserError
+from ggml_ext._encode import codec
+from ggml_ext._encode.accuracy import Accuracy
+from ggml_ext._formats import gguf_file
+from ggml_ext._formats import moments as _moments
+from ggml_ext._formats.moments import Moments, packed_size, quadratic_forms, token_warnings
+from ggml_ext._importance.importance import open_importance
+from ggml_ext._native import library
+from helpers.commands import quantize
+from helpers.errors import quantize_error
+from helpers.models import gaussian, write_gguf
+from helpers.moments_files import correlated, pack, write_moments
+from helpers.spies import Spy
+
+UP, GATE, DOWN, EXPERTS = (f"blk.0.ffn_{name}.weight" for name in ("up", "gate", "down", "gate_exps"))
+U = 2.0**-24  # of float32
+
+
+def tensor(name: str, *ne: int) -> gguf_file.Tensor:
+    return gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
+
+
+def moments_of(path, t, kind=None):
+    moments = Moments([gguf_file.GGUFFile(path)])
+    return moments.of(t, kind or moments.kind)
+
+
+@pytest.mark.parametrize("n", [64, 256, 320, 576])
+@pytest.mark.parametrize(("stored", "used"), [("block", "block"), ("full", "full"), ("full", "block")])
+def test_triangles(tmp_path, n, stored, used):
+    """A file of whole matrices serves blocks too. The owner's entry is that of all that share it."""
+    x = correlated(700, n)
+    path = write_moments(tmp_path / "m.gguf", {GATE: x}, stored, {UP: GATE})
+    h = x.T.astype(np.float64) @ x
+    for name in (UP, GATE):
+        found = moments_of(path, tensor(name, n, 8), used)
+        assert found.triangles(0).shape == (packed_size(n, used == "full"),)
+        np.testing.assert_array_equal(found.triangles(0), pack(h, used))
+        assert found.tokens(0) == 700 and found.width == (n if used == "full" else min(n, 256))
+    diagonal = found.stored[0][_moments.diagonal_indices(n, stored == "full")]
+    np.testing.assert_array_equal(diagonal, np.diag(h).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["block", "full"])
+@pytest.mark.parametrize("n", [64, 256, 320, 768])
+def test_quadratic_forms(kind, n):
+    """Against float64; products and sums in float32 of n values each round by at most n u of the sum of magnitudes."""
+    x, rows = correlated(300, n), gaussian(5, n)
+    h = (x.T.astype(np.float64) @ x).astype(np.float32).astype(np.float64)
+    if kind == "block":
+        h *= np.arange(n)[:, None] // 256 == np.arange(n) // 256
+    expected = np.einsum("ri,ij,rj->r", rows, h, rows)
+    bound = (n + 2) * U * np.einsum("ri,ij,rj->r", abs(rows), abs(h), abs(rows), dtype=np.float64)
+    assert (abs(quadratic_forms(pack(h, kind), rows, kind == "full") - expected) <= bound).all()
+
+
+def test_wide_whole_matrices_weigh_a_sample_of_rows(tmp_path, monkeypatch):
+    path = write_moments(tmp_path / "m.gguf", {DOWN: correlated(700, 320)}, "full")
+    found, rows = moments_of(path, tensor(DOWN, 320, 8)), gaussian(8, 320)
+    h = found.triangles(0)
+    exact = found.weighted_energies(h, rows)[0]
+    monkeypatch.setattr(_moments, "WIDEST_EXACT", 100)  # every fourth row
+    assert found.weighted_energies(h, rows)[0] == pytest.approx(4 * sum(found.weighted_energies(h, r[None])[0] for r in rows[::4]))
+    assert exact != found.weighted_energies(h, rows)[0]
+
+
+def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
+    """Weight t / (t + 256) for an expert of t tokens, the mean over all tokens of all experts for the rest."""
+    xs = [correlated(n, 320, seed=n) if n else np.zeros((0, 320), np.float32) for n in (600, 100, 0)]
+    path = write_moments(tmp_path / "m.gguf", {EXPERTS: xs})
+    found = moments_of(path, tensor(EXPERTS, 320, 8, 3))
+    hs = [x.T.astype(np.float64) @ x for x in xs]
+    mean, share = sum(hs) / 700, 100 / 356
+    expected = [hs[0], share * hs[1] / 100 + (1 - share) * mean, mean]
+    for expert, h in enumerate(expected):
+        # at most some ten roundings of what is of the size of the diagonal
+        np.testing.assert_allclose(found.triangles(expert), pack(h, "block"), rtol=10 * U, atol=10 * U * np.diag(h).max())
+    assert [found.is_blended(e) for e in range(3)] == [False, True, True] and [found.tokens(e) for e in range(3)] == [600, 700, 700]
+    (line,) = token_warnings({EXPERTS: found})
+    assert "2 experts of 1 tensors" in line and f"{EXPERTS} (2 of 3)" in line
+
+
+@pytest.mark.parametrize(("kind", "tokens", "damping"), [
+    ("block", 16 * 256, 0.01), ("block", 16 * 256 - 1, 0.1), ("full", 16 * 320, 0.03), ("full", 16 * 320 - 1, 0.1)])
+def test_damping_follows_tokens_and_columns(tmp_path, kind, tokens, damping):
+    path = write_moments(tmp_path / "m.gguf", {UP: correlated(4, 320)}, kind, tensors={f"{UP}.moment_counts": np.array([[tokens]])})
+    assert moments_of(path, tensor(UP, 320, 8)).damping(0) == damping
+
+
+def test_too_few_tokens_are_warned_about(tmp_path):
+    path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256 - 1, 320)})
+    found = moments_of(path, tensor(UP, 320, 8))
+    (line,) = token_warnings({UP: found})
+    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line and found.damping(0) == 0.1
+    path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256, 320)})
+    assert token_warnings({UP: moments_of(path, tensor(UP, 320, 8))}) == []
+
+
+# --- bad files, by the quantizer
+
+@pytest.fixture
+def source(tmp_path):
+    return write_gguf(tmp_path / "in.gguf", {UP: gaussian(8, 256), DOWN: gaussian(8, 512), EXPERTS: gaussian(3, 4, 256)})
+
+
+def inputs(**replaced) -> dict:
+    return {UP: correlated(600, 256), DOWN: correlated(600, 512), EXPERTS: [correlated(300, 256, seed=i) for i in range(3)]} | replaced
+
+
+def with_value(kind: str, index: int, value: float) -> dict:
+    """DOWN's moments with one value replaced."""
+    x = inputs()[DOWN]
+    values = pack(x.T.astype(np.float64) @ x, kind)[None]
+    values[0, index] = value
+    return {f"{DOWN}.in_moments": values}
+
+
+MATRIX = 256 * 257 // 2
+COUNTS = f"{DOWN}.moment_counts"
+
+
+@pytest.mark.parametrize(("options", "parts"), [
+    ({"inputs": {DOWN: correlated(600, 256)}}, (DOWN, "256 importances", "needs 512", "another model")),
+    ({"tensors": {f"{DOWN}.in_moments": np.ones((1, MATRIX)), COUNTS: np.array([[600]])}},
+     (DOWN, "32,896 values for 1 matrices", "needs 65,792 for 1 (512 columns)", "another model", "llama-imatrix -m MODEL -f TEXT --moments block")),
+    ({"tensors": {f"{EXPERTS}.in_moments": np.ones((2, MATRIX)), f"{EXPERTS}.moment_counts": np.ones((2, 1))}},
+     (EXPERTS, "for 2 matrices", "for 3")),
+    ({"tensors": with_value("block", 17, np.nan)}, (DOWN, "value 17", "nan", "finite")),
+    ({"tensors": with_value("block", MATRIX + 1, np.inf)}, (DOWN, "value 32,897", "inf")),
+    ({"tensors": with_value("block", MATRIX + 2, -4.0)}, (DOWN, "column 257", "-4", "not negative")),
+    ({"tensors": {COUNTS: np.array([[0]])}}, (DOWN, "no token")),
+    ({"tensors": {COUNTS: np.array([[np.nan]])}}, (DOWN, "count 0 is nan")),
+    ({"tensors": {COUNTS: np.array([[3], [4]])}}, (DOWN, "moments of 1 matrices and counts of 2")),
+    ({"tensors": {COUNTS: None}}, (COUNTS, "is not in the file")),
+    ({"tensors": {f"{DOWN}.in_moments": None}}, (f"{DOWN}.in_moments", "is not in the file", "imatrix.moments.inputs")),
+    ({"tensors": {f"{DOWN}.in_moments": np.ones((1, 2 * MATRIX), np.float16)}}, ("f16", "must be f32")),
+    ({"keys": {"imatrix.moments.inputs": [UP]}}, ("imatrix.moments.tensors (3 names)", "imatrix.moments.inputs (1 names)")),
+    ({"keys": {"imatrix.moments.tensors": None}}, ("imatrix.moments.tensors (missing)",)),
+    ({"keys": {"imatrix.moments": "diagonal"}}, ("'diagonal'", "must be block or full")),
+    ({"keys": {"imatrix.moments.block_size": 64}}, ("64, must be 256",)),
+    ({"keys": {"imatrix.moments.tensors": ["blk.7.attn_q.weight"], "imatrix.moments.inputs": [UP]}},
+     ("moments of 1 tensors", "blk.7.attn_q.weight", UP, "--importance diagonal")),
+], ids=["width", "size", "experts", "nan", "inf", "negative", "no_tokens", "nan_count", "counts", "no_counts", "no_moments", "f16", "lists",
+        "no_list", "kind", "block_size", "names"])
+def test_bad_files(tmp_path, source, options, parts):
+    options = {"inputs": {}} | options
+    path = write_moments(tmp_path / "m.gguf", inputs(**options.pop("inputs")), **options)
+    quantize_error(tmp_path, source, "m.gguf", *parts, flags=["--type", "itq3_t", "--imatrix", path])
+
+
+def test_truncated_and_without_moments(tmp_path, source):
+    path = write_moments(tmp_path / "m.gguf", inputs())
+    path.write_bytes(path.read_bytes()[:-1000])
+    quantize_error(tmp_path, source, "m.gguf", "truncated", flags=["--type", "itq3_t", "--imatrix", path])
+    write_moments(path, inputs(), "diagonal", keys={"imatrix.moments": None})
+    for kind in ("block", "full"):
+        quantize_error(tmp_path, source, f"--importance {kind}", "holds no second moments", f"llama-imatrix --moments {kind}",
+                       flags=["--type", "itq3_t", "--imatrix", path, "--importance", kind])
+    write_moments(path, inputs())
+    quantize_error(tmp_path, source, "--importance full", "holds second moments of blocks", "--importance block",
+                   flags=["--type", "itq3_t", "--imatrix", path, "--importance", "full"])
+
+
+def test_whole_matrices_are_checked_when_they_are_used(tmp_path):
+    for index, value, part in ((17, np.nan, "value 17"), (packed_size(512, True) - 1, -1, "column 511")):
+        path = write_moments(tmp_path / "m.gguf", inputs(), "full", tensors=with_value("full", index, value))
+        for kind in ("block", "full"):
+            with pytest.raises(UserError, match=f"{DOWN}: .*{part}"):
+                moments_of(path, tensor(DOWN, 512, 8), kind).triangles(0)
+
+
+def test_zero_columns_are_fine(tmp_path):
+    """Dead inputs: damping keeps the matrix positive."""
+    x = correlated(600, 256)
+    x[:, 3:90] = 0
+    found = moments_of(write_moments(tmp_path / "m.gguf", {UP: x}), tensor(UP, 256, 8))
+    found.check()
+    h = np.zeros((256, 256))
+    h[np.tril_indices(256)] = found.triangles(0)
+    h += np.tril(h, -1).T
+    np.linalg.cholesky(h + found.damping(0) * np.diag(h).mean() * np.eye(256))
+    with pytest.raises(np.linalg.LinAlgError):
+        np.linalg.cholesky(h)
+
+
+# --- what encoders get
+
+def test_metrics_are_made_once_and_dropped():
+    made, barrier = [], threading.Barrier(4)
+
+    def make(expert):
+        made.append(expert)
+        if expert == 9:
+            raise UserError("no")
+        return object()
+
+    metrics = codec.PerExpert(make)
+
+    def get(expert):
+        barrier.wait(10)
+        return metrics.get(expert)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(get, [2, 2, 3, 3]))
+        assert found[0] is found[1] and found[2] is found[3] and found[0] is not found[2] and sorted(made) == [2, 3]
+        metrics.drop_before(3)
+        assert metrics.get(3) is found[2] and metrics.get(2) is not found[0]
+        failed = [pool.submit(get, 9) for _ in range(4)]
+        assert all(isinstance(f.exception(), UserError) for f in failed) and made.count(9) == 1
+
+
+class FakeLibrary:
+    """Library.metric(), failing as told, and what it was asked."""
+
+    def __init__(self, *results):
+        self.results, self.asked = list(results), []
+
+    def metric(self, type_id, n_per_row, moments, whole, damping, segment):
+        self.asked.append((type_id, n_per_row, moments, whole, damping, segment))
+        if isinstance(result := self.results.pop(0), type):
+            raise result
+        return result
+
+
+def codec_metric(tmp_path, lib, kind="block", effort="normal"):
+    path, warnings = write_moments(tmp_path / "m.gguf", {UP: correlated(5000, 256)}, kind), []
+    t = tensor(UP, 256, 8)
+    found = moments_of(path, t)
+    guide = codec.Guide(moments=found, triangles=codec.PerExpert(found.triangles))
+    made = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, guide, 0, warnings.append)
+    return made, warnings
+
+
+def test_matrices_that_are_not_positive_are_damped_more_once(tmp_path):
+    metric = object()
+    lib = FakeLibrary(metric)
+    assert codec_metric(tmp_path, lib) == (metric, [])
+    assert [lib.asked[0][i] for i in (0, 1, 3, 4, 5)] == [163, 256, False, 0.01, 32]
+    lib = FakeLibrary(library.NotPositive, metric)
+    made, (warning,) = codec_metric(tmp_path, lib, effort="best")
+    assert made is metric and [a[4:] for a in lib.asked] == [(0.01, 8), (0.1, 8)]
+    assert UP in warning and "not positive definite" in warning and "0.1" in warning
+    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 0.1.*--importance diagonal"):
+        codec_metric(tmp_path, FakeLibrary(library.NotPositive, library.NotPositive))
+    with pytest.raises(UserError, match=f"{UP}.*no memory.*256 columns.*--importance block"):
+        codec_metric(tmp_path, FakeLibrary(MemoryError), "full")
+
+
+@pytest.mark.parametrize("kind", ["block", "full"])
+def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
+    """And stock types with the diagonal; the summary and the metadata say what was used."""
+    from ggml_ext._formats import chunks
+
+    spy = Spy(monkeypatch, lib)
+    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
+    xs = inputs()
+    path = write_moments(tmp_path / "m.gguf", xs, kind)
+    spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q3_k", "--imatrix", path)
+    assert {type_id for type_id, *_ in spy.metrics} == {163} and len(spy.metrics) == 4
+    hs = [x.T.astype(np.float64) @ x for x in xs[EXPERTS]]
+    for h in hs:  # whole and block are the same for 256 columns
+        assert any(np.array_equal(m, pack(h, kind)) for _, n, whole, m in spy.metrics if n == 256 and whole == (kind == "full"))
+    by_metric = {}
+    for metric, n_rows in spy.used[163]:
+        by_metric[metric] = by_metric.get(metric, 0) + n_rows
+    assert sorted(by_metric.values()) == [4, 4, 4, 8] and all(m is None for m, _ in spy.used[11])
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["ggml_ext.importance"].contents() == kind and fields["quantize.imatrix.file"].contents() == path.name
+    assert "ggml_ext.calibration" not in fields
+    out = capsys.readouterr().out
+    assert f"importance  = {kind}, of {path}" in out and "weighted" in out
+
+
+def test_tensors_that_share_their_input_share_its_metric(tmp_path, lib, monkeypatch):
+    """One after the other and of the same type: of gate, up and down, two metrics; with another type between them three."""
+    source = write_gguf(tmp_path / "in.gguf", {GATE: gaussian(8, 256), UP: gaussian(8, 256), DOWN: gaussian(8, 256)})
+    path = write_moments(tmp_path / "m.gguf", {GATE: correlated(600, 256), DOWN: correlated(600, 256, seed=2)}, sharing={UP: GATE})
+    for flags, n in (([], 2), (["--tensor-type", "ffn_up=itq2_t"], 3)):
+        spy = Spy(monkeypatch, lib)
+        spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--force", *flags)
+        assert len(spy.metrics) == n
+        monkeypatch.undo()
+
+
+def test_errors_are_weighed_with_the_moments(tmp_path, source, lib, monkeypatch, capsys):
+    """As float64 finds them in the written file, with the tolerance of test_quadratic_forms and that of the printed digits."""
+    Spy(monkeypatch, lib).run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", write_moments(tmp_path / "m.gguf", inputs()))
+    x = inputs()[DOWN].astype(np.float64)
+    x = x.reshape(600, 2, 256)
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    original = gaussian(8, 512).astype(np.float16).astype(np.float64)
+    stored = lib.dequantize(163, np.ascontiguousarray(tensors[DOWN].data).reshape(8, -1), 512)
+    energy = [sum((x[:, b] @ w.reshape(8, 2, 256)[:, b].T).ravel() @ (x[:, b] @ w.reshape(8, 2, 256)[:, b].T).ravel() for b in (0, 1))
+              for w in (stored - original, original)]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("blk.*.ffn_down") and "." in line.split()[2]]
+    assert float(line.split()[3]) == pytest.approx(energy[0] / energy[1], rel=1e-4, abs=1e-6)
+
+
+def test_doubled_plain_errors_are_no_warning():
+    """Encoders with moments trade plain error for weighted error: the latter is held against the usual one."""
+    itq3_t = gguf.GGMLQuantizationType.ITQ3_T
+    traded = Accuracy(error=0.06, energy=1, weighted_error=0.012, weighted_energy=1, of_moments=True)
+    assert not traded.exceeds_usual(itq3_t, 3)
+    assert Accuracy(error=0.06, energy=1, weighted_error=0.012, weighted_energy=1).exceeds_usual(itq3_t, 3)
+    assert Accuracy(error=0.01, energy=1, weighted_error=0.06, weighted_energy=1, of_moments=True).exceeds_usual(itq3_t, 3)
+
+
+@pytest.mark.parametrize("kind", ["block", "full"])
+def test_numpy_writes_the_same_bytes(tmp_path, source, lib, kind):
+    """And other bytes than with the diagonal."""
+    path = write_moments(tmp_path / "m.gguf", inputs(), kind)
+    data = {}
+    for name, flags in (("c", []), ("numpy", ["--encoder", "numpy"]), ("diagonal", ["--importance", "diagonal"])):
+        quantize(source, tmp_path / name, "--type", "itq3_t", "--imatrix", path, *flags)
+        data[name] = {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / name).tensors}
+    assert data["c"] == data["numpy"] and all(data["c"][name] != data["diagonal"][name] for name in (UP, DOWN, EXPERTS))
+
+
+def test_types_without_a_metric_take_the_diagonal(tmp_path, source, lib):
+    path = write_moments(tmp_path / "m.gguf", inputs())
+    quantize(source, tmp_path / "a.gguf", "--type", "ditto3", "--tensor-type", "ffn=q3_k", "--imatrix", path)
+    assert gguf.GGUFReader(tmp_path / "a.gguf").fields["ggml_ext.importance"].contents() == "diagonal"
+    result = quantize(source, tmp_path / "b.gguf", "--type", "ditto3", "--tensor-type", "ffn=q3_k", "--imatrix", path, "--importance", "block")
+    assert "--importance block: no tensor gets a type that uses more than the diagonal" in result.stderr
+
+
+def test_moments_of_several_files(tmp_path):
+    """As the passes over layers leave them."""
+    a = write_moments(tmp_path / "a.gguf", {UP: correlated(600, 256)}, "full")
+    b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
+    found = open_importance([a, b], "full")
+    assert set(found.moments.names()) == {UP, DOWN} and found.of(tensor(DOWN, 320, 8)).whole

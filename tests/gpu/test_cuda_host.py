@@ -1,0 +1,412 @@
+"""The device code of cuda/ compiled as host code, one thread of a warp after the other (cuda_host/), against the references.
+
+What a GPU alone can show is in scripts/gpu/gpu_check.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from ctypes import byref, c_float, c_int64, c_void_p
+
+import gguf
+import numpy as np
+import pytest
+
+from ggml_ext import TYPES
+from helpers import native
+from helpers.blocks import TYPE_NAMES, corner_blocks, every_code_everywhere
+from helpers.cuda_host import (
+    BLOCK_MMQ,
+    BLOCK_Q8,
+    HAS_MINIMUM,
+    ROTATED,
+    device,
+    integers,
+    pointer,
+    quantized,
+    rotated,
+    scales,
+    threads,
+    type_id,
+)
+
+DST = {"f32": (gguf.GGMLQuantizationType.F32, np.float32), "f16": (gguf.GGMLQuantizationType.F16, np.float16),
+       "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
+assert BLOCK_Q8[256].itemsize == 2 * BLOCK_Q8[64].itemsize == 8 * 36  # eight block_q8_1
+
+
+def aligned(data: np.ndarray, offset: int) -> np.ndarray:
+    """A copy of uint8 data that lies `offset` bytes behind a multiple of 16, with 16 bytes of other data around it."""
+    room = np.full(data.size + 64, 0xA5, np.uint8)
+    start = (-room.ctypes.data) % 16 + 16 + offset
+    room[start : start + data.size] = data.ravel()
+    return room[start : start + data.size]
+
+
+def rows_of(name: str, lengths_of_64: tuple[int, ...]) -> tuple[int, ...]:
+    """Row lengths to test: of blocks of 64 also those that end in the middle of 256 weights."""
+    return (*(() if TYPES[name].block_size == 256 else lengths_of_64), 768)
+
+
+def types_and_rows(*lengths_of_64: int) -> list[tuple[str, int]]:
+    return [(name, n) for name in TYPE_NAMES for n in rows_of(name, lengths_of_64)]
+
+
+def decoded(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
+    info = TYPES[name]
+    weights = lib.dequantize(int(info.id), np.ascontiguousarray(blocks).reshape(-1, info.block_bytes), info.block_size)
+    return weights.reshape(*blocks.shape[:-2], -1)
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 to the bits of bfloat16, to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def as_dst(x: np.ndarray, dst: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return bfloat16(x) if dst == "bf16" else x.astype(DST[dst][1])
+
+
+def assert_same(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    """Equal bits."""
+    a, e = actual.view(np.uint8).reshape(*actual.shape, -1), expected.view(np.uint8).reshape(*expected.shape, -1)
+    wrong = np.argwhere((a != e).any(-1))
+    assert not wrong.size, f"{what}: {len(wrong)} differ, the first at {wrong[0]}: {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_unpack_equals_scalar(lib, name, offset):
+    """Every bit alone, its complement, random bytes, corner scales; blocks that begin in the middle of a word."""
+    info = TYPES[name]
+    if offset % np.gcd(info.block_bytes, 4):
+        offset = 4  # blocks of 4*n bytes never begin there
+    q, scale, d, z = np.empty(info.block_size, np.uint8), np.empty(4, np.int32), c_float(), c_float()
+    n_groups = info.block_size // info.group
+    for block in np.concatenate([every_code_everywhere(name), corner_blocks(lib, name)]):
+        device().cuda_host_unpack(type_id(name), pointer(aligned(block, offset)), pointer(q), pointer(scale), byref(d), byref(z))
+        expected = lib.unpack_block(info.id, block)
+        same = (np.array_equal(q, expected[0].astype(np.uint8)) and np.array_equal(scale[:n_groups], expected[1][:n_groups])
+                and np.array_equal(np.float32([d.value, z.value]), np.float32(expected[2:]), equal_nan=True))
+        assert same, f"{name}: block {block.tobytes().hex()}"
+
+
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_loads_stay_in_the_words_of_a_block(name):
+    """Blocks where readable memory begins, where it ends, and whose last word it ends with: else a signal ends the process."""
+    size, page = TYPES[name].block_bytes, mmap.PAGESIZE
+    room = mmap.mmap(-1, 3 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    unpack, protect = device().cuda_host_unpack, ctypes.CDLL(None).mprotect
+    out = [np.empty(256, np.int32) for _ in range(4)]
+    child = os.fork()
+    if child == 0:
+        for at in (0, 2 * page):
+            protect(c_void_p(start + at), c_int64(page), 0)
+        for at in {0, page - size, (page - size) // 4 * 4}:
+            unpack(type_id(name), c_void_p(start + page + at), *map(pointer, out))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("dst", DST)
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_dequantisation_is_bit_equal(lib, name, dst):
+    """Contiguous; the number of blocks is odd, no multiple of what a block of threads takes."""
+    blocks = np.concatenate([corner_blocks(lib, name)[:17], native.blocks_of(lib, name, (4, TYPES[name].block_size), 1)[:, 0]])
+    expected = as_dst(decoded(lib, name, blocks), dst)
+    out = np.full(expected.shape, 77, expected.dtype)
+    device().cuda_host_dequantize(type_id(name), pointer(aligned(blocks, 0)), pointer(out), int(DST[dst][0]), c_int64(out.size))
+    assert_same(out, expected, f"{name} to {dst}")
+
+
+@pytest.mark.parametrize("name, n", types_and_rows(64, 192, 576, 896, 1088))
+def test_dequantisation_with_strides(lib, name, n):
+    """Rows out of a larger tensor: every other row, planes and samples in another order."""
+    rows = native.blocks_of(lib, name, (2, 3, 10, n), 2)  # (sample, plane, row, block, byte)
+    info, ne, row_blocks = TYPES[name], (n, 5, 2, 3), rows.shape[3]
+    expected = decoded(lib, name, rows[:, :, ::2].transpose(1, 0, 2, 3, 4))
+    strides = (2 * row_blocks, 3 * 10 * row_blocks, 10 * row_blocks)
+    out = np.full((*expected.shape[:-1], n), 77, np.float32)
+    source = aligned(rows, 0)
+    device().cuda_host_dequantize_nc(type_id(name), pointer(source), pointer(out), int(DST["f32"][0]), integers(ne, c_int64),
+                                     integers(strides, c_int64))
+    assert_same(out, expected, name)
+
+    # the same as a copy into rows that lie apart
+    wide = np.full((3, 2, 5, n + 32), 77, np.float32)
+    nb = [info.block_bytes * s for s in (1, *strides)]
+    assert device().cuda_host_copy(type_id(name), pointer(source), pointer(wide), int(DST["f32"][0]), integers(ne, c_int64),
+                                   integers(nb, ctypes.c_size_t), integers(wide.strides[::-1], ctypes.c_size_t))
+    assert_same(np.ascontiguousarray(wide[..., :n]), expected, name)
+    assert (wide[..., n:] == 77).all()
+
+
+def test_copies_that_no_kernel_makes_are_refused():
+    nb, ne = integers([100, 100, 100, 100], ctypes.c_size_t), integers([256, 1, 1, 1], c_int64)
+    to = integers([4, 1024, 1024, 1024], ctypes.c_size_t)
+    other = int(gguf.GGMLQuantizationType.Q8_0)
+    assert not device().cuda_host_copy(type_id("itq3_s"), None, None, other, ne, nb, to)
+    assert not device().cuda_host_copy(other, None, None, int(DST["f32"][0]), ne, nb, to)
+    apart = integers([8, 2048, 2048, 2048], ctypes.c_size_t)
+    assert not device().cuda_host_copy(type_id("itq3_s"), None, None, int(DST["f32"][0]), ne, nb, apart)
+
+
+@pytest.mark.parametrize("dst", ["f32", "f16"])
+@pytest.mark.parametrize("name, n", types_and_rows(64, 896, 1344))
+def test_rows_by_index(lib, name, n, dst):
+    """In a batch of two with indices of its own."""
+    rows = native.blocks_of(lib, name, (2, 7, n), 3)
+    row_bytes = rows[0, 0].size
+    ids = np.array([[6, 0, 3, 3], [1, 5, 0, 2]], np.int32)
+    expected = as_dst(decoded(lib, name, np.stack([rows[i][ids[i]] for i in range(2)])), dst)
+    out = np.full(expected.shape, 77, expected.dtype)
+    size = out.itemsize
+    device().cuda_host_get_rows(
+        type_id(name), pointer(aligned(rows, 0)), pointer(ids), pointer(out), int(DST[dst][0]), c_int64(n),
+        integers((row_bytes, 7 * row_bytes, 14 * row_bytes), ctypes.c_size_t), integers((4, 2, 1), c_int64),
+        integers((4, 16, 32), ctypes.c_size_t), integers((n * size, 4 * n * size, 8 * n * size), ctypes.c_size_t))
+    assert_same(out, expected, name)
+
+
+def reference_q8(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """float32 (..., n) to BLOCK_Q8 (..., blocks or pairs), in the device's float32 arithmetic."""
+    dtype = BLOCK_Q8[TYPES[name].block_size]
+    v = threads(rotated(lib, name, x), TYPES[name].block_size)
+    v = v.reshape(*x.shape[:-1], -1, *dtype["qs"].shape)
+    amax = np.abs(v).max(-1)
+    d = ((amax / np.float32(127)).view(np.uint32) + np.uint32(0xFFFF)) >> 16  # rounded up to bfloat16
+    d = np.where(amax < np.float32(1.5e-36), 0, d).astype(np.uint16)
+    with np.errstate(divide="ignore"):
+        inverse = np.float32(1) / (d.astype(np.uint32) << 16).view(np.float32)
+    q = np.rint(v * np.where(d == 0, np.float32(0), inverse)[..., None])
+    assert np.abs(q).max() <= 127
+    out = np.empty(v.shape[:-2], dtype)
+    out["qs"] = q
+    out["sum_d"]["sum"] = q.sum(-1)
+    out["sum_d"]["d"] = d
+    return out
+
+
+# the rest depends on the block and on whether it is rotated alone; rows of what a block of threads takes, and parts of it
+ACTIVATIONS = [("itq3_s", 768), ("ccq2", 768), *(("itq3_t64", n) for n in (64, 192, 576, 896, 1088))]
+
+
+def padded(x: np.ndarray, n: int) -> np.ndarray:
+    """Zeros behind float32 (..., m) up to (..., n)."""
+    return np.concatenate([x, np.zeros((*x.shape[:-1], n - x.shape[-1]), np.float32)], -1)
+
+
+@pytest.mark.parametrize("name, n", ACTIVATIONS)
+def test_activations(lib, name, n):
+    """Padded rows; unaligned strides; magnitudes from subnormal to near the largest."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((2, 3, 4, n)).astype(np.float32) * np.float32(10) ** rng.integers(-35, 35, (2, 3, 4, 1))
+    x[0, 0, 0] = 0
+    x[0, 0, 1] = 0
+    x[0, 0, 1, 5:9] = [1e-40, -1e-39, 1.4e-36, 0]
+    x[0, 0, 2, n // 2 - 3] = 3e38
+    ne0 = (n // 512 + 1) * 512
+    y = quantized(name, x, ne0, stride=n + 3)
+    assert_same(y, reference_q8(lib, name, padded(x, ne0)), name)
+    q = scales(y)
+    assert not q[..., n // 32 :].any() and q[1:, :, :, : n // 32].all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["itq3_s", "ccq2", "itq3_t64"])
+def test_non_finite_activations_give_nan(name, bad):
+    """All of a rotated block, one thread's of an unrotated one."""
+    x = np.ones((1, 1, 1, 512), np.float32)
+    x[..., 256 + 32 * 5 + 4 * 3 + 1] = bad
+    lost = np.flatnonzero(np.isnan(scales(quantized(name, x)))).tolist()
+    assert lost == {"itq3_s": list(range(8, 16)), "ccq2": [8 + 3], "itq3_t64": [12, 13]}[name]
+
+
+@pytest.mark.parametrize("name, n_blocks", [(name, n) for name in TYPE_NAMES for n in (1, 3, 16)] + [("itq3_t64", 9), ("itq2_t64", 14)])
+def test_products(lib, name, n_blocks):
+    """Against float64 on the same quantised activations, and against the float product of decoded weights."""
+    block_size, block_bytes = TYPES[name].block_size, TYPES[name].block_bytes
+    n = block_size * n_blocks
+    rows = native.blocks_of(lib, name, (4, n), 5)
+    if n_blocks == 1:
+        rows = np.concatenate([rows, corner_blocks(lib, name)[:, None]])
+    x = np.random.default_rng(6).standard_normal((2, n)).astype(np.float32)
+    y = quantized(name, x[None, None])[0, 0]
+    source = aligned(rows, 0)
+    # activations lie at multiples of 16 bytes, as buffers on the device do
+    columns = [aligned(row.view(np.uint8), 0) for row in y]
+    actual = np.array([[device().cuda_host_vec_dot(type_id(name), pointer(source), c_int64(i * n_blocks), pointer(column), c_int64(n_blocks))
+                        for i in range(len(rows))] for column in columns], np.float64)
+
+    s, v, magnitude = (threads(a.reshape(len(rows), n), block_size)
+                       for a in native.unpacked(lib, name, rows.reshape(-1, block_bytes)))
+    dy = scales(y).astype(np.float64)[:, : n // 32]
+    qy = y["qs"].reshape(2, -1, 32)[:, : n // 32] * dy[..., None]
+    exact = np.einsum("rkj,ckj->cr", s * v, qy)
+    # Of each thread's term the offset's product, the difference, the scales' product and theirs are rounded, four units of
+    # M = sum |d_w d_y| (|q| + |offset|) |y|; n/32 terms are added up.
+    bound = (n // 32 + 5) * native.F32_U * np.einsum("rkj,ckj->cr", np.abs(s) * magnitude, np.abs(qy))
+    # products below the least normal float32 lose up to 2^-150 each, times sums below 2^24
+    wrong = np.argwhere(np.abs(actual - exact) > bound + n // 32 * 2.0**-126)
+    assert not wrong.size, f"{name}: row {wrong[0][1]}, {actual[tuple(wrong[0])]}, not {exact[tuple(wrong[0])]}"
+
+    # half a step of each activation, times the (rotated) weight; the decoded weights are rounded too
+    w = decoded(lib, name, rows).astype(np.float64)
+    half_steps = np.einsum("rkj,ck->cr", np.abs(s * v), dy / 2)
+    rounding = 64 * native.F32_U * np.abs(x).astype(np.float64) @ np.abs(w).T
+    with np.errstate(invalid="ignore"):
+        assert (np.abs(actual - x.astype(np.float64) @ w.T) <= 1.001 * half_steps + rounding + bound + 1e-30).all()
+
+
+def test_a_permuted_byte_is_what_cuda_says():
+    """The shim's two byte permutes differ: __byte_perm drops the fourth bit of a selector, prmt copies the top bit for it."""
+    assert device().cuda_host_byte_perm(0x80FF0001, 0, 0x000B) == 0x01010180
+    assert device().cuda_host_prmt(0x80FF0001, 0, 0x000B) & 0xFFFFFFFF == 0x010101FF
+
+
+@pytest.mark.parametrize("name", ["itq3_s", "itq3_t64"])
+def test_rotation_is_the_reference(lib, name):
+    """A unit vector's image is a row of the Sylvester matrix; quantised in one step of 1/16 or 1/8 it stays exact."""
+    n = TYPES[name].block_size
+    for at in {0, 1, 37, n // 2, n - 1, 200}:
+        x = np.zeros((1, 1, 1, 256), np.float32)
+        x[..., at] = 127 * n**0.5
+        y = quantized(name, x)[0, 0, 0]
+        d, first = scales(y), at // n * n // 32
+        assert (d[first : first + n // 32] == 1).all() and d.sum() == n // 32
+        np.testing.assert_array_equal(y["qs"].reshape(-1, 32)[:8], threads(rotated(lib, name, x[0, 0, 0]), n))
+
+
+# --- MMQ ---------------------------------------------------------------------------------------------------------------
+
+N_ROWS = 128  # of a tile, in the shim
+# (factor, factor*offset): the int8 of a tile is factor*code - factor*offset
+CENTRED = {"itq3_s": (1, 4), "ccq2": (1, 32), "ditto3": (1, 64), "itq3_t": (2, 127), "itq2_t": (1, 62),
+           "itq3_t64": (2, 127), "itq2_t64": (1, 62), "ditto5": (2, 127)}
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("layout", ["mma", "dp4a"])
+@pytest.mark.parametrize("name", TYPE_NAMES)
+def test_tiles_hold_the_weights_exactly(lib, name, layout, fallback):
+    """Integers times scales are the reference's values; ITQ3_S's minimum, which has no int8, is rounded to half once.
+
+    The second 256 weights of each row; rows of blocks of 64 end in their middle, after 320, and the next row follows them.
+    """
+    info = TYPES[name]
+    n_rows = 77 if fallback else N_ROWS  # rows behind the last are not filled
+    row_blocks = 3 if info.block_size == 256 else 5
+    blocks = np.concatenate([corner_blocks(lib, name)[:40], native.blocks_of(lib, name, (row_blocks * n_rows - 40, info.block_size), 9)[:, 0]])
+    n_tile, first = 256 // info.block_size, 256 // info.block_size  # blocks of a tile's row
+    allocated = np.concatenate([blocks, np.zeros((n_tile, info.block_bytes), np.uint8)])  # upstream clears what rows are padded with
+    tile = np.full(100 * N_ROWS, 0x5A5A5A5A, np.int32)
+    device().cuda_host_load_tiles(type_id(name), pointer(aligned(allocated, 0)), pointer(tile), first, n_rows - 1, row_blocks, layout == "mma", fallback)
+    if layout == "mma":
+        words, scale_words = tile[: 76 * N_ROWS].reshape(N_ROWS, 76)[:, :64], tile[: 76 * N_ROWS].reshape(N_ROWS, 76)[:, 64:72]
+    else:
+        words = tile[: 65 * N_ROWS].reshape(N_ROWS, 65)[:, :64]
+        at = 65 * N_ROWS + 8 * np.arange(N_ROWS)[:, None] + np.arange(N_ROWS)[:, None] // 4 + np.arange(8)
+        scale_words = tile[at]
+    assert (words[n_rows:] == 0x5A5A5A5A).all()
+    words, scale_words = words[:n_rows], np.ascontiguousarray(scale_words[:n_rows])
+    q = np.ascontiguousarray(words).view(np.int8).reshape(n_rows, 256).astype(np.float64)
+    of_tile = allocated[row_blocks * np.arange(n_rows)[:, None] + first + np.arange(n_tile)]  # (row, block, byte)
+    s, v, _ = (a.reshape(n_rows, 256) for a in native.unpacked(lib, name, of_tile.reshape(-1, info.block_bytes)))
+    factor, centre = CENTRED[name]
+    if name in HAS_MINIMUM:
+        d, minimum = (scale_words.view(np.float16).reshape(n_rows, 8, 2)[..., i].astype(np.float64) for i in (0, 1))
+        codes, _, codes_d, z = zip(*(lib.unpack_block(info.id, b) for b in of_tile[:, 0]), strict=True)
+        np.testing.assert_array_equal(q, np.stack(codes).astype(np.float64) - centre)
+        np.testing.assert_array_equal(d, np.repeat(np.array(codes_d)[:, None], 8, 1))
+        exact = np.array(codes_d) * (centre - np.array(z, np.float64))
+        with np.errstate(invalid="ignore"):
+            close = np.abs(minimum - exact[:, None]) <= 2.0**-11 * np.abs(exact[:, None]) + 2.0**-25
+        assert (close | (np.isinf(minimum) & (np.abs(exact) >= 65504)[:, None])).all()
+    else:
+        np.testing.assert_array_equal(q, factor * v)
+        value = q * np.repeat(scale_words.view(np.float32).astype(np.float64), 32, 1)
+        np.testing.assert_array_equal(value, s * v)
+    assert np.abs(q).max() <= 127
+
+
+assert BLOCK_MMQ.itemsize == 4 * 36
+
+
+def reference_mmq(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """float32 (..., n) to BLOCK_MMQ (..., n/128), in the device's float32 arithmetic."""
+    shape = x.shape[:-1]
+    v = rotated(lib, name, x).reshape(*shape, -1, 4, 32)
+    d = np.abs(v).max(-1) / np.float32(127)
+    if name in HAS_MINIMUM:
+        with np.errstate(over="ignore"):
+            h = d.astype(np.float16)
+            h = np.where(h.astype(np.float32) < d, np.nextafter(h, np.float16(np.inf)), h)
+        d = h.astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0)).astype(np.float32)
+    q = np.clip(np.rint(v * inverse[..., None]), -127, 127)
+    out = np.empty(v.shape[:-2], BLOCK_MMQ)
+    out["qs"] = q.reshape(*v.shape[:-2], 128)
+    if name in HAS_MINIMUM:
+        sums = (d * q.sum(-1, dtype=np.float32)).astype(np.float16)
+        out["ds"] = d.astype(np.float16).view(np.uint16).astype(np.uint32) | sums.view(np.uint16).astype(np.uint32) << 16
+    else:
+        out["ds"] = d.view(np.uint32)
+    return out
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("name, n", [(name, n) for name in ROTATED for n in rows_of(name, (64, 192, 576, 896))])
+def test_activations_for_tiles(lib, name, n, gather):
+    """Padded columns, in the order of upstream's buffer: channel, half of 256, column."""
+    rng = np.random.default_rng(11)
+    ne3, ne2, n_rows = (1, 1, 9) if gather else (2, 3, 5)
+    x = (rng.standard_normal((ne3, ne2, n_rows, n + 3)) * 10.0 ** rng.integers(-5, 4, (ne3, ne2, n_rows, 1))).astype(np.float32)
+    x[0, 0, 0, :256] = 0
+    ids = np.array([3, 3, 8, 0, 1, 7, 2], np.int32) if gather else np.arange(n_rows, dtype=np.int32)
+    ne0, ne1 = (n + 511) // 512 * 512, len(ids)
+    y = np.full((ne3 * ne2, ne0 // 128, ne1, BLOCK_MMQ.itemsize), 0x55, np.uint8)
+    sizes = map(c_int64, (n, n + 3, (n + 3) * n_rows, (n + 3) * n_rows * ne2, ne0, ne1, ne2, ne3))
+    assert device().cuda_host_quantize_mmq(type_id(name), pointer(x), pointer(ids) if gather else None, pointer(y), *sizes)
+    expected = reference_mmq(lib, name, padded(x[:, :, ids, :n], ne0)).reshape(ne3 * ne2, ne1, ne0 // 128).swapaxes(1, 2)
+    y = y.view(BLOCK_MMQ)[..., 0]
+    assert_same(y, np.ascontiguousarray(expected), name)
+    by_32 = y["ds"].swapaxes(1, 2).reshape(ne3 * ne2, ne1, -1)
+    assert not by_32[..., n // 32 :].any() and by_32[1:, :, : n // 32].all()
+
+
+@pytest.mark.parametrize("name, n", [(name, n) for name in ROTATED for n in ((512,) if TYPES[name].block_size == 256 else (512, 448))])
+def test_scattered_activations(lib, name, n):
+    """Each token's row to the columns of its experts, whatever their order."""
+    rng = np.random.default_rng(12)
+    x = rng.standard_normal((4, 520)).astype(np.float32)
+    columns = rng.permutation(12).astype(np.int32).reshape(4, 3)
+    y = np.full((4, 12, BLOCK_MMQ.itemsize), 0x55, np.uint8)
+    device().cuda_host_quantize_scatter(type_id(name), pointer(x), pointer(columns), pointer(y), c_int64(n), c_int64(520), c_int64(512),
+                                        c_int64(4), c_int64(12), 3)
+    expected = np.empty((4, 12), BLOCK_MMQ)
+    expected[:, columns] = reference_mmq(lib, name, padded(x[:, :n], 512)).T[:, :, None]
+    assert_same(y.view(BLOCK_MMQ)[..., 0], expected, name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ROTATED)
+def test_non_finite_activations_reach_the_tiles(name, bad):
+    x = np.ones((1, 512), np.float32)
+    x[0, 300] = bad
+    y = np.zeros((4, 1), BLOCK_MMQ)
+    device().cuda_host_quantize_mmq(type_id(name), pointer(x), None, pointer(y), *map(c_int64, (512, 512, 512, 512, 512, 1, 1, 1)))
+    lost = ~np.isfinite(y["ds"].view(np.float16 if name in HAS_MINIMUM else np.float32)).reshape(16, -1).all(1)
+    n = TYPES[name].block_size
+    assert np.flatnonzero(lost).tolist() == list(range(256 // 32, 256 // 32 + n // 32))
+
+
+@pytest.mark.parametrize("name", sorted(set(TYPE_NAMES) - set(ROTATED)))
+def test_unrotated_types_leave_activations_to_upstream(name):
+    assert not device().cuda_host_quantize_mmq(type_id(name), None, None, None, *map(c_int64, (256,) * 8))

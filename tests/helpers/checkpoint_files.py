@@ -1,0 +1,84 @@
+"""Small checkpoints as transformers write them: config.json, safetensors written by hand, a tokenizer."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from helpers.models import gaussian
+
+N_EMBD, N_FF, N_LAYERS, N_HEADS, N_KV_HEADS, N_VOCAB = 256, 512, 2, 4, 2, 384
+HEAD = N_EMBD // N_HEADS
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": N_EMBD, "intermediate_size": N_FF,
+    "num_hidden_layers": N_LAYERS, "num_attention_heads": N_HEADS, "num_key_value_heads": N_KV_HEADS, "vocab_size": N_VOCAB,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "hidden_act": "silu",
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+TEXT = "The quick brown fox jumps over the lazy dog, and 0123456789 sheep look on; nobody asked them (or the fox) why.\n"
+
+
+def tensors(n_experts: int = 0) -> dict[str, np.ndarray]:
+    """Weights by their names in transformers, float32."""
+    out = {"model.embed_tokens.weight": (N_VOCAB, N_EMBD), "model.norm.weight": (N_EMBD,), "lm_head.weight": (N_VOCAB, N_EMBD)}
+    for i in range(N_LAYERS):
+        layer = f"model.layers.{i}"
+        out |= {f"{layer}.{name}_layernorm.weight": (N_EMBD,) for name in ("input", "post_attention")}
+        heads = {"q": N_HEADS, "k": N_KV_HEADS, "v": N_KV_HEADS}
+        out |= {f"{layer}.self_attn.{name}_proj.weight": (n * HEAD, N_EMBD) for name, n in heads.items()}
+        out[f"{layer}.self_attn.o_proj.weight"] = (N_EMBD, N_EMBD)
+        if not n_experts:
+            out |= {f"{layer}.mlp.{name}_proj.weight": (N_FF, N_EMBD) for name in ("gate", "up")}
+            out[f"{layer}.mlp.down_proj.weight"] = (N_EMBD, N_FF)
+            continue
+        out[f"{layer}.block_sparse_moe.gate.weight"] = (n_experts, N_EMBD)
+        for e in range(n_experts):
+            expert = f"{layer}.block_sparse_moe.experts.{e}"
+            out |= {f"{expert}.{name}.weight": (N_FF, N_EMBD) for name in ("w1", "w3")}
+            out[f"{expert}.w2.weight"] = (N_EMBD, N_FF)
+    return {name: gaussian(*shape, seed=i) + (len(shape) == 1) for i, (name, shape) in enumerate(out.items())}
+
+
+def write_safetensors(path: Path, values: dict[str, np.ndarray]) -> None:
+    """float32 arrays as BF16, cut off: 8 bytes with the length of a JSON header, which says where each lies after it."""
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, value in values.items():
+        raw = (value.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+        header[name] = {"dtype": "BF16", "shape": value.shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def tokenizer() -> bytes:
+    """A small tokenizer.model, with pieces for all bytes."""
+    import sentencepiece
+
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT.strip()] * 10), model_writer=out, vocab_size=N_VOCAB, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, num_threads=1, minloglevel=2,
+    )
+    return out.getvalue()
+
+
+def write_checkpoint(folder: Path, n_shards: int = 1, n_experts: int = 0, **config) -> Path:
+    """A Llama, or with experts a Mixtral; config: what is different in config.json."""
+    folder.mkdir(parents=True)
+    values = tensors(n_experts)
+    names = [f"model-{i + 1:05}-of-{n_shards:05}.safetensors" for i in range(n_shards)] if n_shards > 1 else ["model.safetensors"]
+    places = {name: names[i * n_shards // len(values)] for i, name in enumerate(values)}
+    for file in names:
+        write_safetensors(folder / file, {name: value for name, value in values.items() if places[name] == file})
+    if n_shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    config = CONFIG | (MIXTRAL if n_experts else {}) | config
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.model").write_bytes(tokenizer())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}))
+    return folder

@@ -1,0 +1,73 @@
+"""The device code of cuda/ as host code."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_float, c_int64, c_void_p
+
+import numpy as np
+
+from ggml_ext import TYPES
+from helpers import native
+from helpers.blocks import TYPE_NAMES
+
+# struct block_q8 of cuda/quantize.cuh: what the threads of a block of 256 or of two blocks of 64 multiply, their scales
+# (bfloat16) and sums (int16)
+BLOCK_Q8 = {n: np.dtype([("qs", "i1", (t, 32)), ("sum_d", [("sum", "<i2"), ("d", "<u2")], t)]) for n, t in {256: 8, 64: 4}.items()}
+
+
+@functools.cache
+def device() -> ctypes.CDLL:
+    ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(native.built(native.BUILD, "libggml-ext-cuda-host.so")))
+    dll.cuda_host_vec_dot.restype = c_float
+    dll.cuda_host_copy.restype = dll.cuda_host_quantize_mmq.restype = ctypes.c_bool
+    return dll
+
+
+def pointer(array: np.ndarray) -> c_void_p:
+    return array.ctypes.data_as(c_void_p)  # holds the array
+
+
+def integers(values, ctype):
+    return (ctype * len(values))(*map(int, values))
+
+
+def type_id(name: str) -> int:
+    return int(TYPES[name].id)
+
+
+def quantized(name: str, x: np.ndarray, ne0: int | None = None, stride: int | None = None) -> np.ndarray:
+    """float32 (ne3, ne2, ne1, n) to BLOCK_Q8 (ne3, ne2, ne1, blocks or pairs of ne0), for weights of that type. ne0: as upstream
+    pads rows."""
+    ne3, ne2, ne1, n = x.shape
+    ne0, stride = ne0 or (n + 511) // 512 * 512, stride or n
+    room = np.full((ne3, ne2, ne1, stride), 1e30, np.float32)
+    room[..., :n] = x
+    out = np.full((ne3, ne2, ne1, ne0 // 32 * 36), 0x55, np.uint8)
+    sizes = (n, stride, stride * ne1, stride * ne1 * ne2, ne0, ne1, ne2, ne3)
+    device().cuda_host_quantize(type_id(name), pointer(room), pointer(out), *map(c_int64, sizes))
+    return out.view(BLOCK_Q8[TYPES[name].block_size])
+
+
+def scales(y: np.ndarray) -> np.ndarray:
+    """float32 scales of BLOCK_Q8 (..., n), (..., n * threads): those of 32 values each."""
+    return (y["sum_d"]["d"].astype(np.uint32) << 16).view(np.float32).reshape(*y.shape[:-1], -1)
+
+
+def threads(x: np.ndarray, block_size: int) -> np.ndarray:
+    """(..., n) to (..., n/32 threads, 32): value L*g + 4*k + b of a block, L = block_size/8, to [k, 4*g + b]."""
+    shape = x.shape[:-1]
+    return x.reshape(*shape, -1, 8, block_size // 32, 4).swapaxes(-3, -2).reshape(*shape, -1, 32)
+
+
+def rotated(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """float32 (..., n) as the weights of that type want it."""
+    info, x = TYPES[name], np.ascontiguousarray(x, np.float32)
+    return lib.rotate(x.reshape(-1, info.block_size)).reshape(x.shape) if info.rotated else x
+
+
+HAS_MINIMUM = {"itq3_s"}
+BLOCK_MMQ = np.dtype([("ds", "<u4", 4), ("qs", "i1", 128)])
+ROTATED = [name for name in TYPE_NAMES if TYPES[name].rotated]

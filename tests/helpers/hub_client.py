@@ -1,0 +1,48 @@
+"""The quantizer with --hf-repo against a local hub."""
+
+from __future__ import annotations
+
+import os
+
+import gguf
+
+from helpers.commands import run_quantize
+from helpers.errors import check_error, files
+
+REPO = "some-org/Some-Model"
+
+
+class Client:
+    """The quantizer as a process that knows this server and a cache of its own. packages: a folder to import from first, or None."""
+
+    def __init__(self, hub, folder, packages=None):
+        self.hub, self.folder, self.cache, self.packages = hub, folder, folder / "cache", packages
+        self.out = folder / "results" / "out.gguf"
+        self.out.parent.mkdir()
+
+    def run(self, *flags, repo=REPO, **env):
+        self.hub.downloads.clear()
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        if self.packages:
+            inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.packages), os.environ.get("PYTHONPATH")]))
+        env = inherited | direct | {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.cache)} | env
+        return run_quantize("--hf-repo", repo, self.out, "--type", "itq3_s", *flags, env=env)
+
+    def succeed(self, *flags, **env):
+        done = self.run(*flags, **env)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    def error(self, *parts, flags=(), **kwargs):
+        """One error line after the notes; no output, no file of the cache that stands for a whole one."""
+        before, done = files(self.out.parent), self.run("-q", *flags, **kwargs)
+        check_error(done, *parts)
+        assert files(self.out.parent) == before and not done.stdout
+        return done
+
+    def weights(self):
+        return [t.data.tobytes() for t in gguf.GGUFReader(self.out).tensors]
+
+    def blobs(self):
+        return [p for p in self.cache.rglob("blobs/*") if p.is_file()]

@@ -1,0 +1,28 @@
+"""What the quantizer hands to the library."""
+
+from __future__ import annotations
+
+from ggml_ext import quantize as program
+from ggml_ext._native import library
+
+
+class Spy:
+    """The quantizer in this process, its encoder replaced by one that notes its metrics and encodes without."""
+
+    def __init__(self, monkeypatch, lib):
+        self.metrics, self.used = [], {}
+        plain = library.Library.quantize
+
+        def metric(_, type_id, n_per_row, moments, whole, damping, segment=32):
+            self.metrics.append((type_id, n_per_row, whole, moments.copy()))
+            return len(self.metrics) - 1
+
+        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, passes=0, metric=None):
+            self.used.setdefault(type_id, []).append((metric, len(rows)))
+            return plain(self_, type_id, rows, levels, importance, codebook, passes)
+
+        monkeypatch.setattr(library.Library, "metric", metric)
+        monkeypatch.setattr(library.Library, "quantize", quantize)
+
+    def run(self, *args) -> None:
+        assert program.main([*map(str, args), "--threads", "2"]) == 0

@@ -1,0 +1,68 @@
+"""Types of activations have ids, as ggml's tables need them, and no place in a file: every reader refuses them by name."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import gguf
+import pytest
+from gguf import GGMLQuantizationType as T
+
+from ggml_ext import TYPES, dump, export, inspect, quantize
+from helpers.commands import run_main, tool
+from helpers.models import gaussian, write_gguf
+
+ACTIVATIONS = {name: int(info.id) for name, info in TYPES.items() if info.kind == "activation"}
+TENSOR = "blk.0.attn_q.weight"
+
+
+def with_type(model: Path, path: Path, type_id: int) -> Path:
+    """A copy of a GGUF file in which TENSOR has another type; its data stay."""
+    data, name = bytearray(model.read_bytes()), TENSOR.encode()
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    (n_dims,) = struct.unpack_from("<I", data, at)
+    struct.pack_into("<I", data, at + 4 + 8 * n_dims, type_id)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("options", [(), ("--check-tensors",)], ids=["load", "check-tensors"])
+def test_libllama_refuses_them(name, options, model, tmp_path):
+    path = with_type(model, tmp_path / "in.gguf", ACTIVATIONS[name])
+    command = [tool("llama-completion"), "-m", path, "-p", "import", "-n", 1, "-no-cnv", *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1, (done.returncode, done.stderr[-1000:])
+    assert f"tensor '{TENSOR}' has type {ACTIVATIONS[name]} ({name}), which is for activations, not for weights" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("command", ["quantize", "export", "inspect", "dump"])
+def test_the_commands_refuse_them(name, command, model, tmp_path):
+    path, out = with_type(model, tmp_path / "in.gguf", ACTIVATIONS[name]), tmp_path / "out.gguf"
+    main, args = {
+        "quantize": (quantize.main, (path, out, "--type", "itq3_s")),
+        "export": (export.main, (path, out, "--type", "q8_0")),
+        "inspect": (inspect.main, (path,)),
+        "dump": (dump.main, (path,)),
+    }[command]
+    done = run_main(main, *args)
+    expected = f"tensor {TENSOR} has type {ACTIVATIONS[name]} ({name}), which is for activations, not for weights; download or convert"
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and expected in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("qtype", [T.Q8_1, T.Q8_K])
+@pytest.mark.parametrize("options", [(), ("--pure",)], ids=["export", "pure"])
+def test_export_copies_the_stock_ones(lib, tmp_path, qtype, options):
+    """As the quantizer does; nothing decodes them."""
+    source = write_gguf(tmp_path / "in.gguf", {TENSOR: gaussian(8, 256), "blk.0.attn_k.weight": gaussian(8, 256)})
+    assert run_main(quantize.main, source, tmp_path / "ours.gguf", "--type", "itq3_s", "--importance", "none", "--leave-output-tensor",
+                    "--tensor-type", "attn_q=f32").returncode == 0
+    path, out = with_type(tmp_path / "ours.gguf", tmp_path / "odd.gguf", int(qtype)), tmp_path / "out.gguf"
+    done = run_main(export.main, path, out, "--type", "q8_0", *options)
+    assert done.returncode == 0, done.stderr
+    types = {t.name: t.tensor_type for t in gguf.GGUFReader(out).tensors}
+    assert types == {TENSOR: qtype, "blk.0.attn_k.weight": T.Q8_0}

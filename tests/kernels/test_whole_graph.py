@@ -1,0 +1,141 @@
+"""The reference model through llama.cpp's programs: perplexity, a served completion, the stock check."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from ggml_ext import WEIGHT_TYPES
+from helpers.commands import quantize, tool
+from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, built, emulated
+from helpers.perplexity_record import N_CHUNKS, assert_recorded_perplexity, perplexity_tolerance
+from perplexity_run import UNIFORM, perplexity, run_tool
+
+TEXT = ROOT / "data" / "heldout.txt"
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory, model) -> dict[str, Path]:
+    """The reference model in every weight type: block matrices of that type, embeddings Q8_0."""
+    folder = tmp_path_factory.mktemp("models")
+    out = {"f16": model}
+    for name in sorted(WEIGHT_TYPES):
+        out[name] = folder / f"{name}.gguf"
+        quantize(model, out[name], "--type", name, *UNIFORM)
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_paths_agree_on_perplexity(files, name, monkeypatch):
+    """vec_dot alone (no tiled GEMM) on the whole graph; test_perplexity_script.py has the default path."""
+    monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
+    found = perplexity(files[name], TEXT, n_chunks=N_CHUNKS, threads=1).value
+    assert_recorded_perplexity(name, found)
+
+
+# One pass of eight sequences: 35 s a type and core under the emulator.
+N_CHUNKS_EMULATED = 8
+
+
+@pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "dotprod"])
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("GGML_CPU_TILED_MM", "0")  # NEON has no tiled GEMM
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT.read_bytes()[: 16 * 256 * N_CHUNKS_EMULATED])  # all of it would be tokenized; 16 bytes a token are plenty
+    here = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED).value
+    there = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED, program=emulated("llama-perplexity", cpu)).value
+    print(f"{name}: perplexity {here:.4f} here, {there:.4f} on the emulated {cpu}")
+    assert abs(math.log(there / here)) <= perplexity_tolerance(N_CHUNKS_EMULATED)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_embeddings_may_have_the_type_too(files, name, tmp_path, model):
+    """token_embd goes through get_rows and, tied, through mul_mat: both must know the rotation."""
+    out = tmp_path / "all.gguf"
+    quantize(model, out, "--type", name, "--pure", "--token-embedding-type", name)
+    assert perplexity(out, TEXT, n_chunks=10).value < 1.5 * perplexity(files[name], TEXT, n_chunks=10).value
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_llama_bench_and_completion_name_the_type(files, name):
+    rows = json.loads(re.search(r"\[\n.*\]", run_tool("llama-bench", "-m", files[name], "-p", 16, "-n", 4, "-r", 1, "-o", "json"), re.S)[0])
+    assert name.upper() in rows[0]["model_type"]
+    log = run_tool("llama-completion", "-m", files[name], "-p", "def add(a, b):", "-n", 16, "--temp", 0, "-no-cnv", "-lv", 4)
+    assert "def add(a, b):" in log and f"type {name}" in log
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_server_completes(files, name):
+    """llama-server, as its users start it: one completion over HTTP, then a clean stop."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    server = subprocess.Popen([tool("llama-server"), "-m", files[name], "--host", "127.0.0.1", "--port", str(port), "-c", "512"],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert server.poll() is None, "llama-server stopped by itself"
+            assert time.monotonic() < deadline, "llama-server did not get ready"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as r:
+                    if r.status == 200:
+                        break
+            except OSError:
+                time.sleep(0.1)
+        body = json.dumps({"prompt": "import os\nimport", "n_predict": 12, "temperature": 0}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as r:
+            answer = json.load(r)
+        assert answer["tokens_predicted"] == 12 and answer["content"].strip()
+    finally:
+        server.terminate()
+        assert server.wait(timeout=30) == 0
+
+
+def run_cli(program: Path, model: Path, library_path: Path | None = None) -> subprocess.CompletedProcess:
+    """llama-cli, greedily, with its own libraries or with those of library_path before them."""
+    env = {**os.environ, **({"LD_LIBRARY_PATH": str(library_path)} if library_path else {})}
+    return subprocess.run([program, "-m", model, "-p", "import os", "-n", "24", "--temp", "0", "-st", "-t", "2",
+                           "--chat-template", "chatml"], env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+
+
+def answer(result: subprocess.CompletedProcess) -> str:
+    """What the model said: between the echo of the prompt and the speeds."""
+    return result.stdout.split("> import os", 1)[1].split("[ Prompt:")[0].strip()
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_stock_llama_cli_with_our_ggml(files, name, tmp_path):
+    """Only the ggml libraries are ours: a stock program and a stock libllama run the file, and say what ours say."""
+    for lib in (BUILD / "bin").glob("libggml*.so*"):
+        if "kernels" not in lib.name:
+            shutil.copy(lib, tmp_path / lib.name)
+    stock, ours = run_cli(built(STOCK, "llama-cli"), files[name], tmp_path), run_cli(tool("llama-cli"), files[name])
+    assert stock.returncode == 0 == ours.returncode, stock.stdout[-500:] + stock.stderr[-2000:]
+    assert answer(stock) == answer(ours) != ""
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+def test_stock_llama_cli_refuses(files, name):
+    """With its own ggml it says why and fails, instead of reading our blocks as something else."""
+    result = run_cli(built(STOCK, "llama-cli"), files[name])
+    assert result.returncode != 0
+    assert f"invalid ggml type {int(WEIGHT_TYPES[name].id)}" in result.stdout + result.stderr
+
+
+def test_stock_llama_cli_is_stock(files):
+    assert run_cli(built(STOCK, "llama-cli"), files["f16"]).returncode == 0
+    assert not hasattr(ctypes.CDLL(str(built(STOCK, "libggml-base.so"))), "ggml_ext_abi_version")

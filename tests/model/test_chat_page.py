@@ -1,0 +1,97 @@
+"""llama-server's chat page in headless Chromium with one of our files, and what scripts/tools/server.py does with bad input."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import quantize, tool
+from server import running_server
+
+# the reference model knows no chats
+OPTIONS = ("--chat-template", "chatml", "--ctx-size", 512, "--n-predict", 24, "--temp", 0)
+
+
+@pytest.fixture(scope="module")
+def quantized(model, tmp_path_factory) -> Path:
+    tool("llama-server")
+    path = tmp_path_factory.mktemp("chat") / "model-itq3_s.gguf"
+    quantize(model, path, "--type", "itq3_s")
+    return path
+
+
+def get(url: str) -> urllib.request.Request:
+    return urllib.request.Request(url, headers={"Accept-Encoding": "gzip"})  # the page is there in no other form
+
+
+def page_is_in(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(get(url + "/"), timeout=10).status == 200
+    except urllib.error.HTTPError as e:
+        assert e.code == 404
+        return False
+
+
+def test_a_message_is_answered_on_the_page(quantized):
+    for program in ("chromium", "chromedriver"):
+        if not shutil.which(program):
+            pytest.skip(f"{program} is not installed (Debian's chromium and chromium-driver)")
+    from chat_screenshot import ask, browser
+
+    with running_server(quantized, *OPTIONS) as url:
+        if not page_is_in(url):
+            pytest.skip("llama-server was built without its chat page (npm)")
+        with browser() as driver:
+            answer = ask(driver, url, "def read_lines(path):", seconds=120)
+            print(repr(answer))
+            assert len(answer) > 10
+            assert "model-itq3_s" in driver.find_element("tag name", "body").text
+
+
+def test_a_server_that_is_ended_with_its_block(quantized):
+    with pytest.raises(ZeroDivisionError):
+        with running_server(quantized, *OPTIONS) as url:
+            1 / 0
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(url + "/health", timeout=10)
+
+
+def test_a_busy_port(quantized):
+    """The server's own line, and at once."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, start = taken.getsockname()[1], time.monotonic()
+        with pytest.raises(RuntimeError, match=f"couldn't bind HTTP server socket, hostname: 127.0.0.1, port: {port}"):
+            with running_server(quantized, port=port):
+                pass
+        assert time.monotonic() - start < 30
+
+
+def test_a_port_that_another_server_has(quantized):
+    """Its answers must not be taken for those of the server that could not start."""
+    with running_server(quantized, *OPTIONS) as url:
+        with pytest.raises(RuntimeError, match="couldn't bind"):
+            with running_server(quantized, *OPTIONS, port=int(url.rsplit(":", 1)[1])):
+                pass
+
+
+def test_a_model_that_does_not_load(tmp_path):
+    tool("llama-server")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(RuntimeError, match="llama-server ended with exit code 1: .*failed to load model"):
+        with running_server(tmp_path / "model.gguf", log=tmp_path / "log"):
+            pass
+    assert "failed to load" in (tmp_path / "log").read_text()
+
+
+def test_a_server_that_takes_too_long(quantized):
+    with pytest.raises(RuntimeError, match="did not load .* within 0 s"):
+        with running_server(quantized, seconds=0):
+            pass

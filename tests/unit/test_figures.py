@@ -1,0 +1,114 @@
+"""README's table and picture follow from docs/measured.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import figures
+from ggml_ext import WEIGHT_TYPES
+from helpers.models import ROOT
+
+TYPES = figures.read_types(json.loads(figures.MEASURED.read_text()))
+
+
+def test_checked_in_tables_are_fresh():
+    done = subprocess.run([sys.executable, figures.__file__, "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_type_is_measured_and_drawn():
+    assert set(WEIGHT_TYPES) <= {t.name for t in TYPES}
+    picture = figures.PICTURE.read_text()
+    assert all(picture.count(f">{t.name.upper()}<") == 2 for t in TYPES)
+
+
+def test_the_same_figures_make_the_same_picture(tmp_path):
+    for name in ("a.svg", "b.svg"):
+        figures.draw(TYPES, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_row_that_failed_has_empty_cells():
+    rows = {"Q3_K": {"type": "q3_k", "bpw": 3.4375, "perplexity": 11.5}}
+    assert figures.render_rows(rows).splitlines()[-1] == "| Q3_K | 3.438 | 11.500 |  |  |  |  |  |"
+
+
+MARKERS = [figures.marker("measured", end) for end in ("begin", "end")]
+
+
+@pytest.mark.parametrize("text", ["no markers", "\n".join(reversed(MARKERS)), "\n".join(MARKERS * 2)])
+def test_a_document_without_markers_is_named(tmp_path, text):
+    with pytest.raises(RuntimeError, match="x.md: needs one"):
+        figures.replace_table(tmp_path / "x.md", text, "table")
+
+
+# What README's own words may say in numbers: versions that it needs, licences, names, sizes that are choices and no measurements.
+PLAIN = re.compile(r"Apache 2\.0|Python 3\.\d+|pip 23\.1|glibc 2\.35|nvcc \d+|Qwen2\.5-0\.5B|SmolLM2-135M|Llama-3\.2-1B|F16|F32|BF16|Q8_0|MiniLM-L6-v2"
+                   r"|multiple of (?:64|256)|below four bits fall back to 4\.5\s+bits|64-bit|x86-64|AVX-512|AVX2")
+
+
+def claims_outside(text: str) -> list[str]:
+    """Numbers with a decimal point, a per cent sign or "times" in README's words that no figure of docs/measured.json made."""
+    for name in ("measured", "claims", "smollm2"):
+        begin, end = (figures.marker(name, where) for where in ("begin", "end"))
+        text = text.split(begin)[0] + text.split(end)[1]
+    measured = json.loads(figures.MEASURED.read_text())
+    for said in (measured["model"].removeprefix("a code model of "), f"F16 {measured['rows']['F16']['perplexity']:.2f}",
+                 f"F16 {measured['smollm2']['f16']:g}"):
+        assert said in text
+        text = text.replace(said, "")
+    text = re.sub(r"^    .*$|`[^`]*`|\]\([^)]*\)", "", text, flags=re.M)  # commands, names, links
+    return re.findall(r"\d+\.\d+|\d+ ?%|\d+ times", PLAIN.sub("", text))
+
+
+def test_every_figure_of_readme_is_measured():
+    """They are made from docs/measured.json (test_checked_in_tables_are_fresh), but for the bits of types and what PLAIN names."""
+    assert not claims_outside((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize("claim", ["decodes 1.3 times as fast", "is 30 % smaller", "2 times everywhere"])
+def test_a_claim_without_a_measurement_is_found(claim):
+    assert claims_outside((ROOT / "README.md").read_text() + f"\nIt {claim}.\n")
+
+
+def test_figures_of_the_documents_are_those_of_readme():
+    """What README quotes of docs/measurements.md and docs/wheel.md stands there too."""
+    measured, text = json.loads(figures.MEASURED.read_text()), (ROOT / "docs" / "measurements.md").read_text()
+    for name, (bpw, perplexity, kld) in measured["smollm2"]["rows"].items():
+        row = rf"\| \**{name.upper()}\**(?:, whole matrices)? \| {bpw} \| {perplexity:.2f} / {kld:.3f} \|"
+        assert re.search(row, text), row
+    for name, kld in measured["kl_divergence"]["rows"].items():
+        head, comma, how = name.replace("with block moments", "moments of blocks").partition(",")
+        row = rf"\| \**{head}\**{comma}{how} \|.*\| {kld:.5f} \+-"
+        assert re.search(row, text), row
+    for ratios in (measured["avx512"]["decode/q3_k"], measured["avx512"]["prefill/q3_k"]):
+        for name, ratio in ratios.items():
+            assert re.search(rf"\| \**{name.upper()}\** \|.*\b{ratio:.2f}\b", text.partition("Zen 4 EPYC")[2]), name
+    table = (ROOT / "docs" / "wheel.md").read_text()
+    slow = measured["without_avx2"]["decode"]
+    assert f"| sandybridge | {slow['itq3_s']} | {slow['ccq2']} | {slow['itq3_t']} | {slow['q3_k']} |" in table
+
+
+def test_every_script_is_in_its_room():
+    text = (ROOT / "scripts" / "README.md").read_text()
+    named = set(re.findall(r"`(\w+\.py)`", text))
+    shared = {"perplexity_run.py", "ggml_graph.py", "gemv.py"}  # parts of others
+    assert {p.name for p in (ROOT / "scripts").glob("*/*.py")} - shared == named
+
+
+def test_documents_name_files_that_exist():
+    """Every path of the repository that README and the documents put into back quotes or link to."""
+    missing = []
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = document.read_text()
+        paths = re.findall(r"`((?:ggml_ext|cuda|py|tests|scripts|docs|data)/[\w./-]+)`", text) + re.findall(r"(?<![\w/])(docs/[\w-]+\.md)", text)
+        paths += re.findall(r"(scripts/\w+/\w+\.py)", text)
+        missing += [f"{document.name}: {path}" for path in paths if not (ROOT / path).exists()]
+        links = re.findall(r"\]\((?!http)([^)#]+)", text)
+        missing += [f"{document.name}: {path}" for path in links if not (document.parent / path).exists()]
+    assert not missing

@@ -1,0 +1,68 @@
+"""Mixed files: which tensors get the better type, their size, and --effort."""
+
+import numpy as np
+import pytest
+
+from ggml_ext import TYPES
+from ggml_ext._plan.recipes import RECIPES
+from helpers.commands import quantize, run_quantize
+from helpers.models import gaussian, read_tensors, write_gguf
+
+NAMES = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory):
+    tensors = {f"blk.{i}.{name}.weight": gaussian(8, 256, seed=10 * i + k) for i in range(3) for k, name in enumerate(NAMES)}
+    tensors |= {"token_embd.weight": gaussian(16, 256), "blk.0.attn_norm.weight": gaussian(256)}
+    return write_gguf(tmp_path_factory.mktemp("recipes") / "in.gguf", tensors, fill=lambda w: w.add_block_count(3))
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("itq3_t_m", ["ITQ3_T", "Q4_K", "Q4_K", "Q4_K", "ITQ3_T", "ITQ3_T", "ITQ3_T"]),
+    ("itq2_t_m", ["ITQ3_T", "ITQ3_T", "Q4_K", "ITQ3_T", "ITQ2_T", "ITQ2_T", "ITQ2_T"]),
+])
+@pytest.mark.parametrize("options", [[], ["--pure"]])
+def test_types_of_a_mixed_file(tmp_path, model_file, lib, name, expected, options):
+    quantize(model_file, tmp_path / "out.gguf", "--type", name, *options)
+    found = read_tensors(tmp_path / "out.gguf")
+    for i in range(3):
+        types = [t if not (i == 0 and name == "itq2_t_m" and t == "ITQ2_T") else "ITQ3_T" for t in expected]
+        assert [found[f"blk.{i}.{n}.weight"].tensor_type.name for n in NAMES] == types
+    base = TYPES[RECIPES[name].base]
+    embd = base.name if options else base.output  # without output.weight the embeddings serve as it
+    assert found["token_embd.weight"].tensor_type.name == embd.upper()
+    assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+
+
+def test_an_override_comes_first(tmp_path, model_file, lib):
+    quantize(model_file, tmp_path / "out.gguf", "--type", "itq2_t_m", "--tensor-type", "attn_v=q8_0")
+    assert read_tensors(tmp_path / "out.gguf")["blk.1.attn_v.weight"].tensor_type.name == "Q8_0"
+
+
+def test_the_file_says_what_it_is(tmp_path, model_file, lib):
+    import gguf
+
+    quantize(model_file, tmp_path / "out.gguf", "--type", "ITQ2_T_M", "--effort", "fast")
+    fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["ggml_ext.type"].contents() == "itq2_t_m"
+    assert fields["ggml_ext.options"].contents() == "effort=fast"
+    assert fields["general.file_type"].contents() == TYPES["itq2_t"].id
+
+
+def test_effort_changes_the_error(tmp_path, model_file, lib):
+    errors = {}
+    for effort in ("fast", "normal", "best"):
+        quantize(model_file, tmp_path / f"{effort}.gguf", "--type", "itq2_t", "--effort", effort)
+        tensor = read_tensors(tmp_path / f"{effort}.gguf")["blk.1.ffn_up.weight"]
+        x = read_tensors(model_file)["blk.1.ffn_up.weight"].data.astype(np.float64)
+        errors[effort] = ((lib.dequantize(TYPES["itq2_t"].id, np.ascontiguousarray(tensor.data), 256) - x) ** 2).sum()
+    assert errors["best"] <= errors["normal"] < errors["fast"]
+
+
+@pytest.mark.parametrize("options", [["--type", "itq2_t_x"], ["--type", "itq2_t", "--effort", "hard"]])
+def test_bad_input(tmp_path, model_file, options):
+    done = run_quantize(model_file, tmp_path / "out.gguf", *options)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and options[-1] in done.stderr
+    assert ("itq2_t_m" if len(options) == 2 else "fast, normal, best") in done.stderr
+    assert not (tmp_path / "out.gguf").exists()

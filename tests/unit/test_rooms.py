@@ -1,0 +1,65 @@
+"""The Python package in rooms: no circle, no upward import, no function that a reader cannot hold in view."""
+
+import ast
+import subprocess
+import sys
+
+from helpers.models import ROOT
+
+PACKAGE = ROOT / "py" / "ggml_ext"
+GRAPH = ROOT / "scripts" / "build" / "import_graph.py"
+MAX_LINES, MAX_PARAMETERS, MAX_FILE = 80, 8, 500
+
+
+def graph_of(package) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, GRAPH, package], capture_output=True, text=True)
+
+
+def test_modules_import_only_rooms_below_them():
+    done = graph_of(PACKAGE)
+    assert done.returncode == 0 and "no circle" in done.stdout, done.stdout
+
+
+def test_circles_and_upward_imports_are_noticed(tmp_path):
+    for folder in ("_base", "_plan"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "_base" / "a.py").write_text("from .._plan.b import f\n")
+    (tmp_path / "_plan" / "b.py").write_text("x = 1\n")
+    done = graph_of(tmp_path)
+    assert done.returncode == 1 and "_base.a" in done.stdout and "_plan.b" in done.stdout
+    (tmp_path / "_base" / "a.py").write_text("x = 1\n")
+    assert graph_of(tmp_path).returncode == 0
+    (tmp_path / "_plan" / "c.py").write_text("from . import b\n")
+    (tmp_path / "_plan" / "b.py").write_text("from . import c\n")
+    assert graph_of(tmp_path).returncode == 1
+
+
+def n_parameters(function: ast.FunctionDef) -> int:
+    a = function.args
+    n = len(a.posonlyargs + a.args + a.kwonlyargs) + bool(a.vararg) + bool(a.kwarg)
+    return n - bool(a.args and a.args[0].arg in ("self", "cls"))
+
+
+def too_large(text: str) -> list[str]:
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    lines = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
+    return [f.name for f in functions if lines[f.name] > MAX_LINES or n_parameters(f) > MAX_PARAMETERS]
+
+
+def test_functions_and_files_are_small():
+    files = {p.relative_to(PACKAGE): p.read_text() for p in PACKAGE.rglob("*.py") if "convert" not in p.parts}
+    assert files and {str(p): found for p, text in files.items() if (found := too_large(text))} == {}
+    assert [str(p) for p, text in files.items() if text.count("\n") > MAX_FILE] == []
+
+
+def test_large_functions_are_noticed():
+    assert too_large("def f(" + ", ".join("abcdefghi") + "): pass") == ["f"]
+    assert too_large("class A:\n    def f(self, " + ", ".join("abcdefgh") + "): pass") == []
+    assert too_large("def f():\n" + "    x = 1\n" * MAX_LINES) == ["f"]
+
+
+def test_command_lines_stay_in_the_console():
+    """argparse is the business of the commands and their room."""
+    users = {p.relative_to(PACKAGE).parts[0] for p in PACKAGE.rglob("*.py") if "import argparse" in p.read_text() and "convert" not in p.parts}
+    assert users == {"_console", "quantize.py", "export.py", "inspect.py", "dump.py", "libdir.py"}

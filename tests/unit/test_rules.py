@@ -1,0 +1,292 @@
+"""Which type each tensor gets: the plan against llama-quantize's dry run for every architecture, the list without a library, odd input."""
+
+import os
+import re
+import struct
+import subprocess
+import time
+from types import SimpleNamespace
+
+import gguf
+import pytest
+
+from ggml_ext import TYPES, WEIGHT_TYPES, quantize
+from ggml_ext._base.errors import UserError
+from ggml_ext._formats import gguf_file
+from ggml_ext._native import library
+from ggml_ext._plan import plan as _plan
+from ggml_ext._plan import rules as _rules
+from helpers.commands import run_main, tool
+from helpers.errors import check_error
+from helpers.models import gaussian, write_gguf
+from helpers.native import BUILD
+
+T = gguf.GGMLQuantizationType
+ITQ3_T = _plan.Choices(TYPES["itq3_t"])
+
+
+@pytest.fixture(scope="module")
+def rules() -> library.Rules:
+    found = library.load_rules()
+    if found is None:
+        pytest.skip("libllama is not built into the installed package")
+    return found
+
+
+def tensor(name, *ne):
+    return gguf_file.Tensor(name, ne or (256, 4), T.F16, 0, 0)
+
+
+def header(arch, names, tied=False, **keys):
+    """What the rules see of a model: no file, no weights."""
+    keys = {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in keys.items()}
+    tensors = [tensor(n) if isinstance(n, str) else n for n in names] + ([] if tied else [tensor("output.weight")])
+    return SimpleNamespace(path="in.gguf", tensors=tensors, value=lambda key, default=None: keys.get(key, default))
+
+
+def types(file, info=TYPES["itq3_t"], **options):
+    found, warnings = _rules.rule_types(file, info, **options)
+    assert not warnings
+    return {t.name: None if q is None else q.name for t, q in zip(file.tensors, found, strict=True)}
+
+
+# --- against the program ----------------------------------------------------------------------------------------------
+
+def upstream_table(name: str) -> list[str]:
+    """The strings of a table of llama.cpp's src/llama-arch.cpp, in its order."""
+    path = BUILD / "llama.cpp" / "src" / "llama-arch.cpp"
+    if not path.exists():
+        pytest.skip(f"{path} is missing: GGML_EXT_TEST_BUILD names another build folder")
+    body = re.search(rf" {name} = \{{\n(.*?)\n\}};", path.read_text(), re.S)[1]
+    return [s for s in re.findall(r'\{ *\w+, *"([^"]*)" *\}', body) if s != "(unknown)"]
+
+
+def weight_names() -> list[str]:
+    """Of every tensor that llama.cpp knows, in the first layer."""
+    return [f"{n.replace('%d', '0')}.weight" for n in dict.fromkeys(upstream_table("LLM_TENSOR_NAMES"))]
+
+
+def has_layer(name: str) -> bool:
+    """False where the rules for experts look for a layer in vain; it is an error there."""
+    return name.startswith("blk.") or not re.search("ffn_(up|gate|down)", name)
+
+
+FORMATS = {"u32": (gguf.GGUFValueType.UINT32, "I"), "i32": (gguf.GGUFValueType.INT32, "i"), "f32": (gguf.GGUFValueType.FLOAT32, "f"),
+           "bool": (gguf.GGUFValueType.BOOL, "?")}
+KEYS = {"context_length": 512, "embedding_length": 256, "block_count": 2, "feed_forward_length": 512, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "expert_feed_forward_length": 64, "ssm.conv_kernel": 4, "ssm.inner_size": 4, "ssm.state_size": 4,
+        "ssm.time_step_rank": 4, "ssm.group_count": 4, "attention.indexer.kpool": 2, "attention.indexer.top_k": 2,
+        "attention.indexer.head_count": 1, "attention.indexer.key_length": 1, "expert_shared_count": 1, "attention.sliding_window": 1,
+        "attention.kv_lora_rank": 1, "attention.q_lora_rank": 1, "hyper_connection.count": 4}
+KEYS_OF_FLOATS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base_swa", "logit_scale")
+
+
+def scalar(key, kind, value):
+    vtype, fmt = FORMATS[kind]
+    return gguf_file.KeyValue(key, vtype, value, struct.pack(f"<I{fmt}", vtype, value))
+
+
+def dry_run(path, arch, tensors, n_expert, type_name, kinds):
+    """Types that llama-quantize says it would make of a sparse file, by name; None if no header of ours suits the architecture.
+
+    Keys that an architecture misses are added as the program asks for them. kinds: of those keys, remembered.
+    """
+    keys = {"general.architecture": gguf_file.string_value("general.architecture", arch)}
+
+    def add(key, kind, value=1):
+        keys[key] = scalar(key, kind, value)
+
+    for key, value in {**KEYS, "expert_count": n_expert, "expert_used_count": min(n_expert, 2)}.items():
+        add(f"{arch}.{key}", "u32", value)
+    for key in KEYS_OF_FLOATS:
+        add(f"{arch}.{key}", "f32")
+    for _ in range(30):
+        with open(path, "wb") as f:
+            f.write(gguf_file.pack_header(keys, tensors, [t.type for t in tensors], 32))
+            f.truncate(f.tell() + sum(gguf_file.pad(2 * t.n_elements, 32) for t in tensors))
+        done = subprocess.run([tool("llama-quantize"), "--dry-run", path, type_name.upper()], capture_output=True, text=True, errors="replace",
+                              env={**os.environ, "GGML_NO_BACKTRACE": "1"})
+        log = done.stdout + done.stderr
+        if done.returncode == 0:
+            break
+        if wrong := re.search(r"key (\S+) has wrong type \w+ but expected type (u32|i32|f32|bool)\b", log):
+            kinds[wrong[1].removeprefix(f"{arch}.")] = wrong[2]
+        missing = wrong or re.search(r": key not found in model: (\S+)", log)
+        if not missing:
+            return None
+        add(missing[1], kinds.get(missing[1].removeprefix(f"{arch}."), "u32"))
+    lines = re.findall(r"^\[ *\d+/ *\d+\] +(\S+) +- \[.*?\], type = +(\w+), size = .*? MiB(?: -> .*\((\w+)\))?$", log, re.M)
+    assert len(lines) == len(tensors), log
+    return {name: (after or before).lower() for name, before, after in lines}
+
+
+def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
+    """All names that llama.cpp knows, with rows that fit and rows that do not, tied embeddings and not, experts and none."""
+    names, compared, kinds, path = weight_names(), [], {}, tmp_path / "in.gguf"
+    assert len(names) > 250
+    for i, arch in enumerate(upstream_table("LLM_ARCH_NAMES")):
+        n_expert, rows = (0, 8, 4)[i % 3], (256, 320, 96, 512, 100, 256, 256)
+        tensors = [tensor(name, rows[(i + k) % 7], *((4, 2) if "exps" in name else (1 + k % 3,))) for k, name in enumerate(names)]
+        tensors = [t for t in tensors if (i % 2 or t.name != "output.weight") and (not n_expert or has_layer(t.name))]
+        info = list(WEIGHT_TYPES.values())[i % 7]
+        if expected := dry_run(path, arch, tensors, n_expert, info.name, kinds):
+            plan = _plan.make_plan(gguf_file.GGUFFile(path), _plan.Choices(info))
+            assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, info.name, n_expert)
+            assert not plan.warnings
+            compared.append(arch)
+    print(f"{len(compared)} architectures compared")
+    # some need arrays that this test does not make up, one has a name and no model
+    assert len(compared) > 130 and {"llama", "falcon", "glm5-next", "clip", "rwkv7", "t5", "qwen3moe", "bert"} <= {*compared}
+
+
+@pytest.mark.parametrize("n_per_row", [32, 64, 96, 100])
+def test_stock_types_fall_back_as_in_the_list(rules, n_per_row, monkeypatch):
+    """The library is asked; the list without it says the same."""
+    block_of = {t: gguf.GGML_QUANT_SIZES[t][0] for t in _plan.TARGET_TYPES.values() if t.name.lower() not in TYPES}
+    unfit = [t for t, block in block_of.items() if n_per_row % block]
+    asked = [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
+    monkeypatch.setattr(library, "load_rules", lambda: None)
+    assert unfit and asked == [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
+    assert all(f is None or n_per_row % gguf.GGML_QUANT_SIZES[f][0] == 0 for f in asked)
+
+
+# --- by hand, and the list without a library --------------------------------------------------------------------------
+
+@pytest.fixture(params=["library", "list"])
+def source(request, monkeypatch):
+    if request.param == "list":
+        monkeypatch.setattr(library, "load_rules", lambda: None)
+    else:
+        request.getfixturevalue("rules")
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "ne", "expected"), [
+    ("blk.0.ffn_up.weight", (256, 2), True),
+    ("blk.0.ffn_up.weight", (256, 1), False),
+    ("blk.0.ffn_up.weight", (256, 1, 2), True),
+    ("blk.0.ffn_up.bias", (256, 2), False),
+    ("blk.0.attn_norm.weight", (256, 2), False),
+    ("blk.0.ffn_gate_inp.weight", (256, 2), False),
+    ("blk.0.ssm_conv1d.weight", (4, 256), False),
+    ("position_embd.weight", (256, 9), False),
+    ("token_types.weight", (256, 2), False),
+    ("blk.0.time_mix_w1.weight", (256, 9), False),
+    ("v.patch_embd.weight", (16, 16), False),
+    ("output.weight", (256, 9), True),
+])
+def test_which_tensors_are_quantized(source, name, ne, expected):
+    assert (types(header("llama", [tensor(name, *ne)], tied=True))[name] is not None) == expected
+
+
+@pytest.mark.parametrize(("name", "ne", "arch", "n_expert", "tied", "expected"), [
+    ("output.weight", (256, 9), "llama", 0, False, "Q6_K"),
+    ("output.weight", (320, 9), "llama", 0, False, "Q8_0"),
+    ("output.weight", (256, 9), "falcon", 0, False, "Q8_0"),
+    ("token_embd.weight", (256, 9), "llama", 0, True, "Q6_K"),
+    ("token_embd.weight", (256, 9), "llama", 0, False, "Q3_K"),
+    ("per_layer_token_embd.weight", (256, 9), "gemma3n", 0, False, "Q3_K"),
+    ("blk.0.attn_k.weight", (256, 9), "llama", 8, False, "Q8_0"),
+    ("blk.0.attn_v.weight", (256, 9), "llama", 8, False, "Q8_0"),
+    ("blk.0.attn_q.weight", (256, 9), "llama", 8, False, "ITQ3_S"),
+    ("blk.0.attn_k.weight", (256, 9), "llama", 4, False, "ITQ3_S"),
+    ("blk.0.attn_q_a.weight", (256, 9), "glm5-next", 0, False, "Q8_0"),
+    ("blk.0.attn_q_a.weight", (256, 9), "deepseek2", 0, False, "ITQ3_S"),
+])
+def test_types_by_role(source, name, ne, arch, n_expert, tied, expected):
+    file = header(arch, [tensor(name, *ne)], tied or name == "output.weight", expert_count=n_expert)
+    is_listed = source == "library" or arch not in ("falcon", "glm5-next")  # whose own rules the list lacks
+    assert (types(file, TYPES["itq3_s"])[name] == expected) == is_listed
+
+
+def test_where_the_list_differs(rules, monkeypatch):
+    """Over all names and architectures: in falcon's output matrix, and in a model that keeps or raises many small matrices."""
+    names = list(filter(has_layer, weight_names()))
+
+    def answer(arch: str, n_expert: int):
+        return {*types(header(arch, names, expert_count=n_expert)).items()}
+
+    asked = {(arch, n): answer(arch, n) for arch in upstream_table("LLM_ARCH_NAMES") for n in (0, 8)}
+    monkeypatch.setattr(library, "load_rules", lambda: None)
+    listed = {n: answer("any", n) for n in (0, 8)}
+    different = {(arch, n): found ^ listed[n] for (arch, n), found in asked.items() if found != listed[n]}
+    assert {*different} == {(arch, n) for arch in ("falcon", "glm5-next") for n in (0, 8)}
+    assert {name for name, _ in different["falcon", 0]} == {"output.weight"}
+
+
+def test_options_for_embeddings_and_output(source):
+    embd = ["token_embd.weight"]
+    assert types(header("llama", embd), token_embd=T.Q8_0, output=T.F16) == {embd[0]: "Q8_0", "output.weight": "F16"}
+    assert types(header("llama", embd, tied=True), output=T.F32) == {embd[0]: "F32"}  # 0, the first type
+
+
+def test_a_library_that_does_not_load(monkeypatch):
+    def fail():
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(library, "load_rules", fail)
+    found, (warning,) = _rules.rule_types(header("llama", ["blk.0.attn_q.weight"]), TYPES["itq3_t"])
+    assert found == [T.ITQ3_T, T.Q6_K] and warning.startswith("libcuda.so.1: ") and "short list" in warning
+    assert _rules.stock_fallback_type(T.Q4_K, 96) == T.Q5_0
+
+
+def test_another_libllama_is_refused(tmp_path, lib):
+    with pytest.raises(UserError, match=r"has no ggml_ext_rule_types: it is not the llama\.cpp of this package; reinstall"):
+        library.Rules(lib.path)
+
+
+# --- odd input --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arch", ["", "no-such", "l" * 100_000, "llama\0", "%s%n", "ll\N{GREEK SMALL LETTER ALPHA}", 7])
+def test_an_unknown_architecture_has_general_rules(rules, arch):
+    names = ["blk.0.attn_q.weight", "blk.0.ffn_gate_inp.weight", "token_embd.weight"]
+    found, warnings = _rules.rule_types(header(arch, names), TYPES["itq3_t"])
+    assert found == [T.ITQ3_T, None, T.Q3_K, T.Q6_K]
+    assert [w for w in warnings if "does not know the architecture" in w and len(w) < 300] == warnings
+    assert bool(warnings) == (arch != "llama\0")  # C's string ends there
+
+
+def test_an_unknown_architecture_is_told(rules, tmp_path):
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": gaussian(8, 256)}, arch="no-such")
+    done = run_main(quantize.main, source, tmp_path / "out.gguf", "--type", "itq3_t", "--importance", "none")
+    assert done.returncode == 0 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("warning: this llama.cpp does not know the architecture 'no-such' and will not load the file")
+
+
+@pytest.mark.parametrize("n_expert", ["8", -1, 2**32, 2**63, 8.0, None, float("nan")])
+def test_damaged_numbers_of_experts_count_as_none(source, n_expert):
+    assert types(header("llama", ["blk.0.attn_k.weight"], expert_count=n_expert))["blk.0.attn_k.weight"] == "ITQ3_T"
+
+
+@pytest.mark.parametrize("name", ["ffn_up.weight", "blk.-1.ffn_down.weight", "blk.512.ffn_gate.weight", "blk.99999999999.ffn_up.weight"])
+def test_experts_outside_of_all_layers_are_refused(rules, name, tmp_path):
+    """llama-quantize refuses them too."""
+    source = write_gguf(tmp_path / "in.gguf", {name: gaussian(8, 256)}, fill=lambda w: w.add_expert_count(4))
+    done = run_main(quantize.main, source, tmp_path / "out.gguf", "--type", "itq3_t", "--importance", "none")
+    check_error(done, "in.gguf", name, "layer", "convert the model again")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_names_of_any_bytes(rules):
+    names = ["", "a", "weight", "%s%n%d.weight", "\N{SNOWMAN}" * 21, "x" * 63, "blk.0.\n.weight", "blk.999999999999999.attn_q.weight", "q\0.weight"]
+    found, _ = _rules.rule_types(header("llama", [tensor(n) for n in names], expert_count=3), TYPES["itq3_t"])
+    assert found[3] == found[6] == found[7] == T.ITQ3_T and found[0] is None and found[4] is found[5] is None
+    huge = [tensor("a.weight", 2**62, 1), tensor("b.weight", 1, 1, 1, 2**62), tensor("c.weight", 1)]
+    assert types(header("llama", huge)) == {"a.weight": None, "b.weight": "ITQ3_T", "c.weight": None, "output.weight": "Q6_K"}
+    assert types(header("llama", [], tied=True)) == {}
+
+
+def test_file_types_of_stock_mixtures_are_not_answered(rules):
+    """They ask for more of the model than is passed."""
+    for ftype in (0, 15, 190, 10_000, -1):
+        with pytest.raises(ValueError, match=f"file type {ftype} is none of ggml-ext"):
+            rules.types("llama", 0, ftype, None, None, ["output.weight"], [(256, 4)])
+
+
+def test_a_list_of_70b_is_quick(rules):
+    """Half a second is asked for; an AMD EPYC takes 5 ms the first time and 2 ms then."""
+    parts = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down", "attn_norm", "ffn_norm"]
+    file = header("llama", [tensor(f"blk.{i}.{part}.weight", 8192, 8192) for i in range(80) for part in parts])
+    start = time.thread_time()
+    assert len(types(file)) == 721
+    assert time.thread_time() - start < 0.5

@@ -1,0 +1,208 @@
+"""The text that is calibrated with: what is refused before a program runs, its end, and its tokens as llama-imatrix counts them."""
+
+import json
+import os
+import re
+import subprocess
+import tracemalloc
+
+import pytest
+
+from ggml_ext._base.errors import UserError
+from ggml_ext._budget import sensitivity
+from ggml_ext._native import count_tokens as _count_tokens
+from ggml_ext._native import text_file
+from ggml_ext._native.text_file import check_text, count_tokens, read_end
+from helpers.calibration_folder import folder  # noqa: F401  (a fixture)
+from helpers.commands import quantize, run_quantize, tool
+from helpers.errors import check_error, files
+from helpers.models import ROOT
+from helpers.native import BUILD
+
+WORDS = "Ein paar Wörter für jeden Tag, und déjà vu. " * 100
+
+
+def refused(path, *parts):
+    with pytest.raises(UserError) as error:
+        check_text(path)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("--imatrix-from: ") and all(part in line for part in (str(path), *parts)), line
+
+
+@pytest.mark.parametrize(("content", "parts"), [
+    (WORDS.encode("utf-16"), ("in UTF-16, must be in UTF-8", "iconv -f UTF-16 -t UTF-8", "Out-File -Encoding utf8")),
+    (b"\xfe\xff" + WORDS.encode("utf-16-be"), ("in UTF-16", "iconv")),
+    (WORDS.encode("utf-32"), ("in UTF-32", "iconv -f UTF-32")),
+    (b"\0\0\xfe\xff" + WORDS.encode("utf-32-be"), ("in UTF-32",)),
+    (WORDS.encode("utf-16-le"), ("a zero at byte 1", "iconv -f UTF-16LE")),
+    (WORDS.encode() + b"\0" + WORDS.encode(), ("a zero at byte 4,800", "binary file")),
+    (WORDS.encode("latin-1"), ("not in UTF-8", "byte 10 is 0xf6", "iconv -f LATIN1")),
+    (WORDS.encode() + "ö".encode()[:1], ("not in UTF-8", "byte 4,800 is 0xc3", "the last character is cut")),
+    (b"x" * (text_file.PIECE - 1) + "ö".encode()[:1] + b"x", ("byte 1,048,575 is 0xc3", "iconv -f LATIN1")),
+    (b"\x7fELF" + bytes(range(1, 256)) * 20, ("not in UTF-8",)),
+], ids=["utf-16", "utf-16-be", "utf-32", "utf-32-be", "utf-16-without-mark", "zero", "latin-1", "cut", "between-pieces", "binary"])
+def test_what_is_no_text_in_utf_8(tmp_path, content, parts):
+    path = tmp_path / "some.txt"
+    path.write_bytes(content)
+    refused(path, *parts)
+
+
+def test_what_is_no_file(tmp_path):
+    """None of them is opened: a pipe would wait for its writer, a device has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "is a pipe", "into a file")
+    refused(tmp_path, "is a folder")
+    refused(tmp_path / "missing", "cannot read", "No such file")
+    if os.path.exists("/dev/zero"):
+        (tmp_path / "link").symlink_to("/dev/zero")
+        refused(tmp_path / "link", "is a device")
+
+
+def test_more_than_llama_cpp_takes(tmp_path):
+    """A file with a hole, of which nothing is read."""
+    with open(tmp_path / "large.txt", "wb") as f:
+        f.truncate(text_file.MAX_BYTES + 1)
+    refused(tmp_path / "large.txt", "2,147,483,646 bytes", "a part of it")
+
+
+@pytest.mark.parametrize(("content", "n"), [
+    (b"", 0), (b" \n" * 3000, 0), (b" a b \n", 3), ("\ufeffWörter".encode(), 10), ("ö".encode() * 10, 20), (b"a\r\nb\r\n", 4),
+    (b" " * text_file.PIECE + b"ab" + b" " * text_file.PIECE, 2), (b" " + b"x" * 2 * text_file.PIECE + b"\n\n", 2 * text_file.PIECE),
+    (b"x" * (text_file.PIECE - 1) + "ö".encode(), text_file.PIECE + 1),
+])
+def test_bytes_without_blanks_at_the_ends(tmp_path, content, n):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert check_text(tmp_path / "a.txt") == n == len(content.strip())
+
+
+def test_a_long_text_is_not_held_in_memory(tmp_path):
+    (tmp_path / "long.txt").write_bytes(b"word " * 8_000_000)
+    tracemalloc.start()
+    try:
+        assert check_text(tmp_path / "long.txt") == 39_999_999
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_quantizer_refuses_it_before_anything_runs(folder):  # noqa: F811
+    folder.text.write_text(WORDS, "utf-16")
+    for flags in ([], ["--dry-run"]):
+        _, err = folder.run("--imatrix-from", folder.text, *flags, code=1)
+        assert "some.txt is in UTF-16" in err
+    assert not folder.runs() and not list(folder.out.parent.iterdir())
+
+
+def test_a_link_to_a_text_of_another_name(folder):  # noqa: F811
+    """llama-imatrix runs in the folder of the text itself."""
+    (folder.path / "elsewhere").mkdir()
+    (link := folder.path / "elsewhere" / "link.txt").symlink_to(folder.text)
+    folder.run("--imatrix-from", link)
+    assert folder.fields()["ggml_ext.calibration"] == "link.txt" and folder.runs()[0]["-f"] == folder.text.name
+
+
+def test_the_end_of_a_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456789")
+    assert [read_end(tmp_path / "a.txt", n) for n in (3, 10, 11)] == [b"789", b"0123456789", b"0123456789"]
+
+
+def test_the_end_of_a_text_without_lines_begins_with_a_character():
+    """Half of one would end llama-perplexity."""
+    n = sensitivity.TEXT_BYTES
+    text = ("€" * n).encode()
+    for cut in range(3):
+        end = sensitivity.end_of(text + b"x" * cut)
+        assert set(end.decode()) <= set("€x") and n - 3 < len(end) <= n
+
+
+# --- tokens
+
+def test_params_are_those_of_llama_h():
+    """By name and order, in the tree that the package is built from."""
+    header = BUILD / "llama.cpp" / "include" / "llama.h"
+    if not header.is_file():
+        pytest.skip(f"{header} is missing: build the package")
+    text = re.search(r"struct llama_model_params \{(.*?)\n    \};", header.read_text(), re.S)[1]
+    fields = re.findall(r"^\s+([\w ]+?[\s*]+)(\w+);", re.sub(r"//.*", "", text), re.M)
+    ours = {"bool": _count_tokens.c_bool, "int32_t": _count_tokens.c_int32}
+
+    def ctype(declared: str):
+        if "*" in declared or "callback" in declared:
+            return _count_tokens.c_void_p
+        return ours.get(declared.strip(), _count_tokens.c_int)  # enums
+
+    assert [(name, ctype(declared)) for declared, name in fields] == _count_tokens.ModelParams._fields_
+
+
+HELDOUT = (ROOT / "data" / "heldout.txt").read_bytes()
+
+
+@pytest.mark.parametrize("content", [HELDOUT[:2500], HELDOUT[:2501] + b"\n", HELDOUT[:2000] + b"\n\n\n", b"\xef\xbb\xbf" + WORDS[:900].encode(),
+                                     b"<|endoftext|></s><s>" * 40], ids=["plain", "newline", "newlines", "mark", "special"])
+def test_tokens_are_those_of_llama_imatrix(model, lib, tmp_path, content):
+    """Of texts that are too short for it, it says how many tokens they have."""
+    (path := tmp_path / "a.txt").write_bytes(content)
+    found = count_tokens(model, path, 1 << 20)
+    said = subprocess.run([tool("llama-imatrix"), "-m", model, "-f", path, "-o", tmp_path / "o.gguf"], capture_output=True, text=True, cwd=tmp_path)
+    assert f"tokenizes to only {found} tokens" in said.stdout + said.stderr and found > 100
+
+
+def test_of_a_long_text_the_beginning_is_enough(model, lib):
+    text = ROOT / "data" / "heldout.txt"
+    whole = count_tokens(model, text, 1 << 20)
+    assert 5 * 512 < count_tokens(model, text, 5 * 512) < whole / 4
+
+
+def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
+    """None, for a model without one, a program that does not run, and a package without libllama."""
+    text = ROOT / "data" / "heldout.txt"
+    assert count_tokens(text, text, 512) is None
+    monkeypatch.setattr(text_file, "COUNTER", tmp_path / "missing.py")
+    assert count_tokens(model, text, 512) is None
+    monkeypatch.setattr(text_file._lib, "llama_path", lambda: None)
+    assert count_tokens(model, text, 512) is None
+
+
+def test_a_text_shorter_than_asked_for(model, lib, tmp_path):
+    """What is said, chosen by and recorded are the chunks that llama-imatrix runs. Whichever larger number was asked for, the result
+    serves, that of an earlier version too, which recorded what was asked for."""
+    tool("llama-imatrix")
+    (text := tmp_path / "nine.txt").write_bytes(HELDOUT[:9000])
+    dry = quantize(model, "--type", "itq2_t", "--imatrix-from", text, "--dry-run")
+    n_chunks = int(re.search(r"(\d+) chunks of 512 tokens of nine\.txt", dry.stdout)[1])
+    assert n_chunks * 512 < 5376
+    assert "note: second moments of blocks: whole matrices of 768 columns need 5,376 tokens" in dry.stderr
+
+    def run(*more) -> str:
+        one_matrix = ["--tensor-type", "blk.0.attn_q=ditto3", "--tensor-type", ".*=f16"]
+        flags = ["--type", "ditto3", *one_matrix, "--importance", "diagonal", "--imatrix-from", text, "--force", *more]
+        return quantize(model, tmp_path / "out.gguf", *flags).stderr
+
+    first = run("--progress")
+    assert f"{n_chunks}/{n_chunks}" in first and f"{n_chunks} chunks of 512" in first
+    record = tmp_path / "model-f16.imatrix.json"
+    assert json.loads(record.read_text())["made_from"]["chunks"] == n_chunks
+    assert "used again" in run("--calibration-chunks", 1_000_000) and "used again" in run("--calibration-chunks", n_chunks)
+    record.write_text(record.read_text().replace(f'"chunks": {n_chunks}', '"chunks": 100'))
+    assert "used again" in run() and "made again" in run("--calibration-chunks", n_chunks - 1)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="no /dev/stdin")
+def test_a_file_as_standard_input(model, lib):
+    """The programs that are run have another one."""
+    tool("llama-imatrix")
+    path = ROOT / "data" / "heldout.txt"
+    with open(path, "rb") as f:
+        of_stdin = run_quantize(model, "--type", "ditto3", "--dry-run", "--imatrix-from", "/dev/stdin", stdin=f)
+    assert of_stdin.returncode == 0, of_stdin.stderr
+    of_path = quantize(model, "--type", "ditto3", "--dry-run", "--imatrix-from", path)
+    assert of_stdin.stdout.replace("tokens of stdin", "tokens of heldout.txt") == of_path.stdout
+
+
+def test_a_text_of_less_than_two_chunks(model, lib, tmp_path):
+    tool("llama-imatrix")
+    (text := tmp_path / "short.txt").write_bytes(HELDOUT[:2600])
+    before = files(tmp_path)
+    result = run_quantize(model, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix-from", text)
+    check_error(result, "--imatrix-from: ", "short.txt has ", " tokens: 1,024 tokens are needed at the least")
+    assert files(tmp_path) == before

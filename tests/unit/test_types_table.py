@@ -1,0 +1,186 @@
+"""The types table and the files that scripts/build/gen_types.py makes from it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from ggml_ext import TYPES
+from ggml_ext._base.upstream import LLAMA_CPP_VERSION
+from ggml_ext.quants import itq3_s
+from helpers.models import ROOT
+
+FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_base/types.py")
+HEADER, *_, MODULE = FILES
+PIN, PIN_MODULE = "ggml_ext/upstream.toml", "py/ggml_ext/_base/upstream.py"
+GENERATED = (*FILES, "docs/formats.md")
+NEW_TYPE = """
+[[type]]
+name        = "test_w"
+id          = 170
+kind        = "weight"
+block_size  = 64
+block_bytes = 18
+activation  = "q8_kr"
+rotated     = false
+unpack_min  = -3
+unpack_max  = 3
+group       = 64
+fallback    = "q4_0"
+token_embd  = "q3_k"
+output      = "q6_k"
+title       = "TEST_W - 2.25 bpw"
+about       = "a \\"quoted\\" description"
+usual_rel_mse = 0.1
+fixture_rel_mse = 0.1
+fns_limits = "iq3_s"
+"""
+
+
+def generate(root, *args):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "build" / "gen_types.py"), "--root", str(root), *args],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the table and its files, fresh."""
+    for name in ("ggml_ext/types.toml", PIN, *FILES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/formats.md").write_text("before\n<!-- types:begin -->\nold\n<!-- types:end -->\nafter\n")
+    assert generate(tmp_path).returncode == 0
+    return tmp_path
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)
+
+
+def test_checked_in_files_are_fresh():
+    result = generate(ROOT, "--check")
+    assert result.returncode == 0, result.stderr
+
+
+def test_writing_again_changes_nothing(tree):
+    before = {name: (tree / name).read_bytes() for name in GENERATED}
+    result = generate(tree)
+    assert result.returncode == 0 and result.stdout == ""
+    assert before == {name: (tree / name).read_bytes() for name in GENERATED}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_check_names_the_stale_file_and_writes_nothing(tree, name):
+    append(tree / name, "// stale\n")
+    stale = (tree / name).read_bytes()
+    result = generate(tree, "--check")
+    assert result.returncode == 1
+    assert name in result.stderr and all(other not in result.stderr for other in GENERATED if other != name)
+    assert (tree / name).read_bytes() == stale
+
+
+def test_a_new_row_reaches_every_file(tree):
+    append(tree / "ggml_ext/types.toml", NEW_TYPE)
+    result = generate(tree, "--check")
+    assert result.returncode == 1 and all(name in result.stderr for name in GENERATED)
+    assert generate(tree).returncode == 0
+    header = " ".join((tree / HEADER).read_text().split())
+    for text in (
+        "GGML_TYPE_TEST_W = 170,",
+        "P##TEST_W = 170,",
+        "X(TEST_W, test_w)",
+        "case GGML_TYPE_TEST_W:",
+        "#define GGML_EXT_TEST_W_BLOCK_SIZE 64",
+        "#define GGML_EXT_TEST_W_UNPACK_MIN -3",
+        '#define GGML_EXT_TEST_W_TITLE "TEST_W - 2.25 bpw"',
+    ):
+        assert text in header
+    namespace = {"__name__": "types_of_the_copy"}
+    sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look their module up
+    exec((tree / MODULE).read_text(), namespace)
+    info = namespace["WEIGHT_TYPES"]["test_w"]
+    assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (170, 64, 18, 2.25, 'a "quoted" description')
+    formats = (tree / "docs/formats.md").read_text()
+    assert '| `TEST_W` | 170 | 64 | 18 | 2.25 | a "quoted" description |' in formats
+    assert formats.startswith("before\n") and formats.endswith("after\n") and "old" not in formats
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("id          = 170", "id          = 160", "id 160 is used twice"),
+        ("id          = 170", "id          = 42", "id 42 is not in 160..191"),
+        ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
+        ("group       = 64\n", "", "field 'group' is None"),
+        ("block_bytes = 18", 'block_bytes = "18"', "field 'block_bytes' is '18'"),
+        ("block_size  = 64", "block_size  = 128", "block_size is 128, must be 256 or 64"),
+        ("block_size  = 64\n", "", "field 'block_size' is None"),
+        ('"q4_0"', '"itq3_s"', "fallback is 'itq3_s', must be a stock type or a later row with smaller blocks"),
+        ('"q4_0"', '"q8_kr"', "fallback is 'q8_kr', must be a stock type or a later row with smaller blocks"),
+        ("fns_limits =", 'trellis_code = "itq3_s"\nfns_limits =', "trellis_code is 'itq3_s', must be a type with trellis_mix"),
+        ('"iq3_s"', '"iq3_zz"', "fns_limits is 'iq3_zz'"),
+        ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
+        ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),
+        ("[[type]]", "[[type]]\ncolour = 1", "unknown field(s) colour"),
+    ],
+)
+def test_errors_in_the_table_are_named(tree, old, new, message):
+    assert old in NEW_TYPE
+    append(tree / "ggml_ext/types.toml", NEW_TYPE.replace(old, new))
+    result = generate(tree)
+    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_files_of_types_that_are_no_more_are_removed(tree):
+    """CMake takes all of cuda/instances/: an instance of a type that was removed does not compile."""
+    table, left = tree / "ggml_ext/types.toml", tree / "cuda/instances/mmq-test_w.cu"
+    before = table.read_text()
+    append(table, NEW_TYPE)
+    assert generate(tree).returncode == 0 and left.exists()
+    table.write_text(before)
+    result = generate(tree, "--check")
+    assert result.returncode == 1 and "cuda/instances/mmq-test_w.cu" in result.stderr and left.exists()
+    result = generate(tree)
+    assert result.returncode == 0 and "removed cuda/instances/mmq-test_w.cu" in result.stdout
+    assert not left.exists() and (tree / "cuda/instances/mmq-itq3_s.cu").exists()
+    assert generate(tree, "--check").returncode == 0
+
+
+def test_files_of_others_in_the_generated_folder_are_named_and_kept(tree):
+    other = tree / "cuda/instances/mmq-mine.cu"
+    other.write_text("// by hand\n")
+    for args in ((), ("--check",)):
+        result = generate(tree, *args)
+        assert result.returncode == 1 and "cuda/instances/mmq-mine.cu" in result.stderr and "move it away" in result.stderr
+    assert other.read_text() == "// by hand\n"
+
+
+def test_a_new_pin_reaches_the_package(tree):
+    pin = tree / PIN
+    pin.write_text(pin.read_text().replace('llama_cpp = "', 'llama_cpp = "9.'))
+    result = generate(tree, "--check")
+    assert result.returncode == 1 and PIN_MODULE in result.stderr and MODULE not in result.stderr
+    assert generate(tree).returncode == 0
+    assert f'LLAMA_CPP_VERSION = "9.{LLAMA_CPP_VERSION}"' in (tree / PIN_MODULE).read_text()
+
+
+@pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])
+def test_a_document_without_markers_is_an_error(tree, text):
+    (tree / "docs/formats.md").unlink()
+    if text is not None:
+        (tree / "docs/formats.md").write_text(text)
+    for args in ((), ("--check",)):
+        result = generate(tree, *args)
+        assert result.returncode == 1 and "docs/formats.md" in result.stderr
+    assert (tree / "docs/formats.md").exists() == (text is not None)
+
+
+def test_types_agree_with_the_references():
+    assert TYPES["itq3_s"].block_bytes == itq3_s.BLOCK_BYTES
+    assert (TYPES["itq3_s"].unpack_min, TYPES["itq3_s"].unpack_max) == (0, 7)
+    assert TYPES["itq3_s"].bpw == 3.125
