@@ -36,9 +36,13 @@ GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, i
 // n rotated values, 256 at most, in blocks of 256 or 64, in place; x at a multiple of 32 bytes.
 void ggml_ext_rotate_activations_back(float * x, int64_t n, int block_size);
 
-// A study's switch (docs/qspec.md). from_float, or with the environment variable GGML_EXT_ACT_BITS=2..7 what rounds its codes to so
-// many bits: for the columns of dst, a product with quantized weights whose activations are of 8 bits. Speeds stay those of 8 bits.
+// The conversion for the columns of dst, a product with quantized weights: from_float. In builds for tests the environment variable
+// GGML_EXT_ACT_BITS=2..7 makes it round its codes to so many bits (tests/native/study-act-bits.cpp), at the speed of 8 bits.
+#ifdef GGML_EXT_TESTS
 ggml_from_float_t ggml_ext_study_from_float(const struct ggml_tensor * dst, enum ggml_type type, ggml_from_float_t from_float);
+#else
+#define ggml_ext_study_from_float(dst, type, from_float) (from_float)
+#endif
 
 // Where thread ith of nth begins to quantise a row of n activations, in blocks; it ends where the next begins. Rows of Q8_KR64
 // are made as a whole: by turns, row by row.

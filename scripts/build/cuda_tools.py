@@ -50,7 +50,7 @@ def cublas() -> tuple[Path, Path] | None:
 def compile_command(ggml: Path, arch: str, *args) -> list[str]:
     """nvcc with upstream's flags and folders for a source of the patched tree whose folder ggml is given, or one of ours."""
     found = cublas()
-    folders = [*([found[0]] if found else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT]
+    folders = [*([found[0]] if found else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", ROOT]
     return [str(nvcc() or "nvcc"), f"-arch={arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
             *(f"-I{folder}" for folder in folders), *map(str, args)]
 

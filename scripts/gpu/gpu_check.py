@@ -91,7 +91,7 @@ def fingerprint() -> str:
     folders = [ROOT / name for name in ("cuda", "ggml_ext", "tests/gpu")]
     for path in sorted(p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    digest.update((ROOT / "tests/backend_ops_cases.h").read_bytes())
+    digest.update((ROOT / "tests/native/backend_ops_cases.h").read_bytes())
     return digest.hexdigest()[:16]
 
 

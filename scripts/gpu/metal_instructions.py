@@ -48,7 +48,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 def compile_kernels(tree: Path, folder: Path) -> Path:
     metal, objects = tree / "ggml" / "src" / "ggml-metal", []
-    includes = [f"-I{p}" for p in (HOST, folder, ROOT, ROOT / "ggml_ext", metal, tree / "ggml/include", tree / "ggml/src")]
+    includes = [f"-I{p}" for p in (HOST, folder, ROOT, ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", metal, tree / "ggml/include", tree / "ggml/src")]
     units = [HOST / "runtime.cpp", HOST / "count.cpp"]
     for kind, only in ("mul_mv", f"kernel_mul_mv_({'|'.join(STOCK)})_f32"), ("ggml_ext", r"kernel_mul_mv_\w+_f32"):
         subprocess.run([sys.executable, HOST / "translate.py", metal / "kernels" / f"{kind}.metal", folder / f"{kind}.h", "--only", only],

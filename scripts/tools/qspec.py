@@ -74,7 +74,8 @@ def batch_costs(model: Path, rounds: int) -> dict[str, dict[int, float]]:
     """Microseconds of a batch of each of COLUMNS tokens at the beginning of a context, for each precision."""
     def seconds(kind: str, n: int, repetitions: int) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        run_tool("llama-bench", "-m", model, "-p", n, "-n", 0, "-t", 1, "-r", repetitions, "--act-prec", kind, "-o", "json")
+        with environment(LLAMA_ARG_ACT_PREC=kind):
+            run_tool("llama-bench", "-m", model, "-p", n, "-n", 0, "-t", 1, "-r", repetitions, "-o", "json")
         return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
     return {kind: {n: 1e6 * (seconds(kind, n, 1 + rounds) - seconds(kind, n, 1)) / rounds for n in COLUMNS} for kind in ("q8", "f16")}

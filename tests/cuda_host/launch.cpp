@@ -1,7 +1,7 @@
 // How kernels run as host code: a block of threads at a time, as fibers.
 #include "runtime.h"
 
-#include "../fibers.h"
+#include "../native/fibers.h"
 
 #include <climits>
 

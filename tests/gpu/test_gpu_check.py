@@ -154,7 +154,7 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     run = Run(tmp_path / "out.json", tmp_path, 1, "CUDA0", "", 1)
     start = time.monotonic()
     with pytest.raises(Failed, match="sh took longer than 1 s"):
-        run.command("sh", "-c", "sleep 100 & echo $! > %s/child; wait" % tmp_path, timeout=1)  # which holds the pipe open
+        run.command("sh", "-c", "sleep 100 & echo $! > %s/child; wait" % tmp_path, timeout=1)  # noqa: UP031  # which holds the pipe open
     assert time.monotonic() - start < 60
     child = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{child}/stat")

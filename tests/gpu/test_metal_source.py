@@ -110,7 +110,7 @@ def objective_c_errors(tree, text: str, headers) -> Counter:
     index = pytest.importorskip("clang.cindex")
     ggml, path = tree / "ggml", tree / "ggml/src/ggml-metal/ggml-metal-device.m"
     builtin = subprocess.run(["cc", "-print-file-name=include"], capture_output=True, text=True).stdout.strip()
-    folders = [headers, ggml / "include", ggml / "src", native.ROOT, native.ROOT / "ggml_ext", builtin]
+    folders = [headers, ggml / "include", ggml / "src", native.ROOT, native.ROOT / "ggml_ext", native.ROOT / "ggml_ext" / "hooks", builtin]
     arguments = ["-x", "objective-c", "-fblocks", "-fobjc-runtime=macosx", "-std=gnu11", "-ferror-limit=0", "-Wno-everything",
                  "-Werror=implicit-function-declaration", "-DGGML_METAL_EMBED_LIBRARY=1", "-include", str(HOST / "objective_c.h"),
                  *(f"-I{folder}" for folder in folders)]

@@ -1,6 +1,6 @@
 #include "runtime.h"
 
-#include "../fibers.h"
+#include "../native/fibers.h"
 
 #include <cstring>
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -230,23 +229,25 @@ def test_perplexity_equals_that_of_unrounded_activations(files):
     assert np.abs(f16 - exact).max() <= 0.00021 and np.abs(q8 - exact).max() > 0.001
 
 
-def test_bench_compares_both(files):
-    log = run_tool("llama-bench", "-m", files / "itq3_s.gguf", "-p", 8, "-n", 2, "-r", 1, "-o", "json", "--act-prec", "q8,f16")
-    rows = json.loads(re.search(r"\[\n.*\]", log, re.S)[0])
-    assert sorted((r["act_prec"], r["n_gen"]) for r in rows) == [("f16", 0), ("f16", 2), ("q8", 0), ("q8", 2)]
+def test_programs_without_the_option_follow_the_environment(files):
+    """llama-bench; that a context begins so is in test_llama_cpp_python.py."""
+    for value, code in ("q8", 0), ("f16", 0), ("q9", 1):
+        done = subprocess.run([tool("llama-bench"), "-m", files / "itq3_s.gguf", "-p", "8", "-n", "0", "-r", "1"], capture_output=True, text=True,
+                              env={**os.environ, "LLAMA_ARG_ACT_PREC": value}, timeout=60)
+        assert done.returncode == code
+    assert "error: --act-prec q9: unknown precision; q8 and f16 are known" in done.stderr
 
 
-@pytest.mark.parametrize("program", ["llama-cli", "llama-server", "llama-completion", "llama-perplexity", "llama-bench"])
+@pytest.mark.parametrize("program", ["llama-cli", "llama-server", "llama-completion", "llama-perplexity"])
 def test_unknown_precision(program, tmp_path):
     done = subprocess.run([tool(program), "-m", tmp_path / "none.gguf", "--act-prec", "q9"], capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, timeout=60)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
     assert errors == ["error: --act-prec q9: unknown precision; q8 and f16 are known"]
-    if program != "llama-bench":
-        done = subprocess.run([tool(program), "-m", tmp_path / "none.gguf"], env={**os.environ, "LLAMA_ARG_ACT_PREC": "q9"},
-                              capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-        assert done.returncode == 1 and "--act-prec q9: unknown precision" in done.stderr
+    done = subprocess.run([tool(program), "-m", tmp_path / "none.gguf"], env={**os.environ, "LLAMA_ARG_ACT_PREC": "q9"},
+                          capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 1 and "--act-prec q9: unknown precision" in done.stderr
 
 
 def test_a_device_that_knows_8_bits_alone_is_refused(files, tmp_path):

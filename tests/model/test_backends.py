@@ -10,19 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 import llama_cpp
 import perplexity_run
 from ggml_ext import TYPES, WEIGHT_TYPES, ExtType
+from helpers import native
 from helpers.commands import quantize, tool
 from helpers.native import ROOT
 from helpers.rpc import rpc_server
 
 DOCS = ROOT / "docs" / "backends.md"
-# The first statement of a refusing supports_op; RPC asks the server in its body, the others return false.
-HUNK = re.compile(r"supports_op\([^)]*\) \{\n"
-                  r"    if \(ggml_ext_op_needs_kernels\(op\)\) \{\n"
-                  r"        (?:return false;|auto \* ctx)")
+# The backends that our one refusal lets through, and the folders of their sources.
+KNOWN = {"CPU": "ggml-cpu", "CUDA": "ggml-cuda", "MTL": "ggml-metal", "BLAS": "ggml-blas", "RPC[10.0.0.1:50052]": "ggml-rpc"}
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +40,47 @@ def table() -> dict[str, list[str]]:
     return {folder: row[1:] for row in rows for folder in re.findall(r"`(ggml-[\w-]+)`", row[0])}
 
 
-def refuses_by_hunk(folder: Path) -> bool:
-    return any(HUNK.search(p.read_text(errors="replace")) for p in folder.rglob("*") if p.suffix in (".c", ".cpp", ".cu", ".m"))
-
-
 def test_every_backend_of_llama_cpp_is_in_the_table(patched):
     """A newer llama.cpp may bring one: read its supports_op, add a patch if it accepts our types, and a row."""
     assert set(table()) == {p.name for p in (patched / "ggml" / "src").glob("ggml-*") if p.is_dir()}
 
 
-def test_the_table_says_where_the_patches_are(patched):
+def test_the_table_says_who_runs_our_types():
     for folder, (does, rule, how) in table().items():
         assert does and rule and how, folder
-        assert refuses_by_hunk(patched / "ggml" / "src" / folder) == rule.startswith("our patch"), f"{folder}: {rule}"
+        assert does.startswith(("runs", "from 32 columns")) == (folder in KNOWN.values()), f"{folder}: {does}"
+        assert (rule == "the refusal of 0022") == (does == "falls back to the CPU"), f"{folder}: {rule}"
+
+
+@pytest.fixture(scope="module")
+def foreign(patched, tmp_path_factory) -> ctypes.CDLL:
+    """tests/native/foreign_device.cpp on the libggml-base of the build."""
+    if shutil.which("c++") is None:
+        pytest.skip("no c++")
+    out, base = tmp_path_factory.mktemp("foreign") / "foreign.so", native.built(native.BUILD, "libggml-base.so")
+    subprocess.run(["c++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", "-I", patched / "ggml/include", "-I", patched / "ggml/src",
+                    ROOT / "tests/native/foreign_device.cpp", base, f"-Wl,-rpath,{base.parent}", "-o", out], check=True)
+    lib = ctypes.CDLL(str(out))
+    for name in ("foreign_device_multiplies", "foreign_device_views"):
+        getattr(lib, name).restype = ctypes.c_bool
+        getattr(lib, name).argtypes = [ctypes.c_char_p, ctypes.c_int]
+    return lib
+
+
+@pytest.mark.parametrize("name", ["Vulkan", "SYCL", "CANN", "ggml-virtgpu", "RPCX", "cpu", "a backend of tomorrow"])
+def test_a_foreign_device_that_says_yes_to_all_is_not_asked(foreign, name):
+    for type_id in ExtType:
+        if int(type_id) in (int(TYPES[weights].id) for weights in WEIGHT_TYPES):
+            assert not foreign.foreign_device_multiplies(name.encode(), int(type_id)), type_id
+        assert foreign.foreign_device_views(name.encode(), int(type_id)), type_id
+    assert foreign.foreign_device_multiplies(name.encode(), int(GGMLQuantizationType.F16))
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "RPC", None])
+def test_backends_that_know_our_types_are_asked(foreign, name):
+    """None: several devices in one, which ggml asks one by one."""
+    for weights in WEIGHT_TYPES:
+        assert foreign.foreign_device_multiplies(name and name.encode(), int(TYPES[weights].id))
 
 
 def test_the_table_was_made_for_the_pinned_llama_cpp():
@@ -68,13 +96,13 @@ def test_ggml_h_needs_no_other_include_folder(patched):
 
 @pytest.fixture(scope="module", params=["c", "c++"])
 def helper(request, patched, tmp_path_factory) -> ctypes.CDLL:
-    """tests/supports_helper.c, compiled as that language."""
+    """tests/native/supports_helper.c, compiled as that language."""
     compiler, standard = {"c": ("cc", "c11"), "c++": ("c++", "c++17")}[request.param]
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
     out = tmp_path_factory.mktemp("helper") / "helper.so"
     subprocess.run([compiler, "-x", request.param, f"-std={standard}", "-Wall", "-Werror", "-shared", "-fPIC",
-                    "-I", ROOT / "ggml_ext", "-I", patched / "ggml/include", ROOT / "tests/supports_helper.c", "-o", out], check=True)
+                    "-I", ROOT / "ggml_ext" / "hooks", "-I", patched / "ggml/include", ROOT / "tests/native/supports_helper.c", "-o", out], check=True)
     lib = ctypes.CDLL(str(out))
     for name in ("is_ext_type", "op_needs_kernels", "only_names_memory"):
         getattr(lib, name).restype = ctypes.c_bool

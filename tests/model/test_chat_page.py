@@ -57,7 +57,7 @@ def test_a_message_is_answered_on_the_page(quantized):
 def test_a_server_that_is_ended_with_its_block(quantized):
     with pytest.raises(ZeroDivisionError):
         with running_server(quantized, *OPTIONS) as url:
-            1 / 0
+            1 / 0  # noqa: B018
     with pytest.raises(urllib.error.URLError, match="refused"):
         urllib.request.urlopen(url + "/health", timeout=10)
 

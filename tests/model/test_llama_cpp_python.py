@@ -91,6 +91,25 @@ def run_user(quantized: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
 
 
+PRECISION = """
+import ctypes, sys
+import llama_cpp
+llm = llama_cpp.Llama(sys.argv[1], n_ctx=64, n_threads=1, verbose=False)
+get = llama_cpp.llama_cpp._lib.llama_get_act_prec
+get.argtypes = [ctypes.c_void_p]
+print(get(llm._ctx.ctx))
+"""
+
+
+@pytest.mark.parametrize(("variables", "expected"), [({}, "0"), ({"LLAMA_ARG_ACT_PREC": "q8"}, "0"), ({"LLAMA_ARG_ACT_PREC": "f16"}, "1")])
+def test_the_precision_of_activations_comes_from_the_environment(quantized, variables, expected):
+    folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
+    env = {**os.environ, "LLAMA_CPP_LIB_PATH": folder, "MTMD_CPP_LIB": folder, **variables}
+    done = subprocess.run([sys.executable, "-c", PRECISION, quantized], env=env, capture_output=True, text=True, timeout=60,
+                          cwd=quantized.parent)
+    assert done.stdout.strip() == expected, done.stderr[-2000:]
+
+
 def test_it_is_our_library(said):
     assert Path(said["library"]) == Path(said["folder"]) / libdir.NAMES.get(sys.platform, "libllama.so")
     assert re.search(r"llama_model_loader: - type +itq3_t: +\d+ tensors", said["log"])

@@ -5,8 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "ggml-backend.h"
 #include "ggml-ext-act-prec.h"
@@ -25,18 +25,13 @@ inline enum llama_act_prec ggml_ext_parse_act_prec(const std::string & value) {
     std::exit(1);
 }
 
-// llama-bench's tests, each with each precision.
-template <class Instance>
-std::vector<Instance> ggml_ext_each_act_prec(const std::vector<Instance> & instances,
-                                             const std::vector<llama_act_prec> & act_precs) {
-    std::vector<Instance> all;
-    for (Instance instance : instances) {
-        for (enum llama_act_prec act_prec : act_precs) {
-            instance.act_prec = act_prec;
-            all.push_back(instance);
-        }
+// For programs without the option, such as llama-bench: what a context begins with. context: of llama-context.h. Those with the option
+// set it after this, to what the command line says or to the same.
+template <class Context> void ggml_ext_act_prec_of_environment(Context & context) {
+    const char * value = std::getenv("LLAMA_ARG_ACT_PREC");
+    if (value && !context.set_act_prec(ggml_ext_parse_act_prec(value))) {
+        throw std::runtime_error(std::string("LLAMA_ARG_ACT_PREC=") + value);
     }
-    return all;
 }
 
 // Why not, where a product would be computed with 8-bit activations all the same, or with steps that a residual cannot mend: by
