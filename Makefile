@@ -21,6 +21,7 @@ check: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements-check.txt
 	@$(BIN)/python scripts/build/gen_types.py --check
 	@$(BIN)/python scripts/build/figures.py --check
+	@$(BIN)/python scripts/build/options_doc.py --check
 	@$(BIN)/python scripts/build/import_graph.py
 	@$(BIN)/python -m ruff check .
 	$(BIN)/python -m pytest -n 2 -m quick $(PYTEST_ARGS)

@@ -47,7 +47,7 @@ template <typename B, typename = void> constexpr bool is_trellis = false;
 template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
 
 // On a Zen 3 core, AVX2 without VNNI, a batch of 512 columns is faster this way; where unpacking is dear, 32 of them
-// (docs/measurements.md). With VNNI, where that has not been measured, as many columns as one unpacked block serves.
+// (docs/results/measurements.md). With VNNI, where that has not been measured, as many columns as one unpacked block serves.
 template <typename B> constexpr int64_t tiled_columns(bool with_vnni) {
     return with_vnni ? MAX_COLUMNS + 1 : is_trellis<B> ? 32 + 1 : 512 + 1;
 }

@@ -4,7 +4,7 @@
 //     y = dequantized(quantized(x)),  r = 128 (x - y),      W x = W y + W r / 128,
 //
 // each of which the backend quantizes to 8 bits as any other. y, being what 8 bits can hold, survives that; x - y is at most half
-// a step of x's block, so that its own steps are some 254 times finer (docs/act-prec.md has the bound). The factor, a power of
+// a step of x's block, so that its own steps are some 254 times finer (docs/reference/act-prec.md has the bound). The factor, a power of
 // two, is exact: without it the scale of r would be no normal half float where that of x is below 254*2^-14.
 #pragma once
 

@@ -1,5 +1,5 @@
 // --act-prec, as libllama and its programs need it: the option's names, the devices that know it, and the mark on a graph's
-// products (docs/act-prec.md). What the mark means: ggml-ext-act-prec.h.
+// products (docs/reference/act-prec.md). What the mark means: ggml-ext-act-prec.h.
 #pragma once
 
 #include <cstdio>

@@ -12,7 +12,7 @@
 //
 // Source: Ditto, section 3.2, has a codebook for each matrix. Rotated weights are Gaussian in every matrix of every model, so one
 // codebook does for all; what blocks differ by is their scale. It is symmetric, so that half of it is looked up: 127 - q is the
-// code of the opposite value. docs/variants.md has what each of these choices is worth.
+// code of the opposite value. docs/results/variants.md has what each of these choices is worth.
 #pragma once
 
 #include "../ggml-ext-common.h"

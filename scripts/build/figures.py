@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes what the documents show of docs/measured.json: all figures of README.md and the first table of docs/measurements.md, between
-markers, and the picture docs/types.svg; and of docs/variants.json: those of docs/variants.md and docs/variants.svg.
+"""Writes what the documents show of docs/measured.json: all figures of README.md and the first table of docs/results/measurements.md, between
+markers, and the picture docs/types.svg; and of docs/variants.json: those of docs/results/variants.md and docs/variants.svg.
 
     figures.py            write them
     figures.py --check    write nothing; exit 1 if a table is stale
 
 docs/measured.json is what `demo.py --full --json docs/measured.json` measured, and beside it, in sections that it leaves as they are,
-what README says of other processors and models; docs/measurements.md names the command of each. docs/variants.json is what
+what README says of other processors and models; docs/results/measurements.md names the command of each. docs/variants.json is what
 scripts/studies/variants.py measured. Needs matplotlib.
 """
 from __future__ import annotations
@@ -68,7 +68,7 @@ def render_types(types: list[Type]) -> str:
 
 def render_rows(rows: dict[str, dict]) -> str:
     """Every row as the demo measured it; cells of what failed are empty."""
-    lines = ["| type | bpw of the blocks | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |", "|" + " --- |" * 8]
+    lines = ["| type | bpw of the layers | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |", "|" + " --- |" * 8]
     for name, row in rows.items():
         over = f"{100 * (row['perplexity'] / rows['F16']['perplexity'] - 1):.1f} %" if "F16" in rows else ""
         forms = {"decode": ".1f", "decode/q3_k": ".2f", "prefill": ".0f", "prefill/q3_k": ".2f"}
@@ -131,6 +131,34 @@ def render_smollm2(measured: dict) -> str:
     of_bits = [[name for name in rows if int(rows[name][0]) == bits] for bits in (3, 2)]
     lines = [f"| {cells(a)} | {cells(b)} |" for a, b in zip(*of_bits, strict=True)]
     return "\n".join(["| three bits | | two bits | |", "|" + " --- |" * 4, *lines])
+
+
+# What a user may want, the option for it, and its bits per weight in words where they depend on the model.
+CHOICES = (
+    ("a better file than Q3_K or IQ3_S ({q3_k:.2f}), and a smaller one", "itq3_t", None),
+    ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
+    ("the smallest file", "itq2_t", None),
+    ("the fastest answers at three bits", "itq3_s", None),
+    ("almost no loss", "ditto5", None),
+)
+
+
+def render_choice(measured: dict) -> str:
+    """Which type to take, and what a model of 7 billion weights takes."""
+    found, q3_k = measured["seven_b"], measured["rows"]["Q3_K"]["bpw"]
+    lines = ["| you want | option | bits per weight | a 7B model takes |", "| --- | --- | --- | --- |"]
+    for want, name, bits in CHOICES:
+        shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
+        lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {found['gib'][name]:.1f} GiB |")
+    lines.append("| a file of a given size, with the best type for each tensor | `--target-size 3GiB` | | 3 GiB |")
+    return "\n".join([
+        *lines, "",
+        f"**A 7B model on a laptop.** You need the model in F16 or BF16 ({found['input_gib']:.0f} GiB) and disk for the result. Reckoned from `--dry-run` and",
+        "from the rates of [encoders](docs/results/measurements.md#encoders), not measured at this size: on "
+        f"{found['threads']} AVX2 threads calibration takes {found['calibration_minutes']:.0f}",
+        f"minutes and {found['calibration_gib']:.0f} GiB of memory, encoding {found['encoding_minutes']:.0f} minutes. "
+        "Running takes the memory of the file and the KV cache.",
+    ])
 
 
 def marker(name: str, end: str) -> str:
@@ -364,9 +392,9 @@ def main() -> None:
     measured = json.loads(MEASURED.read_text())
     types, variants = read_types(measured), json.loads(VARIANTS.read_text())
     tables = {
-        "README.md": {"measured": render_types(types), "claims": render_claims(measured), "smollm2": render_smollm2(measured)},
-        "docs/measurements.md": {"measured": render_rows(measured["rows"])},
-        "docs/variants.md": {"measured": render_variants(variants)},
+        "README.md": {"choice": render_choice(measured), "measured": render_types(types), "claims": render_claims(measured), "smollm2": render_smollm2(measured)},
+        "docs/results/measurements.md": {"measured": render_rows(measured["rows"])},
+        "docs/results/variants.md": {"measured": render_variants(variants)},
     }
     for name, parts in tables.items():
         path = ROOT / name

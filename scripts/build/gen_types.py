@@ -6,7 +6,7 @@
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
 cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, py/ggml_ext/_base/types.py, the table between the
-"types" markers of docs/formats.md, and py/ggml_ext/_base/upstream.py. The output depends on the two toml files alone.
+"types" markers of docs/reference/formats.md, and py/ggml_ext/_base/upstream.py. The output depends on the two toml files alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_base/types.py"
 PIN = "ggml_ext/upstream.toml"
 PIN_MODULE = "py/ggml_ext/_base/upstream.py"
-FORMATS = "docs/formats.md"
+FORMATS = "docs/reference/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
 MAX_BLOCK_SIZE = 256  # QK_K: blocks are that or a quarter of it
@@ -58,7 +58,7 @@ FNS_LIMITS = {"iq3_s": ("MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "MAX_DOT_PRODUCT_E
 
 
 class TableError(Exception):
-    """types.toml or docs/formats.md is not as it has to be."""
+    """types.toml or docs/reference/formats.md is not as it has to be."""
 
 
 def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
@@ -324,7 +324,7 @@ def render_formats_table(types: list[dict]) -> str:
 
 
 def render_formats(text: str, types: list[dict]) -> str:
-    """docs/formats.md with the lines between its markers replaced; raises TableError if there is not one pair of them."""
+    """docs/reference/formats.md with the lines between its markers replaced; raises TableError if there is not one pair of them."""
     begin, end = MARKERS
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise TableError(f"{FORMATS}: needs one {begin} and, after it, one {end}")

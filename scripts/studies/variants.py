@@ -19,7 +19,7 @@ and class.
 The second form stores each type as F16 weights in a copy of the model and scores it with llama-perplexity --kl-divergence, whole
 rows and all matrices of the blocks, or of --layers. --logits keeps those of the model for other runs.
 
-Results are added to --json under the model's name; scripts/build/figures.py makes the table and the picture of docs/variants.md
+Results are added to --json under the model's name; scripts/build/figures.py makes the table and the picture of docs/results/variants.md
 from it.
 """
 from __future__ import annotations

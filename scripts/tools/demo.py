@@ -7,7 +7,7 @@ The chat model is SmolLM2-135M-Instruct of data/smollm2.toml; where it cannot be
 Perplexity is on the beginning of data/heldout.txt, which the embedded model never saw. In the files of the table all block
 matrices have the row's type and the embeddings Q8_0, so that the rows differ in nothing else. Importance matrices come
 from the end of the text, which is not scored. Speed is of a synthetic model of Llama-3.2-1B's block shape: the embedded
-one is too small to be bound by its weights. --full is the run that docs/measurements.md and its picture show: all rows, 600
+one is too small to be bound by its weights. --full is the run that docs/results/measurements.md and its picture show: all rows, 600
 chunks, 3 rounds, 8 blocks; some ten minutes more.
 
 What fails says so in one line, the rest goes on, and the exit code is 1.

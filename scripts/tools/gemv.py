@@ -12,7 +12,7 @@ panels of rows with the type's own to_float into a buffer that stays in the L2 c
 given the better of two panel sizes, and of the whole matrix at once. "sgemv" has the matrix in F32. Prints microseconds,
 medians over the rounds, and the ratios of the same round. OpenBLAS comes with the package scipy-openblas32.
 
-With --act-prec: what activations more exact than 8 bits cost (docs/act-prec.md), each number of columns against itself with 8 bits.
+With --act-prec: what activations more exact than 8 bits cost (docs/reference/act-prec.md), each number of columns against itself with 8 bits.
 
 With --columns: what products with several columns cost against one, by the least time over the rounds, the numbers of columns in
 turn. With one thread the time is that thread's own, which programs beside it disturb less. Q4_0 is not repacked, as in a model it is.

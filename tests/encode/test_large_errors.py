@@ -50,7 +50,7 @@ def test_fallback_above_replaces_those_tensors_alone(source, tmp_path):
     result = quantize(source, out, "--type", "ccq2", "--fallback-above", "3")
     assert warnings(result) == []
     assert f"2 tensors in 1 class: iq4_nl instead of ccq2 for the errors: {', '.join(OUTLIERS)}" in result.stdout
-    assert "asked for ccq2, 2.0625 bpw; got 3.6875 bpw in the blocks" in result.stdout  # two of three matrices have 4.5
+    assert "asked for ccq2, 2.0625 bpw; got 3.6875 bpw in the layers" in result.stdout  # two of three matrices have 4.5
     types = {name: t.tensor_type.name for name, t in read_tensors(out).items()}
     assert types == {"blk.0.attn_q.weight": "CCQ2", **dict.fromkeys(OUTLIERS, "IQ4_NL"), "output_norm.weight": "F32"}
     # the same bytes as when asked for

@@ -178,7 +178,7 @@ def test_every_variant_is_judged():
     c = figures.Comparison(RESULTS)
     assert set(c.variants) == set(VARIANTS)
     assert set(c.types) == set(variants.peers())
-    text = (ROOT / "docs" / "variants.md").read_text()
+    text = (ROOT / "docs" / "results" / "variants.md").read_text()
     assert all(f"| {name} |" in text for name in VARIANTS)
     for r in RESULTS.values():
         layers = {len(r["layers"]), *(len(of) for by_kind in r["budget"].values() for of in by_kind.values())}

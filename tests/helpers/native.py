@@ -170,7 +170,7 @@ def tiled_columns(type_name: str) -> int:
 
 
 # Where the tiled GEMM begins differs between processors with VNNI and without. GGML_EXT_LIMITS_OF_VNNI=1 and 0 make a build for tests
-# do as either (docs/formats.md, "Tests on another kind of processor").
+# do as either (docs/reference/formats.md, "Tests on another kind of processor").
 LIMITS_VARIABLE = "GGML_EXT_LIMITS_OF_VNNI"
 LIMITS_OF_VNNI = ("0", "1") if platform.machine() in ("x86_64", "AMD64") else (None,)
 

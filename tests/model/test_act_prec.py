@@ -222,7 +222,7 @@ def chunks(file, *flags) -> np.ndarray:
 
 
 def test_perplexity_equals_that_of_unrounded_activations(files):
-    """Digits that are printed: 0.0001. 8 bits change 0.004 (docs/act-prec.md)."""
+    """Digits that are printed: 0.0001. 8 bits change 0.004 (docs/reference/act-prec.md)."""
     exact, q8, f16 = (chunks(files / name, *flags) for name, flags in
                       [("f32.gguf", []), ("itq3_s.gguf", ["--act-prec", "q8"]), ("itq3_s.gguf", ["--act-prec", "f16"])])
     assert len(exact) == 4 and np.array_equal(q8, chunks(files / "itq3_s.gguf"))

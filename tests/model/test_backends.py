@@ -1,4 +1,4 @@
-"""Backends without kernels for our types refuse them: the patches, the table in docs/backends.md, the rule itself, RPC."""
+"""Backends without kernels for our types refuse them: the patches, the table in docs/reference/backends.md, the rule itself, RPC."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helpers.commands import quantize, tool
 from helpers.native import ROOT
 from helpers.rpc import rpc_server
 
-DOCS = ROOT / "docs" / "backends.md"
+DOCS = ROOT / "docs" / "reference" / "backends.md"
 # The backends that our one refusal lets through, and the folders of their sources.
 KNOWN = {"CPU": "ggml-cpu", "CUDA": "ggml-cuda", "MTL": "ggml-metal", "BLAS": "ggml-blas", "RPC[10.0.0.1:50052]": "ggml-rpc"}
 
@@ -34,7 +34,7 @@ def patched(tmp_path_factory) -> Path:
 
 
 def table() -> dict[str, list[str]]:
-    """The rows of the first table of docs/backends.md: names of folders -> the other cells."""
+    """The rows of the first table of docs/reference/backends.md: names of folders -> the other cells."""
     lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| `ggml-")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {folder: row[1:] for row in rows for folder in re.findall(r"`(ggml-[\w-]+)`", row[0])}

@@ -100,10 +100,10 @@ def test_everything_finds_its_libraries_beside_itself():
     assert ours and all(str(BIN) in line for line in ours)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/programs.md for Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/using/programs.md for Linux")
 def test_the_script_in_place_of_another_llama_server(tmp_path):
     """Programs that start llama-server may point it to libraries of their own, which go before ours without the script."""
-    text = (ROOT / "docs" / "programs.md").read_text()
+    text = (ROOT / "docs" / "using" / "programs.md").read_text()
     script = tmp_path / "llama-server"
     server = str(Path(sys.executable).parent / "llama-server")
     lines = re.search(r"^( +)#!/bin/sh\n.*?\n\n", text, re.M | re.S)[0]

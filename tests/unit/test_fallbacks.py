@@ -51,8 +51,8 @@ def source(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("fallbacks") / "in.gguf", TENSORS)
 
 
-def blocks_bpw(path) -> float:
-    """Of the matrices of the blocks."""
+def layers_bpw(path) -> float:
+    """Of the matrices of the layers."""
     tensors = [t for n, t in read_tensors(path).items() if n.startswith("blk.") and len(t.shape) > 1]
     return sum(t.n_bytes for t in tensors) * 8 / sum(t.n_elements for t in tensors)
 
@@ -74,7 +74,7 @@ def test_lines_are_grouped_and_the_summary_compares(lib, source, tmp_path):
     of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
     assert types_of(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
     assert result.stdout.splitlines()[-3:] == [
-        f"asked for itq3_t, 3.0625 bpw; got {blocks_bpw(out):.5g} bpw in the blocks, {all_bpw(out):.2f} bpw in all",
+        f"asked for itq3_t, 3.0625 bpw; got {layers_bpw(out):.5g} bpw in the layers, {all_bpw(out):.2f} bpw in all",
         "4 of 10 matrices took itq3_t64 in place of itq3_t for their rows of 320",
         "3 of 10 matrices fell back for their rows of 96, 100; --no-fallback refuses that",
     ]
@@ -201,7 +201,7 @@ def test_who_gets_what_was_asked_for_reads_one_line(lib, tmp_path):
     for flags in ([], ["--no-fallback"]):
         out = tmp_path / f"out{len(flags)}.gguf"
         result = quantize(source, out, "--type", "itq3_t", *flags)
-        assert result.stdout.splitlines()[-2:] == ["", f"itq3_t as asked: 3.0625 bpw in the blocks, {all_bpw(out):.2f} bpw in all"]
+        assert result.stdout.splitlines()[-2:] == ["", f"itq3_t as asked: 3.0625 bpw in the layers, {all_bpw(out):.2f} bpw in all"]
         assert result.stderr == ""
 
 
@@ -346,7 +346,7 @@ def names_of(path) -> set[str]:
 def test_the_loader_counts_the_bits_of_the_file(lib, model, tmp_path, flags, name):
     out = tmp_path / "out.gguf"
     quantize(model, out, "--effort", "fast", "-q", *flags)
-    assert names_of(out) == {name.format(blocks=blocks_bpw(out), all=all_bpw(out))}
+    assert names_of(out) == {name.format(blocks=layers_bpw(out), all=all_bpw(out))}
 
 
 MIXED = "{type}, mixed - {blocks:.2f} bpw, {all:.2f} in all"
@@ -380,7 +380,7 @@ def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_pat
     of_64 = type_name if type_name.endswith("64") else WEIGHT_TYPES[type_name].fallback
     fell_back = set(re.findall(r"^warning: blk\S+ .*falling back to +(\S+)$", log.stdout + log.stderr, re.M))
     assert fell_back == ({of_64 if n == 320 else "iq4_nl"} - {type_name})
-    name = name.format(type=type_name.upper(), blocks=blocks_bpw(ours), all=all_bpw(ours))
+    name = name.format(type=type_name.upper(), blocks=layers_bpw(ours), all=all_bpw(ours))
     assert names_of(ours) == names_of(theirs) == {name}
 
 
@@ -393,7 +393,7 @@ def test_a_recipe_of_another_type_is_not_believed(lib, model, tmp_path, value):
     out = tmp_path / "out.gguf"
     header = gguf_file.pack_header(metadata, file.tensors, [t.type for t in file.tensors], file.alignment)
     out.write_bytes(header + (tmp_path / "in.gguf").read_bytes()[min(t.offset for t in file.tensors) :])
-    assert names_of(out) == {f"ITQ3_S, mixed - {blocks_bpw(out):.2f} bpw, {all_bpw(out):.2f} in all"}
+    assert names_of(out) == {f"ITQ3_S, mixed - {layers_bpw(out):.2f} bpw, {all_bpw(out):.2f} in all"}
 
 
 def test_titles_name_their_type_and_bits():

@@ -54,7 +54,7 @@ PLAIN = re.compile(r"Apache 2\.0|Python 3\.\d+|pip 23\.1|glibc 2\.35|nvcc \d+|Qw
 
 def claims_outside(text: str) -> list[str]:
     """Numbers with a decimal point, a per cent sign or "times" in README's words that no figure of docs/measured.json made."""
-    for name in ("measured", "claims", "smollm2"):
+    for name in ("choice", "measured", "claims", "smollm2"):
         begin, end = (figures.marker(name, where) for where in ("begin", "end"))
         text = text.split(begin)[0] + text.split(end)[1]
     measured = json.loads(figures.MEASURED.read_text())
@@ -77,8 +77,8 @@ def test_a_claim_without_a_measurement_is_found(claim):
 
 
 def test_figures_of_the_documents_are_those_of_readme():
-    """What README quotes of docs/measurements.md and docs/wheel.md stands there too."""
-    measured, text = json.loads(figures.MEASURED.read_text()), (ROOT / "docs" / "measurements.md").read_text()
+    """What README quotes of docs/results/measurements.md and docs/using/wheel.md stands there too."""
+    measured, text = json.loads(figures.MEASURED.read_text()), (ROOT / "docs" / "results" / "measurements.md").read_text()
     for name, (bpw, perplexity, kld) in measured["smollm2"]["rows"].items():
         row = rf"\| \**{name.upper()}\**(?:, whole matrices)? \| {bpw} \| {perplexity:.2f} / {kld:.3f} \|"
         assert re.search(row, text), row
@@ -89,7 +89,7 @@ def test_figures_of_the_documents_are_those_of_readme():
     for ratios in (measured["avx512"]["decode/q3_k"], measured["avx512"]["prefill/q3_k"]):
         for name, ratio in ratios.items():
             assert re.search(rf"\| \**{name.upper()}\** \|.*\b{ratio:.2f}\b", text.partition("Zen 4 EPYC")[2]), name
-    table = (ROOT / "docs" / "wheel.md").read_text()
+    table = (ROOT / "docs" / "using" / "wheel.md").read_text()
     slow = measured["without_avx2"]["decode"]
     assert f"| sandybridge | {slow['itq3_s']} | {slow['ccq2']} | {slow['itq3_t']} | {slow['q3_k']} |" in table
 

@@ -14,7 +14,7 @@ from helpers.models import ROOT
 FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_base/types.py")
 HEADER, *_, MODULE = FILES
 PIN, PIN_MODULE = "ggml_ext/upstream.toml", "py/ggml_ext/_base/upstream.py"
-GENERATED = (*FILES, "docs/formats.md")
+GENERATED = (*FILES, "docs/reference/formats.md")
 NEW_TYPE = """
 [[type]]
 name        = "test_w"
@@ -52,8 +52,8 @@ def tree(tmp_path):
     for name in ("ggml_ext/types.toml", PIN, *FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/formats.md").write_text("before\n<!-- types:begin -->\nold\n<!-- types:end -->\nafter\n")
+    (tmp_path / "docs/reference").mkdir(parents=True)
+    (tmp_path / "docs/reference/formats.md").write_text("before\n<!-- types:begin -->\nold\n<!-- types:end -->\nafter\n")
     assert generate(tmp_path).returncode == 0
     return tmp_path
 
@@ -105,7 +105,7 @@ def test_a_new_row_reaches_every_file(tree):
     exec((tree / MODULE).read_text(), namespace)
     info = namespace["WEIGHT_TYPES"]["test_w"]
     assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (170, 64, 18, 2.25, 'a "quoted" description')
-    formats = (tree / "docs/formats.md").read_text()
+    formats = (tree / "docs/reference/formats.md").read_text()
     assert '| `TEST_W` | 170 | 64 | 18 | 2.25 | a "quoted" description |' in formats
     assert formats.startswith("before\n") and formats.endswith("after\n") and "old" not in formats
 
@@ -171,13 +171,13 @@ def test_a_new_pin_reaches_the_package(tree):
 
 @pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])
 def test_a_document_without_markers_is_an_error(tree, text):
-    (tree / "docs/formats.md").unlink()
+    (tree / "docs/reference/formats.md").unlink()
     if text is not None:
-        (tree / "docs/formats.md").write_text(text)
+        (tree / "docs/reference/formats.md").write_text(text)
     for args in ((), ("--check",)):
         result = generate(tree, *args)
-        assert result.returncode == 1 and "docs/formats.md" in result.stderr
-    assert (tree / "docs/formats.md").exists() == (text is not None)
+        assert result.returncode == 1 and "docs/reference/formats.md" in result.stderr
+    assert (tree / "docs/reference/formats.md").exists() == (text is not None)
 
 
 def test_types_agree_with_the_references():

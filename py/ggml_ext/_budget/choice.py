@@ -125,7 +125,7 @@ class Chosen:
         return [f"predicted KL divergence {self.predicted:.4g}{of}; {best}", *self.notes]
 
     def file_type(self) -> tuple[str | None, int]:
-        """Name of the type of ours that most weights of the blocks have, if one has some; general.file_type."""
+        """Name of the type of ours that most weights of the layers have, if one has some; general.file_type."""
         counts: dict[GGMLQuantizationType, int] = {}
         for item, qtype in zip(self.items, self.types, strict=True):
             in_blocks = item.tensor.name.startswith("blk.")

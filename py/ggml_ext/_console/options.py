@@ -84,7 +84,7 @@ def add_type_options(add: Callable) -> None:
         help="what errors cost, for a target: measured by running the model on a part of the calibration text, or as in another "
         "model",
     )
-    add("--pure", action="store_true", help="the type of most matrices of the blocks for embeddings and output too")
+    add("--pure", action="store_true", help="the type of most matrices of the layers for embeddings and output too")
     add(
         "--tensor-type",
         metavar="REGEX=TYPE",

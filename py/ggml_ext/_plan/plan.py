@@ -160,8 +160,8 @@ class Plan:
         self.types[i] = replacement_type(tensor, target)
         self.inaccurate.setdefault((target, self.types[i]), []).append(tensor.name)
 
-    def blocks_bpw(self, types: list[GGMLQuantizationType]) -> float | None:
-        """Bits per weight of the matrices of the blocks with these types; None if there are none. As in ggml-ext-ftype.h."""
+    def layers_bpw(self, types: list[GGMLQuantizationType]) -> float | None:
+        """Bits per weight of the matrices of the layers with these types; None if there are none. As in ggml-ext-ftype.h."""
         n_bits = n_weights = 0.0
         for tensor, qtype in zip(self.tensors, types, strict=True):
             if tensor.n_dims >= 2 and "blk." in tensor.name and tensor.name.endswith("weight"):

@@ -1,9 +1,9 @@
-"""Mixed files: a type for most matrices of the blocks and a better one for the sensitive parts.
+"""Mixed files: a type for most matrices of the layers and a better one for the sensitive parts.
 
 Which parts: scripts/studies/sensitivity.py on the reference model with second moments of blocks, from itq2_t to itq3_t, 120 chunks.
-KL divergence 0.080, less for each tenth of a bit a weight: attn_v 0.052, attn_output 0.021, attn_k and the first block 0.019, the
+KL divergence 0.080, less for each tenth of a bit a weight: attn_v 0.052, attn_output 0.021, attn_k and the first layer 0.019, the
 last 0.010, attn_q 0.006, ffn_down 0.004, ffn_gate and ffn_up 0.003. llama.cpp's mixtures (src/llama-quant.cpp,
-llama_tensor_get_type_impl()) favour attn_v and the first blocks too, and ffn_down, to which error feedback has given its due.
+llama_tensor_get_type_impl()) favour attn_v and the first layers too, and ffn_down, to which error feedback has given its due.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of the blocks whose name holds one of `parts` get the type; with first_block, of the first block alone."""
+    """Tensors of the layers whose name holds one of `parts` get the type; with first_layer, of the first layer alone."""
 
     parts: tuple[str, ...]
     type: str
-    first_block: bool = False
+    first_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Recipe:
     def type_of(self, tensor_name: str) -> str | None:
         """The better type of a tensor, or None."""
         for rule in self.rules:
-            prefix = "blk.0." if rule.first_block else "blk."
+            prefix = "blk.0." if rule.first_layer else "blk."
             if tensor_name.startswith(prefix) and any(part in tensor_name for part in rule.parts):
                 return rule.type
         return None
@@ -53,9 +53,9 @@ RECIPES: dict[str, Recipe] = {
             (
                 Rule(("attn_v",), "q4_k"),
                 Rule(("attn_", "ssm_"), "itq3_t"),
-                Rule(("ffn_",), "itq3_t", first_block=True),
+                Rule(("ffn_",), "itq3_t", first_layer=True),
             ),
-            "itq2_t; the attention's values q4_k, its other matrices and the first block itq3_t",
+            "itq2_t; the attention's values q4_k, its other matrices and the first layer itq3_t",
         ),
     )
 }

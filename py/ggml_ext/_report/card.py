@@ -101,8 +101,8 @@ class Card:
         models, is_itself = self.base_models()
         plan = self.plan
         n_bytes = sum(path.stat().st_size for path in self.outputs)
-        blocks = plan.blocks_bpw(plan.types)
-        in_blocks = "" if blocks is None else f"{blocks:.5g} bits a weight in the blocks, "
+        blocks = plan.layers_bpw(plan.types)
+        in_blocks = "" if blocks is None else f"{blocks:.5g} bits a weight in the layers, "
         name = f"[{models[0]}](https://huggingface.co/{models[0]})" if is_itself else self._name()
         lines = [
             f"{name} as {self.title}: {in_blocks}{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} in all, "

@@ -49,7 +49,7 @@ def totals_record(plan: Plan, accuracies: list[Accuracy] | None, chosen: Chosen 
         "bytes_before": plan.size_before(),
         "bytes": plan.size_after(),
         "bits_per_weight": _number(plan.size_after() * 8 / max(plan.n_elements(), 1)),
-        "bits_per_weight_in_the_blocks": _number(plan.blocks_bpw(plan.types)),
+        "bits_per_weight_in_the_layers": _number(plan.layers_bpw(plan.types)),
         **({} if accuracies is None else error_record(total)),
         **({} if chosen is None else chosen.record()),
     }

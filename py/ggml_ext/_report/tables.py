@@ -86,8 +86,8 @@ def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[
 def _outcome(plan: Plan, choices: Choices) -> list[str]:
     """What was asked for and what came out; one line if they are the same."""
     in_all = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in all"
-    asked, got = plan.blocks_bpw(plan.wanted), plan.blocks_bpw(plan.types)
-    blocks = "" if got is None else f"{got:.5g} bpw in the blocks, "
+    asked, got = plan.layers_bpw(plan.wanted), plan.layers_bpw(plan.types)
+    blocks = "" if got is None else f"{got:.5g} bpw in the layers, "
     if not plan.fallbacks and not plan.inaccurate:
         return ["", f"{choices.asked} as asked: {blocks}{in_all}"]
     lines = ["", f"asked for {choices.asked}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}"]
