@@ -5,6 +5,10 @@
     llama_cpp.py patch SOURCE DEST       copy SOURCE to DEST, patched; files that did not change keep their times
     llama_cpp.py pack FILE.tar.xz        write what builds and scripts/gpu/gpu_check.py read of the unpatched tree, 8 MB
     llama_cpp.py check [SOURCE]          say which patches apply to SOURCE (a newer llama.cpp); exit 1 if any does not
+    llama_cpp.py rebase NEW [--work DIR] [--merged DIR]
+                                         the patches on the tree NEW: merged in three ways and written back when all are; conflicts
+                                         are named, and lie with markers in DIR (default: build/rebase), to be mended there and
+                                         passed with --merged
 
 The pin is ggml_ext/upstream.toml. The archive comes through pip, is checked by SHA-256, and is kept with the unpacked
 tree in GGML_EXT_CACHE_DIR (default: the user's cache folder). GGML_EXT_LLAMA_CPP_DIR names a tree to use instead.
@@ -24,6 +28,7 @@ import tempfile
 from pathlib import Path
 
 import metal_library
+import patch_rebase
 from pinned import Failure, cache_dir, fetch
 
 try:
@@ -169,6 +174,33 @@ def check(source: Path) -> int:
     return 1 if n_bad else 0
 
 
+def rebase(new: Path, work: Path, merged: Path | None) -> int:
+    """Moves the patches to a newer llama.cpp; all or none is written."""
+    if not (new / "ggml" / "CMakeLists.txt").exists():
+        raise Failure(f"{new}: no llama.cpp source tree there")
+    if merged is not None and not merged.is_dir():
+        raise Failure(f"--merged {merged}: no such folder; name the one that an earlier run filled")
+    if merged is not None and merged.resolve() == work.resolve():
+        work = work.with_name(f"{work.name}-again")  # what was mended by hand is read, not written
+    old = pristine_tree()
+    print(f"patches for {version(old)}; {new} is {version(new)}")
+    with tempfile.TemporaryDirectory() as tmp:
+        copy_tree(old, Path(tmp))
+        apply_all(Path(tmp))
+        found = patch_rebase.rebase(PATCHES, patched_file, (old, Path(tmp), new.resolve()), work, merged)
+    for one in found:
+        print(f"  {one.patch.name:40s} {one.file:45s} {one.said}")
+        if one.lines:
+            print(f"    {one.where}: lines {', '.join(map(str, one.lines))}")
+    if bad := [one for one in found if one.text is None]:
+        print(f"{len(bad)} of {len(found)} patches need a hand; none was written. Mend the files named above, then run this again with "
+              f"--merged {work}")
+        return 1
+    patch_rebase.write_back(found)
+    print(f"{len(found)} patches written; next: docs/maintaining/new-llama-cpp.md")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -179,6 +211,10 @@ def main(argv: list[str] | None = None) -> int:
         sub.add_argument("source", type=Path, nargs=None if name == "patch" else "?")
         if name == "patch":
             sub.add_argument("dest", type=Path)
+    sub = commands.add_parser("rebase")
+    sub.add_argument("new", type=Path)
+    sub.add_argument("--work", type=Path, default=ROOT / "build" / "rebase")
+    sub.add_argument("--merged", type=Path)
     args = parser.parse_args(argv)
     try:
         if args.command == "tree":
@@ -187,6 +223,8 @@ def main(argv: list[str] | None = None) -> int:
             pack(pristine_tree(), args.file)
         elif args.command == "patch":
             patch_tree(args.source, args.dest)
+        elif args.command == "rebase":
+            return rebase(args.new, args.work, args.merged)
         else:
             return check(args.source or pristine_tree())
     except (Failure, OSError) as e:

@@ -106,3 +106,80 @@ def test_damaged_archive_is_refused(tmp_path):
 def test_wrong_tree_is_refused(tmp_path):
     done = script("tree", GGML_EXT_LLAMA_CPP_DIR=str(tmp_path))
     assert done.returncode == 1 and "GGML_EXT_LLAMA_CPP_DIR" in done.stderr
+
+
+# --- rebase
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The script with patches of its own, which it may write."""
+    root = tmp_path / "checkout"
+    for name in ("scripts/build", "ggml_ext", "metal"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def rebase(root: Path, new: Path, *args) -> subprocess.CompletedProcess:
+    command = [sys.executable, root / "scripts" / "build" / "llama_cpp.py", "rebase", new, *args]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+
+
+def patches_of(root: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in (root / "ggml_ext" / "patches").glob("*.patch")}
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{path} has no {old!r}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_rebase_onto_the_same_tree_changes_nothing(checkout, own_tree, tmp_path):
+    before = patches_of(checkout)
+    done = rebase(checkout, own_tree, "--work", tmp_path / "work")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{N_PATCHES} patches written" in done.stdout and patches_of(checkout) == before
+
+
+def test_rebase_follows_what_moved_and_what_changed_beside_a_hunk(checkout, own_tree, tmp_path):
+    """Lines above, and a line of the context: git apply refuses the second, a merge does not."""
+    backend, amx = own_tree / "ggml/src/ggml-backend.cpp", own_tree / "ggml/src/ggml-cpu/amx/mmq.cpp"
+    backend.write_text("// a newer file\n// with two more lines\n" + backend.read_text())
+    edit(amx, "    tc.rows[7] = 16;  tc.colsb[7] = 64;\n", "    tc.rows[7] = 16;  tc.colsb[7] = 32;\n")
+    assert script("check", own_tree).returncode == 1
+    before = patches_of(checkout)
+    done = rebase(checkout, own_tree, "--work", tmp_path / "work")
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = patches_of(checkout)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"0022-ggml-backend-cpp.patch", "0035-ggml-cpu-amx-mmq-cpp.patch"}
+    assert "+    return ggml_ext_device_may_run" in after["0022-ggml-backend-cpp.patch"] and "\nindex " not in "".join(after.values())
+    assert after["0035-ggml-cpu-amx-mmq-cpp.patch"].startswith(before["0035-ggml-cpu-amx-mmq-cpp.patch"].split("diff --git")[0])
+    applied = subprocess.run([sys.executable, str(checkout / "scripts/build/llama_cpp.py"), "check", str(own_tree)], capture_output=True, text=True)
+    assert applied.returncode == 0 and "moved" not in applied.stdout, applied.stdout
+
+
+def test_rebase_names_conflicts_and_takes_what_was_merged_by_hand(checkout, own_tree, tmp_path):
+    edit(own_tree / "ggml/src/ggml-backend.cpp", "    return device->iface.supports_op(device, op);\n",
+         "    return device->iface.supports_operation(device, op);\n")
+    (own_tree / "common" / "log.cpp").unlink()
+    before, work = patches_of(checkout), tmp_path / "work"
+    done = rebase(checkout, own_tree, "--work", work)
+    marked = work / "ggml/src/ggml-backend.cpp"
+    line = marked.read_text().splitlines().index("<<<<<<< this patch") + 1
+    assert done.returncode == 1 and f"{marked}: lines {line}\n" in done.stdout and patches_of(checkout) == before
+    assert "common/log.cpp is not in the new tree" in done.stdout and "2 of" in done.stdout and "need a hand" in done.stdout
+    text = marked.read_text()
+    start, end = text.index("<<<<<<< this patch"), text.index(">>>>>>> the new llama.cpp\n") + len(">>>>>>> the new llama.cpp\n")
+    mended = "    return ggml_ext_device_may_run(device, op) && device->iface.supports_operation(device, op);\n"
+    marked.write_text(text[:start] + mended + text[end:])
+    shutil.copy(Path(script("tree").stdout.strip()) / "common" / "log.cpp", own_tree / "common")
+    done = rebase(checkout, own_tree, "--work", work, "--merged", work)
+    assert done.returncode == 0 and "merged by hand" in done.stdout, done.stdout + done.stderr
+    assert f"+{mended}" in patches_of(checkout)["0022-ggml-backend-cpp.patch"]
+
+
+def test_rebase_onto_no_tree(checkout, tmp_path):
+    done = rebase(checkout, tmp_path)
+    assert done.returncode == 1 and done.stderr == f"error: {tmp_path}: no llama.cpp source tree there\n"
