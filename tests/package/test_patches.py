@@ -7,11 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from helpers.native import ROOT
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
 
 SCRIPT = ROOT / "scripts" / "build" / "llama_cpp.py"
 N_PATCHES = len(list((ROOT / "ggml_ext" / "patches").glob("*.patch")))
@@ -50,7 +56,15 @@ def own_tree(upstream, tmp_path) -> Path:
 def test_all_patches_apply_to_the_pinned_tree(upstream):
     done = script("check", upstream)
     assert done.returncode == 0
-    assert f"{N_PATCHES} of {N_PATCHES} patches apply" in done.stdout and "moved" not in done.stdout
+    assert f"{N_PATCHES} of {N_PATCHES} patches apply" in done.stdout and "hunk(s) moved" not in done.stdout
+
+
+def test_the_commit_is_the_one_that_the_archive_names(upstream):
+    pin = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
+    with tarfile.open(upstream.parent / pin["archive"]) as archive:
+        text = archive.extractfile(pin["tree"].split("/")[0] + "/CHANGELOG.md").read().decode()
+    section = text.split(f"## [{pin['version']}]")[1].split("## [")[0]
+    assert f"ggml-org/llama.cpp@{pin['commit']}" in section
 
 
 def test_users_tree_is_used_and_not_touched(own_tree, tmp_path):
@@ -157,7 +171,7 @@ def test_rebase_follows_what_moved_and_what_changed_beside_a_hunk(checkout, own_
     assert "+    return ggml_ext_device_may_run" in after["0022-ggml-backend-cpp.patch"] and "\nindex " not in "".join(after.values())
     assert after["0035-ggml-cpu-amx-mmq-cpp.patch"].startswith(before["0035-ggml-cpu-amx-mmq-cpp.patch"].split("diff --git")[0])
     applied = subprocess.run([sys.executable, str(checkout / "scripts/build/llama_cpp.py"), "check", str(own_tree)], capture_output=True, text=True)
-    assert applied.returncode == 0 and "moved" not in applied.stdout, applied.stdout
+    assert applied.returncode == 0 and "hunk(s) moved" not in applied.stdout, applied.stdout
 
 
 def test_rebase_names_conflicts_and_takes_what_was_merged_by_hand(checkout, own_tree, tmp_path):
