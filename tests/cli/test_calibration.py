@@ -29,11 +29,14 @@ from ggml_ext._importance import calibration
 from ggml_ext._importance.calibration import Record
 from ggml_ext._importance.cost import Input, Model, choose_importance
 from ggml_ext._native import process as programs
-from helpers.calibration_folder import MATRICES, folder  # noqa: F401  (a fixture)
+from helpers import calibration_folder
+from helpers.calibration_folder import MATRICES
 from helpers.commands import quantize, run_quantize, tool
 from helpers.errors import check_error, files
 from helpers.models import ROOT, gaussian, write_gguf
 from helpers.spies import Spy
+
+folder = calibration_folder.folder  # the fixture
 
 
 def test_it_runs_by_itself_and_is_used_again(folder):

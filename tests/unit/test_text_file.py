@@ -13,11 +13,13 @@ from ggml_ext._budget import sensitivity
 from ggml_ext._native import count_tokens as _count_tokens
 from ggml_ext._native import text_file
 from ggml_ext._native.text_file import check_text, count_tokens, read_end
-from helpers.calibration_folder import folder  # noqa: F401  (a fixture)
+from helpers import calibration_folder
 from helpers.commands import quantize, run_quantize, tool
 from helpers.errors import check_error, files
 from helpers.models import ROOT
 from helpers.native import BUILD
+
+folder = calibration_folder.folder  # the fixture
 
 WORDS = "Ein paar Wörter für jeden Tag, und déjà vu. " * 100
 
@@ -85,7 +87,7 @@ def test_a_long_text_is_not_held_in_memory(tmp_path):
         tracemalloc.stop()
 
 
-def test_the_quantizer_refuses_it_before_anything_runs(folder):  # noqa: F811
+def test_the_quantizer_refuses_it_before_anything_runs(folder):
     folder.text.write_text(WORDS, "utf-16")
     for flags in ([], ["--dry-run"]):
         _, err = folder.run("--imatrix-from", folder.text, *flags, code=1)
@@ -93,7 +95,7 @@ def test_the_quantizer_refuses_it_before_anything_runs(folder):  # noqa: F811
     assert not folder.runs() and not list(folder.out.parent.iterdir())
 
 
-def test_a_link_to_a_text_of_another_name(folder):  # noqa: F811
+def test_a_link_to_a_text_of_another_name(folder):
     """llama-imatrix runs in the folder of the text itself."""
     (folder.path / "elsewhere").mkdir()
     (link := folder.path / "elsewhere" / "link.txt").symlink_to(folder.text)
