@@ -133,6 +133,22 @@ def render_smollm2(measured: dict) -> str:
     return "\n".join(["| three bits | | two bits | |", "|" + " --- |" * 4, *lines])
 
 
+SUMMARY = (("ditto5", "q5_k"), ("itq3_t", "iq3_s", "q3_k"), ("itq2_t", "q2_k", "iq2_s"))  # by size: our type, then the stock ones of that size
+
+
+def render_summary(types: list[Type], measured: dict) -> str:
+    """Our type of each size beside stock ones: both models and the speed in one table."""
+    by_name, smollm2 = {t.name: t for t in types}, measured["smollm2"]["rows"]
+    lines = ["| type | bits a weight | perplexity over F16 with an importance matrix | with second moments | SmolLM2: perplexity / KL divergence | "
+             "decode, x Q3_K |", "|" + " --- |" * 6]
+    for t in (by_name[name] for names in SUMMARY for name in names):
+        over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over[1:])
+        other = "{1:.1f} / {2:.2f}".format(*smollm2[t.name]) if t.name in smollm2 else ""
+        title = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
+        lines.append(f"| {title} | {t.bpw:g} | {over} | {other} | {t.decode:.2f} |")
+    return "\n".join(lines)
+
+
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
 CHOICES = (
     ("a better file than Q3_K or IQ3_S ({q3_k:.2f}), and a smaller one", "itq3_t", None),
@@ -393,7 +409,7 @@ def main() -> None:
     types, variants = read_types(measured), json.loads(VARIANTS.read_text())
     tables = {
         "README.md": {"choice": render_choice(measured), "measured": render_types(types), "claims": render_claims(measured), "smollm2": render_smollm2(measured)},
-        "docs/results/measurements.md": {"measured": render_rows(measured["rows"])},
+        "docs/results/measurements.md": {"summary": render_summary(types, measured), "measured": render_rows(measured["rows"])},
         "docs/results/variants.md": {"measured": render_variants(variants)},
     }
     for name, parts in tables.items():

@@ -49,6 +49,39 @@ def test_an_extra_is_installed_by_its_requirements(monkeypatch):
     assert extras.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
 
 
+# Paths of this repository in running text, in back quotes or not.
+PATHS = r"`((?:ggml_ext|cuda|metal|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind #, as GitHub makes it of the headings."""
+    heads = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken(name: str, text: str, documents: dict[str, str]) -> list[str]:
+    """Files, links and headings that a document names and that are not there."""
+    found = [path for groups in re.findall(PATHS, text) for path in groups if path and not (ROOT / path).exists()]
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        shown = str(target.relative_to(ROOT))
+        if not target.exists() or anchor and anchor not in anchors(documents.get(shown, "")):
+            found.append(link)
+    return [f"{name}: {path}" for path in found]
+
+
+def test_documents_name_files_and_headings_that_exist():
+    documents = {path: text for path, text in texts().items() if path.endswith(".md")}
+    assert [path for name, text in documents.items() for path in broken(name, text, documents)] == []
+
+
+@pytest.mark.parametrize("text", ["`docs/no.md`", "[x](docs/no.md)", "[x](docs/README.md#no)", "[x](#no)", "scripts/tools/no.py"])
+def test_a_broken_link_is_found(text):
+    assert len(broken("README.md", f"# Head\n{text}\n", {"README.md": "# Head"})) >= 1
+    assert broken("README.md", "[x](#head) [y](docs/README.md)", {"README.md": "# Head"}) == []
+
+
 def code_lines() -> list[tuple[str, str]]:
     """(document, line) of all code blocks."""
     documents = {path: text for path, text in texts().items() if path.endswith(".md")}

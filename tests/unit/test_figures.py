@@ -101,14 +101,3 @@ def test_every_script_is_in_its_room():
     assert {p.name for p in (ROOT / "scripts").glob("*/*.py")} - shared == named
 
 
-def test_documents_name_files_that_exist():
-    """Every path of the repository that README and the documents put into back quotes or link to."""
-    missing = []
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        text = document.read_text()
-        paths = re.findall(r"`((?:ggml_ext|cuda|py|tests|scripts|docs|data)/[\w./-]+)`", text) + re.findall(r"(?<![\w/])(docs/[\w-]+\.md)", text)
-        paths += re.findall(r"(scripts/\w+/\w+\.py)", text)
-        missing += [f"{document.name}: {path}" for path in paths if not (ROOT / path).exists()]
-        links = re.findall(r"\]\((?!http)([^)#]+)", text)
-        missing += [f"{document.name}: {path}" for path in links if not (document.parent / path).exists()]
-    assert not missing
