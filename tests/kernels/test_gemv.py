@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import gemv
 from ggml_ext import WEIGHT_TYPES
 from helpers.native import ROOT
 
@@ -23,4 +24,18 @@ def test_columns_table():
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| 64x768 |")]
     assert [row[1] for row in rows] == ["ITQ3_S", "Q3_K"]
-    assert all(float(cell.rstrip(" |")) > 0 for row in rows for cell in row[2:])
+
+
+def test_columns_are_ratios_of_the_least_times(monkeypatch, capsys, lib):
+    """With a clock of its own: the second round is the faster one, and n columns take 1 + n times 10 microseconds."""
+    calls = []
+
+    def seconds(work, plan, threads, clock):
+        calls.append(plan)
+        n_columns = [1, 2, 9][(len(calls) - 1) % 3]
+        return 1e-5 * (1 + n_columns) * (2 if len(calls) <= 3 else 1)
+
+    monkeypatch.setattr(gemv, "seconds", seconds)
+    gemv.main(["--columns", "2,9", "--rounds", "2", "--shapes", "64x768", "--copies-mb", "0", "--threads", "1", "--types", "itq3_s"])
+    assert len(calls) == 6
+    assert capsys.readouterr().out.splitlines()[-1] == "| 64x768 | ITQ3_S | 20 | 1.50 | 5.00 |"

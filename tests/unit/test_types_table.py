@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from ggml_ext import TYPES
+from ggml_ext import TYPES, WEIGHT_TYPES
 from ggml_ext._base.upstream import LLAMA_CPP_VERSION
-from ggml_ext.quants import itq3_s
+from ggml_ext.quants import reference
+from helpers.blocks import every_code_everywhere
 from helpers.models import ROOT
 
 FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_base/types.py")
@@ -180,7 +181,13 @@ def test_a_document_without_markers_is_an_error(tree, text):
     assert (tree / "docs/reference/formats.md").exists() == (text is not None)
 
 
-def test_types_agree_with_the_references():
-    assert TYPES["itq3_s"].block_bytes == itq3_s.BLOCK_BYTES
-    assert (TYPES["itq3_s"].unpack_min, TYPES["itq3_s"].unpack_max) == (0, 7)
-    assert TYPES["itq3_s"].bpw == 3.125
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_types_agree_with_the_references(name):
+    """Size of the blocks, how many weights they have, and the range of the codes, of which tables of values use a part."""
+    info, module, blocks = TYPES[name], reference(name), every_code_everywhere(name)
+    codes = module.unpack(blocks)[0]
+    assert codes.shape == (len(blocks), info.block_size) == module.dequantize_blocks(blocks).shape
+    assert info.unpack_min <= codes.min() and codes.max() <= info.unpack_max
+    assert int(codes.max()) - int(codes.min()) > (info.unpack_max - info.unpack_min) / 2
+    with pytest.raises(ValueError):
+        module.unpack(blocks[:, :-1])
