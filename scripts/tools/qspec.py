@@ -29,6 +29,7 @@ from pathlib import Path
 
 from ggml_ext._base.errors import UserError
 from ggml_ext._console.cli import run_script
+from ggml_ext._native import library
 from perplexity_run import kl_divergence, run_tool, save_base_logits
 from server import Address, running_server
 
@@ -205,6 +206,14 @@ def markdown(found: dict) -> str:
     return "\n".join(out)
 
 
+def check_study_build() -> None:
+    """The 4-bit rows are of activations that only a build for tests rounds; any other would show 8 bits as 4."""
+    found = [p for p in library.load().path.parent.glob("libggml-cpu*") if b"GGML_EXT_ACT_BITS" in p.read_bytes()]
+    if not found:
+        raise UserError("--only quality,acceptance: the installed build does not know GGML_EXT_ACT_BITS, which their 4-bit rows need; "
+                        "build with -C cmake.define.GGML_EXT_TESTS=ON, or leave both parts out")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
@@ -231,6 +240,8 @@ def main() -> None:
     for path in (args.model, args.code, args.prose):
         if not path.is_file():
             raise UserError(f"{path}: no such file")
+    if {"quality", "acceptance"} & {*parts}:
+        check_study_build()
     texts = {"code": args.code, "prose": args.prose}
     slots = [int(n) for n in args.slots.split(",")]
     gammas = [int(n) for n in args.gammas.split(",")]

@@ -1,10 +1,15 @@
-"""The Python package in rooms: no circle, no upward import, no function that a reader cannot hold in view."""
+"""The Python package in rooms: no circle, no upward import, no function that a reader cannot hold in view. And the headers in C."""
 
 import ast
+import json
+import re
 import subprocess
 import sys
 
+import pytest
+
 from helpers.models import ROOT
+from helpers.native import BUILD
 
 PACKAGE = ROOT / "py" / "ggml_ext"
 GRAPH = ROOT / "scripts" / "build" / "import_graph.py"
@@ -63,3 +68,24 @@ def test_command_lines_stay_in_the_console():
     """argparse is the business of the commands and their room."""
     users = {p.relative_to(PACKAGE).parts[0] for p in PACKAGE.rglob("*.py") if "import argparse" in p.read_text() and "convert" not in p.parts}
     assert users == {"_console", "quantize.py", "export.py", "inspect.py", "dump.py", "libdir.py"}
+
+
+# --- C: which targets see which headers
+
+# All others see hooks/ alone, so that no file of upstream's can include simd.h or all.h by accident.
+SEES_BASE = ("ggml-base", "llama-common", "server-context", "llama-imatrix", "ggml-cuda", "ggml-metal")
+SEES_ALL = ("ggml-cpu", "ggml-ext-", "fuzz-")  # how their names begin: the CPU backend's variants, and what tests build
+
+
+def test_headers_reach_only_the_targets_that_need_them():
+    commands = BUILD / "compile_commands.json"
+    if not commands.exists():
+        pytest.skip(f"{commands} is not there: make install writes it")
+    seen: dict[str, set[str]] = {}
+    for entry in json.loads(commands.read_text()):
+        target = re.search(r"CMakeFiles/([^/]+)\.dir", entry["output"] if "output" in entry else entry["command"])[1]
+        seen.setdefault(target, set()).update(re.findall(r"-I\S*?/(ggml_ext(?:/cpu)?)(?=\s)", entry["command"]))
+    assert len(seen) > 20 and seen["ggml-base"] == {"ggml_ext"}
+    for target, folders in seen.items():
+        allowed = {"ggml_ext", "ggml_ext/cpu"} if target.startswith(SEES_ALL) else {"ggml_ext"} if target in SEES_BASE else set()
+        assert folders <= allowed, f"{target} sees {folders - allowed}"
