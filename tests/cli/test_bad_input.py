@@ -388,6 +388,7 @@ def test_split_count_of_another_kind(tmp_path, payload):
     quantize(path, tmp_path / "out.gguf", "--type", "itq3_s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
 def test_interrupted_half_way(tmp_path, number, code, existing):

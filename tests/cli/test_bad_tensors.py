@@ -83,6 +83,7 @@ def imatrix_flags(folder, kind: str) -> list:
 CASES = [(name, options) for name in sorted(WEIGHT_TYPES) for options in ("", *IMPORTANCES)] + [("ditto3", "tensor")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type_name", "options"), CASES)
 def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, type_name, options):
     source = sources(type_name)

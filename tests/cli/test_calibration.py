@@ -190,6 +190,7 @@ def test_a_full_disk(folder, monkeypatch):
     assert not folder.runs()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_program_too(folder, tmp_path):
     driver = (
         "import signal, sys; from pathlib import Path; from ggml_ext import quantize; from ggml_ext._importance import calibration\n"
@@ -427,6 +428,7 @@ def test_records_are_read_with_care(tmp_path):
 
 # --- the real program
 
+@pytest.mark.slow
 def test_with_the_real_program(model, lib, tmp_path):
     """The diagonal equals what llama-imatrix makes by itself."""
     flags = ["--imatrix-from", ROOT / "data" / "heldout.txt", "--calibration-chunks", "2", "--importance", "diagonal"]
@@ -454,6 +456,7 @@ def test_the_real_program_refuses_what_is_no_language_model(lib, tmp_path):
     assert files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_whole_matrices_of_the_real_program_in_passes(model, lib, tmp_path):
     """By passes over layers the same bytes as in one; a kept file of one pass serves blocks."""
     if "--layers" not in subprocess.run([tool("llama-imatrix"), "--help"], capture_output=True, text=True).stdout:

@@ -57,6 +57,7 @@ def bf16(values):
     return (values.view("<u4") & 0xFFFF0000).view("<f4")
 
 
+@pytest.mark.slow
 def test_converted_and_run(checkpoint, made):
     done, folder = made
     assert f"note: {checkpoint} becomes a GGUF file first, about 3 MiB in {folder}{os.sep}.converted-" in done.stderr
@@ -105,6 +106,7 @@ def test_repository_with_safetensors(client, checkpoint, made):
     assert list(files(client.out.parent)) == ["out.gguf"]
 
 
+@pytest.mark.slow
 def test_experts(tmp_path):
     """A mixture: the experts' matrices become tensors of three dimensions, calibrated, quantized and run."""
     source = write_checkpoint(tmp_path / "mixture", n_experts=4)

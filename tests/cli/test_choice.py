@@ -386,6 +386,7 @@ sys.exit(quantize.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_comes_to_the_same_end(fresh):
     """No part is measured twice."""
     folder = fresh
@@ -434,6 +435,7 @@ def test_an_interrupt_keeps_the_parts_that_are_measured(half, measured):
     assert [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path_and_value",
     [(("text", "chunks"), 7), (("probe_errors", FREE[1]), 0.5), (("costs", 1, 0), "blk.*.ffn_gate.weight"), (("costs", 1, 1), FREE[:2]),

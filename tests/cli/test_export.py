@@ -252,6 +252,7 @@ def test_bad_files(ours, tmp_path, capsys):
 # --- the whole model ---
 
 
+@pytest.mark.extra_build
 def test_stock_llama_cpp_runs_it(model, tmp_path, capsys):
     """The exported file in F16 has the perplexity of the file it was made from, and a stock program loads it."""
     ours, f16, q8 = (tmp_path / f"{n}.gguf" for n in ("ours", "f16", "q8"))

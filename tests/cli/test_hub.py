@@ -102,6 +102,7 @@ def test_connection_that_breaks_once(client, large):
     assert [p.read_bytes() for p in client.blobs()] == [large]
 
 
+@pytest.mark.slow
 def test_connection_that_breaks_again_and_again(client, large):
     tries = _hub.N_TRIES * (6 if client.packages else 1)  # newer clients try five times more for each of ours
     repo = client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000, *[1000] * (tries - 1)])

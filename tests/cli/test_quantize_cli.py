@@ -108,6 +108,7 @@ def test_bytes_are_the_encoders(model, quantized):
     assert np.array_equal(after[name].data.reshape(-1, 100), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", ["8", "3"])
 def test_c_and_numpy_write_the_same_file(model, lib, tmp_path, levels):
     digests = set()
@@ -293,6 +294,7 @@ def test_a_pattern_without_a_match_is_warned_about(small, tmp_path):
     assert result.stderr == "warning: --tensor-type atn_k=q8_0 matches no tensor\n"
 
 
+@pytest.mark.slow
 def test_peak_memory(lib, tmp_path):
     """Below the largest tensor in F32 plus 500 MB, for a file whose sum of tensors is above it."""
     ne, n_tensors = (8192, 4096), 14

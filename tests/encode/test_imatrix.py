@@ -30,6 +30,7 @@ from helpers.models import ROOT, gaussian, read_tensors, write_gguf
 from perplexity_run import imatrix as make_imatrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_name", ["ditto3", "itq3_s"])
 def test_same_tensors_as_llama_quantize(model, lib, tmp_path, type_name):
     """Each stock type by its own path; the embeddings have importances too, as with llama-imatrix --process-output."""

@@ -155,6 +155,7 @@ def test_the_search_does_not_overflow(name, follows):
     assert ((states[:, 0] >> k == before % groups) if follows else (states[:, 0] >> k < 256)).all()
 
 
+@pytest.mark.slow
 @EACH
 def test_same_bytes_as_c_beyond_the_search(lib, name):
     """Rotated weights far beyond the values of the code, where the search holds them."""

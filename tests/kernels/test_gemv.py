@@ -3,11 +3,14 @@
 import subprocess
 import sys
 
+import pytest
+
 import gemv
 from ggml_ext import WEIGHT_TYPES
 from helpers.native import ROOT
 
 
+@pytest.mark.slow
 def test_products_agree():
     """The script itself fails where the two ways differ by more than the rounding of activations."""
     command = [sys.executable, ROOT / "scripts" / "tools" / "bench.py", "--gemv", "--rounds", "1", "--shapes", "512x768",

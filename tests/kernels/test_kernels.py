@@ -36,6 +36,7 @@ def test_isa_is_what_it_is_called(isa):
     assert kernels(isa).isa == native.ISA_NAMES[isa.removeprefix("arm64-").removesuffix("-host")]
 
 
+@pytest.mark.extra_build
 @pytest.mark.parametrize("isa", [isa for isa in ["avx2", "avx512"] if isa in native.LOCAL_ISAS])
 def test_host_intrinsics_equal_the_processors(isa):
     """What takes the place of intrinsics that the processor may lack, against those it has."""
@@ -337,6 +338,7 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
         assert np.abs(actual).max() > 20 * error.max()  # the bound is not vacuous
 
 
+@pytest.mark.extra_build
 @pytest.mark.parametrize("binary, arguments", [
     ("test-quantize-fns", ["-v"]),
     *[("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"]) for name in TYPE_NAMES],

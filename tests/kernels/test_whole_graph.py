@@ -36,6 +36,7 @@ def files(tmp_path_factory, model) -> dict[str, Path]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_paths_agree_on_perplexity(files, name, monkeypatch):
     """vec_dot alone (no tiled GEMM) on the whole graph; test_perplexity_script.py has the default path."""
@@ -48,6 +49,7 @@ def test_paths_agree_on_perplexity(files, name, monkeypatch):
 N_CHUNKS_EMULATED = 8
 
 
+@pytest.mark.extra_build
 @pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "dotprod"])
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch):
@@ -60,6 +62,7 @@ def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch)
     assert abs(math.log(there / here)) <= perplexity_tolerance(N_CHUNKS_EMULATED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_embeddings_may_have_the_type_too(files, name, tmp_path, model):
     """token_embd goes through get_rows and, tied, through mul_mat: both must know the rotation."""
@@ -68,6 +71,7 @@ def test_embeddings_may_have_the_type_too(files, name, tmp_path, model):
     assert perplexity(out, TEXT, n_chunks=10).value < 1.5 * perplexity(files[name], TEXT, n_chunks=10).value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_llama_bench_and_completion_name_the_type(files, name):
     rows = json.loads(re.search(r"\[\n.*\]", run_tool("llama-bench", "-m", files[name], "-p", 16, "-n", 4, "-r", 1, "-o", "json"), re.S)[0])
@@ -79,6 +83,7 @@ def test_llama_bench_and_completion_name_the_type(files, name):
     assert re.search(r"def add\(a, b\):\n    \S", done.stdout), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_server_completes(files, name):
     """llama-server, as its users start it: one completion over HTTP, then a clean stop."""
@@ -120,6 +125,7 @@ def answer(result: subprocess.CompletedProcess) -> str:
     return result.stdout.split("> import os", 1)[1].split("[ Prompt:")[0].strip()
 
 
+@pytest.mark.extra_build
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_stock_llama_cli_with_our_ggml(files, name, tmp_path):
     """Only the ggml libraries are ours: a stock program and a stock libllama run the file, and say what ours say."""
@@ -131,6 +137,7 @@ def test_stock_llama_cli_with_our_ggml(files, name, tmp_path):
     assert answer(stock) == answer(ours) != ""
 
 
+@pytest.mark.extra_build
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_stock_llama_cli_refuses(files, name):
     """With its own ggml it says why and fails, instead of reading our blocks as something else."""
@@ -139,6 +146,7 @@ def test_stock_llama_cli_refuses(files, name):
     assert f"invalid ggml type {int(WEIGHT_TYPES[name].id)}" in result.stdout + result.stderr
 
 
+@pytest.mark.extra_build
 def test_stock_llama_cli_is_stock(files):
     assert run_cli(built(STOCK, "llama-cli"), files["f16"]).returncode == 0
     assert not hasattr(ctypes.CDLL(str(built(STOCK, "libggml-base.so"))), "ggml_ext_abi_version")

@@ -35,6 +35,7 @@ def built():
         pytest.skip(str(e))
 
 
+@pytest.mark.slow
 def test_committed_text_is_what_the_script_makes(built, text):
     pieces, notices = built
     assert text == calibration_text.joined(pieces), "run scripts/build/calibration_text.py"

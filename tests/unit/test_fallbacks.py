@@ -364,6 +364,7 @@ NARROW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--pure"]], ids=lambda f: " ".join(f) or "default")
 @pytest.mark.parametrize(("n", "type_name", "name"), NARROW)
 def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_path, n, type_name, name, flags):

@@ -15,6 +15,7 @@ def paired(*args) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_pair(model, lib):
     """Both ways round: the same difference with the other sign. 10 chunks tell three bits from two by many errors."""
     done = paired("--pairs", "itq3_t:q2_k,q2_k:itq3_t", "-m", model, "--chunks", 10, "-t", 2)

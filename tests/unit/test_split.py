@@ -117,6 +117,7 @@ def test_merged_again(made, tmp_path):
     assert len(gguf.GGUFReader(tmp_path / "merged.gguf").tensors) == len(MATRICES) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linked", [False, True])
 def test_calibration_from_parts(model, tmp_path, linked, quantize):
     """With the real llama-imatrix, which finds the parts by the name it is given."""

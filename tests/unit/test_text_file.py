@@ -165,6 +165,7 @@ def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
     assert count_tokens(model, text, 512) is None
 
 
+@pytest.mark.slow
 def test_a_text_shorter_than_asked_for(model, lib, tmp_path):
     """What is said, chosen by and recorded are the chunks that llama-imatrix runs. Whichever larger number was asked for, the result
     serves, that of an earlier version too, which recorded what was asked for."""
