@@ -7,10 +7,13 @@ GGML_EXT_TEST_MODEL=FILE replaces data/model-f16.gguf.
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ggml_ext._base.signals import SIGNALS
 from ggml_ext._native import library
 from helpers.models import MODEL
 
@@ -18,6 +21,10 @@ TESTS = Path(__file__).parent
 QUICK_FOLDERS = ("unit", "encode", "kernels", "cli")
 QUICK_BLOCKS = (1, 3, 16)  # of rows, where a test goes through many lengths
 NO_SKIP = os.environ.get("GGML_EXT_NO_SKIP") == "1"
+
+# A shell starts what runs in its background with interrupts ignored, which children inherit: tests that send one would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_quick(item: pytest.Item, folder: str) -> bool:
@@ -73,3 +80,9 @@ def model() -> Path:
     return MODEL
 
 
+@pytest.fixture(autouse=True)
+def _handlers_stay() -> Iterator[None]:
+    """No call of the package may leave the caller's signals ignored."""
+    before = [signal.getsignal(n) for n in SIGNALS]
+    yield
+    assert [signal.getsignal(n) for n in SIGNALS] == before

@@ -25,24 +25,28 @@ def takes_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+class _Stop:
+    """The handler of stop_on_signals()."""
+
+    def __call__(self, number: int, _frame: object) -> None:
+        ignore_signals()  # cleaning up takes a moment and must not be cut short
+        raise Stopped(number)
+
+
 def ignore_signals() -> None:
-    """Until stop_on_signals() ends."""
+    """Until stop_on_signals() ends. Outside of it nothing: a program that calls the API keeps its own handlers."""
     for n in SIGNALS if takes_signals() else []:
-        signal.signal(n, signal.SIG_IGN)
+        if isinstance(signal.getsignal(n), _Stop):
+            signal.signal(n, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[None]:
     """Within it SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread; once is enough. In another thread they stay as they
     are."""
-
-    def stop(number: int, _frame) -> None:
-        ignore_signals()  # cleaning up takes a moment and must not be cut short
-        raise Stopped(number)
-
     # None: a handler that is not Python's, which could not be set again
     wanted = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)] if takes_signals() else []
-    previous = {n: signal.signal(n, stop) for n in wanted}
+    previous = {n: signal.signal(n, _Stop()) for n in wanted}
     try:
         yield
     finally:
