@@ -17,6 +17,8 @@ from helpers.models import gaussian, write_gguf
 FILE = "some-model-BF16.gguf"
 PIECE = 10 * 1024 * 1024  # huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE
 
+pytestmark = pytest.mark.extra_build  # of the extra hf, and other clients
+
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):

@@ -1,4 +1,4 @@
-"""The installed package as a user has it: its programs, and the quantizer as a process."""
+"""The installed package as a user has it: its programs and its commands."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ggml_ext
+from ggml_ext import quantize as quantizer
 
 
 def tool(name: str) -> Path:
@@ -21,16 +22,33 @@ def tool(name: str) -> Path:
     return path
 
 
-def quantize_command(*args) -> list[str]:
+def quantize_arguments(*args) -> list[str]:
     """Without calibration, unless the arguments say where importances come from."""
     args = [*map(str, args)]
     chosen = any(a.startswith(("--imatrix", "--importance", "--no-calibration", "--calibration")) for a in args)
-    return [sys.executable, "-m", "ggml_ext.quantize", *args, *([] if chosen else ["--importance", "none"])]
+    return [*args, *([] if chosen else ["--importance", "none"])]
+
+
+def quantize_command(*args) -> list[str]:
+    return [sys.executable, "-m", "ggml_ext.quantize", *quantize_arguments(*args)]
+
+
+def run_main(main, *args) -> subprocess.CompletedProcess:
+    """A command's main() in this process, which has the imports behind it: a process of its own takes a third of a second more."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([*map(str, args)])
+        except SystemExit as e:  # argparse's
+            code = e.code
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def run_quantize(*args, **kwargs) -> subprocess.CompletedProcess:
-    """The quantizer as a process of its own; does not raise when it fails."""
-    return subprocess.run(quantize_command(*args), capture_output=True, text=True, timeout=300, **kwargs)
+    """The quantizer; does not raise when it fails. With options of subprocess.run() as a process of its own."""
+    if kwargs:
+        return subprocess.run(quantize_command(*args), capture_output=True, text=True, timeout=300, **kwargs)
+    return run_main(quantizer.main, *quantize_arguments(*args))
 
 
 def quantize(*args) -> subprocess.CompletedProcess:
@@ -39,11 +57,3 @@ def quantize(*args) -> subprocess.CompletedProcess:
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     return result
-
-
-def run_main(main, *args) -> subprocess.CompletedProcess:
-    """A command's main() in this process, which has the imports behind it; other tests run the commands as processes."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*map(str, args)])
-    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())

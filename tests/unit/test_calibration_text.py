@@ -42,6 +42,7 @@ def test_committed_text_is_what_the_script_makes(built, text):
     assert calibration_text.LICENSES.read_bytes().decode() == notices
 
 
+@pytest.mark.slow
 def test_shares(built):
     """Of the whole and of its thirds: a run with few chunks sees the beginning alone."""
     pieces, _ = built
@@ -55,6 +56,7 @@ def test_shares(built):
     assert len(calibration_text.shares(pieces, "language")) > 12
 
 
+@pytest.mark.slow
 def test_pieces_are_of_a_kilobyte_or_some(built):
     sizes = [p.n_bytes for p in built[0]]
     assert 300 < min(sizes) and max(sizes) < 3000 and 1000 < sum(sizes) / len(sizes) < 2000
