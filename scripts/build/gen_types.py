@@ -45,7 +45,7 @@ COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_size": int, "block_
 WEIGHT_FIELDS = {
     "activation": str, "unpack_min": int, "unpack_max": int, "group": int, "fallback": str, "token_embd": str,
     "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
-    "fns_limits": str,
+    "student_t4_rel_mse": float, "moments_gain": float, "fns_limits": str,
 }
 # of trellis types; a nested list is two tables of 16 bytes. trellis_code names the type that has them instead
 TRELLIS_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
@@ -272,6 +272,8 @@ class TypeInfo:
     title: str | None = None
     usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
     fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
+    student_t4_rel_mse: float | None = None  # bound for samples of Student's t with 4 degrees of freedom
+    moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
     fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
     fns_dot_error: float | None = None    # or its own for products
     trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h

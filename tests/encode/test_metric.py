@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggml_ext import TYPES
+from ggml_ext import TYPES, WEIGHT_TYPES
 from ggml_ext._native import library
 from ggml_ext.quants import SIGNS, reference
 from ggml_ext.quants._metric import Metric, positions
@@ -109,11 +109,9 @@ def test_the_segments_add_up_to_the_form(n, whole, segment, rotated, seed):
     np.testing.assert_allclose(found, expected, rtol=2 * n * 2**-24 * np.sqrt(n / 0.1))
 
 
-@pytest.mark.parametrize(("name", "gain"), [("itq3_t", 0.69), ("itq2_t", 0.76), ("itq3_t64", 0.57), ("itq2_t64", 0.70),
-                                            ("itq3_s", 0.64), ("ccq2", 0.515), ("ditto3", 0.435), ("ditto5", 0.61)])
-def test_moments_lower_the_error_of_outputs(lib, name, gain):
-    """None, the diagonal, blocks, whole matrices: each better than the one before. Measured whole over diagonal 0.547, 0.786, 0.556, 0.741, 0.624,
-    0.501, 0.421, 0.592."""
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_moments_lower_the_error_of_outputs(lib, name):
+    """None, the diagonal, blocks, whole matrices: each better than the one before."""
     n, qtype = 512, int(TYPES[name].id)
     moments = correlated(n, 3 * n)
     x = np.random.default_rng(SEED).standard_normal((48, n)).astype(np.float32)
@@ -124,7 +122,7 @@ def test_moments_lower_the_error_of_outputs(lib, name, gain):
     errors = [error(), error(imatrix=np.diag(moments).astype(np.float32)),
               *(error(metric=metrics(lib, name, moments, whole)[0]) for whole in (False, True))]
     print(name, errors)
-    assert errors == sorted(errors, reverse=True) and errors[3] < gain * errors[1]
+    assert errors == sorted(errors, reverse=True) and errors[3] < TYPES[name].moments_gain * errors[1]
 
 
 def test_one_codebook_for_all_blocks(lib):
