@@ -46,10 +46,13 @@ GGML_EXT_WEIGHT_TYPES(X)
 template <typename B, typename = void> constexpr bool is_trellis = false;
 template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
 
-// On a Zen 3 core, AVX2 without VNNI, a batch of 512 columns is faster this way; where unpacking is dear, 32 of them
-// (docs/results/measurements.md). With VNNI, where that has not been measured, as many columns as one unpacked block serves.
+// Where tiles begin to be the faster way, measured on a Zen 3 core, AVX2 without VNNI, and on a Zen 4 core with AVX-512
+// (docs/results/measurements.md): with VNNI dot_columns() multiplies as tiles do, and types differ by what their scales cost there.
 template <typename B> constexpr int64_t tiled_columns(bool with_vnni) {
-    return with_vnni ? MAX_COLUMNS + 1 : is_trellis<B> ? 32 + 1 : 512 + 1;
+    if (with_vnni) {
+        return 1 + (has_scales<B> ? 24 : group_blocks<B> > 1 ? 120 : 56);
+    }
+    return 1 + (is_trellis<B> ? 32 : 512);
 }
 
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
