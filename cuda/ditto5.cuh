@@ -12,7 +12,7 @@ template <> struct unpacker<block_ditto5> {
     static __device__ __forceinline__ unpacked unpack(const block_ditto5 & x, int k) {
         static_assert(offsetof(block_ditto5, ql) % 2 == 0 && offsetof(block_ditto5, qh) % 2 == 0, "loads of two bytes");
         constexpr uint8_t upper_half[] = GGML_EXT_DITTO5_CODEBOOK;
-        const lookup16 codebook(upper_half, k);
+        const lookup16 codebook(upper_half);
         const uint16_t * ql = (const uint16_t *) x.ql + 2*k, * qh = (const uint16_t *) x.qh + 2*k;
         const uint32_t h = qh[0] | (uint32_t) qh[1] << 16;
         unpacked u;

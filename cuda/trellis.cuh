@@ -1,6 +1,7 @@
-// The trellis code of ITQ3_T, ITQ2_T and their types of 64 (types/trellis.h) on the device, on words of eight nibbles: those of
-// byte b belong to the weights L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8. Predecessors of a symbol are in the
-// same byte of other groups, and before group 0 in group 7 of the byte before: that is what block_words::at().before is for.
+// The trellis code of ITQ4_T, ITQ3_T, ITQ2_T and their types of 64 (types/trellis.h) on the device, on words of eight nibbles: those of
+// byte b belong to the weights L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8; for K = 4 to those of the groups 2*p
+// and 2*p + 1. Predecessors of a symbol are in the same byte of other groups, and before group 0 in group 7 of the byte before:
+// that is what block_words::at().before is for.
 //
 // Tables in shared memory were not taken: 4096 bytes of codes by state would be filled by every block of threads, which
 // reads fewer bytes of weights than that, and random addresses in 32 banks take three to four turns.
@@ -12,55 +13,33 @@ namespace ggml_ext {
 
 constexpr uint32_t LOW_NIBBLES = 0x0f0f0f0f;
 
-// Low nibbles of the bytes in the low half, high nibbles in the high half.
-static __device__ __forceinline__ uint32_t gather_nibbles(uint32_t x) {
-    const uint32_t low  = select(x,      x >> 4, LOW_NIBBLES); // bytes 0 and 2: the low nibbles of two bytes
-    const uint32_t high = select(x >> 4, x >> 8, LOW_NIBBLES);
-    return __byte_perm(low, high, 0x6420);
-}
-
-// x ^ mix[b] for every nibble of the word whose gather_nibbles() is b. The parts are disjoint: sums are multiply-adds, which
-// have a pipe of their own.
-static __device__ __forceinline__ uint32_t mixed(uint32_t x, const lookup16 & t, uint32_t b) {
-    const uint32_t b4 = b >> 16;
-    return x ^ ((t.low(b) + 16*t.low(b4) + 16*t.high(b4)) | t.high(b));
-}
-
-// Thread k's codes values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]] of eight nibbles: low ones (group g), high ones (group g + 4).
-static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tables & t, uint32_t a, uint32_t b, uint32_t e,
-                                                     int k, uint32_t & q0, uint32_t & q4) {
-    const lookup16 mix0(t.mix[0], k), mix1(t.mix[1], k), values0(t.values[0], k), values1(t.values[1], k);
-    const uint32_t s  = gather_nibbles(b);
-    const uint32_t i0 = mixed(a, mix0, s);
-    const uint32_t i1 = mixed(e, mix1, s);
+// The codes values[0][i0] + values[1][i1] of eight nibbles: low ones and high ones.
+static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tables & t, uint32_t i0, uint32_t i1,
+                                                     uint32_t & q_low, uint32_t & q_high) {
+    const lookup16 values0(t.values[0]), values1(t.values[1]);
     uint32_t q[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t s0 = i0 >> 16*i, s1 = i1 >> 16*i;
         q[i] = values0.low(s0) + values0.high(s0) + values1.low(s1) + values1.high(s1);
     }
-    deinterleave(q[0], q[1], q0, q4);
+    deinterleave(q[0], q[1], q_low, q_high);
 }
 
-// What both codes read: low bits of the symbols (l0: groups 0 to 3, l1: 4 to 7) and the low bits of groups 4 to 7 of the
+// What K = 2 and 3 read: low bits of the symbols (l0: groups 0 to 3, l1: 4 to 7) and the low bits of groups 4 to 7 of the
 // byte before. In byte -1 stand the symbols before the first.
 struct trellis_words {
     uint32_t l0, l1, before;
 
-    // pair(t) and pair(t - 2) of group g and g + 4 (types/trellis.h)
+    // pair(t) of the groups g and g + 4 (types/trellis.h); a negative g is g + 8 of the byte before
     __device__ __forceinline__ uint32_t pair(int g) const {
         switch (g) {
+            case -2: return select(before >> 2, l0 << 2, LOW_NIBBLES);
+            case -1: return select(before >> 4, l0,      LOW_NIBBLES);
             case 0:  return select(select(l0 << 2, before >> 6, 0x0c0c0c0c), select(l1 << 6, l0 >> 2, 0xc0c0c0c0), LOW_NIBBLES);
             case 1:  return select(l0,      l1 << 4, LOW_NIBBLES);
             case 2:  return select(l0 >> 2, l1 << 2, LOW_NIBBLES);
             default: return select(l0 >> 4, l1,      LOW_NIBBLES);
-        }
-    }
-    __device__ __forceinline__ uint32_t pair2(int g) const {
-        switch (g) {
-            case 0:  return select(before >> 2, l0 << 2, LOW_NIBBLES);
-            case 1:  return select(before >> 4, l0,      LOW_NIBBLES);
-            default: return pair(g - 2);
         }
     }
 };
@@ -73,29 +52,41 @@ static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, ui
 // The unpack contract of a type with K bits a symbol, whose block is d, start, ql and, for K = 3, qh.
 template <typename B, int K>
 static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, const ggml_ext_trellis_tables & tables, float offset) {
-    constexpr int T = N_THREADS<B>; // words of ql for the groups 0 to 3, for 4 to 7, and of qh
+    constexpr int T = N_THREADS<B>; // words of a plane of ql, of two for K = 2 and 3 and of four for K = 4, and of qh
     static_assert(offsetof(B, start) == 1 && offsetof(B, ql) == 2 && sizeof(B) == 2 + 4*K*T, "");
     const block_words words(&x);
     const uint32_t header = words.header(), start = header >> 8 & 0xff;
-    const auto l0 = words.at(k), l1 = words.at(T + k);
-    const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, start)};
     unpacked u;
-    if constexpr (K == 3) {
-        static_assert(offsetof(B, qh) == 2 + 4*2*T, "");
-        const auto     h        = words.at(2*T + k);
-        const uint32_t h_before = with_first(h.before, k, (start & 3) << 6);
+    if constexpr (K == 4) {
+        const auto l3   = words.at(3*T + k);
+        uint32_t   last = with_first(l3.before, k, start); // the two groups before
 #pragma unroll
-        for (int g = 0; g < 4; ++g) {
-            // bits g - 3 ... g of the high bits, those of the byte before first
-            const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
-            trellis_codes(tables, l.pair2(g), l.pair(g), quad, k, u.q[g], u.q[g + 4]);
+        for (int p = 0; p < 4; ++p) {
+            const uint32_t l = p == 3 ? l3.word : words[p*T + k];
+            trellis_codes(tables, l ^ last, select(last >> 4, l << 4, LOW_NIBBLES), u.q[2*p], u.q[2*p + 1]);
+            last = l;
         }
     } else {
-        static_assert(K == 2, "");
-        const trellis_words l4 = {l.before, l.l0, with_first(l0.before, k, 0)}; // four steps earlier: pair(t - 4)
+        const auto l0 = words.at(k), l1 = words.at(T + k);
+        const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, start)};
+        if constexpr (K == 3) {
+            static_assert(offsetof(B, qh) == 2 + 4*2*T, "");
+            const auto     h        = words.at(2*T + k);
+            const uint32_t h_before = with_first(h.before, k, (start & 3) << 6);
 #pragma unroll
-        for (int g = 0; g < 4; ++g) {
-            trellis_codes(tables, l.pair(g), l4.pair(g), l.pair2(g), k, u.q[g], u.q[g + 4]);
+            for (int g = 0; g < 4; ++g) {
+                // bits g - 3 ... g of the high bits, those of the byte before first
+                const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
+                trellis_codes(tables, l.pair(g) ^ l.pair(g - 1) ^ l.pair(g - 2), l.pair(g) ^ quad, u.q[g], u.q[g + 4]);
+            }
+        } else {
+            static_assert(K == 2, "");
+            // pair(t) ^ pair(t - 4): a symbol four steps earlier has the place of this one in the four groups before
+            const trellis_words both = {l.l0 ^ l.before, l.l1 ^ l.l0, l.before ^ with_first(l0.before, k, 0)};
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+                trellis_codes(tables, both.pair(g), l.pair(g - 2), u.q[g], u.q[g + 4]);
+            }
         }
     }
     u.d      = ggml_ext_e5m3_to_float((uint8_t) header);

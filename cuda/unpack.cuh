@@ -57,16 +57,16 @@ static __device__ __forceinline__ uint32_t select(uint32_t x, uint32_t y, uint32
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(x), "r"(y));
     return d;
 }
-// The constant x, kept in a register: it would be copied to one anew for each permute that takes it. k is a thread of a block, of
-// which the compiler does not see that it has no bits from 16 on.
-static __device__ __forceinline__ uint32_t in_register(uint32_t x, int k) {
+// The constant x, kept in a register: it would be copied to one anew for each permute that takes it. The compiler does not see that
+// a grid's y, 65,535 at most, has no bits from 20 on; that a thread's index has none from 16 on it does see for sm_100 and sm_120.
+static __device__ __forceinline__ uint32_t in_register(uint32_t x) {
     uint32_t zero;
-    asm("shr.u32 %0, %1, 16;" : "=r"(zero) : "r"(k));
+    asm("{ .reg .u32 y; mov.u32 y, %%nctaid.y; shr.u32 %0, y, 20; }" : "=r"(zero));
     return x + zero;
 }
 #endif
 
-// Words of a block of 2 + 4*n bytes, 18 to 106, which is aligned to two bytes only. Word m holds the bytes 2 + 4*m and on: two
+// Words of a block of 2 + 4*n bytes, 18 to 130, which is aligned to two bytes only. Word m holds the bytes 2 + 4*m and on: two
 // aligned loads and a permute, at the same places whether the block is a multiple of four or not; `before` begins a byte
 // earlier. The loads begin and end with words that hold a byte of the block: at most two bytes before it and two behind it,
 // those behind only if it lies at a multiple of four. Outside of a tensor those are padding, since it is allocated at and in
@@ -79,12 +79,12 @@ struct block_words {
     __device__ __forceinline__ explicit block_words(const void * block)
         : w((const uint32_t *) ((const char *) block - ((uintptr_t) block & 2))), odd((uintptr_t) block & 2) {}
     __device__ __forceinline__ pair at(int m) const {
-        const uint32_t lo = w[m], hi = w[m + 1], s = odd ? 0x7654 : 0x5432;
+        const uint32_t lo = __ldg(w + m), hi = __ldg(w + m + 1), s = odd ? 0x7654 : 0x5432;
         return {prmt(lo, hi, s), prmt(lo, hi, s - 0x1111)};
     }
     __device__ __forceinline__ uint32_t operator[](int m) const { return at(m).word; }
     // the first two bytes of the block in the low half
-    __device__ __forceinline__ uint32_t header() const { return w[0] >> 8*odd; }
+    __device__ __forceinline__ uint32_t header() const { return __ldg(w) >> 8*odd; }
 };
 
 // Four bytes as a constant.
@@ -93,14 +93,14 @@ constexpr __host__ __device__ uint32_t bytes4(int b0, int b1, int b2, int b3) {
 }
 
 // A look-up in 16 bytes below 128, for four nibbles, is two byte permutes: a selector of 8 or more gives copies of the selected
-// byte's top bit, which is 0, so that one of the two gives the entry and the other 0. For thread k of a block.
+// byte's top bit, which is 0, so that one of the two gives the entry and the other 0.
 struct lookup16 {
     uint32_t words[4];
-    __device__ __forceinline__ lookup16(const uint8_t (&t)[16], int k) {
+    __device__ __forceinline__ lookup16(const uint8_t (&t)[16]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) { // a permute takes one of its two words from a register
             const uint32_t word = bytes4(t[4*i], t[4*i + 1], t[4*i + 2], t[4*i + 3]);
-            words[i] = i%2 ? word : in_register(word, k);
+            words[i] = i%2 ? word : in_register(word);
         }
     }
     // entries of the four low nibbles of s: low + high

@@ -15,7 +15,8 @@ extern "C" {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// False, with a line in the log, for a type that no tensor of a file may have: those of activations.
+// False, with a line in the log, for a type that no tensor of a file may have: those of activations, and those whose code was
+// changed.
 bool ggml_ext_may_be_in_file(enum ggml_type type, const char * tensor_name);
 
 #ifdef __cplusplus

@@ -161,14 +161,21 @@ GGML_EXT_WEIGHT_TYPES(X)
 }
 
 bool ggml_ext_may_be_in_file(enum ggml_type type, const char * tensor_name) {
+    const char * retired = NULL;
     switch ((int) type) {
         GGML_EXT_ACTIVATION_CASES
             GGML_LOG_ERROR("%s: tensor '%s' has type %d (%s), which is for activations, not for weights; download or convert the model "
                            "again\n", __func__, tensor_name, (int) type, ggml_type_name(type));
             return false;
+#define X(id, name) case id: retired = name; break;
+        GGML_EXT_RETIRED_TYPES(X)
+#undef X
         default:
             return true;
     }
+    GGML_LOG_ERROR("%s: tensor '%s' has type %d, %s before its code was changed; quantize the model again\n", __func__, tensor_name,
+                   (int) type, retired);
+    return false;
 }
 
 bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_blocks) {

@@ -24,8 +24,8 @@
 //
 //   u8x64            the codes of both, one register where the set has such: load64, join, |, ^, field, look_up as above
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
-//   nibble<S>(a)     bits S .. S + 3 as an index of trellis_values(), high_nibble<S>(a) as its index e: the others do not matter
-//   trellis_values(t, a, b, e)   the code of types/trellis.h
+//   shifted<S>(a)    bits S .. S + 3 of each byte in its low nibble, S = 0 ... 4; the other bits can be any
+//   trellis_values(t, i0, i1)   the code of types/trellis.h for indices in the low nibbles
 //   dot_sum64<...>, scaled_dot_sum64<...>   as above, of u8x64 with 64 activations; quarter_dot_sum64<...>: with the blocks of 64 in
 //                    lanes of their own
 //   f32x4            four floats, one for each block of 64; load4, store4, *; e5m3_to_float of four bytes
@@ -111,16 +111,14 @@ template <int S> static inline u8x64 field(u8x64 a, uint8_t mask)     { return {
 template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
     return {funnel<S>(before.lo, a.lo), funnel<S>(before.hi, a.hi)};
 }
-template <int S> static inline u8x64 nibble(u8x64 a)                  { return field<S>(a, 15); }
-template <int S> static inline u8x64 high_nibble(u8x64 a)             { return field<S>(a, 15); }
+template <int S> static inline u8x64 shifted(u8x64 a)                 { return {shifted<S>(a.lo), shifted<S>(a.hi)}; }
 static inline u8x64 look_up(table16 t, u8x64 i)                       { return {look_up(t, i.lo), look_up(t, i.hi)}; }
 
-static inline u8x32 trellis_values(const ggml_ext_trellis_tables & t, u8x32 a, u8x32 b, u8x32 e) {
-    const u8x32 i0 = a ^ look_up(load_table16(t.mix[0]), b), i1 = e ^ look_up(load_table16(t.mix[1]), b);
-    return look_up(load_table16(t.values[0]), i0) + look_up(load_table16(t.values[1]), i1);
+static inline u8x32 trellis_values(const ggml_ext_trellis_tables & t, u8x32 i0, u8x32 i1) {
+    return look_up(load_table16(t.values[0]), field<0>(i0, 15)) + look_up(load_table16(t.values[1]), field<0>(i1, 15));
 }
-static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u8x64 b, u8x64 e) {
-    return {trellis_values(t, a.lo, b.lo, e.lo), trellis_values(t, a.hi, b.hi, e.hi)};
+static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1) {
+    return {trellis_values(t, i0.lo, i1.lo), trellis_values(t, i0.hi, i1.hi)};
 }
 
 template <typename Sum> struct sum64 : Sum {

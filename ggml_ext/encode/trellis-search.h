@@ -24,7 +24,7 @@
 
 #include "ggml-impl.h"
 
-#define TRELLIS_FIXED(K) ((K) == 3 ? 204 : 174)
+#define TRELLIS_FIXED(K) ((K) == 4 ? 220 : (K) == 3 ? 204 : 174)
 
 enum {
     TRELLIS_MAX_GROUPS = GGML_EXT_TRELLIS_STATES/4, // K = 2
@@ -62,10 +62,20 @@ static inline int trellis_symbol(int k, int state, int i) {
     return state >> k*i & ((1 << k) - 1);
 }
 
+// Bits of a symbol that are not high ones; two groups that differ in those of all symbols but the oldest lie in one vector.
+static inline int trellis_low_bits(int k) {
+    return k == 4 ? 4 : k - 1;
+}
+
+// Values that the high bits of all symbols but the oldest can have.
+static inline int trellis_n_high(int k) {
+    return 1 << (k - trellis_low_bits(k))*(trellis_n_before(k) - 1);
+}
+
 // Where the costs of a group lie: the high bits of its symbols, then the others, both with the newest symbol last. A step then moves
-// places of 16 neighbours by K - 1 bits, not by K.
+// places of 16 neighbours by K - 1 bits, not by K. For K = 4 it is the group itself.
 static inline int trellis_place(int k, int group) {
-    const int low_bits = k - 1, n = trellis_n_before(k);
+    const int low_bits = trellis_low_bits(k), n = trellis_n_before(k);
     int high = 0, low = 0;
     for (int i = 0; i < n; ++i) {
         const int c = trellis_symbol(k, group, i);
@@ -75,11 +85,18 @@ static inline int trellis_place(int k, int group) {
     return high << low_bits*n | low;
 }
 
+// Where the value of a state lies: of the group before it the high bits and the lane, its newest and its oldest symbol.
+static inline int trellis_fixed_place(int k, int high, int newest, int oldest, int lane) {
+    enum { N = TRELLIS_LANES };
+    const int n_symbols = 1 << k;
+    return k == 4 ? (lane*n_symbols + oldest)*n_symbols + newest : ((high*n_symbols + newest)*n_symbols + oldest)*N + lane;
+}
+
 static inline struct trellis_work * trellis_begin(struct trellis_type t) {
     struct trellis_work * w = ggml_aligned_malloc(sizeof(*w)); // a cache line: no vector lies in two
     GGML_ASSERT(w != NULL);
     const int n_symbols = 1 << t.k, n_groups = GGML_EXT_TRELLIS_STATES >> t.k, n_steps = trellis_n_before(t.k);
-    const int n_high = 1 << (n_steps - 1), low_bits = (t.k - 1)*n_steps;
+    const int n_high = trellis_n_high(t.k), low_bits = trellis_low_bits(t.k)*n_steps;
     double sum = 0;
     for (int j = 0; j < n_groups; ++j) {
         w->place[j] = (int16_t) trellis_place(t.k, j);
@@ -91,7 +108,7 @@ static inline struct trellis_work * trellis_begin(struct trellis_type t) {
         const int place = w->place[s >> t.k], high = place >> low_bits & (n_high - 1), lane = place & (TRELLIS_LANES - 1);
         const int newest = s & (n_symbols - 1), oldest = s >> t.k*n_steps;
         w->code[s] = v;
-        w->fixed[((high*n_symbols + newest)*n_symbols + oldest)*TRELLIS_LANES + lane] = (int16_t) (v*TRELLIS_FIXED(t.k)); // offsets are whole or halves
+        w->fixed[trellis_fixed_place(t.k, high, newest, oldest, lane)] = (int16_t) (v*TRELLIS_FIXED(t.k)); // offsets are whole or halves
         w->code_top = fmaxf(w->code_top, fabsf(v));
         sum += (double) v*(double) v; // exact
     }
@@ -115,13 +132,38 @@ static inline __attribute__((always_inline)) int16_t trellis_distance(int16_t x,
     return (int16_t) (e*e >> 16);
 }
 
+// trellis_step() for K = 4, with all newest symbols: a vector holds those of one symbol before, and what that costs is one number.
+static inline __attribute__((always_inline)) void trellis_step_4(const int16_t * restrict least, const int16_t * restrict fixed,
+                                                                 int16_t x, int oldest, int n_oldest, int16_t * restrict next) {
+    enum { N = TRELLIS_LANES };
+    for (int c1 = 0; c1 < N; ++c1) {
+        int16_t m[N];
+        for (int i = 0; i < N; ++i) {
+            m[i] = INT16_MAX;
+        }
+        for (int p = oldest; p < oldest + n_oldest; ++p) {
+            const int16_t   before = least[p*N + c1];
+            const int16_t * f      = fixed + (c1*N + p)*N;
+            for (int i = 0; i < N; ++i) {
+                const int16_t c = (int16_t) (before + trellis_distance(x, f[i]));
+                m[i] = c < m[i] ? c : m[i];
+            }
+        }
+        memcpy(next + c1*N, m, sizeof(m));
+    }
+}
+
 // next = min, over the oldest symbol of the states that lead to a group, of least + cost of x. Oldest symbols from `oldest` on and
 // newest ones from `newest` on: n_oldest and n_newest, all of them or, of the newest, one; other groups are not written.
 static inline __attribute__((always_inline)) void trellis_step(int k, const int16_t * restrict least, const int16_t * restrict fixed,
                                                                int16_t x, int oldest, int n_oldest, int newest, int n_newest,
                                                                int16_t * restrict next) {
     enum { N = TRELLIS_LANES };
-    const int n_symbols = 1 << k, n_lows = n_symbols/2, n_high = 1 << (trellis_n_before(k) - 1), n_place = n_lows*N;
+    if (k == 4) {
+        trellis_step_4(least, fixed, x, oldest, n_oldest, next);
+        return;
+    }
+    const int n_symbols = 1 << k, n_lows = n_symbols/2, n_high = trellis_n_high(k), n_place = n_lows*N;
     const int n_written = n_newest < n_lows ? n_newest : n_lows;
     for (int h = 0; h < n_high; ++h) {
         for (int a = newest; a < newest + n_newest; a += n_written) {
@@ -175,11 +217,11 @@ static inline __attribute__((always_inline)) int trellis_first_least(int n_group
 // The state of step t in group `after` of the next one: that of least cost, the first of equals.
 static inline __attribute__((always_inline)) int trellis_step_back(int k, const struct trellis_work * w, int t, int n_oldest, int after) {
     enum { N = TRELLIS_LANES };
-    const int n_symbols = 1 << k, n_lows = n_symbols/2, n_groups = GGML_EXT_TRELLIS_STATES >> k, n_high = 1 << (trellis_n_before(k) - 1);
-    const int place = w->place[after >> k], high = place/(n_lows*N); // of oldest symbols of zero
-    const int16_t * least = w->least[t] + place, * fixed = w->fixed + (high*n_symbols + after%n_symbols)*n_symbols*N + place%N;
+    const int n_symbols = 1 << k, n_lows = 1 << trellis_low_bits(k), n_groups = GGML_EXT_TRELLIS_STATES >> k, n_high = trellis_n_high(k);
+    const int place = w->place[after >> k]; // of an oldest symbol of zero
+    const int16_t * least = w->least[t] + place, * fixed = w->fixed + trellis_fixed_place(k, place/(n_lows*N), after%n_symbols, 0, place%N);
     int32_t best = INT32_MAX;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int p = 0; p < n_oldest; ++p) {
         const int32_t c = (least[(p/n_lows*n_high*n_lows + p%n_lows)*N] + trellis_distance(w->x[t], fixed[p*N]))*n_symbols + p;
         best = c < best ? c : best;
@@ -200,7 +242,7 @@ static inline __attribute__((always_inline)) void trellis_search_k(int k, struct
     int most[QK_K]; // that a step can cost
     for (int t = 0; t < n; ++t) {
         const float v = x[t] > top_units ? top_units : x[t] > -top_units ? x[t] : -top_units; // NaN too
-        w->x[t] = (int16_t) ((int) (v*TRELLIS_FIXED(k) + 16384.5f) - 16384); // to the nearest
+        w->x[t] = (int16_t) ((int) (v*TRELLIS_FIXED(k) + 32768.5f) - 32768); // to the nearest
         most[t] = (abs(w->x[t]) + code_top)*(abs(w->x[t]) + code_top) >> 16;
     }
     for (int j = 0; j < n_groups; ++j) {
@@ -257,11 +299,16 @@ static void trellis_search_2(struct trellis_work * w, const float * x, int n, in
 }
 
 EXT_CLONES __attribute__((noinline))
+static void trellis_search_4(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
+    trellis_search_k(4, w, x, n, before, after, states);
+}
+
+EXT_CLONES __attribute__((noinline))
 static void trellis_search_3(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
     trellis_search_k(3, w, x, n, before, after, states);
 }
 
 static inline __attribute__((always_inline)) void trellis_search(int k, struct trellis_work * w, const float * x, int n, int before,
                                                                  int after, uint16_t * states) {
-    (k == 3 ? trellis_search_3 : trellis_search_2)(w, x, n, before, after, states);
+    (k == 4 ? trellis_search_4 : k == 3 ? trellis_search_3 : trellis_search_2)(w, x, n, before, after, states);
 }

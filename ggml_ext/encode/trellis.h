@@ -11,15 +11,13 @@ enum {
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
 
-// The scale that is tried first, over the one that gives the code the block's energy. Relative squared error of Gaussian weights
-// against the three scales (2.3 on average) that were tried from a factor of 1 on, for 1, 2, 3 and 6 scales:
-//   ITQ3_T +1.25 -0.19 -0.75 -0.79 %   ITQ2_T +0.7 -0.0 -0.2 -0.2 %   ITQ3_T64 +3.7 +0.4 -1.0 -1.3 %   ITQ2_T64 +2.4 +0.3 -0.4 -0.6 %
-#define TRELLIS_GAIN(K) ((K) == 3 ? 1.07f : 1.03f)
+// The scale that is tried first, over the one that gives the code the block's energy: what suits the best paths of a Gaussian
+// (docs/results/measurements.md, "Encoders").
+#define TRELLIS_GAIN(K) ((K) >= 3 ? 1.07f : 1.03f)
 
 // Scales tried by default. Short blocks scatter more; and with a metric, errors that are fed back ask for larger scales than the
-// weights do, by how much only trying tells: what matters of the errors of SmolLM2's matrices with an importance matrix, by geometric
-// mean, is 0.0357, 0.0334, 0.0325 with 2, 3, 6 scales (ITQ2_T64). Beyond three it ends early where the scales on both sides are worse.
-// With moments trellis_improve() pays more than the further scales do.
+// weights do, by how much only trying tells. Beyond three it ends early where the scales on both sides are worse. With moments
+// trellis_improve() pays more than further scales do.
 static inline int trellis_default_passes(int n, bool with_importance) {
     return with_importance ? TRELLIS_MAX_PASSES : n == QK_K ? 2 : 3;
 }
@@ -138,18 +136,7 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
 }
 
 // Viterbi again over windows of the block, with all other states fixed: the target is what would then cost least, which the steps on
-// both sides ask for together. Kept where the whole form agrees. e^T H e of six matrices of the reference model (ITQ2_T, ITQ3_T;
-// moments of blocks of the calibration text, segments of 32) against six scales and 32 steps of lookahead, and speed against theirs:
-//   two scales, 16 steps of lookahead, windows            -3.6 -1.5 %  1.54 times   what is done; without windows and with 32 +3.0 +2.4 %
-//     32 steps of lookahead                               -4.1 -2.2 %  1.34
-//     windows of 16                                       -2.1 -0.4 %  1.51
-//     two sweeps of windows                               -3.8 -2.6 %  1.25
-//     also every symbol on its own, until nothing changes -3.7 -2.3 %  1.32
-//     three scales                                        -3.5 -3.2 %  1.19         ITQ2_T64, ITQ3_T64: +0.4 -2.8 %  1.19; two +2.0 0.0 %  1.53
-//     windows for the two best scales                     -4.7 -2.9 %  1.11
-//     first states without feedback                        +21  +19 %  1.8
-//   one search that goes on with the errors of the states that are best so far, not one for each segment (of 8), with windows
-//   and every two symbols                                 +8.5 +2.5 %
+// both sides ask for together. Kept where the whole form agrees. What else was tried: docs/results/measurements.md, "Encoders".
 static inline __attribute__((always_inline)) void trellis_improve(struct trellis_type t, struct trellis_work * w,
                                                                   const struct trellis_block * in, struct trellis_best * best) {
     enum { W = METRIC_WINDOW };
@@ -291,13 +278,17 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     }
 }
 
-// The bytes of a path. qh NULL for K = 2.
+// The bytes of a path. qh NULL unless K = 3.
 static inline void trellis_pack(int k, int n, const struct trellis_best * best, uint8_t * start, uint8_t * ql, uint8_t * qh) {
     uint8_t symbols[QK_K];
     for (int t = 0; t < n; ++t) {
         symbols[ggml_ext_trellis_position(n, t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
     }
-    ggml_ext_pack_bits3(symbols, n, ql, qh);
+    if (k == 4) {
+        ggml_ext_pack_nibbles(symbols, n, ql);
+    } else {
+        ggml_ext_pack_bits3(symbols, n, ql, qh);
+    }
     const int before = best->states[0] >> k;
     *start = 0;
     for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start is a permutation of these states' bits

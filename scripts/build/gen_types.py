@@ -47,8 +47,8 @@ WEIGHT_FIELDS = {
     "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
     "student_t4_rel_mse": float, "moments_gain": float, "fns_limits": str,
 }
-# of trellis types; a nested list is two tables of 16 bytes. trellis_code names the type that has them instead
-TRELLIS_FIELDS = {"trellis_mix": list, "trellis_values": list, "trellis_offset": float}
+# of trellis types; the nested list is two tables of 16 bytes. trellis_code names the type that has them instead
+TRELLIS_FIELDS = {"trellis_values": list, "trellis_offset": float}
 CODEBOOK_FIELDS = {"codebook": list, "codebook_offset": float}  # of types with one codebook for all blocks: its upper 16 codes
 OPTIONAL_FIELDS = {"fns_dot_error": float}
 # stock type -> its limits in upstream's test-quantize-fns, of weights and of products
@@ -62,17 +62,19 @@ class TableError(Exception):
 
 
 def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
-    """The [ids] section, the signs and the [[type]] rows of types.toml, checked; raises TableError naming row and field."""
+    """The [ids] section with the [[retired]] rows in it, the signs and the [[type]] rows of types.toml, checked; raises TableError
+    naming row and field."""
     table = tomllib.loads(text)
     ids, signs, types = table["ids"], table["rotation"]["signs"], table["type"]
+    ids["retired"] = {row["id"]: row["name"] for row in table.get("retired", [])}
     if not re.fullmatch(f"[0-9a-f]{{{MAX_BLOCK_SIZE // 4}}}", signs):
         raise TableError(f"{TABLE}: rotation: signs is {signs!r}, must be {MAX_BLOCK_SIZE // 4} hexadecimal digits")
     names = [row.get("name") for row in types]
     for row in types:
         if code := row.pop("trellis_code", None):
-            owner = next((r for r in types if r.get("name") == code and "trellis_mix" in r), None)
+            owner = next((r for r in types if r.get("name") == code and "trellis_values" in r), None)
             if owner is None:
-                raise TableError(f"{TABLE}: type {row.get('name')!r}: trellis_code is {code!r}, must be a type with trellis_mix")
+                raise TableError(f"{TABLE}: type {row.get('name')!r}: trellis_code is {code!r}, must be a type with trellis_values")
             row |= {field: owner.get(field) for field in TRELLIS_FIELDS}
     for row in types:
         fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
@@ -87,15 +89,16 @@ def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
                 raise TableError(f"{where}: field {field!r} is {row.get(field)!r}, must be a {wanted.__name__}")
         if row.get("fns_limits", "iq3_s") not in FNS_LIMITS:
             raise TableError(f"{where}: fns_limits is {row['fns_limits']!r}, must be one of {', '.join(FNS_LIMITS)}")
-        for field in ("trellis_mix", "trellis_values"):
-            if field in row and [[type(v) for v in t] for t in row[field]] != [[int] * 16] * 2:
-                raise TableError(f"{where}: field {field!r} must be two tables of 16 integers")
+        if "trellis_values" in row and [[type(v) for v in t] for t in row["trellis_values"]] != [[int] * 16] * 2:
+            raise TableError(f"{where}: field 'trellis_values' must be two tables of 16 integers")
         if "codebook" in row and ([type(v) for v in row["codebook"]] != [int] * 16 or row["codebook"] != sorted(set(row["codebook"]))):
             raise TableError(f"{where}: field 'codebook' must be 16 ascending integers")
         if unknown := sorted(set(row) - set(fields)):
             raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
         if not ids["first"] <= row["id"] < ids["count"]:
             raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
+        if row["id"] in ids["retired"]:
+            raise TableError(f"{where}: id {row['id']} was that of an earlier {ids['retired'][row['id']]}: take one that no file has")
         if row["block_size"] not in (MAX_BLOCK_SIZE, MAX_BLOCK_SIZE // 4):
             raise TableError(f"{where}: block_size is {row['block_size']}, must be {MAX_BLOCK_SIZE} or {MAX_BLOCK_SIZE // 4}")
         if row["kind"] == "weight" and row["activation"] not in (*names, *STOCK_ACTIVATIONS):
@@ -161,6 +164,8 @@ def render_header(ids: dict, types: list[dict]) -> str:
         macro("GGML_EXT_WEIGHT_CASES", cases(weights)),
         "",
         macro("GGML_EXT_ACTIVATION_CASES", cases(activations)),
+        "",
+        macro("GGML_EXT_RETIRED_TYPES(X)", [f'X({number}, "{name}")' for number, name in ids["retired"].items()]),
     ]
     for row in types:
         constants = {"ID": row["id"], "BLOCK_SIZE": row["block_size"], "BLOCK_BYTES": row["block_bytes"]}
@@ -188,11 +193,11 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
     """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
     words = ", ".join(f"0x{int.from_bytes(signs[i : i + 4], 'little'):08x}u" for i in range(0, len(signs), 4))
     out = [f"// {NOTICE}", "// Signs of the rotation, tables of the trellis codes, codebooks.", "#pragma once", "", f"#define GGML_EXT_SIGNS {{{words}}}"]
-    cases = [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if "trellis_mix" in row]
+    cases = [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if "trellis_values" in row]
     out += ["", macro("GGML_EXT_TRELLIS_CASES", cases)]
     for row in types:
-        if "trellis_mix" in row:
-            tables = repr([row["trellis_mix"], row["trellis_values"]]).replace("[", "{").replace("]", "}")
+        if "trellis_values" in row:
+            tables = repr([row["trellis_values"]]).replace("[", "{").replace("]", "}")
             name = f"#define GGML_EXT_{row['name'].upper()}_TRELLIS"
             out += ["", f"{name}_TABLES {tables}", f"{name}_OFFSET {row['trellis_offset']}f", f"{name}_USUAL_REL_MSE {row['usual_rel_mse']}f"]
         if "codebook" in row:
@@ -201,14 +206,19 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
     return "\n".join(out) + "\n"
 
 
-def trellis_codes(k: int, mix: list[list[int]], values: list[list[int]]) -> list[int]:
-    """Codes of all 4096 states (ggml_ext/types/trellis.h) in the order of metal/trellis.metal: from the low bits on, for K = 3
-    pair(t-2), pair(t), quad(t), for K = 2 pair(t-4), pair(t-2), pair(t)."""
+def trellis_codes(k: int, values: list[list[int]]) -> list[int]:
+    """Codes of all 4096 states (ggml_ext/types/trellis.h) in the order of metal/trellis.metal: the symbols as they follow each
+    other, the oldest in the low bits; for K = 3 their low bits, then quad(t)."""
     out = []
     for i in range(4096):
-        nibbles = [i & 15, i >> 4 & 15, i >> 8]
-        a, b, e = nibbles if k == 3 else (nibbles[2], nibbles[0], nibbles[1])
-        out.append(values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]])
+        pairs = [i >> shift & 15 for shift in range(12 - 4 if k == 2 else 4, -1, -2)]  # pair(t), pair(t-1) ...
+        if k == 4:
+            i0, i1 = (i >> 8) ^ (i & 15), i >> 4 & 15
+        elif k == 3:
+            i0, i1 = pairs[0] ^ pairs[1] ^ pairs[2], pairs[0] ^ i >> 8
+        else:
+            i0, i1 = pairs[0] ^ pairs[4], pairs[2]
+        out.append(values[0][i0] + values[1][i1])
     return out
 
 
@@ -221,9 +231,9 @@ def render_metal_codes(types: list[dict]) -> str:
     """One table for types that share a code."""
     out, seen = [f"// {NOTICE}", "// Codes of the trellis types by state: trellis.metal. types/trellis.h has what they are made of."], []
     for row in types:
-        if "trellis_mix" in row and (code := (row["trellis_mix"], row["trellis_values"])) not in seen:
+        if "trellis_values" in row and (code := row["trellis_values"]) not in seen:
             seen.append(code)
-            codes = [str(c) for c in trellis_codes(symbol_bits(row), *code)]
+            codes = [str(c) for c in trellis_codes(symbol_bits(row), code)]
             out += ["", f"constant uint8_t ggml_ext_{row['name']}_codes[4096] = {{"]
             out += [f"    {','.join(codes[i : i + 32])}," for i in range(0, 4096, 32)] + ["};"]
     return "\n".join(out) + "\n"
@@ -276,8 +286,7 @@ class TypeInfo:
     moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
     fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
     fns_dot_error: float | None = None    # or its own for products
-    trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
-    trellis_values: list[list[int]] | None = None
+    trellis_values: list[list[int]] | None = None  # the tables of a trellis code, two of 16: ggml_ext/types/trellis.h
     trellis_offset: float | None = None
     codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
     codebook_offset: float | None = None
@@ -286,7 +295,7 @@ class TypeInfo:
 '''
 
 
-def render_module(signs: bytes, types: list[dict]) -> str:
+def render_module(ids: dict, signs: bytes, types: list[dict]) -> str:
     def value(row: dict, field: str) -> str:
         if field == "id":
             return f"ExtType.{row['name'].upper()}"
@@ -307,6 +316,7 @@ def render_module(signs: bytes, types: list[dict]) -> str:
         out += "    ),\n"
     out += "}\n\n"
     out += 'WEIGHT_TYPES: dict[str, TypeInfo] = {n: t for n, t in TYPES.items() if t.kind == "weight"}\n'
+    out += f"RETIRED_TYPES: dict[int, str] = {ids['retired']!r}  # ids that files made before may have\n".replace("'", '"')
     return out
 
 
@@ -377,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         METAL_UNPACKERS: lambda old: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
         METAL_CODES: lambda old: render_metal_codes(types),
-        MODULE: lambda old: render_module(signs, types),
+        MODULE: lambda old: render_module(ids, signs, types),
         PIN_MODULE: lambda old: pin,
         FORMATS: lambda old: render_formats(old, types),
     }

@@ -73,7 +73,9 @@ int trellis_search(int k, const float code[STATES], const float * x, int64_t n_b
         w->code[(s & ((1 << k) - 1))*(STATES >> k) + (s >> k)] = code[s];
     }
     for (int64_t b = 0; b < n_blocks; ++b) {
-        if (k == 3) {
+        if (k == 4) {
+            search(4, w, x + b*BLOCK, n_starts, ends ? ends + b : NULL, states + b*BLOCK);
+        } else if (k == 3) {
             search(3, w, x + b*BLOCK, n_starts, ends ? ends + b : NULL, states + b*BLOCK);
         } else {
             search(2, w, x + b*BLOCK, n_starts, ends ? ends + b : NULL, states + b*BLOCK);

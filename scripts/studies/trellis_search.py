@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""The search behind the codes of ITQ3_T and ITQ2_T: trellis_mix, trellis_values, trellis_offset of ggml_ext/types.toml.
+"""The search behind the codes of ITQ4_T, ITQ3_T and ITQ2_T: trellis_values and trellis_offset of ggml_ext/types.toml.
 
-    trellis_search.py [--bits 3|2] [--seeds 14] [--steps 1200,700] [--blocks 192,1024]
+    trellis_search.py [--bits 4|3|2] [--map 'p0^p1^p2|p0^e'] [--seeds 4] [--steps 8000,4000] [--blocks 64,320]
+    trellis_search.py --maps [--bits 4|3|2] [--steps 3000,1000]
     trellis_search.py --compare
 
-ggml_ext/types/trellis.h says what the tables mean. From each seed the search climbs by random changes, first on a small
-sample of Gaussian blocks, then on a larger one, which also chooses among the seeds. Its score is the relative squared error of
-the best paths through the trellis, with any state before a block and an exact scale. Values are then scaled and rounded to
-integers whose greatest sum is at most 127. The default finds the tables of ITQ3_T (seed 5), `--bits 2 --seeds 9` those of
-ITQ2_T (seed 3); a seed takes about a minute. Needs a C compiler, `cc`.
+ggml_ext/types/trellis.h says what the tables and the indices mean. For each seed values are annealed, first on a small sample of Gaussian
+blocks, then on a larger one: two of them change places, one is nudged, or all are fitted to the paths that the blocks take, and a worse
+code is kept with a chance that falls from step to step. The large sample matters: on 48 blocks alone annealing finds what suits these
+blocks. The score is the relative squared error of the best paths through the trellis, with any state before a block and one scale for
+all; that of other blocks chooses among the seeds. Values are scaled and rounded to integers whose greatest sum is at most 127. A seed
+takes a core of a Zen 4 EPYC four minutes. Needs a C compiler, `cc`.
 
---compare: errors of the tables of types.toml with other starts and scales, and those of GF(2)-linear maps of the 12 bits.
+--map takes another pair of indices, of p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. --maps compares those
+that decoders make with few operations, one seed each. --compare: errors of the codes of types.toml with other starts and scales.
 """
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import functools
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
@@ -33,17 +37,26 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILE = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-BLOCK, STATES = 256, 4096
+BLOCK, STATES, BITS = 256, 4096, (4, 3, 2)
 TEST_BLOCKS = 4096  # a million weights
+JUDGE_BLOCKS = 1024  # that choose among seeds
 MAX_CODE = 127
-FIRST_TABLES = 20   # random ones, of which the best is where a climb begins
-LINEAR_MAPS = 24
+FIRST_TABLES, FIRST_FITS = 12, 3  # random ones, each fitted so often, of which the best is where annealing begins
 QUANTILES = np.array([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
-SPREADS = (0.8, 1.0, 0.6, 0.45)  # of the second table's values to the first's at the start of a climb, by seed
-# Odds of the changes, cumulative: swap of two entries of a mix table, new entry, swap of two values, nudge of a value; else
-# values are fitted to the paths. The larger sample is for the finer changes.
-SMALL_ODDS, LARGE_ODDS = (0.6, 0.75, 0.9, 0.9), (0.6, 0.7, 0.8, 0.92)
-SECOND_SWAP = 0.3  # of mix entries, on the small sample
+# The first table's part of the energy at the beginning, by bits a symbol, and the code's spread: large values cost bits that small
+# errors would need, the more of them there are.
+SHARES, SPREADS = {4: (0.75, 0.97), 3: (0.5, 0.8), 2: (0.5, 0.8)}, {4: 1.15, 3: 1.03, 2: 1.03}
+# How much worse a code may be, of its error, for a chance of 1/e: at the first step, at the first on the larger sample, at the last
+HEAT = (0.03, 0.002, 0.0002)
+SWAP, NUDGE = 0.75, 0.9   # odds of the changes, cumulative; the others are fits
+
+# The two indices of the types, then others that were tried. A shift of a field to another group's costs no decoder much, nor does an
+# exclusive or of whole words.
+MAPS = {
+    4: ("c0^c2|c1", "c0|c1^c2", "c0^c1|c1^c2", "c0^c2|c0^c1"),
+    3: ("p0^p1^p2|p0^e", "p0^p1^p2|p2^e", "p0^p1^p2|p1^e", "p0^p2|p0^e", "p0^p2|p1^e", "p0|p2^e", "p0^p1|p2^e", "p1^p2|p0^e", "p0^e|p1^p2"),
+    2: ("p0^p4|p2", "p0^p4|p1^p3", "p0^p4|p0^p2", "p0^p4|p0^p2^p4", "p0^p4|p0^p1^p3", "p0^p2^p4|p1^p3", "p0^p3^p4|p1^p2", "p0^p3|p2^p4"),
+}
 
 # States that may stand before a block: all, zero, those of a start byte, or in a circle the block's own last one.
 N_STARTS = {"free": STATES, "zero": 1, "byte": 256, "circle": 0}
@@ -140,169 +153,164 @@ class Encoder:
         return {name: self.error(x, code, *how) for name, how in COLUMNS.items()}
 
 
-def indices(k: int, mix: Tables) -> Tables:
-    """Indices into the two value tables of all states."""
+def indices(k: int, of_map: str) -> Tables:
+    """Indices into the two value tables of all states. ValueError for a map that names no field."""
     c = [np.arange(STATES) >> k * i & (1 << k) - 1 for i in range(12 // k)]
-    pairs = [(c[i] & 3) << 2 | c[i + 1] & 3 for i in range(0, len(c), 2)]
-    if k == 3:
-        a, b, e = pairs[1], pairs[0], sum((c[i] >> 2) << 3 - i for i in range(4))
+    if k == 4:
+        fields = {f"c{i}": symbols for i, symbols in enumerate(c)}
     else:
-        a, b, e = pairs[0], pairs[2], pairs[1]
-    return [a ^ mix[0][b], e ^ mix[1][b]]
+        fields = {f"p{i}": (c[i] & 3) << 2 | c[i + 1] & 3 for i in range(len(c) - 1)}
+    if k == 3:
+        fields["e"] = sum((c[i] >> 2) << 3 - i for i in range(4))
+    sides = [side.strip().split("^") for side in of_map.split("|")]
+    if len(sides) != 2 or not fields.keys() >= {name for side in sides for name in side}:
+        raise ValueError(f"{of_map!r} is no map of {k} bits: two sides with | between them, each of {', '.join(fields)} with ^ between them")
+    return [functools.reduce(np.bitwise_xor, (fields[name] for name in side)) for side in sides]
 
 
 def code_of(index: Tables, values: Tables) -> np.ndarray:
     return values[0][index[0]] + values[1][index[1]]
 
 
-def unit(index: Tables, values: Tables) -> Tables:
-    """Values whose code has variance 1."""
-    spread = code_of(index, values).std()
-    return [t / spread for t in values]
-
-
-def fit(encoder: Encoder, x: np.ndarray, index: Tables, values: Tables) -> Tables:
-    """Least-squares values for the paths that blocks take now."""
-    _, states, scales = encoder.encode(x, code_of(index, values))
-    weights = np.repeat(scales**2, BLOCK)
-    target = (x / scales[:, None]).ravel()
-    at = [i[states].ravel() for i in index]
+def fit(x: np.ndarray, states: np.ndarray, index: Tables) -> Tables:
+    """Least-squares values for the paths that blocks take."""
+    at, target = [i[states].ravel() for i in index], x.ravel()
     normal, right = np.zeros((32, 32)), np.zeros(32)
     for p in range(2):
-        right[16 * p:16 * p + 16] = np.bincount(at[p], weights * target, 16)
+        right[16 * p:16 * p + 16] = np.bincount(at[p], target, 16)
         for q in range(2):
-            normal[16 * p:16 * p + 16, 16 * q:16 * q + 16] = np.bincount(at[p] * 16 + at[q], weights, 256).reshape(16, 16)
-    normal += 1e-5 * normal.trace() / 32 * np.eye(32)  # what one table gains the other may lose: no unique solution
+            normal[16 * p:16 * p + 16, 16 * q:16 * q + 16] = np.bincount(at[p] * 16 + at[q], minlength=256).reshape(16, 16)
+    normal += 1e-3 * np.eye(32)  # what one table gains the other may lose: no unique solution
     solution = np.linalg.solve(normal, right)
-    return unit(index, [solution[:16], solution[16:]])
+    return [solution[:16], solution[16:]]
 
 
-def swap(rng: np.random.Generator, tables: Tables) -> None:
-    table = tables[rng.integers(2)]
-    i, j = rng.choice(16, 2, False)
-    table[i], table[j] = table[j], table[i]
+@dataclass
+class Code:
+    """Values on a sample: the error, and the states of the paths, from which the next fit is made."""
+
+    values: Tables
+    error: float = np.inf
+    states: np.ndarray | None = None
 
 
-class Climb:
-    """Tables on their way up: `mix`, `values` and their `error` on sample x."""
+class Search:
+    """Annealing of the values of one map."""
 
-    def __init__(self, encoder: Encoder, seed: int, x: np.ndarray):
-        self.encoder, self.error, self.rng = encoder, np.inf, np.random.default_rng(seed)
-        for _ in range(FIRST_TABLES):
-            mix = [self.rng.permutation(16) for _ in range(2)]
-            self._keep_better(x, mix, [spread * self.rng.permutation(QUANTILES) for spread in (1.0, SPREADS[seed % 4])])
+    def __init__(self, k: int, of_map: str, seed: int, n_blocks: int):
+        self.encoder, self.index, self.rng = Encoder(k), indices(k, of_map), np.random.default_rng(seed)
+        x = sample(300 + seed, n_blocks)
+        self.best = self.now = min((self._first(x) for _ in range(FIRST_TABLES)), key=lambda code: code.error)
+        self.first_error = self.best.error
 
-    def _keep_better(self, x: np.ndarray, mix: Tables, values: Tables) -> None:
-        index = indices(self.encoder.k, mix)
-        values = unit(index, values)
-        error = self.encoder.error(x, code_of(index, values))
-        if error < self.error:
-            self.mix, self.values, self.error = mix, values, error
+    def _measured(self, x: np.ndarray, values: Tables) -> Code:
+        code = code_of(self.index, values)
+        states = self.encoder.paths(x, code, STATES)
+        return Code(values, float(((x - code[states]) ** 2).mean(dtype=np.float64) / (x.astype(np.float64) ** 2).mean()), states)
 
-    def code(self) -> np.ndarray:
-        return code_of(indices(self.encoder.k, self.mix), self.values)
+    def _first(self, x: np.ndarray) -> Code:
+        share, spread = self.rng.uniform(*SHARES[self.encoder.k]), SPREADS[self.encoder.k]
+        values = [spread * np.sqrt(part) * self.rng.permutation(QUANTILES) for part in (share, 1 - share)]
+        for _ in range(FIRST_FITS):
+            values = fit(x, self._measured(x, values).states, self.index)
+        return self._measured(x, values)
 
-    def measure(self, x: np.ndarray) -> float:
-        """Errors of another sample count from now on."""
-        self.error = self.encoder.error(x, self.code())
-        return self.error
+    def _changed(self, x: np.ndarray) -> Tables:
+        rng, odds = self.rng, self.rng.random()
+        if odds >= NUDGE:
+            return fit(x, self.now.states, self.index)
+        values = [table.copy() for table in self.now.values]
+        table = values[rng.integers(2)]
+        if odds < SWAP:
+            i, j = rng.choice(16, 2, False)
+            table[[i, j]] = table[[j, i]]
+        else:
+            table[rng.integers(16)] += 0.15 * rng.standard_normal() * table.std()
+        return values
 
-    def run(self, x: np.ndarray, n_steps: int, odds: tuple[float, ...], second_swap: float = 0.0) -> float:
-        rng = self.rng
-        for _ in range(n_steps):
-            mix, values = [t.copy() for t in self.mix], [t.copy() for t in self.values]
-            u = rng.random()
-            if u < odds[0]:
-                for _ in range(2 if second_swap and rng.random() < second_swap else 1):
-                    swap(rng, mix)
-            elif u < odds[1]:
-                mix[rng.integers(2)][rng.integers(16)] = rng.integers(16)
-            elif u < odds[2]:
-                swap(rng, values)
-            elif u < odds[3]:
-                values[rng.integers(2)][rng.integers(16)] += 0.1 * rng.standard_normal()
-            else:
-                values = fit(self.encoder, x, indices(self.encoder.k, mix), values)
-            self._keep_better(x, mix, values)
-        return self.error
+    def anneal(self, x: np.ndarray, n_steps: int, hot: float, cold: float) -> None:
+        """On blocks x, whose errors count from now on."""
+        self.best = self.now = self._measured(x, self.best.values)
+        for step in range(n_steps):
+            limit = self.now.error * hot * (cold / hot) ** (step / n_steps)
+            code = self._measured(x, self._changed(x))
+            if code.error < self.now.error or self.rng.random() < np.exp((self.now.error - code.error) / limit):
+                self.now = code
+                self.best = min(self.best, code, key=lambda c: c.error)
+
+    def run(self, n_steps: tuple[int, int], n_blocks: tuple[int, int], seed: int) -> None:
+        for i in range(2):
+            self.anneal(sample(300 + seed + 1000 * i, n_blocks[i]), n_steps[i], *HEAT[i:i + 2])
+
+    def error(self, x: np.ndarray) -> float:
+        """Of the best values on other blocks."""
+        return self._measured(x, self.best.values).error
 
 
-def rounded(encoder: Encoder, x: np.ndarray, mix: Tables, values: Tables) -> tuple[Tables, float]:
+def rounded(search: Search, x: np.ndarray) -> tuple[Tables, float]:
     """Values as integers from 0, and the offset: of several widths the one of least error."""
-    index, best = indices(encoder.k, mix), None
-    width = sum(np.ptp(t) for t in values)
-    for factor in np.linspace(0.93, 1.0, 12) * MAX_CODE / width:
+    values, best = search.best.values, None
+    width, least = sum(np.ptp(t) for t in values), sum(t.min() for t in values)
+    for factor in np.linspace(0.9, 1.0, 21) * MAX_CODE / width:
         integers = [np.round(factor * (t - t.min())).astype(int) for t in values]
         if sum(t.max() for t in integers) > MAX_CODE:
             continue
-        code = code_of(index, integers).astype(float)
-        offset = float(np.round(2 * code.mean()) / 2)
-        error = encoder.error(x, code - offset)
+        offset = float(np.round(-least * factor))  # whole: CUDA's tiles hold code - offset in a byte
+        error = search.encoder.error(x, code_of(search.index, integers) - offset)
         if best is None or error < best[0]:
             best = error, integers, offset
     return best[1:]
 
 
-def toml(mix: Tables, values: Tables, offset: float) -> str:
+def toml(values: Tables, offset: float) -> str:
     """Rows of types.toml."""
-    lines = [f"{name} = [{tables[0].tolist()},\n{' ' * 18}{tables[1].tolist()}]"
-             for name, tables in (("trellis_mix   ", mix), ("trellis_values", values))]
-    return "\n".join([*lines, f"trellis_offset = {offset}"])
+    return f"trellis_values = [{values[0].tolist()},\n{' ' * 18}{values[1].tolist()}]\ntrellis_offset = {offset}"
 
 
-def search(k: int, n_seeds: int, steps: tuple[int, int], blocks: tuple[int, int]) -> None:
-    encoder, best = Encoder(k), None
-    small, large = sample(301, blocks[0]), sample(302, blocks[1])
-    print(f"K = {k}: relative squared errors of {blocks[0]} and of {blocks[1]} blocks, before -> after the climb")
+def search(k: int, of_map: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+    best, judge = None, sample(302, JUDGE_BLOCKS)
+    print(f"K = {k}, {of_map}: relative squared errors of {blocks[0]} blocks at first, of {blocks[1]} when annealed, of {JUDGE_BLOCKS} others")
     for seed in range(1, n_seeds + 1):
-        climb = Climb(encoder, seed, small)
-        shown = f"{climb.error:.5f} -> {climb.run(small, steps[0], SMALL_ODDS, SECOND_SWAP):.5f}"
-        climb.rng = np.random.default_rng(seed + 1000)  # so that a longer first climb gives the second one the same changes
-        shown += f"   {climb.measure(large):.5f} -> {climb.run(large, steps[1], LARGE_ODDS):.5f}"
-        print(f"  seed {seed:2}   {shown}", flush=True)
-        if best is None or climb.error < best[1].error:
-            best = seed, climb
-    seed, climb = best
-    values, offset = rounded(encoder, large, climb.mix, climb.values)
+        found = Search(k, of_map, seed, blocks[0])
+        found.run(n_steps, blocks, seed)
+        error = found.error(judge)
+        print(f"  seed {seed:2}   {found.first_error:.5f} -> {found.best.error:.5f}   {error:.5f}", flush=True)
+        if best is None or error < best[0]:
+            best = error, seed, found
+    _, seed, found = best
+    values, offset = rounded(found, judge)
     test = sample(401, TEST_BLOCKS, scaled=True)
-    errors = encoder.errors(test, code_of(indices(k, climb.mix), values) - offset)
-    before = encoder.error(test, climb.code(), *COLUMNS[FORMAT])
+    errors = found.encoder.errors(test, code_of(found.index, values) - offset)
+    before = found.encoder.error(test, code_of(found.index, found.best.values), *COLUMNS[FORMAT])
     print(f"\n# seed {seed}; errors of {TEST_BLOCKS} other blocks: format {errors[FORMAT]:.5f}, before rounding {before:.5f}")
     print("# " + ", ".join(f"{name} {error:.5f}" for name, error in errors.items()))
-    print(toml(climb.mix, values, offset))
+    print(toml(values, offset))
+
+
+def compare_maps(k: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+    test = sample(501, JUDGE_BLOCKS)
+    print(f"| K = {k} | relative squared error of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
+    for of_map in MAPS[k]:
+        found = Search(k, of_map, 1, blocks[0])
+        found.run(n_steps, blocks, 1)
+        print(f"| {of_map.replace('|', ', ')} | {found.error(test):.5f} |", flush=True)
 
 
 def shipped(k: int) -> np.ndarray:
     """The code of types.toml, without its offset."""
     rows = tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["type"]
     row = next(r for r in rows if r["name"] == f"itq{k}_t")
-    mix, values = ([np.array(t) for t in row[field]] for field in ("trellis_mix", "trellis_values"))
-    return code_of(indices(k, mix), values) - row["trellis_offset"]
-
-
-def linear_map(rng: np.random.Generator) -> np.ndarray:
-    """Code with an index of 8 bits that are random sums mod 2 of a state's 12, four to each of two tables of quantiles."""
-    while True:
-        states = np.arange(STATES)
-        index = np.zeros(STATES, int)
-        for image in rng.integers(0, 256, 12):
-            index ^= np.where(states & 1, image, 0)
-            states >>= 1
-        if len(np.unique(index)) == 256:
-            return QUANTILES[index >> 4] + SPREADS[0] * QUANTILES[index & 15]
+    return code_of(indices(k, MAPS[k][0]), [np.array(t) for t in row["trellis_values"]]) - row["trellis_offset"]
 
 
 def compare() -> None:
-    test, selection = sample(501, TEST_BLOCKS, scaled=True), sample(301, 192)
+    test = sample(501, TEST_BLOCKS, scaled=True)
     print(f"Relative squared errors of {TEST_BLOCKS} Gaussian blocks. Four columns with exact scales, two tries; then E5M3\n"
           f"scales with a start byte, of which {FORMAT} are the format.\n")
     print(f"| code | {' | '.join(COLUMNS)} |\n|" + " --- |" * (1 + len(COLUMNS)))
-    for k in (3, 2):
-        encoder, rng = Encoder(k), np.random.default_rng(1)
-        linear = min((linear_map(rng) for _ in range(LINEAR_MAPS)), key=lambda code: encoder.error(selection, code))
-        for name, code in ((f"ITQ{k}_T", shipped(k)), (f"K = {k}, linear map, best of {LINEAR_MAPS}", linear)):
-            cells = [f"{error:.5f}" for error in encoder.errors(test, code).values()]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    for k in BITS:
+        cells = [f"{error:.5f}" for error in Encoder(k).errors(test, shipped(k)).values()]
+        print(f"| ITQ{k}_T | {' | '.join(cells)} |", flush=True)
 
 
 def two_counts(text: str) -> tuple[int, int]:
@@ -317,21 +325,30 @@ def two_counts(text: str) -> tuple[int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", type=int, choices=(3, 2), default=3, help="new bits a weight (default: 3)")
-    parser.add_argument("--seeds", type=int, default=14, help="climbs, of which the best counts (default: 14)")
-    parser.add_argument("--steps", type=two_counts, default=(1200, 700), metavar="SMALL,LARGE",
-                        help="changes tried on the two samples (default: 1200,700)")
-    parser.add_argument("--blocks", type=two_counts, default=(192, 1024), metavar="SMALL,LARGE",
-                        help="blocks of the two samples (default: 192,1024)")
-    parser.add_argument("--compare", action="store_true", help="no search: errors of the codes of types.toml, for both K")
+    parser.add_argument("--bits", type=int, choices=BITS, default=3, help="new bits a weight (default: 3)")
+    parser.add_argument("--map", help="indices of the search (default: those of the type)")
+    parser.add_argument("--seeds", type=int, default=4, help="searches, of which the best counts (default: 4)")
+    parser.add_argument("--steps", type=two_counts, default=(8000, 4000), metavar="SMALL,LARGE",
+                        help="changes tried on the two samples (default: 8000,4000)")
+    parser.add_argument("--blocks", type=two_counts, default=(64, 320), metavar="SMALL,LARGE",
+                        help="blocks of the two samples (default: 64,320)")
+    parser.add_argument("--maps", action="store_true", help="a search of each map instead, and their errors")
+    parser.add_argument("--compare", action="store_true", help="no search: errors of the codes of types.toml")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error("--seeds must be positive")
     try:
+        of_map = args.map or MAPS[args.bits][0]
+        indices(args.bits, of_map)
+    except ValueError as e:
+        parser.error(f"--map: {e}")
+    try:
         if args.compare:
             compare()
+        elif args.maps:
+            compare_maps(args.bits, args.steps, args.blocks)
         else:
-            search(args.bits, args.seeds, args.steps, args.blocks)
+            search(args.bits, of_map, args.seeds, args.steps, args.blocks)
     except CompilerError as e:
         print(f"trellis_search.py: {e}", file=sys.stderr)
         return 1

@@ -126,7 +126,7 @@ def test_the_largest_weights_survive_as_one_rotated_value(lib, type_name):
         return relative_mse(lib.dequantize(int(info.id), lib.quantize(int(info.id), weights), info.block_size), weights)
 
     assert error(x) <= 1.01 * error(x / 64)
-    assert not info.trellis_mix or error(2 * x) > 1.03 * error(x / 64)
+    assert not info.trellis_values or error(2 * x) > 1.03 * error(x / 64)
 
 
 @pytest.mark.parametrize("options", ["", *IMPORTANCES])

@@ -46,7 +46,8 @@ static inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {
     return out;
 }
 static inline uint32_t select(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
-static inline uint32_t in_register(uint32_t x, int) { return x; }
+static inline uint32_t in_register(uint32_t x) { return x; }
+template <typename T> static inline T __ldg(const T * p) { return *p; }
 } // namespace ggml_ext
 static inline uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext::prmt(lo, hi, s & 0x7777); }
 

@@ -1,10 +1,12 @@
 """Blocks with structure are no worst cases of the rotated types: for every family the error stays near that of a Gaussian.
 
 Rows of sixteen blocks of one family: at most 1.3 times the type's usual error (types.toml). Single blocks vary more, Gaussian
-ones too: no block may be worse than the worst of 8192 Gaussian blocks.
+ones too: no block may be a tenth worse than the worst of 8192 Gaussian blocks, of which a family's are another sample.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
@@ -15,9 +17,6 @@ from ggml_ext import TYPES, WEIGHT_TYPES
 
 ROTATED = [name for name, info in WEIGHT_TYPES.items() if info.rotated]
 FACTOR = 1.3
-# the largest error of 8192 Gaussian blocks over the usual one (standard deviations: 0.14, 0.05, 0.04, 0.08, 0.07, 0.13)
-FACTOR_OF_A_BLOCK = {"itq3_s": 1.84, "itq3_t": 1.43, "itq2_t": 1.31, "itq3_t64": 1.41, "itq2_t64": 1.45,
-                     "ditto5": 1.90}
 N_BLOCKS = 16
 
 
@@ -56,6 +55,11 @@ FAMILIES = {n: families(n) for n in (256, 64)}
 SCALES = st.floats(-4, 2).map(lambda e: 10.0**e)  # what weights are; smaller and larger below
 
 
+@functools.cache
+def worst_of_gaussians(lib, name: str) -> float:
+    return float(errors(lib, name, np.random.default_rng(8192).standard_normal((8192, TYPES[name].block_size)).astype(np.float32)).max())
+
+
 def errors(lib, name: str, blocks: np.ndarray) -> np.ndarray:
     """Relative squared error of each block, float32 (n_blocks, block_size)."""
     type_id = int(TYPES[name].id)
@@ -74,7 +78,7 @@ def test_error_of_structured_blocks_is_near_the_usual_one(lib, name, family):
         x = np.array([block * (scale / np.sqrt(np.mean(block**2))) for block in blocks]).astype(np.float32)
         found = errors(lib, name, x)
         worst[:] = max(worst[0], found.mean()), max(worst[1], found.max())
-        assert found.mean() <= FACTOR * usual and found.max() <= FACTOR_OF_A_BLOCK[name] * usual, f"{name}, {family}: {found.round(4)}"
+        assert found.mean() <= FACTOR * usual and found.max() <= 1.1 * worst_of_gaussians(lib, name), f"{name}, {family}: {found.round(4)}"
 
     check()
     print(f"{name}, {family}: rows {worst[0]:.4f}, blocks {worst[1]:.4f}, usual {usual}")

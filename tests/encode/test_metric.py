@@ -16,7 +16,7 @@ from helpers.native import BUILD, built
 from helpers.weights import assert_same_blocks
 
 SEED = 15
-TRELLIS = [name for name, info in TYPES.items() if info.trellis_mix]
+TRELLIS = [name for name, info in TYPES.items() if info.trellis_values]
 
 
 def correlated(n: int, n_tokens: int, seed: int = SEED) -> np.ndarray:

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
+from ggml_ext import TYPES
 from ggml_ext._base.errors import UserError
 from ggml_ext._encode import codec
 from ggml_ext._encode.accuracy import Accuracy
@@ -244,7 +245,7 @@ def test_matrices_that_are_not_positive_are_damped_more_once(tmp_path):
     metric = object()
     lib = FakeLibrary(metric)
     assert codec_metric(tmp_path, lib) == (metric, [])
-    assert [lib.asked[0][i] for i in (0, 1, 3, 4, 5)] == [163, 256, False, 0.01, 32]
+    assert [lib.asked[0][i] for i in (0, 1, 3, 4, 5)] == [int(TYPES["itq3_t"].id), 256, False, 0.01, 32]
     lib = FakeLibrary(library.NotPositive, metric)
     made, (warning,) = codec_metric(tmp_path, lib, effort="best")
     assert made is metric and [a[4:] for a in lib.asked] == [(0.01, 8), (0.1, 8)]
@@ -265,12 +266,12 @@ def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypa
     xs = inputs()
     path = write_moments(tmp_path / "m.gguf", xs, kind)
     spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q3_k", "--imatrix", path)
-    assert {type_id for type_id, *_ in spy.metrics} == {163} and len(spy.metrics) == 4
+    assert {type_id for type_id, *_ in spy.metrics} == {int(TYPES["itq3_t"].id)} and len(spy.metrics) == 4
     hs = [x.T.astype(np.float64) @ x for x in xs[EXPERTS]]
     for h in hs:  # whole and block are the same for 256 columns
         assert any(np.array_equal(m, pack(h, kind)) for _, n, whole, m in spy.metrics if n == 256 and whole == (kind == "full"))
     by_metric = {}
-    for metric, n_rows in spy.used[163]:
+    for metric, n_rows in spy.used[int(TYPES["itq3_t"].id)]:
         by_metric[metric] = by_metric.get(metric, 0) + n_rows
     assert sorted(by_metric.values()) == [4, 4, 4, 8] and all(m is None for m, _ in spy.used[11])
     fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
@@ -298,7 +299,7 @@ def test_errors_are_weighed_with_the_moments(tmp_path, source, lib, monkeypatch,
     x = x.reshape(600, 2, 256)
     tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
     original = gaussian(8, 512).astype(np.float16).astype(np.float64)
-    stored = lib.dequantize(163, np.ascontiguousarray(tensors[DOWN].data).reshape(8, -1), 512)
+    stored = lib.dequantize(int(TYPES["itq3_t"].id), np.ascontiguousarray(tensors[DOWN].data).reshape(8, -1), 512)
     energy = [sum((x[:, b] @ w.reshape(8, 2, 256)[:, b].T).ravel() @ (x[:, b] @ w.reshape(8, 2, 256)[:, b].T).ravel() for b in (0, 1))
               for w in (stored - original, original)]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("blk.*.ffn_down") and "." in line.split()[2]]

@@ -286,9 +286,14 @@ def test_rotation_is_the_reference(lib, name):
 # --- MMQ ---------------------------------------------------------------------------------------------------------------
 
 N_ROWS = 128  # of a tile, in the shim
-# (factor, factor*offset): the int8 of a tile is factor*code - factor*offset
-CENTRED = {"itq3_s": (1, 4), "ccq2": (1, 32), "ditto3": (1, 64), "itq3_t": (2, 127), "itq2_t": (1, 62),
-           "itq3_t64": (2, 127), "itq2_t64": (1, 62), "ditto5": (2, 127)}
+OFFSETS = {"itq3_s": 4, "ccq2": 32, "ditto3": 64}  # of types whose table has none
+
+
+def centred(name: str) -> tuple[int, int]:
+    """(factor, factor*offset): the int8 of a tile is factor*code - factor*offset; the factor is 2 where the offset is no whole number."""
+    info = TYPES[name]
+    offset = next(o for o in (info.trellis_offset, info.codebook_offset, OFFSETS.get(name)) if o is not None)
+    return (1, int(offset)) if offset == int(offset) else (2, int(2 * offset))
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -318,7 +323,7 @@ def test_tiles_hold_the_weights_exactly(lib, name, layout, fallback):
     q = np.ascontiguousarray(words).view(np.int8).reshape(n_rows, 256).astype(np.float64)
     of_tile = allocated[row_blocks * np.arange(n_rows)[:, None] + first + np.arange(n_tile)]  # (row, block, byte)
     s, v, _ = (a.reshape(n_rows, 256) for a in native.unpacked(lib, name, of_tile.reshape(-1, info.block_bytes)))
-    factor, centre = CENTRED[name]
+    factor, centre = centred(name)
     if name in HAS_MINIMUM:
         d, minimum = (scale_words.view(np.float16).reshape(n_rows, 8, 2)[..., i].astype(np.float64) for i in (0, 1))
         codes, _, codes_d, z = zip(*(lib.unpack_block(info.id, b) for b in of_tile[:, 0]), strict=True)

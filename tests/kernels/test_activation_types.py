@@ -1,4 +1,5 @@
-"""Types of activations have ids, as ggml's tables need them, and no place in a file: every reader refuses them by name."""
+"""Types of activations have ids, as ggml's tables need them, and no place in a file, nor have types whose code was changed: every
+reader refuses them by name."""
 
 from __future__ import annotations
 
@@ -11,11 +12,18 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from ggml_ext import TYPES, dump, export, inspect, quantize
+from ggml_ext._base.types import RETIRED_TYPES
 from helpers.commands import run_main, tool
 from helpers.models import gaussian, write_gguf
 
 ACTIVATIONS = {name: int(info.id) for name, info in TYPES.items() if info.kind == "activation"}
 TENSOR = "blk.0.attn_q.weight"
+COMMANDS = {
+    "quantize": (quantize.main, ("{path}", "{out}", "--type", "itq3_s")),
+    "export": (export.main, ("{path}", "{out}", "--type", "q8_0")),
+    "inspect": (inspect.main, ("{path}",)),
+    "dump": (dump.main, ("{path}",)),
+}
 
 
 def with_type(model: Path, path: Path, type_id: int) -> Path:
@@ -39,17 +47,32 @@ def test_libllama_refuses_them(name, options, model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("command", ["quantize", "export", "inspect", "dump"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_refuse_them(name, command, model, tmp_path):
     path, out = with_type(model, tmp_path / "in.gguf", ACTIVATIONS[name]), tmp_path / "out.gguf"
-    main, args = {
-        "quantize": (quantize.main, (path, out, "--type", "itq3_s")),
-        "export": (export.main, (path, out, "--type", "q8_0")),
-        "inspect": (inspect.main, (path,)),
-        "dump": (dump.main, (path,)),
-    }[command]
-    done = run_main(main, *args)
+    main, args = COMMANDS[command]
+    done = run_main(main, *(a.format(path=path, out=out) for a in args))
     expected = f"tensor {TENSOR} has type {ACTIVATIONS[name]} ({name}), which is for activations, not for weights; download or convert"
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and expected in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("number", RETIRED_TYPES)
+def test_libllama_refuses_types_whose_code_was_changed(number, model, tmp_path):
+    path = with_type(model, tmp_path / "in.gguf", number)
+    done = subprocess.run([*map(str, [tool("llama-completion"), "-m", path, "-p", "import", "-n", 1, "-no-cnv"])], capture_output=True,
+                          text=True, timeout=60, stdin=subprocess.DEVNULL)
+    said = f"tensor '{TENSOR}' has type {number}, {RETIRED_TYPES[number]} before its code was changed; quantize the model again"
+    assert done.returncode == 1 and said in done.stderr + done.stdout, (done.returncode, done.stderr[-1000:])
+
+
+@pytest.mark.parametrize("number", RETIRED_TYPES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_refuse_types_whose_code_was_changed(number, command, model, tmp_path):
+    path, out = with_type(model, tmp_path / "in.gguf", number), tmp_path / "out.gguf"
+    main, args = COMMANDS[command]
+    done = run_main(main, *(a.format(path=path, out=out) for a in args))
+    expected = f"tensor {TENSOR} has type {number}, {RETIRED_TYPES[number]} before its code was changed; quantize the model again"
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and expected in done.stderr
     assert not out.exists()
 

@@ -277,7 +277,7 @@ def test_lines_of_large_models_fit_80_columns():
         tensors.append(gguf_file.Tensor(name, ne, f16, 0, int(np.prod(ne)) * 2))
     plan = _plan.Plan(tensors * 97)
     for tensor in plan.tensors:
-        plan.add(tensor, gguf.GGMLQuantizationType(163), gguf.GGMLQuantizationType(163))
+        plan.add(tensor, gguf.GGMLQuantizationType.ITQ3_T, gguf.GGMLQuantizationType.ITQ3_T)
     lines = report.tensor_lines(plan, 80)
     assert lines[0] == "[  1/291] token_embd.weight         4096x128256  f16 -> itq3_t   1002 -> 192 MiB"
     assert lines[2] == "[  3/291] blk.31.attn_output.weight   4096x4096  f16 -> itq3_t  32.0 -> 6.12 MiB"

@@ -19,7 +19,7 @@ GENERATED = (*FILES, "docs/reference/formats.md")
 NEW_TYPE = """
 [[type]]
 name        = "test_w"
-id          = 170
+id          = 189
 kind        = "weight"
 block_size  = 64
 block_bytes = 18
@@ -94,8 +94,8 @@ def test_a_new_row_reaches_every_file(tree):
     assert generate(tree).returncode == 0
     header = " ".join((tree / HEADER).read_text().split())
     for text in (
-        "GGML_TYPE_TEST_W = 170,",
-        "P##TEST_W = 170,",
+        "GGML_TYPE_TEST_W = 189,",
+        "P##TEST_W = 189,",
         "X(TEST_W, test_w)",
         "case GGML_TYPE_TEST_W:",
         "#define GGML_EXT_TEST_W_BLOCK_SIZE 64",
@@ -107,17 +107,17 @@ def test_a_new_row_reaches_every_file(tree):
     sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look their module up
     exec((tree / MODULE).read_text(), namespace)
     info = namespace["WEIGHT_TYPES"]["test_w"]
-    assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (170, 64, 18, 2.25, 'a "quoted" description')
+    assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (189, 64, 18, 2.25, 'a "quoted" description')
     formats = (tree / "docs/reference/formats.md").read_text()
-    assert '| `TEST_W` | 170 | 64 | 18 | 2.25 | a "quoted" description |' in formats
+    assert '| `TEST_W` | 189 | 64 | 18 | 2.25 | a "quoted" description |' in formats
     assert formats.startswith("before\n") and formats.endswith("after\n") and "old" not in formats
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("id          = 170", "id          = 160", "id 160 is used twice"),
-        ("id          = 170", "id          = 42", "id 42 is not in 160..191"),
+        ("id          = 189", "id          = 160", "id 160 is used twice"),
+        ("id          = 189", "id          = 42", "id 42 is not in 160..191"),
         ('name        = "test_w"', 'name        = "itq3_s"', "name itq3_s is used twice"),
         ("group       = 64\n", "", "field 'group' is None"),
         ("block_bytes = 18", 'block_bytes = "18"', "field 'block_bytes' is '18'"),
@@ -125,7 +125,7 @@ def test_a_new_row_reaches_every_file(tree):
         ("block_size  = 64\n", "", "field 'block_size' is None"),
         ('"q4_0"', '"itq3_s"', "fallback is 'itq3_s', must be a stock type or a later row with smaller blocks"),
         ('"q4_0"', '"q8_kr"', "fallback is 'q8_kr', must be a stock type or a later row with smaller blocks"),
-        ("fns_limits =", 'trellis_code = "itq3_s"\nfns_limits =', "trellis_code is 'itq3_s', must be a type with trellis_mix"),
+        ("fns_limits =", 'trellis_code = "itq3_s"\nfns_limits =', "trellis_code is 'itq3_s', must be a type with trellis_values"),
         ('"iq3_s"', '"iq3_zz"', "fns_limits is 'iq3_zz'"),
         ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
         ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),

@@ -36,6 +36,9 @@ template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     return {_mm256_and_si256(t, _mm256_set1_epi8((char) mask))};
 }
 
+// Bits of the neighbour byte come in above the nibble.
+template <int S> static inline u8x32 shifted(u8x32 a) { return {S ? _mm256_srli_epi16(a.v, S) : a.v}; }
+
 // 15-bit codes of the even and of the odd bytes, in 16-bit lanes
 struct u15x32 { __m256i even, odd; };
 

@@ -32,19 +32,13 @@ template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
 
 static inline u8x64 look_up(table16 t, u8x64 i) { return {_mm512_shuffle_epi8(_mm512_broadcast_i64x4(t.v), i.v)}; }
 
+template <int S> static inline u8x64 shifted(u8x64 a) { return {shift<S>(a)}; }
+
 // Permutes of bytes look at six bits of an index: of a table of 16 four times over, at the low four. So no bits above a nibble
 // have to be removed.
-template <int S> static inline u8x64 nibble(u8x64 a)      { return {shift<S>(a)}; }
-template <int S> static inline u8x64 high_nibble(u8x64 a) { return {shift<S - 4>(a)}; }
-
-// One look-up gives both masks of a pair, for the index nibbles side by side in a byte.
-static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 a, u8x64 b, u8x64 e) {
-    const auto table = [](const uint8_t * p) { return _mm_loadu_si128((const __m128i *) p); };
-    const __m512i mix     = keep(_mm512_broadcast_i32x4(_mm_or_si128(table(t.mix[0]), _mm_slli_epi16(table(t.mix[1]), 4))));
-    const __m512i values0 = keep(_mm512_broadcast_i32x4(table(t.values[0])));
-    const __m512i values1 = keep(_mm512_broadcast_i32x4(table(t.values[1])));
-    const __m512i i = _mm512_xor_si512(select_bits(keep(_mm512_set1_epi8(15)), a.v, e.v), _mm512_permutexvar_epi8(b.v, mix));
-    return {_mm512_add_epi8(_mm512_permutexvar_epi8(i, values0), _mm512_permutexvar_epi8(_mm512_srli_epi16(i, 4), values1))};
+static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1) {
+    const auto table = [](const uint8_t * p) { return keep(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) p))); };
+    return {_mm512_add_epi8(_mm512_permutexvar_epi8(i0.v, table(t.values[0])), _mm512_permutexvar_epi8(i1.v, table(t.values[1])))};
 }
 
 // Sixteen partial sums: in either half, two of each eight bytes.

@@ -41,6 +41,7 @@ template <int S> static inline uint8x16_t shift(uint8x16_t a) {
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     return {{vandq_u8(shift<S>(a.v[0]), vdupq_n_u8(mask)), vandq_u8(shift<S>(a.v[1]), vdupq_n_u8(mask))}};
 }
+template <int S> static inline u8x32 shifted(u8x32 a) { return {{shift<S>(a.v[0]), shift<S>(a.v[1])}}; }
 
 static inline float half_to_float(ggml_half h) {
     __fp16 f;

@@ -41,6 +41,8 @@ template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     return a;
 }
 
+template <int S> static inline u8x32 shifted(u8x32 a) { return field<S>(a, 0xff); }
+
 struct u15x32 { uint16_t v[32]; };
 
 template <int A, int B> static inline u15x32 multiply_add(u8x32 a) {

@@ -19,10 +19,12 @@ class ExtType(IntEnum):
     ITQ3_S = 160
     CCQ2 = 161
     DITTO3 = 162
-    ITQ3_T = 163
-    ITQ2_T = 164
-    ITQ3_T64 = 165
-    ITQ2_T64 = 166
+    ITQ4_T = 172
+    ITQ3_T = 168
+    ITQ2_T = 169
+    ITQ4_T64 = 173
+    ITQ3_T64 = 170
+    ITQ2_T64 = 171
     DITTO5 = 167
     Q8_KR64 = 190
     Q8_KR = 191
@@ -54,8 +56,7 @@ class TypeInfo:
     moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
     fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
     fns_dot_error: float | None = None    # or its own for products
-    trellis_mix: list[list[int]] | None = None  # the tables of a trellis code, each two of 16: ggml_ext/types/trellis.h
-    trellis_values: list[list[int]] | None = None
+    trellis_values: list[list[int]] | None = None  # the tables of a trellis code, two of 16: ggml_ext/types/trellis.h
     trellis_offset: float | None = None
     codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
     codebook_offset: float | None = None
@@ -132,6 +133,31 @@ TYPES: dict[str, TypeInfo] = {
         moments_gain=0.435,
         fns_limits="iq3_s",
     ),
+    "itq4_t": TypeInfo(
+        name="itq4_t",
+        id=ExtType.ITQ4_T,
+        kind="weight",
+        block_size=256,
+        block_bytes=130,
+        bpw=4.0625,
+        rotated=True,
+        about="rotated, 4-bit trellis of 4096 states",
+        activation="q8_kr",
+        unpack_min=0,
+        unpack_max=127,
+        group=256,
+        fallback="itq4_t64",
+        token_embd="q4_k",
+        output="q6_k",
+        title="ITQ4_T - 4.0625 bpw",
+        usual_rel_mse=0.00459,
+        fixture_rel_mse=0.0047,
+        student_t4_rel_mse=0.0047,
+        moments_gain=0.62,
+        fns_limits="q5_k",
+        trellis_values=[[25, 31, 37, 47, 14, 0, 9, 51, 34, 57, 43, 18, 28, 71, 40, 22], [24, 45, 33, 29, 37, 30, 54, 35, 26, 40, 0, 20, 32, 29, 27, 35]],
+        trellis_offset=64.0,
+    ),
     "itq3_t": TypeInfo(
         name="itq3_t",
         id=ExtType.ITQ3_T,
@@ -149,14 +175,13 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q3_k",
         output="q6_k",
         title="ITQ3_T - 3.0625 bpw",
-        usual_rel_mse=0.0178,
-        fixture_rel_mse=0.019,
-        student_t4_rel_mse=0.0187,
+        usual_rel_mse=0.01755,
+        fixture_rel_mse=0.018,
+        student_t4_rel_mse=0.018,
         moments_gain=0.64,
         fns_limits="iq3_s",
-        trellis_mix=[[2, 13, 1, 5, 11, 7, 6, 14, 0, 10, 3, 4, 12, 8, 9, 15], [13, 0, 10, 8, 5, 3, 6, 13, 12, 7, 11, 15, 4, 14, 1, 2]],
-        trellis_values=[[11, 32, 23, 43, 0, 31, 16, 64, 20, 40, 52, 32, 44, 22, 29, 36], [48, 25, 38, 0, 41, 32, 36, 11, 22, 52, 27, 35, 63, 18, 46, 30]],
-        trellis_offset=63.5,
+        trellis_values=[[16, 39, 0, 27, 40, 13, 23, 29, 31, 14, 24, 54, 20, 34, 46, 6], [34, 41, 36, 15, 32, 45, 21, 53, 24, 31, 26, 46, 41, 0, 66, 32]],
+        trellis_offset=60.0,
     ),
     "itq2_t": TypeInfo(
         name="itq2_t",
@@ -176,14 +201,38 @@ TYPES: dict[str, TypeInfo] = {
         output="q5_k",
         title="ITQ2_T - 2.0625 bpw",
         usual_rel_mse=0.0683,
-        fixture_rel_mse=0.072,
+        fixture_rel_mse=0.07,
         student_t4_rel_mse=0.069,
-        moments_gain=0.66,
+        moments_gain=0.69,
         fns_limits="iq2_s",
         fns_dot_error=0.07,
-        trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
-        trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
+        trellis_values=[[38, 23, 78, 52, 22, 48, 0, 37, 48, 36, 21, 65, 57, 64, 40, 21], [22, 10, 32, 14, 14, 28, 0, 22, 44, 22, 23, 12, 31, 14, 22, 28]],
         trellis_offset=62.0,
+    ),
+    "itq4_t64": TypeInfo(
+        name="itq4_t64",
+        id=ExtType.ITQ4_T64,
+        kind="weight",
+        block_size=64,
+        block_bytes=34,
+        bpw=4.25,
+        rotated=True,
+        about="ITQ4_T in blocks of 64, for rows of any multiple of 64",
+        activation="q8_kr64",
+        unpack_min=0,
+        unpack_max=127,
+        group=64,
+        fallback="q5_0",
+        token_embd="q4_k",
+        output="q6_k",
+        title="ITQ4_T64 - 4.25 bpw",
+        usual_rel_mse=0.00394,
+        fixture_rel_mse=0.00405,
+        student_t4_rel_mse=0.00405,
+        moments_gain=0.56,
+        fns_limits="q5_k",
+        trellis_values=[[25, 31, 37, 47, 14, 0, 9, 51, 34, 57, 43, 18, 28, 71, 40, 22], [24, 45, 33, 29, 37, 30, 54, 35, 26, 40, 0, 20, 32, 29, 27, 35]],
+        trellis_offset=64.0,
     ),
     "itq3_t64": TypeInfo(
         name="itq3_t64",
@@ -202,14 +251,13 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q3_k",
         output="q6_k",
         title="ITQ3_T64 - 3.25 bpw",
-        usual_rel_mse=0.0156,
-        fixture_rel_mse=0.0161,
-        student_t4_rel_mse=0.0165,
+        usual_rel_mse=0.01535,
+        fixture_rel_mse=0.0158,
+        student_t4_rel_mse=0.0158,
         moments_gain=0.535,
         fns_limits="iq3_s",
-        trellis_mix=[[2, 13, 1, 5, 11, 7, 6, 14, 0, 10, 3, 4, 12, 8, 9, 15], [13, 0, 10, 8, 5, 3, 6, 13, 12, 7, 11, 15, 4, 14, 1, 2]],
-        trellis_values=[[11, 32, 23, 43, 0, 31, 16, 64, 20, 40, 52, 32, 44, 22, 29, 36], [48, 25, 38, 0, 41, 32, 36, 11, 22, 52, 27, 35, 63, 18, 46, 30]],
-        trellis_offset=63.5,
+        trellis_values=[[16, 39, 0, 27, 40, 13, 23, 29, 31, 14, 24, 54, 20, 34, 46, 6], [34, 41, 36, 15, 32, 45, 21, 53, 24, 31, 26, 46, 41, 0, 66, 32]],
+        trellis_offset=60.0,
     ),
     "itq2_t64": TypeInfo(
         name="itq2_t64",
@@ -228,14 +276,13 @@ TYPES: dict[str, TypeInfo] = {
         token_embd="q2_k",
         output="q5_k",
         title="ITQ2_T64 - 2.25 bpw",
-        usual_rel_mse=0.0603,
-        fixture_rel_mse=0.0618,
-        student_t4_rel_mse=0.063,
+        usual_rel_mse=0.0602,
+        fixture_rel_mse=0.0617,
+        student_t4_rel_mse=0.0613,
         moments_gain=0.62,
         fns_limits="iq2_s",
         fns_dot_error=0.07,
-        trellis_mix=[[10, 13, 7, 5, 11, 0, 2, 9, 6, 12, 8, 4, 3, 15, 14, 1], [6, 11, 2, 13, 3, 12, 1, 14, 10, 8, 4, 0, 9, 15, 5, 15]],
-        trellis_values=[[81, 30, 46, 36, 41, 41, 0, 45, 56, 14, 29, 65, 25, 56, 61, 17], [15, 21, 21, 30, 20, 26, 23, 27, 24, 0, 14, 34, 41, 20, 21, 12]],
+        trellis_values=[[38, 23, 78, 52, 22, 48, 0, 37, 48, 36, 21, 65, 57, 64, 40, 21], [22, 10, 32, 14, 14, 28, 0, 22, 44, 22, 23, 12, 31, 14, 22, 28]],
         trellis_offset=62.0,
     ),
     "ditto5": TypeInfo(
@@ -286,3 +333,4 @@ TYPES: dict[str, TypeInfo] = {
 }
 
 WEIGHT_TYPES: dict[str, TypeInfo] = {n: t for n, t in TYPES.items() if t.kind == "weight"}
+RETIRED_TYPES: dict[int, str] = {163: "itq3_t", 164: "itq2_t", 165: "itq3_t64", 166: "itq2_t64"}  # ids that files made before may have

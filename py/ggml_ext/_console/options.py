@@ -106,7 +106,7 @@ def add_type_options(add: Callable) -> None:
     add(
         "--no-fallback",
         action="store_true",
-        help="refuse a model with rows that the types do not fit; itq3_t64 in place of itq3_t and itq2_t64 in place of itq2_t, "
+        help="refuse a model with rows that the types do not fit; itq3_t64 in place of itq3_t and the like, "
         "the same codes in blocks of 64, are not refused",
     )
     add("--leave-output-tensor", action="store_true", help="leave output.weight as it is")

@@ -38,7 +38,7 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
         return np.inf
     info = TYPES.get(qtype.name.lower())
     if info and info.rotated:
-        largest_scale = quants.E5M3_MAX if info.trellis_mix else quants.HALF_MAX
+        largest_scale = quants.E5M3_MAX if info.trellis_values else quants.HALF_MAX
         largest_value = min(float(largest_scale) * (info.unpack_max - info.unpack_min) / 2, 8 * float(quants.HALF_MAX))
         return largest_value / math.sqrt(info.block_size)
     return float(quants.HALF_MAX)
@@ -199,7 +199,7 @@ class Codec:
         self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, whole: bool, damping: float
     ) -> Metric | _metric.Metric:
         info = TYPES[qtype.name.lower()]
-        segment = self.segment if info.trellis_mix else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
+        segment = self.segment if info.trellis_values else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
         if self.lib is not None:
             return self.lib.metric(int(qtype), n_per_row, triangles, whole, damping, segment)
         try:
@@ -244,7 +244,7 @@ class Codec:
             importance = importance.reshape(-1, info.block_size)
             if not info.rotated:  # which know of rows
                 importance = np.tile(importance, (len(rows), 1))
-        if info.trellis_mix:
+        if info.trellis_values:
             options = {"passes": self.trellis_passes}
         else:
             options = {T.ITQ3_S: {"levels": self.itq3_levels}, T.DITTO3: {"codebook": codebook}}.get(qtype, {})

@@ -22,7 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQua
 
 from .._base.encoding import utf8
 from .._base.errors import UserError
-from .._base.types import TYPES
+from .._base.types import RETIRED_TYPES, TYPES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, GGUF_VERSION)  # 2 and 3 have the same layout
@@ -291,6 +291,10 @@ class GGUFFile:
             raise UserError(
                 f"{self.path}: {what} has the dimensions {list(ne)}: each must be at least 1, their product "
                 "below 2**63; convert the model again"
+            )
+        if number in RETIRED_TYPES:
+            raise UserError(
+                f"{self.path}: {what} has type {number}, {RETIRED_TYPES[number]} before its code was changed; quantize the model again"
             )
         try:
             qtype = GGMLQuantizationType(number)

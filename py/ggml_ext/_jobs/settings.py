@@ -22,7 +22,7 @@ from .._report.tables import WARN_ABOVE
 from .._source.source import Source
 
 T = GGMLQuantizationType
-TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_mix]
+TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_values]
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Fallback:
     def is_same_code(self) -> bool:
         """True for itq3_t64 in place of itq3_t and the like: the type asked for in shorter blocks."""
         wanted, got = _info(self.wanted), _info(self.got)
-        return bool(wanted and got and got.trellis_mix) and wanted.trellis_mix == got.trellis_mix
+        return bool(wanted and got and got.trellis_values) and wanted.trellis_values == got.trellis_values
 
     def describe(self, names: list[str]) -> str:
         """For the tensors with these names, on one line."""

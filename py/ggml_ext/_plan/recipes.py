@@ -42,6 +42,12 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe(
+            "itq4_t_m",
+            "itq4_t",
+            (Rule(("attn_v",), "q6_k"), Rule(("attn_k", "attn_output"), "ditto5")),
+            "itq4_t; values of the attention q6_k, its keys and output ditto5",
+        ),
+        Recipe(
             "itq3_t_m",
             "itq3_t",
             (Rule(("attn_k", "attn_v", "attn_output"), "q4_k"),),

@@ -1,4 +1,4 @@
-"""The trellis code of ITQ3_T, ITQ2_T and their types of 64 in numpy: ggml_ext/types/trellis.h and the encoder of
+"""The trellis code of ITQ4_T, ITQ3_T, ITQ2_T and their types of 64 in numpy: ggml_ext/types/trellis.h and the encoder of
 ggml_ext/encode/trellis.h.
 
 K bits a symbol, n = 256 or 64 symbols c[t] a block; state s[t] = c[t] | c[t-1] << K | c[t-2] << 2K ..., 12 bits.
@@ -20,12 +20,13 @@ N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
 # the constants of encode/trellis.h
 MAX_PASSES = 6
-GAIN = {3: np.float32(1.07), 2: np.float32(1.03)}
+GAIN = {4: np.float32(1.07), 3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 ODD_FED = {256: np.float32(1.4), 64: np.float32(1.6)}
 # those of encode/trellis-search.h
-FIXED, MAX_UNITS, NONE = {3: 204, 2: 174}, np.float32(80), 49152
+FIXED, MAX_UNITS, NONE = {4: 220, 3: 204, 2: 174}, np.float32(80), 49152
 LAST_SCALE = 0xF7
+NIBBLES = np.array([0, 4], np.uint8).reshape(2, 1)
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,17 @@ class Trellis:
     @cached_property
     def codes(self) -> np.ndarray:
         """q of all states, uint8 (4096,), by the tables of types.toml."""
-        info, state = self.info, np.arange(N_STATES)
+        state = np.arange(N_STATES)
         c = [state >> self.k * i & (1 << self.k) - 1 for i in range(12 // self.k)]
-        pair = [(c[i] & 3) << 2 | c[i + 1] & 3 for i in range(0, len(c), 2)]
-        if self.k == 3:
-            a, b, e = pair[1], pair[0], sum((c[i] >> 2) << (3 - i) for i in range(4))
+        pair = [(c[i] & 3) << 2 | c[i + 1] & 3 for i in range(len(c) - 1)]
+        if self.k == 4:
+            i0, i1 = c[0] ^ c[2], c[1]
+        elif self.k == 3:
+            i0, i1 = pair[0] ^ pair[1] ^ pair[2], pair[0] ^ sum((c[i] >> 2) << (3 - i) for i in range(4))
         else:
-            a, b, e = pair[0], pair[2], pair[1]
-        mix, values = np.array(info.trellis_mix), np.array(info.trellis_values)
-        return (values[0][a ^ mix[0][b]] + values[1][e ^ mix[1][b]]).astype(np.uint8)
+            i0, i1 = pair[0] ^ pair[4], pair[2]
+        values = np.array(self.info.trellis_values)
+        return (values[0][i0] + values[1][i1]).astype(np.uint8)
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -83,6 +86,8 @@ class Trellis:
     def start_states(self, start: np.ndarray) -> np.ndarray:
         """The 12 - K bits before step 0: c[-1] | c[-2] << K ... from bytes."""
         s = start.astype(np.int64)
+        if self.k == 4:
+            return s >> 4 | (s & 15) << 4
         c1, c2, c3, c4 = s >> 6, s >> 4 & 3, s >> 2 & 3, s & 3
         if self.k == 2:
             return c1 | c2 << 2 | c3 << 4 | c4 << 6
@@ -90,6 +95,9 @@ class Trellis:
 
     def symbols(self, blocks: np.ndarray) -> np.ndarray:
         """uint8 (n_blocks, n) by step."""
+        if self.k == 4:
+            planes = blocks[:, 2:].reshape(len(blocks), 4, 1, self.n // 8)
+            return (planes >> NIBBLES & 15).reshape(len(blocks), self.n)[:, self.positions]
         end = 2 + self.n // 4
         qh = blocks[:, end:] if self.k == 3 else np.zeros((len(blocks), self.n // 8), np.uint8)
         return unpack_bits3(blocks[:, 2:end], qh)[:, self.positions]
@@ -131,8 +139,11 @@ class Trellis:
         symbols[:, self.positions] = states & (1 << self.k) - 1
         order = np.argsort(self.start_states(np.arange(N_STARTS)))
         start = order[states[:, 0] >> self.k].astype(np.uint8)
-        ql, qh = pack_bits3(symbols)
-        return np.concatenate([d[:, None], start[:, None], ql, qh][: self.k + 1], axis=1)  # K = 2 has no high bits
+        head = [d[:, None], start[:, None]]
+        if self.k == 4:
+            nibbles = symbols.reshape(len(symbols), 4, 2, self.n // 8) << NIBBLES
+            return np.concatenate([*head, np.bitwise_or.reduce(nibbles, axis=2).reshape(len(symbols), self.n // 2)], axis=1)
+        return np.concatenate([*head, *pack_bits3(symbols)][: self.k + 1], axis=1)  # K = 2 has no high bits
 
     def quantize_blocks(
         self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = 0, metric: Metric | None = None
@@ -179,7 +190,7 @@ class Trellis:
         fixed = (self.values * unit).astype(np.int32)
         planes, rows = self._planes(fixed), np.arange(n)
         x = np.where(x > MAX_UNITS, MAX_UNITS, np.where(x > -MAX_UNITS, x, -MAX_UNITS))
-        x = (x * unit + np.float32(16384.5)).astype(np.int32) - 16384
+        x = (x * unit + np.float32(32768.5)).astype(np.int32) - 32768
         least = np.full((steps + 1, n, groups), NONE, np.uint16)
         if before is None:
             least[0, :, :N_STARTS] = 0
