@@ -41,7 +41,7 @@ class Type:
         row = next(filter(None, found))
         f16 = rows["F16"]["perplexity"]
         self.name, self.bpw, self.is_ours = name, row["bpw"], name in WEIGHT_TYPES
-        self.decode, self.prefill = row["decode/q3_k"], row["prefill/q3_k"]
+        self.decode, self.prefill = row.get("decode/q3_k"), row.get("prefill/q3_k")  # None: not measured
         # perplexity over F16's, as a fraction
         self.over = [r and r["perplexity"] / f16 - 1 for r in found]
 
@@ -62,7 +62,8 @@ def render_types(types: list[Type]) -> str:
     for t in types:
         name = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
         over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over)
-        lines.append(f"| {name} | {t.bpw:g} | {over} | {t.decode:.2f} | {t.prefill:.2f} |")
+        speed = " | ".join("" if value is None else f"{value:.2f}" for value in (t.decode, t.prefill))
+        lines.append(f"| {name} | {t.bpw:g} | {over} | {speed} |")
     return "\n".join(lines)
 
 
@@ -94,6 +95,9 @@ def render_claims(measured: dict) -> str:
         "",
         f"* 3 bits, perplexity over F16 without and with an importance matrix: {both('ITQ3_T')}, {both('Q3_K')}, {both('IQ3_S')}.",
         f"* 2 bits, the same: {both('ITQ2_T')}, {both('Q2_K')}.",
+        f"* 4 bits, KL divergence: ITQ4_T ({rows['ITQ4_T']['bpw']:g}) {kld['ITQ4_T, with whole moments']:g} with whole second moments of the inputs; with an "
+        f"importance matrix Q4_K ({rows['Q4_K, with imatrix']['bpw']:g}) {kld['Q4_K, with imatrix']:g} and IQ4_XS "
+        f"({rows['IQ4_XS, with imatrix']['bpw']:g}) {kld['IQ4_XS, with imatrix']:g}.",
         f"* 5 bits, KL divergence: DITTO5 ({rows['DITTO5']['bpw']:g}) {kld['DITTO5, with block moments']:g} with second moments of the inputs, "
         f"which only our types use; Q5_K ({rows['Q5_K, with imatrix']['bpw']:g}) {kld['Q5_K, with imatrix']:g} with an importance matrix. "
         f"Without second moments DITTO5 is the less accurate one: {kld['DITTO5, with imatrix']:g} with an importance matrix, and "
@@ -110,7 +114,7 @@ def speed_table(measured: dict) -> list[str]:
     """Decode and prefill over Q3_K's by processor; empty cells for what was not measured."""
     names, ratios, avx512 = list(measured["avx512"]["decode/q3_k"]), ("decode/q3_k", "prefill/q3_k"), measured["avx512"]
     by_type = {row["type"]: row for row in measured["rows"].values()}
-    here = {ratio: {name: by_type[name][ratio] for name in names} for ratio in ratios}
+    here = {ratio: {name: by_type[name][ratio] for name in names if ratio in by_type[name]} for ratio in ratios}
     lines = [f"| speed over Q3_K's | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
     for processor, found in ((measured["processor"], here), (avx512["processor"], avx512)):
         for ratio in ratios:
@@ -119,21 +123,7 @@ def speed_table(measured: dict) -> list[str]:
     return lines
 
 
-def render_smollm2(measured: dict) -> str:
-    """Perplexity and KL divergence, three bits on the left, two on the right."""
-    rows = measured["smollm2"]["rows"]
-
-    def cells(name: str) -> str:
-        bpw, perplexity, kld = rows[name]
-        title = f"**{name.upper()}**" if name in WEIGHT_TYPES else name.upper()
-        return f"{title}, {bpw:.2f} | {perplexity:.1f} / {kld:.2f}"
-
-    of_bits = [[name for name in rows if int(rows[name][0]) == bits] for bits in (3, 2)]
-    lines = [f"| {cells(a)} | {cells(b)} |" for a, b in zip(*of_bits, strict=True)]
-    return "\n".join(["| three bits | | two bits | |", "|" + " --- |" * 4, *lines])
-
-
-SUMMARY = (("ditto5", "q5_k"), ("itq3_t", "iq3_s", "q3_k"), ("itq2_t", "q2_k", "iq2_s"))  # by size: our type, then the stock ones of that size
+SUMMARY = (("ditto5", "q5_k"), ("itq4_t", "q4_k", "iq4_xs"), ("itq3_t", "iq3_s", "q3_k"), ("itq2_t", "q2_k", "iq2_s"))  # by size: our type, then the stock ones of that size
 
 
 def render_summary(types: list[Type], measured: dict) -> str:
@@ -145,12 +135,13 @@ def render_summary(types: list[Type], measured: dict) -> str:
         over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over[1:])
         other = "{1:.1f} / {2:.2f}".format(*smollm2[t.name]) if t.name in smollm2 else ""
         title = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
-        lines.append(f"| {title} | {t.bpw:g} | {over} | {other} | {t.decode:.2f} |")
+        lines.append(f"| {title} | {t.bpw:g} | {over} | {other} | {'' if t.decode is None else f'{t.decode:.2f}'} |")
     return "\n".join(lines)
 
 
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
 CHOICES = (
+    ("the usual four bits, smaller and more accurate than Q4_K and IQ4_XS", "itq4_t", None),
     ("a better file than Q3_K or IQ3_S ({q3_k:.2f}), and a smaller one", "itq3_t", None),
     ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
     ("the smallest file", "itq2_t", None),
@@ -391,7 +382,8 @@ def draw(types: list[Type], path: Path) -> None:
     by_size.yaxis.set_minor_locator(NullLocator())
     by_size.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
     for axes, key in (by_size, "bpw"), (by_speed, "decode"):
-        points = [(getattr(t, key), t.best, t.name.upper(), OUR_COLOUR if t.is_ours else STOCK_COLOUR) for t in types]
+        points = [(getattr(t, key), t.best, t.name.upper(), OUR_COLOUR if t.is_ours else STOCK_COLOUR) for t in types
+                  if getattr(t, key) is not None]
         axes.scatter([p[0] for p in points], [p[1] for p in points], s=36, c=[p[3] for p in points], zorder=3)
         axes.grid(color="#e2e8f0", zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
@@ -408,8 +400,9 @@ def main() -> None:
     measured = json.loads(MEASURED.read_text())
     types, variants = read_types(measured), json.loads(VARIANTS.read_text())
     tables = {
-        "README.md": {"choice": render_choice(measured), "measured": render_types(types), "claims": render_claims(measured), "smollm2": render_smollm2(measured)},
-        "docs/results/measurements.md": {"summary": render_summary(types, measured), "measured": render_rows(measured["rows"])},
+        "README.md": {"choice": render_choice(measured), "claims": render_claims(measured), "summary": render_summary(types, measured)},
+        "docs/results/measurements.md": {"summary": render_summary(types, measured), "types": render_types(types),
+                                         "measured": render_rows(measured["rows"])},
         "docs/results/variants.md": {"measured": render_variants(variants)},
     }
     for name, parts in tables.items():

@@ -3,6 +3,8 @@
 
     cuda_instructions.py [--arch sm_90] [--build build/package]
 
+In all and by the pipe that executes them: a type is as fast as its fullest pipe lets it be.
+
 Compiles the patched mmvq.cu (a minute) and disassembles the kernels of each type for one column of activations and for four; of those
 each thread takes two rows of weights, and what is given is of one row. Were blocks unpacked for each column anew, four would cost
 four times one. Needs nvcc,
@@ -33,6 +35,18 @@ STOCK = {"q2_K": (10, 16, 16), "q3_K": (11, 16, 16), "q4_K": (12, 32, 16), "q5_K
 TYPES = {name: (int(info.id), 32, 32) for name, info in WEIGHT_TYPES.items()} | STOCK
 
 ROWS_OF_COLUMNS = {1: 1, 4: 2}  # upstream's calc_rows_per_block()
+
+# What executes an instruction; all others but jumps and the uniform ones, which have units of their own, take the ALU. That IMAD and
+# IDP have the FMA pipe is NVIDIA's statement for sm_80 and later (forums.developer.nvidia.com/t/302018, post 7).
+PIPES = {"ALU": (), "FMA": ("IMAD", "IMUL", "IDP", "FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
+         "LSU": ("LDG", "LD", "LDC", "LDS", "STG", "STS", "LDL", "STL", "SHFL")}
+NO_PIPE = ("BRA", "BAR", "EXIT", "BSSY", "BSYNC", "NOP", "WARPSYNC", "DEPBAR", "CS2R", "S2R", "YIELD", "I2F", "F2I", "F2F", "MUFU", "POPC")
+
+
+def pipe(opcode: str) -> str | None:
+    if opcode in NO_PIPE or (opcode.startswith("U") and opcode != "UNKNOWN") or opcode == "R2UR":
+        return None
+    return next((name for name, opcodes in PIPES.items() if opcode in opcodes), "ALU")
 
 
 def tool(name: str) -> str:
@@ -67,14 +81,14 @@ def main() -> None:
         code = subprocess.run([cuobjdump, "-sass", f"{tmp}/mmvq.cubin"], check=True, capture_output=True, text=True,
                               env={**os.environ, "PATH": path}).stdout
     functions = {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}
-    print(f"| type | instructions for 32 weights, {args.arch} | loads | four columns | loads |\n| --- | --- | --- | --- | --- |")
+    print(f"| type | instructions for 32 weights, {args.arch} | {' | '.join(PIPES)} | four columns | {' | '.join(PIPES)} |\n|{' --- |' * 9}")
     for name, (type_id, *weights) in TYPES.items():
         counts = []
         for (n_columns, n_rows), n_weights in zip(ROWS_OF_COLUMNS.items(), weights, strict=True):
             kernel = re.compile(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi{n_columns}ELb0ELb0ELb0")
             loop = inner_loop(next(f for key, f in functions.items() if kernel.match(key)))
-            kinds = Counter(text.split()[0].split(".")[0] for text in loop)
-            counts += [n * 32 // (n_weights * n_rows) for n in (len(loop), kinds["LDG"] + kinds["LD"] + kinds["LDC"])]
+            pipes = Counter(pipe(text.split()[0].split(".")[0]) for text in loop)
+            counts += [n * 32 // (n_weights * n_rows) for n in (len(loop), *(pipes[name] for name in PIPES))]
         print(f"| {name} | {' | '.join(map(str, counts))} |")
 
 

@@ -47,9 +47,10 @@ sys.path[:0] = [str(ROOT / "scripts" / room) for room in ("build", "tools")]  # 
 import cuda_tools
 import llama_cpp
 
-THREE_BITS, TWO_BITS, FIVE_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"], ["ditto5"]
-OF_64 = ["itq3_t64", "itq2_t64"]  # for rows that the others cannot have: measured, but no ratio is asked for
-OURS = THREE_BITS + TWO_BITS + OF_64 + FIVE_BITS
+THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
+FIVE_BITS, FOUR_BITS = ["ditto5"], ["itq4_t"]
+OF_64 = ["itq4_t64", "itq3_t64", "itq2_t64"]  # for rows that the others cannot have: measured, but no ratio is asked for
+OURS = THREE_BITS + TWO_BITS + OF_64 + FIVE_BITS + FOUR_BITS
 BASES = ["q3_K", "iq2_xxs", "q4_K", "q5_K"]  # as ggml names them: what ratios are asked of
 STOCK = [*BASES, "iq3_s"]
 PARTS = ["build", "checks", "speed"]
@@ -76,8 +77,9 @@ WANTED_PREFILL = {(name, "q4_K"): 0.95 for name in THREE_BITS} | {(name, "iq2_xx
 WANTED_PARALLEL = {(name, "q4_K"): 0.95 for name in THREE_BITS + TWO_BITS}
 # five bits against Q5_K, which has 5.5
 WANTED_DECODE |= {(name, "q5_K"): 1.0 for name in FIVE_BITS}
-WANTED_PREFILL |= {(name, "q5_K"): 0.95 for name in FIVE_BITS}
-WANTED_PARALLEL |= {(name, "q5_K"): 0.95 for name in FIVE_BITS}
+WANTED_DECODE |= {(name, "q4_K"): 1.0 for name in FOUR_BITS}
+WANTED_PREFILL |= {(name, "q5_K"): 0.95 for name in FIVE_BITS} | {(name, "q4_K"): 0.95 for name in FOUR_BITS}
+WANTED_PARALLEL |= {(name, "q5_K"): 0.95 for name in FIVE_BITS} | {(name, "q4_K"): 0.95 for name in FOUR_BITS}
 WANTED_ROTATION = 0.03  # most of a decode step that the rotation may take
 
 
