@@ -2,6 +2,7 @@
 #   make demo    build, quantize the embedded model, generate text, compare types
 #   make test    the whole test suite
 #   make check   what to run while working: lists, linter and quick tests; at most 3 minutes after make demo
+# make nightly   make test, and the tests that are too long for it
 # make wheel     a wheel for machines without a compiler, into dist/
 PYTHON ?= python3
 VENV   := .venv
@@ -12,7 +13,7 @@ CONFIG ?=
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo check test wheel install bench cuda gpu-check clean
+.PHONY: demo check test nightly wheel install bench cuda gpu-check clean
 
 demo: install
 	@$(BIN)/python scripts/tools/demo.py
@@ -31,6 +32,9 @@ test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+nightly: export GGML_EXT_NIGHTLY = 1
+nightly: test
 
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check scipy-openblas32

@@ -338,10 +338,15 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
         assert np.abs(actual).max() > 20 * error.max()  # the bound is not vacuous
 
 
+# One type of each kind of kernel; half a minute each, so the others are for the night.
+BACKEND_OPS = ("itq3_s", "ccq2", "itq3_t64")
+
+
 @pytest.mark.extra_build
 @pytest.mark.parametrize("binary, arguments", [
     ("test-quantize-fns", ["-v"]),
-    *[("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"]) for name in TYPE_NAMES],
+    *[pytest.param("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"], marks=[] if name in BACKEND_OPS else pytest.mark.nightly)
+      for name in TYPE_NAMES],
 ])
 def test_upstream_suite(binary, arguments):
     """ggml's own tests with our types in their lists. On the CPU, test-backend-ops compares the tiled GEMM, here with any number of
