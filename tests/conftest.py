@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ggml_ext._base.signals import SIGNALS
 from ggml_ext._native import library
 from helpers.models import MODEL
 
@@ -84,11 +82,3 @@ def model() -> Path:
     if not MODEL.is_file():
         pytest.skip(f"{MODEL} is missing")
     return MODEL
-
-
-@pytest.fixture(autouse=True)
-def _handlers_stay() -> Iterator[None]:
-    """No call of the package may leave the caller's signals ignored."""
-    before = [signal.getsignal(n) for n in SIGNALS]
-    yield
-    assert [signal.getsignal(n) for n in SIGNALS] == before

@@ -13,6 +13,7 @@ import pytest
 
 import ggml_ext
 from ggml_ext import api, export, inspect, quantize
+from ggml_ext._base.signals import SIGNALS
 from ggml_ext._console import options
 from ggml_ext._jobs.exporting import ExportOptions
 from ggml_ext._jobs.inspecting import InspectOptions
@@ -21,6 +22,14 @@ from helpers.models import ROOT, gaussian, write_gguf
 
 FLAGS = {"type": "ditto3", "importance": "none", "threads": 2}
 TERMINAL = {"help", "version", "debug", "log_format", "progress", "summary", "quiet", "json"}
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay():
+    """No call may leave the caller's signals ignored."""
+    before = [signal.getsignal(n) for n in SIGNALS]
+    yield
+    assert [signal.getsignal(n) for n in SIGNALS] == before
 
 
 @pytest.fixture
