@@ -205,7 +205,7 @@ TYPES: dict[str, TypeInfo] = {
         student_t4_rel_mse=0.069,
         moments_gain=0.69,
         fns_limits="iq2_s",
-        fns_dot_error=0.07,
+        fns_dot_error=0.079,
         trellis_values=[[38, 23, 78, 52, 22, 48, 0, 37, 48, 36, 21, 65, 57, 64, 40, 21], [22, 10, 32, 14, 14, 28, 0, 22, 44, 22, 23, 12, 31, 14, 22, 28]],
         trellis_offset=62.0,
     ),
