@@ -11,6 +11,9 @@ BUILD  := build/package
 # -C options reach scikit-build-core and CMake: make demo CONFIG='-C cmake.define.GGML_CUDA=ON'
 CONFIG ?=
 
+# which tests make test leaves out
+TIER   := -m "not nightly"
+
 export PATH := $(BIN):$(PATH)
 
 .PHONY: demo check test nightly wheel install bench cuda gpu-check clean
@@ -31,9 +34,9 @@ check: install
 test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
 
-nightly: export GGML_EXT_NIGHTLY = 1
+nightly: TIER :=
 nightly: test
 
 bench: install

@@ -1,7 +1,6 @@
 """Fixtures of all tests, their tiers and markers, and the rule about skipping. What tests share besides lies in helpers/.
 
 GGML_EXT_NO_SKIP=1 turns every skip into a failure: for machines on which everything has to run.
-GGML_EXT_NIGHTLY=1 adds the tests that are marked so: make nightly.
 GGML_EXT_TEST_MODEL=FILE replaces data/model-f16.gguf.
 """
 
@@ -20,7 +19,6 @@ TESTS = Path(__file__).parent
 QUICK_FOLDERS = ("unit", "encode", "kernels", "cli")
 QUICK_BLOCKS = (1, 3, 16)  # of rows, where a test goes through many lengths
 NO_SKIP = os.environ.get("GGML_EXT_NO_SKIP") == "1"
-NIGHTLY = os.environ.get("GGML_EXT_NIGHTLY") == "1"
 
 # A shell starts what runs in its background with interrupts ignored, which children inherit: tests that send one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -35,11 +33,7 @@ def _is_quick(item: pytest.Item, folder: str) -> bool:
     return values.get("isa", "native") == "native" and (folder != "kernels" or values.get("n_blocks", 1) in QUICK_BLOCKS)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not NIGHTLY:
-        left_out = [item for item in items if item.get_closest_marker("nightly")]
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=left_out)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)

@@ -190,16 +190,17 @@ class Code:
     """Values on a sample: the error, and the states of the paths, from which the next fit is made."""
 
     values: Tables
-    error: float = np.inf
-    states: np.ndarray | None = None
+    error: float
+    states: np.ndarray
 
 
 class Search:
     """Annealing of the values of one map."""
 
-    def __init__(self, k: int, of_map: str, seed: int, n_blocks: int):
+    def __init__(self, k: int, of_map: str, seed: int, n_blocks: tuple[int, int]):
         self.encoder, self.index, self.rng = Encoder(k), indices(k, of_map), np.random.default_rng(seed)
-        x = sample(300 + seed, n_blocks)
+        self.samples = [sample(300 + seed + 1000 * i, n) for i, n in enumerate(n_blocks)]
+        x = self.samples[0]
         self.best = self.now = min((self._first(x) for _ in range(FIRST_TABLES)), key=lambda code: code.error)
         self.first_error = self.best.error
 
@@ -238,9 +239,9 @@ class Search:
                 self.now = code
                 self.best = min(self.best, code, key=lambda c: c.error)
 
-    def run(self, n_steps: tuple[int, int], n_blocks: tuple[int, int], seed: int) -> None:
-        for i in range(2):
-            self.anneal(sample(300 + seed + 1000 * i, n_blocks[i]), n_steps[i], *HEAT[i:i + 2])
+    def run(self, n_steps: tuple[int, int]) -> None:
+        for i, x in enumerate(self.samples):
+            self.anneal(x, n_steps[i], *HEAT[i:i + 2])
 
     def error(self, x: np.ndarray) -> float:
         """Of the best values on other blocks."""
@@ -271,8 +272,8 @@ def search(k: int, of_map: str, n_seeds: int, n_steps: tuple[int, int], blocks: 
     best, judge = None, sample(302, JUDGE_BLOCKS)
     print(f"K = {k}, {of_map}: relative squared errors of {blocks[0]} blocks at first, of {blocks[1]} when annealed, of {JUDGE_BLOCKS} others")
     for seed in range(1, n_seeds + 1):
-        found = Search(k, of_map, seed, blocks[0])
-        found.run(n_steps, blocks, seed)
+        found = Search(k, of_map, seed, blocks)
+        found.run(n_steps)
         error = found.error(judge)
         print(f"  seed {seed:2}   {found.first_error:.5f} -> {found.best.error:.5f}   {error:.5f}", flush=True)
         if best is None or error < best[0]:
@@ -291,8 +292,8 @@ def compare_maps(k: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> N
     test = sample(501, JUDGE_BLOCKS)
     print(f"| K = {k} | relative squared error of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
     for of_map in MAPS[k]:
-        found = Search(k, of_map, 1, blocks[0])
-        found.run(n_steps, blocks, 1)
+        found = Search(k, of_map, 1, blocks)
+        found.run(n_steps)
         print(f"| {of_map.replace('|', ', ')} | {found.error(test):.5f} |", flush=True)
 
 
