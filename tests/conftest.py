@@ -20,6 +20,9 @@ QUICK_FOLDERS = ("unit", "encode", "kernels", "cli")
 QUICK_BLOCKS = (1, 3, 16)  # of rows, where a test goes through many lengths
 NO_SKIP = os.environ.get("GGML_EXT_NO_SKIP") == "1"
 
+# Programs that tests start buffer their output as in a user's shell.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A shell starts what runs in its background with interrupts ignored, which children inherit: tests that send one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -92,7 +92,14 @@ def writing_to_stdout(way_out: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as e:
+        _discard_stdout()
         raise UserError(f"cannot write to standard output: {e.strerror}; {way_out}") from e
+
+
+def _discard_stdout() -> None:
+    """What is left in its buffer goes nowhere: Python would fail again at exit, with a code of its own."""
+    with contextlib.suppress(OSError, AttributeError):  # of an object that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_text(text: str, way_out: str) -> None:
@@ -130,7 +137,7 @@ def run_command(
     except Stopped as e:
         error, message, code = e, f"interrupted, {stopped()}", 128 + e.number
     except BrokenPipeError as e:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
+        _discard_stdout()
         error, message, code = e, f"standard output was closed; {way_out}", 1
     except MemoryError as e:
         error, message, code = e, "out of memory; pass a smaller --threads", 1
