@@ -1,6 +1,7 @@
 // The part of the extension that lives in libggml-base: everything that needs no SIMD backend, once for all types.
 #include "ggml-ext-base.h"
 #include "encode/metric.h"
+#include "encode/stock.h"
 
 #include "ggml-impl.h"
 
@@ -117,6 +118,9 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
     if (params->trellis_passes < 0 || params->trellis_passes > 6) {
         return 0;
     }
+    if (params->stock_sweeps < 0 || params->stock_sweeps > 16) {
+        return 0;
+    }
     if (params->itq3_levels != 0 && params->itq3_levels != 3 && params->itq3_levels != 8) {
         return 0;
     }
@@ -128,6 +132,11 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
         if (!(fabsf(c[k]) <= FLT_MAX) || (k > 0 && c[k] < c[k - 1])) {
             return 0;
         }
+    }
+    if (stock_has(type) && params->metric) {
+        stock_encode(type, src + start, (char *) dst + ggml_row_size(type, start), nrows, n_per_row, imatrix, params->metric->stock,
+                     params->stock_sweeps == 0 ? 2 : params->stock_sweeps);
+        return ggml_row_size(type, nrows*n_per_row);
     }
     switch ((int) type) {
 #define X(NAME, name)                                                                                                  \

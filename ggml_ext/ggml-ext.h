@@ -8,7 +8,7 @@ extern "C" {
 #endif
 
 // Version of the interface in this header; raised by every incompatible change.
-#define GGML_EXT_ABI_VERSION 6
+#define GGML_EXT_ABI_VERSION 7
 GGML_API int ggml_ext_abi_version(void);
 
 // Second moments E[x x^T] of what the weights of a tensor are multiplied with, rotated where the type is, damped and factorized
@@ -21,13 +21,15 @@ struct ggml_ext_quantize_params {
     int32_t       trellis_passes;  // trellis types: scales tried a block, 1 to 6; more are slower and better
     const float * ditto3_codebook; // DITTO3: eight finite centroids in ascending order for all blocks; NULL: each its own
     const struct ggml_ext_metric * metric; // of the type and rows at hand, in place of imatrix; NULL: none
+    int32_t       stock_sweeps;    // llama.cpp's types with a metric: 1 to 16 sweeps over codes and scales (default 2)
 };
 
-// ggml_quantize_chunk() with options, for the extension's weight types only.
+// ggml_quantize_chunk() with options, for the extension's weight types and, with a metric, for llama.cpp's scalar types, whose first
+// scales are those of ggml_quantize_chunk() with the imatrix.
 //   src      nrows*n_per_row floats beginning at element `start`, n_per_row a multiple of the block
 //   imatrix  n_per_row importances or NULL
 //   params   NULL for the defaults
-// Returns the bytes written; 0 if type is not one of the extension's weight types or an option is out of range.
+// Returns the bytes written; 0 if type is none of these or an option is out of range.
 GGML_API size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start,
                                         int64_t nrows, int64_t n_per_row, const float * imatrix,
                                         const struct ggml_ext_quantize_params * params);
@@ -42,7 +44,7 @@ enum ggml_ext_metric_status {
 //   moments  lower triangles, row by row, in any scale: of each block of 256 columns in turn, the last of which may be shorter, or
 //            with `whole` one of all columns
 //   damping  above 0: what is added to the diagonal of each matrix, in units of its mean
-//   segment  weights decided together: 32, 16 or 8; fewer are slower and better
+//   segment  weights decided together: 32, 16 or 8; fewer are slower and better; no matter to llama.cpp's types
 // NULL with the reason in *status.
 GGML_API struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole,
                                                        float damping, int segment, enum ggml_ext_metric_status * status);

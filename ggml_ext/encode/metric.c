@@ -1,6 +1,8 @@
 // Second moments made ready for the encoders: rotated, damped, factorized. Every operation on an element has one order, so that
 // numpy gives the same bits (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
 #include "metric.h"
+#include "moments.h"
+#include "stock.h"
 
 #include "../types/trellis.h"
 
@@ -13,12 +15,6 @@ static bool has_blocks(enum ggml_type type) {
         default:               return true;
     }
 }
-
-enum {
-    MOMENTS_COLUMNS = QK_K, // of a matrix that holds no whole row
-    PANEL           = QK_K, // a block: steps whose gains reach the earlier ones in one go: the matrix is read once for them
-    TILE            = 32,   // columns that stay in registers
-};
 
 struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment, int block_size, bool of_moments) {
     const int64_t rest = n_per_row%columns;
@@ -47,6 +43,7 @@ void ggml_ext_metric_free(struct ggml_ext_metric * m) {
         free(m->gains);
         free(m->blocks);
         free(m->windows);
+        stock_metric_free(m->stock);
         free(m);
     }
 }
@@ -123,26 +120,6 @@ struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per
 
 // --- moments ---------------------------------------------------------------------------------------------------------
 
-// What the factorization works in.
-struct matrix {
-    int64_t n;
-    double * a;     // [n][n], of which the lower triangle counts once it is rotated
-    double * panel; // [PANEL][n]: rows of it as they were
-    double * gains; // [PANEL][n]: what became of them
-};
-
-static bool matrix_init(struct matrix * x, int64_t n) {
-    *x = (struct matrix) {n, malloc((size_t) n*n*sizeof(double)), malloc((size_t) n*PANEL*sizeof(double)),
-                          malloc((size_t) n*PANEL*sizeof(double))};
-    return x->a && x->panel && x->gains;
-}
-
-static void matrix_free(struct matrix * x) {
-    free(x->a);
-    free(x->panel);
-    free(x->gains);
-}
-
 GGML_EXT_DEFINE_BUTTERFLIES(butterflies, double)
 
 // Columns of `count` rows of doubles, a block each, into the order of steps; rotated where the type is.
@@ -162,72 +139,13 @@ static void to_steps(double * rows, int64_t count, int64_t stride, int n, bool r
     }
 }
 
-// The upper triangle takes the values of the lower one, and with `swap` the lower one those of the upper.
-static void mirror(double * a, int64_t n, bool swap) {
-    for (int64_t i0 = 0; i0 < n; i0 += TILE) {
-        for (int64_t j0 = 0; j0 <= i0; j0 += TILE) {
-            for (int64_t i = i0; i < i0 + TILE; ++i) {
-                for (int64_t j = j0; j < (j0 < i0 ? j0 + TILE : i); ++j) {
-                    const double upper = a[j*n + i];
-                    a[j*n + i] = a[i*n + j];
-                    a[i*n + j] = swap ? upper : a[i*n + j];
-                }
-            }
-        }
-    }
-}
-
-// Unpacks, damps and rotates. False if a value is not finite or a diagonal negative.
-static bool load_moments(struct matrix * x, const float * triangle, double damping, int block_size, bool rotated) {
-    const int64_t n = x->n;
-    double trace = 0;
-    bool   good  = true;
-    for (int64_t i = 0; i < n; ++i) {
-        for (int64_t j = 0; j <= i; ++j) {
-            const float v = *triangle++;
-            good &= fabsf(v) <= FLT_MAX;
-            x->a[i*n + j] = (double) v;
-        }
-        good &= x->a[i*n + i] >= 0;
-        trace += x->a[i*n + i];
-    }
-    if (!good) {
-        return false;
-    }
-    const double mean = trace > 0 ? trace/(double) n : 1.0; // inputs that are always zero: any metric will do
-    for (int64_t i = 0; i < n; ++i) {
-        x->a[i*n + i] = (x->a[i*n + i] + damping*mean)/mean;
-        for (int64_t j = 0; j < i; ++j) {
-            x->a[i*n + j] /= mean;
-        }
-    }
-    mirror(x->a, n, false);
+// R A R^T, or A, in the order of steps.
+static void rotate_moments(struct matrix * x, int block_size, bool rotated) {
     for (int side = 0; side < 2; ++side) { // R A, as rows of its transpose, then (R A) R^T
-        for (int64_t b = 0; b < n; b += block_size) {
-            to_steps(x->a + b, n, n, block_size, rotated);
+        for (int64_t b = 0; b < x->n; b += block_size) {
+            to_steps(x->a + b, x->n, x->n, block_size, rotated);
         }
-        mirror(x->a, n, true);
-    }
-    return true;
-}
-
-// rows[i][j] -= sum over k of left[k][i]*right[k][j] for j <= i, i in lo .. hi - 1, k from n_k - 1 down: one after the other.
-EXT_CLONES
-static void subtract_products(double * rows, int64_t n, int64_t lo, int64_t hi, const double * left, const double * right, int n_k) {
-    for (int64_t j0 = 0; j0 < hi; j0 += TILE) { // a tile of `right` stays in the cache
-        for (int64_t i = j0 > lo ? j0 : lo; i < hi; ++i) {
-            double   acc[TILE];
-            double * to = rows + i*n + j0;
-            memcpy(acc, to, sizeof(acc));
-            for (int k = n_k - 1; k >= 0; --k) {
-                const double   l = left[k*n + i];
-                const double * r = right + k*n + j0;
-                for (int j = 0; j < TILE; ++j) {
-                    acc[j] -= l*r[j];
-                }
-            }
-            memcpy(to, acc, sizeof(acc));
-        }
+        mirror(x->a, x->n, true);
     }
 }
 
@@ -333,8 +251,26 @@ static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t fir
     return true;
 }
 
-static int64_t matrix_columns(int64_t n_per_row, bool whole) {
-    return whole || n_per_row < MOMENTS_COLUMNS ? n_per_row : MOMENTS_COLUMNS;
+static bool factorize_rotated(struct ggml_ext_metric * m, struct matrix * x, int64_t first, bool rotated) {
+    rotate_moments(x, m->block_size, rotated);
+    return factorize(m, x, first);
+}
+
+static struct ggml_ext_metric * init_stock(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
+                                           enum ggml_ext_metric_status * status) {
+    bool positive = true;
+    struct ggml_ext_metric * m = calloc(1, sizeof(*m));
+    if (m) {
+        *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row};
+        m->stock = stock_metric_new(n_per_row, moments, whole, damping, &positive);
+    }
+    if (m == NULL || m->stock == NULL) {
+        ggml_ext_metric_free(m);
+        *status = positive ? GGML_EXT_METRIC_NO_MEMORY : GGML_EXT_METRIC_NOT_POSITIVE;
+        return NULL;
+    }
+    *status = GGML_EXT_METRIC_OK;
+    return m;
 }
 
 struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
@@ -346,10 +282,17 @@ struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
     }
+    const bool stock = stock_has(type);
+    if (stock) {
+        block_size = (int) ggml_blck_size(type);
+    }
     *status = GGML_EXT_METRIC_BAD_ARGUMENT;
     if (block_size == 0 || n_per_row <= 0 || n_per_row%block_size || (segment != 8 && segment != 16 && segment != 32) ||
         !(damping > 0) || !(damping <= FLT_MAX)) {
         return NULL;
+    }
+    if (stock) {
+        return init_stock(type, n_per_row, moments, whole, damping, status);
     }
     const int64_t columns = matrix_columns(n_per_row, whole);
     struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment, block_size, true);
@@ -358,7 +301,7 @@ GGML_EXT_WEIGHT_TYPES(X)
         struct matrix x;
         if (!matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns)) {
             *status = GGML_EXT_METRIC_NO_MEMORY;
-        } else if (!load_moments(&x, moments, (double) damping, block_size, rotated) || !factorize(m, &x, first)) {
+        } else if (!load_moments(&x, moments, (double) damping) || !factorize_rotated(m, &x, first, rotated)) {
             *status = GGML_EXT_METRIC_NOT_POSITIVE;
         }
         matrix_free(&x);

@@ -30,6 +30,7 @@ struct ggml_ext_metric {
     float * windows; // of moments and a trellis: inverses of its parts of METRIC_WINDOW steps, each half a window after the last:
                      // [n_per_row/block_size][metric_n_windows(block_size)][METRIC_WINDOW][METRIC_WINDOW]
     int     block_size;
+    struct stock_metric * stock; // of llama.cpp's types, in place of all that: stock.h
 };
 
 // Gains of the first `steps` steps of a matrix, in whole segments: 0 + 1 + ... segments, each times segment*segment.

@@ -49,6 +49,8 @@ EFFORTS = {"fast": 1, "normal": 0, "best": 6}  # scales that the trellis encoder
 # 1.3 times the time, 0.0762 with 8 at 2.2 times.
 SEGMENTS = {"fast": 32, "normal": 32, "best": 8}
 
+STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of stock types over a matrix of second moments
+
 # What gguf encodes in numpy without a regard to importances, and ggml in C with it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 
@@ -159,6 +161,7 @@ class Codec:
         self.effort = effort
         self.trellis_passes = EFFORTS[effort]
         self.segment = SEGMENTS[effort]
+        self.stock_sweeps = STOCK_SWEEPS[effort]
 
     def can_encode(self, qtype: GGMLQuantizationType) -> bool:
         """True for every type with the library; without it for those that have a numpy encoder."""
@@ -198,8 +201,8 @@ class Codec:
     def _make_metric(
         self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, whole: bool, damping: float
     ) -> Metric | _metric.Metric:
-        info = TYPES[qtype.name.lower()]
-        segment = self.segment if info.trellis_values else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
+        info = TYPES.get(qtype.name.lower())
+        segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
         if self.lib is not None:
             return self.lib.metric(int(qtype), n_per_row, triangles, whole, damping, segment)
         try:
@@ -237,7 +240,9 @@ class Codec:
         if qtype in FLOAT_TYPES:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if self.lib is not None:
-            return self.lib.quantize(int(qtype), rows, self.itq3_levels, importance, codebook, self.trellis_passes, metric)
+            return self.lib.quantize(
+                int(qtype), rows, self.itq3_levels, importance, codebook, self.trellis_passes, metric, self.stock_sweeps
+            )
         if (info := TYPES.get(qtype.name.lower())) is None:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:

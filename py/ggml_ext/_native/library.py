@@ -18,7 +18,7 @@ from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from ..quants import ditto3
 from .programs import DIR_VARIABLE, native_folder
 
-ABI_VERSION = 6  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 7  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
@@ -46,6 +46,7 @@ class _QuantizeParams(ctypes.Structure):
         ("trellis_passes", c_int32),
         ("ditto3_codebook", POINTER(c_float)),
         ("metric", c_void_p),
+        ("stock_sweeps", c_int32),
     ]
 
 
@@ -154,14 +155,15 @@ class Library:
         ditto3_codebook: np.ndarray | None = None,
         trellis_passes: int = 0,
         metric: Metric | None = None,
+        stock_sweeps: int = 0,
     ) -> np.ndarray:
         """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
 
         itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
         blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for the trellis types, 0 for the default. Other types
         ignore them. imatrix: float32 (n_per_row,) importances, which
-        some stock types require. metric: second moments in place of imatrix, of the same type and rows. ValueError for other
-        shapes, dtypes and options.
+        some stock types require. metric: second moments of the same type and rows, in place of imatrix; stock types use both.
+        stock_sweeps: of these, 1 to 16, 0 for the default. ValueError for other shapes, dtypes and options.
         """
         _need(rows, np.float32, "rows")
         n_rows, n_per_row = rows.shape
@@ -171,9 +173,9 @@ class Library:
         out = np.empty((n_rows, self.row_bytes(type_id, n_per_row)), np.uint8)
         importance = _optional(imatrix, (n_per_row,), "imatrix")
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
-        if type_id in _EXT_IDS:
+        if type_id in _EXT_IDS or metric is not None:
             codebook = _optional(ditto3_codebook, (8,), "ditto3_codebook")
-            params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None)
+            params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None, stock_sweeps)
             n_bytes = self._dll.ggml_ext_quantize_chunk(
                 type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
             )

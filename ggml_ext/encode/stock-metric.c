@@ -1,0 +1,114 @@
+// Second moments made ready for the encoder of llama.cpp's types; in numpy py/ggml_ext/quants/_stock.py.
+#include "moments.h"
+#include "stock.h"
+
+static int compare_columns(const void * pa, const void * pb) {
+    const double * a = *(const double * const *) pa, * b = *(const double * const *) pb;
+    return *a > *b ? -1 : *a < *b ? 1 : a < b ? -1 : 1; // of equals the first column
+}
+
+// Columns of a matrix, those of the largest mean square first. False if memory is out.
+static bool order_columns(const struct matrix * x, int32_t * order) {
+    double  * square = malloc((size_t) x->n*sizeof(double));
+    double ** sorted = malloc((size_t) x->n*sizeof(double *));
+    const bool good = square && sorted;
+    for (int64_t j = 0; good && j < x->n; ++j) {
+        square[j] = x->a[j*x->n + j];
+        sorted[j] = square + j;
+    }
+    if (good) {
+        qsort(sorted, (size_t) x->n, sizeof(sorted[0]), compare_columns);
+    }
+    for (int64_t k = 0; good && k < x->n; ++k) {
+        order[k] = (int32_t) (sorted[k] - square);
+    }
+    free(square);
+    free(sorted);
+    return good;
+}
+
+// Eliminates column after column, the last one first: a[i][j] -= a[k][i]*a[k][j]/a[k][k].
+static bool eliminate(struct matrix * x, float * pivots, float * gains) {
+    const int64_t n = x->n;
+    for (int64_t end = n; end > 0; end = (end - 1)/PANEL*PANEL) {
+        const int64_t begin = (end - 1)/PANEL*PANEL;
+        for (int64_t k = end - 1; k >= begin; --k) {
+            double * row = x->panel + (k - begin)*n, * g = x->gains + (k - begin)*n;
+            memcpy(row, x->a + k*n, (size_t) (k + 1)*sizeof(double));
+            if (!(row[k] > 0)) {
+                return false;
+            }
+            for (int64_t j = 0; j < k; ++j) {
+                g[j] = row[j]/row[k];
+                gains[stock_at(n, k, j)] = (float) g[j];
+            }
+            g[k] = 1;
+            pivots[k] = (float) row[k];
+            subtract_products(x->a, n, begin, k, g, row, 1);
+        }
+        subtract_products(x->a, n, 0, begin, x->gains, x->panel, (int) (end - begin));
+    }
+    return true;
+}
+
+static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const float * triangle, bool * positive) {
+    struct matrix x;
+    double * permuted = NULL;
+    float  * form = m->forms + first*m->columns;
+    bool     good = matrix_init(&x, n);
+    if (good && !load_moments(&x, triangle, (double) m->damping)) {
+        *positive = good = false;
+    }
+    good = good && order_columns(&x, m->order + first) && (permuted = malloc((size_t) n*n*sizeof(double))) != NULL;
+    if (good) {
+        for (int64_t k = 0; k < n; ++k) {
+            for (int64_t j = 0; j < n; ++j) {
+                form[stock_at(n, k, j)] = (float) x.a[k*n + j];
+                permuted[k*n + j]       = x.a[m->order[first + k]*n + m->order[first + j]];
+            }
+        }
+        double * unsorted = x.a;
+        x.a = permuted;
+        permuted = unsorted;
+        good = *positive = eliminate(&x, m->pivots + first, m->gains + first*m->columns);
+    }
+    free(permuted);
+    matrix_free(&x);
+    return good;
+}
+
+struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, bool * positive) {
+    struct stock_metric * m = calloc(1, sizeof(*m));
+    *positive = true;
+    if (m == NULL) {
+        return NULL;
+    }
+    m->n_per_row = n_per_row;
+    m->columns   = matrix_columns(n_per_row, whole);
+    m->damping   = damping;
+    m->order  = malloc((size_t) n_per_row*sizeof(int32_t));
+    m->pivots = malloc((size_t) n_per_row*sizeof(float));
+    m->gains  = calloc((size_t) n_per_row*m->columns, sizeof(float)); // places that do not count are read by whole panels
+    m->forms  = malloc((size_t) n_per_row*m->columns*sizeof(float));
+    bool good = m->order && m->pivots && m->gains && m->forms;
+    for (int64_t first = 0; good && first < n_per_row; first += m->columns) {
+        const int64_t n = n_per_row - first < m->columns ? n_per_row - first : m->columns;
+        good = make_matrix(m, first, n, moments, positive);
+        moments += n*(n + 1)/2;
+    }
+    if (!good) {
+        stock_metric_free(m);
+        return NULL;
+    }
+    return m;
+}
+
+void stock_metric_free(struct stock_metric * m) {
+    if (m) {
+        free(m->order);
+        free(m->pivots);
+        free(m->gains);
+        free(m->forms);
+        free(m);
+    }
+}

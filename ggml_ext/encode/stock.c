@@ -1,0 +1,540 @@
+// Encoder of llama.cpp's scalar types under second moments. Scales are those of llama.cpp's own encoder at first. Then, for each
+// matrix of moments,
+//   1. codes column by column, those of the largest mean square first, each with the errors of those before it fed back
+//      (E. Frantar et al., "GPTQ", 2022)
+//   2. sweeps over panels of columns: descents over codes and over the integers of the sub-blocks in turn
+// Rows go through it in lanes, 16 at a time. Every float operation has one order, so that the numpy reference gives the same bytes
+// (py/ggml_ext/quants/_stock.py); compiled with -ffp-contract=off.
+//
+// Weighted squared error under whole matrices, mean of 14 matrices of the reference model (columns as llama-quantize has them, with
+// the diagonal of the same moments):       Q2_K     Q3_K     Q4_K
+//   llama.cpp's encoder                    0.0474   0.0145   0.00342
+//   1. alone                               0.0225   0.0058   0.00141
+//   and codes descended                    0.0200   0.0053   0.00131
+//   and scales too                         0.0182   0.0050   0.00127
+#include "stock.h"
+
+#include "metric.h"
+#include "stock-layouts.h"
+
+#define GGML_COMMON_IMPL_C
+#include "ggml-common.h" // kvalues_iq4nl
+
+#include <stdlib.h>
+
+#pragma GCC diagnostic ignored "-Wpsabi" // of vectors in functions that are all inlined
+
+enum {
+    LANES       = 16,  // rows that are encoded together
+    STEPS_PANEL = 32,  // columns decided between two products with all before
+    SWEEP_PANEL = 256, // columns of a descent
+    TILE_ROWS   = 4,   // whose sums stay in registers
+    SCALE_STEPS = 2,   // up and down, for each integer of a sub-block
+};
+
+typedef float   lanes   __attribute__((vector_size(64), aligned(16)));
+typedef float   half_lanes __attribute__((vector_size(32), aligned(16)));
+typedef int32_t lanes_i __attribute__((vector_size(64), aligned(16)));
+
+#define LANES_INLINE static inline __attribute__((always_inline))
+
+// GCC 12 makes 16 instructions of the 64 bytes at once.
+LANES_INLINE lanes lanes_of(float v) {
+    const half_lanes half = v - (half_lanes) {0};
+    lanes out;
+    memcpy(&out, &half, sizeof(half));
+    memcpy((char *) &out + sizeof(half), &half, sizeof(half));
+    return out;
+}
+
+LANES_INLINE lanes lanes_select(lanes_i mask, lanes a, lanes b) {
+    return (lanes) (((lanes_i) a & mask) | ((lanes_i) b & ~mask));
+}
+
+LANES_INLINE bool lanes_any(lanes_i mask) {
+    int32_t any = 0;
+    for (int r = 0; r < LANES; ++r) {
+        any |= mask[r];
+    }
+    return any != 0;
+}
+
+// A panel of columns, and M e of them.
+struct panel {
+    const float * of; // matrix that it is a part of
+    int64_t begin;
+    int     n;
+    float   form[SWEEP_PANEL][SWEEP_PANEL]; // its part of M
+    lanes   g[SWEEP_PANEL];
+};
+
+// 16 rows' part of a matrix of moments.
+struct stock_rows {
+    const struct stock_layout * t;
+    const struct stock_metric * m;
+    int64_t first, n; // columns of the row
+    const int8_t * table;
+    lanes * w, * e, * level;          // by column; level: that of the table, or an integer
+    lanes * d, * dmin, * scale, * min; // by sub-block
+    lanes * step, * base, * inverse;  // of the level
+    lanes * fed;                      // errors in the order of decisions
+    lanes * start;                    // those of llama.cpp's encoder
+    lanes   cost;
+    struct panel * panel;
+};
+
+// --- levels ----------------------------------------------------------------------------------------------------------
+
+// The nearest level to v, the even one, or that of the larger index, of equals.
+LANES_INLINE lanes nearest_level(const struct stock_layout * t, const int8_t * table, lanes v) {
+    if (t->has_table) {
+        lanes level = lanes_of(table[0]);
+        for (int i = 1; i < 16; ++i) {
+            const lanes middle = lanes_of(0.5f*((float) table[i - 1] + (float) table[i]));
+            level = lanes_select(v >= middle, lanes_of(table[i]), level);
+        }
+        return level;
+    }
+    const lanes low = lanes_of((float) t->low), high = lanes_of((float) t->high), to_int = lanes_of(12582912.0f); // 1.5*2^23
+    v = lanes_select(v > low, v, low);
+    v = lanes_select(v < high, v, high);
+    return (v + to_int) - to_int;
+}
+
+static uint8_t code_of(const struct stock_layout * t, const int8_t * table, float level) {
+    int code = 0;
+    if (!t->has_table) {
+        return (uint8_t) ((int) level - t->low);
+    }
+    while (code < t->high && (float) table[code] < level) {
+        ++code;
+    }
+    return (uint8_t) code;
+}
+
+LANES_INLINE void set_step(struct stock_rows * x, int64_t s) {
+    const bool integers = x->t->scale_high != 0;
+    x->step[s] = integers ? x->d[s]*x->scale[s] : x->d[s];
+    x->base[s] = !x->t->has_min ? lanes_of(0) : integers ? -(x->dmin[s]*x->min[s]) : x->dmin[s];
+    const lanes one = lanes_of(1), zero = lanes_of(0);
+    const lanes_i is_zero = x->step[s] == zero;
+    x->inverse[s] = lanes_select(is_zero, zero, one/lanes_select(is_zero, one, x->step[s]));
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// y[i] += sum over j of rows[j][i]*x[j], one j after the other, for TILE_ROWS of y.
+LANES_INLINE void add_products(const float * rows, int64_t n, const half_lanes * x, half_lanes * y) {
+    half_lanes sum[2*TILE_ROWS];
+    memcpy(sum, y, sizeof(sum));
+    for (int64_t j = 0; j < n; ++j, rows += TILE_ROWS) {
+        const half_lanes low = x[2*j], high = x[2*j + 1];
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE_ROWS; ++i) {
+            sum[2*i]     += rows[i]*low;
+            sum[2*i + 1] += rows[i]*high;
+        }
+    }
+    memcpy(y, sum, sizeof(sum));
+}
+
+// The same for n_rows rows of a matrix of moments from `row` on, n of its columns.
+EXT_CLONES __attribute__((noinline))
+static void add_matrix(const struct stock_rows * r, const float * matrix, int64_t row, int n_rows, int64_t n, const lanes * x, lanes * y) {
+    enum { SPAN = 256 }; // of x: stays in the cache for all rows
+    for (int64_t j = 0; j < n; j += SPAN) {
+        const int64_t span = n - j < SPAN ? n - j : SPAN;
+        for (int i = 0; i < n_rows; i += TILE_ROWS) {
+            add_products(matrix + stock_at(r->n, row + i, j), span, (const half_lanes *) (x + j), (half_lanes *) (y + i));
+        }
+    }
+}
+
+// --- first codes -----------------------------------------------------------------------------------------------------
+
+// Columns first_k .. last_k - 1 as they are decided: what the errors before them ask of them is added to y, errors or wishes.
+static void ask_earlier(const struct stock_rows * x, int64_t first_k, int64_t last_k, lanes * y) {
+    add_matrix(x, x->m->gains + x->first*x->m->columns, first_k, (int) (last_k - first_k), first_k, x->fed, y);
+}
+
+EXT_CLONES __attribute__((noinline))
+static void decide_panel(struct stock_rows * x, int64_t first_k, int64_t last_k, lanes * wish) {
+    const float   * gains = x->m->gains + x->first*x->m->columns;
+    const int32_t * order = x->m->order + x->first;
+    const float   * pivots = x->m->pivots + x->first;
+    for (int64_t k = first_k; k < last_k; ++k) {
+        const int64_t j = order[k], s = j/x->t->sub;
+        const lanes   v = wish[k - first_k];
+        const lanes   level = nearest_level(x->t, x->table, (v - x->base[s])*x->inverse[s]);
+        const lanes   value = x->base[s] + x->step[s]*level, r = v - value;
+        x->level[j] = level;
+        x->e[j]     = x->w[j] - value;
+        x->fed[k]   = x->e[j];
+        x->cost    += lanes_of(pivots[k])*(r*r);
+        for (int64_t i = k + 1; i < last_k; ++i) {
+            wish[i - first_k] += lanes_of(gains[stock_at(x->n, i, k)])*x->fed[k];
+        }
+    }
+}
+
+// Codes for the scales that are there, and the cost of all.
+static void decide_codes(struct stock_rows * x) {
+    const int32_t * order = x->m->order + x->first;
+    x->cost = lanes_of(0);
+    for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
+        lanes wish[STEPS_PANEL];
+        for (int i = 0; i < STEPS_PANEL; ++i) {
+            wish[i] = x->w[order[k + i]];
+        }
+        ask_earlier(x, k, k + STEPS_PANEL, wish);
+        decide_panel(x, k, k + STEPS_PANEL, wish);
+    }
+}
+
+// --- descents --------------------------------------------------------------------------------------------------------
+
+// The columns from `begin` of the matrix on, unless they are there.
+static void take_panel(const struct stock_rows * x, struct panel * p, int64_t begin) {
+    const float * form = x->m->forms + x->first*x->m->columns;
+    if (p->of == form && p->begin == begin) {
+        return;
+    }
+    p->of    = form;
+    p->begin = begin;
+    p->n     = (int) (x->n - begin < SWEEP_PANEL ? x->n - begin : SWEEP_PANEL);
+    for (int i = 0; i < p->n; i += TILE_ROWS) {
+        for (int k = 0; k < p->n; ++k) {
+            for (int h = 0; h < TILE_ROWS; ++h) {
+                p->form[i + h][k] = form[stock_at(x->n, begin + i + h, begin + k)];
+            }
+        }
+    }
+}
+
+// The value of column i of the panel rises by `by`.
+LANES_INLINE void raise_value(struct stock_rows * x, struct panel * p, int i, lanes by) {
+    const float * row = p->form[i];
+    half_lanes halves[2], * g = (half_lanes *) p->g;
+    memcpy(halves, &by, sizeof(by));
+    x->e[p->begin + i] -= by;
+    for (int k = 0; k < p->n; ++k) {
+        g[2*k]     -= row[k]*halves[0];
+        g[2*k + 1] -= row[k]*halves[1];
+    }
+}
+
+// Each column's code in turn. False if nothing changed.
+EXT_CLONES __attribute__((noinline))
+static bool descend_codes(struct stock_rows * x, struct panel * p) {
+    bool changed = false;
+    for (int i = 0; i < p->n; ++i) {
+        const int64_t j = p->begin + i, s = j/x->t->sub;
+        const float   own = p->form[i][i];
+        const lanes   inverse = lanes_of(1.0f/own);
+        const lanes   level = nearest_level(x->t, x->table, x->level[j] + (p->g[i]*inverse)*x->inverse[s]);
+        // a step of zero has any code
+        const lanes_i moves = (level != x->level[j]) & (x->inverse[s] != lanes_of(0));
+        if (!lanes_any(moves)) {
+            continue;
+        }
+        const lanes by = lanes_select(moves, (level - x->level[j])*x->step[s], lanes_of(0));
+        x->level[j] = lanes_select(moves, level, x->level[j]);
+        x->cost    += by*(lanes_of(own)*by - (p->g[i] + p->g[i]));
+        raise_value(x, p, i, by);
+        changed = true;
+    }
+    return changed;
+}
+
+// What the errors of a sub-block cost if its step rises by a and its base by b: a*(ll*a - 2*gl + 2*lo*b) + b*(oo*b - 2*go).
+struct forms {
+    lanes ll, gl, lo, go;
+    float oo;
+};
+
+LANES_INLINE struct forms sub_block_forms(const struct stock_rows * x, const struct panel * p, int i0) {
+    struct forms f = {lanes_of(0), lanes_of(0), lanes_of(0), lanes_of(0), 0};
+    for (int i = i0; i < i0 + x->t->sub; ++i) {
+        const float * row = p->form[i];
+        const lanes   level = x->level[p->begin + i];
+        lanes sum = lanes_of(0);
+        float own = 0;
+        for (int k = i0; k < i0 + x->t->sub; ++k) {
+            sum += lanes_of(row[k])*x->level[p->begin + k];
+            own += row[k];
+        }
+        f.ll += level*sum;
+        f.lo += sum;
+        f.oo += own;
+        f.gl += p->g[i]*level;
+        f.go += p->g[i];
+    }
+    return f;
+}
+
+LANES_INLINE lanes cost_of(const struct forms * f, lanes a, lanes b) {
+    return a*(f->ll*a - (f->gl + f->gl) + (f->lo + f->lo)*b) + b*(lanes_of(f->oo)*b - (f->go + f->go));
+}
+
+struct change {
+    lanes cost, step, base; // what they rise by
+    lanes scale, min;       // new
+};
+
+LANES_INLINE void consider(struct change * best, lanes_i allowed, lanes cost, lanes step, lanes base, lanes scale, lanes min) {
+    const lanes_i better = allowed & (cost < best->cost);
+    best->cost  = lanes_select(better, cost,  best->cost);
+    best->step  = lanes_select(better, step,  best->step);
+    best->base  = lanes_select(better, base,  best->base);
+    best->scale = lanes_select(better, scale, best->scale);
+    best->min   = lanes_select(better, min,   best->min);
+}
+
+// Integers near those of sub-block s.
+LANES_INLINE void search_integers(const struct stock_rows * x, int64_t s, const struct forms * f, struct change * best) {
+    const struct stock_layout * t = x->t;
+    const int min_steps = t->has_min ? SCALE_STEPS : 0;
+    for (int a = -SCALE_STEPS; a <= SCALE_STEPS; ++a) {
+        const lanes   scale = x->scale[s] + lanes_of((float) a), step = lanes_of((float) a)*x->d[s];
+        const lanes_i fits = (scale >= lanes_of((float) t->scale_low)) & (scale <= lanes_of((float) t->scale_high));
+        for (int b = -min_steps; b <= min_steps; ++b) {
+            const lanes   min = x->min[s] + lanes_of((float) b), base = lanes_of((float) -b)*x->dmin[s];
+            const lanes_i both = fits & (min >= lanes_of(0)) & (min <= lanes_of((float) t->min_high));
+            consider(best, both, cost_of(f, step, base), step, base, scale, min);
+        }
+    }
+}
+
+// The half nearest to v.
+LANES_INLINE lanes as_halves(lanes v) {
+    for (int r = 0; r < LANES; ++r) {
+        const float x = v[r] > EXT_HALF_MAX ? EXT_HALF_MAX : v[r] < -EXT_HALF_MAX ? -EXT_HALF_MAX : v[r];
+        v[r] = ggml_fp16_to_fp32(ggml_fp32_to_fp16(x));
+    }
+    return v;
+}
+
+// Halves near the least squares, of the scale alone where there is no min.
+LANES_INLINE void search_halves(const struct stock_rows * x, int64_t s, const struct forms * f, struct change * best) {
+    const lanes one = lanes_of(1), zero = lanes_of(0);
+    lanes a, b = zero;
+    if (x->t->has_min) {
+        const lanes   oo = lanes_of(f->oo), det = f->ll*oo - f->lo*f->lo;
+        const lanes_i good = det > zero;
+        const lanes   by = one/lanes_select(good, det, one);
+        a = lanes_select(good, (f->gl*oo - f->go*f->lo)*by, zero);
+        b = lanes_select(good, (f->go*f->ll - f->gl*f->lo)*by, zero);
+    } else {
+        const lanes_i good = f->ll > zero;
+        a = lanes_select(good, f->gl*(one/lanes_select(good, f->ll, one)), zero);
+    }
+    const lanes scale = as_halves(x->d[s] + a), min = x->t->has_min ? as_halves(x->dmin[s] + b) : zero;
+    const lanes step = scale - x->d[s], base = x->t->has_min ? min - x->dmin[s] : zero;
+    consider(best, x->d[s] != zero, cost_of(f, step, base), step, base, scale, min);
+}
+
+// Scale and min of each sub-block in turn.
+EXT_CLONES __attribute__((noinline))
+static void descend_scales(struct stock_rows * x, struct panel * p) {
+    const bool integers = x->t->scale_high != 0;
+    for (int i0 = 0; i0 < p->n; i0 += x->t->sub) {
+        const int64_t s = (p->begin + i0)/x->t->sub;
+        const struct forms f = sub_block_forms(x, p, i0);
+        struct change best = {lanes_of(0), lanes_of(0), lanes_of(0), integers ? x->scale[s] : x->d[s], integers ? x->min[s] : x->dmin[s]};
+        if (integers) {
+            search_integers(x, s, &f, &best);
+        } else {
+            search_halves(x, s, &f, &best);
+        }
+        if (!lanes_any(best.cost < lanes_of(0))) {
+            continue;
+        }
+        if (integers) {
+            x->scale[s] = best.scale;
+            x->min[s]   = best.min;
+        } else {
+            x->d[s]    = best.scale;
+            x->dmin[s] = best.min;
+        }
+        set_step(x, s);
+        x->cost += best.cost;
+        for (int i = i0; i < i0 + x->t->sub; ++i) {
+            raise_value(x, p, i, best.step*x->level[p->begin + i] + best.base);
+        }
+    }
+}
+
+// Errors as they are, without what the steps of a descent added up to.
+static void refresh_errors(struct stock_rows * x, int64_t begin, int64_t n) {
+    for (int64_t j = begin; j < begin + n; ++j) {
+        const int64_t s = j/x->t->sub;
+        x->e[j] = x->w[j] - (x->base[s] + x->step[s]*x->level[j]);
+    }
+}
+
+static void sweep(struct stock_rows * x) {
+    const float  * form = x->m->forms + x->first*x->m->columns;
+    struct panel * p    = x->panel;
+    for (int64_t begin = 0; begin < x->n; begin += SWEEP_PANEL) {
+        take_panel(x, p, begin);
+        memset(p->g, 0, sizeof(p->g));
+        add_matrix(x, form, begin, p->n, x->n, x->e, p->g);
+        for (int round = 0; round < 2; ++round) {
+            if (descend_codes(x, p)) {
+                descend_codes(x, p);
+            }
+            descend_scales(x, p);
+        }
+        descend_codes(x, p);
+        refresh_errors(x, begin, p->n);
+    }
+}
+
+// --- rows ------------------------------------------------------------------------------------------------------------
+
+// sum of e^2, which the damping is taken for.
+static lanes energy(const struct stock_rows * x) {
+    lanes sum = lanes_of(0);
+    for (int64_t j = 0; j < x->n; ++j) {
+        sum += x->e[j]*x->e[j];
+    }
+    return sum;
+}
+
+// Whether the rows' errors cost more than `limit`, without damping. Ends when all do.
+static lanes_i costs_more(struct stock_rows * x, lanes limit) {
+    const int32_t * order  = x->m->order + x->first;
+    const float   * gains  = x->m->gains + x->first*x->m->columns;
+    const float   * pivots = x->m->pivots + x->first;
+    lanes cost = -(lanes_of(x->m->damping)*energy(x));
+    for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
+        lanes r[STEPS_PANEL];
+        for (int i = 0; i < STEPS_PANEL; ++i) {
+            r[i] = x->fed[k + i] = x->e[order[k + i]];
+        }
+        ask_earlier(x, k, k + STEPS_PANEL, r);
+        for (int i = 0; i < STEPS_PANEL; ++i) {
+            for (int h = 0; h < i; ++h) {
+                r[i] += lanes_of(gains[stock_at(x->n, k + i, k + h)])*x->fed[k + h];
+            }
+            cost += lanes_of(pivots[k + i])*(r[i]*r[i]);
+        }
+        if (!lanes_any(cost <= limit)) {
+            break;
+        }
+    }
+    return cost > limit;
+}
+
+// Blocks of one row into lane r, as llama.cpp's encoder left them.
+static void load_row(struct stock_rows * x, int r, const float * src, char * blocks) {
+    const struct stock_layout * t = x->t;
+    const size_t size = ggml_type_size(t->type);
+    struct stock_block b;
+    for (int64_t j = 0; j < x->n; j += t->block) {
+        stock_load(t, blocks + j/t->block*size, &b);
+        for (int s = 0; s < t->block/t->sub; ++s) {
+            const int64_t at = j/t->sub + s;
+            x->d[at][r]     = b.d;
+            x->dmin[at][r]  = b.dmin;
+            x->scale[at][r] = (float) b.scale[s];
+            x->min[at][r]   = (float) b.min[s];
+        }
+        for (int i = 0; i < t->block; ++i) {
+            x->w[j + i][r]     = src[j + i];
+            x->level[j + i][r] = t->has_table ? (float) x->table[b.code[i]] : (float) (b.code[i] + t->low);
+        }
+    }
+}
+
+static void store_row(const struct stock_rows * x, int r, char * blocks) {
+    const struct stock_layout * t = x->t;
+    const size_t size = ggml_type_size(t->type);
+    struct stock_block b;
+    for (int64_t j = 0; j < x->n; j += t->block) {
+        b.d    = x->d[j/t->sub][r];
+        b.dmin = x->dmin[j/t->sub][r];
+        for (int s = 0; s < t->block/t->sub; ++s) {
+            b.scale[s] = (int) x->scale[j/t->sub + s][r];
+            b.min[s]   = (int) x->min[j/t->sub + s][r];
+        }
+        for (int i = 0; i < t->block; ++i) {
+            b.code[i] = code_of(t, x->table, x->level[j + i][r]);
+        }
+        stock_store(t, &b, blocks + j/t->block*size);
+    }
+}
+
+static bool is_finite(const float * x, int64_t n) {
+    bool finite = true;
+    for (int64_t j = 0; j < n; ++j) {
+        finite &= fabsf(x[j]) <= FLT_MAX;
+    }
+    return finite;
+}
+
+// One matrix of up to LANES rows. src, blocks: of the first, at the matrix' first column; stride, row_size: to the next row.
+static void encode_matrix(struct stock_rows * x, const float * src, int64_t stride, char * blocks, size_t row_size, int n_rows, int sweeps) {
+    for (int r = 0; r < LANES; ++r) {
+        const int64_t row = r < n_rows ? r : 0; // lanes without one repeat the first
+        load_row(x, r, src + row*stride, blocks + (size_t) row*row_size);
+    }
+    for (int64_t s = 0; s < x->n/x->t->sub; ++s) {
+        set_step(x, s);
+    }
+    refresh_errors(x, 0, x->n);
+    memcpy(x->start, x->e, (size_t) x->n*sizeof(lanes));
+    decide_codes(x);
+    for (int i = 0; i < sweeps; ++i) {
+        sweep(x);
+    }
+    const lanes cost = x->cost - lanes_of(x->m->damping)*energy(x);
+    memcpy(x->e, x->start, (size_t) x->n*sizeof(lanes));
+    const lanes_i better = costs_more(x, cost);
+    for (int r = 0; r < n_rows; ++r) {
+        if (better[r] && is_finite(src + r*stride, x->n)) {
+            store_row(x, r, blocks + (size_t) r*row_size);
+        }
+    }
+}
+
+// Room for the rows' part of the widest matrix. False if memory is out.
+static bool rows_init(struct stock_rows * x, const struct stock_layout * t, const struct stock_metric * m) {
+    const int64_t n = m->columns, n_sub = n/t->sub;
+    lanes * room = calloc((size_t) (5*n + 7*n_sub), sizeof(lanes));
+    *x = (struct stock_rows) {.t = t, .m = m, .table = kvalues_iq4nl, .w = room, .panel = calloc(1, sizeof(struct panel))};
+    if (room != NULL) {
+        lanes ** const of_columns[] = {&x->w, &x->e, &x->level, &x->fed, &x->start};
+        lanes ** const of_blocks[]  = {&x->d, &x->dmin, &x->scale, &x->min, &x->step, &x->base, &x->inverse};
+        for (int i = 0; i < 5; ++i) {
+            *of_columns[i] = room + i*n;
+        }
+        for (int i = 0; i < 7; ++i) {
+            *of_blocks[i] = room + 5*n + i*n_sub;
+        }
+    }
+    return room != NULL && x->panel != NULL;
+}
+
+bool stock_has(enum ggml_type type) {
+    return stock_layout(type) != NULL;
+}
+
+void stock_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, int64_t n_per_row, const float * importance,
+                  const struct stock_metric * m, int sweeps) {
+    const struct stock_layout * t = stock_layout(type);
+    const size_t size = ggml_type_size(type), row_size = ggml_row_size(type, n_per_row);
+    struct stock_rows x;
+    ggml_quantize_chunk(type, src, dst, 0, n_rows, n_per_row, importance);
+    const bool good = rows_init(&x, t, m);
+    GGML_ASSERT(good);
+    for (x.first = 0; x.first < n_per_row; x.first += m->columns) {
+        x.n = n_per_row - x.first < m->columns ? n_per_row - x.first : m->columns;
+        for (int64_t row = 0; row < n_rows; row += LANES) {
+            encode_matrix(&x, src + row*n_per_row + x.first, n_per_row, (char *) dst + (size_t) row*row_size + x.first/t->block*size,
+                          row_size, (int) (n_rows - row < LANES ? n_rows - row : LANES), sweeps);
+        }
+    }
+    free(x.w);
+    free(x.panel);
+}
