@@ -124,7 +124,9 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
     if (params->itq3_levels != 0 && params->itq3_levels != 3 && params->itq3_levels != 8) {
         return 0;
     }
-    if (params->metric && (params->metric->type != type || params->metric->n_per_row != n_per_row)) {
+    // moments as they are serve all of llama.cpp's types; rotated ones are for the type they were made for
+    if (params->metric && ((params->metric->stock ? !stock_has(type) : params->metric->type != type) ||
+                           params->metric->n_per_row != n_per_row)) {
         return 0;
     }
     for (int k = 0; k < 8 && params->ditto3_codebook; ++k) {

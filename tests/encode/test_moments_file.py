@@ -258,14 +258,14 @@ def test_matrices_that_are_not_positive_are_damped_more_once(tmp_path):
 
 @pytest.mark.parametrize("kind", ["block", "full"])
 def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
-    """And stock types with the diagonal; the summary and the metadata say what was used."""
+    """And Q8_0 with none; the summary and the metadata say what was used."""
     from ggml_ext._formats import chunks
 
     spy = Spy(monkeypatch, lib)
     monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
     xs = inputs()
     path = write_moments(tmp_path / "m.gguf", xs, kind)
-    spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q3_k", "--imatrix", path)
+    spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q8_0", "--imatrix", path)
     assert {type_id for type_id, *_ in spy.metrics} == {int(TYPES["itq3_t"].id)} and len(spy.metrics) == 4
     hs = [x.T.astype(np.float64) @ x for x in xs[EXPERTS]]
     for h in hs:  # whole and block are the same for 256 columns
@@ -273,7 +273,7 @@ def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypa
     by_metric = {}
     for metric, n_rows in spy.used[int(TYPES["itq3_t"].id)]:
         by_metric[metric] = by_metric.get(metric, 0) + n_rows
-    assert sorted(by_metric.values()) == [4, 4, 4, 8] and all(m is None for m, _ in spy.used[11])
+    assert sorted(by_metric.values()) == [4, 4, 4, 8] and all(m is None for m, _ in spy.used.get(8, []))
     fields = gguf.GGUFReader(tmp_path / "out.gguf").fields
     assert fields["ggml_ext.importance"].contents() == kind and fields["quantize.imatrix.file"].contents() == path.name
     assert "ggml_ext.calibration" not in fields
@@ -290,6 +290,15 @@ def test_tensors_that_share_their_input_share_its_metric(tmp_path, lib, monkeypa
         spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--force", *flags)
         assert len(spy.metrics) == n
         monkeypatch.undo()
+
+
+def test_stock_types_share_the_metric_of_their_input(tmp_path, lib, monkeypatch):
+    """Which is of no type: q4_k and q6_k, as a mixed file has them, need one."""
+    source = write_gguf(tmp_path / "in.gguf", {GATE: gaussian(8, 256), UP: gaussian(8, 256)})
+    path = write_moments(tmp_path / "m.gguf", {GATE: correlated(600, 256)}, sharing={UP: GATE})
+    spy = Spy(monkeypatch, lib)
+    spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "gate=q4_k", "--tensor-type", "up=q6_k", "--imatrix", path)
+    assert len(spy.metrics) == 1 and [m for used in spy.used.values() for m, _ in used] == [0, 0]
 
 
 def test_errors_are_weighed_with_the_moments(tmp_path, source, lib, monkeypatch, capsys):
@@ -328,9 +337,9 @@ def test_numpy_writes_the_same_bytes(tmp_path, source, lib, kind):
 
 def test_types_without_a_metric_take_the_diagonal(tmp_path, source, lib):
     path = write_moments(tmp_path / "m.gguf", inputs())
-    quantize(source, tmp_path / "a.gguf", "--type", "ditto3", "--tensor-type", "ffn=q3_k", "--imatrix", path)
+    quantize(source, tmp_path / "a.gguf", "--type", "ditto3", "--tensor-type", "ffn=tq2_0", "--imatrix", path)
     assert gguf.GGUFReader(tmp_path / "a.gguf").fields["ggml_ext.importance"].contents() == "diagonal"
-    result = quantize(source, tmp_path / "b.gguf", "--type", "ditto3", "--tensor-type", "ffn=q3_k", "--imatrix", path, "--importance", "block")
+    result = quantize(source, tmp_path / "b.gguf", "--type", "ditto3", "--tensor-type", "ffn=tq2_0", "--imatrix", path, "--importance", "block")
     assert "--importance block: no tensor gets a type that uses more than the diagonal" in result.stderr
 
 

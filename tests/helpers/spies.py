@@ -17,7 +17,7 @@ class Spy:
             self.metrics.append((type_id, n_per_row, whole, moments.copy()))
             return len(self.metrics) - 1
 
-        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, passes=0, metric=None):
+        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, passes=0, metric=None, sweeps=0):
             self.used.setdefault(type_id, []).append((metric, len(rows)))
             return plain(self_, type_id, rows, levels, importance, codebook, passes)
 

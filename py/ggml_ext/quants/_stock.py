@@ -1,0 +1,393 @@
+"""llama.cpp's scalar types under second moments, in numpy: ggml_ext/encode/stock.c, stock-metric.c and stock-layouts.h, bit for bit.
+
+Scales and codes of llama.cpp's encoder are what it starts from; that encoder has no equal here. Arrays of columns are float32
+(n_columns, n_rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from . import HALF_MAX
+from ._metric import MOMENTS_COLUMNS
+
+T = GGMLQuantizationType
+SWEEP_PANEL, SCALE_STEPS = 256, 2
+TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)  # kvalues_iq4nl
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Some bits of small integers: where each lies in a block."""
+
+    byte: np.ndarray  # int (n_integers,)
+    shift: np.ndarray
+    n: int
+    lowest: int = 0  # bit of the integer
+    of: np.ndarray | slice = field(default_factory=lambda: slice(None))  # the integers that have them
+
+    def read(self, blocks: np.ndarray, integers: np.ndarray) -> None:
+        integers[:, self.of] |= (blocks[:, self.byte] >> self.shift & (1 << self.n) - 1) << self.lowest
+
+    def write(self, integers: np.ndarray, blocks: np.ndarray) -> None:
+        """blocks: with zeros there."""
+        values = (integers[:, self.of] >> self.lowest & (1 << self.n) - 1) << self.shift
+        np.bitwise_or.at(blocks, (slice(None), self.byte), values.astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Fields as in stock-layouts.h. codes, scales, mins: of a block; halves: bytes at which d and dmin begin."""
+
+    sub: int
+    low: int
+    high: int
+    codes: list[Bits]
+    halves: list[int]
+    scales: list[Bits] = field(default_factory=list)
+    mins: list[Bits] = field(default_factory=list)
+    scale_range: tuple[int, int] | None = None  # None: halves are the scales themselves
+    min_high: int = 0
+    has_table: bool = False
+
+    @property
+    def has_min(self) -> bool:
+        return len(self.halves) == 2
+
+
+def _pairs(start: int, lowest: int = 0) -> Bits:
+    j = np.arange(256)
+    return Bits(start + j // 128 * 32 + j % 32, j % 128 // 32 * 2, 2, lowest)
+
+
+def _nibbles(start: int, n: int) -> Bits:
+    j = np.arange(n)
+    return Bits(start + j // 32 * 16 + j % 16, j % 32 // 16 * 4, 4)
+
+
+def _nibbles_64(start: int) -> Bits:
+    j = np.arange(256)
+    return Bits(start + j // 64 * 32 + j % 32, j % 64 // 32 * 4, 4)
+
+
+def _planes(start: int, lowest: int) -> Bits:
+    """One bit of each of 256 codes."""
+    j = np.arange(256)
+    return Bits(start + j % 32, j // 32, 1, lowest)
+
+
+def _fifth_bits(start: int) -> Bits:
+    j = np.arange(32)
+    return Bits(start + j // 8, j % 8, 1, 4)
+
+
+def _six_bits(own: int) -> list[Bits]:
+    """Eight scales (own = 0) or mins (4) of Q4_K and Q5_K."""
+    s = np.arange(4)
+    late = s + 4
+    return [
+        Bits(4 + s + own, 0 * s, 6, 0, s), Bits(4 + late + 4, 0 * s + own, 4, 0, late), Bits(4 + s + own, 0 * s + 6, 2, 4, late)
+    ]
+
+
+_S8, _S16 = np.arange(8), np.arange(16)
+LAYOUTS: dict[GGMLQuantizationType, Layout] = {
+    T.Q2_K: Layout(16, 0, 3, [_pairs(16)], [80, 82], [Bits(_S16, 0 * _S16, 4)], [Bits(_S16, 0 * _S16 + 4, 4)], (0, 15), 15),
+    T.Q3_K: Layout(
+        16, -4, 3, [_pairs(32), _planes(0, 2)], [108],
+        [Bits(96 + _S16 % 8, _S16 // 8 * 4, 4), Bits(104 + _S16 % 4, _S16 // 4 * 2, 2, 4)], [], (-32, 31),
+    ),
+    T.Q4_K: Layout(32, 0, 15, [_nibbles_64(16)], [0, 2], _six_bits(0), _six_bits(4), (0, 63), 63),
+    T.Q5_K: Layout(32, 0, 31, [_nibbles_64(48), _planes(16, 4)], [0, 2], _six_bits(0), _six_bits(4), (0, 63), 63),
+    T.Q6_K: Layout(
+        16, -32, 31,
+        [Bits(np.arange(256) // 128 * 64 + np.arange(256) % 64, np.arange(256) % 128 // 64 * 4, 4), _pairs(128, 4)],
+        [208], [Bits(192 + _S16, 0 * _S16, 8)], [], (-128, 127),
+    ),
+    T.IQ4_XS: Layout(
+        32, 0, 15, [_nibbles(8, 256)], [0], [Bits(4 + _S8 // 2, _S8 % 2 * 4, 4), Bits(2 + _S8 // 4, _S8 % 4 * 2, 2, 4)], [],
+        (-32, 31), has_table=True,
+    ),
+    T.Q4_0: Layout(32, -8, 7, [_nibbles(2, 32)], [0]),
+    T.Q4_1: Layout(32, 0, 15, [_nibbles(4, 32)], [0, 2]),
+    T.Q5_0: Layout(32, -16, 15, [_nibbles(6, 32), _fifth_bits(2)], [0]),
+    T.Q5_1: Layout(32, 0, 31, [_nibbles(8, 32), _fifth_bits(4)], [0, 2]),
+    T.IQ4_NL: Layout(32, 0, 15, [_nibbles(2, 32)], [0], has_table=True),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of moments of the metric: stock.h."""
+
+    first: int
+    damping: np.float32
+    order: np.ndarray  # int (n,)
+    pivots: np.ndarray  # float32 (n,)
+    gains: np.ndarray  # float32 (n, n), of row k the first k count
+    form: np.ndarray  # float32 (n, n)
+
+
+def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, damping: float) -> list[Matrix]:
+    """ggml_ext_metric_init() for these types. moments: float32, lower triangles. ValueError if one is not positive definite."""
+    columns, at, out = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row), 0, []
+    for first in range(0, n_per_row, columns):
+        n = min(columns, n_per_row - first)
+        out.append(_make_matrix(moments[at : at + n * (n + 1) // 2], n, first, np.float32(damping)))
+        at += n * (n + 1) // 2
+    return out
+
+
+def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) -> Matrix:
+    a = np.zeros((n, n))
+    a[np.tril_indices(n)] = triangle
+    if not np.isfinite(a).all() or (np.diag(a) < 0).any():
+        raise ValueError("moments are not finite, or a diagonal is negative")
+    trace = np.cumsum(np.diag(a))[-1]
+    mean = trace / n if trace > 0 else 1.0
+    a[np.arange(n), np.arange(n)] += float(damping) * mean
+    a /= mean
+    a += np.tril(a, -1).T
+    order = np.argsort(-np.diag(a), kind="stable")
+    form, a = a.astype(np.float32), a[np.ix_(order, order)]
+    pivots, gains = np.zeros(n, np.float32), np.zeros((n, n), np.float32)
+    for k in range(n - 1, -1, -1):
+        row, pivot = a[k, :k].copy(), a[k, k]
+        if not pivot > 0:
+            raise ValueError("moments are not positive definite")
+        gains[k, :k], pivots[k] = row / pivot, pivot
+        a[:k, :k] -= (row / pivot)[:, None] * row
+    return Matrix(first, damping, order, pivots, gains, form)
+
+
+class _Rows:
+    """Rows' part of a matrix of moments: struct stock_rows. Scales are float32 (n_sub_blocks, n_rows)."""
+
+    def __init__(self, layout: Layout, matrix: Matrix, weights: np.ndarray, blocks: np.ndarray):
+        """weights: float32 (n_rows, n); blocks: uint8 (n_rows, n_blocks, block_bytes)."""
+        self.t, self.m, self.blocks = layout, matrix, blocks
+        self.w = np.ascontiguousarray(weights.T)
+        n_rows, n_blocks, flat = len(blocks), blocks.shape[1], blocks.reshape(-1, blocks.shape[2])
+
+        def integers(fields: list[Bits], n: int) -> np.ndarray:
+            out = np.zeros((len(flat), n), np.int64)
+            for bits in fields:
+                bits.read(flat, out)
+            return out
+
+        def by_row(values: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(values.reshape(n_rows, -1).T.astype(np.float32))
+
+        block = self.w.shape[0] // n_blocks
+        n_sub = block // layout.sub
+        halves = [flat[:, at : at + 2].copy().view("<f2").astype(np.float32) for at in layout.halves]
+        self.d = by_row(np.repeat(halves[0], n_sub, axis=1))
+        self.dmin = by_row(np.repeat(halves[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
+        scales = integers(layout.scales, n_sub)
+        if layout.scale_range == (-128, 127):
+            scales ^= 128  # signed bytes
+        self.scale = by_row(scales + (layout.scale_range or (0, 0))[0])
+        self.min = by_row(integers(layout.mins, n_sub))
+        codes = integers(layout.codes, block)
+        self.level = by_row(TABLE[codes] if layout.has_table else codes + layout.low)
+        self.step, self.base, self.inverse = (np.zeros_like(self.d) for _ in range(3))
+        for s in range(len(self.d)):
+            self.set_step(s)
+        self.cost = np.zeros(n_rows, np.float32)
+        self.e = self.errors()
+
+    def set_step(self, s: int) -> None:
+        has_integers = self.t.scale_range is not None
+        self.step[s] = self.d[s] * self.scale[s] if has_integers else self.d[s]
+        if self.t.has_min:
+            self.base[s] = -(self.dmin[s] * self.min[s]) if has_integers else self.dmin[s]
+        is_zero = self.step[s] == 0
+        self.inverse[s] = np.where(is_zero, ZERO, ONE / np.where(is_zero, ONE, self.step[s]))
+
+    def errors(self, columns: slice = slice(None)) -> np.ndarray:
+        base, step = (np.repeat(x, self.t.sub, axis=0)[columns] for x in (self.base, self.step))
+        return self.w[columns] - (base + step * self.level[columns])
+
+    def nearest(self, v: np.ndarray) -> np.ndarray:
+        """The level nearest to v, float32 (n_rows,)."""
+        if self.t.has_table:
+            level = np.full_like(v, TABLE[0])
+            for below, above in zip(TABLE, TABLE[1:], strict=False):
+                level = np.where(v >= np.float32(0.5) * (below + above), above, level)
+            return level
+        low, high = np.float32(self.t.low), np.float32(self.t.high)
+        v = np.where(v > low, v, low)
+        return np.rint(np.where(v < high, v, high))
+
+    def decide_codes(self) -> None:
+        m, fed = self.m, np.zeros_like(self.w)
+        for k, j in enumerate(m.order):
+            s, wish = j // self.t.sub, self.w[j].copy()
+            for i in range(k):
+                wish += m.gains[k, i] * fed[i]
+            self.level[j] = self.nearest((wish - self.base[s]) * self.inverse[s])
+            value = self.base[s] + self.step[s] * self.level[j]
+            r = wish - value
+            self.e[j] = fed[k] = self.w[j] - value
+            self.cost += m.pivots[k] * (r * r)
+
+    def cost_of_errors(self, e: np.ndarray) -> np.ndarray:
+        """Without damping, float32 (n_rows,)."""
+        m, fed = self.m, e[self.m.order]
+        cost = -(m.damping * _energy(e))
+        for k in range(len(fed)):
+            r = fed[k].copy()
+            for i in range(k):
+                r += m.gains[k, i] * fed[i]
+            cost += m.pivots[k] * (r * r)
+        return cost
+
+    def sweep(self) -> None:
+        for begin in range(0, len(self.w), SWEEP_PANEL):
+            here = slice(begin, min(begin + SWEEP_PANEL, len(self.w)))
+            g = np.zeros((here.stop - begin, self.w.shape[1]), np.float32)
+            for j in range(len(self.w)):
+                g += self.m.form[here, j, None] * self.e[j]
+            form = self.m.form[here, here]
+            for _ in range(2):
+                self.descend_codes(begin, form, g)
+                self.descend_codes(begin, form, g)
+                self.descend_scales(begin, form, g)
+            self.descend_codes(begin, form, g)
+            self.e[here] = self.errors(here)
+
+    def descend_codes(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
+        for i in range(len(g)):
+            j, s, own = begin + i, (begin + i) // self.t.sub, form[i, i]
+            level = self.nearest(self.level[j] + (g[i] * (ONE / own)) * self.inverse[s])
+            moves = (level != self.level[j]) & (self.inverse[s] != 0)
+            by = np.where(moves, (level - self.level[j]) * self.step[s], ZERO)
+            self.level[j] = np.where(moves, level, self.level[j])
+            self.cost += by * (own * by - (g[i] + g[i]))
+            g -= form[i][:, None] * by
+
+    def descend_scales(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
+        has_integers = self.t.scale_range is not None
+        scale, minimum = (self.scale, self.min) if has_integers else (self.d, self.dmin)
+        for i0 in range(0, len(g), self.t.sub):
+            s, here = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
+            level = self.level[begin + i0 : begin + i0 + self.t.sub]
+            forms = _Forms.of(form[here, here], level, g[here])
+            best = [np.zeros_like(self.cost) for _ in range(3)] + [scale[s], minimum[s]]
+            for a, b, new_scale, new_min, allowed in self._integers(s) if has_integers else self._halves(s, forms):
+                cost = forms.cost(a, b)
+                better = allowed & (cost < best[0])
+                best = [np.where(better, new, old) for new, old in zip((cost, a, b, new_scale, new_min), best, strict=True)]
+            scale[s], minimum[s] = best[3:]
+            self.set_step(s)
+            self.cost += best[0]
+            for i in range(i0, i0 + self.t.sub):
+                g -= form[i][:, None] * (best[1] * self.level[begin + i] + best[2])
+
+    def _integers(self, s: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """Rises of step and base, new scale and min, and where they are allowed."""
+        low, high = self.t.scale_range
+        min_steps = SCALE_STEPS if self.t.has_min else 0
+        for a in range(-SCALE_STEPS, SCALE_STEPS + 1):
+            scale, step = self.scale[s] + np.float32(a), np.float32(a) * self.d[s]
+            for b in range(-min_steps, min_steps + 1):
+                minimum, base = self.min[s] + np.float32(b), np.float32(-b) * self.dmin[s]
+                allowed = (scale >= low) & (scale <= high) & (minimum >= 0) & (minimum <= self.t.min_high)
+                yield step, base, scale, minimum, allowed
+
+    def _halves(self, s: int, f: _Forms) -> Iterator[tuple[np.ndarray, ...]]:
+        b = np.zeros_like(self.cost)
+        if self.t.has_min:
+            det = f.ll * f.oo - f.lo * f.lo
+            by = ONE / np.where(det > 0, det, ONE)
+            a = np.where(det > 0, (f.gl * f.oo - f.go * f.lo) * by, ZERO)
+            b = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * by, ZERO)
+        else:
+            a = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
+        scale = _as_halves(self.d[s] + a)
+        minimum = _as_halves(self.dmin[s] + b) if self.t.has_min else b
+        base = minimum - self.dmin[s] if self.t.has_min else b
+        yield scale - self.d[s], base, scale, minimum, self.d[s] != 0
+
+    def store(self, rows: np.ndarray) -> None:
+        """Into the blocks of those rows, bool (n_rows,)."""
+        n_rows, n_blocks, block_bytes = self.blocks.shape
+        flat = np.zeros((n_rows * n_blocks, block_bytes), np.uint8)
+        n_sub = len(self.d) // n_blocks
+
+        def by_block(values: np.ndarray, low: int = 0) -> np.ndarray:
+            return values.T.reshape(n_rows * n_blocks, -1).astype(np.int64) - low
+
+        codes = np.searchsorted(TABLE, self.level) if self.t.has_table else self.level
+        scales = by_block(self.scale, (self.t.scale_range or (0, 0))[0])
+        if self.t.scale_range == (-128, 127):
+            scales ^= 128
+        for fields, integers in (
+            (self.t.codes, by_block(codes, self.t.low)), (self.t.scales, scales), (self.t.mins, by_block(self.min))
+        ):
+            for bits in fields:
+                bits.write(integers, flat)
+        for at, half in zip(self.t.halves, (self.d, self.dmin), strict=False):
+            flat[:, at : at + 2] = half[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
+        self.blocks[rows] = flat.reshape(self.blocks.shape)[rows]
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """What the errors of a sub-block cost if its step rises by a and its base by b, float32 (n_rows,) each, oo one for all."""
+
+    ll: np.ndarray
+    gl: np.ndarray
+    lo: np.ndarray
+    go: np.ndarray
+    oo: np.float32
+
+    @classmethod
+    def of(cls, form: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
+        ll, gl, lo, go = (np.zeros_like(level[0]) for _ in range(4))
+        oo = ZERO
+        for i in range(len(level)):
+            total, own = np.zeros_like(ll), ZERO
+            for k in range(len(level)):
+                total += form[i, k] * level[k]
+                own += form[i, k]
+            ll, lo, oo = ll + level[i] * total, lo + total, oo + own
+            gl, go = gl + g[i] * level[i], go + g[i]
+        return cls(ll, gl, lo, go, oo)
+
+    def cost(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * (self.ll * a - (self.gl + self.gl) + (self.lo + self.lo) * b) + b * (self.oo * b - (self.go + self.go))
+
+
+def _as_halves(v: np.ndarray) -> np.ndarray:
+    return np.clip(v, -HALF_MAX, HALF_MAX).astype(np.float16).astype(np.float32)
+
+
+def _energy(e: np.ndarray) -> np.ndarray:
+    total = np.zeros_like(e[0])
+    for row in e:
+        total += row * row
+    return total
+
+
+def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, metric: list[Matrix], sweeps: int) -> np.ndarray:
+    """stock_encode() after llama.cpp's encoder. rows: float32 (n_rows, n_per_row), start: what that encoder made of them, uint8
+    (n_rows, row_bytes); returns the same with better codes and scales where there are some."""
+    block, block_bytes = GGML_QUANT_SIZES[qtype]
+    out = start.reshape(len(rows), -1, block_bytes).copy()
+    for matrix in metric:
+        first, n = matrix.first, len(matrix.order)
+        weights = rows[:, first : first + n]
+        part = _Rows(LAYOUTS[qtype], matrix, weights, out[:, first // block : (first + n) // block])
+        start_errors = part.e.copy()
+        part.decide_codes()
+        for _ in range(sweeps):
+            part.sweep()
+        limit = part.cost - matrix.damping * _energy(part.e)
+        part.store((part.cost_of_errors(start_errors) > limit) & np.isfinite(weights).all(axis=1))
+    return out.reshape(start.shape)
