@@ -13,6 +13,7 @@ from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
 from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE, N_CONTEXT
 from .._importance.importance import KINDS
 from .._jobs.settings import TRELLIS_TYPES, QuantizeOptions
+from .._plan.file_types import STOCK_ALIASES, STOCK_FILES
 from .._plan.recipes import RECIPES
 from .._report.tables import WARN_ABOVE
 from .cli import Parser, add_common_options, add_terminal_options, add_threads_option
@@ -63,7 +64,8 @@ def add_type_options(add: Callable) -> None:
     add(
         "--type",
         metavar="TYPE",
-        help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}; auto, or nothing, with a target",
+        help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}; a stock type or mixed file by llama-quantize's name: "
+        f"{', '.join([*STOCK_FILES, *STOCK_ALIASES])}; auto, or nothing, with a target",
     )
     add(
         "--target-size",
