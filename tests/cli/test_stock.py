@@ -86,27 +86,34 @@ def compare(tmp_path, source, name, ours=(), theirs=(), imatrix=None):
 
 # --- as llama-quantize ------------------------------------------------------------------------------------------------
 
-def compare_plans(source, name, imatrix):
-    """Types of both dry runs, with an importance matrix and without; those without, None where both want one."""
+def compare_plans(source, name, imatrix, flags=(), **options):
+    """Types of both dry runs, with an importance matrix and, unless both want one, without. flags, options: the same for the two."""
     for used in (imatrix, None):
-        theirs = ["--imatrix", used] if used else []
+        theirs = [*flags, *(["--imatrix", used] if used else [])]
         log = subprocess.run([tool("llama-quantize"), "--dry-run", *theirs, source, name.upper()], capture_output=True, text=True)
         assert log.returncode == 0
         if not used and "will require an imatrix!" in log.stdout + log.stderr:
             assert name in NEED_IMATRIX
             with pytest.raises(ggml_ext.UserError, match=r"tensor blk\..* needs an importance matrix: pass --imatrix FILE"):
-                ggml_ext.quantize_model(source, type=name, dry_run=True, no_calibration=True)
+                ggml_ext.quantize_model(source, type=name, dry_run=True, no_calibration=True, **options)
             return
         expected = types_in_log(log.stdout + log.stderr)
-        result = ggml_ext.quantize_model(source, type=name, dry_run=True, imatrix=used, no_calibration=not used)
+        result = ggml_ext.quantize_model(source, type=name, dry_run=True, imatrix=used, no_calibration=not used, **options)
         assert {t.name: t.type for t in result.tensors} == expected and len(expected) > 60
-    assert name not in NEED_IMATRIX
+    assert name not in NEED_IMATRIX or options
 
 
 @pytest.mark.parametrize("name", STOCK_FILES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_types_are_those_of_llama_quantize(models, kind, name):
     compare_plans(models[kind][0], name, models[kind][1])
+
+
+@pytest.mark.parametrize("name", STOCK_FILES)
+def test_one_type_for_all(models, name):
+    """The type that a mixture starts from. Embeddings and output matrix have no importances, which some types need."""
+    compare_plans(models["small"][0], name, models["small"][1], ["--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"],
+                  pure=True, token_embedding_type="q8_0", output_tensor_type="q6_k")
 
 
 @pytest.mark.parametrize("name", STOCK_FILES)

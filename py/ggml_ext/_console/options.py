@@ -32,8 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ggml-ext-quantize",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext.",
+        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext, or to "
+        "llama.cpp's own types.",
         epilog=f"types:\n{embd_and_output}\nmixed files:\n{mixtures}\n"
+        "Stock files, such as q4_k_m, have the types that llama-quantize gives them, with importances or without.\n"
         "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     )
