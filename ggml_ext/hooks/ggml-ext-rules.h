@@ -39,9 +39,9 @@ struct ggml_ext_rule_file {
 //   types         receives a type, or -1 for a tensor that keeps its own
 //   is_known      tells whether this llama.cpp has the architecture
 // False with the reason in error, which names the tensor.
-LLAMA_API bool ggml_ext_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
-                                   const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
-                                   int32_t * types, bool * is_known, char * error, size_t error_size);
+LLAMA_API bool ggml_ext_file_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
+                                        const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
+                                        int32_t * types, bool * is_known, char * error, size_t error_size);
 
 // What a stock type falls back to for rows of n_per_row, which are no multiple of its block; -1 if there is no rule.
 LLAMA_API int ggml_ext_rule_fallback(int type, int64_t n_per_row);
@@ -121,9 +121,9 @@ static void ggml_ext_compute_rule_types(ggml_ext_rule_model asked, const llama_m
     }
 }
 
-bool ggml_ext_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
-                         const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
-                         int32_t * types, bool * is_known, char * error, size_t error_size) {
+bool ggml_ext_file_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
+                              const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
+                              int32_t * types, bool * is_known, char * error, size_t error_size) {
     llama_model_quantize_params params = llama_model_quantize_default_params();
     params.ftype                = (llama_ftype) file->ftype;
     params.token_embedding_type = file->token_embd < 0 ? GGML_TYPE_COUNT : (ggml_type) file->token_embd;

@@ -354,7 +354,7 @@ def test_a_library_that_does_not_load(monkeypatch):
 
 
 def test_another_libllama_is_refused(tmp_path, lib):
-    with pytest.raises(UserError, match=r"has no ggml_ext_rule_types: it is not the llama\.cpp of this package; reinstall"):
+    with pytest.raises(UserError, match=r"has no ggml_ext_file_rule_types: it is not the llama\.cpp of this package; reinstall"):
         library.Rules(lib.path)
 
 

@@ -83,7 +83,7 @@ _SIGNATURES = {
 }
 
 _RULES_SIGNATURES = {
-    "ggml_ext_rule_types": (
+    "ggml_ext_file_rule_types": (
         c_bool,
         [
             POINTER(_RuleModel), POINTER(_RuleFile), c_size_t, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_bool), c_char_p,
@@ -344,7 +344,7 @@ class Rules:
         is_named = np.array(named, np.bool_)
         types, is_known, error = np.empty(len(names), np.int32), c_bool(), ctypes.create_string_buffer(256)
         token_embd, output = (-1 if t is None else t for t in (file.token_embd, file.output))
-        if not self._dll.ggml_ext_rule_types(
+        if not self._dll.ggml_ext_file_rule_types(
             ctypes.byref(_RuleModel(model.arch.encode(), *model[1:])),
             ctypes.byref(_RuleFile(file.ftype, token_embd, output, file.has_imatrix)),
             len(names),
