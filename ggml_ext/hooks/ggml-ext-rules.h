@@ -1,4 +1,4 @@
-// llama-quantize's rules for py/ggml_ext/_rules.py: which tensors it changes and which type it gives them. Included at the end of
+// llama-quantize's rules for py/ggml_ext/_plan/rules.py: which tensors it changes and which type it gives them. Included at the end of
 // llama-quant.cpp, where those rules are static. Nothing is read but what the caller passes.
 #pragma once
 
@@ -14,69 +14,122 @@ struct ggml_ext_quiet_log {
     ~ggml_ext_quiet_log() { llama_log_set(callback, user_data); }
 };
 
-// A model as the rules see it: of our file types they ask for the architecture and the number of experts alone.
-static std::unique_ptr<llama_model> ggml_ext_rules_model(const char * arch, uint32_t n_expert) {
-    std::unique_ptr<llama_model> model(llama_model_create(LLM_ARCH_LLAMA, llama_model_default_params()));
-    model->arch = llm_arch_from_string(arch); // not every architecture has a class, and an unknown one has general rules
-    model->hparams.n_expert    = n_expert;
-    model->hparams.n_layer_all = LLAMA_MAX_LAYERS; // decides nothing for our types, but layers beyond it are refused
-    return model;
-}
-
 extern "C" {
 
-// Types of all tensors of a model in a file of one of our types, before overrides and before the length of rows is looked at.
-//   arch          general.architecture; *is_known tells whether this llama.cpp has it
-//   token_embd, output  what --token-embedding-type and --output-tensor-type say, or -1
+// What the rules ask of a model besides its tensors.
+struct ggml_ext_rule_model {
+    const char * arch;      // general.architecture
+    uint32_t     n_layer;   // 0 where the architecture counts none, as clip; at most LLAMA_MAX_LAYERS
+    uint32_t     n_head;    // of the first layer, as n_head_kv
+    uint32_t     n_head_kv;
+    uint32_t     n_expert;
+};
+
+// What they ask of the file that is to be made.
+struct ggml_ext_rule_file {
+    int  ftype;       // enum llama_ftype; of our types the id of the type
+    int  token_embd;  // what --token-embedding-type and --output-tensor-type say, or -1
+    int  output;
+    bool has_imatrix;
+};
+
+// Types of all tensors of a model in a file of one of our types or of a stock one, before the length of rows is looked at.
 //   names, ne     of all tensors of the model: whether there is an output.weight matters to the embeddings
+//   is_named      tensors whose type --tensor-type names: they are not counted, as in llama-quantize, and their answer is not used
 //   types         receives a type, or -1 for a tensor that keeps its own
+//   is_known      tells whether this llama.cpp has the architecture
 // False with the reason in error, which names the tensor.
-LLAMA_API bool ggml_ext_rule_types(const char * arch, uint32_t n_expert, int ftype, int token_embd, int output, size_t n_tensors,
-                                   const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], int32_t * types,
-                                   bool * is_known, char * error, size_t error_size);
+LLAMA_API bool ggml_ext_file_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
+                                        const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
+                                        int32_t * types, bool * is_known, char * error, size_t error_size);
 
 // What a stock type falls back to for rows of n_per_row, which are no multiple of its block; -1 if there is no rule.
 LLAMA_API int ggml_ext_rule_fallback(int type, int64_t n_per_row);
 
 }
 
-static void ggml_ext_compute_rule_types(const char * arch, uint32_t n_expert, const llama_model_quantize_params & params,
-                                        size_t n_tensors, const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS],
-                                        int32_t * types, bool * is_known) {
-    const ggml_type type = (ggml_type) params.ftype; // ids of files and tensors are the same
-    switch (type) {
-        GGML_EXT_WEIGHT_CASES break;
-        default: // which asks for more of the model
-            throw std::runtime_error(format("file type %d is none of ggml-ext", params.ftype));
+// Whether the loader would call the model LLM_TYPE_70B, which is all that the rules ask of its type: load_arch_hparams() of the
+// architectures in src/models, which would abort the process for damaged numbers.
+static bool ggml_ext_is_70b(llm_arch arch, const ggml_ext_rule_model & model) {
+    switch (arch) {
+        case LLM_ARCH_LLAMA:
+        case LLM_ARCH_LLAMA_EMBED: return model.n_layer == 80 && model.n_head != model.n_head_kv;
+        case LLM_ARCH_QWEN2:
+        case LLM_ARCH_DECI:
+        case LLM_ARCH_OLMO:        return model.n_layer == 80;
+        case LLM_ARCH_JAIS2:       return model.n_layer == 68;
+        default:                   return false;
     }
-    const auto model = ggml_ext_rules_model(arch, n_expert);
+}
+
+static std::unique_ptr<llama_model> ggml_ext_rules_model(const ggml_ext_rule_model & wanted) {
+    std::unique_ptr<llama_model> model(llama_model_create(LLM_ARCH_LLAMA, llama_model_default_params()));
+    model->arch = llm_arch_from_string(wanted.arch); // not every architecture has a class, and an unknown one has general rules
+    model->type = ggml_ext_is_70b(model->arch, wanted) ? LLM_TYPE_70B : LLM_TYPE_UNKNOWN;
+    model->hparams.n_expert         = wanted.n_expert;
+    model->hparams.n_layer_all      = std::max(1u, wanted.n_layer); // asking a model without layers for its heads aborts
+    model->hparams.n_head_arr[0]    = wanted.n_head;
+    model->hparams.n_head_kv_arr[0] = wanted.n_head_kv;
+    return model;
+}
+
+static bool ggml_ext_is_file_type(int ftype) {
+    switch (ftype) {
+        GGML_EXT_WEIGHT_CASES return true; // ids of files and tensors are the same
+        default:              return false;
+    }
+}
+
+static void ggml_ext_compute_rule_types(ggml_ext_rule_model asked, const llama_model_quantize_params & params, bool has_imatrix,
+                                        size_t n_tensors, const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS],
+                                        const bool * is_named, int32_t * types, bool * is_known) {
+    const ggml_type default_type = llama_ftype_get_default_type(params.ftype);
+    if (default_type == GGML_TYPE_COUNT || !ggml_is_quantized(default_type)) {
+        throw std::runtime_error(format("file type %d is none of quantized files", params.ftype));
+    }
+    if (ggml_ext_is_file_type(params.ftype)) {
+        asked.n_layer = LLAMA_MAX_LAYERS; // decides nothing for our types, but layers beyond it are refused
+    }
+    if (asked.n_layer > LLAMA_MAX_LAYERS) {
+        throw std::runtime_error(format("%u layers are more than %d", asked.n_layer, LLAMA_MAX_LAYERS));
+    }
+    const auto model = ggml_ext_rules_model(asked);
     *is_known = model->arch != LLM_ARCH_UNKNOWN;
 
     quantize_state_impl qs(*model, &params);
+    qs.has_imatrix = has_imatrix;
     std::vector<tensor_metadata> metadata(n_tensors);
+    std::vector<size_t> order(n_tensors);
     for (size_t i = 0; i < n_tensors; ++i) {
         metadata[i].name = names[i];
+        order[i] = i;
     }
     init_quantize_state_counters(qs, metadata);
-    for (size_t i = 0; i < n_tensors; ++i) {
+    qs.n_ffn_down = qs.n_ffn_gate = qs.n_ffn_up = (int) asked.n_layer;
+    // the rules count tensors, and llama-quantize goes through them in the loader's order, not in that of the file
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        return llama_model_loader::weight_name_comparer()(metadata[a].name, metadata[b].name);
+    });
+    for (const size_t i : order) {
         ggml_tensor tensor = {};
         tensor.type = GGML_TYPE_F32; // the rules look at names and shapes
         std::copy(ne[i], ne[i] + GGML_MAX_DIMS, tensor.ne);
         ggml_set_name(&tensor, names[i]);
         types[i] = !tensor_allows_quantization(&params, model->arch, &tensor) ? -1 :
-            (int32_t) llama_tensor_get_type_impl(qs, type, &tensor, params.ftype, metadata[i].category);
+            is_named[i] ? (int32_t) default_type :
+            (int32_t) llama_tensor_get_type_impl(qs, default_type, &tensor, params.ftype, metadata[i].category);
     }
 }
 
-bool ggml_ext_rule_types(const char * arch, uint32_t n_expert, int ftype, int token_embd, int output, size_t n_tensors,
-                         const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], int32_t * types,
-                         bool * is_known, char * error, size_t error_size) {
+bool ggml_ext_file_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
+                              const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
+                              int32_t * types, bool * is_known, char * error, size_t error_size) {
     llama_model_quantize_params params = llama_model_quantize_default_params();
-    params.ftype                = (llama_ftype) ftype;
-    params.token_embedding_type = token_embd < 0 ? GGML_TYPE_COUNT : (ggml_type) token_embd;
-    params.output_tensor_type   = output     < 0 ? GGML_TYPE_COUNT : (ggml_type) output;
+    params.ftype                = (llama_ftype) file->ftype;
+    params.token_embedding_type = file->token_embd < 0 ? GGML_TYPE_COUNT : (ggml_type) file->token_embd;
+    params.output_tensor_type   = file->output     < 0 ? GGML_TYPE_COUNT : (ggml_type) file->output;
     try {
-        ggml_ext_compute_rule_types(arch, n_expert, params, n_tensors, names, ne, types, is_known);
+        ggml_ext_compute_rule_types(*model, params, file->has_imatrix, n_tensors, names, ne, is_named, types, is_known);
     } catch (const std::exception & e) {
         snprintf(error, error_size, "%s", e.what());
         return false;
@@ -87,7 +140,7 @@ bool ggml_ext_rule_types(const char * arch, uint32_t n_expert, int ftype, int to
 int ggml_ext_rule_fallback(int type, int64_t n_per_row) {
     const ggml_ext_quiet_log quiet;
     try {
-        const auto model = ggml_ext_rules_model("", 0);
+        const auto model = ggml_ext_rules_model({ "", 0, 0, 0, 0 });
         const llama_model_quantize_params params = llama_model_quantize_default_params();
         quantize_state_impl qs(*model, &params);
         ggml_tensor tensor = {};

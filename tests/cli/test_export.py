@@ -22,6 +22,7 @@ from ggml_ext._jobs.command import shown_command
 from ggml_ext._jobs.settings import QuantizeOptions
 from ggml_ext._native import library
 from ggml_ext._output.output import Output
+from ggml_ext._plan.file_types import uniform_file_type
 from helpers.commands import quantize as quantized
 from helpers.importances import write_imatrix
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
@@ -115,7 +116,7 @@ def test_metadata_hold_nothing_of_ours(ours, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", exporting.STOCK_TYPES)
 def test_every_type_has_a_file_type(name):
-    assert exporting.file_type(exporting.STOCK_TYPES[name]) in gguf.LlamaFileType._value2member_map_
+    assert uniform_file_type(exporting.STOCK_TYPES[name]) in gguf.LlamaFileType._value2member_map_
 
 
 def types_of(path: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def write_imatrix(path: Path, entries: dict, keys=True, datasets=("some/text.txt
 def llama_quantize(source, output, type_name, *flags):
     subprocess.run([tool("llama-quantize"), *map(str, flags), source, output, type_name.upper()], check=True, capture_output=True)
     return output
+
+
+def types_in_log(log: str) -> dict[str, str]:
+    """Of a dry run of llama-quantize, by tensor."""
+    lines = re.findall(r"^\[ *\d+/ *\d+\] +(\S+) +- \[.*?\], type = +(\w+), size = .*? MiB(?: -> .*\((\w+)\))?$", log, re.M)
+    return {name: (after or before).lower() for name, before, after in lines}
 
 
 def assert_same_tensors(ours: Path, theirs: Path) -> None:

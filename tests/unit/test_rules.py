@@ -16,13 +16,15 @@ from ggml_ext._formats import gguf_file
 from ggml_ext._native import library
 from ggml_ext._plan import plan as _plan
 from ggml_ext._plan import rules as _rules
+from ggml_ext._plan.file_types import FILE_TYPES, STOCK_ALIASES, STOCK_FILES
 from helpers.commands import run_main, tool
 from helpers.errors import check_error
+from helpers.importances import types_in_log, write_imatrix
 from helpers.models import gaussian, write_gguf
 from helpers.native import BUILD
 
 T = gguf.GGMLQuantizationType
-ITQ3_T = _plan.Choices(TYPES["itq3_t"])
+ITQ3_T = _plan.Choices(FILE_TYPES["itq3_t"])
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +43,16 @@ def header(arch, names, tied=False, **keys):
     """What the rules see of a model: no file, no weights."""
     keys = {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in keys.items()}
     tensors = [tensor(n) if isinstance(n, str) else n for n in names] + ([] if tied else [tensor("output.weight")])
-    return SimpleNamespace(path="in.gguf", tensors=tensors, value=lambda key, default=None: keys.get(key, default))
+
+    def value(key, default=None):
+        return None if isinstance(keys.get(key), list) else keys.get(key, default)
+
+    integers = lambda key: keys[key] if isinstance(keys.get(key), list) else None  # noqa: E731
+    return SimpleNamespace(path="in.gguf", tensors=tensors, value=value, integers=integers, metadata=keys)
 
 
-def types(file, info=TYPES["itq3_t"], **options):
-    found, warnings = _rules.rule_types(file, info, **options)
+def types(file, name="itq3_t", **options):
+    found, warnings = _rules.rule_types(file, FILE_TYPES[name], **options)
     assert not warnings
     return {t.name: None if q is None else q.name for t, q in zip(file.tensors, found, strict=True)}
 
@@ -86,17 +93,19 @@ def scalar(key, kind, value):
     return gguf_file.KeyValue(key, vtype, value, struct.pack(f"<I{fmt}", vtype, value))
 
 
-def dry_run(path, arch, tensors, n_expert, type_name, kinds):
+def dry_run(path, arch, tensors, n_expert, type_name, kinds, options=(), **own):
     """Types that llama-quantize says it would make of a sparse file, by name; None if no header of ours suits the architecture.
 
-    Keys that an architecture misses are added as the program asks for them. kinds: of those keys, remembered.
+    Keys that an architecture misses are added as the program asks for them. kinds: of those keys, remembered; own: keys in place of
+    KEYS, a dot of theirs being two underscores.
     """
     keys = {"general.architecture": gguf_file.string_value("general.architecture", arch)}
 
     def add(key, kind, value=1):
         keys[key] = scalar(key, kind, value)
 
-    for key, value in {**KEYS, "expert_count": n_expert, "expert_used_count": min(n_expert, 2)}.items():
+    own = {key.replace("__", "."): value for key, value in own.items()}
+    for key, value in {**KEYS, **own, "expert_count": n_expert, "expert_used_count": min(n_expert, 2)}.items():
         add(f"{arch}.{key}", "u32", value)
     for key in KEYS_OF_FLOATS:
         add(f"{arch}.{key}", "f32")
@@ -104,7 +113,7 @@ def dry_run(path, arch, tensors, n_expert, type_name, kinds):
         with open(path, "wb") as f:
             f.write(gguf_file.pack_header(keys, tensors, [t.type for t in tensors], 32))
             f.truncate(f.tell() + sum(gguf_file.pad(2 * t.n_elements, 32) for t in tensors))
-        done = subprocess.run([tool("llama-quantize"), "--dry-run", path, type_name.upper()], capture_output=True, text=True, errors="replace",
+        done = subprocess.run([tool("llama-quantize"), "--dry-run", *options, path, type_name.upper()], capture_output=True, text=True, errors="replace",
                               env={**os.environ, "GGML_NO_BACKTRACE": "1"})
         log = done.stdout + done.stderr
         if done.returncode == 0:
@@ -115,9 +124,9 @@ def dry_run(path, arch, tensors, n_expert, type_name, kinds):
         if not missing:
             return None
         add(missing[1], kinds.get(missing[1].removeprefix(f"{arch}."), "u32"))
-    lines = re.findall(r"^\[ *\d+/ *\d+\] +(\S+) +- \[.*?\], type = +(\w+), size = .*? MiB(?: -> .*\((\w+)\))?$", log, re.M)
-    assert len(lines) == len(tensors), log
-    return {name: (after or before).lower() for name, before, after in lines}
+    found = types_in_log(log)
+    assert len(found) == len(tensors), log
+    return found
 
 
 def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
@@ -130,7 +139,7 @@ def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
         tensors = [t for t in tensors if (i % 2 or t.name != "output.weight") and (not n_expert or has_layer(t.name))]
         info = list(WEIGHT_TYPES.values())[i % 7]
         if expected := dry_run(path, arch, tensors, n_expert, info.name, kinds):
-            plan = _plan.make_plan(gguf_file.GGUFFile(path), _plan.Choices(info))
+            plan = _plan.make_plan(gguf_file.GGUFFile(path), _plan.Choices(FILE_TYPES[info.name]))
             assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, info.name, n_expert)
             assert not plan.warnings
             compared.append(arch)
@@ -138,6 +147,120 @@ def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
     # some need arrays that this test does not make up, one has a name and no model
     assert len(compared) > 130 and {"llama", "falcon", "glm5-next", "clip", "rwkv7", "t5", "qwen3moe", "bert"} <= {*compared}
 
+
+# --- stock files ------------------------------------------------------------------------------------------------------
+
+IN_LAYERS = ("attn_v", "attn_k", "attn_output", "attn_qkv", "ffn_down", "ffn_up", "ffn_gate", "ffn_down_exps")
+
+
+def many_layers(n_layer, n_expert, tied, lengths):
+    """Every name in the first layer, and some in others, in an order that is not the loader's. lengths: of rows."""
+    layers = sorted({*range(1, 6), n_layer // 8, n_layer // 2, n_layer - 2, n_layer - 1} & {*range(1, n_layer)})
+    found = [tensor(f"blk.{i}.{name}.weight", 256, 4, 2) for i in reversed(layers) for name in IN_LAYERS]
+    names = [n for n in weight_names() if (not tied or n != "output.weight") and (not n_expert or has_layer(n))]
+    return found + [tensor(n, lengths[k % len(lengths)], *((4, 2) if "exps" in n else (2,))) for k, n in enumerate(reversed(names))]
+
+
+def compare_stock(path, arch, name, kinds, n_layer, n_expert=0, tied=False, n_head=4, imatrix=None, overrides=()):
+    """Our plan against llama-quantize's dry run. False if no header of ours suits the architecture."""
+    tensors = many_layers(n_layer, n_expert, tied, (256, 512) if name == "q1_0" else (256, 320, 96, 512))  # which has no fallback
+    options = [f for text in overrides for f in ("--tensor-type", text)] + (["--imatrix", imatrix] if imatrix else [])
+    expected = dry_run(path, arch, tensors, n_expert, name, kinds, options, block_count=n_layer, attention__head_count=n_head)
+    if expected:
+        choices = _plan.Choices(FILE_TYPES[name], overrides=tuple(map(_plan.Override.parse, overrides)))
+        plan = _plan.make_plan(gguf_file.GGUFFile(path), choices, imatrix is not None)
+        assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, name, n_layer, n_expert, n_head)
+        assert not plan.warnings
+    return bool(expected)
+
+
+@pytest.fixture(scope="module")
+def imatrix(tmp_path_factory):
+    return write_imatrix(tmp_path_factory.mktemp("imatrix") / "imatrix.gguf", {"blk.0.attn_q.weight": (gaussian(1, 256) ** 2, [1])})
+
+
+def test_every_architecture_gets_the_stock_types_of_llama_quantize(rules, tmp_path, imatrix):
+    kinds, archs, names = {}, upstream_table("LLM_ARCH_NAMES"), list(STOCK_FILES)
+    compared = [
+        arch for i, arch in enumerate(archs)
+        if arch != "clip" and compare_stock(tmp_path / "in.gguf", arch, names[i % len(names)], kinds, (24, 80, 32)[i % 3], (0, 8, 4, 0, 2)[i % 5],
+                                            i % 2 == 0, (4, 8)[i % 4 // 2], imatrix if i % 3 else None)]
+    print(f"{len(compared)} architectures compared")
+    assert len(compared) > 120 and {"llama", "falcon", "glm5-next", "qwen2", "qwen3moe", "bert"} <= {*compared}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_layer", [68, 80])
+def test_which_models_count_as_70b(rules, tmp_path, n_layer):
+    """Their values of the attention are better in files of Q3_K. llama.cpp says which in the code of each architecture."""
+    kinds, path = {}, tmp_path / "in.gguf"
+    assert sum(compare_stock(path, arch, "q3_k_s", kinds, n_layer) for arch in upstream_table("LLM_ARCH_NAMES") if arch != "clip") > 120
+    assert compare_stock(path, "llama", "q3_k_s", kinds, n_layer, n_head=2)  # as many as of keys and values: 65B
+
+
+MODELS = [("llama", 32, 0, 4), ("falcon", 32, 0, 4), ("llama", 32, 0, 8), ("llama", 16, 8, 4), ("llama", 80, 0, 16), ("llama", 17, 4, 4), ("llama", 3, 0, 2)]
+
+
+@pytest.mark.parametrize("name", [*STOCK_FILES, *STOCK_ALIASES])
+def test_every_stock_type_has_the_rules_of_llama_quantize(rules, tmp_path, imatrix, name):
+    """Without and with an importance matrix. Overrides take tensors out of the count; both regex libraries read these alike."""
+    for i, (arch, n_layer, n_expert, n_head) in enumerate(MODELS):
+        for used in (None, imatrix):
+            overrides = [r"blk\.[12]\.attn_v=q8_0", "ffn_down=q6_k"][: i % 3]
+            assert compare_stock(tmp_path / "in.gguf", arch, name, {}, n_layer, n_expert, i % 2 == 0, n_head, used, overrides)
+
+
+def test_the_names_are_those_of_llama_quantize(rules):
+    """Of its quantized files those that gguf can read, with their file types; a newer one is noticed."""
+    path = BUILD / "llama.cpp" / "tools" / "quantize" / "quantize.cpp"
+    if not path.exists():
+        pytest.skip(f"{path} is missing: GGML_EXT_TEST_BUILD names another build folder")
+    table = re.search(r"QUANT_OPTIONS = \{\n(.*?)\n\};", path.read_text(), re.S)[1]
+    options = dict(re.findall(r'\{ *"(\w+)", *LLAMA_FTYPE_(\w+),', table))
+    kept = {name: ftype for name, ftype in options.items() if name not in ("F16", "BF16", "F32", "COPY")}
+    assert {*kept} - {name.upper() for name in (*STOCK_FILES, *STOCK_ALIASES)} <= {"Q1_0", "Q2_0"}
+    for name in (*STOCK_FILES, *STOCK_ALIASES):
+        assert FILE_TYPES[name].id == gguf.LlamaFileType[kept[name.upper()]]
+
+
+def test_heads_by_layer(rules):
+    """Of an array the first number counts, as in llama.cpp; keys and values have as many heads as queries unless a key says else."""
+    def type_of_values(**keys):
+        return types(header("llama", ["blk.0.attn_v.weight"], block_count=4, **keys), "q2_k")["blk.0.attn_v.weight"]
+
+    key, kv = "attention.head_count", "attention.head_count_kv"
+    assert type_of_values(**{key: 8, kv: 2}) == type_of_values(**{key: [8, 1], kv: [2, 8]}) == "Q4_K"
+    assert type_of_values(**{key: 8, kv: 4}) == type_of_values(**{key: 8}) == type_of_values(**{key: [8, 8], kv: [8, 1]}) == "Q3_K"
+    assert type_of_values() == type_of_values(**{key: 8, kv: 0}) == type_of_values(**{key: 8, kv: []}) == "Q3_K"
+
+
+@pytest.mark.parametrize("n_layer", [None, 0, -1, 513, 2**32, "8", 8.0, True])
+def test_models_without_layers_are_refused_where_rules_count_them(rules, n_layer):
+    file = header("llama", ["blk.0.ffn_down.weight"], **({} if n_layer is None else {"block_count": n_layer}))
+    with pytest.raises(UserError, match=r"in\.gguf: llama\.block_count is .*, must be 1 to 512: .* rules for q4_k_m .* --pure"):
+        types(file, "q4_k_m")
+    assert types(file, "q4_k_m", named=[True, True]) == {"blk.0.ffn_down.weight": "Q4_K", "output.weight": "Q4_K"}
+    assert {*types(file, "q8_0").values()} == {"Q8_0"}
+
+
+def test_clip_has_no_layers(rules):
+    """llama.cpp reads none of its numbers; with some types llama-quantize ends in an assertion."""
+    names = [f"v.blk.{i}.{name}.weight" for i in range(3) for name in ("attn_v", "attn_q", "ffn_down")]
+    for name in STOCK_FILES:
+        assert None not in types(header("clip", names, tied=True, block_count=7), name).values()
+    assert types(header("clip", names, tied=True), "q4_k_m")["v.blk.0.ffn_down.weight"] == "Q6_K"
+
+
+def test_stock_mixtures_need_the_library(monkeypatch):
+    file = header("llama", ["token_embd.weight", "blk.0.attn_v.weight", "blk.0.attn_norm.weight"], block_count=1)
+    monkeypatch.setattr(library, "load_rules", lambda: None)
+    with pytest.raises(UserError, match="--type q4_k_m: llama.cpp's rules mix .*, and libllama is not in the package: reinstall .* --pure"):
+        types(file, "q4_k")
+    assert [*types(file, "q4_k", named=[True] * 4).values()] == ["Q4_K", "Q4_K", None, "Q4_K"]
+    assert [*types(file, "q8_0").values()] == ["Q8_0", "Q8_0", None, "Q8_0"]
+
+
+# --- fallbacks --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n_per_row", [32, 64, 96, 100])
 def test_stock_types_fall_back_as_in_the_list(rules, n_per_row, monkeypatch):
@@ -196,7 +319,7 @@ def test_which_tensors_are_quantized(source, name, ne, expected):
 def test_types_by_role(source, name, ne, arch, n_expert, tied, expected):
     file = header(arch, [tensor(name, *ne)], tied or name == "output.weight", expert_count=n_expert)
     is_listed = source == "library" or arch not in ("falcon", "glm5-next")  # whose own rules the list lacks
-    assert (types(file, TYPES["itq3_s"])[name] == expected) == is_listed
+    assert (types(file, "itq3_s")[name] == expected) == is_listed
 
 
 def test_where_the_list_differs(rules, monkeypatch):
@@ -225,13 +348,13 @@ def test_a_library_that_does_not_load(monkeypatch):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(library, "load_rules", fail)
-    found, (warning,) = _rules.rule_types(header("llama", ["blk.0.attn_q.weight"]), TYPES["itq3_t"])
+    found, (warning,) = _rules.rule_types(header("llama", ["blk.0.attn_q.weight"]), FILE_TYPES["itq3_t"])
     assert found == [T.ITQ3_T, T.Q6_K] and warning.startswith("libcuda.so.1: ") and "short list" in warning
     assert _rules.stock_fallback_type(T.Q4_K, 96) == T.Q5_0
 
 
 def test_another_libllama_is_refused(tmp_path, lib):
-    with pytest.raises(UserError, match=r"has no ggml_ext_rule_types: it is not the llama\.cpp of this package; reinstall"):
+    with pytest.raises(UserError, match=r"has no ggml_ext_file_rule_types: it is not the llama\.cpp of this package; reinstall"):
         library.Rules(lib.path)
 
 
@@ -240,7 +363,7 @@ def test_another_libllama_is_refused(tmp_path, lib):
 @pytest.mark.parametrize("arch", ["", "no-such", "l" * 100_000, "llama\0", "%s%n", "ll\N{GREEK SMALL LETTER ALPHA}", 7])
 def test_an_unknown_architecture_has_general_rules(rules, arch):
     names = ["blk.0.attn_q.weight", "blk.0.ffn_gate_inp.weight", "token_embd.weight"]
-    found, warnings = _rules.rule_types(header(arch, names), TYPES["itq3_t"])
+    found, warnings = _rules.rule_types(header(arch, names), FILE_TYPES["itq3_t"])
     assert found == [T.ITQ3_T, None, T.Q3_K, T.Q6_K]
     assert [w for w in warnings if "does not know the architecture" in w and len(w) < 300] == warnings
     assert bool(warnings) == (arch != "llama\0")  # C's string ends there
@@ -269,18 +392,20 @@ def test_experts_outside_of_all_layers_are_refused(rules, name, tmp_path):
 
 def test_names_of_any_bytes(rules):
     names = ["", "a", "weight", "%s%n%d.weight", "\N{SNOWMAN}" * 21, "x" * 63, "blk.0.\n.weight", "blk.999999999999999.attn_q.weight", "q\0.weight"]
-    found, _ = _rules.rule_types(header("llama", [tensor(n) for n in names], expert_count=3), TYPES["itq3_t"])
+    found, _ = _rules.rule_types(header("llama", [tensor(n) for n in names], expert_count=3), FILE_TYPES["itq3_t"])
     assert found[3] == found[6] == found[7] == T.ITQ3_T and found[0] is None and found[4] is found[5] is None
     huge = [tensor("a.weight", 2**62, 1), tensor("b.weight", 1, 1, 1, 2**62), tensor("c.weight", 1)]
     assert types(header("llama", huge)) == {"a.weight": None, "b.weight": "ITQ3_T", "c.weight": None, "output.weight": "Q6_K"}
     assert types(header("llama", [], tied=True)) == {}
 
 
-def test_file_types_of_stock_mixtures_are_not_answered(rules):
-    """They ask for more of the model than is passed."""
-    for ftype in (0, 15, 190, 10_000, -1):
-        with pytest.raises(ValueError, match=f"file type {ftype} is none of ggml-ext"):
-            rules.types("llama", 0, ftype, None, None, ["output.weight"], [(256, 4)])
+def test_file_types_without_rules_are_not_answered(rules):
+    """Floats, numbers that no file has, and activation types."""
+    for ftype in (0, 1, 32, 5, 39, 190, 10_000, -1):
+        with pytest.raises(ValueError, match=f"file type {ftype} is none of quantized files"):
+            rules.types(library.RuleModel("llama", 1), library.RuleFile(ftype), ["output.weight"], [(256, 4)], [False])
+    with pytest.raises(ValueError, match="513 layers are more than 512"):
+        rules.types(library.RuleModel("llama", 513), library.RuleFile(15), ["output.weight"], [(256, 4)], [False])
 
 
 def test_a_list_of_70b_is_quick(rules):

@@ -13,6 +13,7 @@ from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
 from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE, N_CONTEXT
 from .._importance.importance import KINDS
 from .._jobs.settings import TRELLIS_TYPES, QuantizeOptions
+from .._plan.file_types import STOCK_ALIASES, STOCK_FILES
 from .._plan.recipes import RECIPES
 from .._report.tables import WARN_ABOVE
 from .cli import Parser, add_common_options, add_terminal_options, add_threads_option
@@ -31,8 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ggml-ext-quantize",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext.",
+        description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext, or to "
+        "llama.cpp's own types.",
         epilog=f"types:\n{embd_and_output}\nmixed files:\n{mixtures}\n"
+        "Stock files, such as q4_k_m, have the types that llama-quantize gives them, with importances or without.\n"
         "A model without output.weight computes its output with the token embeddings: they get the output's type.\n"
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     )
@@ -63,7 +66,8 @@ def add_type_options(add: Callable) -> None:
     add(
         "--type",
         metavar="TYPE",
-        help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}; auto, or nothing, with a target",
+        help=f"type of the weights: {', '.join([*WEIGHT_TYPES, *RECIPES])}; a stock type or mixed file by llama-quantize's name: "
+        f"{', '.join([*STOCK_FILES, *STOCK_ALIASES])}; auto, or nothing, with a target",
     )
     add(
         "--target-size",

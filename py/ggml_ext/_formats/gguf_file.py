@@ -353,6 +353,13 @@ class GGUFFile:
         found = self._array_payload(key, GGUFValueType.FLOAT32)
         return None if found is None else np.frombuffer(found[1], "<f4")
 
+    def integers(self, key: str) -> list[int] | None:
+        """An array of integers of 32 bits; None if the key is missing or something else."""
+        for element, dtype in ((GGUFValueType.INT32, "<i4"), (GGUFValueType.UINT32, "<u4")):
+            if found := self._array_payload(key, element):
+                return np.frombuffer(found[1], dtype, found[0]).tolist()
+        return None
+
     def value(self, key: str, default=None):
         """Value of a scalar or string key; default if it is missing."""
         kv = self.metadata.get(key)

@@ -267,6 +267,20 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
         )
 
 
+def expects_importance(wanted: Wanted) -> bool:
+    """Whether prepare() will give importances if a plan has a use for them: llama.cpp's rules for stock files ask before."""
+    if wanted.kind == "none" or wanted.imatrix is not None:
+        return wanted.kind != "none"
+    return wanted.runs_model and _missing(wanted) is None
+
+
+def _missing(wanted: Wanted) -> str | None:
+    """What the package lacks for a calibration, as the beginning of a sentence."""
+    if find_tool("llama-imatrix") is None:
+        return "llama-imatrix is"
+    return "the built-in text is" if wanted.text is None and not TEXT.is_file() else None
+
+
 def prepare(
     wanted: Wanted, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int, n_types: int, console: Console
 ) -> Importance | Calibration:
@@ -287,16 +301,14 @@ def prepare(
     is_asked = wanted.text is not None or wanted.kind is not None
     if not uses and not is_asked:
         return Importance()
-    program = find_tool("llama-imatrix")
-    if program is None or (wanted.text is None and not TEXT.is_file()):
-        what = "llama-imatrix is" if program is None else "the built-in text is"
+    if what := _missing(wanted):
         if is_asked:
             raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
         console.warn(
             f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some"
         )
         return Importance()
-    run = _make_run(wanted, file, folder or Path(), n_threads, program)
+    run = _make_run(wanted, file, folder or Path(), n_threads, find_tool("llama-imatrix"))
     run = replace(run, kind=_choose_kind(wanted, run, uses, n_types, console))
     return run if folder is None else open_importance(calibrate(run, console), run.kind, run.text_name)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf import GGMLQuantizationType, LlamaFileType
+from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
@@ -18,15 +18,16 @@ from .._base.types import TYPES, WEIGHT_TYPES
 from .._encode.accuracy import Accuracy
 from .._encode.checks import check_known_encoders, check_numpy_encoders
 from .._encode.codec import Codec
-from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, bits_per_weight, header_bytes, pack_header, uint32_value
+from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
 from .._formats.names import unknown_type
-from .._formats.split import SPLIT_KEYS, open_model
+from .._formats.split import open_model
 from .._importance.importance import Importance, open_importance
 from .._native import library
 from .._native.blas import one_blas_thread
-from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, write_beside
+from .._output.conversion import Conversion, stock_metadata, write_beside
 from .._output.output import Output
 from .._output.paths import Taken, check_beside, check_output
+from .._plan.file_types import uniform_file_type
 from .._plan.plan import (
     ACTIVATION_TYPES,
     FLOAT_TYPES,
@@ -54,16 +55,6 @@ from .writing import Job, Written, tell_plan
 
 T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
-OURS = "ggml_ext."  # keys of the metadata begin with it
-# general.file_type is of whole files, which llama-quantize names by a recipe; the recipe that is nearest to one type for all
-FILE_TYPES = {
-    T.F32: "ALL_F32",
-    T.Q3_K: "MOSTLY_Q3_K_S",
-    T.Q4_K: "MOSTLY_Q4_K_S",
-    T.Q5_K: "MOSTLY_Q5_K_S",
-    T.IQ2_S: "MOSTLY_IQ2_M",
-    T.MXFP4: "MOSTLY_MXFP4_MOE",
-}
 
 
 @dataclass(frozen=True)
@@ -174,22 +165,6 @@ def make_plan(file: GGUFFile, choices: StockChoices) -> Plan:
     return plan
 
 
-def file_type(qtype: GGMLQuantizationType) -> int:
-    """general.file_type of a file of that type."""
-    return int(LlamaFileType[FILE_TYPES.get(qtype, f"MOSTLY_{qtype.name}")])
-
-
-def output_metadata(file: GGUFFile, choices: StockChoices, importance: Importance) -> dict[str, KeyValue]:
-    """The keys of the input without ours, and those that llama-quantize writes."""
-    old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
-    new = [
-        *([] if importance.matrix is None else importance.matrix.metadata()),
-        uint32_value("general.file_type", file_type(choices.type)),
-        uint32_value("general.quantization_version", QUANTIZATION_VERSION),
-    ]
-    return old | {kv.key: kv for kv in new}
-
-
 def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
     """For each of our types what its new types add to the error that it has by itself."""
     pairs: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], Accuracy] = {}
@@ -222,7 +197,8 @@ def export(settings: ExportSettings, console: Console) -> Result:
             return Result.of([], (choices.name, "", described), tensors, totals_record(plan, None), 0.0, console.warnings)
         file = conversion.file
         output.plan(tensor_sizes(plan), header_bytes(file), file.alignment, None, taken.reads)
-        header = pack_header(output_metadata(file, choices, conversion.importance), plan.tensors, plan.types, file.alignment)
+        metadata = stock_metadata(file, uniform_file_type(choices.type), conversion.importance)
+        header = pack_header(metadata, plan.tensors, plan.types, file.alignment)
         job = Job(
             output, conversion, choices.name, lambda _: [header],
             lambda first: conversion.made_from(types=hashlib.sha256(first[0]).hexdigest()), lines,

@@ -14,7 +14,6 @@ from .._base.console import Console
 from .._base.encoding import to_json
 from .._base.package import __version__
 from .._base.text import columns
-from .._base.types import WEIGHT_TYPES
 from .._budget import choice
 from .._budget.inquiry import Inquiry
 from .._budget.items import Item, make_items
@@ -26,10 +25,11 @@ from .._formats.split import SPLIT_KEYS
 from .._importance import calibration
 from .._importance.importance import Importance, plan_moments
 from .._native.blas import one_blas_thread
-from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, write_beside
+from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
+from .._plan.file_types import FILE_TYPES
 from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, plan_importance, uses_metric
 from .._plan.sizes import possible_sizes, tensor_sizes
 from .._report.card import Card, describe_importance
@@ -121,7 +121,8 @@ def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack
 def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
     """Types of all tensors, and what their encoders know of the inputs."""
     choices = settings.choices
-    plan = make_plan(opened.file, choices)
+    has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.importance)
+    plan = make_plan(opened.file, choices, has_imatrix)
     if settings.target is None:
         check_fallbacks(plan, choices.no_fallback)
     codec = None if settings.output.is_dry and settings.target is None else settings.encoder.load()
@@ -158,7 +159,7 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
     chosen.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
     name, file_type = chosen.file_type()
-    choices = replace(choices, info=WEIGHT_TYPES[name]) if name else replace(choices, stock_file_type=file_type)
+    choices = replace(choices, file_type=FILE_TYPES[name] if name else replace(choices.file_type, id=file_type))
     opened.make_room(plan, tensor_sizes(plan), settings)
     return Decided(plan, choices, codec, importance, described, chosen)
 
@@ -182,10 +183,13 @@ def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Con
 def output_metadata(
     file: GGUFFile, choices: Choices, options: str, importance: Importance, epsilons: dict[str, float]
 ) -> dict[str, KeyValue]:
-    """All keys of the input, in their order, those of llama-quantize and ours. epsilons: by name of the DITTO3 tensors."""
+    """All keys of the input, in their order, those of llama-quantize and, but in stock files, ours. epsilons: by name of the DITTO3
+    tensors."""
+    if choices.file_type.is_stock:
+        return stock_metadata(file, choices.file_type.id, importance)
     ours = [
         *importance.metadata(),
-        uint32_value("general.file_type", choices.file_type),
+        uint32_value("general.file_type", choices.file_type.id),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
         string_value("ggml_ext.version", __version__),
         string_value("ggml_ext.type", choices.name),

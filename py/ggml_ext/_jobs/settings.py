@@ -10,14 +10,14 @@ from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.threads import check_threads
-from .._base.types import WEIGHT_TYPES
+from .._base.types import TYPES, WEIGHT_TYPES
 from .._budget.target import KINDS, SENSITIVITIES, STAND_IN, Target, parse_target
 from .._encode.codec import CODEBOOKS, Encoder
 from .._formats.names import unknown_type
 from .._importance.calibration import Wanted
 from .._output.parts import parse_split_size
+from .._plan.file_types import FILE_TYPES, FileType
 from .._plan.plan import TARGET_TYPES, Choices, Override, Plan, parse_type
-from .._plan.recipes import RECIPES
 from .._report.tables import WARN_ABOVE
 from .._source.source import Source
 
@@ -128,7 +128,7 @@ class Settings:
         asked = asked.with_files_in_place()
         source = Source(asked.input, asked.hf_repo, asked.hf_file, asked.revision, asked.hf_token, asked.keep_gguf)
         source.check()
-        parse_base(asked, target)
+        parse_file_type(asked, target)
         encoder = Encoder(asked.encoder, asked.itq3_levels, asked.ditto_codebook, asked.effort)
         encoder.check()
         if asked.fallback_above is not None and not 1 <= asked.fallback_above < float("inf"):
@@ -148,15 +148,29 @@ class Settings:
         return cls(asked, source, choices, target, asked.sensitivity, importance, encoder, output, n_threads)
 
 
-def parse_base(asked: QuantizeOptions, target: Target | None) -> Choices:
-    """The choices with --type alone; UserError if there is no such type."""
+def parse_file_type(asked: QuantizeOptions, target: Target | None) -> FileType:
+    """Of --type; UserError if there is no such type."""
     name = STAND_IN if target else asked.type.lower()
-    recipe = RECIPES.get(name)
-    info = WEIGHT_TYPES.get(recipe.base if recipe else name)
-    if info is None:
-        remark = " (for stock types use llama-quantize)" if name in TARGET_TYPES else ""
-        raise UserError(unknown_type("--type", asked.type, [*WEIGHT_TYPES, *RECIPES], remark))
-    return Choices(info, recipe)
+    if name not in FILE_TYPES:
+        remark = " (a type of single tensors, which --tensor-type takes)" if name in TARGET_TYPES else ""
+        raise UserError(unknown_type("--type", asked.type, FILE_TYPES, remark))
+    return FILE_TYPES[name]
+
+
+def check_stock(choices: Choices) -> None:
+    """UserError naming the flag for what has no place in a stock file."""
+    name = choices.file_type.name
+    if choices.fallback_above is not None:
+        raise UserError(f"--fallback-above: {name} is a stock type, of which no usual error is known: leave the option out")
+    named = [(f"--tensor-type {o.pattern.pattern}=", o.type) for o in choices.overrides]
+    named += [("--token-embedding-type ", choices.token_embd), ("--output-tensor-type ", choices.output)]
+    for flag, qtype in named:
+        if qtype is not None and qtype.name.lower() in TYPES:
+            ours = qtype.name.lower()
+            raise UserError(
+                f"{flag}{ours}: --type {name} makes a file that every llama.cpp loads, and {ours} is a type of ggml-ext: pass a stock type "
+                f"there, or --type {ours} and stock types for other tensors"
+            )
 
 
 def parse_choices(asked: QuantizeOptions, target: Target | None) -> Choices:
@@ -165,8 +179,8 @@ def parse_choices(asked: QuantizeOptions, target: Target | None) -> Choices:
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
         return None if name is None else parse_type(name, flag)
 
-    return replace(
-        parse_base(asked, target),
+    choices = Choices(
+        parse_file_type(asked, target),
         pure=asked.pure or target is not None,
         overrides=tuple(map(Override.parse, asked.tensor_type)),
         token_embd=optional(asked.token_embedding_type, "--token-embedding-type"),
@@ -177,6 +191,9 @@ def parse_choices(asked: QuantizeOptions, target: Target | None) -> Choices:
         fallback_above=asked.fallback_above,
         target=target and target.option,
     )
+    if choices.file_type.is_stock:
+        check_stock(choices)
+    return choices
 
 
 def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan) -> str:

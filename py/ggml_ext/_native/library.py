@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,18 @@ class _QuantizeParams(ctypes.Structure):
     ]
 
 
+class _RuleModel(ctypes.Structure):
+    """struct ggml_ext_rule_model of ggml-ext-rules.h."""
+
+    _fields_ = [("arch", c_char_p), ("n_layer", c_uint32), ("n_head", c_uint32), ("n_head_kv", c_uint32), ("n_expert", c_uint32)]
+
+
+class _RuleFile(ctypes.Structure):
+    """struct ggml_ext_rule_file of ggml-ext-rules.h."""
+
+    _fields_ = [("ftype", c_int), ("token_embd", c_int), ("output", c_int), ("has_imatrix", c_bool)]
+
+
 _floats, _doubles = POINTER(c_float), POINTER(c_double)
 _SIGNATURES = {
     "ggml_ext_abi_version": (c_int, []),
@@ -71,9 +84,12 @@ _SIGNATURES = {
 }
 
 _RULES_SIGNATURES = {
-    "ggml_ext_rule_types": (
+    "ggml_ext_file_rule_types": (
         c_bool,
-        [c_char_p, c_uint32, c_int, c_int, c_int, c_size_t, c_void_p, c_void_p, c_void_p, POINTER(c_bool), c_char_p, c_size_t],
+        [
+            POINTER(_RuleModel), POINTER(_RuleFile), c_size_t, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_bool), c_char_p,
+            c_size_t,
+        ],
     ),
     "ggml_ext_rule_fallback": (c_int, [c_int, c_int64]),
 }
@@ -287,6 +303,25 @@ class Ditto3Histogram:
         return codebook
 
 
+class RuleModel(NamedTuple):
+    """What the rules ask of a model besides its tensors. n_head, n_head_kv: of the first layer."""
+
+    arch: str
+    n_layer: int = 0
+    n_head: int = 0
+    n_head_kv: int = 0
+    n_expert: int = 0
+
+
+class RuleFile(NamedTuple):
+    """What they ask of the file that is to be made. ftype: of llama.cpp's enum; token_embd, output: types that were asked for."""
+
+    ftype: int
+    token_embd: int | None = None
+    output: int | None = None
+    has_imatrix: bool = False
+
+
 class Rules:
     """llama-quantize's rules, of ggml-ext-rules.h in libllama. Types are ids of enum ggml_type."""
 
@@ -296,34 +331,28 @@ class Rules:
         _declare(self._dll, path, _RULES_SIGNATURES, "llama.cpp")
 
     def types(
-        self,
-        arch: str,
-        n_expert: int,
-        ftype: int,
-        token_embd: int | None,
-        output: int | None,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
+        self, model: RuleModel, file: RuleFile, names: Sequence[str], shapes: Sequence[tuple[int, ...]], named: Sequence[bool]
     ) -> tuple[list[int | None], bool]:
-        """Type of each tensor in a file of one of our types, None where it keeps its own; and whether libllama knows arch.
+        """Type of each tensor in a file of one of our types or of a stock one, None where it keeps its own; and whether libllama
+        knows the architecture.
 
-        token_embd, output: types that were asked for. names, shapes: of all tensors, dimensions as in a Tensor's ne. ValueError
-        with llama.cpp's reason where it has no answer.
+        names, shapes: of all tensors, dimensions as in a Tensor's ne. named: those whose type --tensor-type names, of which the
+        answer says no more than whether they are changed. ValueError with llama.cpp's reason where it has no answer.
         """
         dims = np.ones((len(shapes), MAX_DIMS), np.int64)
         for row, ne in zip(dims, shapes, strict=True):
             row[: len(ne)] = ne
         encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # a zero at the end
+        is_named = np.array(named, np.bool_)
         types, is_known, error = np.empty(len(names), np.int32), c_bool(), ctypes.create_string_buffer(256)
-        if not self._dll.ggml_ext_rule_types(
-            arch.encode(),
-            n_expert,
-            ftype,
-            -1 if token_embd is None else token_embd,
-            -1 if output is None else output,
+        token_embd, output = (-1 if t is None else t for t in (file.token_embd, file.output))
+        if not self._dll.ggml_ext_file_rule_types(
+            ctypes.byref(_RuleModel(model.arch.encode(), *model[1:])),
+            ctypes.byref(_RuleFile(file.ftype, token_embd, output, file.has_imatrix)),
             len(names),
             encoded.ctypes.data,
             dims.ctypes.data,
+            is_named.ctypes.data,
             types.ctypes.data,
             ctypes.byref(is_known),
             error,

@@ -10,7 +10,8 @@ from .._base.errors import UserError
 from .._base.files import fingerprint, open_file, written_beside
 from .._base.package import __version__
 from .._encode.codec import Codec
-from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, uint32_value
+from .._formats.split import SPLIT_KEYS
 from .._importance.importance import Importance
 from .._plan.plan import Plan
 
@@ -20,6 +21,7 @@ IMPORTANCE_KEYS = (
     "ggml_ext.importance",
     "ggml_ext.calibration",
 )
+OURS = "ggml_ext."  # our keys begin with it
 WAY_OUT = "pass --quiet if nobody reads it"
 
 
@@ -47,6 +49,18 @@ class Conversion:
             "importance": [self.importance.kind, [identity(p) for p in self.importance.paths()]],
             **more,
         }
+
+
+def stock_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
+    """Of a file for every llama.cpp: the keys of the input without ours, and those that llama-quantize writes. file_type: of
+    general.file_type."""
+    old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
+    new = [
+        *([] if importance.matrix is None else importance.matrix.metadata()),
+        uint32_value("general.file_type", file_type),
+        uint32_value("general.quantization_version", QUANTIZATION_VERSION),
+    ]
+    return old | {kv.key: kv for kv in new}
 
 
 def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:

@@ -1,8 +1,8 @@
 """Which type each tensor gets: what llama-quantize does for the same file type, and what the options say.
 
-Which tensors are quantized and what their role asks for is llama.cpp's answer (rules.py); there ours has the row of its type in
-the table: `token_embd` and `output`. Here are the options, in the order of llama_tensor_get_type() in llama.cpp's
-src/llama-quant.cpp, mixtures, and `fallback` of the table, which is followed until a type fits.
+Which tensors are quantized and what their role asks for is llama.cpp's answer (rules.py): of a file of ours the row of its type in
+the table, `token_embd` and `output`, of a stock file its mixture. Here are the options, in the order of llama_tensor_get_type() in
+llama.cpp's src/llama-quant.cpp, mixtures of ours, and `fallback` of the table, which is followed until a type fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .._base.types import TYPES, TypeInfo
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import ImportanceMatrix, n_importances
 from .._formats.names import describe_tensors, list_experts, list_tensors, unknown_type
-from .recipes import Recipe
+from .file_types import FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
 
 T = GGMLQuantizationType
@@ -68,8 +68,7 @@ class Override:
 class Choices:
     """What is asked of types."""
 
-    info: TypeInfo
-    recipe: Recipe | None = None  # for a mixed file
+    file_type: FileType
     pure: bool = False
     overrides: tuple[Override, ...] = ()
     token_embd: GGMLQuantizationType | None = None
@@ -78,31 +77,34 @@ class Choices:
     allow_requantize: bool = False
     no_fallback: bool = False  # refuses types other than those asked for
     fallback_above: float | None = None  # times the usual error of a type
-    target: str | None = None  # that chooses the types, as an option: info is what stands for them until it has
-    stock_file_type: int | None = None  # general.file_type where it chose no type of ours
+    target: str | None = None  # that chooses the types, as an option: file_type is what stands for them until it has
 
     @property
     def type(self) -> GGMLQuantizationType:
-        return T(int(self.info.id))
+        return self.file_type.type
 
     @property
     def name(self) -> str:
         """As on the command line."""
-        return "auto" if self.target else self.recipe.name if self.recipe else self.info.name
+        return "auto" if self.target else self.file_type.name
 
     @property
     def asked(self) -> str:
-        """What decides the types."""
-        return self.target.replace("=", " ") if self.target else self.name
+        """What decides the types. Stock files are named as by llama-quantize."""
+        return self.target.replace("=", " ") if self.target else self.name.upper() if self.file_type.is_stock else self.name
 
     @property
     def title(self) -> str:
         """For a model card."""
         return f"types chosen for {self.asked.removeprefix('target-')}" if self.target else self.name.upper()
 
-    @property
-    def file_type(self) -> int:
-        return int(self.info.id) if self.stock_file_type is None else self.stock_file_type
+    def override_of(self, name: str) -> Override | None:
+        """The --tensor-type that counts for the tensor of that name."""
+        return next((o for o in self.overrides if o.pattern.search(name)), None)
+
+    def is_settled(self, name: str) -> bool:
+        """Whether llama-quantize would not ask its rules about the tensor. With --pure those of our types, which count nothing, are."""
+        return self.override_of(name) is not None or (self.pure and self.file_type.is_stock)
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class Plan:
     # what --fallback-above replaced: names by type before and after
     inaccurate: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], list[str]] = field(default_factory=dict)
     importance: set[str] = field(default_factory=set)  # names of tensors that are encoded with an importance matrix
+    weighted_type: GGMLQuantizationType | None = None  # what needs importances in the layers of this file, beside IMATRIX_TYPES
 
     def add(self, tensor: Tensor, wanted: GGMLQuantizationType, got: GGMLQuantizationType) -> None:
         """The next tensor of the file."""
@@ -185,7 +188,7 @@ class Plan:
 def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
     """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (rules.py)."""
     name = tensor.name
-    override = next((o for o in choices.overrides if o.pattern.search(name)), None)
+    override = choices.override_of(name)
     is_embd = name == TOKEN_EMBD or (name == PER_LAYER_TOKEN_EMBD and not override)
     if is_embd and choices.token_embd is not None:
         return choices.token_embd
@@ -193,7 +196,8 @@ def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) ->
         return choices.output
     if override:
         return override.type
-    if choices.recipe and (better := choices.recipe.type_of(name)):
+    recipe = choices.file_type.recipe
+    if recipe and (better := recipe.type_of(name)):
         return T[better.upper()]
     return choices.type if choices.pure else rule
 
@@ -250,10 +254,12 @@ def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantization
     return fallback
 
 
-def make_plan(file: GGUFFile, choices: Choices) -> Plan:
-    """Target types for all tensors; UserError for inputs and types that cannot be handled."""
-    rules, warnings = rule_types(file, choices.info, choices.token_embd, choices.output)
-    plan = Plan(file.tensors, warnings=warnings)
+def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False) -> Plan:
+    """Target types for all tensors; UserError for inputs and types that cannot be handled. has_imatrix: importances will be used."""
+    file_type = choices.file_type
+    settled = [choices.is_settled(t.name) for t in file.tensors]
+    rules, warnings = rule_types(file, file_type, choices.token_embd, choices.output, settled, has_imatrix)
+    plan = Plan(file.tensors, warnings=warnings, weighted_type=file_type.weighted_type)
     no_weights: dict[GGMLQuantizationType, list[str]] = {}
     for tensor, rule in zip(file.tensors, rules, strict=True):
         if rule is None or (choices.leave_output and tensor.name == OUTPUT):
@@ -265,6 +271,8 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
             wanted = choose_type(tensor, choices, rule)
             plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
             plan.n_matrices += 1
+    if file_type.is_stock:
+        _check_stock(plan, file_type)
     if not plan.n_matrices:
         raise UserError(f"{file.path} {_what_has_no_matrices(file)}: nothing to quantize; pass a model with weight matrices")
     if plan.types == [t.type for t in file.tensors]:
@@ -277,6 +285,16 @@ def make_plan(file: GGUFFile, choices: Choices) -> Plan:
                 f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor"
             )
     return plan
+
+
+def _check_stock(plan: Plan, file_type: FileType) -> None:
+    """UserError if a tensor keeps a type of ours in a stock file."""
+    kept = [t.name for t, q in zip(plan.tensors, plan.types, strict=True) if _info(q)]
+    if kept:
+        raise UserError(
+            f"{describe_tensors(kept, ', in types of ggml-ext, kept as they are')}; --type {file_type.name} makes a file that every "
+            "llama.cpp loads: make stock types of them with ggml-ext-export, or with --tensor-type and without --leave-output-tensor"
+        )
 
 
 def check_model(file: GGUFFile) -> None:
@@ -324,12 +342,16 @@ def plan_importance(plan: Plan, imatrix: ImportanceMatrix | None) -> None:
     if imatrix is not None:
         _match_importance(plan, [t for t, _ in changed], imatrix)
     for tensor, target in changed:
-        if target in IMATRIX_TYPES and tensor.name not in plan.importance:
+        if _needs_importance(plan, tensor, target) and tensor.name not in plan.importance:
             found = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for it"
             raise UserError(
                 f"tensor {tensor.name}: {target.name.lower()} needs an importance matrix: {found} (llama-imatrix makes "
                 f"one), or choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
             )
+
+
+def _needs_importance(plan: Plan, tensor: Tensor, target: GGMLQuantizationType) -> bool:
+    return target in IMATRIX_TYPES or (target == plan.weighted_type and tensor.name not in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT))
 
 
 def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatrix) -> None:

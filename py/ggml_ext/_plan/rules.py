@@ -1,20 +1,21 @@
 """Which tensors llama-quantize changes and to which types: asked of the built libllama, or of a short list where there is none.
 
 The list knows the small matrices by name, output matrix and embeddings, and the attention of models with eight experts; of rules
-for one architecture it has none. tests/test_rules.py says where it differs.
+for one architecture it has none, and none that mix stock files. tests/unit/test_rules.py says where it differs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from .._base.errors import UserError
-from .._base.types import TypeInfo
+from .._base.types import TYPES
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._native import library
+from .file_types import FileType
 
 T = GGMLQuantizationType
 OUTPUT = "output.weight"
@@ -35,54 +36,105 @@ STOCK_FALLBACKS = {
 }
 
 
-def rule_types(
-    file: GGUFFile, info: TypeInfo, token_embd: T | None = None, output: T | None = None
-) -> tuple[list[T | None], list[str]]:
-    """Type of each tensor in a file of one of our types, None for those that keep theirs, and warnings.
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+WITHOUT_LAYERS = "clip"  # of which llama.cpp reads no numbers
 
-    Overrides, mixtures and the length of rows come after that. token_embd, output: what the options of that name say.
-    UserError where llama-quantize would refuse the model too.
+
+def rule_types(
+    file: GGUFFile,
+    file_type: FileType,
+    token_embd: T | None = None,
+    output: T | None = None,
+    named: Sequence[bool] | None = None,
+    has_imatrix: bool = False,
+) -> tuple[list[T | None], list[str]]:
+    """Type of each tensor in a file of that type, None for those that keep theirs, and warnings.
+
+    Overrides, mixtures of ours and the length of rows come after that. token_embd, output: what the options of that name say. named:
+    tensors whose type other options name, which the rules do not count; has_imatrix: importances are used, to which rules of stock
+    files look. UserError where llama-quantize would refuse the model too, and where stock types are to be mixed without the library.
     """
-    arch = str(file.value("general.architecture", ""))
-    n_expert = file.value(f"{arch}.expert_count", 0)
-    n_expert = n_expert if isinstance(n_expert, int) and 0 <= n_expert < 2**32 else 0
+    named = [False] * len(file.tensors) if named is None else named
+    asks = file_type.is_mixed_by_rules and not all(named)
+    model = _rule_model(file, file_type, asks)
     try:
-        rules = library.load_rules()
+        rules, why = library.load_rules(), ""
     except OSError as e:
-        listed = _listed_types(file.tensors, info, n_expert, token_embd, output)
-        return listed, [f"{e}: a short list of names says what keeps its type"]
-    if rules is None:
-        return _listed_types(file.tensors, info, n_expert, token_embd, output), []
-    try:
-        types, is_known = rules.types(
-            arch, n_expert, int(info.id), token_embd, output, [t.name for t in file.tensors], [t.ne for t in file.tensors]
+        rules, why = None, str(e)
+    if rules is None and asks:
+        raise UserError(
+            f"--type {file_type.name}: llama.cpp's rules mix the types of such a file, and {why or 'libllama is not in the package'}: "
+            "reinstall ggml-ext, or pass --pure"
         )
+    if rules is None:
+        listed = _listed_types(file.tensors, file_type, model.n_expert, token_embd, output)
+        return listed, [f"{why}: a short list of names says what keeps its type"] if why else []
+    asked = library.RuleFile(file_type.id, token_embd, output, has_imatrix)
+    try:
+        types, is_known = rules.types(model, asked, [t.name for t in file.tensors], [t.ne for t in file.tensors], named)
     except ValueError as e:
         raise UserError(f"{file.path}: llama.cpp's rules for types refuse it: {e}; convert the model again") from e
     warnings = [] if is_known else [
-        f"this llama.cpp does not know the architecture {arch[:80]!r} and will not load the file; its general rules choose the "
+        f"this llama.cpp does not know the architecture {model.arch[:80]!r} and will not load the file; its general rules choose the "
         "types"
     ]
     return [None if t is None else T(t) for t in types], warnings
 
 
+def _rule_model(file: GGUFFile, file_type: FileType, asks: bool) -> library.RuleModel:
+    """What llama.cpp would read of the model. asks: its rules mix the types; UserError if they would count layers that are not there.
+
+    Other numbers that are missing or damaged are 0, as in llama.cpp those that are missing.
+    """
+    arch = str(file.value("general.architecture", ""))
+    n_expert = _number(file.value(f"{arch}.expert_count"))
+    if not file_type.is_stock or arch == WITHOUT_LAYERS:
+        return library.RuleModel(arch, n_expert=0 if file_type.is_stock else n_expert)
+    if not asks:
+        return library.RuleModel(arch, MAX_LAYERS, n_expert=n_expert)
+    found = file.value(f"{arch}.block_count")
+    if not 1 <= _number(found) <= MAX_LAYERS:
+        raise UserError(
+            f"{file.path}: {arch[:80]}.block_count is {'missing' if found is None else repr(found)}, must be 1 to {MAX_LAYERS}: llama.cpp's "
+            f"rules for {file_type.name} count layers; convert the model again, or pass --pure"
+        )
+    n_head = _first_number(file, f"{arch}.attention.head_count", 0)
+    n_head_kv = _first_number(file, f"{arch}.attention.head_count_kv", n_head)
+    return library.RuleModel(arch, _number(found), n_head, n_head_kv, n_expert)
+
+
+def _number(value: object) -> int:
+    return value if type(value) is int and 0 <= value < 2**32 else 0
+
+
+def _first_number(file: GGUFFile, key: str, default: int) -> int:
+    """A number, or the first of an array with one for each layer; the default where there is no such key."""
+    if key not in file.metadata:
+        return default
+    found = file.integers(key)
+    return _number(found[0]) if found else _number(file.value(key))
+
+
 def _listed_types(
-    tensors: Iterable[Tensor], info: TypeInfo, n_expert: int, token_embd: T | None, output: T | None
+    tensors: Iterable[Tensor], file_type: FileType, n_expert: int, token_embd: T | None, output: T | None
 ) -> list[T | None]:
-    """Without the library."""
+    """Without the library. Of stock files they are those of one type."""
     tied = all(t.name != OUTPUT for t in tensors)
+    info = TYPES.get(file_type.type.name.lower())
 
     def listed(tensor: Tensor) -> T | None:
         name = tensor.name
         is_embd = name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
         if tensor.n_dims < 2 or not name.endswith("weight") or KEPT.search(name):
             return None
+        if info is None:
+            return output if tied and is_embd and output is not None else file_type.type
         if name == OUTPUT or (tied and is_embd):
             fits = tensor.ne[0] % info.block_size == 0  # Q8_0 also for rows that do not fit the file's own type
             return output if output is not None else T[info.output.upper()] if fits else T.Q8_0
         if is_embd:
             return token_embd if token_embd is not None else T[info.token_embd.upper()]
-        return T.Q8_0 if n_expert == 8 and ATTENTION_K_V.search(name) else T(int(info.id))
+        return T.Q8_0 if n_expert == 8 and ATTENTION_K_V.search(name) else file_type.type
 
     return [listed(t) for t in tensors]
 

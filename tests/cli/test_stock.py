@@ -1,0 +1,323 @@
+"""--type with llama.cpp's own types: the same types and bytes as llama-quantize, all options, a file with nothing of ours in it."""
+
+import json
+import re
+import subprocess
+
+import gguf
+import pytest
+
+import ggml_ext
+from ggml_ext import TYPES, inspect
+from ggml_ext._importance import calibration
+from ggml_ext._plan.file_types import FILE_TYPES, STOCK_ALIASES, STOCK_FILES
+from helpers import calibration_folder
+from helpers.commands import quantize, run_main, run_quantize, tool
+from helpers.errors import check_error, expect_error
+from helpers.importances import assert_same_tensors, importances, llama_quantize, types_in_log, write_imatrix
+from helpers.models import gaussian, read_tensors, write_gguf
+from helpers.native import STOCK, built
+
+folder = calibration_folder.folder  # the fixture
+NEED_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "iq3_xxs", "iq3_xs")
+SOME_ROWS = {"attn_q": 320, "attn_k": 96, "ffn_down": 100}  # that no block of 256 fits, or of 32
+
+
+def write_model(path, n_layer, n_head, n_expert=0, tied=False, rows=None):
+    """Every kind of matrix that the rules tell apart, with 8 rows of 256, or as `rows` says, in a header that llama-quantize takes."""
+    def fill(writer):
+        writer.add_context_length(64)
+        writer.add_embedding_length(256)
+        writer.add_block_count(n_layer)
+        writer.add_feed_forward_length(256)
+        writer.add_head_count(n_head)
+        writer.add_head_count_kv(2)
+        writer.add_layer_norm_rms_eps(1e-5)
+        if n_expert:
+            writer.add_expert_count(n_expert)
+            writer.add_expert_used_count(2)
+
+    experts = (n_expert,) if n_expert else ()
+    tensors = {"token_embd.weight": gaussian(16, 256), "output_norm.weight": gaussian(256)}
+    tensors |= {} if tied else {"output.weight": gaussian(16, 256, seed=2)}
+    for i in reversed(range(n_layer)):  # not in the loader's order
+        for k, name in enumerate(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")):
+            is_expert = n_expert and name.startswith("ffn_")
+            shape = (*experts, 8) if is_expert else (8,)
+            tensors[f"blk.{i}.{name}{'_exps' if is_expert else ''}.weight"] = gaussian(*shape, (rows or {}).get(name, 256), seed=7 * i + k)
+        tensors[f"blk.{i}.attn_norm.weight"] = gaussian(256)
+    return write_gguf(path, tensors, fill=fill)
+
+
+def write_importances(path, model):
+    """For all matrices of the layers."""
+    found = {n: t.shape.tolist() for n, t in read_tensors(model).items() if len(t.shape) > 1 and n.startswith("blk.")}
+    return write_imatrix(path, {n: (importances(ne[2] if len(ne) > 2 else 1, ne[0], seed=i), [1] * (ne[2] if len(ne) > 2 else 1))
+                                for i, (n, ne) in enumerate(found.items())})
+
+
+MODELS = {"small": (9, 2), "heads": (16, 8, 0, True), "experts": (8, 4, 8), "70b": (80, 16)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, lib):
+    """By name of MODELS the model and an importance matrix."""
+    where = tmp_path_factory.mktemp("models")
+    sources = {name: write_model(where / f"{name}.gguf", *shape) for name, shape in MODELS.items()}
+    sources["odd"] = write_model(where / "odd.gguf", 4, 2, rows=SOME_ROWS)
+    return {name: (path, write_importances(where / f"{name}.imatrix.gguf", path)) for name, path in sources.items()}
+
+
+def fields(path) -> dict:
+    """Metadata, without the names of the importance matrix, of which ours keeps the last part."""
+    found = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
+    return {k: v for k, v in found.items() if k not in ("quantize.imatrix.file", "quantize.imatrix.dataset")}
+
+
+def compare(tmp_path, source, name, ours=(), theirs=(), imatrix=None):
+    """Makes both files and compares them; the text of ours."""
+    importance = ["--imatrix", imatrix] if imatrix else []
+    done = quantize(source, tmp_path / "ours.gguf", "--type", name, "--force", "--threads", 1, *importance, *ours)
+    llama_quantize(source, tmp_path / "theirs.gguf", name, *importance, *theirs)
+    assert_same_tensors(tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
+    assert fields(tmp_path / "ours.gguf") == fields(tmp_path / "theirs.gguf")
+    return done
+
+
+# --- as llama-quantize ------------------------------------------------------------------------------------------------
+
+def compare_plans(source, name, imatrix, flags=(), **options):
+    """Types of both dry runs, with an importance matrix and, unless both want one, without. flags, options: the same for the two."""
+    for used in (imatrix, None):
+        theirs = [*flags, *(["--imatrix", used] if used else [])]
+        log = subprocess.run([tool("llama-quantize"), "--dry-run", *theirs, source, name.upper()], capture_output=True, text=True)
+        assert log.returncode == 0
+        if not used and "will require an imatrix!" in log.stdout + log.stderr:
+            assert name in NEED_IMATRIX
+            with pytest.raises(ggml_ext.UserError, match=r"tensor blk\..* needs an importance matrix: pass --imatrix FILE"):
+                ggml_ext.quantize_model(source, type=name, dry_run=True, no_calibration=True, **options)
+            return
+        expected = types_in_log(log.stdout + log.stderr)
+        result = ggml_ext.quantize_model(source, type=name, dry_run=True, imatrix=used, no_calibration=not used, **options)
+        assert {t.name: t.type for t in result.tensors} == expected and len(expected) > 60
+    assert name not in NEED_IMATRIX or options
+
+
+@pytest.mark.parametrize("name", STOCK_FILES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_types_are_those_of_llama_quantize(models, kind, name):
+    compare_plans(models[kind][0], name, models[kind][1])
+
+
+@pytest.mark.parametrize("name", STOCK_FILES)
+def test_one_type_for_all(models, name):
+    """The type that a mixture starts from. Embeddings and output matrix have no importances, which some types need."""
+    compare_plans(models["small"][0], name, models["small"][1], ["--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"],
+                  pure=True, token_embedding_type="q8_0", output_tensor_type="q6_k")
+
+
+@pytest.mark.parametrize("name", STOCK_FILES)
+def test_types_of_the_reference_model(model, lib, tmp_path, name):
+    compare_plans(model, name, write_importances(tmp_path / "imatrix.gguf", model))
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("iq1_m", "iq2_m", "iq3_xxs")]  # tables of neighbours take seconds
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_1", "q2_k_s", "q3_k_l", "q4_k_m", "iq4_nl", "tq2_0", "mxfp4_moe", "q1_0", *SLOW])
+@pytest.mark.parametrize("kind", MODELS)
+def test_files_are_those_of_llama_quantize(models, tmp_path, kind, name):
+    """Bytes of the tensors and metadata."""
+    source, imatrix = models[kind]
+    compare(tmp_path, source, name, ["--importance", "diagonal"], imatrix=imatrix)
+    found = read_tensors(tmp_path / "ours.gguf")
+    assert not {t.tensor_type.name.lower() for t in found.values()} & {*TYPES}
+    keys = fields(tmp_path / "ours.gguf")
+    assert keys["general.file_type"] == STOCK_FILES[name].id and keys["general.quantization_version"] == 2
+    assert not [k for k in keys if k.startswith("ggml_ext")] and keys["quantize.imatrix.chunks_count"] == 7
+    if name not in NEED_IMATRIX:
+        compare(tmp_path, source, name)
+        assert not [k for k in fields(tmp_path / "ours.gguf") if "imatrix" in k]
+
+
+@pytest.mark.parametrize("name", ["q4_k_m", "q4_0"])
+def test_bytes_of_the_reference_model(model, lib, tmp_path, name):
+    compare(tmp_path, model, name, imatrix=write_importances(tmp_path / "imatrix.gguf", model))
+
+
+@pytest.mark.parametrize("alias", STOCK_ALIASES)
+def test_other_names(models, tmp_path, alias):
+    """In any case, as llama-quantize takes them; the summary has the whole name."""
+    name = STOCK_ALIASES[alias]
+    assert FILE_TYPES[alias] is FILE_TYPES[name]
+    done = compare(tmp_path, models["small"][0], alias.title())
+    assert re.search(rf"^{name.upper()} as asked: [\d.]+ bpw in the layers, [\d.]+ bpw in all$", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--pure"],
+    ["--leave-output-tensor"],
+    ["--token-embedding-type", "q8_0", "--output-tensor-type", "bf16"],
+    ["--tensor-type", r"blk\.[0-3]\.attn_v=q8_0", "--tensor-type", "ffn_down=f16"],
+    ["--tensor-type", "attn_v=q4_k", "--pure", "--output-tensor-type", "q5_0"],
+], ids=" ".join)
+@pytest.mark.parametrize("kind", ["small", "heads", "experts"])
+def test_options_about_types(models, tmp_path, kind, flags):
+    """Tensors whose type an option names are not counted by the rules of either program."""
+    for name in ("q3_k_m", "q4_k_m", "q5_k_s", "iq4_nl"):
+        compare(tmp_path, models[kind][0], name, flags, flags)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k_l", "q4_k_m", "q5_k_s", "q6_k", "q8_0", "iq4_xs", "tq1_0", "mxfp4_moe"])
+def test_rows_that_do_not_fit(models, tmp_path, name):
+    """llama.cpp's fallbacks, which are told."""
+    source = models["odd"][0]
+    done = compare(tmp_path, source, name)
+    found = {n.split(".")[2]: t.tensor_type.name.lower() for n, t in read_tensors(tmp_path / "ours.gguf").items() if "blk.3." in n}
+    assert found["ffn_down"] == "f16" and "rows of 100: f16 instead of " in done.stderr
+    told = re.findall(r"^warning: \d tensors in .*, rows of (?:320|96|100): \w+ instead of \w+, which needs a multiple of", done.stderr, re.M)
+    assert len(told) == done.stderr.count("\n") and f"asked for {name.upper()}, " in done.stdout and "fell back for their rows of" in done.stdout
+    refused = run_quantize(source, tmp_path / "none.gguf", "--type", name, "--no-fallback")
+    check_error(refused, "--no-fallback: ", "rows of ", "instead of")
+
+
+def test_a_type_without_a_fallback(models, tmp_path):
+    expect_error(tmp_path, [models["odd"][0], tmp_path / "out.gguf", "--type", "q1_0"], "tensor blk.", "no multiple of 128 as q1_0 needs", "--tensor-type")
+
+
+# --- what importances are used ----------------------------------------------------------------------------------------
+
+def first_down(folder):
+    return read_tensors(folder.out)["blk.0.ffn_down.weight"].tensor_type.name
+
+
+@pytest.fixture
+def layers(folder):
+    """The folder of the tests of calibration with a model of 8 layers, of which rules favour the first."""
+    folder.model = write_gguf(folder.path / "small-f16.gguf", {f"blk.{i}.ffn_{n}.weight": gaussian(8, 256) for i in range(8) for n in ("up", "down")},
+                              fill=lambda w: w.add_block_count(8))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "with_it", "without"), [("iq4_nl", "IQ4_NL", "Q5_K"), ("q4_0", "Q4_1", "Q4_0")])
+def test_rules_know_whether_importances_will_be_used(layers, monkeypatch, name, with_it, without):
+    """Types are planned before calibration, dry runs included; what it collects are mean squares."""
+    out, err = layers.run("--dry-run", type_name=name)
+    assert not layers.runs() and re.search(rf"blk\.\*\.ffn_down\.weight +{with_it.lower()} ", out) and "diagonal, by a calibration" in out
+    out, _ = layers.run(type_name=name)
+    (options,) = layers.runs()
+    assert first_down(layers) == with_it and "--moments" not in options and "importance  = diagonal" in out
+    assert {"quantize.imatrix.file", "quantize.imatrix.dataset"} <= {*layers.fields()} and "ggml_ext.importance" not in layers.fields()
+    layers.run("--imatrix", layers.kept, type_name=name)
+    assert first_down(layers) == with_it
+    for flags in (["--no-calibration"], ["--importance", "none"]):
+        layers.run(*flags, type_name=name)
+        assert first_down(layers) == without and not [k for k in layers.fields() if "imatrix" in k]
+    out, _ = layers.run("--no-calibration", "--dry-run", type_name=name)
+    assert re.search(rf"blk\.\*\.ffn_down\.weight +{without.lower()} ", out)
+    monkeypatch.setattr(calibration, "find_tool", lambda name: None)
+    _, err = layers.run(type_name=name)
+    assert first_down(layers) == without and "llama-imatrix is not in the package: quantized without" in err
+
+
+def test_eight_bits_calibrate_nothing(layers):
+    layers.run(type_name="q8_0")
+    assert not layers.runs() and {t.tensor_type.name for t in read_tensors(layers.out).values()} == {"Q8_0"}
+
+
+def test_moments_that_were_asked_for_are_of_no_use(layers):
+    """Until an encoder of stock types takes them."""
+    _, err = layers.run("--importance", "block", type_name="q4_0")
+    assert "--importance block: no tensor gets a type that uses more than the diagonal" in err
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("flags", "parts"), [
+    (["--fallback-above", "3"], ["--fallback-above: q4_k_m is a stock type", "leave the option out"]),
+    (["--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --type q4_k_m makes a file that every llama.cpp loads", "pass a stock type"]),
+    (["--token-embedding-type", "ITQ4_T"], ["--token-embedding-type itq4_t: ", "type of ggml-ext"]),
+    (["--output-tensor-type", "ditto5"], ["--output-tensor-type ditto5: ", "type of ggml-ext"]),
+    (["--target-size", "1MB"], ["--type q4_k and --target-size: pass one of them"]),
+    (["--importance", "full", "--imatrix", "none.gguf"], ["none.gguf"]),
+], ids=lambda v: " ".join(v) if v[0].startswith("--") else "")
+def test_flags_that_do_not_go_with_it(models, tmp_path, flags, parts):
+    expect_error(tmp_path, [models["small"][0], tmp_path / "out.gguf", "--type", "q4_k", *flags], *parts)
+
+
+def test_a_model_that_is_quantized_already(models, tmp_path):
+    source = tmp_path / "q4_k.gguf"
+    quantize(models["small"][0], source, "--type", "q4_k")
+    expect_error(tmp_path, [source, tmp_path / "out.gguf", "--type", "q5_k"], "is already quantized to q", "F32, F16, BF16 or Q8_0", "--allow-requantize")
+    compare(tmp_path, source, "q5_k", ["--allow-requantize"], ["--allow-requantize"])
+    done = quantize(source, tmp_path / "same.gguf", "--type", "q4_k")
+    assert "matrices have the types asked for already: copied as they are" in done.stderr
+
+
+def test_a_model_of_ours(models, tmp_path):
+    """Nothing of ours stays, neither a type nor a key."""
+    source, out = tmp_path / "ditto3.gguf", tmp_path / "out.gguf"
+    quantize(models["small"][0], source, "--type", "ditto3", "--pure")
+    expect_error(tmp_path, [source, out, "--type", "q4_k"], "is already quantized to ditto3", "--allow-requantize")
+    flags = ["--type", "q4_k", "--allow-requantize"]
+    expect_error(tmp_path, [source, out, *flags, "--leave-output-tensor"],
+                 "tensor output.weight, in types of ggml-ext, kept as they are; --type q4_k_m makes a file that every llama.cpp loads", "ggml-ext-export")
+    quantize(source, out, *flags)
+    assert not {t.tensor_type.name.lower() for t in read_tensors(out).values()} & {*TYPES}
+    assert [k for k in fields(source) if k.startswith("ggml_ext.")] and not [k for k in fields(out) if k.startswith("ggml_ext.")]
+
+
+@pytest.mark.parametrize("n_layer", [None, 0, 100_000])
+def test_a_model_that_does_not_count_its_layers(lib, tmp_path, n_layer):
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_down.weight": gaussian(8, 256)}, fill=lambda w: n_layer is None or w.add_block_count(n_layer))
+    expect_error(tmp_path, [source, tmp_path / "out.gguf", "--type", "q4_k"],
+                 "in.gguf: llama.block_count is", "must be 1 to 512", "rules for q4_k_m", "convert the model again, or pass --pure")
+    quantize(source, tmp_path / "out.gguf", "--type", "q4_k", "--pure")
+
+
+def test_without_the_library(models, tmp_path, monkeypatch):
+    """Rules of mixed files are llama.cpp's; numpy makes what gguf makes."""
+    monkeypatch.setattr("ggml_ext._native.library.load_rules", lambda: None)
+    source, out = models["small"][0], tmp_path / "out.gguf"
+    expect_error(tmp_path, [source, out, "--type", "q5_0", "--encoder", "numpy"], "--type q5_0: llama.cpp's rules mix", "--pure")
+    for name, flags in (("q5_0", ["--pure"]), ("q8_0", [])):
+        quantize(source, out, "--type", name, "--encoder", "numpy", "--force", *flags)
+        assert {t.tensor_type.name for t in read_tensors(out).values()} == {name.upper(), "F32"}
+        compare(tmp_path, source, name, flags, flags)
+
+
+# --- what goes with it ------------------------------------------------------------------------------------------------
+
+def test_parts_report_and_card(model, lib, tmp_path):
+    """As with types of ours; parts hold no keys of ours either."""
+    report, card, imatrix = tmp_path / "report.json", tmp_path / "README.md", write_importances(tmp_path / "imatrix.gguf", model)
+    done = quantize(model, tmp_path / "out.gguf", "--type", "q4_k", "--imatrix", imatrix, "--split-max-size", "2M", "--verify", "--report", report,
+                    "--model-card", card)
+    assert "tensors read back, as they were written" in done.stdout and "Q4_K_M as asked: " in done.stdout
+    parts = sorted(tmp_path.glob("out-*.gguf"))
+    assert len(parts) > 1 and not [k for part in parts for k in fields(part) if k.startswith("ggml_ext.")]
+    assert fields(parts[0])["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
+    said = json.loads(report.read_text())
+    assert said["type"] == "q4_k_m" and {t["type"] for t in said["tensors"]} == {"q4_k", "q6_k", "f32"}
+    text = card.read_text()
+    assert " as Q4_K_M: " in text and "every program that is built on it runs the file" in text and "\n- ggml-ext\n" not in text
+    assert run_main(inspect.main, parts[0], "--against", model).returncode == 0
+    merged = tmp_path / "merged.gguf"
+    subprocess.run([tool("llama-gguf-split"), "--merge", parts[0], merged], check=True, capture_output=True)
+    assert_same_tensors(merged, llama_quantize(model, tmp_path / "theirs.gguf", "q4_k", "--imatrix", imatrix))
+
+
+def test_help_names_them():
+    done = run_main(ggml_ext.quantize.main, "--help")
+    assert all(name in done.stdout for name in (*STOCK_FILES, *STOCK_ALIASES))
+
+
+@pytest.mark.extra_build
+@pytest.mark.parametrize("name", ["q4_k", "iq3_m", "q4_0"])
+def test_stock_llama_cpp_runs_it(model, lib, tmp_path, name):
+    """A build without our patches."""
+    program, out = built(STOCK, "llama-cli"), tmp_path / "out.gguf"
+    quantize(model, out, "--type", name, "--imatrix", write_importances(tmp_path / "imatrix.gguf", model))
+    command = [program, "-m", out, "-p", "import os", "-n", "4", "--temp", "0", "-st", "-t", "1", "--chat-template", "chatml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-2000:]
