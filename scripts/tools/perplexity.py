@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity, KL divergence and top-1 agreement of weight types against the model they were made from.
 
-    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,itq3_t+block,q3_k+imatrix,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
+    perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,itq3_t+block,q3_k+imatrix,q3_k+full,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
                   [--imatrix FILE | --calibration TEXT] [--calibration-chunks 100]
                   [--logits-dir DIR] [--out DIR] [--baseline FILE] [--update-baseline]
 
@@ -36,7 +36,9 @@ from ggml_ext._console.cli import Parser, run_script
 from ggml_ext._importance import calibration
 from ggml_ext._importance.importance import BUILT_IN
 from ggml_ext._native.programs import native_folder
+from ggml_ext._plan.plan import uses_metric
 from ggml_ext._plan.recipes import RECIPES
+from gguf import GGMLQuantizationType
 from perplexity_run import (
     IMPORTANCE,
     NEEDS_IMATRIX,
@@ -106,8 +108,8 @@ def parse_types(text: str) -> list[Entry]:
             known = ", ".join([*OUR_TYPES, *sorted(STOCK_TYPES)])
             kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
             raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
-        elif plus and suffix != "imatrix" and name not in OUR_TYPES:
-            raise UserError(f"--types: {word}: stock types take no second moments; needed {name}+imatrix")
+        elif plus and suffix != "imatrix" and name not in OUR_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
+            raise UserError(f"--types: {word}: {name} takes no second moments; needed {name}+imatrix")
         else:
             entries.append(Entry(word.lower(), name, importance=suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))
     labels = [e.label for e in entries]
@@ -333,7 +335,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("-m", "--model", type=Path, default=MODEL, help="GGUF file in F16, BF16 or F32 (default: the reference model)")
     add("-f", "--file", type=Path, default=TEXT, help="text to score (default: data/heldout.txt)")
     add("--types", default=DEFAULT_TYPES,
-        help=f"TYPE, TYPE+imatrix, of ours TYPE+block and TYPE+full, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
+        help=f"TYPE, TYPE+imatrix, TYPE+block and TYPE+full, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
     add("-c", "--ctx-size", type=int, default=256, help="tokens of a chunk; the second half is scored (default: 256)")
     add("--chunks", type=int, default=600, help="chunks to score at most, -1 for all (default: 600)")
     add("-t", "--threads", type=int, default=os.cpu_count(), help="default: all processors")

@@ -197,12 +197,12 @@ def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imat
                      kind: str = "imatrix", echo: bool = False) -> Path:
     """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer.
 
-    kind: key of IMPORTANCE, what is used of the importance matrix; block and full for our types alone.
+    kind: key of IMPORTANCE, what is used of the importance matrix; with block and full our quantizer makes stock types too.
     """
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
-    if type_name in OUR_TYPES:
+    if type_name in OUR_TYPES or kind != "imatrix":
         importance += ["--importance", IMPORTANCE[kind]] if imatrix_file else ["--importance", "none"]
-        quantize_ours(model, out, type_name, *UNIFORM, "--quiet", *importance, *options, echo=echo)
+        quantize_ours(model, out, STOCK_TYPES.get(type_name, type_name), *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:
         run_tool("llama-quantize", *UNIFORM, *importance, model, out, STOCK_TYPES.get(type_name, type_name.upper()))
     return out

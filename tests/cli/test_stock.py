@@ -225,10 +225,10 @@ def test_eight_bits_calibrate_nothing(layers):
     assert not layers.runs() and {t.tensor_type.name for t in read_tensors(layers.out).values()} == {"Q8_0"}
 
 
-def test_moments_that_were_asked_for_are_of_no_use(layers):
-    """Until an encoder of stock types takes them."""
-    _, err = layers.run("--importance", "block", type_name="q4_0")
-    assert "--importance block: no tensor gets a type that uses more than the diagonal" in err
+def test_moments_of_the_calibration_are_used(layers):
+    """And of them the kind that was asked for."""
+    _, err = layers.run("--importance", "full", type_name="q4_0")
+    assert "note: calibration: second moments" in err and "whole" in err
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class Codec:
         """The moments of an expert, damped and factorized for encode(). UserError naming the tensor if that cannot be done."""
         moments = guide.moments
         of_expert = f", matrix {expert}" if moments.n_matrices > 1 else ""
-        triangles, damping = guide.triangles.get(expert), moments.damping(expert)
+        triangles, damping = guide.triangles.get(expert), moments.damping(expert, target.name.lower() not in TYPES)
         for factor in (1, 10):
             try:
                 made = self._make_metric(target, tensor.ne[0], triangles, moments.whole, factor * damping)

@@ -15,7 +15,7 @@ from .._formats.imatrix import ImportanceMatrix
 from .._formats.moments import Moments, TensorMoments, token_warnings
 from .._formats.names import list_tensors
 from .._native.library import Metric
-from .._plan.plan import SCALAR_TYPES, Plan, uses_metric
+from .._plan.plan import Plan, metric_of, uses_metric
 
 KINDS = ("none", "diagonal", "block", "full")
 BUILT_IN = "built-in"
@@ -47,7 +47,7 @@ class Importance:
         """The guide with what the encoder of the target makes of the moments, if it makes anything of them."""
         if guide.moments is None or not uses_metric(target):
             return guide
-        key = self.moments.owner(tensor.name), "stock" if target in SCALAR_TYPES else target  # which share one
+        key = self.moments.owner(tensor.name), metric_of(target)
 
         def make(expert: int) -> Metric:
             if guide.n_matrices > 1:

@@ -30,7 +30,7 @@ from .._output.output import Output
 from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
 from .._plan.file_types import FILE_TYPES
-from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, plan_importance, uses_metric
+from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, plan_importance, metric_of
 from .._plan.sizes import possible_sizes, tensor_sizes
 from .._report.card import Card, describe_importance
 from .._report.records import tensor_record, totals_record
@@ -167,7 +167,7 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
 def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Console) -> tuple[Importance, str]:
     """What is known of the inputs, matched with the plan, and a line about it. A dry run calibrates nothing."""
     wanted, target, folder = settings.importance, settings.target, None if opened.output is None else opened.taken.out.parent
-    n_types = sum(map(uses_metric, target.types)) if target else 0
+    n_types = len({m for q in target.types if (m := metric_of(q))}) if target else 0
     found = calibration.prepare(wanted, opened.file, plan, folder, settings.n_threads, n_types, console)
     if isinstance(found, calibration.Calibration):
         out = settings.output.path

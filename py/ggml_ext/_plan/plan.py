@@ -207,9 +207,16 @@ def _info(qtype: GGMLQuantizationType) -> TypeInfo | None:
     return TYPES.get(qtype.name.lower())
 
 
+def metric_of(qtype: GGMLQuantizationType) -> str | None:
+    """What its encoder needs of second moments: one metric serves all of llama.cpp's types. None if it takes the diagonal alone."""
+    if _info(qtype) is not None:
+        return qtype.name
+    return "stock" if qtype in SCALAR_TYPES else None
+
+
 def uses_metric(qtype: GGMLQuantizationType) -> bool:
     """True if its encoder takes second moments, not the diagonal alone."""
-    return _info(qtype) is not None or qtype in SCALAR_TYPES
+    return metric_of(qtype) is not None
 
 
 def fallback_chain(target: GGMLQuantizationType) -> Iterator[GGMLQuantizationType]:
