@@ -133,9 +133,10 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
             return 0;
         }
     }
-    if (stock_has(type) && params->metric) {
-        stock_encode(type, src + start, (char *) dst + ggml_row_size(type, start), nrows, n_per_row, imatrix, params->metric->stock,
-                     params->stock_sweeps == 0 ? 2 : params->stock_sweeps);
+    if (params->metric && (stock_has(type) || stock_codebook_columns(type))) {
+        (stock_has(type) ? stock_encode : stock_codebook_encode)(
+            type, src + start, (char *) dst + ggml_row_size(type, start), nrows, n_per_row, imatrix, params->metric->stock,
+            params->stock_sweeps == 0 ? 2 : params->stock_sweeps);
         return ggml_row_size(type, nrows*n_per_row);
     }
     switch ((int) type) {
