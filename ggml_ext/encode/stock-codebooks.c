@@ -192,6 +192,7 @@ LANES_INLINE void try_points(struct search * x, bool flips, bool even) {
 struct found {
     half_lanes   level[COLUMNS]; // with signs
     half_lanes   value[COLUMNS];
+    half_lanes   turn[COLUMNS];  // what another sign costs, but for what later columns make up for
     half_lanes_i odd;            // sign bit: of the signs and search.odd
 };
 
@@ -215,6 +216,7 @@ LANES_INLINE void replay(const struct search * x, half_lanes_i forced, struct fo
         f->odd     ^= sign;
         f->level[k] = (half_lanes) ((half_lanes_i) level | sign);
         f->value[k] = (half_lanes) ((half_lanes_i) value | sign);
+        f->turn[k]  = x->pivots[k]*(wish[k]*f->value[k]);
         const half_lanes e = x->w[k] - f->value[k];
         for (int j = k + 1; j < group; ++j) {
             wish[j] += x->gains[k*COLUMNS + j]*e;
@@ -229,27 +231,31 @@ LANES_INLINE void find_free(struct search * x, struct found * f) {
     replay(x, half_of_int(0), f);
 }
 
-// One whose signs are even, or odd, in number. Where free signs are not, each sign in turn is turned, the last one then follows.
-LANES_INLINE void find_even(struct search * x, struct found * f) {
-    const int last = x->book->t->group - 1;
-    const half_lanes   bound = x->best;
-    const half_lanes_i none  = x->point;
-    find_free(x, f);
-    const half_lanes_i wrong = (f->odd != half_of_int(0)) & (x->point != none);
-    if (!half_any(wrong)) {
-        return;
-    }
+// One whose signs are even, or odd, in number, where `wrong`; f: what was found with free signs, of which one of those that cost least
+// is turned. The last sign follows from the others. All points cost `bound` at most; -1 of x->point is none.
+LANES_INLINE void find_turned(struct search * x, half_lanes_i wrong, half_lanes bound, struct found * f) {
+    const int last = x->book->t->group - 1, turns = x->book->t->group/4;
     const half_lanes   free_best  = x->best;
     const half_lanes_i free_point = x->point;
     half_lanes_i turned = half_of_int(last);
     x->best  = half_select(wrong, bound, half_of(-1));
-    x->point = none;
-    for (int k = last; k >= 0; --k) {
+    x->point = half_of_int(-1);
+    for (int i = 0; i < turns; ++i) {
+        half_lanes   least  = f->turn[0];
+        half_lanes_i column = half_of_int(0);
+        for (int k = 1; k <= last; ++k) {
+            const half_lanes_i less = f->turn[k] < least;
+            least  = half_select(less, f->turn[k], least);
+            column = half_select_int(less, half_of_int(k), column);
+        }
+        for (int k = 0; k <= last; ++k) {
+            const half_lanes_i own = column == half_of_int(k);
+            x->flip[k] = own & half_of_int(k < last ? INT32_MIN : 0);
+            f->turn[k] = half_select(own, half_of(INFINITY), f->turn[k]);
+        }
         const half_lanes_i before = (half_lanes_i) x->best;
-        memset(x->flip, 0, sizeof(x->flip));
-        x->flip[k] = half_of_int(k < last ? INT32_MIN : 0);
         try_points(x, true, true);
-        turned = half_select_int((half_lanes_i) x->best != before, half_of_int(k), turned);
+        turned = half_select_int((half_lanes_i) x->best != before, column, turned);
     }
     x->best  = half_select(wrong, x->best, free_best);
     x->point = half_select_int(wrong, x->point, free_point);
@@ -257,6 +263,16 @@ LANES_INLINE void find_even(struct search * x, struct found * f) {
         x->flip[k] = (turned == half_of_int(k)) & wrong & half_of_int(k < last ? INT32_MIN : 0);
     }
     replay(x, wrong, f);
+}
+
+// One whose signs are even, or odd, in number: free signs where these are.
+LANES_INLINE void find_even(struct search * x, struct found * f) {
+    const half_lanes bound = x->best;
+    find_free(x, f);
+    const half_lanes_i wrong = (f->odd != half_of_int(0)) & (x->point >= half_of_int(0));
+    if (half_any(wrong)) {
+        find_turned(x, wrong, bound, f);
+    }
 }
 
 // A decision about some columns: in, what stands; out, the best. cost: of it.
@@ -350,8 +366,8 @@ LANES_INLINE void choose_half(const struct codebook * b, const struct form * f, 
         first.best = best;
         if (other) {
             first.odd = ~found.odd & half_of_int(INT32_MIN);
-            find_even(&first, &found);
-            found.odd = first.odd; // what was asked for, and the second group has to have
+            find_turned(&first, half_of_int(-1), best, &found);
+            found.odd = first.odd; // as the second group has to have it
         } else {
             find_free(&first, &found);
         }
@@ -615,11 +631,10 @@ static void sweep(struct stock_rows * x) {
         memset(p->g, 0, sizeof(p->g));
         add_matrix(x, form, begin, p->n, x->n, x->e, p->g);
         descend_block(x, p);
-        descend_scales(x, p);
-        descend_points(x, p);
-        descend_block(x, p);
-        descend_scales(x, p);
-        descend_points(x, p);
+        for (int round = 0; round < 2; ++round) {
+            descend_scales(x, p);
+            descend_points(x, p);
+        }
         refresh_errors(x, begin, p->n);
     }
 }
