@@ -24,9 +24,9 @@ def parts(moments: np.ndarray, whole: bool) -> list[np.ndarray]:
     return [moments[a : a + columns, a : a + columns] for a in range(0, len(moments), columns)]
 
 
-def metric(lib, name: str, moments: np.ndarray, whole: bool):
+def metric(lib, name: str, moments: np.ndarray, whole: bool, damping: float = DAMPING):
     triangles = np.concatenate([p[np.tril_indices(len(p))] for p in parts(moments, whole)]).astype(np.float32)
-    return lib.metric(int(T[name]), len(moments), triangles, whole, DAMPING)
+    return lib.metric(int(T[name]), len(moments), triangles, whole, damping)
 
 
 def diagonal(moments: np.ndarray) -> np.ndarray:
@@ -71,6 +71,21 @@ def test_no_row_is_worse(lib, name, whole):
         print(name, whole, sweeps, ratio, promised)
         assert np.all(after <= before * (1 + 1e-5)), np.argwhere(after > before)
         assert ratio < promised, (sweeps, ratio, promised)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_llama_cpp_is_kept_where_it_is_better(lib, name):
+    """Damped so much that the encoder sees little of the moments: some rows, 7 to 38 of 48, are better as they were."""
+    n, qtype = 256, int(T[name])
+    moments = correlated(n)
+    x = np.random.default_rng(SEED).standard_normal((48, n)).astype(np.float32)
+    before = lib.quantize(qtype, x, imatrix=diagonal(moments))
+    after = lib.quantize(qtype, x, imatrix=diagonal(moments), metric=metric(lib, name, moments, True, 3))
+    same = (before == after).all(axis=1)
+    of_before, of_after = (costs(moments, True, x - lib.dequantize(qtype, data, n))[:, 0] for data in (before, after))
+    # what is left of a sum of n float32 products, four times as large with the damping
+    assert np.all(of_after <= of_before * (1 + 4 * n * 2**-24)), (of_after / of_before).max()
+    assert 0 < same.sum() < len(x)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -136,30 +151,33 @@ def steps(name: str, data: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_the_best_points(lib, name):
-    """Columns that do not depend on each other: no point with any signs is better at the scales there are.
+    """Of all points with all signs, where the columns of a point depend on each other and on no others, at the scales there are.
 
-    Even signs are found by turning the one or two that cost least at the best free point, so a better point may be missed; it
-    costs at most 1 % in all.
+    Signs follow from wishes one after the other, and even ones from turning those that cost least, so the best may be missed: measured
+    2 to 11 % more in all under moments as strong as these.
     """
-    n, qtype, rng = 512, int(T[name]), np.random.default_rng(SEED)
-    moments = np.diag(rng.lognormal(0, 1, n))
-    x = rng.standard_normal((6, n)).astype(np.float32)
-    data = lib.quantize(qtype, x, metric=metric(lib, name, moments, True))
-    weight = np.tile((np.diag(moments) + DAMPING * np.trace(moments) / n).reshape(-1, 8), (len(x), 1))
-    found = (weight * ((x - lib.dequantize(qtype, data, n)).reshape(-1, 8).astype(np.float64)) ** 2).sum(axis=1)
-    points, step = grid(name), steps(name, data)[:, None, None]
+    n, qtype, rng = 256, int(T[name]), np.random.default_rng(SEED)
+    points = grid(name)
     size = points.shape[1]
-    best = []
-    for a in range(0, 8, size):
-        w, own = x.reshape(-1, 8)[:, None, a : a + size].astype(np.float64), weight[:, None, a : a + size]
-        free = (own * (np.abs(w) - step * points) ** 2).sum(axis=2)
-        turned = free + (own * 4 * np.abs(w) * step * points).min(axis=2)
-        odd = np.signbit(w).sum(axis=2) & 1
-        both = np.stack([np.where(odd, turned, free).min(axis=1), np.where(odd, free, turned).min(axis=1)])
-        best.append(both if name in EVEN_SIGNS else np.stack([free.min(axis=1), np.full(len(free), np.inf)]))
-    if name in EVEN_SIGNS:
-        expected = best[0][0] if size == 8 else np.minimum(best[0][0] + best[1][0], best[0][1] + best[1][1])
+    moments = np.zeros((n, n))
+    for a in range(0, n, size):
+        inputs = rng.standard_normal((40, size)) @ rng.standard_normal((size, size))
+        moments[a : a + size, a : a + size] = inputs.T @ inputs
+    x = rng.standard_normal((1, n)).astype(np.float32)
+    data = lib.quantize(qtype, x, metric=metric(lib, name, moments, True))
+    damped = moments + DAMPING * np.trace(moments) / n * np.eye(n)
+    found = costs(damped, True, x - lib.dequantize(qtype, data, n)).sum()
+    signs = 1 - 2 * (np.arange(1 << size)[:, None] >> np.arange(size) & 1)
+    levels = (points[:, None] * signs).reshape(-1, size)
+    odd = np.tile(np.prod(signs, axis=1) < 0, len(points))
+    least = np.empty((n // size, 2))  # with even and odd signs
+    for g, a in enumerate(range(0, n, size)):
+        factor = np.linalg.cholesky(damped[a : a + size, a : a + size])
+        cost = (((x[0, a : a + size] - steps(name, data)[a // 8] * levels) @ factor) ** 2).sum(axis=1)
+        least[g] = cost[~odd].min(), cost[odd].min()
+    if name not in EVEN_SIGNS:
+        expected = least.min(axis=1).sum()
     else:
-        expected = sum(b[0] for b in best)
-    assert np.all(found > expected * (1 - 1e-5)), "the reference is not the least"
-    assert found.sum() < expected.sum() * (1.01 if name in EVEN_SIGNS else 1 + 1e-5), found.sum() / expected.sum()
+        expected = least[:, 0].sum() if size == 8 else least.reshape(-1, 2, 2).sum(axis=1).min(axis=1).sum()
+    print(name, found / expected)
+    assert 1 - 1e-5 < found / expected < 1.15
