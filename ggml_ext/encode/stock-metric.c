@@ -7,20 +7,21 @@ static int compare_columns(const void * pa, const void * pb) {
     return *a > *b ? -1 : *a < *b ? 1 : a < b ? -1 : 1; // of equals the first column
 }
 
-// Columns of a matrix, those of the largest mean square first. False if memory is out.
-static bool order_columns(const struct matrix * x, int32_t * order) {
-    double  * square = malloc((size_t) x->n*sizeof(double));
-    double ** sorted = malloc((size_t) x->n*sizeof(double *));
+// Columns of a matrix, those of the largest mean square first: groups of `together` columns. False if memory is out.
+static bool order_columns(const struct matrix * x, int together, int32_t * order) {
+    const int64_t n_groups = x->n/together;
+    double  * square = calloc((size_t) n_groups, sizeof(double));
+    double ** sorted = malloc((size_t) n_groups*sizeof(double *));
     const bool good = square && sorted;
     for (int64_t j = 0; good && j < x->n; ++j) {
-        square[j] = x->a[j*x->n + j];
-        sorted[j] = square + j;
+        square[j/together] += x->a[j*x->n + j];
+        sorted[j/together] = square + j/together;
     }
     if (good) {
-        qsort(sorted, (size_t) x->n, sizeof(sorted[0]), compare_columns);
+        qsort(sorted, (size_t) n_groups, sizeof(sorted[0]), compare_columns);
     }
     for (int64_t k = 0; good && k < x->n; ++k) {
-        order[k] = (int32_t) (sorted[k] - square);
+        order[k] = (int32_t) ((sorted[k/together] - square)*together + k%together);
     }
     free(square);
     free(sorted);
@@ -51,7 +52,7 @@ static bool eliminate(struct matrix * x, float * pivots, float * gains) {
     return true;
 }
 
-static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const float * triangle, bool * positive) {
+static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const float * triangle, int together, bool * positive) {
     struct matrix x;
     double * permuted = NULL;
     float  * form = m->forms + first*m->columns;
@@ -59,7 +60,7 @@ static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const
     if (good && !load_moments(&x, triangle, (double) m->damping)) {
         *positive = good = false;
     }
-    good = good && order_columns(&x, m->order + first) && (permuted = malloc((size_t) n*n*sizeof(double))) != NULL;
+    good = good && order_columns(&x, together, m->order + first) && (permuted = malloc((size_t) n*n*sizeof(double))) != NULL;
     if (good) {
         for (int64_t k = 0; k < n; ++k) {
             for (int64_t j = 0; j < n; ++j) {
@@ -77,7 +78,8 @@ static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const
     return good;
 }
 
-struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, bool * positive) {
+struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, int together,
+                                       bool * positive) {
     struct stock_metric * m = calloc(1, sizeof(*m));
     *positive = true;
     if (m == NULL) {
@@ -93,7 +95,7 @@ struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments,
     bool good = m->order && m->pivots && m->gains && m->forms;
     for (int64_t first = 0; good && first < n_per_row; first += m->columns) {
         const int64_t n = n_per_row - first < m->columns ? n_per_row - first : m->columns;
-        good = make_matrix(m, first, n, moments, positive);
+        good = make_matrix(m, first, n, moments, together, positive);
         moments += n*(n + 1)/2;
     }
     if (!good) {

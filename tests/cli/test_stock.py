@@ -201,12 +201,12 @@ def layers(folder):
 
 @pytest.mark.parametrize(("name", "with_it", "without"), [("iq4_nl", "IQ4_NL", "Q5_K"), ("q4_0", "Q4_1", "Q4_0")])
 def test_rules_know_whether_importances_will_be_used(layers, monkeypatch, name, with_it, without):
-    """Types are planned before calibration, dry runs included; what it collects are mean squares."""
+    """Types are planned before calibration, dry runs included; what it collects are second moments."""
     out, err = layers.run("--dry-run", type_name=name)
-    assert not layers.runs() and re.search(rf"blk\.\*\.ffn_down\.weight +{with_it.lower()} ", out) and "diagonal, by a calibration" in out
+    assert not layers.runs() and re.search(rf"blk\.\*\.ffn_down\.weight +{with_it.lower()} ", out) and "block, by a calibration" in out
     out, _ = layers.run(type_name=name)
     (options,) = layers.runs()
-    assert first_down(layers) == with_it and "--moments" not in options and "importance  = diagonal" in out
+    assert first_down(layers) == with_it and options["--moments"] == "block" and "importance  = block" in out
     assert {"quantize.imatrix.file", "quantize.imatrix.dataset"} <= {*layers.fields()} and "ggml_ext.importance" not in layers.fields()
     layers.run("--imatrix", layers.kept, type_name=name)
     assert first_down(layers) == with_it
@@ -228,7 +228,8 @@ def test_eight_bits_calibrate_nothing(layers):
 def test_moments_of_the_calibration_are_used(layers):
     """And of them the kind that was asked for."""
     _, err = layers.run("--importance", "full", type_name="q4_0")
-    assert "note: calibration: second moments" in err and "whole" in err
+    (options,) = layers.runs()
+    assert "note: calibration: second moments" in err and options["--moments"] == "full"
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from .._output.output import Output
 from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
 from .._plan.file_types import FILE_TYPES
-from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, plan_importance, metric_of
+from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, metric_of, plan_importance
 from .._plan.sizes import possible_sizes, tensor_sizes
 from .._report.card import Card, describe_importance
 from .._report.records import tensor_record, totals_record

@@ -29,8 +29,9 @@ ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
 # What no importance changes: types of floats and of 8 bits.
 UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0)
-# stock types whose encoder takes second moments: ggml_ext/encode/stock-layouts.h
+# stock types whose encoders take second moments: ggml_ext/encode/stock-layouts.h and stock-codebook-layouts.h
 SCALAR_TYPES = (T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_NL, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
+CODEBOOK_TYPES = (T.IQ3_S, T.IQ3_XXS, T.IQ2_S, T.IQ2_XS, T.IQ2_XXS)
 IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)
 TARGET_TYPES = {t.name.lower(): t for t in T if t not in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)}
 
@@ -208,10 +209,10 @@ def _info(qtype: GGMLQuantizationType) -> TypeInfo | None:
 
 
 def metric_of(qtype: GGMLQuantizationType) -> str | None:
-    """What its encoder needs of second moments: one metric serves all of llama.cpp's types. None if it takes the diagonal alone."""
-    if _info(qtype) is not None:
-        return qtype.name
-    return "stock" if qtype in SCALAR_TYPES else None
+    """What its encoder needs of second moments: one metric serves all scalar types. None if it takes the diagonal alone."""
+    if qtype in SCALAR_TYPES:
+        return "scalar"
+    return qtype.name if _info(qtype) is not None or qtype in CODEBOOK_TYPES else None
 
 
 def uses_metric(qtype: GGMLQuantizationType) -> bool:

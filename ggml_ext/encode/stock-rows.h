@@ -1,0 +1,182 @@
+// What the encoders of llama.cpp's types share (stock.c, stock-codebooks.c): rows in lanes, products with matrices of moments, panels
+// of columns, and what errors cost. Every float operation has one order, whatever the number of rows.
+#pragma once
+
+#include "stock.h"
+
+#include <stdlib.h>
+
+#pragma GCC diagnostic ignored "-Wpsabi" // of vectors in functions that are all inlined
+
+struct stock_layout;
+struct codebook;
+
+enum {
+    LANES       = 16,  // rows that are encoded together
+    STEPS_PANEL = 32,  // columns decided between two products with all before
+    SWEEP_PANEL = 256, // columns of a descent
+    TILE_ROWS   = 4,   // whose sums stay in registers
+    SCALE_STEPS = 2,   // up and down, for each integer of a sub-block
+};
+
+typedef float   lanes   __attribute__((vector_size(64), aligned(16)));
+typedef float   half_lanes __attribute__((vector_size(32), aligned(16)));
+typedef int32_t lanes_i __attribute__((vector_size(64), aligned(16)));
+
+#define LANES_INLINE static inline __attribute__((always_inline))
+
+// GCC 12 makes 16 instructions of the 64 bytes at once.
+LANES_INLINE lanes lanes_of(float v) {
+    const half_lanes half = v - (half_lanes) {0};
+    lanes out;
+    memcpy(&out, &half, sizeof(half));
+    memcpy((char *) &out + sizeof(half), &half, sizeof(half));
+    return out;
+}
+
+LANES_INLINE lanes lanes_select(lanes_i mask, lanes a, lanes b) {
+    return (lanes) (((lanes_i) a & mask) | ((lanes_i) b & ~mask));
+}
+
+LANES_INLINE bool lanes_any(lanes_i mask) {
+    int32_t any = 0;
+    for (int r = 0; r < LANES; ++r) {
+        any |= mask[r];
+    }
+    return any != 0;
+}
+
+// A panel of columns, and M e of them.
+struct panel {
+    const float * of; // matrix that it is a part of
+    int64_t begin;
+    int     n;
+    float   form[SWEEP_PANEL][SWEEP_PANEL]; // its part of M
+    lanes   g[SWEEP_PANEL];
+};
+
+// 16 rows' part of a matrix of moments. What has no comment of its own is by column.
+struct stock_rows {
+    const struct stock_metric * m;
+    int64_t first, n;   // columns of the row
+    lanes * w, * e;
+    lanes * level;      // what the step is multiplied by
+    lanes * d, * scale; // by sub-block
+    lanes * step;       // by sub-block
+    lanes * fed;        // errors in the order of decisions
+    lanes * start;      // those of llama.cpp's encoder
+    lanes   cost;
+    struct panel * panel;
+
+    // scalar types
+    const struct stock_layout * t;
+    const int8_t * table;
+    lanes * dmin, * min, * base, * inverse; // by sub-block; inverse: of the step
+
+    // types of codebooks
+    struct codebook * book;
+    lanes_i * point; // of the codebook, by group
+};
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+// y[i] += sum over j of rows[j][i]*x[j], one j after the other, for TILE_ROWS of y.
+LANES_INLINE void add_products(const float * rows, int64_t n, const half_lanes * x, half_lanes * y) {
+    half_lanes sum[2*TILE_ROWS];
+    memcpy(sum, y, sizeof(sum));
+    for (int64_t j = 0; j < n; ++j, rows += TILE_ROWS) {
+        const half_lanes low = x[2*j], high = x[2*j + 1];
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE_ROWS; ++i) {
+            sum[2*i]     += rows[i]*low;
+            sum[2*i + 1] += rows[i]*high;
+        }
+    }
+    memcpy(y, sum, sizeof(sum));
+}
+
+// The same for n_rows rows of a matrix of moments from `row` on, n of its columns.
+EXT_CLONES __attribute__((noinline))
+static void add_matrix(const struct stock_rows * r, const float * matrix, int64_t row, int n_rows, int64_t n, const lanes * x, lanes * y) {
+    enum { SPAN = 256 }; // of x: stays in the cache for all rows
+    for (int64_t j = 0; j < n; j += SPAN) {
+        const int64_t span = n - j < SPAN ? n - j : SPAN;
+        for (int i = 0; i < n_rows; i += TILE_ROWS) {
+            add_products(matrix + stock_at(r->n, row + i, j), span, (const half_lanes *) (x + j), (half_lanes *) (y + i));
+        }
+    }
+}
+
+// Columns first_k .. last_k - 1 as they are decided: what the errors before them ask of them is added to y, errors or wishes.
+static void ask_earlier(const struct stock_rows * x, int64_t first_k, int64_t last_k, lanes * y) {
+    add_matrix(x, x->m->gains + x->first*x->m->columns, first_k, (int) (last_k - first_k), first_k, x->fed, y);
+}
+
+// The columns from `begin` of the matrix on, unless they are there.
+static void take_panel(const struct stock_rows * x, struct panel * p, int64_t begin) {
+    const float * form = x->m->forms + x->first*x->m->columns;
+    if (p->of == form && p->begin == begin) {
+        return;
+    }
+    p->of    = form;
+    p->begin = begin;
+    p->n     = (int) (x->n - begin < SWEEP_PANEL ? x->n - begin : SWEEP_PANEL);
+    for (int i = 0; i < p->n; i += TILE_ROWS) {
+        for (int k = 0; k < p->n; ++k) {
+            for (int h = 0; h < TILE_ROWS; ++h) {
+                p->form[i + h][k] = form[stock_at(x->n, begin + i + h, begin + k)];
+            }
+        }
+    }
+}
+
+// sum of e^2, which the damping is taken for.
+static lanes energy(const struct stock_rows * x) {
+    lanes sum = lanes_of(0);
+    for (int64_t j = 0; j < x->n; ++j) {
+        sum += x->e[j]*x->e[j];
+    }
+    return sum;
+}
+
+// What the rows' errors cost, without damping. Ends when all are over `limit`.
+static lanes cost_of_errors(struct stock_rows * x, lanes limit) {
+    const int32_t * order  = x->m->order + x->first;
+    const float   * gains  = x->m->gains + x->first*x->m->columns;
+    const float   * pivots = x->m->pivots + x->first;
+    lanes cost = -(lanes_of(x->m->damping)*energy(x));
+    for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
+        lanes r[STEPS_PANEL];
+        for (int i = 0; i < STEPS_PANEL; ++i) {
+            r[i] = x->fed[k + i] = x->e[order[k + i]];
+        }
+        ask_earlier(x, k, k + STEPS_PANEL, r);
+        for (int i = 0; i < STEPS_PANEL; ++i) {
+            for (int h = 0; h < i; ++h) {
+                r[i] += lanes_of(gains[stock_at(x->n, k + i, k + h)])*x->fed[k + h];
+            }
+            cost += lanes_of(pivots[k + i])*(r[i]*r[i]);
+        }
+        if (!lanes_any(cost <= limit)) {
+            break;
+        }
+    }
+    return cost;
+}
+
+// The half nearest to v.
+LANES_INLINE lanes as_halves(lanes v) {
+    for (int r = 0; r < LANES; ++r) {
+        const float x = v[r] > EXT_HALF_MAX ? EXT_HALF_MAX : v[r] < -EXT_HALF_MAX ? -EXT_HALF_MAX : v[r];
+        v[r] = ggml_fp16_to_fp32(ggml_fp32_to_fp16(x));
+    }
+    return v;
+}
+
+static bool is_finite(const float * x, int64_t n) {
+    bool finite = true;
+    for (int64_t j = 0; j < n; ++j) {
+        finite &= fabsf(x[j]) <= FLT_MAX;
+    }
+    return finite;
+}
