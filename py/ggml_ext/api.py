@@ -41,6 +41,7 @@ class QuantizeKeywords(TypedDict, total=False):
     target_bpw: str
     target_kld: str
     target_types: str
+    stock: bool
     sensitivity: str
     pure: bool
     tensor_type: Sequence[str]

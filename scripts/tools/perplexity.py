@@ -30,6 +30,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from gguf import GGMLQuantizationType
+
 from ggml_ext import WEIGHT_TYPES, __version__
 from ggml_ext._base.errors import UserError
 from ggml_ext._console.cli import Parser, run_script
@@ -38,7 +40,6 @@ from ggml_ext._importance.importance import BUILT_IN
 from ggml_ext._native.programs import native_folder
 from ggml_ext._plan.plan import uses_metric
 from ggml_ext._plan.recipes import RECIPES
-from gguf import GGMLQuantizationType
 from perplexity_run import (
     IMPORTANCE,
     NEEDS_IMATRIX,

@@ -232,6 +232,32 @@ def test_moments_of_the_calibration_are_used(layers):
     assert "note: calibration: second moments" in err and options["--moments"] == "full"
 
 
+# --- a target -----------------------------------------------------------------------------------------------------------
+
+TARGET = ["--target-bpw", "4.5", "--stock", "--sensitivity", "usual"]
+
+
+def test_a_target_of_stock_types(models, tmp_path):
+    """Types are chosen for each tensor; the file has nothing of ours, and the file type of what most of it is."""
+    source, imatrix = models["small"]
+    quantize(source, tmp_path / "out.gguf", *TARGET, "--imatrix", imatrix)
+    tensors, found = read_tensors(tmp_path / "out.gguf"), fields(tmp_path / "out.gguf")
+    types = {t.tensor_type.name for t in tensors.values()} - {"F32"}
+    assert len(types) > 1 and not types & {name.upper() for name in TYPES} and not [k for k in found if k.startswith("ggml_ext.")]
+    assert found["general.file_type"] in {f.id for f in STOCK_FILES.values()}
+    bits = sum(8 * t.n_bytes for t in tensors.values()) / sum(t.n_elements for t in tensors.values())
+    assert 4 < bits <= 4.5
+
+
+@pytest.mark.parametrize(("flags", "parts"), [
+    (["--type", "q4_k", "--stock"], ["--stock belongs to --target-size", "q4_k_m"]),
+    ([*TARGET, "--target-types", "q4_k,ITQ3_T"], ["--target-types: ITQ3_T is a type of ggml-ext", "leave it or --stock out"]),
+    ([*TARGET, "--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --stock makes a file", "leave it out"]),
+], ids=["type", "list", "tensor"])
+def test_targets_with_types_of_ours(models, tmp_path, flags, parts):
+    expect_error(tmp_path, [models["small"][0], tmp_path / "out.gguf", *flags], *parts)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("flags", "parts"), [

@@ -18,6 +18,7 @@ from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
 from .._formats.gguf_file import GGUFFile, Tensor, header_bytes, pad
 from .._formats.names import tensor_class
+from .._plan.file_types import FILE_TYPES, FileType
 from .._plan.plan import Plan
 from .inquiry import Inquiry
 from .items import Item, drop_unusable
@@ -124,19 +125,21 @@ class Chosen:
         best = f"a better choice could save {self.gap:.2%} at most" if self.gap else "no choice of these types is better by the model"
         return [f"predicted KL divergence {self.predicted:.4g}{of}; {best}", *self.notes]
 
-    def file_type(self) -> tuple[str | None, int]:
-        """Name of the type of ours that most weights of the layers have, if one has some; general.file_type."""
+    def file_type(self, stand_in: FileType, is_stock: bool) -> FileType:
+        """Of the type of ours that most weights of the layers have, if one has some, else of the stock type of most. stand_in: what has
+        been in its place; is_stock: the file is for every llama.cpp."""
         counts: dict[GGMLQuantizationType, int] = {}
         for item, qtype in zip(self.items, self.types, strict=True):
             in_blocks = item.tensor.name.startswith("blk.")
             counts[qtype] = counts.get(qtype, 0) + (item.tensor.n_elements if in_blocks else 0)
         ours = {q: n for q, n in counts.items() if q.name.lower() in WEIGHT_TYPES and n}
         if ours:
-            name = max(ours, key=ours.get).name.lower()
-            return name, int(WEIGHT_TYPES[name].id)
-        most = max(counts, key=counts.get).name if counts else "F16"
+            return FILE_TYPES[max(ours, key=ours.get).name.lower()]
+        qtype = max(counts, key=counts.get) if counts else GGMLQuantizationType.F16
+        most = qtype.name
         named = (getattr(LlamaFileType, name, None) for name in (f"MOSTLY_{most}", f"MOSTLY_{most}_M", f"MOSTLY_{most}_S", f"ALL_{most}"))
-        return None, int(next((f for f in named if f is not None), LlamaFileType.GUESSED))
+        file_type = int(next((f for f in named if f is not None), LlamaFileType.GUESSED))
+        return FileType(most.lower(), file_type, qtype) if is_stock else replace(stand_in, id=file_type)
 
 
 def choose_at_once(target: Target, file: GGUFFile, plan: Plan, items: list[Item]) -> Chosen | None:

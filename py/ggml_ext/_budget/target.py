@@ -18,6 +18,8 @@ KINDS = ("size", "bpw", "kld")
 STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
 # What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
+# The same with --stock: what ggml_ext/encode/stock.c and stock-codebooks.c make, which every llama.cpp loads.
+STOCK_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
     *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
     "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
@@ -44,27 +46,35 @@ def parse_size(text: str) -> int:
 @dataclass(frozen=True)
 class Target:
     """kind: "size" (bytes of the file), "bpw" (bits a weight of all tensors) or "kld" (KL divergence). text: as it was given.
-    types: to choose from, which that of the input joins where no option lists them."""
+    types: to choose from, which that of the input joins where no option lists them. is_stock: the file is for every llama.cpp."""
 
     kind: str
     value: float
     text: str
     types: tuple[GGMLQuantizationType, ...]
     types_are_listed: bool
+    is_stock: bool = False
 
     @property
     def option(self) -> str:
         return f"target-{self.kind}={self.text}"
 
 
-def parse_target(type_name: str | None, limits: Mapping[str, str | None], types: str | None, others: Sequence[str]) -> Target | None:
+def parse_target(
+    type_name: str | None, limits: Mapping[str, str | None], types: str | None, others: Sequence[str], stock: bool = False
+) -> Target | None:
     """The target of the options, None where there is none; UserError naming the flag. type_name: of --type; limits: by kind of target
-    what is given; types: of --target-types; others: flags that are given and choose types themselves."""
+    what is given; types: of --target-types; others: flags that are given and choose types themselves; stock: --stock is given."""
     given = [kind for kind in KINDS if limits[kind] is not None]
     auto = type_name is not None and type_name.lower() == AUTO
     if not given:
         if types is not None:
             raise UserError("--target-types belongs to --target-size, --target-bpw or --target-kld, and none is given")
+        if stock:
+            raise UserError(
+                "--stock belongs to --target-size, --target-bpw or --target-kld, and none is given; --type with the name of a stock type, such "
+                "as q4_k_m, makes a stock file by itself"
+            )
         if auto:
             raise UserError("--type auto: pass --target-size, --target-bpw or --target-kld, which choose the types")
         if type_name is None:
@@ -82,8 +92,8 @@ def parse_target(type_name: str | None, limits: Mapping[str, str | None], types:
         )
     for flag in others:
         raise UserError(f"{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
-    parsed, text = parse_types(types), limits[kind]
-    return Target(kind, parse_size(text) if kind == "size" else _parse_number(kind, text), text, parsed, types is not None)
+    parsed, text = parse_types(types, stock), limits[kind]
+    return Target(kind, parse_size(text) if kind == "size" else _parse_number(kind, text), text, parsed, types is not None, stock)
 
 
 def _parse_number(kind: str, text: str) -> float:
@@ -96,7 +106,14 @@ def _parse_number(kind: str, text: str) -> float:
     return value
 
 
-def parse_types(text: str | None) -> tuple[GGMLQuantizationType, ...]:
-    """Of --target-types; None: the default ones."""
-    names = DEFAULT_TYPES if text is None else ALL_TYPES if text.strip().lower() == "all" else text.split(",")
-    return tuple(dict.fromkeys(parse_type(name.strip(), "--target-types") for name in names))
+def parse_types(text: str | None, stock: bool = False) -> tuple[GGMLQuantizationType, ...]:
+    """Of --target-types; None: the default ones. UserError for one of ours with --stock."""
+    if text is None:
+        names = STOCK_TYPES if stock else DEFAULT_TYPES
+    elif text.strip().lower() == "all":
+        names = [name for name in ALL_TYPES if not (stock and name in WEIGHT_TYPES)]
+    else:
+        names = [name.strip() for name in text.split(",")]
+    if stock and (ours := [name for name in names if name.lower() in WEIGHT_TYPES]):
+        raise UserError(f"--target-types: {ours[0]} is a type of ggml-ext, which a stock file cannot hold: leave it or --stock out")
+    return tuple(dict.fromkeys(parse_type(name, "--target-types") for name in names))

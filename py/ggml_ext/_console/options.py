@@ -9,6 +9,7 @@ from pathlib import Path
 from .._base.errors import UserError
 from .._base.types import WEIGHT_TYPES
 from .._budget.target import DEFAULT_TYPES, SENSITIVITIES
+from .._budget.target import STOCK_TYPES as STOCK_TARGET_TYPES
 from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
 from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE, N_CONTEXT
 from .._importance.importance import KINDS
@@ -80,6 +81,11 @@ def add_type_options(add: Callable) -> None:
         "--target-types",
         metavar="LIST",
         help=f"types to choose from, with commas, or all; default: {','.join(DEFAULT_TYPES)} and that of the input",
+    )
+    add(
+        "--stock",
+        action="store_true",
+        help=f"with a target: a file that every llama.cpp loads; default of the types then: {','.join(STOCK_TARGET_TYPES)} and that of the input",
     )
     add(
         "--sensitivity",

@@ -29,7 +29,6 @@ from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversi
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
-from .._plan.file_types import FILE_TYPES
 from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, metric_of, plan_importance
 from .._plan.sizes import possible_sizes, tensor_sizes
 from .._report.card import Card, describe_importance
@@ -158,8 +157,7 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
         chosen = choice.choose(target, items, largest_header(settings, file, plan, items, importance), inquiry)
     chosen.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
-    name, file_type = chosen.file_type()
-    choices = replace(choices, file_type=FILE_TYPES[name] if name else replace(choices.file_type, id=file_type))
+    choices = replace(choices, file_type=chosen.file_type(choices.file_type, target.is_stock))
     opened.make_room(plan, tensor_sizes(plan), settings)
     return Decided(plan, choices, codec, importance, described, chosen)
 

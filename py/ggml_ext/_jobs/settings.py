@@ -39,6 +39,7 @@ class QuantizeOptions:
     target_bpw: str | None = None
     target_kld: str | None = None
     target_types: str | None = None
+    stock: bool = False
     sensitivity: str = SENSITIVITIES[0]
     pure: bool = False
     tensor_type: Sequence[str] = ()
@@ -124,7 +125,7 @@ class Settings:
             raise UserError(f"--sensitivity: got {asked.sensitivity!r}, must be {' or '.join(SENSITIVITIES)}")
         limits = {kind: getattr(asked, f"target_{kind}") for kind in KINDS}
         others = [flag for flag, given in (("--pure", asked.pure), ("--fallback-above", asked.fallback_above)) if given]
-        target = parse_target(asked.type, limits, asked.target_types, others)
+        target = parse_target(asked.type, limits, asked.target_types, others, asked.stock)
         asked = asked.with_files_in_place()
         source = Source(asked.input, asked.hf_repo, asked.hf_file, asked.revision, asked.hf_token, asked.keep_gguf)
         source.check()
@@ -157,19 +158,18 @@ def parse_file_type(asked: QuantizeOptions, target: Target | None) -> FileType:
     return FILE_TYPES[name]
 
 
-def check_stock(choices: Choices) -> None:
-    """UserError naming the flag for what has no place in a stock file."""
-    name = choices.file_type.name
+def check_stock(choices: Choices, asked: str) -> None:
+    """UserError naming the flag for what has no place in a stock file. asked: the option that asks for one."""
     if choices.fallback_above is not None:
-        raise UserError(f"--fallback-above: {name} is a stock type, of which no usual error is known: leave the option out")
+        raise UserError(f"--fallback-above: {choices.file_type.name} is a stock type, of which no usual error is known: leave the option out")
     named = [(f"--tensor-type {o.pattern.pattern}=", o.type) for o in choices.overrides]
     named += [("--token-embedding-type ", choices.token_embd), ("--output-tensor-type ", choices.output)]
     for flag, qtype in named:
         if qtype is not None and qtype.name.lower() in TYPES:
             ours = qtype.name.lower()
             raise UserError(
-                f"{flag}{ours}: --type {name} makes a file that every llama.cpp loads, and {ours} is a type of ggml-ext: pass a stock type "
-                f"there, or --type {ours} and stock types for other tensors"
+                f"{flag}{ours}: {asked} makes a file that every llama.cpp loads, and {ours} is a type of ggml-ext: pass a stock type "
+                f"there, or {'leave it out' if choices.target else f'--type {ours} and stock types for other tensors'}"
             )
 
 
@@ -191,8 +191,8 @@ def parse_choices(asked: QuantizeOptions, target: Target | None) -> Choices:
         fallback_above=asked.fallback_above,
         target=target and target.option,
     )
-    if choices.file_type.is_stock:
-        check_stock(choices)
+    if choices.file_type.is_stock or asked.stock:
+        check_stock(choices, "--stock" if asked.stock else f"--type {choices.file_type.name}")
     return choices
 
 
@@ -205,7 +205,7 @@ def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan) -> st
     if asked.fallback_above is not None:
         options.append(f"fallback-above={asked.fallback_above:g}")
     options += [
-        flag for flag in ("pure", "leave-output-tensor", "allow-requantize") if getattr(asked, flag.replace("-", "_"))
+        flag for flag in ("pure", "stock", "leave-output-tensor", "allow-requantize") if getattr(asked, flag.replace("-", "_"))
     ]
     for flag in ("token-embedding-type", "output-tensor-type", "target-types"):
         if value := getattr(asked, flag.replace("-", "_")):
