@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="stock type for quantized tensors whose name matches; may be repeated, the first match counts",
     )
-    add("--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix, which iq1_*, iq2_* and iq3_xxs need")
+    add("--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix, which iq1_*, iq2_* and iq3_xxs need; its second moments are used if it has some")
     add("--no-fallback", action="store_true", help="refuse a model with rows that the types do not fit")
     add_threads_option(parser)
     add("--dry-run", action="store_true", help="show types and sizes, write nothing")

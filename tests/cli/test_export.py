@@ -26,6 +26,7 @@ from ggml_ext._plan.file_types import uniform_file_type
 from helpers.commands import quantize as quantized
 from helpers.importances import write_imatrix
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
+from helpers.moments_files import correlated, write_moments
 from helpers.native import STOCK, built
 from helpers.weights import relative_mse
 from perplexity_run import UNIFORM, perplexity
@@ -182,6 +183,20 @@ def test_types_that_need_an_importance_matrix(ours, tmp_path, capsys):
     assert list(types_of(tmp_path / "q.gguf").values()) == ["q6_k", "iq2_xxs", "iq4_nl", "f32"]
     assert "weighted" in out
     assert gguf.GGUFReader(tmp_path / "q.gguf").fields["quantize.imatrix.chunks_count"].contents() == 4
+
+
+def test_second_moments_are_used(ours, tmp_path, capsys):
+    """Where the importance matrix has some. The outputs then lose less by the export: measured 0.77."""
+    name, losses = "blk.0.attn_q.weight", {}
+    x = correlated(8192, 512)
+    for kind in ("diagonal", "block"):
+        path = write_moments(tmp_path / f"{kind}.gguf", {name: x}, kind, keys={"imatrix.moments": None} if kind == "diagonal" else {})
+        out, _ = run_well(capsys, ours, tmp_path / f"{kind}-q.gguf", "--type", "q4_k", "--imatrix", path)
+        assert f"importance  = {kind}, of {path}" in out
+        before, after = (read_tensors(f)[name] for f in (ours, tmp_path / f"{kind}-q.gguf"))
+        errors = gguf.quants.dequantize(after.data, after.tensor_type) - gguf.quants.dequantize(before.data, before.tensor_type)
+        losses[kind] = float((np.square(errors @ x.T, dtype=np.float64)).sum())
+    assert losses["block"] < 0.85 * losses["diagonal"], losses
 
 
 def test_without_the_library_importances_are_used_or_the_type_is_refused(ours, tmp_path, capsys, monkeypatch):

@@ -21,7 +21,7 @@ from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
 from .._formats.names import unknown_type
 from .._formats.split import open_model
-from .._importance.importance import Importance, open_importance
+from .._importance.importance import Importance, open_importance, plan_moments
 from .._native import library
 from .._native.blas import one_blas_thread
 from .._output.conversion import Conversion, stock_metadata, write_beside
@@ -224,8 +224,9 @@ def prepare(settings: ExportSettings) -> Conversion:
     check_fallbacks(plan, asked.no_fallback)
     codec = Codec(library.load())
     check_known_encoders(codec, plan, {})
-    importance = Importance() if asked.imatrix is None else open_importance([asked.imatrix], "diagonal")
+    importance = Importance() if asked.imatrix is None else open_importance([asked.imatrix], None)
     plan_importance(plan, importance.matrix)
+    plan_moments(plan, importance, False)
     check_numpy_encoders(codec, plan, {})
     return Conversion(file, plan, codec, importance, settings.n_threads)
 
