@@ -241,6 +241,55 @@ static void descend_scales(struct stock_rows * x, struct panel * p) {
     }
 }
 
+// The halves of the block that the panel is: what hangs on the scales times 1 + a, the mins times 1 + b.
+static void descend_block(struct stock_rows * x, struct panel * p) {
+    const struct stock_layout * t = x->t;
+    const float * form = x->m->forms + x->first*x->m->columns;
+    const int64_t s0 = p->begin/t->sub;
+    const lanes   zero = lanes_of(0), one = lanes_of(1);
+    lanes v[2][QK_K], product[2][QK_K], vv = zero, uu = zero, vu = zero, gv = zero, gu = zero;
+    for (int i = 0; i < QK_K; ++i) {
+        const int64_t s = s0 + i/t->sub;
+        v[0][i] = x->step[s]*x->level[p->begin + i];
+        v[1][i] = x->base[s];
+    }
+    memset(product, 0, sizeof(product));
+    for (int h = 0; h < (t->has_min ? 2 : 1); ++h) {
+        add_matrix(x, form + p->begin*TILE_ROWS, p->begin, QK_K, QK_K, v[h], product[h]);
+    }
+    for (int i = 0; i < QK_K; ++i) {
+        vv += v[0][i]*product[0][i];
+        uu += v[1][i]*product[1][i];
+        vu += v[0][i]*product[1][i];
+        gv += v[0][i]*p->g[i];
+        gu += v[1][i]*p->g[i];
+    }
+    const lanes   d = x->d[s0], dmin = x->dmin[s0], det = vv*uu - vu*vu;
+    const lanes_i both = (det > lanes_of(1e-6f)*(vv*uu)) & (dmin != zero) & (d != zero), alone = (vv > zero) & (d != zero);
+    lanes a = lanes_select(both, (gv*uu - gu*vu)/lanes_select(both, det, one), lanes_select(alone, gv/lanes_select(alone, vv, one), zero));
+    lanes b = lanes_select(both, (gu*vv - gv*vu)/lanes_select(both, det, one), zero);
+    const lanes d_new = as_halves(d + d*a), dmin_new = as_halves(dmin + dmin*b);
+    a = lanes_select(d != zero, d_new/lanes_select(d != zero, d, one) - one, zero);
+    b = lanes_select(dmin != zero, dmin_new/lanes_select(dmin != zero, dmin, one) - one, zero);
+    const lanes   cost = a*(vv*a - (gv + gv) + (vu + vu)*b) + b*(uu*b - (gu + gu));
+    const lanes_i better = cost < zero;
+    if (!lanes_any(better)) {
+        return;
+    }
+    x->cost += lanes_select(better, cost, zero);
+    for (int64_t s = s0; s < s0 + QK_K/t->sub; ++s) {
+        x->d[s]    = lanes_select(better, d_new, d);
+        x->dmin[s] = lanes_select(better, dmin_new, dmin);
+        set_step(x, s);
+    }
+    a = lanes_select(better, a, zero);
+    b = lanes_select(better, b, zero);
+    for (int i = 0; i < QK_K; ++i) {
+        x->e[p->begin + i] -= a*v[0][i] + b*v[1][i];
+        p->g[i] -= a*product[0][i] + b*product[1][i];
+    }
+}
+
 // Errors as they are, without what the steps of a descent added up to.
 static void refresh_errors(struct stock_rows * x, int64_t begin, int64_t n) {
     for (int64_t j = begin; j < begin + n; ++j) {
@@ -256,6 +305,9 @@ static void sweep(struct stock_rows * x) {
         take_panel(x, p, begin);
         memset(p->g, 0, sizeof(p->g));
         add_matrix(x, form, begin, p->n, x->n, x->e, p->g);
+        if (x->t->scale_high != 0) {
+            descend_block(x, p);
+        }
         for (int round = 0; round < 2; ++round) {
             if (descend_codes(x, p)) {
                 descend_codes(x, p);

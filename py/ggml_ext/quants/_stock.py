@@ -254,12 +254,42 @@ class _Rows:
             for j in range(len(self.w)):
                 g += self.m.form[here, j, None] * self.e[j]
             form = self.m.form[here, here]
+            if self.t.scale_range is not None:
+                self.descend_block(begin, form, g)
             for _ in range(2):
                 self.descend_codes(begin, form, g)
                 self.descend_codes(begin, form, g)
                 self.descend_scales(begin, form, g)
             self.descend_codes(begin, form, g)
             self.e[here] = self.errors(here)
+
+    def descend_block(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
+        """The halves of the block that begins there: what hangs on the scales times 1 + a, the mins times 1 + b."""
+        subs = slice(begin // self.t.sub, begin // self.t.sub + len(g) // self.t.sub)
+        values = [np.repeat(self.step[subs], self.t.sub, axis=0) * self.level[begin : begin + len(g)], np.repeat(self.base[subs], self.t.sub, axis=0)]
+        products = [np.zeros_like(g), np.zeros_like(g)]
+        for value, product in list(zip(values, products, strict=True))[: 2 if self.t.has_min else 1]:
+            for j in range(len(g)):
+                product += form[:, j, None] * value[j]
+        vv, uu, vu, gv, gu = (
+            _products(x, y) for x, y in ((values[0], products[0]), (values[1], products[1]), (values[0], products[1]), (values[0], g), (values[1], g))
+        )
+        d, dmin, det = self.d[subs.start].copy(), self.dmin[subs.start].copy(), vv * uu - vu * vu
+        both = (det > np.float32(1e-6) * (vv * uu)) & (dmin != 0) & (d != 0)
+        alone, safe = (vv > 0) & (d != 0), np.where(both, det, ONE)
+        a = np.where(both, (gv * uu - gu * vu) / safe, np.where(alone, gv / np.where(alone, vv, ONE), ZERO))
+        b = np.where(both, (gu * vv - gv * vu) / safe, ZERO)
+        new_d, new_dmin = _as_halves(d + d * a), _as_halves(dmin + dmin * b)
+        a = np.where(d != 0, new_d / np.where(d != 0, d, ONE) - ONE, ZERO)
+        b = np.where(dmin != 0, new_dmin / np.where(dmin != 0, dmin, ONE) - ONE, ZERO)
+        cost = a * (vv * a - (gv + gv) + (vu + vu) * b) + b * (uu * b - (gu + gu))
+        better = cost < 0
+        self.cost += np.where(better, cost, ZERO)
+        self.d[subs], self.dmin[subs] = np.where(better, new_d, d), np.where(better, new_dmin, dmin)
+        for s in range(subs.start, subs.stop):
+            self.set_step(s)
+        a, b = np.where(better, a, ZERO), np.where(better, b, ZERO)
+        g -= a * products[0] + b * products[1]
 
     def descend_codes(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
         for i in range(len(g)):
@@ -368,11 +398,16 @@ def _as_halves(v: np.ndarray) -> np.ndarray:
     return np.clip(v, -HALF_MAX, HALF_MAX).astype(np.float16).astype(np.float32)
 
 
-def _energy(e: np.ndarray) -> np.ndarray:
-    total = np.zeros_like(e[0])
-    for row in e:
-        total += row * row
+def _products(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Sums of products of each row of weights, one column after the other."""
+    total = np.zeros_like(x[0])
+    for of_x, of_y in zip(x, y, strict=True):
+        total += of_x * of_y
     return total
+
+
+def _energy(e: np.ndarray) -> np.ndarray:
+    return _products(e, e)
 
 
 def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, metric: list[Matrix], sweeps: int) -> np.ndarray:
