@@ -24,8 +24,9 @@ struct ggml_ext_quantize_params {
     int32_t       stock_sweeps;    // llama.cpp's types with a metric: 1 to 16 sweeps over codes and scales (default 2)
 };
 
-// ggml_quantize_chunk() with options, for the extension's weight types and, with a metric, for llama.cpp's scalar types, whose first
-// scales are those of ggml_quantize_chunk() with the imatrix.
+// ggml_quantize_chunk() with options, for the extension's weight types and, with a metric, for llama.cpp's scalar types and IQ3_S,
+// IQ3_XXS, IQ2_S, IQ2_XS and IQ2_XXS. First scales of these are those of ggml_quantize_chunk() with the imatrix; where there is none
+// the IQ2 and IQ3 types take the mean squares of the metric.
 //   src      nrows*n_per_row floats beginning at element `start`, n_per_row a multiple of the block
 //   imatrix  n_per_row importances or NULL
 //   params   NULL for the defaults

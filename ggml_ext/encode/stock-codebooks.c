@@ -4,6 +4,14 @@
 //   2. sweeps over panels of columns: descents over points and signs, over the integers of the sub-blocks and over the block's scale
 // Rows go through it in lanes, 16 at a time. Every float operation has one order, whatever the number of rows; compiled with
 // -ffp-contract=off.
+//
+// Weighted squared error under whole matrices, mean of 14 matrices of the reference model (importances: the diagonal of the same
+// moments; two sweeps):                    IQ3_S    IQ3_XXS  IQ2_S    IQ2_XS   IQ2_XXS
+//   llama.cpp's encoder                    0.0126   0.0214   0.0425   0.0588   0.0801
+//   1. alone                               0.0045   0.0083   0.0170   0.0239   0.0312
+//   and points descended                   0.0041   0.0073   0.0153   0.0215   0.0278
+//   and scales too                         0.0040   0.0071   0.0142   0.0200   0.0266
+// Tried and left: turning each sign of a group whose signs are free gains 0.6 % of IQ2_S, 0.0 % of IQ3_S, at twice the time.
 #include "stock.h"
 
 #include "codebook-search.h"
@@ -292,7 +300,8 @@ static void store_row(const struct stock_rows * x, int r, char * blocks) {
 }
 
 // One matrix of up to LANES rows. src, blocks: of the first, at the matrix' first column; stride, row_size: to the next row.
-static void encode_matrix(struct stock_rows * x, const float * src, int64_t stride, char * blocks, size_t row_size, int n_rows, int sweeps) {
+static void encode_matrix(struct stock_rows * x, const float * src, int64_t stride, char * blocks, size_t row_size, int n_rows,
+                          int sweeps) {
     for (int r = 0; r < LANES; ++r) {
         const int64_t row = r < n_rows ? r : 0; // lanes without one repeat the first
         load_row(x, r, src + row*stride, blocks + (size_t) row*row_size);

@@ -1,4 +1,4 @@
-// Second moments made ready for the encoder of llama.cpp's types; in numpy py/ggml_ext/quants/_stock.py.
+// Second moments made ready for the encoders of llama.cpp's types; for scalar types in numpy py/ggml_ext/quants/_stock.py.
 #include "moments.h"
 #include "stock.h"
 

@@ -5,18 +5,13 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
+from helpers.forms import correlated
+
 SEED = 33
 DAMPING = 0.01
 TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
 EVEN_SIGNS = ("IQ3_XXS", "IQ2_XS", "IQ2_XXS")
 COLUMNS = {"IQ3_S": 4}  # of a decision; 8 of the others
-
-
-def correlated(n: int, seed: int = SEED) -> np.ndarray:
-    """Second moments of correlated inputs whose energies differ, float64 (n, n)."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((3 * n, n)) @ (rng.standard_normal((n, n)) * rng.lognormal(0, 1, n) / np.sqrt(n))
-    return x.T @ x
 
 
 def parts(moments: np.ndarray, whole: bool) -> list[np.ndarray]:
@@ -58,7 +53,7 @@ def expected_ratio(name: str, moments: np.ndarray, whole: bool) -> float:
 def test_no_row_is_worse(lib, name, whole):
     """Of 40 rows, and all together as much better as the pivots promise. Descents gain more, but less than the bound of 1."""
     n, qtype = 512, int(T[name])
-    moments = correlated(n)
+    moments = correlated(n, 3 * n, SEED)
     x = np.random.default_rng(SEED).standard_normal((40, n)).astype(np.float32)
     x[0], x[1, 3], x[2] = 0, 1e3, 0.25
     x[3, :256], x[4], x[5] = 0, np.abs(x[4]), x[5] * 1e-6
@@ -77,7 +72,7 @@ def test_no_row_is_worse(lib, name, whole):
 def test_llama_cpp_is_kept_where_it_is_better(lib, name):
     """Damped so much that the encoder sees little of the moments: some rows, 7 to 38 of 48, are better as they were."""
     n, qtype = 256, int(T[name])
-    moments = correlated(n)
+    moments = correlated(n, 3 * n, SEED)
     x = np.random.default_rng(SEED).standard_normal((48, n)).astype(np.float32)
     before = lib.quantize(qtype, x, imatrix=diagonal(moments))
     after = lib.quantize(qtype, x, imatrix=diagonal(moments), metric=metric(lib, name, moments, True, 3))
@@ -91,7 +86,7 @@ def test_llama_cpp_is_kept_where_it_is_better(lib, name):
 @pytest.mark.parametrize("name", TYPES)
 def test_the_same_bytes_in_any_calls(lib, name):
     n, qtype = 512, int(T[name])
-    moments = correlated(n)
+    moments = correlated(n, 3 * n, SEED)
     x = np.random.default_rng(SEED).standard_normal((35, n)).astype(np.float32)
     how = {"imatrix": diagonal(moments), "metric": metric(lib, name, moments, True)}
     expected = lib.quantize(qtype, x, **how)
@@ -104,7 +99,7 @@ def test_the_same_bytes_in_any_calls(lib, name):
 def test_moments_alone(lib, name):
     """Without an importance matrix: the mean squares of the moments, scaled and damped as they are."""
     n, qtype = 512, int(T[name])
-    moments = correlated(n)
+    moments = correlated(n, 3 * n, SEED)
     x = np.random.default_rng(SEED).standard_normal((16, n)).astype(np.float32)
     squares = diagonal(moments).astype(np.float64)
     mean = np.cumsum(squares)[-1] / n  # one after the other
@@ -117,7 +112,7 @@ def test_moments_alone(lib, name):
 def test_odd_rows(lib, name):
     """Zeros, constants, single weights, very large and very small ones: nothing that is not finite, and signs that are even in number."""
     n, qtype = 256, int(T[name])
-    moments = correlated(n)
+    moments = correlated(n, 3 * n, SEED)
     x = np.random.default_rng(SEED).standard_normal((10, n)).astype(np.float32)
     x[0], x[1], x[2], x[3] = 0, 1, -3, 0
     x[3, 100], x[4], x[5], x[6, 3] = 1, x[4] * 1e-20, x[5] * 1e4, 1e5
