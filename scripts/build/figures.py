@@ -88,6 +88,7 @@ def render_claims(measured: dict) -> str:
     def both(name: str) -> str:
         return f"{name} ({rows[name]['bpw']:g}) {over(name)} % and {over(name + ', with imatrix')} %"
 
+    stock, ours = measured["stock_moments"]["rows"], measured["stock_moments"]["ours"]
     slow = measured["without_avx2"]
     of = {name.upper(): speed for name, speed in slow["decode"].items()}
     lines = [
@@ -98,10 +99,12 @@ def render_claims(measured: dict) -> str:
         f"* 4 bits, KL divergence: ITQ4_T ({rows['ITQ4_T']['bpw']:g}) {kld['ITQ4_T, with whole moments']:g} with whole second moments of the inputs; with an "
         f"importance matrix Q4_K ({rows['Q4_K, with imatrix']['bpw']:g}) {kld['Q4_K, with imatrix']:g} and IQ4_XS "
         f"({rows['IQ4_XS, with imatrix']['bpw']:g}) {kld['IQ4_XS, with imatrix']:g}.",
-        f"* 5 bits, KL divergence: DITTO5 ({rows['DITTO5']['bpw']:g}) {kld['DITTO5, with block moments']:g} with second moments of the inputs, "
-        f"which only our types use; Q5_K ({rows['Q5_K, with imatrix']['bpw']:g}) {kld['Q5_K, with imatrix']:g} with an importance matrix. "
+        f"* 5 bits, KL divergence: DITTO5 ({rows['DITTO5']['bpw']:g}) {kld['DITTO5, with block moments']:g} with second moments of the inputs; Q5_K ({rows['Q5_K, with imatrix']['bpw']:g}) {kld['Q5_K, with imatrix']:g} with an importance matrix. "
         f"Without second moments DITTO5 is the less accurate one: {kld['DITTO5, with imatrix']:g} with an importance matrix, and "
         f"{kld['DITTO5']:g} against {kld['Q5_K']:g} with nothing.",
+        "* Stock types made by this quantizer with whole second moments, and by llama-quantize with the importance matrix of the same text, KL "
+        f"divergence: {', '.join(f'{name} {own} and {theirs}' for name, (theirs, own) in stock.items())}. "
+        f"With the same moments {', '.join(f'{name} {own}' for name, own in ours.items())}.",
         f"* Speed needs AVX2; NEON has not been timed. Without AVX2 ({slow['processor']}) ITQ3_S decodes {of['ITQ3_S']:g} tokens/s, CCQ2 {of['CCQ2']:g}, "
         f"ITQ3_T {of['ITQ3_T']:g}, Q3_K {of['Q3_K']:g}.",
         "",
@@ -142,7 +145,7 @@ def render_summary(types: list[Type], measured: dict) -> str:
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
 CHOICES = (
     ("the usual four bits: smaller than Q4_K and IQ4_XS and, on the one model measured, more accurate", "itq4_t", None),
-    ("a better file than Q3_K or IQ3_S ({q3_k:.2f}), and a smaller one", "itq3_t", None),
+    ("a better file than Q3_K ({q3_k:.2f}), and a smaller one", "itq3_t", None),
     ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
     ("the smallest file", "itq2_t", None),
     ("the fastest answers at three bits", "itq3_s", None),
@@ -157,6 +160,8 @@ def render_choice(measured: dict) -> str:
     for want, name, bits in CHOICES:
         shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
         lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {found['gib'][name]:.1f} GiB |")
+    lines.append("| a file for every llama.cpp, Ollama and LM Studio, with half the error of llama-quantize's | `--type q4_k_m` and its other names | "
+                 "as there | as there |")
     lines.append("| a file of a given size, with the best type for each tensor | `--target-size 3GiB` | | 3 GiB |")
     return "\n".join([
         *lines, "",

@@ -86,6 +86,10 @@ def test_figures_of_the_documents_are_those_of_readme():
         head, comma, how = name.replace("with block moments", "moments of blocks").partition(",")
         row = rf"\| \**{head}\**{comma}{how} \|.*\| {kld:.5f} \+-"
         assert re.search(row, text), row
+    for name, (theirs, own) in measured["stock_moments"]["rows"].items():
+        assert re.search(rf"\| {name} \| [\d.]+ \| {theirs} \|.*\| {own} \| \d+ % \|", text), name
+    for name, own in measured["stock_moments"]["ours"].items():
+        assert re.search(rf"\| \*\*{name}\*\* \| [\d.]+ \|  \|  \| {own} \|", text), name
     for ratios in (measured["avx512"]["decode/q3_k"], measured["avx512"]["prefill/q3_k"]):
         for name, ratio in ratios.items():
             assert re.search(rf"\| \**{name.upper()}\** \|.*\b{ratio:.2f}\b", text.partition("Zen 4 EPYC")[2]), name
