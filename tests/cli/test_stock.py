@@ -103,12 +103,18 @@ def compare_plans(source, name, imatrix, flags=(), **options):
     assert name not in NEED_IMATRIX or options
 
 
-@pytest.mark.parametrize("name", STOCK_FILES)
-@pytest.mark.parametrize("kind", MODELS)
+QUICK_NAMES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_s", "iq2_m", "iq3_m", "iq4_xs", "q8_0")  # one of each kind of mixture
+NAMES = [name if name in QUICK_NAMES else pytest.param(name, marks=pytest.mark.slow) for name in STOCK_FILES]
+KINDS = ["small", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind != "small")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_types_are_those_of_llama_quantize(models, kind, name):
     compare_plans(models[kind][0], name, models[kind][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK_FILES)
 def test_one_type_for_all(models, name):
     """The type that a mixture starts from. Embeddings and output matrix have no importances, which some types need."""
@@ -116,6 +122,7 @@ def test_one_type_for_all(models, name):
                   pure=True, token_embedding_type="q8_0", output_tensor_type="q6_k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK_FILES)
 def test_types_of_the_reference_model(model, lib, tmp_path, name):
     compare_plans(model, name, write_importances(tmp_path / "imatrix.gguf", model))
@@ -125,7 +132,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("iq1_m", "iq2_m"
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_1", "q2_k_s", "q3_k_l", "q4_k_m", "iq4_nl", "tq2_0", "mxfp4_moe", "q1_0", *SLOW])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_files_are_those_of_llama_quantize(models, tmp_path, kind, name):
     """Bytes of the tensors and metadata."""
     source, imatrix = models[kind]
@@ -161,7 +168,7 @@ def test_other_names(models, tmp_path, alias):
     ["--tensor-type", r"blk\.[0-3]\.attn_v=q8_0", "--tensor-type", "ffn_down=f16"],
     ["--tensor-type", "attn_v=q4_k", "--pure", "--output-tensor-type", "q5_0"],
 ], ids=" ".join)
-@pytest.mark.parametrize("kind", ["small", "heads", "experts"])
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_options_about_types(models, tmp_path, kind, flags):
     """Tensors whose type an option names are not counted by the rules of either program."""
     for name in ("q3_k_m", "q4_k_m", "q5_k_s", "iq4_nl"):

@@ -10,6 +10,7 @@ from helpers.forms import correlated
 SEED = 33
 DAMPING = 0.01
 TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
+QUICK = ("IQ3_S", "IQ2_XXS")
 EVEN_SIGNS = ("IQ3_XXS", "IQ2_XS", "IQ2_XXS")
 COLUMNS = {"IQ3_S": 4}  # of a decision; 8 of the others
 
@@ -49,7 +50,7 @@ def expected_ratio(name: str, moments: np.ndarray, whole: bool) -> float:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES])
 def test_no_row_is_worse(lib, name, whole):
     """Of 40 rows, and all together as much better as the pivots promise. Descents gain more, but less than the bound of 1."""
     n, qtype = 512, int(T[name])
