@@ -54,26 +54,25 @@ static bool eliminate(struct matrix * x, float * pivots, float * gains) {
 
 static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const float * triangle, int together, bool * positive) {
     struct matrix x;
-    double * permuted = NULL;
-    float  * form = m->forms + first*m->columns;
-    bool     good = matrix_init(&x, n);
+    float * form = m->forms + first*m->columns;
+    bool    good = matrix_init(&x, n);
     if (good && !load_moments(&x, triangle, (double) m->damping)) {
         *positive = good = false;
     }
-    good = good && order_columns(&x, together, m->order + first) && (permuted = malloc((size_t) n*n*sizeof(double))) != NULL;
+    good = good && order_columns(&x, together, m->order + first);
     if (good) {
         for (int64_t k = 0; k < n; ++k) {
             for (int64_t j = 0; j < n; ++j) {
                 form[stock_at(n, k, j)] = (float) x.a[k*n + j];
-                permuted[k*n + j]       = x.a[m->order[first + k]*n + m->order[first + j]];
             }
         }
-        double * unsorted = x.a;
-        x.a = permuted;
-        permuted = unsorted;
+        for (int64_t k = 0; k < n; ++k) { // out of the form: a sorted copy would take as much memory as all else
+            for (int64_t j = 0; j < n; ++j) {
+                x.a[k*n + j] = (double) form[stock_at(n, m->order[first + k], m->order[first + j])];
+            }
+        }
         good = *positive = eliminate(&x, m->pivots + first, m->gains + first*m->columns);
     }
-    free(permuted);
     matrix_free(&x);
     return good;
 }

@@ -17,8 +17,9 @@ FLOPS_A_THREAD = 40e9
 MAX_FACTORIZATION_SECONDS = 900
 # n^3/3 a second of encode/metric.c, in double precision: 5.3e9 to 9.1e9 measured on a core of a Zen 4 EPYC, n from 576 to 7168.
 FACTORIZATION_RATE = 5e9
-# Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and half of it in single precision.
-FACTORIZATION_BYTES = 10
+# Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and for llama.cpp's types two of single
+# precision; ours take half of one.
+FACTORIZATION_BYTES = 16
 # Matrices that are multiplied with the same input, by the one that stands for them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
 

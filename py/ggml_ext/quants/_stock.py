@@ -154,7 +154,8 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) 
     a /= mean
     a += np.tril(a, -1).T
     order = np.argsort(-np.diag(a), kind="stable")
-    form, a = a.astype(np.float32), a[np.ix_(order, order)]
+    form = a.astype(np.float32)
+    a = form[np.ix_(order, order)].astype(np.float64)
     pivots, gains = np.zeros(n, np.float32), np.zeros((n, n), np.float32)
     for k in range(n - 1, -1, -1):
         row, pivot = a[k, :k].copy(), a[k, k]
