@@ -145,6 +145,7 @@ def read_json(data: bytes):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no names that are not UTF-8")
+@pytest.mark.slow
 @pytest.mark.parametrize("locale", LOCALES)
 def test_names_that_are_no_utf8(source, locale):
     env, shown = LOCALES[locale], "d\\xff\u00e9"

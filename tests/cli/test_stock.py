@@ -20,6 +20,7 @@ from helpers.native import STOCK, built
 
 folder = calibration_folder.folder  # the fixture
 NEED_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "iq3_xxs", "iq3_xs")
+ROWS_TOO = ("q2_k", "q3_k_l", "q5_k_s", "q6_k", "q8_0", "iq4_xs", "tq1_0", "mxfp4_moe")
 SOME_ROWS = {"attn_q": 320, "attn_k": 96, "ffn_down": 100}  # that no block of 256 fits, or of 32
 
 
@@ -128,10 +129,11 @@ def test_types_of_the_reference_model(model, lib, tmp_path, name):
     compare_plans(model, name, write_importances(tmp_path / "imatrix.gguf", model))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("iq1_m", "iq2_m", "iq3_xxs")]  # tables of neighbours take seconds
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (
+    "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "iq1_m", "iq2_m", "iq3_xxs")]
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_1", "q2_k_s", "q3_k_l", "q4_k_m", "iq4_nl", "tq2_0", "mxfp4_moe", "q1_0", *SLOW])
+@pytest.mark.parametrize("name", ["q4_0", "q3_k_l", "q4_k_m", "iq4_nl", *SLOW])
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_those_of_llama_quantize(models, tmp_path, kind, name):
     """Bytes of the tensors and metadata."""
@@ -147,6 +149,7 @@ def test_files_are_those_of_llama_quantize(models, tmp_path, kind, name):
         assert not [k for k in fields(tmp_path / "ours.gguf") if "imatrix" in k]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["q4_k_m", "q4_0"])
 def test_bytes_of_the_reference_model(model, lib, tmp_path, name):
     compare(tmp_path, model, name, imatrix=write_importances(tmp_path / "imatrix.gguf", model))
@@ -168,14 +171,15 @@ def test_other_names(models, tmp_path, alias):
     ["--tensor-type", r"blk\.[0-3]\.attn_v=q8_0", "--tensor-type", "ffn_down=f16"],
     ["--tensor-type", "attn_v=q4_k", "--pure", "--output-tensor-type", "q5_0"],
 ], ids=" ".join)
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["small", "heads", "experts"])
 def test_options_about_types(models, tmp_path, kind, flags):
     """Tensors whose type an option names are not counted by the rules of either program."""
     for name in ("q3_k_m", "q4_k_m", "q5_k_s", "iq4_nl"):
         compare(tmp_path, models[kind][0], name, flags, flags)
 
 
-@pytest.mark.parametrize("name", ["q2_k", "q3_k_l", "q4_k_m", "q5_k_s", "q6_k", "q8_0", "iq4_xs", "tq1_0", "mxfp4_moe"])
+@pytest.mark.parametrize("name", ["q4_k_m", *(pytest.param(n, marks=pytest.mark.slow) for n in ROWS_TOO)])
 def test_rows_that_do_not_fit(models, tmp_path, name):
     """llama.cpp's fallbacks, which are told."""
     source = models["odd"][0]
@@ -244,6 +248,7 @@ def test_moments_of_the_calibration_are_used(layers):
 TARGET = ["--target-bpw", "4.5", "--stock", "--sensitivity", "usual"]
 
 
+@pytest.mark.slow
 def test_a_target_of_stock_types(models, tmp_path):
     """Types are chosen for each tensor; the file has nothing of ours, and the file type of what most of it is."""
     source, imatrix = models["small"]
@@ -322,6 +327,7 @@ def test_without_the_library(models, tmp_path, monkeypatch):
 
 # --- what goes with it ------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_parts_report_and_card(model, lib, tmp_path):
     """As with types of ours; parts hold no keys of ours either."""
     report, card, imatrix = tmp_path / "report.json", tmp_path / "README.md", write_importances(tmp_path / "imatrix.gguf", model)

@@ -66,6 +66,7 @@ def test_no_folder_of_the_calibration_is_in_the_output(tmp_path, source, dataset
     assert [fields[f"quantize.imatrix.{key}"].contents() for key in ("file", "dataset")] == ["im.gguf", "text.txt"]
 
 
+@pytest.mark.slow
 def test_a_file_of_llama_imatrix(model, lib, tmp_path):
     path = make_imatrix(model, ROOT / "data" / "heldout.txt", tmp_path / "im.gguf", n_chunks=2)
     flags = ["--imatrix", path, "--pure", "--token-embedding-type", "q8_0"]

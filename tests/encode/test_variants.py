@@ -186,6 +186,7 @@ def test_every_variant_is_judged():
         assert set(r["budget"]) == {b for b in "345" if f"ditto{b}-block" in r["errors"]} and len(layers) == 1
 
 
+@pytest.mark.slow
 def test_the_same_figures_make_the_same_picture(tmp_path):
     for name in ("a.svg", "b.svg"):
         figures.draw_variants(RESULTS, tmp_path / name)
@@ -205,6 +206,7 @@ def importances(tmp_path_factory):
     return write_imatrix(path, {name: (rng.random((1, n)).astype(np.float32), [1]) for name, n in sizes.items()})
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_study(tmp_path, importances):
     out = tmp_path / "v.json"

@@ -278,7 +278,7 @@ def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
     assert (np.abs(actual - exact) <= bound).all(), f"{type_name}, seed {seed}: {np.max(np.abs(actual - exact) / bound)} times the bound"
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3, 40, 300])
+@pytest.mark.parametrize("n_tokens", [1, 3, 40, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_id(lib, type_name, n_tokens):
     """Experts without a token, with one and with many; each token uses two of five experts, never expert 3."""

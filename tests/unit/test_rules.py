@@ -179,6 +179,7 @@ def imatrix(tmp_path_factory):
     return write_imatrix(tmp_path_factory.mktemp("imatrix") / "imatrix.gguf", {"blk.0.attn_q.weight": (gaussian(1, 256) ** 2, [1])})
 
 
+@pytest.mark.slow
 def test_every_architecture_gets_the_stock_types_of_llama_quantize(rules, tmp_path, imatrix):
     kinds, archs, names = {}, upstream_table("LLM_ARCH_NAMES"), list(STOCK_FILES)
     compared = [
