@@ -2,7 +2,7 @@
 // matrix of moments,
 //   1. codes column by column, those of the largest mean square first, each with the errors of those before it fed back
 //      (E. Frantar et al., "GPTQ", 2022)
-//   2. sweeps over panels of columns: descents over codes and over the integers of the sub-blocks in turn
+//   2. sweeps over panels of columns: a block's halves are fitted, then descents over codes and the scales of sub-blocks in turn
 // Rows go through it in lanes, 16 at a time. Every float operation has one order, so that the numpy reference gives the same bytes
 // (py/ggml_ext/quants/_stock.py); compiled with -ffp-contract=off.
 //
