@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import numpy as np
+import pytest
 
 from ggml_ext import WEIGHT_TYPES
 from helpers.commands import quantize
@@ -19,9 +20,10 @@ def run_sanitized(name: str, *args) -> subprocess.CompletedProcess:
     return result
 
 
-def test_random_blocks():
-    for seed in range(4):
-        run_sanitized("fuzz-blocks", seed, 2000)
+# Forty seconds each.
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3))])
+def test_random_blocks(seed):
+    run_sanitized("fuzz-blocks", seed, 2000)
 
 
 def test_damaged_gguf_files(tmp_path):
