@@ -67,6 +67,7 @@ def errors(lib, name: str, blocks: np.ndarray) -> np.ndarray:
     return ((stored - blocks) ** 2).sum(1) / (blocks.astype(np.float64) ** 2).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES[256])
 @pytest.mark.parametrize("name", ROTATED)
 def test_error_of_structured_blocks_is_near_the_usual_one(lib, name, family):

@@ -10,7 +10,7 @@ from helpers.forms import correlated
 SEED = 33
 DAMPING = 0.01
 TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
-QUICK = ("IQ3_S", "IQ2_XXS")
+SOME = [name if name in ("IQ3_S", "IQ2_XXS") else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 EVEN_SIGNS = ("IQ3_XXS", "IQ2_XS", "IQ2_XXS")
 COLUMNS = {"IQ3_S": 4}  # of a decision; 8 of the others
 
@@ -50,7 +50,7 @@ def expected_ratio(name: str, moments: np.ndarray, whole: bool) -> float:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES])
+@pytest.mark.parametrize("name", SOME)
 def test_no_row_is_worse(lib, name, whole):
     """Of 40 rows, and all together as much better as the pivots promise. Descents gain more, but less than the bound of 1."""
     n, qtype = 512, int(T[name])
@@ -69,7 +69,7 @@ def test_no_row_is_worse(lib, name, whole):
         assert ratio < promised, (sweeps, ratio, promised)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", SOME)
 def test_llama_cpp_is_kept_where_it_is_better(lib, name):
     """Damped so much that the encoder sees little of the moments: some rows, 7 to 38 of 48, are better as they were."""
     n, qtype = 256, int(T[name])
@@ -145,7 +145,7 @@ def steps(name: str, data: np.ndarray) -> np.ndarray:
     return np.repeat(step, 32 // step.shape[1], axis=1).reshape(-1)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", SOME)
 def test_the_best_points(lib, name):
     """Of all points with all signs, where the columns of a point depend on each other and on no others, at the scales there are.
 

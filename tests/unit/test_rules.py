@@ -129,6 +129,7 @@ def dry_run(path, arch, tensors, n_expert, type_name, kinds, options=(), **own):
     return found
 
 
+@pytest.mark.slow
 def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
     """All names that llama.cpp knows, with rows that fit and rows that do not, tied embeddings and not, experts and none."""
     names, compared, kinds, path = weight_names(), [], {}, tmp_path / "in.gguf"
