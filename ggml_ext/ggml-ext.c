@@ -126,7 +126,7 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
     }
     // moments as they are serve all scalar types; those that are rotated or sorted are for the type they were made for
     if (params->metric && (params->metric->n_per_row != n_per_row ||
-                           (params->metric->type != type && !(stock_has(params->metric->type) && stock_has(type))))) {
+                           (params->metric->type != type && !(stock_columns(params->metric->type) == 1 && stock_columns(type) == 1)))) {
         return 0;
     }
     for (int k = 0; k < 8 && params->ditto3_codebook; ++k) {
@@ -135,10 +135,9 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
             return 0;
         }
     }
-    if (params->metric && (stock_has(type) || stock_codebook_columns(type))) {
-        (stock_has(type) ? stock_encode : stock_codebook_encode)(
-            type, src + start, (char *) dst + ggml_row_size(type, start), nrows, n_per_row, imatrix, params->metric->stock,
-            params->stock_sweeps == 0 ? 2 : params->stock_sweeps);
+    if (params->metric && params->metric->stock) {
+        stock_encode(type, src + start, (char *) dst + ggml_row_size(type, start), nrows, imatrix, params->metric->stock,
+                     params->stock_sweeps == 0 ? 2 : params->stock_sweeps);
         return ggml_row_size(type, nrows*n_per_row);
     }
     switch ((int) type) {

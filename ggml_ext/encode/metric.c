@@ -262,7 +262,7 @@ static struct ggml_ext_metric * init_stock(enum ggml_type type, int64_t n_per_ro
     struct ggml_ext_metric * m = calloc(1, sizeof(*m));
     if (m) {
         *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row};
-        m->stock = stock_metric_new(n_per_row, moments, whole, damping, stock_has(type) ? 1 : stock_codebook_columns(type), &positive);
+        m->stock = stock_metric_new(n_per_row, moments, whole, damping, stock_columns(type), &positive);
     }
     if (m == NULL || m->stock == NULL) {
         ggml_ext_metric_free(m);
@@ -282,7 +282,7 @@ struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
     }
-    const bool stock = stock_has(type) || stock_codebook_columns(type);
+    const bool stock = stock_columns(type) > 0;
     if (stock) {
         block_size = (int) ggml_blck_size(type);
     }

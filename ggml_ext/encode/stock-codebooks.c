@@ -73,20 +73,6 @@ static void decide_panel(struct stock_rows * x, int64_t first_k, int64_t last_k,
     }
 }
 
-// Points for the scales that are there, and the cost of all.
-static void decide_points(struct stock_rows * x) {
-    const int32_t * order = x->m->order + x->first;
-    x->cost = lanes_of(0);
-    for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
-        lanes wish[STEPS_PANEL];
-        for (int i = 0; i < STEPS_PANEL; ++i) {
-            wish[i] = x->w[order[k + i]];
-        }
-        ask_earlier(x, k, k + STEPS_PANEL, wish);
-        decide_panel(x, k, k + STEPS_PANEL, wish);
-    }
-}
-
 // --- descents --------------------------------------------------------------------------------------------------------
 
 // The values of n columns from column i of the panel on rise by `by`.
@@ -237,32 +223,22 @@ static void descend_block(struct stock_rows * x, struct panel * p) {
     }
 }
 
-// Errors as they are, without what the steps of a descent added up to.
 static void refresh_errors(struct stock_rows * x, int64_t begin, int64_t n) {
     for (int64_t j = begin; j < begin + n; ++j) {
         x->e[j] = x->w[j] - x->step[j/x->book->t->sub]*x->level[j];
     }
 }
 
-static void sweep(struct stock_rows * x) {
-    const float  * form = x->m->forms + x->first*x->m->columns;
-    struct panel * p    = x->panel;
-    for (int64_t begin = 0; begin < x->n; begin += SWEEP_PANEL) {
-        take_panel(x, p, begin);
-        memset(p->g, 0, sizeof(p->g));
-        add_matrix(x, form, begin, p->n, x->n, x->e, p->g);
-        descend_block(x, p);
-        for (int round = 0; round < 2; ++round) {
-            descend_scales(x, p);
-            descend_points(x, p);
-        }
-        refresh_errors(x, begin, p->n);
+static void descend(struct stock_rows * x, struct panel * p) {
+    descend_block(x, p);
+    for (int round = 0; round < 2; ++round) {
+        descend_scales(x, p);
+        descend_points(x, p);
     }
 }
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// Blocks of one row into lane r, as llama.cpp's encoder left them.
 static void load_row(struct stock_rows * x, int r, const float * src, char * blocks) {
     const struct codebook_layout * t = x->book->t;
     const size_t size = ggml_type_size(t->type);
@@ -296,32 +272,6 @@ static void store_row(const struct stock_rows * x, int r, char * blocks) {
             b.sign[i/8] |= (x->level[j + i][r] < 0) << i%8;
         }
         codebook_store(t, &b, blocks + j/QK_K*size);
-    }
-}
-
-// One matrix of up to LANES rows. src, blocks: of the first, at the matrix' first column; stride, row_size: to the next row.
-static void encode_matrix(struct stock_rows * x, const float * src, int64_t stride, char * blocks, size_t row_size, int n_rows,
-                          int sweeps) {
-    for (int r = 0; r < LANES; ++r) {
-        const int64_t row = r < n_rows ? r : 0; // lanes without one repeat the first
-        load_row(x, r, src + row*stride, blocks + (size_t) row*row_size);
-    }
-    for (int64_t s = 0; s < x->n/x->book->t->sub; ++s) {
-        set_step(x, s);
-    }
-    refresh_errors(x, 0, x->n);
-    memcpy(x->start, x->e, (size_t) x->n*sizeof(lanes));
-    decide_points(x);
-    for (int i = 0; i < sweeps; ++i) {
-        sweep(x);
-    }
-    const lanes cost = x->cost - lanes_of(x->m->damping)*energy(x);
-    memcpy(x->e, x->start, (size_t) x->n*sizeof(lanes));
-    const lanes_i better = cost_of_errors(x, cost) > cost;
-    for (int r = 0; r < n_rows; ++r) {
-        if (better[r] && is_finite(src + r*stride, x->n)) {
-            store_row(x, r, blocks + (size_t) r*row_size);
-        }
     }
 }
 
@@ -391,23 +341,17 @@ int stock_codebook_columns(enum ggml_type type) {
     return t ? t->columns : 0;
 }
 
-void stock_codebook_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, int64_t n_per_row, const float * importance,
+void stock_codebook_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, const float * importance,
                            const struct stock_metric * m, int sweeps) {
     const struct codebook_layout * t = codebook_layout(type);
-    const size_t size = ggml_type_size(type), row_size = ggml_row_size(type, n_per_row);
+    const struct stock_coder coder = {load_row, store_row, set_step, refresh_errors, decide_panel, descend, t->sub};
     struct stock_rows x;
-    float * squares = malloc((size_t) n_per_row*sizeof(float));
+    float * squares = malloc((size_t) m->n_per_row*sizeof(float));
     const bool good = rows_init(&x, t, m) && squares;
     GGML_ASSERT(good);
     mean_squares(m, squares);
-    ggml_quantize_chunk(type, src, dst, 0, n_rows, n_per_row, importance ? importance : squares);
-    for (x.first = 0; x.first < n_per_row; x.first += m->columns) {
-        x.n = n_per_row - x.first < m->columns ? n_per_row - x.first : m->columns;
-        for (int64_t row = 0; row < n_rows; row += LANES) {
-            encode_matrix(&x, src + row*n_per_row + x.first, n_per_row, (char *) dst + (size_t) row*row_size + x.first/QK_K*size,
-                          row_size, (int) (n_rows - row < LANES ? n_rows - row : LANES), sweeps);
-        }
-    }
+    ggml_quantize_chunk(type, src, dst, 0, n_rows, m->n_per_row, importance ? importance : squares);
+    stock_encode_rows(&coder, &x, type, src, dst, n_rows, sweeps);
     free(squares);
     free(x.w);
     free(x.panel);

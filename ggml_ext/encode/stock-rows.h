@@ -180,3 +180,83 @@ static bool is_finite(const float * x, int64_t n) {
     }
     return finite;
 }
+
+// --- rows of a matrix ------------------------------------------------------------------------------------------------
+
+// What one kind of types does in its own way.
+struct stock_coder {
+    void (*load_row)(struct stock_rows * x, int r, const float * src, char * blocks); // into lane r, as llama.cpp's encoder left it
+    void (*store_row)(const struct stock_rows * x, int r, char * blocks);
+    void (*set_step)(struct stock_rows * x, int64_t s);
+    void (*refresh_errors)(struct stock_rows * x, int64_t begin, int64_t n); // as they are, without what the steps of a descent added up to
+    void (*decide_panel)(struct stock_rows * x, int64_t first_k, int64_t last_k, lanes * wish); // first codes in the order of decisions
+    void (*descend)(struct stock_rows * x, struct panel * p);
+    int  sub; // weights of a sub-block
+};
+
+// First codes for the scales that are there, and the cost of all.
+static void stock_decide(const struct stock_coder * coder, struct stock_rows * x) {
+    const int32_t * order = x->m->order + x->first;
+    x->cost = lanes_of(0);
+    for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
+        lanes wish[STEPS_PANEL];
+        for (int i = 0; i < STEPS_PANEL; ++i) {
+            wish[i] = x->w[order[k + i]];
+        }
+        ask_earlier(x, k, k + STEPS_PANEL, wish);
+        coder->decide_panel(x, k, k + STEPS_PANEL, wish);
+    }
+}
+
+static void stock_sweep(const struct stock_coder * coder, struct stock_rows * x) {
+    const float  * form = x->m->forms + x->first*x->m->columns;
+    struct panel * p    = x->panel;
+    for (int64_t begin = 0; begin < x->n; begin += SWEEP_PANEL) {
+        take_panel(x, p, begin);
+        memset(p->g, 0, sizeof(p->g));
+        add_matrix(x, form, begin, p->n, x->n, x->e, p->g);
+        coder->descend(x, p);
+        coder->refresh_errors(x, begin, p->n);
+    }
+}
+
+// One matrix of up to LANES rows. src, blocks: of the first, at the matrix' first column; stride, row_size: to the next row.
+static void stock_encode_matrix(const struct stock_coder * coder, struct stock_rows * x, const float * src, int64_t stride, char * blocks,
+                                size_t row_size, int n_rows, int sweeps) {
+    for (int r = 0; r < LANES; ++r) {
+        const int64_t row = r < n_rows ? r : 0; // lanes without one repeat the first
+        coder->load_row(x, r, src + row*stride, blocks + (size_t) row*row_size);
+    }
+    for (int64_t s = 0; s < x->n/coder->sub; ++s) {
+        coder->set_step(x, s);
+    }
+    coder->refresh_errors(x, 0, x->n);
+    memcpy(x->start, x->e, (size_t) x->n*sizeof(lanes));
+    stock_decide(coder, x);
+    for (int i = 0; i < sweeps; ++i) {
+        stock_sweep(coder, x);
+    }
+    const lanes cost = x->cost - lanes_of(x->m->damping)*energy(x);
+    memcpy(x->e, x->start, (size_t) x->n*sizeof(lanes));
+    const lanes_i better = cost_of_errors(x, cost) > cost;
+    for (int r = 0; r < n_rows; ++r) {
+        if (better[r] && is_finite(src + r*stride, x->n)) {
+            coder->store_row(x, r, blocks + (size_t) r*row_size);
+        }
+    }
+}
+
+// All matrices of rows that llama.cpp's encoder has made already. x: with room for the widest matrix.
+static void stock_encode_rows(const struct stock_coder * coder, struct stock_rows * x, enum ggml_type type, const float * src, void * dst,
+                              int64_t n_rows, int sweeps) {
+    const int64_t n_per_row = x->m->n_per_row, columns = x->m->columns;
+    const size_t  row_size  = ggml_row_size(type, n_per_row);
+    for (x->first = 0; x->first < n_per_row; x->first += columns) {
+        x->n = n_per_row - x->first < columns ? n_per_row - x->first : columns;
+        for (int64_t row = 0; row < n_rows; row += LANES) {
+            stock_encode_matrix(coder, x, src + row*n_per_row + x->first, n_per_row,
+                                (char *) dst + (size_t) row*row_size + ggml_row_size(type, x->first), row_size,
+                                (int) (n_rows - row < LANES ? n_rows - row : LANES), sweeps);
+        }
+    }
+}

@@ -51,7 +51,7 @@ static uint8_t code_of(const struct stock_layout * t, const int8_t * table, floa
     return (uint8_t) code;
 }
 
-LANES_INLINE void set_step(struct stock_rows * x, int64_t s) {
+static void set_step(struct stock_rows * x, int64_t s) {
     const bool integers = x->t->scale_high != 0;
     x->step[s] = integers ? x->d[s]*x->scale[s] : x->d[s];
     x->base[s] = !x->t->has_min ? lanes_of(0) : integers ? -(x->dmin[s]*x->min[s]) : x->dmin[s];
@@ -79,20 +79,6 @@ static void decide_panel(struct stock_rows * x, int64_t first_k, int64_t last_k,
         for (int64_t i = k + 1; i < last_k; ++i) {
             wish[i - first_k] += lanes_of(gains[stock_at(x->n, i, k)])*x->fed[k];
         }
-    }
-}
-
-// Codes for the scales that are there, and the cost of all.
-static void decide_codes(struct stock_rows * x) {
-    const int32_t * order = x->m->order + x->first;
-    x->cost = lanes_of(0);
-    for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
-        lanes wish[STEPS_PANEL];
-        for (int i = 0; i < STEPS_PANEL; ++i) {
-            wish[i] = x->w[order[k + i]];
-        }
-        ask_earlier(x, k, k + STEPS_PANEL, wish);
-        decide_panel(x, k, k + STEPS_PANEL, wish);
     }
 }
 
@@ -291,7 +277,6 @@ static void descend_block(struct stock_rows * x, struct panel * p) {
     }
 }
 
-// Errors as they are, without what the steps of a descent added up to.
 static void refresh_errors(struct stock_rows * x, int64_t begin, int64_t n) {
     for (int64_t j = begin; j < begin + n; ++j) {
         const int64_t s = j/x->t->sub;
@@ -299,30 +284,21 @@ static void refresh_errors(struct stock_rows * x, int64_t begin, int64_t n) {
     }
 }
 
-static void sweep(struct stock_rows * x) {
-    const float  * form = x->m->forms + x->first*x->m->columns;
-    struct panel * p    = x->panel;
-    for (int64_t begin = 0; begin < x->n; begin += SWEEP_PANEL) {
-        take_panel(x, p, begin);
-        memset(p->g, 0, sizeof(p->g));
-        add_matrix(x, form, begin, p->n, x->n, x->e, p->g);
-        if (x->t->scale_high != 0) {
-            descend_block(x, p);
-        }
-        for (int round = 0; round < 2; ++round) {
-            if (descend_codes(x, p)) {
-                descend_codes(x, p);
-            }
-            descend_scales(x, p);
-        }
-        descend_codes(x, p);
-        refresh_errors(x, begin, p->n);
+static void descend(struct stock_rows * x, struct panel * p) {
+    if (x->t->scale_high != 0) {
+        descend_block(x, p);
     }
+    for (int round = 0; round < 2; ++round) {
+        if (descend_codes(x, p)) {
+            descend_codes(x, p);
+        }
+        descend_scales(x, p);
+    }
+    descend_codes(x, p);
 }
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-// Blocks of one row into lane r, as llama.cpp's encoder left them.
 static void load_row(struct stock_rows * x, int r, const float * src, char * blocks) {
     const struct stock_layout * t = x->t;
     const size_t size = ggml_type_size(t->type);
@@ -361,31 +337,6 @@ static void store_row(const struct stock_rows * x, int r, char * blocks) {
     }
 }
 
-// One matrix of up to LANES rows. src, blocks: of the first, at the matrix' first column; stride, row_size: to the next row.
-static void encode_matrix(struct stock_rows * x, const float * src, int64_t stride, char * blocks, size_t row_size, int n_rows, int sweeps) {
-    for (int r = 0; r < LANES; ++r) {
-        const int64_t row = r < n_rows ? r : 0; // lanes without one repeat the first
-        load_row(x, r, src + row*stride, blocks + (size_t) row*row_size);
-    }
-    for (int64_t s = 0; s < x->n/x->t->sub; ++s) {
-        set_step(x, s);
-    }
-    refresh_errors(x, 0, x->n);
-    memcpy(x->start, x->e, (size_t) x->n*sizeof(lanes));
-    decide_codes(x);
-    for (int i = 0; i < sweeps; ++i) {
-        sweep(x);
-    }
-    const lanes cost = x->cost - lanes_of(x->m->damping)*energy(x);
-    memcpy(x->e, x->start, (size_t) x->n*sizeof(lanes));
-    const lanes_i better = cost_of_errors(x, cost) > cost;
-    for (int r = 0; r < n_rows; ++r) {
-        if (better[r] && is_finite(src + r*stride, x->n)) {
-            store_row(x, r, blocks + (size_t) r*row_size);
-        }
-    }
-}
-
 // Room for the rows' part of the widest matrix. False if memory is out.
 static bool rows_init(struct stock_rows * x, const struct stock_layout * t, const struct stock_metric * m) {
     const int64_t n = m->columns, n_sub = n/t->sub;
@@ -404,25 +355,23 @@ static bool rows_init(struct stock_rows * x, const struct stock_layout * t, cons
     return room != NULL && x->panel != NULL;
 }
 
-bool stock_has(enum ggml_type type) {
-    return stock_layout(type) != NULL;
+int stock_columns(enum ggml_type type) {
+    return stock_layout(type) ? 1 : stock_codebook_columns(type);
 }
 
-void stock_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, int64_t n_per_row, const float * importance,
-                  const struct stock_metric * m, int sweeps) {
+void stock_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, const float * importance, const struct stock_metric * m,
+                  int sweeps) {
     const struct stock_layout * t = stock_layout(type);
-    const size_t size = ggml_type_size(type), row_size = ggml_row_size(type, n_per_row);
     struct stock_rows x;
-    ggml_quantize_chunk(type, src, dst, 0, n_rows, n_per_row, importance);
+    if (t == NULL) {
+        stock_codebook_encode(type, src, dst, n_rows, importance, m, sweeps);
+        return;
+    }
+    const struct stock_coder coder = {load_row, store_row, set_step, refresh_errors, decide_panel, descend, t->sub};
     const bool good = rows_init(&x, t, m);
     GGML_ASSERT(good);
-    for (x.first = 0; x.first < n_per_row; x.first += m->columns) {
-        x.n = n_per_row - x.first < m->columns ? n_per_row - x.first : m->columns;
-        for (int64_t row = 0; row < n_rows; row += LANES) {
-            encode_matrix(&x, src + row*n_per_row + x.first, n_per_row, (char *) dst + (size_t) row*row_size + x.first/t->block*size,
-                          row_size, (int) (n_rows - row < LANES ? n_rows - row : LANES), sweeps);
-        }
-    }
+    ggml_quantize_chunk(type, src, dst, 0, n_rows, m->n_per_row, importance);
+    stock_encode_rows(&coder, &x, type, src, dst, n_rows, sweeps);
     free(x.w);
     free(x.panel);
 }

@@ -27,17 +27,14 @@ static inline int64_t stock_at(int64_t n, int64_t i, int64_t j) {
 struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, int together, bool * positive);
 void stock_metric_free(struct stock_metric * m);
 
-// Whether stock_encode() knows a type: one of scalars.
-bool stock_has(enum ggml_type type);
+// Columns that a decision about a type is of, which an order holds together: 1 of scalar types; 0 for types without such an encoder.
+int stock_columns(enum ggml_type type);
+int stock_codebook_columns(enum ggml_type type); // of those with codebooks alone
 
 // Rows by llama.cpp's encoder, as ggml_quantize_chunk() takes them, then with better codes and scales under the moments. Of each
-// matrix a row keeps what has the smaller error under them, without damping. sweeps: over the matrix after the first codes.
-void stock_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, int64_t n_per_row, const float * importance,
-                  const struct stock_metric * m, int sweeps);
-
-// The same for types of codebooks. Their columns that a decision is about, which an order holds together; 0 for other types.
-int stock_codebook_columns(enum ggml_type type);
-
-// importance: NULL for the mean squares of the moments.
-void stock_codebook_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, int64_t n_per_row, const float * importance,
+// matrix a row keeps what has the smaller error under them, without damping. importance: NULL is the mean squares of the moments for
+// types with codebooks; sweeps: over the matrix after the first codes.
+void stock_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, const float * importance, const struct stock_metric * m,
+                  int sweeps);
+void stock_codebook_encode(enum ggml_type type, const float * src, void * dst, int64_t n_rows, const float * importance,
                            const struct stock_metric * m, int sweeps);

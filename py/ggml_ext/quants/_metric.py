@@ -164,8 +164,8 @@ def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
     return y
 
 
-def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated: bool) -> np.ndarray:
-    """The damped and rotated matrix in the order of steps, float64 (n, n)."""
+def load_damped(triangle: np.ndarray, n: int, damping: float) -> np.ndarray:
+    """Moments scaled to a mean diagonal of 1 and damped, float64 (n, n); load_moments(). ValueError for values that no sum has."""
     a = np.zeros((n, n))
     a[np.tril_indices(n)] = triangle
     if not np.isfinite(a).all() or (np.diag(a) < 0).any():
@@ -175,7 +175,12 @@ def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated
     diagonal = np.arange(n)
     a[diagonal, diagonal] += damping * mean
     a /= mean
-    a += np.tril(a, -1).T
+    return a + np.tril(a, -1).T
+
+
+def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated: bool) -> np.ndarray:
+    """The damped and rotated matrix in the order of steps, float64 (n, n)."""
+    a = load_damped(triangle, n, damping)
     signs = SIGNS[:block_size].astype(np.float64)
     for _ in range(2):
         blocks = a.reshape(n, -1, block_size)

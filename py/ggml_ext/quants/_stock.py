@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from . import HALF_MAX
-from ._metric import MOMENTS_COLUMNS
+from ._metric import MOMENTS_COLUMNS, load_damped
 
 T = GGMLQuantizationType
 SWEEP_PANEL, SCALE_STEPS = 256, 2
@@ -144,15 +144,7 @@ def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, dampin
 
 
 def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) -> Matrix:
-    a = np.zeros((n, n))
-    a[np.tril_indices(n)] = triangle
-    if not np.isfinite(a).all() or (np.diag(a) < 0).any():
-        raise ValueError("moments are not finite, or a diagonal is negative")
-    trace = np.cumsum(np.diag(a))[-1]
-    mean = trace / n if trace > 0 else 1.0
-    a[np.arange(n), np.arange(n)] += float(damping) * mean
-    a /= mean
-    a += np.tril(a, -1).T
+    a = load_damped(triangle, n, float(damping))
     order = np.argsort(-np.diag(a), kind="stable")
     form = a.astype(np.float32)
     a = form[np.ix_(order, order)].astype(np.float64)
