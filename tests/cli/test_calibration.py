@@ -96,6 +96,7 @@ def test_progress(folder):
     assert "calibration: 100%" in err and "100/100" in err and "chunk/s" in err
 
 
+@pytest.mark.slow
 def test_of_another_text_model_or_number_of_chunks(folder, tmp_path):
     folder.run()
     for i, flags in enumerate((["--imatrix-from", folder.text], ["--calibration-chunks", "7"], []), 2):
@@ -111,6 +112,7 @@ def test_of_another_text_model_or_number_of_chunks(folder, tmp_path):
     assert folder.fields()["ggml_ext.calibration"] == "built-in"
 
 
+@pytest.mark.slow
 def test_more_than_asked_for_serves(folder, monkeypatch, lib):
     Spy(monkeypatch, lib)
     folder.run("--importance", "block", type_name="itq3_t")
@@ -240,6 +242,7 @@ def in_a_thread(main, *args) -> int:
     return codes[0]
 
 
+@pytest.mark.slow
 def test_the_programs_run_in_any_thread(folder, tmp_path):
     """With a calibration, which starts a program: the same bytes, and signals stay as they are."""
     folder.run()
@@ -304,6 +307,7 @@ def memory_for(folder, n_layers: float) -> str:
     return repr((folder.model.stat().st_size + n_layers * LAYER_BYTES) / GIB)
 
 
+@pytest.mark.slow
 def test_passes_over_layers(folder, monkeypatch, lib):
     """Each as long as fits; finished ones are kept over a failure and used again; all layers get whole matrices."""
     spy = Spy(monkeypatch, lib)

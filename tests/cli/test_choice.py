@@ -101,6 +101,7 @@ def bits_in_all(path):
     return 8 * sum(t.n_bytes for t in tensors) / sum(t.n_elements for t in tensors)
 
 
+@pytest.mark.slow
 def test_sensitivities_are_measured_and_types_follow_them(fresh):
     folder = fresh
     out, _ = folder.run("--target-bpw", "4", "--report", folder.path / "report.json")

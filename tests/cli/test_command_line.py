@@ -198,6 +198,7 @@ def test_the_folder_of_the_libraries_is_printed_as_it_is(tmp_path, lib, locale):
     assert out == os.fsencode(link) + b"\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows removes no folder that is in use")
 def test_a_current_folder_that_was_removed(source):
     """Whole paths work; a relative one is an error that says why."""

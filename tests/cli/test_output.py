@@ -670,6 +670,7 @@ def test_parts_hold_what_the_whole_file_holds(split_model):
         assert [found[k].types[0].name for k in sorted(keys)] == ["UINT16", "UINT16", "INT32"]
 
 
+@pytest.mark.slow
 def test_parts_with_tensors_of_another_type_are_no_larger(lib, tmp_path, capsys):
     """Weights below what ITQ3_T's scales reach become IQ4_NL, and a whole part has such."""
     source = write_gguf(tmp_path / "in.gguf", {f"blk.{i}.ffn_up.weight": 1e-8 * gaussian(512, 256, seed=i) for i in range(24)}, "F32")
@@ -684,6 +685,7 @@ def test_parts_with_tensors_of_another_type_are_no_larger(lib, tmp_path, capsys)
     assert max(found["replaced"]) <= 1_000_000
 
 
+@pytest.mark.slow
 def test_llama_cpp_loads_the_parts(split_model, tmp_path):
     """Its loader names the parts itself; perplexities of one chunk are the same to the last digit."""
     found = []
@@ -765,6 +767,7 @@ def peak_memory(*args) -> int:
     return int(result.stdout) * (1 if sys.platform == "darwin" else 1024)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(lib, tmp_path):
     """Rows of a 70B model's widest matrices, sparse: from 29 to 117 million weights (58 to 235 MB) it takes no more memory,
     and 70B do not either (scripts/tools/quantize_cost.py)."""

@@ -324,6 +324,7 @@ def llama_quantize(source, output, *flags):
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--pure"]], ids=lambda f: " ".join(f) or "default")
 def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
     theirs = llama_quantize(model, tmp_path / "theirs.gguf", *flags)

@@ -84,6 +84,7 @@ def test_llama_cpp_is_kept_where_it_is_better(lib, name):
     assert 0 < same.sum() < len(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_the_same_bytes_in_any_calls(lib, name):
     n, qtype = 512, int(T[name])

@@ -59,6 +59,7 @@ def loaded_bytes(folder: Path, text: str, level: str) -> bytes:
     return bytes((ctypes.c_ubyte * 64).in_dll(dll, "captured"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["-O2", "-O3"])
 def test_the_whole_tile_configuration_is_stored(tmp_path, level):
     text = SOURCE.read_text()

@@ -168,6 +168,11 @@ def add_importance_options(add: Callable) -> None:
         type=float,
         help=f"limit for calibration, model and moments; default {MEMORY_SHARE:.0%} of what is available".replace("%", "%%"),
     )
+    add(
+        "--propagate",
+        action="store_true",
+        help="quantize the layers in order, each matrix for the inputs that those before it leave, so that it makes up for their errors",
+    )
 
 
 def add_encoder_options(add: Callable) -> None:

@@ -290,15 +290,21 @@ class Codec:
         weights = self.weights(rows, tensor, first_row, target)
         if target == tensor.type:
             return rows, Accuracy()
+        return self.encode_rows(weights, tensor, first_row, target, guide)
+
+    def encode_rows(
+        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
+    ) -> tuple[np.ndarray, Accuracy]:
+        """float32 (n_rows, n_per_row) to the target type, and how far that is from them. The first is row first_row of the tensor."""
         parts = [
             self.encode(weights[part], target, guide.importances(expert), guide.codebook, guide.metric(expert))
-            for part, expert in guide.slices(tensor, first_row, len(rows))
+            for part, expert in guide.slices(tensor, first_row, len(weights))
         ]
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
         accuracy = guide.measure(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]))
         if not accuracy.is_finite:
             raise UserError(
-                f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(rows) - 1:,} are not finite as "
+                f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(weights) - 1:,} are not finite as "
                 f"{target.name.lower()}: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
             )
         return data, accuracy

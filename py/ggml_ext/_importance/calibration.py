@@ -48,7 +48,8 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 @dataclass(frozen=True)
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
-    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB."""
+    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB;
+    propagates: inputs are collected behind quantized layers."""
 
     imatrix: Path | None = None
     text: Path | None = None
@@ -56,6 +57,7 @@ class Wanted:
     runs_model: bool = True
     n_chunks: int | None = None
     memory: float | None = None
+    propagates: bool = False
 
     def check(self) -> None:
         """UserError naming the flag."""
@@ -68,8 +70,22 @@ class Wanted:
         for flag, is_given in (("imatrix", self.imatrix is not None), ("no-calibration", not self.runs_model)):
             if is_given and self.text is not None:
                 raise UserError(f"--{flag} and --imatrix-from: pass one of them")
+        if self.propagates:
+            self._check_propagates()
         if self.kind == "none" and (given := self.imatrix or self.text):
             raise UserError(f"--importance none: {given} would not be used; leave one of them out")
+
+
+    def _check_propagates(self) -> None:
+        if self.imatrix is not None:
+            raise UserError(
+                f"--propagate: collects the inputs itself, behind quantized layers, and {self.imatrix} holds those of the model as it is: "
+                "pass the text that it was made from with --imatrix-from, and leave --imatrix out"
+            )
+        if not self.runs_model:
+            raise UserError("--propagate and --no-calibration: pass one of them; the former runs the model")
+        if self.kind in ("none", "diagonal"):
+            raise UserError(f"--propagate: needs second moments: pass --importance block or full, not {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -308,13 +324,13 @@ def prepare(
             f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some"
         )
         return Importance()
-    run = _make_run(wanted, file, folder or Path(), n_threads, find_tool("llama-imatrix"))
+    run = make_run(wanted, file, folder or Path(), n_threads, find_tool("llama-imatrix"))
     run = replace(run, kind=_choose_kind(wanted, run, uses, n_types, console))
     return run if folder is None else open_importance(calibrate(run, console), run.kind, run.text_name)
 
 
-def _make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, program: Path) -> Calibration:
-    """A calibration whose kind is still to be chosen."""
+def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, program: Path) -> Calibration:
+    """A calibration whose kind is still to be chosen. UserError for a text that does not serve."""
     text, text_name = (TEXT, BUILT_IN) if wanted.text is None else (wanted.text, wanted.text.name)
     n_bytes = check_text(text)
     model = Model.read(file)

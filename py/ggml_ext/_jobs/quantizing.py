@@ -31,6 +31,8 @@ from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
 from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, metric_of, plan_importance
 from .._plan.sizes import possible_sizes, tensor_sizes
+from .._propagation.estimate import make_propagation
+from .._propagation.propagation import Propagation, Run
 from .._report.card import Card, describe_importance
 from .._report.records import tensor_record, totals_record
 from .._report.tables import error_warnings, summary, tensor_lines
@@ -66,7 +68,7 @@ class Opened:
 @dataclass(frozen=True)
 class Decided:
     """What is to be written. codec: None where nothing is encoded; described: a line about the importance; chosen: what a target led
-    to; options: those that decide the bytes, of which --fallback-above may change types later."""
+    to; options: those that decide the bytes, of which --fallback-above may change types later; run: of --propagate."""
 
     plan: Plan
     choices: Choices
@@ -75,6 +77,7 @@ class Decided:
     described: str
     chosen: choice.Chosen | None = None
     options: str = ""
+    run: Run | None = None
 
 
 def quantize(settings: Settings, console: Console) -> Result:
@@ -85,7 +88,7 @@ def quantize(settings: Settings, console: Console) -> Result:
         tell_plan(decided.plan, console)
         if opened.output is None:
             return tell_dry_run(settings, decided, console)
-        job = make_job(settings, opened, decided, console)
+        job = make_job(settings, opened, decided, console, stack)
         written = job.write(console)
         return finish(settings, decided, job, written, console)
 
@@ -134,7 +137,13 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
         decided = Decided(plan, choices, codec, *find_importance(settings, opened, plan, console))
     if codec is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
-    return replace(decided, options=describe_options(settings.asked, decided.choices, plan))
+    run = None
+    if settings.importance.propagates:
+        run = make_propagation(settings.importance, opened.file, plan, opened.taken.out and opened.taken.out.parent, settings.n_threads)
+        if settings.target is None:
+            importance = Importance(run.kind, calibration=run.text_name)
+            decided = replace(decided, importance=importance, described=f"{run.kind}, behind quantized layers ({run.text_name} text)")
+    return replace(decided, options=describe_options(settings.asked, decided.choices, plan), run=run)
 
 
 def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, console: Console) -> Decided:
@@ -165,6 +174,10 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
 def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Console) -> tuple[Importance, str]:
     """What is known of the inputs, matched with the plan, and a line about it. A dry run calibrates nothing."""
     wanted, target, folder = settings.importance, settings.target, None if opened.output is None else opened.taken.out.parent
+    if wanted.propagates and target is None:
+        plan.importance |= {t.name for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and t.name.startswith("blk.")}
+        plan_importance(plan, None)
+        return Importance(), "behind quantized layers"
     n_types = len({m for q in target.types if (m := metric_of(q))}) if target else 0
     found = calibration.prepare(wanted, opened.file, plan, folder, settings.n_threads, n_types, console)
     if isinstance(found, calibration.Calibration):
@@ -229,11 +242,18 @@ def list_epsilons(
     return out
 
 
-def make_job(settings: Settings, opened: Opened, decided: Decided, console: Console) -> Job:
+def make_job(settings: Settings, opened: Opened, decided: Decided, console: Console, stack: contextlib.ExitStack) -> Job:
     """Ready to be written."""
     file, output, plan, choices = opened.file, opened.output, decided.plan, decided.choices
     planned, options = list(plan.types), decided.options
-    conversion = Conversion(file, plan, decided.codec, decided.importance, settings.n_threads, choices.fallback_above)
+    propagation = None
+    if decided.run is not None:
+        console.note(decided.run.described)
+        made = Propagation(decided.run, file, plan, decided.codec, settings.n_threads, decided.importance.warnings.append)
+        propagation = stack.enter_context(made)
+    conversion = Conversion(
+        file, plan, decided.codec, decided.importance, settings.n_threads, choices.fallback_above, propagation
+    )
 
     def headers(accuracies: list[Accuracy] | None) -> list[bytes]:
         epsilons = list_epsilons(file, plan, planned, accuracies)

@@ -60,6 +60,7 @@ class QuantizeOptions:
     no_calibration: bool = False
     calibration_chunks: int | None = None
     memory: float | None = None
+    propagate: bool = False
     itq3_levels: int = 8
     ditto_codebook: str = CODEBOOKS[0]
     effort: str = "normal"
@@ -132,11 +133,14 @@ class Settings:
         parse_file_type(asked, target)
         encoder = Encoder(asked.encoder, asked.itq3_levels, asked.ditto_codebook, asked.effort)
         encoder.check()
+        if asked.fallback_above is not None and asked.propagate:
+            raise UserError("--propagate and --fallback-above: pass one of them")
         if asked.fallback_above is not None and not 1 <= asked.fallback_above < float("inf"):
             raise UserError(f"--fallback-above: got {asked.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
         n_threads = check_threads(asked.threads)
         importance = Wanted(
-            asked.imatrix, asked.imatrix_from, asked.importance, not asked.no_calibration, asked.calibration_chunks, asked.memory
+            asked.imatrix, asked.imatrix_from, asked.importance, not asked.no_calibration, asked.calibration_chunks, asked.memory,
+            asked.propagate,
         )
         importance.check()
         output = OutputWanted(
@@ -205,7 +209,7 @@ def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan) -> st
     if asked.fallback_above is not None:
         options.append(f"fallback-above={asked.fallback_above:g}")
     options += [
-        flag for flag in ("pure", "stock", "leave-output-tensor", "allow-requantize") if getattr(asked, flag.replace("-", "_"))
+        flag for flag in ("pure", "stock", "leave-output-tensor", "allow-requantize", "propagate") if getattr(asked, flag.replace("-", "_"))
     ]
     for flag in ("token-embedding-type", "output-tensor-type", "target-types"):
         if value := getattr(asked, flag.replace("-", "_")):

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from .._base.signals import held_signals
 
@@ -21,7 +22,7 @@ def run_heard(
     """Exit code and output of a program. heard() gets all of the output so far whenever there is more; the program never outlives
     this call."""
     log = bytearray()
-    with _started(command, folder, env, subprocess.PIPE) as process:
+    with started(command, folder, env, subprocess.DEVNULL, subprocess.STDOUT) as process:
         while True:
             # a signal that comes just before a read is handled after it, and the program may say nothing for long
             if not select.select([process.stdout], [], [], PATIENCE)[0]:
@@ -38,7 +39,7 @@ def run_logged(command: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output of a program, which never outlives this call. The output goes through a file: into a pipe
     llama-perplexity sometimes loses its last lines."""
     with tempfile.TemporaryFile() as log:
-        with _started(command, folder, None, log) as process:
+        with started(command, folder, None, subprocess.DEVNULL, subprocess.STDOUT, log) as process:
             while (code := process.poll()) is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(PATIENCE)
@@ -47,14 +48,15 @@ def run_logged(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _started(command: list[str], folder: Path, env: dict[str, str] | None, output) -> Iterator[subprocess.Popen]:
-    """A program, ended if it has not ended by itself."""
+def started(
+    command: list[str], folder: Path, env: dict[str, str] | None, stdin: int, stderr: int | IO, stdout: int | IO = subprocess.PIPE
+) -> Iterator[subprocess.Popen]:
+    """A program, ended if it has not ended by itself. stdin, stderr, stdout: as subprocess takes them; pipes are not buffered."""
     # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
     with contextlib.ExitStack() as held:
         held.enter_context(held_signals())  # one that came while the program starts would leave it running
         process = subprocess.Popen(
-            command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
-            start_new_session=True,
+            command, cwd=folder, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True,
         )
         try:
             held.close()
@@ -67,8 +69,9 @@ def _started(command: list[str], folder: Path, env: dict[str, str] | None, outpu
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
 
 def last_error(log: str) -> str:

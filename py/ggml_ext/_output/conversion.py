@@ -14,6 +14,7 @@ from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, uint32_value
 from .._formats.split import SPLIT_KEYS
 from .._importance.importance import Importance
 from .._plan.plan import Plan
+from .._propagation.propagation import Propagation
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 IMPORTANCE_KEYS = (
@@ -28,7 +29,7 @@ WAY_OUT = "pass --quiet if nobody reads it"
 @dataclass(frozen=True)
 class Conversion:
     """A model and what becomes of it. fallback_above: errors above so many times a type's usual one make a tensor be stored in the
-    type's fallback; None: never."""
+    type's fallback; None: never. propagation: what makes the matrices of the layers, if they make up for the errors before them."""
 
     file: GGUFFile
     plan: Plan
@@ -36,6 +37,7 @@ class Conversion:
     importance: Importance
     n_threads: int
     fallback_above: float | None = None
+    propagation: Propagation | None = None
 
     def made_from(self, **more) -> dict:
         """What the bytes of the output depend on, by name, for Output.begin(). more: what the program's options add."""
@@ -47,6 +49,7 @@ class Conversion:
             "version": [__version__, "numpy" if self.codec.lib is None else fingerprint(self.codec.lib.path)],
             "input": [identity(part.path, header_bytes(part)) for part in self.file.parts],
             "importance": [self.importance.kind, [identity(p) for p in self.importance.paths()]],
+            **({} if self.propagation is None else {"propagation": self.propagation.run.made_from()}),
             **more,
         }
 

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from .._base.errors import UserError
 from .._base.files import LOCK_ATTEMPTS, NO_SPACE, allocated, give_name, hidden, is_plain_file, open_file
 from .._base.json import is_number, parse_json
@@ -273,6 +275,17 @@ class Output:
         return not left and digest.hexdigest() == found.sha256
 
     # --- tensors ---
+
+    def data_of(self, tensor: int) -> np.ndarray | None:
+        """uint8 data of a finished tensor, or None."""
+        if tensor >= len(self.finished):
+            return None
+        n, before = self._part_of(tensor), self.finished[:tensor]
+        part, found = self.parts[n], self.finished[tensor]
+        offset = self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in before[part.first :])
+        with self._errors(), open(part.partial, "rb") as f:
+            f.seek(offset)
+            return np.frombuffer(f.read(found.n_bytes), np.uint8)
 
     def _open_part(self, n: int) -> None:
         if n == self._part:

@@ -39,17 +39,19 @@ def write_tensors(
     with console.bar(title, plan.n_elements(), "w", is_scaled=True, done=n_done) as bar:
         writer = _Writer(output, conversion, pool, bar)
         try:
+            if conversion.propagation and len(output.finished) < len(plan.tensors):
+                conversion.propagation.start(output.data_of, bar)
             for i in range(len(output.finished), len(plan.tensors)):
                 began, n_warnings = time.monotonic(), len(importance.warnings)
                 tensor, target = plan.tensors[i], plan.types[i]
                 begun(i)
                 output.start(i)
-                accuracy = writer.write(tensor, target)
+                accuracy = writer.write(i)
                 if limit is not None and target != tensor.type and accuracy.exceeds_usual(target, limit):
                     plan.replace_inaccurate(i)
                     bar.update(-tensor.n_elements)
                     output.start(i)  # the fallback is the longer type
-                    accuracy = writer.write(tensor, plan.types[i])
+                    accuracy = writer.write(i)
                 output.finish(plan.types[i].name, accuracy, time.monotonic() - began, importance.warnings[n_warnings:])
                 ended(i)
         finally:
@@ -66,8 +68,15 @@ class _Writer:
     pool: ThreadPoolExecutor
     bar: Bar
 
-    def write(self, tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
-        """All rows of a tensor in a type."""
+    def write(self, i: int) -> Accuracy:
+        """All rows of a tensor in its type of the plan."""
+        if self.of.propagation and self.of.propagation.covers(i):
+            encoded = self.of.propagation.take(i)
+            self.output.write(encoded.data)
+            return encoded.accuracy
+        return self._convert(self.of.plan.tensors[i], self.of.plan.types[i])
+
+    def _convert(self, tensor: Tensor, target: GGMLQuantizationType) -> Accuracy:
         file, codec, importance = self.of.file, self.of.codec, self.of.importance
         guide = importance.guide(tensor) if tensor.name in self.of.plan.importance else Guide()
         guide = importance.with_metrics(guide, tensor, target, codec)

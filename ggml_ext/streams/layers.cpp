@@ -1,0 +1,209 @@
+#include "layers.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+#include "ggml-backend.h"
+#include "ggml-impl.h"
+
+namespace ggml_ext {
+
+static bool is_weight(const ggml_tensor * t) {
+    return t->op == GGML_OP_NONE && t->buffer && ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+bool layered_graph::refuse(const char * format, ...) {
+    char    text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof(text), format, args);
+    va_end(args);
+    reason = text;
+    return false;
+}
+
+int layered_graph::position(const ggml_tensor * t) const {
+    const auto at = positions.find(t);
+    return at == positions.end() ? -1 : at->second;
+}
+
+bool layered_graph::read(ggml_cgraph * from, int n_layers) {
+    graph = from;
+    std::vector<ggml_tensor *> ends(n_layers);
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        ggml_tensor * node = graph->nodes[i];
+        positions[node]    = i;
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            users[node->src[j]].push_back(node);
+        }
+        int n = 0, length = 0;
+        if (sscanf(node->name, "l_out-%d%n", &n, &length) == 1 && !node->name[length] && n < n_layers) {
+            ends[n] = node;
+        }
+    }
+    for (int k = 0; k <= n_layers; ++k) {
+        layer of;
+        of.start = k ? ends[k - 1] : nullptr;
+        of.end   = k < n_layers ? ends[k] : nullptr;
+        if (k < n_layers && !of.end) {
+            return refuse("its graph has no tensor l_out-%d, which others have behind layer %d", k, k);
+        }
+        if (of.end && (of.end->type != GGML_TYPE_F32 || of.end->view_src || !ggml_is_contiguous(of.end))) {
+            return refuse("l_out-%d is no tensor of its own in F32", k);
+        }
+        of.first = of.start ? position(of.start) + 1 : 0;
+        of.last  = of.end ? position(of.end) + 1 : graph->n_nodes;
+        if (of.last < of.first) {
+            return refuse("l_out-%d comes before l_out-%d", k, k - 1);
+        }
+        found.push_back(of);
+    }
+    for (int k = 0; k <= n_layers; ++k) {
+        std::set<int> nodes;
+        if (!needs(k, found[k].last, nodes)) {
+            return false;
+        }
+        find_products(found[k]);
+    }
+    return true;
+}
+
+// All nodes of layer k before `last`, writes to the cache among them, and what those need of the nodes before the layer.
+bool layered_graph::needs(int k, int last, std::set<int> & nodes) {
+    const layer &    of = found[k];
+    std::vector<int> open;
+    for (int i = of.first; i < last; ++i) {
+        nodes.insert(i);
+        open.push_back(i);
+    }
+    while (!open.empty()) {
+        const ggml_tensor * node = graph->nodes[open.back()];
+        open.pop_back();
+        for (int j = 0; j <= GGML_MAX_SRC; ++j) {
+            ggml_tensor * src = j < GGML_MAX_SRC ? node->src[j] : node->view_src;
+            if (!src || src == of.start) {
+                continue;
+            }
+            int n = 0;
+            if ((sscanf(src->name, "cache_k_l%d", &n) == 1 || sscanf(src->name, "cache_v_l%d", &n) == 1) && n != k) {
+                return refuse("layer %d attends to the keys of layer %d", k, n);
+            }
+            const int at = position(src);
+            if (at < 0 || nodes.count(at)) {
+                continue;
+            }
+            if (k > 0 && (src->op == GGML_OP_MUL_MAT || src->op == GGML_OP_MUL_MAT_ID) && is_weight(src->src[0])) {
+                return refuse("layer %d needs the product with %s of an earlier one", k, src->src[0]->name);
+            }
+            nodes.insert(at);
+            open.push_back(at);
+        }
+    }
+    return true;
+}
+
+void layered_graph::find_products(layer & of) {
+    for (int i = of.first; i < of.last; ++i) {
+        ggml_tensor * node    = graph->nodes[i];
+        const bool    experts = node->op == GGML_OP_MUL_MAT_ID;
+        if ((node->op != GGML_OP_MUL_MAT && !experts) || !is_weight(node->src[0]) || node->src[1]->type != GGML_TYPE_F32 ||
+            node->src[1]->nb[0] != sizeof(float) || (!experts && node->src[0]->ne[2] * node->src[0]->ne[3] != 1)) {
+            continue;
+        }
+        ggml_tensor * ids  = experts ? node->src[2] : nullptr;
+        const auto    same = [&](const group & g) { return g.x == node->src[1] && g.ids == ids; };
+        auto          g    = std::find_if(of.groups.begin(), of.groups.end(), same);
+        if (g == of.groups.end()) {
+            g = of.groups.insert(g, { node->src[1], ids, {} });
+        }
+        product p;
+        p.node = node;
+        if (!experts) {
+            find_residual(p, of, g->x);
+        }
+        g->products.push_back(p);
+    }
+}
+
+// Follows a product to the sum that it is a part of: through biases, factors, and the rows that are asked for, which are all.
+void layered_graph::find_residual(product & p, const layer & of, const ggml_tensor * x) {
+    const ggml_tensor * at = p.node;
+    float               scale = 1.0f;
+    for (auto next = users.find(at); next != users.end() && next->second.size() == 1; next = users.find(at)) {
+        const ggml_tensor * user = next->second[0];
+        if (user->op == GGML_OP_SCALE && ggml_get_op_params_f32(user, 1) == 0.0f) {
+            scale *= ggml_get_op_params_f32(user, 0);
+        } else if (user->op == GGML_OP_ADD) {
+            ggml_tensor * other = user->src[user->src[0] == at ? 1 : 0];
+            if (!is_weight(other)) {
+                while (other->op == GGML_OP_GET_ROWS && position(other->src[1]) < 0 && !is_weight(other->src[0])) {
+                    other = other->src[0];
+                }
+                const bool is_before = other == of.start || (position(other) >= 0 && position(other) < position(x));
+                if (is_before && ggml_is_contiguous(other) && other->type == GGML_TYPE_F32 && other->ne[0] == p.node->ne[0] && scale) {
+                    p.residual = other;
+                    p.scale    = scale;
+                }
+                return;
+            }
+        } else if (user->op != GGML_OP_RESHAPE && !(user->op == GGML_OP_GET_ROWS && user->src[0] == at && position(user->src[1]) < 0)) {
+            return;
+        }
+        at = user;
+    }
+}
+
+std::vector<const ggml_tensor *> layered_graph::embeddings() const {
+    std::vector<const ggml_tensor *> out;
+    for (int i = 0; i < found[0].last; ++i) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (node->op == GGML_OP_GET_ROWS && is_weight(node->src[0])) {
+            out.push_back(node->src[0]);
+        }
+    }
+    return out;
+}
+
+bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights) {
+    std::set<int> nodes;
+    int           last = 0;
+    for (const ggml_tensor * t : targets) {
+        last = std::max(last, position(t) + 1);
+    }
+    if (k >= 0 && !needs(k, last, nodes)) {
+        return false;
+    }
+    for (ggml_tensor * t : targets) {
+        ggml_set_output(t); // memory of its own, which nothing else takes
+        if (t->view_src) {
+            ggml_set_output(t->view_src);
+        }
+    }
+    int n = 0;
+    for (const int i : nodes) {
+        ggml_tensor * node = graph->nodes[n++] = graph->nodes[i];
+        if (node->src[0]) {
+            const auto other = weights.find(node->src[0]->name);
+            if (other != weights.end() && is_weight(node->src[0])) {
+                node->src[0] = other->second;
+            }
+        }
+    }
+    graph->n_nodes = n;
+    for (int i = 0; i < graph->n_leafs; ++i) { // some have no user any more, from which the scheduler would know where they belong
+        if (!graph->leafs[i]->buffer && !graph->leafs[i]->view_src) {
+            ggml_set_input(graph->leafs[i]);
+        }
+    }
+    if (ggml_tensor * start = k > 0 ? found[k].start : nullptr) {
+        start->op = GGML_OP_NONE;
+        std::fill(start->src, start->src + GGML_MAX_SRC, nullptr);
+        ggml_set_input(start);
+        graph->leafs[graph->n_leafs++] = start;
+    }
+    return true;
+}
+
+} // namespace ggml_ext

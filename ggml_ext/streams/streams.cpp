@@ -1,0 +1,431 @@
+// The inputs of a model's weight matrices, of two streams through its layers: that of the model as it is, and that behind matrices which
+// have been replaced by quantized ones so far. What py/ggml_ext/_native/streams.py asks for, line by line:
+//
+//   exchange FILE BYTES   where arrays are put: a file that is mapped by both sides
+//   layer N               the streams are before layer N; matrices replaced in layers before are forgotten
+//   set NAME TYPE FILE    the matrix NAME behind which the second stream goes on has these bytes
+//   inputs G C LAST       arrays of chunk C at the products of group G of the layer (described at the start): input of the first stream,
+//                         then of the second; of experts the ids, both; residual of each product that has one, both. LAST 1: the first
+//                         stream goes on behind the layer in the same pass
+//   advance C             both streams of chunk C, or the second after LAST, go on behind the layer; the answer has the energy of the first
+//                         there and that of the difference, without the first token, whose energy is of another order
+//
+// An answer is a line of JSON, with what is wrong {"error": "..."}. The first one describes the model.
+//
+// Use: ggml-ext-streams -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]
+// -o: the streams lie in this file, which has no name any more once it is open; without it in memory.
+
+#include "layers.h"
+#include "llama-graph-cut.h"
+
+#include "arg.h"
+#include "common.h"
+#include "ggml-cpp.h"
+#include "llama.h"
+#include "log.h"
+
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <strings.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+using json = nlohmann::ordered_json;
+
+namespace {
+
+[[noreturn]] void fail(const std::string & what) {
+    throw std::runtime_error(what);
+}
+
+// Memory of the process, or of a file.
+class mapping {
+public:
+    mapping() = default;
+    mapping(const std::string & path, size_t n_bytes, bool remove) : n_bytes(n_bytes) {
+        int fd = -1;
+        if (!path.empty()) {
+            fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+            if (fd < 0) {
+                fail("cannot open " + path + ": " + strerror(errno));
+            }
+            if (remove) {
+                unlink(path.c_str());
+            }
+            if (const int error = posix_fallocate(fd, 0, (off_t) n_bytes)) {
+                close(fd);
+                fail("no room for " + std::to_string(n_bytes >> 20) + " MiB in " + path + ": " + strerror(error));
+            }
+        }
+        at = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+        if (fd >= 0) {
+            close(fd);
+        }
+        if (at == MAP_FAILED) {
+            at = nullptr;
+            fail("no memory for " + std::to_string(n_bytes >> 20) + " MiB");
+        }
+    }
+    mapping(const mapping &) = delete;
+    mapping & operator=(mapping && other) noexcept {
+        std::swap(at, other.at);
+        std::swap(n_bytes, other.n_bytes);
+        return *this;
+    }
+    ~mapping() {
+        if (at) {
+            munmap(at, n_bytes);
+        }
+    }
+
+    char * data() const { return (char *) at; }
+    size_t size() const { return n_bytes; }
+
+private:
+    void * at = nullptr;
+    size_t n_bytes = 0;
+};
+
+// A quantized matrix in place of one of the model's, on the same device.
+struct replacement {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buffer;
+    ggml_tensor *           tensor = nullptr;
+    int                     layer = 0;
+
+    replacement(const ggml_tensor * original, ggml_type type, const std::string & path, int layer) : layer(layer) {
+        ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+        tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
+        ggml_set_name(tensor, original->name);
+        ggml_backend_buffer_type_t kind = ggml_backend_buffer_get_type(original->buffer);
+        kind = ggml_backend_buft_is_host(kind) ? ggml_backend_cpu_buffer_type() : kind; // not the file's memory
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), kind));
+        if (!buffer) {
+            fail(std::string("no memory for ") + original->name);
+        }
+        ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        std::ifstream file(path, std::ios::binary);
+        std::vector<char> data(ggml_nbytes(tensor));
+        if (!file.read(data.data(), (std::streamsize) data.size())) {
+            fail(path + " is shorter than " + original->name);
+        }
+        ggml_backend_tensor_set(tensor, data.data(), 0, data.size());
+    }
+};
+
+class streams {
+public:
+    streams(llama_context * ctx, std::vector<llama_token> tokens, int n_context, int n_chunks, const std::string & file)
+        : ctx(ctx), tokens(std::move(tokens)), n_context(n_context), n_chunks(n_chunks) {
+        ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return on_graph(graph); });
+        run(0, -1); // a graph of no nodes: to be described
+        if (!wrong.empty()) {
+            return;
+        }
+        for (auto & s : stream) {
+            s = mapping(file, (size_t) n_chunks * chunk_bytes, true);
+        }
+    }
+    ~streams() { ggml_ext_set_graph_cut({}); }
+
+    json describe() const {
+        return wrong.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "stream", n_stream }, { "layers", description } }
+                             : json{ { "error", wrong } };
+    }
+
+    json answer(std::istringstream & line) {
+        std::string what, name, type, path;
+        size_t      n = 0;
+        int         a = 0, b = 0, c = 0;
+        line >> what;
+        if (what == "exchange" && line >> n >> std::ws && std::getline(line, path)) {
+            exchange = mapping(path, n, false);
+        } else if (what == "layer" && line >> a) {
+            layer    = a;
+            is_ahead = false;
+            for (auto it = replaced.begin(); it != replaced.end();) {
+                it = it->second->layer < layer && it->second->layer >= 0 ? replaced.erase(it) : std::next(it);
+            }
+        } else if (what == "set" && line >> name >> type >> std::ws && std::getline(line, path)) {
+            set(name, type, path);
+        } else if (what == "inputs" && line >> a >> b >> c) {
+            inputs(a, b, c != 0);
+        } else if (what == "advance" && line >> a) {
+            for (int s = is_ahead ? 1 : 0; s < 2; ++s) {
+                wanted = [](const ggml_ext::layer & l) { return std::vector<ggml_tensor *>{ l.end }; };
+                run(a, s);
+                keep(a, s);
+            }
+            return compare(a);
+        } else {
+            fail("what is this: " + line.str());
+        }
+        return json::object();
+    }
+
+private:
+    void set(const std::string & name, const std::string & type, const std::string & path) {
+        const auto matrix = matrices.find(name);
+        ggml_type  id     = GGML_TYPE_COUNT;
+        for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
+            const char * of = ggml_type_name((ggml_type) i); // q4_K, as no command line has it
+            id = of && strcasecmp(type.c_str(), of) == 0 ? (ggml_type) i : id;
+        }
+        if (matrix == matrices.end() || id == GGML_TYPE_COUNT) {
+            fail("no matrix " + name + ", or no type " + type);
+        }
+        replaced[name] = std::make_unique<replacement>(matrix->second, id, path, layer_of.at(name));
+    }
+
+    // Runs a chunk through what is wanted of the layer; s: 0 the model as it is, 1 behind replaced matrices, -1 nothing.
+    void run(int chunk, int s) {
+        which = s;
+        at    = chunk;
+        llama_memory_clear(llama_get_memory(ctx), true);
+        llama_batch batch = llama_batch_init(n_context, 0, 1);
+        const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(ctx));
+        for (int i = 0; i < n_context; ++i) {
+            const bool first = i == 0 && llama_vocab_get_add_bos(vocab); // as llama-imatrix begins its chunks
+            batch.token[i]     = first ? llama_vocab_bos(vocab) : tokens[(size_t) chunk * n_context + i];
+            batch.pos[i]       = i;
+            batch.n_seq_id[i]  = 1;
+            batch.seq_id[i][0] = 0;
+            batch.logits[i]    = true;
+        }
+        batch.n_tokens = n_context;
+        const int code = llama_decode(ctx, batch);
+        llama_batch_free(batch);
+        if (code) {
+            fail("llama_decode: " + std::to_string(code));
+        }
+        llama_synchronize(ctx);
+        if (!wrong.empty() && s >= 0) {
+            fail(wrong);
+        }
+    }
+
+    std::function<void()> on_graph(ggml_cgraph * graph) {
+        parts = {};
+        if (!parts.read(graph, llama_model_n_layer(llama_get_model(ctx)))) {
+            wrong = parts.why();
+            parts.cut(-1, {}, {});
+            return [] {};
+        }
+        if (which < 0) {
+            learn();
+            parts.cut(-1, {}, {});
+            return [] {};
+        }
+        std::map<std::string, ggml_tensor *> weights;
+        if (which == 1) {
+            for (const auto & r : replaced) {
+                weights[r.first] = r.second->tensor;
+            }
+        }
+        const ggml_ext::layer & of = parts.layers()[layer];
+        if (!parts.cut(layer, wanted(of), weights)) {
+            wrong = parts.why();
+        }
+        return [this, start = of.start] {
+            if (start) {
+                ggml_backend_tensor_set(start, place(which, at), 0, chunk_bytes);
+            }
+        };
+    }
+
+    char * place(int s, int chunk) const { return stream[s].data() + (size_t) chunk * chunk_bytes; }
+
+    void learn() {
+        description = json::array();
+        for (size_t k = 0; k < parts.layers().size(); ++k) {
+            json groups = json::array();
+            for (const auto & g : parts.layers()[k].groups) {
+                json products = json::array();
+                for (const auto & p : g.products) {
+                    const ggml_tensor * w = p.node->src[0];
+                    matrices[w->name]     = w;
+                    layer_of[w->name]     = (int) k;
+                    products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
+                }
+                groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
+                                   { "experts", g.ids ? g.products[0].node->src[0]->ne[2] : 0 }, { "products", products } });
+            }
+            description.push_back(groups);
+        }
+        const ggml_tensor * end = parts.layers()[0].end;
+        n_stream    = ggml_nelements(end) / n_context;
+        chunk_bytes = ggml_nbytes(end);
+        // token embeddings, which the second stream begins with
+        for (int k = 0; k < (int) parts.embeddings().size(); ++k) {
+            const ggml_tensor * w = parts.embeddings()[k];
+            matrices.emplace(w->name, w);
+            layer_of[w->name] = -1;
+        }
+    }
+
+    void inputs(int g, int chunk, bool last) {
+        is_ahead    = last;
+        char * to   = exchange.data();
+        size_t left = exchange.size();
+        std::vector<std::vector<char>> of[2];
+        for (int s = 0; s < 2; ++s) {
+            wanted = [&](const ggml_ext::layer & l) {
+                std::vector<ggml_tensor *> targets;
+                each_array(l.groups.at(g), [&](ggml_tensor * t) { targets.push_back(t); });
+                if (last && s == 0 && l.end) {
+                    targets.push_back(l.end);
+                }
+                return targets;
+            };
+            run(chunk, s);
+            each_array(parts.layers()[layer].groups.at(g), [&](ggml_tensor * t) { of[s].push_back(rows_of(t)); });
+            if (last && s == 0 && parts.layers()[layer].end) {
+                keep(chunk, 0);
+            }
+        }
+        for (size_t i = 0; i < of[0].size(); ++i) {
+            for (const auto & arrays : of) {
+                if (arrays[i].size() > left) {
+                    fail("the exchange is too small");
+                }
+                memcpy(to, arrays[i].data(), arrays[i].size());
+                to += arrays[i].size();
+                left -= arrays[i].size();
+            }
+        }
+    }
+
+    template <class F> static void each_array(const ggml_ext::group & g, const F & f) {
+        f(g.x);
+        if (g.ids) {
+            f(g.ids);
+        }
+        for (const auto & p : g.products) {
+            if (p.residual) {
+                f(p.residual);
+            }
+        }
+    }
+
+    // Values of a tensor of 4 bytes each, without the gaps between its rows.
+    static std::vector<char> rows_of(const ggml_tensor * t) {
+        std::vector<char> data(ggml_nbytes(t)), out;
+        ggml_backend_tensor_get(t, data.data(), 0, data.size());
+        if (ggml_is_contiguous(t)) {
+            return data;
+        }
+        for (int64_t i3 = 0; i3 < t->ne[3]; ++i3) {
+            for (int64_t i2 = 0; i2 < t->ne[2]; ++i2) {
+                for (int64_t i1 = 0; i1 < t->ne[1]; ++i1) {
+                    const char * row = data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+                    out.insert(out.end(), row, row + t->ne[0] * ggml_type_size(t->type));
+                }
+            }
+        }
+        return out;
+    }
+
+    void keep(int chunk, int s) {
+        float * to = (float *) place(s, chunk);
+        ggml_backend_tensor_get(parts.layers()[layer].end, to, 0, chunk_bytes);
+        for (size_t i = 0; i < chunk_bytes / sizeof(float); ++i) {
+            if (!std::isfinite(to[i])) {
+                fail("the stream behind layer " + std::to_string(layer) + " of the " + (s ? "quantized" : "original") +
+                     " model is not finite");
+            }
+        }
+    }
+
+    json compare(int chunk) const {
+        double energy = 0, difference = 0;
+        for (size_t i = n_stream; i < chunk_bytes / sizeof(float); ++i) {
+            const double x = ((const float *) place(0, chunk))[i], d = x - ((const float *) place(1, chunk))[i];
+            energy += x * x;
+            difference += d * d;
+        }
+        return { { "energy", energy }, { "difference", difference } };
+    }
+
+    llama_context *          ctx;
+    std::vector<llama_token> tokens;
+    int                      n_context, n_chunks, layer = 0, which = -1, at = 0;
+    bool                     is_ahead = false; // the first stream, of all chunks
+    int64_t                  n_stream = 0;
+    size_t                   chunk_bytes = 0;
+    mapping                  stream[2], exchange;
+    json                     description;
+    std::string              wrong;
+    ggml_ext::layered_graph  parts; // of the last run
+    std::function<std::vector<ggml_tensor *>(const ggml_ext::layer &)> wanted;
+
+    std::map<std::string, const ggml_tensor *>          matrices;
+    std::map<std::string, int>                          layer_of;
+    std::map<std::string, std::unique_ptr<replacement>> replaced;
+};
+
+void print_usage(int, char ** argv) {
+    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]\n\na part of ggml-ext-quantize --propagate\n", argv[0]);
+}
+
+// Answers go to where the program's output did; what libraries print goes to the log.
+FILE * take_output() {
+    FILE * out = fdopen(dup(STDOUT_FILENO), "w");
+    dup2(STDERR_FILENO, STDOUT_FILENO);
+    return out;
+}
+
+void say(FILE * out, const json & answer) {
+    fprintf(out, "%s\n", answer.dump().c_str());
+    fflush(out);
+}
+
+} // namespace
+
+int main(int argc, char ** argv) {
+    FILE * out = take_output();
+    common_params params;
+    params.n_ctx  = 512;
+    params.escape = false;
+    common_init();
+    if (!common_params_parse(argc, argv, params, LLAMA_EXAMPLE_IMATRIX, print_usage)) {
+        return 1;
+    }
+    params.n_batch = params.n_ubatch = params.n_ctx; // a chunk is one graph
+    params.n_parallel = 1;
+    params.warmup     = false;
+    llama_backend_init();
+    llama_numa_init(params.numa);
+    auto init = common_init_from_params(params);
+    if (!init->model() || !init->context()) {
+        return 1;
+    }
+    try {
+        const std::vector<llama_token> tokens = common_tokenize(init->context(), params.prompt, true, params.parse_special);
+        int n_chunks = (int) tokens.size() / params.n_ctx;
+        n_chunks     = params.n_chunks > 0 ? std::min(n_chunks, params.n_chunks) : n_chunks;
+        streams both(init->context(), tokens, params.n_ctx, n_chunks, params.out_file);
+        say(out, both.describe());
+        for (std::string line; std::getline(std::cin, line);) {
+            try {
+                std::istringstream words(line);
+                say(out, both.answer(words));
+            } catch (const std::exception & e) {
+                say(out, { { "error", e.what() } });
+            }
+        }
+    } catch (const std::exception & e) {
+        say(out, { { "error", e.what() } });
+        return 1;
+    }
+    llama_backend_free();
+    return 0;
+}

@@ -1,0 +1,1 @@
+"""Quantizing behind quantized layers: each matrix makes up for the errors before it."""

@@ -1,0 +1,219 @@
+"""Matrices in the order of the graph: each is encoded for the inputs that the matrices before it leave, and makes up for their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from .._base.console import Bar
+from .._base.errors import UserError
+from .._base.files import fingerprint
+from .._base.threads import map_in_order
+from .._encode.accuracy import Accuracy
+from .._encode.codec import Codec, Guide, PerExpert
+from .._encode.targets import correction
+from .._formats.chunks import row_chunks
+from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.moments import TensorMoments, token_warnings
+from .._native.streams import Group, Streams
+from .._plan.plan import IMATRIX_TYPES, Plan, metric_of, uses_metric
+from .._plan.rules import TOKEN_EMBD
+from .sums import Sums
+
+TEMPORARY = ".propagation-"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A finished matrix."""
+
+    data: np.ndarray  # uint8 (n_rows, row_bytes)
+    accuracy: Accuracy
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be run. command: of ggml-ext-streams; kind: of second moments, "block" or "full"; text: what it calibrates with, whose
+    name for people text_name is; folder: for temporary files; described: what it costs."""
+
+    command: tuple[str, ...]
+    kind: str
+    text: Path
+    text_name: str
+    n_chunks: int
+    folder: Path
+    described: str
+
+    def made_from(self) -> list:
+        """What the bytes depend on."""
+        return [self.kind, fingerprint(self.text), self.n_chunks]
+
+
+@dataclass
+class Propagation:
+    """The layers of a model, quantized one after the other. As a context it ends what it started."""
+
+    run: Run
+    file: GGUFFile
+    plan: Plan
+    codec: Codec
+    n_threads: int
+    warn: Callable[[str], None]
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _layer: int = 0  # the next
+    _done: dict[int, Encoded] = field(default_factory=dict)  # that nobody has taken
+    _tokens: dict[str, TensorMoments] = field(default_factory=dict)  # without their values
+    errors: list[float] = field(default_factory=list)  # of the stream behind each layer, as Streams.advance() gives them
+
+    def __post_init__(self) -> None:
+        self._index = {t.name: i for i, t in enumerate(self.plan.tensors)}
+
+    def __enter__(self) -> Propagation:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stack.close()
+
+    def index(self, name: str) -> int | None:
+        """Of a tensor that is to be quantized, or None."""
+        i = self._index.get(name)
+        return i if i is not None and self.plan.types[i] != self.plan.tensors[i].type else None
+
+    def start(self, finished: Callable[[int], np.ndarray | None], bar: Bar) -> None:
+        """Starts the program. finished: bytes of tensors that an earlier run made, or None. UserError where the model has no layers, or a
+        matrix that must have importances is not in one."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.run.folder))).resolve()
+        self._finished, self._bar = finished, bar
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
+        self._streams = self._stack.enter_context(Streams([*self.run.command, "-o", str(folder / "streams")], folder))
+        self._reached = {p.weight for groups in self._streams.layers for g in groups for p in g.products} | {TOKEN_EMBD}
+        for tensor, target in zip(self.plan.tensors, self.plan.types, strict=True):
+            if target in IMATRIX_TYPES and tensor.type != target and tensor.name not in self._reached:
+                raise UserError(
+                    f"--propagate: tensor {tensor.name}: {target.name.lower()} needs an importance matrix, and its input is not known; "
+                    "leave out --propagate"
+                )
+        if (i := self.index(TOKEN_EMBD)) is not None:
+            self._begin_with(i)
+
+    def _begin_with(self, i: int) -> None:
+        """Token embeddings, whose inputs are none."""
+        data, tensor, target = self._finished(i), self.plan.tensors[i], self.plan.types[i]
+        if data is None:
+            self._done[i] = self._encode(tensor, target, self._weights(tensor, target), Guide())
+            data = self._done[i].data
+        self._streams.replace(tensor.name, target.name, data)
+
+    def covers(self, i: int) -> bool:
+        """Whether a tensor's bytes are made here."""
+        return self.index(self.plan.tensors[i].name) is not None and self.plan.tensors[i].name in self._reached
+
+    def take(self, i: int) -> Encoded:
+        """The bytes of a tensor: those of its layer and of all before are made for it."""
+        while i not in self._done:
+            self._next_layer()
+        return self._done.pop(i)
+
+    def _wanted(self, group: Group) -> list[int]:
+        found = [self.index(p.weight) for p in group.products if p.weight != TOKEN_EMBD]
+        return [i for i in found if i is not None]
+
+    def _next_layer(self) -> None:
+        streams, k = self._streams, self._layer
+        groups = streams.layers[k]
+        streams.enter_layer(k)
+        wanted = [self._wanted(g) for g in groups]
+        before = {i: self._finished(i) for of_group in wanted for i in of_group}
+        if before and all(data is not None for data in before.values()):
+            for i, data in before.items():
+                streams.replace(self.plan.tensors[i].name, self.plan.types[i].name, data)
+        else:
+            last = max((g for g, of_group in enumerate(wanted) if of_group), default=-1)
+            for g, of_group in enumerate(wanted):
+                if of_group:
+                    self._encode_group(k, g, of_group, g == last)
+        if k + 1 < len(streams.layers):  # behind the last there is no stream
+            self.errors.append(streams.advance())
+        self._layer += 1
+        if self._layer == len(streams.layers) - 1 and self._tokens:
+            for line in token_warnings(self._tokens):
+                self.warn(line)
+
+    def _encode_group(self, k: int, g: int, wanted: list[int], is_last: bool) -> None:
+        streams, group = self._streams, self._streams.layers[k][g]
+        sums = Sums(group)
+        for chunk in range(streams.n_chunks):
+            sums.add(streams.inputs(k, g, chunk, is_last), self._pool)
+        scales = {p.weight: p.scale for p in group.products}
+        moments = sums.moments(f"--propagate: layer {k}", self.run.kind)
+        self._tokens |= {self.plan.tensors[i].name: replace(moments, stored=np.empty(0)) for i in wanted}
+        importance = importances(sums)
+        metrics: dict[tuple, PerExpert] = {}
+        for i in wanted:
+            tensor, target = self.plan.tensors[i], self.plan.types[i]
+            guide = Guide(importance, None, moments, PerExpert(moments.triangles))
+            if uses_metric(target):
+                key = metric_of(target)
+                if key not in metrics:
+                    metrics[key] = PerExpert(self._metric_maker(tensor, target, guide))
+                guide = replace(guide, metrics=metrics[key])
+            weights = self._targets(tensor, target, sums, scales[tensor.name])
+            self._done[i] = self._encode(tensor, target, weights, guide)
+            streams.replace(tensor.name, target.name, self._done[i].data)
+
+    def _metric_maker(self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide) -> Callable:
+        return lambda expert: self.codec.metric(tensor, target, guide, expert, self.warn)
+
+    def _weights(self, tensor: Tensor, target: GGMLQuantizationType) -> np.ndarray:
+        """As the model has them, float32 (n_rows, n_per_row)."""
+        chunks = row_chunks(tensor)
+        weights = np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
+        self.file.release(tensor, tensor.n_rows)
+        return weights
+
+    def _targets(self, tensor: Tensor, target: GGMLQuantizationType, sums: Sums, scale: float) -> np.ndarray:
+        """float32 (n_rows, n_per_row). UserError where they are not finite."""
+        weights = self._weights(tensor, target)
+        n_rows = tensor.n_rows // len(sums.h)
+
+        def add(expert: int) -> None:
+            part = weights[expert * n_rows : (expert + 1) * n_rows]
+            r = sums.r[tensor.name] / np.float32(scale) if tensor.name in sums.r else None
+            part += correction(part, *sums.of_expert(expert), r)
+
+        try:
+            list(self._pool.map(add, range(len(sums.h))))
+        except np.linalg.LinAlgError as e:
+            raise UserError(f"--propagate: tensor {tensor.name}: the second moments of its inputs cannot be inverted: {e}; leave out --propagate") from e
+        if not np.isfinite(weights).all():
+            raise UserError(f"--propagate: tensor {tensor.name}: no finite weights make up for the errors before it; leave out --propagate")
+        return weights
+
+    def _encode(self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide) -> Encoded:
+        if self.codec.needs_codebook(tensor, target):
+            guide = replace(guide, codebook=self.codec.codebook([(0, weights)], tensor, guide))
+
+        def encode(chunk: tuple[int, int]):
+            first, n_rows = chunk
+            return chunk, self.codec.encode_rows(weights[first : first + n_rows], tensor, first, target, guide)
+
+        parts, accuracy = [], Accuracy()
+        for (_, n_rows), (data, of_chunk) in map_in_order(self._pool, encode, row_chunks(tensor), 2 * self.n_threads):
+            parts.append(data)
+            accuracy += of_chunk
+            self._bar.update(n_rows * tensor.ne[0])
+        return Encoded(np.concatenate(parts), accuracy)
+
+
+def importances(sums: Sums) -> np.ndarray:
+    """Mean squares of the inputs, float32 (matrices, columns), of experts without tokens those of all."""
+    squares = np.einsum("eii->ei", sums.h) / np.maximum(sums.counts, 1)[:, None]
+    squares[sums.counts == 0] = squares.mean(axis=0) if len(squares) > 1 else 1
+    return np.maximum(squares, np.finfo(np.float32).tiny).astype(np.float32)

@@ -1,0 +1,85 @@
+"""Sums over tokens of the products of inputs, which targets are made from."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._formats.moments import TensorMoments, packed_size
+from .._native.streams import Arrays, Group
+
+PANEL = 256  # columns whose sums one thread computes; bytes do not depend on how many there are
+
+
+@dataclass
+class Sums:
+    """Of a group, by matrix: H, D float32 (matrices, columns, columns) and R float32 (rows, columns), as targets.py names them, times
+    tokens. counts: of these."""
+
+    group: Group
+    h: np.ndarray = field(init=False)
+    d: np.ndarray = field(init=False)
+    r: dict[str, np.ndarray] = field(init=False)
+    counts: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        n, columns = max(1, self.group.experts), self.group.columns
+        self.h, self.d = (np.zeros((n, columns, columns), np.float32) for _ in range(2))
+        self.r = {p.weight: np.zeros((p.rows, columns), np.float32) for p in self.group.products if p.scale}
+        self.counts = np.zeros(n, np.float32)
+
+    @staticmethod
+    def n_bytes(group: Group) -> int:
+        values = 2 * max(1, group.experts) * group.columns + sum(p.rows for p in group.products if p.scale)
+        return 4 * group.columns * values
+
+    def add(self, arrays: Arrays, pool: ThreadPoolExecutor) -> None:
+        """A chunk."""
+        if self.group.experts:
+            for expert in range(self.group.experts):
+                self._add(expert, *self._routed(arrays, expert), {}, pool)
+            return
+        missing = {name: r - r_made for name, (r, r_made) in arrays.residuals.items()}
+        self._add(0, arrays.x[0] - arrays.x[1], arrays.x[1], missing, pool)
+
+    def _routed(self, arrays: Arrays, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """x - x^ and x^ of the tokens that an expert gets in the model that is made. Where the original model sends one elsewhere, and
+        each expert has an input of its own, there is no x to compare with, and the difference is 0."""
+        n_tokens, used = arrays.ids[1].shape
+        token, slot = np.nonzero(arrays.ids[1] == expert)
+        x, made = (a.reshape(n_tokens, -1, self.group.columns) for a in arrays.x)
+        if x.shape[1] == 1:  # all experts of a token have the same input
+            return x[token, 0] - made[token, 0], made[token, 0]
+        there = arrays.ids[0][token] == expert  # (tokens of the expert, used)
+        difference = x[token, there.argmax(axis=1)] - made[token, slot]
+        return np.where(there.any(axis=1)[:, None], difference, 0), made[token, slot]
+
+    def _add(self, i: int, missing: np.ndarray, x: np.ndarray, residuals: dict[str, np.ndarray], pool: ThreadPoolExecutor) -> None:
+        jobs = [(self.h[i], x), (self.d[i], missing), *((self.r[name], rest) for name, rest in residuals.items())]
+
+        def panel(job: tuple[np.ndarray, np.ndarray, int]) -> None:
+            total, left, first = job
+            total[first : first + PANEL] += left[:, first : first + PANEL].T @ x
+
+        list(pool.map(panel, [(total, left, first) for total, left in jobs for first in range(0, len(total), PANEL)]))
+        self.counts[i] += len(x)
+
+    def moments(self, where: str, kind: str) -> TensorMoments:
+        """H as the encoders take it."""
+        columns = self.group.columns
+        packed = np.empty((len(self.h), packed_size(columns, True)), np.float32)
+        for i in range(columns):
+            packed[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2] = self.h[:, i, : i + 1]
+        return TensorMoments(where, kind, columns, self.counts, packed, stored_whole=True, is_fitted=True)
+
+    def of_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """H and D of a matrix, blended with the mean of all as in TensorMoments where its tokens are fewer than its columns."""
+        tokens, columns = float(self.counts[expert]), self.group.columns
+        if len(self.h) == 1 or tokens >= columns:
+            return self.h[expert], self.d[expert]
+        share = tokens / (tokens + columns)
+        own = share / max(tokens, 1)
+        rest = (1 - share) / max(float(self.counts.sum()), 1)
+        return tuple(own * a[expert] + rest * a.sum(axis=0) for a in (self.h, self.d))

@@ -1,0 +1,49 @@
+"""Small models of llama.cpp's architectures with random weights, as its test-llama-archs makes them, with a vocabulary of characters."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import gguf
+
+from helpers.native import BUILD, built
+
+BASE = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127)), "\u2581"]
+ARRAY = gguf.GGUFValueType.ARRAY
+
+
+def make(architecture: str, folder: Path) -> list[Path]:
+    """Models of an architecture, or of all ("all"), made in a folder; those without token embeddings are left out."""
+    raw = folder / "raw"
+    raw.mkdir()
+    chosen = [] if architecture == "all" else ["-a", architecture]
+    subprocess.run([built(BUILD, "test-llama-archs"), *chosen, "-o", f"{raw}/"], check=True, capture_output=True, timeout=300)
+    return [with_vocabulary(path, folder / path.name) for path in sorted(raw.glob("*.gguf")) if has_embeddings(path)]
+
+
+def has_embeddings(path: Path) -> bool:
+    return any(t.name == "token_embd.weight" for t in gguf.GGUFReader(path).tensors)
+
+
+def with_vocabulary(source: Path, out: Path) -> Path:
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        is_empty = not field.types or (field.types[0] == ARRAY and len(field.types) < 2)
+        if not is_empty and not name.startswith(("GGUF.", "tokenizer.")) and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[1] if field.types[0] == ARRAY else None)
+    n = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*BASE, *(f"token{i}" for i in range(len(BASE), n))][:n])
+    writer.add_token_scores([0.0] * n)
+    writer.add_token_types([2, 3, 3, *[1] * (n - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out

@@ -1,0 +1,252 @@
+"""Quantizing behind quantized layers: the streams against llama-imatrix, the bytes, and one clear line for what is wrong."""
+
+import os
+import random
+import signal
+import string
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import gguf
+import numpy as np
+import pytest
+
+import ggml_ext
+import synth_model
+from ggml_ext._base.errors import UserError
+from ggml_ext._native.streams import Streams
+from ggml_ext._propagation import propagation
+from ggml_ext._propagation.sums import Sums
+from helpers import architectures
+from helpers.commands import quantize, quantize_command, tool
+from helpers.models import ROOT, read_tensors
+
+HELDOUT = ROOT / "data" / "heldout.txt"
+# of the tree's architectures, those whose graphs have another form; a mixture of experts, a state-space model, layers in parallel, norms
+# behind the products, compressed keys
+CUT = ("gemma2", "gptneox", "command-r", "deepseek2", "mamba", "falcon-h1", "granitemoe", "qwen3moe")
+# Why the others are refused.
+NOT_CUT = {"deepseek4": "no tensor l_out-0", "nemotron_h": "no tensor l_out-0", "nemotron_h_moe": "no tensor l_out-0", "plamo2": "no tensor l_out-0",
+           "qwen4exp": "no tensor l_out-0", "hrm_text": "needs the product with blk.0.ffn_down.weight of an earlier one",
+           "hy_v4": "attends to the keys of layer 0"}
+# Sums of squares of two programs: each float32, of products of which each has an error of some units of the last place, in another order.
+SAME = 1e-4
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text("".join(random.Random(1).choices(string.ascii_lowercase + " ", k=600)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(HELDOUT.read_bytes()[-9000:])
+    return path
+
+
+def sums_of_squares(model, text, context, folder) -> dict[str, np.ndarray]:
+    """By weight matrix, of llama-imatrix."""
+    out = folder / "imatrix.gguf"
+    command = [tool("llama-imatrix"), "-m", model, "-f", text, "-c", context, "-b", context, "-t", 2, "--process-output", "-o", out]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True, timeout=300)
+    return {n.removesuffix(".in_sum2"): t.data.reshape(-1, t.shape[0]) for n, t in read_tensors(out).items() if n.endswith(".in_sum2")}
+
+
+def streams(model, text, context, folder) -> Streams:
+    command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", context, "-b", context, "-t", 2]
+    return Streams(list(map(str, command)), folder)
+
+
+def check_streams(model, text, context, folder) -> None:
+    """All inputs are those of whole graphs, and nothing differs between two streams of one model."""
+    wanted, n_compared = sums_of_squares(model, text, context, folder), 0
+    with streams(model, text, context, folder) as both, ThreadPoolExecutor(2) as pool:
+        for k, groups in enumerate(both.layers):
+            both.enter_layer(k)
+            for g, group in enumerate(groups):
+                sums = Sums(group)
+                for chunk in range(both.n_chunks):
+                    sums.add(both.inputs(k, g, chunk, g == len(groups) - 1), pool)
+                assert not sums.d.any() and not any(r.any() for r in sums.r.values())
+                found = np.einsum("eii->ei", sums.h)
+                for product in group.products:
+                    if product.weight not in wanted:  # of embeddings that serve as the output matrix, too
+                        assert product.weight == "token_embd.weight"
+                        continue
+                    n_compared += 1
+                    exact = wanted[product.weight]
+                    assert np.abs(found - exact).max() <= SAME * exact.max(), product.weight
+            if k + 1 < len(both.layers):
+                assert both.advance() == 0
+    assert n_compared >= len(both.layers)
+
+
+@pytest.mark.parametrize("architecture", CUT)
+def test_graphs_are_cut_at_their_layers(architecture, letters, tmp_path):
+    for model in architectures.make(architecture, tmp_path):
+        check_streams(model, letters, 128, tmp_path)
+
+
+def name_of(path) -> str:
+    return path.stem.rpartition("-")[0]
+
+
+@pytest.mark.nightly
+def test_all_architectures(letters, tmp_path):
+    found = {}
+    for model in architectures.make("all", tmp_path):
+        if name_of(model) == "glm5-next":
+            continue  # which ends llama-imatrix
+        try:
+            check_streams(model, letters, 128, tmp_path)
+        except UserError as e:
+            found[name_of(model)] = str(e)
+    assert found.keys() == NOT_CUT.keys() and all(NOT_CUT[name] in line for name, line in found.items()), found
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny-experts", "tiny-ragged"])
+def small(request, tmp_path_factory, lib):
+    """A synthetic model of two layers whose experts differ."""
+    path = tmp_path_factory.mktemp("model") / f"{request.param}.gguf"
+    synth_model.write_model("f16", path, request.param, 2)
+    return path
+
+
+def propagated(model, out, text, **options):
+    return ggml_ext.quantize_model(
+        model, out, **{"type": "itq2_t", "effort": "fast", "threads": 2, "propagate": True, "imatrix_from": text, "force": True, **options}
+    )
+
+
+def test_the_second_stream_is_that_of_the_file(small, text, tmp_path, monkeypatch):
+    """What each matrix was encoded for is what it meets in the file: the products before it are those with the file's matrices."""
+    seen = {}
+
+    def record(sums):
+        seen.update({p.weight: np.einsum("eii->ei", sums.h) for p in sums.group.products})
+        return importances(sums)
+
+    importances = propagation.importances
+    monkeypatch.setattr(propagation, "importances", record)
+    out = tmp_path / "out.gguf"
+    propagated(small, out, text)
+    wanted = sums_of_squares(out, text, 512, tmp_path)
+    assert len(seen) == 2 * 7 + 1 - ("output.weight" not in read_tensors(out))
+    for name, found in seen.items():
+        assert np.abs(found - wanted[name]).max() <= SAME * wanted[name].max(), name
+
+
+def test_same_bytes_on_any_number_of_threads(small, text, tmp_path):
+    for n_threads in (1, 2, 3):
+        propagated(small, tmp_path / f"{n_threads}.gguf", text, threads=n_threads)
+    assert len({(tmp_path / f"{n}.gguf").read_bytes() for n in (1, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("options", [{"type": "q3_k_s"}, {"type": "iq2_xxs"}, {"type": "q4_k", "importance": "block"}, {"encoder": "numpy", "token_embedding_type": "q8_0", "output_tensor_type": "q8_0"},
+                                     {"type": "ditto3", "ditto_codebook": "tensor"}, {"split_max_size": "1M"}])
+def test_other_types_and_options(options, text, tmp_path, lib):
+    model = tmp_path / "model.gguf"
+    synth_model.write_model("f16", model, "tiny", 2)
+    result = propagated(model, tmp_path / "out.gguf", text, **options)
+    assert all(path.is_file() for path in result.paths)
+
+
+def test_errors_are_made_up_for(model, text, tmp_path, monkeypatch, lib):
+    """Of the last layer's stream, with targets and without."""
+    errors = []
+    for strength in (1, 0):
+        monkeypatch.setattr(propagation, "correction", lambda *args, s=strength: s * CORRECTION(*args))
+        monkeypatch.setattr(propagation.Propagation, "__exit__", lambda self, *_: (errors.append(self.errors[-1]), self._stack.close()))
+        propagated(model, tmp_path / "out.gguf", text)
+    assert errors[0] < 0.8 * errors[1]
+
+
+CORRECTION = propagation.correction
+
+
+def test_a_stopped_run_goes_on(small, text, tmp_path):
+    wanted, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    arguments = ["--type", "itq2_t", "--effort", "best", "-t", "2", "--propagate", "--imatrix-from", text]
+    assert quantize(small, wanted, *arguments).returncode == 0
+    done = subprocess.Popen(quantize_command(small, out, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    journal, until = tmp_path / ".out.gguf.partial.json", time.monotonic() + 120
+    while time.monotonic() < until and not (journal.is_file() and journal.read_bytes().count(b"\n") > 8):
+        time.sleep(0.02)
+    done.send_signal(signal.SIGTERM)
+    done.wait(60)
+    assert done.returncode and not out.exists() and not list(tmp_path.glob(".propagation-*"))
+    again = quantize(small, out, *arguments)
+    assert again.returncode == 0 and "going on after" in again.stderr
+    assert out.read_bytes() == wanted.read_bytes()
+
+
+# --- what is wrong ---
+
+
+@pytest.mark.parametrize(("flags", "parts"), [
+    (["--imatrix", "FILE"], ["--imatrix", "behind quantized layers", "--imatrix-from"]),
+    (["--no-calibration"], ["--propagate and --no-calibration"]),
+    (["--importance", "diagonal"], ["--propagate", "second moments", "diagonal"]),
+    (["--fallback-above", "3"], ["--propagate and --fallback-above"]),
+])
+def test_bad_options(flags, parts, model, text, tmp_path):
+    flags = [str(text) if f == "FILE" else f for f in flags]
+    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", *flags)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and all(p in done.stderr.splitlines()[0] for p in parts), done.stderr
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def fails(model, out, text, *flags, env=None) -> str:
+    """The one error line of a run that leaves nothing."""
+    command = quantize_command(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "-q", *flags)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    assert done.returncode == 1 and not out.exists() and not list(out.parent.glob(".*")), done.stderr
+    (line,) = (text for text in done.stderr.splitlines() if text.startswith("error: "))
+    return line
+
+
+def test_a_graph_without_layers(letters, tmp_path, lib):
+    (model,) = architectures.make("hrm_text", tmp_path)
+    text = tmp_path / "long.txt"
+    text.write_text(letters.read_text() * 3)
+    out = tmp_path / "out" / "model.gguf"
+    out.parent.mkdir()
+    assert "hrm_text" not in fails(model, out, text) and "layer 3 needs the product with blk.0.ffn_down.weight" in fails(model, out, text)
+
+
+def test_a_stream_that_is_not_finite(text, tmp_path, lib):
+    model, out = tmp_path / "model.gguf", tmp_path / "out" / "model.gguf"
+    out.parent.mkdir()
+    synth_model.write_model("f16", model, "tiny", 3)
+    reader = gguf.GGUFReader(model, "r+")
+    norm = next(t for t in reader.tensors if t.name == "blk.1.attn_norm.weight")
+    norm.data[:] = 3e38  # finite, and its products are not
+    reader.data.flush()
+    line = fails(model, out, text)
+    assert "blk.1.attn_q.weight" in line and "no finite weights" in line
+
+
+def test_too_few_tokens_are_a_warning(model, text, tmp_path, lib):
+    result = propagated(model, tmp_path / "out.gguf", text, calibration_chunks=2, importance="full")
+    assert [w for w in result.warnings if "tokens" in w and "columns" in w]
+
+
+def test_without_the_program(model, text, tmp_path, lib, monkeypatch):
+    monkeypatch.setenv("GGML_EXT_LIB_DIR", str(tmp_path))
+    for name in os.listdir(tool("llama-imatrix").parent):
+        if "streams" not in name:
+            (tmp_path / name).symlink_to(tool("llama-imatrix").parent / name)
+    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "ggml-ext-streams" in done.stderr.splitlines()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of /dev/full's kind there is one in Linux alone")
+def test_a_full_disk(model, text, tmp_path):
+    command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", "512", "-b", "512", "-o", "/dev/full"]
+    with pytest.raises(UserError, match="no room for .* MiB in /dev/full"), Streams(list(map(str, command)), tmp_path):
+        pass

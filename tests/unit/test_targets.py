@@ -1,0 +1,108 @@
+"""Weights that make up for errors before them: the closed form against least squares, and the sums that it is made from."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ggml_ext._encode.targets import correction
+from ggml_ext._native.streams import Arrays, Group, Product
+from ggml_ext._propagation.sums import Sums
+
+COLUMNS, ROWS, TOKENS = 24, 10, 400
+NAMES = ("blk.0.attn_output.weight", "blk.0.other.weight")
+
+
+def streams(seed: int = 0):
+    """x, x^, r, r^ and weights, float32."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((TOKENS, COLUMNS)) @ rng.standard_normal((COLUMNS, COLUMNS))
+    r = rng.standard_normal((TOKENS, ROWS))
+    x_made, r_made = x + 0.3 * rng.standard_normal(x.shape) @ np.diag(x.std(0)), r + 0.5 * x[:, :ROWS] + 0.1 * rng.standard_normal(r.shape)
+    return [a.astype(np.float32) for a in (x, x_made, r, r_made, rng.standard_normal((ROWS, COLUMNS)))]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_the_output_is_as_near_as_it_can_be(with_residual):
+    x, x_made, r, r_made, w = streams()
+    h, d, rest = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
+    got = w + correction(w, h, d, rest if with_residual else None, ridge=0)
+    wanted = x.astype(np.float64) @ w.T + (r - r_made if with_residual else 0)
+    best = np.linalg.lstsq(x_made.astype(np.float64), wanted, rcond=None)[0].T
+    # The sums are float32, each with a relative error of TOKENS roundings at most; the solution's is that times the condition number.
+    bound = TOKENS * 2**-24 * np.linalg.cond(h.astype(np.float64)) * np.abs(best).max()
+    assert bound < 0.5 * np.abs(best - w).max() and np.abs(got - best).max() <= bound
+
+
+def test_strengths_and_ridge_lead_back_to_the_weights():
+    x, x_made, r, r_made, w = streams()
+    h, d, rest = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
+    assert not correction(w, h, d, rest, strength=(0, 0)).any()
+    sizes = [np.abs(correction(w, h, d, rest, ridge=ridge)).sum() for ridge in (0, 0.03, 1, 1e6)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 1e-4 * sizes[0]
+    assert not correction(w, np.zeros_like(h), np.zeros_like(d), None).any()
+    both = correction(w, h, d, rest, strength=(1, 0)) + correction(w, h, d, rest, strength=(0, 1))
+    np.testing.assert_allclose(both, correction(w, h, d, rest), rtol=0, atol=1e-5 * np.abs(both).max())  # it is linear; float32
+
+
+def test_a_singular_matrix_is_an_error():
+    with pytest.raises(np.linalg.LinAlgError):
+        h = np.diag([1.0, 0.0])
+        correction(np.ones((1, 2), np.float32), h, np.ones((2, 2)), None, ridge=0)
+
+
+def arrays_of(seed: int) -> Arrays:
+    x, x_made, r, r_made, _ = streams(seed)
+    return Arrays((x, x_made), None, {NAMES[0]: (r, r_made)})
+
+
+def test_sums_over_chunks():
+    group = Group(COLUMNS, TOKENS, 0, 0, (Product(NAMES[0], ROWS, 1.0), Product(NAMES[1], ROWS, 0.0)))
+    assert group.n_bytes(TOKENS) == sum(a.nbytes for pair in (arrays_of(0).x, arrays_of(0).residuals[NAMES[0]]) for a in pair)
+    found = []
+    for n_threads in (1, 3):
+        with ThreadPoolExecutor(n_threads) as pool:
+            sums = Sums(group)
+            for seed in (0, 1):
+                sums.add(arrays_of(seed), pool)
+            found.append(sums)
+    chunks = [streams(seed) for seed in (0, 1)]
+    x, x_made, r, r_made = (np.concatenate([c[i] for c in chunks]).astype(np.float64) for i in range(4))
+    wanted = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
+    for got, exact in zip((sums.h[0], sums.d[0], sums.r[NAMES[0]]), wanted, strict=True):
+        # float32: TOKENS products and two additions, each rounded
+        assert np.abs(got - exact).max() <= (TOKENS + 2) * 2**-24 * np.abs(x_made).max() * (np.abs(x).max() + np.abs(r).max()) * 2 * TOKENS
+        assert np.corrcoef(got.ravel(), exact.ravel())[0, 1] > 0.999999
+    assert sums.counts.tolist() == [2 * TOKENS] and list(sums.r) == [NAMES[0]]
+    for field in ("h", "d", "counts"):
+        assert getattr(found[0], field).tobytes() == getattr(found[1], field).tobytes()
+
+
+@pytest.mark.parametrize("own_inputs", [False, True])
+def test_sums_of_experts(own_inputs):
+    """own_inputs: each expert of a token has one, as ffn_down_exps."""
+    rng = np.random.default_rng(2)
+    n_tokens, used, n_experts = 50, 2, 5
+    ids = [np.array([rng.permutation(n_experts - 1)[:used] for _ in range(n_tokens)], np.int32) for _ in range(2)]  # the last gets none
+    n_inputs = n_tokens * (used if own_inputs else 1)
+    x = [rng.standard_normal((n_inputs, 4)).astype(np.float32) for _ in range(2)]
+    sums = Sums(Group(4, n_inputs, used, n_experts, (Product("blk.0.ffn_down_exps.weight", 3, 0.0),)))
+    with ThreadPoolExecutor(2) as pool:
+        sums.add(Arrays(tuple(x), tuple(ids), {}), pool)
+    h, d, counts = np.zeros((n_experts, 4, 4)), np.zeros((n_experts, 4, 4)), np.zeros(n_experts)
+    for token in range(n_tokens):
+        for slot, expert in enumerate(ids[1][token]):
+            made = x[1][token * used + slot if own_inputs else token]
+            there = np.flatnonzero(ids[0][token] == expert)
+            at = token if not own_inputs else token * used + there[0] if there.size else None
+            h[expert] += np.outer(made, made)
+            d[expert] += 0 if at is None else np.outer(x[0][at] - made, made)
+            counts[expert] += 1
+    np.testing.assert_allclose(sums.h, h, atol=1e-4)  # 100 products of values below 5, rounded to float32
+    np.testing.assert_allclose(sums.d, d, atol=1e-4)
+    assert sums.counts.tolist() == counts.tolist() and counts[-1] == 0
+    mean = [a.sum(axis=0) / counts.sum() for a in (h, d)]
+    for got, exact in zip(sums.of_expert(n_experts - 1), mean, strict=True):  # without tokens the mean of all
+        np.testing.assert_allclose(got, exact, atol=1e-5)
+    for got, exact in zip(sums.of_expert(0), (h[0], d[0]), strict=True):  # more tokens than columns: its own
+        np.testing.assert_allclose(got, exact, atol=1e-4)
