@@ -54,7 +54,7 @@ public:
     mapping(const std::string & path, size_t n_bytes, bool remove) : n_bytes(n_bytes) {
         int fd = -1;
         if (!path.empty()) {
-            fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+            fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); // a file of anybody else's stays
             if (fd < 0) {
                 fail("cannot open " + path + ": " + strerror(errno));
             }

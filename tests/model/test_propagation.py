@@ -5,7 +5,6 @@ import random
 import signal
 import string
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -245,8 +244,12 @@ def test_without_the_program(model, text, tmp_path, lib, monkeypatch):
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "ggml-ext-streams" in done.stderr.splitlines()[0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of /dev/full's kind there is one in Linux alone")
-def test_a_full_disk(model, text, tmp_path):
-    command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", "512", "-b", "512", "-o", "/dev/full"]
-    with pytest.raises(UserError, match="no room for .* MiB in /dev/full"), Streams(list(map(str, command)), tmp_path):
+def test_a_full_disk_and_a_file_that_is_there(model, text, tmp_path):
+    command = list(map(str, [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", 512, "-b", 512, "-o", tmp_path / "streams"]))
+    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash", *command]  # files of one block, to stand for a full disk
+    with pytest.raises(UserError, match="no room for .* MiB in .*streams"), Streams(limited, tmp_path):
         pass
+    (tmp_path / "streams").write_text("of another")
+    with pytest.raises(UserError, match="cannot open .*streams: File exists"), Streams(command, tmp_path):
+        pass
+    assert (tmp_path / "streams").read_text() == "of another"
