@@ -19,7 +19,7 @@ from ggml_ext._native.streams import Streams
 from ggml_ext._propagation import propagation
 from ggml_ext._propagation.sums import Sums
 from helpers import architectures
-from helpers.commands import quantize, quantize_command, tool
+from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import ROOT, read_tensors
 
 HELDOUT = ROOT / "data" / "heldout.txt"
@@ -195,7 +195,7 @@ def test_a_stopped_run_goes_on(small, text, tmp_path):
 ])
 def test_bad_options(flags, parts, model, text, tmp_path):
     flags = [str(text) if f == "FILE" else f for f in flags]
-    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", *flags)
+    done = run_quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", *flags)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and all(p in done.stderr.splitlines()[0] for p in parts), done.stderr
     assert not (tmp_path / "out.gguf").exists()
 
@@ -240,7 +240,7 @@ def test_without_the_program(model, text, tmp_path, lib, monkeypatch):
     for name in os.listdir(tool("llama-imatrix").parent):
         if "streams" not in name:
             (tmp_path / name).symlink_to(tool("llama-imatrix").parent / name)
-    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text)
+    done = run_quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "ggml-ext-streams" in done.stderr.splitlines()[0]
 
 
