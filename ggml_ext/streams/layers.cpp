@@ -60,12 +60,15 @@ bool layered_graph::read(ggml_cgraph * from, int n_layers) {
         }
         found.push_back(of);
     }
-    for (int k = 0; k <= n_layers; ++k) {
+    return true;
+}
+
+bool layered_graph::check() {
+    for (int k = 0; k < (int) found.size(); ++k) {
         std::set<int> nodes;
         if (!needs(k, found[k].last, nodes)) {
             return false;
         }
-        find_products(found[k]);
     }
     return true;
 }
@@ -104,7 +107,8 @@ bool layered_graph::needs(int k, int last, std::set<int> & nodes) {
     return true;
 }
 
-void layered_graph::find_products(layer & of) {
+void layered_graph::find_groups(int k) {
+    layer & of = found[k];
     for (int i = of.first; i < of.last; ++i) {
         ggml_tensor * node    = graph->nodes[i];
         const bool    experts = node->op == GGML_OP_MUL_MAT_ID;

@@ -43,8 +43,14 @@ struct layer {
 class layered_graph {
 public:
     // n_layers: of the model. What lies behind the last of them, the output matrix, is one layer more. False, with why(), if the graph
-    // is not made of layers.
+    // is not made of layers. Their groups are not known then.
     bool read(ggml_cgraph * graph, int n_layers);
+
+    // Whether all layers can be cut: once for a model, whose graphs are alike. False with why().
+    bool check();
+
+    // Finds the groups of layer k.
+    void find_groups(int k);
 
     const std::vector<layer> & layers() const { return found; }
     const std::string &        why() const { return reason; }
@@ -58,7 +64,6 @@ public:
 
 private:
     bool needs(int k, int last, std::set<int> & nodes);
-    void find_products(layer & of);
     void find_residual(product & p, const layer & of, const ggml_tensor * x);
     int  position(const ggml_tensor * t) const;
     bool refuse(const char * format, ...);

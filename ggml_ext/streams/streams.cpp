@@ -138,7 +138,7 @@ public:
     ~streams() { ggml_ext_set_graph_cut({}); }
 
     json describe() const {
-        return wrong.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "stream", n_stream }, { "layers", description } }
+        return wrong.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "layers", description } }
                              : json{ { "error", wrong } };
     }
 
@@ -215,16 +215,16 @@ private:
 
     std::function<void()> on_graph(ggml_cgraph * graph) {
         parts = {};
-        if (!parts.read(graph, llama_model_n_layer(llama_get_model(ctx)))) {
+        if (!parts.read(graph, llama_model_n_layer(llama_get_model(ctx))) || (which < 0 && !parts.check())) {
             wrong = parts.why();
-            parts.cut(-1, {}, {});
-            return [] {};
-        }
-        if (which < 0) {
+        } else if (which < 0) {
             learn();
+        }
+        if (which < 0 || !wrong.empty()) {
             parts.cut(-1, {}, {});
             return [] {};
         }
+        parts.find_groups(layer);
         std::map<std::string, ggml_tensor *> weights;
         if (which == 1) {
             for (const auto & r : replaced) {
@@ -246,14 +246,15 @@ private:
 
     void learn() {
         description = json::array();
-        for (size_t k = 0; k < parts.layers().size(); ++k) {
+        for (int k = 0; k < (int) parts.layers().size(); ++k) {
+            parts.find_groups(k);
             json groups = json::array();
             for (const auto & g : parts.layers()[k].groups) {
                 json products = json::array();
                 for (const auto & p : g.products) {
                     const ggml_tensor * w = p.node->src[0];
                     matrices[w->name]     = w;
-                    layer_of[w->name]     = (int) k;
+                    layer_of[w->name]     = k;
                     products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
                 }
                 groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
@@ -265,8 +266,7 @@ private:
         n_stream    = ggml_nelements(end) / n_context;
         chunk_bytes = ggml_nbytes(end);
         // token embeddings, which the second stream begins with
-        for (int k = 0; k < (int) parts.embeddings().size(); ++k) {
-            const ggml_tensor * w = parts.embeddings()[k];
+        for (const ggml_tensor * w : parts.embeddings()) {
             matrices.emplace(w->name, w);
             layer_of[w->name] = -1;
         }

@@ -75,7 +75,6 @@ class Wanted:
         if self.kind == "none" and (given := self.imatrix or self.text):
             raise UserError(f"--importance none: {given} would not be used; leave one of them out")
 
-
     def _check_propagates(self) -> None:
         if self.imatrix is not None:
             raise UserError(
@@ -127,12 +126,17 @@ class Calibration:
     def memory_needed(self, layers: list[int] | None = None) -> int:
         return self.model.n_bytes + self.model.moments_bytes(self.kind, layers)
 
+    @property
+    def text_title(self) -> str:
+        """Within a sentence."""
+        return "the built-in text" if self.text_name == BUILT_IN else self.text_name
+
     def describe(self) -> str:
         what = {"diagonal": "mean squares", "block": "second moments of blocks", "full": "second moments"}[self.kind]
         seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
         return (
             f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
-            f"{'the built-in text' if self.text_name == BUILT_IN else self.text_name}, an estimated {duration(seconds)} on {self.n_threads} "
+            f"{self.text_title}, an estimated {duration(seconds)} on {self.n_threads} "
             f"threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
 

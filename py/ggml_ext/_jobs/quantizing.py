@@ -134,16 +134,22 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
         if codec is not None:
             check_encoders(codec, plan, choices.fallback_above is not None)
         opened.make_room(plan, tensor_sizes(plan), settings)
-        decided = Decided(plan, choices, codec, *find_importance(settings, opened, plan, console))
+        run = propagate_to(plan, settings, opened)
+        described = find_importance(settings, opened, plan, console) if run is None else (run.importance(), run.importance_described())
+        decided = Decided(plan, choices, codec, *described, run=run)
     if codec is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
-    run = None
-    if settings.importance.propagates:
-        run = make_propagation(settings.importance, opened.file, plan, opened.taken.out and opened.taken.out.parent, settings.n_threads)
-        if settings.target is None:
-            importance = Importance(run.kind, calibration=run.text_name)
-            decided = replace(decided, importance=importance, described=f"{run.kind}, behind quantized layers ({run.text_name} text)")
-    return replace(decided, options=describe_options(settings.asked, decided.choices, plan), run=run)
+    return replace(decided, options=describe_options(settings.asked, decided.choices, plan))
+
+
+def propagate_to(plan: Plan, settings: Settings, opened: Opened) -> Run | None:
+    """The run of --propagate, which finds importances for the layers of the plan; None without the option."""
+    if not settings.importance.propagates:
+        return None
+    if settings.target is None:  # with one, a calibration has found them
+        plan.importance |= {t.name for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and t.name.startswith("blk.")}
+        plan_importance(plan, None)
+    return make_propagation(settings.importance, opened.file, opened.taken.out and opened.taken.out.parent, settings.n_threads)
 
 
 def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, console: Console) -> Decided:
@@ -168,16 +174,12 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=chosen.file_type(choices.file_type, target.is_stock))
     opened.make_room(plan, tensor_sizes(plan), settings)
-    return Decided(plan, choices, codec, importance, described, chosen)
+    return Decided(plan, choices, codec, importance, described, chosen, run=propagate_to(plan, settings, opened))
 
 
 def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Console) -> tuple[Importance, str]:
     """What is known of the inputs, matched with the plan, and a line about it. A dry run calibrates nothing."""
     wanted, target, folder = settings.importance, settings.target, None if opened.output is None else opened.taken.out.parent
-    if wanted.propagates and target is None:
-        plan.importance |= {t.name for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and t.name.startswith("blk.")}
-        plan_importance(plan, None)
-        return Importance(), "behind quantized layers"
     n_types = len({m for q in target.types if (m := metric_of(q))}) if target else 0
     found = calibration.prepare(wanted, opened.file, plan, folder, settings.n_threads, n_types, console)
     if isinstance(found, calibration.Calibration):

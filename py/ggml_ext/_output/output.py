@@ -280,11 +280,9 @@ class Output:
         """uint8 data of a finished tensor, or None."""
         if tensor >= len(self.finished):
             return None
-        n, before = self._part_of(tensor), self.finished[:tensor]
-        part, found = self.parts[n], self.finished[tensor]
-        offset = self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in before[part.first :])
-        with self._errors(), open(part.partial, "rb") as f:
-            f.seek(offset)
+        n, found = self._part_of(tensor), self.finished[tensor]
+        with self._errors(), open(self.parts[n].partial, "rb") as f:
+            f.seek(self._offset(n, tensor))
             return np.frombuffer(f.read(found.n_bytes), np.uint8)
 
     def _open_part(self, n: int) -> None:
@@ -303,8 +301,11 @@ class Output:
 
     def _end_of(self, n: int) -> int:
         """Where the finished data of a part end."""
-        part = self.parts[n]
-        return self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[part.first : part.last])
+        return self._offset(n, self.parts[n].last)
+
+    def _offset(self, n: int, tensor: int) -> int:
+        """Where the finished data of a part's tensors before this one end."""
+        return self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[self.parts[n].first : tensor])
 
     def start(self, tensor: int) -> None:
         """What is written from here on is this tensor. It may be started again."""

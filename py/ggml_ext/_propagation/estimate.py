@@ -11,9 +11,7 @@ from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS
 from .._importance.calibration import N_CONTEXT, Calibration, Wanted, make_run
 from .._importance.cost import FLOPS_A_THREAD, Model
-from .._importance.importance import BUILT_IN
 from .._native.programs import find_tool
-from .._plan.plan import Plan
 from .propagation import Run
 
 # Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (streams.cpp).
@@ -21,7 +19,7 @@ PASSES = 4
 PROGRAM = "ggml-ext-streams"
 
 
-def make_propagation(wanted: Wanted, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int) -> Run:
+def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_threads: int) -> Run:
     """folder: of OUT, None for a dry run. UserError where the text does not serve, or the program is missing."""
     program = find_tool(PROGRAM)
     if program is None:
@@ -30,8 +28,7 @@ def make_propagation(wanted: Wanted, file: GGUFFile, plan: Plan, folder: Path | 
     kind = wanted.kind or ("full" if run.n_chunks * N_CONTEXT >= ENOUGH_TOKENS * run.model.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", N_CONTEXT, "-b", N_CONTEXT]
     command += ["--chunks", run.n_chunks, "-t", n_threads]
-    text_name = BUILT_IN if wanted.text is None else run.text_name
-    return Run(tuple(map(str, command)), kind, run.text, text_name, run.n_chunks, run.folder, describe(run, file, n_threads))
+    return Run(tuple(map(str, command)), kind, run.text, run.text_name, run.n_chunks, run.folder, describe(run, file, n_threads))
 
 
 def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
@@ -40,7 +37,7 @@ def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
     return (
         f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {N_CONTEXT} tokens of "
-        f"{'the built-in text' if run.text_name == BUILT_IN else run.text_name}, an estimated {duration(seconds(run.model, n_tokens, n_threads))} "
+        f"{run.text_title}, an estimated {duration(seconds(run.model, n_tokens, n_threads))} "
         f"on {n_threads} threads beside encoding, {(run.model.n_bytes + layer_bytes(run.model) + 8 * embd * n_tokens) / MIB:,.0f} MiB of memory"
     )
 

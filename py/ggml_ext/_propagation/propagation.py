@@ -22,7 +22,8 @@ from .._encode.targets import correction
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.moments import TensorMoments, token_warnings
-from .._native.streams import Group, Streams
+from .._importance.importance import Importance
+from .._native.streams import WAY_OUT, Group, Streams
 from .._plan.plan import IMATRIX_TYPES, Plan, metric_of, uses_metric
 from .._plan.rules import TOKEN_EMBD
 from .sums import Sums
@@ -54,6 +55,13 @@ class Run:
     def made_from(self) -> list:
         """What the bytes depend on."""
         return [self.kind, fingerprint(self.text), self.n_chunks]
+
+    def importance(self) -> Importance:
+        """For the tensors whose inputs the streams do not reach: nothing but its record."""
+        return Importance(self.kind, calibration=self.text_name)
+
+    def importance_described(self) -> str:
+        return f"{self.kind}, behind quantized layers ({self.text_name} text)"
 
 
 @dataclass
@@ -98,7 +106,7 @@ class Propagation:
             if target in IMATRIX_TYPES and tensor.type != target and tensor.name not in self._reached:
                 raise UserError(
                     f"--propagate: tensor {tensor.name}: {target.name.lower()} needs an importance matrix, and its input is not known; "
-                    "leave out --propagate"
+                    f"{WAY_OUT}"
                 )
         if (i := self.index(TOKEN_EMBD)) is not None:
             self._begin_with(i)
@@ -191,9 +199,9 @@ class Propagation:
         try:
             list(self._pool.map(add, range(len(sums.h))))
         except np.linalg.LinAlgError as e:
-            raise UserError(f"--propagate: tensor {tensor.name}: the second moments of its inputs cannot be inverted: {e}; leave out --propagate") from e
+            raise UserError(f"--propagate: tensor {tensor.name}: the second moments of its inputs cannot be inverted: {e}; {WAY_OUT}") from e
         if not np.isfinite(weights).all():
-            raise UserError(f"--propagate: tensor {tensor.name}: no finite weights make up for the errors before it; leave out --propagate")
+            raise UserError(f"--propagate: tensor {tensor.name}: no finite weights make up for the errors before it; {WAY_OUT}")
         return weights
 
     def _encode(self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide) -> Encoded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -29,11 +30,6 @@ class Sums:
         self.h, self.d = (np.zeros((n, columns, columns), np.float32) for _ in range(2))
         self.r = {p.weight: np.zeros((p.rows, columns), np.float32) for p in self.group.products if p.scale}
         self.counts = np.zeros(n, np.float32)
-
-    @staticmethod
-    def n_bytes(group: Group) -> int:
-        values = 2 * max(1, group.experts) * group.columns + sum(p.rows for p in group.products if p.scale)
-        return 4 * group.columns * values
 
     def add(self, arrays: Arrays, pool: ThreadPoolExecutor) -> None:
         """A chunk."""
@@ -82,4 +78,9 @@ class Sums:
         share = tokens / (tokens + columns)
         own = share / max(tokens, 1)
         rest = (1 - share) / max(float(self.counts.sum()), 1)
-        return tuple(own * a[expert] + rest * a.sum(axis=0) for a in (self.h, self.d))
+        return tuple(own * a[expert] + rest * total for a, total in zip((self.h, self.d), self._totals, strict=True))
+
+    @cached_property
+    def _totals(self) -> tuple[np.ndarray, np.ndarray]:
+        """H and D of all matrices, once everything is added."""
+        return self.h.sum(axis=0), self.d.sum(axis=0)
