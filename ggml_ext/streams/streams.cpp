@@ -107,7 +107,10 @@ struct replacement {
         tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
         ggml_set_name(tensor, original->name);
         ggml_backend_buffer_type_t kind = ggml_backend_buffer_get_type(original->buffer);
-        kind = ggml_backend_buft_is_host(kind) ? ggml_backend_cpu_buffer_type() : kind; // not the file's memory
+        const ggml_backend_dev_t device = ggml_backend_buft_get_device(kind);
+        if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            kind = ggml_backend_cpu_buffer_type(); // neither the file's memory nor AMX's, which does not take every type
+        }
         buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), kind));
         if (!buffer) {
             fail(std::string("no memory for ") + original->name);

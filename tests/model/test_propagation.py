@@ -160,12 +160,30 @@ def test_errors_are_made_up_for(model, text, tmp_path, monkeypatch, lib):
     errors = []
     for strength in (1, 0):
         monkeypatch.setattr(propagation, "correction", lambda *args, s=strength: s * CORRECTION(*args))
-        monkeypatch.setattr(propagation.Propagation, "__exit__", lambda self, *_: (errors.append(self.errors[-1]), self._stack.close()))
         propagated(model, tmp_path / "out.gguf", text)
-    assert errors[0] < 0.8 * errors[1]
+        errors.append(ggml_ext.inspect_model(tmp_path / "out.gguf").record()["stream_errors"])
+    assert 0 < errors[0][-1] < 0.8 * errors[1][-1]
+    n_layers = gguf.GGUFReader(model).fields["llama.block_count"].contents()
+    assert [len(of_run) for of_run in errors] == [n_layers] * 2 and all(e > 0 for of_run in errors for e in of_run)
 
 
 CORRECTION = propagation.correction
+
+
+def test_matrices_that_the_processor_keeps_in_another_order(text, tmp_path, lib):
+    """Q4_0 lies repacked in a buffer of its own on processors with AVX2 or NEON, and F16 too on those with AMX; ours lie beside it."""
+    model, packed, ours = (tmp_path / name for name in ("model.gguf", "packed.gguf", "ours.gguf"))
+    synth_model.write_model("f16", model, "tiny", 2)
+    assert quantize(model, packed, "--type", "q4_0").returncode == 0
+    assert quantize(model, ours, "--type", "itq2_t").returncode == 0
+    name, errors = "blk.0.ffn_down.weight", []
+    with streams(packed, text, 512, tmp_path) as both:
+        for replaced in (False, True):
+            both.enter_layer(0)
+            if replaced:
+                both.replace(name, "itq2_t", read_tensors(ours)[name].data)
+            errors.append(both.advance())
+    assert errors[0] == 0 < errors[1]
 
 
 def test_a_stopped_run_goes_on(small, text, tmp_path):

@@ -30,6 +30,7 @@ class Accuracy:
     weighted_error: float = 0.0
     weighted_energy: float = 0.0
     of_moments: bool = False  # H is more than a diagonal
+    stream_error: float = 0.0  # of the layer, with --propagate (_propagation/errors.py)
 
     @classmethod
     def measure(cls, original: np.ndarray, stored: np.ndarray) -> Accuracy:
@@ -48,6 +49,7 @@ class Accuracy:
             self.weighted_error + other.weighted_error,
             self.weighted_energy + other.weighted_energy,
             self.of_moments or other.of_moments,
+            max(self.stream_error, other.stream_error),
         )
 
     @property

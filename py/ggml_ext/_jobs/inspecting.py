@@ -25,6 +25,7 @@ from .._importance.importance import KINDS, Importance, open_importance
 from .._native import library
 from .._native.blas import one_blas_thread
 from .._plan.plan import replacement_type
+from .._propagation.errors import read_stream_errors
 from .._report import picture
 from .._report.findings import Finding, Inspection
 
@@ -129,6 +130,7 @@ def inspect(asked: InspectOptions, begun: Callable[[list[Tensor], Importance], N
         file = open_model(asked.file)
         epsilons = read_epsilons(file)
         check_epsilons(file, epsilons)
+        stream_errors = read_stream_errors(file)
         original = None if asked.against is None else open_model(asked.against)
         if original is not None:
             check_same_tensors(file, original)
@@ -140,7 +142,8 @@ def inspect(asked: InspectOptions, begun: Callable[[list[Tensor], Importance], N
             findings.append(finding)
             found(finding)
         total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
-        return Inspection(asked.file, file, asked.against, importance, findings, total, count_codes(file, tensors) if asked.histograms else None)
+        histograms = count_codes(file, tensors) if asked.histograms else None
+        return Inspection(asked.file, file, asked.against, importance, findings, total, histograms, stream_errors)
 
 
 def find(
@@ -185,7 +188,7 @@ def draw_picture(asked: InspectOptions, inspection: Inspection) -> bool:
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    return picture.draw(errors, what, asked.file.name, asked.picture, asked.force)
+    return picture.draw(errors, what, asked.file.name, asked.picture, asked.force, inspection.stream_errors)
 
 
 def check_bounds(inspection: Inspection) -> None:

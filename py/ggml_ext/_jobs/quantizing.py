@@ -31,6 +31,8 @@ from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
 from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, metric_of, plan_importance
 from .._plan.sizes import possible_sizes, tensor_sizes
+from .._propagation.errors import KEY as STREAM_KEY
+from .._propagation.errors import stream_metadata
 from .._propagation.estimate import make_propagation
 from .._propagation.propagation import Propagation, Run
 from .._report.card import Card, describe_importance
@@ -194,10 +196,10 @@ def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Con
 
 
 def output_metadata(
-    file: GGUFFile, choices: Choices, options: str, importance: Importance, epsilons: dict[str, float]
+    file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
 ) -> dict[str, KeyValue]:
-    """All keys of the input, in their order, those of llama-quantize and, but in stock files, ours. epsilons: by name of the DITTO3
-    tensors."""
+    """All keys of the input, in their order, those of llama-quantize and, but in stock files, ours. errors: as error_metadata() makes
+    them."""
     if choices.file_type.is_stock:
         return stock_metadata(file, choices.file_type.id, importance)
     ours = [
@@ -207,9 +209,9 @@ def output_metadata(
         string_value("ggml_ext.version", __version__),
         string_value("ggml_ext.type", choices.name),
         string_value("ggml_ext.options", options),
-        *epsilon_metadata(epsilons),
+        *errors,
     ]
-    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
+    old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, STREAM_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
     return old | {kv.key: kv for kv in ours}
 
 
@@ -220,10 +222,19 @@ def largest_header(settings: Settings, file: GGUFFile, plan: Plan, items: list[I
         every_type.types += item.types
         planned[item.index] = T.DITTO3 if T.DITTO3 in item.types else item.types[0]
     options = describe_options(settings.asked, settings.choices, every_type)
-    metadata = output_metadata(file, settings.choices, options, importance, list_epsilons(file, plan, planned, None))
+    errors = error_metadata(file, plan, planned, None, settings.importance.propagates)
+    metadata = output_metadata(file, settings.choices, options, importance, errors)
     header = pack_header(metadata, plan.tensors, plan.types, file.alignment)
     n_parts = 0 if max_bytes is None else min(len(plan.tensors), 2 * plan.size_before() // max_bytes + 1)
     return len(header) + n_parts * (PART_HEADER + file.alignment)
+
+
+def error_metadata(
+    file: GGUFFile, plan: Plan, planned: list[GGMLQuantizationType], accuracies: list[Accuracy] | None, propagates: bool
+) -> list[KeyValue]:
+    """The keys for epsilons and for the errors of the residual stream. accuracies, planned: as list_epsilons() takes them."""
+    epsilons = epsilon_metadata(list_epsilons(file, plan, planned, accuracies))
+    return epsilons + (stream_metadata(plan.tensors, accuracies) if propagates else [])
 
 
 def list_epsilons(
@@ -258,8 +269,8 @@ def make_job(settings: Settings, opened: Opened, decided: Decided, console: Cons
     )
 
     def headers(accuracies: list[Accuracy] | None) -> list[bytes]:
-        epsilons = list_epsilons(file, plan, planned, accuracies)
-        metadata = output_metadata(file, choices, options, decided.importance, epsilons)
+        errors = error_metadata(file, plan, planned, accuracies, propagation is not None)
+        metadata = output_metadata(file, choices, options, decided.importance, errors)
         return [
             pack_header(
                 part_metadata(metadata, output.parts, n) if output.is_split else metadata,

@@ -78,7 +78,6 @@ class Propagation:
     _layer: int = 0  # the next
     _done: dict[int, Encoded] = field(default_factory=dict)  # that nobody has taken
     _tokens: dict[str, TensorMoments] = field(default_factory=dict)  # without their values
-    errors: list[float] = field(default_factory=list)  # of the stream behind each layer, as Streams.advance() gives them
 
     def __post_init__(self) -> None:
         self._index = {t.name: i for i, t in enumerate(self.plan.tensors)}
@@ -148,7 +147,9 @@ class Propagation:
                 if of_group:
                     self._encode_group(k, g, of_group, g == last)
         if k + 1 < len(streams.layers):  # behind the last there is no stream
-            self.errors.append(streams.advance())
+            error = streams.advance()
+            for i in self._done.keys() & before.keys():
+                self._done[i] = replace(self._done[i], accuracy=replace(self._done[i].accuracy, stream_error=error))
         self._layer += 1
         if self._layer == len(streams.layers) - 1 and self._tokens:
             for line in token_warnings(self._tokens):

@@ -16,6 +16,7 @@ from .._importance.importance import Importance
 from .records import error_record
 
 T = GGMLQuantizationType
+N_LAYERS = 10  # whose errors of the stream are in the table; --json has all
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Finding:
 @dataclass(frozen=True)
 class Inspection:
     """All findings. path: the file as it was named; against: the original, None without one; total: the errors of all tensors together, None without an original;
-    histograms: by type, None where they were not asked for."""
+    histograms: by type, None where they were not asked for; stream_errors: by layer, empty where none are recorded (--propagate)."""
 
     path: Path
     file: GGUFFile
@@ -61,6 +62,7 @@ class Inspection:
     findings: Sequence[Finding]
     total: Accuracy | None
     histograms: dict[str, Histogram] | None
+    stream_errors: Sequence[float] = ()
 
     def record(self) -> dict:
         """For --json."""
@@ -71,13 +73,15 @@ class Inspection:
         if self.total is not None:
             out |= {"against": str(self.against), "importance": self.importance.describe()}
             totals |= error_record(self.total)
+        if self.stream_errors:
+            out["stream_errors"] = list(self.stream_errors)
         if self.histograms is not None:
             out["histograms"] = {name: histogram.record() for name, histogram in self.histograms.items()}
         return out
 
     def lines(self) -> list[str]:
         """Below the table."""
-        lines = summary_lines(self.file, self.findings, self.importance, self.total)
+        lines = summary_lines(self.file, self.findings, self.importance, self.total) + stream_lines(self.stream_errors)
         return lines + ([] if self.histograms is None else histogram_lines(self.histograms))
 
 
@@ -125,6 +129,16 @@ def summary_lines(file: GGUFFile, findings: Sequence[Finding], importance: Impor
         elif (recorded := file.value("quantize.imatrix.file")) and importance.matrix is None:
             lines.append(f"made with the importance matrix {recorded}: --imatrix FILE shows the errors weighed with it")
     return lines
+
+
+def stream_lines(errors: Sequence[float]) -> list[str]:
+    """How far the residual stream is from the original model's, behind the layers; nothing where it is not recorded."""
+    if not any(errors):
+        return []
+    known = [(layer, error) for layer, error in enumerate(errors) if error]
+    some = known if len(known) <= N_LAYERS else [known[i * (len(known) - 1) // (N_LAYERS - 1)] for i in range(N_LAYERS)]
+    shown = ", ".join(f"{layer}: {error:.3g}" for layer, error in some)
+    return [f"relative squared error of the residual stream behind {'layers' if len(some) == len(known) else 'some layers'} {shown}"]
 
 
 def histogram_lines(histograms: dict[str, Histogram]) -> list[str]:

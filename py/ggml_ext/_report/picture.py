@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,11 @@ from .._base.files import written_beside
 from .._output.paths import Taken, check_beside
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ENDINGS = (".svg", ".png")
+CURVE = 1.2  # inches, the height of the stream's errors
 
 
 def check_picture(path: Path, force: bool, read: Mapping[Path, str]) -> None:
@@ -96,18 +98,19 @@ def figure_size(classes: list[str], layers: list[int | None], title: str) -> tup
     return min(width, 40), min(1.6 + 0.25 * len(classes), 40)
 
 
-def draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool) -> bool:
-    """Classes down, layers across, colours for the errors. errors: by tensor, at least one. what: kind of error.
+def draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool, stream_errors: Sequence[float] = ()) -> bool:
+    """Classes down, layers across, colours for the errors. errors: by tensor, at least one. what: kind of error. stream_errors: by layer;
+    a curve below, if there are any.
 
     False if the font of a .png lacks characters of the names, for which it has boxes then: whoever shows a .svg looks for them.
     UserError if the file cannot be written, or, without force, exists by now.
     """
     with quiet_matplotlib() as caught:
-        _draw(errors, what, utf8(title), path, force)
+        _draw(errors, what, utf8(title), path, force, stream_errors)
     return path.suffix.lower() == ".svg" or not any("missing from font" in str(w.message) for w in caught)
 
 
-def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool) -> None:
+def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool, stream_errors: Sequence[float]) -> None:
     import matplotlib
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -118,8 +121,10 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
     style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,
              "text.parse_math": False}  # names of files and tensors may hold dollars
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=figure_size(classes, layers, title), layout="constrained")
-        axes = figure.subplots()
+        width, height = figure_size(classes, layers, title)
+        with_curve = any(stream_errors)
+        figure = Figure(figsize=(width, height + CURVE * with_curve), layout="constrained")
+        axes, below = figure.subplots(2, sharex=True, height_ratios=[height - 1, CURVE]) if with_curve else (figure.subplots(), None)
         mesh = axes.pcolormesh(
             np.arange(len(layers) + 1), np.arange(len(classes) + 1), shown, cmap="viridis",
             norm=LogNorm(low, high), edgecolors="white", linewidth=0.5,
@@ -131,12 +136,26 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
         axes.invert_yaxis()
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set(xlabel="layer", title=title)
+        axes.set(title=title)
+        (below or axes).set(xlabel="layer")
+        if below:
+            _draw_curve(below, layers, stream_errors)
         bar = figure.colorbar(mesh, ax=axes, label=what, extend="both")
         # not the formatters of its own, which write formulas: those are not parsed here
         bar.ax.yaxis.set_major_formatter("{x:.3g}")
         bar.ax.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
         _save(figure, path, force)
+
+
+def _draw_curve(axes: Axes, layers: list[int | None], stream_errors: Sequence[float]) -> None:
+    """Each layer's error in the middle of its column."""
+    known = [(i + 0.5, stream_errors[layer]) for i, layer in enumerate(layers) if layer is not None and layer < len(stream_errors)]
+    known = [(x, error) for x, error in known if error > 0]
+    axes.plot(*zip(*known) if known else ([], []), marker=".", color="tab:blue")
+    axes.set(yscale="log", ylabel="residual\nstream")
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: Figure, path: Path, force: bool) -> None:
