@@ -62,7 +62,7 @@ class QuantizeKeywords(TypedDict, total=False):
     no_calibration: bool
     calibration_chunks: int
     memory: float
-    propagate: bool
+    propagate: bool | None
     itq3_levels: int
     ditto_codebook: str
     effort: str

@@ -202,6 +202,30 @@ def test_a_stopped_run_goes_on(small, text, tmp_path):
     assert out.read_bytes() == wanted.read_bytes()
 
 
+@pytest.mark.parametrize(("flags", "does"), [
+    ({"effort": "best"}, True),
+    ({"effort": "best", "propagate": False}, False),
+    ({"effort": "best", "type": "q8_0"}, False),  # whose encoder takes no moments
+    ({"effort": "best", "imatrix_from": None, "no_calibration": True}, False),
+    ({"effort": "normal"}, False),
+])
+def test_best_effort_does_so_by_itself(flags, does, text, tmp_path, lib):
+    model, out = tmp_path / "model.gguf", tmp_path / "out.gguf"
+    synth_model.write_model("f16", model, "tiny", 2)
+    asked = {"type": "itq2_t", "threads": 2, "imatrix_from": text, **flags}
+    result = ggml_ext.quantize_model(model, out, **asked)
+    assert ("propagate" in result.options.split()) == does
+    assert ("stream_errors" in ggml_ext.inspect_model(out).record()) == does
+
+
+def test_best_effort_does_without_where_a_graph_has_no_layers(letters, tmp_path, lib):
+    (model,) = architectures.make("hrm_text", tmp_path)
+    (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
+    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--effort", "best", "--imatrix-from", long)
+    assert done.returncode == 0 and "done without --propagate" in done.stderr and "layer 3 needs the product" in done.stderr
+    assert "behind quantized layers" not in done.stdout + done.stderr
+
+
 # --- what is wrong ---
 
 

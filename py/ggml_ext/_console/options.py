@@ -170,8 +170,9 @@ def add_importance_options(add: Callable) -> None:
     )
     add(
         "--propagate",
-        action="store_true",
-        help="quantize the layers in order, each matrix for the inputs that those before it leave, so that it makes up for their errors",
+        action=argparse.BooleanOptionalAction,
+        help="quantize the layers in order, each matrix for the inputs that those before it leave, so that it makes up for their errors; "
+        "--effort best does so by itself where it can",
     )
 
 
@@ -189,7 +190,7 @@ def add_encoder_options(add: Callable) -> None:
         metavar=f"{{{','.join(EFFORTS)}}}",
         default=DEFAULTS.effort,
         help=f"{', '.join(TRELLIS_TYPES)}: scales tried for each block: fast (1), normal (2 or 3, with a diagonal up to 6), "
-        "best (6, and errors are fed back more finely); default normal",
+        "best (6, and errors are fed back more finely); best adds --propagate for all types; default normal",
     )
 
 

@@ -49,7 +49,7 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
     KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB;
-    propagates: inputs are collected behind quantized layers."""
+    propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well."""
 
     imatrix: Path | None = None
     text: Path | None = None
@@ -58,6 +58,7 @@ class Wanted:
     n_chunks: int | None = None
     memory: float | None = None
     propagates: bool = False
+    may_do_without: bool = False
 
     def check(self) -> None:
         """UserError naming the flag."""

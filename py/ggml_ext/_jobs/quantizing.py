@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.encoding import to_json
+from .._base.errors import UserError
 from .._base.package import __version__
 from .._base.text import columns
 from .._budget import choice
@@ -25,6 +26,7 @@ from .._formats.split import SPLIT_KEYS
 from .._importance import calibration
 from .._importance.importance import Importance, plan_moments
 from .._native.blas import one_blas_thread
+from .._native.streams import FLAG, WAY_OUT
 from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
 from .._output.output import Output
 from .._output.parts import part_metadata
@@ -34,7 +36,7 @@ from .._plan.sizes import possible_sizes, tensor_sizes
 from .._propagation.errors import KEY as STREAM_KEY
 from .._propagation.errors import stream_metadata
 from .._propagation.estimate import make_propagation
-from .._propagation.propagation import Propagation, Run
+from .._propagation.propagation import Propagation, Run, check_cut
 from .._report.card import Card, describe_importance
 from .._report.records import tensor_record, totals_record
 from .._report.tables import error_warnings, summary, tensor_lines
@@ -136,22 +138,33 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
         if codec is not None:
             check_encoders(codec, plan, choices.fallback_above is not None)
         opened.make_room(plan, tensor_sizes(plan), settings)
-        run = propagate_to(plan, settings, opened)
+        run = propagate_to(plan, settings, opened, console)
         described = find_importance(settings, opened, plan, console) if run is None else (run.importance(), run.importance_described())
         decided = Decided(plan, choices, codec, *described, run=run)
     if codec is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
-    return replace(decided, options=describe_options(settings.asked, decided.choices, plan))
+    return replace(decided, options=describe_options(settings.asked, decided.choices, plan, decided.run is not None))
 
 
-def propagate_to(plan: Plan, settings: Settings, opened: Opened) -> Run | None:
-    """The run of --propagate, which finds importances for the layers of the plan; None without the option."""
-    if not settings.importance.propagates:
+def propagate_to(plan: Plan, settings: Settings, opened: Opened, console: Console) -> Run | None:
+    """The run of --propagate, which finds importances for the layers of the plan; None without the option, or where it may be done
+    without and cannot be done."""
+    wanted = settings.importance
+    if not wanted.propagates or (wanted.may_do_without and not any(metric_of(q) for q in plan.types)):
+        return None
+    try:
+        run = make_propagation(wanted, opened.file, opened.taken.out and opened.taken.out.parent, settings.n_threads)
+        if wanted.may_do_without and opened.output is not None:
+            check_cut(run)
+    except UserError as e:
+        if not wanted.may_do_without:
+            raise
+        console.note(f"done without --propagate, which --effort best adds: {str(e).removeprefix(FLAG).removesuffix(f'; {WAY_OUT}')}")
         return None
     if settings.target is None:  # with one, a calibration has found them
         plan.importance |= {t.name for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and t.name.startswith("blk.")}
         plan_importance(plan, None)
-    return make_propagation(settings.importance, opened.file, opened.taken.out and opened.taken.out.parent, settings.n_threads)
+    return run
 
 
 def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, console: Console) -> Decided:
@@ -176,7 +189,7 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=chosen.file_type(choices.file_type, target.is_stock))
     opened.make_room(plan, tensor_sizes(plan), settings)
-    return Decided(plan, choices, codec, importance, described, chosen, run=propagate_to(plan, settings, opened))
+    return Decided(plan, choices, codec, importance, described, chosen, run=propagate_to(plan, settings, opened, console))
 
 
 def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Console) -> tuple[Importance, str]:
@@ -221,7 +234,7 @@ def largest_header(settings: Settings, file: GGUFFile, plan: Plan, items: list[I
     for item in items:
         every_type.types += item.types
         planned[item.index] = T.DITTO3 if T.DITTO3 in item.types else item.types[0]
-    options = describe_options(settings.asked, settings.choices, every_type)
+    options = describe_options(settings.asked, settings.choices, every_type, settings.importance.propagates)
     errors = error_metadata(file, plan, planned, None, settings.importance.propagates)
     metadata = output_metadata(file, settings.choices, options, importance, errors)
     header = pack_header(metadata, plan.tensors, plan.types, file.alignment)

@@ -60,7 +60,7 @@ class QuantizeOptions:
     no_calibration: bool = False
     calibration_chunks: int | None = None
     memory: float | None = None
-    propagate: bool = False
+    propagate: bool | None = None
     itq3_levels: int = 8
     ditto_codebook: str = CODEBOOKS[0]
     effort: str = "normal"
@@ -140,7 +140,7 @@ class Settings:
         n_threads = check_threads(asked.threads)
         importance = Wanted(
             asked.imatrix, asked.imatrix_from, asked.importance, not asked.no_calibration, asked.calibration_chunks, asked.memory,
-            asked.propagate,
+            asked.propagate or propagates_by_itself(asked), asked.propagate is None,
         )
         importance.check()
         output = OutputWanted(
@@ -151,6 +151,12 @@ class Settings:
         if asked.split_max_size is not None:
             output = replace(output, max_bytes=parse_split_size(asked.split_max_size))
         return cls(asked, source, choices, target, asked.sensitivity, importance, encoder, output, n_threads)
+
+
+def propagates_by_itself(asked: QuantizeOptions) -> bool:
+    """Whether --effort best adds --propagate: nothing that is asked for contradicts it."""
+    calibrates = asked.imatrix is None and not asked.no_calibration and asked.importance not in ("none", "diagonal")
+    return asked.propagate is None and asked.effort == "best" and calibrates and asked.fallback_above is None
 
 
 def parse_file_type(asked: QuantizeOptions, target: Target | None) -> FileType:
@@ -200,7 +206,7 @@ def parse_choices(asked: QuantizeOptions, target: Target | None) -> Choices:
     return choices
 
 
-def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan) -> str:
+def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan, propagates: bool) -> str:
     """The options that decide the bytes of the output, for the file's record."""
     of_types = {T.ITQ3_S: f"itq3-levels={asked.itq3_levels}", T.DITTO3: f"ditto-codebook={asked.ditto_codebook}"}
     of_types |= {T[name.upper()]: f"effort={asked.effort}" for name in TRELLIS_TYPES}
@@ -208,9 +214,8 @@ def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan) -> st
     options += list(dict.fromkeys(text for qtype, text in of_types.items() if qtype in plan.types))
     if asked.fallback_above is not None:
         options.append(f"fallback-above={asked.fallback_above:g}")
-    options += [
-        flag for flag in ("pure", "stock", "leave-output-tensor", "allow-requantize", "propagate") if getattr(asked, flag.replace("-", "_"))
-    ]
+    flags = ("pure", "stock", "leave-output-tensor", "allow-requantize")
+    options += [flag for flag in flags if getattr(asked, flag.replace("-", "_"))] + ["propagate"] * propagates
     for flag in ("token-embedding-type", "output-tensor-type", "target-types"):
         if value := getattr(asked, flag.replace("-", "_")):
             options.append(f"{flag}={value}")

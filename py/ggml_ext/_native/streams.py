@@ -18,7 +18,7 @@ import numpy as np
 from .._base.errors import UserError
 from .process import PATIENCE, last_error, started
 
-WAY_OUT = "leave out --propagate"
+FLAG, WAY_OUT = "--propagate: ", "leave out --propagate"
 
 
 @dataclass(frozen=True)

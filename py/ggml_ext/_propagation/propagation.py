@@ -64,6 +64,14 @@ class Run:
         return f"{self.kind}, behind quantized layers ({self.text_name} text)"
 
 
+def check_cut(run: Run) -> None:
+    """UserError if the model's graph cannot be cut at its layers."""
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder:
+        # matrices stay where the file has them: nothing is computed
+        with Streams([*run.command, "--no-repack", "--chunks", "1"], Path(folder).resolve()):
+            pass
+
+
 @dataclass
 class Propagation:
     """The layers of a model, quantized one after the other. As a context it ends what it started."""
