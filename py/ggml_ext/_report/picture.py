@@ -152,9 +152,8 @@ def _draw_curve(axes: Axes, layers: list[int | None], stream_errors: Sequence[fl
     known = [(i + 0.5, stream_errors[layer]) for i, layer in enumerate(layers) if layer is not None and layer < len(stream_errors)]
     known = [(x, error) for x, error in known if error > 0]
     axes.plot(*zip(*known) if known else ([], []), marker=".", color="tab:blue")
-    axes.set(yscale="log", ylabel="residual\nstream")
+    axes.set(ylim=(0, None), ylabel="residual\nstream")
     axes.yaxis.set_major_formatter("{x:.3g}")
-    axes.yaxis.set_minor_formatter("")
     axes.spines[["top", "right"]].set_visible(False)
 
 
