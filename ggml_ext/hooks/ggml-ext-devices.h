@@ -9,7 +9,7 @@
 
 // By the names of their registries. BLAS dequantises by ggml's own function; an RPC device asks its server, on which this is asked again.
 static inline bool ggml_ext_backend_knows_types(const char * name) {
-    for (const char * known : {"CPU", "CUDA", "MTL", "BLAS"}) {
+    for (const char * known : {"CPU", "CUDA", "MTL", "BLAS", "Vulkan"}) {
         if (strcmp(name, known) == 0) {
             return true;
         }

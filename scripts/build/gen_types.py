@@ -5,7 +5,7 @@
     python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file and every one too many
 
 Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
-cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, py/ggml_ext/_base/types.py, the table between the
+cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, vulkan/types.glsl, all.glsl and signs.glsl, py/ggml_ext/_base/types.py, the table between the
 "types" markers of docs/reference/formats.md, and py/ggml_ext/_base/upstream.py. The output depends on the two toml files alone.
 """
 
@@ -31,6 +31,9 @@ UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
 METAL_UNPACKERS = "metal/all.metal"
 METAL_CODES = "metal/codes.metal"
+VULKAN_BLOCKS = "vulkan/types.glsl"
+VULKAN_UNPACKERS = "vulkan/all.glsl"
+VULKAN_SIGNS = "vulkan/signs.glsl"
 INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_base/types.py"
 PIN = "ggml_ext/upstream.toml"
@@ -189,12 +192,17 @@ def render_header(ids: dict, types: list[dict]) -> str:
     return "\n".join(out) + "\n"
 
 
+def words_of(data: bytes) -> str:
+    """Initialisers of words of 32 bits, the first byte in the low bits."""
+    return ", ".join(f"0x{int.from_bytes(data[i : i + 4], 'little'):08x}u" for i in range(0, len(data), 4))
+
+
 def render_codes(signs: bytes, types: list[dict]) -> str:
     """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
-    words = ", ".join(f"0x{int.from_bytes(signs[i : i + 4], 'little'):08x}u" for i in range(0, len(signs), 4))
-    out = [f"// {NOTICE}", "// Signs of the rotation, tables of the trellis codes, codebooks.", "#pragma once", "", f"#define GGML_EXT_SIGNS {{{words}}}"]
-    cases = [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if "trellis_values" in row]
-    out += ["", macro("GGML_EXT_TRELLIS_CASES", cases)]
+    out = [f"// {NOTICE}", "// Signs of the rotation, tables of the trellis codes, codebooks.", "#pragma once", "",
+           f"#define GGML_EXT_SIGNS {{{words_of(signs)}}}"]
+    for name, field in (("GGML_EXT_TRELLIS_CASES", "trellis_values"), ("GGML_EXT_CODEBOOK_CASES", "codebook")):
+        out += ["", macro(name, [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if field in row])]
     for row in types:
         if "trellis_values" in row:
             tables = repr([row["trellis_values"]]).replace("[", "{").replace("]", "}")
@@ -237,6 +245,36 @@ def render_metal_codes(types: list[dict]) -> str:
             out += ["", f"constant uint8_t ggml_ext_{row['name']}_codes[4096] = {{"]
             out += [f"    {','.join(codes[i : i + 32])}," for i in range(0, 4096, 32)] + ["};"]
     return "\n".join(out) + "\n"
+
+
+def render_vulkan_blocks(types: list[dict]) -> str:
+    """What shaders know of a type before its buffer is declared; A_TYPE, QUANT_K and QUANT_R are upstream's names."""
+    out = [f"// {NOTICE}", "// Blocks and constants of the type that a shader is compiled for: unpack.glsl."]
+    for i, row in enumerate(of_kind(types, "weight")):
+        bits = 32 if row["block_bytes"] % 4 == 0 else 16  # what the alignment of a block allows
+        out += [f"#{'elif' if i else 'if'} defined(DATA_A_{row['name'].upper()})", "#define DATA_A_GGML_EXT", f"#define QUANT_K {row['block_size']}",
+                f"#define EXT_ROTATION {row['block_size'] if row['rotated'] else 0}", f"#define EXT_WORD_BITS {bits}",
+                f"struct ext_block {{ uint{bits}_t w[{row['block_bytes'] * 8 // bits}]; }};"]
+        if "trellis_values" in row:
+            out.append(f"#define EXT_TRELLIS_K {symbol_bits(row)}")
+            out += [f"const uint ext_trellis_values{t}[4] = uint[4]({words_of(bytes(row['trellis_values'][t]))});" for t in range(2)]
+            out.append(f"const float ext_trellis_offset = {row['trellis_offset']};")
+        if "codebook" in row:
+            out += [f"const uint ext_codebook[4] = uint[4]({words_of(bytes(row['codebook']))});",
+                    f"const float ext_codebook_offset = {row['codebook_offset']};"]
+    return "\n".join([*out, "#endif", "#ifdef DATA_A_GGML_EXT", "#define A_TYPE ext_block", "#define QUANT_R 1", "#endif"]) + "\n"
+
+
+def render_vulkan_unpackers(types: list[dict]) -> str:
+    out = [f"// {NOTICE}", "// Unpack of the type that a shader is compiled for."]
+    for i, row in enumerate(of_kind(types, "weight")):
+        out += [f"#{'elif' if i else 'if'} defined(DATA_A_{row['name'].upper()})", f'#include "{row["name"]}.glsl"']
+    return "\n".join([*out, "#endif"]) + "\n"
+
+
+def render_vulkan_signs(signs: bytes) -> str:
+    n_words = len(signs) // 4
+    return f"// {NOTICE}\n// Signs of the rotation.\nconst uint ext_signs[{n_words}] = uint[{n_words}]({words_of(signs)});\n"
 
 
 MODULE_HEAD = '''"""{notice}
@@ -387,6 +425,9 @@ def main(argv: list[str] | None = None) -> int:
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         METAL_UNPACKERS: lambda old: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
         METAL_CODES: lambda old: render_metal_codes(types),
+        VULKAN_BLOCKS: lambda old: render_vulkan_blocks(types),
+        VULKAN_UNPACKERS: lambda old: render_vulkan_unpackers(types),
+        VULKAN_SIGNS: lambda old: render_vulkan_signs(signs),
         MODULE: lambda old: render_module(ids, signs, types),
         PIN_MODULE: lambda old: pin,
         FORMATS: lambda old: render_formats(old, types),

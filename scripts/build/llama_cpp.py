@@ -39,6 +39,8 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).resolve().parents[2]
 PIN = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
 TYPES_HEADER = ROOT / "ggml_ext" / "ggml-ext-types.h"
+VULKAN = ROOT / "vulkan"
+VULKAN_SHADERS = Path("ggml/src/ggml-vulkan/vulkan-shaders")
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
@@ -128,6 +130,19 @@ def sync(new: Path, old: Path) -> None:
             os.utime(target)  # newer than any object made from the old text
 
 
+def add_vulkan(tree: Path) -> None:
+    """Our shaders beside upstream's, whose build compiles every .comp there; what these include has a folder of its own."""
+    shaders = tree / VULKAN_SHADERS
+    (shaders / "ggml_ext").mkdir()
+    for path in sorted(VULKAN.glob("*.glsl")):
+        shutil.copy2(path, shaders / "ggml_ext")
+    for path in sorted(VULKAN.glob("*.comp")):
+        shutil.copy2(path, shaders / f"ggml_ext_{path.name}")
+    # for the program that compiles them, a project of its own, which is built again when a header in this folder changes
+    shutil.copy2(VULKAN / "shaders.h", shaders / "ggml-ext-shaders.h")
+    shutil.copy2(TYPES_HEADER, shaders)
+
+
 def patch_tree(source: Path, dest: Path) -> None:
     if dest.resolve() == source.resolve():
         raise Failure(f"{dest}: the patched copy cannot be the source tree itself")
@@ -138,6 +153,7 @@ def patch_tree(source: Path, dest: Path) -> None:
         # beside ggml.h, which includes it: Hexagon's device code is a project of its own that knows only that folder
         shutil.copy2(TYPES_HEADER, Path(tmp) / "ggml" / "include")
         (Path(tmp) / metal_library.LIBRARY).write_text(metal_library.library(source))
+        add_vulkan(Path(tmp))
         sync(Path(tmp), dest)
 
 

@@ -1,0 +1,269 @@
+// Operations on our types on a Vulkan device against the scalar reference in double precision.
+//
+//   ggml-ext-vulkan-driver LIBGGML_VULKAN < cases
+//
+// A case is a line "type operation k m n batch r2": weights of k x m, n columns (rows by index: n indices; experts: n tokens of two out
+// of four experts), batch matrices of weights, each of which serves r2 of activations. Operations:
+//   rows       ggml_get_rows
+//   plain      ggml_mul_mat                        f32    the same with GGML_PREC_F32
+//   permuted   activations permuted (0 2 1 3)      view   activations with an offset and longer rows
+//   experts    ggml_mul_mat_id
+// The answer is a line "values max_error nmse different": outputs; their largest error over |w| |x|, the norms of the row of weights and
+// of the column; squared errors over squared outputs; values that are not the reference's bits. Or "refused". The weights have a buffer
+// of their own, which ends with them; behind activations and results lie bytes that must not be read or written, else "guard" is said.
+#include "ggml.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <iostream>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int N_EXPERTS = 4, N_USED = 2, MARGIN = 256; // weights by which rows of a view are longer, and their offset
+constexpr size_t GUARD = 4096;
+
+struct test_case {
+    ggml_type   type;
+    std::string operation;
+    int64_t     k, m, n, batch, r2;
+};
+
+struct graph {
+    ggml_context * weights, * context;
+    ggml_tensor  * w, * x, * base, * ids, * out, * guards[2]; // base: what x is a view of
+};
+
+std::mt19937 rng;
+
+// Random bits under scales of like size, so that no block hides the errors of another.
+std::vector<uint8_t> random_blocks(ggml_type type, int64_t n) {
+    std::vector<uint8_t> bytes(ggml_row_size(type, n));
+    for (auto & byte : bytes) {
+        byte = (uint8_t) rng();
+    }
+    for (size_t i = 0; i < bytes.size(); i += ggml_type_size(type)) {
+        const ggml_fp16_t d = ggml_fp32_to_fp16(0.01f + 0.0001f*(float) (rng() % 100)), z = ggml_fp32_to_fp16(3.0f + 0.01f*(float) (rng() % 100));
+        switch (type) {
+            case GGML_TYPE_ITQ3_S:
+                memcpy(&bytes[i + 2], &z, sizeof(z));
+                [[fallthrough]];
+            case GGML_TYPE_DITTO3: case GGML_TYPE_DITTO5:
+                memcpy(&bytes[i], &d, sizeof(d));
+                break;
+            default: // a scale of one byte
+                bytes[i] = (uint8_t) (0x60 + rng() % 16);
+        }
+    }
+    return bytes;
+}
+
+std::vector<float> random_values(int64_t n) {
+    std::normal_distribution<float> normal;
+    std::vector<float> values(n);
+    for (auto & value : values) {
+        value = normal(rng);
+    }
+    return values;
+}
+
+graph build(const test_case & c) {
+    graph g = {};
+    const ggml_init_params params = {ggml_tensor_overhead()*16 + ggml_graph_overhead(), nullptr, true};
+    g.weights = ggml_init(params);
+    g.context = ggml_init(params);
+    ggml_context * ctx = g.context;
+    const bool experts = c.operation == "experts";
+    g.w = ggml_new_tensor_3d(g.weights, c.type, c.k, c.m, experts ? N_EXPERTS : c.batch);
+    if (c.operation == "rows") {
+        g.x = g.base = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, c.n);
+    } else if (experts) {
+        g.x = g.base = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, c.k, N_USED, c.n);
+        g.ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, N_USED, c.n);
+    } else if (c.operation == "permuted") {
+        g.base = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, c.k, c.batch*c.r2, c.n);
+        g.x = ggml_permute(ctx, g.base, 0, 2, 1, 3);
+    } else if (c.operation == "view") {
+        g.base = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, c.k + MARGIN, c.n + 1, c.batch*c.r2);
+        g.x = ggml_view_3d(ctx, g.base, c.k, c.n, c.batch*c.r2, g.base->nb[1], g.base->nb[2], MARGIN*sizeof(float) + g.base->nb[1]);
+    } else if (c.operation == "plain" || c.operation == "f32") {
+        g.x = g.base = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, c.k, c.n, c.batch*c.r2);
+    } else {
+        throw std::runtime_error("no such operation: " + c.operation);
+    }
+    g.guards[0] = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, GUARD);
+    g.out = c.operation == "rows" ? ggml_get_rows(ctx, g.w, g.x) : experts ? ggml_mul_mat_id(ctx, g.w, g.x, g.ids) : ggml_mul_mat(ctx, g.w, g.x);
+    if (c.operation == "f32") {
+        ggml_prec_set_acc(g.out, GGML_PREC_F32);
+    }
+    g.guards[1] = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, GUARD);
+    return g;
+}
+
+struct data {
+    std::vector<uint8_t> blocks;
+    std::vector<float>   w, x; // w: as the reference unpacks them
+    std::vector<int32_t> ids;  // of experts, or of rows
+};
+
+data fill(const test_case & c, const graph & g) {
+    data d;
+    const int64_t n_rows = ggml_nrows(g.w);
+    d.w.resize(ggml_nelements(g.w));
+    for (int64_t r = 0; r < n_rows; ++r) {
+        const auto row = random_blocks(c.type, c.k);
+        d.blocks.insert(d.blocks.end(), row.begin(), row.end());
+        ggml_get_type_traits(c.type)->to_float(row.data(), &d.w[r*c.k], c.k);
+    }
+    ggml_backend_tensor_set(g.w, d.blocks.data(), 0, d.blocks.size());
+    if (c.operation == "rows") {
+        for (int64_t i = 0; i < c.n; ++i) {
+            d.ids.push_back(i == 0 ? (int32_t) c.m - 1 : (int32_t) (rng() % c.m));
+        }
+        ggml_backend_tensor_set(g.x, d.ids.data(), 0, ggml_nbytes(g.x));
+    } else {
+        d.x = random_values(ggml_nelements(g.base));
+        ggml_backend_tensor_set(g.base, d.x.data(), 0, ggml_nbytes(g.base));
+    }
+    if (g.ids) {
+        for (int64_t i = 0; i < c.n; ++i) {
+            d.ids.push_back((int32_t) (rng() % N_EXPERTS));
+            d.ids.push_back((int32_t) ((d.ids.back() + 1 + rng() % (N_EXPERTS - 1)) % N_EXPERTS));
+        }
+        ggml_backend_tensor_set(g.ids, d.ids.data(), 0, ggml_nbytes(g.ids));
+    }
+    for (ggml_tensor * guard : g.guards) {
+        const std::vector<uint8_t> bytes(GUARD, 0xff); // NaN as floats
+        ggml_backend_tensor_set(guard, bytes.data(), 0, bytes.size());
+    }
+    return d;
+}
+
+// The weights and activations of output row r of column (z, q).
+std::pair<const float *, const float *> operands(const test_case & c, const data & d, int64_t z, int64_t q, int64_t r) {
+    if (c.operation == "experts") { // z: token, q: which of its experts
+        return {&d.w[(d.ids[N_USED*z + q]*c.m + r)*c.k], &d.x[(z*N_USED + q)*c.k]};
+    }
+    const float * w = &d.w[((z/c.r2)*c.m + r)*c.k];
+    if (c.operation == "permuted") {
+        return {w, &d.x[(q*c.batch*c.r2 + z)*c.k]};
+    }
+    if (c.operation == "view") {
+        return {w, &d.x[(z*(c.n + 1) + q + 1)*(c.k + MARGIN) + MARGIN]};
+    }
+    return {w, &d.x[(z*c.n + q)*c.k]};
+}
+
+void compare(const test_case & c, const graph & g, const data & d) {
+    std::vector<float> out(ggml_nelements(g.out));
+    ggml_backend_tensor_get(g.out, out.data(), 0, ggml_nbytes(g.out));
+    double worst = 0, squares = 0, errors = 0;
+    int64_t different = 0, at = 0;
+    const auto add = [&](double expected, double scale) {
+        const double error = std::fabs(out[at] - expected);
+        worst = std::isnan(error) ? INFINITY : std::max(worst, error/scale);
+        errors  += error*error;
+        squares += expected*expected;
+        different += (float) expected != out[at++];
+    };
+    if (c.operation == "rows") {
+        for (const int32_t id : d.ids) {
+            for (int64_t j = 0; j < c.k; ++j) {
+                add(d.w[id*c.k + j], 1);
+            }
+        }
+    } else {
+        for (int64_t z = 0; z < g.out->ne[2]; ++z) {
+            for (int64_t q = 0; q < g.out->ne[1]; ++q) {
+                for (int64_t r = 0; r < c.m; ++r) {
+                    const auto [w, x] = operands(c, d, z, q, r);
+                    double product = 0, ww = 0, xx = 0;
+                    for (int64_t j = 0; j < c.k; ++j) {
+                        product += (double) w[j]*x[j];
+                        ww += (double) w[j]*w[j];
+                        xx += (double) x[j]*x[j];
+                    }
+                    add(product, std::sqrt(ww*xx));
+                }
+            }
+        }
+    }
+    printf("%zu %.3g %.3g %lld\n", out.size(), worst, errors/squares, (long long) different);
+}
+
+void run(ggml_backend_t backend, const test_case & c) {
+    graph g = build(c);
+    if (!ggml_backend_supports_op(backend, g.out)) {
+        printf("refused\n");
+    } else {
+        ggml_cgraph * nodes = ggml_new_graph(g.context);
+        ggml_build_forward_expand(nodes, g.out);
+        ggml_backend_buffer_t buffers[] = {ggml_backend_alloc_ctx_tensors(g.weights, backend), ggml_backend_alloc_ctx_tensors(g.context, backend)};
+        const data d = fill(c, g);
+        if (ggml_backend_graph_compute(backend, nodes) != GGML_STATUS_SUCCESS) {
+            throw std::runtime_error("the graph was not computed");
+        }
+        bool intact = true;
+        for (ggml_tensor * guard : g.guards) {
+            std::vector<uint8_t> bytes(GUARD);
+            ggml_backend_tensor_get(guard, bytes.data(), 0, bytes.size());
+            intact = intact && bytes == std::vector<uint8_t>(GUARD, 0xff);
+        }
+        if (intact) {
+            compare(c, g, d);
+        } else {
+            printf("guard\n");
+        }
+        for (ggml_backend_buffer_t buffer : buffers) {
+            ggml_backend_buffer_free(buffer);
+        }
+    }
+    ggml_free(g.context);
+    ggml_free(g.weights);
+    fflush(stdout);
+}
+
+ggml_type type_named(const std::string & name) {
+    for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
+        const char * known = ggml_type_name((ggml_type) i);
+        if (known && name == known) {
+            return (ggml_type) i;
+        }
+    }
+    throw std::runtime_error("no such type: " + name);
+}
+
+} // namespace
+
+int main(int argc, char ** argv) try {
+    ggml_backend_reg_t reg = argc == 2 ? ggml_backend_load(argv[1]) : nullptr;
+    if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
+        fprintf(stderr, "error: %s\n", reg ? "no Vulkan device" : "usage: ggml-ext-vulkan-driver LIBGGML_VULKAN < cases");
+        return 1;
+    }
+    ggml_backend_dev_t device = ggml_backend_reg_dev_get(reg, 0);
+    fprintf(stderr, "device: %s\n", ggml_backend_dev_description(device));
+    ggml_backend_t backend = ggml_backend_dev_init(device, nullptr);
+    for (std::string line, type; std::getline(std::cin, line);) {
+        test_case c = {};
+        std::istringstream words(line);
+        if (!(words >> type >> c.operation >> c.k >> c.m >> c.n >> c.batch >> c.r2)) {
+            throw std::runtime_error("not a case: " + line);
+        }
+        c.type = type_named(type);
+        rng.seed(1);
+        run(backend, c);
+    }
+    ggml_backend_free(backend);
+    return 0;
+} catch (const std::exception & e) {
+    fprintf(stderr, "error: %s\n", e.what());
+    return 1;
+}

@@ -1,0 +1,31 @@
+// DITTO5: types/ditto5.h. All 32 values in shared memory, in 32 banks.
+struct ext_words { uint low[4], high; float d; };
+
+#define NEEDS_INIT_IQ_SHMEM
+shared float ext_table[32];
+
+void init_iq_shmem(const uvec3 workgroup) {
+    for (uint i = gl_LocalInvocationIndex; i < 32; i += workgroup.x*workgroup.y*workgroup.z) {
+        const float upper = float(ext_look_up(ext_codebook, i & 15)) - ext_codebook_offset;
+        ext_table[i] = i < 16 ? upper : -upper;
+    }
+    barrier();
+}
+ext_words ext_load(const uint ib, const uint k) {
+    ext_words w;
+    [[unroll]] for (uint i = 0; i < 4; ++i) {
+        w.low[i] = ext_word(ib, 2 + 32*i + 4*k);
+    }
+    w.high = ext_word(ib, 130 + 4*k);
+    w.d    = ext_half_to_float(ext_half(ib, 0));
+    return w;
+}
+vec4 ext_values(const ext_words w, const uint g) {
+    const uint low = w.low[2*(g/2 & 1) + g/4] >> 4*(g & 1), high = w.high >> g;
+    vec4 v;
+    [[unroll]] for (uint b = 0; b < 4; ++b) {
+        v[b] = ext_table[(low >> 8*b & 15) | (high >> 8*b & 1) << 4];
+    }
+    return v;
+}
+float ext_scale(const ext_words w) { return w.d; }

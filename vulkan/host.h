@@ -1,0 +1,160 @@
+// What ggml-vulkan asks about our types: included in the middle of ggml-vulkan.cpp, whose structs and functions this uses.
+#pragma once
+
+#include "ggml-ext-supports.h"
+#include "types/codes.h"
+
+static bool ggml_ext_vk_is_weight_type(ggml_type type) {
+    switch (type) {
+        GGML_EXT_WEIGHT_CASES return true;
+        default:              return false;
+    }
+}
+
+// Weights a block of the rotated types; 0 for others.
+static int ggml_ext_vk_rotated_block(ggml_type type) {
+    switch (type) {
+#define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return GGML_EXT_##NAME##_ROTATED ? GGML_EXT_##NAME##_BLOCK_SIZE : 0;
+        GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+        default: return 0;
+    }
+}
+
+// --- shared memory ---------------------------------------------------------------------------------------------------
+
+// Bytes of a type's table in shared memory: trellis.glsl, ditto5.glsl.
+static uint32_t ggml_ext_vk_table_bytes(ggml_type type) {
+    switch (type) {
+        GGML_EXT_TRELLIS_CASES  return 4096*sizeof(uint16_t);
+        GGML_EXT_CODEBOOK_CASES return 32*sizeof(float);
+        default:                return 0;
+    }
+}
+
+// Whether the table has room beside the tiles of mul_mm: the smallest take up to 13 KB. Nearly all devices have 32 KB or more;
+// those of 16 KB are refused the trellis types.
+static bool ggml_ext_vk_table_fits(const vk_device & device, ggml_type type) {
+    return ggml_ext_vk_table_bytes(type) < 1024 || device->properties.limits.maxComputeSharedMemorySize >= 32*1024;
+}
+
+// For the choice of tiles. Upstream gives up the whole device where the smallest tile of any type has no room: a type that is
+// refused must not ask for it.
+static uint32_t ggml_ext_vk_lut_size(const vk_device & device, ggml_type type) {
+    return ggml_ext_vk_table_fits(device, type) ? ggml_ext_vk_table_bytes(type) : 0;
+}
+
+// For tests: reductions in shared memory on a device that has subgroups.
+static bool ggml_ext_vk_no_subgroups() {
+    static const bool no = getenv("GGML_EXT_VK_NO_SUBGROUPS") != nullptr;
+    return no;
+}
+
+// --- activations -----------------------------------------------------------------------------------------------------
+
+// Products take their activations from prealloc_y, whoever's copies put them there: of rotated types always, since the copy rotates;
+// of all types in mul_mm, for which there are shaders with activations in F16 alone.
+static bool ggml_ext_vk_copies_y(const ggml_tensor * w, bool is_mul_mm) {
+    return is_mul_mm ? ggml_ext_vk_is_weight_type(w->type) : ggml_ext_vk_rotated_block(w->type) != 0;
+}
+
+// The pipeline of that copy, in the place of ggml_vk_get_cpy_pipeline().
+static vk_pipeline ggml_ext_vk_get_y_pipeline(ggml_backend_vk_context * ctx, const ggml_tensor * w, const ggml_tensor * x, const ggml_tensor * dst,
+                                              ggml_type to) {
+    const int block = ggml_ext_vk_rotated_block(w->type);
+    if (block == 0) {
+        return ggml_vk_get_cpy_pipeline(ctx, x, dst, to);
+    }
+    GGML_ASSERT(x->type == GGML_TYPE_F32 && (to == GGML_TYPE_F32 || to == GGML_TYPE_F16));
+    return ctx->device->pipeline_ggml_ext_rotate[block == 256][to == GGML_TYPE_F16];
+}
+
+// --- what is taken ---------------------------------------------------------------------------------------------------
+
+// Said once, since the device then looks as one that does not know the types.
+static bool ggml_ext_vk_refuse_coopmat2() {
+    static const bool said = [] {
+        GGML_LOG_WARN("ggml_vulkan: the types of ggml-ext have no kernels for VK_NV_cooperative_matrix2 and run on the CPU; "
+                      "set GGML_VK_DISABLE_COOPMAT2=1 to run them on this device\n");
+        return true;
+    }();
+    return !said;
+}
+
+// True for exactly the operations on our types that have kernels; asked about such operations alone.
+static bool ggml_ext_vk_supports_op(const vk_device & device, const ggml_tensor * op) {
+    const ggml_tensor * w = op->src[0];
+    const ggml_tensor * x = op->src[1];
+    if (!w || !x || !ggml_ext_vk_is_weight_type(w->type) || !ggml_ext_vk_table_fits(device, w->type) || w->nb[0] != ggml_type_size(w->type)) {
+        return false;
+    }
+    switch (op->op) {
+        case GGML_OP_MUL_MAT_ID:
+            if (op->src[2]->ne[3] != x->ne[3] || ggml_get_op_params_i32(op, 3) == GGML_PREC_F32 ||
+                !(device->mul_mat_id_s[w->type] || device->mul_mat_id_m[w->type] || device->mul_mat_id_l[w->type])) {
+                return false; // as upstream's rule
+            }
+            break;
+        case GGML_OP_MUL_MAT:
+            if (w->ne[3] != x->ne[3]) {
+                return false;
+            }
+            break;
+        case GGML_OP_GET_ROWS:
+            return x->type == GGML_TYPE_I32 && (op->type == GGML_TYPE_F32 || op->type == GGML_TYPE_F16);
+        default:
+            return false;
+    }
+    if (x->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32 || !ggml_vk_dim01_contiguous(w)) {
+        return false;
+    }
+    return device->coopmat2 ? ggml_ext_vk_refuse_coopmat2() : true;
+}
+
+// --- pipelines of mul_mm ---------------------------------------------------------------------------------------------
+
+// Arguments for GGML_EXT_WEIGHT_TYPES in the branches of ggml_vk_load_shaders(), whose lambdas they call; after upstream's lines for
+// types with look-up tables there, activations in F16. coopmat2 is left out.
+#define GGML_EXT_VK_MM_CM1(NAME, name)                                                                                          \
+    if (device->coopmat_acc_f16_support) {                                                                                      \
+        cm1_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, true}, tc_mmq, "matmul_" #name "_f16_f16acc",                       \
+                   matmul_##name##_f16_f16acc_cm1_len, matmul_##name##_f16_f16acc_cm1_data, sizeof(vk_mat_mat_push_constants), 3); \
+    }                                                                                                                           \
+    if (device->coopmat_acc_f32_support) {                                                                                      \
+        cm1_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, false}, tc_mmq, "matmul_" #name "_f16",                             \
+                   matmul_##name##_f16_cm1_len, matmul_##name##_f16_cm1_data, sizeof(vk_mat_mat_push_constants), 3);            \
+    }
+#define GGML_EXT_VK_MM_ID_CM1(NAME, name)                                                                                       \
+    if (device->coopmat_acc_f16_support) {                                                                                      \
+        cm1_create({GGML_TYPE_##NAME, GGML_TYPE_F16, true, true}, tc_mmq_id, "matmul_id_subgroup_" #name "_f16_f16acc",         \
+                   matmul_id_subgroup_##name##_f16_f16acc_cm1_len, matmul_id_subgroup_##name##_f16_f16acc_cm1_data,             \
+                   sizeof(vk_mat_mat_id_push_constants), mul_mat_id_param_count);                                               \
+    }                                                                                                                           \
+    if (device->coopmat_acc_f32_support) {                                                                                      \
+        cm1_create({GGML_TYPE_##NAME, GGML_TYPE_F16, true, false}, tc_mmq_id, "matmul_id_subgroup_" #name "_f16",               \
+                   matmul_id_subgroup_##name##_f16_cm1_len, matmul_id_subgroup_##name##_f16_cm1_data,                           \
+                   sizeof(vk_mat_mat_id_push_constants), mul_mat_id_param_count);                                               \
+    }
+
+#define GGML_EXT_VK_MM_FP16(NAME, name)                                                                                         \
+    sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, true}, tc_mmq, "matmul_" #name "_f16_f16acc",                            \
+              SPV_DOT2_F16ACC(matmul_##name##_f16), sizeof(vk_mat_mat_push_constants), 3);                                      \
+    sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, false}, tc_mmq, "matmul_" #name "_f16",                                  \
+              SPV_DOT2(matmul_##name##_f16), sizeof(vk_mat_mat_push_constants), 3);
+// of experts: with a subgroup's ballots and its size, or without
+#define GGML_EXT_VK_MM_ID_FP16_AS(NAME, kernel, subgroup_size)                                                                 \
+    sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, true, true}, tc_mmqid, #kernel "_f16acc", SPV_DOT2_F16ACC(kernel),             \
+              sizeof(vk_mat_mat_id_push_constants), mul_mat_id_param_count, subgroup_size);                                    \
+    sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, true, false}, tc_mmqid, #kernel, SPV_DOT2(kernel),                             \
+              sizeof(vk_mat_mat_id_push_constants), mul_mat_id_param_count, subgroup_size);
+#define GGML_EXT_VK_MM_ID_SUBGROUP_FP16(NAME, name) GGML_EXT_VK_MM_ID_FP16_AS(NAME, matmul_id_subgroup_##name##_f16, mul_mat_subgroup_size)
+#define GGML_EXT_VK_MM_ID_FP16(NAME, name)          GGML_EXT_VK_MM_ID_FP16_AS(NAME, matmul_id_##name##_f16, 0)
+
+#define GGML_EXT_VK_MM_FP32(NAME, name)                                                                                        \
+    sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, false}, tc_mmq, "matmul_" #name "_f16",                                 \
+              matmul_##name##_f16_fp32_len, matmul_##name##_f16_fp32_data, sizeof(vk_mat_mat_push_constants), 3);
+#define GGML_EXT_VK_MM_ID_FP32_AS(NAME, kernel, subgroup_size)                                                                 \
+    sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, true, false}, tc_mmqid, #kernel, kernel##_fp32_len, kernel##_fp32_data,        \
+              sizeof(vk_mat_mat_id_push_constants), mul_mat_id_param_count, subgroup_size);
+#define GGML_EXT_VK_MM_ID_SUBGROUP_FP32(NAME, name) GGML_EXT_VK_MM_ID_FP32_AS(NAME, matmul_id_subgroup_##name##_f16, mul_mat_subgroup_size)
+#define GGML_EXT_VK_MM_ID_FP32(NAME, name)          GGML_EXT_VK_MM_ID_FP32_AS(NAME, matmul_id_##name##_f16, 0)

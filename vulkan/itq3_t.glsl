@@ -1,0 +1,2 @@
+// ITQ3_T: types/itq3_t.h.
+#include "trellis.glsl"

@@ -1,0 +1,2 @@
+// ITQ4_T: types/itq4_t.h.
+#include "trellis.glsl"

@@ -1,0 +1,40 @@
+// Included in ggml_vk_load_shaders(), inside its loop over sizes of workgroups w: pipelines of vectors, rows by index and the rotation.
+{
+    // Subgroups have rows of their own and share a table; without arithmetic in subgroups, or where they are smaller than the threads
+    // of a block, the workgroup has rows. Both sizes of workgroups are the same to us.
+    const bool     ext_subgroups   = use_subgroups && device->subgroup_size >= 8 && !ggml_ext_vk_no_subgroups();
+    const uint32_t ext_n_subgroups = ext_subgroups ? 4 : 1;
+    const uint32_t ext_workgroup   = ext_subgroups ? ext_n_subgroups*subgroup_size : subgroup_size16;
+    const uint32_t ext_pin         = ext_subgroups ? subgroup_size : 0;
+    const auto     ext_reduction   = ext_subgroups ? SHADER_REDUCTION_MODE_SUBGROUP : SHADER_REDUCTION_MODE_SHMEM;
+    // by registers: 4 rows of 8 columns are 240 of them on AMD
+    const auto ext_rows = [&](uint32_t n_columns) { return device->vendor_id == VK_VENDOR_ID_INTEL || n_columns > 4 ? 2u : 4u; };
+#define GGML_EXT_X(NAME, name) \
+    for (uint32_t i = 0; i < mul_mat_vec_max_cols; ++i) { \
+        const uint32_t rows = ext_rows(i + 1); \
+        ggml_vk_create_pipeline(device, device->pipeline_dequant_mul_mat_vec_f32_f32[w][GGML_TYPE_##NAME][i], "mul_mat_vec_" #name "_f32_f32", \
+            arr_dmmv_##name##_f32_f32_len[ext_reduction], arr_dmmv_##name##_f32_f32_data[ext_reduction], "main", mul_mat_vec_num_bindings, \
+            sizeof(vk_mat_vec_push_constants), {rows*ext_n_subgroups, 1, 1}, {ext_workgroup, rows, i + 1}, 1, true, ext_subgroups, ext_pin); \
+    } \
+    ggml_vk_create_pipeline(device, device->pipeline_dequant_mul_mat_vec_id_f32[w][GGML_TYPE_##NAME], "mul_mat_vec_id_" #name "_f32", \
+        arr_dmmv_id_##name##_f32_f32_len[ext_reduction], arr_dmmv_id_##name##_f32_f32_data[ext_reduction], "main", mul_mat_vec_id_num_bindings, \
+        sizeof(vk_mat_vec_id_push_constants), {ext_rows(1)*ext_n_subgroups, 1, 1}, {ext_workgroup, ext_rows(1)}, 1, true, ext_subgroups, ext_pin); \
+    if (w == 0) { \
+        ggml_vk_create_pipeline(device, device->pipeline_get_rows[GGML_TYPE_##NAME], "get_rows_" #name, get_rows_##name##_len, \
+            get_rows_##name##_data, "main", 3, sizeof(vk_op_binary_push_constants), {1024, 1, 1}, {}, 1); \
+        ggml_vk_create_pipeline(device, device->pipeline_get_rows_f32[GGML_TYPE_##NAME], "get_rows_" #name "_f32", get_rows_##name##_f32_len, \
+            get_rows_##name##_f32_data, "main", 3, sizeof(vk_op_binary_push_constants), {1024, 1, 1}, {}, 1); \
+    }
+    GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+    if (w == 0) {
+#define GGML_EXT_X(of_256, block, to_f16, to) \
+        ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_rotate[of_256][to_f16], "ggml_ext_rotate_" #block "_" #to, \
+            ggml_ext_rotate_##block##_##to##_len, ggml_ext_rotate_##block##_##to##_data, "main", 2, sizeof(vk_op_unary_push_constants), {512, 1, 1}, {}, 1);
+        GGML_EXT_X(0, 64,  0, f32)
+        GGML_EXT_X(0, 64,  1, f16)
+        GGML_EXT_X(1, 256, 0, f32)
+        GGML_EXT_X(1, 256, 1, f16)
+#undef GGML_EXT_X
+    }
+}

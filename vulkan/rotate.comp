@@ -1,0 +1,37 @@
+#version 450
+// Activations rotated into prealloc_y, in the place of upstream's copies: same bindings, push constants and grid, which gives a
+// workgroup 512 values. Strides are any: what comes out is contiguous in the order of the source.
+#extension GL_EXT_control_flow_attributes : enable
+#extension GL_EXT_shader_16bit_storage : require
+#include "generic_unary_head.glsl"
+#define EXT_VALUES 512
+#include "ggml_ext/rotation.glsl"
+
+layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
+
+void main() {
+    const uint tid = gl_LocalInvocationID.x;
+    const uint first = gl_WorkGroupID.z*262144 + gl_WorkGroupID.y*512 + gl_WorkGroupID.x*512;
+    for (uint i = tid; i < EXT_VALUES; i += 64) { // rows are whole blocks: a block lies within one
+        float x = 0.0;
+        if (first + i < p.ne) {
+            x = ext_signed(float(data_a[get_aoffset() + src0_idx(first + i)]), i % EXT_N);
+        }
+        ext_shared[ext_at(i)] = x;
+    }
+    barrier();
+    for (uint item = tid; item < EXT_ITEMS; item += 64) {
+        ext_transform_neighbours(item);
+    }
+    barrier();
+    for (uint item = tid; item < EXT_ITEMS; item += 64) {
+        float v[EXT_R];
+        ext_transform_strides(item, v);
+        const uint j = first + ext_position(item);
+        if (j < p.ne) {
+            [[unroll]] for (uint i = 0; i < EXT_R; ++i) {
+                data_d[get_doffset() + dst_idx(j + EXT_R*i)] = D_TYPE(v[i]);
+            }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+// The trellis code (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K. The eight weights of byte b are eight steps in turn, whose symbols
+// and their predecessors are bits of one window: this byte of the planes behind the byte before it of the last one, `start` before
+// byte 0. A value is a look-up of the last 12 bits, whose index is, from the low bits on,
+//   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
+// The table has halves of code - offset, which is exact, as bits: no arithmetic of 16 bits is needed.
+const uint EXT_LANES = QUANT_K/8; // bytes of a plane
+#define NEEDS_INIT_IQ_SHMEM
+shared uint16_t ext_table[4096];
+
+// Entries whose low eight bits are alike share one part of their code; the other part runs over 16 constants, so that no constant
+// array is indexed in the loop: compilers make loads of memory or hundreds of instructions of that.
+void init_iq_shmem(const uvec3 workgroup) {
+    for (uint i = gl_LocalInvocationIndex; i < 256; i += workgroup.x*workgroup.y*workgroup.z) {
+        const uint n0 = i & 15, n1 = i >> 4; // the index's low nibbles
+#if EXT_TRELLIS_K == 3
+        const uint before = (n1 & 3) << 2 | n0 >> 2; // pair(t-1)
+        const float first = float(ext_look_up(ext_trellis_values0, n0 ^ n1 ^ before)) - ext_trellis_offset;
+        const uint  other = n1;
+#define EXT_RUNNING ext_trellis_values1
+#else
+        const float first = float(ext_look_up(ext_trellis_values1, n1)) - ext_trellis_offset;
+        const uint  other = n0;
+#define EXT_RUNNING ext_trellis_values0
+#endif
+        [[unroll]] for (uint v = 0; v < 16; ++v) {
+            const float value = first + float(ext_get_byte(EXT_RUNNING[v >> 2], v & 3));
+            ext_table[i | (v ^ other) << 8] = uint16_t(packHalf2x16(vec2(value, 0.0)));
+        }
+    }
+    barrier();
+}
+float ext_entry(const uint i) { return unpackHalf2x16(uint(ext_table[i])).x; }
+
+// Byte b of plane `plane` whose word k is `word`, or rather the byte before it: `first` before byte 0 of the block. Without an early
+// return, of which the optimizer of glslc 2023.2 makes loops and then crashes.
+uint ext_byte_before(const uint ib, const uint plane, const uint word, const uint k, const uint b, const uint first) {
+    uint before = first;
+    if (b != 0) {
+        before = ext_get_byte(word, b - 1);
+    } else if (k != 0) {
+        before = ext_byte(ib, 2 + plane*EXT_LANES + 4*k - 1);
+    }
+    return before;
+}
+
+#if EXT_TRELLIS_K == 2
+struct ext_words { uint window[4]; float d; }; // from step -8 on
+
+ext_words ext_load(const uint ib, const uint k) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), l0 = ext_word(ib, 2 + 4*k), l1 = ext_word(ib, 2 + EXT_LANES + 4*k);
+    [[unroll]] for (uint b = 0; b < 4; ++b) {
+        w.window[b] = ext_byte_before(ib, 0, l0, k, b, 0) | ext_byte_before(ib, 1, l1, k, b, head >> 8) << 8 |
+                      ext_get_byte(l0, b) << 16 | ext_get_byte(l1, b) << 24;
+    }
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
+#define EXT_INDEX(w, g, b) (w.window[b] >> 2*(g + 3) & 0xfff)
+
+#elif EXT_TRELLIS_K == 3
+struct ext_words { uint low[4], high[4]; float d; }; // low bits from step -4 on; high bits from step -8 on, times 2^8
+
+ext_words ext_load(const uint ib, const uint k) {
+    ext_words w;
+    const uint head = ext_half(ib, 0), start = head >> 8;
+    const uint l0 = ext_word(ib, 2 + 4*k), l1 = ext_word(ib, 2 + EXT_LANES + 4*k), h = ext_word(ib, 2 + 2*EXT_LANES + 4*k);
+    [[unroll]] for (uint b = 0; b < 4; ++b) {
+        w.low[b]  = ext_byte_before(ib, 1, l1, k, b, start) | ext_get_byte(l0, b) << 8 | ext_get_byte(l1, b) << 16;
+        w.high[b] = ext_byte_before(ib, 2, h, k, b, (start & 3) << 6) << 8 | ext_get_byte(h, b) << 16;
+    }
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
+#define EXT_INDEX(w, g, b) ((w.low[b] >> 2*(g + 1) & 0xff) | (w.high[b] >> (g + 5) & 0xf00))
+
+#elif EXT_TRELLIS_K == 4
+struct ext_words { uint windows[2][4]; float d; }; // from step -2 and from step 2 on
+
+ext_words ext_load(const uint ib, const uint k) {
+    ext_words w;
+    const uint head = ext_half(ib, 0);
+    uint l[4];
+    [[unroll]] for (uint i = 0; i < 4; ++i) {
+        l[i] = ext_word(ib, 2 + i*EXT_LANES + 4*k);
+    }
+    [[unroll]] for (uint b = 0; b < 4; ++b) {
+        const uint l1 = ext_get_byte(l[1], b), l2 = ext_get_byte(l[2], b);
+        w.windows[0][b] = ext_byte_before(ib, 3, l[3], k, b, head >> 8) | ext_get_byte(l[0], b) << 8 | l1 << 16 | l2 << 24;
+        w.windows[1][b] = l1 | l2 << 8 | ext_get_byte(l[3], b) << 16;
+    }
+    w.d = ext_e5m3(head & 0xff);
+    return w;
+}
+#define EXT_INDEX(w, g, b) ((g < 4 ? w.windows[0][b] : w.windows[1][b]) >> 4*(g & 3) & 0xfff)
+#endif
+
+vec4 ext_values(const ext_words w, const uint g) {
+    vec4 v;
+    [[unroll]] for (uint b = 0; b < 4; ++b) {
+        v[b] = ext_entry(EXT_INDEX(w, g, b));
+    }
+    return v;
+}
+float ext_scale(const ext_words w) { return w.d; }
