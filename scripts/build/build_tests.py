@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Build the native parts of the test suite: upstream's tests and the kernels per instruction set in the package's
-build folder, the fuzz drivers under sanitizers, the stock llama-cli that the stock check runs, and the NEON kernels and
-llama-perplexity for 64-bit ARM, which the tests run under qemu.
+build folder, the fuzz drivers under sanitizers, the stock llama-cli that the stock check runs, the NEON kernels and
+llama-perplexity for 64-bit ARM, which the tests run under qemu, and the Vulkan backend, which they run on lavapipe.
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64]
+    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan]
     build_tests.py --package build/package --only cuda
 
 The second builds and links the whole CUDA backend, for the architectures in CUDA_ARCHITECTURES (default 90): no test needs it.
@@ -11,6 +11,7 @@ The second builds and links the whole CUDA backend, for the architectures in CUD
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import platform
 import shutil
@@ -40,12 +41,15 @@ def configure(folder: str, *options: str) -> None:
 # Debian's packages of what some tests need, and the program each is needed for
 CROSS_PACKAGES = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # it brings its C library
 BROWSER_PACKAGES = {"chromium": "chromium", "chromium-driver": "chromedriver"}
+VULKAN_PACKAGES = {"glslc": "glslc", "spirv-tools": "spirv-val", "libvulkan-dev": "/usr/include/vulkan/vulkan.hpp",
+                   "spirv-headers": "/usr/include/spirv/unified1/spirv.hpp", "mesa-vulkan-drivers": "/usr/share/vulkan/icd.d/lvp_icd*.json"}
 
 
 def find_programs(packages: dict[str, str], without: str) -> bool:
-    """Whether the programs are here, installing them where that is possible. without: what becomes of the tests if not."""
+    """Whether the programs, or files by their patterns, are here, installing them where that is possible. without: what becomes of
+    the tests if not."""
     def missing() -> list[str]:
-        return [package for package, program in packages.items() if not shutil.which(program)]
+        return [package for package, program in packages.items() if not (glob.glob(program) if program.startswith("/") else shutil.which(program))]
 
     if missing() and shutil.which("apt-get") and hasattr(os, "getuid") and os.getuid() == 0:
         for command in (["update"], ["install", "-y", "--no-install-recommends", *missing()]):
@@ -68,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="package,asan,stock,aarch64")
+    parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan")
     args = parser.parse_args()
     find_cuda_tools()
     steps = {
@@ -85,12 +89,19 @@ def main() -> None:
                      "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_OPENMP=OFF", "-DGGML_RPC=OFF",
                      "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
                     ROOT / "build" / "aarch64", "ext-tests"),
+        # one library, which programs of the package load; the time goes into its shaders
+        "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=OFF",
+                    "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+                    f"-DVulkan_GLSLC_EXECUTABLE={ROOT / 'tests' / 'native' / 'glslc_stubs.sh'}"), ROOT / "build" / "vulkan", "ext-vulkan"),
         "cuda": (("-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDA_ARCHITECTURES', '90')}"),
                  ROOT / "build" / "cuda", "ext-cuda"),
     }
     for name in args.only.split(","):
         if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
                 CROSS_PACKAGES, "aarch64 is not built and the NEON tests will be skipped")):
+            continue
+        if name == "vulkan" and (platform.system() != "Linux" or not find_programs(
+                VULKAN_PACKAGES, "the Vulkan backend is not built and its tests will be skipped")):
             continue
         if name == "package":
             find_programs(BROWSER_PACKAGES, "the test of the chat page will be skipped")

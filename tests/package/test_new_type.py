@@ -18,8 +18,9 @@ from ggml_ext import TYPES
 from helpers.native import ROOT
 
 OLD, NEW = "itq3_s", "itq3_x"
-FILES = ("ggml_ext/types/{}.h", "ggml_ext/encode/{}.c", "ggml_ext/cpu/{}.h", "cuda/{}.cuh", "metal/{}.metal", "py/ggml_ext/quants/{}.py")
-COPIED = ("ggml_ext", "cuda", "metal", "py", "scripts/build", "scripts/tools", "tests", "docs/reference", "CMakeLists.txt", "pyproject.toml")
+FILES = ("ggml_ext/types/{}.h", "ggml_ext/encode/{}.c", "ggml_ext/cpu/{}.h", "cuda/{}.cuh", "metal/{}.metal", "vulkan/{}.glsl",
+         "py/ggml_ext/quants/{}.py")
+COPIED = ("ggml_ext", "cuda", "metal", "vulkan", "py", "scripts/build", "scripts/tools", "tests", "docs/reference", "CMakeLists.txt", "pyproject.toml")
 # -O1: what is tested is that all is there, not its speed
 BUILD = ("-GNinja", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_C_FLAGS=-O1", "-DCMAKE_CXX_FLAGS=-O1", "-DGGML_EXT_TESTS=ON", "-DGGML_RPC=OFF",
          "-DGGML_OPENMP=OFF", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF")
@@ -73,7 +74,7 @@ def test_the_lists_follow_and_nothing_else_changes(tree):
     run(sys.executable, "scripts/build/gen_types.py", cwd=tree)
     after = texts(tree)
     changed = {name for name in after if before.get(name) != after[name]}
-    written = {*re.findall(r"[\w/-]+/[\w-]+\.(?:h|cuh|metal|py|md)", (tree / "scripts/build/gen_types.py").read_text()),
+    written = {*re.findall(r"[\w/-]+/[\w-]+\.(?:h|cuh|metal|glsl|py|md)", (tree / "scripts/build/gen_types.py").read_text()),
                f"cuda/instances/mmq-{NEW}.cu"}
     assert changed and changed <= written
     run(sys.executable, "scripts/build/gen_types.py", "--check", cwd=tree)

@@ -129,7 +129,7 @@ def test_wrong_tree_is_refused(tmp_path):
 def checkout(tmp_path) -> Path:
     """The script with patches of its own, which it may write."""
     root = tmp_path / "checkout"
-    for name in ("scripts/build", "ggml_ext", "metal"):
+    for name in ("scripts/build", "ggml_ext", "metal", "vulkan"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     return root
 

@@ -50,7 +50,7 @@ def test_an_extra_is_installed_by_its_requirements(monkeypatch):
 
 
 # Paths of this repository in running text, in back quotes or not.
-PATHS = r"`((?:ggml_ext|cuda|metal|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
+PATHS = r"`((?:ggml_ext|cuda|metal|vulkan|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
 
 
 def anchors(text: str) -> set[str]:

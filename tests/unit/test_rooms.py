@@ -73,7 +73,7 @@ def test_command_lines_stay_in_the_console():
 # --- C: which targets see which headers
 
 # All others see hooks/ alone, so that no file of upstream's can include simd.h or all.h by accident.
-SEES_BASE = ("ggml-base", "llama-common", "server-context", "llama-imatrix", "ggml-cuda", "ggml-metal")
+SEES_BASE = ("ggml-base", "llama-common", "server-context", "llama-imatrix", "ggml-cuda", "ggml-metal", "ggml-vulkan")
 SEES_ALL = ("ggml-cpu", "ggml-ext-", "fuzz-")  # how their names begin: the CPU backend's variants, and what tests build
 
 

@@ -1,0 +1,154 @@
+"""The Vulkan backend with our kernels on lavapipe, against the scalar reference in double precision, and a model against the CPU.
+
+lavapipe has neither matrix cores nor integer dot products, and its subgroups have eight threads: what other devices do differently
+is compiled here and not run. Nearly all of the time goes into LLVM, once a pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import perplexity_run
+from ggml_ext import TYPES, WEIGHT_TYPES
+from helpers import vulkan
+from helpers.commands import quantize
+from helpers.native import F32_U, ROOT
+from helpers.perplexity_record import perplexity_tolerance
+from helpers.vulkan import Case
+
+HALF_U = 2.0**-11  # unit roundoff of half
+# Errors over |w| |x| of products in F32. The rotation has 8 additions a value. A product is sums of 32 values in turn, then of the up to 16
+# blocks of a thread, then of the threads of a subgroup or workgroup: 8 + 32 + 16 + 8 roundings of terms whose norm is |w| |x|, but for
+# ITQ3_S, whose codes and zero points are up to four times as large as their differences. One wrong weight of 2048 costs 0.02.
+VECTOR_BOUND = 4 * 64 * F32_U
+# of products whose weights and activations are rounded to halves and whose sums are F32's
+MATRIX_BOUND = 2 * HALF_U + VECTOR_BOUND
+# Sums in halves, which upstream takes by default, have no bound that says anything: squared errors as test-backend-ops allows them
+NMSE_BOUND = 5e-4
+
+# DotProductFloat16AccFloat32VALVE, as Debian 12's spirv-val (2023.1) names what it does not know
+UNKNOWN_CAPABILITY = "Invalid capability operand: 6912"
+
+
+def sizes(type_name: str, k: int) -> int:
+    """Rows of about k weights; of types of 64 such that the last block of 256 is not whole."""
+    return k + 64 if TYPES[type_name].block_size == 64 else k
+
+
+def assert_close(type_name: str, cases: list[Case], **variables: str) -> None:
+    for case, found in vulkan.run_cases(type_name, cases, **variables).items():
+        assert found is not None, f"{type_name} {case}: refused"
+        is_matrix = case.n > 8 or (case.n > 1 and case.batch * case.r2 > 1)
+        if case.operation == "rows":
+            assert found.different == 0, f"{type_name} {case}: {found.different} of {found.values} values have other bits"
+        elif not is_matrix:
+            assert found.max_error <= VECTOR_BOUND, (type_name, case, found)
+        elif case.operation == "f32":
+            assert found.max_error <= MATRIX_BOUND, (type_name, case, found)
+        else:
+            assert found.nmse <= NMSE_BOUND, (type_name, case, found)
+
+
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_rows_by_index_have_the_bits_of_the_reference(name):
+    assert_close(name, [Case("rows", sizes(name, 2048), 64, 5), Case("rows", sizes(name, 768), 64, 9), Case("rows", sizes(name, 256), 1, 1)])
+
+
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_products_of_few_columns(name):
+    """Rows that are no multiple of what a workgroup has; batches, views and permutations, which the rotation reads by their strides."""
+    k = sizes(name, 1024)
+    assert_close(name, [*(Case("plain", k, 67, n) for n in (1, 2, 4, 5, 8)), Case("view", k, 33, 5), Case("view", k, 33, 1),
+                        Case("plain", k, 33, 1, 2, 2), Case("permuted", k, 33, 1, 2, 2), Case("plain", sizes(name, 256), 5, 1),
+                        Case("plain", sizes(name, 4096), 9, 1)])
+
+
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_products_of_many_columns(name):
+    """The smallest tile."""
+    k = sizes(name, 768)
+    assert_close(name, [Case("f32", k, 70, 30), Case("plain", k, 33, 9), Case("view", k, 33, 9, 1, 3), Case("permuted", k, 33, 9, 2, 2)])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_larger_tiles(name):
+    k = sizes(name, 512)
+    assert_close(name, [Case("f32", k, 130, 70), Case("plain", k, 130, 70), Case("f32", k, 64, 40), Case("view", k, 64, 40, 1, 3),
+                        Case("permuted", k, 64, 40, 2, 2)])
+
+
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_experts(name):
+    """By vectors for few tokens; by tiles for many, whose sums are in halves."""
+    k = sizes(name, 512)
+    assert_close(name, [Case("experts", k, 64, 33), Case("experts", k, 33, 1)])
+
+
+@pytest.mark.parametrize("name", ["itq3_s", "itq3_t", "itq2_t64"])
+def test_reductions_in_shared_memory(name):
+    """As on devices without arithmetic in subgroups."""
+    k = sizes(name, 1024)
+    assert_close(name, [Case("plain", k, 67, 3), Case("plain", k, 67, 1), Case("experts", k, 33, 1)], GGML_EXT_VK_NO_SUBGROUPS="1")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_all_reductions_in_shared_memory(name):
+    k = sizes(name, 1024)
+    assert_close(name, [Case("plain", k, 67, n) for n in range(1, 9)], GGML_EXT_VK_NO_SUBGROUPS="1")
+
+
+def our_shaders() -> list[Path]:
+    vulkan.library()
+    names = re.compile("|".join(f"_{name}(_|$)" for name in WEIGHT_TYPES) + "|^ggml_ext_")
+    return [path for path in sorted(vulkan.SHADERS.glob("*.spv")) if names.search(path.stem)]
+
+
+def test_all_shaders_of_ours_are_valid():
+    """For each type: matrix products without matrix cores by three kinds of experts and five of numbers, six reductions, two of rows. A
+    spirv-val older than an extension that upstream uses in its own shaders, mixed dot products, can say nothing of those."""
+    shaders = our_shaders()
+    assert len(shaders) >= len(WEIGHT_TYPES) * (3 * 5 + 6 + 2) + 4, "some are not compiled"
+    for path in shaders:
+        done = subprocess.run(["spirv-val", "--target-env", "vulkan1.2", path], capture_output=True, text=True)
+        is_unknown = "_dot2" in path.stem and UNKNOWN_CAPABILITY in done.stderr
+        assert done.returncode == 0 or is_unknown, f"{path.name}: {done.stdout}{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "data" / "heldout.txt").read_bytes()[:8000])  # more than two chunks of 128 tokens
+    return path
+
+
+def perplexity(file: Path, text: Path, monkeypatch, *options) -> tuple[float, float]:
+    """Of two chunks; and the MiB of weights on the Vulkan device."""
+    def parse(log: str) -> tuple[float, float] | None:
+        found = re.search(r"Final estimate: PPL = ([\d.]+)", log)
+        size = re.search(r"Vulkan0 model buffer size = +([\d.]+) MiB", log)
+        return found and (float(found[1]), float(size[1]) if size else 0.0)
+
+    with monkeypatch.context() as patch:
+        for name, value in vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())).items():
+            patch.setenv(name, value)
+        return perplexity_run.run_perplexity("final estimate", parse, file, 128, 2, "-f", text, "--chunks", 2, "-b", 128, "-lv", 4, *options)
+
+
+@pytest.mark.parametrize("name", ["itq3_t", *(pytest.param(n, marks=pytest.mark.nightly) for n in WEIGHT_TYPES if n != "itq3_t")])
+def test_a_model_has_the_perplexity_that_it_has_on_the_cpu(model, text, name, tmp_path, monkeypatch):
+    """The CPU rounds activations to 8 bits, lavapipe to halves."""
+    file = tmp_path / "model.gguf"
+    quantize(model, file, "--type", name, "--effort", "fast", *perplexity_run.UNIFORM)
+    here, _ = perplexity(file, text, monkeypatch, "-ngl", 0, "--device", "none")
+    there, size = perplexity(file, text, monkeypatch, "-ngl", 99, "--device", "Vulkan0")
+    print(f"{name}: perplexity {there} on Vulkan0, {here} on the CPU; {size} MiB of weights there")
+    blocks, _ = perplexity_run.block_types(file)
+    assert size * 2**20 >= sum(blocks.values()) / 8 * WEIGHT_TYPES[name].bpw, "the weights of the blocks are not on the device"
+    assert abs(math.log(there / here)) <= perplexity_tolerance(2)
