@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Build the native parts of the test suite: upstream's tests and the kernels per instruction set in the package's
 build folder, the fuzz drivers under sanitizers, the stock llama-cli that the stock check runs, the NEON kernels and
-llama-perplexity for 64-bit ARM, which the tests run under qemu, and the Vulkan backend, which they run on lavapipe.
+llama-perplexity for 64-bit ARM, which the tests run under qemu, the Vulkan backend, which they run on lavapipe, and the CUDA kernels that
+they interpret.
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan]
+    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx]
     build_tests.py --package build/package --only cuda
 
 The second builds and links the whole CUDA backend, for the architectures in CUDA_ARCHITECTURES (default 90): no test needs it.
@@ -68,11 +69,21 @@ def find_cuda_tools() -> None:
             print("the CUDA sources will not be compiled: pip install nvidia-cublas failed", flush=True)
 
 
+def build_ptx(package: Path) -> None:
+    """The PTX of the CUDA kernels, and the host code that launches them."""
+    if not cuda_tools.nvcc() or not (cuda_tools.toolkit_has_cublas() or cuda_tools.cublas()):
+        print("the CUDA kernels are not compiled and will not be interpreted: install nvcc, of the CUDA toolkit, 12.8 or later", flush=True)
+        return
+    start = time.monotonic()
+    run(sys.executable, ROOT / "tests" / "ptx" / "build.py", "--package", package)
+    print(f"built kernels to interpret in ptx: {time.monotonic() - start:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan")
+    parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan,ptx")
     args = parser.parse_args()
     find_cuda_tools()
     steps = {
@@ -97,6 +108,9 @@ def main() -> None:
                  ROOT / "build" / "cuda", "ext-cuda"),
     }
     for name in args.only.split(","):
+        if name == "ptx":
+            build_ptx(args.package)
+            continue
         if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
                 CROSS_PACKAGES, "aarch64 is not built and the NEON tests will be skipped")):
             continue

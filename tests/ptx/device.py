@@ -1,0 +1,175 @@
+"""CUDA's runtime for upstream's host code: a library of build/ptx calls here for memory and launches (runtime.cpp), and this interprets
+the kernels of the chosen architecture.
+
+    device = Device("90", folder, "itq3_t")
+    w, x, y = (device.tensor(...) for ...)
+    device.mul_mat_vec(w, x, y)
+    device.launches            # what was run
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .machine import Grid, Launch
+from .memory import Fault, GlobalMemory
+from .parser import Kernel, Module, parse
+
+# CUDA C++ Programming Guide, table of technical specifications: bytes of shared memory that a block may have
+SHARED_LIMIT = {"75": 64 * 1024, "80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024}
+MAX_THREADS, MAX_GRID = 1024, (2**31 - 1, 65535, 65535)
+
+LAUNCH = ctypes.CFUNCTYPE(c_int, c_char_p, POINTER(c_uint), POINTER(c_uint), c_size_t, c_int, c_int, POINTER(c_void_p))
+ALLOC, FREE, WRITTEN = ctypes.CFUNCTYPE(c_void_p, c_size_t), ctypes.CFUNCTYPE(None, c_void_p), ctypes.CFUNCTYPE(None, c_void_p, c_size_t)
+
+
+class Callbacks(ctypes.Structure):
+    _fields_ = [("launch", LAUNCH), ("alloc", ALLOC), ("free", FREE), ("written", WRITTEN)]
+
+
+class Tensor(ctypes.Structure):
+    """struct ptx_tensor of host.cu."""
+    _fields_ = [("type", c_int64), ("ne", c_int64 * 4), ("nb", c_size_t * 4), ("data", c_void_p)]
+
+
+class Fusion(ctypes.Structure):
+    """struct ptx_fusion of host.cu."""
+    _fields_ = [("gate", POINTER(Tensor)), ("bias", POINTER(Tensor)), ("gate_bias", POINTER(Tensor)), ("glu_op", c_int64)]
+
+
+@dataclass
+class Done:
+    """A launch that was run: the kernel's name, the values of its parameters, warp instructions by opcode."""
+    name: str
+    parameters: list[int | bytes]
+    programmatic: bool
+    executed: dict[str, int]
+    problems: dict[str, str]
+
+
+def plain_name(mangled: str) -> str:
+    """The function's name without namespaces and parameters."""
+    at, name = re.match(r"_ZN?", mangled).end(), ""
+    while length := re.match(r"\d+", mangled[at:]):
+        at += length.end()
+        name = mangled[at:at + int(length[0])]
+        at += int(length[0])
+    return name
+
+
+@functools.cache
+def modules(folder: Path) -> dict[str, Path]:
+    """The file that each kernel of an architecture is in."""
+    out = {}
+    for path in sorted(folder.glob("*.ptx")):
+        with open(path) as lines:
+            out.update((line.split()[1].rstrip("("), path) for line in lines if line.startswith((".entry", ".visible .entry", ".weak .entry")))
+    return out
+
+
+@functools.cache
+def module(path: Path) -> Module:
+    return parse(path.read_text())
+
+
+@functools.cache
+def library(path: Path) -> ctypes.CDLL:
+    """Loaded so that functions nobody calls may be missing: products of other types."""
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype, dlopen.argtypes = c_void_p, [c_char_p, c_int]
+    handle = dlopen(os.fsencode(path), os.RTLD_LAZY | os.RTLD_LOCAL)
+    if not handle:
+        raise OSError(f"{path} was not loaded")
+    return ctypes.CDLL(str(path), handle=handle)
+
+
+class Device:
+    """n_sm: multiprocessors, by which upstream divides products of tiles. mutate: a function of a module's text, for tests of tests."""
+
+    def __init__(self, architecture: str, folder: Path, name: str, n_sm: int = 4, approximation: bool = False, seed: int = 0, mutate=None):
+        self.architecture, self.folder, self.approximation, self.seed, self.mutate = architecture, folder, approximation, seed, mutate
+        self.memory, self.launches, self.error = GlobalMemory(seed=seed), [], None
+        self.symbols: dict[Path, dict[str, int]] = {}
+        self.mutated: dict[Path, Module] = {}
+        self.library = library(folder / f"{name}.so")
+        self.callbacks = Callbacks(LAUNCH(self.launch), ALLOC(self.memory.alloc), FREE(lambda p: None), WRITTEN(self.memory.wrote))
+        runtime = ctypes.CDLL(str(folder / "libptx-runtime.so"))
+        runtime.ptx_runtime(ctypes.byref(self.callbacks), c_int(int(architecture)))
+        self.library.ptx_device(c_int(list(SHARED_LIMIT).index(architecture)), c_int(10 * int(architecture)), c_int(n_sm),
+                                c_size_t(SHARED_LIMIT[architecture]))
+
+    # --- called by the runtime
+
+    def launch(self, name, blocks, threads, shared, shared_limit, programmatic, arguments) -> int:
+        try:
+            grid = Grid(tuple(blocks[:3]), tuple(threads[:3]), shared, bool(programmatic), self.approximation, self.seed)
+            self.run(name.decode(), grid, shared_limit, arguments)
+            return 0
+        except BaseException as error:  # it is raised again where host code was called
+            self.error = error
+            return 1
+
+    def kernel(self, name: str) -> tuple[Kernel, Path]:
+        path = modules(self.folder / self.architecture)[name]
+        if self.mutate is None:
+            return module(path).kernels[name], path
+        if path not in self.mutated:
+            self.mutated[path] = parse(self.mutate(path.read_text()))
+        return self.mutated[path].kernels[name], path
+
+    def constants(self, path: Path, found: Module) -> dict[str, int]:
+        """Addresses of the module's tables in global memory."""
+        if path not in self.symbols:
+            self.symbols[path] = {name: self.memory.alloc(v.size, v.data or bytes(v.size)) for name, v in found.variables.items()
+                                  if v.space in ("global", "const")}
+        return self.symbols[path]
+
+    def run(self, name: str, grid: Grid, shared_limit: int, arguments) -> None:
+        kernel, path = self.kernel(name)
+        n_threads = int(np.prod(grid.threads))
+        if n_threads > min(MAX_THREADS, kernel.max_threads or MAX_THREADS):
+            raise Fault(f"{name}: {n_threads} threads, and launch bounds of {kernel.max_threads}")
+        if any(n > most for n, most in zip(grid.blocks, MAX_GRID, strict=True)) or 0 in grid.blocks:
+            raise Fault(f"{name}: a grid of {grid.blocks}")
+        if grid.shared > shared_limit:
+            raise Fault(f"{name}: {grid.shared} bytes of shared memory, and the limit was set to {shared_limit}")
+        values = [ctypes.string_at(arguments[i], size) for i, (_, size) in enumerate(kernel.parameters.values())]
+        room = bytearray(max((offset + size for offset, size in kernel.parameters.values()), default=0) + 8)
+        for value, (offset, size) in zip(values, kernel.parameters.values(), strict=True):
+            room[offset:offset + size] = value
+        launch = Launch(kernel, self.memory, grid, bytes(room), self.constants(path, kernel.module))
+        if launch.shared_size > SHARED_LIMIT[self.architecture]:
+            raise Fault(f"{name}: {launch.shared_size} bytes of shared memory, sm_{self.architecture} has {SHARED_LIMIT[self.architecture]}")
+        launch.run()
+        plain = [int.from_bytes(value, "little") if len(value) <= 8 else value for value in values]
+        self.launches.append(Done(name, plain, grid.programmatic, dict(launch.executed), dict(launch.problems)))
+
+    # --- called by tests
+
+    def buffer(self, data: np.ndarray, offset: int = 0, behind: int = 0) -> int:
+        """The address of a copy, with that many bytes of noise behind it that belong to the buffer."""
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return self.memory.alloc(len(raw) + behind, np.concatenate([raw, np.full(behind, 0xA5, np.uint8)]), offset)
+
+    def room(self, n_bytes: int) -> int:
+        return self.memory.alloc(n_bytes)
+
+    def call(self, function: str, *arguments) -> None:
+        """A function of the library, whose arguments are of C already; raises what went wrong in a launch."""
+        failed = getattr(self.library, function)(*arguments)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        assert failed == 0, function
+
+    def problems(self) -> dict[tuple[str, str], str]:
+        """(kernel, what was wrong): the first instruction of it."""
+        return {(plain_name(done.name), what): text for done in self.launches for what, text in done.problems.items()}

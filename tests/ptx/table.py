@@ -1,0 +1,47 @@
+"""The table of instructions: an entry for each opcode, with all its modifiers. Any other one raises.
+
+An entry makes, of a launch and an instruction, a function of (mask of threads, whether that is all of them). Values are arrays over
+all threads of the launch; what threads outside of the mask compute is not stored. arithmetic.py and effects.py fill the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
+KINDS = {"u": UNSIGNED, "b": UNSIGNED, "s": SIGNED, "f": FLOAT}
+ALL_LANES = 0xFFFFFFFF
+
+TABLE: dict = {}
+
+
+def dtype(type_name: str):
+    return np.bool_ if type_name == "pred" else KINDS[type_name[0]][int(type_name[1:])]
+
+
+def expand(pattern: str) -> list[str]:
+    """"add.{s32,u32}" to both."""
+    parts = re.split(r"\{(.*?)\}", pattern)
+    return ["".join(p) for p in itertools.product(*(part.split(",") if i % 2 else [part] for i, part in enumerate(parts)))]
+
+
+def entry(pattern: str):
+    """Gives a maker, of (launch, instruction, parts of the opcode), to all opcodes of the pattern."""
+    def add(maker):
+        for opcode in expand(pattern):
+            assert opcode not in TABLE, opcode
+            TABLE[opcode] = maker
+        return maker
+    return add
+
+
+def made(launch, instruction):
+    maker = TABLE.get(instruction.opcode)
+    if maker is None:
+        raise NotImplementedError(f"{launch.kernel.name}: no instruction {instruction.opcode}: {instruction.text}")
+    return maker(launch, instruction, instruction.opcode.split("."))
