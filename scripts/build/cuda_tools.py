@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -53,6 +54,18 @@ def compile_command(ggml: Path, arch: str, *args) -> list[str]:
     folders = [*([found[0]] if found else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", ROOT]
     return [str(nvcc() or "nvcc"), f"-arch={arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
             *(f"-I{folder}" for folder in folders), *map(str, args)]
+
+
+def trimmed_mmvq(text: str, types: dict[str, bool], columns: tuple[int, ...]) -> str:
+    """Upstream's mmvq.cu without the cases of other types and numbers of columns, in the switches that instantiate kernels. types: names as
+    ggml has them in lower case, and whether they are ours."""
+    upper = {name.upper(): name for name in types}
+    text = re.sub(r"        case GGML_TYPE_(\w+):\n            mul_mat_vec_q_switch_ncols_dst<.*?break;\n",
+                  lambda m: m[0] if m[1] in upper else "", text, flags=re.S)
+    ours = " ".join(f"X({key}, {name})" for key, name in upper.items() if types[name])
+    begin = text.index("static void mul_mat_vec_q_switch_type(")
+    text = text[:begin] + text[begin:].replace("GGML_EXT_WEIGHT_TYPES(X)", ours, 1)
+    return re.sub(r"        case (\d): \{.*?\} break;\n", lambda m: m[0] if int(m[1]) in columns else "", text, flags=re.S)
 
 
 def main() -> int:

@@ -5,7 +5,7 @@
 
 In all and by the pipe that executes them: a type is as fast as its fullest pipe lets it be.
 
-Compiles the patched mmvq.cu (a minute) and disassembles the kernels of each type for one column of activations and for four; of those
+Compiles the patched mmvq.cu for these types and disassembles the kernels of each type for one column of activations and for four; of those
 each thread takes two rows of weights, and what is given is of one row. Were blocks unpacked for each column anew, four would cost
 four times one. Needs nvcc,
 cuBLAS's headers, and cuobjdump with nvdisasm: in the toolkit, or pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm.
@@ -28,11 +28,11 @@ from ggml_ext import WEIGHT_TYPES
 from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-# ids of ggml.h, and the weights that a thread takes in one turn of the loop for one column and for four: nvcc makes one turn of
-# two for Q4_K's single column. The number of IDP in a loop says so.
-STOCK = {"q2_K": (10, 16, 16), "q3_K": (11, 16, 16), "q4_K": (12, 32, 16), "q5_K": (13, 16, 16), "iq2_xxs": (16, 32, 32),
-         "iq3_xxs": (18, 32, 32), "iq3_s": (21, 32, 32)}
-TYPES = {name: (int(info.id), 32, 32) for name, info in WEIGHT_TYPES.items()} | STOCK
+# ids of ggml.h, and IDP for 32 weights and a column, of one column and of four: eight, and more where sums of activations are taken by
+# them, which two rows of four columns share. By them it is known how many weights a turn of the loop takes.
+STOCK = {"q2_K": (10, (16, 16)), "q3_K": (11, (8, 8)), "q4_K": (12, (16, 12)), "q5_K": (13, (16, 12)), "iq2_xxs": (16, (8, 8)),
+         "iq3_xxs": (18, (8, 8)), "iq3_s": (21, (8, 8))}
+TYPES = {name: (int(info.id), (16, 12) if name == "ccq2" else (8, 8)) for name, info in WEIGHT_TYPES.items()} | STOCK
 
 ROWS_OF_COLUMNS = {1: 1, 4: 2}  # upstream's calc_rows_per_block()
 
@@ -68,28 +68,41 @@ def inner_loop(function: str) -> list[str]:
     return [re.sub(r"^@\S+ ", "", text) for at, text in code if first <= at <= last]
 
 
+def disassembled(arch: str, ggml: Path) -> dict[str, str]:
+    """Machine code of MMVQ's kernels for the types of TYPES by their mangled names. ggml: that folder of the patched tree."""
+    cuobjdump, path = tool("cuobjdump"), f"{Path(tool('nvdisasm')).parent}:{os.environ['PATH']}"
+    upstream = ggml / "src" / "ggml-cuda" / "mmvq.cu"
+    with tempfile.TemporaryDirectory() as tmp:
+        source = Path(tmp, "mmvq.cu")
+        source.write_text(cuda_tools.trimmed_mmvq(upstream.read_text(), {name: name in WEIGHT_TYPES for name in TYPES}, tuple(ROWS_OF_COLUMNS)))
+        subprocess.run(cuda_tools.compile_command(ggml, arch, "-cubin", "-o", f"{tmp}/mmvq.cubin", source), check=True)
+        code = subprocess.run([cuobjdump, "-sass", f"{tmp}/mmvq.cubin"], check=True, capture_output=True, text=True,
+                              env={**os.environ, "PATH": path}).stdout
+    return {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}
+
+
+def counts(functions: dict[str, str], name: str, n_columns: int) -> dict[str, int]:
+    """Instructions for 32 weights of a row: "all", and by pipe."""
+    type_id, idps = TYPES[name]
+    kernel = re.compile(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi{n_columns}ELb0ELb0ELb0")
+    loop = [text.split()[0].split(".")[0] for text in inner_loop(next(f for key, f in functions.items() if kernel.match(key)))]
+    n_rows = ROWS_OF_COLUMNS[n_columns]
+    idp = idps[list(ROWS_OF_COLUMNS).index(n_columns)]
+    n_weights = 32 * loop.count("IDP") // (idp * n_columns * n_rows)
+    pipes = Counter(pipe(opcode) for opcode in loop)
+    return {key: n * 32 // (n_weights * n_rows) for key, n in (("all", len(loop)), *((key, pipes[key]) for key in PIPES))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "package")
     args = parser.parse_args()
-    cuobjdump, path = tool("cuobjdump"), f"{Path(tool('nvdisasm')).parent}:{os.environ['PATH']}"
-    ggml = args.build.resolve() / "llama.cpp" / "ggml"
-    with tempfile.TemporaryDirectory() as tmp:
-        subprocess.run(cuda_tools.compile_command(ggml, args.arch, "-cubin", "-o", f"{tmp}/mmvq.cubin", ggml / "src/ggml-cuda/mmvq.cu"),
-                       check=True)
-        code = subprocess.run([cuobjdump, "-sass", f"{tmp}/mmvq.cubin"], check=True, capture_output=True, text=True,
-                              env={**os.environ, "PATH": path}).stdout
-    functions = {f.split("\n")[0].strip(): f for f in re.split(r"\n\s+Function : ", code)[1:]}
+    functions = disassembled(args.arch, args.build.resolve() / "llama.cpp" / "ggml")
     print(f"| type | instructions for 32 weights, {args.arch} | {' | '.join(PIPES)} | four columns | {' | '.join(PIPES)} |\n|{' --- |' * 9}")
-    for name, (type_id, *weights) in TYPES.items():
-        counts = []
-        for (n_columns, n_rows), n_weights in zip(ROWS_OF_COLUMNS.items(), weights, strict=True):
-            kernel = re.compile(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi{n_columns}ELb0ELb0ELb0")
-            loop = inner_loop(next(f for key, f in functions.items() if kernel.match(key)))
-            pipes = Counter(pipe(text.split()[0].split(".")[0]) for text in loop)
-            counts += [n * 32 // (n_weights * n_rows) for n in (len(loop), *(pipes[name] for name in PIPES))]
-        print(f"| {name} | {' | '.join(map(str, counts))} |")
+    for name in TYPES:
+        cells = [n for n_columns in ROWS_OF_COLUMNS for n in counts(functions, name, n_columns).values()]
+        print(f"| {name} | {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":

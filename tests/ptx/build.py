@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -61,21 +60,12 @@ def units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
             *(Unit(f"{name}-tiles", (name,), one, (1,), WHOLE, RAGGED) for name in ("itq3_t", "itq3_s"))]
 
 
-def trimmed(text: str, unit: Unit) -> str:
-    """Upstream's mmvq.cu without the cases of other types and numbers of columns, in the switches that instantiate kernels."""
-    names = {name.upper(): name for name in unit.types}
-    text = re.sub(r"        case GGML_TYPE_(\w+):\n            mul_mat_vec_q_switch_ncols_dst<.*?break;\n", lambda m: m[0] if m[1] in names else "", text, flags=re.S)
-    ours = " ".join(f"X({upper}, {name})" for upper, name in names.items() if name in WEIGHT_TYPES)
-    begin = text.index("static void mul_mat_vec_q_switch_type(")
-    text = text[:begin] + text[begin:].replace("GGML_EXT_WEIGHT_TYPES(X)", ours, 1)
-    return re.sub(r"        case (\d): \{.*?\} break;\n", lambda m: m[0] if int(m[1]) in unit.columns else "", text, flags=re.S)
-
-
 def source(unit: Unit, mmvq: str) -> str:
     tiles = [f"PTX_TILES(GGML_TYPE_{name.upper()}, {fallback}, {', '.join(map(str, columns))})\n" for name in unit.types
              for fallback, columns in (("false", unit.whole), ("true", unit.ragged))]
     cases = [f"DECL_MMQ_CASE(GGML_TYPE_{name.upper()});\n" for name in unit.types]
-    return "".join([trimmed(mmvq, unit), '#include "tests/ptx/products.cuh"\n', *tiles, *cases])
+    kernels = cuda_tools.trimmed_mmvq(mmvq, {name: name in WEIGHT_TYPES for name in unit.types}, unit.columns)
+    return "".join([kernels, '#include "tests/ptx/products.cuh"\n', *tiles, *cases])
 
 
 class Builder:
