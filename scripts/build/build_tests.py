@@ -63,7 +63,7 @@ def find_programs(packages: dict[str, str], without: str) -> bool:
 
 def find_cuda_tools() -> None:
     """The headers of cuBLAS, where there is nvcc without them."""
-    if cuda_tools.nvcc() and not cuda_tools.toolkit_has_cublas() and not cuda_tools.cublas():
+    if cuda_tools.nvcc() and not cuda_tools.has_cublas():
         done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "nvidia-cublas"])
         if done.returncode:
             print("the CUDA sources will not be compiled: pip install nvidia-cublas failed", flush=True)
@@ -71,7 +71,7 @@ def find_cuda_tools() -> None:
 
 def build_ptx(package: Path) -> None:
     """The PTX of the CUDA kernels, and the host code that launches them."""
-    if not cuda_tools.nvcc() or not (cuda_tools.toolkit_has_cublas() or cuda_tools.cublas()):
+    if not cuda_tools.nvcc() or not cuda_tools.has_cublas():
         print("the CUDA kernels are not compiled and will not be interpreted: install nvcc, of the CUDA toolkit, 12.8 or later", flush=True)
         return
     start = time.monotonic()

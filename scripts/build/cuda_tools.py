@@ -48,6 +48,10 @@ def cublas() -> tuple[Path, Path] | None:
     return None
 
 
+def has_cublas() -> bool:
+    return toolkit_has_cublas() or cublas() is not None
+
+
 def compile_command(ggml: Path, arch: str, *args) -> list[str]:
     """nvcc with upstream's flags and folders for a source of the patched tree whose folder ggml is given, or one of ours."""
     found = cublas()

@@ -30,9 +30,10 @@ from ggml_ext._console.cli import run_script
 ROOT = Path(__file__).resolve().parents[2]
 # ids of ggml.h, and IDP for 32 weights and a column, of one column and of four: eight, and more where sums of activations are taken by
 # them, which two rows of four columns share. By them it is known how many weights a turn of the loop takes.
-STOCK = {"q2_K": (10, (16, 16)), "q3_K": (11, (8, 8)), "q4_K": (12, (16, 12)), "q5_K": (13, (16, 12)), "iq2_xxs": (16, (8, 8)),
-         "iq3_xxs": (18, (8, 8)), "iq3_s": (21, (8, 8))}
-TYPES = {name: (int(info.id), (16, 12) if name == "ccq2" else (8, 8)) for name, info in WEIGHT_TYPES.items()} | STOCK
+EIGHT, WITH_SUMS = {1: 8, 4: 8}, {1: 16, 4: 12}
+STOCK = {"q2_K": (10, {1: 16, 4: 16}), "q3_K": (11, EIGHT), "q4_K": (12, WITH_SUMS), "q5_K": (13, WITH_SUMS), "iq2_xxs": (16, EIGHT),
+         "iq3_xxs": (18, EIGHT), "iq3_s": (21, EIGHT)}
+TYPES = {name: (int(info.id), WITH_SUMS if name == "ccq2" else EIGHT) for name, info in WEIGHT_TYPES.items()} | STOCK
 
 ROWS_OF_COLUMNS = {1: 1, 4: 2}  # upstream's calc_rows_per_block()
 
@@ -87,8 +88,7 @@ def counts(functions: dict[str, str], name: str, n_columns: int) -> dict[str, in
     kernel = re.compile(rf"_Z\d+mul_mat_vec_qIL9ggml_type{type_id}ELi{n_columns}ELb0ELb0ELb0")
     loop = [text.split()[0].split(".")[0] for text in inner_loop(next(f for key, f in functions.items() if kernel.match(key)))]
     n_rows = ROWS_OF_COLUMNS[n_columns]
-    idp = idps[list(ROWS_OF_COLUMNS).index(n_columns)]
-    n_weights = 32 * loop.count("IDP") // (idp * n_columns * n_rows)
+    n_weights = 32 * loop.count("IDP") // (idps[n_columns] * n_columns * n_rows)
     pipes = Counter(pipe(opcode) for opcode in loop)
     return {key: n * 32 // (n_weights * n_rows) for key, n in (("all", len(loop)), *((key, pipes[key]) for key in PIPES))}
 

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import gguf
+from gguf import GGMLQuantizationType
 
 from cuda_instructions import ROOT, TYPES, counts, disassembled
-from ggml_ext import WEIGHT_TYPES
 from ggml_ext._console.cli import run_script
+from ggml_ext._formats.gguf_file import bits_per_weight
 
 
 class Card(NamedTuple):
@@ -40,17 +40,11 @@ CARDS = {"RTX 3060": Card(28, 1.777, 360, "sm_86"), "RTX 3090": Card(82, 1.695, 
 RATES = {"ALU": 64, "FMA": 64, "LSU": 32, "all": 128}
 
 
-def bits_per_weight(name: str) -> float:
-    if name in WEIGHT_TYPES:
-        return 8 * WEIGHT_TYPES[name].block_bytes / WEIGHT_TYPES[name].block_size
-    n_weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
-    return 8 * n_bytes / n_weights
-
-
 def limits(card: Card, name: str, n: dict[str, int]) -> dict[str, float]:
     """10^12 weights a second by what limits them. n: instructions for 32 weights (cuda_instructions.counts)."""
+    bits = bits_per_weight(GGMLQuantizationType[name.upper()])
     clocks = card.multiprocessors * card.clock / 1000
-    return {**{pipe: clocks * rate * 32 / n[pipe] for pipe, rate in RATES.items()}, "bandwidth": 8 * card.bandwidth / bits_per_weight(name) / 1000}
+    return {**{pipe: clocks * rate * 32 / n[pipe] for pipe, rate in RATES.items()}, "bandwidth": 8 * card.bandwidth / bits / 1000}
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ class Compiler:
     def __init__(self, folder: Path):
         if not cuda_tools.nvcc():
             pytest.skip("nvcc is missing: install the CUDA toolkit, 12.8 or later")
-        if not (cuda_tools.toolkit_has_cublas() or cuda_tools.cublas()):
+        if not cuda_tools.has_cublas():
             pytest.skip("the headers of cuBLAS are missing: pip install nvidia-cublas")
         self.folder = folder
         self.trees = {"sm_90": BUILD / "llama.cpp", "dp4a": folder / "dp4a"}

@@ -20,8 +20,12 @@ from helpers.blocks import TYPE_NAMES, corner_blocks, every_code_everywhere
 from helpers.cuda_host import (
     BLOCK_MMQ,
     BLOCK_Q8,
+    DST,
     HAS_MINIMUM,
     ROTATED,
+    as_dst,
+    assert_same,
+    decoded,
     device,
     integers,
     pointer,
@@ -32,8 +36,6 @@ from helpers.cuda_host import (
     type_id,
 )
 
-DST = {"f32": (gguf.GGMLQuantizationType.F32, np.float32), "f16": (gguf.GGMLQuantizationType.F16, np.float16),
-       "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
 assert BLOCK_Q8[256].itemsize == 2 * BLOCK_Q8[64].itemsize == 8 * 36  # eight block_q8_1
 
 
@@ -52,31 +54,6 @@ def rows_of(name: str, lengths_of_64: tuple[int, ...]) -> tuple[int, ...]:
 
 def types_and_rows(*lengths_of_64: int) -> list[tuple[str, int]]:
     return [(name, n) for name in TYPE_NAMES for n in rows_of(name, lengths_of_64)]
-
-
-def decoded(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
-    info = TYPES[name]
-    weights = lib.dequantize(int(info.id), np.ascontiguousarray(blocks).reshape(-1, info.block_bytes), info.block_size)
-    return weights.reshape(*blocks.shape[:-2], -1)
-
-
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    """float32 to the bits of bfloat16, to nearest even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def as_dst(x: np.ndarray, dst: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return bfloat16(x) if dst == "bf16" else x.astype(DST[dst][1])
-
-
-def assert_same(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
-    """Equal bits."""
-    a, e = actual.view(np.uint8).reshape(*actual.shape, -1), expected.view(np.uint8).reshape(*expected.shape, -1)
-    wrong = np.argwhere((a != e).any(-1))
-    assert not wrong.size, f"{what}: {len(wrong)} differ, the first at {wrong[0]}: {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"
 
 
 @pytest.mark.parametrize("offset", [0, 2])

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from helpers.ptx_products import HAS_MINIMUM, Bench, columns_of, exact, inputs, minimum_bound, weights
+from helpers.cuda_host import DST, decoded
+from helpers.ptx_products import BY_DESIGN, Bench, columns_of, exact, exact_in_tiles, inputs, weights
 from ptx.memory import Fault
-
-BY_DESIGN = {("mul_mat_q", "reads bytes that nobody wrote")}
-FLOATS = 0  # GGML_TYPE_F32
 
 
 @dataclass(frozen=True)
@@ -93,44 +91,38 @@ def judge(bench: Bench, run, right, allowed=frozenset()) -> str:
     return "nothing" if right(result) else "result"
 
 
-def vectors(lib, name: str, mutation: Mutation | None) -> str:
-    w, x = weights(lib, name, 36, columns_of(name)), inputs(1, columns_of(name))
+def product(lib, name: str, mutation: Mutation | None, n_rows: int, n: int, run, bound, allowed=frozenset()) -> str:
+    """run: the product, of (bench, weights, inputs); bound: what it should be and how far it may be off, as `exact` says."""
+    w, x = weights(lib, name, n_rows, columns_of(name)), inputs(n, columns_of(name))
     bench = Bench(name, "90", mutate=mutation and mutation.apply)
 
     def right(got):
-        y = bench.activations(w, 1)
-        want, bound = exact(w, 0, y)
+        y = bench.activations(w, n)
         try:
             y.check(lib, name, x)
         except AssertionError:
             return False
-        return bool((np.abs(got - want) <= bound).all())
-    return judge(bench, lambda: bench.vectors(w, x), right)
+        want, most = bound(w, 0, y)
+        return bool((np.abs(got - want) <= most).all())
+    return judge(bench, lambda: run(bench, w, x), right, allowed)
+
+
+def vectors(lib, name: str, mutation: Mutation | None) -> str:
+    return product(lib, name, mutation, 36, 1, Bench.vectors, exact)
 
 
 def tiles(lib, name: str, mutation: Mutation | None) -> str:
-    w, x = weights(lib, name, 128, columns_of(name)), inputs(13, columns_of(name))
-    bench = Bench(name, "90", mutate=mutation and mutation.apply)
-
-    def right(got):
-        y = bench.activations(w, 13)
-        want, bound = exact(w, 0, y)
-        try:
-            y.check(lib, name, x)
-        except AssertionError:
-            return False
-        return bool((np.abs(got - want) <= bound + (minimum_bound(w, y) if name in HAS_MINIMUM else 0)).all())
-    return judge(bench, lambda: bench.tiles(w, x, 8), right, BY_DESIGN)
+    return product(lib, name, mutation, 128, 13, lambda bench, w, x: bench.tiles(w, x, 8), exact_in_tiles, BY_DESIGN)
 
 
 def rows(lib, name: str, mutation: Mutation | None) -> str:
     w = weights(lib, name, 5, columns_of(name))
     bench = Bench(name, "90", "others", mutate=mutation and mutation.apply)
-    want = lib.dequantize(w.type_id, w.blocks.reshape(-1, w.blocks.shape[-1]), w.block_size).reshape(-1)
+    want = decoded(lib, name, w.blocks[0]).reshape(-1)
 
     def run():
         y = bench.device.room(want.nbytes)
-        bench.device.call("ptx_dequantize", c_int(w.type_id), c_void_p(bench.weights(w).data), c_void_p(y), c_int(FLOATS), c_int64(want.size))
+        bench.device.call("ptx_dequantize", c_int(w.type_id), c_void_p(bench.weights(w).data), c_void_p(y), c_int(DST["f32"][0]), c_int64(want.size))
         return bench.device.memory.read(y, np.float32, want.shape)
     return judge(bench, run, lambda got: np.array_equal(got, want))
 

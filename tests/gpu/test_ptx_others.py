@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from ctypes import c_int, c_int64, c_size_t, c_void_p
 
-import gguf
 import numpy as np
 import pytest
 
 from helpers.blocks import TYPE_NAMES
-from helpers.cuda_host import rotated
+from helpers.cuda_host import DST, as_dst, assert_same, decoded, rotated
 from helpers.ptx_products import HAS_MINIMUM, Bench, Weights, columns_of, inputs, weights
+from ptx.compiled import ARCHITECTURES
 
-ARCHITECTURES = ("75", "80", "90", "120")
-RESULTS = {"f32": (gguf.GGMLQuantizationType.F32, np.uint32), "f16": (gguf.GGMLQuantizationType.F16, np.uint16),
-           "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
 THREADS_BF16, FLOAT_32, HALF_32 = range(3)  # enum split_groups
 
 every_type = pytest.mark.parametrize("name", TYPE_NAMES)
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
-
-
-def as_bits(x: np.ndarray, result: str) -> np.ndarray:
-    """float32 as that type of results."""
-    if result == "bf16":
-        return gguf.quants.quantize(x, gguf.GGMLQuantizationType.BF16).view(np.uint16).reshape(x.shape)
-    return x.astype({"f32": np.float32, "f16": np.float16}[result]).view(RESULTS[result][1])
-
-
-def decoded(lib, w: Weights) -> np.ndarray:
-    """float32 (rows, columns): the reference."""
-    return lib.dequantize(w.type_id, w.blocks.reshape(-1, w.blocks.shape[-1]), w.block_size).reshape(w.blocks.shape[1], -1)
 
 
 def check(bench: Bench) -> None:
@@ -39,28 +24,28 @@ def check(bench: Bench) -> None:
 
 @every_type
 @every_architecture
-@pytest.mark.parametrize("result", RESULTS)
-def test_weights_as_floats(lib, name, architecture, result):
+@pytest.mark.parametrize("dst", DST)
+def test_weights_as_floats(lib, name, architecture, dst):
     w, bench = weights(lib, name, 5, columns_of(name)), Bench(name, architecture, "others")
-    type_id, bits = RESULTS[result]
+    type_id, dtype = DST[dst]
     n = 5 * w.n_columns
-    y = bench.device.room(n * np.dtype(bits).itemsize)
+    y = bench.device.room(n * np.dtype(dtype).itemsize)
     bench.device.call("ptx_dequantize", c_int(w.type_id), c_void_p(bench.weights(w).data), c_void_p(y), c_int(type_id), c_int64(n))
-    assert np.array_equal(bench.device.memory.read(y, bits, (5, w.n_columns)), as_bits(decoded(lib, w), result))
+    assert_same(bench.device.memory.read(y, dtype, (5, w.n_columns)), as_dst(decoded(lib, name, w.blocks[0]), dst), name)
     check(bench)
 
 
 @every_type
 @every_architecture
-@pytest.mark.parametrize("result", ["f32", "f16"])
-def test_rows_by_index(lib, name, architecture, result):
+@pytest.mark.parametrize("dst", ["f32", "f16"])
+def test_rows_by_index(lib, name, architecture, dst):
     w, bench = weights(lib, name, 5, columns_of(name)), Bench(name, architecture, "others")
-    type_id, bits = RESULTS[result]
+    type_id, dtype = DST[dst]
     ids = np.array([4, 0, 4, 2], np.int32)
-    x, y = bench.weights(w), bench.device.room(len(ids) * w.n_columns * np.dtype(bits).itemsize)
+    x, y = bench.weights(w), bench.device.room(len(ids) * w.n_columns * np.dtype(dtype).itemsize)
     bench.device.call("ptx_get_rows", c_int(w.type_id), c_void_p(x.data), c_void_p(bench.device.buffer(ids)), c_void_p(y), c_int(type_id),
                       c_int64(w.n_columns), c_size_t(x.nb[1]), c_int64(len(ids)))
-    assert np.array_equal(bench.device.memory.read(y, bits, (len(ids), w.n_columns)), as_bits(decoded(lib, w)[ids], result))
+    assert_same(bench.device.memory.read(y, dtype, (len(ids), w.n_columns)), as_dst(decoded(lib, name, w.blocks[0])[ids], dst), name)
     check(bench)
 
 

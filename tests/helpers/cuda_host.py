@@ -6,6 +6,7 @@ import ctypes
 import functools
 from ctypes import c_float, c_int64, c_void_p
 
+import gguf
 import numpy as np
 
 from ggml_ext import TYPES
@@ -71,3 +72,32 @@ def rotated(lib, name: str, x: np.ndarray) -> np.ndarray:
 HAS_MINIMUM = {"itq3_s"}
 BLOCK_MMQ = np.dtype([("ds", "<u4", 4), ("qs", "i1", 128)])
 ROTATED = [name for name in TYPE_NAMES if TYPES[name].rotated]
+
+# types of results: their ids, and as what numpy reads them
+DST = {"f32": (gguf.GGMLQuantizationType.F32, np.float32), "f16": (gguf.GGMLQuantizationType.F16, np.float16),
+       "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
+
+
+def decoded(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
+    info = TYPES[name]
+    weights = lib.dequantize(int(info.id), np.ascontiguousarray(blocks).reshape(-1, info.block_bytes), info.block_size)
+    return weights.reshape(*blocks.shape[:-2], -1)
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 to the bits of bfloat16, to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def as_dst(x: np.ndarray, dst: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return bfloat16(x) if dst == "bf16" else x.astype(DST[dst][1])
+
+
+def assert_same(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    """Equal bits."""
+    a, e = actual.view(np.uint8).reshape(*actual.shape, -1), expected.view(np.uint8).reshape(*expected.shape, -1)
+    wrong = np.argwhere((a != e).any(-1))
+    assert not wrong.size, f"{what}: {len(wrong)} differ, the first at {wrong[0]}: {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"

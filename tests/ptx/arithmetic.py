@@ -84,14 +84,14 @@ def quotient(a, b):
     return q + ((q < 0) & (q * safe != a)).astype(q.dtype) if a.dtype.kind == "i" else q
 
 
-def high(a, b):
-    wide = KINDS[a.dtype.kind.replace("i", "s")][16 * a.dtype.itemsize]
-    return (a.astype(wide) * b.astype(wide) >> wide(8 * a.dtype.itemsize)).astype(a.dtype)
-
-
 def product(a, b):
     wide = KINDS[a.dtype.kind.replace("i", "s")][16 * a.dtype.itemsize]
     return a.astype(wide) * b.astype(wide)
+
+
+def high(a, b):
+    both = product(a, b)
+    return (both >> both.dtype.type(8 * a.dtype.itemsize)).astype(a.dtype)
 
 
 compute("add.{s16,u16,s32,u32,s64,u64}", "T T", np.add)
@@ -215,20 +215,13 @@ def _(launch, instruction, parts):
 
 def compare(pattern: str, function, unordered: bool = False) -> None:
     """unordered: true where one of the two is not a number."""
-    def maker(launch, instruction, parts):
-        put = launch.store(instruction.operands[0])
-        a, b = (launch.value(x, parts[-1]) for x in instruction.operands[1:])
-        flush = flushed if "ftz" in parts else (lambda x: x)
-
-        def run(mask, full):
-            x, y = flush(a()), flush(b())
-            result = function(x, y)
-            if x.dtype.kind == "f":
-                nan = np.isnan(x) | np.isnan(y)
-                result = result | nan if unordered else result & ~nan
-            put(result, mask, full)
-        return run
-    entry(pattern)(maker)
+    def compared(a, b):
+        result = function(a, b)
+        if a.dtype.kind != "f":
+            return result
+        nan = np.isnan(a) | np.isnan(b)
+        return result | nan if unordered else result & ~nan
+    compute(pattern, "T T", compared)
 
 
 INTEGERS = "{s16,u16,b16,s32,u32,b32,s64,u64,b64}"

@@ -23,15 +23,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py")]
+from compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, WHOLE
+
 import cuda_tools
 from ggml_ext import WEIGHT_TYPES
 
-ARCHITECTURES = ("75", "80", "90", "120")
-STOCK = ("q3_K", "q4_K", "iq3_s", "iq2_xxs")
 COLUMNS = (1, 2, 4, 8)  # of MMVQ
-# Columns of MMQ's tiles that upstream uses for the layouts of our types (mmq-config-ampere.cuh), and those of most units
-WHOLE, RAGGED = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128), (8, 16, 32, 64, 128)
-FEW_WHOLE, FEW_RAGGED = (8, 128), (8,)
+FEW_WHOLE, FEW_RAGGED = (8, 128), (8,)  # of WHOLE and RAGGED, for most units
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,8 @@ def units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
     names, one = tuple(WEIGHT_TYPES), ("90",)
     if nightly:
         return [Unit(name, (name,), architectures, columns=tuple(range(1, 9)), whole=WHOLE, ragged=RAGGED) for name in (*names, *STOCK)]
-    # a type for each of the two layouts of tiles has them all
     return [*(Unit(f"types{i}", names[i::4], architectures) for i in range(4)), Unit("stock", STOCK, one),
-            *(Unit(f"{name}-tiles", (name,), one, (1,), WHOLE, RAGGED) for name in ("itq3_t", "itq3_s"))]
+            *(Unit(f"{name}-tiles", (name,), one, (1,), WHOLE, RAGGED) for name in ALL_TILES_OF)]
 
 
 def source(unit: Unit, mmvq: str) -> str:

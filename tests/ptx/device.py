@@ -1,10 +1,10 @@
 """CUDA's runtime for upstream's host code: a library of build/ptx calls here for memory and launches (runtime.cpp), and this interprets
 the kernels of the chosen architecture.
 
-    device = Device("90", folder, "itq3_t")
-    w, x, y = (device.tensor(...) for ...)
-    device.mul_mat_vec(w, x, y)
-    device.launches            # what was run
+    device = Device("90", folder, unit)                     # a library that build.py made
+    x, y = device.buffer(data), device.room(n_bytes)
+    device.call("ptx_dequantize", ...)                      # of host.cu or others.cu
+    device.memory.read(y, dtype, shape), device.launches    # results, and what was run
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from .compiled import ARCHITECTURES, SHARED_LIMIT
 from .machine import Grid, Launch
 from .memory import Fault, GlobalMemory
 from .parser import Kernel, Module, parse
 
-# CUDA C++ Programming Guide, table of technical specifications: bytes of shared memory that a block may have
-SHARED_LIMIT = {"75": 64 * 1024, "80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024}
 MAX_THREADS, MAX_GRID = 1024, (2**31 - 1, 65535, 65535)
 
 LAUNCH = ctypes.CFUNCTYPE(c_int, c_char_p, POINTER(c_uint), POINTER(c_uint), c_size_t, c_int, c_int, POINTER(c_void_p))
@@ -101,10 +100,8 @@ class Device:
         self.mutated: dict[Path, Module] = {}
         self.library = library(folder / f"{name}.so")
         self.callbacks = Callbacks(LAUNCH(self.launch), ALLOC(self.memory.alloc), FREE(lambda p: None), WRITTEN(self.memory.wrote))
-        runtime = ctypes.CDLL(str(folder / "libptx-runtime.so"))
-        runtime.ptx_runtime(ctypes.byref(self.callbacks), c_int(int(architecture)))
-        self.library.ptx_device(c_int(list(SHARED_LIMIT).index(architecture)), c_int(10 * int(architecture)), c_int(n_sm),
-                                c_size_t(SHARED_LIMIT[architecture]))
+        self.n_sm = n_sm
+        self.runtime = ctypes.CDLL(str(folder / "libptx-runtime.so"))
 
     # --- called by the runtime
 
@@ -154,16 +151,20 @@ class Device:
 
     # --- called by tests
 
-    def buffer(self, data: np.ndarray, offset: int = 0, behind: int = 0) -> int:
+    def buffer(self, data: np.ndarray, behind: int = 0) -> int:
         """The address of a copy, with that many bytes of noise behind it that belong to the buffer."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        return self.memory.alloc(len(raw) + behind, np.concatenate([raw, np.full(behind, 0xA5, np.uint8)]), offset)
+        return self.memory.alloc(len(raw) + behind, np.concatenate([raw, np.full(behind, 0xA5, np.uint8)]))
 
     def room(self, n_bytes: int) -> int:
         return self.memory.alloc(n_bytes)
 
     def call(self, function: str, *arguments) -> None:
         """A function of the library, whose arguments are of C already; raises what went wrong in a launch."""
+        # the runtime knows one device at a time
+        self.runtime.ptx_runtime(ctypes.byref(self.callbacks), c_int(int(self.architecture)))
+        self.library.ptx_device(c_int(ARCHITECTURES.index(self.architecture)), c_int(10 * int(self.architecture)), c_int(self.n_sm),
+                                c_size_t(SHARED_LIMIT[self.architecture]))
         failed = getattr(self.library, function)(*arguments)
         error, self.error = self.error, None
         if error is not None:

@@ -78,7 +78,7 @@ def _(launch, instruction, parts):
 
 @entry("bra{,.uni}")
 def _(launch, instruction, parts):
-    target = launch.label(instruction.operands[0])
+    target = launch.labels[instruction.operands[0]]
 
     def run(mask, full):
         launch.pc[mask] = target

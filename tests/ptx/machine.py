@@ -13,7 +13,7 @@ import numpy as np
 
 from . import arithmetic, effects, table  # noqa: F401 the first two fill the third
 from .memory import LOCAL, Fault, GlobalMemory, SharedMemory
-from .parser import Address, Instruction, Kernel, load
+from .parser import Address, Instruction, Kernel, Variable, load
 
 OF_BLOCK = ("bar.sync",)
 OF_WARP = ("shfl.", "redux.", "vote.", "bar.warp.", "ldmatrix.", "mma.")
@@ -30,6 +30,18 @@ class Grid:
     programmatic: bool = False
     approximation: bool = False
     seed: int = 0
+
+
+def placed(variables: dict[str, Variable], space: str) -> tuple[dict[str, int], int]:
+    """Offsets of the variables of that space, those without a size last, and the bytes of all."""
+    out, at = {}, 0
+    for name, v in sorted(variables.items(), key=lambda item: item[1].size == 0):
+        if v.space == space:
+            align = v.align if v.size else max(v.align, 16)
+            at = (at + align - 1) // align * align
+            out[name] = at
+            at += v.size
+    return out, at
 
 
 class Launch:
@@ -58,21 +70,10 @@ class Launch:
 
     def place_variables(self) -> dict[str, int]:
         """Offsets of the variables in shared and in local memory; what the launch adds to shared memory comes last."""
-        shared = {name: v for name, v in {**self.kernel.module.variables, **self.kernel.variables}.items() if v.space == "shared"}
-        out, at = {}, 0
-        for name, v in sorted(shared.items(), key=lambda item: item[1].size == 0):
-            at = (at + max(v.align, 1 if v.size else 16) - 1) // max(v.align, 1 if v.size else 16) * max(v.align, 1 if v.size else 16)
-            out[name] = at
-            at += v.size
-        self.shared_size = at + self.grid.shared
-        at = 0
-        for name, v in self.kernel.variables.items():
-            if v.space == "local":
-                at = (at + v.align - 1) // v.align * v.align
-                out[name] = at
-                at += v.size
-        self.local_size = at
-        return out
+        shared, declared = placed({**self.kernel.module.variables, **self.kernel.variables}, "shared")
+        local, self.local_size = placed(self.kernel.variables, "local")
+        self.shared_size = declared + self.grid.shared
+        return {**shared, **local}
 
     def special_registers(self) -> dict[str, np.ndarray]:
         thread, block, out = np.arange(self.n) % self.block_size, self.block, {}
@@ -104,9 +105,6 @@ class Launch:
     def begin_segment(self) -> None:
         if self.segments[-1]:
             self.segments.append([])
-
-    def label(self, name: str) -> int:
-        return self.labels[name]
 
     def run(self, max_steps: int = 10_000_000) -> Launch:
         self.memory.begin_launch()

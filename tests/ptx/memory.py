@@ -1,9 +1,8 @@
 """Global and shared memory of a launch, with everything that can be wrong with an access.
 
 An access that is outside of all buffers or misaligned raises Fault. What gives right results by luck is noted in `problems`, each kind with
-the first instruction: bytes
-that nobody wrote, races, ld.global.nc of what the launch itself wrote, memory touched before griddepcontrol.wait. Memory that nobody wrote
-holds noise, so that a result that depends on it is another one with another noise.
+the first instruction: bytes that nobody wrote, races, ld.global.nc of what the launch itself wrote, memory touched before
+griddepcontrol.wait. Memory that nobody wrote holds noise, so that a result that depends on it is another one with another noise.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class GlobalMemory:
         self.first, self.last = len(self.bytes), 0  # what the launch has written lies between them
         self.writer[:self.top] = NOBODY
 
-    def alloc(self, size: int, data: np.ndarray | bytes | None = None, offset: int = 0) -> int:
-        """The address of a buffer of that many bytes, `offset` bytes behind a multiple of 256."""
-        at = self.top + offset
+    def alloc(self, size: int, data: np.ndarray | bytes | None = None) -> int:
+        """The address of a buffer of that many bytes, a multiple of 256."""
+        at = self.top
         self.top = (at + size + 2 * ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         if self.top > len(self.bytes):
             raise MemoryError(f"{size} bytes")

@@ -11,6 +11,7 @@ PARAMETER = re.compile(r"\.param(?: \.align (\d+))? \.(\w+)(?: \.ptr[^,\[]*?)? (
 VARIABLE = re.compile(r"(?:\.extern |\.visible |\.weak )*\.(global|shared|local|const)(?:\s+\.align (\d+))?\s+\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?(?: = (.*))?$", re.S)
 LABEL = re.compile(r"([$\w]+):(?!:)")
 GUARD = re.compile(r"@(!?)(\S+)\s+(.*)", re.S)
+BRACE = re.compile(r"[{}]")
 TOKEN = re.compile(r"[\[\]{},|!]|[^\s\[\]{},|!]+")
 ADDRESS = re.compile(r"([%$\w@]+)(?:\+(-?\w+))?$")
 IGNORED = (".loc", ".pragma", ".file", ".callseq", ".section")
@@ -91,10 +92,10 @@ def parse(text: str) -> Module:
         module.variables[name] = found
     for entry in ENTRY.finditer(text):
         depth, at = 1, entry.end()
-        for brace in re.finditer(r"[{}]", text[entry.end():]):
+        for brace in BRACE.finditer(text, at):
             depth += 1 if brace[0] == "{" else -1
             if not depth:
-                at = entry.end() + brace.start()
+                at = brace.start()
                 break
         parameters, offset = {}, 0
         for align, type_name, name, size in PARAMETER.findall(entry[2]):

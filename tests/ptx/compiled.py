@@ -1,0 +1,10 @@
+"""What is compiled to be interpreted: architectures, stock types, tiles. build.py and the tests go by these lists."""
+
+# CUDA C++ Programming Guide, table of technical specifications: bytes of shared memory that a block may have
+SHARED_LIMIT = {"75": 64 * 1024, "80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024}
+ARCHITECTURES = tuple(SHARED_LIMIT)
+STOCK = ("q3_K", "q4_K", "iq3_s", "iq2_xxs")
+# Columns of MMQ's tiles that upstream uses for the layouts of our types (mmq-config-ampere.cuh), and a type for each of the two
+# layouts, which has them all
+WHOLE, RAGGED = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128), (8, 16, 32, 64, 128)
+ALL_TILES_OF = ("itq3_t", "itq3_s")
