@@ -1,7 +1,7 @@
 """Low-bit weight types for llama.cpp: quantizer, numpy references and, where built, the extended ggml libraries.
 
 Importing the package teaches `gguf` the types of the extension, so that GGUFReader, GGUFWriter, gguf.quants and
-gguf-dump work on its files. quantize_model(), export_model() and inspect_model() (api.py) are loaded when they are asked for.
+gguf-dump work on its files. quantize_model(), evaluate_models(), export_model() and inspect_model() (api.py) are loaded when they are asked for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ._base.types import TYPES, WEIGHT_TYPES, ExtType, TypeInfo
 from ._formats.gguf_types import extend_gguf
 
 if TYPE_CHECKING:
-    from .api import export_model, inspect_model, quantize_model
+    from .api import evaluate_models, export_model, inspect_model, quantize_model
 
 extend_gguf()
 
 __all__ = [
-    "TYPES", "WEIGHT_TYPES", "ExtType", "TypeInfo", "UserError", "__version__", "export_model", "inspect_model", "quantize_model",
+    "TYPES", "WEIGHT_TYPES", "ExtType", "TypeInfo", "UserError", "__version__", "evaluate_models", "export_model", "inspect_model", "quantize_model",
 ]
-_FUNCTIONS = ("export_model", "inspect_model", "quantize_model")
+_FUNCTIONS = ("evaluate_models", "export_model", "inspect_model", "quantize_model")
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""The commands as functions: quantize_model(), export_model(), inspect_model(). Import them from ggml_ext.
+"""The commands as functions: quantize_model(), evaluate_models(), export_model(), inspect_model(). Import them from ggml_ext.
 
 They may be called in any thread, and in several at once on different outputs. They print nothing, set no signal handlers and raise
 UserError with the one line that the command would end with; `log` and `progress` hear what the command would show. An exception from one
@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Union
 
 from ._base.console import Callbacks
 from ._base.errors import UserError
+from ._jobs.evaluating import EvaluateOptions, evaluate
 from ._jobs.exporting import ExportOptions, ExportSettings, export
 from ._jobs.inspecting import InspectOptions, draw_picture, inspect
 from ._jobs.quantizing import quantize
 from ._jobs.result import Result, TensorResult
 from ._jobs.settings import QuantizeOptions, Settings
 from ._report.findings import Finding, Inspection
+from ._report.quality import Evaluation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Finding", "Inspection", "Result", "TensorResult", "UserError", "export_model", "inspect_model", "quantize_model"]
+__all__ = [
+    "Evaluation", "Finding", "Inspection", "Result", "TensorResult", "UserError", "evaluate_models", "export_model", "inspect_model", "quantize_model",
+]
 
 AnyPath = Union[str, "os.PathLike[str]"]
 Log = Callable[[str, str], None]
@@ -90,6 +94,26 @@ class ExportKeywords(TypedDict, total=False):
     force: bool
 
 
+class EvaluateKeywords(TypedDict, total=False):
+    """The flags of `ggml-ext evaluate` as keywords, with _ for -."""
+
+    file: AnyPath
+    ctx_size: int
+    chunks: int
+    batch_size: int
+    threads: int
+    n_gpu_layers: str
+    device: str
+    rpc: str
+    base_logits: AnyPath
+    hellaswag: AnyPath
+    winogrande: AnyPath
+    multiple_choice: AnyPath
+    tasks: int
+    picture: AnyPath
+    force: bool
+
+
 class InspectKeywords(TypedDict, total=False):
     """The flags of ggml-ext-inspect as keywords, with _ for -."""
 
@@ -108,7 +132,7 @@ def _options(kind: type[Options], keywords: dict) -> Options:
     if unknown := [name for name in keywords if name not in fields]:
         raise TypeError(f"{unknown[0]!r} is no option: known are {', '.join(fields)}")
     values = {
-        name: Path(value) if "Path" in fields[name] and value is not None else value for name, value in keywords.items()
+        name: Path(value) if fields[name].startswith("Path") and value is not None else value for name, value in keywords.items()
     }
     if isinstance(values.get("tensor_type"), str):
         raise TypeError("'tensor_type' must be a list of REGEX=TYPE")
@@ -133,6 +157,19 @@ def quantize_model(
         input, output = output, None  # as on the command line, where OUT is the one file
     settings = Settings.parse(_options(QuantizeOptions, {"input": input, "output": output, **options}))
     return quantize(settings, Callbacks(log, progress))
+
+
+def evaluate_models(
+    models: Sequence[AnyPath], against: AnyPath | None = None, *, log: Log | None = None, progress: Progress | None = None,
+    **options: Unpack[EvaluateKeywords],
+) -> Evaluation:
+    """Perplexity of models on a text and, with `against`, KL divergence from it, as `ggml-ext evaluate` measures them.
+
+    The record() of the result is what `ggml-ext evaluate --json` prints. The other arguments and errors: see quantize_model(); progress
+    counts chunks.
+    """
+    asked = _options(EvaluateOptions, {"models": [Path(model) for model in models], "against": against, **options})
+    return evaluate(asked, Callbacks(log, progress))
 
 
 def export_model(

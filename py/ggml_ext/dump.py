@@ -17,16 +17,15 @@ from ._base.errors import UserError
 from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
 from ._formats.gguf_file import BigEndianFile, GGUFFile
 
-PROGRAM = "ggml-ext-dump"
 WAY_OUT = "pass it to a program that reads it all"
 
 
-def run(argv: list[str], args: argparse.Namespace) -> None:
+def run(argv: list[str], args: argparse.Namespace, prog: str) -> None:
     """gguf-dump's own program on a file whose header was checked: its reader trusts the counts and sizes in the file.
 
     args: gets what is ours of the command line.
     """
-    parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("file", type=Path, nargs="?")
     add_common_options(parser)
     _, others = parser.parse_known_args(argv, args)  # gguf-dump's, none of which takes a value
@@ -36,7 +35,7 @@ def run(argv: list[str], args: argparse.Namespace) -> None:
         except BigEndianFile:
             pass  # which gguf reads
     name = [] if args.file is None else [str(args.file)]
-    command = [PROGRAM, *others, "--", *name] if name and name[0].startswith("-") else [PROGRAM, *name, *others]
+    command = [prog, *others, "--", *name] if name and name[0].startswith("-") else [prog, *name, *others]
     bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
     with bad_command_line, mock.patch.object(sys, "argv", command), any_text(), writing_to_stdout(WAY_OUT):
         gguf_dump.logger.setLevel(logging.WARNING)  # or it tells on stderr which file it loads
@@ -62,11 +61,11 @@ def any_text() -> Iterator[None]:
         yield
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext-dump") -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace()
     return run_command(
-        lambda: run(sys.argv[1:] if argv is None else argv, args), lambda: "nothing was changed", WAY_OUT, args=args
+        lambda: run(sys.argv[1:] if argv is None else argv, args, prog), lambda: "nothing was changed", WAY_OUT, args=args
     )
 
 

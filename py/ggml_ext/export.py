@@ -13,9 +13,9 @@ from ._jobs.exporting import STOCK_TYPES, ExportOptions, ExportSettings, export
 from ._output.conversion import WAY_OUT
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "ggml-ext-export") -> argparse.ArgumentParser:
     parser = Parser(
-        prog="ggml-ext-export",
+        prog=prog,
         description="Writes a GGUF model that has types of ggml-ext with llama.cpp's own types, and says what that costs.",
         epilog="Tensors that have stock types already are copied as they are, but with a type of floats or --pure. An output "
         "matrix in a type of ggml-ext becomes q6_k where TYPE has fewer bits, as llama-quantize would make it.",
@@ -43,13 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext-export") -> int:
     """Entry point; see run_command() for the exit code."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
         export(ExportSettings.parse(options_of(ExportOptions, args)), terminal)
 
-    return run_program(build_parser(), run, argv, WAY_OUT)
+    return run_program(build_parser(prog), run, argv, WAY_OUT)
 
 
 if __name__ == "__main__":

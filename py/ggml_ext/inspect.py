@@ -18,9 +18,9 @@ from ._report.findings import Finding, columns_of, row_writer, shape_of
 WAY_OUT = "pass it to a program that reads it all"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "ggml-ext-inspect") -> argparse.ArgumentParser:
     parser = Parser(
-        prog="ggml-ext-inspect",
+        prog=prog,
         description="Lists the tensors of a GGUF file, their types and bits per weight and, for ditto3, epsilon: the largest "
         "error of a weight, with which |W x - W' x|_inf <= epsilon * |x|_1.",
     )
@@ -98,11 +98,11 @@ def run(args: argparse.Namespace) -> None:
     check_bounds(found)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext-inspect") -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace()
     return run_command(
-        lambda: run(build_parser().parse_args(argv, args)), lambda: "nothing was changed", WAY_OUT, args=args
+        lambda: run(build_parser(prog).parse_args(argv, args)), lambda: "nothing was changed", WAY_OUT, args=args
     )
 
 

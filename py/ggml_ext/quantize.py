@@ -13,13 +13,13 @@ from ._jobs.settings import QuantizeOptions, Settings
 from ._output.conversion import WAY_OUT
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext-quantize") -> int:
     """Entry point; see run_command() for the exit code."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
         quantize(Settings.parse(options_of(QuantizeOptions, args)), terminal)
 
-    return run_program(build_parser(), run, argv, WAY_OUT, asked_format(argv))
+    return run_program(build_parser(prog), run, argv, WAY_OUT, asked_format(argv))
 
 
 if __name__ == "__main__":

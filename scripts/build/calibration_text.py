@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The built-in calibration text, py/ggml_ext/data/calibration.txt, from the packages that data/calibration.toml pins.
+"""The built-in texts of py/ggml_ext/data: calibration.txt from the packages that data/calibration.toml pins, and evaluation.txt,
+which `ggml-ext evaluate` scores by default, from those of data/evaluation.toml.
 
-    calibration_text.py             write the text and its licence notices
+    calibration_text.py             write the texts and their licence notices
     calibration_text.py check       exit code 1 if the committed files are others
     calibration_text.py shares      characters by kind, language and source
 
-The text is the same on every machine: pieces of 1 to 3 kB are chosen by their hash and put in an order in which every kind
+A text is the same on every machine: pieces of 1 to 3 kB are chosen by their hash and put in an order in which every kind
 and source comes up at its own rate, so that any beginning of the text is a mixture like the whole.
 """
 from __future__ import annotations
@@ -29,10 +30,35 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = tomllib.loads((ROOT / "data" / "calibration.toml").read_text(encoding="utf-8"))
 DATA = ROOT / "py" / "ggml_ext" / "data"
-TEXT, LICENSES = DATA / "calibration.txt", DATA / "calibration-licenses.txt"
 PIECE_BYTES = 1600  # where the table does not say otherwise; a chunk of 512 tokens is about 2 kB of English
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A text that comes with the package."""
+
+    name: str
+
+    @property
+    def pins(self) -> str:
+        """Of the table, for people."""
+        return f"data/{self.name}.toml"
+
+    @property
+    def table(self) -> dict:
+        return tomllib.loads((ROOT / self.pins).read_text(encoding="utf-8"))
+
+    @property
+    def path(self) -> Path:
+        return DATA / f"{self.name}.txt"
+
+    @property
+    def licenses(self) -> Path:
+        return DATA / f"{self.name}-licenses.txt"
+
+
+CALIBRATION, EVALUATION = TEXTS = BuiltIn("calibration"), BuiltIn("evaluation")
 
 
 @dataclass
@@ -102,7 +128,7 @@ def pieces_of_part(part: dict, name: str, files: dict[str, bytes]) -> list[Piece
         chosen = [n for pattern in part["members"] for n in sorted(files) if fnmatch.fnmatchcase(n, pattern)]
         chosen = [n for n in dict.fromkeys(chosen) if not any(fnmatch.fnmatchcase(n, p) for p in part.get("without", []))]
         if not chosen:
-            raise Failure(f"data/calibration.toml: {name} has no file {part['members']}")
+            raise Failure(f"{name} has no file {part['members']}: mend its part in the table of pins")
         documents = [READERS[part["reader"]](files[n].decode("utf-8"), part) for n in chosen]
         if part.get("joined"):  # files that are shorter than a piece
             documents = [[p for d in documents for p in d]]
@@ -118,7 +144,7 @@ def pieces_of_part(part: dict, name: str, files: dict[str, bytes]) -> list[Piece
         kept.append(Piece(text, part["kind"], part.get("language", "en"), name))
         n_bytes += kept[-1].n_bytes
     if n_bytes < 0.8 * part["bytes"] - size // 2:
-        raise Failure(f"data/calibration.toml: {name} gives {n_bytes} bytes for {part['members']}, needed {part['bytes']}")
+        raise Failure(f"{name} gives {n_bytes} bytes for {part['members']}, needed {part['bytes']}")
     phase = digest(kept[0].text) / 2**64  # or the single pieces of small parts would meet at one place
     for i, piece in enumerate(kept):
         piece.place = (i + phase) / len(kept)
@@ -136,17 +162,17 @@ def interleaved(pieces: list[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda p: (p.place, digest(p.text)))
 
 
-def build() -> tuple[list[Piece], str]:
+def build(text: BuiltIn) -> tuple[list[Piece], str]:
     """The pieces in their order and the notices."""
-    pieces: list[Piece] = []
-    notices = [TABLE["notice"].strip()]
-    for source in TABLE["source"]:
+    table, pieces = text.table, []
+    notices = [table["notice"].strip()]
+    for source in table["source"]:
         files, title = members(source), f"{source['package']} {source['version']}"
         for part in source["part"]:
             pieces += pieces_of_part(part, source["package"], files)
         texts = [files[name].decode("utf-8").strip() for name in source["notices"]]
         notices += ["=" * 100 + f"\n{title}: {source['what']}\n" + "=" * 100, *texts]
-    for part in TABLE["written"]:
+    for part in table.get("written", []):
         pieces += pieces_of_part({"members": [], **part}, "written here", {})
     return interleaved(pieces), "\n\n".join("\n".join(line.rstrip() for line in n.splitlines()) for n in notices) + "\n"
 
@@ -169,22 +195,28 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        pieces, notices = build()
+        return max(act(action, text) for text in TEXTS)
     except Failure as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    made = {TEXT: joined(pieces), LICENSES: notices}
+
+
+def act(action: str, text: BuiltIn) -> int:
+    """Does it for one text; the exit code."""
+    pieces, notices = build(text)
+    made = {text.path: joined(pieces), text.licenses: notices}
     if action == "write":
         DATA.mkdir(exist_ok=True)
-        for path, text in made.items():
-            path.write_text(text, encoding="utf-8", newline="\n")
+        for path, content in made.items():
+            path.write_text(content, encoding="utf-8", newline="\n")
     elif action == "check":
-        for path, text in made.items():
-            if not path.exists() or path.read_bytes() != text.encode():
-                print(f"error: {path} is not what data/calibration.toml makes; run {Path(__file__).name}", file=sys.stderr)
+        for path, content in made.items():
+            if not path.exists() or path.read_bytes() != content.encode():
+                print(f"error: {path} is not what {text.pins} makes; run {Path(__file__).name}", file=sys.stderr)
                 return 1
     else:
-        print(f"{len(made[TEXT].encode())} bytes, {len(made[TEXT])} characters, {len(pieces)} pieces")
+        content = made[text.path]
+        print(f"{text.name}: {len(content.encode())} bytes, {len(content)} characters, {len(pieces)} pieces")
         for key in ("kind", "language", "source"):
             print(f"{key:8}", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares(pieces, key).items()))
     return 0

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ggml_ext import export, inspect
+from ggml_ext import bench, evaluate, export, inspect
 from ggml_ext._console import options
 from ggml_ext._console.cli import Parser, add_common_options
 
@@ -20,8 +20,11 @@ HEAD = """# Options
 
 Every flag of the commands. This page is made from the commands themselves by `scripts/build/options_doc.py`.
 
+`ggml-ext quantize`, `python -m ggml_ext quantize`, `python -m ggml_ext.quantize` and `ggml-ext-quantize` are the same; so are those of
+`inspect`, `export`, `dump` and `libdir`. `evaluate` and `bench` have the first three. `ggml-ext serve` is llama-server.
+
 A value that begins with a dash is written `--report=-out.json`; a file whose name begins with a dash as `./-in.gguf`, or after `--`.
-`ggml-ext-dump` takes gguf-dump's options, and `ggml-ext-libdir` none, beside those of all commands.
+`ggml-ext dump` takes gguf-dump's options, and `ggml-ext libdir` none, beside those of all commands.
 An error is one line that says what to do, with exit code 1. A line that begins with "unexpected" is a bug: `--debug` shows where it came from.
 """
 
@@ -51,7 +54,8 @@ def section(parser: argparse.ArgumentParser, left_out: set[str]) -> str:
 def text() -> str:
     shared = common()
     names = {action.dest for action in shared._actions}
-    parsers = [options.build_parser(), export.build_parser(), inspect.build_parser()]
+    modules = {"quantize": options, "evaluate": evaluate, "bench": bench, "export": export, "inspect": inspect}
+    parsers = [module.build_parser(f"ggml-ext {name}") for name, module in modules.items()]
     sections = [section(parser, names) for parser in parsers] + [section(shared, set())]
     return "\n\n".join([HEAD.rstrip(), *sections]) + "\n"
 

@@ -14,64 +14,17 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import gemv
 from ggml_ext._console.cli import run_script
+from ggml_ext._evaluation.speed import Bench, measure, summarise
 from ggml_ext._native.programs import tool_path
 from synth_model import SHAPES, write_model
 
 DEFAULT_TYPES = "itq4_t,itq3_t,itq2_t,itq3_s,ccq2,ditto3,ditto5,q3_k,iq3_s,iq3_xxs,q2_k,iq2_xxs,q4_k,q5_k,f16"
-
-
-def run_once(program: Path, model: Path, n_prompt: int, n_gen: int, threads: int) -> dict[str, float]:
-    """Tokens a second of one llama-bench run: {"decode": ..., "prefill": ...}."""
-    command = [program, "-m", model, "-p", n_prompt, "-n", n_gen, "-t", threads, "-r", 1, "-o", "json"]
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"llama-bench failed on {model}: {done.stderr.strip()[-300:]}")
-    return {"decode" if r["n_gen"] else "prefill": r["avg_ts"] for r in json.loads(done.stdout)}
-
-
-def measure(models: dict[str, Path], program: Path, rounds: int, n_prompt: int, n_gen: int, threads: int,
-            failed: Callable[[str, Exception], None] | None = None) -> dict[str, dict[str, list[float]]]:
-    """Tokens a second of every round: {type: {"decode": [...], "prefill": [...]}}; the types in turn.
-
-    RuntimeError if llama-bench fails; with failed(type, error), which is called instead, the type is left out.
-    """
-    samples = {name: {"decode": [], "prefill": []} for name in models}
-    for i in range(rounds):
-        for name in list(samples):
-            try:
-                found = run_once(program, models[name], n_prompt, n_gen, threads)
-            except RuntimeError as e:
-                if failed is None:
-                    raise
-                failed(name, e)
-                del samples[name]
-                continue
-            for what, speed in found.items():
-                samples[name][what].append(speed)
-        print(f"round {i + 1}/{rounds}", file=sys.stderr)
-    return samples
-
-
-def summarise(samples: dict, baselines: list[str]) -> list[dict]:
-    rows = []
-    for name, speeds in samples.items():
-        row = {"type": name}
-        for what, values in speeds.items():
-            row[what] = statistics.median(values)
-            row[f"{what}_min"], row[f"{what}_max"] = min(values), max(values)
-            for base in baselines:
-                row[f"{what}/{base}"] = statistics.median(a / b for a, b in zip(values, samples[base][what], strict=True))
-        rows.append(row)
-    return rows
 
 
 def print_table(rows: list[dict], baselines: list[str], n_prompt: int) -> None:
@@ -115,7 +68,8 @@ def main() -> None:
                 print(f"writing {models[name].name}", file=sys.stderr)
                 write_model(name, models[name], args.shape, args.layers)
         program = args.bin / "llama-bench" if args.bin else tool_path("llama-bench")
-        samples = measure(models, program, args.rounds, args.prompt, args.gen, args.threads)
+        bench = Bench(program, args.prompt, args.gen, args.threads)
+        samples = measure(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr))
     rows = summarise(samples, baselines)
     print_table(rows, baselines, args.prompt)
     if args.json:

@@ -29,9 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "build"))  # llama_cpp is also the name of llama-cpp-python
 import llama_cpp
 import pinned
-from bench import measure, summarise
 from figures import render_rows
 from ggml_ext._console.cli import run_script
+from ggml_ext._evaluation.speed import Bench, measure, summarise
 from ggml_ext._native.programs import tool_path
 from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
 from server import running_server
@@ -177,8 +177,9 @@ def speeds(types: list[str], folder: Path, args: argparse.Namespace) -> dict[str
     models = {name: folder / f"synth-{name}.gguf" for name in types}
     for name, path in models.items():
         write_model(name, path, n_layers=args.layers)
-    samples = measure(models, tool_path("llama-bench"), args.rounds, n_prompt=128, n_gen=32, threads=args.threads,
-                      failed=lambda name, error: failed(f"speed of {name}", error))
+    bench = Bench(tool_path("llama-bench"), 128, 32, args.threads)
+    samples = measure(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr),
+                      lambda name, error: failed(f"speed of {name}", error))
     return {row["type"]: row for row in summarise(samples, ["q3_k"] if "q3_k" in samples else [])}
 
 

@@ -1,20 +1,20 @@
 """Runs the quantizers, llama-imatrix and llama-perplexity for scripts and tests."""
 from __future__ import annotations
 
-import math
 import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ggml_ext import WEIGHT_TYPES
+from ggml_ext._evaluation.figures import Figure, parse_perplexity, parse_statistics
+from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._evaluation.perplexity import finite
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.programs import tool_path
 from ggml_ext._plan.recipes import RECIPES
@@ -33,13 +33,6 @@ NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 # One type for the matrices of the blocks, so that files differ in nothing else
 UNIFORM = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
 SCORED = 0.83  # the part of a text that is scored: its beginning; the rest is for the importance matrix
-
-
-class Figure(NamedTuple):
-    """A figure of llama-perplexity."""
-
-    value: float
-    error: float | None = None  # the tool's standard error, if it gives one
 
 
 def last_lines(log: str) -> str:
@@ -81,42 +74,7 @@ def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path
 def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2,
                program: list | None = None) -> Figure:
     """Perplexity of a model on a text; RuntimeError if llama-perplexity fails or gives no final estimate."""
-    def parse(log: str) -> Figure | None:
-        found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", log)
-        return Figure(float(found[1]), float(found[2])) if found else None
-
-    return run_perplexity("final estimate", parse, model, n_ctx, threads, "-f", text, "--chunks", n_chunks, program=program)
-
-
-@dataclass(frozen=True)
-class BaseLogits:
-    """A file of llama-perplexity --kl-divergence-base: tokens of the text, and the model's log-probabilities in 16 bits."""
-
-    path: Path
-    n_ctx: int
-    n_vocab: int
-    n_chunks: int  # fewer than asked for where the text is short
-
-    HEADER = struct.Struct("<8sIii")
-
-    @classmethod
-    def read(cls, path: Path) -> BaseLogits:
-        """RuntimeError if the file is not complete: the program does not notice a full disk."""
-        with path.open("rb") as file:
-            header = file.read(cls.HEADER.size)
-        if len(header) < cls.HEADER.size or not header.startswith(b"_logits_"):
-            raise RuntimeError(f"{path} holds no logits: remove it and run again")
-        logits = cls(path, *cls.HEADER.unpack(header)[1:])
-        found, needed = path.stat().st_size, logits.n_bytes()
-        if found != needed:
-            raise RuntimeError(f"{path} has {found:,} bytes, needed {needed:,}: its disk is full or it is damaged; free space or "
-                               "name another folder, and remove it")
-        return logits
-
-    def n_bytes(self) -> int:
-        """Size of a complete file: a row is n_vocab values, padded to an even count, and two floats."""
-        row = 2 * (2 * ((self.n_vocab + 1) // 2) + 4)
-        return self.HEADER.size + self.n_chunks * (4 * self.n_ctx + (self.n_ctx - 1 - self.n_ctx // 2) * row)
+    return run_perplexity("final estimate", parse_perplexity, model, n_ctx, threads, "-f", text, "--chunks", n_chunks, program=program)
 
 
 def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int) -> BaseLogits:
@@ -136,28 +94,14 @@ def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: i
     return BaseLogits.read(out)
 
 
-def parse_statistics(log: str) -> dict[str, Figure] | None:
-    """All lines of the statistics by their names, such as "Mean KLD", shares in percent; None if the last one is missing."""
-    body = log.partition("====== Perplexity statistics ======")[2]
-    lines = re.findall(r"^ *(\S.*?) *: +(-?[\w.]+)(?: ± +(-?[\w.]+))? ?%?$", body, re.M)
-    found = {" ".join(name.split()): Figure(float(value), float(error) if error else None) for name, value, error in lines}
-    return found if "Same top p" in found else None
-
-
 def kl_divergence(model: Path, base: BaseLogits, threads: int) -> dict[str, Figure]:
     """llama-perplexity --kl-divergence: parse_statistics() of a model against the base.
 
-    RuntimeError if a figure is missing or no number, as it is for a model whose logits are NaN.
+    RuntimeError if a figure is missing, UserError if it is no number, as it is for a model whose logits are NaN.
     """
     found = run_perplexity("statistics", parse_statistics, model, base.n_ctx, threads, "--kl-divergence",
                            "--kl-divergence-base", base.path)
-    for name, figure in found.items():
-        if not math.isfinite(figure.value):
-            raise RuntimeError(f"llama-perplexity on {model}: {name} is {figure.value}")
-        # A model against itself: the variance of the difference is 0, or by rounding less, and its root then NaN.
-        if figure.error is not None and math.isnan(figure.error):
-            found[name] = Figure(figure.value, 0.0)
-    return found
+    return finite(model, found)
 
 
 def split_text(text: Path, folder: Path) -> tuple[Path, Path]:

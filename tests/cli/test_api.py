@@ -1,4 +1,4 @@
-"""quantize_model(), export_model() and inspect_model(): what the commands do, for programs, in any thread."""
+"""quantize_model(), evaluate_models(), export_model() and inspect_model(): what the commands do, for programs, in any thread."""
 
 import argparse
 import dataclasses
@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ggml_ext
-from ggml_ext import api, export, inspect, quantize
+from ggml_ext import api, evaluate, export, inspect, quantize
 from ggml_ext._base.signals import SIGNALS
 from ggml_ext._console import options
+from ggml_ext._jobs.evaluating import EvaluateOptions
 from ggml_ext._jobs.exporting import ExportOptions
 from ggml_ext._jobs.inspecting import InspectOptions
 from ggml_ext._jobs.settings import QuantizeOptions
@@ -164,6 +165,7 @@ def test_the_package_alone_is_light():
 @pytest.mark.parametrize(("parser", "kind", "keywords", "files"), [
     (options.build_parser, QuantizeOptions, api.QuantizeKeywords, {"input", "output"}),
     (export.build_parser, ExportOptions, api.ExportKeywords, {"input", "output"}),
+    (evaluate.build_parser, EvaluateOptions, api.EvaluateKeywords, {"models", "against"}),
     (inspect.build_parser, InspectOptions, api.InspectKeywords, {"file", "against"}),
 ])
 def test_every_flag_is_a_keyword(parser, kind, keywords, files):

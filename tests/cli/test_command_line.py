@@ -11,11 +11,13 @@ from pathlib import Path
 import gguf
 import pytest
 
+from ggml_ext import __main__ as everything
 from ggml_ext import dump, export, inspect, libdir, quantize
 from ggml_ext._base import encoding
 from ggml_ext._base.errors import UserError
 from ggml_ext._jobs import exporting, inspecting, quantizing
-from helpers.commands import run_main
+from helpers.commands import run_main, tool
+from helpers.errors import check_error
 from helpers.models import gaussian, write_gguf
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -234,3 +236,25 @@ def test_encoding_of_names():
     assert encoding.utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
     assert json.loads(encoding.to_json({"\udcff": ["\udcff", (1, None)]})) == {"\\xff": ["\\xff", [1, None]]}
     assert Path(encoding.as_name("\u00e9")) == Path("\u00e9")
+
+
+# --- one command for all
+
+def test_every_command_is_a_subcommand():
+    """By its own name in --help, and the rest of the words handed on."""
+    listed = run_main(everything.main)
+    assert listed.returncode == 0 and all(name in listed.stdout for name in everything.COMMANDS)
+    for name in set(everything.COMMANDS) - {"serve", "dump"}:
+        done = run_main(everything.main, name, "--help")
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: ggml-ext {name} "), done.stdout
+    assert run_main(everything.main, "dump", "--help").stdout.startswith("usage: ggml-ext dump ")
+    check_error(run_main(everything.main, "quantize", "no.gguf", "out.gguf", "--type", "itq3_t"), "no.gguf")
+    check_error(run_main(everything.main, "quantise"), "unknown command 'quantise'", "quantize")
+    check_error(run_main(everything.main, "--type", "itq3_t"), "--type")
+    assert run_main(everything.main, "--version").stdout.startswith("ggml-ext ")
+
+
+def test_serve_is_the_server():
+    tool("llama-server")
+    done = subprocess.run([sys.executable, "-m", "ggml_ext", "serve", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and "version" in done.stderr + done.stdout

@@ -1,4 +1,5 @@
-"""The built-in calibration text: what its script makes of the pinned packages, a mixture from its beginning, nothing scored."""
+"""The built-in texts: what their script makes of the pinned packages; that for calibration is a mixture from its beginning and holds
+nothing that is scored."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import calibration_text
 import ggml_ext
 from calibration_readers import UNWANTED
+from calibration_text import CALIBRATION, EVALUATION, TEXTS, BuiltIn
 from helpers.models import ROOT
 from pinned import Failure
 
@@ -22,24 +24,37 @@ SCRIPTS = {"Chinese characters": "[\u4e00-\u9fff]", "kana": "[\u3040-\u30ff]", "
 SHINGLE = 50
 
 
+def read(text: BuiltIn) -> str:
+    return text.path.read_bytes().decode("utf-8")
+
+
+def shingles(text: str) -> set[str]:
+    return {text[i:i + SHINGLE] for i in range(len(text) - SHINGLE + 1)}
+
+
 @pytest.fixture(scope="module")
 def text() -> str:
-    return calibration_text.TEXT.read_bytes().decode("utf-8")
+    return read(CALIBRATION)
 
 
 @pytest.fixture(scope="module")
 def built():
+    return build(CALIBRATION)
+
+
+def build(text: BuiltIn):
     try:
-        return calibration_text.build()
+        return calibration_text.build(text)
     except Failure as e:
         pytest.skip(str(e))
 
 
 @pytest.mark.slow
-def test_committed_text_is_what_the_script_makes(built, text):
-    pieces, notices = built
-    assert text == calibration_text.joined(pieces), "run scripts/build/calibration_text.py"
-    assert calibration_text.LICENSES.read_bytes().decode() == notices
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t.name)
+def test_committed_text_is_what_the_script_makes(text, request):
+    pieces, notices = request.getfixturevalue("built") if text == CALIBRATION else build(text)
+    assert read(text) == calibration_text.joined(pieces), "run scripts/build/calibration_text.py"
+    assert text.licenses.read_bytes().decode() == notices
 
 
 @pytest.mark.slow
@@ -62,20 +77,24 @@ def test_pieces_are_of_a_kilobyte_or_some(built):
     assert 300 < min(sizes) and max(sizes) < 3000 and 1000 < sum(sizes) / len(sizes) < 2000
 
 
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t.name)
 def test_installed_text_is_the_committed_one(text):
     installed = ROOT.joinpath(ggml_ext.__path__[0], "data")
-    assert (installed / "calibration.txt").read_bytes().decode() == text
-    assert (installed / "calibration-licenses.txt").read_bytes() == calibration_text.LICENSES.read_bytes()
+    for path in (text.path, text.licenses):
+        assert (installed / path.name).read_bytes() == path.read_bytes()
 
 
-def test_form(text):
-    assert 300_000 <= len(text.encode()) <= 400_000
-    assert "\r" not in text and "\t" not in text and "\0" not in text and not text.startswith("\ufeff") and text.endswith("\n")
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\ufffd]", text)
+@pytest.mark.parametrize("text, n_bytes", [(CALIBRATION, (300_000, 400_000)), (EVALUATION, (150_000, 220_000))], ids=lambda t: getattr(t, "name", ""))
+def test_form(text, n_bytes):
+    content = read(text)
+    assert n_bytes[0] <= len(content.encode()) <= n_bytes[1]
+    assert "\r" not in content and "\t" not in content and not content.startswith("\ufeff") and content.endswith("\n")
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\ufffd]", content)
 
 
+@pytest.mark.parametrize("text", TEXTS, ids=lambda t: t.name)
 def test_no_addresses_and_no_licence_notices(text):
-    assert [m[0] for m in UNWANTED.finditer(text)] == []
+    assert [m[0] for m in UNWANTED.finditer(read(text))] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -83,11 +102,11 @@ def test_scripts(text, script):
     assert len(re.findall(SCRIPTS[script], text)) > 500
 
 
-def test_nothing_of_the_scored_text(text):
+@pytest.mark.parametrize("scored", ["heldout.txt", "evaluation.txt"])
+def test_nothing_of_a_scored_text(text, scored):
     """No 50 characters in common, but for those with fewer than four words: rules of signs, indents."""
-    scored = (ROOT / "data" / "heldout.txt").read_text(encoding="utf-8")
-    known = {scored[i:i + SHINGLE] for i in range(len(scored) - SHINGLE + 1)}
-    common = [text[i:i + SHINGLE] for i in range(len(text) - SHINGLE + 1) if text[i:i + SHINGLE] in known]
+    path = ROOT / "data" / scored if scored == "heldout.txt" else EVALUATION.path
+    common = shingles(path.read_text(encoding="utf-8")) & shingles(text)
     assert [s for s in common if len(re.findall(r"\w{2,}", s)) > 3] == []
 
 

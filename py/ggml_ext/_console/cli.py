@@ -75,6 +75,14 @@ def add_threads_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Where llama.cpp's programs compute; they get these as they are."""
+    add = parser.add_argument
+    add("-ngl", "--n-gpu-layers", metavar="N", help="layers to keep in the memory of a GPU, as llama.cpp's programs take it")
+    add("--device", metavar="LIST", help="devices to compute on, as llama.cpp's programs take it; none: the CPU alone")
+    add("--rpc", metavar="SERVERS", help="other machines to compute on, host:port with commas, each running rpc-server")
+
+
 def add_terminal_options(parser: argparse.ArgumentParser) -> None:
     """How much a program says that makes a model."""
     add = parser.add_argument

@@ -23,7 +23,7 @@ from .terminal import FORMATS
 DEFAULTS = QuantizeOptions()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "ggml-ext-quantize") -> argparse.ArgumentParser:
     embd_and_output = "\n".join(
         f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
         f"multiple of {t.block_size}"
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     mixtures = "\n".join(f"  {r.name}: {r.about}" for r in RECIPES.values())
     parser = Parser(
-        prog="ggml-ext-quantize",
+        prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Quantizes an F32, F16, BF16 or Q8_0 GGUF model or a Hugging Face checkpoint to a low-bit type of ggml-ext, or to "
         "llama.cpp's own types.",

@@ -35,16 +35,35 @@ def run_heard(
     return code, log.decode(errors="replace")
 
 
-def run_logged(command: list[str], folder: Path) -> tuple[int, str]:
+def run_logged(command: list[str], folder: Path, heard: Callable[[str], None] | None = None) -> tuple[int, str]:
     """Exit code and output of a program, which never outlives this call. The output goes through a file: into a pipe
-    llama-perplexity sometimes loses its last lines."""
-    with tempfile.TemporaryFile() as log:
+    llama-perplexity sometimes loses its last lines. heard() gets all of the output so far every second."""
+    with tempfile.NamedTemporaryFile() as log:
         with started(command, folder, None, subprocess.DEVNULL, subprocess.STDOUT, log) as process:
-            while (code := process.poll()) is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(PATIENCE)
-        log.seek(0)
-        return code, log.read().decode(errors="replace")
+            code = _wait(process, lambda: None if heard is None else heard(_text(log)))
+        return code, _text(log)
+
+
+def run_captured(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a program, which never outlives this call."""
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as log:
+        with started(command, folder, None, subprocess.DEVNULL, log, out) as process:
+            code = _wait(process, lambda: None)
+        return code, _text(out), _text(log)
+
+
+def _wait(process: subprocess.Popen, turn: Callable[[], None]) -> int:
+    """Its exit code. turn: called every second."""
+    while (code := process.poll()) is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        turn()
+    return code
+
+
+def _text(file: IO) -> str:
+    """What a program wrote; by the name, since the file itself has one position with the program."""
+    return Path(file.name).read_bytes().decode(errors="replace")
 
 
 @contextlib.contextmanager

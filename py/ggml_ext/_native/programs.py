@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from .._base.errors import UserError
 from .._base.package import FOLDER
@@ -44,11 +45,16 @@ def tool_path(name: str) -> Path:
 
 
 def run() -> None:
-    """Entry point of every command in pyproject.toml's [project.scripts]: becomes the program of the same name."""
+    """Entry point of every command of llama.cpp in pyproject.toml's [project.scripts]: becomes the program of the same name."""
     name = Path(sys.argv[0]).name.removesuffix(".exe")
-    path = str(tool_path({"rpc-server": "ggml-rpc-server"}.get(name, name)))
+    become({"rpc-server": "ggml-rpc-server"}.get(name, name), sys.argv[1:])
+
+
+def become(name: str, words: list[str]) -> NoReturn:
+    """Runs a program in place of this one. SystemExit with one line where it is missing."""
+    path = str(tool_path(name))
     if sys.platform == "win32":
         import subprocess
 
-        sys.exit(subprocess.call([path, *sys.argv[1:]]))
-    os.execv(path, [path, *sys.argv[1:]])
+        sys.exit(subprocess.call([path, *words]))
+    os.execv(path, [path, *words])

@@ -30,8 +30,8 @@ BYTE_ORDER_MARKS = {
 }
 
 
-def check_text(path: Path) -> int:
-    """Bytes of a text without the blanks at both ends. UserError for what is no regular file or no text in UTF-8.
+def check_text(path: Path, flag: str = FLAG) -> int:
+    """Bytes of a text without the blanks at both ends. UserError naming the flag for what is no regular file or no text in UTF-8.
 
     It is read in pieces, and never opened where that could wait. A byte order mark of UTF-8 is part of the text: one more character.
     """
@@ -39,23 +39,23 @@ def check_text(path: Path) -> int:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             kind = KINDS_OF_FILES.get(stat.S_IFMT(status.st_mode), "a device")
-            raise UserError(f"{FLAG}: {path} is {kind}: write the text into a file and pass that")
+            raise UserError(f"{flag}: {path} is {kind}: write the text into a file and pass that")
         if status.st_size > MAX_BYTES:
-            raise UserError(f"{FLAG}: {path} has {status.st_size:,} bytes, llama.cpp takes at most {MAX_BYTES:,}: pass a part of it")
-        return _check_content(path)
+            raise UserError(f"{flag}: {path} has {status.st_size:,} bytes, llama.cpp takes at most {MAX_BYTES:,}: pass a part of it")
+        return _check_content(path, flag)
     except OSError as e:
-        raise UserError(f"{FLAG}: cannot read {path}: {e.strerror}") from e
+        raise UserError(f"{flag}: cannot read {path}: {e.strerror}") from e
 
 
-def _check_content(path: Path) -> int:
+def _check_content(path: Path, flag: str) -> int:
     """check_text() of a regular file. OSError too."""
     decoder, position, begin, end = codecs.getincrementaldecoder("utf-8")(), 0, None, 0
     for piece in _pieces(path):
         if position == 0:
-            _check_mark(path, piece)
+            _check_mark(path, piece, flag)
         if (zero := piece.find(b"\0")) >= 0:
             raise UserError(
-                f"{FLAG}: {path} has a zero at byte {position + zero:,}: it is no text in UTF-8, but a binary file or in UTF-16; "
+                f"{flag}: {path} has a zero at byte {position + zero:,}: it is no text in UTF-8, but a binary file or in UTF-16; "
                 f"pass a text in UTF-8; UTF-16 is converted by {_conversion(path, 'UTF-16LE')}"
             )
         n_held = len(decoder.getstate()[0])  # of a character that began in the last piece
@@ -64,7 +64,7 @@ def _check_content(path: Path) -> int:
         except UnicodeDecodeError as e:
             way_out = f"pass a text in UTF-8; Latin-1 is converted by {_conversion(path, 'LATIN1')}"
             raise UserError(
-                f"{FLAG}: {path} is not in UTF-8: byte {position - n_held + e.start:,} is 0x{e.object[e.start]:02x}, "
+                f"{flag}: {path} is not in UTF-8: byte {position - n_held + e.start:,} is 0x{e.object[e.start]:02x}, "
                 + (f"of no character; {way_out}" if piece else "the last character is cut: leave it out")
             ) from None
         if piece.strip():
@@ -82,12 +82,12 @@ def _pieces(path: Path) -> Iterator[bytes]:
     yield b""
 
 
-def _check_mark(path: Path, begin: bytes) -> None:
+def _check_mark(path: Path, begin: bytes, flag: str) -> None:
     """UserError for a byte order mark of another encoding."""
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if begin.startswith(mark)), None)
     if encoding:
         raise UserError(
-            f"{FLAG}: {path} is in {encoding}, must be in UTF-8: convert it with {_conversion(path, encoding)}, in PowerShell with "
+            f"{flag}: {path} is in {encoding}, must be in UTF-8: convert it with {_conversion(path, encoding)}, in PowerShell with "
             f"Get-Content {path} | Out-File -Encoding utf8 {_converted(path)}"
         )
 

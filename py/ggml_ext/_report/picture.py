@@ -144,7 +144,7 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
         # not the formatters of its own, which write formulas: those are not parsed here
         bar.ax.yaxis.set_major_formatter("{x:.3g}")
         bar.ax.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
-        _save(figure, path, force)
+        save_picture(figure, path, force)
 
 
 def _draw_curve(axes: Axes, layers: list[int | None], stream_errors: Sequence[float]) -> None:
@@ -157,7 +157,7 @@ def _draw_curve(axes: Axes, layers: list[int | None], stream_errors: Sequence[fl
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _save(figure: Figure, path: Path, force: bool) -> None:
+def save_picture(figure: Figure, path: Path, force: bool) -> None:
     kind = path.suffix[1:].lower()
     try:
         with written_beside(Path(os.path.realpath(path)), force) as part:

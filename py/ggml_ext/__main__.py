@@ -1,0 +1,67 @@
+"""All commands behind one name: ggml-ext quantize, ggml-ext evaluate and so on, or python -m ggml_ext quantize."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from ._base.errors import UserError
+from ._console.cli import Parser, add_common_options, print_text, run_command
+
+# in the order of --help; a module of the package each, but serve
+COMMANDS = {
+    "quantize": "a model to low-bit types",
+    "evaluate": "perplexity, KL divergence and tasks, against the model that files were made from",
+    "bench": "speed, beside stock files of the same model",
+    "serve": "llama-server with its own options: ggml-ext serve -m MODEL",
+    "inspect": "tensors of a file, their types and errors",
+    "export": "a file with our types to one that every llama.cpp loads",
+    "dump": "gguf-dump for files with our types",
+    "libdir": "the folder of the libraries, for programs that load libllama",
+}
+WAY_OUT = "run it with its output open"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="ggml-ext",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="ggml-ext COMMAND ...",
+        description="commands:\n" + "\n".join(f"  {name:9} {about}" for name, about in COMMANDS.items()),
+        epilog="ggml-ext COMMAND --help shows the options of a command.",
+    )
+    parser.add_argument("command", metavar="COMMAND", nargs="?", help=argparse.SUPPRESS)
+    add_common_options(parser)
+    return parser
+
+
+def explain(argv: list[str]) -> int:
+    """What is said where no command is named."""
+    args = argparse.Namespace()
+
+    def run() -> None:
+        parser = build_parser()
+        parser.parse_args(argv, args)
+        if args.command is not None:
+            raise UserError(f"unknown command {args.command!r}: needed one of {', '.join(COMMANDS)}")
+        print_text(parser.format_help().rstrip(), WAY_OUT)
+
+    return run_command(run, lambda: "nothing was changed", WAY_OUT, args=args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; see run_command() for the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words else None
+    if name == "serve":
+        from ._native.programs import become
+
+        become("llama-server", words[1:])
+    if name in COMMANDS:
+        return importlib.import_module(f".{name}", __package__).main(words[1:], f"ggml-ext {name}")
+    return explain(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

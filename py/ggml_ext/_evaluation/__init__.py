@@ -1,0 +1,1 @@
+"""How good and how fast a file is: llama-perplexity and llama-bench, run and read."""

@@ -1,0 +1,127 @@
+"""What evaluate found: table, JSON record and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._base.encoding import utf8
+from .._base.package import __version__
+from .._base.text import table
+from .._base.units import MIB
+from .._evaluation.figures import KLD, PPL, SAME_TOP, Figure
+from .picture import quiet_matplotlib, save_picture
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one file. statistics: by llama-perplexity's names, without a base the perplexity alone, and nothing where only tasks were
+    asked for; scores: percent of right answers by kind of task; types: bytes by type."""
+
+    path: Path
+    label: str
+    n_bytes: int
+    bpw: float
+    types: dict[str, int]
+    statistics: dict[str, Figure] = field(default_factory=dict)
+    scores: dict[str, Figure] = field(default_factory=dict)
+
+    def record(self) -> dict:
+        return {
+            "file": str(self.path), "label": self.label, "bytes": self.n_bytes, "bpw": self.bpw, "types": self.types,
+            "statistics": {name: list(figure) for name, figure in self.statistics.items()},
+            "scores": {kind: list(figure) for kind, figure in self.scores.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """ln(PPL first / PPL second), on the same chunks."""
+
+    first: str
+    second: str
+    ln_ratio: Figure
+
+    def line(self) -> str:
+        value, error = self.ln_ratio
+        what = "no surer than chance" if abs(value) < 2 * error else "lower perplexity" if value < 0 else "higher perplexity"
+        in_errors = f", {abs(value) / error:.1f} standard errors" if error else ""
+        return f"{self.first} against {self.second}: ln(PPL ratio) {value:+.5f} +- {error:.5f}{in_errors}: {what}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """text: what was scored, by name; base: the model that others are compared with, None without one."""
+
+    text: dict
+    n_ctx: int
+    n_chunks: int
+    base: Quality | None
+    models: list[Quality]
+    pairs: list[Pair]
+
+    def lines(self, width: int) -> list[str]:
+        rows = [*([self.base] if self.base else []), *self.models]
+        lines = []
+        if any(row.statistics for row in rows):
+            lines += table("model", _heading(self.base is not None), [(r.label, _columns(r, self.base is not None)) for r in rows], width)
+        if kinds := list(dict.fromkeys(kind for row in rows for kind in row.scores)):
+            heading = " ".join(f"{kind + ', %':>18}" for kind in kinds)
+            lines += table("model", heading, [(r.label, " ".join(_score(r.scores.get(kind)) for kind in kinds)) for r in rows], width)
+        return [*lines, *([""] if self.pairs else []), *(pair.line() for pair in self.pairs)]
+
+    def record(self) -> dict:
+        """What `ggml-ext evaluate --json` prints. A figure is [value, standard error]."""
+        return {
+            "ggml_ext": __version__, "text": self.text, "ctx_size": self.n_ctx, "chunks": self.n_chunks,
+            "base": self.base and self.base.record(),
+            "models": [model.record() for model in self.models],
+            "paired": [{"first": p.first, "second": p.second, "ln_ratio": list(p.ln_ratio)} for p in self.pairs],
+        }
+
+
+def _heading(with_base: bool) -> str:
+    return f"{'MiB':>9} {'bpw':>5} {'perplexity':>17}" + (f" {'KL divergence':>18} {'same top':>8}" if with_base else "")
+
+
+def _columns(row: Quality, with_base: bool) -> str:
+    ppl, kld, top = (row.statistics.get(name) for name in (PPL, KLD, SAME_TOP))
+    shown = f"{row.n_bytes / MIB:9,.1f} {row.bpw:5.2f} {_figure(ppl, 17, 3)}"
+    if with_base:
+        shown += f" {_figure(kld, 18, 5)} " + (f"{top.value:6.2f} %" if top else " " * 8)
+    return shown.rstrip()
+
+
+def _figure(figure: Figure | None, width: int, digits: int) -> str:
+    return f"{f'{figure.value:.{digits}f} +- {figure.error:.{digits}f}' if figure else '':>{width}}"
+
+
+def _score(figure: Figure | None) -> str:
+    return _figure(figure, 18, 2)
+
+
+def draw_quality(found: Evaluation, path: Path, force: bool) -> bool:
+    """Size across, KL divergence or, without a base, perplexity up, a point for each model. Errors and result: see picture.draw()."""
+    name, title = (KLD, "KL divergence") if found.base is not None else (PPL, "perplexity")
+    points = [(m.label, m.n_bytes / MIB, m.statistics[name]) for m in found.models if name in m.statistics]
+    with quiet_matplotlib() as caught:
+        _draw(points, title, path, force)
+    return path.suffix.lower() == ".svg" or not any("missing from font" in str(w.message) for w in caught)
+
+
+def _draw(points: Sequence[tuple[str, float, Figure]], title: str, path: Path, force: bool) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure as Picture
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.size": 9, "text.parse_math": False}
+    with matplotlib.rc_context(style):
+        picture = Picture(figsize=(6, 4), layout="constrained")
+        axes = picture.subplots()
+        for label, size, figure in points:
+            axes.errorbar(size, figure.value, yerr=figure.error or 0, marker="o", color="tab:blue")
+            axes.annotate(utf8(label), (size, figure.value), xytext=(5, 5), textcoords="offset points")
+        axes.set(xlabel="size of the file, MiB", ylabel=title, ylim=(0, None) if title == "KL divergence" else None)
+        axes.margins(x=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        save_picture(picture, path, force)

@@ -1,0 +1,231 @@
+"""ggml-ext evaluate on the reference model: what it prints, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from ggml_ext import evaluate as evaluator
+from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, chunk_sums, paired, parse_score
+from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._jobs.evaluating import TEXT
+from ggml_ext._native.process import run_logged
+from helpers.commands import quantize, run_main, tool
+from helpers.errors import check_error, files
+from helpers.models import MODEL, gaussian, write_gguf
+
+CHUNKS = ("-c", 64, "--chunks", 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tool("llama-perplexity")
+    folder = tmp_path_factory.mktemp("evaluate")
+    os.link(MODEL, folder / "f16.gguf") if os.stat(MODEL).st_dev == os.stat(folder).st_dev else (folder / "f16.gguf").write_bytes(MODEL.read_bytes())
+    quantize(MODEL, folder / "q2.gguf", "--type", "itq2_t", "--effort", "fast")
+    quantize(MODEL, folder / "q4.gguf", "--type", "itq4_t", "--effort", "fast")
+    return folder
+
+
+def evaluate(*args) -> subprocess.CompletedProcess:
+    return run_main(evaluator.main, *args)
+
+
+def record(*args) -> dict:
+    done = evaluate(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_against_the_original(folder):
+    """Figures are those of llama-perplexity; the logits are kept and used again."""
+    first = evaluate(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS)
+    assert first.returncode == 0 and "kept in" in first.stderr and "built-in text" in first.stderr, first.stderr
+    assert all(name in first.stdout for name in ("f16.gguf", "q4.gguf", "q2.gguf", "KL divergence", "q2.gguf against q4.gguf"))
+    logits = folder / "f16.logits.bin"
+    assert BaseLogits.read(logits).n_chunks == 4
+    made = logits.stat().st_mtime_ns
+    done = evaluate(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS, "--json")
+    assert "used again" in done.stderr and logits.stat().st_mtime_ns == made
+    found = json.loads(done.stdout)
+    four, two = (m["statistics"] for m in found["models"])
+    assert 0 < four[KLD][0] < 0.1 * two[KLD][0] and four[SAME_TOP][0] > two[SAME_TOP][0]
+    assert found["base"]["statistics"][PPL][0] == pytest.approx(four[PPL][0] / math.exp(four[LN_RATIO][0]), rel=1e-4)
+    # the pair telescopes to the difference of what both have against the base: five decimals each
+    (pair,) = found["paired"]
+    assert pair["ln_ratio"][0] == pytest.approx(two[LN_RATIO][0] - four[LN_RATIO][0], abs=2e-5)
+    command = [tool("llama-perplexity"), "-m", folder / "q4.gguf", "-c", 64, "-b", 64, "--kl-divergence", "--kl-divergence-base", logits]
+    code, log = run_logged([*map(str, command)], folder)
+    assert code == 0 and f"Mean    KLD: {four[KLD][0]:10.6f}" in log
+    # those of another text are made again, and such a file serves alone
+    again = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "-c", 64, "--chunks", 5)
+    assert again.returncode == 0 and "used again" not in again.stderr and BaseLogits.read(logits).n_chunks == 5
+    alone = record(folder / "q4.gguf", "--base-logits", logits)
+    assert alone["chunks"] == 5 and alone["ctx_size"] == 64 and alone["base"] is None and alone["models"][0]["statistics"][KLD][0] > 0
+
+
+@pytest.mark.slow
+def test_without_an_original(folder):
+    found = record(folder / "f16.gguf", folder / "q2.gguf", *CHUNKS)
+    f16, two = (m["statistics"][PPL][0] for m in found["models"])
+    assert found["text"]["name"] == "built-in" and f16 < two
+    assert found["paired"][0]["ln_ratio"][0] == pytest.approx(math.log(two / f16), abs=1e-3)  # four decimals of perplexities about 70
+
+
+def hellaswag(path, n):
+    path.write_text("".join(f"Making a cake: She opens the oven and\n{i % 4}\n" + "".join(f"takes out cake number {e} of {i}.\n" for e in range(4)) for i in range(n)))
+
+
+def winogrande(path, n):
+    path.write_text("".join(f'{i},"The cup does not fit into the box because _ is too large.",the cup,the box,{1 + i % 2}\n' for i in range(n)))
+
+
+def multiple_choice(path, n):
+    def text(t: str) -> bytes:
+        return struct.pack("<I", len(t)) + t.encode()
+
+    def answers(right: int) -> bytes:
+        return struct.pack("<I", 4) + b"".join(text(f"answer {i}") for i in range(4)) + struct.pack("<4i", *(int(i == right) for i in range(4)))
+
+    tasks = [text(f"Question {i}?") + answers(i % 4) + answers(i % 4) for i in range(n)]
+    starts = np.cumsum([0, *map(len, tasks[:-1])]) + 4 + 4 * n
+    path.write_bytes(struct.pack("<I", n) + starts.astype("<u4").tobytes() + b"".join(tasks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [hellaswag, winogrande, multiple_choice], ids=lambda f: f.__name__)
+def test_tasks(folder, tmp_path, write):
+    """Alone they are all that runs."""
+    kind = write.__name__.replace("_", "-")
+    write(tmp_path / "tasks", 12)
+    found = record(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks")
+    (model,) = found["models"]
+    value, error = model["scores"][kind]
+    shares = [100 * right / n for n in (11, 12) for right in range(n + 1)]  # winogrande leaves out what it cannot decide
+    assert model["statistics"] == {} and min(abs(value - share) for share in shares) < 1e-4
+    assert any(error == pytest.approx(math.sqrt(value * (100 - value) / (n - 1)), abs=1e-6) for n in (11, 12))
+    done = evaluate(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks")
+    assert f"{kind}, %" in done.stdout and f"{value:.2f}" in done.stdout
+
+
+def test_bad_tasks(folder, tmp_path):
+    (tmp_path / "tasks").write_text("one line\n")
+    for kind, part in (("hellaswag", "not a multiple of 6"), ("winogrande", "winogrande_score"), ("multiple-choice", "multiple_choice_score")):
+        check_error(evaluate(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks", "-q"), "f16.gguf", part)
+    check_error(evaluate(folder / "f16.gguf", "--hellaswag", tmp_path / "no"), "--hellaswag", "no such file")
+
+
+def test_bad_command_lines(folder, tmp_path):
+    f16 = folder / "f16.gguf"
+    check_error(evaluate(tmp_path / "no.gguf"), "no.gguf")
+    check_error(evaluate(f16, "--against", tmp_path / "no.gguf"), "no.gguf")
+    check_error(evaluate(f16, "--chunks", 1), "--chunks: got 1")
+    check_error(evaluate(f16, "--tasks", 5), "--tasks", "--hellaswag")
+    check_error(evaluate(f16, "-f", tmp_path / "no.txt"), "-f: cannot read")
+    check_error(evaluate(f16, "--base-logits", f16, "-f", f16), "--base-logits without --against")
+    check_error(evaluate(f16, "--base-logits", f16), "holds no logits")
+    check_error(evaluate(f16, "--picture", tmp_path / "a.bmp"), "--picture", ".svg")
+    check_error(evaluate(), "MODEL")
+
+
+def test_a_short_text(folder, tmp_path):
+    (tmp_path / "short.txt").write_text("def f(x):\n    return x\n" * 10)
+    check_error(evaluate(folder / "f16.gguf", "-f", tmp_path / "short.txt", "-c", 512), "short.txt", "two chunks of 512 need 1,024", "longer text")
+    few = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "-c", 64, "--chunks", 3)
+    check_error(few, "3 chunks of 64 tokens score 93", "needs 100", "--chunks")
+
+
+def test_another_vocabulary(folder, tmp_path):
+    def tokens(writer):
+        writer.add_token_list(["a", "b"])
+
+    write_gguf(tmp_path / "other.gguf", {"token_embd.weight": gaussian(2, 256)}, fill=tokens)
+    write_gguf(tmp_path / "none.gguf", {"token_embd.weight": gaussian(2, 256)})
+    check_error(evaluate(tmp_path / "other.gguf", "--against", folder / "f16.gguf"), "other.gguf has another vocabulary", "2 and 4,096")
+    check_error(evaluate(tmp_path / "none.gguf"), "none.gguf has no vocabulary")
+
+
+def test_logits_of_somebody_else_stay(folder, tmp_path):
+    """Neither replaced nor used."""
+    mine = tmp_path / "mine.bin"
+    mine.write_bytes(b"mine")
+    before = files(tmp_path)
+    check_error(evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", mine), "mine.bin exists", "--base-logits")
+    assert files(tmp_path) == before
+
+
+def test_a_full_disk(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("ggml_ext._jobs.evaluating.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    done = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "logits.bin", "-q")
+    check_error(done, "no space left on device", "MiB are free", "--chunks")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up(folder, tmp_path):
+    """By a limit on the size of files, which llama-perplexity does not notice or dies of."""
+    command = [sys.executable, "-m", "ggml_ext.evaluate", folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "l.bin", *CHUNKS, "-q"]
+    done = subprocess.run(["bash", "-c", 'ulimit -f 500; exec "$@"', "-", *map(str, command)], capture_output=True, text=True)
+    check_error(done, "llama-perplexity" if "exited" in done.stderr else "its disk is full")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_interrupted(folder, tmp_path):
+    """Nothing is left of logits that are not whole, nor a program that runs on."""
+    command = [sys.executable, "-m", "ggml_ext.evaluate", folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "l.bin"]
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(600):
+            if list(tmp_path.glob(".evaluation-*/logits.bin")):
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.splitlines()[-1].startswith("error: interrupted") and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1
+
+
+@pytest.mark.slow
+def test_picture(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = evaluate(folder / "q4.gguf", folder / "q2.gguf", *CHUNKS, "--picture", tmp_path / "p.svg", "-q")
+    assert done.returncode == 0, done.stderr
+    assert all(word in (tmp_path / "p.svg").read_text() for word in ("q4.gguf", "q2.gguf", "size of the file", "perplexity"))
+    check_error(evaluate(folder / "q4.gguf", *CHUNKS, "--picture", tmp_path / "p.svg"), "--picture", "--force")
+
+
+# --- parsing
+
+def test_sums_of_chunks():
+    """Cumulative means become sums, of both kinds of logs."""
+    assert chunk_sums("x\n[1]2.0000,[2]4.0000,\n") == pytest.approx([math.log(2), 2 * math.log(4)])
+    log = "".join(f"{n:4d}       5.0000 ±    0.1000       {0.01 * n:8.5f} ±    0.00100       0.00500 ±    0.00010     1.000 ±  0.100 %    90.000 ±  0.500 %\n" for n in (1, 2, 3))
+    assert chunk_sums(log) == pytest.approx([0.01, 0.04, 0.09])
+
+
+def test_paired_differences():
+    rng = np.random.default_rng(1)
+    common, noise = rng.normal(3, 0.5, 400), rng.normal(0.02, 0.01, 400)
+    found = paired(np.cumsum(common + noise), np.cumsum(common))
+    assert found.value == pytest.approx(noise.mean(), abs=1e-9) and found.error == pytest.approx(noise.std(ddof=1) / 20, rel=1e-6)
+    assert paired([1.0], [1.0]) is None and paired([1.0, 2.0], [1.0]) is None
+
+
+def test_scores():
+    assert parse_score("1\t100.00000000%\t[20.6543%, 100.0000%]\n2\t50.00000000%\t[9.4531%, 90.5469%]\n") == (50.0, 50.0)
+    assert parse_score("nothing") is None
+
+
+def test_the_default_text_is_there():
+    assert TEXT.stat().st_size > 150_000
