@@ -66,6 +66,10 @@ class QuantizeKeywords(TypedDict, total=False):
     no_calibration: bool
     calibration_chunks: int
     memory: float
+    calibrate_with: str
+    n_gpu_layers: str
+    device: str
+    rpc: str
     propagate: bool | None
     itq3_levels: int
     ditto_codebook: str

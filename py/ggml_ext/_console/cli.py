@@ -75,12 +75,12 @@ def add_threads_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Where llama.cpp's programs compute; they get these as they are."""
+def add_device_options(parser: argparse.ArgumentParser, what: str = "") -> None:
+    """Where llama.cpp's programs compute; they get these as they are. what: begins the help of each."""
     add = parser.add_argument
-    add("-ngl", "--n-gpu-layers", metavar="N", help="layers to keep in the memory of a GPU, as llama.cpp's programs take it")
-    add("--device", metavar="LIST", help="devices to compute on, as llama.cpp's programs take it; none: the CPU alone")
-    add("--rpc", metavar="SERVERS", help="other machines to compute on, host:port with commas, each running rpc-server")
+    add("-ngl", "--n-gpu-layers", metavar="N", help=f"{what}layers to keep in the memory of a GPU, as llama.cpp's programs take it")
+    add("--device", metavar="LIST", help=f"{what}devices to compute on, as llama.cpp's programs take it; none: the CPU alone")
+    add("--rpc", metavar="SERVERS", help=f"{what}other machines, host:port with commas, each running rpc-server")
 
 
 def add_terminal_options(parser: argparse.ArgumentParser) -> None:

@@ -13,11 +13,13 @@ from .._budget.target import STOCK_TYPES as STOCK_TARGET_TYPES
 from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
 from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE, N_CONTEXT
 from .._importance.importance import KINDS
+from .._importance.stand_in import SOURCE
+from .._importance.stand_in import TYPES as STAND_INS
 from .._jobs.settings import TRELLIS_TYPES, QuantizeOptions
 from .._plan.file_types import STOCK_ALIASES, STOCK_FILES
 from .._plan.recipes import RECIPES
 from .._report.tables import WARN_ABOVE
-from .cli import Parser, add_common_options, add_terminal_options, add_threads_option
+from .cli import Parser, add_common_options, add_device_options, add_terminal_options, add_threads_option
 from .terminal import FORMATS
 
 DEFAULTS = QuantizeOptions()
@@ -52,6 +54,7 @@ def build_parser(prog: str = "ggml-ext-quantize") -> argparse.ArgumentParser:
     add_type_options(add)
     add_source_options(add)
     add_importance_options(add)
+    add_device_options(parser, "to calibrate on: ")
     add_encoder_options(add)
     add_threads_option(parser)
     add_output_options(add)
@@ -167,6 +170,12 @@ def add_importance_options(add: Callable) -> None:
         metavar="GIB",
         type=float,
         help=f"limit for calibration, model and moments; default {MEMORY_SHARE:.0%} of what is available".replace("%", "%%"),
+    )
+    add(
+        "--calibrate-with",
+        metavar="TYPE|FILE",
+        help=f"calibrate with the model in fewer bits: {', '.join(STAND_INS)}, made for that time, or a GGUF file of it; {SOURCE}: with the model "
+        "itself; default: itself where it fits into --memory, else q8_0 or q4_k",
     )
     add(
         "--propagate",

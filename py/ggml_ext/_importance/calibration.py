@@ -6,6 +6,7 @@ Whole matrices that do not fit into memory at once are collected in passes over 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -33,8 +34,10 @@ from .._native.process import last_error, run_heard
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.plan import Plan, importance_uses, uses_metric
+from . import stand_in
 from .cost import Model, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
+from .stand_in import StandIn
 
 N_CONTEXT = 512  # tokens a chunk
 MIN_TOKENS = 2 * N_CONTEXT  # that llama-imatrix takes
@@ -49,7 +52,7 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
     KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB;
-    propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well."""
+    stand_in: see stand_in.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well."""
 
     imatrix: Path | None = None
     text: Path | None = None
@@ -57,6 +60,8 @@ class Wanted:
     runs_model: bool = True
     n_chunks: int | None = None
     memory: float | None = None
+    stand_in: str | None = None
+    devices: tuple[str, ...] = ()
     propagates: bool = False
     may_do_without: bool = False
 
@@ -71,6 +76,10 @@ class Wanted:
         for flag, is_given in (("imatrix", self.imatrix is not None), ("no-calibration", not self.runs_model)):
             if is_given and self.text is not None:
                 raise UserError(f"--{flag} and --imatrix-from: pass one of them")
+        if self.stand_in is not None:
+            stand_in.check_name(self.stand_in)
+            if self.imatrix is not None or not self.runs_model:
+                raise UserError(f"{stand_in.FLAG}: no model is run with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
         if self.propagates:
             self._check_propagates()
         if self.kind == "none" and (given := self.imatrix or self.text):
@@ -103,6 +112,8 @@ class Calibration:
     n_threads: int
     memory: float
     program: Path
+    stand_in: StandIn | None = None
+    devices: tuple[str, ...] = ()
 
     def kept(self, layers: list[int] | None) -> Path:
         """The result for all layers (None) or for a range of them."""
@@ -115,7 +126,7 @@ class Calibration:
             "text": fingerprint(self.text),
             "chunks": self.n_chunks,
             "context": N_CONTEXT,
-        }
+        } | ({} if self.stand_in is None else self.stand_in.made_from())
 
     def finished(self, folder: Path) -> Importance | None:
         """What an earlier run left in the folder, if it serves."""
@@ -137,8 +148,8 @@ class Calibration:
         seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
         return (
             f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
-            f"{self.text_title}, an estimated {duration(seconds)} on {self.n_threads} "
-            f"threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
+            f"{self.text_title}{'' if self.stand_in is None else f', by the model {self.stand_in.title}'}, an estimated {duration(seconds)} on "
+            f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
 
 
@@ -171,6 +182,8 @@ class Record:
         theirs = dict(self.made_from)
         if isinstance(theirs.get("chunks"), int):
             theirs["chunks"] = min(theirs["chunks"], run.text_chunks)
+        if "stand_in" not in theirs:  # of the model itself, which is better
+            made_from = {key: value for key, value in made_from.items() if key != "stand_in"}
         return theirs == made_from and KINDS.index(self.kind) >= KINDS.index(run.kind)
 
 
@@ -215,9 +228,14 @@ def _calibrate(run: Calibration, console: Console) -> list[Path]:
     console.note(run.describe())
     if len(passes) > 1:
         console.note(f"{len(passes)} passes over layers, each as long as that; finished ones are kept if this is interrupted")
-    for i, layers in enumerate(passes):
-        title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
-        done.append(collect(run, made_from, layers, title, console))
+    with contextlib.ExitStack() as stack:
+        # a link is not followed: beside its target there may be no parts of a split model
+        model = Path(os.path.abspath(run.file.path))
+        if run.stand_in is not None:
+            model = stack.enter_context(run.stand_in.made(model, run.folder, run.n_threads, console))
+        for i, layers in enumerate(passes):
+            title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
+            done.append(collect(run, model, made_from, layers, title, console))
     return sorted(done, key=lambda p: (len(p.name), p.name))
 
 
@@ -233,7 +251,7 @@ def finished_passes(run: Calibration, made_from: dict) -> tuple[list[Path], list
 
 
 def collect(
-    run: Calibration, made_from: dict, layers: list[int] | None, title: str, console: Console
+    run: Calibration, model: Path, made_from: dict, layers: list[int] | None, title: str, console: Console
 ) -> Path:
     """One run of llama-imatrix, its result kept with its record; nothing is left where it fails or is interrupted."""
     kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
@@ -243,8 +261,7 @@ def collect(
             "space, or pass --importance block or diagonal"
         )
     # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
-    # a link is not followed: beside its target there may be no parts of a split model
-    command = [run.program, "-m", os.path.abspath(run.file.path), "-f", as_argument(run.text.name), "-c", N_CONTEXT]
+    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", as_argument(run.text.name), "-c", N_CONTEXT]
     command += ["-b", N_CONTEXT, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
@@ -329,12 +346,12 @@ def prepare(
             f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some"
         )
         return Importance()
-    run = make_run(wanted, file, folder or Path(), n_threads, find_tool("llama-imatrix"))
+    run = make_run(wanted, file, folder or Path(), n_threads, find_tool("llama-imatrix"), console)
     run = replace(run, kind=_choose_kind(wanted, run, uses, n_types, console))
     return run if folder is None else open_importance(calibrate(run, console), run.kind, run.text_name)
 
 
-def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, program: Path) -> Calibration:
+def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, program: Path, console: Console) -> Calibration:
     """A calibration whose kind is still to be chosen. UserError for a text that does not serve."""
     text, text_name = (TEXT, BUILT_IN) if wanted.text is None else (wanted.text, wanted.text.name)
     n_bytes = check_text(text)
@@ -344,9 +361,14 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     n_asked = wanted.n_chunks or DEFAULT_CHUNKS
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
+    found = stand_in.find(wanted.stand_in, file, memory - model.moments_bytes("block"), console)
+    if found is not None:
+        model = replace(model, n_bytes=found.n_bytes)
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
     text = Path(os.path.realpath(text))
-    return Calibration(file, model, folder, text, text_name, KINDS[0], min(n_asked, text_chunks), text_chunks, n_threads, memory, program)
+    return Calibration(
+        file, model, folder, text, text_name, KINDS[0], min(n_asked, text_chunks), text_chunks, n_threads, memory, program, found, wanted.devices
+    )
 
 
 def _choose_kind(wanted: Wanted, run: Calibration, uses: Sequence[GGMLQuantizationType], n_types: int, console: Console) -> str:

@@ -21,7 +21,7 @@ from .._evaluation.speed import WHAT, Bench, Samples, measure, summarise
 from .._formats.gguf_file import GGUFFile
 from .._formats.split import open_model
 from .._native.process import last_error, run_logged
-from .._native.programs import find_tool
+from .._native.programs import device_options, find_tool
 
 # File types of llama-quantize that need no importance matrix, and their bits a weight in a model of 8B.
 STOCK = {
@@ -45,11 +45,6 @@ class BenchOptions:
     n_gpu_layers: str | None = None
     device: str | None = None
     rpc: str | None = None
-
-    def device_options(self) -> tuple[str, ...]:
-        """For llama-bench."""
-        given = {"-ngl": self.n_gpu_layers, "--device": self.device, "--rpc": self.rpc}
-        return tuple(word for flag, value in given.items() if value is not None for word in (flag, value))
 
     def check(self) -> int:
         """The number of threads; UserError for values that are wrong."""
@@ -116,7 +111,7 @@ def bench(asked: BenchOptions, console: Console) -> Speeds:
     with made_stock(files[0], stock, programs["llama-quantize"], n_threads, console) as made:
         models |= made
         sizes = {name: sum(part.path.stat().st_size for part in open_model(path).parts) for name, path in models.items()}
-        run = Bench(programs["llama-bench"], asked.n_prompt, asked.n_gen, n_threads, asked.device_options())
+        run = Bench(programs["llama-bench"], asked.n_prompt, asked.n_gen, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc))
         with console.bar("llama-bench", asked.rounds, "round") as bar:
             samples = measure(models, run, asked.rounds, lambda _: bar.update())
     return Speeds(samples, sizes, list(made) or list(models)[1:2], asked, n_threads)

@@ -23,7 +23,7 @@ from .._evaluation.logits import BaseLogits, Kept, record_of
 from .._evaluation.perplexity import Runner, finite
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
-from .._native.programs import find_tool
+from .._native.programs import device_options, find_tool
 from .._native.text_file import check_text, count_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
@@ -66,11 +66,6 @@ class EvaluateOptions:
     def scores_text(self) -> bool:
         """False where nothing but tasks is asked for."""
         return not self.task_files() or any(given is not None for given in (self.against, self.file, self.base_logits))
-
-    def device_options(self) -> tuple[str, ...]:
-        """For llama-perplexity."""
-        given = {"-ngl": self.n_gpu_layers, "--device": self.device, "--rpc": self.rpc}
-        return tuple(word for flag, value in given.items() if value is not None for word in (flag, value))
 
     def check(self) -> int:
         """The number of threads; UserError for values that are wrong or do not go together."""
@@ -158,7 +153,7 @@ class _Runs:
         self._names = labels([*([asked.against] if base else []), *asked.models])
         self._is_told = False
         n_ctx = self._context()
-        self._runner = Runner(program, n_ctx, asked.batch_size or n_ctx, n_threads, asked.device_options(), console, self._estimated)
+        self._runner = Runner(program, n_ctx, asked.batch_size or n_ctx, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc), console, self._estimated)
 
     def all(self) -> Evaluation:
         base_row, rows, sums, text, logits = None, [], {}, None, None

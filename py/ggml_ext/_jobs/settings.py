@@ -15,6 +15,7 @@ from .._budget.target import KINDS, SENSITIVITIES, STAND_IN, Target, parse_targe
 from .._encode.codec import CODEBOOKS, Encoder
 from .._formats.names import unknown_type
 from .._importance.calibration import Wanted
+from .._native.programs import device_options
 from .._output.parts import parse_split_size
 from .._plan.file_types import FILE_TYPES, FileType
 from .._plan.plan import TARGET_TYPES, Choices, Override, Plan, parse_type
@@ -60,6 +61,10 @@ class QuantizeOptions:
     no_calibration: bool = False
     calibration_chunks: int | None = None
     memory: float | None = None
+    calibrate_with: str | None = None
+    n_gpu_layers: str | None = None
+    device: str | None = None
+    rpc: str | None = None
     propagate: bool | None = None
     itq3_levels: int = 8
     ditto_codebook: str = CODEBOOKS[0]
@@ -140,7 +145,7 @@ class Settings:
         n_threads = check_threads(asked.threads)
         importance = Wanted(
             asked.imatrix, asked.imatrix_from, asked.importance, not asked.no_calibration, asked.calibration_chunks, asked.memory,
-            asked.propagate or propagates_by_itself(asked), asked.propagate is None,
+            asked.calibrate_with, device_options(asked.n_gpu_layers, asked.device, asked.rpc), asked.propagate or propagates_by_itself(asked), asked.propagate is None,
         )
         importance.check()
         output = OutputWanted(

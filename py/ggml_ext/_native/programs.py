@@ -32,6 +32,12 @@ def find_tool(name: str) -> Path | None:
     return None
 
 
+def device_options(n_gpu_layers: str | None, device: str | None, rpc: str | None) -> tuple[str, ...]:
+    """Where the programs compute, as they take it."""
+    given = {"-ngl": n_gpu_layers, "--device": device, "--rpc": rpc}
+    return tuple(word for flag, value in given.items() if value is not None for word in (flag, str(value)))
+
+
 def tool_path(name: str) -> Path:
     """find_tool(), or SystemExit with one line."""
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import duration
 from .._base.units import MIB
@@ -11,6 +13,7 @@ from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS
 from .._importance.calibration import N_CONTEXT, Calibration, Wanted, make_run
 from .._importance.cost import FLOPS_A_THREAD, Model
+from .._importance.stand_in import SOURCE
 from .._native.programs import find_tool
 from .propagation import Run
 
@@ -24,7 +27,8 @@ def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_thre
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
-    run = make_run(wanted, file, folder or Path(), n_threads, program)
+    # the layers themselves are run here, one after the other: nothing stands in
+    run = make_run(replace(wanted, stand_in=SOURCE), file, folder or Path(), n_threads, program, Console())
     kind = wanted.kind or ("full" if run.n_chunks * N_CONTEXT >= ENOUGH_TOKENS * run.model.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", N_CONTEXT, "-b", N_CONTEXT]
     command += ["--chunks", run.n_chunks, "-t", n_threads]
