@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "llama-server with its own options: ggml-ext serve -m MODEL",
     "inspect": "tensors of a file, their types and errors",
     "export": "a file with our types to one that every llama.cpp loads",
+    "upload": "a finished file and its card to the Hugging Face hub",
     "dump": "gguf-dump for files with our types",
     "libdir": "the folder of the libraries, for programs that load libllama",
 }

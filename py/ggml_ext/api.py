@@ -81,6 +81,7 @@ class QuantizeKeywords(TypedDict, total=False):
     verify: bool
     report: AnyPath
     model_card: AnyPath
+    upload: str
     force: bool
 
 

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ggml_ext import bench, evaluate, export, inspect
+from ggml_ext import bench, evaluate, export, inspect, upload
 from ggml_ext._console import options
 from ggml_ext._console.cli import Parser, add_common_options
 
@@ -21,7 +21,7 @@ HEAD = """# Options
 Every flag of the commands. This page is made from the commands themselves by `scripts/build/options_doc.py`.
 
 `ggml-ext quantize`, `python -m ggml_ext quantize`, `python -m ggml_ext.quantize` and `ggml-ext-quantize` are the same; so are those of
-`inspect`, `export`, `dump` and `libdir`. `evaluate` and `bench` have the first three. `ggml-ext serve` is llama-server.
+`inspect`, `export`, `dump` and `libdir`. `evaluate`, `bench` and `upload` have the first three. `ggml-ext serve` is llama-server.
 
 A value that begins with a dash is written `--report=-out.json`; a file whose name begins with a dash as `./-in.gguf`, or after `--`.
 `ggml-ext dump` takes gguf-dump's options, and `ggml-ext libdir` none, beside those of all commands.
@@ -54,7 +54,7 @@ def section(parser: argparse.ArgumentParser, left_out: set[str]) -> str:
 def text() -> str:
     shared = common()
     names = {action.dest for action in shared._actions}
-    modules = {"quantize": options, "evaluate": evaluate, "bench": bench, "export": export, "inspect": inspect}
+    modules = {"quantize": options, "evaluate": evaluate, "bench": bench, "export": export, "upload": upload, "inspect": inspect}
     parsers = [module.build_parser(f"ggml-ext {name}") for name, module in modules.items()]
     sections = [section(parser, names) for parser in parsers] + [section(shared, set())]
     return "\n\n".join([HEAD.rstrip(), *sections]) + "\n"

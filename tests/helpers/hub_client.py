@@ -22,12 +22,13 @@ class Client:
 
     def run(self, *flags, repo=REPO, **env):
         self.hub.downloads.clear()
+        return run_quantize("--hf-repo", repo, self.out, "--type", "itq3_s", *flags, env=self.environment(**env))
+
+    def environment(self, **env) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-        direct = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         if self.packages:
             inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.packages), os.environ.get("PYTHONPATH")]))
-        env = inherited | direct | {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.cache)} | env
-        return run_quantize("--hf-repo", repo, self.out, "--type", "itq3_s", *flags, env=env)
+        return inherited | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.cache)} | env
 
     def succeed(self, *flags, **env):
         done = self.run(*flags, **env)

@@ -1,8 +1,10 @@
-"""A server on this machine that speaks as much of the Hugging Face hub's protocol as its client needs to download, and that can
-misbehave. Routes and headers: huggingface_hub's hf_api.py (model_info), file_download.py and utils/_http.py (errors)."""
+"""A server on this machine that speaks as much of the Hugging Face hub's protocol as its client needs to download and to upload, and
+that can misbehave. Routes and headers: huggingface_hub's hf_api.py (model_info, create_repo, create_commit), _commit_api.py, lfs.py,
+file_download.py and utils/_http.py (errors)."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
@@ -15,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 LARGE = (".gguf", ".safetensors")  # in git's large file storage, named by SHA-256
-TOKEN = "hf_right"
+TOKEN, READER = "hf_right", "hf_reader"  # the latter may not write
 
 
 @dataclass
@@ -38,11 +40,15 @@ def checksum(name: str, content: bytes) -> str:
 
 
 class Hub:
-    """repositories: by ORG/NAME. downloads: what was asked for, as (file, first byte)."""
+    """repositories: by ORG/NAME. downloads: what was asked for, as (file, first byte). stored: large files that were sent, by SHA-256;
+    sent: their sizes, one for each time; drop_sent: that many of the next break off."""
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}
         self.downloads: list[tuple[str, int]] = []
+        self.stored: dict[str, bytes] = {}
+        self.sent: list[int] = []
+        self.drop_sent = 0
         self.url = ""
 
 
@@ -59,6 +65,75 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def say(self, what: dict, status: int = 200) -> None:
+        said = json.dumps(what).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def do_PUT(self) -> None:
+        """A large file, named by its SHA-256."""
+        if self.hub.drop_sent:
+            self.hub.drop_sent -= 1
+            self.rfile.read(1000)
+            self.close_connection = True
+            self.connection.close()
+            return
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.sent.append(len(content))
+        if hashlib.sha256(content).hexdigest() != self.path.rpartition("/")[2]:
+            self.refuse(400)
+            return
+        self.hub.stored[self.path.rpartition("/")[2]] = content
+        self.say({})
+
+    def do_POST(self) -> None:
+        path, body = unquote(urlsplit(self.path).path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token not in (TOKEN, READER):
+            self.refuse(401)
+        elif token == READER:
+            self.refuse(403)
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            is_new = name not in self.hub.repositories
+            self.hub.repositories.setdefault(name, Repository({}))
+            self.say({"url": f"{self.hub.url}/{name}"}, 200 if is_new else 409)
+        elif path == "/api/validate-yaml":  # the front matter of a card
+            self.say({"errors": [], "warnings": []})
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", path):
+            if found[2] not in self.hub.repositories[found[1]].revisions:
+                self.refuse(404, "RevisionNotFound")
+                return
+            modes = [
+                {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LARGE) else "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
+            ]
+            self.say({"files": modes})
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            objects = [
+                {"oid": o["oid"], "size": o["size"]}
+                | ({} if o["oid"] in self.hub.stored else {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{o['oid']}"}}})
+                for o in json.loads(body)["objects"]
+            ]
+            self.say({"transfer": "basic", "objects": objects})
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", path):
+            self.commit(self.hub.repositories[found[1]], [json.loads(line) for line in body.splitlines()])
+        else:
+            self.refuse(404)
+
+    def commit(self, repo: Repository, lines: list[dict]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                repo.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                repo.files[value["path"]] = self.hub.stored[value["oid"]]
+        self.say({"success": True, "commitUrl": f"{self.hub.url}/org/name/commit/{repo.commit}", "commitOid": repo.commit, "hookOutput": ""})
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -98,12 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             if file.endswith(LARGE):
                 siblings[-1]["lfs"] = {"sha256": checksum(file, content), "size": len(content), "pointerSize": 130}
         info = {"id": name, "sha": repo.commit, "private": False, "gated": repo.gated, "tags": [], "siblings": siblings}
-        said = json.dumps(info).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
+        self.say(info)
 
     def send_file(self, repo: Repository, name: str, body: bool) -> None:
         content, start = repo.files[name], 0

@@ -220,6 +220,7 @@ def add_output_options(add: Callable) -> None:
     )
     add("--verify", action="store_true", help="read what was written from the disk again and compare it before it becomes OUT")
     add("--report", metavar="FILE", type=Path, help="write types, sizes, errors and checksums of all tensors to this JSON file")
+    add("--upload", metavar="ORG/NAME", help="upload OUT with its card to this repository of the Hugging Face hub; --hf-token must be allowed to write")
     add("--model-card", metavar="FILE", type=Path, help="write a card for the Hugging Face hub to this file, such as README.md")
 
 

@@ -361,9 +361,9 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     n_asked = wanted.n_chunks or DEFAULT_CHUNKS
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
-    found = stand_in.find(wanted.stand_in, file, memory - model.moments_bytes("block"), console)
+    found = stand_in.find(wanted.stand_in, file, memory, console)
     if found is not None:
-        model = replace(model, n_bytes=found.n_bytes)
+        model = replace(model, n_bytes=found.n_bytes, type=found.product_type())
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
     text = Path(os.path.realpath(text))
     return Calibration(

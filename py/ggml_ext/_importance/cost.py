@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.units import GIB
 from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS, packed_size
+from .._native.product import product_rate
 from .._plan.rules import OUTPUT, TOKEN_EMBD
 
-# What choose_importance() and --dry-run reckon with: float32 products of llama.cpp on an AVX2 core, and the time that the
-# factorization of whole matrices may take.
+# Operations a second of llama.cpp's products on an AVX2 core, where they are not measured: of small models, whose calibration takes
+# a minute.
 FLOPS_A_THREAD = 40e9
-MAX_FACTORIZATION_SECONDS = 900
+SMALL = 1 << 28  # bytes
+# Of the rate of a single product, what a whole graph reaches, with attention, norms and the sums of moments.
+GRAPH_SHARE = 0.85
+MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
 # n^3/3 a second of encode/metric.c, in double precision: 5.3e9 to 9.1e9 measured on a core of a Zen 4 EPYC, n from 576 to 7168.
 FACTORIZATION_RATE = 5e9
 # Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and for llama.cpp's types two of single
@@ -22,6 +29,12 @@ FACTORIZATION_RATE = 5e9
 FACTORIZATION_BYTES = 16
 # Matrices that are multiplied with the same input, by the one that stands for them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
+
+
+def shared_input(name: str) -> str:
+    """The matrix whose input that of a tensor of a layer is: "attn_q" for attn_k and attn_v."""
+    stem = name.removesuffix(".weight").rpartition(".")[2]
+    return SHARED.get(stem, stem)
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,14 @@ class Model:
     inputs: tuple[Input, ...]
     n_weights_used: int  # by a token, in matrix products
     factorization: float  # n^3/3 of whole matrices, once for each weight matrix
+    type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights
 
     @classmethod
     def read(cls, file: GGUFFile) -> Model:
         arch = file.value("general.architecture", "")
         n_used = file.value(f"{arch}.expert_used_count", 0)
         sizes = {t.name: t.n_elements for t in file.tensors}
+        weights: Counter[GGMLQuantizationType] = Counter()
         inputs, n_weights_used, factorization = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0))), 0.0
         for t in file.tensors:
             name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
@@ -66,9 +81,11 @@ class Model:
             used = min(n_used, n_matrices) or n_matrices
             layer, stem = int(name[1]), name[2]
             inputs[layer, SHARED.get(stem, stem), t.ne[0]] = Input(layer, t.ne[0], n_matrices, used)
+            weights[t.type] += t.n_elements
             n_weights_used += t.n_elements * used / n_matrices
             factorization += n_matrices * t.ne[0] ** 3 / 3
-        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorization)
+        most = weights.most_common(1)
+        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorization, *([most[0][0]] if most else []))
 
     @property
     def layers(self) -> list[int]:
@@ -83,9 +100,14 @@ class Model:
         return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
 
     def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
-        """Rough time of the collection in one pass."""
+        """Time of the collection in one pass."""
         flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
-        return flops * n_tokens / (FLOPS_A_THREAD * n_threads)
+        return flops * n_tokens / self.rate(n_threads)
+
+    def rate(self, n_threads: int) -> float:
+        """Operations a second of llama.cpp on the model's products, measured where the model is large enough for that to matter."""
+        measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads)
+        return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
     def factorization_seconds(self, n_threads: int, n_types: int) -> float:
         """Rough time, at most. One thread factorizes a matrix, and the others wait for it: once for OUT.

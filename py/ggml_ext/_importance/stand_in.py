@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gguf import GGMLQuantizationType
+
 from .._base.console import Console
 from .._base.errors import UserError
 from .._base.files import fingerprint, locked_folder, remove_leftovers
@@ -42,6 +44,12 @@ class StandIn:
     def title(self) -> str:
         """Within a sentence."""
         return f"in {self.type}" if self.file is None else f"as {self.file.path}"
+
+    def product_type(self) -> GGMLQuantizationType:
+        """Of most weights, as near as an estimate needs it."""
+        if self.file is None:
+            return GGMLQuantizationType[self.type.upper()]
+        return max(self.file.tensors, key=lambda t: t.n_elements).type
 
     def made_from(self) -> dict:
         """What makes a result another one."""

@@ -11,7 +11,7 @@ from .._base.argument import as_argument
 # what changes nothing in the file, and what is nobody else's business
 NOT_SHOWN = {
     "input", "output", "threads", "force", "report", "verify", "dry_run", "model_card", "hf_token", "keep_gguf", "memory", "encoder",
-    "n_gpu_layers", "device", "rpc",
+    "n_gpu_layers", "device", "rpc", "upload",
 }
 
 

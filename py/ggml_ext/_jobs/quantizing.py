@@ -42,8 +42,10 @@ from .._report.records import tensor_record, totals_record
 from .._report.tables import error_warnings, summary, tensor_lines
 from .._source.source import check_keep_gguf, open_source, read_files
 from .command import shown_command
+from .estimate import Estimate, estimate
 from .result import Result
 from .settings import Settings, describe_options
+from .uploading import Destination
 from .writing import Job, Written, tell_plan
 
 T = GGMLQuantizationType
@@ -87,14 +89,29 @@ class Decided:
 def quantize(settings: Settings, console: Console) -> Result:
     """Everything after the command line; UserError for what the user can change."""
     with one_blas_thread(), contextlib.ExitStack() as stack:
+        destination = prepare_upload(settings, console)
         opened = open_model(settings, console, stack)
         decided = decide(settings, opened, console)
         tell_plan(decided.plan, console)
         if opened.output is None:
             return tell_dry_run(settings, decided, console)
+        if not console.quiet and (expected := expected_time(settings, decided)):
+            console.note(expected.describe())
         job = make_job(settings, opened, decided, console, stack)
         written = job.write(console)
-        return finish(settings, decided, job, written, console)
+        result = finish(settings, decided, job, written, console)
+    if destination is not None:
+        console.report(destination.upload([*result.paths], make_card(settings, decided, job, written).text()))
+    return result
+
+
+def prepare_upload(settings: Settings, console: Console) -> Destination | None:
+    """The repository of --upload, made before the work begins; None without the option."""
+    if settings.output.upload is None:
+        return None
+    destination = Destination(settings.output.upload, settings.asked.hf_token, False, None, console)
+    destination.prepare()
+    return destination
 
 
 def check_paths(settings: Settings, read: dict[Path, str], stem: str, is_again: bool = False) -> Taken:
@@ -302,15 +319,24 @@ def make_job(settings: Settings, opened: Opened, decided: Decided, console: Cons
     return Job(output, conversion, choices.name, headers, bound_to, lines, settings.output.verify)
 
 
+def expected_time(settings: Settings, decided: Decided) -> Estimate | None:
+    """Of encoding. None where it takes seconds, or where --propagate runs beside it."""
+    codec = decided.codec or settings.encoder.load()
+    return None if decided.run is not None else estimate(decided.plan, codec, decided.importance.kind, settings.n_threads)
+
+
 def tell_dry_run(settings: Settings, decided: Decided, console: Console) -> Result:
     """Types and sizes."""
     plan, width, name = decided.plan, columns(), decided.choices.name
     lines = tensor_lines(plan, width) if console.details else []
-    console.report("\n".join([*lines, summary(plan, decided.choices, width, decided.described, chosen=decided.chosen)]))
+    expected = expected_time(settings, decided)
+    lines.append(summary(plan, decided.choices, width, decided.described, chosen=decided.chosen))
+    console.report("\n".join([*lines, *([expected.describe()] if expected else [])]))
     tensors, totals = [tensor_record(plan, i) for i in range(len(plan.tensors))], totals_record(plan, None, decided.chosen)
     for record in tensors:
         console.event("tensor", record)
-    console.event("summary", {"type": name, "importance": decided.described, **totals})
+    seconds = {"encoding_seconds": round(expected.encoding, 1)} if expected else {}
+    console.event("summary", {"type": name, "importance": decided.described, **seconds, **totals})
     said = name, decided.options, decided.described
     return Result.of([], said, tensors, totals, 0.0, console.warnings)
 

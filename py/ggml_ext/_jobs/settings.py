@@ -76,6 +76,7 @@ class QuantizeOptions:
     verify: bool = False
     report: Path | None = None
     model_card: Path | None = None
+    upload: str | None = None
     force: bool = False
 
     def with_files_in_place(self) -> QuantizeOptions:
@@ -98,6 +99,7 @@ class OutputWanted:
     verify: bool = False
     report: Path | None = None
     model_card: Path | None = None
+    upload: str | None = None
 
     @property
     def is_split(self) -> bool:
@@ -105,7 +107,7 @@ class OutputWanted:
 
     def check(self) -> None:
         """UserError naming the flag."""
-        for flag, is_given in (("verify", self.verify), ("report", self.report), ("model-card", self.model_card)):
+        for flag, is_given in (("verify", self.verify), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
             if self.is_dry and is_given:
                 raise UserError(f"--{flag}: --dry-run writes nothing; leave one of them out")
 
@@ -133,7 +135,7 @@ class Settings:
         others = [flag for flag, given in (("--pure", asked.pure), ("--fallback-above", asked.fallback_above)) if given]
         target = parse_target(asked.type, limits, asked.target_types, others, asked.stock)
         asked = asked.with_files_in_place()
-        source = Source(asked.input, asked.hf_repo, asked.hf_file, asked.revision, asked.hf_token, asked.keep_gguf)
+        source = Source(asked.input, asked.hf_repo, asked.hf_file, asked.revision, None if asked.upload and not asked.hf_repo else asked.hf_token, asked.keep_gguf)
         source.check()
         parse_file_type(asked, target)
         encoder = Encoder(asked.encoder, asked.itq3_levels, asked.ditto_codebook, asked.effort)
@@ -149,7 +151,7 @@ class Settings:
         )
         importance.check()
         output = OutputWanted(
-            asked.output, asked.force, asked.dry_run, None, asked.verify, asked.report, asked.model_card
+            asked.output, asked.force, asked.dry_run, None, asked.verify, asked.report, asked.model_card, asked.upload
         )
         output.check()
         choices = parse_choices(asked, target)

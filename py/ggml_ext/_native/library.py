@@ -400,6 +400,11 @@ def llama_path() -> Path | None:
     return next(iter(_find("llama")), None)
 
 
+def ggml_path() -> Path | None:
+    """The libggml beside it, which knows the devices; None where there is none."""
+    return next(iter(_find("ggml")), None)
+
+
 @functools.cache
 def load_rules() -> Rules | None:
     """The rules of llama_path()'s library; None where there is none. Errors are those of Rules()."""

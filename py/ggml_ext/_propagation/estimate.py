@@ -12,7 +12,7 @@ from .._base.units import MIB
 from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS
 from .._importance.calibration import N_CONTEXT, Calibration, Wanted, make_run
-from .._importance.cost import FLOPS_A_THREAD, Model
+from .._importance.cost import Model
 from .._importance.stand_in import SOURCE
 from .._native.programs import find_tool
 from .propagation import Run
@@ -49,7 +49,7 @@ def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
 def seconds(model: Model, n_tokens: int, n_threads: int) -> float:
     """Rough time of the passes and of the sums: of H, D and R for each input."""
     flops = PASSES * 2.0 * model.n_weights_used + sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
-    return flops * n_tokens / (FLOPS_A_THREAD * n_threads)
+    return flops * n_tokens / model.rate(n_threads)
 
 
 def layer_bytes(model: Model) -> int:

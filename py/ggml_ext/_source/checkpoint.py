@@ -36,11 +36,11 @@ BYTES_A_WEIGHT = 2  # F16 or BF16; only vectors become F32
 MAX_HEADER = 100_000_000  # of a safetensors file, as its own library has it
 
 
-def need_extra(modules: tuple[str, ...], what: str) -> None:
-    """UserError if a module of the extra hf is not installed. what: needs it."""
+def need_extra(modules: tuple[str, ...], what: str, extra: str = "hf") -> None:
+    """UserError if a module of the extra is not installed. what: needs it."""
     if missing := [m for m in modules if importlib.util.find_spec(m) is None]:
         lacks = f"{missing[0]}, which is" if len(missing) == 1 else f"{', '.join(missing)}, which are"
-        raise UserError(f"{what} needs {lacks} not installed: {install_command('hf', missing)}")
+        raise UserError(f"{what} needs {lacks} not installed: {install_command(extra, missing)}")
 
 
 def index_name(weights: tuple[str, str]) -> str:

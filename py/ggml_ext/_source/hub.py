@@ -236,18 +236,18 @@ def explained(repo: Repo) -> Iterator[None]:
         if status == 416:
             where = f"its *.incomplete files in {constants.HF_HUB_CACHE}"
             raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
-        raise repo.error(f"cannot be read: {_first_line(e)}") from e
+        raise repo.error(f"cannot be read: {first_line(e)}") from e
     except Exception as e:
-        if _is_of_connection(e):
-            broke = f"the connection to {constants.ENDPOINT} broke ({_first_line(e)[:120]})"
+        if is_of_connection(e):
+            broke = f"the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})"
             raise ConnectionBroken(f"--hf-repo: {repo.name}: {broke}") from e
         if isinstance(e, OSError) and e.strerror:
             where = f"{constants.HF_HUB_CACHE}: {e.strerror}; point HF_HUB_CACHE to another folder"
             raise UserError(f"--hf-repo: cannot write to {where}") from e
-        raise repo.error(f"cannot be downloaded: {_first_line(e)}") from e
+        raise repo.error(f"cannot be downloaded: {first_line(e)}") from e
 
 
-def _is_of_connection(e: BaseException | None) -> bool:
+def is_of_connection(e: BaseException | None) -> bool:
     """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -255,9 +255,9 @@ def _is_of_connection(e: BaseException | None) -> bool:
         isinstance(e, (ConnectionError, TimeoutError, LocalEntryNotFoundError))
         or type(e).__module__.startswith(("requests", "urllib3", "httpx", "httpcore"))  # httpx2 too
         or "Consistency check failed" in str(e)
-        or _is_of_connection(e.__cause__)
+        or is_of_connection(e.__cause__)
     )
 
 
-def _first_line(e: Exception) -> str:
+def first_line(e: Exception) -> str:
     return " ".join((str(e).strip().splitlines() or [type(e).__name__])[0].split())[:300]

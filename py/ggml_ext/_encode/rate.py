@@ -1,0 +1,82 @@
+"""How long encoding takes on this machine: some Gaussian rows are encoded with all threads at once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from .._formats.gguf_file import Tensor
+from .._formats.moments import BLOCK, TensorMoments
+from .codec import Codec, Guide, PerExpert
+
+COLUMNS, ROWS = 1024, 256  # of a sample; the former a multiple of all blocks
+ENOUGH = 0.2  # seconds that a sample takes at the least
+CORRELATION = 0.9  # of neighbours among the inputs
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of one type and kind of importance, all threads together.
+
+    weight: seconds a weight; column: what each column that is decided together with it adds; factorization: seconds, of one thread, for
+    n^3/3 of a matrix of second moments.
+    """
+
+    weight: float
+    column: float = 0.0
+    factorization: float = 0.0
+
+    def seconds(self, n_weights: int, n_columns: int, whole: bool) -> float:
+        return n_weights * (self.weight + self.column * (n_columns if whole else BLOCK))
+
+    def factorizing(self, n_columns: int, whole: bool) -> float:
+        widths = [n_columns] if whole else [BLOCK] * (n_columns // BLOCK) + [n_columns % BLOCK]
+        return self.factorization * sum(n**3 / 3 for n in widths)
+
+
+def measure(codec: Codec, target: GGMLQuantizationType, kind: str, n_threads: int) -> Rate:
+    """kind: of importance; "block" and "full" for types that make something of second moments alone."""
+    if kind not in ("block", "full"):
+        importance = None if kind == "none" else np.ones((1, COLUMNS), np.float32)
+        return Rate(_seconds(codec, target, Guide(importance), n_threads))
+    guide, factorization = _with_moments(codec, target, kind == "full")
+    block = _seconds(codec, target, guide if kind == "block" else _with_moments(codec, target, False)[0], n_threads)
+    if kind == "block":
+        return Rate(block, 0.0, factorization / (COLUMNS // BLOCK * BLOCK**3 / 3))
+    column = max(_seconds(codec, target, guide, n_threads) - block, 0.0) / (COLUMNS - BLOCK)
+    return Rate(max(block - column * BLOCK, 0.0), column, factorization / (COLUMNS**3 / 3))
+
+
+def _tensor(target: GGMLQuantizationType) -> Tensor:
+    return Tensor("sample", (COLUMNS, ROWS), target, 0, 0)
+
+
+def _with_moments(codec: Codec, target: GGMLQuantizationType, whole: bool) -> tuple[Guide, float]:
+    """What the encoder gets, and the seconds that the factorization takes."""
+    row, column = np.tril_indices(COLUMNS if whole else BLOCK)
+    triangle = (CORRELATION ** np.abs(row - column)).astype(np.float32)
+    stored = np.tile(triangle, 1 if whole else COLUMNS // BLOCK)[None]
+    moments = TensorMoments("sample", "full" if whole else "block", COLUMNS, np.full(1, 1e6, np.float32), stored, whole)
+    guide = Guide(np.ones((1, COLUMNS), np.float32), None, moments, PerExpert(moments.triangles))
+    start = time.perf_counter()
+    metric = codec.metric(_tensor(target), target, guide, 0, lambda _: None)
+    seconds = time.perf_counter() - start
+    return Guide(guide.importance, None, moments, guide.triangles, PerExpert(lambda _: metric)), seconds
+
+
+def _seconds(codec: Codec, target: GGMLQuantizationType, guide: Guide, n_threads: int) -> float:
+    """A weight's, with all threads at work: encoding, and the error of what comes out."""
+    weights = (0.02 * np.random.default_rng(1).standard_normal((ROWS, COLUMNS))).astype(np.float32)
+    tensor, n = _tensor(target), n_threads
+    with ThreadPoolExecutor(n_threads) as pool:
+        while True:
+            start = time.perf_counter()
+            list(pool.map(lambda _: codec.encode_rows(weights, tensor, 0, target, guide), range(n)))
+            seconds = time.perf_counter() - start
+            if seconds >= ENOUGH:
+                return seconds / (n * weights.size)
+            n = max(2 * n, int(n * ENOUGH / max(seconds, 1e-3)))

@@ -1,0 +1,157 @@
+"""A finished file and its card to the Hugging Face hub, through the hub's own client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._base.console import Console
+from .._base.errors import UserError
+from .._evaluation.figures import KLD, PPL, SAME_TOP
+from .._formats.split import open_model
+from .._source.checkpoint import need_extra
+from .._source.hub import N_TRIES, PAUSE, ConnectionBroken, first_line, is_of_connection
+
+CARD = "README.md"
+TOKENS = "a token that may write there with HF_TOKEN or --hf-token"
+
+
+@dataclass(frozen=True)
+class UploadOptions:
+    """The flags of `ggml-ext upload` that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+
+    file: Path
+    repo: str
+    model_card: Path | None = None
+    quality: Path | None = None
+    private: bool = False
+    revision: str | None = None
+    hf_token: str | None = None
+
+
+class Destination:
+    """A repository of the hub. UserError where the client is not installed."""
+
+    def __init__(self, repo: str, token: str | None, private: bool, revision: str | None, console: Console):
+        need_extra(("huggingface_hub",), "uploading", "upload")
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars, logging
+
+        logging.set_verbosity_error()  # retries are its own affair
+        if console.quiet or not console.is_terminal:
+            disable_progress_bars()
+        self.repo, self._private, self._revision, self._console, self._api = repo, private, revision, console, HfApi(token=token)
+
+    def prepare(self) -> None:
+        """Makes the repository if there is none. UserError where the token may not, so that this is known before hours of work."""
+        self._again("the repository", lambda: self._api.create_repo(self.repo, private=self._private or None, exist_ok=True))
+
+    def upload(self, paths: list[Path], card: str | None) -> str:
+        """The address. paths: of a split file all parts; card: None leaves the one that is there. Files that are whole on the hub are
+        not sent again."""
+        for path in paths:
+            self._console.note(f"uploading {path.name} to {self.repo}")
+            self._send(path.name, path)
+        if card is not None:
+            self._send(CARD, card.encode())
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.repo}"
+
+    def _send(self, name: str, content: Path | bytes) -> None:
+        def send() -> None:
+            self._api.upload_file(
+                path_or_fileobj=content, path_in_repo=name, repo_id=self.repo, revision=self._revision, commit_message=f"Upload {name} with ggml-ext"
+            )
+
+        self._again(name, send)
+
+    def _again(self, what: str, act: Callable[[], object]) -> None:
+        """A connection that breaks is tried again."""
+        for left in reversed(range(N_TRIES)):
+            try:
+                with explained(self.repo):
+                    act()
+                return
+            except ConnectionBroken as e:
+                if not left:
+                    raise UserError(f"{e}, {N_TRIES} times for {what}: run it again, files that are whole on the hub are not sent again") from e
+                self._console.note(f"{e}: trying {what} again")
+                time.sleep(PAUSE)
+
+
+@contextlib.contextmanager
+def explained(repo: str) -> Iterator[None]:
+    """Within it the client's errors become a UserError that says what to do."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.HFValidationError as e:
+        raise UserError(f"ORG/NAME: got {repo!r}, must be as in the address of a page of the hub") from e
+    except errors.LocalTokenNotFoundError as e:
+        raise UserError(f"{repo}: writing to the hub needs a token: pass {TOKENS}") from e
+    except errors.RevisionNotFoundError as e:
+        raise UserError(f"{repo} has no such branch: make it on its page, or leave --revision out") from e
+    except errors.HfHubHTTPError as e:
+        status = getattr(e.response, "status_code", None)
+        if status is not None and (status >= 500 or status in (408, 429)):
+            raise ConnectionBroken(f"{repo}: {constants.ENDPOINT} answered {status}") from e
+        if status in (401, 403, 404):  # a repository that may not be seen does not exist
+            raise UserError(f"{repo}: {constants.ENDPOINT} refuses to write there ({status}): pass {TOKENS}") from e
+        raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
+    except Exception as e:
+        if is_of_connection(e):
+            raise ConnectionBroken(f"{repo}: the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})") from e
+        raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
+
+
+def upload(asked: UploadOptions, console: Console) -> str:
+    """Everything after the command line: the address. UserError for what the user can change."""
+    paths = [part.path for part in open_model(asked.file).parts]
+    card = read_card(asked)
+    destination = Destination(asked.repo, asked.hf_token, asked.private, asked.revision, console)
+    destination.prepare()
+    if card is None:
+        console.note("no model card: ggml-ext quantize --model-card README.md writes one, which upload --model-card README.md takes along")
+    return destination.upload(paths, card)
+
+
+def read_card(asked: UploadOptions) -> str | None:
+    """The card with what was measured of the file. UserError for files that cannot be read."""
+    if asked.model_card is None:
+        if asked.quality is not None:
+            raise UserError("--quality: is a part of the card: pass --model-card too")
+        return None
+    try:
+        card = asked.model_card.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--model-card: cannot read {asked.model_card}: {getattr(e, 'strerror', None) or e}") from e
+    return card if asked.quality is None else f"{card.rstrip()}\n\n{quality_section(asked.quality)}\n"
+
+
+def quality_section(path: Path) -> str:
+    """Markdown, from what `ggml-ext evaluate --json` printed. UserError for another file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [*([found["base"]] if found["base"] else []), *found["models"]]
+        lines = ["| model | bits a weight | perplexity | KL divergence | same top token, % |", "| --- | --- | --- | --- | --- |"]
+        for row in rows:
+            figures = [_shown(row["statistics"].get(name), digits) for name, digits in ((PPL, 3), (KLD, 5), (SAME_TOP, 2))]
+            lines.append(f"| {row['label']} | {row['bpw']:.2f} | {' | '.join(figures)} |")
+        scored = f"{found['chunks']} chunks of {found['ctx_size']} tokens of {found['text'].get('name', 'a text')}"
+    except OSError as e:
+        raise UserError(f"--quality: cannot read {path}: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"--quality: {path} is not what ggml-ext evaluate --json prints: make it again") from e
+    if scored.endswith("built-in"):
+        scored += " text of ggml-ext"
+    return "\n".join(["## Quality", "", *lines, "", f"Measured with `ggml-ext evaluate` on {scored}."])
+
+
+def _shown(figure: list | None, digits: int) -> str:
+    return "" if figure is None else f"{figure[0]:.{digits}f} ± {figure[1] or 0:.{digits}f}"
