@@ -268,6 +268,20 @@ def test_inspect(files, model):
     assert "ditto3" in text.lower() and "epsilon" in text
 
 
+def test_evaluate_and_bench(files, model, tmp_path):
+    """A file of ours and a stock one against F16, on the text of the package; and their speeds."""
+    stock = tmp_path / "q3_k_m.gguf"
+    run_tool("llama-quantize", model, stock, "Q3_K_M")
+    program = Path(sys.executable).parent / "ggml-ext"
+    evaluate = [program, "evaluate", files["itq3_t"], stock, "--against", model, "--base-logits", tmp_path / "logits.bin", "-c", 256, "--chunks", 4, "--json"]
+    found = json.loads(subprocess.run([*map(str, evaluate)], capture_output=True, text=True, check=True).stdout)
+    assert found["text"]["name"] == "built-in" and [m["label"] for m in found["models"]] == ["itq3_t.gguf", "q3_k_m.gguf"]
+    assert all(0 < m["statistics"]["Mean KLD"][0] < 1 for m in found["models"]) and len(found["paired"]) == 1
+    bench = [program, "bench", files["itq3_t"], stock, "--stock", "none", "-p", 8, "-n", 4, "-r", 1]
+    table = subprocess.run([*map(str, bench)], capture_output=True, text=True, check=True).stdout
+    assert all(word in table for word in ("itq3_t.gguf", "q3_k_m.gguf", "tokens/s")), table
+
+
 @for_each_variant
 def test_variant_decodes(files, variant, results):
     """For the table; a figure of so small a model says which kernels run, and little about large ones."""
