@@ -10,12 +10,14 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ggml_ext import evaluate as evaluator
 from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, chunk_sums, paired, parse_score
+from ggml_ext._evaluation.labels import labels
 from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._jobs.evaluating import TEXT
 from ggml_ext._native.process import run_logged
@@ -220,6 +222,13 @@ def test_paired_differences():
     found = paired(np.cumsum(common + noise), np.cumsum(common))
     assert found.value == pytest.approx(noise.mean(), abs=1e-9) and found.error == pytest.approx(noise.std(ddof=1) / 20, rel=1e-6)
     assert paired([1.0], [1.0]) is None and paired([1.0, 2.0], [1.0]) is None
+
+
+def test_labels():
+    """As short as tells them apart."""
+    assert labels([Path("a/x.gguf"), Path("b/y.gguf")]) == ["x.gguf", "y.gguf"]
+    assert labels([Path("/m/a/x.gguf"), Path("/m/b/x.gguf")]) == ["a/x.gguf", "b/x.gguf"]
+    assert labels([Path("x.gguf"), Path("x.gguf")]) == ["x.gguf", "x.gguf"]
 
 
 def test_scores():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,13 @@ Found = TypeVar("Found")
 FAILING = "perplexity|kl_divergence|hellaswag_score|winogrande_score|load_winogrande_from_csv|multiple_choice_\\w+"
 N_ANSWERS = 16  # of a question with several, at most; each takes a sequence, and each sequence memory for TASK_CONTEXT tokens
 TASK_CONTEXT = 512
+SURE = 5.0  # seconds after the first chunk from which on the rate says how long it takes
 
 
 @dataclass(frozen=True)
 class Runner:
-    """options: handed to llama-perplexity as they are, such as -ngl 99; estimated: called with the seconds that a run takes, as soon as
-    that is known."""
+    """options: handed to llama-perplexity as they are, such as -ngl 99; estimated: called with the seconds that a run takes, from
+    when that is known on."""
 
     program: Path
     n_ctx: int
@@ -62,17 +64,19 @@ class Runner:
     def _run(self, title: str, model: Path, total: int, unit: str, *args, n_ctx: int | None = None) -> str:
         n_ctx = n_ctx or self.n_ctx
         command = [self.program, "-m", model, "-c", n_ctx, "-b", max(self.n_batch, n_ctx), "-t", self.n_threads, *self.options, *args]
-        is_told = False
+        first: tuple[float, int] | None = None  # when some were done, and how many
         with self.console.bar(title, total or None, unit) as bar:
 
             def heard(log: str) -> None:
-                nonlocal is_told
-                if not is_told and (eta := re.search(r"seconds per pass - ETA (?:(\d+) hours )?([\d.]+) minutes", log)):
-                    is_told = True
-                    self.estimated(3600 * int(eta[1] or 0) + 60 * float(eta[2]))
+                nonlocal first
                 if of := re.search(r"(?:over|selecting) (\d+) (?:chunks|\w+ tasks)", log):
                     bar.total = int(of[1])
-                bar.update(n_done(log) - bar.n)
+                n, now = n_done(log), time.monotonic()
+                if first is None and n:
+                    first = now, n
+                elif first is not None and n > first[1] and now - first[0] > SURE and bar.total:
+                    self.estimated((now - first[0]) / (n - first[1]) * bar.total)
+                bar.update(n - bar.n)
 
             code, log = run_logged([*map(str, command)], Path(), heard)
         if code:

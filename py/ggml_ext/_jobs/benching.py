@@ -74,6 +74,7 @@ class Speeds:
     def lines(self, width: int) -> list[str]:
         """A table for each of WHAT."""
         asked, rows = self.asked, summarise(self.samples, self.baselines)
+        width = max(width, max(map(len, self.samples)) + 20 + 11 * len(self.baselines) + 2)  # names of files must be told apart
         titles, lines = {"decode": f"write {asked.n_gen}", "prefill": f"read {asked.n_prompt}"}, []
         for what in WHAT:
             heading = f"{'MiB':>9} {'tokens/s':>9}" + "".join(f" {'x ' + shown(b):>10}" for b in self.baselines)

@@ -13,6 +13,8 @@ from .._base.units import MIB
 from .._evaluation.figures import KLD, PPL, SAME_TOP, Figure
 from .picture import quiet_matplotlib, save_picture
 
+WIDEST = 70  # columns of the figures of a table
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -62,8 +64,9 @@ class Evaluation:
     pairs: list[Pair]
 
     def lines(self, width: int) -> list[str]:
+        """Tables of that width, wider where names of files are long: they must be told apart."""
         rows = [*([self.base] if self.base else []), *self.models]
-        lines = []
+        lines, width = [], max(width, max(len(row.label) for row in rows) + WIDEST)
         if any(row.statistics for row in rows):
             lines += table("model", _heading(self.base is not None), [(r.label, _columns(r, self.base is not None)) for r in rows], width)
         if kinds := list(dict.fromkeys(kind for row in rows for kind in row.scores)):
