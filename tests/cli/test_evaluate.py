@@ -120,6 +120,7 @@ def test_tasks(folder, tmp_path, write):
     assert f"{kind}, %" in done.stdout and f"{value:.2f}" in done.stdout
 
 
+@pytest.mark.slow
 def test_bad_tasks(folder, tmp_path):
     (tmp_path / "tasks").write_text("one line\n")
     for kind, part in (("hellaswag", "not a multiple of 6"), ("winogrande", "winogrande_score"), ("multiple-choice", "multiple_choice_score")):

@@ -66,6 +66,7 @@ def test_a_file_of_another_model(folder):  # noqa: F811
     assert not folder.runs()
 
 
+@pytest.mark.slow
 def test_by_itself_where_the_model_does_not_fit(folder, quantizer):  # noqa: F811
     """The largest that fits, and a line that says so; none where the model fits."""
     size = folder.model.stat().st_size
