@@ -6,14 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from ._base.encoding import to_json
-from ._base.text import columns
-from ._console.cli import Parser, add_common_options, add_device_options, add_threads_option, print_text, run_command
-from ._console.program import options_of
-from ._console.terminal import Terminal
+from ._console.cli import Parser
+from ._console.program import add_measuring_options, options_of, run_measuring
 from ._jobs.evaluating import N_CONTEXT, EvaluateOptions, evaluate
-
-WAY_OUT = "pass it to a program that reads it all"
 
 
 def build_parser(prog: str = "ggml-ext-evaluate") -> argparse.ArgumentParser:
@@ -45,24 +40,15 @@ def build_parser(prog: str = "ggml-ext-evaluate") -> argparse.ArgumentParser:
     add("--picture", metavar="FILE", type=Path, help="draw KL divergence or perplexity over size into this .svg or .png file")
     add("--json", action="store_true", help="print one JSON object in place of the tables")
     add("--force", action="store_true", help="replace the file of --picture if it exists")
-    add_threads_option(parser)
-    add_device_options(parser)
-    add("--progress", action="store_true", help="show the progress bars even if stderr is no terminal")
-    add("-q", "--quiet", action="store_true", help="print the tables, errors and warnings only")
-    add_common_options(parser)
+    add_measuring_options(parser)
     return parser
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext-evaluate") -> int:
     """Entry point; see run_command() for the exit code."""
-    args = argparse.Namespace()
-
-    def run() -> None:
-        build_parser(prog).parse_intermixed_args(argv, args)
-        found = evaluate(options_of(EvaluateOptions, args), Terminal(WAY_OUT, quiet=args.quiet, progress=args.progress))
-        print_text(to_json(found.record(), 1) if args.json else "\n".join(found.lines(columns())), WAY_OUT)
-
-    return run_command(run, lambda: "logits of the base that are whole are kept", WAY_OUT, args=args)
+    return run_measuring(
+        lambda: build_parser(prog), lambda args, terminal: evaluate(options_of(EvaluateOptions, args), terminal), argv, "logits of the base that are whole are kept"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,14 @@ def remove_leftovers(folder: Path, prefix: str, say: Callable[[str], None]) -> N
             if has_lock:
                 shutil.rmtree(path, ignore_errors=True)
                 say(f"removed what a killed run left: {path}")
+
+
+@contextlib.contextmanager
+def temporary_folder(folder: Path, prefix: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """A folder of this process in another one, locked and removed at its end; what killed runs left of the same prefix goes before."""
+    remove_leftovers(folder, prefix, say)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as name, locked_folder(Path(name)):
+        yield Path(name)
 
 
 def fingerprint(path: Path, n_header: int = 0) -> dict:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import locked_folder, remove_leftovers
+from .._base.files import temporary_folder
 from .._base.threads import map_in_order
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
@@ -205,14 +204,13 @@ class Probe:
         """Measures what `before`, of a run that was stopped, lacks. keep: called after each part with what there is by then. UserError
         where the disk or llama-perplexity fails."""
         try:
-            remove_leftovers(self.folder, TEMPORARY, console.note)
-            if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
-                raise UserError(
-                    f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
-                    f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
-                )
-            with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.folder) as name, locked_folder(Path(name)):
-                return self._run(Path(name), before, keep, console)
+            with temporary_folder(self.folder, TEMPORARY, console.note) as folder:
+                if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
+                    raise UserError(
+                        f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
+                        f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
+                    )
+                return self._run(folder, before, keep, console)
         except OSError as e:
             raise UserError(
                 f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another folder, or pass --sensitivity usual"

@@ -1,13 +1,15 @@
-"""The commands that make a model: from their arguments to the exit code."""
+"""The commands: from their arguments to the exit code, and what several of them share."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from .cli import run_command
+from .._base.encoding import to_json
+from .._base.text import columns
+from .cli import add_common_options, add_device_options, add_threads_option, print_text, run_command
 from .terminal import FORMATS, Terminal
 
 Options = TypeVar("Options")
@@ -38,3 +40,34 @@ def run_program(
         return f"{args.input if is_out_alone else args.output} was not written"
 
     return run_command(parse_and_run, stopped, way_out, lambda *said: terminal.error(*said), args)
+
+
+class Measured(Protocol):
+    """What a command found that measures."""
+
+    def lines(self, width: int) -> list[str]: ...
+
+    def record(self) -> dict: ...
+
+
+def add_measuring_options(parser: argparse.ArgumentParser) -> None:
+    """Of commands that run models and print what they found; --json is theirs, in the place that suits their flags."""
+    add_threads_option(parser)
+    add_device_options(parser)
+    parser.add_argument("--progress", action="store_true", help="show the progress bars even if stderr is no terminal")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the tables, errors and warnings only")
+    add_common_options(parser)
+
+
+def run_measuring(
+    parser: Callable[[], argparse.ArgumentParser], measure: Callable[[argparse.Namespace, Terminal], Measured], argv: list[str] | None, stopped: str
+) -> int:
+    """Exit code, as run_command() has it. measure: its result is printed, with --json as one object. stopped: what to say of an interrupt."""
+    args, way_out = argparse.Namespace(), "pass it to a program that reads it all"
+
+    def run() -> None:
+        parser().parse_intermixed_args(argv, args)
+        found = measure(args, Terminal(way_out, quiet=args.quiet, progress=args.progress))
+        print_text(to_json(found.record(), 1) if args.json else "\n".join(found.lines(columns())), way_out)
+
+    return run_command(run, lambda: stopped, way_out, args=args)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from gguf import GGMLQuantizationType
 from .._base.argument import as_argument
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, locked_folder, remove_leftovers
+from .._base.files import fingerprint, locked_folder, temporary_folder
 from .._base.json import parse_json
 from .._base.memory import available_memory
 from .._base.package import FOLDER
@@ -266,15 +265,14 @@ def collect(
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
-        remove_leftovers(run.folder, TEMPORARY, console.note)
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder, locked_folder(Path(folder)):
-            result = Path(folder).resolve() / "imatrix.gguf"
+        with temporary_folder(run.folder, TEMPORARY, console.note) as folder:
+            result = folder.resolve() / "imatrix.gguf"
             # the text by its name alone: the file records it
             run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
             if not result.is_file():
                 raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
             record = Record(made_from, run.kind, layers, fingerprint(result))
-            described = Path(folder) / "record.json"
+            described = folder / "record.json"
             described.write_text(json.dumps(asdict(record), indent=1) + "\n")
             os.replace(described, record_path(kept))
             os.replace(result, kept)

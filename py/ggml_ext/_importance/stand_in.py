@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, locked_folder, remove_leftovers
+from .._base.files import fingerprint, temporary_folder
 from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
-from .._native.process import last_error, run_logged
 from .._native.programs import find_tool
+from .._native.requantize import requantize
 
 FLAG = "--calibrate-with"
 SOURCE = "source"  # the model itself, even where it does not fit
@@ -66,19 +65,16 @@ class StandIn:
         program = find_tool("llama-quantize")
         if program is None:
             raise UserError(f"{FLAG}: llama-quantize is not in the package: reinstall ggml-ext, or pass {FLAG} {SOURCE}")
-        remove_leftovers(folder, TEMPORARY, console.note)
-        if (free := shutil.disk_usage(folder).free) < self.n_bytes:
-            raise UserError(
-                f"no space left on device: the model in {self.type} needs {self.n_bytes / MIB:,.0f} MiB in {folder} for the calibration, "
-                f"{free / MIB:,.0f} MiB are free; free some space, or pass {FLAG} {SOURCE}, which reads the model itself"
-            )
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as name, locked_folder(Path(name)):
-            out = Path(name) / f"{self.type}.gguf"
+        with temporary_folder(folder, TEMPORARY, console.note) as temporary:
+            if (free := shutil.disk_usage(folder).free) < self.n_bytes:
+                raise UserError(
+                    f"no space left on device: the model in {self.type} needs {self.n_bytes / MIB:,.0f} MiB in {folder} for the calibration, "
+                    f"{free / MIB:,.0f} MiB are free; free some space, or pass {FLAG} {SOURCE}, which reads the model itself"
+                )
+            out = temporary / f"{self.type}.gguf"
             with console.bar(f"model in {self.type}", 1, "file") as bar:
-                command = [program, "--allow-requantize", source, out, TYPES[self.type][0], n_threads]
-                code, log = run_logged([*map(str, command)], Path(name))
-                if code:
-                    raise UserError(f"{FLAG}: llama-quantize exited with {code} for {source} as {self.type}: {last_error(log)}; pass {FLAG} {SOURCE}")
+                if wrong := requantize(program, source, out, TYPES[self.type][0], n_threads):
+                    raise UserError(f"{FLAG}: {wrong}; pass {FLAG} {SOURCE}")
                 bar.update()
             yield out
 

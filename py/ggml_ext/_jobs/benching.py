@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import locked_folder, remove_leftovers
+from .._base.files import temporary_folder
 from .._base.package import __version__
 from .._base.text import shorten, table
 from .._base.threads import check_threads
 from .._base.units import MIB
-from .._evaluation.labels import labels
+from .._evaluation.labels import bpw_of, disk_bytes, labels
 from .._evaluation.speed import WHAT, Bench, Samples, measure, summarise
 from .._formats.gguf_file import GGUFFile
 from .._formats.split import open_model
-from .._native.process import last_error, run_logged
-from .._native.programs import device_options, find_tool
+from .._native.programs import device_options, need_tool
+from .._native.requantize import requantize
 
 # File types of llama-quantize that need no importance matrix, and their bits a weight in a model of 8B.
 STOCK = {
@@ -105,21 +104,15 @@ def bench(asked: BenchOptions, console: Console) -> Speeds:
     files = [open_model(path) for path in asked.models]
     names = asked.stock_names()
     stock = neighbours(files[0]) if names is None else names
-    programs = {name: find_tool(name) for name in ("llama-bench", "llama-quantize")}
-    if missing := [name for name, path in programs.items() if path is None]:
-        raise UserError(f"{missing[0]} was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+    llama_bench, llama_quantize = map(need_tool, ("llama-bench", "llama-quantize"))
     models = dict(zip(labels(asked.models), (file.path for file in files), strict=True))
-    with made_stock(files[0], stock, programs["llama-quantize"], n_threads, console) as made:
+    with made_stock(files[0], stock, llama_quantize, n_threads, console) as made:
         models |= made
-        sizes = {name: sum(part.path.stat().st_size for part in open_model(path).parts) for name, path in models.items()}
-        run = Bench(programs["llama-bench"], asked.n_prompt, asked.n_gen, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc))
+        sizes = {name: disk_bytes(open_model(path)) for name, path in models.items()}
+        run = Bench(llama_bench, asked.n_prompt, asked.n_gen, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc))
         with console.bar("llama-bench", asked.rounds, "round") as bar:
             samples = measure(models, run, asked.rounds, lambda _: bar.update())
     return Speeds(samples, sizes, list(made) or list(models)[1:2], asked, n_threads)
-
-
-def bpw_of(file: GGUFFile) -> float:
-    return 8 * sum(t.n_bytes for t in file.tensors) / max(sum(t.n_elements for t in file.tensors), 1)
 
 
 def neighbours(file: GGUFFile) -> list[str]:
@@ -137,21 +130,18 @@ def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: i
     folder = file.path.parent
     needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
     try:
-        remove_leftovers(folder, TEMPORARY, console.note)
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise UserError(
-                f"no space left on device: {folder} needs {needed / MIB:,.0f} MiB for {', '.join(names)}, {free / MIB:,.0f} MiB are free: free "
-                "some space, or pass --stock none, or files that you have as MODEL"
-            )
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as temporary, locked_folder(Path(temporary)):
+        with temporary_folder(folder, TEMPORARY, console.note) as temporary:
+            if (free := shutil.disk_usage(folder).free) < needed:
+                raise UserError(
+                    f"no space left on device: {folder} needs {needed / MIB:,.0f} MiB for {', '.join(names)}, {free / MIB:,.0f} MiB are free: free "
+                    "some space, or pass --stock none, or files that you have as MODEL"
+                )
             made = {}
             with console.bar("llama-quantize", len(names), "file") as bar:
                 for name in names:
-                    made[f"stock {name}"] = out = Path(temporary) / f"{name}.gguf"
-                    command = [program, "--allow-requantize", file.path, out, name.upper(), n_threads]
-                    code, log = run_logged([*map(str, command)], Path())
-                    if code:
-                        raise UserError(f"llama-quantize exited with {code} for {file.path} as {name}: {last_error(log)}")
+                    made[f"stock {name}"] = out = temporary / f"{name}.gguf"
+                    if wrong := requantize(program, file.path, out, name.upper(), n_threads):
+                        raise UserError(wrong)
                     bar.update()
             yield made
     except OSError as e:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,18 +11,18 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, locked_folder, remove_leftovers
+from .._base.files import fingerprint, temporary_folder
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.threads import check_threads
 from .._base.units import MIB
 from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, paired
-from .._evaluation.labels import labels
+from .._evaluation.labels import bpw_of, disk_bytes, labels
 from .._evaluation.logits import BaseLogits, Kept, record_of
 from .._evaluation.perplexity import Runner, finite
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
-from .._native.programs import device_options, find_tool
+from .._native.programs import device_options, need_tool
 from .._native.text_file import check_text, count_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
@@ -113,11 +112,7 @@ def evaluate(asked: EvaluateOptions, console: Console) -> Evaluation:
     models = [open_model(path) for path in asked.models]
     base = None if asked.against is None else open_model(asked.against)
     check_vocabularies([*([base] if base else []), *models])
-    program = find_tool("llama-perplexity")
-    if program is None:
-        raise UserError("llama-perplexity was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
-    runs = _Runs(asked, models, base, program, n_threads, console)
-    found = runs.all()
+    found = _Runs(asked, models, base, need_tool("llama-perplexity"), n_threads, console).all()
     if asked.picture is not None and not draw_quality(found, asked.picture, asked.force):
         console.note("--picture: the font has no characters for some names, and boxes in their place: name a .svg")
     return found
@@ -141,8 +136,7 @@ def describe(file: GGUFFile, path: Path, label: str) -> Quality:
     types: Counter[str] = Counter()
     for tensor in file.tensors:
         types[tensor.type.name.lower()] += tensor.n_bytes
-    n_bytes, n_weights = sum(part.path.stat().st_size for part in file.parts), sum(t.n_elements for t in file.tensors)
-    return Quality(path, label, n_bytes, 8 * sum(types.values()) / max(n_weights, 1), dict(types))
+    return Quality(path, label, disk_bytes(file), bpw_of(file), dict(types))
 
 
 class _Runs:
@@ -255,14 +249,13 @@ class _Runs:
 
     def _make_logits(self, text: Scored, kept: Path, needed: int, made_from: dict) -> BaseLogits:
         """OSError where it cannot be written."""
-        remove_leftovers(kept.parent, TEMPORARY, self._console.note)
-        if (free := shutil.disk_usage(kept.parent).free) < needed:
-            raise UserError(
-                f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
-                "another file with --base-logits, or pass a smaller --chunks"
-            )
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=kept.parent) as name, locked_folder(Path(name)):
-            made, described = Path(name) / "logits.bin", Path(name) / "logits.json"
+        with temporary_folder(kept.parent, TEMPORARY, self._console.note) as folder:
+            if (free := shutil.disk_usage(kept.parent).free) < needed:
+                raise UserError(
+                    f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
+                    "another file with --base-logits, or pass a smaller --chunks"
+                )
+            made, described = folder / "logits.bin", folder / "logits.json"
             figure, _ = self._runner.save_logits(self._base.path, text.path, text.n_chunks, made)
             finite(self._base.path, {PPL: figure})
             described.write_text(Kept(made_from, fingerprint(made)).text())

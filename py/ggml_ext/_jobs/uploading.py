@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from .._base.errors import UserError
 from .._evaluation.figures import KLD, PPL, SAME_TOP
 from .._formats.split import open_model
 from .._source.checkpoint import need_extra
-from .._source.hub import N_TRIES, PAUSE, ConnectionBroken, first_line, is_of_connection
+from .._source.hub import ConnectionBroken, first_line, is_of_connection, retried
 
 CARD = "README.md"
 TOKENS = "a token that may write there with HF_TOKEN or --hf-token"
@@ -72,16 +71,12 @@ class Destination:
 
     def _again(self, what: str, act: Callable[[], object]) -> None:
         """A connection that breaks is tried again."""
-        for left in reversed(range(N_TRIES)):
-            try:
-                with explained(self.repo):
-                    act()
-                return
-            except ConnectionBroken as e:
-                if not left:
-                    raise UserError(f"{e}, {N_TRIES} times for {what}: run it again, files that are whole on the hub are not sent again") from e
-                self._console.note(f"{e}: trying {what} again")
-                time.sleep(PAUSE)
+
+        def explained_act() -> None:
+            with explained(self.repo):
+                act()
+
+        retried(explained_act, what, f"for {what}", lambda: "files that are whole on the hub are not sent again", self._console.note)
 
 
 @contextlib.contextmanager

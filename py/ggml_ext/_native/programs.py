@@ -32,6 +32,14 @@ def find_tool(name: str) -> Path | None:
     return None
 
 
+def need_tool(name: str) -> Path:
+    """find_tool(), or UserError."""
+    path = find_tool(name)
+    if path is None:
+        raise UserError(f"{name} was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+    return path
+
+
 def device_options(n_gpu_layers: str | None, device: str | None, rpc: str | None) -> tuple[str, ...]:
     """Where the programs compute, as they take it."""
     given = {"-ngl": n_gpu_layers, "--device": device, "--rpc": rpc}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
@@ -25,6 +26,7 @@ COMPANIONS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 N_TRIES = 5
 PAUSE = 1.0  # seconds before the next one
 PIECE = 8 * MIB
+Done = TypeVar("Done")
 TOKENS = "a token with HF_TOKEN or --hf-token"
 
 
@@ -172,16 +174,14 @@ class _Cache:
         """Its path; a connection that breaks is tried again, and the client goes on where it broke."""
         import huggingface_hub as hub
 
-        for left in reversed(range(N_TRIES)):
-            try:
-                with explained(self.repo):
-                    return Path(hub.hf_hub_download(self.repo.name, name, revision=self.commit, token=self.repo.token))
-            except ConnectionBroken as e:
-                if not left:
-                    then = "it goes on where it was" if self._begun() else "it keeps the files that are whole"
-                    raise UserError(f"{e}, {N_TRIES} times for {name}: run it again, {then}") from e
-                self.say(f"{e}: trying again to get the rest of {name}")
-                time.sleep(PAUSE)
+        def download() -> Path:
+            with explained(self.repo):
+                return Path(hub.hf_hub_download(self.repo.name, name, revision=self.commit, token=self.repo.token))
+
+        def then() -> str:
+            return "it goes on where it was" if self._begun() else "it keeps the files that are whole"
+
+        return retried(download, name, f"to get the rest of {name}", then, self.say)
 
     def _check(self, name: str, path: Path) -> None:
         """UserError, and the file is removed, if it is not the one that the hub's list describes."""
@@ -206,6 +206,19 @@ class _Cache:
 
 class ConnectionBroken(UserError):
     """Another try may help."""
+
+
+def retried(act: Callable[[], Done], what: str, purpose: str, then: Callable[[], str], say: Callable[[str], None]) -> Done:
+    """act(), tried again where a connection breaks. UserError after N_TRIES. purpose: of another try; then: what running it again
+    does."""
+    for left in reversed(range(N_TRIES)):
+        try:
+            return act()
+        except ConnectionBroken as e:
+            if not left:
+                raise UserError(f"{e}, {N_TRIES} times for {what}: run it again, {then()}") from e
+            say(f"{e}: trying again {purpose}")
+            time.sleep(PAUSE)
 
 
 @contextlib.contextmanager
