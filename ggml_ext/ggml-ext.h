@@ -46,9 +46,10 @@ enum ggml_ext_metric_status {
 //            with `whole` one of all columns
 //   damping  above 0: what is added to the diagonal of each matrix, in units of its mean
 //   segment  weights decided together: 32, 16 or 8; fewer are slower and better; no matter to llama.cpp's types
+//   n_threads  of which the result does not depend
 // NULL with the reason in *status.
 GGML_API struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole,
-                                                       float damping, int segment, enum ggml_ext_metric_status * status);
+                                                       float damping, int segment, int n_threads, enum ggml_ext_metric_status * status);
 GGML_API void ggml_ext_metric_free(struct ggml_ext_metric * metric);
 
 // One codebook for a whole tensor of DITTO3, in memory that does not depend on its size: add all rows to a histogram of

@@ -23,6 +23,9 @@ NO_SKIP = os.environ.get("GGML_EXT_NO_SKIP") == "1"
 # Programs that tests start buffer their output as in a user's shell.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+# Threads that wait let others run: each worker starts programs of several threads, and those that spin took test_paired.py from 14 s to 113 s.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A shell starts what runs in its background with interrupts ignored, which children inherit: tests that send one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def _is_quick(item: pytest.Item, folder: str) -> bool:
     """Whether make check runs it: no other build, no more than a few seconds, of kernels those of this processor at three lengths."""
-    if folder not in QUICK_FOLDERS or any(item.get_closest_marker(name) for name in ("slow", "extra_build")):
+    if folder not in QUICK_FOLDERS or any(item.get_closest_marker(name) for name in ("slow", "extra_build", "nightly")):
         return False
     values = item.callspec.params if hasattr(item, "callspec") else {}
     return values.get("isa", "native") == "native" and (folder != "kernels" or values.get("n_blocks", 1) in QUICK_BLOCKS)

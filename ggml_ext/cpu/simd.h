@@ -3,8 +3,8 @@
 //   u8x32            32 bytes, one code each
 //   load, store, |, ^, +   what they say, + of bytes that stay below 256
 //   load8x4(p, q, r, s)    eight bytes from each of four places
-//   shift_lanes(a, first)  each byte one place up, `first` in place 0
-//   shift_lanes8(a, first) the same in each eight bytes, the first of each eight from `first`, whose other bytes are zero, as
+//   load_behind(first, p)  `first`, then 31 bytes from p on; the byte at p - 1 is read too
+//   shift_lanes8(a, first) each byte one place up in its eight, the first of each eight from `first`, whose other bytes are zero, as
 //                    first_of_8(a) makes them
 //   field<S>(a, m)   (a >> S) & m in each byte; a negative S shifts left. m must not ask for bits that S < 0 left empty.
 //   multiply_add<A, B>(a)   A*a + B of 32 bytes, 15 bits each: u15x32
@@ -17,12 +17,13 @@
 //   i32_sum          partial sums in N_LANES lanes
 //   f32_lanes        floats for these lanes, by spread(): one for all, one for each block of 64 (f32x4), or a block's scales4;
 //                    *; lane_sums: the sums of a block's activations, in the lanes of the scales
-//   f32_sum          float accumulator of a row: f32_lanes times an i32_sum or f32_lanes; total(), or quarters(), an f32x4
+//   f32_sum          float accumulator of a row: add(scale, sum, a, b) adds scale*(sum + a*b); total(), or quarters(), an f32x4
 //
 // A block of 256 is eight groups of 32 weights, and so are four blocks of 64, with eight bytes of each in a group. Kernels take
 // group g and group g + 4 together:
 //
 //   u8x64            the codes of both, one register where the set has such: load64, join, |, ^, field, look_up as above
+//   xor3(a, b, c)    a ^ (b ^ c)
 //   funnel<S>(a, b)  (a >> 8 - S) | (b << S) of each byte
 //   shifted<S>(a)    bits S .. S + 3 of each byte in its low nibble, S = 0 ... 4; the other bits can be any
 //   trellis_values(t, i0, i1)   the code of types/trellis.h for indices in the low nibbles
@@ -107,6 +108,7 @@ static inline u8x32 low_half(u8x64 a)           { return a.lo; }
 static inline u8x32 high_half(u8x64 a)          { return a.hi; }
 static inline u8x64 operator|(u8x64 a, u8x64 b) { return {a.lo | b.lo, a.hi | b.hi}; }
 static inline u8x64 operator^(u8x64 a, u8x64 b) { return {a.lo ^ b.lo, a.hi ^ b.hi}; }
+static inline u8x64 xor3(u8x64 a, u8x64 b, u8x64 c) { return a ^ (b ^ c); }
 template <int S> static inline u8x64 field(u8x64 a, uint8_t mask)     { return {field<S>(a.lo, mask), field<S>(a.hi, mask)}; }
 template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
     return {funnel<S>(before.lo, a.lo), funnel<S>(before.hi, a.hi)};

@@ -49,85 +49,99 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_at(cons
     return t;
 }
 
-// The same of one block of 256 weights.
-template <int K, typename B> static inline trellis_lanes<K> load_trellis_of(const B * x) {
+#if defined(GGML_EXT_AVX512)
+// An index for permutes of bytes.
+struct byte_index {
+    alignas(64) uint8_t at[64] = {};
+    template <typename F> constexpr explicit byte_index(F from) {
+        for (int j = 0; j < 64; ++j) { at[j] = (uint8_t) from(j); }
+    }
+    __m512i load() const { return keep(_mm512_load_si512(at)); }
+};
+
+// Bytes of four blocks of 64 among the first 64 and the last: of each the bytes offset(i, half), i = 0 ... 7.
+template <typename B, typename F> constexpr byte_index of_four_blocks(F offset) {
+    return byte_index([&](int j) {
+        const int byte = (int) sizeof(B)*(j%32/8) + offset(j%8, j/32);
+        return byte < 64 ? byte : byte - 4*(int) sizeof(B) + 128;
+    });
+}
+
+// The four blocks at x, whose bits of K = 2 or 3 lie in their first and last 64 bytes.
+template <int K, typename B> static inline trellis_lanes<K> load_trellis_of_four(const B * x) {
+    constexpr int START = offsetof(B, start), QL = offsetof(B, ql);
+    static constexpr byte_index ql    (of_four_blocks<B>([](int i, int half) { return QL + 8*half + i; }));
+    static constexpr byte_index before(of_four_blocks<B>([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; }));
+    const __m512i begin = keep(_mm512_loadu_si512(x)), end = keep(_mm512_loadu_si512((const char *) (x + 4) - 64));
+    const __m512i place0 = keep(_mm512_zextsi256_si512(_mm256_set1_epi64x(0xff))); // of the low half's blocks
+    const auto    pick   = [&](const byte_index & index) { return _mm512_permutex2var_epi8(begin, index.load(), end); };
     trellis_lanes<K> t;
-    if constexpr (K == 4) {
-        const u8x32 ql1 = load(x->ql + 32), ql3 = load(x->ql + 96);
-        t.ql[0]  = join(load(x->ql), load(x->ql + 64));
-        t.ql[1]  = join(ql1, ql3);
-        t.before = join(shift_lanes(ql3, x->start), ql1);
+    t.ql     = {pick(ql)};
+    t.before = {pick(before)};
+    if constexpr (K == 2) {
+        static constexpr byte_index before2(of_four_blocks<B>([](int i, int half) { return i ? QL + 8*half - 1 + i : START; }));
+        t.before2 = {_mm512_andnot_si512(place0, pick(before2))};
     } else {
-        t.ql     = load64(x->ql);
-        t.before = join(shift_lanes(load(x->ql + 32), x->start), load(x->ql));
-        if constexpr (K == 2) {
-            t.before2 = join(shift_lanes(load(x->ql), 0), low_half(t.before));
-        } else {
-            const u8x32 h = load(x->qh);
-            t.high = join(funnel<4>(shift_lanes(h, (uint8_t) (x->start << 6)), h), h);
-        }
+        constexpr int QH = offsetof(B, qh);
+        static constexpr byte_index high       (of_four_blocks<B>([](int i, int) { return QH + i; }));
+        static constexpr byte_index high_before(of_four_blocks<B>([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; }));
+        // as funnel<4> in the low half; in its place 0 the start's two bits take those of the byte before
+        const __m512i nibble  = keep(_mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0));
+        const __m512i by      = keep(_mm512_zextsi256_si512(_mm256_set1_epi16(4)));
+        const __m512i shifted = _mm512_srlv_epi16(pick(high_before), by);
+        const __m512i funnels = select_bits(nibble, shifted, _mm512_slli_epi16(pick(high), 4));
+        t.high = {select_bits(_mm512_and_si512(place0, nibble), _mm512_slli_epi16(t.before.v, 2), funnels)};
     }
     return t;
 }
 
-#if defined(GGML_EXT_AVX512)
-// Where the bytes of a word lie in a block of 256 or in four of 64: among the 64 bytes at their beginning or, what is behind
-// those, among the 64 at their end.
-template <typename B> struct picked_bytes {
-    alignas(64) uint8_t at[64] = {};
-
-    // offset(i, half): where in a block byte i of its L in a half is
-    template <typename F> constexpr explicit picked_bytes(F offset) {
-        constexpr int L = traits<B>::block_size/8;
-        for (int j = 0; j < 64; ++j) {
-            const int byte = (int) sizeof(B)*(j%32/L) + offset(j%L, j/32);
-            at[j] = (uint8_t) (byte < 64 ? byte : byte - group_blocks<B>*(int) sizeof(B) + 128);
-        }
-    }
-    __m512i pick(__m512i begin, __m512i end) const { return _mm512_permutex2var_epi8(begin, keep(_mm512_load_si512(at)), end); }
-};
-
-// The block at x, or the four at x, where their bits of K = 2 or 3 lie in the first and the last 64 bytes.
-template <int K, typename B> static inline trellis_lanes<K> pick_trellis(const B * x) {
-    constexpr int L = traits<B>::block_size/8, START = offsetof(B, start), QL = offsetof(B, ql);
-    static constexpr picked_bytes<B> ql    ([](int i, int half) { return QL + L*half + i; });
-    static constexpr picked_bytes<B> before([](int i, int half) { return half ? QL + i : i ? QL + L - 1 + i : START; });
-    const __m512i begin = _mm512_loadu_si512(x), end = _mm512_loadu_si512((const char *) (x + group_blocks<B>) - 64);
-    const __m256i lane0 = L == 8 ? _mm256_set1_epi64x(0xff) : _mm256_zextsi128_si256(_mm_cvtsi32_si128(0xff));
-    const __m512i first = keep(_mm512_zextsi256_si512(lane0)); // of the low half's blocks
-    trellis_lanes<K> t;
-    t.ql     = {L == 32 ? _mm512_loadu_si512(x->ql) : ql.pick(begin, end)};
-    t.before = {before.pick(begin, end)};
+// The low bits of the block of 256 at x: `start` and ql are 65 bytes in a row, of which `before` and `before2` are orders.
+template <int K, typename B> static inline void load_low_bits(const B * x, trellis_lanes<K> & t) {
+    static_assert(offsetof(B, ql) == offsetof(B, start) + 1, "");
+    static constexpr byte_index before([](int j) { return j == 0 ? 0 : j < 32 ? 32 + j : j - 31; });
+    const __m512i bytes = keep(_mm512_loadu_si512(&x->start));
+    t.ql     = load64(x->ql);
+    t.before = {_mm512_permutexvar_epi8(before.load(), bytes)};
     if constexpr (K == 2) {
-        static constexpr picked_bytes<B> before2([](int i, int half) { return i ? QL + L*half - 1 + i : START; });
-        t.before2 = {_mm512_andnot_si512(first, before2.pick(begin, end))};
-    } else {
-        constexpr int QH = offsetof(B, qh);
-        static constexpr picked_bytes<B> high       ([](int i, int) { return QH + i; });
-        static constexpr picked_bytes<B> high_before([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; });
-        // as funnel<4> in the low half; in its lane 0 the start's two bits take the place of the lane before
-        const __m512i nibble  = keep(_mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0));
-        const __m512i by      = keep(_mm512_zextsi256_si512(_mm256_set1_epi16(4)));
-        const __m512i shifted = _mm512_srlv_epi16(high_before.pick(begin, end), by);
-        const __m512i funnels = select_bits(nibble, shifted, _mm512_slli_epi16(high.pick(begin, end), 4));
-        t.high = {select_bits(_mm512_and_si512(first, nibble), _mm512_slli_epi16(t.before.v, 2), funnels)};
+        static constexpr byte_index before2([](int j) { return j == 32 ? 0 : j; });
+        t.before2 = {_mm512_maskz_permutexvar_epi8(~1ull, before2.load(), bytes)};
     }
-    return t;
+}
+#else
+template <int K, typename B> static inline void load_low_bits(const B * x, trellis_lanes<K> & t) {
+    t.ql     = load64(x->ql);
+    t.before = join(load_behind(x->start, x->ql + 32), load(x->ql));
+    if constexpr (K == 2) {
+        t.before2 = join(load_behind(0, x->ql), low_half(t.before));
+    }
 }
 #endif
 
 // The block at x, or the four at x.
 template <int K, typename B> static inline trellis_lanes<K> load_trellis(const B * x) {
-#if defined(GGML_EXT_AVX512)
-    if constexpr (K < 4) {
-        return pick_trellis<K>(x);
-    } else
-#endif
     if constexpr (traits<B>::block_size == 64) {
+#if defined(GGML_EXT_AVX512)
+        if constexpr (K < 4) {
+            return load_trellis_of_four<K>(x);
+        }
+#endif
         const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, x + 1, x + 2, x + 3};
         return load_trellis_at<K>(p);
     } else {
-        return load_trellis_of<K>(x);
+        trellis_lanes<K> t;
+        if constexpr (K == 4) {
+            const u8x32 ql1 = load(x->ql + 32);
+            t.ql[0]  = join(load(x->ql), load(x->ql + 64));
+            t.ql[1]  = join(ql1, load(x->ql + 96));
+            t.before = join(load_behind(x->start, x->ql + 96), ql1);
+        } else {
+            load_low_bits(x, t);
+        }
+        if constexpr (K == 3) {
+            const u8x32 h = load(x->qh);
+            t.high = join(funnel<4>(load_behind((uint8_t) (x->start << 6), x->qh), h), h);
+        }
+        return t;
     }
 }
 
@@ -151,8 +165,8 @@ template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_table
     return trellis_values(tables, pairs_with_fourth<G>(t), pairs<G - 2>(t));
 }
 template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes<3> & t) {
-    // even and odd G share the exclusive or in brackets
-    const u8x64 i0 = G%2 ? pairs<G>(t) ^ (pairs<G - 1>(t) ^ pairs<G - 2>(t)) : (pairs<G>(t) ^ pairs<G - 1>(t)) ^ pairs<G - 2>(t);
+    // where xor3 is two operations, even and odd G share one
+    const u8x64 i0 = G%2 ? xor3(pairs<G>(t), pairs<G - 1>(t), pairs<G - 2>(t)) : xor3(pairs<G - 2>(t), pairs<G>(t), pairs<G - 1>(t));
     return trellis_values(tables, i0, pairs<G>(t) ^ shifted<G + 1>(t.high));
 }
 template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes<4> & t) {

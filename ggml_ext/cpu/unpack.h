@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -21,7 +22,22 @@ namespace ggml_ext {
 
 template <typename B> struct unpacker;
 
-static inline float e5m3_to_float(uint8_t d) { return half_to_float(ggml_ext_e5m3_half(d))*GGML_EXT_E5M3_FACTOR; }
+// ggml_ext_e5m3_to_float() of every byte: a load takes the place of a conversion and a product.
+struct e5m3_floats {
+    float of[256] = {};
+    constexpr e5m3_floats() {
+        float ulp = GGML_EXT_E5M3_FACTOR/(1 << 17); // of the smallest, a half's 2^-17
+        for (int e = 0; e < 32; ulp *= e++ ? 2 : 1) {
+            for (int m = 0; m < 8; ++m) { of[8*e + m] = (float) (e ? 8 + m : m)*ulp; }
+        }
+        of[248] = std::numeric_limits<float>::infinity();
+        for (int d = 249; d < 256; ++d) { of[d] = std::numeric_limits<float>::quiet_NaN(); }
+    }
+};
+static inline float e5m3_to_float(uint8_t d) {
+    static constexpr e5m3_floats floats;
+    return floats.of[d];
+}
 
 // What vec_dot takes at a time: 256 weights, in one block or in four.
 template <typename B> constexpr int group_blocks = QK_K/traits<B>::block_size;
@@ -66,7 +82,7 @@ static inline void prefetch(const char * x, size_t n) {
 // twice as long; the groups g and g + 4 side by side where each_groups() is used; and sums made once for all rows.
 struct alignas(64) column_block {
     int8_t    qs[QK_K];
-    f32_lanes sums; // of the activations, in the lanes of an i32_sum
+    f32_lanes sums; // of qs, in the lanes of an i32_sum
     float     d;
 };
 
@@ -75,12 +91,12 @@ template <typename B> static inline void load_column(const block_q8_K & y, colum
     for (int g = 0; g < 8; ++g) {
         store((uint8_t *) out.qs + (ordered ? 32*g : ggml_ext_group_at(g)), load((const uint8_t *) y.qs + 32*g));
     }
-    out.sums = lane_sums(y.bsums)*y.d;
+    out.sums = lane_sums(y.bsums);
     out.d    = y.d;
 }
 template <typename B> static inline void load_column(const block_q8_kr64 & y, column_block & out) {
     memcpy(out.qs, y.qs, sizeof(y.qs));
-    out.sums = spread(load4(y.sum))*(y.d[0]*(float) GGML_EXT_GROUP_BLOCKS/N_LANES);
+    out.sums = spread(load4(y.sum))*((float) GGML_EXT_GROUP_BLOCKS/N_LANES);
     out.d    = y.d[0];
 }
 
@@ -107,12 +123,12 @@ template <typename B, int C> static inline auto dot_codes(const unpacker<B> & u,
     return dot_codes<B, C>(u, y, std::make_integer_sequence<int, 4>());
 }
 
-// d * scale of the codes, in lanes as above.
+// -offset * scale of the codes, in lanes as above.
 template <typename B> static inline f32_lanes offset_scales(const unpacker<B> & u) {
     if constexpr (has_scales<B>) {
-        return spread(u.scales)*(u.d*-u.offset);
+        return spread(u.scales)*-u.offset;
     } else {
-        return spread(u.d*-u.offset);
+        return spread(-u.offset);
     }
 }
 
@@ -120,11 +136,8 @@ template <typename B> static inline f32_lanes offset_scales(const unpacker<B> & 
 template <typename B, int C>
 static inline void add_products(f32_sum (&acc)[C], const unpacker<B> & u, const column_block * columns) {
     const auto      dots = dot_codes<B, C>(u, columns);
-    const f32_lanes d = spread(u.d), d_offset = offset_scales(u);
-    for (int c = 0; c < C; ++c) {
-        acc[c].add(d*columns[c].d, dots[c].total());
-        acc[c].add(d_offset, columns[c].sums);
-    }
+    const f32_lanes d = spread(u.d), offset = offset_scales(u);
+    for (int c = 0; c < C; ++c) { acc[c].add(d*columns[c].d, dots[c].total(), offset, columns[c].sums); }
 }
 
 // Adds what is behind the last four blocks of each row, R blocks of 64 that the columns have at y[c][k]: of one, two or four rows in

@@ -244,9 +244,9 @@ static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t fir
                     to[j*S + i] = (float) g[i*n + j];
                 }
             }
-            subtract_products(x->a, n, begin, f, rows, g, S);
+            subtract(x, begin, f, rows, g, S);
         }
-        subtract_products(x->a, n, 0, begin, x->panel, x->gains, (int) (end - begin));
+        subtract(x, 0, begin, x->panel, x->gains, (int) (end - begin));
     }
     return true;
 }
@@ -257,12 +257,12 @@ static bool factorize_rotated(struct ggml_ext_metric * m, struct matrix * x, int
 }
 
 static struct ggml_ext_metric * init_stock(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
-                                           enum ggml_ext_metric_status * status) {
+                                           int n_threads, enum ggml_ext_metric_status * status) {
     bool positive = true;
     struct ggml_ext_metric * m = calloc(1, sizeof(*m));
     if (m) {
         *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row};
-        m->stock = stock_metric_new(n_per_row, moments, whole, damping, stock_columns(type), &positive);
+        m->stock = stock_metric_new(n_per_row, moments, whole, damping, stock_columns(type), n_threads, &positive);
     }
     if (m == NULL || m->stock == NULL) {
         ggml_ext_metric_free(m);
@@ -274,7 +274,7 @@ static struct ggml_ext_metric * init_stock(enum ggml_type type, int64_t n_per_ro
 }
 
 struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
-                                              int segment, enum ggml_ext_metric_status * status) {
+                                              int segment, int n_threads, enum ggml_ext_metric_status * status) {
     int  block_size = 0;
     bool rotated    = false;
     switch ((int) type) {
@@ -288,18 +288,18 @@ GGML_EXT_WEIGHT_TYPES(X)
     }
     *status = GGML_EXT_METRIC_BAD_ARGUMENT;
     if (block_size == 0 || n_per_row <= 0 || n_per_row%block_size || (segment != 8 && segment != 16 && segment != 32) ||
-        !(damping > 0) || !(damping <= FLT_MAX)) {
+        n_threads < 1 || !(damping > 0) || !(damping <= FLT_MAX)) {
         return NULL;
     }
     if (stock) {
-        return init_stock(type, n_per_row, moments, whole, damping, status);
+        return init_stock(type, n_per_row, moments, whole, damping, n_threads, status);
     }
     const int64_t columns = matrix_columns(n_per_row, whole);
     struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment, block_size, true);
     *status = m ? GGML_EXT_METRIC_OK : GGML_EXT_METRIC_NO_MEMORY;
     for (int64_t first = 0; m && first < n_per_row; first += columns) {
         struct matrix x;
-        if (!matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns)) {
+        if (!matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns, n_threads)) {
             *status = GGML_EXT_METRIC_NO_MEMORY;
         } else if (!load_moments(&x, moments, (double) damping) || !factorize_rotated(m, &x, first, rotated)) {
             *status = GGML_EXT_METRIC_NOT_POSITIVE;

@@ -2,14 +2,13 @@
 // element has one order, so that numpy gives the same bits.
 #pragma once
 
-#include "encode.h"
+#include "products.h"
 
 #include <stdlib.h>
 
 enum {
     MOMENTS_COLUMNS = QK_K, // of a matrix that holds no whole row
-    PANEL           = QK_K, // rows that are eliminated before the earlier ones take part: the matrix is read once for them
-    TILE            = 32,   // columns that stay in registers
+    MIRROR          = 32,   // rows and columns that change places together
 };
 
 static inline int64_t matrix_columns(int64_t n_per_row, bool whole) {
@@ -22,26 +21,29 @@ struct matrix {
     double * a;     // [n][n], of which the lower triangle counts once it is rotated
     double * panel; // [PANEL][n]: rows of it as they were
     double * gains; // [PANEL][n]: what became of them
+    int      n_threads;
+    struct packed * packed; // [n_threads]
 };
 
-static bool matrix_init(struct matrix * x, int64_t n) {
+static bool matrix_init(struct matrix * x, int64_t n, int n_threads) {
     *x = (struct matrix) {n, malloc((size_t) n*n*sizeof(double)), malloc((size_t) n*PANEL*sizeof(double)),
-                          malloc((size_t) n*PANEL*sizeof(double))};
-    return x->a && x->panel && x->gains;
+                          malloc((size_t) n*PANEL*sizeof(double)), n_threads, malloc((size_t) n_threads*sizeof(struct packed))};
+    return x->a && x->panel && x->gains && x->packed;
 }
 
 static void matrix_free(struct matrix * x) {
     free(x->a);
     free(x->panel);
     free(x->gains);
+    free(x->packed);
 }
 
 // The upper triangle takes the values of the lower one, and with `swap` the lower one those of the upper.
 static void mirror(double * a, int64_t n, bool swap) {
-    for (int64_t i0 = 0; i0 < n; i0 += TILE) {
-        for (int64_t j0 = 0; j0 <= i0; j0 += TILE) {
-            for (int64_t i = i0; i < i0 + TILE; ++i) {
-                for (int64_t j = j0; j < (j0 < i0 ? j0 + TILE : i); ++j) {
+    for (int64_t i0 = 0; i0 < n; i0 += MIRROR) {
+        for (int64_t j0 = 0; j0 <= i0; j0 += MIRROR) {
+            for (int64_t i = i0; i < i0 + MIRROR; ++i) {
+                for (int64_t j = j0; j < (j0 < i0 ? j0 + MIRROR : i); ++j) {
                     const double upper = a[j*n + i];
                     a[j*n + i] = a[i*n + j];
                     a[i*n + j] = swap ? upper : a[i*n + j];
@@ -79,22 +81,7 @@ static bool load_moments(struct matrix * x, const float * triangle, double dampi
     return true;
 }
 
-// rows[i][j] -= sum over k of left[k][i]*right[k][j] for j <= i, i in lo .. hi - 1, k from n_k - 1 down: one after the other.
-EXT_CLONES
-static void subtract_products(double * rows, int64_t n, int64_t lo, int64_t hi, const double * left, const double * right, int n_k) {
-    for (int64_t j0 = 0; j0 < hi; j0 += TILE) { // a tile of `right` stays in the cache
-        for (int64_t i = j0 > lo ? j0 : lo; i < hi; ++i) {
-            double   acc[TILE];
-            double * to = rows + i*n + j0;
-            memcpy(acc, to, sizeof(acc));
-            for (int k = n_k - 1; k >= 0; --k) {
-                const double   l = left[k*n + i];
-                const double * r = right + k*n + j0;
-                for (int j = 0; j < TILE; ++j) {
-                    acc[j] -= l*r[j];
-                }
-            }
-            memcpy(to, acc, sizeof(acc));
-        }
-    }
+// a[i][j] -= sum over k of left[k][i]*right[k][j] for j <= i, i in lo .. hi - 1, both multiples of 8.
+static void subtract(struct matrix * x, int64_t lo, int64_t hi, const double * left, const double * right, int n_k) {
+    subtract_products(&(struct products) {x->a, left, right, x->n, n_k}, lo, hi, x->n_threads, x->packed);
 }

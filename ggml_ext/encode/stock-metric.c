@@ -28,6 +28,16 @@ static bool order_columns(const struct matrix * x, int together, int32_t * order
     return good;
 }
 
+// a[i][j] -= left[i]*right[j] for j <= i, i in lo .. hi - 1.
+EXT_CLONES
+static void subtract_row(double * a, int64_t n, int64_t lo, int64_t hi, const double * left, const double * right) {
+    for (int64_t i = lo; i < hi; ++i) {
+        for (int64_t j = 0; j <= i; ++j) {
+            a[i*n + j] -= left[i]*right[j];
+        }
+    }
+}
+
 // Eliminates column after column, the last one first: a[i][j] -= a[k][i]*a[k][j]/a[k][k].
 static bool eliminate(struct matrix * x, float * pivots, float * gains) {
     const int64_t n = x->n;
@@ -45,17 +55,18 @@ static bool eliminate(struct matrix * x, float * pivots, float * gains) {
             }
             g[k] = 1;
             pivots[k] = (float) row[k];
-            subtract_products(x->a, n, begin, k, g, row, 1);
+            subtract_row(x->a, n, begin, k, g, row);
         }
-        subtract_products(x->a, n, 0, begin, x->gains, x->panel, (int) (end - begin));
+        subtract(x, 0, begin, x->gains, x->panel, (int) (end - begin));
     }
     return true;
 }
 
-static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const float * triangle, int together, bool * positive) {
+static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const float * triangle, int together, int n_threads,
+                        bool * positive) {
     struct matrix x;
     float * form = m->forms + first*m->columns;
-    bool    good = matrix_init(&x, n);
+    bool    good = matrix_init(&x, n, n_threads);
     if (good && !load_moments(&x, triangle, (double) m->damping)) {
         *positive = good = false;
     }
@@ -78,7 +89,7 @@ static bool make_matrix(struct stock_metric * m, int64_t first, int64_t n, const
 }
 
 struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, int together,
-                                       bool * positive) {
+                                       int n_threads, bool * positive) {
     struct stock_metric * m = calloc(1, sizeof(*m));
     *positive = true;
     if (m == NULL) {
@@ -94,7 +105,7 @@ struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments,
     bool good = m->order && m->pivots && m->gains && m->forms;
     for (int64_t first = 0; good && first < n_per_row; first += m->columns) {
         const int64_t n = n_per_row - first < m->columns ? n_per_row - first : m->columns;
-        good = make_matrix(m, first, n, moments, together, positive);
+        good = make_matrix(m, first, n, moments, together, n_threads, positive);
         moments += n*(n + 1)/2;
     }
     if (!good) {

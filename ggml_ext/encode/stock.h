@@ -24,7 +24,8 @@ static inline int64_t stock_at(int64_t n, int64_t i, int64_t j) {
 
 // together: columns that are neighbours in the order, 1 for the scalar types; the first columns of a matrix, the next ones and so on.
 // NULL if memory is out, or (*positive = false) if one is not positive definite.
-struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, int together, bool * positive);
+struct stock_metric * stock_metric_new(int64_t n_per_row, const float * moments, bool whole, float damping, int together,
+                                       int n_threads, bool * positive);
 void stock_metric_free(struct stock_metric * m);
 
 // Columns that a decision about a type is of, which an order holds together: 1 of scalar types; 0 for types without such an encoder.

@@ -12,20 +12,23 @@ The second builds and links the whole CUDA backend, for the architectures in CUD
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import cuda_tools
+import system_packages
+from system_packages import find_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 # enum: upstream reads type fields of a file into enums before it checks their range
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
+
+# what runs for seconds and compiles for minutes
+QUICKLY_COMPILED = [f"-DCMAKE_{language}_FLAGS_RELEASE=-O1 -DNDEBUG" for language in ("C", "CXX")]
 
 
 def run(*command) -> None:
@@ -37,28 +40,6 @@ def run(*command) -> None:
 def configure(folder: str, *options: str) -> None:
     run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DGGML_EXT_UI=OFF",
         *options)
-
-
-# Debian's packages of what some tests need, and the program each is needed for
-CROSS_PACKAGES = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # it brings its C library
-BROWSER_PACKAGES = {"chromium": "chromium", "chromium-driver": "chromedriver"}
-VULKAN_PACKAGES = {"glslc": "glslc", "spirv-tools": "spirv-val", "libvulkan-dev": "/usr/include/vulkan/vulkan.hpp",
-                   "spirv-headers": "/usr/include/spirv/unified1/spirv.hpp", "mesa-vulkan-drivers": "/usr/share/vulkan/icd.d/lvp_icd*.json"}
-
-
-def find_programs(packages: dict[str, str], without: str) -> bool:
-    """Whether the programs, or files by their patterns, are here, installing them where that is possible. without: what becomes of
-    the tests if not."""
-    def missing() -> list[str]:
-        return [package for package, program in packages.items() if not (glob.glob(program) if program.startswith("/") else shutil.which(program))]
-
-    if missing() and shutil.which("apt-get") and hasattr(os, "getuid") and os.getuid() == 0:
-        for command in (["update"], ["install", "-y", "--no-install-recommends", *missing()]):
-            subprocess.run(["apt-get", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                           env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
-    if missing():
-        print(f"{without}: install {', '.join(missing())} (as Debian names them)", flush=True)
-    return not missing()
 
 
 def find_cuda_tools() -> None:
@@ -89,12 +70,11 @@ def main() -> None:
     steps = {
         "package": (None, args.package, "ext-tests"),
         # the ggml libraries alone, without the native flags that a debugger of sanitizer reports does not need
-        "asan": (("-DGGML_EXT_TESTS=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DCMAKE_C_FLAGS={SANITIZE}",
-                  f"-DCMAKE_CXX_FLAGS={SANITIZE}", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF",
+        "asan": (("-DGGML_EXT_TESTS=ON", f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *QUICKLY_COMPILED, "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF",
                   "-DGGML_OPENMP=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
         # for any processor with AVX2: with GCC 12 an unpatched build dies of an illegal instruction where there is AMX (upstream-bugs.md)
-        "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF"), ROOT / "build" / "stock",
-                  "llama-cli"),
+        "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", *QUICKLY_COMPILED),
+                  ROOT / "build" / "stock", "llama-cli"),
         # one architecture level for ggml-cpu, that of most processors since 2018
         "aarch64": ((f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests' / 'aarch64.cmake'}", "-DGGML_EXT_TESTS=ON",
                      "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_OPENMP=OFF", "-DGGML_RPC=OFF",
@@ -102,7 +82,7 @@ def main() -> None:
                     ROOT / "build" / "aarch64", "ext-tests"),
         # one library, which programs of the package load; the time goes into its shaders
         "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=OFF",
-                    "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+                    "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", *QUICKLY_COMPILED,
                     f"-DVulkan_GLSLC_EXECUTABLE={ROOT / 'tests' / 'native' / 'glslc_stubs.sh'}"), ROOT / "build" / "vulkan", "ext-vulkan"),
         "cuda": (("-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDA_ARCHITECTURES', '90')}"),
                  ROOT / "build" / "cuda", "ext-cuda"),
@@ -112,13 +92,13 @@ def main() -> None:
             build_ptx(args.package)
             continue
         if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
-                CROSS_PACKAGES, "aarch64 is not built and the NEON tests will be skipped")):
+                system_packages.CROSS, "aarch64 is not built and the NEON tests will be skipped")):
             continue
         if name == "vulkan" and (platform.system() != "Linux" or not find_programs(
-                VULKAN_PACKAGES, "the Vulkan backend is not built and its tests will be skipped")):
+                system_packages.VULKAN | system_packages.VULKAN_TESTS, "the Vulkan backend is not built and its tests will be skipped")):
             continue
         if name == "package":
-            find_programs(BROWSER_PACKAGES, "the test of the chat page will be skipped")
+            find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
         options, folder, target = steps[name]
         start = time.monotonic()
         if options:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """`make wheel`: one wheel for every processor of this architecture, which needs no compiler where it is installed.
 
-Builds the package with all CPU backends of llama.cpp (GGML_EXT_PORTABLE: chosen at run time) in build/wheel, lets auditwheel
+Builds the package with all CPU backends of llama.cpp (GGML_EXT_PORTABLE: chosen at run time) and, where it can be compiled, the
+Vulkan backend in build/wheel, lets auditwheel
 name the oldest Linux it runs on, installs the result into an empty environment outside the checkout and runs
 tests/package/wheel_suite.py there, without a compiler, once for every variant that this processor can run. Only a wheel that passed
 gets into dist/, in place of older ones. docs/using/wheel.md says what is in it and why. The log of the build is build/wheel.log.
@@ -22,6 +23,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import system_packages
 from llama_cpp import PIN, Failure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +38,14 @@ OPTIONS = {
     "GGML_OPENMP": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+# Loaded where the loader of Vulkan, a part of every driver, is installed; the wheel holds no copy of it.
+VULKAN, VULKAN_LOADER = "libggml-vulkan.so", "libvulkan.so.1"
 # flags of the builder's own machine, such as -march=native, would get into a wheel that is for others
 FOREIGN_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_ARGS")
 # machine -> the name llama.cpp's list of variants has for it
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "ARM"}
 # what the suite reads, under the same names in its own folder
-HELPERS = ("commands", "models", "native", "perplexity_record", "weights")
+HELPERS = ("commands", "models", "native", "perplexity_record", "vulkan", "weights")
 STAGED = ("tests/package/wheel_suite.py", "tests/conftest.py", *(f"tests/helpers/{name}.py" for name in HELPERS),
           "tests/data/perplexity_baseline.json", "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
 
@@ -98,7 +102,7 @@ def foreign_run_paths(folder: Path) -> dict[str, list[str]]:
     return {name: paths for name, (needed, paths) in sections.items() if names & set(needed) and paths != ["$ORIGIN"]}
 
 
-def check_wheel(wheel: Path, expected: dict[str, list[str]]) -> None:
+def check_wheel(wheel: Path, expected: dict[str, list[str]], options: dict[str, str]) -> None:
     """Failure unless the wheel holds every variant and nothing in it looks for libraries elsewhere."""
     platforms(wheel.name)
     with tempfile.TemporaryDirectory(prefix="ggml-ext-wheel-") as tmp:
@@ -110,27 +114,37 @@ def check_wheel(wheel: Path, expected: dict[str, list[str]]) -> None:
         found = {p.name[len("libggml-cpu-"):-len(".so")] for p in folder.glob("libggml-cpu-*.so")}
         if found != set(expected):
             raise Failure(f"{wheel.name} lacks or has too much of the CPU variants: {', '.join(sorted(found ^ set(expected)))}")
+        if (folder / VULKAN).exists() != ("GGML_VULKAN" in options):
+            raise Failure(f"{wheel.name}: {VULKAN} is {'missing' if 'GGML_VULKAN' in options else 'there, from an earlier build'}")
         if foreign := foreign_run_paths(folder):
             raise Failure(f"{wheel.name}: run paths are not $ORIGIN alone: {foreign}")
 
 
-def clean_stale(build: Path) -> None:
+def find_options() -> dict[str, str]:
+    """With the Vulkan backend where it can be built."""
+    has_vulkan = system_packages.find_programs(system_packages.VULKAN, "the wheel is built without the Vulkan backend")
+    if has_vulkan:
+        system_packages.find_programs(system_packages.VULKAN_TESTS, "its Vulkan backend is not tested")
+    return OPTIONS | ({"GGML_VULKAN": "ON"} if has_vulkan else {})
+
+
+def clean_stale(build: Path, options: dict[str, str]) -> None:
     """Removes a build folder that other options, or another version of this package or of llama.cpp, have filled."""
-    stamp, wanted = build / "wheel.json", json.dumps([OPTIONS, PIN["sha256"], sys.version])
+    stamp, wanted = build / "wheel.json", json.dumps([options, PIN["sha256"], sys.version])
     if build.exists() and not (stamp.exists() and stamp.read_text() == wanted):
         shutil.rmtree(build)
     build.mkdir(parents=True, exist_ok=True)
     stamp.write_text(wanted)
 
 
-def build_wheel(folder: Path) -> Path:
+def build_wheel(folder: Path, options: dict[str, str]) -> Path:
     """The wheel that auditwheel makes of the package, in folder."""
-    options = [f"-C cmake.define.{name}={value}" for name, value in OPTIONS.items()]
+    defines = [f"-C cmake.define.{name}={value}" for name, value in options.items()]
     env = {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
     run_logged("the build", sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-v",
-               "-w", folder / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(options).split(), ".", env=env)
+               "-w", folder / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(defines).split(), ".", env=env)
     raw = next((folder / "raw").glob("*.whl"))
-    run_logged("auditwheel", sys.executable, "-m", "auditwheel", "-v", "repair", "-w", folder / "repaired", raw)
+    run_logged("auditwheel", sys.executable, "-m", "auditwheel", "-v", "repair", "--exclude", VULKAN_LOADER, "-w", folder / "repaired", raw)
     return next((folder / "repaired").glob("*.whl"))
 
 
@@ -183,13 +197,14 @@ def make_wheel() -> int:
     LOG.parent.mkdir(exist_ok=True)
     LOG.unlink(missing_ok=True)
     install_tools()
-    clean_stale(BUILD)
+    options = find_options()
+    clean_stale(BUILD, options)
     with tempfile.TemporaryDirectory(prefix="ggml-ext-wheel-") as tmp:
         folder, start = Path(tmp), time.monotonic()
         print(f"building; the log is {LOG.relative_to(ROOT)}", flush=True)
-        wheel = build_wheel(folder)
+        wheel = build_wheel(folder, options)
         expected = variants((BUILD / "llama.cpp" / "ggml" / "src" / "CMakeLists.txt").read_text(), machine)
-        check_wheel(wheel, expected)
+        check_wheel(wheel, expected, options)
         print(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB, {len(expected)} CPU variants: {time.monotonic() - start:.0f} s",
               flush=True)
         code = run_suite(wheel, expected, folder)

@@ -7,21 +7,8 @@ import math
 import re
 from pathlib import Path
 
-from gpu_check import (
-    LARGE_MB,
-    LOG_TOLERANCE,
-    N_CHUNKS,
-    N_CHUNKS_FEW,
-    OF_64,
-    ROOT,
-    SAME_TOLERANCE,
-    Failed,
-    Run,
-    beside_nvcc,
-    few,
-    json_lines,
-    shape_of,
-)
+from check_run import LOG_TOLERANCE, N_CHUNKS, OF_64, ROOT, Failed, Run
+from gpu_check import LARGE_MB, N_CHUNKS_FEW, SAME_TOLERANCE, beside_nvcc, few, json_lines, shape_of
 
 
 def reported(run: Run, *command, timeout: float) -> dict:

@@ -225,7 +225,7 @@ class FakeLibrary:
     def __init__(self, *results):
         self.results, self.asked = list(results), []
 
-    def metric(self, type_id, n_per_row, moments, whole, damping, segment):
+    def metric(self, type_id, n_per_row, moments, whole, damping, segment, n_threads):
         self.asked.append((type_id, n_per_row, moments, whole, damping, segment))
         if isinstance(result := self.results.pop(0), type):
             raise result

@@ -22,6 +22,7 @@ from helpers.native import BUILD, ROOT
 ARCHITECTURES = {"sm_90": "sm_90", "dp4a": "sm_75"}
 CUDA = "ggml/src/ggml-cuda"
 ALL = os.environ.get("GGML_EXT_CUDA_ALL") == "1"
+ASSEMBLED = ("itq3_s", "itq3_t")  # whose MMQ becomes machine code, a minute each; of the other types it becomes PTX, without GGML_EXT_CUDA_ALL=1
 TENSOR_CORES = re.compile(r"^#\s*define (?:VOLTA|TURING|AMPERE|BLACKWELL)_MMA_AVAILABLE$", re.M)
 
 
@@ -59,9 +60,10 @@ class Compiler:
             (arch, source): pool.submit(self.compile, arch, source) for source in SOURCES for arch in ARCHITECTURES}
 
     def compile(self, arch: str, source: str) -> subprocess.CompletedProcess:
-        folder = self.trees[arch] / CUDA
+        folder, name = self.trees[arch] / CUDA, Path(source).stem
+        stage = "-ptx" if name.startswith("mmq-") and name.removeprefix("mmq-") in set(WEIGHT_TYPES) - set(ASSEMBLED) and not ALL else "-c"
         command = cuda_tools.compile_command(self.trees[arch] / "ggml", ARCHITECTURES[arch], "-Werror=all-warnings", "-diag-suppress=177",
-                                             "-c", folder / source, "-o", self.folder / f"{arch}-{Path(source).name}.o")
+                                             stage, folder / source, "-o", self.folder / f"{arch}-{Path(source).name}.o")
         try:
             return subprocess.run(command, cwd=folder, capture_output=True, text=True)
         except OSError:  # starting a process from several threads has failed for once

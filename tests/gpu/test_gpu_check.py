@@ -149,7 +149,7 @@ def test_the_rehearsal_runs_all_of_it(check):
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     sys.path.append(str(ROOT / "scripts" / "gpu"))
-    from gpu_check import Failed, Run
+    from check_run import Failed, Run
 
     run = Run(tmp_path / "out.json", tmp_path, 1, "CUDA0", "", 1)
     start = time.monotonic()

@@ -128,26 +128,14 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def perplexity(file: Path, text: Path, monkeypatch, *options) -> tuple[float, float]:
-    """Of two chunks; and the MiB of weights on the Vulkan device."""
-    def parse(log: str) -> tuple[float, float] | None:
-        found = re.search(r"Final estimate: PPL = ([\d.]+)", log)
-        size = re.search(r"Vulkan0 model buffer size = +([\d.]+) MiB", log)
-        return found and (float(found[1]), float(size[1]) if size else 0.0)
-
-    with monkeypatch.context() as patch:
-        for name, value in vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())).items():
-            patch.setenv(name, value)
-        return perplexity_run.run_perplexity("final estimate", parse, file, 128, 2, "-f", text, "--chunks", 2, "-b", 128, "-lv", 4, *options)
-
-
 @pytest.mark.parametrize("name", ["itq3_t", *(pytest.param(n, marks=pytest.mark.nightly) for n in WEIGHT_TYPES if n != "itq3_t")])
 def test_a_model_has_the_perplexity_that_it_has_on_the_cpu(model, text, name, tmp_path, monkeypatch):
     """The CPU rounds activations to 8 bits, lavapipe to halves."""
     file = tmp_path / "model.gguf"
     quantize(model, file, "--type", name, "--effort", "fast", *perplexity_run.UNIFORM)
-    here, _ = perplexity(file, text, monkeypatch, "-ngl", 0, "--device", "none")
-    there, size = perplexity(file, text, monkeypatch, "-ngl", 99, "--device", "Vulkan0")
+    backend = {"GGML_BACKEND_PATH": str(vulkan.library())}
+    here, _ = vulkan.perplexity(file, text, monkeypatch, "-ngl", 0, "--device", "none", **backend)
+    there, size = vulkan.perplexity(file, text, monkeypatch, "-ngl", 99, "--device", "Vulkan0", **backend)
     print(f"{name}: perplexity {there} on Vulkan0, {here} on the CPU; {size} MiB of weights there")
     blocks, _ = perplexity_run.block_types(file)
     assert size * 2**20 >= sum(blocks.values()) / 8 * WEIGHT_TYPES[name].bpw, "the weights of the blocks are not on the device"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import perplexity_run
 from helpers.native import ROOT, built
 
 VULKAN = Path(os.environ.get("GGML_EXT_TEST_VULKAN", ROOT / "build" / "vulkan"))
@@ -71,3 +73,16 @@ def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case,
         outcomes[case] = None if answer == "refused" else Outcome(int(words[0]), float(words[1]), float(words[2]), int(words[3]))
         print(f"{type_name} {case}: {outcomes[case]}")
     return outcomes
+
+
+def perplexity(file: Path, text: Path, monkeypatch, *options, **variables: str) -> tuple[float, float]:
+    """Of two chunks of 128 tokens; and the MiB of weights on the Vulkan device."""
+    def parse(log: str) -> tuple[float, float] | None:
+        found = re.search(r"Final estimate: PPL = ([\d.]+)", log)
+        size = re.search(r"Vulkan0 model buffer size = +([\d.]+) MiB", log)
+        return found and (float(found[1]), float(size[1]) if size else 0.0)
+
+    with monkeypatch.context() as patch:
+        for name, value in environment(**variables).items():
+            patch.setenv(name, value)
+        return perplexity_run.run_perplexity("final estimate", parse, file, 128, 2, "-f", text, "--chunks", 2, "-b", 128, "-lv", 4, *options)

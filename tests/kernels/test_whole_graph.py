@@ -45,8 +45,8 @@ def test_paths_agree_on_perplexity(files, name, monkeypatch):
     assert_recorded_perplexity(name, found)
 
 
-# One pass of eight sequences: 35 s a type and core under the emulator.
-N_CHUNKS_EMULATED = 8
+# One pass of four sequences: 20 s a type and core under the emulator.
+N_CHUNKS_EMULATED = 4
 # One type of each kind of kernel; test_kernels.py has the products of all under the emulator, and the night all of this.
 EMULATED_TYPES = ("itq3_s", "ccq2", "itq3_t", "itq3_t64")
 

@@ -21,6 +21,6 @@ int metric_driver_status(int n_allocations, int type, int64_t n_per_row, const f
 int metric_driver_status(int n_allocations, int type, int64_t n_per_row, const float * moments) {
     enum ggml_ext_metric_status status;
     n_allocations_left = n_allocations;
-    ggml_ext_metric_free(ggml_ext_metric_init((enum ggml_type) type, n_per_row, moments, false, 0.01f, 32, &status));
+    ggml_ext_metric_free(ggml_ext_metric_init((enum ggml_type) type, n_per_row, moments, false, 0.01f, 32, 1, &status));
     return status;
 }

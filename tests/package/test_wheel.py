@@ -52,9 +52,12 @@ if what == "pip wheel":
     with zipfile.ZipFile(out / "ggml_ext-0.1.0-py3-none-linux_x86_64.whl", "w") as z:
         for name in ["x64", "haswell"][broken == "variants":]:
             z.writestr(f"ggml_ext/bin/libggml-cpu-{{name}}.so", "text")
+        if ("GGML_VULKAN=ON" in " ".join(args)) != (broken == "vulkan"):
+            z.writestr("ggml_ext/bin/libggml-vulkan.so", "text")
         if broken == "grafted":
             z.writestr("ggml_ext.libs/libgomp-1a2b.so.1", "text")
 elif module == "auditwheel":
+    assert args[args.index("--exclude") + 1] == "libvulkan.so.1"
     out = Path(args[args.index("-w") + 1])
     out.mkdir()
     name = Path(args[-1]).name
@@ -85,8 +88,9 @@ def make(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
 
-    def run(broken: str = "") -> tuple[int, str, str]:
+    def run(broken: str = "", vulkan: bool = True) -> tuple[int, str, str]:
         monkeypatch.setenv("BROKEN", broken)
+        monkeypatch.setattr(wheel.system_packages, "find_programs", lambda packages, without: vulkan)
         code = wheel.main([])
         assert not list((tmp_path / "tmp").iterdir())
         return code, *capfd.readouterr()
@@ -111,6 +115,7 @@ def test_a_tested_wheel_gets_into_dist(make):
     ("tag", "error: ggml_ext-0.1.0-py3-none-linux_x86_64.whl: auditwheel gave it no manylinux tag; build/wheel.log says why"),
     ("grafted", "would hold copies of the system's libraries: libgomp-1a2b.so.1; build without them"),
     ("variants", "lacks or has too much of the CPU variants: x64"),
+    ("vulkan", "libggml-vulkan.so is missing"),
     ("venv", "error: python -m venv failed; the whole log is build/wheel.log"),
     ("pip install", "error: pip install of the wheel failed; the whole log is build/wheel.log"),
     ("suite", ""),
@@ -137,6 +142,13 @@ def test_a_build_folder_of_another_version_is_removed(make, monkeypatch):
     monkeypatch.setitem(wheel.OPTIONS, "GGML_RPC", "OFF")
     assert make()[0] == 0
     assert not (make.build / "CMakeCache.txt").exists()
+
+
+def test_what_vulkan_is_built_with_may_be_missing(make):
+    """Another build follows, without the backend."""
+    assert make()[0] == 0 and make(vulkan=False)[0] == 0
+    code, _, err = make("vulkan", vulkan=False)
+    assert code == 1 and "libggml-vulkan.so is there, from an earlier build" in err
 
 
 def test_flags_of_this_machine_stay_out(make, monkeypatch):

@@ -25,7 +25,7 @@ import pytest
 
 import ggml_ext
 from ggml_ext import WEIGHT_TYPES
-from helpers import perplexity_record
+from helpers import perplexity_record, vulkan
 from helpers.commands import quantize, run_quantize
 from helpers.models import ROOT, read_tensors
 from helpers.native import cpu_flags
@@ -248,6 +248,31 @@ def test_server_has_its_chat_page(files):
         with urllib.request.urlopen(request, timeout=60) as page:
             assert (page.status, page.headers.get_content_type()) == (200, "text/html")
             assert b"<html" in gzip.decompress(page.read()).lower()
+
+
+def needs_vulkan() -> None:
+    if not (BIN / "libggml-vulkan.so").exists():
+        pytest.skip("the wheel was built without the Vulkan backend: glslc, libvulkan-dev or spirv-headers were missing (as Debian names them)")
+
+
+def test_vulkan_device_is_found(files, text, monkeypatch):
+    """By -ngl alone, as by every llama.cpp."""
+    needs_vulkan()
+    here, there = (vulkan.perplexity(files["itq3_t"], text, monkeypatch, "-ngl", n) for n in (0, 99))
+    print(f"perplexity {there[0]} on Vulkan0, {here[0]} on the CPU; {there[1]} MiB of weights there")
+    assert there[1] > 0 == here[1] and abs(math.log(there[0] / here[0])) <= perplexity_tolerance(2)
+
+
+@pytest.mark.parametrize("lacking", ["loader", "device"])
+def test_without_vulkan_the_cpu_is_used(files, text, monkeypatch, tmp_path, lacking):
+    """A loader that cannot be loaded stands for none; without GGML_VK_VISIBLE_DEVICES lavapipe does not count."""
+    needs_vulkan()
+    if lacking == "loader":
+        (tmp_path / "libvulkan.so.1").touch()
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    log = run_tool("llama-perplexity", "-m", files["itq3_t"], "-f", text, "-c", 128, "--chunks", 2, "-ngl", 99)
+    assert "Final estimate" in log and "no usable GPU found" in log
+    assert not re.search(r"libvulkan|cannot open|failed to load", log), log[:2000]
 
 
 def test_quantize_command(files, model, tmp_path):

@@ -54,6 +54,7 @@ template <typename A> static A random_vector(bool extremes) {
 }
 
 #if !defined(__AVX512VBMI__)
+static const V PLACE0 = _mm256_setr_epi64x(255, 0, 0, 0);
 static V or_(V a, V b)            { return _mm256_or_si256(a, b); }
 static V and_(V a, V b)           { return _mm256_and_si256(a, b); }
 static V select(V mask, V a, V b) { return or_(and_(mask, a), _mm256_andnot_si256(mask, b)); }
@@ -81,11 +82,18 @@ static V dot4(V sum, V a, V b) {
 }
 #endif
 
+// of 32 bytes on every processor: AVX-512 has no such of AVX2's
+static void same_of_32(__m256i a, char byte) {
+    const __m256i place0 = _mm256_setr_epi64x(255, 0, 0, 0);
+    same("_mm256_mask_set1_epi8(a, 1, byte)", ggml_ext::_mm256_mask_set1_epi8(a, 1u, byte), _mm256_blendv_epi8(a, _mm256_set1_epi8(byte), place0));
+}
+
 int main() {
     for (int round = 0; round < 20000; ++round) {
         const bool extremes = round%2;
         const V a = random_vector<V>(extremes), b = random_vector<V>(extremes), c = random_vector<V>(extremes);
         const F x = random_vector<F>(extremes), y = random_vector<F>(extremes), z = random_vector<F>(extremes);
+        same_of_32(random_vector<__m256i>(extremes), (char) rng());
         const V count = ggml_ext::_mm512_and_si512(b, ggml_ext::_mm512_set1_epi64<V>(0x001f001f001f001f));
         SAME(_mm512_and_si512(a, b),                   _mm256_and_si256(a, b));
         SAME(_mm512_andnot_si512(a, b),                _mm256_andnot_si256(a, b));
@@ -101,6 +109,7 @@ int main() {
         SAME(_mm512_srlv_epi16(a, count),              shift_right(a, count));
         SAME(_mm512_shuffle_epi8(a, b),                _mm256_shuffle_epi8(a, b));
         SAME(_mm512_permutexvar_epi8(a, b),            bytes_at(a, b));
+        SAME(_mm512_maskz_permutexvar_epi8(~1ull, a, b), _mm256_andnot_si256(PLACE0, bytes_at(a, b)));
         SAME(_mm512_permutexvar_epi64(a, b),           qwords_at(a, b));
         SAME(_mm512_permutexvar_ps(a, x),              _mm256_permutevar8x32_ps(x, a));
         SAME(_mm512_permutex2var_epi8(a, b, c),        _mm256_blendv_epi8(bytes_at(b, a), bytes_at(b, c), _mm256_slli_epi16(b, 2)));
@@ -109,6 +118,7 @@ int main() {
         SAME(_mm512_madd_epi16(a, b),                  _mm256_madd_epi16(a, b));
         SAME(_mm512_maddubs_epi16(a, b),               _mm256_maddubs_epi16(a, b));
         SAME(_mm512_dpbusd_epi32(a, b, c),             dot4(a, b, c));
+        SAME(_mm512_dpwssd_epi32(a, b, c),             _mm256_add_epi32(a, _mm256_madd_epi16(b, c)));
         SAME(_mm512_mul_ps(x, y),                      _mm256_mul_ps(x, y));
         SAME(_mm512_fmadd_ps(x, y, z),                 _mm256_fmadd_ps(x, y, z));
 #if defined(__AVX512VBMI__)

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -28,6 +29,7 @@
 #undef _mm512_inserti64x4
 #undef _mm512_extracti64x4_epi64
 #undef _mm512_extractf64x4_pd
+#undef _mm256_mask_set1_epi8
 #undef _mm256_dpbusd_epi32
 #undef _mm256_dpbusd_avx_epi32
 
@@ -67,6 +69,10 @@ static inline __m512  _mm512_setzero_ps()                    { return __m512{}; 
 template <typename V = __m512i> static inline V _mm512_set1_epi8(char a)       { return make<char, V>([=](int) { return a; }); }
 template <typename V = __m512i> static inline V _mm512_set1_epi64(long long a) { return make<long long, V>([=](int) { return a; }); }
 template <typename V = __m512>  static inline V _mm512_set1_ps(float a)        { return make<float, V>([=](int) { return a; }); }
+template <typename V> static inline V _mm256_mask_set1_epi8(V a, uint32_t mask, char byte) {
+    const lanes<char, V> x = a;
+    return make<char, V>([&](int i) { return mask >> i & 1 ? byte : x.at[i]; });
+}
 template <typename... T> static inline __m512i _mm512_setr_epi32(T... a) {
     static_assert(sizeof...(a) == 16, "one for each lane");
     const int values[] = {a...};
@@ -123,6 +129,10 @@ template <typename T, typename I, typename V, typename VI> static inline V permu
     return make<T, V>([&](int i) { return l.at[at.at[i] & (l.n - 1)]; });
 }
 template <typename V> static inline V _mm512_permutexvar_epi8(V index, V a)   { return permute<uint8_t, uint8_t>(index, a); }
+template <typename V> static inline V _mm512_maskz_permutexvar_epi8(uint64_t mask, V index, V a) {
+    const lanes<char, V> x = _mm512_permutexvar_epi8(index, a);
+    return make<char, V>([&](int i) { return mask >> i & 1 ? x.at[i] : (char) 0; });
+}
 template <typename V> static inline V _mm512_permutexvar_epi64(V index, V a)  { return permute<uint64_t, uint64_t>(index, a); }
 template <typename VI, typename V> static inline V _mm512_permutexvar_ps(VI index, V a) { return permute<float, uint32_t>(index, a); }
 
@@ -216,6 +226,8 @@ template <typename V> static inline V _mm512_dpbusd_epi32(V sum, V a, V b) {
         return s.at[i] + (uint32_t) products;
     });
 }
+// sums of two products, added to sum, not saturated
+template <typename V> static inline V _mm512_dpwssd_epi32(V sum, V a, V b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
 static inline __m256i _mm256_dpbusd_epi32(__m256i sum, __m256i a, __m256i b)     { return _mm512_dpbusd_epi32(sum, a, b); }
 static inline __m256i _mm256_dpbusd_avx_epi32(__m256i sum, __m256i a, __m256i b) { return _mm512_dpbusd_epi32(sum, a, b); }
 

@@ -49,7 +49,7 @@ def build(text: BuiltIn):
         pytest.skip(str(e))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # it fetches the packages and takes three minutes
 @pytest.mark.parametrize("text", TEXTS, ids=lambda t: t.name)
 def test_committed_text_is_what_the_script_makes(text, request):
     pieces, notices = request.getfixturevalue("built") if text == CALIBRATION else build(text)
@@ -57,7 +57,7 @@ def test_committed_text_is_what_the_script_makes(text, request):
     assert text.licenses.read_bytes().decode() == notices
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shares(built):
     """Of the whole and of its thirds: a run with few chunks sees the beginning alone."""
     pieces, _ = built
@@ -71,7 +71,7 @@ def test_shares(built):
     assert len(calibration_text.shares(pieces, "language")) > 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pieces_are_of_a_kilobyte_or_some(built):
     sizes = [p.n_bytes for p in built[0]]
     assert 300 < min(sizes) and max(sizes) < 3000 and 1000 < sum(sizes) / len(sizes) < 2000

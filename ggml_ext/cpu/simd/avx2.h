@@ -15,9 +15,14 @@ static inline u8x32 operator|(u8x32 a, u8x32 b)  { return {_mm256_or_si256(a.v, 
 static inline u8x32 operator^(u8x32 a, u8x32 b)  { return {_mm256_xor_si256(a.v, b.v)}; }
 static inline u8x32 operator+(u8x32 a, u8x32 b)  { return {_mm256_add_epi8(a.v, b.v)}; }
 
-static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
-    const __m256i below = _mm256_permute2x128_si256(a.v, a.v, 0x08); // zero, low half
-    return {_mm256_or_si256(_mm256_alignr_epi8(a.v, below, 15), _mm256_zextsi128_si256(_mm_cvtsi32_si128(first)))};
+static inline u8x32 load_behind(uint8_t first, const uint8_t * p) {
+    const __m256i a = _mm256_loadu_si256((const __m256i *) (p - 1));
+#if defined(GGML_EXT_AVX512)
+    return {_mm256_mask_set1_epi8(a, 1, (char) first)};
+#else
+    const __m256i place0 = _mm256_zextsi128_si256(_mm_cvtsi32_si128(0xff));
+    return {_mm256_or_si256(_mm256_andnot_si256(place0, a), _mm256_zextsi128_si256(_mm_cvtsi32_si128(first)))};
+#endif
 }
 
 static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_t * p2, const uint8_t * p3) {
@@ -172,10 +177,11 @@ static inline f32_lanes lane_sums(const int16_t * bsums) { return {quarter_lanes
 
 struct f32_sum {
     __m256 acc = _mm256_setzero_ps();
-    void  add(f32_lanes scale, i32_sum sum) { acc = _mm256_fmadd_ps(scale.v, _mm256_cvtepi32_ps(sum.v), acc); }
-    void  add(f32_lanes scale, f32_lanes x) { acc = _mm256_fmadd_ps(scale.v, x.v, acc); }
-    float total() const                     { return ggml_ext::total(acc); }
-    f32x4 quarters() const                  { return ggml_ext::quarters(acc); }
+    void  add(f32_lanes scale, i32_sum sum, f32_lanes a, f32_lanes b) {
+        acc = _mm256_fmadd_ps(scale.v, _mm256_fmadd_ps(a.v, b.v, _mm256_cvtepi32_ps(sum.v)), acc);
+    }
+    float total() const    { return ggml_ext::total(acc); }
+    f32x4 quarters() const { return ggml_ext::quarters(acc); }
 };
 #endif
 

@@ -4,18 +4,21 @@
 
 struct u8x64 { __m512i v; };
 
-static inline u8x64 load64(const uint8_t * p)          { return {_mm512_loadu_si512(p)}; }
 static inline u8x64 join(u8x32 lo, u8x32 hi)           { return {_mm512_inserti64x4(_mm512_castsi256_si512(lo.v), hi.v, 1)}; }
 static inline u8x32 low_half(u8x64 a)                  { return {_mm512_castsi512_si256(a.v)}; }
 static inline u8x32 high_half(u8x64 a)                 { return {_mm512_extracti64x4_epi64(a.v, 1)}; }
 static inline u8x64 operator|(u8x64 a, u8x64 b)        { return {_mm512_or_si512(a.v, b.v)}; }
 static inline u8x64 operator^(u8x64 a, u8x64 b)        { return {_mm512_xor_si512(a.v, b.v)}; }
+static inline u8x64 xor3(u8x64 a, u8x64 b, u8x64 c)    { return {_mm512_ternarylogic_epi64(a.v, b.v, c.v, 0x96)}; }
 
-// A constant that stays in its register: GCC makes some anew in every turn of a loop, by shuffles, of which there are few.
+// What stays in its register: GCC makes some constants anew in every turn of a loop, by shuffles, of which there are few, and loads
+// anew for every use, which two lines of the cache take twice as long.
 static inline __m512i keep(__m512i v) {
     __asm__("" : "+v"(v));
     return v;
 }
+
+static inline u8x64 load64(const uint8_t * p) { return {keep(_mm512_loadu_si512(p))}; }
 
 // a where mask is set, else b
 static inline __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
@@ -59,7 +62,7 @@ template <int Q_MAX> struct scaled_dot_sum64 {
     static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs would saturate");
     __m512i acc = _mm512_setzero_si512();
     void    add(u8x64 q, __m512i scale, const int8_t * y) {
-        acc = keep(_mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(q.v, _mm512_loadu_si512(y)), scale)));
+        acc = keep(_mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(q.v, _mm512_loadu_si512(y)), scale));
     }
     i32_sum total() const { return {acc}; }
 };
@@ -79,8 +82,9 @@ static inline f32_lanes lane_sums(const int16_t * bsums) { return {_mm512_zextps
 
 struct f32_sum {
     __m512 acc = _mm512_setzero_ps();
-    void  add(f32_lanes scale, i32_sum sum) { acc = _mm512_fmadd_ps(scale.v, _mm512_cvtepi32_ps(sum.v), acc); }
-    void  add(f32_lanes scale, f32_lanes x) { acc = _mm512_fmadd_ps(scale.v, x.v, acc); }
+    void  add(f32_lanes scale, i32_sum sum, f32_lanes a, f32_lanes b) {
+        acc = _mm512_fmadd_ps(scale.v, _mm512_fmadd_ps(a.v, b.v, _mm512_cvtepi32_ps(sum.v)), acc);
+    }
     __m256 halves() const {
         return _mm256_add_ps(_mm512_castps512_ps256(acc), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(acc), 1)));
     }

@@ -15,8 +15,8 @@ static inline u8x32 operator|(u8x32 a, u8x32 b) { return {{vorrq_u8(a.v[0], b.v[
 static inline u8x32 operator^(u8x32 a, u8x32 b) { return {{veorq_u8(a.v[0], b.v[0]), veorq_u8(a.v[1], b.v[1])}}; }
 static inline u8x32 operator+(u8x32 a, u8x32 b) { return {{vaddq_u8(a.v[0], b.v[0]), vaddq_u8(a.v[1], b.v[1])}}; }
 
-static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
-    return {{vextq_u8(vdupq_n_u8(first), a.v[0], 15), vextq_u8(a.v[0], a.v[1], 15)}};
+static inline u8x32 load_behind(uint8_t first, const uint8_t * p) {
+    return {{vsetq_lane_u8(first, vld1q_u8(p - 1), 0), vld1q_u8(p + 15)}};
 }
 
 static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_t * p2, const uint8_t * p3) {
@@ -156,10 +156,11 @@ static inline f32_lanes lane_sums(const int16_t * bsums) {
 
 struct f32_sum {
     float32x4_t acc = vdupq_n_f32(0);
-    void  add(f32_lanes scale, i32_sum sum) { acc = vfmaq_f32(acc, vcvtq_f32_s32(sum.v), scale.v); }
-    void  add(f32_lanes scale, f32_lanes x) { acc = vfmaq_f32(acc, x.v, scale.v); }
-    float total() const                     { return vaddvq_f32(acc); }
-    f32x4 quarters() const                  { return {acc}; }
+    void  add(f32_lanes scale, i32_sum sum, f32_lanes a, f32_lanes b) {
+        acc = vfmaq_f32(acc, vfmaq_f32(vcvtq_f32_s32(sum.v), a.v, b.v), scale.v);
+    }
+    float total() const    { return vaddvq_f32(acc); }
+    f32x4 quarters() const { return {acc}; }
 };
 
 // --- activations ---

@@ -10,10 +10,9 @@ static inline u8x32 operator|(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) 
 static inline u8x32 operator^(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) { a.v[i] ^= b.v[i]; } return a; }
 static inline u8x32 operator+(u8x32 a, u8x32 b)  { for (int i = 0; i < 32; ++i) { a.v[i] = (uint8_t) (a.v[i] + b.v[i]); } return a; }
 
-static inline u8x32 shift_lanes(u8x32 a, uint8_t first) {
-    u8x32 r;
+static inline u8x32 load_behind(uint8_t first, const uint8_t * p) {
+    u8x32 r = load(p - 1);
     r.v[0] = first;
-    memcpy(r.v + 1, a.v, 31);
     return r;
 }
 
@@ -113,10 +112,11 @@ static inline f32_lanes lane_sums(const int16_t * bsums) {
 
 struct f32_sum {
     f32x4 acc = {};
-    void  add(f32_lanes scale, i32_sum sum) { for (int i = 0; i < 4; ++i) { acc.v[i] += scale.v[i]*(float) sum.v[i]; } }
-    void  add(f32_lanes scale, f32_lanes x) { for (int i = 0; i < 4; ++i) { acc.v[i] += scale.v[i]*x.v[i]; } }
-    float total() const                     { return acc.v[0] + acc.v[1] + acc.v[2] + acc.v[3]; }
-    f32x4 quarters() const                  { return acc; }
+    void  add(f32_lanes scale, i32_sum sum, f32_lanes a, f32_lanes b) {
+        for (int i = 0; i < 4; ++i) { acc.v[i] += scale.v[i]*((float) sum.v[i] + a.v[i]*b.v[i]); }
+    }
+    float total() const    { return acc.v[0] + acc.v[1] + acc.v[2] + acc.v[3]; }
+    f32x4 quarters() const { return acc; }
 };
 
 // --- activations ---

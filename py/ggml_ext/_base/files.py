@@ -11,7 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, TypeVar
+
+from .json import parse_json
 
 try:
     import fcntl
@@ -134,6 +136,25 @@ def temporary_folder(folder: Path, prefix: str, say: Callable[[str], None]) -> I
     remove_leftovers(folder, prefix, say)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as name, locked_folder(Path(name)):
         yield Path(name)
+
+
+class Described(Protocol):
+    """What a JSON file says of the file beside it."""
+
+    result: dict  # fingerprint
+
+
+Record = TypeVar("Record", bound=Described)
+
+
+def read_record(cls: type[Record], path: Path, kept: Path) -> Record | None:
+    """Of a dataclass whose fields are the keys; None if there is no such record at `path`, or if `kept` is another file than it
+    describes. cls raises ValueError for values that are none: the file may have been written by anyone."""
+    try:
+        record = cls(**parse_json(path.read_text()))
+        return record if record.result == fingerprint(kept) else None
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def fingerprint(path: Path, n_header: int = 0) -> dict:

@@ -83,7 +83,7 @@ class Inquiry:
         if target == tensor.type:
             return 0.0
         guide = importance.guide(tensor) if tensor.name in self.plan.importance else Guide()
-        guide = importance.with_metrics(guide, tensor, target, self.codec)
+        guide = importance.with_metrics(guide, tensor, target, self.codec.with_one_thread())  # the others have tensors of their own
         groups = min(GROUPS, -(-tensor.n_rows // GROUP_ROWS))
         total = Accuracy()
         for i in range(groups):  # of equal parts of the rows, the middle

@@ -149,19 +149,25 @@ class PerExpert(Generic[Made]):
 class Codec:
     """lib: the built library, or None to do all in numpy. itq3_levels: 8 or 3, for ITQ3_S alone.
 
-    ditto_codebook: "block" or "tensor", what has a codebook of its own in DITTO3. effort: a name of EFFORTS.
+    ditto_codebook: "block" or "tensor", what has a codebook of its own in DITTO3. effort: a name of EFFORTS. n_threads: that factorize a
+    matrix of second moments, for which those that encode wait.
     """
 
     def __init__(
-        self, lib: Library | None, itq3_levels: int = 8, ditto_codebook: str = "block", effort: str = "normal"
+        self, lib: Library | None, itq3_levels: int = 8, ditto_codebook: str = "block", effort: str = "normal", n_threads: int = 1
     ):
         self.lib = lib
         self.itq3_levels = itq3_levels
         self.ditto_codebook = ditto_codebook
         self.effort = effort
+        self.n_threads = n_threads
         self.trellis_passes = EFFORTS[effort]
         self.segment = SEGMENTS[effort]
         self.stock_sweeps = STOCK_SWEEPS[effort]
+
+    def with_one_thread(self) -> Codec:
+        """For tensors that threads measure beside each other."""
+        return Codec(self.lib, self.itq3_levels, self.ditto_codebook, self.effort)
 
     def can_encode(self, qtype: GGMLQuantizationType) -> bool:
         """True for every type with the library; without it for those that have a numpy encoder."""
@@ -204,7 +210,7 @@ class Codec:
         info = TYPES.get(qtype.name.lower())
         segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
         if self.lib is not None:
-            return self.lib.metric(int(qtype), n_per_row, triangles, whole, damping, segment)
+            return self.lib.metric(int(qtype), n_per_row, triangles, whole, damping, segment, self.n_threads)
         try:
             return _metric.Metric.of_moments(triangles, n_per_row, info.block_size, info.rotated, whole, damping, segment)
         except ValueError as e:
@@ -349,12 +355,12 @@ class Encoder:
         if self.which not in ENCODERS:
             raise UserError(f"--encoder: got {self.which!r}, must be {', '.join(ENCODERS)}")
 
-    def load(self) -> Codec:
-        """UserError if the library is asked for and is not there."""
+    def load(self, n_threads: int) -> Codec:
+        """n_threads: as of Codec. UserError if the library is asked for and is not there."""
         lib = None if self.which == "numpy" else library.load()
         if lib is None and self.which == "c":
             raise UserError(
                 "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
                 "leave out --encoder"
             )
-        return Codec(lib, self.itq3_levels, self.ditto_codebook, self.effort)
+        return Codec(lib, self.itq3_levels, self.ditto_codebook, self.effort, n_threads)

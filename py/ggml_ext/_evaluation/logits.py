@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._base.files import fingerprint
-from .._base.json import parse_json
+from .._base.files import read_record
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,7 @@ class Kept:
     @classmethod
     def read(cls, logits: Path) -> Kept | None:
         """None if there is no record, or if the file is another one than it describes."""
-        try:
-            kept = cls(**parse_json(record_of(logits).read_text()))
-            return kept if kept.result == fingerprint(logits) else None
-        except (OSError, ValueError, TypeError):
-            return None
+        return read_record(cls, record_of(logits), logits)
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

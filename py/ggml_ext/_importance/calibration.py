@@ -21,8 +21,7 @@ from gguf import GGMLQuantizationType
 from .._base.argument import as_argument
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, locked_folder, temporary_folder
-from .._base.json import parse_json
+from .._base.files import fingerprint, locked_folder, read_record, temporary_folder
 from .._base.memory import available_memory
 from .._base.package import FOLDER
 from .._base.text import duration
@@ -170,11 +169,7 @@ class Record:
     @classmethod
     def read(cls, kept: Path) -> Record | None:
         """The record of a kept file; None if there is none, or if the file is another one than it describes."""
-        try:
-            record = cls(**parse_json(record_path(kept).read_text()))
-            return record if record.result == fingerprint(kept) else None
-        except (OSError, ValueError, TypeError):
-            return None
+        return read_record(cls, record_path(kept), kept)
 
     def serves(self, run: Calibration, made_from: dict) -> bool:
         """made_from: what the run's made_from() gave. A record may hold more chunks than the text has: the result is of all."""

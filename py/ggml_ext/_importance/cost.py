@@ -110,12 +110,12 @@ class Model:
         return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
     def factorization_seconds(self, n_threads: int, n_types: int) -> float:
-        """Rough time, at most. One thread factorizes a matrix, and the others wait for it: once for OUT.
+        """Rough time, at most, of all threads: once for OUT.
 
-        n_types: with a target, those of its types that take moments. There each thread measures errors on a matrix of its own, with a
-        factorization for each type; measuring what errors cost takes one more, for which all wait again.
+        n_types: with a target, those of its types that take moments. Measuring errors there takes a factorization for each of them, by
+        each thread of a matrix of its own; measuring what errors cost takes one more.
         """
-        return self.factorization / FACTORIZATION_RATE * (2 + n_types / n_threads if n_types else 1)
+        return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_types if n_types else 1)
 
     def factorization_bytes(self, n_threads: int, n_types: int) -> int:
         """Of memory, at most: for the widest matrix, with a target for one in each thread."""

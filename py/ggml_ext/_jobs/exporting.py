@@ -222,7 +222,7 @@ def prepare(settings: ExportSettings) -> Conversion:
     check_model(file)
     plan = make_plan(file, settings.choices)
     check_fallbacks(plan, asked.no_fallback)
-    codec = Codec(library.load())
+    codec = Codec(library.load(), n_threads=settings.n_threads)
     check_known_encoders(codec, plan, {})
     importance = Importance() if asked.imatrix is None else open_importance([asked.imatrix], None)
     plan_importance(plan, importance.matrix)

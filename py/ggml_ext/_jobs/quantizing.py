@@ -148,7 +148,7 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
     plan = make_plan(opened.file, choices, has_imatrix)
     if settings.target is None:
         check_fallbacks(plan, choices.no_fallback)
-    codec = None if settings.output.is_dry and settings.target is None else settings.encoder.load()
+    codec = None if settings.output.is_dry and settings.target is None else settings.encoder.load(settings.n_threads)
     if settings.target is not None:
         decided = choose_types(settings, opened, plan, codec, console)
     else:
@@ -172,7 +172,7 @@ def propagate_to(plan: Plan, settings: Settings, opened: Opened, console: Consol
     try:
         run = make_propagation(wanted, opened.file, opened.taken.out and opened.taken.out.parent, settings.n_threads)
         if wanted.may_do_without and opened.output is not None:
-            check_cut(run)
+            check_cut(run, console.note)
     except UserError as e:
         if not wanted.may_do_without:
             raise
@@ -292,7 +292,8 @@ def make_job(settings: Settings, opened: Opened, decided: Decided, console: Cons
     propagation = None
     if decided.run is not None:
         console.note(decided.run.described)
-        made = Propagation(decided.run, file, plan, decided.codec, settings.n_threads, decided.importance.warnings.append)
+        warn = decided.importance.warnings.append
+        made = Propagation(decided.run, file, plan, decided.codec, settings.n_threads, warn, console.note)
         propagation = stack.enter_context(made)
     conversion = Conversion(
         file, plan, decided.codec, decided.importance, settings.n_threads, choices.fallback_above, propagation
@@ -321,7 +322,7 @@ def make_job(settings: Settings, opened: Opened, decided: Decided, console: Cons
 
 def expected_time(settings: Settings, decided: Decided) -> Estimate | None:
     """Of encoding. None where it takes seconds, or where --propagate runs beside it."""
-    codec = decided.codec or settings.encoder.load()
+    codec = decided.codec or settings.encoder.load(settings.n_threads)
     return None if decided.run is not None else estimate(decided.plan, codec, decided.importance.kind, settings.n_threads)
 
 

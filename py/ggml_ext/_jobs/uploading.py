@@ -13,7 +13,7 @@ from .._base.errors import UserError
 from .._evaluation.figures import KLD, PPL, SAME_TOP
 from .._formats.split import open_model
 from .._source.checkpoint import need_extra
-from .._source.hub import ConnectionBroken, first_line, is_of_connection, retried
+from .._source.hub import ConnectionBroken, broken, first_line, retried, status_of
 
 CARD = "README.md"
 TOKENS = "a token that may write there with HF_TOKEN or --hf-token"
@@ -93,15 +93,14 @@ def explained(repo: str) -> Iterator[None]:
     except errors.RevisionNotFoundError as e:
         raise UserError(f"{repo} has no such branch: make it on its page, or leave --revision out") from e
     except errors.HfHubHTTPError as e:
-        status = getattr(e.response, "status_code", None)
-        if status is not None and (status >= 500 or status in (408, 429)):
-            raise ConnectionBroken(f"{repo}: {constants.ENDPOINT} answered {status}") from e
-        if status in (401, 403, 404):  # a repository that may not be seen does not exist
+        if why := broken(e):
+            raise ConnectionBroken(f"{repo}: {why}") from e
+        if (status := status_of(e)) in (401, 403, 404):  # a repository that may not be seen does not exist
             raise UserError(f"{repo}: {constants.ENDPOINT} refuses to write there ({status}): pass {TOKENS}") from e
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
     except Exception as e:
-        if is_of_connection(e):
-            raise ConnectionBroken(f"{repo}: the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})") from e
+        if why := broken(e):
+            raise ConnectionBroken(f"{repo}: {why}") from e
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
 
 

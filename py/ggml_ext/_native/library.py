@@ -70,7 +70,7 @@ _SIGNATURES = {
         c_size_t,
         [c_int, _floats, c_void_p, c_int64, c_int64, c_int64, _floats, POINTER(_QuantizeParams)],
     ),
-    "ggml_ext_metric_init": (c_void_p, [c_int, c_int64, _floats, c_bool, c_float, c_int, POINTER(c_int)]),
+    "ggml_ext_metric_init": (c_void_p, [c_int, c_int64, _floats, c_bool, c_float, c_int, c_int, POINTER(c_int)]),
     "ggml_ext_metric_free": (None, [c_void_p]),
     "ggml_ext_ditto3_add_rows": (None, [_doubles, _doubles, _floats, c_int64, c_int64, _floats]),
     "ggml_ext_ditto3_codebook": (c_bool, [_doubles, _doubles, _floats]),
@@ -205,19 +205,19 @@ class Library:
         return out
 
     def metric(
-        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, damping: float, segment: int = 32
+        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, damping: float, segment: int = 32, n_threads: int = 1
     ) -> Metric:
         """Second moments of a tensor's inputs, made ready for quantize().
 
         moments: float32, lower triangles row by row: of each block of 256 columns in turn, the last of which may be shorter, or
-        with `whole` one of all columns. damping, segment: as in ggml-ext.h. NotPositive if one of them is not positive definite
+        with `whole` one of all columns. damping, segment, n_threads: as in ggml-ext.h. NotPositive if one of them is not positive definite
         or not finite, MemoryError, ValueError for other shapes, dtypes and options.
         """
         columns = n_per_row if whole else 256
         widths = [min(columns, n_per_row - first) for first in range(0, n_per_row, columns)]
         pointer = _optional(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
         status = c_int()
-        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, ctypes.byref(status))
+        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, n_threads, ctypes.byref(status))
         if not metric:
             raise {2: MemoryError, 3: NotPositive}.get(status.value, ValueError)(
                 f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"

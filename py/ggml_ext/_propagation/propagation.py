@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Bar
 from .._base.errors import UserError
-from .._base.files import fingerprint
+from .._base.files import fingerprint, temporary_folder
 from .._base.threads import map_in_order
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide, PerExpert
@@ -64,11 +63,11 @@ class Run:
         return f"{self.kind}, behind quantized layers ({self.text_name} text)"
 
 
-def check_cut(run: Run) -> None:
+def check_cut(run: Run, say: Callable[[str], None]) -> None:
     """UserError if the model's graph cannot be cut at its layers."""
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=run.folder) as folder:
+    with temporary_folder(run.folder, TEMPORARY, say) as folder:
         # matrices stay where the file has them: nothing is computed
-        with Streams([*run.command, "--no-repack", "--chunks", "1"], Path(folder).resolve()):
+        with Streams([*run.command, "--no-repack", "--chunks", "1"], folder.resolve()):
             pass
 
 
@@ -82,6 +81,7 @@ class Propagation:
     codec: Codec
     n_threads: int
     warn: Callable[[str], None]
+    say: Callable[[str], None]
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _layer: int = 0  # the next
     _done: dict[int, Encoded] = field(default_factory=dict)  # that nobody has taken
@@ -104,7 +104,7 @@ class Propagation:
     def start(self, finished: Callable[[int], np.ndarray | None], bar: Bar) -> None:
         """Starts the program. finished: bytes of tensors that an earlier run made, or None. UserError where the model has no layers, or a
         matrix that must have importances is not in one."""
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.run.folder))).resolve()
+        folder = self._stack.enter_context(temporary_folder(self.run.folder, TEMPORARY, self.say)).resolve()
         self._finished, self._bar = finished, bar
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
         self._streams = self._stack.enter_context(Streams([*self.run.command, "-o", str(folder / "streams")], folder))

@@ -11,7 +11,6 @@ import re
 import shutil
 import struct
 import sys
-import tempfile
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -20,7 +19,7 @@ from .._base.console import Console
 from .._base.encoding import as_name, utf8
 from .._base.errors import UserError
 from .._base.extras import install_command
-from .._base.files import give_name, locked_folder, remove_leftovers
+from .._base.files import give_name, temporary_folder
 from .._base.package import FOLDER
 from .._base.units import MIB
 from .._native.process import run_heard
@@ -140,7 +139,6 @@ def converted(
     """
     files = check(folder)
     where = where if kept is None else kept.parent
-    remove_leftovers(where, TEMPORARY, console.note)
     size, free = converted_size(folder, files), shutil.disk_usage(where).free
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
@@ -151,9 +149,8 @@ def converted(
         )
     with contextlib.ExitStack() as stack:
         try:
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=where))
-            stack.enter_context(locked_folder(Path(temporary)))
-            path = Path(temporary) / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
+            temporary = stack.enter_context(temporary_folder(where, TEMPORARY, console.note))
+            path = temporary / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
             console.note(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
             _convert(folder, path, size, console)
             if kept is not None:

@@ -241,9 +241,9 @@ def explained(repo: Repo) -> Iterator[None]:
     except errors.HFValidationError as e:
         raise UserError(f"--hf-repo: got {repo.name!r}, must be ORG/NAME as in the address of its page") from e
     except errors.HfHubHTTPError as e:
-        status = getattr(e.response, "status_code", None)
-        if status is not None and (status >= 500 or status in (408, 429)):
-            raise ConnectionBroken(f"--hf-repo: {repo.name}: {constants.ENDPOINT} answered {status}") from e
+        if why := broken(e):
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
+        status = status_of(e)
         if status == 401:
             raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass {TOKENS} that is valid") from e
         if status == 416:
@@ -251,13 +251,27 @@ def explained(repo: Repo) -> Iterator[None]:
             raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
         raise repo.error(f"cannot be read: {first_line(e)}") from e
     except Exception as e:
-        if is_of_connection(e):
-            broke = f"the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})"
-            raise ConnectionBroken(f"--hf-repo: {repo.name}: {broke}") from e
+        if why := broken(e):
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
         if isinstance(e, OSError) and e.strerror:
             where = f"{constants.HF_HUB_CACHE}: {e.strerror}; point HF_HUB_CACHE to another folder"
             raise UserError(f"--hf-repo: cannot write to {where}") from e
         raise repo.error(f"cannot be downloaded: {first_line(e)}") from e
+
+
+def status_of(e: Exception) -> int | None:
+    """Of an error that the hub answered with."""
+    return getattr(getattr(e, "response", None), "status_code", None)
+
+
+def broken(e: Exception) -> str:
+    """What broke where another try may help, else nothing."""
+    from huggingface_hub import constants
+
+    status = status_of(e)
+    if status is not None:
+        return f"{constants.ENDPOINT} answered {status}" if status >= 500 or status in (408, 429) else ""
+    return f"the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})" if is_of_connection(e) else ""
 
 
 def is_of_connection(e: BaseException | None) -> bool:

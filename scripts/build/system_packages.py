@@ -1,0 +1,27 @@
+"""What is built or tested with programs and headers of the system: Debian's packages, and how to get them."""
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+
+# package -> the program it is needed for, or a pattern of a file
+CROSS = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # it brings its C library
+BROWSER = {"chromium": "chromium", "chromium-driver": "chromedriver"}
+VULKAN = {"glslc": "glslc", "libvulkan-dev": "/usr/include/vulkan/vulkan.hpp", "spirv-headers": "/usr/include/spirv/unified1/spirv.hpp"}
+VULKAN_TESTS = {"spirv-tools": "spirv-val", "mesa-vulkan-drivers": "/usr/share/vulkan/icd.d/lvp_icd*.json"}
+
+
+def find_programs(packages: dict[str, str], without: str) -> bool:
+    """Whether all of them are here, installing them where that is possible. without: what becomes of the build if not."""
+    def missing() -> list[str]:
+        return [package for package, program in packages.items() if not (glob.glob(program) if program.startswith("/") else shutil.which(program))]
+
+    if missing() and shutil.which("apt-get") and hasattr(os, "getuid") and os.getuid() == 0:
+        for command in (["update"], ["install", "-y", "--no-install-recommends", *missing()]):
+            subprocess.run(["apt-get", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+    if missing():
+        print(f"{without}: install {', '.join(missing())} (as Debian names them)", flush=True)
+    return not missing()
