@@ -22,8 +22,9 @@ SMALL = 1 << 28  # bytes
 # Of the rate of a single product, what a whole graph reaches, with attention, norms and the sums of moments.
 GRAPH_SHARE = 0.85
 MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
-# n^3/3 a second of encode/metric.c, in double precision: 5.3e9 to 9.1e9 measured on a core of a Zen 4 EPYC, n from 576 to 7168.
-FACTORIZATION_RATE = 5e9
+# n^3/3 a second and thread of encode/metric.c, in double precision: 14e9 and 20e9 measured on a core of a Zen 4 EPYC, n 2048 and 4096, and
+# with two cores 17e9 and 28e9 in all.
+FACTORIZATION_RATE = 1e10
 # Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and for llama.cpp's types two of single
 # precision; ours take half of one.
 FACTORIZATION_BYTES = 16
