@@ -151,7 +151,7 @@ def render_summary(types: list[Type], measured: dict) -> str:
 
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
 CHOICES = (
-    ("the usual four bits: smaller than Q4_K and IQ4_XS and, on the one model measured, more accurate", "itq4_t", None),
+    ("the usual four bits: smaller than Q4_K and IQ4_XS, and more accurate", "itq4_t", None),
     ("a better file than Q3_K ({q3_k:.2f}), and a smaller one", "itq3_t", None),
     ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
     ("the smallest file", "itq2_t", None),
