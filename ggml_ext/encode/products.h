@@ -92,8 +92,7 @@ static void * subtract_part(void * of_part) {
 // For rows lo .. hi - 1, both multiples of TILE_COLUMNS. packed: one for each thread; a thread that cannot be had is done without.
 static void subtract_products(const struct products * x, int64_t lo, int64_t hi, int n_threads, struct packed * packed) {
     const double before = (double) lo*(double) lo, all = (double) hi*(double) hi - before;
-    const int n_worth = all/2*x->n_k < 2.0*PART ? 1 : all/2*x->n_k > (double) MAX_PARTS*PART ? MAX_PARTS : (int) (all/2*x->n_k/PART);
-    const int n_parts = n_worth < n_threads ? n_worth : n_threads;
+    const int n_worth = (int) fmin(fmax(all/2*x->n_k/PART, 1), MAX_PARTS), n_parts = n_worth < n_threads ? n_worth : n_threads;
     struct products_part part[MAX_PARTS];
     pthread_t thread[MAX_PARTS];
     bool      started[MAX_PARTS];

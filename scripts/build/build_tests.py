@@ -70,8 +70,8 @@ def main() -> None:
     steps = {
         "package": (None, args.package, "ext-tests"),
         # the ggml libraries alone, without the native flags that a debugger of sanitizer reports does not need
-        "asan": (("-DGGML_EXT_TESTS=ON", f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *QUICKLY_COMPILED, "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF",
-                  "-DGGML_OPENMP=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
+        "asan": (("-DGGML_EXT_TESTS=ON", f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *QUICKLY_COMPILED,
+                  "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", "-DGGML_OPENMP=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
         # for any processor with AVX2: with GCC 12 an unpatched build dies of an illegal instruction where there is AMX (upstream-bugs.md)
         "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", *QUICKLY_COMPILED),
                   ROOT / "build" / "stock", "llama-cli"),
