@@ -47,7 +47,7 @@ template <typename B, typename = void> constexpr bool is_trellis = false;
 template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
 
 // Where tiles begin to be the faster way, measured on a Zen 3 core, AVX2 without VNNI, and on a Zen 4 core with AVX-512
-// (docs/results/measurements.md): with VNNI dot_columns() multiplies as tiles do, and types differ by what their scales cost there.
+// (docs/results/speed.md): with VNNI dot_columns() multiplies as tiles do, and types differ by what their scales cost there.
 template <typename B> constexpr int64_t tiled_columns(bool with_vnni) {
     if (with_vnni) {
         return 1 + (has_scales<B> ? 24 : group_blocks<B> > 1 ? 120 : 56);

@@ -12,7 +12,7 @@ enum {
 };
 
 // The scale that is tried first, over the one that gives the code the block's energy: what suits the best paths of a Gaussian
-// (docs/results/measurements.md, "Encoders").
+// (docs/results/encoders.md).
 #define TRELLIS_GAIN(K) ((K) >= 3 ? 1.07f : 1.03f)
 
 // Scales tried by default. Short blocks scatter more; and with a metric, errors that are fed back ask for larger scales than the
@@ -136,7 +136,7 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
 }
 
 // Viterbi again over windows of the block, with all other states fixed: the target is what would then cost least, which the steps on
-// both sides ask for together. Kept where the whole form agrees. What else was tried: docs/results/measurements.md, "Encoders".
+// both sides ask for together. Kept where the whole form agrees. What else was tried: docs/results/encoders.md.
 static inline __attribute__((always_inline)) void trellis_improve(struct trellis_type t, struct trellis_work * w,
                                                                   const struct trellis_block * in, struct trellis_best * best) {
     enum { W = METRIC_WINDOW };

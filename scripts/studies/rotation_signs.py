@@ -7,7 +7,7 @@
 A fixed Walsh-Hadamard transform gathers constants, ramps and slow waves into few values, which no quantizer of a bell likes.
 Random signs before it spread them; these were climbed to on the families below, for blocks of 256 and, with the first 64 signs,
 for blocks of 64. What is minimised is the error of the worst member under a uniform quantizer of eight levels with its best
-scale, relative squared; a Gaussian block has 0.037. The trellis types follow it (their errors: docs/results/measurements.md).
+scale, relative squared; a Gaussian block has 0.037. The trellis types follow it (their errors: docs/results/encoders.md).
 """
 from __future__ import annotations
 
