@@ -13,6 +13,8 @@ CONFIG ?=
 
 # which tests make test leaves out
 TIER   := -m "not nightly"
+# what only nightly builds for its tests
+MORE   :=
 
 export PATH := $(BIN):$(PATH)
 
@@ -33,10 +35,11 @@ check: install
 
 test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
-	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD)
+	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD) $(MORE)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
 
 nightly: TIER :=
+nightly: MORE := --nightly
 nightly: test
 
 bench: install

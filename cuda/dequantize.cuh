@@ -16,7 +16,7 @@ static __device__ __forceinline__ void dequantize_blocks(const B * x, T * y, int
     constexpr int n = traits<B>::block_size, n_lanes = N_LANES<n>;
     const int  block  = lane_block<n>(lane), l = block_lane<n>(lane);
     const bool inside = block < n_left;
-    const unpacked u = unpacker<B>::unpack(x[inside ? block : 0], l/4);
+    const unpacked u = unpack_by_group<B>(x[inside ? block : 0], l/4);
     float v[N_PER_LANE];
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {

@@ -8,6 +8,7 @@ namespace ggml_ext {
 template <> struct unpacker<block_itq3_t> {
     static constexpr float offset     = GGML_EXT_ITQ3_T_TRELLIS_OFFSET;
     static constexpr bool  own_offset = false;
+    static constexpr int   pairs      = trellis_pairs(3);
     static __device__ __forceinline__ unpacked unpack(const block_itq3_t & x, int k) {
         constexpr ggml_ext_trellis_tables tables = GGML_EXT_ITQ3_T_TRELLIS_TABLES;
         return unpack_trellis<block_itq3_t, 3>(x, k, tables, offset);

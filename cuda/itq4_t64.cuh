@@ -8,6 +8,7 @@ namespace ggml_ext {
 template <> struct unpacker<block_itq4_t64> {
     static constexpr float offset     = GGML_EXT_ITQ4_T64_TRELLIS_OFFSET;
     static constexpr bool  own_offset = false;
+    static constexpr int   pairs      = trellis_pairs(4);
     static __device__ __forceinline__ unpacked unpack(const block_itq4_t64 & x, int k) {
         constexpr ggml_ext_trellis_tables tables = GGML_EXT_ITQ4_T64_TRELLIS_TABLES;
         return unpack_trellis<block_itq4_t64, 4>(x, k, tables, offset);

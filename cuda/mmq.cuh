@@ -65,7 +65,7 @@ static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __re
         if (fallback) {
             i = min(i, i_max);
         }
-        const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(((const B *) x)[kbx0 + i*stride + block], k%T);
+        const ggml_ext::unpacked u = ggml_ext::unpack_by_group<B>(((const B *) x)[kbx0 + i*stride + block], k%T);
         int * words = x_tile + i*qs_stride + T*ggml_ext::N_WORDS*block + k%T;
 #pragma unroll
         for (int g = 0; g < ggml_ext::N_WORDS; ++g) {

@@ -8,9 +8,9 @@
 namespace ggml_ext {
 
 // Takes the place of block_q8_1, one for each thread of a block of n = 256 weights or of two blocks of 64: what thread k
-// multiplies lies together, 32 bytes for two loads of 16, and has a scale of its own. qs[k][4*g + b] belongs to the weight
-// L*g + 4*k + b of unpack.cuh; of two blocks, the second one's threads come after the first one's. Two, since single ones of 72
-// bytes would not be aligned; rows hold whole pairs, because upstream pads them to MATRIX_ROW_PADDING = 512 values.
+// multiplies lies together, 32 bytes for two loads of 16, and has a scale of its own. qs[k][code_place(pairs, g, b)] belongs to the weight
+// L*g + 4*k + b of unpack.cuh, in the type's order; of two blocks, the second one's threads come after the first one's. Two, since single
+// ones of 72 bytes would not be aligned; rows hold whole pairs, because upstream pads them to MATRIX_ROW_PADDING = 512 values.
 //
 // ds[k]: high half the scale as bfloat16, with the range of float; rounded up before it is used, so that it is exact.
 // Low half the sum of qs[k], 32*127 at most: products need it for the offsets of the weights.
@@ -88,7 +88,7 @@ static __device__ __forceinline__ int lanes_sum(int v) {
 
 // Quantises the 256 values of a warp in blocks of n to y, which is 256/n blocks. A thread's values with Inf or NaN get the scale
 // NaN, so that the result shows it, as in float; those whose scale would be subnormal are zero.
-template <int n>
+template <int n, int pairs>
 static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LANE], block_q8<n> * y, int lane) {
     uint32_t bits = 0; // of the largest
 #pragma unroll
@@ -106,7 +106,7 @@ static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LA
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
         const int q = finite ? __float2int_rn(v[i]*inv_d) : 0;
-        y->qs[k][4*i + b] = (int8_t) q;
+        y->qs[k][code_place(pairs, i, b)] = (int8_t) q;
         sum += q;
     }
     sum = lanes_sum<4>(sum);
@@ -116,7 +116,7 @@ static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LA
 }
 
 // Grid: ne0/256 / N_WARPS_QUANTIZE, ne1, ne2*ne3. Values from ne00 to ne0 are zero; strides in elements.
-template <int n, bool rotated>
+template <int n, bool rotated, int pairs>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
 static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
                                    int64_t ne0, uint32_t ne1, uint32_t ne2) {
@@ -133,18 +133,25 @@ static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t n
     ggml_cuda_pdl_sync();
     float v[N_PER_LANE];
     load_values<n, rotated>(x, ne00 - kb*QK_K, lane, v);
-    quantize_values<n>(v, (block_q8<n> *) ((block_q8<QK_K> *) vy_ptr + iy), lane);
+    quantize_values<n, pairs>(v, (block_q8<n> *) ((block_q8<QK_K> *) vy_ptr + iy), lane);
 }
 
 static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01, int64_t s02,
                                  int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream) {
-    GGML_ASSERT(ne00 % block_size_of(type_src0) == 0 && ne0 % QK_K == 0);
+    GGML_ASSERT(is_weight_type(type_src0) && ne00 % block_size_of(type_src0) == 0 && ne0 % QK_K == 0);
     const dim3 grid((ne0/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne1, ne2*ne3);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
-    const auto kernel = !is_rotated(type_src0)           ? quantize_q8<256, false>
-                      : block_size_of(type_src0) == QK_K ? quantize_q8<256, true>
-                                                         : quantize_q8<64,  true>;
-    ggml_cuda_kernel_launch(kernel, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, (uint32_t) ne2);
+    const auto launch = [&](auto kernel) {
+        ggml_cuda_kernel_launch(kernel, params, x, vy, ne00, s01, s02, s03, ne0, (uint32_t) ne1, (uint32_t) ne2);
+    };
+    switch (type_src0) {
+#define GGML_EXT_X(NAME, name)                                                                                                               \
+    case GGML_TYPE_##NAME:                                                                                                                   \
+        return launch(quantize_q8<traits<block_##name>::block_size, traits<block_##name>::rotated, unpacker<block_##name>::pairs>);
+        GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
+        default: return;
+    }
 }
 
 // --- for MMQ ---------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ namespace ggml_ext {
 
 constexpr uint32_t LOW_NIBBLES = 0x0f0f0f0f;
 
-// The codes values[0][i0] + values[1][i1] of eight nibbles: low ones and high ones.
+// The codes values[0][i0] + values[1][i1] of eight nibbles, in their order.
 static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tables & t, uint32_t i0, uint32_t i1,
-                                                     uint32_t & q_low, uint32_t & q_high) {
+                                                     uint32_t & q_first, uint32_t & q_second) {
     const lookup16 values0(t.values[0]), values1(t.values[1]);
     uint32_t q[2];
 #pragma unroll
@@ -23,7 +23,13 @@ static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tabl
         const uint32_t s0 = i0 >> 16*i, s1 = i1 >> 16*i;
         q[i] = values0.low(s0) + values0.high(s0) + values1.low(s1) + values1.high(s1);
     }
-    deinterleave(q[0], q[1], q_low, q_high);
+    q_first  = q[0];
+    q_second = q[1];
+}
+
+// Which groups the two nibbles of a byte are of.
+constexpr int trellis_pairs(int bits) {
+    return bits == 4 ? 1 : 4;
 }
 
 // What K = 2 and 3 read: low bits of the symbols (l0: groups 0 to 3, l1: 4 to 7) and the low bits of groups 4 to 7 of the
@@ -44,9 +50,9 @@ struct trellis_words {
     }
 };
 
-// `byte` in place of the byte before a block's first.
-static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, uint32_t byte) {
-    return k == 0 ? (before & ~0xffu) | byte : before;
+// Byte 1 of `first` in place of the byte before a block's first.
+static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, uint32_t first) {
+    return prmt(before, first, k == 0 ? 0x3215 : 0x3210);
 }
 
 // The unpack contract of a type with K bits a symbol, whose block is d, start, ql and, for K = 3, qh.
@@ -55,11 +61,11 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
     constexpr int T = N_THREADS<B>; // words of a plane of ql, of two for K = 2 and 3 and of four for K = 4, and of qh
     static_assert(offsetof(B, start) == 1 && offsetof(B, ql) == 2 && sizeof(B) == 2 + 4*K*T, "");
     const block_words words(&x);
-    const uint32_t header = words.header(), start = header >> 8 & 0xff;
+    const uint32_t header = words.header(); // d and start
     unpacked u;
     if constexpr (K == 4) {
         const auto l3   = words.at(3*T + k);
-        uint32_t   last = with_first(l3.before, k, start); // the two groups before
+        uint32_t   last = with_first(l3.before, k, header); // the two groups before
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
             const uint32_t l = p == 3 ? l3.word : words[p*T + k];
@@ -68,11 +74,11 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
         }
     } else {
         const auto l0 = words.at(k), l1 = words.at(T + k);
-        const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, start)};
+        const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, header)};
         if constexpr (K == 3) {
             static_assert(offsetof(B, qh) == 2 + 4*2*T, "");
             const auto     h        = words.at(2*T + k);
-            const uint32_t h_before = with_first(h.before, k, (start & 3) << 6);
+            const uint32_t h_before = with_first(h.before, k, header << 6 & 0xc000);
 #pragma unroll
             for (int g = 0; g < 4; ++g) {
                 // bits g - 3 ... g of the high bits, those of the byte before first

@@ -4,8 +4,8 @@
 //   q[g]       byte b: the code of weight L*g + 4*k + b, equal to that of the scalar reference
 //   d, offset  float: value = d * scale[g/2] * (code - offset)
 //   scale[4]   integer scales, of types with more than one group alone (CCQ2: groups of 64 in a block of 256)
-// and two constants: `offset`, that of all blocks, or with `own_offset` a number near theirs. Everything else in this folder
-// follows: products (mmvq.cuh, mmq.cuh), dequantisation (dequantize.cuh).
+// and three constants: `offset`, that of all blocks, or with `own_offset` a number near theirs; `pairs`, 0 if codes lie as above (else
+// code_place). Everything else in this folder follows: products (mmvq.cuh, mmq.cuh), dequantisation (dequantize.cuh).
 //
 // Any source that includes this compiles as host code too, over the few intrinsics of tests/cuda_host/common.cuh.
 #pragma once
@@ -43,6 +43,13 @@ struct unpacked {
 
 template <typename B> struct unpacker;
 
+// A look-up of nibbles leaves the codes of a byte's two side by side: of groups g and g + pairs, in two words. Products with vectors take
+// them so, with the activations in the same order (quantize.cuh); all others put them in order first. This is the byte of the
+// 32 where the code of weight L*g + 4*k + b lies.
+constexpr __host__ __device__ int code_place(int pairs, int g, int b) {
+    return pairs == 0 ? 4*g + b : 4*((g & ~pairs) + b/2*pairs) + 2*(b%2) + g/pairs%2;
+}
+
 // What C has no words for.
 #ifdef __CUDACC__
 // As __byte_perm, but selectors of 8 and more give eight copies of the selected byte's top bit (PTX's prmt).
@@ -77,7 +84,7 @@ struct block_words {
     struct pair { uint32_t word, before; };
 
     __device__ __forceinline__ explicit block_words(const void * block)
-        : w((const uint32_t *) ((const char *) block - ((uintptr_t) block & 2))), odd((uintptr_t) block & 2) {}
+        : w((const uint32_t *) ((uintptr_t) block & ~(uintptr_t) 3)), odd((uintptr_t) block & 2) {}
     __device__ __forceinline__ pair at(int m) const {
         const uint32_t lo = __ldg(w + m), hi = __ldg(w + m + 1), s = odd ? 0x7654 : 0x5432;
         return {prmt(lo, hi, s), prmt(lo, hi, s - 0x1111)};
@@ -109,9 +116,23 @@ struct lookup16 {
 };
 
 // Bytes A0 B0 A1 B1 | A2 B2 A3 B3 to A0 A1 A2 A3 | B0 B1 B2 B3.
-static __device__ __forceinline__ void deinterleave(uint32_t lo, uint32_t hi, uint32_t & a, uint32_t & b) {
+static __device__ __forceinline__ void deinterleave(const uint32_t lo, const uint32_t hi, uint32_t & a, uint32_t & b) {
     a = __byte_perm(lo, hi, 0x6420);
     b = __byte_perm(lo, hi, 0x7531);
+}
+
+// The codes by group, whatever the type's order.
+template <typename B>
+static __device__ __forceinline__ unpacked unpack_by_group(const B & x, int k) {
+    constexpr int pairs = unpacker<B>::pairs;
+    unpacked u = unpacker<B>::unpack(x, k);
+#pragma unroll
+    for (int g = 0; g < N_WORDS; ++g) {
+        if ((g & pairs) == 0 && pairs != 0) {
+            deinterleave(u.q[g], u.q[g + pairs], u.q[g], u.q[g + pairs]);
+        }
+    }
+    return u;
 }
 
 } // namespace ggml_ext

@@ -80,29 +80,38 @@ struct stock_rows {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// y[i] += sum over j of rows[j][i]*x[j], one j after the other, for TILE_ROWS of y.
-LANES_INLINE void add_products(const float * rows, int64_t n, const half_lanes * x, half_lanes * y) {
+// y[i] += sum over j of rows[j][i]*x[j], one j after the other, for TILE_ROWS of y; n is a multiple of COLUMNS_LINE. next: as long, what
+// will be read after it.
+LANES_INLINE void add_products(const float * rows, const float * next, int64_t n, const half_lanes * x, half_lanes * y) {
+    enum { COLUMNS_LINE = 64/(TILE_ROWS*sizeof(float)) }; // of the cache
     half_lanes sum[2*TILE_ROWS];
     memcpy(sum, y, sizeof(sum));
-    for (int64_t j = 0; j < n; ++j, rows += TILE_ROWS) {
-        const half_lanes low = x[2*j], high = x[2*j + 1];
+    for (int64_t j = 0; j < n; j += COLUMNS_LINE) {
+        __builtin_prefetch(next + j*TILE_ROWS);
 #pragma GCC unroll 4
-        for (int i = 0; i < TILE_ROWS; ++i) {
-            sum[2*i]     += rows[i]*low;
-            sum[2*i + 1] += rows[i]*high;
+        for (int h = 0; h < COLUMNS_LINE; ++h, rows += TILE_ROWS) {
+            const half_lanes low = x[2*(j + h)], high = x[2*(j + h) + 1];
+#pragma GCC unroll 4
+            for (int i = 0; i < TILE_ROWS; ++i) {
+                sum[2*i]     += rows[i]*low;
+                sum[2*i + 1] += rows[i]*high;
+            }
         }
     }
     memcpy(y, sum, sizeof(sum));
 }
 
-// The same for n_rows rows of a matrix of moments from `row` on, n of its columns.
+// The same for n_rows rows of a matrix of moments from `row` on, n of its columns. Matrices are larger than caches, and a tile's rows are
+// a page or more from the next one's, which no processor foresees.
 EXT_CLONES __attribute__((noinline))
 static void add_matrix(const struct stock_rows * r, const float * matrix, int64_t row, int n_rows, int64_t n, const lanes * x, lanes * y) {
     enum { SPAN = 256 }; // of x: stays in the cache for all rows
     for (int64_t j = 0; j < n; j += SPAN) {
         const int64_t span = n - j < SPAN ? n - j : SPAN;
         for (int i = 0; i < n_rows; i += TILE_ROWS) {
-            add_products(matrix + stock_at(r->n, row + i, j), span, (const half_lanes *) (x + j), (half_lanes *) (y + i));
+            const float * rows = matrix + stock_at(r->n, row + i, j);
+            const float * next = i + TILE_ROWS < n_rows ? rows + TILE_ROWS*r->n : j + 2*SPAN <= n ? matrix + stock_at(r->n, row, j + SPAN) : rows;
+            add_products(rows, next, span, (const half_lanes *) (x + j), (half_lanes *) (y + i));
         }
     }
 }

@@ -4,7 +4,7 @@ build folder, the fuzz drivers under sanitizers, the stock llama-cli that the st
 llama-perplexity for 64-bit ARM, which the tests run under qemu, the Vulkan backend, which they run on lavapipe, and the CUDA kernels that
 they interpret.
 
-    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx]
+    build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx] [--nightly]
     build_tests.py --package build/package --only cuda
 
 The second builds and links the whole CUDA backend, for the architectures in CUDA_ARCHITECTURES (default 90): no test needs it.
@@ -50,13 +50,13 @@ def find_cuda_tools() -> None:
             print("the CUDA sources will not be compiled: pip install nvidia-cublas failed", flush=True)
 
 
-def build_ptx(package: Path) -> None:
+def build_ptx(package: Path, *more: str) -> None:
     """The PTX of the CUDA kernels, and the host code that launches them."""
     if not cuda_tools.nvcc() or not cuda_tools.has_cublas():
         print("the CUDA kernels are not compiled and will not be interpreted: install nvcc, of the CUDA toolkit, 12.8 or later", flush=True)
         return
     start = time.monotonic()
-    run(sys.executable, ROOT / "tests" / "ptx" / "build.py", "--package", package)
+    run(sys.executable, ROOT / "tests" / "ptx" / "build.py", "--package", package, *more)
     print(f"built kernels to interpret in ptx: {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan,ptx")
+    parser.add_argument("--nightly", action="store_true", help="of ptx all numbers of columns and all tiles of all types: 20 minutes of two cores more")
     args = parser.parse_args()
     find_cuda_tools()
     steps = {
@@ -89,7 +90,7 @@ def main() -> None:
     }
     for name in args.only.split(","):
         if name == "ptx":
-            build_ptx(args.package)
+            build_ptx(args.package, *(["--nightly"] if args.nightly else []))
             continue
         if name == "aarch64" and (platform.machine() in ("aarch64", "arm64") or not find_programs(  # an ARM machine runs its own build
                 system_packages.CROSS, "aarch64 is not built and the NEON tests will be skipped")):

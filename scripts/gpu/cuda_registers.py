@@ -37,9 +37,10 @@ PRODUCTS = {
 }
 OURS = {"dequantize_rows to F16": "ggml_ext::dequantize_rows<block_{name}, half>"}
 ACTIVATIONS = {
-    "quantize_q8, plain": "ggml_ext::quantize_q8<256, false>",
-    "quantize_q8, rotated": "ggml_ext::quantize_q8<256, true>",
-    "quantize_q8, rotated, of 64": "ggml_ext::quantize_q8<64, true>",
+    "quantize_q8, plain": "ggml_ext::quantize_q8<256, false, 0>",
+    "quantize_q8, rotated": "ggml_ext::quantize_q8<256, true, 0>",
+    "quantize_q8, rotated, in pairs": "ggml_ext::quantize_q8<256, true, 4>",
+    "quantize_q8, rotated, of 64": "ggml_ext::quantize_q8<64, true, 4>",
     "quantize_rotated_mmq": "ggml_ext::quantize_rotated_mmq<256, false, false>",
     "quantize_rotated_mmq, sums": "ggml_ext::quantize_rotated_mmq<256, true, false>",
     "quantize_rotated_mmq, of 64": "ggml_ext::quantize_rotated_mmq<64, false, false>",

@@ -38,7 +38,7 @@ void cuda_host_unpack(int type, const void * block, uint8_t * q, int32_t * scale
         using B = BLOCK_OF(tag);
         using T = ggml_ext::traits<B>;
         for (int k = 0; k < ggml_ext::N_THREADS<B>; ++k) {
-            const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(*(const B *) block, k);
+            const ggml_ext::unpacked u = ggml_ext::unpack_by_group<B>(*(const B *) block, k);
             for (int g = 0; g < ggml_ext::N_WORDS; ++g) {
                 memcpy(q + T::block_size/8*g + 4*k, &u.q[g], 4);
             }

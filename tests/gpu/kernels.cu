@@ -104,7 +104,7 @@ template <typename B> static __global__ void unpack_blocks(const B * x, int n, r
     if (ib >= n) {
         return;
     }
-    const ggml_ext::unpacked u = ggml_ext::unpacker<B>::unpack(x[ib], k);
+    const ggml_ext::unpacked u = ggml_ext::unpack_by_group<B>(x[ib], k);
     for (int i = 0; i < 32; ++i) {
         out[ib].q[T::block_size/8*(i/4) + 4*k + i%4] = (int8_t) (u.q[i/4] >> 8*(i%4));
     }
@@ -239,9 +239,10 @@ template <typename B> static void check_quantize() {
                 int  sum = 0;
                 for (int i = 0; i < 32; ++i) {
                     const float e = v[n/8*(i/4) + 4*k + i%4];
+                    const int   q = qs[ggml_ext::code_place(ggml_ext::unpacker<B>::pairs, i/4, i%4)];
                     amax = std::max(amax, std::fabs(e));
-                    sum += qs[i];
-                    ok = ok && std::fabs(qs[i]*d - e) <= 0.5001f*d;
+                    sum += q;
+                    ok = ok && std::fabs(q*d - e) <= 0.5001f*d;
                 }
                 ok = ok && sum == (int16_t) ds && 127*d >= amax*(1 - 1e-6f) && 127*d <= amax*(1 + 1.01f/128);
                 if (!ok && n_wrong++ == 0) {

@@ -25,6 +25,7 @@ from helpers.cuda_host import (
     ROTATED,
     as_dst,
     assert_same,
+    code_places,
     decoded,
     device,
     integers,
@@ -164,14 +165,14 @@ def reference_q8(lib, name: str, x: np.ndarray) -> np.ndarray:
     q = np.rint(v * np.where(d == 0, np.float32(0), inverse)[..., None])
     assert np.abs(q).max() <= 127
     out = np.empty(v.shape[:-2], dtype)
-    out["qs"] = q
+    out["qs"][..., code_places(name)] = q
     out["sum_d"]["sum"] = q.sum(-1)
     out["sum_d"]["d"] = d
     return out
 
 
-# the rest depends on the block and on whether it is rotated alone; rows of what a block of threads takes, and parts of it
-ACTIVATIONS = [("itq3_s", 768), ("ccq2", 768), *(("itq3_t64", n) for n in (64, 192, 576, 896, 1088))]
+# the rest depends on the block, the order of codes and on whether it is rotated alone; rows of what a block of threads takes, and parts of it
+ACTIVATIONS = [("itq3_s", 768), ("ccq2", 768), ("itq4_t", 768), ("itq2_t", 768), ("itq4_t64", 576), *(("itq3_t64", n) for n in (64, 192, 576, 896, 1088))]
 
 
 def padded(x: np.ndarray, n: int) -> np.ndarray:
@@ -224,7 +225,7 @@ def test_products(lib, name, n_blocks):
     s, v, magnitude = (threads(a.reshape(len(rows), n), block_size)
                        for a in native.unpacked(lib, name, rows.reshape(-1, block_bytes)))
     dy = scales(y).astype(np.float64)[:, : n // 32]
-    qy = y["qs"].reshape(2, -1, 32)[:, : n // 32] * dy[..., None]
+    qy = y["qs"].reshape(2, -1, 32)[:, : n // 32, code_places(name)] * dy[..., None]
     exact = np.einsum("rkj,ckj->cr", s * v, qy)
     # Of each thread's term the offset's product, the difference, the scales' product and theirs are rounded, four units of
     # M = sum |d_w d_y| (|q| + |offset|) |y|; n/32 terms are added up.
@@ -257,7 +258,7 @@ def test_rotation_is_the_reference(lib, name):
         y = quantized(name, x)[0, 0, 0]
         d, first = scales(y), at // n * n // 32
         assert (d[first : first + n // 32] == 1).all() and d.sum() == n // 32
-        np.testing.assert_array_equal(y["qs"].reshape(-1, 32)[:8], threads(rotated(lib, name, x[0, 0, 0]), n))
+        np.testing.assert_array_equal(y["qs"].reshape(-1, 32)[:8, code_places(name)], threads(rotated(lib, name, x[0, 0, 0]), n))
 
 
 # --- MMQ ---------------------------------------------------------------------------------------------------------------

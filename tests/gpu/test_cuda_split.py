@@ -10,7 +10,20 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES
-from helpers.cuda_host import BLOCK_MMQ, HAS_MINIMUM, ROTATED, device, integers, pointer, quantized, rotated, scales, threads, type_id
+from helpers.cuda_host import (
+    BLOCK_MMQ,
+    HAS_MINIMUM,
+    ROTATED,
+    code_places,
+    device,
+    integers,
+    pointer,
+    quantized,
+    rotated,
+    scales,
+    threads,
+    type_id,
+)
 
 THREADS_BF16, FLOAT_32, HALF_32, HALF_64 = range(4)  # enum split_groups
 Q8_0, Q2_K = 8, 10  # of ggml.h: upstream's quantizers
@@ -41,7 +54,7 @@ def activations(n: int) -> np.ndarray:
 def through_q8(name: str, x: np.ndarray) -> np.ndarray:
     """What MMVQ multiplies: (..., groups of 32), in the domain and order of the codes."""
     n, y = x.shape[-1], quantized(name, x)
-    return (y["qs"].reshape(*x.shape[:-1], -1, 32).astype(np.float64) * scales(y)[..., None])[..., : n // 32, :]
+    return (y["qs"][..., code_places(name)].reshape(*x.shape[:-1], -1, 32).astype(np.float64) * scales(y)[..., None])[..., : n // 32, :]
 
 
 def through_mmq(name: str, x: np.ndarray) -> np.ndarray:

@@ -10,12 +10,13 @@ import pytest
 
 from helpers.blocks import TYPE_NAMES
 from helpers.ptx_products import BY_DESIGN, Bench, Weights, columns_of, exact, exact_in_tiles, inputs, units, weights
-from ptx.compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, WHOLE
+from ptx.compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, TENSOR_CORES, WHOLE
 
 SWIGLU = 2  # ggml_glu_op
 PROGRAMMATIC = ("90", "120")  # launches may begin before the one ahead has ended
 # Rows are multiples of what a block of threads takes, four: upstream's MMVQ reads those behind the last one (docs/maintaining/upstream-bugs.md).
 ALL = [(name, a) for name in TYPE_NAMES for a in ARCHITECTURES] + [(name, "90") for name in STOCK]
+nightly = pytest.mark.nightly  # what only tests/ptx/build.py --nightly compiles
 every_type = pytest.mark.parametrize("name,architecture", ALL, ids=[f"{name}-sm_{a}" for name, a in ALL])
 
 
@@ -30,7 +31,8 @@ def close(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> None:
 
 
 @every_type
-@pytest.mark.parametrize("n,long", [(1, False), (1, True), (2, False), (8, False)], ids=["short-row", "1", "2", "8"])
+@pytest.mark.parametrize("n,long", [(1, False), (1, True), (2, False), (8, False), *(pytest.param(n, False, marks=nightly) for n in (3, 4, 5, 6, 7))],
+                         ids=["short-row", "1", "2", "8", *"34567"])
 def test_vectors(lib, name, architecture, n, long):
     w = weights(lib, name, 6 if long else 36, columns_of(name, long))
     bench, x = Bench(name, architecture), inputs(n, w.n_columns)
@@ -86,7 +88,7 @@ def test_tiles(lib, name, architecture, n_rows):
     tiles(lib, name, architecture, n_rows, 5, 8)
 
 
-LARGE = [(name, a) for name, a in ALL if a in ("75", "90")]  # the two kinds of tensor cores
+LARGE = [(name, a) for name, a in ALL if a in TENSOR_CORES]
 
 
 @pytest.mark.parametrize("name,architecture", LARGE, ids=[f"{name}-sm_{a}" for name, a in LARGE])
@@ -106,13 +108,16 @@ def tiles(lib, name, architecture, n_rows, n, tile, unit=None):
     return bench
 
 
-TILES = [(name, whole, tile) for name in ALL_TILES_OF for whole, tiles_of in ((True, WHOLE), (False, RAGGED)) for tile in tiles_of]
+TILES = [pytest.param(name, a, whole, tile, marks=[] if name in ALL_TILES_OF and a == "90" else nightly,
+                      id=f"{name}-sm_{a}-{'whole' if whole else 'ragged'}-{tile}")
+         for name in TYPE_NAMES for a in (TENSOR_CORES if name in ALL_TILES_OF else ("90",)) for whole, tiles_of in ((True, WHOLE), (False, RAGGED)) for tile in tiles_of]
 
 
-@pytest.mark.parametrize("name,whole,tile", TILES, ids=[f"{name}-{'whole' if whole else 'ragged'}-{tile}" for name, whole, tile in TILES])
-def test_every_tile(lib, name, whole, tile):
-    unit = f"{name}-tiles" if f"{name}-tiles" in units() else None
-    bench = tiles(lib, name, "90", 128 if whole else 100, tile - 3, tile, unit)
+@pytest.mark.parametrize("name,architecture,whole,tile", TILES)
+def test_every_tile(lib, name, architecture, whole, tile):
+    if architecture not in units().get(f"{name}-tiles", {"architectures": ()})["architectures"]:
+        pytest.skip(f"the tiles of {name} are not compiled for sm_{architecture}: make nightly does it")
+    bench = tiles(lib, name, architecture, 128 if whole else 100, tile - 3, tile, f"{name}-tiles")
     assert bench.launched("fixup")  # one tile and three multiprocessors
 
 

@@ -63,6 +63,19 @@ def threads(x: np.ndarray, block_size: int) -> np.ndarray:
     return x.reshape(*shape, -1, 8, block_size // 32, 4).swapaxes(-3, -2).reshape(*shape, -1, 32)
 
 
+PAIRS = {"ditto3": 2, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in (2, 3) for n in ("", "64")}
+
+
+def code_places(name: str) -> np.ndarray:
+    """int (32,): where a thread has the activation [4*g + b] of `threads`. Where a look-up leaves the codes of groups g and g + PAIRS side by
+    side, bytes 0 and 1 of both are in the first's word, 2 and 3 in the second's."""
+    g, b = np.divmod(np.arange(32), 4)
+    if name not in PAIRS:
+        return 4 * g + b
+    second = g // PAIRS[name] % 2
+    return 4 * (g - second * PAIRS[name] + b // 2 * PAIRS[name]) + 2 * (b % 2) + second
+
+
 def rotated(lib, name: str, x: np.ndarray) -> np.ndarray:
     """float32 (..., n) as the weights of that type want it."""
     info, x = TYPES[name], np.ascontiguousarray(x, np.float32)

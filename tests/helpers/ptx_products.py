@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES, WEIGHT_TYPES
-from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, rotated
+from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, code_places, rotated
 from helpers.native import BUILD, F32, F32_U, I32, blocks_of, unpacked
 from ptx.device import Device, Done, Fusion, Tensor, plain_name
 
@@ -151,7 +151,7 @@ class Bench:
         y = self.device.memory.read(address, dtype, (n, width // 32 * 36 // dtype.itemsize))
         d = (y["sum_d"]["d"].astype(np.uint32) << 16).view(np.float32).astype(np.float64)[..., None]
         in_order = lambda threads: threads.reshape(n, -1, per_block, 8, 4).swapaxes(2, 3).reshape(n, -1)  # noqa: E731
-        return in_order(y["qs"] * d), in_order(np.broadcast_to(d, y["qs"].shape)), np.zeros((n, width // 32))
+        return in_order(y["qs"][..., code_places(w.name)] * d), in_order(np.broadcast_to(d, y["qs"].shape)), np.zeros((n, width // 32))
 
     def read_q8_1(self, w: Weights, address: int, n: int, width: int):
         y = self.device.memory.read(address, BLOCK_Q8_1, (n, width // 32))

@@ -79,16 +79,19 @@ def quantized(model, tmp_path_factory) -> Path:
 def said(request, quantized) -> Iterator[dict]:
     """What a user's program gets; within the test other programs have its limits too."""
     with native.limits_of_vnni(request.param):
-        yield run_user(quantized)
+        yield run_with_ours(quantized)
 
 
-def run_user(quantized: Path) -> dict:
-    folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
-    env = {**os.environ, "LLAMA_CPP_LIB_PATH": folder, "MTMD_CPP_LIB": folder}
-    done = subprocess.run([sys.executable, "-c", USER, quantized, PROMPT, str(N_TOKENS)], env=env, capture_output=True, text=True,
-                          timeout=300, cwd=quantized.parent)
+def run_user(quantized: Path, **variables) -> dict:
+    done = subprocess.run([sys.executable, "-c", USER, quantized, PROMPT, str(N_TOKENS)], env={**os.environ, **variables}, capture_output=True,
+                          text=True, timeout=300, cwd=quantized.parent)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_with_ours(quantized: Path) -> dict:
+    folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
+    return run_user(quantized, LLAMA_CPP_LIB_PATH=folder, MTMD_CPP_LIB=folder) | {"folder": folder}
 
 
 PRECISION = """
@@ -134,6 +137,21 @@ def test_chat_completion_too(said, quantized):
     assert message["role"] == "assistant"
     assert "import os" in said["prompt"]
     assert_greedy(quantized, said["prompt"], message["content"])
+
+
+@pytest.mark.nightly  # compiles llama.cpp
+def test_stock_files_in_the_package_as_the_index_has_it(model, tmp_path):
+    """Its own libraries, which know nothing of ours, run what the encoders with second moments make."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir", "--target", tmp_path / "site"]
+    done = subprocess.run([*install, f"llama-cpp-python=={PIN['version']}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("q4_k_m", "iq3_s"):
+        quantized = tmp_path / f"model-{name}.gguf"
+        quantize(model, quantized, "--type", name, "--effort", "fast")
+        said = run_user(quantized, PYTHONPATH=str(tmp_path / "site"))
+        assert Path(said["library"]).is_relative_to(tmp_path / "site")
+        assert "ggml_ext" not in said["log"]
+        assert_greedy(quantized, PROMPT, said["completion"]["choices"][0]["text"])
 
 
 # --- the folder ---

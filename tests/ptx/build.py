@@ -23,12 +23,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py")]
-from compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, WHOLE
+from compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, TENSOR_CORES, WHOLE
 
 import cuda_tools
 from ggml_ext import WEIGHT_TYPES
 
-COLUMNS = (1, 2, 4, 8)  # of MMVQ
+COLUMNS, ALL_COLUMNS = (1, 2, 4, 8), tuple(range(1, 9))  # of MMVQ
 FEW_WHOLE, FEW_RAGGED = (8, 128), (8,)  # of WHOLE and RAGGED, for most units
 
 
@@ -51,10 +51,10 @@ def known_architectures() -> tuple[str, ...]:
 
 def units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
     names, one = tuple(WEIGHT_TYPES), ("90",)
-    if nightly:
-        return [Unit(name, (name,), architectures, columns=tuple(range(1, 9)), whole=WHOLE, ragged=RAGGED) for name in (*names, *STOCK)]
-    return [*(Unit(f"types{i}", names[i::4], architectures) for i in range(4)), Unit("stock", STOCK, one),
-            *(Unit(f"{name}-tiles", (name,), one, (1,), WHOLE, RAGGED) for name in ALL_TILES_OF)]
+    columns, tiles = (ALL_COLUMNS, {name: TENSOR_CORES if name in ALL_TILES_OF else one for name in names}) if nightly else (
+        COLUMNS, dict.fromkeys(ALL_TILES_OF, one))
+    return [*(Unit(f"types{i}", names[i::4], architectures, columns) for i in range(4)), Unit("stock", STOCK, one),
+            *(Unit(f"{name}-tiles", (name,), tiles_on, (1,), WHOLE, RAGGED) for name, tiles_on in tiles.items())]
 
 
 def source(unit: Unit, mmvq: str) -> str:

@@ -3,6 +3,7 @@
 # CUDA C++ Programming Guide, table of technical specifications: bytes of shared memory that a block may have
 SHARED_LIMIT = {"75": 64 * 1024, "80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT)
+TENSOR_CORES = ("75", "90")  # one of each kind
 STOCK = ("q3_K", "q4_K", "iq3_s", "iq2_xxs")
 # Columns of MMQ's tiles that upstream uses for the layouts of our types (mmq-config-ampere.cuh), and a type for each of the two
 # layouts, which has them all
