@@ -21,10 +21,11 @@ ext_words ext_load(const uint ib, const uint k) {
     return w;
 }
 vec4 ext_values(const ext_words w, const uint g) {
-    const uint low = w.low[2*(g/2 & 1) + g/4] >> 4*(g & 1), high = w.high >> g;
+    const uint low   = w.low[2*(g/2 & 1) + g/4] >> 4*(g & 1) & 0x0f0f0f0f, high = g < 4 ? w.high << (4 - g) : w.high >> (g - 4);
+    const uint index = low | (high & 0x10101010);
     vec4 v;
     [[unroll]] for (uint b = 0; b < 4; ++b) {
-        v[b] = ext_table[(low >> 8*b & 15) | (high >> 8*b & 1) << 4];
+        v[b] = ext_table[ext_get_byte(index, b)];
     }
     return v;
 }

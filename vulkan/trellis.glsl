@@ -31,16 +31,10 @@ void init_iq_shmem(const uvec3 workgroup) {
 }
 float ext_entry(const uint i) { return unpackHalf2x16(uint(ext_table[i])).x; }
 
-// Byte b of plane `plane` whose word k is `word`, or rather the byte before it: `first` before byte 0 of the block. Without an early
-// return, of which the optimizer of glslc 2023.2 makes loops and then crashes.
-uint ext_byte_before(const uint ib, const uint plane, const uint word, const uint k, const uint b, const uint first) {
-    uint before = first;
-    if (b != 0) {
-        before = ext_get_byte(word, b - 1);
-    } else if (k != 0) {
-        before = ext_byte(ib, 2 + plane*EXT_LANES + 4*k - 1);
-    }
-    return before;
+// The byte before word k of plane `plane`: `first` before a block's first. Loaded in any case, which is cheaper than a branch.
+uint ext_byte_before(const uint ib, const uint plane, const uint k, const uint first) {
+    const uint last = ext_half(ib, plane*EXT_LANES + 4*k) >> 8;
+    return k == 0 ? first : last;
 }
 
 #if EXT_TRELLIS_K == 2
@@ -49,9 +43,10 @@ struct ext_words { uint window[4]; float d; }; // from step -8 on
 ext_words ext_load(const uint ib, const uint k) {
     ext_words w;
     const uint head = ext_half(ib, 0), l0 = ext_word(ib, 2 + 4*k), l1 = ext_word(ib, 2 + EXT_LANES + 4*k);
+    const uint b0 = ext_byte_before(ib, 0, k, 0), b1 = ext_byte_before(ib, 1, k, head >> 8);
     [[unroll]] for (uint b = 0; b < 4; ++b) {
-        w.window[b] = ext_byte_before(ib, 0, l0, k, b, 0) | ext_byte_before(ib, 1, l1, k, b, head >> 8) << 8 |
-                      ext_get_byte(l0, b) << 16 | ext_get_byte(l1, b) << 24;
+        const uint before = b == 0 ? b0 | b1 << 8 : ext_get_byte(l0, b - 1) | ext_get_byte(l1, b - 1) << 8;
+        w.window[b] = before | ext_get_byte(l0, b) << 16 | ext_get_byte(l1, b) << 24;
     }
     w.d = ext_e5m3(head & 0xff);
     return w;
@@ -59,20 +54,21 @@ ext_words ext_load(const uint ib, const uint k) {
 #define EXT_INDEX(w, g, b) (w.window[b] >> 2*(g + 3) & 0xfff)
 
 #elif EXT_TRELLIS_K == 3
-struct ext_words { uint low[4], high[4]; float d; }; // low bits from step -4 on; high bits from step -8 on, times 2^8
+// Words of two windows of 16 bits: byte b of `before` and of `word`, b = 0 and 2, or 1 and 3.
+uint[2] ext_windows(const uint before, const uint word) {
+    return uint[2]((before & 0x00ff00ff) | (word & 0x00ff00ff) << 8, (before >> 8 & 0x00ff00ff) | (word & 0xff00ff00));
+}
+struct ext_words { uint low[2][2], high[2]; float d; }; // low bits of groups 0 to 3 from step -4 on, of the others from step 0; high ones from -8
 
 ext_words ext_load(const uint ib, const uint k) {
-    ext_words w;
     const uint head = ext_half(ib, 0), start = head >> 8;
     const uint l0 = ext_word(ib, 2 + 4*k), l1 = ext_word(ib, 2 + EXT_LANES + 4*k), h = ext_word(ib, 2 + 2*EXT_LANES + 4*k);
-    [[unroll]] for (uint b = 0; b < 4; ++b) {
-        w.low[b]  = ext_byte_before(ib, 1, l1, k, b, start) | ext_get_byte(l0, b) << 8 | ext_get_byte(l1, b) << 16;
-        w.high[b] = ext_byte_before(ib, 2, h, k, b, (start & 3) << 6) << 8 | ext_get_byte(h, b) << 16;
-    }
-    w.d = ext_e5m3(head & 0xff);
-    return w;
+    const uint l1_before = l1 << 8 | ext_byte_before(ib, 1, k, start), h_before = h << 8 | ext_byte_before(ib, 2, k, (start & 3) << 6);
+    return ext_words(uint[2][2](ext_windows(l1_before, l0), ext_windows(l0, l1)), ext_windows(h_before, h), ext_e5m3(head & 0xff));
 }
-#define EXT_INDEX(w, g, b) ((w.low[b] >> 2*(g + 1) & 0xff) | (w.high[b] >> (g + 5) & 0xf00))
+// bits g - 3 ... g of the high ones are to be at bit 8
+#define EXT_HIGH(word, b, g) (16*(b/2) + g < 3 ? (word) << (3 - g) : (word) >> (16*(b/2) + g - 3))
+#define EXT_INDEX(w, g, b) (bitfieldExtract(w.low[g/4][b & 1], int(16*(b/2) + 2*((g & 3) + 1)), 8) | (EXT_HIGH(w.high[b & 1], b, g) & 0xf00))
 
 #elif EXT_TRELLIS_K == 4
 struct ext_words { uint windows[2][4]; float d; }; // from step -2 and from step 2 on
@@ -84,9 +80,10 @@ ext_words ext_load(const uint ib, const uint k) {
     [[unroll]] for (uint i = 0; i < 4; ++i) {
         l[i] = ext_word(ib, 2 + i*EXT_LANES + 4*k);
     }
+    const uint before = ext_byte_before(ib, 3, k, head >> 8);
     [[unroll]] for (uint b = 0; b < 4; ++b) {
         const uint l1 = ext_get_byte(l[1], b), l2 = ext_get_byte(l[2], b);
-        w.windows[0][b] = ext_byte_before(ib, 3, l[3], k, b, head >> 8) | ext_get_byte(l[0], b) << 8 | l1 << 16 | l2 << 24;
+        w.windows[0][b] = (b == 0 ? before : ext_get_byte(l[3], b - 1)) | ext_get_byte(l[0], b) << 8 | l1 << 16 | l2 << 24;
         w.windows[1][b] = l1 | l2 << 8 | ext_get_byte(l[3], b) << 16;
     }
     w.d = ext_e5m3(head & 0xff);

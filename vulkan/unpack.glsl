@@ -22,7 +22,7 @@ uint ext_byte(const uint ib, const uint at) { return ext_half(ib, at) >> 8*(at &
 vec4 ext_bytes(const uint q) {
     return vec4(float(q & 0xff), float(q >> 8 & 0xff), float(q >> 16 & 0xff), float(q >> 24));
 }
-uint ext_get_byte(const uint word, const uint b) { return word >> 8*b & 0xff; }
+uint ext_get_byte(const uint word, const uint b) { return bitfieldExtract(word, int(8*b), 8); }
 
 // Byte i of 16 in a constant array.
 uint ext_look_up(const uint table[4], const uint i) {

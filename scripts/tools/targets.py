@@ -4,7 +4,7 @@
     targets.py [-m MODEL] [-f TEXT] [--imatrix FILE] [--recipes itq2_t,itq3_t_m,Q2_K,...] [-c 256] [--chunks 60] [-t N]
                [--options "--effort fast"] [--target-options "--target-types ..."] [--out DIR]
 
-Each recipe, a --type of this quantizer or a file type of llama-quantize, is made with the importance matrix and its usual types for
+Each recipe, a --type of this quantizer (q4_k_m) or a file type of llama-quantize (Q4_K_M), is made with the importance matrix and its usual types for
 embeddings and output; then the quantizer makes a file of at most the same size with --target-size. Both are scored with
 llama-perplexity --kl-divergence on the text, which chooses nothing: importances come from --imatrix or the built-in text, what errors
 cost from the end of the built-in one. Prints a line of Markdown for each as it is done.
@@ -52,7 +52,7 @@ def main() -> None:
     fixed, chosen, report = (args.out / name for name in ("fixed.gguf", "chosen.gguf", "chosen.json"))
     print("| recipe | MiB | KL divergence | chosen: MiB | KL divergence | predicted |\n" + "| --- " * 6 + "|", flush=True)
     for recipe in args.recipes.split(","):
-        if recipe in OUR_TYPES:
+        if recipe in OUR_TYPES or recipe.islower():
             quantize_ours(args.model, fixed, recipe, *options)
         else:
             run_tool("llama-quantize", "--imatrix", importance, args.model, fixed, recipe, args.threads)
@@ -63,7 +63,7 @@ def main() -> None:
                       *shlex.split(args.target_options))
         better = kl_divergence(chosen, base, args.threads)["Mean KLD"]
         predicted = json.loads(report.read_text())["predicted_kl_divergence"]
-        print(f"| {recipe.upper()} | {size / MIB:.3f} | {found.value:.4f} +- {found.error:.4f} | {chosen.stat().st_size / MIB:.3f} | "
+        print(f"| {recipe.upper() if recipe in OUR_TYPES else recipe} | {size / MIB:.3f} | {found.value:.4f} +- {found.error:.4f} | {chosen.stat().st_size / MIB:.3f} | "
               f"{better.value:.4f} +- {better.error:.4f} | {predicted:.4f} |", flush=True)
         chosen.unlink()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import perplexity_run
+import synth_model
 from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers import vulkan
 from helpers.commands import quantize
@@ -131,7 +132,18 @@ def text(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", ["itq3_t", *(pytest.param(n, marks=pytest.mark.nightly) for n in WEIGHT_TYPES if n != "itq3_t")])
 def test_a_model_has_the_perplexity_that_it_has_on_the_cpu(model, text, name, tmp_path, monkeypatch):
     """The CPU rounds activations to 8 bits, lavapipe to halves."""
-    file = tmp_path / "model.gguf"
+    assert_same_perplexity(model, name, text, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["itq3_t", *(pytest.param(n, marks=pytest.mark.nightly) for n in WEIGHT_TYPES if n != "itq3_t")])
+def test_so_has_a_mixture_of_experts(lib, text, name, tmp_path, monkeypatch):
+    """Random weights, four experts of which two are used."""
+    synth_model.write_model("f16", tmp_path / "experts.gguf", "tiny-experts", 2)
+    assert_same_perplexity(tmp_path / "experts.gguf", name, text, tmp_path, monkeypatch)
+
+
+def assert_same_perplexity(model: Path, name: str, text: Path, folder: Path, monkeypatch) -> None:
+    file = folder / "model.gguf"
     quantize(model, file, "--type", name, "--effort", "fast", *perplexity_run.UNIFORM)
     backend = {"GGML_BACKEND_PATH": str(vulkan.library())}
     here, _ = vulkan.perplexity(file, text, monkeypatch, "-ngl", 0, "--device", "none", **backend)
