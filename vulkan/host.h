@@ -32,10 +32,16 @@ static uint32_t ggml_ext_vk_table_bytes(ggml_type type) {
     }
 }
 
+// Bytes of shared memory that a device has; for tests, fewer.
+static uint32_t ggml_ext_vk_shared_bytes(const vk_device & device) {
+    static const char * fewer = getenv("GGML_EXT_VK_SHARED_BYTES");
+    return fewer ? (uint32_t) atoi(fewer) : device->properties.limits.maxComputeSharedMemorySize;
+}
+
 // Whether the table has room beside the tiles of mul_mm: the smallest take up to 13 KB. Nearly all devices have 32 KB or more;
 // those of 16 KB are refused the trellis types.
 static bool ggml_ext_vk_table_fits(const vk_device & device, ggml_type type) {
-    return ggml_ext_vk_table_bytes(type) < 1024 || device->properties.limits.maxComputeSharedMemorySize >= 32*1024;
+    return ggml_ext_vk_table_bytes(type) < 1024 || ggml_ext_vk_shared_bytes(device) >= 32*1024;
 }
 
 // For the choice of tiles. Upstream gives up the whole device where the smallest tile of any type has no room: a type that is

@@ -18,7 +18,7 @@ import synth_model
 from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers import vulkan
 from helpers.commands import quantize
-from helpers.native import F32_U, ROOT
+from helpers.native import BUILD, F32_U, ROOT, built
 from helpers.perplexity_record import perplexity_tolerance
 from helpers.vulkan import Case
 
@@ -103,6 +103,30 @@ def test_reductions_in_shared_memory(name):
 def test_all_reductions_in_shared_memory(name):
     k = sizes(name, 1024)
     assert_close(name, [Case("plain", k, 67, n) for n in range(1, 9)], GGML_EXT_VK_NO_SUBGROUPS="1")
+
+
+@pytest.mark.parametrize("name", ["itq3_s", "itq3_t", "itq2_t64"])
+def test_a_device_without_halves(name):
+    """Tiles are in F32 there."""
+    k = sizes(name, 512)
+    assert_close(name, [Case("f32", k, 33, 9), Case("plain", k, 33, 9), Case("plain", k, 33, 1), Case("experts", k, 33, 9)], GGML_VK_DISABLE_F16="1")
+
+
+def test_a_device_of_16_kb_is_refused_the_trellis_types():
+    """Whose table and tiles have no room there; the CPU takes over."""
+    case = Case("plain", 1024, 33, 1)
+    refused = {name for name in WEIGHT_TYPES if vulkan.run_cases(name, [case], GGML_EXT_VK_SHARED_BYTES="16384")[case] is None}
+    assert refused == {name for name in WEIGHT_TYPES if "_t" in name}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", WEIGHT_TYPES)
+def test_upstream_suite(name):
+    """ggml's own test-backend-ops with our types in its lists."""
+    done = subprocess.run([built(BUILD, "test-backend-ops"), "test", "-b", "Vulkan0", "-p", f"={name}"], capture_output=True, text=True,
+                          timeout=3600, env=vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert f"type_a={name}" in done.stdout and "FAIL" not in done.stdout
 
 
 def our_shaders() -> list[Path]:
