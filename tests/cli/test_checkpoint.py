@@ -338,6 +338,57 @@ def test_damaged_shard(folder, change, said):
     folder.error(shard.name, said, "download it again")
 
 
+def pickle_weights(folder, n_shards=1) -> None:
+    """pytorch_model.bin in the place of the safetensors."""
+    import torch
+
+    values = {name: torch.from_numpy(value).to(torch.bfloat16) for name, value in tensors().items()}
+    for path in folder.source.glob("*.safetensors*"):
+        path.unlink()
+    for i in range(n_shards):
+        name = "pytorch_model.bin" if n_shards == 1 else f"pytorch_model-{i + 1:05}-of-{n_shards:05}.bin"
+        torch.save({key: value for k, (key, value) in enumerate(values.items()) if k % n_shards == i}, folder.source / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_pickled_weights(folder, n_shards):
+    pickle_weights(folder, n_shards)
+    folder.run("--keep-gguf", folder.path / "kept.gguf")
+    kept = decoded(folder.path / "kept.gguf")
+    wanted = torch_rounded(tensors()["model.layers.1.mlp.up_proj.weight"])
+    assert len(kept) == len(tensors()) and np.array_equal(kept["blk.1.ffn_up.weight"], wanted)
+
+
+def torch_rounded(values):
+    import torch
+
+    return torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.slow
+def test_pickled_code_is_not_executed(folder, monkeypatch):
+    import torch
+
+    pickle_weights(folder)
+    torch.save({"model.norm.weight": Evil()}, folder.source / "pytorch_model.bin")
+    monkeypatch.chdir(folder.path)
+    folder.error("hold more than tensors, which could execute code", "pass a checkpoint with safetensors")
+    assert not list(folder.path.rglob("executed"))
+
+
+def test_damaged_pickled_weights(folder):
+    pickle_weights(folder)
+    path = folder.source / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:1000])
+    folder.error("pytorch_model.bin is no archive of PyTorch 1.6 or newer, or was cut off: download it again")
+
+
 def test_folder_that_is_no_checkpoint(folder):
     (folder.source / "config.json").unlink()
     folder.error("is a directory without config.json, no Hugging Face checkpoint: pass a GGUF file or the folder of a checkpoint")

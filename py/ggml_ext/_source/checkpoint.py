@@ -11,6 +11,7 @@ import re
 import shutil
 import struct
 import sys
+import zipfile
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -29,7 +30,8 @@ CONFIG = "config.json"
 TEMPORARY = ".converted-"
 # What the converter imports, of the extra hf.
 NEEDED = ("torch", "transformers", "sentencepiece", "safetensors")
-FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+PICKLED = ".bin"
+FORMATS = (("model", ".safetensors"), ("pytorch_model", PICKLED))
 SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.\w+)")
 BYTES_A_WEIGHT = 2  # F16 or BF16; only vectors become F32
 MAX_HEADER = 100_000_000  # of a safetensors file, as its own library has it
@@ -105,6 +107,12 @@ def n_weights(path: Path) -> int:
     return n
 
 
+def check_pickled(path: Path) -> None:
+    """UserError if a pickled file is not one that the converter reads: an archive, as PyTorch writes it since 1.6."""
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"{path} is no archive of PyTorch 1.6 or newer, or was cut off: download it again, or pass a checkpoint with safetensors")
+
+
 def check(folder: Path) -> list[Path]:
     """The files with weights of a checkpoint. UserError if the folder holds none or not all of one, or if nothing converts it."""
     try:
@@ -113,6 +121,9 @@ def check(folder: Path) -> list[Path]:
             instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the folder of a checkpoint"
             raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: pass {instead}")
         files = weight_files(folder)
+        for path in files:
+            if path.suffix == PICKLED:
+                check_pickled(path)
     except OSError as e:
         raise UserError(f"cannot read {folder}: {e.strerror}") from e
     if not CONVERTER.is_file():
@@ -180,6 +191,9 @@ def _convert(folder: Path, path: Path, size: int, console: Console) -> None:
         code, log = run_heard(command, path.parent, heard, env)
     if code or not path.is_file():
         said = last_error(log)
+        if "UnpicklingError" in said:
+            raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
+                            f"pass a checkpoint with safetensors, or a GGUF file of it")
         way_out = "free some space" if "No space left" in said else "pass a GGUF file of it"
         raise UserError(f"{folder} cannot be converted: {CONVERTER.name} exited with {code}: {said}; {way_out}")
 
