@@ -6,9 +6,11 @@ is compiled here and not run. Nearly all of the time goes into LLVM, once a pipe
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from helpers.commands import quantize
 from helpers.native import BUILD, F32_U, ROOT, built
 from helpers.perplexity_record import perplexity_tolerance
 from helpers.vulkan import Case
+from server import running_server
 
 HALF_U = 2.0**-11  # unit roundoff of half
 # Errors over |w| |x| of products in F32. The rotation has 8 additions a value. A product is sums of 32 values in turn, then of the up to 16
@@ -164,6 +167,22 @@ def test_so_has_a_mixture_of_experts(lib, text, name, tmp_path, monkeypatch):
     """Random weights, four experts of which two are used."""
     synth_model.write_model("f16", tmp_path / "experts.gguf", "tiny-experts", 2)
     assert_same_perplexity(tmp_path / "experts.gguf", name, text, tmp_path, monkeypatch)
+
+
+def test_a_server_answers(model, tmp_path, monkeypatch):
+    """llama-server with all layers on Vulkan0."""
+    file, log = tmp_path / "model.gguf", tmp_path / "server.log"
+    quantize(model, file, "--type", "itq3_t", "--effort", "fast", *perplexity_run.UNIFORM)
+    for key, value in vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())).items():
+        monkeypatch.setenv(key, value)
+    question = json.dumps({"prompt": "def add(a, b):", "n_predict": 8, "temperature": 0}).encode()
+    with running_server(file, "-ngl", 99, "--device", "Vulkan0", "-c", 256, "--parallel", 1, "-t", 1, "-lv", 4, "--no-warmup", log=log) as url:
+        request = urllib.request.Request(f"{url}/completion", question, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            said = json.load(answer)
+    (offloaded, layers), = re.findall(r"offloaded (\d+)/(\d+) layers to GPU", log.read_text(errors="replace"))
+    assert offloaded == layers and "Vulkan0" in log.read_text(errors="replace")
+    assert said["tokens_predicted"] == 8 and said["content"].strip()
 
 
 def assert_same_perplexity(model: Path, name: str, text: Path, folder: Path, monkeypatch) -> None:
