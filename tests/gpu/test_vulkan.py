@@ -122,14 +122,22 @@ def test_a_device_of_16_kb_is_refused_the_trellis_types():
     assert refused == {name for name in WEIGHT_TYPES if "_t" in name}
 
 
+def backend_ops(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([built(BUILD, "test-backend-ops"), *arguments, "-b", "Vulkan0"], capture_output=True, text=True, timeout=600,
+                          env=vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
 def test_upstream_suite(name):
-    """ggml's own test-backend-ops with our types in its lists."""
-    done = subprocess.run([built(BUILD, "test-backend-ops"), "test", "-b", "Vulkan0", "-p", f"={name}"], capture_output=True, text=True,
-                          timeout=3600, env=vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert f"type_a={name}" in done.stdout and "FAIL" not in done.stdout
+    """ggml's own test-backend-ops with our types in its lists. A process a case: lavapipe 22.3 corrupts its heap when a buffer grows
+    (helpers/vulkan.py)."""
+    listed = backend_ops("support", "-p", f"={name}").stdout
+    cases = dict.fromkeys(re.findall(r"^ +(\w+\(.*\)): \x1b\[1;32mSUPPORTED", listed, re.M))  # some are there twice
+    assert {case.partition("(")[0] for case in cases} == {"GET_ROWS", "MUL_MAT", "MUL_MAT_ID"}
+    for case in cases:
+        done = backend_ops("test", "-o", case)
+        assert done.returncode == 0 and re.search(r"([12])/\1 tests passed", done.stdout), f"{case}: {done.stdout[-1000:]}{done.stderr[-1000:]}"
 
 
 def our_shaders() -> list[Path]:
