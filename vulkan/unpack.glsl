@@ -9,13 +9,12 @@
 // block (words of EXT_WORD_BITS, as its alignment allows), its sizes and the constants of codes.
 #extension GL_EXT_control_flow_attributes : enable
 
-// Two bytes, four bytes and one byte of a block.
+// Two and four bytes of a block.
 #if EXT_WORD_BITS == 32
 uint ext_word(const uint ib, const uint at) { return data_a[ib].w[at/4]; }
 #else
 uint ext_half(const uint ib, const uint at) { return uint(data_a[ib].w[at/2]); }
 uint ext_word(const uint ib, const uint at) { return ext_half(ib, at) | ext_half(ib, at + 2) << 16; }
-uint ext_byte(const uint ib, const uint at) { return ext_half(ib, at) >> 8*(at & 1) & 0xff; }
 #endif
 
 // Four bytes as floats. Compilers find their conversions of single bytes in this form; behind unpack8() ACO misses them.

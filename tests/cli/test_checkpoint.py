@@ -338,11 +338,17 @@ def test_damaged_shard(folder, change, said):
     folder.error(shard.name, said, "download it again")
 
 
+def as_bf16(value):
+    import torch
+
+    return torch.from_numpy(value).to(torch.bfloat16)
+
+
 def pickle_weights(folder, n_shards=1) -> None:
     """pytorch_model.bin in the place of the safetensors."""
     import torch
 
-    values = {name: torch.from_numpy(value).to(torch.bfloat16) for name, value in tensors().items()}
+    values = {name: as_bf16(value) for name, value in tensors().items()}
     for path in folder.source.glob("*.safetensors*"):
         path.unlink()
     for i in range(n_shards):
@@ -356,14 +362,8 @@ def test_pickled_weights(folder, n_shards):
     pickle_weights(folder, n_shards)
     folder.run("--keep-gguf", folder.path / "kept.gguf")
     kept = decoded(folder.path / "kept.gguf")
-    wanted = torch_rounded(tensors()["model.layers.1.mlp.up_proj.weight"])
+    wanted = as_bf16(tensors()["model.layers.1.mlp.up_proj.weight"]).float().numpy()
     assert len(kept) == len(tensors()) and np.array_equal(kept["blk.1.ffn_up.weight"], wanted)
-
-
-def torch_rounded(values):
-    import torch
-
-    return torch.from_numpy(values).to(torch.bfloat16).float().numpy()
 
 
 class Evil:

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.blocks import TYPE_NAMES
 from helpers.ptx_products import BY_DESIGN, Bench, Weights, columns_of, exact, exact_in_tiles, inputs, units, weights
-from ptx.compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, TENSOR_CORES, WHOLE
+from ptx.compiled import ARCHITECTURES, RAGGED, STOCK, TENSOR_CORES, WHOLE, all_tiles_on
 
 SWIGLU = 2  # ggml_glu_op
 PROGRAMMATIC = ("90", "120")  # launches may begin before the one ahead has ended
@@ -108,9 +108,9 @@ def tiles(lib, name, architecture, n_rows, n, tile, unit=None):
     return bench
 
 
-TILES = [pytest.param(name, a, whole, tile, marks=[] if name in ALL_TILES_OF and a == "90" else nightly,
+TILES = [pytest.param(name, a, whole, tile, marks=[] if a in all_tiles_on(name, nightly=False) else nightly,
                       id=f"{name}-sm_{a}-{'whole' if whole else 'ragged'}-{tile}")
-         for name in TYPE_NAMES for a in (TENSOR_CORES if name in ALL_TILES_OF else ("90",)) for whole, tiles_of in ((True, WHOLE), (False, RAGGED)) for tile in tiles_of]
+         for name in TYPE_NAMES for a in all_tiles_on(name, nightly=True) for whole, tiles_of in ((True, WHOLE), (False, RAGGED)) for tile in tiles_of]
 
 
 @pytest.mark.parametrize("name,architecture,whole,tile", TILES)

@@ -89,9 +89,15 @@ def run_user(quantized: Path, **variables) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_with_ours(quantized: Path) -> dict:
+def our_libraries() -> dict[str, str]:
+    """What a user sets."""
     folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
-    return run_user(quantized, LLAMA_CPP_LIB_PATH=folder, MTMD_CPP_LIB=folder) | {"folder": folder}
+    return {"LLAMA_CPP_LIB_PATH": folder, "MTMD_CPP_LIB": folder}
+
+
+def run_with_ours(quantized: Path) -> dict:
+    ours = our_libraries()
+    return run_user(quantized, **ours) | {"folder": ours["LLAMA_CPP_LIB_PATH"]}
 
 
 PRECISION = """
@@ -106,8 +112,7 @@ print(get(llm._ctx.ctx))
 
 @pytest.mark.parametrize(("variables", "expected"), [({}, "0"), ({"LLAMA_ARG_ACT_PREC": "q8"}, "0"), ({"LLAMA_ARG_ACT_PREC": "f16"}, "1")])
 def test_the_precision_of_activations_comes_from_the_environment(quantized, variables, expected):
-    folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
-    env = {**os.environ, "LLAMA_CPP_LIB_PATH": folder, "MTMD_CPP_LIB": folder, **variables}
+    env = {**os.environ, **our_libraries(), **variables}
     done = subprocess.run([sys.executable, "-c", PRECISION, quantized], env=env, capture_output=True, text=True, timeout=60,
                           cwd=quantized.parent)
     assert done.stdout.strip() == expected, done.stderr[-2000:]

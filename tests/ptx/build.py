@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py")]
-from compiled import ALL_TILES_OF, ARCHITECTURES, RAGGED, STOCK, TENSOR_CORES, WHOLE
+from compiled import ARCHITECTURES, RAGGED, STOCK, WHOLE, all_tiles_on
 
 import cuda_tools
 from ggml_ext import WEIGHT_TYPES
@@ -51,10 +51,9 @@ def known_architectures() -> tuple[str, ...]:
 
 def units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
     names, one = tuple(WEIGHT_TYPES), ("90",)
-    columns, tiles = (ALL_COLUMNS, {name: TENSOR_CORES if name in ALL_TILES_OF else one for name in names}) if nightly else (
-        COLUMNS, dict.fromkeys(ALL_TILES_OF, one))
+    columns = ALL_COLUMNS if nightly else COLUMNS
     return [*(Unit(f"types{i}", names[i::4], architectures, columns) for i in range(4)), Unit("stock", STOCK, one),
-            *(Unit(f"{name}-tiles", (name,), tiles_on, (1,), WHOLE, RAGGED) for name, tiles_on in tiles.items())]
+            *(Unit(f"{name}-tiles", (name,), on, (1,), WHOLE, RAGGED) for name in names if (on := all_tiles_on(name, nightly)))]
 
 
 def source(unit: Unit, mmvq: str) -> str:

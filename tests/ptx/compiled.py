@@ -9,3 +9,10 @@ STOCK = ("q3_K", "q4_K", "iq3_s", "iq2_xxs")
 # layouts, which has them all
 WHOLE, RAGGED = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128), (8, 16, 32, 64, 128)
 ALL_TILES_OF = ("itq3_t", "itq3_s")
+
+
+def all_tiles_on(name: str, nightly: bool) -> tuple[str, ...]:
+    """Architectures for which tiles of all numbers of columns are compiled for a type."""
+    if name in ALL_TILES_OF:
+        return TENSOR_CORES if nightly else ("90",)
+    return ("90",) if nightly else ()
