@@ -9,7 +9,7 @@ namespace ggml_ext {
 template <> struct unpacker<block_ditto5> {
     static constexpr float offset     = DITTO5_OFFSET;
     static constexpr bool  own_offset = false;
-    static constexpr int   pairs      = 0;
+    static constexpr int   pairs      = 1;
     static __device__ __forceinline__ unpacked unpack(const block_ditto5 & x, int k) {
         static_assert(offsetof(block_ditto5, ql) % 2 == 0 && offsetof(block_ditto5, qh) % 2 == 0, "loads of two bytes");
         constexpr uint8_t upper_half[] = GGML_EXT_DITTO5_CODEBOOK;
@@ -20,11 +20,9 @@ template <> struct unpacker<block_ditto5> {
 #pragma unroll
         for (int g = 0; g < N_WORDS; g += 2) { // nibbles: indices of group g and of group g + 1 in turn
             const uint16_t * l = ql + 32*(g%4/2) + 16*(g/4);
-            deinterleave(codebook.low(l[0]) | codebook.high(l[0]), codebook.low(l[1]) | codebook.high(l[1]), u.q[g], u.q[g + 1]);
-        }
-#pragma unroll
-        for (int g = 0; g < N_WORDS; ++g) { // 127 where bit g of h's byte is set
-            u.q[g] ^= prmt(h << (7 - g), 0, 0xba98) & 0x7f7f7f7f;
+            const uint32_t h0 = h << (7 - g), h1 = h << (6 - g); // bits g and g + 1 of each byte at its top
+            u.q[g]     = (codebook.low(l[0]) | codebook.high(l[0])) ^ (prmt(h0, h1, 0xd9c8) & 0x7f7f7f7f); // ^ 127 where it is set
+            u.q[g + 1] = (codebook.low(l[1]) | codebook.high(l[1])) ^ (prmt(h0, h1, 0xfbea) & 0x7f7f7f7f);
         }
         u.d      = ggml_ext_half_to_float(x.d);
         u.offset = offset;

@@ -8,35 +8,14 @@
 #include "mmq.cuh"
 #include "cuda/dequantize.cuh"
 #include "cuda/quantize.cuh"
+#include "device.cuh"
+#include "timings.cuh"
 
 #include <cfloat>
 #include <cinttypes>
-#include <random>
 #include <string>
 
-// Memory on the device, of whole words as buffers of tensors are: unpack.cuh may read the last one's padding.
-template <typename T> struct buffer {
-    T *    data;
-    size_t n;
-    explicit buffer(size_t n) : n(n) {
-        CUDA_CHECK(cudaMalloc((void **) &data, (n*sizeof(T) + 3)/4*4));
-        CUDA_CHECK(cudaMemset(data, 0x55, n*sizeof(T)));
-    }
-    explicit buffer(const std::vector<T> & from) : buffer(from.size()) {
-        CUDA_CHECK(cudaMemcpy(data, from.data(), n*sizeof(T), cudaMemcpyHostToDevice));
-    }
-    buffer(const buffer &) = delete;
-    ~buffer() { cudaFree(data); }
-    std::vector<T> get() const {
-        std::vector<T> out(n);
-        CUDA_CHECK(cudaDeviceSynchronize());
-        CUDA_CHECK(cudaMemcpy(out.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
-        return out;
-    }
-};
-
 static bool all_passed = true;
-static bool few        = false;
 
 // As the backend launches: kernels that ask for it may begin before those ahead of them have ended.
 template <typename Kernel, typename... Args>
@@ -65,8 +44,6 @@ static uint32_t bits_of(float x) {
     memcpy(&u, &x, 4);
     return u;
 }
-
-static std::mt19937 rng(20261121);
 
 // Every bit alone, every bit but one, random bytes. Finite scales where asked for.
 template <typename B> static std::vector<uint8_t> blocks(bool valid) {
@@ -180,15 +157,6 @@ template <int n> static __global__ void rotate_blocks(float * x) {
         const int at = n*ggml_ext::lane_block<n>(threadIdx.x) + ggml_ext::N_LANES<n>*i + ggml_ext::block_lane<n>(threadIdx.x);
         x[QK_K*blockIdx.x + at] = v[i];
     }
-}
-
-static std::vector<float> gaussian(int64_t n) {
-    std::normal_distribution<float> normal;
-    std::vector<float> x(n);
-    for (float & v : x) {
-        v = normal(rng);
-    }
-    return x;
 }
 
 template <int n> static void check_rotation() {
@@ -415,69 +383,6 @@ template <typename B> static void check_large_columns(const char * name) {
         n_wrong += memcmp(first, last, block_bytes) != 0 || memcmp(first, unwritten, block_bytes) == 0;
     }
     report(std::string("last of many columns for ") + name, n, n_wrong, "");
-}
-
-// --- timings -----------------------------------------------------------------------------------------------------------
-
-// Microseconds of one launch of f on stream, out of a graph of many: no gaps between launches.
-template <typename F> static double microseconds(F f) {
-    const int n_launches = few ? 2 : 200, n_replays = few ? 3 : 20;
-    cudaStream_t    stream;
-    cudaGraph_t     graph;
-    cudaGraphExec_t exec;
-    cudaEvent_t     start, stop;
-    CUDA_CHECK(cudaStreamCreate(&stream));
-    CUDA_CHECK(cudaEventCreate(&start));
-    CUDA_CHECK(cudaEventCreate(&stop));
-    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < n_launches; ++i) {
-        f(stream);
-    }
-    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, NULL, NULL, 0));
-    std::vector<double> times;
-    for (int i = 0; i < n_replays; ++i) {
-        CUDA_CHECK(cudaEventRecord(start, stream));
-        CUDA_CHECK(cudaGraphLaunch(exec, stream));
-        CUDA_CHECK(cudaEventRecord(stop, stream));
-        CUDA_CHECK(cudaEventSynchronize(stop));
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
-        times.push_back(1e3*ms/n_launches);
-    }
-    std::sort(times.begin(), times.end());
-    return times[n_replays/2];
-}
-
-static void time_quantize() {
-    for (int64_t n : few ? std::vector<int64_t>{256, 512} : std::vector<int64_t>{2048, 4096, 8192, 14336}) {
-        const buffer<float> x(gaussian(n));
-        const buffer<ggml_ext::block_q8<QK_K>> y(n/QK_K);
-        const auto us = [&](ggml_type type) {
-            return microseconds([&](cudaStream_t s) { ggml_ext::quantize_row_q8_cuda(x.data, y.data, type, n, n, n, n, n, 1, 1, 1, s); });
-        };
-        printf("{\"timing\": \"quantize\", \"n\": %" PRId64 ", \"plain_us\": %.3f, \"rotated_us\": %.3f, \"rotated_64_us\": %.3f}\n", n,
-               us(GGML_TYPE_CCQ2), us(GGML_TYPE_ITQ3_S), us(GGML_TYPE_ITQ3_T64));
-    }
-}
-
-static void time_copy() {
-    const size_t n = (size_t) 1 << (few ? 20 : 30);
-    const buffer<uint8_t> a(n), b(n);
-    double best = 1e30;
-    for (int i = 0; i < 5; ++i) {
-        cudaEvent_t start, stop;
-        CUDA_CHECK(cudaEventCreate(&start));
-        CUDA_CHECK(cudaEventCreate(&stop));
-        CUDA_CHECK(cudaEventRecord(start));
-        CUDA_CHECK(cudaMemcpyAsync(a.data, b.data, n, cudaMemcpyDeviceToDevice));
-        CUDA_CHECK(cudaEventRecord(stop));
-        CUDA_CHECK(cudaEventSynchronize(stop));
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
-        best = std::min(best, (double) ms);
-    }
-    printf("{\"timing\": \"copy\", \"gb_per_s\": %.1f}\n", 2*n/best/1e6);
 }
 
 int main(int argc, char ** argv) {

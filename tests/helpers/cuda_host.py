@@ -63,7 +63,7 @@ def threads(x: np.ndarray, block_size: int) -> np.ndarray:
     return x.reshape(*shape, -1, 8, block_size // 32, 4).swapaxes(-3, -2).reshape(*shape, -1, 32)
 
 
-PAIRS = {"ditto3": 2, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in (2, 3) for n in ("", "64")}
+PAIRS = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in (2, 3) for n in ("", "64")}
 
 
 def code_places(name: str) -> np.ndarray:

@@ -1,0 +1,68 @@
+// Timings of kernels.cu: a line of JSON each.
+#pragma once
+
+#include "cuda/quantize.cuh"
+#include "device.cuh"
+
+#include <cinttypes>
+
+// Microseconds of one launch of f on stream, out of a graph of many: no gaps between launches.
+template <typename F> static double microseconds(F f) {
+    const int n_launches = few ? 2 : 200, n_replays = few ? 3 : 20;
+    cudaStream_t    stream;
+    cudaGraph_t     graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t     start, stop;
+    CUDA_CHECK(cudaStreamCreate(&stream));
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&stop));
+    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < n_launches; ++i) {
+        f(stream);
+    }
+    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, NULL, NULL, 0));
+    std::vector<double> times;
+    for (int i = 0; i < n_replays; ++i) {
+        CUDA_CHECK(cudaEventRecord(start, stream));
+        CUDA_CHECK(cudaGraphLaunch(exec, stream));
+        CUDA_CHECK(cudaEventRecord(stop, stream));
+        CUDA_CHECK(cudaEventSynchronize(stop));
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        times.push_back(1e3*ms/n_launches);
+    }
+    std::sort(times.begin(), times.end());
+    return times[n_replays/2];
+}
+
+static void time_quantize() {
+    for (int64_t n : few ? std::vector<int64_t>{256, 512} : std::vector<int64_t>{2048, 4096, 8192, 14336}) {
+        const buffer<float> x(gaussian(n));
+        const buffer<ggml_ext::block_q8<QK_K>> y(n/QK_K);
+        const auto us = [&](ggml_type type) {
+            return microseconds([&](cudaStream_t s) { ggml_ext::quantize_row_q8_cuda(x.data, y.data, type, n, n, n, n, n, 1, 1, 1, s); });
+        };
+        printf("{\"timing\": \"quantize\", \"n\": %" PRId64 ", \"plain_us\": %.3f, \"rotated_us\": %.3f, \"rotated_64_us\": %.3f}\n", n,
+               us(GGML_TYPE_CCQ2), us(GGML_TYPE_ITQ3_S), us(GGML_TYPE_ITQ3_T64));
+    }
+}
+
+static void time_copy() {
+    const size_t n = (size_t) 1 << (few ? 20 : 30);
+    const buffer<uint8_t> a(n), b(n);
+    double best = 1e30;
+    for (int i = 0; i < 5; ++i) {
+        cudaEvent_t start, stop;
+        CUDA_CHECK(cudaEventCreate(&start));
+        CUDA_CHECK(cudaEventCreate(&stop));
+        CUDA_CHECK(cudaEventRecord(start));
+        CUDA_CHECK(cudaMemcpyAsync(a.data, b.data, n, cudaMemcpyDeviceToDevice));
+        CUDA_CHECK(cudaEventRecord(stop));
+        CUDA_CHECK(cudaEventSynchronize(stop));
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        best = std::min(best, (double) ms);
+    }
+    printf("{\"timing\": \"copy\", \"gb_per_s\": %.1f}\n", 2*n/best/1e6);
+}
