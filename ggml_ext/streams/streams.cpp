@@ -276,10 +276,7 @@ private:
     }
 
     void inputs(int g, int chunk, bool last) {
-        is_ahead    = last;
-        char * to   = exchange.data();
-        size_t left = exchange.size();
-        std::vector<std::vector<char>> of[2];
+        is_ahead = last;
         for (int s = 0; s < 2; ++s) {
             wanted = [&](const ggml_ext::layer & l) {
                 std::vector<ggml_tensor *> targets;
@@ -290,19 +287,19 @@ private:
                 return targets;
             };
             run(chunk, s);
-            each_array(parts.layers()[layer].groups.at(g), [&](ggml_tensor * t) { of[s].push_back(rows_of(t)); });
-            if (last && s == 0 && parts.layers()[layer].end) {
-                keep(chunk, 0);
-            }
-        }
-        for (size_t i = 0; i < of[0].size(); ++i) {
-            for (const auto & arrays : of) {
-                if (arrays[i].size() > left) {
+            char * to   = exchange.data();
+            size_t left = exchange.size();
+            each_array(parts.layers()[layer].groups.at(g), [&](ggml_tensor * t) { // of the first stream, then of the second
+                const size_t n_bytes = (size_t) ggml_nelements(t) * ggml_type_size(t->type);
+                if (2 * n_bytes > left) {
                     fail("the exchange is too small");
                 }
-                memcpy(to, arrays[i].data(), arrays[i].size());
-                to += arrays[i].size();
-                left -= arrays[i].size();
+                get_rows(t, to + s * n_bytes);
+                to += 2 * n_bytes;
+                left -= 2 * n_bytes;
+            });
+            if (last && s == 0 && parts.layers()[layer].end) {
+                keep(chunk, 0);
             }
         }
     }
@@ -319,22 +316,19 @@ private:
         }
     }
 
-    // Values of a tensor of 4 bytes each, without the gaps between its rows.
-    static std::vector<char> rows_of(const ggml_tensor * t) {
-        std::vector<char> data(ggml_nbytes(t)), out;
-        ggml_backend_tensor_get(t, data.data(), 0, data.size());
+    // A tensor's values, without the gaps between its rows.
+    static void get_rows(const ggml_tensor * t, char * to) {
         if (ggml_is_contiguous(t)) {
-            return data;
+            ggml_backend_tensor_get(t, to, 0, ggml_nbytes(t));
+            return;
         }
-        for (int64_t i3 = 0; i3 < t->ne[3]; ++i3) {
-            for (int64_t i2 = 0; i2 < t->ne[2]; ++i2) {
-                for (int64_t i1 = 0; i1 < t->ne[1]; ++i1) {
-                    const char * row = data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
-                    out.insert(out.end(), row, row + t->ne[0] * ggml_type_size(t->type));
-                }
-            }
+        std::vector<char> data(ggml_nbytes(t));
+        ggml_backend_tensor_get(t, data.data(), 0, data.size());
+        const size_t row_bytes = ggml_row_size(t->type, t->ne[0]);
+        for (int64_t i = 0; i < ggml_nrows(t); ++i, to += row_bytes) {
+            const int64_t i1 = i % t->ne[1], i2 = i / t->ne[1] % t->ne[2], i3 = i / t->ne[1] / t->ne[2];
+            memcpy(to, data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3], row_bytes);
         }
-        return out;
     }
 
     void keep(int chunk, int s) {

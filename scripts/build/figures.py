@@ -168,6 +168,7 @@ CHOICES = (
 def render_choice(measured: dict) -> str:
     """Which type to take, and what a model of 7 billion weights takes."""
     found, q3_k = measured["seven_b"], measured["rows"]["Q3_K"]["bpw"]
+    calibration, encoding = found["calibration"], found["encoding"]
     lines = ["| you want | option | bits per weight | a 7B model takes |", "| --- | --- | --- | --- |"]
     for want, name, bits in CHOICES:
         shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
@@ -178,11 +179,12 @@ def render_choice(measured: dict) -> str:
     return "\n".join([
         *lines, "",
         f"**A 7B model on a laptop.** You need the model in F16 or BF16 ({found['input_gib']:.0f} GiB), disk for the result, and an evening: the command says",
-        f"before it starts how long it will take on your machine. On {found['processor']} it says {found['calibration_hours']:.1f} hours for calibration and",
-        f"{found['encoding_minutes']} minutes for encoding a model of Llama-3.1-8B's shape; eight cores take a quarter. Two of its 32 layers were run: they took "
-        f"{found['measured']['took_seconds'][0]} s",
-        f"(a fifth of the text) and {found['measured']['took_seconds'][1]} s where it had said {found['measured']['said_seconds'][0]} s and "
-        f"{found['measured']['said_seconds'][1]} s. If F16 does not fit into your memory, calibration runs the model",
+        f"before it starts how long it will take on your machine. The 32 layers of Llama-3.1-8B's shape, {found['billions']:.1f} billion weights, became ITQ3_T on",
+        f"{found['processor']}: encoding took {encoding['took_minutes']} minutes ({encoding['said_minutes']} were said) and {encoding['mib']} MiB of memory; calibration with "
+        f"{calibration['chunks']} of its 100 chunks",
+        f"{calibration['took_minutes']} minutes ({calibration['said_minutes']} were said; all take {calibration['all_minutes']}) and {calibration['gib']} GiB, nearly all of it the model. "
+        f"Eight cores take a quarter. The file",
+        f"decodes {found['decode/q3_k']:.2f} times as fast as Q3_K. If F16 does not fit into your memory, calibration runs the model",
         "in Q8_0 or Q4_K by itself. Running takes the memory of the file and the KV cache.",
     ])
 

@@ -330,6 +330,7 @@ def names_of(path) -> set[str]:
     return {re.sub(r"^llama \S+ ", "", model_type), *re.findall(r"file type += (.*)", log.stdout + log.stderr)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
@@ -385,6 +386,7 @@ def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_pat
     assert names_of(ours) == names_of(theirs) == {name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["itq2_t_m", "itq3_sx", "itq3_s_" + "m" * 40, "itq3_s_\n[31m"])
 def test_a_recipe_of_another_type_is_not_believed(lib, model, tmp_path, value):
     """llama-quantize keeps the key of the file it reads; other programs may write anything."""

@@ -73,10 +73,12 @@ def _seconds(codec: Codec, target: GGMLQuantizationType, guide: Guide, n_threads
     weights = (0.02 * np.random.default_rng(1).standard_normal((ROWS, COLUMNS))).astype(np.float32)
     tensor, n = _tensor(target), n_threads
     with ThreadPoolExecutor(n_threads) as pool:
-        while True:
+
+        def encode(times: int) -> float:
             start = time.perf_counter()
-            list(pool.map(lambda _: codec.encode_rows(weights, tensor, 0, target, guide), range(n)))
-            seconds = time.perf_counter() - start
-            if seconds >= ENOUGH:
-                return seconds / (n * weights.size)
+            list(pool.map(lambda _: codec.encode_rows(weights, tensor, 0, target, guide), range(times)))
+            return time.perf_counter() - start
+
+        while (seconds := encode(n)) < ENOUGH:
             n = max(2 * n, int(n * ENOUGH / max(seconds, 1e-3)))
+        return min(seconds, encode(n)) / (n * weights.size)  # the first may find a processor busy with what ran before

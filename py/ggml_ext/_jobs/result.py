@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -40,7 +40,7 @@ class Result:
     type: str
     options: str
     importance: str
-    tensors: tuple[TensorResult, ...]
+    tensors: tuple[TensorResult, ...] = field(repr=False)  # hundreds
     weights: int
     bytes_before: int
     bytes: int
