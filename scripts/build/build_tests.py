@@ -94,8 +94,7 @@ def main() -> None:
                     ROOT / "build" / "aarch64", "ext-tests"),
         # one library, which programs of the package load; the time goes into its shaders
         "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=OFF",
-                    "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", *QUICKLY_COMPILED,
-                    f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}"), ROOT / "build" / "vulkan", "ext-vulkan"),
+                    "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", *QUICKLY_COMPILED), ROOT / "build" / "vulkan", "ext-vulkan"),
         "cuda": (("-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDA_ARCHITECTURES', '90')}"),
                  ROOT / "build" / "cuda", "ext-cuda"),
     }
@@ -112,6 +111,8 @@ def main() -> None:
         if name == "package":
             find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
         options, folder, target = steps[name]
+        if name == "vulkan":
+            options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)
         start = time.monotonic()
         if options:
             configure(folder.name, *options)

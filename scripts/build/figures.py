@@ -58,13 +58,18 @@ def read_types(measured: dict) -> list[Type]:
     return sorted((Type(name, measured["rows"], decode.get(name)) for name in names), key=lambda t: (t.bpw, t.name), reverse=True)
 
 
+def ratio_cell(value: float | None) -> str:
+    """Empty for what was not measured."""
+    return "" if value is None else f"{value:.2f}"
+
+
 def render_types(types: list[Type]) -> str:
     """One line a type."""
     lines = ["| type | bits a weight | perplexity over F16 | with imatrix | with moments | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 7]
     for t in types:
         name = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
         over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over)
-        speed = " | ".join("" if value is None else f"{value:.2f}" for value in (t.decode, t.prefill))
+        speed = " | ".join(ratio_cell(value) for value in (t.decode, t.prefill))
         lines.append(f"| {name} | {t.bpw:g} | {over} | {speed} |")
     return "\n".join(lines)
 
@@ -150,7 +155,7 @@ def render_summary(types: list[Type], measured: dict) -> str:
         over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over[1:])
         other = "{1:.1f} / {2:.2f}".format(*smollm2[t.name]) if t.name in smollm2 else ""
         title = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
-        lines.append(f"| {title} | {t.bpw:g} | {over} | {other} | {'' if t.decode_avx512 is None else f'{t.decode_avx512:.2f}'} |")
+        lines.append(f"| {title} | {t.bpw:g} | {over} | {other} | {ratio_cell(t.decode_avx512)} |")
     return "\n".join(lines)
 
 

@@ -47,6 +47,7 @@ static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
 
 typedef std::chrono::steady_clock::time_point cudaEvent_t;
 static inline cudaError_t cudaEventCreate(cudaEvent_t *) { return 0; }
+static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return 0; }
 static inline cudaError_t cudaEventRecord(cudaEvent_t & e, cudaStream_t = nullptr) { e = std::chrono::steady_clock::now(); return 0; }
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return 0; }
 static inline cudaError_t cudaEventElapsedTime(float * ms, cudaEvent_t from, cudaEvent_t to) {

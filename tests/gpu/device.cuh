@@ -1,4 +1,4 @@
-// What kernels.cu's checks and timings share: memory on the device, numbers for it.
+// What kernels.cu's checks and timings share: memory on the device, graphs, numbers.
 #pragma once
 
 #include "common.cuh"
@@ -25,6 +25,23 @@ template <typename T> struct buffer {
         CUDA_CHECK(cudaDeviceSynchronize());
         CUDA_CHECK(cudaMemcpy(out.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
         return out;
+    }
+};
+
+// What f puts on a stream, to be launched as one.
+struct captured_graph {
+    cudaGraph_t     graph;
+    cudaGraphExec_t exec;
+    template <typename F> captured_graph(cudaStream_t stream, F f) {
+        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        f();
+        CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+        CUDA_CHECK(cudaGraphInstantiate(&exec, graph, NULL, NULL, 0));
+    }
+    captured_graph(const captured_graph &) = delete;
+    ~captured_graph() {
+        cudaGraphExecDestroy(exec);
+        cudaGraphDestroy(graph);
     }
 };
 

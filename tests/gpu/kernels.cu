@@ -258,9 +258,7 @@ template <typename F> static void check_chain(const std::string & name, const st
         identity[i] = i;
     }
     const buffer<uint32_t> source(from), next(identity), x(n), y(n_out), out(n_out*n_steps);
-    cudaStream_t    stream;
-    cudaGraph_t     graph;
-    cudaGraphExec_t exec;
+    cudaStream_t stream;
     CUDA_CHECK(cudaDeviceSynchronize()); // buffers are filled on another stream
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     const auto steps = [&](bool wait) {
@@ -293,16 +291,13 @@ template <typename F> static void check_chain(const std::string & name, const st
     CUDA_CHECK(cudaDeviceSynchronize());
     steps(false);
     compare("stream");
-    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    steps(false);
-    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, NULL, NULL, 0));
-    for (int i = 0; i < (few ? 1 : 3); ++i) {
-        CUDA_CHECK(cudaGraphLaunch(exec, stream));
+    {
+        const captured_graph graph(stream, [&] { steps(false); });
+        for (int i = 0; i < (few ? 1 : 3); ++i) {
+            CUDA_CHECK(cudaGraphLaunch(graph.exec, stream));
+        }
+        compare("graph");
     }
-    compare("graph");
-    CUDA_CHECK(cudaGraphExecDestroy(exec));
-    CUDA_CHECK(cudaGraphDestroy(graph));
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 

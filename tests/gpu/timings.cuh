@@ -6,32 +6,39 @@
 
 #include <cinttypes>
 
+// Milliseconds of what f puts on the stream.
+template <typename F> static float milliseconds(cudaStream_t stream, F f) {
+    cudaEvent_t start, stop;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&stop));
+    CUDA_CHECK(cudaEventRecord(start, stream));
+    f();
+    CUDA_CHECK(cudaEventRecord(stop, stream));
+    CUDA_CHECK(cudaEventSynchronize(stop));
+    float ms;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+    CUDA_CHECK(cudaEventDestroy(start));
+    CUDA_CHECK(cudaEventDestroy(stop));
+    return ms;
+}
+
 // Microseconds of one launch of f on stream, out of a graph of many: no gaps between launches.
 template <typename F> static double microseconds(F f) {
     const int n_launches = few ? 2 : 200, n_replays = few ? 3 : 20;
-    cudaStream_t    stream;
-    cudaGraph_t     graph;
-    cudaGraphExec_t exec;
-    cudaEvent_t     start, stop;
+    cudaStream_t stream;
     CUDA_CHECK(cudaStreamCreate(&stream));
-    CUDA_CHECK(cudaEventCreate(&start));
-    CUDA_CHECK(cudaEventCreate(&stop));
-    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < n_launches; ++i) {
-        f(stream);
-    }
-    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, NULL, NULL, 0));
     std::vector<double> times;
-    for (int i = 0; i < n_replays; ++i) {
-        CUDA_CHECK(cudaEventRecord(start, stream));
-        CUDA_CHECK(cudaGraphLaunch(exec, stream));
-        CUDA_CHECK(cudaEventRecord(stop, stream));
-        CUDA_CHECK(cudaEventSynchronize(stop));
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
-        times.push_back(1e3*ms/n_launches);
+    {
+        const captured_graph graph(stream, [&] {
+            for (int i = 0; i < n_launches; ++i) {
+                f(stream);
+            }
+        });
+        for (int i = 0; i < n_replays; ++i) {
+            times.push_back(1e3*milliseconds(stream, [&] { CUDA_CHECK(cudaGraphLaunch(graph.exec, stream)); })/n_launches);
+        }
     }
+    CUDA_CHECK(cudaStreamDestroy(stream));
     std::sort(times.begin(), times.end());
     return times[n_replays/2];
 }
@@ -53,15 +60,7 @@ static void time_copy() {
     const buffer<uint8_t> a(n), b(n);
     double best = 1e30;
     for (int i = 0; i < 5; ++i) {
-        cudaEvent_t start, stop;
-        CUDA_CHECK(cudaEventCreate(&start));
-        CUDA_CHECK(cudaEventCreate(&stop));
-        CUDA_CHECK(cudaEventRecord(start));
-        CUDA_CHECK(cudaMemcpyAsync(a.data, b.data, n, cudaMemcpyDeviceToDevice));
-        CUDA_CHECK(cudaEventRecord(stop));
-        CUDA_CHECK(cudaEventSynchronize(stop));
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        const float ms = milliseconds(nullptr, [&] { CUDA_CHECK(cudaMemcpyAsync(a.data, b.data, n, cudaMemcpyDeviceToDevice)); });
         best = std::min(best, (double) ms);
     }
     printf("{\"timing\": \"copy\", \"gb_per_s\": %.1f}\n", 2*n/best/1e6);
