@@ -10,7 +10,7 @@
 
 namespace ggml_ext {
 
-static bool is_weight(const ggml_tensor * t) {
+bool is_weight(const ggml_tensor * t) {
     return t->op == GGML_OP_NONE && t->buffer && ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 
@@ -170,6 +170,17 @@ std::vector<const ggml_tensor *> layered_graph::embeddings() const {
     return out;
 }
 
+std::vector<ggml_tensor *> layered_graph::nodes(int k) const {
+    return { graph->nodes + found[k].first, graph->nodes + found[k].last };
+}
+
+void keep(ggml_tensor * t) {
+    ggml_set_output(t); // memory of its own, which nothing else takes
+    if (t->view_src) {
+        ggml_set_output(t->view_src);
+    }
+}
+
 bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights) {
     std::set<int> nodes;
     int           last = 0;
@@ -179,12 +190,7 @@ bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const
     if (k >= 0 && !needs(k, last, nodes)) {
         return false;
     }
-    for (ggml_tensor * t : targets) {
-        ggml_set_output(t); // memory of its own, which nothing else takes
-        if (t->view_src) {
-            ggml_set_output(t->view_src);
-        }
-    }
+    std::for_each(targets.begin(), targets.end(), keep);
     int n = 0;
     for (const int i : nodes) {
         ggml_tensor * node = graph->nodes[n++] = graph->nodes[i];

@@ -17,6 +17,11 @@ struct ggml_cgraph;
 
 namespace ggml_ext {
 
+bool is_weight(const ggml_tensor * t);
+
+// Its value is there once the graph has been computed.
+void keep(ggml_tensor * t);
+
 // A product of a weight matrix, or of the matrices of experts, with an input.
 struct product {
     ggml_tensor * node     = nullptr;
@@ -57,6 +62,9 @@ public:
 
     // What the first layer takes rows of by index: token embeddings.
     std::vector<const ggml_tensor *> embeddings() const;
+
+    // Of layer k, in the order of the graph as it was read.
+    std::vector<ggml_tensor *> nodes(int k) const;
 
     // Leaves of the graph what is needed for the targets, tensors of layer k, and makes the stream before it an input, with no value yet.
     // weights: by name, in place of those of the model. k < 0: leaves nothing.

@@ -9,13 +9,18 @@
 //                         stream goes on behind the layer in the same pass
 //   advance C             both streams of chunk C, or the second after LAST, go on behind the layer; the answer has the energy of the first
 //                         there and that of the difference, without the first token, whose energy is of another order
+//   learn N               room for the gradients of N chunks at the streams behind all layers
+//   backward C            finds those of chunk C of the model as it is. The loss is -log of the probability of tokens drawn from the
+//                         model's own distribution, so that their second moments are Fisher's information
+//   gradients C           arrays of chunk C at the layer: the gradient of each product's output but those of experts, in their order
 //
 // An answer is a line of JSON, with what is wrong {"error": "..."}. The first one describes the model.
 //
 // Use: ggml-ext-streams -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]
 // -o: the streams lie in this file, which has no name any more once it is open; without it in memory.
 
-#include "layers.h"
+#include "backward.h"
+#include "labels.h"
 #include "llama-graph-cut.h"
 
 #include "arg.h"
@@ -26,6 +31,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -128,9 +134,9 @@ struct replacement {
 class streams {
 public:
     streams(llama_context * ctx, std::vector<llama_token> tokens, int n_context, int n_chunks, const std::string & file)
-        : ctx(ctx), tokens(std::move(tokens)), n_context(n_context), n_chunks(n_chunks) {
+        : ctx(ctx), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks) {
         ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return on_graph(graph); });
-        run(0, -1); // a graph of no nodes: to be described
+        compute(0, -1); // a graph of no nodes: to be described
         if (!wrong.empty()) {
             return;
         }
@@ -141,7 +147,7 @@ public:
     ~streams() { ggml_ext_set_graph_cut({}); }
 
     json describe() const {
-        return wrong.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "layers", description } }
+        return wrong.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "layers", description }, { "no_gradients", not_differentiated } }
                              : json{ { "error", wrong } };
     }
 
@@ -169,6 +175,14 @@ public:
                 keep(a, s);
             }
             return compare(a);
+        } else if (what == "learn" && line >> a) {
+            n_layers = llama_model_n_layer(llama_get_model(ctx));
+            learned  = mapping(file, (size_t) a * n_layers * chunk_bytes / 2, true);
+            n_learned = a;
+        } else if (what == "backward" && line >> a && a < n_learned) {
+            learn_gradients(a);
+        } else if (what == "gradients" && line >> a && a < n_learned) {
+            gradients(a);
         } else {
             fail("what is this: " + line.str());
         }
@@ -189,10 +203,16 @@ private:
         replaced[name] = std::make_unique<replacement>(matrix->second, id, path, layer_of.at(name));
     }
 
-    // Runs a chunk through what is wanted of the layer; s: 0 the model as it is, 1 behind replaced matrices, -1 nothing.
+    // Runs a chunk through what is wanted of the layer; s: 0 the model as it is, 1 behind replaced matrices.
     void run(int chunk, int s) {
+        before = place(s, chunk);
+        doing  = purpose::layer;
+        compute(chunk, s);
+    }
+
+    // s: or -1 for nothing.
+    void compute(int chunk, int s) {
         which = s;
-        at    = chunk;
         llama_memory_clear(llama_get_memory(ctx), true);
         llama_batch batch = llama_batch_init(n_context, 0, 1);
         const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(ctx));
@@ -234,15 +254,96 @@ private:
                 weights[r.first] = r.second->tensor;
             }
         }
-        const ggml_ext::layer & of = parts.layers()[layer];
-        if (!parts.cut(layer, wanted(of), weights)) {
-            wrong = parts.why();
+        if (doing == purpose::whole) {
+            for (int k = 0; k < n_layers; ++k) {
+                ggml_ext::keep(parts.layers()[k].end);
+            }
+            ggml_ext::keep(parts.nodes(n_layers).back());
+            return [] {};
         }
-        return [this, start = of.start] {
+        const ggml_ext::layer & of = parts.layers()[layer];
+        const auto nodes = parts.nodes(layer);
+        const bool differentiates = doing == purpose::gradients;
+        if (!parts.cut(layer, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : wanted(of), weights)) {
+            wrong = parts.why();
+        } else if (differentiates) {
+            back = {};
+            if (!back.build(nodes, of)) {
+                wrong = back.why();
+                return [] {};
+            }
+            back.append(graph);
+        }
+        return [this, start = of.start, differentiates] {
             if (start) {
-                ggml_backend_tensor_set(start, place(which, at), 0, chunk_bytes);
+                ggml_backend_tensor_set(start, before, 0, chunk_bytes);
+            }
+            if (differentiates) {
+                ggml_backend_tensor_set(back.seed(), seed.data(), 0, seed.size()*sizeof(float));
             }
         };
+    }
+
+    // Of all layers; on a graph that is whole.
+    std::string why_not_differentiated() {
+        for (size_t k = 0; k < parts.layers().size(); ++k) {
+            ggml_ext::backward of_layer;
+            if (!of_layer.build(parts.nodes((int) k), parts.layers()[k])) {
+                return of_layer.why();
+            }
+        }
+        return {};
+    }
+
+    char * learned_at(int k, int chunk) const { return learned.data() + ((size_t) k * n_learned + chunk) * chunk_bytes / 2; }
+
+    void learn_gradients(int chunk) {
+        n_layers = llama_model_n_layer(llama_get_model(ctx));
+        doing    = purpose::whole;
+        compute(chunk, 0);
+        std::vector<std::vector<float>> hidden(n_layers);
+        for (int k = 0; k < n_layers; ++k) {
+            hidden[k].resize(chunk_bytes / sizeof(float));
+            ggml_backend_tensor_get(parts.layers()[k].end, hidden[k].data(), 0, chunk_bytes);
+        }
+        const ggml_tensor * logits = parts.nodes(n_layers).back();
+        seed.resize(ggml_nelements(logits));
+        ggml_backend_tensor_get(logits, seed.data(), 0, ggml_nbytes(logits));
+        ggml_ext::differentiate_logits(seed.data(), logits->ne[0], n_context, (uint64_t) chunk * n_context);
+        doing = purpose::gradients;
+        for (layer = n_layers; layer > 0; --layer) {
+            before = hidden[layer - 1].data();
+            compute(chunk, 0);
+            seed.resize(chunk_bytes / sizeof(float));
+            ggml_backend_tensor_get(back.of(parts.layers()[layer].start), seed.data(), 0, chunk_bytes);
+            ggml_fp32_to_bf16_row(seed.data(), (ggml_bf16_t *) learned_at(layer - 1, chunk), (int64_t) seed.size());
+        }
+    }
+
+    void gradients(int chunk) {
+        seed.resize(chunk_bytes / sizeof(float));
+        ggml_bf16_to_fp32_row((const ggml_bf16_t *) learned_at(layer, chunk), seed.data(), (int64_t) seed.size());
+        before = place(0, chunk);
+        doing  = purpose::gradients;
+        compute(chunk, 0);
+        char * to = exchange.data();
+        for (const auto & g : parts.layers()[layer].groups) {
+            for (const auto & p : g.products) {
+                if (g.ids) {
+                    continue;
+                }
+                const size_t n_bytes = (size_t) ggml_nelements(p.node) * sizeof(float);
+                if (to + n_bytes > exchange.data() + exchange.size()) {
+                    fail("the exchange is too small");
+                }
+                if (const ggml_tensor * of = back.of(p.node)) {
+                    get_rows(of, to);
+                } else {
+                    memset(to, 0, n_bytes);
+                }
+                to += n_bytes;
+            }
+        }
     }
 
     char * place(int s, int chunk) const { return stream[s].data() + (size_t) chunk * chunk_bytes; }
@@ -268,6 +369,7 @@ private:
         const ggml_tensor * end = parts.layers()[0].end;
         n_stream    = ggml_nelements(end) / n_context;
         chunk_bytes = ggml_nbytes(end);
+        not_differentiated = why_not_differentiated();
         // token embeddings, which the second stream begins with
         for (const ggml_tensor * w : parts.embeddings()) {
             matrices.emplace(w->name, w);
@@ -352,16 +454,24 @@ private:
         return { { "energy", energy }, { "difference", difference } };
     }
 
+    // What a run is for.
+    enum class purpose { layer, whole, gradients };
+
     llama_context *          ctx;
     std::vector<llama_token> tokens;
-    int                      n_context, n_chunks, layer = 0, which = -1, at = 0;
+    std::string              file;
+    int                      n_context, n_chunks, layer = 0, which = -1, n_layers = 0, n_learned = 0;
+    purpose                  doing = purpose::layer;
+    const void *             before = nullptr; // the stream before the layer
     bool                     is_ahead = false; // the first stream, of all chunks
     int64_t                  n_stream = 0;
     size_t                   chunk_bytes = 0;
-    mapping                  stream[2], exchange;
+    mapping                  stream[2], learned, exchange;
+    std::vector<float>       seed; // the gradient behind the layer
     json                     description;
-    std::string              wrong;
+    std::string              wrong, not_differentiated;
     ggml_ext::layered_graph  parts; // of the last run
+    ggml_ext::backward       back;
     std::function<std::vector<ggml_tensor *>(const ggml_ext::layer &)> wanted;
 
     std::map<std::string, const ggml_tensor *>          matrices;
@@ -399,6 +509,7 @@ int main(int argc, char ** argv) {
     params.n_batch = params.n_ubatch = params.n_ctx; // a chunk is one graph
     params.n_parallel = 1;
     params.warmup     = false;
+    params.no_extra_bufts = true; // matrices in an order that only products know cannot be transposed
     llama_backend_init();
     llama_numa_init(params.numa);
     auto init = common_init_from_params(params);

@@ -2,7 +2,7 @@
 """Write a synthetic Llama of one weight type, for speed runs only: random weights in the block shapes of a real model.
 
     synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
-    shapes: llama-3.2-1b, llama-3.1-8b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for rehearsals
+    shapes: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for rehearsals
 
 gpt-oss, Qwen and tiny-ragged have rows that are no multiple of 256, all or some: they get the type's fallback, as from the quantizer.
 
@@ -29,6 +29,7 @@ from ggml_ext._plan.plan import Fallback, fit_to_row, parse_type
 ROOT = Path(__file__).resolve().parents[2]
 # embedding, feed-forward (of an expert), head size, heads, key-value heads, experts, experts of a token
 SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
+          "llama-3.1-70b": (8192, 28672, 128, 64, 8, 0, 0), "qwen3-30b-a3b": (2048, 768, 128, 32, 4, 128, 8),
           "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8), "gpt-oss-20b": (2880, 2880, 64, 64, 8, 32, 4),
           "qwen2.5-0.5b": (896, 4864, 64, 14, 2, 0, 0),
           "tiny": (256, 512, 64, 4, 2, 0, 0), "tiny-experts": (256, 256, 64, 4, 2, 4, 2), "tiny-ragged": (320, 448, 64, 5, 1, 0, 0)}

@@ -17,7 +17,7 @@ import synth_model
 from ggml_ext._base.errors import UserError
 from ggml_ext._native.streams import Streams
 from ggml_ext._propagation import propagation
-from ggml_ext._propagation.sums import Sums
+from ggml_ext._propagation.sums import SINKS, Sums
 from helpers import architectures
 from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import ROOT, read_tensors
@@ -140,6 +140,34 @@ def test_the_second_stream_is_that_of_the_file(small, text, tmp_path, monkeypatc
         assert np.abs(found - wanted[name]).max() <= SAME * wanted[name].max(), name
 
 
+def test_rows_make_up_for_each_other(small, text, tmp_path, monkeypatch):
+    """All of the layers' matrices but those of experts, whose rows stand alone; as many tokens as gradients were found of."""
+    fed, tokens = [], []
+
+    def record(weights, *args):
+        fed.append(weights.shape)
+        return encode_fed(weights, *args)
+
+    def note(g, n_tokens):
+        tokens.append(n_tokens)
+        return make_rows(g, n_tokens)
+
+    encode_fed, make_rows = propagation.encode_fed, propagation.make_rows
+    monkeypatch.setattr(propagation, "encode_fed", record)
+    monkeypatch.setattr(propagation, "make_rows", note)
+    propagated(small, tmp_path / "out.gguf", text, calibration_chunks=3)
+    plain = [t for name, t in read_tensors(small).items() if name.startswith("blk.") and t.data.ndim == 2 and "ffn_gate_inp" not in name]
+    assert sorted(fed) == sorted(t.data.shape for t in plain)
+    assert tokens.count(3 * (512 - SINKS)) == len(plain) == len(tokens) - tokens.count(0)  # the router has no gradients
+
+
+def test_a_graph_that_cannot_be_differentiated(letters, tmp_path, lib):
+    (model,) = architectures.make("mamba", tmp_path)
+    (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
+    done = quantize(model, tmp_path / "out.gguf", "--type", "q4_0", "--propagate", "--imatrix-from", long)
+    assert done.returncode == 0 and "rows do not make up for each other: gradients of SSM_SCAN" in done.stderr
+
+
 def test_same_bytes_on_any_number_of_threads(small, text, tmp_path):
     for n_threads in (1, 2, 3):
         propagated(small, tmp_path / f"{n_threads}.gguf", text, threads=n_threads)
@@ -251,6 +279,15 @@ def fails(model, out, text, *flags, env=None) -> str:
     return line
 
 
+def test_too_little_memory(model, text, tmp_path, lib):
+    out = tmp_path / "out" / "model.gguf"
+    out.parent.mkdir()
+    line = fails(model, out, text, "--memory", "0.001")
+    assert "the sums of a layer take 0.0" in line and "0.00 GiB may be used" in line and "--memory" in line
+    done = quantize(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--memory", "0.05")
+    assert done.returncode == 0 and "this may be slow" in done.stderr
+
+
 def test_a_graph_without_layers(letters, tmp_path, lib):
     (model,) = architectures.make("hrm_text", tmp_path)
     text = tmp_path / "long.txt"
@@ -268,8 +305,7 @@ def test_a_stream_that_is_not_finite(text, tmp_path, lib):
     norm = next(t for t in reader.tensors if t.name == "blk.1.attn_norm.weight")
     norm.data[:] = 3e38  # finite, and its products are not
     reader.data.flush()
-    line = fails(model, out, text)
-    assert "blk.1.attn_q.weight" in line and "no finite weights" in line
+    assert "the gradients at the outputs of blk.0." in (line := fails(model, out, text)) and "are not finite" in line
 
 
 def test_too_few_tokens_are_a_warning(model, text, tmp_path, lib):

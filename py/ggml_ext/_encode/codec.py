@@ -307,13 +307,20 @@ class Codec:
             for part, expert in guide.slices(tensor, first_row, len(weights))
         ]
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        accuracy = guide.measure(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]))
-        if not accuracy.is_finite:
-            raise UserError(
-                f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(weights) - 1:,} are not finite as "
-                f"{target.name.lower()}: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
-            )
-        return data, accuracy
+        return data, measured(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]), target, guide)
+
+
+def measured(
+    tensor: Tensor, first_row: int, weights: np.ndarray, stored: np.ndarray, target: GGMLQuantizationType, guide: Guide
+) -> Accuracy:
+    """How far stored rows are from the weights, float32 (n_rows, n_per_row) each. UserError where they are not finite."""
+    accuracy = guide.measure(tensor, first_row, weights, stored)
+    if not accuracy.is_finite:
+        raise UserError(
+            f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(weights) - 1:,} are not finite as "
+            f"{target.name.lower()}: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
+        )
+    return accuracy
 
 
 def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:

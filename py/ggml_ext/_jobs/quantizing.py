@@ -170,7 +170,7 @@ def propagate_to(plan: Plan, settings: Settings, opened: Opened, console: Consol
     if not wanted.propagates or (wanted.may_do_without and not any(metric_of(q) for q in plan.types)):
         return None
     try:
-        run = make_propagation(wanted, opened.file, opened.taken.out and opened.taken.out.parent, settings.n_threads)
+        run = make_propagation(wanted, opened.file, opened.taken.out and opened.taken.out.parent, settings.n_threads, console)
         if wanted.may_do_without and opened.output is not None:
             check_cut(run, console.note)
     except UserError as e:

@@ -61,6 +61,11 @@ class Arrays:
     residuals: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
+def plain(groups: Sequence[Group]) -> list[Product]:
+    """Whose matrices are not of experts."""
+    return [p for g in groups if not g.experts for p in g.products]
+
+
 class Streams:
     """The program while it runs. As a context it ends the program. UserError with what the program says is wrong."""
 
@@ -70,6 +75,7 @@ class Streams:
         self._stack, self._rest = ExitStack(), b""
         self.layers: tuple[tuple[Group, ...], ...] = ()
         self.n_chunks = self.n_tokens = 0  # n_tokens: of a chunk
+        self.no_gradients = ""  # why the model cannot be differentiated
 
     def __enter__(self) -> Streams:
         with ExitStack() as stack:
@@ -88,12 +94,13 @@ class Streams:
         self.layers = tuple(
             tuple(Group(**{**g, "products": tuple(Product(**p) for p in g["products"])}) for g in groups) for groups in found["layers"]
         )
-        self.n_chunks, self.n_tokens = found["chunks"], found["context"]
+        self.n_chunks, self.n_tokens, self.no_gradients = found["chunks"], found["context"], found["no_gradients"]
 
     def _map(self, stack: ExitStack) -> None:
         """The memory that both sides see."""
         path = self._folder / "exchange"
         n_bytes = max(max((g.n_bytes(self.n_tokens) for g in groups), default=1) for groups in self.layers)
+        n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in plain(groups)) for groups in self.layers[:-1]))
         self._ask(f"exchange {n_bytes} {path}")
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), n_bytes)
@@ -157,6 +164,24 @@ class Streams:
         ids = found[1] if of.experts else None
         residuals = found[2 if of.experts else 1 :]
         return Arrays(found[0], ids, dict(zip((p.weight for p in of.products if p.scale), residuals, strict=True)))
+
+    def learn(self, n_chunks: int) -> Iterator[int]:
+        """Finds the gradients of the first chunks at the streams behind all layers, in the model as it is: yields each chunk, once done."""
+        self._ask(f"learn {n_chunks}")
+        for chunk in range(n_chunks):
+            self._ask(f"backward {chunk}")
+            yield chunk
+
+    def gradients(self, layer: int, chunk: int) -> dict[str, np.ndarray]:
+        """Of the outputs of a layer's plain matrices, float32 (tokens, rows), before the layer is left; the loss is that of streams.cpp.
+        Views of memory as of inputs()."""
+        self._ask(f"gradients {chunk}")
+        found, at = {}, 0
+        for product in plain(self.layers[layer]):
+            n = self.n_tokens * product.rows
+            found[product.weight] = np.frombuffer(self._memory, np.float32, n, at).reshape(self.n_tokens, product.rows)
+            at += 4 * n
+        return found
 
     def advance(self) -> float:
         """All chunks go on behind the layer. The energy there of the difference of both streams, as a part of that of the model as it

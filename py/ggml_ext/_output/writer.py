@@ -36,11 +36,14 @@ def write_tensors(
             plan.replace_inaccurate(done.tensor)
         importance.warnings += done.warnings
     pool = ThreadPoolExecutor(conversion.n_threads)
+    propagation = conversion.propagation if len(output.finished) < len(plan.tensors) else None
+    if propagation:
+        propagation.open(console)
     with console.bar(title, plan.n_elements(), "w", is_scaled=True, done=n_done) as bar:
         writer = _Writer(output, conversion, pool, bar)
         try:
-            if conversion.propagation and len(output.finished) < len(plan.tensors):
-                conversion.propagation.start(output.data_of, bar)
+            if propagation:
+                propagation.start(output.data_of, bar)
             for i in range(len(output.finished), len(plan.tensors)):
                 began, n_warnings = time.monotonic(), len(importance.warnings)
                 tensor, target = plan.tensors[i], plan.types[i]

@@ -8,48 +8,79 @@ from pathlib import Path
 from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import duration
-from .._base.units import MIB
+from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS
 from .._importance.calibration import N_CONTEXT, Calibration, Wanted, make_run
 from .._importance.cost import Model
 from .._importance.stand_in import SOURCE
 from .._native.programs import find_tool
-from .propagation import Run
+from .._native.streams import FLAG, WAY_OUT
+from .errors import layer_of
+from .propagation import ROWS_TOGETHER, Run
 
 # Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (streams.cpp).
 PASSES = 4
+# Of so many chunks gradients are found: runs of the model forward, forward by layers and back, and by layers once more.
+GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
 PROGRAM = "ggml-ext-streams"
 
 
-def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_threads: int) -> Run:
-    """folder: of OUT, None for a dry run. UserError where the text does not serve, or the program is missing."""
+def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_threads: int, console: Console) -> Run:
+    """folder: of OUT, None for a dry run. UserError where the text does not serve, the program is missing, or memory is too little."""
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
     # the layers themselves are run here, one after the other: nothing stands in
     run = make_run(replace(wanted, stand_in=SOURCE), file, folder or Path(), n_threads, program, Console())
+    check_memory(run, file, console)
     kind = wanted.kind or ("full" if run.n_chunks * N_CONTEXT >= ENOUGH_TOKENS * run.model.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", N_CONTEXT, "-b", N_CONTEXT]
     command += ["--chunks", run.n_chunks, "-t", n_threads]
-    return Run(tuple(map(str, command)), kind, run.text, run.text_name, run.n_chunks, run.folder, describe(run, file, n_threads))
+    return Run(tuple(map(str, command)), kind, run.text, run.text_name, run.n_chunks, gradient_chunks(run.n_chunks), run.folder, describe(run, file, n_threads))
 
 
 def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
     """Time and memory, before it starts."""
-    n_tokens = run.n_chunks * N_CONTEXT
+    n_tokens, n_learned = run.n_chunks * N_CONTEXT, gradient_chunks(run.n_chunks) * N_CONTEXT
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
+    streams = embd * (8 * n_tokens + 2 * len(run.model.layers) * n_learned)
     return (
         f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {N_CONTEXT} tokens of "
-        f"{run.text_title}, an estimated {duration(seconds(run.model, n_tokens, n_threads))} "
-        f"on {n_threads} threads beside encoding, {(run.model.n_bytes + layer_bytes(run.model) + 8 * embd * n_tokens) / MIB:,.0f} MiB of memory"
+        f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, an estimated {duration(seconds(run.model, n_tokens, n_learned, n_threads))} "
+        f"on {n_threads} threads beside encoding, {(run.model.n_bytes + layer_bytes(run.model) + rows_bytes(file) + streams) / MIB:,.0f} MiB of memory"
     )
 
 
-def seconds(model: Model, n_tokens: int, n_threads: int) -> float:
-    """Rough time of the passes and of the sums: of H, D and R for each input."""
-    flops = PASSES * 2.0 * model.n_weights_used + sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
-    return flops * n_tokens / model.rate(n_threads)
+def check_memory(run: Calibration, file: GGUFFile, console: Console) -> None:
+    """UserError where the sums of a layer need more than may be used; a note where they and the model do."""
+    sums, allowed = layer_bytes(run.model) + rows_bytes(file), run.memory / GIB
+    if sums > run.memory:
+        raise UserError(
+            f"{FLAG}the sums of a layer take {sums / GIB:.2f} GiB, {allowed:.2f} GiB may be used: pass a larger --memory, or {WAY_OUT}"
+        )
+    if (needed := run.model.n_bytes + sums) > run.memory:
+        console.note(f"{needed / GIB:.1f} GiB are needed for the model and a layer's sums, {allowed:.1f} may be used: this may be slow")
+
+
+def gradient_chunks(n_chunks: int) -> int:
+    return min(GRADIENT_CHUNKS, n_chunks)
+
+
+def seconds(model: Model, n_tokens: int, n_learned: int, n_threads: int) -> float:
+    """Rough time of the passes and of the sums: of H, D and R for each input. n_learned: tokens of which gradients are found."""
+    weights = 2.0 * model.n_weights_used
+    sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
+    return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / model.rate(n_threads)
+
+
+def rows_bytes(file: GGUFFile) -> int:
+    """Of what the rows of a layer's matrices know of each other: its sums, its factor, and one more while that is made."""
+    by_layer: dict[int, int] = {}
+    for tensor in file.tensors:
+        if (layer := layer_of(tensor)) is not None and len(tensor.ne) == 2:
+            by_layer[layer] = by_layer.get(layer, 0) + 3 * 4 * tensor.ne[1] * min(tensor.ne[1], ROWS_TOGETHER)
+    return max(by_layer.values(), default=0)
 
 
 def layer_bytes(model: Model) -> int:

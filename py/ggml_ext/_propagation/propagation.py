@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from .._base.console import Bar
+from .._base.console import Bar, Console
 from .._base.errors import UserError
 from .._base.files import fingerprint, temporary_folder
 from .._base.threads import map_in_order
 from .._encode.accuracy import Accuracy
-from .._encode.codec import Codec, Guide, PerExpert
+from .._encode.codec import Codec, Guide, PerExpert, measured
+from .._encode.feedback import Rows, encode_fed, make_rows
 from .._encode.targets import correction
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -25,9 +26,11 @@ from .._importance.importance import Importance
 from .._native.streams import WAY_OUT, Group, Streams
 from .._plan.plan import IMATRIX_TYPES, Plan, metric_of, uses_metric
 from .._plan.rules import TOKEN_EMBD
-from .sums import Sums
+from .sums import RowSums, Sums
 
 TEMPORARY = ".propagation-"
+# Rows that know of each other's errors: time and memory of what they know grow with it.
+ROWS_TOGETHER = 1024
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,20 @@ class Encoded:
 @dataclass(frozen=True)
 class Run:
     """What is to be run. command: of ggml-ext-streams; kind: of second moments, "block" or "full"; text: what it calibrates with, whose
-    name for people text_name is; folder: for temporary files; described: what it costs."""
+    name for people text_name is; n_gradient_chunks: the first, of which gradients are found; folder: for temporary files; described: what it costs."""
 
     command: tuple[str, ...]
     kind: str
     text: Path
     text_name: str
     n_chunks: int
+    n_gradient_chunks: int
     folder: Path
     described: str
 
     def made_from(self) -> list:
         """What the bytes depend on."""
-        return [self.kind, fingerprint(self.text), self.n_chunks]
+        return [self.kind, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks]
 
     def importance(self) -> Importance:
         """For the tensors whose inputs the streams do not reach: nothing but its record."""
@@ -85,6 +89,7 @@ class Propagation:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _layer: int = 0  # the next
     _done: dict[int, Encoded] = field(default_factory=dict)  # that nobody has taken
+    _rows: dict[str, list[Rows]] = field(default_factory=dict)  # of the layer's matrices
     _tokens: dict[str, TensorMoments] = field(default_factory=dict)  # without their values
 
     def __post_init__(self) -> None:
@@ -101,13 +106,22 @@ class Propagation:
         i = self._index.get(name)
         return i if i is not None and self.plan.types[i] != self.plan.tensors[i].type else None
 
-    def start(self, finished: Callable[[int], np.ndarray | None], bar: Bar) -> None:
-        """Starts the program. finished: bytes of tensors that an earlier run made, or None. UserError where the model has no layers, or a
-        matrix that must have importances is not in one."""
+    def open(self, console: Console) -> None:
+        """Starts the program, and finds gradients where the model's graph is known well enough. UserError where it has no layers."""
         folder = self._stack.enter_context(temporary_folder(self.run.folder, TEMPORARY, self.say)).resolve()
-        self._finished, self._bar = finished, bar
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
-        self._streams = self._stack.enter_context(Streams([*self.run.command, "-o", str(folder / "streams")], folder))
+        self._streams = streams = self._stack.enter_context(Streams([*self.run.command, "-o", str(folder / "streams")], folder))
+        if streams.no_gradients:
+            self.say(f"rows do not make up for each other: {streams.no_gradients}")
+            return
+        with console.bar("gradients", self.run.n_gradient_chunks, "chunk") as bar:
+            for _ in streams.learn(self.run.n_gradient_chunks):
+                bar.update()
+
+    def start(self, finished: Callable[[int], np.ndarray | None], bar: Bar) -> None:
+        """finished: bytes of tensors that an earlier run made, or None. UserError where a matrix that must have importances is not in a
+        layer."""
+        self._finished, self._bar = finished, bar
         self._reached = {p.weight for groups in self._streams.layers for g in groups for p in g.products} | {TOKEN_EMBD}
         for tensor, target in zip(self.plan.tensors, self.plan.types, strict=True):
             if target in IMATRIX_TYPES and tensor.type != target and tensor.name not in self._reached:
@@ -151,6 +165,7 @@ class Propagation:
                 streams.replace(self.plan.tensors[i].name, self.plan.types[i].name, data)
         else:
             last = max((g for g, of_group in enumerate(wanted) if of_group), default=-1)
+            self._rows = self._learned_rows(k)
             for g, of_group in enumerate(wanted):
                 if of_group:
                     self._encode_group(k, g, of_group, g == last)
@@ -162,6 +177,15 @@ class Propagation:
         if self._layer == len(streams.layers) - 1 and self._tokens:
             for line in token_warnings(self._tokens):
                 self.warn(line)
+
+    def _learned_rows(self, k: int) -> dict[str, list[Rows]]:
+        """By matrix of layer k. The output matrix has none: its rows are tokens."""
+        if self._streams.no_gradients or k + 1 == len(self._streams.layers):
+            return {}
+        sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
+        for chunk in range(self.run.n_gradient_chunks):
+            sums.add(self._streams.gradients(k, chunk), self._pool)
+        return {name: make_rows(g, sums.n_tokens[name]) for name, g in sums.g.items()}
 
     def _encode_group(self, k: int, g: int, wanted: list[int], is_last: bool) -> None:
         streams, group = self._streams, self._streams.layers[k][g]
@@ -217,6 +241,9 @@ class Propagation:
         if self.codec.needs_codebook(tensor, target):
             guide = replace(guide, codebook=self.codec.codebook([(0, weights)], tensor, guide))
 
+        if rows := self._rows.get(tensor.name):
+            return self._encode_fed(tensor, target, weights, guide, rows)
+
         def encode(chunk: tuple[int, int]):
             first, n_rows = chunk
             return chunk, self.codec.encode_rows(weights[first : first + n_rows], tensor, first, target, guide)
@@ -227,6 +254,25 @@ class Propagation:
             accuracy += of_chunk
             self._bar.update(n_rows * tensor.ne[0])
         return Encoded(np.concatenate(parts), accuracy)
+
+
+    def _encode_fed(
+        self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide, rows: list[Rows]
+    ) -> Encoded:
+        def encode(part: np.ndarray) -> np.ndarray:
+            self._bar.update(part.size)
+            return self.codec.encode(part, target, guide.importances(0), guide.codebook, guide.metric(0))
+
+        def decode(data: np.ndarray) -> np.ndarray:
+            return self.codec.decode(data, target, tensor.ne[0])
+
+        data, values = encode_fed(weights, rows, encode, decode, self.n_threads, self._pool.map)
+
+        def measure(chunk: tuple[int, int]) -> Accuracy:
+            part = slice(chunk[0], sum(chunk))
+            return measured(tensor, chunk[0], weights[part], values[part], target, guide)
+
+        return Encoded(data, sum(self._pool.map(measure, row_chunks(tensor)), Accuracy()))
 
 
 def importances(sums: Sums) -> np.ndarray:

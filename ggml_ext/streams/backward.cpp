@@ -1,0 +1,320 @@
+#include "backward.h"
+
+#include <cstring>
+
+#include "ggml-impl.h"
+
+namespace ggml_ext {
+
+static bool is_product(const ggml_tensor * t) {
+    return (t->op == GGML_OP_MUL_MAT || t->op == GGML_OP_MUL_MAT_ID) && is_weight(t->src[0]);
+}
+
+// Of the experts. Its gradient would be that of a choice.
+static bool is_router(const ggml_tensor * t) {
+    return strstr(t->src[0]->name, "ffn_gate_inp") != nullptr;
+}
+
+bool backward::refuse(const ggml_tensor * node, const char * what) {
+    reason = std::string("gradients of ") + ggml_op_desc(node) + what + " (" + node->name + ") are not known";
+    return false;
+}
+
+ggml_tensor * backward::of(const ggml_tensor * t) const {
+    const auto at = grads.find(t);
+    return at == grads.end() ? nullptr : at->second;
+}
+
+bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & of) {
+    const size_t n_tensors = 64*nodes.size() + 64;
+    owner.reset(ggml_init({ n_tensors*ggml_tensor_overhead(), nullptr, true }));
+    ctx = owner.get();
+    if (of.start) {
+        active.insert(of.start);
+    }
+    for (ggml_tensor * node : nodes) {
+        bool depends = is_product(node);
+        for (int j = 0; j < GGML_MAX_SRC && node->src[j]; ++j) {
+            depends = depends || active.count(node->src[j]);
+        }
+        if (node->op == GGML_OP_SET_ROWS && node->view_src) {
+            written[node->view_src] = node->src[0];
+        } else if (depends && node->type == GGML_TYPE_F32 && !(is_product(node) && is_router(node))) {
+            active.insert(node);
+        }
+    }
+    ggml_tensor * last = nodes.back();
+    grads[last] = first = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, last->ne);
+    ggml_set_input(first);
+    keep(first); // a product that is all that is added to the stream has it for its own
+    for (size_t i = nodes.size(); i-- > 0;) {
+        if (active.count(nodes[i]) && this->of(nodes[i]) && !step(nodes[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void backward::append(ggml_cgraph * graph) const {
+    for (const auto & g : grads) {
+        const bool is_start = g.first->op == GGML_OP_NONE;
+        if (g.second != first && (is_start || is_product(g.first))) {
+            keep(g.second);
+            ggml_build_forward_expand(graph, g.second);
+        }
+    }
+}
+
+// Adds g, of t's shape, to t's gradient.
+bool backward::add(ggml_tensor * t, ggml_tensor * g) {
+    if (active.count(t)) {
+        ggml_tensor *& of = grads[t];
+        of = of ? ggml_add(ctx, of, g) : g;
+    }
+    return true;
+}
+
+ggml_tensor * backward::contiguous(ggml_tensor * t) {
+    return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
+}
+
+ggml_tensor * backward::transposed(ggml_tensor * t) {
+    return ggml_cont(ctx, ggml_transpose(ctx, ggml_is_quantized(t->type) ? ggml_cast(ctx, t, GGML_TYPE_F32) : t));
+}
+
+// Zeros of the shape of `in`, with g where the view lies in it.
+ggml_tensor * backward::placed(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view) {
+    size_t offset;
+    memcpy(&offset, view->op_params, sizeof(offset));
+    ggml_tensor * zeros = ggml_fill(ctx, ggml_dup_tensor(ctx, in), 0.0f);
+    return ggml_acc(ctx, zeros, contiguous(g), view->nb[1], view->nb[2], view->nb[3], offset);
+}
+
+bool backward::step(ggml_tensor * node) {
+    ggml_tensor * g = grads.at(node), * a = node->src[0], * b = node->src[1];
+    switch (node->op) {
+        case GGML_OP_NONE:
+        case GGML_OP_SET_ROWS:
+            return true;
+        case GGML_OP_ADD_ID: // biases of experts
+            return add(a, g);
+        case GGML_OP_ADD:
+            add(a, g);
+            return !active.count(b) || add(b, ggml_are_same_shape(a, b) ? g : ggml_repeat_back(ctx, g, b));
+        case GGML_OP_SUB:
+            add(a, g);
+            return !active.count(b) || add(b, ggml_neg(ctx, ggml_are_same_shape(a, b) ? g : ggml_repeat_back(ctx, g, b)));
+        case GGML_OP_MUL:
+            add(a, ggml_mul(ctx, g, b));
+            if (active.count(b)) {
+                ggml_tensor * of_b = ggml_mul(ctx, g, a);
+                add(b, ggml_are_same_shape(a, b) ? of_b : ggml_repeat_back(ctx, of_b, b));
+            }
+            return true;
+        case GGML_OP_DIV:
+            return active.count(b) ? refuse(node) : add(a, ggml_div(ctx, g, b));
+        case GGML_OP_REPEAT:
+            return add(a, ggml_repeat_back(ctx, g, a));
+        case GGML_OP_SCALE:
+            return add(a, ggml_scale(ctx, g, ggml_get_op_params_f32(node, 0)));
+        case GGML_OP_SQR:
+            return add(a, ggml_scale(ctx, ggml_mul(ctx, g, a), 2.0f));
+        case GGML_OP_CLAMP: // nothing where the bounds hold
+            return add(a, ggml_mul(ctx, g, ggml_mul(ctx, ggml_step(ctx, ggml_scale_bias(ctx, a, 1.0f, -ggml_get_op_params_f32(node, 0))),
+                                                         ggml_step(ctx, ggml_scale_bias(ctx, a, -1.0f, ggml_get_op_params_f32(node, 1))))));
+        case GGML_OP_RMS_NORM:
+            return add(a, ggml_rms_norm_back(ctx, contiguous(g), contiguous(a), ggml_get_op_params_f32(node, 0)));
+        case GGML_OP_NORM: { // RMS_NORM of what is left without the mean
+            ggml_tensor * x = contiguous(a);
+            ggml_tensor * of_x = ggml_rms_norm_back(ctx, contiguous(g), ggml_sub(ctx, x, ggml_mean(ctx, x)), ggml_get_op_params_f32(node, 0));
+            return add(a, ggml_sub(ctx, of_x, ggml_mean(ctx, of_x)));
+        }
+        case GGML_OP_CONT:
+        case GGML_OP_CPY:
+        case GGML_OP_DUP:
+        case GGML_OP_RESHAPE:
+            return add(a, ggml_reshape(ctx, contiguous(g), a));
+        case GGML_OP_VIEW:
+            if (ggml_nelements(a) == ggml_nelements(node)) { // in the same order
+                return add(a, ggml_reshape(ctx, contiguous(g), a));
+            }
+            return ggml_is_contiguous(a) ? add(a, placed(g, a, node)) : refuse(node);
+        case GGML_OP_TRANSPOSE:
+            return add(a, ggml_transpose(ctx, g));
+        case GGML_OP_PERMUTE: {
+            int back[GGML_MAX_DIMS];
+            for (int i = 0; i < GGML_MAX_DIMS; ++i) {
+                back[ggml_get_op_params_i32(node, i)] = i;
+            }
+            return add(a, ggml_permute(ctx, g, back[0], back[1], back[2], back[3]));
+        }
+        case GGML_OP_GET_ROWS: // all rows are asked for
+            return ggml_are_same_shape(a, node) && b->op == GGML_OP_NONE ? add(a, g) : refuse(node);
+        case GGML_OP_UNARY:
+            if (ggml_tensor * s = slope(ggml_get_unary_op(node), a)) {
+                return add(a, ggml_mul(ctx, s, g));
+            }
+            return refuse(node);
+        case GGML_OP_MUL_MAT:
+        case GGML_OP_MUL_MAT_ID:
+            return product(node, contiguous(g));
+        case GGML_OP_ROPE:
+            return rope(node, contiguous(g));
+        case GGML_OP_GLU:
+            return gated(node, g);
+        case GGML_OP_FLASH_ATTN_EXT:
+            return attention(node, g);
+        default:
+            return refuse(node);
+    }
+}
+
+bool backward::product(ggml_tensor * node, ggml_tensor * g) {
+    ggml_tensor * weight = node->src[0], * x = node->src[1];
+    if (active.count(weight)) {
+        return refuse(node, " of two activations");
+    }
+    if (!active.count(x)) {
+        return true;
+    }
+    if (node->op == GGML_OP_MUL_MAT) {
+        return add(x, ggml_mul_mat(ctx, transposed(weight), g));
+    }
+    ggml_tensor * of_x = ggml_mul_mat_id(ctx, transposed(weight), g, node->src[2]);
+    return add(x, ggml_are_same_shape(of_x, x) ? of_x : ggml_repeat_back(ctx, of_x, x));
+}
+
+bool backward::rope(ggml_tensor * node, ggml_tensor * g) {
+    const int32_t * i = node->op_params;
+    float           f[6];
+    int             sections[4];
+    memcpy(f, i + 5, sizeof(f));
+    memcpy(sections, i + 11, sizeof(sections));
+    if (g->ne[2] == node->src[1]->ne[0]) {
+        return add(node->src[0], ggml_rope_ext_back(ctx, g, node->src[1], node->src[2], i[1], i[2], i[4], f[0], f[1], f[2], f[3], f[4], f[5]));
+    }
+    return add(node->src[0], ggml_rope_multi_back(ctx, g, node->src[1], node->src[2], i[1], sections, i[2], i[4], f[0], f[1], f[2], f[3], f[4], f[5]));
+}
+
+ggml_tensor * backward::activation(ggml_unary_op op, ggml_tensor * x) {
+    return ggml_unary(ctx, x, op);
+}
+
+// The derivative, by element; null where it is not known.
+ggml_tensor * backward::slope(ggml_unary_op op, ggml_tensor * x) {
+    switch (op) {
+        case GGML_UNARY_OP_RELU:
+            return ggml_step(ctx, x);
+        case GGML_UNARY_OP_SIGMOID: { // s - s^2
+            ggml_tensor * s = ggml_sigmoid(ctx, x);
+            return ggml_sub(ctx, s, ggml_sqr(ctx, s));
+        }
+        case GGML_UNARY_OP_SOFTPLUS:
+            return ggml_sigmoid(ctx, x);
+        case GGML_UNARY_OP_TANH:
+            return ggml_scale_bias(ctx, ggml_sqr(ctx, ggml_tanh(ctx, x)), -1.0f, 1.0f);
+        case GGML_UNARY_OP_SILU: { // s + y - y s, y = x s
+            ggml_tensor * s = ggml_sigmoid(ctx, x), * y = ggml_silu(ctx, x);
+            return ggml_sub(ctx, ggml_add(ctx, s, y), ggml_mul(ctx, y, s));
+        }
+        case GGML_UNARY_OP_GELU:
+        case GGML_UNARY_OP_GELU_ERF: { // (1 + t)/2 + x (1 - t^2) (c + 3 c d x^2)/2, t = tanh(c x + c d x^3); the exact one is within 0.001
+            const float   c = 0.79788456f, d = 0.044715f;
+            ggml_tensor * x2 = ggml_sqr(ctx, x);
+            ggml_tensor * t  = ggml_tanh(ctx, ggml_mul(ctx, x, ggml_scale_bias(ctx, x2, c*d, c)));
+            ggml_tensor * rest = ggml_mul(ctx, ggml_mul(ctx, x, ggml_scale_bias(ctx, ggml_sqr(ctx, t), -1.0f, 1.0f)), ggml_scale_bias(ctx, x2, 1.5f*c*d, 0.5f*c));
+            return ggml_add(ctx, ggml_scale_bias(ctx, t, 0.5f, 0.5f), rest);
+        }
+        case GGML_UNARY_OP_GELU_QUICK: { // s + x k (s - s^2), s = sigmoid(k x)
+            const float   k = 1.702f;
+            ggml_tensor * s = ggml_sigmoid(ctx, ggml_scale(ctx, x, k));
+            return ggml_add(ctx, s, ggml_scale(ctx, ggml_mul(ctx, x, ggml_sub(ctx, s, ggml_sqr(ctx, s))), k));
+        }
+        default:
+            return nullptr;
+    }
+}
+
+// f(a) b, of two tensors or of the halves of one.
+bool backward::gated(ggml_tensor * node, ggml_tensor * g) {
+    static const std::map<ggml_glu_op, ggml_unary_op> known = {
+        { GGML_GLU_OP_REGLU, GGML_UNARY_OP_RELU },           { GGML_GLU_OP_GEGLU, GGML_UNARY_OP_GELU }, { GGML_GLU_OP_SWIGLU, GGML_UNARY_OP_SILU },
+        { GGML_GLU_OP_GEGLU_ERF, GGML_UNARY_OP_GELU_ERF }, { GGML_GLU_OP_GEGLU_QUICK, GGML_UNARY_OP_GELU_QUICK },
+    };
+    const auto op = known.find(ggml_get_glu_op(node));
+    if (op == known.end()) {
+        return refuse(node);
+    }
+    ggml_tensor * both = node->src[0], * a = both, * b = node->src[1];
+    const bool    swapped = ggml_get_op_params_i32(node, 1);
+    if (!b) {
+        const auto half = [&](int i) {
+            return ggml_cont(ctx, ggml_view_4d(ctx, both, node->ne[0], both->ne[1], both->ne[2], both->ne[3], both->nb[1], both->nb[2], both->nb[3], i*node->ne[0]*sizeof(float)));
+        };
+        a = half(swapped ? 1 : 0);
+        b = half(swapped ? 0 : 1);
+    }
+    ggml_tensor * of_a = ggml_mul(ctx, ggml_mul(ctx, g, b), slope(op->second, a)), * of_b = ggml_mul(ctx, activation(op->second, a), g);
+    if (node->src[1]) {
+        return add(a, of_a) && add(b, of_b);
+    }
+    return add(both, swapped ? ggml_concat(ctx, of_b, of_a, 0) : ggml_concat(ctx, of_a, of_b, 0));
+}
+
+// What the layer has just written to the cache that attention sees, as a reshape to [head, heads, tokens] of the F32 tensor that was
+// written; null for what is kept in another form.
+ggml_tensor * backward::cached(const ggml_tensor * t) {
+    while (t->op == GGML_OP_PERMUTE || t->op == GGML_OP_CPY) { // of a cache in F32
+        t = t->src[0];
+    }
+    const auto data = t->op == GGML_OP_VIEW ? written.find(t->src[0]) : written.end();
+    if (data == written.end() || data->second->type != GGML_TYPE_F32 || t->ne[0]*t->ne[1] != data->second->ne[0]) {
+        return nullptr;
+    }
+    return ggml_reshape_3d(ctx, contiguous(data->second), t->ne[0], t->ne[1], data->second->ne[1]);
+}
+
+// softmax(scale K^T Q) as a plain product. The cache was empty before the layer: its first cells have the tokens in their order.
+bool backward::attention(ggml_tensor * node, ggml_tensor * g) {
+    ggml_tensor * q = node->src[0], * k = cached(node->src[1]), * v = cached(node->src[2]), * mask = node->src[3];
+    if (!k || !v) {
+        return refuse(node, " to keys of another form");
+    }
+    float scale, max_bias, cap;
+    memcpy(&scale, node->op_params, sizeof(scale));
+    memcpy(&max_bias, node->op_params + 1, sizeof(max_bias));
+    memcpy(&cap, node->op_params + 2, sizeof(cap));
+
+    const int64_t n = k->ne[2], n_heads = q->ne[2], n_kv_heads = k->ne[1];
+    if (mask) {
+        mask = ggml_cont(ctx, ggml_view_2d(ctx, mask, n, mask->ne[1], mask->nb[1], 0));
+    }
+    const auto by_head = [&](ggml_tensor * t) { return ggml_cont(ctx, ggml_permute(ctx, t, 0, 2, 1, 3)); };
+    ggml_tensor * keys = by_head(k), * values = by_head(v), * queries = contiguous(q), * of_out = by_head(g); // [head, tokens, heads]
+    ggml_tensor * scores = ggml_mul_mat(ctx, keys, queries), * bent = nullptr; // [keys, tokens, heads]
+    if (cap != 0.0f) {
+        bent   = ggml_tanh(ctx, ggml_scale(ctx, scores, scale/cap));
+        scores = ggml_scale(ctx, bent, cap);
+    }
+    const float   rest = cap != 0.0f ? 1.0f : scale;
+    ggml_tensor * p = ggml_soft_max_ext(ctx, scores, mask, rest, max_bias);
+    ggml_soft_max_add_sinks(p, node->src[4]);
+    ggml_tensor * of_scores = ggml_soft_max_ext_back(ctx, ggml_mul_mat(ctx, values, of_out), p, rest, 0.0f);
+    if (bent) {
+        of_scores = ggml_scale(ctx, ggml_mul(ctx, of_scores, ggml_scale_bias(ctx, ggml_sqr(ctx, bent), -1.0f, 1.0f)), scale);
+    }
+    // of the heads that share keys the sum
+    const auto to_cache = [&](ggml_tensor * weights, ggml_tensor * x, ggml_tensor * from) {
+        ggml_tensor * data = from->src[0]->op == GGML_OP_CONT && !active.count(from->src[0]) ? from->src[0]->src[0] : from->src[0];
+        ggml_tensor * t = ggml_mul_mat(ctx, transposed(x), transposed(weights)); // [head, keys, heads]
+        t = ggml_reshape_4d(ctx, t, t->ne[0], n, n_heads/n_kv_heads, n_kv_heads);
+        if (n_heads != n_kv_heads) {
+            t = ggml_repeat_back(ctx, t, ggml_new_tensor_4d(ctx, GGML_TYPE_F32, t->ne[0], n, 1, n_kv_heads));
+        }
+        t = ggml_cont(ctx, ggml_permute(ctx, ggml_reshape_3d(ctx, t, t->ne[0], n, n_kv_heads), 0, 2, 1, 3));
+        return add(data, ggml_reshape(ctx, t, data));
+    };
+    return add(q, ggml_mul_mat(ctx, transposed(keys), of_scores)) && to_cache(of_scores, queries, k) && to_cache(p, of_out, v);
+}
+
+} // namespace ggml_ext
