@@ -279,6 +279,12 @@ def fails(model, out, text, *flags, env=None) -> str:
     return line
 
 
+def test_a_dry_run_says_what_it_costs(model, text, tmp_path, lib):
+    done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--dry-run")
+    assert done.returncode == 0 and not list(tmp_path.iterdir())
+    assert "propagation: 8 layers" in done.stdout and "beside encoding" in done.stdout and "MiB of memory" in done.stdout
+
+
 def test_too_little_memory(model, text, tmp_path, lib):
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()

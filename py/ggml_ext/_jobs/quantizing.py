@@ -332,7 +332,8 @@ def tell_dry_run(settings: Settings, decided: Decided, console: Console) -> Resu
     lines = tensor_lines(plan, width) if console.details else []
     expected = expected_time(settings, decided)
     lines.append(summary(plan, decided.choices, width, decided.described, chosen=decided.chosen))
-    console.report("\n".join([*lines, *([expected.describe()] if expected else [])]))
+    times = ([expected.describe()] if expected else []) + ([decided.run.described] if decided.run else [])
+    console.report("\n".join([*lines, *times]))
     tensors, totals = [tensor_record(plan, i) for i in range(len(plan.tensors))], totals_record(plan, None, decided.chosen)
     for record in tensors:
         console.event("tensor", record)

@@ -88,6 +88,7 @@ class Propagation:
     say: Callable[[str], None]
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _layer: int = 0  # the next
+    _n_learned: int = 0  # chunks of which gradients were found
     _done: dict[int, Encoded] = field(default_factory=dict)  # that nobody has taken
     _rows: dict[str, list[Rows]] = field(default_factory=dict)  # of the layer's matrices
     _tokens: dict[str, TensorMoments] = field(default_factory=dict)  # without their values
@@ -114,8 +115,9 @@ class Propagation:
         if streams.no_gradients:
             self.say(f"rows do not make up for each other: {streams.no_gradients}")
             return
-        with console.bar("gradients", self.run.n_gradient_chunks, "chunk") as bar:
-            for _ in streams.learn(self.run.n_gradient_chunks):
+        self._n_learned = min(self.run.n_gradient_chunks, streams.n_chunks)
+        with console.bar("gradients", self._n_learned, "chunk") as bar:
+            for _ in streams.learn(self._n_learned):
                 bar.update()
 
     def start(self, finished: Callable[[int], np.ndarray | None], bar: Bar) -> None:
@@ -180,10 +182,10 @@ class Propagation:
 
     def _learned_rows(self, k: int) -> dict[str, list[Rows]]:
         """By matrix of layer k. The output matrix has none: its rows are tokens."""
-        if self._streams.no_gradients or k + 1 == len(self._streams.layers):
+        if not self._n_learned or k + 1 == len(self._streams.layers):
             return {}
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
-        for chunk in range(self.run.n_gradient_chunks):
+        for chunk in range(self._n_learned):
             sums.add(self._streams.gradients(k, chunk), self._pool)
         return {name: make_rows(g, sums.n_tokens[name]) for name, g in sums.g.items()}
 
@@ -240,7 +242,6 @@ class Propagation:
     def _encode(self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide) -> Encoded:
         if self.codec.needs_codebook(tensor, target):
             guide = replace(guide, codebook=self.codec.codebook([(0, weights)], tensor, guide))
-
         if rows := self._rows.get(tensor.name):
             return self._encode_fed(tensor, target, weights, guide, rows)
 
@@ -255,10 +256,10 @@ class Propagation:
             self._bar.update(n_rows * tensor.ne[0])
         return Encoded(np.concatenate(parts), accuracy)
 
-
     def _encode_fed(
         self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide, rows: list[Rows]
     ) -> Encoded:
+        """Rows that make up for each other."""
         def encode(part: np.ndarray) -> np.ndarray:
             self._bar.update(part.size)
             return self.codec.encode(part, target, guide.importances(0), guide.codebook, guide.metric(0))
