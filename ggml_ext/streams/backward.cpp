@@ -65,9 +65,10 @@ void backward::append(ggml_cgraph * graph) const {
     }
 }
 
-// Adds g, of t's shape, to t's gradient.
+// Adds g to t's gradient, summed over what t was repeated for.
 bool backward::add(ggml_tensor * t, ggml_tensor * g) {
     if (active.count(t)) {
+        g = ggml_are_same_shape(g, t) ? g : ggml_repeat_back(ctx, g, t);
         ggml_tensor *& of = grads[t];
         of = of ? ggml_add(ctx, of, g) : g;
     }
@@ -97,24 +98,16 @@ bool backward::step(ggml_tensor * node) {
         case GGML_OP_SET_ROWS:
             return true;
         case GGML_OP_ADD_ID: // biases of experts
+        case GGML_OP_REPEAT:
             return add(a, g);
         case GGML_OP_ADD:
-            add(a, g);
-            return !active.count(b) || add(b, ggml_are_same_shape(a, b) ? g : ggml_repeat_back(ctx, g, b));
+            return add(a, g) && add(b, g);
         case GGML_OP_SUB:
-            add(a, g);
-            return !active.count(b) || add(b, ggml_neg(ctx, ggml_are_same_shape(a, b) ? g : ggml_repeat_back(ctx, g, b)));
+            return add(a, g) && add(b, ggml_neg(ctx, g));
         case GGML_OP_MUL:
-            add(a, ggml_mul(ctx, g, b));
-            if (active.count(b)) {
-                ggml_tensor * of_b = ggml_mul(ctx, g, a);
-                add(b, ggml_are_same_shape(a, b) ? of_b : ggml_repeat_back(ctx, of_b, b));
-            }
-            return true;
+            return add(a, ggml_mul(ctx, g, b)) && add(b, ggml_mul(ctx, g, a));
         case GGML_OP_DIV:
             return active.count(b) ? refuse(node) : add(a, ggml_div(ctx, g, b));
-        case GGML_OP_REPEAT:
-            return add(a, ggml_repeat_back(ctx, g, a));
         case GGML_OP_SCALE:
             return add(a, ggml_scale(ctx, g, ggml_get_op_params_f32(node, 0)));
         case GGML_OP_SQR:
@@ -177,11 +170,8 @@ bool backward::product(ggml_tensor * node, ggml_tensor * g) {
     if (!active.count(x)) {
         return true;
     }
-    if (node->op == GGML_OP_MUL_MAT) {
-        return add(x, ggml_mul_mat(ctx, transposed(weight), g));
-    }
-    ggml_tensor * of_x = ggml_mul_mat_id(ctx, transposed(weight), g, node->src[2]);
-    return add(x, ggml_are_same_shape(of_x, x) ? of_x : ggml_repeat_back(ctx, of_x, x));
+    return add(x, node->op == GGML_OP_MUL_MAT ? ggml_mul_mat(ctx, transposed(weight), g)
+                                              : ggml_mul_mat_id(ctx, transposed(weight), g, node->src[2]));
 }
 
 bool backward::rope(ggml_tensor * node, ggml_tensor * g) {
@@ -194,10 +184,6 @@ bool backward::rope(ggml_tensor * node, ggml_tensor * g) {
         return add(node->src[0], ggml_rope_ext_back(ctx, g, node->src[1], node->src[2], i[1], i[2], i[4], f[0], f[1], f[2], f[3], f[4], f[5]));
     }
     return add(node->src[0], ggml_rope_multi_back(ctx, g, node->src[1], node->src[2], i[1], sections, i[2], i[4], f[0], f[1], f[2], f[3], f[4], f[5]));
-}
-
-ggml_tensor * backward::activation(ggml_unary_op op, ggml_tensor * x) {
-    return ggml_unary(ctx, x, op);
 }
 
 // The derivative, by element; null where it is not known.
@@ -254,24 +240,21 @@ bool backward::gated(ggml_tensor * node, ggml_tensor * g) {
         a = half(swapped ? 1 : 0);
         b = half(swapped ? 0 : 1);
     }
-    ggml_tensor * of_a = ggml_mul(ctx, ggml_mul(ctx, g, b), slope(op->second, a)), * of_b = ggml_mul(ctx, activation(op->second, a), g);
+    ggml_tensor * of_a = ggml_mul(ctx, ggml_mul(ctx, g, b), slope(op->second, a)), * of_b = ggml_mul(ctx, ggml_unary(ctx, a, op->second), g);
     if (node->src[1]) {
         return add(a, of_a) && add(b, of_b);
     }
     return add(both, swapped ? ggml_concat(ctx, of_b, of_a, 0) : ggml_concat(ctx, of_a, of_b, 0));
 }
 
-// What the layer has just written to the cache that attention sees, as a reshape to [head, heads, tokens] of the F32 tensor that was
-// written; null for what is kept in another form.
-ggml_tensor * backward::cached(const ggml_tensor * t) {
+// What the layer has just written to the cache that attention sees as t: float32 [head*heads, tokens]; null if that is kept in another form.
+ggml_tensor * backward::cached(const ggml_tensor * t) const {
     while (t->op == GGML_OP_PERMUTE || t->op == GGML_OP_CPY) { // of a cache in F32
         t = t->src[0];
     }
     const auto data = t->op == GGML_OP_VIEW ? written.find(t->src[0]) : written.end();
-    if (data == written.end() || data->second->type != GGML_TYPE_F32 || t->ne[0]*t->ne[1] != data->second->ne[0]) {
-        return nullptr;
-    }
-    return ggml_reshape_3d(ctx, contiguous(data->second), t->ne[0], t->ne[1], data->second->ne[1]);
+    const bool is_known = data != written.end() && data->second->type == GGML_TYPE_F32 && t->ne[0]*t->ne[1] == data->second->ne[0];
+    return is_known ? data->second : nullptr;
 }
 
 // softmax(scale K^T Q) as a plain product. The cache was empty before the layer: its first cells have the tokens in their order.
@@ -285,12 +268,13 @@ bool backward::attention(ggml_tensor * node, ggml_tensor * g) {
     memcpy(&max_bias, node->op_params + 1, sizeof(max_bias));
     memcpy(&cap, node->op_params + 2, sizeof(cap));
 
-    const int64_t n = k->ne[2], n_heads = q->ne[2], n_kv_heads = k->ne[1];
+    const int64_t n = k->ne[1], n_heads = q->ne[2], n_kv_heads = node->src[1]->ne[2];
     if (mask) {
         mask = ggml_cont(ctx, ggml_view_2d(ctx, mask, n, mask->ne[1], mask->nb[1], 0));
     }
     const auto by_head = [&](ggml_tensor * t) { return ggml_cont(ctx, ggml_permute(ctx, t, 0, 2, 1, 3)); };
-    ggml_tensor * keys = by_head(k), * values = by_head(v), * queries = contiguous(q), * of_out = by_head(g); // [head, tokens, heads]
+    const auto of_cache = [&](ggml_tensor * t) { return by_head(ggml_reshape_3d(ctx, contiguous(t), t->ne[0]/n_kv_heads, n_kv_heads, n)); };
+    ggml_tensor * keys = of_cache(k), * values = of_cache(v), * queries = contiguous(q), * of_out = by_head(g); // [head, tokens, heads]
     ggml_tensor * scores = ggml_mul_mat(ctx, keys, queries), * bent = nullptr; // [keys, tokens, heads]
     if (cap != 0.0f) {
         bent   = ggml_tanh(ctx, ggml_scale(ctx, scores, scale/cap));
@@ -304,15 +288,11 @@ bool backward::attention(ggml_tensor * node, ggml_tensor * g) {
         of_scores = ggml_scale(ctx, ggml_mul(ctx, of_scores, ggml_scale_bias(ctx, ggml_sqr(ctx, bent), -1.0f, 1.0f)), scale);
     }
     // of the heads that share keys the sum
-    const auto to_cache = [&](ggml_tensor * weights, ggml_tensor * x, ggml_tensor * from) {
-        ggml_tensor * data = from->src[0]->op == GGML_OP_CONT && !active.count(from->src[0]) ? from->src[0]->src[0] : from->src[0];
+    const auto to_cache = [&](ggml_tensor * weights, ggml_tensor * x, ggml_tensor * data) {
         ggml_tensor * t = ggml_mul_mat(ctx, transposed(x), transposed(weights)); // [head, keys, heads]
         t = ggml_reshape_4d(ctx, t, t->ne[0], n, n_heads/n_kv_heads, n_kv_heads);
-        if (n_heads != n_kv_heads) {
-            t = ggml_repeat_back(ctx, t, ggml_new_tensor_4d(ctx, GGML_TYPE_F32, t->ne[0], n, 1, n_kv_heads));
-        }
-        t = ggml_cont(ctx, ggml_permute(ctx, ggml_reshape_3d(ctx, t, t->ne[0], n, n_kv_heads), 0, 2, 1, 3));
-        return add(data, ggml_reshape(ctx, t, data));
+        t = ggml_repeat_back(ctx, t, ggml_new_tensor_4d(ctx, GGML_TYPE_F32, t->ne[0], n, 1, n_kv_heads));
+        return add(data, ggml_reshape(ctx, by_head(ggml_reshape_3d(ctx, t, t->ne[0], n, n_kv_heads)), data));
     };
     return add(q, ggml_mul_mat(ctx, transposed(keys), of_scores)) && to_cache(of_scores, queries, k) && to_cache(p, of_out, v);
 }

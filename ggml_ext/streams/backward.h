@@ -33,8 +33,7 @@ private:
     bool          rope(ggml_tensor * node, ggml_tensor * g);
     bool          gated(ggml_tensor * node, ggml_tensor * g);
     ggml_tensor * slope(ggml_unary_op op, ggml_tensor * x);
-    ggml_tensor * activation(ggml_unary_op op, ggml_tensor * x);
-    ggml_tensor * cached(const ggml_tensor * t);
+    ggml_tensor * cached(const ggml_tensor * t) const;
     ggml_tensor * transposed(ggml_tensor * t);
     ggml_tensor * contiguous(ggml_tensor * t);
     ggml_tensor * placed(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view);

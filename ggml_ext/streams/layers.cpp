@@ -181,6 +181,20 @@ void keep(ggml_tensor * t) {
     }
 }
 
+void get_rows(const ggml_tensor * t, void * to) {
+    if (ggml_is_contiguous(t)) {
+        ggml_backend_tensor_get(t, to, 0, ggml_nbytes(t));
+        return;
+    }
+    std::vector<char> data(ggml_nbytes(t));
+    ggml_backend_tensor_get(t, data.data(), 0, data.size());
+    const size_t row_bytes = ggml_row_size(t->type, t->ne[0]);
+    for (int64_t i = 0; i < ggml_nrows(t); ++i) {
+        const int64_t i1 = i % t->ne[1], i2 = i / t->ne[1] % t->ne[2], i3 = i / t->ne[1] / t->ne[2];
+        memcpy((char *) to + i*row_bytes, data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3], row_bytes);
+    }
+}
+
 bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights) {
     std::set<int> nodes;
     int           last = 0;

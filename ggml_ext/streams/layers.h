@@ -22,6 +22,9 @@ bool is_weight(const ggml_tensor * t);
 // Its value is there once the graph has been computed.
 void keep(ggml_tensor * t);
 
+// A tensor's values, without the gaps between its rows.
+void get_rows(const ggml_tensor * t, void * to);
+
 // A product of a weight matrix, or of the matrices of experts, with an input.
 struct product {
     ggml_tensor * node     = nullptr;

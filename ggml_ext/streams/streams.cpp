@@ -22,10 +22,11 @@
 #include "backward.h"
 #include "labels.h"
 #include "llama-graph-cut.h"
+#include "mapping.h"
+#include "replacement.h"
 
 #include "arg.h"
 #include "common.h"
-#include "ggml-cpp.h"
 #include "llama.h"
 #include "log.h"
 
@@ -35,106 +36,25 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <fcntl.h>
-#include <fstream>
 #include <iostream>
 #include <memory>
 #include <sstream>
-#include <stdexcept>
 #include <strings.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 using json = nlohmann::ordered_json;
 
 namespace {
 
-[[noreturn]] void fail(const std::string & what) {
-    throw std::runtime_error(what);
-}
-
-// Memory of the process, or of a file.
-class mapping {
-public:
-    mapping() = default;
-    mapping(const std::string & path, size_t n_bytes, bool remove) : n_bytes(n_bytes) {
-        int fd = -1;
-        if (!path.empty()) {
-            fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); // a file of anybody else's stays
-            if (fd < 0) {
-                fail("cannot open " + path + ": " + strerror(errno));
-            }
-            if (remove) {
-                unlink(path.c_str());
-            }
-            if (const int error = posix_fallocate(fd, 0, (off_t) n_bytes)) {
-                close(fd);
-                fail("no room for " + std::to_string(n_bytes >> 20) + " MiB in " + path + ": " + strerror(error));
-            }
-        }
-        at = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
-        if (fd >= 0) {
-            close(fd);
-        }
-        if (at == MAP_FAILED) {
-            at = nullptr;
-            fail("no memory for " + std::to_string(n_bytes >> 20) + " MiB");
-        }
-    }
-    mapping(const mapping &) = delete;
-    mapping & operator=(mapping && other) noexcept {
-        std::swap(at, other.at);
-        std::swap(n_bytes, other.n_bytes);
-        return *this;
-    }
-    ~mapping() {
-        if (at) {
-            munmap(at, n_bytes);
-        }
-    }
-
-    char * data() const { return (char *) at; }
-    size_t size() const { return n_bytes; }
-
-private:
-    void * at = nullptr;
-    size_t n_bytes = 0;
-};
-
-// A quantized matrix in place of one of the model's, on the same device.
-struct replacement {
-    ggml_context_ptr        ctx;
-    ggml_backend_buffer_ptr buffer;
-    ggml_tensor *           tensor = nullptr;
-    int                     layer = 0;
-
-    replacement(const ggml_tensor * original, ggml_type type, const std::string & path, int layer) : layer(layer) {
-        ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
-        tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
-        ggml_set_name(tensor, original->name);
-        ggml_backend_buffer_type_t kind = ggml_backend_buffer_get_type(original->buffer);
-        const ggml_backend_dev_t device = ggml_backend_buft_get_device(kind);
-        if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
-            kind = ggml_backend_cpu_buffer_type(); // neither the file's memory nor AMX's, which does not take every type
-        }
-        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), kind));
-        if (!buffer) {
-            fail(std::string("no memory for ") + original->name);
-        }
-        ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        std::ifstream file(path, std::ios::binary);
-        std::vector<char> data(ggml_nbytes(tensor));
-        if (!file.read(data.data(), (std::streamsize) data.size())) {
-            fail(path + " is shorter than " + original->name);
-        }
-        ggml_backend_tensor_set(tensor, data.data(), 0, data.size());
-    }
-};
+using ggml_ext::fail;
+using ggml_ext::mapping;
+using ggml_ext::replacement;
 
 class streams {
 public:
     streams(llama_context * ctx, std::vector<llama_token> tokens, int n_context, int n_chunks, const std::string & file)
-        : ctx(ctx), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks) {
+        : ctx(ctx), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks),
+          n_layers(llama_model_n_layer(llama_get_model(ctx))) {
         ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return on_graph(graph); });
         compute(0, -1); // a graph of no nodes: to be described
         if (!wrong.empty()) {
@@ -176,7 +96,6 @@ public:
             }
             return compare(a);
         } else if (what == "learn" && line >> a) {
-            n_layers = llama_model_n_layer(llama_get_model(ctx));
             learned  = mapping(file, (size_t) a * n_layers * chunk_bytes / 2, true);
             n_learned = a;
         } else if (what == "backward" && line >> a && a < n_learned) {
@@ -238,7 +157,7 @@ private:
 
     std::function<void()> on_graph(ggml_cgraph * graph) {
         parts = {};
-        if (!parts.read(graph, llama_model_n_layer(llama_get_model(ctx))) || (which < 0 && !parts.check())) {
+        if (!parts.read(graph, n_layers) || (which < 0 && !parts.check())) {
             wrong = parts.why();
         } else if (which < 0) {
             learn();
@@ -298,8 +217,7 @@ private:
     char * learned_at(int k, int chunk) const { return learned.data() + ((size_t) k * n_learned + chunk) * chunk_bytes / 2; }
 
     void learn_gradients(int chunk) {
-        n_layers = llama_model_n_layer(llama_get_model(ctx));
-        doing    = purpose::whole;
+        doing = purpose::whole;
         compute(chunk, 0);
         std::vector<std::vector<float>> hidden(n_layers);
         for (int k = 0; k < n_layers; ++k) {
@@ -337,7 +255,7 @@ private:
                     fail("the exchange is too small");
                 }
                 if (const ggml_tensor * of = back.of(p.node)) {
-                    get_rows(of, to);
+                    ggml_ext::get_rows(of, to);
                 } else {
                     memset(to, 0, n_bytes);
                 }
@@ -396,7 +314,7 @@ private:
                 if (2 * n_bytes > left) {
                     fail("the exchange is too small");
                 }
-                get_rows(t, to + s * n_bytes);
+                ggml_ext::get_rows(t, to + s * n_bytes);
                 to += 2 * n_bytes;
                 left -= 2 * n_bytes;
             });
@@ -415,21 +333,6 @@ private:
             if (p.residual) {
                 f(p.residual);
             }
-        }
-    }
-
-    // A tensor's values, without the gaps between its rows.
-    static void get_rows(const ggml_tensor * t, char * to) {
-        if (ggml_is_contiguous(t)) {
-            ggml_backend_tensor_get(t, to, 0, ggml_nbytes(t));
-            return;
-        }
-        std::vector<char> data(ggml_nbytes(t));
-        ggml_backend_tensor_get(t, data.data(), 0, data.size());
-        const size_t row_bytes = ggml_row_size(t->type, t->ne[0]);
-        for (int64_t i = 0; i < ggml_nrows(t); ++i, to += row_bytes) {
-            const int64_t i1 = i % t->ne[1], i2 = i / t->ne[1] % t->ne[2], i3 = i / t->ne[1] / t->ne[2];
-            memcpy(to, data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3], row_bytes);
         }
     }
 
@@ -460,7 +363,7 @@ private:
     llama_context *          ctx;
     std::vector<llama_token> tokens;
     std::string              file;
-    int                      n_context, n_chunks, layer = 0, which = -1, n_layers = 0, n_learned = 0;
+    int                      n_context, n_chunks, n_layers, layer = 0, which = -1, n_learned = 0;
     purpose                  doing = purpose::layer;
     const void *             before = nullptr; // the stream before the layer
     bool                     is_ahead = false; // the first stream, of all chunks

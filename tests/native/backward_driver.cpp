@@ -10,7 +10,6 @@
 
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <random>
 #include <stdexcept>
 
@@ -30,15 +29,9 @@ static double dot(const values & a, const values & b) {
     return sum;
 }
 
-// Without the gaps between its rows.
 static values get(const ggml_tensor * t) {
-    std::vector<char> data(ggml_nbytes(t));
-    ggml_backend_tensor_get(t, data.data(), 0, data.size());
     values found(ggml_nelements(t));
-    for (int64_t i = 0; i < ggml_nrows(t); ++i) {
-        const int64_t i1 = i%t->ne[1], i2 = i/t->ne[1]%t->ne[2], i3 = i/t->ne[1]/t->ne[2];
-        memcpy(found.data() + i*t->ne[0], data.data() + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3], t->ne[0]*sizeof(float));
-    }
+    ggml_ext::get_rows(t, found.data());
     return found;
 }
 
@@ -119,7 +112,7 @@ static void print(const char * before, const char * name, double exact, double d
 
 // Of <s, f> with at + e d and at - e d, which set() takes.
 template <class F> static double difference(probe & p, float e, const values & at, const values & d, const F & set) {
-    double      sides[2];
+    double sides[2];
     for (int side = 0; side < 2; ++side) {
         values moved = at;
         for (size_t i = 0; i < at.size(); ++i) {

@@ -293,7 +293,7 @@ def make_job(settings: Settings, opened: Opened, decided: Decided, console: Cons
     if decided.run is not None:
         console.note(decided.run.described)
         warn = decided.importance.warnings.append
-        made = Propagation(decided.run, file, plan, decided.codec, settings.n_threads, warn, console.note)
+        made = Propagation(decided.run, file, plan, decided.codec, settings.n_threads, warn, console)
         propagation = stack.enter_context(made)
     conversion = Conversion(
         file, plan, decided.codec, decided.importance, settings.n_threads, choices.fallback_above, propagation

@@ -38,7 +38,7 @@ def write_tensors(
     pool = ThreadPoolExecutor(conversion.n_threads)
     propagation = conversion.propagation if len(output.finished) < len(plan.tensors) else None
     if propagation:
-        propagation.open(console)
+        propagation.open()
     with console.bar(title, plan.n_elements(), "w", is_scaled=True, done=n_done) as bar:
         writer = _Writer(output, conversion, pool, bar)
         try:

@@ -48,13 +48,13 @@ def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
     return (
         f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {N_CONTEXT} tokens of "
         f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, an estimated {duration(seconds(run.model, n_tokens, n_learned, n_threads))} "
-        f"on {n_threads} threads beside encoding, {(run.model.n_bytes + layer_bytes(run.model) + rows_bytes(file) + streams) / MIB:,.0f} MiB of memory"
+        f"on {n_threads} threads beside encoding, {(run.model.n_bytes + sums_bytes(run.model, file) + streams) / MIB:,.0f} MiB of memory"
     )
 
 
 def check_memory(run: Calibration, file: GGUFFile, console: Console) -> None:
     """UserError where the sums of a layer need more than may be used; a note where they and the model do."""
-    sums, allowed = layer_bytes(run.model) + rows_bytes(file), run.memory / GIB
+    sums, allowed = sums_bytes(run.model, file), run.memory / GIB
     if sums > run.memory:
         raise UserError(
             f"{FLAG}the sums of a layer take {sums / GIB:.2f} GiB, {allowed:.2f} GiB may be used: pass a larger --memory, or {WAY_OUT}"
@@ -72,6 +72,11 @@ def seconds(model: Model, n_tokens: int, n_learned: int, n_threads: int) -> floa
     weights = 2.0 * model.n_weights_used
     sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
     return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / model.rate(n_threads)
+
+
+def sums_bytes(model: Model, file: GGUFFile) -> int:
+    """Of all sums of a layer."""
+    return layer_bytes(model) + rows_bytes(file)
 
 
 def rows_bytes(file: GGUFFile) -> int:

@@ -70,8 +70,7 @@ class Run:
 def check_cut(run: Run, say: Callable[[str], None]) -> None:
     """UserError if the model's graph cannot be cut at its layers."""
     with temporary_folder(run.folder, TEMPORARY, say) as folder:
-        # matrices stay where the file has them: nothing is computed
-        with Streams([*run.command, "--no-repack", "--chunks", "1"], folder.resolve()):
+        with Streams([*run.command, "--chunks", "1"], folder.resolve()):
             pass
 
 
@@ -85,7 +84,7 @@ class Propagation:
     codec: Codec
     n_threads: int
     warn: Callable[[str], None]
-    say: Callable[[str], None]
+    console: Console
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _layer: int = 0  # the next
     _n_learned: int = 0  # chunks of which gradients were found
@@ -107,16 +106,16 @@ class Propagation:
         i = self._index.get(name)
         return i if i is not None and self.plan.types[i] != self.plan.tensors[i].type else None
 
-    def open(self, console: Console) -> None:
+    def open(self) -> None:
         """Starts the program, and finds gradients where the model's graph is known well enough. UserError where it has no layers."""
-        folder = self._stack.enter_context(temporary_folder(self.run.folder, TEMPORARY, self.say)).resolve()
+        folder = self._stack.enter_context(temporary_folder(self.run.folder, TEMPORARY, self.console.note)).resolve()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
         self._streams = streams = self._stack.enter_context(Streams([*self.run.command, "-o", str(folder / "streams")], folder))
         if streams.no_gradients:
-            self.say(f"rows do not make up for each other: {streams.no_gradients}")
+            self.console.note(f"rows do not make up for each other: {streams.no_gradients}")
             return
         self._n_learned = min(self.run.n_gradient_chunks, streams.n_chunks)
-        with console.bar("gradients", self._n_learned, "chunk") as bar:
+        with self.console.bar("gradients", self._n_learned, "chunk") as bar:
             for _ in streams.learn(self._n_learned):
                 bar.update()
 
@@ -187,7 +186,7 @@ class Propagation:
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
         for chunk in range(self._n_learned):
             sums.add(self._streams.gradients(k, chunk), self._pool)
-        return {name: make_rows(g, sums.n_tokens[name]) for name, g in sums.g.items()}
+        return {name: make_rows(g, sums.n_tokens[name]) for name, g in sums.g.items() if self.index(name) is not None}
 
     def _encode_group(self, k: int, g: int, wanted: list[int], is_last: bool) -> None:
         streams, group = self._streams, self._streams.layers[k][g]
@@ -260,6 +259,7 @@ class Propagation:
         self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide, rows: list[Rows]
     ) -> Encoded:
         """Rows that make up for each other."""
+
         def encode(part: np.ndarray) -> np.ndarray:
             self._bar.update(part.size)
             return self.codec.encode(part, target, guide.importances(0), guide.codebook, guide.metric(0))

@@ -1,0 +1,68 @@
+// Memory that ggml-ext-streams keeps streams in or shares with the program that started it.
+#pragma once
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace ggml_ext {
+
+[[noreturn]] inline void fail(const std::string & what) {
+    throw std::runtime_error(what);
+}
+
+// Memory of the process, or of a file.
+class mapping {
+public:
+    mapping() = default;
+    mapping(const std::string & path, size_t n_bytes, bool remove) : n_bytes(n_bytes) {
+        int fd = -1;
+        if (!path.empty()) {
+            fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); // a file of anybody else's stays
+            if (fd < 0) {
+                fail("cannot open " + path + ": " + strerror(errno));
+            }
+            if (remove) {
+                unlink(path.c_str());
+            }
+            if (const int error = posix_fallocate(fd, 0, (off_t) n_bytes)) {
+                close(fd);
+                fail("no room for " + std::to_string(n_bytes >> 20) + " MiB in " + path + ": " + strerror(error));
+            }
+        }
+        at = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+        if (fd >= 0) {
+            close(fd);
+        }
+        if (at == MAP_FAILED) {
+            at = nullptr;
+            fail("no memory for " + std::to_string(n_bytes >> 20) + " MiB");
+        }
+    }
+    mapping(const mapping &) = delete;
+    mapping & operator=(mapping && other) noexcept {
+        std::swap(at, other.at);
+        std::swap(n_bytes, other.n_bytes);
+        return *this;
+    }
+    ~mapping() {
+        if (at) {
+            munmap(at, n_bytes);
+        }
+    }
+
+    char * data() const { return (char *) at; }
+    size_t size() const { return n_bytes; }
+
+private:
+    void * at = nullptr;
+    size_t n_bytes = 0;
+};
+
+} // namespace ggml_ext

@@ -1,0 +1,43 @@
+// A quantized matrix of the model that is being made.
+#pragma once
+
+#include "mapping.h"
+
+#include "ggml-cpp.h"
+
+#include <fstream>
+#include <vector>
+
+namespace ggml_ext {
+
+// A quantized matrix in place of one of the model's, on the same device.
+struct replacement {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buffer;
+    ggml_tensor *           tensor = nullptr;
+    int                     layer = 0;
+
+    replacement(const ggml_tensor * original, ggml_type type, const std::string & path, int layer) : layer(layer) {
+        ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+        tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
+        ggml_set_name(tensor, original->name);
+        ggml_backend_buffer_type_t kind = ggml_backend_buffer_get_type(original->buffer);
+        const ggml_backend_dev_t device = ggml_backend_buft_get_device(kind);
+        if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            kind = ggml_backend_cpu_buffer_type(); // neither the file's memory nor AMX's, which does not take every type
+        }
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), kind));
+        if (!buffer) {
+            fail(std::string("no memory for ") + original->name);
+        }
+        ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        std::ifstream file(path, std::ios::binary);
+        std::vector<char> data(ggml_nbytes(tensor));
+        if (!file.read(data.data(), (std::streamsize) data.size())) {
+            fail(path + " is shorter than " + original->name);
+        }
+        ggml_backend_tensor_set(tensor, data.data(), 0, data.size());
+    }
+};
+
+} // namespace ggml_ext
