@@ -124,6 +124,25 @@ def test_server_that_is_not_there(client):
     client.error("HF_HUB_OFFLINE is set", HF_HUB_OFFLINE="1")
 
 
+def test_by_the_xet_protocol(client, content):
+    pytest.importorskip("hf_xet")
+    client.hub.repositories[REPO] = Repository({FILE: content}, xet=True)
+    client.succeed("--dry-run")
+    assert not client.hub.downloads and "/xorb" in client.hub.xet.asked
+    assert content in [p.read_bytes() for p in client.blobs()]  # beside them newer clients write what the cache's version is
+
+
+def test_xet_protocol_that_breaks(client, content):
+    """The other protocol gets the file."""
+    pytest.importorskip("hf_xet")
+    client.hub.repositories[REPO] = Repository({FILE: content}, xet=True)
+    client.hub.xet.is_broken = True
+    impatient = {f"HF_XET_CLIENT_RETRY_{k}": v for k, v in {"MAX_ATTEMPTS": "1", "BASE_DELAY": "10ms", "MAX_DURATION": "1sec"}.items()}
+    client.error("hf_xet", "HF_HUB_DISABLE_XET=1", f"times for {FILE}", "run it again", flags=["--dry-run"], **impatient)
+    client.succeed("--dry-run", HF_HUB_DISABLE_XET="1")
+    assert client.hub.downloads == [(FILE, 0)]
+
+
 def test_checksum_that_does_not_match(client, content):
     repo = client.hub.repositories[REPO] = Repository({FILE: content}, damaged=True)
     client.error(f"damaged {FILE}", "checksum", "run it again")

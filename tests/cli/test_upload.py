@@ -16,8 +16,6 @@ from helpers.hub_server import READER, TOKEN, Repository, serving
 from helpers.models import gaussian, write_gguf
 
 REPO = "some-org/made-here"
-# The client sends large files by the protocol of git's large file storage, not by that of xet, which the server does not speak.
-NO_XET = {"HF_HUB_DISABLE_XET": "1"}
 
 pytestmark = pytest.mark.extra_build  # of the extra hf, and other clients
 
@@ -35,7 +33,7 @@ def model(tmp_path):
 
 def upload(client, *args, token: str | None = TOKEN):
     command = [sys.executable, "-m", "ggml_ext", "upload", *map(str, args), *(["--hf-token", token] if token else [])]
-    return subprocess.run(command, capture_output=True, text=True, env=client.environment(**NO_XET), timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=client.environment(), timeout=300)
 
 
 def test_file_and_card(client, model, tmp_path):
@@ -46,6 +44,14 @@ def test_file_and_card(client, model, tmp_path):
     repo = client.hub.repositories[REPO]
     assert repo.files == {"model-q8.gguf": model.read_bytes(), "README.md": (tmp_path / "card.md").read_bytes()}
     assert upload(client, model, REPO).returncode == 0 and client.hub.sent == [model.stat().st_size]
+
+
+def test_by_the_xet_protocol(client, model):
+    pytest.importorskip("hf_xet")
+    client.hub.takes_xet = True
+    done = upload(client, model, REPO)
+    assert done.returncode == 0, done.stderr
+    assert not client.hub.sent and client.hub.repositories[REPO].files == {"model-q8.gguf": model.read_bytes()}
 
 
 def test_a_connection_that_breaks(client, model):
@@ -61,7 +67,7 @@ def test_bad_tokens(client, model, tmp_path):
     check_error(upload(client, model, REPO, token="hf_wrong"), "refuses to write there (401)")
     check_error(upload(client, model, REPO, token=None), "--hf-token")
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(64, 256)})
-    done = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_s", "--upload", REPO, "--hf-token", READER, "-q", env=client.environment(**NO_XET))
+    done = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_s", "--upload", REPO, "--hf-token", READER, "-q", env=client.environment())
     check_error(done, "refuses to write there")
     assert not (tmp_path / "out.gguf").exists() and client.hub.repositories == {}
 
@@ -78,7 +84,7 @@ def test_quantize_uploads(client, tmp_path):
     """The file and a card with what was measured."""
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(64, 256)})
     out = tmp_path / "out.gguf"
-    done = run_quantize(source, out, "--type", "itq3_s", "--upload", REPO, "--hf-token", TOKEN, env=client.environment(**NO_XET))
+    done = run_quantize(source, out, "--type", "itq3_s", "--upload", REPO, "--hf-token", TOKEN, env=client.environment())
     assert done.returncode == 0 and f"{client.hub.url}/{REPO}" in done.stdout, done.stderr
     files = client.hub.repositories[REPO].files
     assert files["out.gguf"] == out.read_bytes() and "relative squared error" in files["README.md"].decode() and TOKEN not in files["README.md"].decode()

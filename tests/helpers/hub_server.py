@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+from .xet_server import XetHandler, XetStore
+
 LARGE = (".gguf", ".safetensors")  # in git's large file storage, named by SHA-256
 TOKEN, READER = "hf_right", "hf_reader"  # the latter may not write
 
@@ -27,6 +29,7 @@ class Repository:
     drop_after: list[int] = field(default_factory=list)  # bytes after which the next downloads of large files break off
     damaged: bool = False  # large files arrive with one bit changed
     revisions: tuple[str, ...] = ("main",)
+    xet: bool = False  # large files are to be had by the xet protocol
 
     @property
     def commit(self) -> str:
@@ -41,7 +44,8 @@ def checksum(name: str, content: bytes) -> str:
 
 class Hub:
     """repositories: by ORG/NAME. downloads: what was asked for, as (file, first byte). stored: large files that were sent, by SHA-256;
-    sent: their sizes, one for each time; drop_sent: that many of the next break off."""
+    sent: their sizes, one for each time; drop_sent: that many of the next break off; xet: what is sent by that protocol, where the
+    client can and takes_xet is set."""
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}
@@ -49,12 +53,18 @@ class Hub:
         self.stored: dict[str, bytes] = {}
         self.sent: list[int] = []
         self.drop_sent = 0
+        self.xet = XetStore()
+        self.takes_xet = False
         self.url = ""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(XetHandler, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
+
+    @property
+    def store(self) -> XetStore:
+        return self.hub.xet
 
     def log_message(self, *_) -> None:
         pass
@@ -97,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(401)
         elif token == READER:
             self.refuse(403)
+        elif self.xet_post(path, body):
+            pass
         elif path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
@@ -115,12 +127,14 @@ class Handler(BaseHTTPRequestHandler):
             ]
             self.say({"files": modes})
         elif path.endswith(".git/info/lfs/objects/batch"):
+            asked = json.loads(body)
             objects = [
                 {"oid": o["oid"], "size": o["size"]}
                 | ({} if o["oid"] in self.hub.stored else {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{o['oid']}"}}})
-                for o in json.loads(body)["objects"]
+                for o in asked["objects"]
             ]
-            self.say({"transfer": "basic", "objects": objects})
+            is_xet = self.hub.takes_xet and "xet" in asked["transfers"]
+            self.say({"transfer": "xet" if is_xet else "basic", "objects": objects})
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", path):
             self.commit(self.hub.repositories[found[1]], [json.loads(line) for line in body.splitlines()])
         else:
@@ -132,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 repo.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                repo.files[value["path"]] = self.hub.stored[value["oid"]]
+                repo.files[value["path"]] = (self.hub.stored | self.hub.xet.sent)[value["oid"]]
         self.say({"success": True, "commitUrl": f"{self.hub.url}/org/name/commit/{repo.commit}", "commitOid": repo.commit, "hookOutput": ""})
 
     def do_HEAD(self) -> None:
@@ -145,6 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if self.xet_get(path):
+            return
         if not (api or file):  # newer clients ask for other things too
             self.refuse(404)
             return
@@ -184,6 +200,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{checksum(name, content)}"')
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content) - start))
+        if repo.xet and name.endswith(LARGE):
+            self.xet_headers(checksum(name, content), content)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.end_headers()

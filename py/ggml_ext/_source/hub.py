@@ -271,6 +271,8 @@ def broken(e: Exception) -> str:
     status = status_of(e)
     if status is not None:
         return f"{constants.ENDPOINT} answered {status}" if status >= 500 or status in (408, 429) else ""
+    if type(e) in (ConnectionError, RuntimeError):  # of the client's library for the xet protocol, which has tried for some minutes
+        return f"hf_xet: {first_line(e)[:120]} (with HF_HUB_DISABLE_XET=1 set it is done without hf_xet)"
     return f"the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})" if is_of_connection(e) else ""
 
 
