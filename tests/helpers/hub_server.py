@@ -66,6 +66,8 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
     def store(self) -> XetStore:
         return self.hub.xet
 
+    access_token = TOKEN
+
     def log_message(self, *_) -> None:
         pass
 
@@ -76,9 +78,11 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def say(self, what: dict, status: int = 200) -> None:
+    def say(self, what: dict, status: int = 200, headers: dict[str, str] | None = None) -> None:
         said = json.dumps(what).encode()
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()

@@ -5,7 +5,6 @@ SHA-256, where the protocol has a hash of hashes: clients do not check it. Route
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ class XetHandler:
     """Of requests, beside hub_server.Handler, which has say() and refuse()."""
 
     store: XetStore
+    access_token: str
 
     def xet_headers(self, file_hash: str, content: bytes) -> None:
         """That a file is to be had by this protocol."""
@@ -80,16 +80,10 @@ class XetHandler:
         return True
 
     def _token(self) -> None:
-        """In headers for older clients, in the body for newer ones. The store is this server, the token the hub's."""
-        found = {"casUrl": self.hub.url, "accessToken": "hf_right", "exp": int(time.time()) + 3600}
-        said = json.dumps(found).encode()
-        self.send_response(200)
-        for name, value in zip(("Cas-Url", "Access-Token", "Token-Expiration"), found.values(), strict=True):
-            self.send_header(f"X-Xet-{name}", str(value))
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
+        """In headers for older clients, in the body for newer ones. The store is this server."""
+        found = {"casUrl": self.hub.url, "accessToken": self.access_token, "exp": int(time.time()) + 3600}
+        names = ("X-Xet-Cas-Url", "X-Xet-Access-Token", "X-Xet-Token-Expiration")
+        self.say(found, headers=dict(zip(names, map(str, found.values()), strict=True)))
 
     def _reconstruction(self, content: bytes, name: str) -> None:
         """The whole file, whatever range is asked for: they are less than a range."""
