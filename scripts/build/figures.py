@@ -123,8 +123,15 @@ def render_claims(measured: dict) -> str:
 
 def propagated_claim(measured: dict) -> str:
     """What making up for errors gains, on both models."""
-    here, there = (", ".join(f"{name} {before} to {after}" for name, (before, after) in measured[model].items()) for model in ("reference", "smollm2"))
-    return f"* `--propagate` takes the KL divergence of {here}; on SmolLM2, calibrated with the built-in text, English, of {there}."
+
+    def changes(of_types: dict) -> str:
+        return ", ".join(f"{name} {before} to {after}" for name, (before, after) in of_types.items())
+
+    texts = " ".join(f"Calibrated with {text}: {changes(of_types)}." for text, of_types in measured["smollm2"].items())
+    return (
+        f"* `--propagate` lowers the KL divergence: {changes(measured['reference'])}.\n"
+        f"* `--propagate` on SmolLM2, scored on English. {texts}"
+    )
 
 
 SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # what README's first table has, of all
