@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -251,11 +252,10 @@ def explained(repo: Repo) -> Iterator[None]:
             raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
         raise repo.error(f"cannot be read: {first_line(e)}") from e
     except Exception as e:
+        if why := not_written(e):
+            raise UserError(f"--hf-repo: cannot write to {constants.HF_HUB_CACHE}: {why}; point HF_HUB_CACHE to another folder") from e
         if why := broken(e):
             raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
-        if isinstance(e, OSError) and e.strerror:
-            where = f"{constants.HF_HUB_CACHE}: {e.strerror}; point HF_HUB_CACHE to another folder"
-            raise UserError(f"--hf-repo: cannot write to {where}") from e
         raise repo.error(f"cannot be downloaded: {first_line(e)}") from e
 
 
@@ -274,6 +274,14 @@ def broken(e: Exception) -> str:
     if type(e) in (ConnectionError, RuntimeError):  # of the client's library for the xet protocol, which has tried for some minutes
         return f"hf_xet: {first_line(e)[:120]} (with HF_HUB_DISABLE_XET=1 set it is done without hf_xet)"
     return f"the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})" if is_of_connection(e) else ""
+
+
+def not_written(e: Exception) -> str:
+    """What the system said to a file that could not be written, else nothing. hf_xet passes it on in its text alone."""
+    full = os.strerror(errno.ENOSPC)
+    if full in str(e):
+        return full
+    return "" if is_of_connection(e) or not isinstance(e, OSError) else e.strerror or ""
 
 
 def is_of_connection(e: BaseException | None) -> bool:
