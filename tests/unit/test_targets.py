@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.targets import correction
+from ggml_ext._encode.targets import LEAST_RIDGE, correction, ridge_of
 from ggml_ext._native.streams import Arrays, Group, Product
 from ggml_ext._propagation.sums import Sums
 
@@ -37,12 +37,18 @@ def test_the_output_is_as_near_as_it_can_be(with_residual):
 def test_strengths_and_ridge_lead_back_to_the_weights():
     x, x_made, r, r_made, w = streams()
     h, d, rest = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
-    assert not correction(w, h, d, rest, strength=(0, 0)).any()
+    assert not correction(w, h, d, rest, 0.1, strength=(0, 0)).any()
     sizes = [np.abs(correction(w, h, d, rest, ridge=ridge)).sum() for ridge in (0, 0.03, 1, 1e6)]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 1e-4 * sizes[0]
-    assert not correction(w, np.zeros_like(h), np.zeros_like(d), None).any()
-    both = correction(w, h, d, rest, strength=(1, 0)) + correction(w, h, d, rest, strength=(0, 1))
-    np.testing.assert_allclose(both, correction(w, h, d, rest), rtol=0, atol=1e-5 * np.abs(both).max())  # it is linear; float32
+    assert not correction(w, np.zeros_like(h), np.zeros_like(d), None, 0.1).any()
+    both = correction(w, h, d, rest, 0.1, strength=(1, 0)) + correction(w, h, d, rest, 0.1, strength=(0, 1))
+    np.testing.assert_allclose(both, correction(w, h, d, rest, 0.1), rtol=0, atol=1e-5 * np.abs(both).max())  # it is linear; float32
+
+
+def test_ridge_of_noise():
+    """As much as there are columns for a token; of few tokens, whose sums are blended with others, as of one for each column."""
+    assert ridge_of(256, 25600) == pytest.approx(2 * ridge_of(256, 51200)) == pytest.approx(ridge_of(512, 51200))
+    assert ridge_of(64, 0) == ridge_of(64, 64) and ridge_of(64, 1e9) == LEAST_RIDGE
 
 
 def test_a_singular_matrix_is_an_error():

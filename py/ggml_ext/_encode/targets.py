@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import numpy as np
 
-# What is added to the diagonal of H for the inverse, as a part of its mean. KL divergence without gradients, 0.03 and 0.1: reference model, 300
-# chunks, text of the scored kind, ITQ3_T 0.00862 and 0.00864, ITQ2_T 0.0418 and 0.0411; SmolLM2, built-in text, ITQ3_T, English 0.162 and
-# 0.146, code 0.132 and 0.114. With both terms at 0.8 of their strength the reference model was worse.
-RIDGE = 0.1
+# Of noise in the sums: tokens that a column needs before its part of the correction counts by half, where H is its mean.
+RIDGE, LEAST_RIDGE = 6, 0.03
+
+
+def ridge_of(columns: int, n_tokens: float) -> float:
+    """What is added to the diagonal of H for the inverse, as a part of its mean. D and R are sums over tokens, mostly of errors that no
+    weights make up for: what is fitted to these grows with columns and falls with tokens. docs/results/measurements.md has the search."""
+    return max(LEAST_RIDGE, RIDGE * columns / max(n_tokens, columns))
 
 
 def correction(
-    weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray | None, ridge: float = RIDGE, strength: tuple[float, float] = (1.0, 1.0)
+    weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray | None, ridge: float, strength: tuple[float, float] = (1.0, 1.0)
 ) -> np.ndarray:
     """W' - W of the weights W, float32 (rows, columns). h, d: float (columns, columns); r: float (rows, columns), or None where the
-    product is added to nothing; all of any one scale. strength: of the two terms.
+    product is added to nothing; all of any one scale. ridge: see ridge_of(). strength: of the two terms.
 
     LinAlgError where H is singular all the same.
     """

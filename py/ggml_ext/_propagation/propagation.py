@@ -18,7 +18,7 @@ from .._base.threads import map_in_order
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide, PerExpert, measured
 from .._encode.feedback import Rows, encode_fed, make_rows
-from .._encode.targets import correction
+from .._encode.targets import correction, ridge_of
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.moments import TensorMoments, token_warnings
@@ -228,7 +228,7 @@ class Propagation:
         def add(expert: int) -> None:
             part = weights[expert * n_rows : (expert + 1) * n_rows]
             r = sums.r[tensor.name] / np.float32(scale) if tensor.name in sums.r else None
-            part += correction(part, *sums.of_expert(expert), r)
+            part += correction(part, *sums.of_expert(expert), r, ridge_of(sums.group.columns, sums.counts[expert]))
 
         try:
             list(self._pool.map(add, range(len(sums.h))))
