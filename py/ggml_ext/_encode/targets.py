@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# Of noise in the sums: tokens that a column needs before its part of the correction counts by half, where H is its mean.
-RIDGE, LEAST_RIDGE = 6, 0.03
+RIDGE = 6  # tokens a column at which a direction whose H is the mean gets half of its correction
+LEAST_RIDGE = 0.03
 
 
 def ridge_of(columns: int, n_tokens: float) -> float:
