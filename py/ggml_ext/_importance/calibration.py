@@ -292,8 +292,9 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
 
         code, log = run_heard(command, folder, heard)
     if code:
+        devices = f"check {' '.join(run.devices)}, " if run.devices else ""
         raise UserError(
-            f"calibration: llama-imatrix exited with {code} for {run.file.path} and {run.text}: {last_error(log)}; "
+            f"calibration: llama-imatrix exited with {code} for {run.file.path} and {run.text}: {last_error(log)}; {devices}"
             "pass another text with --imatrix-from, an importance matrix with --imatrix, or --no-calibration to go on without"
         )
 
