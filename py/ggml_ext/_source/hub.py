@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
+from .._base.files import NO_SPACE
 from .._base.units import MIB
 from .._formats.split import part_names
 from .checkpoint import CONFIG, FORMATS, NEEDED, index_name, indexed_files, need_extra, shards_by_name
@@ -278,10 +278,9 @@ def broken(e: Exception) -> str:
 
 def not_written(e: Exception) -> str:
     """What the system said to a file that could not be written, else nothing. hf_xet passes it on in its text alone."""
-    full = os.strerror(errno.ENOSPC)
-    if full in str(e):
-        return full
-    return "" if is_of_connection(e) or not isinstance(e, OSError) else e.strerror or ""
+    if full := [text for text in map(os.strerror, NO_SPACE) if text in str(e)]:
+        return full[0]
+    return e.strerror or "" if isinstance(e, OSError) and not is_of_connection(e) else ""
 
 
 def is_of_connection(e: BaseException | None) -> bool:
