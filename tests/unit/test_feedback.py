@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, shrinkage
+from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, row_order, shrinkage
 from ggml_ext._native.streams import Group, Product
 from ggml_ext._propagation.sums import SINKS, RowSums
 
@@ -44,7 +44,8 @@ def test_targets_are_what_later_rows_can_best_go_on_from(at):
     (rows,) = make_rows([g.astype(np.float32)], n_tokens)
     part = shrinkage(g, n_tokens)
     assert part > SMALLEST
-    a = (1 - part) * g + part * np.trace(g) / ROWS * np.eye(ROWS)
+    a = ((1 - part) * g + part * np.trace(g) / ROWS * np.eye(ROWS))[np.ix_(rows.order, rows.order)]
+    w = w[rows.order]
     best = -np.linalg.solve(a[at:, at:], a[at:, :at] @ errors[:at])
     wanted = w[at : at + GROUP] - best[:GROUP]
     # float32 of the factor and of sums over `at` rows, as large as the factor's condition lets them become
@@ -61,6 +62,31 @@ def test_it_costs_less():
     w, g = weights(), moments(ROWS)
     data, values = fed(w, [g])
     assert np.array_equal(decode(data), values)
+    assert cost(g, w - values) < 0.5 * cost(g, w - decode(encode(w)))
+
+
+def test_order_of_rows():
+    """From the last to the first: what costs least, beside what those behind it make up for."""
+    rng, n = np.random.default_rng(5), 2 * GROUP + 3
+    root = rng.standard_normal((n, n))
+    g = root @ root.T
+    order = list(row_order(g))
+    assert sorted(order) == list(range(n))
+    while order:
+        last = order[(len(order) - 1) // GROUP * GROUP :]
+        rest = [i for i in order if i not in last]
+        behind = [i for i in range(n) if i not in order]
+        costs = {i: 1 / np.linalg.inv(g[np.ix_([i, *behind], [i, *behind])])[0, 0] for i in order}
+        assert max(costs[i] for i in last) <= min((costs[i] for i in rest), default=np.inf)
+        order = rest
+
+
+def test_neighbours_that_are_alike():
+    """They make up for each other, though as many as are encoded at once lie side by side."""
+    n = 4 * GROUP
+    g = np.kron(np.eye(4), np.full((GROUP, GROUP), 0.9)) + np.diag(0.1 + 0.1 * np.random.default_rng(6).random(n))
+    w = weights(n)
+    _, values = fed(w, [g.astype(np.float32)], n_tokens=1e9)
     assert cost(g, w - values) < 0.5 * cost(g, w - decode(encode(w)))
 
 

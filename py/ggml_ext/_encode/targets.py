@@ -23,17 +23,15 @@ def ridge_of(columns: int, n_tokens: float) -> float:
     return max(LEAST_RIDGE, RIDGE * columns / max(n_tokens, columns))
 
 
-def correction(
-    weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray | None, ridge: float, strength: tuple[float, float] = (1.0, 1.0)
-) -> np.ndarray:
+def correction(weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray | None, ridge: float) -> np.ndarray:
     """W' - W of the weights W, float32 (rows, columns). h, d: float (columns, columns); r: float (rows, columns), or None where the
-    product is added to nothing; all of any one scale. ridge: see ridge_of(). strength: of the two terms.
+    product is added to nothing; all of any one scale. ridge: see ridge_of().
 
     LinAlgError where H is singular all the same.
     """
-    wanted = strength[0] * (weights @ d.astype(np.float32)).astype(np.float64)
+    wanted = (weights @ d.astype(np.float32)).astype(np.float64)
     if r is not None:
-        wanted += strength[1] * r
+        wanted += r
     mean = float(np.trace(h)) / len(h)
     if not mean:  # no input, nothing to make up for
         return np.zeros_like(weights)
