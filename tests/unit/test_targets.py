@@ -37,6 +37,7 @@ def test_the_output_is_as_near_as_it_can_be(with_residual):
 def test_the_ridge_leads_back_to_the_weights():
     x, x_made, r, r_made, w = streams()
     h, d, rest = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
+    assert not correction(w, h, np.zeros_like(d), np.zeros_like(rest), 0.1).any()
     sizes = [np.abs(correction(w, h, d, rest, ridge=ridge)).sum() for ridge in (0, 0.03, 1, 1e6)]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 1e-4 * sizes[0]
     assert not correction(w, np.zeros_like(h), np.zeros_like(d), None, 0.1).any()

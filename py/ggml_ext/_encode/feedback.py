@@ -8,8 +8,8 @@ rows b in their order cost the form H of
 
 so that W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) is what to encode in place of W_b, Q_a the values that the rows a have got.
 
-GROUP rows are encoded at once, and those of a group do not make up for each other. Neighbours are alike, so groups of them would leave
-much undone: row_order() says which rows go together, and when.
+GROUP rows are encoded at once, and those of a group do not make up for each other. Neighbours in attn_q and attn_k are alike, so groups of
+them would leave much undone: row_order() says which rows go together, and when.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def shrinkage(g: np.ndarray, n_tokens: float) -> float:
 
 
 def row_order(g: np.ndarray) -> np.ndarray:
-    """int (rows,) of G, float64 (rows, rows), positive definite: groups of GROUP, the last of what is left.
+    """In what order to encode rows, int (rows,), by GROUP. g: G, float64 (rows, rows), positive definite.
 
     An error costs what the rows behind its group cannot make up for. So the group that is encoded last has the rows with the least on the
     diagonal, the one before it those with the least of what remains of G once the last are eliminated, and so on."""

@@ -278,8 +278,9 @@ def broken(e: Exception) -> str:
 
 def not_written(e: Exception) -> str:
     """What the system said to a file that could not be written, else nothing. hf_xet passes it on in its text alone."""
-    if full := [text for text in map(os.strerror, NO_SPACE) if text in str(e)]:
-        return full[0]
+    for text in map(os.strerror, NO_SPACE):
+        if text in str(e):
+            return text
     return e.strerror or "" if isinstance(e, OSError) and not is_of_connection(e) else ""
 
 
