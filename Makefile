@@ -4,6 +4,7 @@
 #   make check   what to run while working: lists, linter and quick tests; at most 3 minutes after make demo
 # make nightly   make test, and the tests that are too long for it
 # make wheel     a wheel for machines without a compiler, into dist/
+# make gpu-bundle the GPU check for a machine with a GPU and nothing else, into dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
@@ -18,7 +19,7 @@ MORE   :=
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo check test nightly wheel install bench cuda gpu-check clean
+.PHONY: demo check test nightly wheel install bench cuda gpu-bundle gpu-check clean
 
 demo: install
 	@$(BIN)/python scripts/tools/demo.py
@@ -47,13 +48,18 @@ bench: install
 	@$(BIN)/python scripts/tools/bench.py
 	@$(BIN)/python scripts/tools/bench.py --gemv
 
-# The whole CUDA backend and what scripts/gpu/gpu_check.py runs, compiled and linked; needs nvcc, not a GPU.
-cuda: $(VENV)/.tools
-	@$(BIN)/python scripts/build/build_tests.py --package $(BUILD) --only cuda
+# CUDA architectures of the two targets below: 75, 80, 86, 89, 90, 120, or several
+ARCH ?= 90
 
+# The GPU check for another machine, as an archive in dist/, and the whole CUDA backend compiled and linked: need nvcc, not a GPU.
+gpu-bundle cuda: $(VENV)/.tools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "gguf>=0.17" numpy tqdm
+	@$(BIN)/python scripts/build/gpu_bundle.py --arch "$(ARCH)" $(if $(filter cuda,$@),--build-only)
+
+# The GPU check on this machine, built first.
 gpu-check: $(VENV)/.tools
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf numpy
-	@$(BIN)/python scripts/gpu/gpu_check.py
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "gguf>=0.17" numpy tqdm
+	@$(BIN)/python scripts/gpu/gpu_check.py $(ARGS)
 
 # One wheel for all processors of this architecture, tested in an empty environment before it gets into dist/.
 wheel: $(VENV)/.tools

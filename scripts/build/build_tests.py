@@ -5,9 +5,8 @@ llama-perplexity for 64-bit ARM, which the tests run under qemu, the Vulkan back
 they interpret.
 
     build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx] [--nightly]
-    build_tests.py --package build/package --only cuda
 
-The second builds and links the whole CUDA backend, for the architectures in CUDA_ARCHITECTURES (default 90): no test needs it.
+The whole CUDA backend is built by gpu_bundle.py (make cuda): no test needs it.
 """
 from __future__ import annotations
 
@@ -95,8 +94,6 @@ def main() -> None:
         # one library, which programs of the package load; the time goes into its shaders
         "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=OFF",
                     "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", *QUICKLY_COMPILED), ROOT / "build" / "vulkan", "ext-vulkan"),
-        "cuda": (("-DGGML_CUDA=ON", "-DGGML_EXT_TESTS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDA_ARCHITECTURES', '90')}"),
-                 ROOT / "build" / "cuda", "ext-cuda"),
     }
     for name in args.only.split(","):
         if name == "ptx":

@@ -27,25 +27,38 @@ def nvcc() -> Path | None:
     return None
 
 
-def toolkit_has_cublas() -> bool:
+def toolkit_roots() -> list[Path]:
     compiler = nvcc()
     roots = [compiler.resolve().parent.parent] if compiler else []
-    roots += [Path(os.environ[v]) for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)] + [Path("/usr/local/cuda")]
-    return any((root / "include" / "cublas_v2.h").exists() for root in roots)
+    return [*roots, *(Path(os.environ[v]) for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)), Path("/usr/local/cuda")]
+
+
+def package_roots() -> list[Path]:
+    """Where Python packages of NVIDIA's libraries are."""
+    spec = importlib.util.find_spec("nvidia")
+    # what pip hides from the build of a package is on disk all the same
+    return [*map(Path, spec.submodule_search_locations if spec else ()), *(Path(sysconfig.get_path(where)) / "nvidia" for where in ("purelib", "platlib"))]
+
+
+def toolkit_has_cublas() -> bool:
+    return any((root / "include" / "cublas_v2.h").exists() for root in toolkit_roots())
 
 
 def cublas() -> tuple[Path, Path] | None:
     """Folder of the headers and the library of cuBLAS in an installed Python package."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [*(spec.submodule_search_locations if spec else []),
-             # what pip hides from the build of a package is on disk all the same
-             *(Path(sysconfig.get_path(where)) / "nvidia" for where in ("purelib", "platlib"))]
-    for root in map(Path, roots):
+    for root in package_roots():
         for header in sorted(root.glob("*/include/cublas_v2.h"), reverse=True):
             libraries = sorted((header.parent.parent / "lib").glob("libcublas.so*"))
             if libraries:
                 return header.parent, libraries[0]
     return None
+
+
+def library_directories() -> list[Path]:
+    """Directories of libcudart and libcublas: of toolkits, then of Python packages."""
+    candidates = [root / name for root in toolkit_roots() for name in ("lib64", "targets/x86_64-linux/lib", "lib")]
+    candidates += [path for root in package_roots() for path in sorted(root.glob("*/lib"), reverse=True)]
+    return list(dict.fromkeys(d for d in candidates if any(any(d.glob(f"{name}.so*")) for name in ("libcublas", "libcudart"))))
 
 
 def has_cublas() -> bool:

@@ -3,7 +3,6 @@
 
     llama_cpp.py tree                    print the path of the unpatched tree (fetched and unpacked once)
     llama_cpp.py patch SOURCE DEST       copy SOURCE to DEST, patched; files that did not change keep their times
-    llama_cpp.py pack FILE.tar.xz        write what builds and scripts/gpu/gpu_check.py read of the unpatched tree, 8 MB
     llama_cpp.py check [SOURCE]          say which patches apply to SOURCE (a newer llama.cpp); exit 1 if any does not
     llama_cpp.py rebase NEW [--work DIR] [--merged DIR]
                                          the patches on the tree NEW: merged in three ways and written back when all are; conflicts
@@ -44,7 +43,6 @@ VULKAN_SHADERS = Path("ggml/src/ggml-vulkan/vulkan-shaders")
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
-PACKED = (*COPIED, "gguf-py/gguf")
 
 
 def pristine_tree() -> Path:
@@ -157,16 +155,6 @@ def patch_tree(source: Path, dest: Path) -> None:
         sync(Path(tmp), dest)
 
 
-def pack(source: Path, archive: Path) -> None:
-    """Writes the archive, its folder named as the tree."""
-    beside = archive.with_name(archive.name + ".part")
-    with tarfile.open(beside, "w:xz") as tar:
-        for name in PACKED:
-            if (source / name).exists():
-                tar.add(source / name, f"{source.name}/{name}")
-    os.replace(beside, archive)
-
-
 def check(source: Path) -> int:
     """Which patches apply to source; the maintainer's first step towards a newer llama.cpp."""
     print(f"patches for {pinned_version()}; {source} is {version(source)}")
@@ -221,7 +209,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("tree")
-    commands.add_parser("pack").add_argument("file", type=Path)
     for name in ("patch", "check"):
         sub = commands.add_parser(name)
         sub.add_argument("source", type=Path, nargs=None if name == "patch" else "?")
@@ -235,8 +222,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "tree":
             print(pristine_tree())
-        elif args.command == "pack":
-            pack(pristine_tree(), args.file)
         elif args.command == "patch":
             patch_tree(args.source, args.dest)
         elif args.command == "rebase":

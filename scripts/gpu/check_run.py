@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: their types, one run with its report, its time and the programs it starts."""
+"""One run of the GPU check: its report, its time budget, and the programs it starts."""
 from __future__ import annotations
 
 import contextlib
@@ -11,141 +11,216 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
-ROOT = Path(__file__).resolve().parents[2]
+import check_faults
+
+ROOT = Path(__file__).resolve().parents[2]  # of the sources or of an unpacked bundle
+BUNDLE_FILE = ROOT / "bundle.json"
 THREE_BITS, TWO_BITS = ["itq3_s", "ditto3", "itq3_t"], ["ccq2", "itq2_t"]
 FIVE_BITS, FOUR_BITS = ["ditto5"], ["itq4_t"]
-OF_64 = ["itq4_t64", "itq3_t64", "itq2_t64"]  # for rows that the others cannot have: measured, but no ratio is asked for
-OURS = THREE_BITS + TWO_BITS + OF_64 + FIVE_BITS + FOUR_BITS
-N_CHUNKS = 60  # of 256 tokens
-# Activations have a scale for 256 values on the CPU and for 32 on the GPU. The first of these roundings changes the mean
-# log-likelihood of a chunk by a standard deviation of up to 0.0028 (CCQ2; 60 chunks against the same weights in F32), the
-# second by less: five times both together, of the mean over all chunks. A forgotten rotation costs whole units.
-LOG_TOLERANCE = 5 * math.sqrt(2) * 0.0028 / math.sqrt(N_CHUNKS)
+OF_64 = ["itq4_t64", "itq3_t64", "itq2_t64"]  # for rows that 256 does not divide: measured, but no ratio is required
+EXT_TYPES = THREE_BITS + TWO_BITS + OF_64 + FIVE_BITS + FOUR_BITS
+N_CORES = os.cpu_count() or 1
+KILL_SECONDS = 10  # how long a killed program may take to end; one that a driver holds may never end
 
 
 class Failed(Exception):
-    """One line that says why."""
+    """A check failed; one line says why."""
+
+    status = "failed"
 
 
-def fingerprint() -> str:
-    """Of the sources that results depend on."""
+class TooSlow(Failed):
+    """Results are right, but a required speed was missed."""
+
+    status = "slow"
+
+
+class NotRun(Failed):
+    """The time was over, or this machine lacks what the check needs."""
+
+    status = "not run"
+
+
+class Unavailable(NotRun):
+    """This machine lacks an optional tool; the run passes without it."""
+
+    status = "unavailable"
+
+
+def source_fingerprint() -> str:
+    """A hash of the sources that results depend on; a bundle carries that of its sources."""
+    if BUNDLE_FILE.exists():
+        return json.loads(BUNDLE_FILE.read_text())["sources"]
     digest = hashlib.sha256()
-    folders = [ROOT / name for name in ("cuda", "metal", "vulkan", "ggml_ext", "tests/gpu")]
-    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so")):
+    directories = [ROOT / name for name in ("cuda", "metal", "vulkan", "ggml_ext", "tests/gpu")]
+    for path in sorted(p for d in directories for p in d.rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     digest.update((ROOT / "tests/native/backend_ops_cases.h").read_bytes())
     return digest.hexdigest()[:16]
 
 
+def read_text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+def program_name(command: list[str]) -> str:
+    """The program that a command runs, behind such words as env and timeout."""
+    return next((Path(word).name for word in command if "/" in word and "=" not in word), command[0])
+
+
 class Run:
-    """What is known so far, and how much time is left."""
+    """The checks of one backend.
 
-    def __init__(self, out: Path, build: Path, minutes: float, device: str, shape: str, n_layers: int, *, types: list[str] = OURS,
-                 rehearsal: bool = False, resume: bool = False):
-        self.out, self.build, self.minutes = out, build, minutes
-        self.device, self.shape, self.n_layers, self.rehearsal = device, shape, n_layers, rehearsal
-        self.types = types
-        identity = {"sources": fingerprint(), "device": device, "rehearsal": rehearsal}
-        self.report = {"passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
-        self.lock, self.running = threading.RLock(), set()
-        if resume:
-            self.resume()
-        self.start_part("")
+    Args:
+        backend: name of the backend, the key of its results in the report.
+        device: the device as llama.cpp names it; the CPU in a rehearsal without a driver.
+        programs: directory of the programs and libraries.
+        report_file: JSON file of the results; it is rewritten after every check.
+        rehearsal: use little data and require no speed.
+        fault: fault to inject into one check of a rehearsal (check_faults.py).
+        resume: keep the checks that passed in an earlier run of the same sources on the same device.
+    """
 
-    def resume(self) -> None:
-        """Takes over the results of a report of the same sources and device."""
+    def __init__(self, backend: str, device: str, programs: Path, report_file: Path, *, types: list[str], shape: str, n_layers: int,
+                 rehearsal: bool = False, fault: str | None = None, resume: bool = True):
+        self.backend, self.device, self.programs, self.report_file = backend, device, programs, report_file
+        self.types, self.shape, self.n_layers, self.rehearsal, self.fault = types, shape, n_layers, rehearsal, fault
+        self.lock, self.processes = threading.RLock(), set()
+        self.current = threading.local()  # of a thread: the name of its check; a deadline of its own
+        self.part, self.deadline, self.end = "", math.inf, math.inf
+        identity = {"sources": source_fingerprint(), "device": device, "rehearsal": rehearsal}
+        self.document: dict = {}
         with contextlib.suppress(OSError, ValueError):
-            old = json.loads(self.out.read_text())
-            if old.get("identity") == self.report["identity"]:
-                self.report = old
+            self.document = json.loads(report_file.read_text())
+        kept = self.document.get(backend) if resume else None
+        self.report = kept if kept and kept.get("identity") == identity else {
+            "passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
+        self.document[backend] = self.report
 
-    def start_part(self, part: str) -> None:
-        self.part, self.deadline = part, time.monotonic() + 60 * self.minutes
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def start_part(self, part: str, deadline: float) -> None:
+        """deadline: of the part, in seconds of time.monotonic(); `end` is that of the run."""
+        self.part, self.deadline = part, deadline
 
     def seconds_left(self) -> float:
-        left = self.deadline - time.monotonic()
+        left = getattr(self.current, "deadline", self.deadline) - time.monotonic()
         if left <= 0:
-            raise Failed("not run: the time is over")
+            raise NotRun("the time is over")
         return left
 
-    def command(self, *command, timeout: float | None = None, keep: list | None = None, env: dict | None = None) -> str:
-        """Standard output; Failed with its last lines if it fails or the time is over, when all that it started is ended. keep
-        takes the output of both."""
-        limit = self.seconds_left() if self.rehearsal else min(self.seconds_left(), timeout or math.inf)  # CPUs may be slow
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+    # --- programs -----------------------------------------------------------------------------------------------------
+
+    def command(self, *command, timeout: float = math.inf, env: dict | None = None, keep: list | None = None) -> str:
+        """Run a program and return its standard output.
+
+        Args:
+            timeout: limit in seconds; a rehearsal on a slow CPU has the part's limit alone.
+            env: additional environment variables.
+            keep: list that receives both outputs, even if the program fails.
+
+        Raises:
+            Failed: the program failed or took too long; everything that it started has been killed.
+        """
+        limit = self.seconds_left() if self.rehearsal else min(self.seconds_left(), timeout)
+        words = [*map(str, command)]
+        if self.fault:
+            words, limit = check_faults.inject(self.fault, getattr(self.current, "check", ""), words, limit)
+        with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as log:  # not pipes: llama-perplexity loses lines there
             try:
-                process = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-                                           errors="replace", start_new_session=True, env={**os.environ, **(env or {})})
+                process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True,
+                                           env={**os.environ, **(env or {})})
             except FileNotFoundError:
-                raise Failed(f"{command[0]} is missing") from None
-            self.running.add(process)
+                raise Failed(f"{words[0]} is missing") from None
+            self.processes.add(process)
             try:
-                output, _ = process.communicate(timeout=limit)
+                process.wait(limit)
             except subprocess.TimeoutExpired:
-                self.end(process)
-                raise Failed(f"{Path(command[0]).name} took longer than {limit:.0f} s") from None
+                ended = self.kill(process)
+                raise Failed(f"{program_name(words)} took longer than {limit:.0f} s"
+                             + ("" if ended else ", and cannot be killed: the driver holds it")) from None
             finally:
-                self.running.discard(process)
-            log.seek(0)
-            errors = log.read()
-        if keep is not None:
-            keep.append(output)
+                self.processes.discard(process)
+                output, errors = (read_text(file) for file in (out, log))
+                if keep is not None:
+                    keep.append(output + errors)
         if process.returncode:
             last = (output + errors).strip().splitlines()[-6:]
-            raise Failed(f"{Path(command[0]).name} ended with {process.returncode}: " + " / ".join(last))
+            raise Failed(f"{program_name(words)} exited with {process.returncode}: " + " / ".join(last))
         return output
 
     @staticmethod
-    def end(process: subprocess.Popen) -> None:
-        """It and all that it started, such as the compilers of a build."""
+    def kill(process: subprocess.Popen) -> bool:
+        """Kill a program and everything it started. Returns whether it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        try:
+            process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def stop(self, *_) -> None:
-        """What has been found out is in the report already."""
-        for process in list(self.running):
+        """Signal handler: end at once. All results so far are in the report."""
+        for process in list(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        print("stopped; results so far are in " + str(self.out), flush=True)
+        print(f"stopped; the results so far are in {self.report_file}", flush=True)
         os._exit(1)
 
-    def kept(self, name: str) -> bool:
-        """Whether an earlier run has passed this check."""
-        return any(c["name"] == name and c["passed"] for c in self.report["checks"])
+    def program(self, name: str) -> Path:
+        on_host = self.rehearsal and name == "ggml-ext-gpu-kernels"
+        return self.programs / ("ggml-ext-cuda-host-kernels" if on_host else name)
 
-    def wants(self, *names: str) -> bool:
-        return not all(map(self.kept, names))
+    # --- checks -------------------------------------------------------------------------------------------------------
 
-    def check(self, name: str, function, *args, again: bool = False) -> object:
-        """Runs function(run, *args), whose result is the check's figures; None if it failed. What has passed earlier is kept
-        unless it is needed again."""
-        if not again and self.kept(name):
-            print(f"kept             {name}", flush=True)
+    def has_passed(self, name: str) -> bool:
+        return any(c["name"] == name and c["status"] == "passed" for c in self.report["checks"])
+
+    def pending(self, *names: str) -> bool:
+        """Whether one of these checks has not passed yet."""
+        return not all(map(self.has_passed, names))
+
+    def check(self, name: str, function: Callable, *args, again: bool = False):
+        """Run function(run, *args) as a check and record the result.
+
+        Args:
+            again: run it even if it passed in an earlier run.
+
+        Returns:
+            The figures that the function returned or an earlier run recorded; None if the check failed.
+        """
+        if not again and self.has_passed(name):
+            print(f"kept               {name}", flush=True)
             return next(c for c in self.report["checks"] if c["name"] == name).get("figures", {})
-        start = time.monotonic()
+        start, self.current.check = time.monotonic(), name
+        result, error, status = None, None, "passed"
         try:
-            found, error = function(self, *args), None
+            self.seconds_left()
+            result = function(self, *args)
         except Failed as e:
-            found, error = None, str(e)
+            error, status = str(e), e.status
         except Exception as e:  # noqa: BLE001  the other checks still have to run
-            found, error = None, f"{type(e).__name__}: {e}"
-        entry = {"name": name, "part": self.part, "passed": error is None, "seconds": round(time.monotonic() - start, 1)}
+            error, status = f"{type(e).__name__}: {e}", "failed"
+        entry = {"name": name, "part": self.part, "status": status, "seconds": round(time.monotonic() - start, 1)}
         entry |= {"error": error} if error else {}
-        entry |= {"figures": found} if found else {}
+        entry |= {"figures": result} if result else {}
         with self.lock:
             self.report["checks"] = [*(c for c in self.report["checks"] if c["name"] != name), entry]
-            print(f"{'FAIL' if error else 'pass'}  {entry['seconds']:6.1f} s  {name}" + (f": {error}" if error else ""), flush=True)
+            print(f"{status:11} {entry['seconds']:6.1f} s  {name}" + (f": {error}" if error else ""), flush=True)
             self.write()
-        return found
+        return result
+
+    def of_status(self, *statuses: str) -> list[dict]:
+        return [c for c in self.report["checks"] if c["status"] in statuses]
 
     def write(self) -> None:
-        self.report["passed"] = bool(self.report["checks"]) and all(c["passed"] for c in self.report["checks"])
-        beside = self.out.with_name(self.out.name + ".part")
-        beside.write_text(json.dumps(self.report, indent=1))
-        os.replace(beside, self.out)
-
-    def tool(self, name: str) -> Path:
-        return self.build / "bin" / ("ggml-ext-cuda-host-kernels" if self.rehearsal and name == "ggml-ext-gpu-kernels" else name)
+        self.report["passed"] = bool(self.report["checks"]) and not self.of_status("failed", "slow", "not run")
+        part = self.report_file.with_name(self.report_file.name + ".part")
+        part.write_text(json.dumps(self.document, indent=1, default=str))
+        os.replace(part, self.report_file)

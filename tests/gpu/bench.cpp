@@ -2,8 +2,9 @@
 //
 //   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...
 //   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] --large MEGABYTES
+//   ggml-ext-gpu-bench DEVICE --copy MEGABYTES
 //
-// The second checks products and look-ups of a matrix of so many bytes, which may pass 2^32; it exits with 1 if one is wrong.
+// The third prints the bandwidth of a copy on the device, bytes read and written. The second checks products and look-ups of a matrix of so many bytes, which may pass 2^32; it exits with 1 if one is wrong.
 //
 // As many matrices as pass 512 MB are multiplied in turn, so that none comes from a cache; the quantisation of activations
 // is part of each product. With EXPERTS, mul_mat_id over that many matrices, of which each token takes USED at random.
@@ -131,6 +132,35 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
     ggml_free(ctx);
 }
 
+// The bandwidth of copies of n_bytes within the device's memory, the best of five.
+static void measure_copy(ggml_backend_t backend, int64_t n_bytes) {
+    const int n_copies = 8;
+    ggml_init_params params = { ggml_tensor_overhead()*(n_copies + 8) + ggml_graph_overhead(), nullptr, true };
+    ggml_context * ctx   = ggml_init(params);
+    ggml_cgraph *  graph = ggml_new_graph(ctx);
+    ggml_tensor *  from  = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_bytes/4), * to = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_bytes/4);
+    for (int i = 0; i < n_copies; ++i) {
+        ggml_build_forward_expand(graph, ggml_cpy(ctx, i%2 ? to : from, i%2 ? from : to));
+    }
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
+    if (!buffer) {
+        fprintf(stderr, "error: no memory for two buffers of %lld MB\n", (long long) (n_bytes >> 20));
+        exit(1);
+    }
+    ggml_backend_buffer_clear(buffer, 0);
+    double best = 0;
+    for (int i = 0; i < 6; ++i) { // the first also records the graph
+        ggml_backend_synchronize(backend);
+        const auto start = std::chrono::steady_clock::now();
+        ggml_backend_graph_compute(backend, graph);
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        best = i ? std::max(best, 2.0*n_copies*n_bytes/seconds) : 0;
+    }
+    printf("{\"copy_gb_per_s\": %.1f, \"bytes\": %lld}\n", best/1e9, (long long) n_bytes);
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+}
+
 // Row i of rows() equals row i%16: so do its product with one column, in every bit, with 16 columns, where the terms may be added
 // up in another order, and itself. Whether the first 16 are right is for test-backend-ops to say.
 static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes) {
@@ -212,10 +242,11 @@ static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes)
 }
 
 int main(int argc, char ** argv) {
-    const bool large = argc == 5 && strcmp(argv[3], "--large") == 0;
+    const bool large = argc == 5 && strcmp(argv[3], "--large") == 0, copy = argc == 4 && strcmp(argv[2], "--copy") == 0;
     if (argc < 4) {
         fprintf(stderr, "usage: %s DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...\n"
-                        "       %s DEVICE TYPE[,TYPE...] --large MEGABYTES\n", argv[0], argv[0]);
+                        "       %s DEVICE TYPE[,TYPE...] --large MEGABYTES\n"
+                        "       %s DEVICE --copy MEGABYTES\n", argv[0], argv[0], argv[0]);
         return 1;
     }
     ggml_backend_load_all();
@@ -223,6 +254,11 @@ int main(int argc, char ** argv) {
     if (!backend) {
         fprintf(stderr, "error: there is no device %s\n", argv[1]);
         return 1;
+    }
+    if (copy) {
+        measure_copy(backend, atoll(argv[3]) << 20);
+        ggml_backend_free(backend);
+        return 0;
     }
     if (large) {
         bool ok = true;

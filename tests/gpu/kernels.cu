@@ -414,7 +414,6 @@ int main(int argc, char ** argv) {
     }
     if (timings) {
         time_quantize();
-        time_copy();
     }
     return all_passed ? 0 : 1;
 }

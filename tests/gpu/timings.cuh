@@ -54,14 +54,3 @@ static void time_quantize() {
                us(GGML_TYPE_CCQ2), us(GGML_TYPE_ITQ3_S), us(GGML_TYPE_ITQ3_T64));
     }
 }
-
-static void time_copy() {
-    const size_t n = (size_t) 1 << (few ? 20 : 30);
-    const buffer<uint8_t> a(n), b(n);
-    double best = 1e30;
-    for (int i = 0; i < 5; ++i) {
-        const float ms = milliseconds(nullptr, [&] { CUDA_CHECK(cudaMemcpyAsync(a.data, b.data, n, cudaMemcpyDeviceToDevice)); });
-        best = std::min(best, (double) ms);
-    }
-    printf("{\"timing\": \"copy\", \"gb_per_s\": %.1f}\n", 2*n/best/1e6);
-}

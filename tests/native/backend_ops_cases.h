@@ -8,7 +8,7 @@ for (ggml_type type : { GGML_EXT_WEIGHT_TYPES(X) }) {
     const bool of_64 = ggml_blck_size(type) == 64;
     const int  k_one = of_64 ? 576 : 768;
     for (int k : of_64 ? std::vector<int>{64, 192, 576, 2880} : std::vector<int>{256, 768, 2816}) {
-        for (int n : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40, 47, 63, 65, 80, 96, 112, 127, 129, 257}) {
+        for (int n : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40, 47, 63, 65, 80, 96, 112, 127, 129, 257, 512}) {
             test_cases.emplace_back(new test_mul_mat(type, GGML_TYPE_F32, 33, n, k, {1, 1}, {1, 1}));
         }
         for (int n : {1, 3, 8, 9, 65, 130}) {

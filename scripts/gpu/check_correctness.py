@@ -1,0 +1,220 @@
+"""Whether the kernels are right: device code against scalar references, operations and perplexities against the CPU."""
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import re
+from pathlib import Path
+
+from check_run import N_CORES, OF_64, ROOT, Failed, Run
+
+CTX, N_CHUNKS, N_CHUNKS_FEW = 256, 60, 6  # of perplexities; few: a token at a time, experts
+REHEARSAL_CTX = 64
+# Activations have a scale for 256 values on the CPU and for 32 on the GPU. The first of these roundings changes the mean
+# log-likelihood of a chunk of 256 tokens by a standard deviation of up to 0.0028 (CCQ2; 60 chunks against the same weights in F32), the
+# second by less: five times both together, of the mean over all tokens. A forgotten rotation costs whole units.
+LOG_TOLERANCE_OF_CHUNK = 5 * math.sqrt(2) * 0.0028
+# Launches that overlap or wait, in a CUDA graph or not: the same kernels on the same numbers, but cuBLAS may choose another algorithm.
+SAME_TOLERANCE = 1e-4
+LARGE_MB = 4300  # more than 2^32 bytes
+N_PROGRAMS = 4  # at once: the CPU, with whose results they are compared, takes the time
+OPERATIONS = ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "CPY", "MUL_MAT_VEC_FUSION")
+# fused products and copies are CUDA's alone
+REQUIRED = {"cuda": OPERATIONS, "vulkan": OPERATIONS[:3], "metal": OPERATIONS[:3]}
+# of a rehearsal on a driver for CPUs: vectors, tiles, rows by index, experts
+FEW_CASES = "type_a={name},type_b=f32,m=33,n=(1|5|9),k=(256|576),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0|n_used=1,b=0,m=33,n=(1|9),k|type={name},.*r=5,be1=1"
+
+
+def json_lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def few(run: Run) -> list[str]:
+    return ["--few"] if run.rehearsal else []
+
+
+# --- device code and operations --------------------------------------------------------------------------------------------
+
+
+def reported_checks(run: Run, *command, timeout: float) -> dict:
+    """Run a program of tests/gpu/ and return its checks with their counts; Failed with the first one that went wrong."""
+    output: list[str] = []
+    failed = None
+    try:
+        run.command(*command, timeout=timeout, keep=output)
+    except Failed as e:
+        failed = e
+    checks = [line for line in json_lines("".join(output)) if "check" in line]
+    if wrong := [line for line in checks if line["wrong"]]:
+        raise Failed(f"{len(wrong)} of {len(checks)}: "
+                     + "; ".join(f"{c['check']}: {c['wrong']} of {c['n']}, first {c['first']}" for c in wrong[:3]))
+    if failed:
+        raise failed
+    if not checks:
+        raise Failed("no check was reported")
+    return {line["check"]: line["n"] for line in checks}
+
+
+def device_code(run: Run) -> dict:
+    """Device code against the scalar references; launches that overlap."""
+    return reported_checks(run, run.program("ggml-ext-gpu-kernels"), "--no-timings", *few(run), timeout=120)
+
+
+def large_matrices(run: Run) -> dict:
+    """Products and rows by index of a matrix of more than 2^32 bytes, in blocks of 256 and of 64."""
+    types = [name for name in ("itq3_t", "itq3_t64") if name in run.types] or run.types[:1]
+    megabytes = 1 if run.rehearsal else LARGE_MB
+    return reported_checks(run, run.program("ggml-ext-gpu-bench"), run.device, ",".join(types), "--large", megabytes, timeout=120)
+
+
+def count_cases(output: str, op: str) -> int:
+    """Cases of an operation that test-backend-ops has passed."""
+    return len(re.findall(rf"^\s*{op}\(.*(?:OK|SUPPORTED)", re.sub(r"\x1b\[[\d;]*m", "", output), re.M))
+
+
+def operations(run: Run, name: str) -> dict:
+    """Upstream's test-backend-ops of one type on the device against the CPU: every case, or few in a rehearsal on a driver for CPUs."""
+    on_cpu = run.device == "CPU"  # which is what it compares with: only whether there are cases
+    mode = ["support"] if on_cpu else ["test", "-j", N_PROGRAMS]
+    pattern = FEW_CASES.format(name=name) if run.rehearsal and not on_cpu else f"={name}[,)]"
+    output = run.command(run.program("test-backend-ops"), *mode, "-b", run.device, "-p", pattern, timeout=240,
+                         env={"OMP_WAIT_POLICY": "passive"})  # several programs share the cores
+    counts = {op: count_cases(output, op) for op in OPERATIONS}
+    # "support" does not list fused products, and few cases have neither them nor copies
+    required = [op for op in REQUIRED[run.backend] if not run.rehearsal or op in OPERATIONS[:3]]
+    if missing := [op for op in required if not counts[op]]:
+        raise Failed(f"no case of {', '.join(missing)} was run")
+    return {op: n for op, n in counts.items() if n}
+
+
+def check_operations(run: Run) -> None:
+    if run.backend == "cuda":
+        run.check("device code equals the scalar references", device_code)
+    with concurrent.futures.ThreadPoolExecutor(1 if run.rehearsal else N_PROGRAMS) as pool:
+        for name in run.types:
+            pool.submit(run.check, f"test-backend-ops {name}", operations, name)
+
+
+# --- perplexities ----------------------------------------------------------------------------------------------------------
+
+
+def quantized_files(run: Run, directory: Path) -> dict[str, Path]:
+    """The reference model in every ggml-ext type and Q3_K: block weights in that type, embeddings Q8_0."""
+    model, files = ROOT / "data" / "model-f16.gguf", {}
+    for name in [*run.types, "q3_k"]:
+        files[name] = directory / f"{name}.gguf"
+        run.command(run.program("llama-quantize"), "--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0", model,
+                    files[name], "Q3_K_S" if name == "q3_k" else name.upper())
+    return files
+
+
+Options = dict[str, object]  # of llama-perplexity
+
+
+def perplexity(run: Run, file: Path, options: Options, n_chunks: int = N_CHUNKS, env: dict[str, str] | None = None) -> float:
+    """Perplexity of a model on the device with all layers, or as the options say."""
+    defaults = {"-dev": "none" if run.device == "CPU" else run.device, "-ngl": 99, "-c": REHEARSAL_CTX if run.rehearsal else CTX,
+                "--chunks": 1 if run.rehearsal else n_chunks, "-t": max(1, N_CORES // N_PROGRAMS)}
+    output: list[str] = []
+    run.command(run.program("llama-perplexity"), "-m", file, "-f", ROOT / "data" / "heldout.txt",
+                *(word for option in (defaults | options).items() for word in option), timeout=120, env=env, keep=output)
+    estimate = re.search(r"Final estimate: PPL = ([\d.]+)", output[0])
+    if not estimate:
+        raise Failed(f"llama-perplexity gave no estimate for {file.name}: " + " / ".join(output[0].strip().splitlines()[-3:]))
+    return float(estimate[1])
+
+
+def log_tolerance(run: Run, n_chunks: int) -> float:
+    n_tokens = REHEARSAL_CTX if run.rehearsal else CTX * n_chunks
+    return LOG_TOLERANCE_OF_CHUNK * math.sqrt(CTX / n_tokens)
+
+
+def compare(path: str, value: float, expected: float, tolerance: float) -> float:
+    """ln of the ratio of two perplexities; Failed if it is too large."""
+    difference = math.log(value / expected)
+    if not abs(difference) <= tolerance:
+        raise Failed(f"{path}: {value:.4f}, expected {expected:.4f}; |ln| is {abs(difference):.5f}, at most {tolerance:.5f}")
+    return difference
+
+
+ON_CPU: Options = {"-dev": "none", "-ngl": 0}
+# How the device runs the model: tiles (512 tokens at once) with and without flash attention, vector kernels (8 tokens), half of the
+# reference model's eight layers on the CPU.
+PATHS: dict[str, Options] = {
+    "ubatch 512": {"-ub": 512, "-fa": "on"}, "-fa off": {"-ub": 512, "-fa": "off"}, "ubatch 8": {"-ub": 8, "-fa": "on"},
+    "-ngl 4": {"-ub": 512, "-ngl": 4}}
+
+
+def same_as_cpu(run: Run, file: Path, paths: dict[str, Options], n_chunks: int = N_CHUNKS, options: Options | None = None) -> dict:
+    """Perplexity on the device by several paths equals that on the CPU. options: of all of them."""
+    options = options or {}
+    result = {"cpu": perplexity(run, file, options | ON_CPU, n_chunks)}
+    for path, path_options in paths.items():
+        result[path] = perplexity(run, file, options | path_options, n_chunks)
+        compare(path, result[path], result["cpu"], log_tolerance(run, n_chunks))
+    return result
+
+
+def check_perplexities(run: Run, directory: Path) -> None:
+    names = [*run.types, "q3_k"]
+    if run.pending(*(f"perplexity {name}" for name in names)):
+        files = run.check("quantized files", quantized_files, directory, again=True) or {}
+        with concurrent.futures.ThreadPoolExecutor(1 if run.rehearsal else N_PROGRAMS) as pool:
+            for name, file in files.items():
+                pool.submit(run.check, f"perplexity {name}", same_as_cpu, file, PATHS)
+
+
+# --- what time is left for -------------------------------------------------------------------------------------------------
+
+
+def one_token_at_a_time(run: Run, file: Path) -> dict:
+    """As decoding does, in CUDA graphs: as the CPU; and the same with launches that wait and without graphs."""
+    result = same_as_cpu(run, file, {"ubatch 1": {"-ub": 1}}, N_CHUNKS_FEW)
+    plain = perplexity(run, file, {"-ub": 1}, N_CHUNKS_FEW, env={"GGML_CUDA_PDL": "0", "GGML_CUDA_DISABLE_GRAPHS": "1"})
+    compare("overlapped in graphs", result["ubatch 1"], plain, SAME_TOLERANCE)
+    return result | {"plain": plain}
+
+
+def precise_activations(run: Run, file: Path) -> dict:
+    """--act-prec f16: vector kernels with two columns a token (4 tokens at once), tiles."""
+    return same_as_cpu(run, file, {"ubatch 4": {"-ub": 4}, "ubatch 512": {"-ub": 512}}, N_CHUNKS_FEW, {"--act-prec": "f16"})
+
+
+def tiny_shape(run: Run, shape: str) -> str:
+    """The shape of a model of experts or with ragged rows; a tiny one in a rehearsal."""
+    return {"olmoe-1b-7b": "tiny-experts", "qwen2.5-0.5b": "tiny-ragged"}[shape] if run.shape == "tiny" else shape
+
+
+def synthetic_graph(run: Run, name: str, directory: Path, shape: str) -> dict:
+    """A model with random weights; and weights in the computer's memory that are copied to the device for each batch, where what lies
+    behind them is not cleared when they are loaded."""
+    from synth_model import write_model
+
+    file = directory / f"graph-{shape}-{name}.gguf"
+    write_model(name, file, tiny_shape(run, shape), 1)
+    try:
+        paths: dict[str, Options] = {f"ubatch {n}": {"-ub": n} for n in (1, 8, 512)}
+        paths["copied weights"] = {"-ub": 512, "-ngl": 0}
+        return same_as_cpu(run, file, paths, N_CHUNKS_FEW)
+    finally:
+        file.unlink()
+
+
+def check_more(run: Run, directory: Path) -> None:
+    """Paths that fewer people use."""
+    some = [name for name in ("itq3_s", "itq3_t", "itq2_t64") if name in run.types] or run.types[:1]
+    files = {name: directory / f"{name}.gguf" for name in some}
+    checks = {f"perplexity with precise activations {name}": (precise_activations, file) for name, file in files.items()}
+    if run.backend == "cuda":
+        checks |= {f"perplexity a token at a time {name}": (one_token_at_a_time, file) for name, file in files.items()}
+    if run.pending(*checks) and not all(file.exists() for file in files.values()):
+        run.check("quantized files", quantized_files, directory, again=True)
+    checks["matrices of more than 2^32 bytes"] = (large_matrices,)
+    experts = [n for n in ("itq3_t", "ccq2", "itq3_t64") if n in run.types] or run.types[:1]
+    checks |= {f"perplexity of experts {name}": (synthetic_graph, name, directory, "olmoe-1b-7b") for name in experts}
+    ragged = [n for n in OF_64 if n in run.types]
+    checks |= {f"perplexity of ragged rows {name}": (synthetic_graph, name, directory, "qwen2.5-0.5b") for name in ragged}
+    with concurrent.futures.ThreadPoolExecutor(1 if run.rehearsal else N_PROGRAMS) as pool:
+        for name, (function, *args) in checks.items():
+            pool.submit(run.check, name, function, *args)
