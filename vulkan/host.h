@@ -77,11 +77,15 @@ static vk_pipeline ggml_ext_vk_get_y_pipeline(ggml_backend_vk_context * ctx, con
 
 // --- what is taken ---------------------------------------------------------------------------------------------------
 
-// Said once, since the device then looks as one that does not know the types.
-static bool ggml_ext_vk_refuse_coopmat2() {
+// Whether the device has pipelines for many columns: not where VK_NV_cooperative_matrix2 is used without VK_KHR_cooperative_matrix
+// (coopmat2.h). Said once, since the device then looks as one that does not know the types.
+static bool ggml_ext_vk_has_mul_mm(const vk_device & device, ggml_type type, bool mul_mat_id) {
+    if (device->pipeline_matmul.count({type, GGML_TYPE_F16, mul_mat_id, false})) {
+        return true;
+    }
     static const bool said = [] {
-        GGML_LOG_WARN("ggml_vulkan: the types of ggml-ext have no kernels for VK_NV_cooperative_matrix2 and run on the CPU; "
-                      "set GGML_VK_DISABLE_COOPMAT2=1 to run them on this device\n");
+        GGML_LOG_WARN("ggml_vulkan: types of ggml-ext have no kernels for products on this device and run on the CPU; if GGML_VK_DISABLE_COOPMAT is "
+                      "set, set GGML_VK_DISABLE_COOPMAT2=1 too\n");
         return true;
     }();
     return !said;
@@ -114,13 +118,13 @@ static bool ggml_ext_vk_supports_op(const vk_device & device, const ggml_tensor 
     if (x->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32 || !ggml_vk_dim01_contiguous(w)) {
         return false;
     }
-    return device->coopmat2 ? ggml_ext_vk_refuse_coopmat2() : true;
+    return ggml_ext_vk_has_mul_mm(device, w->type, op->op == GGML_OP_MUL_MAT_ID);
 }
 
 // --- pipelines of mul_mm ---------------------------------------------------------------------------------------------
 
 // Arguments for GGML_EXT_WEIGHT_TYPES in the branches of ggml_vk_load_shaders(), whose lambdas they call; after upstream's lines for
-// types with look-up tables there, activations in F16. coopmat2 is left out.
+// types with look-up tables there, activations in F16. For coopmat2: coopmat2.h.
 #define GGML_EXT_VK_MM_CM1(NAME, name)                                                                                          \
     if (device->coopmat_acc_f16_support) {                                                                                      \
         cm1_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, true}, tc_mmq, "matmul_" #name "_f16_f16acc",                       \

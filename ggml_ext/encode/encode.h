@@ -14,8 +14,8 @@
 #include <emmintrin.h>
 #endif
 
-// Where the build is for any x86-64, what takes the time is compiled for newer ones too and the processor chooses.
-#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 12 && !defined(__AVX2__)
+// Where the build is for any x86-64, what takes the time is compiled for newer ones too and the processor chooses; musl has no such choice.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__AVX2__)
 #define EXT_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define EXT_CLONES

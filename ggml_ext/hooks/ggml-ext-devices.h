@@ -7,9 +7,10 @@
 
 #include <cstring>
 
-// By the names of their registries. BLAS dequantises by ggml's own function; an RPC device asks its server, on which this is asked again.
+// By the names of their registries. An RPC device asks its server, on which this is asked again. BLAS would dequantise a whole matrix for every
+// product and multiply in F32: the CPU backend is faster at every number of columns (docs/reference/backends.md).
 static inline bool ggml_ext_backend_knows_types(const char * name) {
-    for (const char * known : {"CPU", "CUDA", "MTL", "BLAS", "Vulkan"}) {
+    for (const char * known : {"CPU", "CUDA", "MTL", "Vulkan"}) {
         if (strcmp(name, known) == 0) {
             return true;
         }

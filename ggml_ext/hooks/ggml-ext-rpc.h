@@ -3,21 +3,17 @@
 // RPC_CMD_GET_ALLOC_SIZE carries a whole operation, and our server answers "0 bytes" to one that its device refuses.
 #pragma once
 
-#include "ggml-ext-supports.h"
+#include "ggml-ext-rpc-question.h"
 
 #include <map>
 
-// Answers are kept per operation and types, not per shape: a question in the middle of a run waits for all work of the server.
 static bool ggml_ext_rpc_supports_op(const std::string & endpoint, uint32_t device, const ggml_tensor * op) {
     static std::mutex mutex;
-    static std::map<std::pair<std::string, std::vector<uint32_t>>, bool> answers;
+    static std::map<std::pair<std::string, std::vector<int64_t>>, bool> answers;
 
-    std::vector<uint32_t> question = { device, (uint32_t) op->op, (uint32_t) op->type };
-    for (const ggml_tensor * src : op->src) {
-        question.push_back(src ? src->type : GGML_TYPE_COUNT);
-    }
+    const std::pair<std::string, std::vector<int64_t>> question = { endpoint, ggml_ext_rpc_question(device, op) };
     std::lock_guard<std::mutex> lock(mutex);
-    const auto known = answers.find({ endpoint, question });
+    const auto known = answers.find(question);
     if (known != answers.end()) {
         return known->second;
     }
@@ -37,5 +33,5 @@ static bool ggml_ext_rpc_supports_op(const std::string & endpoint, uint32_t devi
     }
     rpc_msg_get_alloc_size_rsp response;
     get_dispatcher(endpoint)->send(RPC_CMD_GET_ALLOC_SIZE, request, sizeof(*request), &response, sizeof(response));
-    return answers[{ endpoint, question }] = response.alloc_size != 0;
+    return answers[question] = response.alloc_size != 0;
 }

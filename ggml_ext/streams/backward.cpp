@@ -65,7 +65,7 @@ void backward::append(ggml_cgraph * graph) const {
     }
 }
 
-// Adds g to t's gradient, summed over what t was repeated for.
+// Adds g, which is contiguous as all gradients are, to t's gradient, summed over what t was repeated for.
 bool backward::add(ggml_tensor * t, ggml_tensor * g) {
     if (active.count(t)) {
         g = ggml_are_same_shape(g, t) ? g : ggml_repeat_back(ctx, g, t);
@@ -88,7 +88,7 @@ ggml_tensor * backward::placed(ggml_tensor * g, ggml_tensor * in, const ggml_ten
     size_t offset;
     memcpy(&offset, view->op_params, sizeof(offset));
     ggml_tensor * zeros = ggml_fill(ctx, ggml_dup_tensor(ctx, in), 0.0f);
-    return ggml_acc(ctx, zeros, contiguous(g), view->nb[1], view->nb[2], view->nb[3], offset);
+    return ggml_acc(ctx, zeros, g, view->nb[1], view->nb[2], view->nb[3], offset);
 }
 
 bool backward::step(ggml_tensor * node) {
@@ -116,30 +116,30 @@ bool backward::step(ggml_tensor * node) {
             return add(a, ggml_mul(ctx, g, ggml_mul(ctx, ggml_step(ctx, ggml_scale_bias(ctx, a, 1.0f, -ggml_get_op_params_f32(node, 0))),
                                                          ggml_step(ctx, ggml_scale_bias(ctx, a, -1.0f, ggml_get_op_params_f32(node, 1))))));
         case GGML_OP_RMS_NORM:
-            return add(a, ggml_rms_norm_back(ctx, contiguous(g), contiguous(a), ggml_get_op_params_f32(node, 0)));
+            return add(a, ggml_rms_norm_back(ctx, g, contiguous(a), ggml_get_op_params_f32(node, 0)));
         case GGML_OP_NORM: { // RMS_NORM of what is left without the mean
             ggml_tensor * x = contiguous(a);
-            ggml_tensor * of_x = ggml_rms_norm_back(ctx, contiguous(g), ggml_sub(ctx, x, ggml_mean(ctx, x)), ggml_get_op_params_f32(node, 0));
+            ggml_tensor * of_x = ggml_rms_norm_back(ctx, g, ggml_sub(ctx, x, ggml_mean(ctx, x)), ggml_get_op_params_f32(node, 0));
             return add(a, ggml_sub(ctx, of_x, ggml_mean(ctx, of_x)));
         }
         case GGML_OP_CONT:
         case GGML_OP_CPY:
         case GGML_OP_DUP:
         case GGML_OP_RESHAPE:
-            return add(a, ggml_reshape(ctx, contiguous(g), a));
+            return add(a, ggml_reshape(ctx, g, a));
         case GGML_OP_VIEW:
             if (ggml_nelements(a) == ggml_nelements(node)) { // in the same order
-                return add(a, ggml_reshape(ctx, contiguous(g), a));
+                return add(a, ggml_reshape(ctx, g, a));
             }
             return ggml_is_contiguous(a) ? add(a, placed(g, a, node)) : refuse(node);
         case GGML_OP_TRANSPOSE:
-            return add(a, ggml_transpose(ctx, g));
+            return add(a, ggml_cont(ctx, ggml_transpose(ctx, g)));
         case GGML_OP_PERMUTE: {
             int back[GGML_MAX_DIMS];
             for (int i = 0; i < GGML_MAX_DIMS; ++i) {
                 back[ggml_get_op_params_i32(node, i)] = i;
             }
-            return add(a, ggml_permute(ctx, g, back[0], back[1], back[2], back[3]));
+            return add(a, contiguous(ggml_permute(ctx, g, back[0], back[1], back[2], back[3])));
         }
         case GGML_OP_GET_ROWS: // all rows are asked for
             return ggml_are_same_shape(a, node) && b->op == GGML_OP_NONE ? add(a, g) : refuse(node);
@@ -150,9 +150,9 @@ bool backward::step(ggml_tensor * node) {
             return refuse(node);
         case GGML_OP_MUL_MAT:
         case GGML_OP_MUL_MAT_ID:
-            return product(node, contiguous(g));
+            return product(node, g);
         case GGML_OP_ROPE:
-            return rope(node, contiguous(g));
+            return rope(node, g);
         case GGML_OP_GLU:
             return gated(node, g);
         case GGML_OP_FLASH_ATTN_EXT:

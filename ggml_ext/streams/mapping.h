@@ -42,7 +42,7 @@ public:
         }
         if (at == MAP_FAILED) {
             at = nullptr;
-            fail("no memory for " + std::to_string(n_bytes >> 20) + " MiB");
+            fail("no memory for " + std::to_string(n_bytes >> 20) + " MiB: " + strerror(errno));
         }
     }
     mapping(const mapping &) = delete;

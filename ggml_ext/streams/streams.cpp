@@ -79,7 +79,7 @@ public:
         if (what == "exchange" && line >> n >> std::ws && std::getline(line, path)) {
             exchange = mapping(path, n, false);
         } else if (what == "layer" && line >> a) {
-            layer    = a;
+            layer    = checked("layer", a, n_layers + 1);
             is_ahead = false;
             for (auto it = replaced.begin(); it != replaced.end();) {
                 it = it->second->layer < layer && it->second->layer >= 0 ? replaced.erase(it) : std::next(it);
@@ -87,8 +87,10 @@ public:
         } else if (what == "set" && line >> name >> type >> std::ws && std::getline(line, path)) {
             set(name, type, path);
         } else if (what == "inputs" && line >> a >> b >> c) {
-            inputs(a, b, c != 0);
+            inputs(checked("group", a, (int) description[layer].size()), checked("chunk", b, n_chunks), c != 0);
         } else if (what == "advance" && line >> a) {
+            checked("chunk", a, n_chunks);
+            checked("layer", layer, n_layers); // behind the last there is no stream
             for (int s = is_ahead ? 1 : 0; s < 2; ++s) {
                 wanted = [](const ggml_ext::layer & l) { return std::vector<ggml_tensor *>{ l.end }; };
                 run(a, s);
@@ -96,12 +98,14 @@ public:
             }
             return compare(a);
         } else if (what == "learn" && line >> a) {
-            learned  = mapping(file, (size_t) a * n_layers * chunk_bytes / 2, true);
+            checked("chunk", a - 1, n_chunks);
+            learned   = mapping(file, (size_t) a * n_layers * chunk_bytes / 2, true);
             n_learned = a;
-        } else if (what == "backward" && line >> a && a < n_learned) {
-            learn_gradients(a);
-        } else if (what == "gradients" && line >> a && a < n_learned) {
-            gradients(a);
+        } else if (what == "backward" && line >> a) {
+            learn_gradients(checked("chunk", a, n_learned));
+        } else if (what == "gradients" && line >> a) {
+            checked("layer", layer, n_layers);
+            gradients(checked("chunk", a, n_learned));
         } else {
             fail("what is this: " + line.str());
         }
@@ -109,6 +113,14 @@ public:
     }
 
 private:
+    // i, which a line names.
+    static int checked(const char * what, int i, int n) {
+        if (i < 0 || i >= n) {
+            fail("there is no " + std::string(what) + " " + std::to_string(i) + " of " + std::to_string(n));
+        }
+        return i;
+    }
+
     void set(const std::string & name, const std::string & type, const std::string & path) {
         const auto matrix = matrices.find(name);
         ggml_type  id     = GGML_TYPE_COUNT;
@@ -423,6 +435,9 @@ int main(int argc, char ** argv) {
         const std::vector<llama_token> tokens = common_tokenize(init->context(), params.prompt, true, params.parse_special);
         int n_chunks = (int) tokens.size() / params.n_ctx;
         n_chunks     = params.n_chunks > 0 ? std::min(n_chunks, params.n_chunks) : n_chunks;
+        if (n_chunks == 0) {
+            fail("the text has " + std::to_string(tokens.size()) + " tokens, but a chunk takes " + std::to_string(params.n_ctx));
+        }
         streams both(init->context(), tokens, params.n_ctx, n_chunks, params.out_file);
         say(out, both.describe());
         for (std::string line; std::getline(std::cin, line);) {

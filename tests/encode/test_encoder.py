@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES, WEIGHT_TYPES
+from helpers.native import BUILD, ROOT, built
 from helpers.weights import assert_same_blocks, relative_mse
 
 DATA = Path(__file__).parents[1] / "data"
@@ -92,3 +96,17 @@ def test_golden_blocks(lib, type_name):
     decoded = lib.dequantize(type_id, golden["blocks"], TYPES[type_name].block_size)
     np.testing.assert_array_equal(decoded, golden["decoded"])
     assert_same_blocks(lib.quantize(type_id, golden["weights"]), golden["encoded"], f"{type_name}, golden weights")
+
+
+@pytest.mark.skipif(not shutil.which("gcc") or platform.machine() != "x86_64", reason="of GCC on x86-64")
+@pytest.mark.parametrize("c_library", ["glibc", "musl"])
+def test_clones_for_newer_processors_need_glibc(c_library):
+    """They are chosen by IFUNC, which musl lacks: GCC ends with an error there. A header of glibc's comes first, which nothing includes again."""
+    built(BUILD, "libggml-base.so")
+    undefine = "#undef __GLIBC__\n" if c_library == "musl" else ""
+    code = f'#include <features.h>\n{undefine}#include "encode/encode.h"\nEXT_CLONES void encode(void);\n'
+    include = [f"-I{folder}" for folder in (ROOT / "ggml_ext", BUILD / "llama.cpp/ggml/include", BUILD / "llama.cpp/ggml/src")]
+    done = subprocess.run(["gcc", "-E", "-P", *include, "-x", "c", "-"], input=code, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    is_new = int(subprocess.run(["gcc", "-dumpversion"], capture_output=True, text=True).stdout.split(".")[0]) >= 12
+    assert ("target_clones" in done.stdout) == (c_library == "glibc" and is_new)

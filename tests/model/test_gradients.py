@@ -77,6 +77,13 @@ def test_all_matrices(shape, tmp_path, lib):
         assert abs(exact - difference) <= (NEAR if name == "stream" else 0.003) * scale > 0, name
 
 
+def test_rows_and_columns_exchanged():
+    """Which gives gradients whose first dimension is not contiguous; most operations need it so."""
+    done = subprocess.run([built(BUILD, "ggml-ext-backward"), "--transposed"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [float(line) for line in done.stdout.split()] == [0, 4, 8, 2, 6, 10]
+
+
 @pytest.mark.nightly
 def test_all_architectures(tmp_path):
     known = 0

@@ -328,6 +328,36 @@ def test_without_the_program(model, text, tmp_path, lib, monkeypatch):
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "ggml-ext-streams" in done.stderr.splitlines()[0]
 
 
+def test_numbers_that_do_not_exist(text, tmp_path, lib):
+    """The program answers with a line, and goes on."""
+    model = tmp_path / "model.gguf"
+    synth_model.write_model("f16", model, "tiny", 2)
+    with streams(model, text, 128, tmp_path) as both:
+        last = both.n_chunks
+        for line in ("layer -1", "layer 3", f"inputs 0 {last} 0", "inputs 0 -1 0", "inputs 9 0 0", "inputs -1 0 0", f"advance {last}", "advance -1",
+                     "learn 0", f"learn {last + 1}", "backward 0", "gradients 0"):
+            with pytest.raises(UserError, match="there is no (layer|group|chunk) "):
+                both._ask(line)
+        assert list(both.learn(1)) == [0]
+        for line in ("backward 1", "backward -1", "gradients 1", "gradients -1"):
+            with pytest.raises(UserError, match="there is no chunk "):
+                both._ask(line)
+        both.enter_layer(2)
+        for line in ("advance 0", "gradients 0"):  # behind the last layer nothing is kept
+            with pytest.raises(UserError, match="there is no layer 2 of 2"):
+                both._ask(line)
+        both.enter_layer(0)
+        assert both.inputs(0, 0, last - 1, True).x[0].shape[0] == 128
+
+
+def test_a_text_shorter_than_a_chunk(tmp_path, lib):
+    model, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    synth_model.write_model("f16", model, "tiny", 2)
+    text.write_text("Short.")
+    with pytest.raises(UserError, match="the text has . tokens, but a chunk takes 128"), streams(model, text, 128, tmp_path):
+        pass
+
+
 def test_a_full_disk_and_a_file_that_is_there(model, text, tmp_path):
     command = list(map(str, [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", 512, "-b", 512, "-o", tmp_path / "streams"]))
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash", *command]  # files of one block, to stand for a full disk

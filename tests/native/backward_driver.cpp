@@ -1,15 +1,18 @@
 // Gradients of a model's layers (streams/backward.h) against differences of what the layers compute.
 //
 //     ggml-ext-backward MODEL
+//     ggml-ext-backward --transposed
 //
-// prints a line of JSON for each layer but the first: {"layer": N, "of": {NAME: [exact, difference, scale]}}, or {"refused": why}. For a random
+// The first prints a line of JSON for each layer but the first: {"layer": N, "of": {NAME: [exact, difference, scale]}}, or {"refused": why}. For a random
 // seed s behind the layer, f of all that it computes, and a direction d with gradients g, exact is <g, d>, difference
 // (<s, f(e d)> - <s, f(-e d)>)/2e for a small e. NAME "stream": d is random, of the stream before the layer, and the scale |g||d|/sqrt(n), which exact
 // is about. Else NAME is that of a weight matrix, but those of experts; d is along its gradient, the sum of g x^T over the tokens, and the scale is exact.
+// The second prints the gradient of a stream that is scaled by 2, and whose rows and columns are exchanged then: 6 values, of the seed 0 ... 5.
 #include "streams/backward.h"
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <stdexcept>
 
@@ -162,9 +165,37 @@ static void print_layer(probe & p) {
     printf("}}\n");
 }
 
+static void print_transposed() {
+    ggml_context_ptr owner(ggml_init({ 1 << 20, nullptr, true }));
+    ggml_context *   ctx = owner.get();
+    ggml_ext::layer  of;
+    of.start = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 3, 2);
+    ggml_set_input(of.start);
+    ggml_cgraph * graph = ggml_new_graph(ctx);
+    ggml_build_forward_expand(graph, ggml_cont(ctx, ggml_transpose(ctx, ggml_scale(ctx, of.start, 2.0f))));
+    ggml_ext::backward back;
+    if (!back.build({ ggml_graph_nodes(graph), ggml_graph_nodes(graph) + ggml_graph_n_nodes(graph) }, of)) {
+        throw std::runtime_error(back.why());
+    }
+    back.append(graph);
+    ggml_backend_ptr cpu(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
+    ggml_gallocr_ptr memory(ggml_gallocr_new(ggml_backend_get_default_buffer_type(cpu.get())));
+    ggml_gallocr_alloc_graph(memory.get(), graph);
+    const values seed = { 0, 1, 2, 3, 4, 5 };
+    ggml_backend_tensor_set(back.seed(), seed.data(), 0, ggml_nbytes(back.seed()));
+    ggml_backend_graph_compute(cpu.get(), graph);
+    for (const float g : get(back.of(of.start))) {
+        printf("%g\n", g);
+    }
+}
+
 int main(int argc, char ** argv) {
     if (argc != 2) {
         return 1;
+    }
+    if (!strcmp(argv[1], "--transposed")) {
+        print_transposed();
+        return 0;
     }
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     llama_backend_init();
