@@ -227,6 +227,35 @@ def test_embeddings_of_another_size_are_quantized_without(tmp_path, lib):
     assert "token_embd.weight has 32 importances, the model needs 256 (1 x 256 columns): quantized without" in result.stderr
 
 
+def test_entries_that_are_not_used_may_be_of_another_size(tmp_path, source):
+    """Nor are they missed."""
+    path = write_imatrix(tmp_path / "im.gguf", {DOWN: (importances(1, 64), [1]), EXPERTS: GOOD[EXPERTS]})
+    flags = ["--imatrix", path, "--tensor-type", "ffn_(up|down)[.]=q8_0"]
+    quantize_error(tmp_path, source, DOWN, "64 importances", f"--exclude-weights {DOWN}", flags=["--imatrix", path])
+    assert quantize(source, tmp_path / "out.gguf", "--type", "ditto3", *flags).stderr == ""
+
+
+def test_importances_of_some_tensors(tmp_path, source, lib):
+    """As if the file had no others."""
+    path, part = write_imatrix(tmp_path / "im.gguf", GOOD), write_imatrix(tmp_path / "part.gguf", {DOWN: GOOD[DOWN]})
+    quantize(source, tmp_path / "part.out", "--type", "ditto3", "--imatrix", part)
+    for i, flags in enumerate((["--include-weights", "ffn_down"], ["--exclude-weights", "ffn_up", "--exclude-weights", "exps"])):
+        out = tmp_path / f"{i}.out"
+        assert quantize(source, out, "--type", "ditto3", "--imatrix", path, *flags).stderr == ""
+        assert not differing(out, tmp_path / "part.out")
+        assert " ".join(f[2:] + "=" if f.startswith("--") else f for f in flags).replace("= ", "=") in gguf.GGUFReader(out).fields["ggml_ext.options"].contents()
+
+
+@pytest.mark.parametrize(("flags", "parts"), [
+    (["--include-weights", "a", "--exclude-weights", "b"], ["--include-weights and --exclude-weights: pass one of them"]),
+    (["--exclude-weights", "attn"], ["--exclude-weights attn: ", "im.gguf has no importances of such a tensor"]),
+    (["--exclude-weights", "blk"], ["--exclude-weights leaves none of the importances", "--importance none"]),
+])
+def test_importances_that_cannot_be_left_out(tmp_path, source, flags, parts):
+    path = write_imatrix(tmp_path / "im.gguf", GOOD)
+    quantize_error(tmp_path, source, *parts, flags=["--imatrix", path, *flags])
+
+
 def test_dry_run_checks_the_matrix_too(tmp_path, source):
     path = write_imatrix(tmp_path / "im.gguf", with_value(GOOD, UP, 0, np.nan))
     before = files(tmp_path)

@@ -74,9 +74,14 @@ class Inquiry:
         return {
             "version": __version__,
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
-            "importance": [self.importance.kind, [fingerprint(p) for p in self.importance.paths()]],
+            "importance": [self.importance.kind, [fingerprint(p) for p in self.importance.paths()], *self._left_out()],
             "encoder": [self.codec.effort, self.codec.itq3_levels],
         }
+
+    def _left_out(self) -> list[list[str]]:
+        """Importances that are not used, if there are some."""
+        matrix = self.importance.matrix
+        return [sorted(matrix.left_out)] if matrix and matrix.left_out else []
 
     def _sample_error(self, tensor: Tensor, target: GGMLQuantizationType, importance: Importance) -> float:
         """Relative squared error of a sample of a tensor's rows in a type, weighted where something is known of the inputs."""

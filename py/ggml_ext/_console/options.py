@@ -151,6 +151,14 @@ def add_importance_options(add: Callable) -> None:
         type=Path,
         help="importance matrix of llama-imatrix (GGUF), with second moments or without: what errors of weights cost",
     )
+    for flag, what in (("--include-weights", "use importances for"), ("--exclude-weights", "do not use importances for")):
+        add(
+            flag,
+            metavar="NAME",
+            action="append",
+            default=[],
+            help=f"{what} tensors whose name holds NAME; may be repeated, as in llama-quantize",
+        )
     add("--imatrix-from", metavar="TEXT", type=Path, help="calibrate with this text in place of the built-in one")
     add(
         "--importance",
@@ -218,7 +226,7 @@ def add_output_options(add: Callable) -> None:
         help="write OUT-00001-of-0000N.gguf and so on, each with at most so many bytes of tensors (M: millions), as "
         "llama-gguf-split does",
     )
-    add("--verify", action="store_true", help="read what was written from the disk again and compare it before it becomes OUT")
+    add("--verify", action="store_true", help="before it becomes OUT, read what was written from the disk again, compare it and run one token")
     add("--report", metavar="FILE", type=Path, help="write types, sizes, errors and checksums of all tensors to this JSON file")
     add("--upload", metavar="ORG/NAME", help="upload OUT with its card to this repository of the Hugging Face hub; --hf-token must be allowed to write")
     add("--model-card", metavar="FILE", type=Path, help="write a card for the Hugging Face hub to this file, such as README.md")

@@ -6,6 +6,7 @@ the old format, which knows no tokens of experts, save_imatrix_legacy() of tools
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 
 import numpy as np
@@ -30,6 +31,7 @@ class ImportanceMatrix:
         self.path = path
         self.is_old = path.is_file() and not has_magic(path)
         self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # sums, float32 (n,), and tokens of each matrix
+        self.left_out: frozenset[str] = frozenset()  # names of entries that are not used
         self._datasets: list[str] | None = None
         self._n_chunks = None
         if self.is_old:
@@ -133,6 +135,11 @@ class ImportanceMatrix:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Entries of these names are not used from now on."""
+        self.left_out |= frozenset(names)
+        self._entries = {name: entry for name, entry in self._entries.items() if name not in self.left_out}
 
     def names(self) -> list[str]:
         """Names of the weight matrices that have an entry, in the file's order."""

@@ -27,7 +27,9 @@ from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.imatrix import ImportanceMatrix
 from .._formats.kept import kept_imatrix
+from .._formats.names import list_tensors
 from .._native.process import last_error, run_heard
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
@@ -50,7 +52,8 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
     KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB;
-    stand_in: see stand_in.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well."""
+    stand_in: see stand_in.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well; included, excluded: parts of the
+    names of tensors whose importances alone, or not, are used."""
 
     imatrix: Path | None = None
     text: Path | None = None
@@ -62,6 +65,8 @@ class Wanted:
     devices: tuple[str, ...] = ()
     propagates: bool = False
     may_do_without: bool = False
+    included: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     def check(self) -> None:
         """UserError naming the flag."""
@@ -78,12 +83,40 @@ class Wanted:
             stand_in.check_name(self.stand_in)
             if self.imatrix is not None or not self.runs_model:
                 raise UserError(f"{stand_in.FLAG}: no model is run with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
+        if self.included and self.excluded:
+            raise UserError("--include-weights and --exclude-weights: pass one of them")
+        if self.selects and (self.kind == "none" or not (self.runs_model or self.imatrix)):
+            raise UserError(f"{self.selects}: no importances are used with {'--importance none' if self.kind == 'none' else '--no-calibration'}: leave one of them out")
         if self.propagates:
             self._check_propagates()
         if self.kind == "none" and (given := self.imatrix or self.text):
             raise UserError(f"--importance none: {given} would not be used; leave one of them out")
 
+    @property
+    def selects(self) -> str:
+        """The option that leaves importances out, or nothing."""
+        return "--include-weights" if self.included else "--exclude-weights" if self.excluded else ""
+
+    def given_names(self) -> frozenset[str]:
+        """Of the tensors that --imatrix has importances of."""
+        return frozenset() if self.imatrix is None else frozenset(ImportanceMatrix(self.imatrix).names())
+
+    def select(self, found: Importance) -> None:
+        """Leaves out what options say, as llama-quantize does. UserError where an option fits no entry, or none is left."""
+        if found.matrix is None or not self.selects:
+            return
+        names = found.matrix.names()
+        for part in [*self.included, *self.excluded]:
+            if not any(part in name for name in names):
+                raise UserError(f"{self.selects} {part}: {found.matrix.path} has no importances of such a tensor, but of {list_tensors(names)}")
+        is_named = {name: any(part in name for part in [*self.included, *self.excluded]) for name in names}
+        found.matrix.leave_out(name for name in names if is_named[name] != bool(self.included))
+        if not len(found.matrix):
+            raise UserError(f"{self.selects} leaves none of the importances of {found.matrix.path}: pass --importance none instead")
+
     def _check_propagates(self) -> None:
+        if self.selects:
+            raise UserError(f"--propagate and {self.selects}: pass one of them; the former uses the importances of all matrices")
         if self.imatrix is not None:
             raise UserError(
                 f"--propagate: collects the inputs itself, behind quantized layers, and {self.imatrix} holds those of the model as it is: "

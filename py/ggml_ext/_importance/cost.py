@@ -14,6 +14,7 @@ from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS, packed_size
 from .._native.product import product_rate
 from .._plan.rules import OUTPUT, TOKEN_EMBD
+from .._plan.uses import n_layers_run
 
 # Operations a second of llama.cpp's products on an AVX2 core, where they are not measured: of small models, whose calibration takes
 # a minute.
@@ -73,6 +74,7 @@ class Model:
         n_used = file.value(f"{arch}.expert_used_count", 0)
         sizes = {t.name: t.n_elements for t in file.tensors}
         weights: Counter[GGMLQuantizationType] = Counter()
+        n_layers = n_layers_run(file)
         inputs, n_weights_used, factorization = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0))), 0.0
         for t in file.tensors:
             name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
@@ -81,6 +83,8 @@ class Model:
             n_matrices = t.ne[2] if len(t.ne) > 2 else 1
             used = min(n_used, n_matrices) or n_matrices
             layer, stem = int(name[1]), name[2]
+            if n_layers is not None and layer >= n_layers:
+                continue
             inputs[layer, SHARED.get(stem, stem), t.ne[0]] = Input(layer, t.ne[0], n_matrices, used)
             weights[t.type] += t.n_elements
             n_weights_used += t.n_elements * used / n_matrices

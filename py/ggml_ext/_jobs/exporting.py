@@ -27,6 +27,7 @@ from .._native.blas import one_blas_thread
 from .._output.conversion import Conversion, stock_metadata, write_beside
 from .._output.output import Output
 from .._output.paths import Taken, check_beside, check_output
+from .._plan.effects import tell_options_without_effect
 from .._plan.file_types import uniform_file_type
 from .._plan.plan import (
     ACTIVATION_TYPES,
@@ -221,6 +222,7 @@ def prepare(settings: ExportSettings) -> Conversion:
     file = open_model(asked.input)
     check_model(file)
     plan = make_plan(file, settings.choices)
+    tell_options_without_effect(plan, settings.choices)
     check_fallbacks(plan, asked.no_fallback)
     codec = Codec(library.load(), n_threads=settings.n_threads)
     check_known_encoders(codec, plan, {})

@@ -31,8 +31,10 @@ from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversi
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._output.paths import Taken, check_beside, check_output
+from .._plan.effects import tell_options_without_effect
 from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, metric_of, plan_importance
 from .._plan.sizes import possible_sizes, tensor_sizes
+from .._plan.uses import Uses
 from .._propagation.errors import KEY as STREAM_KEY
 from .._propagation.errors import stream_metadata
 from .._propagation.estimate import make_propagation
@@ -145,7 +147,10 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
     """Types of all tensors, and what their encoders know of the inputs."""
     choices = settings.choices
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.importance)
-    plan = make_plan(opened.file, choices, has_imatrix)
+    plan = make_plan(opened.file, choices, has_imatrix, Uses.read(opened.file, settings.importance.given_names()))
+    tell_options_without_effect(plan, choices)
+    for note in plan.notes:
+        console.note(note)
     if settings.target is None:
         check_fallbacks(plan, choices.no_fallback)
     codec = None if settings.output.is_dry and settings.target is None else settings.encoder.load(settings.n_threads)
@@ -179,7 +184,8 @@ def propagate_to(plan: Plan, settings: Settings, opened: Opened, console: Consol
         console.note(f"done without --propagate, which --effort best adds: {str(e).removeprefix(FLAG).removesuffix(f'; {WAY_OUT}')}")
         return None
     if settings.target is None:  # with one, a calibration has found them
-        plan.importance |= {t.name for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and t.name.startswith("blk.")}
+        in_layers = {t.name for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and t.name.startswith("blk.")}
+        plan.importance |= in_layers - plan.unseen
         plan_importance(plan, None)
     return run
 
@@ -220,6 +226,7 @@ def find_importance(settings: Settings, opened: Opened, plan: Plan, console: Con
         if kept is None:
             return Importance(found.kind), f"{found.kind}, by a {found.describe()}"
         found = kept
+    wanted.select(found)
     plan_importance(plan, found.matrix)
     plan_moments(plan, found, wanted.kind is not None)
     return found, found.describe()
@@ -350,7 +357,8 @@ def finish(settings: Settings, decided: Decided, job: Job, written: Written, con
         console.warn(warning)
     console.report(summary(plan, choices, columns(), decided.described, written.accuracies, written.seconds, decided.chosen))
     if out.verify:
-        console.report(f"verified: {len(plan.tensors)} tensors read back, as they were written")
+        ran = ", and one token run" if written.was_run else ""
+        console.report(f"verified: {len(plan.tensors)} tensors read back, as they were written{ran}")
     totals = totals_record(plan, written.accuracies, decided.chosen)
     record = {
         "input": settings.asked.hf_repo or str(settings.asked.input),

@@ -57,6 +57,8 @@ class QuantizeOptions:
     keep_gguf: Path | None = None
     imatrix: Path | None = None
     imatrix_from: Path | None = None
+    include_weights: Sequence[str] = ()
+    exclude_weights: Sequence[str] = ()
     importance: str | None = None
     no_calibration: bool = False
     calibration_chunks: int | None = None
@@ -148,6 +150,7 @@ class Settings:
         importance = Wanted(
             asked.imatrix, asked.imatrix_from, asked.importance, not asked.no_calibration, asked.calibration_chunks, asked.memory,
             asked.calibrate_with, device_options(asked.n_gpu_layers, asked.device, asked.rpc), asked.propagate or propagates_by_itself(asked), asked.propagate is None,
+            tuple(asked.include_weights), tuple(asked.exclude_weights),
         )
         importance.check()
         output = OutputWanted(
@@ -163,6 +166,7 @@ class Settings:
 def propagates_by_itself(asked: QuantizeOptions) -> bool:
     """Whether --effort best adds --propagate: nothing that is asked for contradicts it."""
     calibrates = asked.imatrix is None and not asked.no_calibration and asked.importance not in ("none", "diagonal")
+    calibrates = calibrates and not (asked.include_weights or asked.exclude_weights)
     return asked.propagate is None and asked.effort == "best" and calibrates and asked.fallback_above is None
 
 
@@ -196,6 +200,8 @@ def parse_choices(asked: QuantizeOptions, target: Target | None) -> Choices:
     def optional(name: str | None, flag: str) -> GGMLQuantizationType | None:
         return None if name is None else parse_type(name, flag)
 
+    if asked.leave_output_tensor and asked.output_tensor_type is not None:
+        raise UserError("--leave-output-tensor and --output-tensor-type: pass one of them; the former keeps output.weight as it is")
     choices = Choices(
         parse_file_type(asked, target),
         pure=asked.pure or target is not None,
@@ -226,4 +232,6 @@ def describe_options(asked: QuantizeOptions, choices: Choices, plan: Plan, propa
     for flag in ("token-embedding-type", "output-tensor-type", "target-types"):
         if value := getattr(asked, flag.replace("-", "_")):
             options.append(f"{flag}={value}")
-    return " ".join([*options, *(f"tensor-type={text}" for text in asked.tensor_type)])
+    for flag in ("tensor-type", "include-weights", "exclude-weights"):
+        options += [f"{flag}={text}" for text in getattr(asked, flag.replace("-", "_"))]
+    return " ".join(options)

@@ -10,6 +10,7 @@ from .._base.console import Console
 from .._encode.accuracy import Accuracy
 from .._output.conversion import Conversion
 from .._output.output import Output
+from .._output.run import run_once
 from .._output.verify import verify
 from .._output.writer import write_tensors
 from .._plan.plan import Plan
@@ -29,11 +30,12 @@ def tell_plan(plan: Plan, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """accuracies: by tensor; seconds: with those of an earlier run; n_before: tensors of that run."""
+    """accuracies: by tensor; seconds: with those of an earlier run; n_before: tensors of that run; was_run: by --verify."""
 
     accuracies: list[Accuracy]
     seconds: float
     n_before: int
+    was_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Job:
         )
         final = self.headers(accuracies)
         output.complete(final)
+        was_run = False
         if self.is_verified:
             verify(output, final, of, console)
+            was_run = run_once(output, of.file, console)
         output.publish()
-        return Written(accuracies, time.monotonic() - started + seconds_before, n_before)
+        return Written(accuracies, time.monotonic() - started + seconds_before, n_before, was_run)

@@ -15,11 +15,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.types import TYPES, TypeInfo
-from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight
 from .._formats.imatrix import ImportanceMatrix, n_importances
-from .._formats.names import describe_tensors, list_experts, list_tensors, unknown_type
+from .._formats.names import describe_tensors, list_experts, list_tensors, tensor_class, unknown_type
 from .file_types import FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
+from .uses import FLOOR, OUTER, Uses
 
 T = GGMLQuantizationType
 
@@ -27,8 +28,8 @@ FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
 ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
-# What no importance changes: types of floats and of 8 bits.
-UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0)
+# What no importance changes: types of floats and of 8 bits, and those whose encoders in ggml-quants.c take none.
+UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0, *(T[name] for name in ("MXFP4", "NVFP4", "TQ1_0", "TQ2_0") if name in T.__members__))
 # stock types whose encoders take second moments: ggml_ext/encode/stock-layouts.h and stock-codebook-layouts.h
 SCALAR_TYPES = (T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_NL, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 CODEBOOK_TYPES = (T.IQ3_S, T.IQ3_XXS, T.IQ2_S, T.IQ2_XS, T.IQ2_XXS)
@@ -50,6 +51,11 @@ class Override:
 
     pattern: re.Pattern
     type: GGMLQuantizationType
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return f"--tensor-type {self.pattern.pattern}={self.type.name.lower()}"
 
     @classmethod
     def parse(cls, text: str) -> Override:
@@ -147,6 +153,9 @@ class Plan:
     wanted: list[GGMLQuantizationType] = field(default_factory=list)  # types before fallbacks
     n_matrices: int = 0  # weight matrices, which get the type chosen for them
     warnings: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)  # by the name of a tensor that keeps its type why it does
+    notes: list[str] = field(default_factory=list)  # known before anything is calibrated
+    unseen: set[str] = field(default_factory=set)  # names of matrices whose inputs no calibration sees
     fallbacks: dict[Fallback, list[str]] = field(default_factory=dict)  # names of the tensors
     # what --fallback-above replaced: names by type before and after
     inaccurate: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], list[str]] = field(default_factory=dict)
@@ -186,19 +195,23 @@ class Plan:
         return sum(t.n_elements for t in self.tensors)
 
 
-def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (rules.py)."""
-    name = tensor.name
-    override = choices.override_of(name)
+def deciding_option(tensor: Tensor, choices: Choices) -> tuple[str, GGMLQuantizationType] | None:
+    """The option that names the type of a weight matrix, as on the command line, and that type."""
+    name, override = tensor.name, choices.override_of(tensor.name)
     is_embd = name == TOKEN_EMBD or (name == PER_LAYER_TOKEN_EMBD and not override)
     if is_embd and choices.token_embd is not None:
-        return choices.token_embd
+        return "--token-embedding-type", choices.token_embd
     if name == OUTPUT and choices.output is not None:
-        return choices.output
-    if override:
-        return override.type
+        return "--output-tensor-type", choices.output
+    return (override.flag, override.type) if override else None
+
+
+def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Target type of a weight matrix before shape is looked at. rule: llama.cpp's type for it (rules.py)."""
+    if named := deciding_option(tensor, choices):
+        return named[1]
     recipe = choices.file_type.recipe
-    if recipe and (better := recipe.type_of(name)):
+    if recipe and (better := recipe.type_of(tensor.name)):
         return T[better.upper()]
     return choices.type if choices.pure else rule
 
@@ -262,38 +275,77 @@ def fit_to_row(tensor: Tensor, target: GGMLQuantizationType) -> GGMLQuantization
     return fallback
 
 
-def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False) -> Plan:
-    """Target types for all tensors; UserError for inputs and types that cannot be handled. has_imatrix: importances will be used."""
-    file_type = choices.file_type
+def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses: Uses | None = None) -> Plan:
+    """Target types for all tensors; UserError for inputs and types that cannot be handled. has_imatrix: importances will be used;
+    uses: what the model does with its tensors, where that is known."""
+    uses, file_type = uses or Uses(), choices.file_type
     settled = [choices.is_settled(t.name) for t in file.tensors]
     rules, warnings = rule_types(file, file_type, choices.token_embd, choices.output, settled, has_imatrix)
     plan = Plan(file.tensors, warnings=warnings, weighted_type=file_type.weighted_type)
-    no_weights: dict[GGMLQuantizationType, list[str]] = {}
+    kept: dict[str, list[str]] = {}  # by what keeps them
+    raised: list[str] = []
     for tensor, rule in zip(file.tensors, rules, strict=True):
-        if rule is None or (choices.leave_output and tensor.name == OUTPUT):
+        if (why := why_kept(tensor, choices, rule, uses)) is not None:
+            kept.setdefault(why, []).append(tensor.name)
             plan.add(tensor, tensor.type, tensor.type)
-        elif tensor.type in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES):
-            no_weights.setdefault(tensor.type, []).append(tensor.name)
-            plan.add(tensor, tensor.type, tensor.type)
-        else:
-            wanted = choose_type(tensor, choices, rule)
-            plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
-            plan.n_matrices += 1
+            continue
+        plan.n_matrices += 1
+        wanted = choose_type(tensor, choices, rule)
+        if uses.is_unseen(tensor.name):
+            plan.unseen.add(tensor.name)
+            if (least := _at_least(plan, tensor, wanted, choices)) != wanted:
+                raised.append(tensor.name)
+                wanted = least
+        plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
     if file_type.is_stock:
         _check_stock(plan, file_type)
+    if not plan.n_matrices and QUANTIZED in kept:
+        raise _already_quantized(next(t for t in file.tensors if t.name == kept[QUANTIZED][0]))
     if not plan.n_matrices:
         raise UserError(f"{file.path} {_what_has_no_matrices(file)}: nothing to quantize; pass a model with weight matrices")
     if plan.types == [t.type for t in file.tensors]:
         plan.warnings.append(f"all {plan.n_matrices} matrices have the types asked for already: copied as they are")
-    for qtype, names in no_weights.items():
-        plan.warnings.append(describe_tensors(names, f", {qtype.name.lower()}: holds no weights: kept"))
-    for override in choices.overrides:
-        if not any(override.pattern.search(t.name) for t in file.tensors):
-            plan.warnings.append(
-                f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor"
-            )
+    if raised:
+        said = f", which the model does not run on text, so that nothing says what errors in them cost: {FLOOR.name.lower()} at the least"
+        plan.notes.append(describe_tensors(raised, f"{said}; --tensor-type names another type"))
+    plan.kept = {name: why for why, names in kept.items() for name in names}
+    for why, names in kept.items():
+        told = plan.notes if why in SAID else plan.warnings if why.endswith(NO_WEIGHTS) else []
+        told.append(describe_tensors(names, f", {why}"))
     return plan
 
+
+# why a matrix keeps its type whatever is asked for
+OF_RULES, OF_LEAVE_OUTPUT, NO_WEIGHTS = "kept by llama.cpp's rules", "kept by --leave-output-tensor", ": holds no weights: kept"
+NO_PRODUCT = "with which the model's graph multiplies nothing: kept"
+OUTSIDE = "outside of the layers, where no calibration sees inputs: kept"
+QUANTIZED = "quantized already: kept; --allow-requantize lets the target choose other types"
+SAID = (NO_PRODUCT, OUTSIDE, QUANTIZED)
+
+
+def why_kept(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType | None, uses: Uses) -> str | None:
+    """None for a matrix that gets the type chosen for it."""
+    is_named = deciding_option(tensor, choices) is not None
+    if rule is None:
+        return OF_RULES
+    if choices.leave_output and tensor.name == OUTPUT:
+        return OF_LEAVE_OUTPUT
+    if tensor.type in (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES):
+        return tensor.type.name.lower() + NO_WEIGHTS
+    if uses.is_no_product(tensor.name):
+        return NO_PRODUCT
+    if uses.is_outside(tensor.name) and not is_named:
+        return OUTSIDE
+    is_quantized = tensor.type not in SOURCE_TYPES and not choices.allow_requantize
+    return QUANTIZED if choices.target and is_quantized and not is_named else None
+
+
+def _at_least(plan: Plan, tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices) -> GGMLQuantizationType:
+    """The type of a matrix whose inputs no calibration sees. Stock files have those of llama.cpp's rules, but for what needs importances."""
+    is_of_rules = choices.file_type.is_stock and not _needs_importance(plan, tensor, wanted)
+    if deciding_option(tensor, choices) or is_of_rules or bits_per_weight(wanted) >= bits_per_weight(FLOOR):
+        return wanted
+    return tensor.type if bits_per_weight(tensor.type) < bits_per_weight(FLOOR) else FLOOR
 
 def _check_stock(plan: Plan, file_type: FileType) -> None:
     """UserError if a tensor keeps a type of ours in a stock file."""
@@ -325,11 +377,17 @@ def _fit_matrix(tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices) 
     """Type of a weight matrix; UserError if it was quantized before, to another type."""
     fitting = fit_to_row(tensor, wanted)
     if fitting != tensor.type and tensor.type not in SOURCE_TYPES and not choices.allow_requantize:
-        raise UserError(
-            f"tensor {tensor.name} is already quantized to {tensor.type.name.lower()}, which costs quality "
-            "twice: start from F32, F16, BF16 or Q8_0, or pass --allow-requantize"
-        )
+        raise _already_quantized(tensor)
     return fitting
+
+
+def _already_quantized(tensor: Tensor) -> UserError:
+    qtype, is_of_experts = tensor.type.name.lower(), tensor.name.endswith("_exps.weight")
+    pattern = "exps" if is_of_experts else re.escape(tensor.name)
+    return UserError(
+        f"tensor {tensor.name} is already quantized to {qtype}, which costs quality twice: start from F32, F16, BF16 or Q8_0, keep it "
+        f"with --tensor-type '{pattern}={qtype}', or pass --allow-requantize"
+    )
 
 
 def importance_uses(plan: Plan) -> list[GGMLQuantizationType]:
@@ -337,7 +395,7 @@ def importance_uses(plan: Plan) -> list[GGMLQuantizationType]:
     return [
         q
         for t, q in zip(plan.tensors, plan.types, strict=True)
-        if q != t.type and q not in UNWEIGHTED_TYPES and t.name not in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
+        if q != t.type and q not in UNWEIGHTED_TYPES and t.name not in OUTER
     ]
 
 
@@ -348,29 +406,34 @@ def plan_importance(plan: Plan, imatrix: ImportanceMatrix | None) -> None:
     """
     changed = [(t, q) for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and q not in FLOAT_TYPES]
     if imatrix is not None:
-        _match_importance(plan, [t for t, _ in changed], imatrix)
-    for tensor, target in changed:
-        if _needs_importance(plan, tensor, target) and tensor.name not in plan.importance:
-            found = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for it"
-            raise UserError(
-                f"tensor {tensor.name}: {target.name.lower()} needs an importance matrix: {found} (llama-imatrix makes "
-                f"one), or choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
-            )
+        _match_importance(plan, changed, imatrix)
+    lacking = [(t, q) for t, q in changed if _needs_importance(plan, t, q) and t.name not in plan.importance]
+    if lacking:
+        target = lacking[0][1]
+        names = [t.name for t, q in lacking if q == target]
+        found = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for {'it' if len(names) == 1 else 'them'}"
+        patterns = dict.fromkeys(re.escape(tensor_class(name)).replace(r"\*", r"\d+") for name in names)
+        raise UserError(
+            f"{describe_tensors(names)}: {target.name.lower()} needs an importance matrix: {found} (llama-imatrix makes "
+            f"one), or choose another type with --tensor-type '{re.escape(names[0]) if len(names) == 1 else '|'.join(patterns)}=TYPE'"
+        )
 
 
 def _needs_importance(plan: Plan, tensor: Tensor, target: GGMLQuantizationType) -> bool:
-    return target in IMATRIX_TYPES or (target == plan.weighted_type and tensor.name not in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT))
+    return target in IMATRIX_TYPES or (target == plan.weighted_type and tensor.name not in OUTER)
 
 
-def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatrix) -> None:
-    """Fills plan.importance for the tensors that will be encoded."""
+def _match_importance(plan: Plan, changed: list[tuple[Tensor, GGMLQuantizationType]], imatrix: ImportanceMatrix) -> None:
+    """Fills plan.importance for the tensors that will be encoded. What a type does not use may be missing, or of another size."""
     names = {t.name for t in plan.tensors}
     missing, lacking = [], {}
-    for tensor in tensors:
+    for tensor, target in changed:
+        is_used = target not in UNWEIGHTED_TYPES
         # entries for these exist only if the matrix was made with --process-output
-        is_outer = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)
+        is_outer = tensor.name in OUTER
         if tensor.name not in imatrix:
-            missing += [] if is_outer else [tensor.name]
+            is_known = is_outer or tensor.name in imatrix.left_out or tensor.name in plan.unseen
+            missing += [tensor.name] if is_used and not is_known else []
             continue
         found, needed = imatrix.n_values(tensor.name), n_importances(tensor)
         if found == needed:
@@ -378,12 +441,15 @@ def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatr
             if experts := imatrix.without_tokens(tensor):
                 lacking[tensor.name] = experts
             continue
+        if not is_used:
+            continue
         message = (
             f"--imatrix: {imatrix.path}: tensor {tensor.name} has {found:,} importances, the model needs {needed:,} "
             f"({needed // tensor.ne[0]:,} x {tensor.ne[0]:,} columns)"
         )
         if not is_outer or tensor.name == OUTPUT:
-            raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL -f TEXT")
+            raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL -f TEXT, "
+                            f"or leave it out with --exclude-weights {tensor.name}")
         plan.warnings.append(f"{message}: quantized without")
     if missing and not any(name in names for name in imatrix.names()):
         raise UserError(
@@ -392,7 +458,7 @@ def _match_importance(plan: Plan, tensors: list[Tensor], imatrix: ImportanceMatr
         )
     if missing:
         plan.warnings.append(
-            f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {len(tensors)} tensors, which are "
+            f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {len(changed)} tensors, which are "
             f"quantized without: {list_tensors(missing)}"
         )
     if lacking:

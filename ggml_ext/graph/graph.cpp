@@ -1,0 +1,146 @@
+// What a model's graph does with its tensors, and whether the model runs. Used by py/ggml_ext/_native/graph.py.
+//
+// Use: ggml-ext-graph uses FILE ...   builds the graphs without reading weights. A line for each use of a tensor: NAME, a tab, and
+//                                     "product" (the matrix of a product, whose input llama-imatrix collects), "rows" (of which some are
+//                                     looked up), or the name of another operation
+//      ggml-ext-graph run FILE ...    loads the model and runs one token. Exit code 2 if what comes out is not finite
+//
+// Files are the parts of one model, in their order. Both compute on the CPU.
+
+#include "llama-graph-cut.h"
+
+#include "ggml-backend.h"
+#include "llama.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+const ggml_tensor * behind_views(const ggml_tensor * t) {
+    while (t && (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE)) {
+        t = t->src[0];
+    }
+    return t;
+}
+
+bool is_view(const ggml_tensor * t) { return behind_views(t) != t; }
+
+struct uses {
+    std::set<std::pair<std::string, std::string>> found;
+
+    void read(ggml_cgraph * graph) {
+        for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+            const ggml_tensor * node = ggml_graph_node(graph, i);
+            for (int s = 0; s < GGML_MAX_SRC && !is_view(node); ++s) {
+                const ggml_tensor * source = node->src[s], * leaf = behind_views(source);
+                if (leaf && leaf->op == GGML_OP_NONE) {
+                    found.emplace(leaf->name, describe(node, s, leaf == source));
+                }
+            }
+        }
+    }
+
+    static const char * describe(const ggml_tensor * node, int s, bool is_direct) {
+        const bool is_product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+        return s == 0 && is_direct && is_product                    ? "product" :
+               s == 0 && is_direct && node->op == GGML_OP_GET_ROWS ? "rows" :
+                                                                      ggml_op_name(node->op);
+    }
+};
+
+struct loaded {
+    llama_model *   model = nullptr;
+    llama_context * ctx   = nullptr;
+
+    loaded(std::vector<const char *> files, bool is_whole) {
+        ggml_backend_dev_t no_devices[] = { nullptr };
+        llama_model_params of_model     = llama_model_default_params();
+        of_model.devices                = no_devices;
+        of_model.n_gpu_layers           = 0;
+        of_model.no_alloc               = !is_whole;
+        of_model.load_mode              = is_whole ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+        model = llama_model_load_from_splits(files.data(), files.size(), of_model);
+        if (!model) {
+            return;
+        }
+        llama_context_params of_context = llama_context_default_params();
+        of_context.n_ctx = of_context.n_batch = of_context.n_ubatch = 64;
+        of_context.embeddings = true; // what pools them, and a reranker's head, is in the graph then
+        ctx = llama_init_from_model(model, of_context);
+    }
+    ~loaded() {
+        if (ctx) {
+            llama_free(ctx);
+        }
+        if (model) {
+            llama_model_free(model);
+        }
+    }
+};
+
+int run(llama_model * model, llama_context * ctx) {
+    const llama_vocab * vocab = llama_model_get_vocab(model);
+    const bool is_encoder = llama_pooling_type(ctx) != LLAMA_POOLING_TYPE_NONE || !llama_model_has_decoder(model);
+    llama_set_embeddings(ctx, is_encoder);
+    llama_token token = std::max(0, llama_vocab_bos(vocab));
+    if (llama_model_has_encoder(model)) {
+        if (llama_encode(ctx, llama_batch_get_one(&token, 1))) {
+            return 1;
+        }
+        token = std::max(0, llama_model_decoder_start_token(model));
+    }
+    if (llama_model_has_decoder(model) && llama_decode(ctx, llama_batch_get_one(&token, 1))) {
+        return 1;
+    }
+    const float * out    = is_encoder ? llama_get_embeddings_seq(ctx, 0) : llama_get_logits_ith(ctx, -1);
+    const bool    ranks  = llama_pooling_type(ctx) == LLAMA_POOLING_TYPE_RANK;
+    const int     n      = ranks ? (int) llama_model_n_cls_out(model) : is_encoder ? llama_model_n_embd_out(model) : llama_vocab_n_tokens(vocab);
+    for (int i = 0; out && i < n; ++i) {
+        if (!std::isfinite(out[i])) {
+            fprintf(stderr, "error: value %d of %d that the model gives is %g\n", i, n, out[i]);
+            return 2;
+        }
+    }
+    return 0;
+}
+
+}
+
+int main(int argc, char ** argv) {
+    const std::string what = argc > 2 ? argv[1] : "";
+    if (what != "uses" && what != "run") {
+        fprintf(stderr, "error: use: %s uses FILE ..., or run FILE ...\n", argv[0]);
+        return 1;
+    }
+    ggml_backend_load_all();
+    llama_backend_init();
+    uses of_graphs;
+    if (what == "uses") {
+        ggml_ext_set_graph_cut([&](ggml_cgraph * graph) {
+            of_graphs.read(graph);
+            return [] {};
+        });
+    }
+    int code = 1;
+    {
+        const loaded it({ argv + 2, argv + argc }, what == "run");
+        if (it.ctx) {
+            code = what == "run" ? run(it.model, it.ctx) : 0;
+        }
+    }
+    ggml_ext_set_graph_cut({});
+    if (code == 0) {
+        for (const auto & [name, use] : of_graphs.found) {
+            printf("%s\t%s\n", name.c_str(), use.c_str());
+        }
+    }
+    llama_backend_free();
+    return code;
+}
