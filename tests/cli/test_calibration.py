@@ -20,7 +20,6 @@ import pytest
 from ggml_ext import WEIGHT_TYPES, export, inspect
 from ggml_ext import quantize as program
 from ggml_ext._base.files import fingerprint, locked_folder
-from ggml_ext._base.memory import available_memory
 from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
 from ggml_ext._budget.target import DEFAULT_TYPES
@@ -399,26 +398,6 @@ def test_what_a_model_costs(tmp_path):
     assert found.moments_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
     assert found.moments_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
     assert found.moments_bytes("diagonal") == 4 * (256 + 4 * 320)
-
-
-@pytest.mark.parametrize(("group", "n_gib"), [
-    ({}, 50),
-    ({"memory.max": "max", "memory.current": GIB}, 50),
-    ({"memory.max": 16 * GIB, "memory.current": 15 * GIB}, 1),
-    ({"memory.max": 16 * GIB}, 50),
-    # a model of 14 GiB was read: its pages are dropped where memory is asked for
-    ({"memory.max": 16 * GIB, "memory.current": 15 * GIB, "memory.stat": f"anon 5\ninactive_file {14 * GIB}\nactive_file 3\n"}, 15),
-    ({"memory.max": 16 * GIB, "memory.current": 17 * GIB, "memory.stat": "anon 5\n"}, 0),
-    ({"memory.max": 999 * GIB, "memory.current": GIB, "memory.stat": "inactive_file 0\n"}, 50),
-])
-def test_available_memory(tmp_path, group, n_gib):
-    """Of the machine, and of the control group, in which the page cache counts as used."""
-    for folder in ("proc", "sys/fs/cgroup"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable:   {50 << 20} kB\nCached: 7 kB\n")
-    for name, content in group.items():
-        (tmp_path / "sys" / "fs" / "cgroup" / name).write_text(f"{content}\n")
-    assert available_memory(tmp_path) == n_gib * GIB
 
 
 def test_records_are_read_with_care(tmp_path):
