@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -32,7 +31,7 @@ from ggml_ext._native import process as programs
 from helpers import calibration_folder
 from helpers.calibration_folder import MATRICES
 from helpers.commands import quantize, run_quantize, tool
-from helpers.errors import check_error, files
+from helpers.errors import check_error, files, fill_disk
 from helpers.models import ROOT, gaussian, write_gguf
 from helpers.spies import Spy
 
@@ -182,12 +181,16 @@ def test_a_failure_is_one_line(folder, monkeypatch):
     folder.error("exited with 3", str(folder.model), "compute_imatrix: only 17 tokens;", "--no-calibration")
     monkeypatch.setenv("FAKE_IMATRIX_DO", "write nothing")
     folder.error("wrote no file", "--no-calibration")
+    monkeypatch.setenv("FAKE_IMATRIX_DO", "be killed")
+    folder.error(
+        "llama-imatrix was killed for", "most likely because memory ran out: it was to use at most 3.0 GiB, pass a smaller --memory, ", flags=["--memory", "3"]
+    )
 
 
 def test_a_full_disk(folder, monkeypatch):
     """Room for OUT, which takes some 20 kB, but not for the moments of blocks, 1.6 MB; then not even for OUT."""
     for free, path in ((100_000, folder.kept), (5, folder.out)):
-        monkeypatch.setattr(calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        fill_disk(monkeypatch, free)
         folder.error("no space left on device", str(path))
     assert not folder.runs()
 

@@ -100,19 +100,33 @@ def test_everything_finds_its_libraries_beside_itself():
     assert ours and all(str(BIN) in line for line in ours)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_LIBRARY_PATH")
+def test_libraries_that_programs_point_to_do_not_get_in(tmp_path):
+    """Programs that start llama-server, and modules that are loaded, set LD_LIBRARY_PATH to libraries of their own."""
+    names = [path.name for path in BIN.glob("lib*.so.0")]
+    assert "libllama.so.0" in names and "libggml-base.so.0" in names
+    for name in names:
+        subprocess.run(["cc", "-shared", "-xc", os.devnull, "-o", tmp_path / name], check=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    code = "from ggml_ext._native import library; print(library.load() and library.load_rules() is not None)"
+    for command in (["llama-server", "--version"], ["llama-quantize", "--help"], [sys.executable, "-c", code]):
+        path = Path(sys.executable).parent / command[0]
+        done = subprocess.run([path, *command[1:]], env=env, capture_output=True, text=True, timeout=60)
+        assert "undefined symbol" not in done.stderr and any(said in done.stdout + done.stderr for said in ("version: ", "usage", "True")), done
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/using/programs.md for Linux")
 def test_the_script_in_place_of_another_llama_server(tmp_path):
-    """Programs that start llama-server may point it to libraries of their own, which go before ours without the script."""
+    """It drops a backend of the program's own."""
     text = (ROOT / "docs" / "using" / "programs.md").read_text()
     script = tmp_path / "llama-server"
     server = str(Path(sys.executable).parent / "llama-server")
     lines = re.search(r"^( +)#!/bin/sh\n.*?\n\n", text, re.M | re.S)[0]
     script.write_text(textwrap.dedent(lines).replace("$(command -v llama-server)", server))
     script.chmod(0o755)
-    subprocess.run(["cc", "-shared", "-xc", os.devnull, "-o", tmp_path / "libggml-base.so.0"], check=True)
-    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    codes = [subprocess.run([p, "--version"], env=env, capture_output=True, timeout=60).returncode for p in (server, script)]
-    assert codes[0] != 0 == codes[1]
+    env = {**os.environ, "GGML_BACKEND_PATH": str(tmp_path / "no-backend.so")}
+    logs = [subprocess.run([p, "--list-devices"], env=env, capture_output=True, text=True, timeout=60) for p in (server, script)]
+    assert ["no-backend.so" in done.stdout + done.stderr for done in logs] == [True, False]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF")
