@@ -25,6 +25,7 @@ from .._base.memory import available_memory
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.units import GIB, MIB
+from .._formats.context import N_CONTEXT, context_of
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.kept import kept_imatrix
 from .._native.process import failure, run_heard
@@ -36,9 +37,7 @@ from .cost import Model, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
 from .stand_in import StandIn
 
-N_CONTEXT = 512  # tokens a chunk
-MIN_TOKENS = 2 * N_CONTEXT  # that llama-imatrix takes
-DEFAULT_CHUNKS = 100
+DEFAULT_CHUNKS = 100  # of N_CONTEXT tokens; of as many tokens where chunks are shorter
 TEXT = FOLDER / "data" / "calibration.txt"
 TEMPORARY = ".calibration-"
 MEMORY_SHARE = 0.7  # of what is available
@@ -48,7 +47,7 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 @dataclass(frozen=True)
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
-    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB;
+    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of context_of() tokens; memory: GiB;
     stand_in: see stand_in.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well."""
 
     imatrix: Path | None = None
@@ -112,6 +111,15 @@ class Calibration:
     stand_in: StandIn | None = None
     devices: tuple[str, ...] = ()
 
+    @property
+    def n_context(self) -> int:
+        """Tokens of a chunk."""
+        return context_of(self.file)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_chunks * self.n_context
+
     def kept(self, layers: list[int] | None) -> Path:
         """The result for all layers (None) or for a range of them."""
         return self.folder / kept_imatrix(self.file.stem, layers)
@@ -122,7 +130,7 @@ class Calibration:
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
             "text": fingerprint(self.text),
             "chunks": self.n_chunks,
-            "context": N_CONTEXT,
+            "context": self.n_context,
         } | ({} if self.stand_in is None else self.stand_in.made_from())
 
     def finished(self, folder: Path) -> Importance | None:
@@ -142,9 +150,9 @@ class Calibration:
 
     def describe(self) -> str:
         what = {"diagonal": "mean squares", "block": "second moments of blocks", "full": "second moments"}[self.kind]
-        seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
+        seconds = self.model.seconds(self.kind, self.n_tokens, self.n_threads)
         return (
-            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
+            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
             f"{self.text_title}{'' if self.stand_in is None else f', by the model {self.stand_in.title}'}, an estimated {duration(seconds)} on "
             f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
@@ -254,8 +262,8 @@ def collect(
             "space, or pass --importance block or diagonal"
         )
     # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
-    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", as_argument(run.text.name), "-c", N_CONTEXT]
-    command += ["-b", N_CONTEXT, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", as_argument(run.text.name), "-c", run.n_context]
+    command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
@@ -352,7 +360,7 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
-    n_asked = wanted.n_chunks or DEFAULT_CHUNKS
+    n_asked = wanted.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_of(file)
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
     found = stand_in.find(wanted.stand_in, file, memory, console)
@@ -370,7 +378,7 @@ def _choose_kind(wanted: Wanted, run: Calibration, uses: Sequence[GGMLQuantizati
     if wanted.kind is None and not any(map(uses_metric, uses)):
         return "diagonal"
     if wanted.kind is None:
-        kind, why = choose_importance(run.model, run.n_chunks * N_CONTEXT, run.memory, run.n_threads, n_types)
+        kind, why = choose_importance(run.model, run.n_tokens, run.memory, run.n_threads, n_types)
         if why:
             console.note(f"second moments of blocks: {why}; --importance full asks for more")
         return kind
@@ -389,13 +397,15 @@ def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:
 
     Where the vocabulary cannot be asked, as many as there would be if each byte were a token.
     """
-    if n_bytes < MIN_TOKENS:
-        raise _too_short(text, f"{n_bytes:,} bytes")
-    n_tokens = count_tokens(file.path, text, (n_asked + 1) * N_CONTEXT)
-    if n_tokens is not None and n_tokens < MIN_TOKENS:
-        raise _too_short(text, f"{n_tokens:,} tokens")
-    return (n_bytes if n_tokens is None else n_tokens) // N_CONTEXT
+    n_context = context_of(file)
+    needed = 2 * n_context  # by llama-imatrix
+    if n_bytes < needed:
+        raise _too_short(text, f"{n_bytes:,} bytes", needed)
+    n_tokens = count_tokens(file.path, text, (n_asked + 1) * n_context)
+    if n_tokens is not None and n_tokens < needed:
+        raise _too_short(text, f"{n_tokens:,} tokens", needed)
+    return (n_bytes if n_tokens is None else n_tokens) // n_context
 
 
-def _too_short(text: Path, found: str) -> UserError:
-    return UserError(f"{FLAG}: {text} has {found}: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB")
+def _too_short(text: Path, found: str, needed: int) -> UserError:
+    return UserError(f"{FLAG}: {text} has {found}: {needed:,} tokens are needed at the least; pass a text of some 100 kB")

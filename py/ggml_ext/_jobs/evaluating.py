@@ -19,6 +19,7 @@ from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, pair
 from .._evaluation.labels import bpw_of, disk_bytes, labels
 from .._evaluation.logits import BaseLogits, Kept, record_of
 from .._evaluation.perplexity import Runner, finite
+from .._formats.context import context_of, n_positions
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
 from .._native.programs import device_options, need_tool
@@ -28,7 +29,6 @@ from .._report.quality import Evaluation, Pair, Quality, draw_quality
 
 TEXT = FOLDER / "data" / "evaluation.txt"
 BUILT_IN = "built-in"
-N_CONTEXT = 512  # llama-perplexity's own
 TEMPORARY = ".evaluation-"
 TOKENS = "tokenizer.ggml.tokens"
 MIN_SCORED = 100  # tokens: below, llama-perplexity gives no statistics
@@ -145,7 +145,9 @@ class _Runs:
         self._asked, self._models, self._base, self._console = asked, models, base, console
         self._names = labels([*([asked.against] if base else []), *asked.models])
         self._is_told = False
+        self._all = [*models, *([base] if base else [])]
         n_ctx = self._context()
+        self._check_positions(n_ctx)
         self._runner = Runner(program, n_ctx, asked.batch_size or n_ctx, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc), console, self._estimated)
 
     def all(self) -> Evaluation:
@@ -180,8 +182,13 @@ class _Runs:
             return self._asked.ctx_size
         if self._asked.base_logits is not None and self._base is None:
             return BaseLogits.read(self._asked.base_logits).n_ctx
-        trained = [file.value(f"{file.value('general.architecture', '')}.context_length", N_CONTEXT) for file in self._models]
-        return min(N_CONTEXT, *trained)
+        return min(map(context_of, self._all))
+
+    def _check_positions(self, n_ctx: int) -> None:
+        for file in self._all:
+            if (n := n_positions(file)) is not None and n < n_ctx:
+                flag, way_out = ("--ctx-size", "pass") if self._asked.ctx_size else ("--base-logits", "make the file again with")
+                raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has positions for {n:,}: {way_out} --ctx-size {n}")
 
     def _prepare(self) -> tuple[Scored | None, BaseLogits | None]:
         """The text, and what the models are compared with."""
