@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -20,6 +21,7 @@ from ggml_ext._base.errors import UserError
 from ggml_ext._native import library, programs
 from ggml_ext._plan import plan
 from helpers.commands import tool
+from helpers.errors import own_mount_namespace
 from helpers.native import ROOT
 
 try:
@@ -140,6 +142,20 @@ def test_libraries_by_name_are_files_of_their_own(name):
 
 def test_licences_of_the_programs_come_along():
     assert "MIT" in (BIN.parent / "licenses" / "llama.cpp" / "LICENSE").read_text()
+
+
+@pytest.mark.slow
+def test_a_source_tree_that_cannot_be_written(tmp_path):
+    """With the option of docs/using/wheel.md pip gets as far as CMake's own refusal of GGML_HIP."""
+    prefix = own_mount_namespace()
+    if prefix is None or find_spec("scikit_build_core") is None:
+        pytest.skip("a shell that may mount, and scikit-build-core")
+    (option,) = re.findall(r"pip install \. (-C build-dir=)\S+", (ROOT / "docs" / "using" / "wheel.md").read_text())
+    script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && cd "$0" && exec "$@"'
+    build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-w", tmp_path, "-C", "cmake.define.GGML_HIP=ON"]
+    build = [*prefix, script, ROOT, *build, *f"{option}{tmp_path}/build".split()]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 1 and "the GPU kernels of ggml-ext are for CUDA alone" in done.stderr + done.stdout
 
 
 def test_portable_switch_also_in_a_folder_configured_before(tmp_path):
