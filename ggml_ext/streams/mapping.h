@@ -31,18 +31,25 @@ public:
             if (remove) {
                 unlink(path.c_str());
             }
-            if (const int error = posix_fallocate(fd, 0, (off_t) n_bytes)) {
+            int error = posix_fallocate(fd, 0, (off_t) n_bytes);
+            if (error == EOPNOTSUPP || error == EINVAL) { // some network and FUSE drives
+                error = ftruncate(fd, (off_t) n_bytes) ? errno : 0;
+            }
+            if (error) {
                 close(fd);
                 fail("no room for " + std::to_string(n_bytes >> 20) + " MiB in " + path + ": " + strerror(error));
             }
         }
         at = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+        const int error = errno;
         if (fd >= 0) {
             close(fd);
         }
         if (at == MAP_FAILED) {
             at = nullptr;
-            fail("no memory for " + std::to_string(n_bytes >> 20) + " MiB: " + strerror(errno));
+            fail(fd >= 0 && error == ENODEV
+                     ? "cannot map " + path + " into memory, its drive does not allow it: write to a local disk"
+                     : "no memory for " + std::to_string(n_bytes >> 20) + " MiB: " + strerror(error));
         }
     }
     mapping(const mapping &) = delete;

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ._console.cli import Parser
 from ._console.program import add_measuring_options, options_of, run_measuring
-from ._jobs.evaluating import N_CONTEXT, EvaluateOptions, evaluate
+from ._formats.context import N_CONTEXT
+from ._jobs.evaluating import EvaluateOptions, evaluate
 
 
 def build_parser(prog: str = "ggml-ext-evaluate") -> argparse.ArgumentParser:

@@ -89,17 +89,18 @@ def platforms(wheel: str) -> list[str]:
 
 
 def dynamic_section(path: Path) -> tuple[list[str], list[str]]:
-    """The libraries an ELF file needs and its run paths."""
+    """The libraries an ELF file needs and its run paths, each with its kind."""
     text = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
     entries = re.findall(r"\((NEEDED|RUNPATH|RPATH)\).*\[(.*)\]", text)
-    return [v for k, v in entries if k == "NEEDED"], [v for k, v in entries if k != "NEEDED"]
+    return [v for k, v in entries if k == "NEEDED"], [f"{k} {v}" for k, v in entries if k != "NEEDED"]
 
 
 def foreign_run_paths(folder: Path) -> dict[str, list[str]]:
-    """Run paths of files that need others of the folder, where they are not $ORIGIN alone: another llama.cpp could get in."""
+    """Run paths of files that need others of the folder, where they are not RPATH $ORIGIN alone: another llama.cpp could get in, with
+    RUNPATH one that LD_LIBRARY_PATH names."""
     names = {p.name for p in folder.iterdir()}
     sections = {p.name: dynamic_section(p) for p in sorted(folder.iterdir()) if p.read_bytes()[:4] == b"\x7fELF"}
-    return {name: paths for name, (needed, paths) in sections.items() if names & set(needed) and paths != ["$ORIGIN"]}
+    return {name: paths for name, (needed, paths) in sections.items() if names & set(needed) and paths != ["RPATH $ORIGIN"]}
 
 
 def check_wheel(wheel: Path, expected: dict[str, list[str]], options: dict[str, str]) -> None:
@@ -117,7 +118,7 @@ def check_wheel(wheel: Path, expected: dict[str, list[str]], options: dict[str, 
         if (folder / VULKAN).exists() != ("GGML_VULKAN" in options):
             raise Failure(f"{wheel.name}: {VULKAN} is {'missing' if 'GGML_VULKAN' in options else 'there, from an earlier build'}")
         if foreign := foreign_run_paths(folder):
-            raise Failure(f"{wheel.name}: run paths are not $ORIGIN alone: {foreign}")
+            raise Failure(f"{wheel.name}: run paths are not RPATH $ORIGIN alone: {foreign}")
 
 
 def find_options() -> dict[str, str]:

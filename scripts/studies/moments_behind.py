@@ -22,6 +22,7 @@ from pathlib import Path
 import gguf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from ggml_ext._base.threads import usable_processors
 from ggml_ext._console.cli import run_script
 from ggml_ext._formats.gguf_file import GGUFFile
 from perplexity_run import quantize_ours, run_tool  # noqa: E402
@@ -55,7 +56,7 @@ def main() -> None:
     add("--layers", type=int, default=5, help="quantized at a time (5)")
     add("--chunks", type=int, default=100)
     add("-c", "--ctx-size", type=int, default=512)
-    add("-t", "--threads", type=int, default=os.cpu_count())
+    add("-t", "--threads", type=int, default=usable_processors())
     args = parser.parse_args()
     n_layers = 1 + max(layer_of(t.name) for t in GGUFFile(args.model).tensors)
     with tempfile.TemporaryDirectory(dir=args.out.resolve().parent) as tmp:

@@ -10,12 +10,12 @@ for each tenth of a bit a weight of the file's blocks: the parts to upgrade firs
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from ggml_ext._base.threads import usable_processors
 from ggml_ext._console.cli import run_script
 from perplexity import MODEL, TEXT
 from perplexity_run import block_types, imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
@@ -33,7 +33,7 @@ def main() -> None:
     add("--parts", default=PARTS, help=f"default: {PARTS}")
     add("-c", "--ctx-size", type=int, default=256)
     add("--chunks", type=int, default=300)
-    add("-t", "--threads", type=int, default=os.cpu_count())
+    add("-t", "--threads", type=int, default=usable_processors())
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)

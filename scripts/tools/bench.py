@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
 from pathlib import Path
 
 import gemv
+from ggml_ext._base.threads import usable_processors
 from ggml_ext._console.cli import run_script
 from ggml_ext._evaluation.speed import Bench, measure, summarise
 from ggml_ext._native.programs import tool_path
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=usable_processors())
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill run (default: 128)")
     parser.add_argument("--gen", type=int, default=32, help="tokens of the decode run (default: 32)")
     parser.add_argument("--bin", type=Path, help="folder of llama-bench (default: the package's; for comparing builds)")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "build"))  # llama_cpp is also the nam
 import llama_cpp
 import pinned
 from figures import render_rows
+from ggml_ext._base.threads import usable_processors
 from ggml_ext._console.cli import run_script
 from ggml_ext._evaluation.speed import Bench, measure, summarise
 from ggml_ext._native.programs import tool_path
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="interleaved rounds of the speed run (default: 1)")
     parser.add_argument("--chunks", type=int, help="chunks of 256 tokens to score (default: 120)")
     parser.add_argument("--layers", type=int, help="blocks of the synthetic model (default: 4)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=usable_processors())
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     args = parser.parse_args()
     for name, short, full in ("rounds", 1, 3), ("chunks", 120, 600), ("layers", 4, 8):

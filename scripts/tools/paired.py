@@ -11,12 +11,12 @@ text (built-in: the package's own); TYPE+block and TYPE+full as in perplexity.py
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 from ggml_ext._base.errors import UserError
+from ggml_ext._base.threads import usable_processors
 from ggml_ext._console.cli import run_script
 from perplexity import MODEL, TEXT, Entry, calibration_text, parse_types
 from perplexity_run import imatrix, kl_divergence, quantize_uniform, save_base_logits, split_text
@@ -47,7 +47,7 @@ def main() -> None:
     add("--chunks", type=int, default=600)
     add("--calibration", type=calibration_text, metavar="TEXT")
     add("--calibration-chunks", type=int, default=100)
-    add("-t", "--threads", type=int, default=os.cpu_count())
+    add("-t", "--threads", type=int, default=usable_processors())
     args = parser.parse_args()
     pairs = parse_pairs(args.pairs)
     pairs.sort(key=lambda pair: pair[1].label)  # the logits of a second type are made once

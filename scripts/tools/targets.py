@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 
+from ggml_ext._base.threads import usable_processors
 from ggml_ext._base.units import MIB
 from ggml_ext._console.cli import run_script
 from ggml_ext._importance import calibration
@@ -36,7 +36,7 @@ def main() -> None:
     add("--recipes", default=RECIPES, help=f"default: {RECIPES}")
     add("-c", "--ctx-size", type=int, default=256)
     add("--chunks", type=int, default=60)
-    add("-t", "--threads", type=int, default=os.cpu_count())
+    add("-t", "--threads", type=int, default=usable_processors())
     add("--options", default="", help="for both of our own files, such as \"--effort fast\"")
     add("--target-options", default="", help="for the files with a target alone")
     add("--out", type=Path, default=Path("build/targets"), help="folder for the files and for what is kept; the files are removed")

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import shutil
 import signal
 import struct
 import subprocess
@@ -18,7 +17,7 @@ from ggml_ext import quantize as quantize_module
 from ggml_ext._formats import gguf_file
 from ggml_ext._output import output as _output
 from helpers.commands import quantize, quantize_command, run_quantize
-from helpers.errors import check_error, expect_error, files, key, own_mount_namespace, quantize_error, raw_gguf
+from helpers.errors import check_error, expect_error, files, fill_disk, key, own_mount_namespace, quantize_error, raw_gguf
 from helpers.models import gaussian, write_gguf
 
 KNOWN = "known types: " + ", ".join(WEIGHT_TYPES)
@@ -317,7 +316,7 @@ def test_no_space_before_writing(tmp_path, monkeypatch, capsys):
         check_error(result, "no space left on device", "out.gguf needs 0.39 MiB", "0.06 MiB free")
         assert result.stdout == ""  # ls: nothing left
     else:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(65536, 0, 65536))
+        fill_disk(monkeypatch, 65536)
         assert quantize_module.main([str(a) for a in args]) == 1
         assert "no space left on device" in capsys.readouterr().err
     assert not any((tmp_path / "disk").iterdir())

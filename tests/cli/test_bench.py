@@ -10,10 +10,9 @@ import pytest
 from ggml_ext import bench as program
 from ggml_ext._evaluation.speed import summarise
 from ggml_ext._formats.split import open_model
-from ggml_ext._jobs import benching
 from ggml_ext._jobs.benching import neighbours
 from helpers.commands import quantize, run_main, tool
-from helpers.errors import check_error
+from helpers.errors import check_error, fill_disk
 from helpers.models import MODEL
 
 
@@ -65,6 +64,6 @@ def test_bad_input(model, tmp_path, monkeypatch):
     check_error(bench(tmp_path / "no.gguf"), "no.gguf")
     check_error(bench(model, "--stock", "q9_k"), "--stock: unknown type 'q9_k'", "q3_k_m")
     check_error(run_main(program.main, model, "-r", 0), "--rounds: got 0")
-    monkeypatch.setattr(benching.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    fill_disk(monkeypatch, 1000)
     check_error(bench(model), "no space left on device", "--stock none")
     assert os.listdir(model.parent) == ["q.gguf"]

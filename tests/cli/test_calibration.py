@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -20,7 +19,6 @@ import pytest
 from ggml_ext import WEIGHT_TYPES, export, inspect
 from ggml_ext import quantize as program
 from ggml_ext._base.files import fingerprint, locked_folder
-from ggml_ext._base.memory import available_memory
 from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
 from ggml_ext._budget.target import DEFAULT_TYPES
@@ -33,7 +31,7 @@ from ggml_ext._native import process as programs
 from helpers import calibration_folder
 from helpers.calibration_folder import MATRICES
 from helpers.commands import quantize, run_quantize, tool
-from helpers.errors import check_error, files
+from helpers.errors import check_error, files, fill_disk
 from helpers.models import ROOT, gaussian, write_gguf
 from helpers.spies import Spy
 
@@ -183,12 +181,16 @@ def test_a_failure_is_one_line(folder, monkeypatch):
     folder.error("exited with 3", str(folder.model), "compute_imatrix: only 17 tokens;", "--no-calibration")
     monkeypatch.setenv("FAKE_IMATRIX_DO", "write nothing")
     folder.error("wrote no file", "--no-calibration")
+    monkeypatch.setenv("FAKE_IMATRIX_DO", "be killed")
+    folder.error(
+        "llama-imatrix was killed for", "most likely because memory ran out: it was to use at most 3.0 GiB, pass a smaller --memory, ", flags=["--memory", "3"]
+    )
 
 
 def test_a_full_disk(folder, monkeypatch):
     """Room for OUT, which takes some 20 kB, but not for the moments of blocks, 1.6 MB; then not even for OUT."""
     for free, path in ((100_000, folder.kept), (5, folder.out)):
-        monkeypatch.setattr(calibration.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        fill_disk(monkeypatch, free)
         folder.error("no space left on device", str(path))
     assert not folder.runs()
 
@@ -399,26 +401,6 @@ def test_what_a_model_costs(tmp_path):
     assert found.moments_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
     assert found.moments_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
     assert found.moments_bytes("diagonal") == 4 * (256 + 4 * 320)
-
-
-@pytest.mark.parametrize(("group", "n_gib"), [
-    ({}, 50),
-    ({"memory.max": "max", "memory.current": GIB}, 50),
-    ({"memory.max": 16 * GIB, "memory.current": 15 * GIB}, 1),
-    ({"memory.max": 16 * GIB}, 50),
-    # a model of 14 GiB was read: its pages are dropped where memory is asked for
-    ({"memory.max": 16 * GIB, "memory.current": 15 * GIB, "memory.stat": f"anon 5\ninactive_file {14 * GIB}\nactive_file 3\n"}, 15),
-    ({"memory.max": 16 * GIB, "memory.current": 17 * GIB, "memory.stat": "anon 5\n"}, 0),
-    ({"memory.max": 999 * GIB, "memory.current": GIB, "memory.stat": "inactive_file 0\n"}, 50),
-])
-def test_available_memory(tmp_path, group, n_gib):
-    """Of the machine, and of the control group, in which the page cache counts as used."""
-    for folder in ("proc", "sys/fs/cgroup"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable:   {50 << 20} kB\nCached: 7 kB\n")
-    for name, content in group.items():
-        (tmp_path / "sys" / "fs" / "cgroup" / name).write_text(f"{content}\n")
-    assert available_memory(tmp_path) == n_gib * GIB
 
 
 def test_records_are_read_with_care(tmp_path):

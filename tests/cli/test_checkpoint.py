@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -19,7 +18,7 @@ from ggml_ext._output.output import Output
 from ggml_ext._source import checkpoint as _checkpoint
 from helpers.checkpoint_files import CONFIG, N_LAYERS, tensors, write_checkpoint
 from helpers.commands import quantize, tool
-from helpers.errors import files
+from helpers.errors import files, fill_disk
 from helpers.hub_client import REPO, Client
 from helpers.hub_server import Repository, serving
 from helpers.models import gaussian, write_gguf
@@ -279,7 +278,7 @@ def test_interrupted_while_converting(folder, stub):
 
 
 def test_no_space_for_the_converted_file(folder, monkeypatch):
-    monkeypatch.setattr(_checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    fill_disk(monkeypatch, 2**20)
     folder.error("no space left on device", "takes about 3 MiB", f"{folder.out.parent} has 1 MiB free")
 
 

@@ -22,7 +22,7 @@ from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._jobs.evaluating import TEXT
 from ggml_ext._native.process import run_logged
 from helpers.commands import quantize, run_main, tool
-from helpers.errors import check_error, files
+from helpers.errors import check_error, files, fill_disk
 from helpers.models import MODEL, gaussian, write_gguf
 
 CHUNKS = ("-c", 64, "--chunks", 4)
@@ -168,7 +168,7 @@ def test_logits_of_somebody_else_stay(folder, tmp_path):
 
 
 def test_a_full_disk(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("ggml_ext._jobs.evaluating.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    fill_disk(monkeypatch, 1000)
     done = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "logits.bin", "-q")
     check_error(done, "no space left on device", "MiB are free", "--chunks")
     assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -26,10 +27,10 @@ from ggml_ext._output import conversion
 from ggml_ext._output import output as _output
 from ggml_ext._output.output import Output
 from helpers import writing
-from helpers.commands import quantize_command
+from helpers.commands import quantize_command, run_quantize
 from helpers.errors import check_error, files, own_mount_namespace, raw_gguf
 from helpers.importances import importances, write_imatrix
-from helpers.models import read_tensors
+from helpers.models import ROOT, read_tensors
 from helpers.writing import FLAGS, NAMES, part_files, run_badly, run_well
 
 small_chunks, source, small_parts = writing.small_chunks, writing.source, writing.small_parts
@@ -476,3 +477,35 @@ def test_leftovers_of_a_killed_calibration_are_removed_and_named(tmp_path):
         remove_leftovers(tmp_path, ".calibration-", told.append)
     assert told == [f"removed what a killed run left: {folders['killed']}"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".calibration-fresh", ".calibration-running"]
+
+
+# --- network and FUSE drives
+
+@pytest.fixture(scope="module")
+def quantize_on_drive(tmp_path_factory):
+    """A function that runs the quantizer where drives refuse what the letters of tests/native/netfs.c say."""
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        pytest.skip("LD_PRELOAD and a C compiler")
+    path = tmp_path_factory.mktemp("netfs") / "netfs.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, ROOT / "tests" / "native" / "netfs.c", "-ldl"], check=True)
+    return lambda letters, *args: run_quantize(*args, env=os.environ | {"LD_PRELOAD": str(path), "NETFS": letters})
+
+
+@pytest.mark.parametrize("letters", ["v", "lhcs"])
+def test_drives_that_lack_what_is_not_needed(source, tmp_path, quantize_on_drive, letters):
+    """Locks, hard links, modes, fsync(), and how large they are."""
+    plain, out = tmp_path / "plain.gguf", tmp_path / "drive" / "out.gguf"
+    out.parent.mkdir()
+    assert run_quantize(source, plain, *FLAGS).returncode == 0
+    done = quantize_on_drive(letters, source, out, *FLAGS, "--verify")
+    assert done.returncode == 0, done.stderr
+    assert files(out.parent) == {"out.gguf": plain.read_bytes()}
+
+
+def test_drives_that_map_no_files(source, tmp_path, quantize_on_drive):
+    out = tmp_path / "out.gguf"
+    check_error(quantize_on_drive("m", source, out, *FLAGS), f"cannot map {source} into memory (No such device), its drive does not allow it: copy it to a local disk")
+    assert not out.exists()
+    done = quantize_on_drive("p", source, out, *FLAGS, "--verify")
+    check_error(done, "--verify: cannot map", "leave --verify out; the same command goes on after 9 of 9 tensors")
+    assert quantize_on_drive("p", source, out, *FLAGS).returncode == 0 and out.exists()

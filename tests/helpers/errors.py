@@ -49,6 +49,11 @@ def key(name, vtype, payload=b""):
     return struct.pack("<Q", len(name)) + name + struct.pack("<I", vtype) + payload
 
 
+def fill_disk(monkeypatch, free: int) -> None:
+    """All drives seem to have so many bytes free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40 - free, free))
+
+
 def own_mount_namespace():
     """The command prefix for a shell that may mount, or None where the system allows none."""
     prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

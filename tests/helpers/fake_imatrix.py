@@ -6,6 +6,7 @@ FAKE_IMATRIX_LOG: file that gets the arguments, a line of JSON for each run. FAK
 import json
 import os
 import re
+import signal
 import sys
 import time
 
@@ -24,6 +25,8 @@ print("0.00.2 I compute_imatrix: 1.00 seconds per pass - ETA 2.00 minutes", flus
 if do == "fail" or do == f"fail {options.get('--layers')}":
     print("0.00.3 E compute_imatrix: you need at least 1024 tokens\n0.00.4 E compute_imatrix: only 17 tokens\n0.00.5 I bye", flush=True)
     sys.exit(3)
+if do == "be killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 if do == "sleep":
     time.sleep(60)
 for i in range(n_chunks):

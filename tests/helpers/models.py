@@ -34,3 +34,28 @@ def gaussian(*shape: int, seed: int = 1) -> np.ndarray:
 
 def read_tensors(path: Path) -> dict[str, gguf.ReaderTensor]:
     return {t.name: t for t in gguf.GGUFReader(path).tensors}
+
+
+def write_gpt2(path: Path, n_positions: int) -> Path:
+    """A model of one layer with learned positions, and a vocabulary of bytes."""
+    n, tokens = 256, ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_context_length(n_positions)
+        writer.add_embedding_length(n)
+        writer.add_block_count(1)
+        writer.add_feed_forward_length(n)
+        writer.add_head_count(2)
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types([2, 3, 3, *[6] * 256])
+
+    rows = {"token_embd": len(tokens), "position_embd": n_positions}
+    rows |= {f"blk.0.{name}": m for name, m in (("attn_qkv", 3 * n), ("attn_output", n), ("ffn_up", n), ("ffn_down", n))}
+    tensors = {f"{name}.weight": gaussian(m, n, seed=i) for i, (name, m) in enumerate(rows.items())}
+    tensors |= {f"{name}.bias": np.zeros(m) for name, m in rows.items() if name.startswith("blk.")}
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        tensors |= {f"{name}.weight": np.ones(n), f"{name}.bias": np.zeros(n)}
+    return write_gguf(path, tensors, arch="gpt2", fill=fill)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -20,6 +21,7 @@ from ggml_ext._base.errors import UserError
 from ggml_ext._native import library, programs
 from ggml_ext._plan import plan
 from helpers.commands import tool
+from helpers.errors import own_mount_namespace
 from helpers.native import ROOT
 
 try:
@@ -100,19 +102,33 @@ def test_everything_finds_its_libraries_beside_itself():
     assert ours and all(str(BIN) in line for line in ours)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_LIBRARY_PATH")
+def test_libraries_that_programs_point_to_do_not_get_in(tmp_path):
+    """Programs that start llama-server, and modules that are loaded, set LD_LIBRARY_PATH to libraries of their own."""
+    names = [path.name for path in BIN.glob("lib*.so.0")]
+    assert "libllama.so.0" in names and "libggml-base.so.0" in names
+    for name in names:
+        subprocess.run(["cc", "-shared", "-xc", os.devnull, "-o", tmp_path / name], check=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    code = "from ggml_ext._native import library; print(library.load() and library.load_rules() is not None)"
+    for command in (["llama-server", "--version"], ["llama-quantize", "--help"], [sys.executable, "-c", code]):
+        path = Path(sys.executable).parent / command[0]
+        done = subprocess.run([path, *command[1:]], env=env, capture_output=True, text=True, timeout=60)
+        assert "undefined symbol" not in done.stderr and any(said in done.stdout + done.stderr for said in ("version: ", "usage", "True")), done
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/using/programs.md for Linux")
 def test_the_script_in_place_of_another_llama_server(tmp_path):
-    """Programs that start llama-server may point it to libraries of their own, which go before ours without the script."""
+    """It drops a backend of the program's own."""
     text = (ROOT / "docs" / "using" / "programs.md").read_text()
     script = tmp_path / "llama-server"
     server = str(Path(sys.executable).parent / "llama-server")
     lines = re.search(r"^( +)#!/bin/sh\n.*?\n\n", text, re.M | re.S)[0]
     script.write_text(textwrap.dedent(lines).replace("$(command -v llama-server)", server))
     script.chmod(0o755)
-    subprocess.run(["cc", "-shared", "-xc", os.devnull, "-o", tmp_path / "libggml-base.so.0"], check=True)
-    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    codes = [subprocess.run([p, "--version"], env=env, capture_output=True, timeout=60).returncode for p in (server, script)]
-    assert codes[0] != 0 == codes[1]
+    env = {**os.environ, "GGML_BACKEND_PATH": str(tmp_path / "no-backend.so")}
+    logs = [subprocess.run([p, "--list-devices"], env=env, capture_output=True, text=True, timeout=60) for p in (server, script)]
+    assert ["no-backend.so" in done.stdout + done.stderr for done in logs] == [True, False]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF")
@@ -126,6 +142,20 @@ def test_libraries_by_name_are_files_of_their_own(name):
 
 def test_licences_of_the_programs_come_along():
     assert "MIT" in (BIN.parent / "licenses" / "llama.cpp" / "LICENSE").read_text()
+
+
+@pytest.mark.slow
+def test_a_source_tree_that_cannot_be_written(tmp_path):
+    """With the option of docs/using/wheel.md pip gets as far as CMake's own refusal of GGML_HIP."""
+    prefix = own_mount_namespace()
+    if prefix is None or find_spec("scikit_build_core") is None:
+        pytest.skip("a shell that may mount, and scikit-build-core")
+    (option,) = re.findall(r"pip install \. (-C build-dir=)\S+", (ROOT / "docs" / "using" / "wheel.md").read_text())
+    script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && cd "$0" && exec "$@"'
+    build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-w", tmp_path, "-C", "cmake.define.GGML_HIP=ON"]
+    build = [*prefix, script, ROOT, *build, *f"{option}{tmp_path}/build".split()]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 1 and "the GPU kernels of ggml-ext are for CUDA alone" in done.stderr + done.stdout
 
 
 def test_portable_switch_also_in_a_folder_configured_before(tmp_path):

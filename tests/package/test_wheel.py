@@ -188,8 +188,10 @@ def test_run_paths_that_lead_elsewhere_are_found(tmp_path):
         subprocess.run(["cc", "-shared", "-x", "c", os.devnull, "-Wl,--no-as-needed", "-o", tmp_path / name, "-L", tmp_path, *options], check=True)
 
     build("libbase.so", "-Wl,-soname,libbase.so")
-    for name, run_path in {"good.so": "$ORIGIN", "bad.so": "$ORIGIN:/usr/local/lib"}.items():
-        build(name, "-lbase", f"-Wl,-rpath,{run_path}", "-x", "none")
+    for name, run_path, tags in (("good", "$ORIGIN", "disable"), ("bad", "$ORIGIN:/usr/local/lib", "disable"), ("late", "$ORIGIN", "enable")):
+        build(f"{name}.so", "-lbase", f"-Wl,-rpath,{run_path}", f"-Wl,--{tags}-new-dtags", "-x", "none")
     build("none.so", "-lbase")
     Path(tmp_path / "notes.txt").write_text("no library")
-    assert wheel.foreign_run_paths(tmp_path) == {"bad.so": ["$ORIGIN:/usr/local/lib"], "none.so": []}
+    assert wheel.foreign_run_paths(tmp_path) == {
+        "bad.so": ["RPATH $ORIGIN:/usr/local/lib"], "late.so": ["RUNPATH $ORIGIN"], "none.so": [],
+    }

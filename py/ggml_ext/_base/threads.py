@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+from .cgroup import own_groups, read_values
 from .errors import UserError
 
 
@@ -25,4 +28,15 @@ def check_threads(threads: int | None) -> int:
     """The number to use of --threads, None for all; UserError if the one asked for is no number of threads."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads: got {threads}, must be at least 1; leave it out to use all processors")
-    return threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return threads or usable_processors()
+
+
+def usable_processors(root: Path = Path("/")) -> int:
+    """Processors that this process may use; no more than its control groups, as the files under root tell of them, let it keep busy."""
+    quotas = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for group in own_groups("cpu", root):
+        old = read_values(group / "cpu.cfs_quota_us") + read_values(group / "cpu.cfs_period_us")  # version 1: -1 for no quota
+        for quota in (read_values(group / "cpu.max"), old):  # microseconds in a period of so many; version 2: max
+            if len(quota) == 2 and quota[0].isdigit():
+                quotas.append(max(math.ceil(int(quota[0]) / int(quota[1])), 1))
+    return min(quotas)

@@ -22,17 +22,17 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import temporary_folder
+from .._base.files import free_space, temporary_folder
 from .._base.threads import map_in_order
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
 from .._formats.chunks import row_chunks
+from .._formats.context import N_CONTEXT, context_of
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import layer_of, tensor_class
-from .._importance.calibration import N_CONTEXT
 from .._importance.importance import Importance
-from .._native.process import last_error, run_logged
+from .._native.process import failure, last_error, run_logged
 from .._native.text_file import read_end
 from .._plan.plan import fit_to_row
 
@@ -180,6 +180,16 @@ class Probe:
     n_threads: int
     importance_of: frozenset[str]  # names of the tensors whose importances are used
 
+    @property
+    def n_context(self) -> int:
+        """Tokens of a chunk."""
+        return context_of(self.file)
+
+    @property
+    def n_chunks(self) -> int:
+        """N_CHUNKS, or more that are shorter."""
+        return N_CHUNKS * N_CONTEXT // self.n_context
+
     def parts(self) -> list[Probed]:
         return make_parts([t.name for t in self.tensors])
 
@@ -187,14 +197,14 @@ class Probe:
         """Of the disk: a copy of the model, the matrices in two bits, and logits, two bytes for each token of the vocabulary."""
         n_vocab = next((t.n_rows for t in self.file.tensors if t.name == "token_embd.weight"), 1 << 18)
         packed = sum(self._packed_bytes(t) for t in self.tensors)
-        return sum(p.n_bytes for p in self.file.parts) + packed + N_CHUNKS * N_CONTEXT // 2 * 2 * (n_vocab + 8)
+        return sum(p.n_bytes for p in self.file.parts) + packed + self.n_chunks * self.n_context // 2 * 2 * (n_vocab + 8)
 
     def _packed_bytes(self, tensor: Tensor) -> int:
         return tensor.bytes_as(fit_to_row(tensor, PROBE))
 
     def describe(self) -> str:
         return (
-            f"sensitivity: llama-perplexity runs {len(self.parts()) + 1} times over {N_CHUNKS} chunks of {N_CONTEXT} tokens, with "
+            f"sensitivity: llama-perplexity runs {len(self.parts()) + 1} times over {self.n_chunks} chunks of {self.n_context} tokens, with "
             f"{self.bytes_needed() / MIB:,.0f} MiB of the disk in between; --sensitivity usual leaves it out"
         )
 
@@ -205,7 +215,7 @@ class Probe:
         where the disk or llama-perplexity fails."""
         try:
             with temporary_folder(self.folder, TEMPORARY, console.note) as folder:
-                if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
+                if (free := free_space(self.folder)) < self.bytes_needed():
                     raise UserError(
                         f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
                         f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
@@ -230,7 +240,7 @@ class Probe:
         first = copies[[p.path for p in self.file.parts].index(self.file.path)]
         parts = self.parts()
         with console.bar("sensitivity", len(parts) + 2, "run") as bar:
-            self._perplexity(first, "-f", text, "--chunks", N_CHUNKS, "--kl-divergence-base", logits)
+            self._perplexity(first, "-f", text, "--chunks", self.n_chunks, "--kl-divergence-base", logits)
             bar.update()
             errors, packed = self._encode(folder / "packed.bin")
             found = before.continued(errors, parts)
@@ -287,13 +297,11 @@ class Probe:
         self.file.release(tensor, tensor.n_rows)
 
     def _perplexity(self, model: Path, *args) -> str:
-        command = [self.program, "-m", model, "-c", N_CONTEXT, "-b", N_CONTEXT, "-t", self.n_threads, *args]
+        command = [self.program, "-m", model, "-c", self.n_context, "-b", self.n_context, "-t", self.n_threads, *args]
         code, log = run_logged([*map(str, command)], model.parent)
         if code:
-            raise UserError(
-                f"sensitivity: llama-perplexity exited with {code} for {self.file.path} and {self.text}: {last_error(log)}; pass "
-                "--sensitivity usual to go on without"
-            )
+            without = "pass --sensitivity usual to go on without"
+            raise UserError("sensitivity: " + failure("llama-perplexity", code, log, f"for {self.file.path} and {self.text}", without, without))
         return log
 
     def _kld(self, model: Path, logits: Path) -> float:

@@ -71,7 +71,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def add_threads_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use"
+        "-t", "--threads", metavar="N", type=int, help="default: all processors that this process may use, no more than CPU quotas allow"
     )
 
 

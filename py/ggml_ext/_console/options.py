@@ -11,7 +11,8 @@ from .._base.types import WEIGHT_TYPES
 from .._budget.target import DEFAULT_TYPES, SENSITIVITIES
 from .._budget.target import STOCK_TYPES as STOCK_TARGET_TYPES
 from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
-from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE, N_CONTEXT
+from .._formats.context import N_CONTEXT
+from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE
 from .._importance.importance import KINDS
 from .._importance.stand_in import SOURCE
 from .._importance.stand_in import TYPES as STAND_INS
@@ -171,7 +172,7 @@ def add_importance_options(add: Callable) -> None:
         "--calibration-chunks",
         metavar="N",
         type=int,
-        help=f"chunks of {N_CONTEXT} tokens to calibrate with; default {DEFAULT_CHUNKS}",
+        help=f"chunks of {N_CONTEXT} tokens to calibrate with, or of what the model was trained with if that is less; default {DEFAULT_CHUNKS}, or as many tokens in shorter ones",
     )
     add(
         "--memory",

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,16 +20,17 @@ from gguf import GGMLQuantizationType
 from .._base.argument import as_argument
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, locked_folder, read_record, temporary_folder
+from .._base.files import fingerprint, free_space, locked_folder, read_record, temporary_folder
 from .._base.memory import available_memory
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.units import GIB, MIB
+from .._formats.context import N_CONTEXT, context_of
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.imatrix import ImportanceMatrix
 from .._formats.kept import kept_imatrix
 from .._formats.names import list_tensors
-from .._native.process import last_error, run_heard
+from .._native.process import failure, run_heard
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.plan import Plan, importance_uses, uses_metric
@@ -39,9 +39,7 @@ from .cost import Model, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
 from .stand_in import StandIn
 
-N_CONTEXT = 512  # tokens a chunk
-MIN_TOKENS = 2 * N_CONTEXT  # that llama-imatrix takes
-DEFAULT_CHUNKS = 100
+DEFAULT_CHUNKS = 100  # of N_CONTEXT tokens; of as many tokens where chunks are shorter
 TEXT = FOLDER / "data" / "calibration.txt"
 TEMPORARY = ".calibration-"
 MEMORY_SHARE = 0.7  # of what is available
@@ -51,7 +49,7 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 @dataclass(frozen=True)
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
-    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of N_CONTEXT tokens; memory: GiB;
+    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of context_of() tokens; memory: GiB;
     stand_in: see stand_in.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well; included, excluded: parts of the
     names of tensors whose importances alone, or not, are used."""
 
@@ -146,6 +144,15 @@ class Calibration:
     stand_in: StandIn | None = None
     devices: tuple[str, ...] = ()
 
+    @property
+    def n_context(self) -> int:
+        """Tokens of a chunk."""
+        return context_of(self.file)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_chunks * self.n_context
+
     def kept(self, layers: list[int] | None) -> Path:
         """The result for all layers (None) or for a range of them."""
         return self.folder / kept_imatrix(self.file.stem, layers)
@@ -156,7 +163,7 @@ class Calibration:
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
             "text": fingerprint(self.text),
             "chunks": self.n_chunks,
-            "context": N_CONTEXT,
+            "context": self.n_context,
         } | ({} if self.stand_in is None else self.stand_in.made_from())
 
     def finished(self, folder: Path) -> Importance | None:
@@ -176,9 +183,9 @@ class Calibration:
 
     def describe(self) -> str:
         what = {"diagonal": "mean squares", "block": "second moments of blocks", "full": "second moments"}[self.kind]
-        seconds = self.model.seconds(self.kind, self.n_chunks * N_CONTEXT, self.n_threads)
+        seconds = self.model.seconds(self.kind, self.n_tokens, self.n_threads)
         return (
-            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {N_CONTEXT} tokens of "
+            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
             f"{self.text_title}{'' if self.stand_in is None else f', by the model {self.stand_in.title}'}, an estimated {duration(seconds)} on "
             f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
@@ -282,14 +289,14 @@ def collect(
 ) -> Path:
     """One run of llama-imatrix, its result kept with its record; nothing is left where it fails or is interrupted."""
     kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
-    if (free := shutil.disk_usage(run.folder).free) < needed:
+    if (free := free_space(run.folder)) < needed:
         raise UserError(
             f"no space left on device: calibration needs {needed / MIB:,.0f} MiB for {kept}, {free / MIB:,.0f} MiB are free; free some "
             "space, or pass --importance block or diagonal"
         )
     # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
-    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", as_argument(run.text.name), "-c", N_CONTEXT]
-    command += ["-b", N_CONTEXT, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
+    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", as_argument(run.text.name), "-c", run.n_context]
+    command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
@@ -326,10 +333,11 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
         code, log = run_heard(command, folder, heard)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        raise UserError(
-            f"calibration: llama-imatrix exited with {code} for {run.file.path} and {run.text}: {last_error(log)}; {devices}"
-            "pass another text with --imatrix-from, an importance matrix with --imatrix, or --no-calibration to go on without"
-        )
+        without = "an importance matrix with --imatrix, or --no-calibration to go on without"
+        raise UserError("calibration: " + failure(
+            "llama-imatrix", code, log, f"for {run.file.path} and {run.text}", f"{devices}pass another text with --imatrix-from, {without}",
+            f"it was to use at most {run.memory / GIB:.1f} GiB, pass a smaller --memory, {without}"
+        ))
 
 
 def expects_importance(wanted: Wanted) -> bool:
@@ -385,7 +393,7 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
-    n_asked = wanted.n_chunks or DEFAULT_CHUNKS
+    n_asked = wanted.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_of(file)
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
     found = stand_in.find(wanted.stand_in, file, memory, console)
@@ -403,7 +411,7 @@ def _choose_kind(wanted: Wanted, run: Calibration, uses: Sequence[GGMLQuantizati
     if wanted.kind is None and not any(map(uses_metric, uses)):
         return "diagonal"
     if wanted.kind is None:
-        kind, why = choose_importance(run.model, run.n_chunks * N_CONTEXT, run.memory, run.n_threads, n_types)
+        kind, why = choose_importance(run.model, run.n_tokens, run.memory, run.n_threads, n_types)
         if why:
             console.note(f"second moments of blocks: {why}; --importance full asks for more")
         return kind
@@ -422,13 +430,15 @@ def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:
 
     Where the vocabulary cannot be asked, as many as there would be if each byte were a token.
     """
-    if n_bytes < MIN_TOKENS:
-        raise _too_short(text, f"{n_bytes:,} bytes")
-    n_tokens = count_tokens(file.path, text, (n_asked + 1) * N_CONTEXT)
-    if n_tokens is not None and n_tokens < MIN_TOKENS:
-        raise _too_short(text, f"{n_tokens:,} tokens")
-    return (n_bytes if n_tokens is None else n_tokens) // N_CONTEXT
+    n_context = context_of(file)
+    needed = 2 * n_context  # by llama-imatrix
+    if n_bytes < needed:
+        raise _too_short(text, f"{n_bytes:,} bytes", needed)
+    n_tokens = count_tokens(file.path, text, (n_asked + 1) * n_context)
+    if n_tokens is not None and n_tokens < needed:
+        raise _too_short(text, f"{n_tokens:,} tokens", needed)
+    return (n_bytes if n_tokens is None else n_tokens) // n_context
 
 
-def _too_short(text: Path, found: str) -> UserError:
-    return UserError(f"{FLAG}: {text} has {found}: {MIN_TOKENS:,} tokens are needed at the least; pass a text of some 100 kB")
+def _too_short(text: Path, found: str, needed: int) -> UserError:
+    return UserError(f"{FLAG}: {text} has {found}: {needed:,} tokens are needed at the least; pass a text of some 100 kB")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import temporary_folder
+from .._base.files import free_space, temporary_folder
 from .._base.package import __version__
 from .._base.text import shorten, table
 from .._base.threads import check_threads
 from .._base.units import MIB
 from .._evaluation.labels import bpw_of, disk_bytes, labels
 from .._evaluation.speed import WHAT, Bench, Samples, measure, summarise
+from .._formats.context import n_positions
 from .._formats.gguf_file import GGUFFile
 from .._formats.split import open_model
 from .._native.programs import device_options, need_tool
@@ -102,6 +102,7 @@ def bench(asked: BenchOptions, console: Console) -> Speeds:
     """Everything after the command line; UserError for what the user can change."""
     n_threads = asked.check()
     files = [open_model(path) for path in asked.models]
+    asked = within_positions(asked, files, console)
     names = asked.stock_names()
     stock = neighbours(files[0]) if names is None else names
     llama_bench, llama_quantize = map(need_tool, ("llama-bench", "llama-quantize"))
@@ -113,6 +114,14 @@ def bench(asked: BenchOptions, console: Console) -> Speeds:
         with console.bar("llama-bench", asked.rounds, "round") as bar:
             samples = measure(models, run, asked.rounds, lambda _: bar.update())
     return Speeds(samples, sizes, list(made) or list(models)[1:2], asked, n_threads)
+
+
+def within_positions(asked: BenchOptions, files: Sequence[GGUFFile], console: Console) -> BenchOptions:
+    """No more tokens than all models have positions for."""
+    n = min((found for file in files if (found := n_positions(file)) is not None), default=max(asked.n_prompt, asked.n_gen))
+    if n < max(asked.n_prompt, asked.n_gen):
+        console.note(f"positions for {n:,} tokens: no more are read or written")
+    return replace(asked, n_prompt=min(asked.n_prompt, n), n_gen=min(asked.n_gen, n))
 
 
 def neighbours(file: GGUFFile) -> list[str]:
@@ -131,7 +140,7 @@ def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: i
     needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
     try:
         with temporary_folder(folder, TEMPORARY, console.note) as temporary:
-            if (free := shutil.disk_usage(folder).free) < needed:
+            if (free := free_space(folder)) < needed:
                 raise UserError(
                     f"no space left on device: {folder} needs {needed / MIB:,.0f} MiB for {', '.join(names)}, {free / MIB:,.0f} MiB are free: free "
                     "some space, or pass --stock none, or files that you have as MODEL"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, temporary_folder
+from .._base.files import fingerprint, free_space, temporary_folder
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.threads import check_threads
@@ -20,6 +19,7 @@ from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, pair
 from .._evaluation.labels import bpw_of, disk_bytes, labels
 from .._evaluation.logits import BaseLogits, Kept, record_of
 from .._evaluation.perplexity import Runner, finite
+from .._formats.context import context_of, n_positions
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
 from .._native.programs import device_options, need_tool
@@ -29,7 +29,6 @@ from .._report.quality import Evaluation, Pair, Quality, draw_quality
 
 TEXT = FOLDER / "data" / "evaluation.txt"
 BUILT_IN = "built-in"
-N_CONTEXT = 512  # llama-perplexity's own
 TEMPORARY = ".evaluation-"
 TOKENS = "tokenizer.ggml.tokens"
 MIN_SCORED = 100  # tokens: below, llama-perplexity gives no statistics
@@ -146,7 +145,9 @@ class _Runs:
         self._asked, self._models, self._base, self._console = asked, models, base, console
         self._names = labels([*([asked.against] if base else []), *asked.models])
         self._is_told = False
+        self._all = [*models, *([base] if base else [])]
         n_ctx = self._context()
+        self._check_positions(n_ctx)
         self._runner = Runner(program, n_ctx, asked.batch_size or n_ctx, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc), console, self._estimated)
 
     def all(self) -> Evaluation:
@@ -181,8 +182,13 @@ class _Runs:
             return self._asked.ctx_size
         if self._asked.base_logits is not None and self._base is None:
             return BaseLogits.read(self._asked.base_logits).n_ctx
-        trained = [file.value(f"{file.value('general.architecture', '')}.context_length", N_CONTEXT) for file in self._models]
-        return min(N_CONTEXT, *trained)
+        return min(map(context_of, self._all))
+
+    def _check_positions(self, n_ctx: int) -> None:
+        for file in self._all:
+            if (n := n_positions(file)) is not None and n < n_ctx:
+                flag, way_out = ("--ctx-size", "pass") if self._asked.ctx_size else ("--base-logits", "make the file again with")
+                raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has positions for {n:,}: {way_out} --ctx-size {n}")
 
     def _prepare(self) -> tuple[Scored | None, BaseLogits | None]:
         """The text, and what the models are compared with."""
@@ -250,7 +256,7 @@ class _Runs:
     def _make_logits(self, text: Scored, kept: Path, needed: int, made_from: dict) -> BaseLogits:
         """OSError where it cannot be written."""
         with temporary_folder(kept.parent, TEMPORARY, self._console.note) as folder:
-            if (free := shutil.disk_usage(kept.parent).free) < needed:
+            if (free := free_space(kept.parent)) < needed:
                 raise UserError(
                     f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
                     "another file with --base-logits, or pass a smaller --chunks"

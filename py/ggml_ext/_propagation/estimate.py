@@ -11,7 +11,7 @@ from .._base.text import duration
 from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS
-from .._importance.calibration import N_CONTEXT, Calibration, Wanted, make_run
+from .._importance.calibration import Calibration, Wanted, make_run
 from .._importance.cost import Model
 from .._importance.stand_in import SOURCE
 from .._native.programs import find_tool
@@ -34,19 +34,19 @@ def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_thre
     # the layers themselves are run here, one after the other: nothing stands in
     run = make_run(replace(wanted, stand_in=SOURCE), file, folder or Path(), n_threads, program, Console())
     check_memory(run, file, console)
-    kind = wanted.kind or ("full" if run.n_chunks * N_CONTEXT >= ENOUGH_TOKENS * run.model.widest else "block")
-    command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", N_CONTEXT, "-b", N_CONTEXT]
+    kind = wanted.kind or ("full" if run.n_tokens >= ENOUGH_TOKENS * run.model.widest else "block")
+    command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", run.n_context, "-b", run.n_context]
     command += ["--chunks", run.n_chunks, "-t", n_threads]
     return Run(tuple(map(str, command)), kind, run.text, run.text_name, run.n_chunks, gradient_chunks(run.n_chunks), run.folder, describe(run, file, n_threads))
 
 
 def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
     """Time and memory, before it starts."""
-    n_tokens, n_learned = run.n_chunks * N_CONTEXT, gradient_chunks(run.n_chunks) * N_CONTEXT
+    n_tokens, n_learned = run.n_tokens, gradient_chunks(run.n_chunks) * run.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
     streams = embd * (8 * n_tokens + 2 * len(run.model.layers) * n_learned)
     return (
-        f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {N_CONTEXT} tokens of "
+        f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {run.n_context} tokens of "
         f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, an estimated {duration(seconds(run.model, n_tokens, n_learned, n_threads))} "
         f"on {n_threads} threads beside encoding, {(run.model.n_bytes + sums_bytes(run.model, file) + streams) / MIB:,.0f} MiB of memory"
     )
