@@ -1,5 +1,6 @@
 """Second moments in importance matrices: what is read, blended, weighed and handed to the encoders, and bad files."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -208,8 +209,10 @@ def test_dead_columns_are_not_erased(tmp_path, lib, kind):
     source = write_gguf(tmp_path / "in.gguf", {name: gaussian(16, 512) for name in TAKING})
     path = write_moments(tmp_path / "m.gguf", dict.fromkeys(TAKING, x), "full" if kind == "full" else "block")
     flags = [part for name, target in TAKING.items() for part in ("--tensor-type", f"{name}={target}")]
-    done = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", kind, *flags)
+    report = tmp_path / "report.json"
+    done = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", kind, "--report", report, *flags)
     assert f"dead inputs = {12 * len(dead):,} of {12 * 512:,} columns of ffn_up" in done.stdout
+    assert json.loads(report.read_text())["dead_columns"] == dict.fromkeys(TAKING, len(dead))
     original = gaussian(16, 512).astype(np.float16).astype(np.float32)
     for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
         stored = lib.dequantize(int(t.tensor_type), np.ascontiguousarray(t.data).reshape(16, -1), 512)
