@@ -1,5 +1,6 @@
 """Second moments in importance matrices: what is read, blended, weighed and handed to the encoders, and bad files."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ from ggml_ext import TYPES
 from ggml_ext._base.errors import UserError
 from ggml_ext._encode import codec
 from ggml_ext._encode.accuracy import Accuracy
-from ggml_ext._formats import gguf_file
+from ggml_ext._formats import gguf_file, imatrix
 from ggml_ext._formats import moments as _moments
 from ggml_ext._formats.moments import Moments, packed_size, quadratic_forms, token_warnings
 from ggml_ext._importance.importance import open_importance
@@ -191,6 +192,45 @@ def test_zero_columns_are_fine(tmp_path):
     np.linalg.cholesky(h + found.damping(0) * np.diag(h).mean() * np.eye(256))
     with pytest.raises(np.linalg.LinAlgError):
         np.linalg.cholesky(h)
+
+
+# By name of a matrix its type, of every kind of encoder that takes importances.
+TAKING = dict(zip((f"blk.{i}.ffn_up.weight" for i in range(12)), (
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q5_0", "iq4_nl", "iq3_s", "iq2_xs", "itq3_t", "ditto3")))
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "block", "full"])
+def test_dead_columns_are_not_erased(tmp_path, lib, kind):
+    """A block of zeros, and a part of another one that is next to nothing: their errors are those that types make where nothing is known of
+    the inputs. The summary counts them."""
+    x = correlated(600, 512)
+    x[:, :256], x[:, 320:384] = 0, 1e-6 * x[:, 320:384]
+    dead = np.r_[:256, 320:384]
+    source = write_gguf(tmp_path / "in.gguf", {name: gaussian(16, 512) for name in TAKING})
+    path = write_moments(tmp_path / "m.gguf", dict.fromkeys(TAKING, x), "full" if kind == "full" else "block")
+    flags = [part for name, target in TAKING.items() for part in ("--tensor-type", f"{name}={target}")]
+    report = tmp_path / "report.json"
+    done = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", kind, "--report", report, *flags)
+    assert f"dead inputs = {12 * len(dead):,} of {12 * 512:,} columns of ffn_up" in done.stdout
+    assert json.loads(report.read_text())["dead_columns"] == dict.fromkeys(TAKING, len(dead))
+    original = gaussian(16, 512).astype(np.float16).astype(np.float32)
+    for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
+        stored = lib.dequantize(int(t.tensor_type), np.ascontiguousarray(t.data).reshape(16, -1), 512)
+        plain = lib.dequantize(int(t.tensor_type), lib.quantize(int(t.tensor_type), original, imatrix=np.ones(512, np.float32)), 512)
+        error, usual = (((made - original)[:, dead] ** 2).sum() for made in (stored, plain))
+        assert error < 1.5 * usual, (TAKING[t.name], error / usual)
+
+
+def test_floor_changes_dead_columns_alone():
+    live = np.random.default_rng(1).lognormal(0, 2, (2, 576)).astype(np.float32)
+    np.testing.assert_array_equal(imatrix.with_floor(live), live)
+    some = live.copy()
+    some[0, :300], some[1, 570:] = 0, 1e-12
+    found = imatrix.with_floor(some)
+    np.testing.assert_array_equal(imatrix.dead_columns(some), some != live)
+    np.testing.assert_array_equal(found[some == live], live[some == live])
+    np.testing.assert_array_equal(codec.Guide(some).importances(1), found[1])
+    assert (found > 0).all() and (found[0, 256:300] == found[0, 299]).all() and (np.diff(imatrix.with_floor(0 * live)) == 0).all()
 
 
 # --- what encoders get

@@ -18,6 +18,7 @@ from .. import quants
 from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import Tensor
+from .._formats.imatrix import with_floor
 from .._formats.moments import TensorMoments
 from .._native import library
 from .._native.library import Library, Metric, NotPositive
@@ -90,8 +91,8 @@ class Guide:
             start = stop
 
     def importances(self, expert: int) -> np.ndarray | None:
-        """float32 (n_per_row,)."""
-        return None if self.importance is None else self.importance[expert]
+        """What encoders get: float32 (n_per_row,)."""
+        return None if self.importance is None else with_floor(self.importance[expert : expert + 1])[0]
 
     def metric(self, expert: int) -> Metric | None:
         return None if self.metrics is None else self.metrics.get(expert)

@@ -20,6 +20,10 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 # the sums, in float32: far above this they overflow, and some abort.
 LARGEST = 1e15
 KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
+# A column whose importance is below DEAD of the mean of its BLOCK counts with FLOOR of it: docs/results/measurements.md. llama.cpp's encoders
+# erase what has no importance at all, and nothing with 1e-8.
+BLOCK = 256
+DEAD, FLOOR = 1e-8, 0.1
 
 
 class ImportanceMatrix:
@@ -200,6 +204,26 @@ class ImportanceMatrix:
         if isinstance(self._n_chunks, int) and self._n_chunks > 0:
             out.append(uint32_value("quantize.imatrix.chunks_count", self._n_chunks))
         return out
+
+
+def _block_means(importances: np.ndarray) -> np.ndarray:
+    """For each of the columns, float64 (n_matrices, n_columns). Blocks with next to nothing count as a little of their matrix, and matrices
+    of zeros as ones."""
+    starts = np.arange(0, importances.shape[1], BLOCK)
+    sizes = np.diff(starts, append=importances.shape[1])
+    means = np.add.reduceat(importances, starts, axis=1, dtype=np.float64) / sizes
+    whole = importances.mean(axis=1, dtype=np.float64, keepdims=True)
+    return np.repeat(np.maximum(means, DEAD * np.where(whole > 0, whole, 1)), sizes, axis=1)
+
+
+def dead_columns(importances: np.ndarray) -> np.ndarray:
+    """Columns whose inputs the calibration left at zero, or next to it: bool, as importances, float32 (n_matrices, n_columns)."""
+    return importances < DEAD * _block_means(importances)
+
+
+def with_floor(importances: np.ndarray) -> np.ndarray:
+    """What encoders get, of float32 (n_matrices, n_columns): dead columns count a little, for encoders of llama.cpp would erase them."""
+    return np.where(dead_columns(importances), FLOOR * _block_means(importances), importances).astype(np.float32)
 
 
 def n_importances(tensor: Tensor) -> int:

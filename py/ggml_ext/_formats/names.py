@@ -17,6 +17,11 @@ def tensor_class(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
+def short_class(name: str) -> str:
+    """The same without the parts that most share: attn_q."""
+    return tensor_class(name).removeprefix("blk.*.").removesuffix(".weight")
+
+
 def layer_of(name: str) -> int | None:
     """3 of blk.3.attn_q.weight; None outside of layers."""
     found = re.match(r"blk\.(\d+)\.", name)
@@ -39,7 +44,7 @@ def list_tensors(names: list[str]) -> str:
     layers: dict[str, set[int]] = {}  # by class
     for name in names:
         layer = layer_of(name)
-        layers.setdefault(tensor_class(name).removeprefix("blk.*.").removesuffix(".weight"), set()).update(() if layer is None else (layer,))
+        layers.setdefault(short_class(name), set()).update(() if layer is None else (layer,))
     groups: dict[tuple[int, ...], list[str]] = {}  # classes by their layers
     for of_class, found in layers.items():
         groups.setdefault(tuple(sorted(found)), []).append(of_class)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._encode.codec import Codec, Guide, PerExpert
 from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value
-from .._formats.imatrix import ImportanceMatrix
+from .._formats.imatrix import ImportanceMatrix, dead_columns
 from .._formats.moments import Moments, TensorMoments, token_warnings
 from .._formats.names import list_tensors
 from .._native.library import Metric
@@ -58,6 +59,12 @@ class Importance:
             return self._last[1]
 
         return replace(guide, metrics=PerExpert(make))
+
+    def dead_columns(self, plan: Plan) -> dict[str, tuple[int, int]]:
+        """Of each tensor that is encoded with importances: how many columns had no inputs to speak of, and how many it has."""
+        tensors = [t for t in plan.tensors if self.matrix is not None and t.name in plan.importance]
+        found = {t.name: dead_columns(self.matrix.values(t)) for t in tensors}
+        return {name: (int(np.count_nonzero(dead)), dead.size) for name, dead in found.items()}
 
     def paths(self) -> list[Path]:
         """Files that the values come from."""

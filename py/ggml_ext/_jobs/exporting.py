@@ -193,7 +193,7 @@ def export(settings: ExportSettings, console: Console) -> Result:
         tell_plan(plan, console)
         lines = tensor_lines(plan, columns()) if console.details else []
         if output is None:
-            console.report("\n".join([*lines, summary(plan, choices, columns(), described)]))
+            console.report("\n".join([*lines, summary(plan, choices, columns(), described, dead=conversion.dead_columns())]))
             tensors = [tensor_record(plan, i) for i in range(len(plan.tensors))]
             return Result.of([], (choices.name, "", described), tensors, totals_record(plan, None), 0.0, console.warnings)
         file = conversion.file
@@ -237,7 +237,8 @@ def finish(settings: ExportSettings, job: Job, written: Written, console: Consol
     """Says what was done, and writes the card."""
     asked, choices, path = settings.asked, settings.choices, job.output.path
     file, plan, importance = job.conversion.file, job.conversion.plan, job.conversion.importance
-    report = summary(plan, choices, columns(), importance.describe(), written.accuracies, written.seconds)
+    dead = job.conversion.dead_columns()
+    report = summary(plan, choices, columns(), importance.describe(), written.accuracies, written.seconds, dead=dead)
     console.report("\n".join([report, *cost_lines(plan, written.accuracies)]))
     if asked.model_card is not None:
         before = recorded_importance(file)

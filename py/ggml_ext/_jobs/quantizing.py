@@ -338,7 +338,8 @@ def tell_dry_run(settings: Settings, decided: Decided, console: Console) -> Resu
     plan, width, name = decided.plan, columns(), decided.choices.name
     lines = tensor_lines(plan, width) if console.details else []
     expected = expected_time(settings, decided)
-    lines.append(summary(plan, decided.choices, width, decided.described, chosen=decided.chosen))
+    dead = decided.importance.dead_columns(plan)
+    lines.append(summary(plan, decided.choices, width, decided.described, chosen=decided.chosen, dead=dead))
     times = ([expected.describe()] if expected else []) + ([decided.run.described] if decided.run else [])
     console.report("\n".join([*lines, *times]))
     tensors, totals = [tensor_record(plan, i) for i in range(len(plan.tensors))], totals_record(plan, None, decided.chosen)
@@ -355,7 +356,8 @@ def finish(settings: Settings, decided: Decided, job: Job, written: Written, con
     plan, choices, out, paths = decided.plan, decided.choices, settings.output, [part.path for part in job.output.parts]
     for warning in [*decided.importance.warnings, *error_warnings(plan, written.accuracies)]:
         console.warn(warning)
-    console.report(summary(plan, choices, columns(), decided.described, written.accuracies, written.seconds, decided.chosen))
+    dead = job.conversion.dead_columns()
+    console.report(summary(plan, choices, columns(), decided.described, written.accuracies, written.seconds, decided.chosen, dead))
     if out.verify:
         ran = ", and one token run" if written.was_run else ""
         console.report(f"verified: {len(plan.tensors)} tensors read back, as they were written{ran}")
@@ -370,6 +372,7 @@ def finish(settings: Settings, decided: Decided, job: Job, written: Written, con
         "seconds": round(written.seconds, 3),
         "tensors_of_an_earlier_run": written.n_before,
         "verified": out.verify,
+        "dead_columns": {name: n for name, (n, _) in dead.items() if n},
         **totals,
     }
     console.event("summary", record)

@@ -39,6 +39,10 @@ class Conversion:
     fallback_above: float | None = None
     propagation: Propagation | None = None
 
+    def dead_columns(self) -> dict[str, tuple[int, int]]:
+        """As Importance.dead_columns(). Of layers that --propagate made in an earlier run nothing is known."""
+        return self.importance.dead_columns(self.plan) | (self.propagation.dead_columns if self.propagation else {})
+
     def made_from(self, **more) -> dict:
         """What the bytes of the output depend on, by name, for Output.begin(). more: what the program's options add."""
 

@@ -21,6 +21,7 @@ from .._encode.feedback import Rows, encode_fed, make_rows
 from .._encode.targets import correction, ridge_of
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.imatrix import dead_columns
 from .._formats.moments import TensorMoments, token_warnings
 from .._importance.importance import Importance
 from .._native.streams import WAY_OUT, Group, Streams
@@ -85,6 +86,7 @@ class Propagation:
     n_threads: int
     warn: Callable[[str], None]
     console: Console
+    dead_columns: dict[str, tuple[int, int]] = field(default_factory=dict)  # as Importance.dead_columns()
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _layer: int = 0  # the next
     _n_learned: int = 0  # chunks of which gradients were found
@@ -197,6 +199,8 @@ class Propagation:
         moments = sums.moments(f"--propagate: layer {k}", self.run.kind)
         self._tokens |= {self.plan.tensors[i].name: replace(moments, stored=np.empty(0)) for i in wanted}
         importance = importances(sums)
+        dead = dead_columns(importance)
+        self.dead_columns |= {self.plan.tensors[i].name: (int(np.count_nonzero(dead)), dead.size) for i in wanted}
         metrics: dict[tuple, PerExpert] = {}
         for i in wanted:
             tensor, target = self.plan.tensors[i], self.plan.types[i]
@@ -280,4 +284,4 @@ def importances(sums: Sums) -> np.ndarray:
     """Mean squares of the inputs, float32 (matrices, columns), of experts without tokens those of all."""
     squares = np.einsum("eii->ei", sums.h) / np.maximum(sums.counts, 1)[:, None]
     squares[sums.counts == 0] = squares.mean(axis=0) if len(squares) > 1 else 1
-    return np.maximum(squares, np.finfo(np.float32).tiny).astype(np.float32)
+    return squares.astype(np.float32)

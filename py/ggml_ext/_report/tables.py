@@ -14,7 +14,7 @@ from .._base.text import shorten, table
 from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
-from .._formats.names import describe_tensors, tensor_class
+from .._formats.names import describe_tensors, short_class, tensor_class
 from .._plan.plan import Choices, Fallback, Plan, stock_fallback
 
 if TYPE_CHECKING:
@@ -83,6 +83,21 @@ def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[
     return table("tensors", heading, rows, width)
 
 
+def _dead_line(dead: dict[str, tuple[int, int]]) -> list[str]:
+    """"dead inputs = 1,024 of 3,072 columns of ffn_gate, ffn_up; ..." if there are any, by classes of tensors."""
+    classes: dict[str, tuple[int, int]] = {}
+    for name, (n, total) in dead.items():
+        key = short_class(name)
+        before = classes.get(key, (0, 0))
+        classes[key] = before[0] + n, before[1] + total
+    groups: dict[tuple[int, int], list[str]] = {}  # of classes that share their inputs
+    for name, counts in classes.items():
+        if counts[0]:
+            groups.setdefault(counts, []).append(name)
+    said = [f"{n:,} of {total:,} columns of {', '.join(names)}" for (n, total), names in groups.items()]
+    return [f"dead inputs = {'; '.join(said)}"] if said else []
+
+
 def _outcome(plan: Plan, choices: Choices) -> list[str]:
     """What was asked for and what came out; one line if they are the same."""
     in_all = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in all"
@@ -114,10 +129,10 @@ def _fallback_outcomes(plan: Plan) -> list[str]:
 
 def summary(
     plan: Plan, choices: Choices, width: int, importance: str, accuracies: list[Accuracy] | None = None, seconds: float = 0,
-    chosen: Chosen | None = None,
+    chosen: Chosen | None = None, dead: dict[str, tuple[int, int]] | None = None,
 ) -> str:
     """Tables by class and type of tensor, totals, and the outcome. importance: what was used; accuracies: None for a dry run;
-    chosen: what a target led to."""
+    chosen: what a target led to; dead: as Importance.dead_columns()."""
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
         *_size_table(plan, width),
@@ -125,6 +140,7 @@ def summary(
         f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
         f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
         f"importance  = {importance}",
+        *_dead_line(dead or {}),
     ]
     if accuracies is not None:
         lines += _accuracy_table(plan, accuracies, width)
