@@ -18,17 +18,14 @@ from .._base.types import TYPES, TypeInfo
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import ImportanceMatrix, n_importances
 from .._formats.names import describe_tensors, list_experts, list_tensors, unknown_type
-from .file_types import FileType
+from .file_types import FLOAT_TYPES, UNWEIGHTED_TYPES, FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
 
 T = GGMLQuantizationType
 
-FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
 ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
-# What no importance changes: types of floats and of 8 bits.
-UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0)
 # stock types whose encoders take second moments: ggml_ext/encode/stock-layouts.h and stock-codebook-layouts.h
 SCALAR_TYPES = (T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_NL, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 CODEBOOK_TYPES = (T.IQ3_S, T.IQ3_XXS, T.IQ2_S, T.IQ2_XS, T.IQ2_XXS)
