@@ -1,7 +1,7 @@
 """--hf-repo with the real client of the Hugging Face hub, against a server on this machine."""
 
-import subprocess
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np

@@ -19,7 +19,7 @@ from .._base.errors import UserError
 from .._base.files import NO_SPACE
 from .._base.units import MIB
 from .._formats.split import part_names
-from .checkpoint import CONFIG, FORMATS, NEEDED, index_name, indexed_files, need_extra, shards_by_name
+from .checkpoint import ADAPTER, CONFIG, FORMATS, NEEDED, check_bits, index_name, indexed_files, need_extra, only_an_adapter, shards_by_name
 
 # Kinds of GGUF files by the tag in their name, and where safetensors stand among them.
 BEFORE_SAFETENSORS, AFTER_SAFETENSORS = ("bf16", "f16|fp16"), ("f32|fp32", "q8_0")
@@ -50,7 +50,7 @@ class Repo:
         return "download it while there is a connection" if self.unreachable else "choose another --revision"
 
 
-def fetch(repo: Repo, file: str | None, console: Console) -> Path:
+def fetch(repo: Repo, file: str | None, allow_requantize: bool, console: Console) -> Path:
     """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
 
     The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
@@ -67,6 +67,7 @@ def fetch(repo: Repo, file: str | None, console: Console) -> Path:
     if names:
         return cache.download(names)[0]
     need_extra(NEEDED, f"--hf-repo: {repo.name} has safetensors: converting them")
+    check_bits(cache.download([CONFIG])[0], f"--hf-repo: {repo.name}", allow_requantize)
     return cache.download(checkpoint_files(cache))[0].parent
 
 
@@ -97,6 +98,8 @@ def choose_gguf(repo: Repo, files: list[str], wanted: str | None) -> list[str]:
         return []
     if found := of_kinds(AFTER_SAFETENSORS):
         return found
+    if ADAPTER in files and not ggufs:
+        raise repo.error(only_an_adapter("the model that it was made for"))
     others = f"; of its GGUF files, {_some(ggufs)}, one can be named with --hf-file" if ggufs else ""
     raise repo.error(f"has neither a GGUF file in BF16, F16, F32 or Q8_0 nor a {CONFIG} with safetensors{others}")
 
