@@ -16,10 +16,10 @@ from ggml_ext import quantize as program
 from ggml_ext._base.files import hidden
 from ggml_ext._output.output import Output
 from ggml_ext._source import checkpoint as _checkpoint
-from helpers.checkpoint_files import CONFIG, N_LAYERS, tensors, write_checkpoint
+from helpers.checkpoint_files import CONFIG, N_LAYERS, tensors, tokenizer_of_5, write_checkpoint
 from helpers.commands import quantize, tool
 from helpers.errors import files, fill_disk
-from helpers.hub_client import REPO, Client
+from helpers.hub_client import IS_OLD, REPO, Client, install_beside
 from helpers.hub_server import Repository, serving
 from helpers.models import gaussian, write_gguf
 
@@ -89,7 +89,7 @@ def test_a_name_that_is_no_text(checkpoint, made, tmp_path):
 
 @pytest.fixture
 def client(tmp_path):
-    """The extra's: the converter's transformers refuses newer ones."""
+    """The one of the transformers that is installed."""
     with serving() as hub:
         yield Client(hub, tmp_path)
 
@@ -162,10 +162,119 @@ def stub(tmp_path_factory, made, monkeypatch):
     return write
 
 
+@pytest.fixture(scope="module")
+def other_transformers(tmp_path_factory):
+    """A folder with the major version that this environment does not have."""
+    return install_beside(tmp_path_factory.mktemp("transformers"), "transformers>=5,<6" if IS_OLD else "transformers>=4.57,<5")
+
+
+@pytest.mark.extra_build
+@pytest.mark.slow
+def test_other_version_of_transformers(client, checkpoint, made, other_transformers):
+    """The same bytes; a tokenizer of 5 in its own class needs 5."""
+    client.packages = other_transformers
+    contents = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
+    client.hub.repositories[REPO] = Repository(contents)
+    client.succeed()
+    assert client.out.read_bytes() == (made[1] / "out.gguf").read_bytes()
+    del contents["tokenizer.model"]
+    client.hub.repositories[REPO].files = contents | tokenizer_of_5()
+    for packages, is_old in ((None, IS_OLD), (other_transformers, not IS_OLD)):
+        client.packages = packages
+        if is_old:
+            client.error("Tokenizer class TokenizersBackend does not exist", "it needs a newer transformers than 4.", flags=["--force"])
+        else:
+            client.succeed("--force")
+            assert gguf.GGUFReader(client.out).fields["tokenizer.ggml.tokens"].contents()[3 + 65] == "<0x41>"
+
+
 def test_unsupported_architecture(folder):
     """As the real converter says it."""
     folder.config(architectures=["PigeonForCausalLM"])
     folder.error(f"{folder.source} cannot be converted", "Model PigeonForCausalLM is not supported", "pass a GGUF file")
+
+
+GROUP = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, "input_activations": None}
+STORED = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "4 bits (gptq"),
+    ({"quant_method": "awq", "bits": 4}, "4 bits (awq"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4 bits (bitsandbytes"),
+    ({"quant_method": "bitnet"}, "2 bits (bitnet"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}, "4 bits (compressed-tensors"),
+    ({"quant_method": "gptq", "bits": 8}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None),
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": GROUP}}, None),  # stays NVFP4
+    ({"quant_method": "mxfp4"}, None),
+]
+
+
+@pytest.mark.parametrize(("stored", "said"), STORED, ids=lambda v: v["quant_method"] if isinstance(v, dict) else None)
+def test_weights_that_are_quantized_already(folder, stub, stored, said):
+    """Below 8 bits they are refused, as in a GGUF file, before anything is converted."""
+    stub()
+    folder.config(quantization_config=stored)
+    if said is None:
+        folder.run()
+    else:
+        folder.error(f"{folder.source} is already quantized to {said}", "or pass --allow-requantize")
+        folder.run("--allow-requantize")
+
+
+def test_quantized_weights_of_a_part_of_the_model(folder):
+    folder.config(text_config={"quantization_config": STORED[0][0]})
+    folder.error("is already quantized to 4 bits")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_damaged_config(folder, content):
+    (folder.source / "config.json").write_bytes(content.encode("latin-1"))
+    folder.error("config.json is no JSON object: download it again")
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_adapter_in_the_place_of_a_model(folder, has_config):
+    """As trainers leave it, beside the config.json of its base or alone."""
+    for path in folder.source.glob("model*"):
+        path.unlink()
+    if not has_config:
+        (folder.source / "config.json").unlink()
+    (folder.source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    folder.error("has only an adapter: quantize org/base", "--lora")
+
+
+def test_what_of_a_repository_is_no_source(client):
+    """Known before its weights are downloaded."""
+    weights = {"model.safetensors": b"x" * 1000}
+    client.hub.repositories[REPO] = Repository({"config.json": json.dumps(CONFIG | {"quantization_config": STORED[0][0]}).encode(), **weights})
+    client.error(f"--hf-repo: {REPO} is already quantized to 4 bits", "--allow-requantize")
+    assert [name for name, _ in client.hub.downloads] == ["config.json"]
+    client.hub.repositories[REPO] = Repository({"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    client.error(f"{REPO} has only an adapter")
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "said", "is_newer"),
+    [
+        ("99.1.0", "TypeError: what 99 writes", True),
+        (None, "ValueError: Tokenizer class TokenizersBackend does not exist or is not currently imported.", True),
+        ("4.30.0", "ValueError: something else", False),
+        ("", "ValueError: something else", False),
+    ],
+)
+def test_checkpoint_of_a_newer_transformers(folder, stub, saved_by, said, is_newer):
+    stub(f"raise SystemExit({said!r})")
+    folder.config(transformers_version=saved_by)
+    folder.error(said.rstrip("."), "it needs a newer transformers than " if is_newer else "pass a GGUF file of it")
+
+
+@pytest.mark.parametrize("outtype", ["f32", "bf16"])
+def test_type_of_floats(folder, outtype):
+    """The converter makes it of the weights as they are stored."""
+    folder.run("--type", outtype)
+    found = {t.name: t.tensor_type.name for t in gguf.GGUFReader(folder.out).tensors}
+    assert found["blk.0.ffn_up.weight"] == outtype.upper() and found["blk.0.attn_norm.weight"] == "F32"
+    assert np.array_equal(decoded(folder.out)["blk.1.ffn_up.weight"], bf16(tensors()["model.layers.1.mlp.up_proj.weight"]))
 
 
 def test_temporary_file_is_removed(folder, stub):

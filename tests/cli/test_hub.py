@@ -1,7 +1,7 @@
 """--hf-repo with the real client of the Hugging Face hub, against a server on this machine."""
 
+import socket
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from ggml_ext._base.errors import UserError
 from ggml_ext._source import hub as _hub
 from helpers.commands import tool
-from helpers.hub_client import REPO, Client
+from helpers.hub_client import IS_OLD, REPO, Client, install_beside
 from helpers.hub_server import TOKEN, Repository, serving
 from helpers.models import gaussian, write_gguf
 
@@ -28,21 +28,15 @@ def content(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def newest(tmp_path_factory):
-    """A folder with the client that `pip install huggingface-hub` brings; transformers, and so the extra, needs an older one."""
-    folder = tmp_path_factory.mktemp("newest")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder, "huggingface-hub>=1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot install huggingface-hub: {' / '.join(done.stderr.splitlines()[-2:])}")
-    return folder
+def other(tmp_path_factory):
+    """A folder with the client that this environment does not have."""
+    return install_beside(tmp_path_factory.mktemp("other"), "huggingface-hub>=1" if IS_OLD else "huggingface-hub<1")
 
 
-@pytest.fixture(params=["of the extra", "newest"])
+@pytest.fixture(params=["installed", "other"])
 def client(request, tmp_path):
-    packages = request.getfixturevalue("newest") if request.param == "newest" else None
     with serving() as hub:
-        yield Client(hub, tmp_path, packages)
+        yield Client(hub, tmp_path, request.getfixturevalue("other") if request.param == "other" else None)
 
 
 def test_downloaded_once(client, content):
@@ -98,7 +92,7 @@ def large(tmp_path_factory):
 def test_connection_that_breaks_once(client, large):
     client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000])
     done = client.succeed("--dry-run")
-    if not client.packages:  # newer clients go on by themselves
+    if client.is_old:  # newer clients go on by themselves
         assert f"trying again to get the rest of {FILE}" in done.stderr
     assert client.hub.downloads == [(FILE, 0), (FILE, PIECE)]
     assert [p.read_bytes() for p in client.blobs()] == [large]
@@ -106,22 +100,66 @@ def test_connection_that_breaks_once(client, large):
 
 @pytest.mark.slow
 def test_connection_that_breaks_again_and_again(client, large):
-    tries = _hub.N_TRIES * (6 if client.packages else 1)  # newer clients try five times more for each of ours
+    tries = _hub.N_TRIES * (1 if client.is_old else 6)  # newer clients try five times more for each of ours
     repo = client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000, *[1000] * (tries - 1)])
-    then = "it keeps the files that are whole" if client.packages else "it goes on where it was"
-    client.error("broke", f"{_hub.N_TRIES} times for {FILE}", f"run it again, {then}", flags=["--dry-run"])
+    then = "it goes on where it was" if client.is_old else "it keeps the files that are whole"
+    client.error("failed", f"{_hub.N_TRIES} times for {FILE}", f"run it again, {then}", flags=["--dry-run"])
     assert len(client.hub.downloads) == tries and not repo.drop_after
-    if not client.packages:
+    if client.is_old:
         assert client.hub.downloads == [(FILE, 0), *[(FILE, PIECE)] * (tries - 1)]
     client.succeed("--dry-run")
-    assert client.hub.downloads == [(FILE, 0 if client.packages else PIECE)]
+    assert client.hub.downloads == [(FILE, PIECE if client.is_old else 0)]
     assert [p.read_bytes() for p in client.blobs()] == [large]
 
 
 def test_server_that_is_not_there(client):
     client.hub.url = "http://127.0.0.1:9"  # the port of discard, where nobody listens
-    client.error("the connection to http://127.0.0.1:9 broke")
-    client.error("HF_HUB_OFFLINE is set", HF_HUB_OFFLINE="1")
+    no_copy = f"{client.cache / 'hub'} has no copy of it"
+    client.error(f"{REPO}: the connection to http://127.0.0.1:9 failed (Connection refused), and {no_copy}: check the network")
+    client.error(f"{REPO}: HF_HUB_OFFLINE is set, and {no_copy}: unset it, or pass a GGUF file", HF_HUB_OFFLINE="1")
+
+
+def test_copy_in_the_cache_without_a_connection(client, content):
+    """Of a branch or a commit; what was not downloaded is not there."""
+    repo = client.hub.repositories[REPO] = Repository({FILE: content, "other-F16.gguf": content})
+    client.succeed()
+    first, url = client.out.read_bytes(), client.hub.url
+    for why, address, flags, env in (
+        ("HF_HUB_OFFLINE is set", url, (), {"HF_HUB_OFFLINE": "1"}),
+        ("the connection to http://127.0.0.1:9 failed (Connection refused)", "http://127.0.0.1:9", ("--revision", repo.commit), {}),
+    ):
+        client.hub.url = address
+        done = client.succeed("--force", *flags, **env)
+        assert f"note: {REPO}: {why}: its copy in the cache is used, commit {repo.commit[:12]}\n" in done.stderr
+        assert client.hub.downloads == [] and client.out.read_bytes() == first
+        client.error(f"{why}, and its copy in the cache has no file no.gguf: --hf-file must be {FILE}", flags=["--hf-file", "no.gguf", "--force"], **env)
+        client.error(f"{why}, and ", " has no copy of revision v2: ", flags=["--revision", "v2", "--force"], **env)
+
+
+def test_checkpoint_in_the_cache_that_is_not_whole(client):
+    client.hub.repositories[REPO] = Repository({f"model-0000{i}-of-00002.safetensors": b"x" * 1000 for i in (1, 2)} | {"config.json": b"{}"})
+    client.run()  # the shards are no model
+    client.cached("model-00002-of-00002.safetensors").unlink()
+    client.error("its copy in the cache lacks model-00002-of-00002.safetensors, of 2 files", "download it while there is a connection", HF_HUB_OFFLINE="1")
+
+
+def test_cause_of_a_failed_connection():
+    """As requests and urllib3 wrap what the system says; httpx raises one from the other."""
+    system = socket.gaierror(-2, "Name or service not known")
+    layer = Exception("<urllib3.connection.HTTPSConnection object at 0x7f>: Failed to resolve 'huggingface.co'")
+    layer.__cause__ = system
+    retries = Exception(f"HTTPSConnectionPool(host='huggingface.co', port=443): Max retries exceeded with url: /api (Caused by {layer!r})")
+    retries.reason = layer
+    assert _hub.cause(OSError(retries)) == _hub.cause(layer) == "Name or service not known"
+    assert _hub.cause(OSError(Exception("aborted", ConnectionResetError("Remote end closed connection")))) == "Remote end closed connection"
+
+
+@pytest.mark.parametrize("error", [
+    OSError("HTTPSConnectionPool(host='huggingface.co', port=443)" * 9),
+    RuntimeError("I/O error: " + "x" * 400),
+])
+def test_long_messages_say_that_they_are_cut(error):
+    assert len(_hub.first_line(error)) <= 300 and _hub.first_line(error).endswith(" ...")
 
 
 def test_by_the_xet_protocol(client, content):
@@ -160,7 +198,7 @@ def test_checksum_that_does_not_match(client, content):
 
 def test_no_space_for_the_download(monkeypatch):
     file = SimpleNamespace(rfilename=FILE, size=3 * 2**20, lfs=None, blob_id=None)
-    cache = _hub._Cache(_hub.Repo(REPO, None, None), SimpleNamespace(sha="0" * 40, siblings=[file]), print)
+    cache = _hub._Cache(_hub.Repo(REPO, None, None), "0" * 40, {FILE: file}, print)
     monkeypatch.setattr(_hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 2**20))
     with pytest.raises(UserError, match="needs 3 MiB in .*, which has 2 MiB free: free some space"):
         cache.download([FILE])
@@ -170,7 +208,7 @@ def test_what_the_next_run_goes_on_with(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     blobs = tmp_path / "models--some-org--Some-Model" / "blobs"
     blobs.mkdir(parents=True)
-    cache = _hub._Cache(_hub.Repo(REPO, None, None), SimpleNamespace(sha="0" * 40, siblings=[]), print)
+    cache = _hub._Cache(_hub.Repo(REPO, None, None), "0" * 40, {}, print)
     assert cache._begun() == 0
     (blobs / "abc.0123abcd.incomplete").write_bytes(b"of a client 2.4 that was killed")
     assert cache._begun() == 0

@@ -130,7 +130,7 @@ def test_types_of_the_reference_model(model, lib, tmp_path, name):
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (
-    "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "iq1_m", "iq2_m", "iq3_xxs")]
+    "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "iq1_m", "iq2_m", "iq3_xxs")]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q3_k_l", "q4_k_m", "iq4_nl", *SLOW])

@@ -61,6 +61,11 @@ def test_a_connection_that_breaks(client, model):
     assert client.hub.repositories[REPO].files["model-q8.gguf"] == model.read_bytes()
 
 
+def test_without_a_connection(client, model):
+    done = subprocess.run([sys.executable, "-m", "ggml_ext", "upload", model, REPO, "-q"], capture_output=True, text=True, env=client.environment(HF_HUB_OFFLINE="1"))
+    check_error(done, f"{REPO}: HF_HUB_OFFLINE is set: unset it")
+
+
 def test_bad_tokens(client, model, tmp_path):
     """Known before the work begins; nothing is written."""
     check_error(upload(client, model, REPO, token=READER), REPO, "refuses to write there (403)", "--hf-token")

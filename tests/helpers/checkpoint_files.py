@@ -67,6 +67,27 @@ def tokenizer() -> bytes:
     return out.getvalue()
 
 
+def tokenizer_of_5() -> dict[str, bytes]:
+    """Files of a tokenizer as transformers 5 saves one that has no class of its own: pieces of sentencepiece in tokenizer.json."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *(chr(c) for c in range(33, 127))]
+    pieces += [f"\u2581{chr(c)}" for c in range(97, 123)]
+    special = [
+        {"id": i, "content": pieces[i], "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False} for i in range(3)
+    ]
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "pre_tokenizer": None, "post_processor": None,
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "dropout": None,
+            "continuing_subword_prefix": None, "end_of_word_suffix": None, "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges": [["\u2581", chr(c)] for c in range(97, 123)],
+        },
+    }
+    config = {"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return {"tokenizer.json": json.dumps(tokenizer).encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
 def write_checkpoint(folder: Path, n_shards: int = 1, n_experts: int = 0, **config) -> Path:
     """A Llama, or with experts a Mixtral; config: what is different in config.json."""
     folder.mkdir(parents=True)

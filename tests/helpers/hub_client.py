@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
 
 import gguf
+import pytest
 
 from helpers.commands import run_quantize
 from helpers.errors import check_error, files
 
 REPO = "some-org/Some-Model"
+# transformers 4 needs a client 0.x, transformers 5 a newer one, and the extra takes both.
+IS_OLD = metadata.version("huggingface-hub").startswith("0.")
+
+
+def install_beside(folder: Path, requirement: str) -> Path:
+    """The folder, with another version of a package than that of this environment."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder, requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot install {requirement}: {' / '.join(done.stderr.splitlines()[-2:])}")
+    return folder
 
 
 class Client:
@@ -17,6 +33,7 @@ class Client:
 
     def __init__(self, hub, folder, packages=None):
         self.hub, self.folder, self.cache, self.packages = hub, folder, folder / "cache", packages
+        self.is_old = IS_OLD is (packages is None)
         self.out = folder / "results" / "out.gguf"
         self.out.parent.mkdir()
 
@@ -44,6 +61,10 @@ class Client:
 
     def weights(self):
         return [t.data.tobytes() for t in gguf.GGUFReader(self.out).tensors]
+
+    def cached(self, name: str) -> Path:
+        (found,) = self.cache.rglob(f"snapshots/*/{name}")
+        return found
 
     def blobs(self):
         return [p for p in self.cache.rglob("blobs/*") if p.is_file()]

@@ -49,6 +49,12 @@ def test_an_extra_is_installed_by_its_requirements(monkeypatch):
     assert extras.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
 
 
+def test_packages_of_an_extra_can_be_installed_alone():
+    """pip install '.[hf]' compiles all of llama.cpp again."""
+    requirements = PROJECT["optional-dependencies"]["hf"]
+    assert f"    pip install {' '.join(map(repr, requirements))}\n" in (ROOT / "docs/using/quantize.md").read_text("utf-8")
+
+
 # Paths of this repository in running text, in back quotes or not.
 PATHS = r"`((?:ggml_ext|cuda|metal|vulkan|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
 

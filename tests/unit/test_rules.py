@@ -171,7 +171,7 @@ def compare_stock(path, arch, name, kinds, n_layer, n_expert=0, tied=False, n_he
         choices = _plan.Choices(FILE_TYPES[name], overrides=tuple(map(_plan.Override.parse, overrides)))
         plan = _plan.make_plan(gguf_file.GGUFFile(path), choices, imatrix is not None)
         assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, name, n_layer, n_expert, n_head)
-        assert not plan.warnings
+        assert not plan.warnings or name == "f16"  # which the file has already
     return bool(expected)
 
 
@@ -208,7 +208,8 @@ def test_every_stock_type_has_the_rules_of_llama_quantize(rules, tmp_path, imatr
     """Without and with an importance matrix. Overrides take tensors out of the count; both regex libraries read these alike."""
     for i, (arch, n_layer, n_expert, n_head) in enumerate(MODELS):
         for used in (None, imatrix):
-            overrides = [r"blk\.[12]\.attn_v=q8_0", "ffn_down=q6_k"][: i % 3]
+            # llama-quantize ignores them in a file of floats, without a word
+            overrides = [] if name in ("f16", "bf16", "f32") else [r"blk\.[12]\.attn_v=q8_0", "ffn_down=q6_k"][: i % 3]
             assert compare_stock(tmp_path / "in.gguf", arch, name, {}, n_layer, n_expert, i % 2 == 0, n_head, used, overrides)
 
 
@@ -219,7 +220,7 @@ def test_the_names_are_those_of_llama_quantize(rules):
         pytest.skip(f"{path} is missing: GGML_EXT_TEST_BUILD names another build folder")
     table = re.search(r"QUANT_OPTIONS = \{\n(.*?)\n\};", path.read_text(), re.S)[1]
     options = dict(re.findall(r'\{ *"(\w+)", *LLAMA_FTYPE_(\w+),', table))
-    kept = {name: ftype for name, ftype in options.items() if name not in ("F16", "BF16", "F32", "COPY")}
+    kept = {name: ftype for name, ftype in options.items() if name != "COPY"}
     assert {*kept} - {name.upper() for name in (*STOCK_FILES, *STOCK_ALIASES)} <= {"Q1_0", "Q2_0"}
     for name in (*STOCK_FILES, *STOCK_ALIASES):
         assert FILE_TYPES[name].id == gguf.LlamaFileType[kept[name.upper()]]

@@ -17,9 +17,10 @@ from .._formats.names import unknown_type
 from .._importance.calibration import Wanted
 from .._native.programs import device_options
 from .._output.parts import parse_split_size
-from .._plan.file_types import FILE_TYPES, FileType
+from .._plan.file_types import FILE_TYPES, FLOAT_TYPES, FileType
 from .._plan.plan import TARGET_TYPES, Choices, Override, Plan, parse_type
 from .._report.tables import WARN_ABOVE
+from .._source.checkpoint import AS_STORED
 from .._source.source import Source
 
 T = GGMLQuantizationType
@@ -137,9 +138,12 @@ class Settings:
         others = [flag for flag, given in (("--pure", asked.pure), ("--fallback-above", asked.fallback_above)) if given]
         target = parse_target(asked.type, limits, asked.target_types, others, asked.stock)
         asked = asked.with_files_in_place()
-        source = Source(asked.input, asked.hf_repo, asked.hf_file, asked.revision, None if asked.upload and not asked.hf_repo else asked.hf_token, asked.keep_gguf)
+        file_type = parse_file_type(asked, target)
+        source = Source(
+            asked.input, asked.hf_repo, asked.hf_file, asked.revision, None if asked.upload and not asked.hf_repo else asked.hf_token, asked.keep_gguf,
+            file_type.name if file_type.type in FLOAT_TYPES else AS_STORED, asked.allow_requantize,
+        )
         source.check()
-        parse_file_type(asked, target)
         encoder = Encoder(asked.encoder, asked.itq3_levels, asked.ditto_codebook, asked.effort)
         encoder.check()
         if asked.fallback_above is not None and asked.propagate:

@@ -88,6 +88,8 @@ def explained(repo: str) -> Iterator[None]:
         yield
     except errors.HFValidationError as e:
         raise UserError(f"ORG/NAME: got {repo!r}, must be as in the address of a page of the hub") from e
+    except errors.OfflineModeIsEnabled as e:
+        raise UserError(f"{repo}: HF_HUB_OFFLINE is set: unset it to write to the hub") from e
     except errors.LocalTokenNotFoundError as e:
         raise UserError(f"{repo}: writing to the hub needs a token: pass {TOKENS}") from e
     except errors.RevisionNotFoundError as e:

@@ -11,6 +11,10 @@ from .recipes import RECIPES, Recipe
 
 T = GGMLQuantizationType
 
+FLOAT_TYPES = (T.F32, T.F16, T.BF16)
+# llama.cpp's rules do not mix files of these types.
+UNMIXED_TYPES = (*FLOAT_TYPES, T.Q8_0)
+
 # llama_ftype_get_default_type() of llama.cpp's src/llama-quant.cpp: by the name of the file the type that its rules start from, where
 # that is not the one of the same name. Those with one base are in the order of their sizes.
 STOCK_BASES = {
@@ -20,7 +24,7 @@ STOCK_BASES = {
 STOCK_NAMES = (
     "iq1_s", "iq1_m", "tq1_0", "iq2_xxs", "tq2_0", "iq2_xs", "iq2_s", "iq2_m", "q2_k_s", "q2_k", "iq3_xxs", "iq3_xs", "q3_k_s", "iq3_s",
     "iq3_m", "q3_k_m", "q3_k_l", "iq4_xs", "iq4_nl", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "mxfp4_moe", "q5_0", "q5_1", "q5_k_s", "q5_k_m",
-    "q6_k", "q8_0", "q1_0",
+    "q6_k", "q8_0", "q1_0", "f16", "bf16", "f32",
 )
 STOCK_ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 
@@ -42,8 +46,8 @@ class FileType:
 
     @property
     def is_mixed_by_rules(self) -> bool:
-        """Whether llama.cpp's rules have to be asked: they mix all stock files but this one."""
-        return self.is_stock and self.type != T.Q8_0
+        """Whether llama.cpp's rules have to be asked."""
+        return self.is_stock and self.type not in UNMIXED_TYPES
 
     @property
     def weighted_type(self) -> GGMLQuantizationType | None:
@@ -55,7 +59,7 @@ def _stock() -> dict[str, FileType]:
     """Those that this gguf knows."""
     found = {}
     for name in STOCK_NAMES:
-        base, file_type = STOCK_BASES.get(name, name).upper(), f"MOSTLY_{name.upper()}"
+        base, file_type = STOCK_BASES.get(name, name).upper(), "ALL_F32" if name == "f32" else f"MOSTLY_{name.upper()}"
         if base in T.__members__ and file_type in LlamaFileType.__members__:
             found[name] = FileType(name, int(LlamaFileType[file_type]), T[base])
     return found
@@ -76,4 +80,4 @@ def uniform_file_type(qtype: GGMLQuantizationType) -> int:
     of_type = [f for f in STOCK_FILES.values() if f.type == qtype]
     if of_type:
         return next((f for f in of_type if f.name == qtype.name.lower()), of_type[0]).id
-    return int(LlamaFileType.ALL_F32 if qtype == T.F32 else LlamaFileType[f"MOSTLY_{qtype.name}"])
+    return int(LlamaFileType[f"MOSTLY_{qtype.name}"])

@@ -18,13 +18,12 @@ from .._base.types import TYPES, TypeInfo
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight
 from .._formats.imatrix import ImportanceMatrix, n_importances
 from .._formats.names import describe_tensors, list_experts, list_tensors, tensor_class, unknown_type
-from .file_types import FileType
+from .file_types import FLOAT_TYPES, FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
 from .uses import FLOOR, OUTER, Uses
 
 T = GGMLQuantizationType
 
-FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 INTEGER_TYPES = (T.I8, T.I16, T.I32, T.I64)
 ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.kind == "activation"))
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._native import library
 from .._native.programs import other_libraries
-from .file_types import FileType
+from .file_types import FLOAT_TYPES, FileType
 
 T = GGMLQuantizationType
 OUTPUT = "output.weight"
@@ -70,7 +70,8 @@ def rule_types(
     if rules is None:
         listed = _listed_types(file.tensors, file_type, model.n_expert, token_embd, output)
         return listed, [f"{why}: a short list of names says what keeps its type"] if why else []
-    asked = library.RuleFile(file_type.id, token_embd, output, has_imatrix)
+    is_float = file_type.type in FLOAT_TYPES  # the library answers for quantized files alone, which change the same tensors
+    asked = library.RuleFile(int(LlamaFileType.MOSTLY_Q8_0) if is_float else file_type.id, token_embd, output, has_imatrix)
     try:
         types, is_known = rules.types(model, asked, [t.name for t in file.tensors], [t.ne for t in file.tensors], named)
     except ValueError as e:
@@ -79,7 +80,7 @@ def rule_types(
         f"this llama.cpp does not know the architecture {model.arch[:80]!r} and will not load the file; its general rules choose the "
         "types"
     ]
-    return [None if t is None else T(t) for t in types], warnings
+    return [None if t is None else file_type.type if is_float else T(t) for t in types], warnings
 
 
 def _rule_model(file: GGUFFile, file_type: FileType, asks: bool) -> library.RuleModel:

@@ -12,6 +12,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from math import prod
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from .._base.units import MIB
 from .._native.process import failure, run_heard
 
 CONVERTER = FOLDER / "convert" / "convert_hf_to_gguf.py"
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 TEMPORARY = ".converted-"
 # What the converter imports, of the extra hf.
 NEEDED = ("torch", "transformers", "sentencepiece", "safetensors")
@@ -33,6 +34,8 @@ PICKLED = ".bin"
 FORMATS = (("model", ".safetensors"), ("pytorch_model", PICKLED))
 SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.\w+)")
 BYTES_A_WEIGHT = 2  # F16 or BF16; only vectors become F32
+AS_STORED = "auto"  # of --outtype: BF16 or F16
+MIN_BITS = 8  # below them weights count as quantized, as in GGUF files
 MAX_HEADER = 100_000_000  # of a safetensors file, as its own library has it
 
 
@@ -81,7 +84,65 @@ def weight_files(folder: Path) -> list[Path]:
             raise UserError(f"{folder} lacks {missing[0]}{more}, of {len(names)} files {named_by}: download the checkpoint again")
         if names:
             return [folder / n for n in names]
+    check_adapter(folder)
     raise UserError(f"{folder} has a {CONFIG} and no model*.safetensors: pass the folder of a whole checkpoint, or a GGUF file")
+
+
+def read_object(path: Path) -> dict:
+    """UserError if it is no JSON object."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from e
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object: download it again")
+    return found
+
+
+def check_adapter(folder: Path) -> None:
+    """UserError for a folder that has an adapter in the place of a model."""
+    if (folder / ADAPTER).is_file():
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path") or "the model that it was made for"
+        raise UserError(f"{folder} {only_an_adapter(base)}")
+
+
+def only_an_adapter(base: str) -> str:
+    return (
+        f"has only an adapter: quantize {base} and pass the adapter to llama-server with --lora, or merge the two with merge_and_unload() of "
+        "peft and pass the folder of that"
+    )
+
+
+def check_bits(config: Path, name: object, allow_requantize: bool) -> None:
+    """UserError for weights that the checkpoint holds in fewer than 8 bits, unless they may be quantized again: the converter makes 16
+    bits of them. config: its config.json; name: what the user calls it."""
+    found = read_object(config)
+    parts = [found, *(part for part in found.values() if isinstance(part, dict))]  # text_config of models with images
+    quantization = next((q for part in parts if isinstance(q := part.get("quantization_config"), dict)), {})
+    bits = stored_bits(quantization)
+    if bits is not None and bits < MIN_BITS and not allow_requantize:
+        raise UserError(
+            f"{name} is already quantized to {bits} bits ({quantization.get('quant_method', 'quantization_config')}, says its {CONFIG}), which costs quality twice: "
+            "start from the checkpoint that it was made from, or pass --allow-requantize"
+        )
+
+
+def stored_bits(quantization: dict) -> int | None:
+    """Of the least accurate weights; None where it does not say, and for the 4-bit floats that stay what they are in the GGUF file.
+    quantization: quantization_config, as the programs that make such checkpoints write it."""
+    method, groups = quantization.get("quant_method"), quantization.get("config_groups")
+    if method == "bitnet":
+        return 2
+    if method == "bitsandbytes":
+        return 4 if quantization.get("load_in_4bit") else 8
+    if method == "compressed-tensors" and isinstance(groups, dict):
+        weights = [g.get("weights") for g in groups.values() if isinstance(g, dict) and "nvfp4" not in str(g.get("format", quantization.get("format")))]
+        found = [w.get("num_bits") for w in weights if isinstance(w, dict)]
+    else:
+        found = [quantization.get("bits", quantization.get("w_bit"))]
+    return min((n for n in found if isinstance(n, int)), default=None)
 
 
 def n_weights(path: Path) -> int:
@@ -116,6 +177,7 @@ def check(folder: Path) -> list[Path]:
     """The files with weights of a checkpoint. UserError if the folder holds none or not all of one, or if nothing converts it."""
     try:
         if not (folder / CONFIG).is_file():
+            check_adapter(folder)
             models = sorted(p.name for p in folder.glob("*.gguf"))
             instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the folder of a checkpoint"
             raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: pass {instead}")
@@ -131,25 +193,26 @@ def check(folder: Path) -> list[Path]:
     return files
 
 
-def converted_size(folder: Path, files: list[Path]) -> int:
-    """Bytes of the GGUF file, about: 16 bits a weight (those of pickled files are taken to be so) and the tokenizer."""
+def converted_size(folder: Path, files: list[Path], outtype: str = AS_STORED) -> int:
+    """Bytes of the GGUF file, about: 16 bits a weight (those of pickled files are taken to be so), or 32, and the tokenizer."""
     weights = sum(BYTES_A_WEIGHT * n_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
     others = sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.suffix in (".json", ".model", ".txt"))
-    return weights + weights // 500 + others
+    return (weights + weights // 500) * (2 if outtype == "f32" else 1) + others
 
 
 @contextlib.contextmanager
 def converted(
-    folder: Path, name: str, where: Path, kept: Path | None, console: Console
+    folder: Path, name: str, where: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
 ) -> Iterator[Path]:
-    """A checkpoint as a GGUF file, F16 or BF16 as its weights are, under a name that does not change from run to run.
+    """A checkpoint as a GGUF file, in outtype, under a name that does not change from run to run.
 
     It lies in a folder of its own in `where` and is removed at the end, or is moved to `kept` as soon as it is whole. UserError
     if there is no space for it or if the converter fails.
     """
     files = check(folder)
+    check_bits(folder / CONFIG, folder, allow_requantize)
     where = where if kept is None else kept.parent
-    size, free = converted_size(folder, files), free_space(where)
+    size, free = converted_size(folder, files, outtype), free_space(where)
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
         raise UserError(
@@ -162,7 +225,7 @@ def converted(
             temporary = stack.enter_context(temporary_folder(where, TEMPORARY, console.note))
             path = temporary / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
             console.note(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
-            _convert(folder, path, size, console)
+            _convert(folder, path, outtype, size, console)
             if kept is not None:
                 give_name(path, kept, force=False)
         except FileExistsError as e:
@@ -172,7 +235,7 @@ def converted(
         yield kept or path
 
 
-def _convert(folder: Path, path: Path, size: int, console: Console) -> None:
+def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console) -> None:
     """Runs the converter. UserError with its last error if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
@@ -186,16 +249,25 @@ def _convert(folder: Path, path: Path, size: int, console: Console) -> None:
             if percent := re.findall(r"Writing:\s+(\d+)%", text[-1000:]):
                 bar.update(size * int(percent[-1]) // 100 - bar.n)
 
-        command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path)]
+        command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype]
         code, log = run_heard(command, path.parent, heard, env)
     if code or not path.is_file():
         said = last_error(log)
         if "UnpicklingError" in said:
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
-        way_out = "free some space" if "No space left" in said else "pass a GGUF file of it"
+        way_out = "free some space" if "No space left" in said else _newer_transformers(folder, said) or "pass a GGUF file of it"
         why = failure(CONVERTER.name, code, said, "", way_out, f"free some memory, or {way_out}")
         raise UserError(f"{folder} cannot be converted: {why}")
+
+
+def _newer_transformers(folder: Path, said: str) -> str:
+    """The way out where the checkpoint was saved by a newer major version than the one that is installed, else nothing."""
+    saved, ours = read_object(folder / CONFIG).get("transformers_version"), metadata.version("transformers")
+    is_newer = isinstance(saved, str) and int(re.match(r"\d*", saved)[0] or 0) > int(ours.partition(".")[0])
+    if not is_newer and not ("Tokenizer class" in said and "does not exist" in said):
+        return ""
+    return f"it needs a newer transformers than {ours}: pip install --upgrade transformers"
 
 
 def last_error(log: str) -> str:

@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from .._base.errors import UserError
 from .._base.files import NO_SPACE
 from .._base.units import MIB
 from .._formats.split import part_names
-from .checkpoint import CONFIG, FORMATS, NEEDED, index_name, indexed_files, need_extra, shards_by_name
+from .checkpoint import ADAPTER, CONFIG, FORMATS, NEEDED, check_bits, index_name, indexed_files, need_extra, only_an_adapter, shards_by_name
 
 # Kinds of GGUF files by the tag in their name, and where safetensors stand among them.
 BEFORE_SAFETENSORS, AFTER_SAFETENSORS = ("bf16", "f16|fp16"), ("f32|fp32", "q8_0")
@@ -33,34 +34,40 @@ TOKENS = "a token with HF_TOKEN or --hf-token"
 
 @dataclass(frozen=True)
 class Repo:
+    """unreachable: why its copy in the cache is read, as an error says it; nothing where the hub was asked."""
+
     name: str
     revision: str | None
     token: str | None
+    unreachable: str = ""
 
     def error(self, what: str) -> UserError:
-        return UserError(f"--hf-repo: {self.name} {what}")
+        return UserError(f"{self.unreachable}, and its copy in the cache {what}" if self.unreachable else f"--hf-repo: {self.name} {what}")
+
+    @property
+    def way_to_whole(self) -> str:
+        """What helps where files are missing."""
+        return "download it while there is a connection" if self.unreachable else "choose another --revision"
 
 
-def fetch(repo: Repo, file: str | None, console: Console) -> Path:
+def fetch(repo: Repo, file: str | None, allow_requantize: bool, console: Console) -> Path:
     """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
 
     The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
     or more than one of a kind, and for what the hub refuses.
     """
     need_extra(("huggingface_hub",), "--hf-repo")
-    from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()  # retries are its own affair
     if console.quiet or not console.is_terminal:
         disable_progress_bars()
-    with explained(repo):
-        info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
-    cache = _Cache(repo, info, console.note)
-    names = choose_gguf(repo, list(cache.files), file)
+    cache = _look_up(repo, console.note)
+    names = choose_gguf(cache.repo, list(cache.files), file)
     if names:
         return cache.download(names)[0]
     need_extra(NEEDED, f"--hf-repo: {repo.name} has safetensors: converting them")
+    check_bits(cache.download([CONFIG])[0], f"--hf-repo: {repo.name}", allow_requantize)
     return cache.download(checkpoint_files(cache))[0].parent
 
 
@@ -91,6 +98,8 @@ def choose_gguf(repo: Repo, files: list[str], wanted: str | None) -> list[str]:
         return []
     if found := of_kinds(AFTER_SAFETENSORS):
         return found
+    if ADAPTER in files and not ggufs:
+        raise repo.error(only_an_adapter("the model that it was made for"))
     others = f"; of its GGUF files, {_some(ggufs)}, one can be named with --hf-file" if ggufs else ""
     raise repo.error(f"has neither a GGUF file in BF16, F16, F32 or Q8_0 nor a {CONFIG} with safetensors{others}")
 
@@ -108,7 +117,7 @@ def _parts(file: str) -> list[str]:
 def _with_parts(repo: Repo, files: list[str], file: str) -> list[str]:
     parts = _parts(file)
     if missing := [p for p in parts if p not in files]:
-        raise repo.error(f"lacks {_some(missing)}, of the {len(parts)} parts of {file}: choose another --hf-file or --revision")
+        raise repo.error(f"lacks {_some(missing)}, of the {len(parts)} parts of {file}: {repo.way_to_whole}, or name another --hf-file")
     return parts
 
 
@@ -124,17 +133,43 @@ def checkpoint_files(cache: _Cache) -> list[str]:
     index = index_name(weights)
     names = indexed_files(cache.download([index])[0]) if index in files else shards_by_name(_weights(files, weights))
     if missing := [n for n in names if n not in files]:
-        raise cache.repo.error(f"lacks {_some(missing)}, of {len(names)} files with weights: choose another --revision")
+        raise cache.repo.error(f"lacks {_some(missing)}, of {len(names)} files with weights: {cache.repo.way_to_whole}")
     others = [f for f in files if "/" not in f and (f.endswith(COMPANIONS) or f == "LICENSE")]
     return [CONFIG, *(f for f in others if f != CONFIG), *names]
 
 
-class _Cache:
-    """The files of one commit of a repository, in the client's cache once they are downloaded."""
+def _look_up(repo: Repo, say: Callable[[str], None]) -> _Cache:
+    """What the hub has, or where it cannot be asked, what the cache has of it. UserError if that is nothing."""
+    from huggingface_hub import HfApi
 
-    def __init__(self, repo: Repo, info, say: Callable[[str], None]):
-        self.repo, self.commit, self.say = repo, info.sha, say
-        self.files = {f.rfilename: f for f in info.siblings}
+    try:
+        with explained(repo):
+            info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
+        return _Cache(repo, info.sha, {f.rfilename: f for f in info.siblings}, say)
+    except Unreachable as e:
+        folder = _cached_folder(repo, e)
+        say(f"{str(e).removeprefix('--hf-repo: ')}: its copy in the cache is used, commit {folder.name[:12]}")
+        files = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
+        return _Cache(replace(repo, unreachable=str(e)), folder.name, dict.fromkeys(files), say)
+
+
+def _cached_folder(repo: Repo, why: Unreachable) -> Path:
+    """Of the files that the cache has of the revision. UserError if it has none."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:  # newer clients refuse a folder without all files that the patterns name
+        return Path(snapshot_download(repo.name, revision=repo.revision, local_files_only=True, allow_patterns=[]))
+    except errors.LocalEntryNotFoundError as e:
+        what = f"{constants.HF_HUB_CACHE} has no copy of {'it' if repo.revision is None else f'revision {repo.revision}'}"
+        raise UserError(f"{why}, and {what}: {why.way_out}, or pass a GGUF file or the folder of a checkpoint as IN") from e
+
+
+class _Cache:
+    """The files of one commit of a repository, in the client's cache once they are downloaded. files: by name what the hub says of
+    them, None of a copy in the cache."""
+
+    def __init__(self, repo: Repo, commit: str, files: dict, say: Callable[[str], None]):
+        self.repo, self.commit, self.files, self.say = repo, commit, files, say
 
     def download(self, names: list[str]) -> list[Path]:
         """Their paths, in that order; what is not there yet is downloaded, resumed and checked."""
@@ -148,6 +183,7 @@ class _Cache:
         for name in missing:
             path = self._download(name)
             self._check(name, path)
+        self._keep_commit()
         return [Path(cached(n)) for n in names]
 
     def _announce(self, names: list[str]) -> None:
@@ -163,13 +199,26 @@ class _Cache:
             )
         self.say(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
 
-    def _begun(self) -> int:
-        """Bytes of unfinished files that the next run goes on with. Newer clients' files are of one run, with a dot in their stem."""
+    @property
+    def _folder(self) -> Path:
         from huggingface_hub.constants import HF_HUB_CACHE
         from huggingface_hub.file_download import repo_folder_name
 
-        blobs = Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"), "blobs")
-        return sum(p.stat().st_size for p in blobs.glob("*.incomplete") if "." not in p.stem)
+        return Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"))
+
+    def _begun(self) -> int:
+        """Bytes of unfinished files that the next run goes on with. Newer clients' files are of one run, with a dot in their stem."""
+        return sum(p.stat().st_size for p in (self._folder / "blobs").glob("*.incomplete") if "." not in p.stem)
+
+    def _keep_commit(self) -> None:
+        """Which one the revision is, for runs without a connection: the client keeps it of what it downloads by a revision alone."""
+        revision = self.repo.revision or "main"
+        if revision == self.commit or self.repo.unreachable:
+            return
+        with contextlib.suppress(OSError):  # a cache that others fill may be read-only
+            ref = self._folder / "refs" / revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(self.commit)
 
     def _download(self, name: str) -> Path:
         """Its path; a connection that breaks is tried again, and the client goes on where it broke."""
@@ -205,8 +254,16 @@ class _Cache:
             )
 
 
-class ConnectionBroken(UserError):
+class Unreachable(UserError):
+    """The hub cannot be asked."""
+
+    way_out = "unset it"  # of HF_HUB_OFFLINE
+
+
+class ConnectionBroken(Unreachable):
     """Another try may help."""
+
+    way_out = "check the network, and HTTPS_PROXY where it needs a proxy"
 
 
 def retried(act: Callable[[], Done], what: str, purpose: str, then: Callable[[], str], say: Callable[[str], None]) -> Done:
@@ -238,7 +295,7 @@ def explained(repo: Repo) -> Iterator[None]:
     except errors.RevisionNotFoundError as e:
         raise repo.error(f"has no revision {repo.revision}: --revision must be a branch, a tag or a commit of it") from e
     except errors.OfflineModeIsEnabled as e:
-        raise repo.error("cannot be looked up, HF_HUB_OFFLINE is set: unset it, or pass the file in the cache as IN") from e
+        raise Unreachable(f"--hf-repo: {repo.name}: HF_HUB_OFFLINE is set") from e
     except errors.HFValidationError as e:
         raise UserError(f"--hf-repo: got {repo.name!r}, must be ORG/NAME as in the address of its page") from e
     except errors.HfHubHTTPError as e:
@@ -272,8 +329,18 @@ def broken(e: Exception) -> str:
     if status is not None:
         return f"{constants.ENDPOINT} answered {status}" if status >= 500 or status in (408, 429) else ""
     if type(e) in (ConnectionError, RuntimeError):  # of the client's library for the xet protocol, which has tried for some minutes
-        return f"hf_xet: {first_line(e)[:120]} (with HF_HUB_DISABLE_XET=1 set it is done without hf_xet)"
-    return f"the connection to {constants.ENDPOINT} broke ({first_line(e)[:120]})" if is_of_connection(e) else ""
+        return f"hf_xet: {first_line(e)} (with HF_HUB_DISABLE_XET=1 set it is done without hf_xet)"
+    return f"the connection to {constants.ENDPOINT} failed ({cause(e)})" if is_of_connection(e) else ""
+
+
+def cause(e: BaseException) -> str:
+    """Why a connection failed, in the system's words where it said some: what the client raises wraps that, some layers deep."""
+    chain = [e]
+    for found in chain:
+        inner = (found.__cause__, getattr(found, "reason", None), *found.args)
+        chain += [x for x in inner if isinstance(x, BaseException) and x not in chain]
+    said = [x.strerror for x in chain if isinstance(x, OSError) and x.strerror]
+    return said[-1] if said else first_line(chain[-1])
 
 
 def not_written(e: Exception) -> str:
@@ -296,5 +363,5 @@ def is_of_connection(e: BaseException | None) -> bool:
     )
 
 
-def first_line(e: Exception) -> str:
-    return " ".join((str(e).strip().splitlines() or [type(e).__name__])[0].split())[:300]
+def first_line(e: BaseException) -> str:
+    return textwrap.shorten((str(e).strip().splitlines() or [type(e).__name__])[0], 300, placeholder=" ...")

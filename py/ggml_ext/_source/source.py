@@ -17,13 +17,13 @@ from .._formats.split import open_model, part_names, stem_of
 from .._output.parts import UNFINISHED
 from .._output.paths import Taken, check_beside
 from . import hub
-from .checkpoint import converted
+from .checkpoint import AS_STORED, converted
 
 
 @dataclass(frozen=True)
 class Source:
     """Where the model comes from. path: a GGUF file or the folder of a checkpoint, None with hf_repo; keep_gguf: the name that the
-    GGUF file of a checkpoint gets."""
+    GGUF file of a checkpoint gets; outtype: the type that the converter gives it."""
 
     path: Path | None
     hf_repo: str | None = None
@@ -31,6 +31,8 @@ class Source:
     revision: str | None = None
     hf_token: str | None = None
     keep_gguf: Path | None = None
+    outtype: str = AS_STORED
+    allow_requantize: bool = False
 
     def check(self) -> None:
         """UserError naming what does not fit together."""
@@ -94,7 +96,7 @@ def open_source(source: Source, output: Path | None, console: Console) -> Iterat
     """The model to quantize. output: None for a dry run. UserError for everything that the user can change."""
     path, name, kept = source.path, None, source.keep_gguf
     if source.hf_repo is not None:
-        path = hub.fetch(hub.Repo(source.hf_repo, source.revision, source.hf_token), source.hf_file, console)
+        path = hub.fetch(hub.Repo(source.hf_repo, source.revision, source.hf_token), source.hf_file, source.allow_requantize, console)
         name = source.repo_name
     if not os.path.isdir(path):
         if kept is not None:
@@ -102,5 +104,6 @@ def open_source(source: Source, output: Path | None, console: Console) -> Iterat
         yield open_model(path)
         return
     where = Path(tempfile.gettempdir()) if output is None else output.parent
-    with converted(path, name or _folder_name(path), where, kept and kept.absolute(), console) as file:
+    kept = kept and kept.absolute()
+    with converted(path, name or _folder_name(path), where, kept, console, source.outtype, source.allow_requantize) as file:
         yield open_model(file)
