@@ -302,12 +302,18 @@ class Codec:
         self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
     ) -> tuple[np.ndarray, Accuracy]:
         """float32 (n_rows, n_per_row) to the target type, and how far that is from them. The first is row first_row of the tensor."""
+        data = self.encode_guided(weights, tensor, first_row, target, guide)
+        return data, measured(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]), target, guide)
+
+    def encode_guided(
+        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
+    ) -> np.ndarray:
+        """The data of encode_rows()."""
         parts = [
             self.encode(weights[part], target, guide.importances(expert), guide.codebook, guide.metric(expert))
             for part, expert in guide.slices(tensor, first_row, len(weights))
         ]
-        data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return data, measured(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]), target, guide)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def measured(
