@@ -72,5 +72,6 @@ class Job:
         output.complete(final)
         if self.is_verified:
             verify(output, final, of, console)
+        of.check_unchanged()
         output.publish()
         return Written(accuracies, time.monotonic() - started + seconds_before, n_before)

@@ -39,6 +39,11 @@ class Conversion:
     fallback_above: float | None = None
     propagation: Propagation | None = None
 
+    def check_unchanged(self) -> None:
+        """UserError if a file that was read while tensors were encoded is not what it was."""
+        for file in (self.file, *self.importance.files()):
+            file.check_unchanged()
+
     def made_from(self, **more) -> dict:
         """What the bytes of the output depend on, by name, for Output.begin(). more: what the program's options add."""
 

@@ -216,9 +216,7 @@ class Propagation:
     def _weights(self, tensor: Tensor, target: GGMLQuantizationType) -> np.ndarray:
         """As the model has them, float32 (n_rows, n_per_row)."""
         chunks = row_chunks(tensor)
-        weights = np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
-        self.file.release(tensor, tensor.n_rows)
-        return weights
+        return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
 
     def _targets(self, tensor: Tensor, target: GGMLQuantizationType, sums: Sums, scale: float) -> np.ndarray:
         """float32 (n_rows, n_per_row). UserError where they are not finite."""
@@ -258,9 +256,7 @@ class Propagation:
             found = measured(tensor, first, weights, stored, target, guide)
             return replace(found, target_error=to_target.weighted_error, target_energy=to_target.weighted_energy)
 
-        found = sum(self._pool.map(measure, row_chunks(tensor)), Accuracy())
-        self.file.release(tensor, tensor.n_rows)
-        return found
+        return sum(self._pool.map(measure, row_chunks(tensor)), Accuracy())
 
     def _encode_alone(self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide) -> np.ndarray:
         """Rows that do not know of each other."""
