@@ -3,6 +3,7 @@ with a bus error."""
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from pathlib import Path
@@ -47,7 +48,9 @@ class ReadAt:
         """Whether these bytes are zeros that take no room on the disk; False where the file system does not say."""
         try:
             return os.lseek(self._fd, start, os.SEEK_DATA) >= start + n_bytes
-        except (OSError, AttributeError):
+        except OSError as e:
+            return e.errno == errno.ENXIO  # nothing but zeros is left
+        except AttributeError:
             return False
 
     def check_unchanged(self) -> None:
