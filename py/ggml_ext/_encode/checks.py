@@ -51,11 +51,11 @@ def check_source(
             strictest = min(others, key=largest_weight, default=tensor.type)
 
             def check(chunk: tuple[int, int], tensor=tensor, strictest=strictest) -> None:
-                if tensor.type not in NO_WEIGHTS and not file.is_hole(tensor, *chunk):
-                    codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], strictest)
+                codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], strictest)
 
+            chunks = () if tensor.type in NO_WEIGHTS or file.is_hole(tensor) else row_chunks(tensor)
             try:
-                for _ in map_in_order(pool, check, row_chunks(tensor), 2 * n_threads):
+                for _ in map_in_order(pool, check, chunks, 2 * n_threads):
                     pass
             except BadWeights as e:
                 bad[tensor.name] = str(e)

@@ -328,10 +328,9 @@ class GGUFFile:
         data = self._source.read(tensor.offset + first * size, count * size)
         return np.frombuffer(data, np.uint8).reshape(count, size)
 
-    def is_hole(self, tensor: Tensor, first: int, count: int) -> bool:
-        """Whether rows are zeros that take no room on the disk."""
-        n_bytes = row_bytes(tensor.type, tensor.ne[0])
-        return self._source.is_hole(tensor.offset + first * n_bytes, count * n_bytes)
+    def is_hole(self, tensor: Tensor) -> bool:
+        """Whether its data are zeros that take no room on the disk."""
+        return self._source.is_hole(tensor.offset, tensor.n_bytes)
 
     def check_unchanged(self) -> None:
         """FileChanged where it is another file by now, or was written to after it was opened."""

@@ -70,8 +70,8 @@ class SplitGGUF(GGUFFile):
     def pieces(self, tensor: Tensor, size: int, first: int, count: int) -> np.ndarray:
         return self._file_of[tensor.name].pieces(tensor, size, first, count)
 
-    def is_hole(self, tensor: Tensor, first: int, count: int) -> bool:
-        return self._file_of[tensor.name].is_hole(tensor, first, count)
+    def is_hole(self, tensor: Tensor) -> bool:
+        return self._file_of[tensor.name].is_hole(tensor)
 
     def check_unchanged(self) -> None:
         for file in self._files:
