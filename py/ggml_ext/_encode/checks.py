@@ -51,7 +51,7 @@ def check_source(
             strictest = min(others, key=largest_weight, default=tensor.type)
 
             def check(chunk: tuple[int, int], tensor=tensor, strictest=strictest) -> None:
-                codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], strictest)
+                codec.check(file.rows(tensor, *chunk), tensor, chunk[0], strictest)
 
             chunks = () if tensor.type in NO_WEIGHTS or file.is_hole(tensor) else row_chunks(tensor)
             try:

@@ -27,6 +27,8 @@ from .accuracy import Accuracy
 
 T = GGMLQuantizationType
 
+# Integers of the size of floats whose order is that of their magnitudes, once the sign is masked out.
+MAGNITUDES = {T.F32: ("<u4", 0x7FFFFFFF), T.F16: ("<u2", 0x7FFF), T.BF16: ("<u2", 0x7FFF)}
 NO_WEIGHTS = (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)  # copied as they are
 
 
@@ -289,6 +291,15 @@ class Codec:
         weights = self.decode(rows, tensor.type, tensor.ne[0])
         check_weights(weights, tensor, first_row, target)
         return weights
+
+    def check(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
+        """BadWeights as in weights(), of floats by their bits where none is bad."""
+        if tensor.type in MAGNITUDES:
+            dtype, mask = MAGNITUDES[tensor.type]
+            largest = (rows.view(dtype) & np.array(mask, dtype)).max(keepdims=True)
+            if self.decode(largest.view(np.uint8), tensor.type, 1)[0, 0] <= min(largest_weight(target), np.finfo(np.float32).max):
+                return
+        self.weights(rows, tensor, first_row, target)
 
     def convert(
         self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
