@@ -14,7 +14,8 @@
 //                         model's own distribution, so that their second moments are Fisher's information
 //   gradients C           arrays of chunk C at the layer: the gradient of each product's output but those of experts, in their order
 //
-// An answer is a line of JSON, with what is wrong {"error": "..."}. The first one describes the model.
+// An answer is a line of JSON, with what is wrong {"error": "..."}, or {"not_finite": "..."} with the first tensor of the model as it is whose
+// values are not finite. The first answer describes the model.
 //
 // Use: ggml-ext-streams -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]
 // -o: the streams lie in this file, which has no name any more once it is open; without it in memory.
@@ -50,10 +51,44 @@ using ggml_ext::fail;
 using ggml_ext::mapping;
 using ggml_ext::replacement;
 
+// The model as it is has values that are not finite; what() says where they begin.
+struct not_finite : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// -Inf alone is no fault of tensors within a graph: masks have it.
+bool is_overflow(float x) { return std::isnan(x) || x == INFINITY; }
+
+// Looks at the tensors of a graph as they are computed, once it is told to.
+class watcher {
+public:
+    bool        is_on = false;
+    std::string found; // the first whose values are not finite
+
+    static bool heard(ggml_tensor * t, bool asks, void * self) {
+        watcher & w = *(watcher *) self;
+        return asks ? w.is_on && w.found.empty() && t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) : w.look(t);
+    }
+
+private:
+    // False where nothing more is to be computed.
+    bool look(const ggml_tensor * t) {
+        std::vector<float> values(ggml_nelements(t));
+        ggml_backend_tensor_get(t, values.data(), 0, ggml_nbytes(t));
+        if (std::any_of(values.begin(), values.end(), is_overflow)) {
+            found = t->name;
+            for (int i = 0; i < GGML_MAX_SRC && t->src[i]; ++i) {
+                found += (i ? ", " : " of ") + std::string(t->src[i]->name);
+            }
+        }
+        return found.empty();
+    }
+};
+
 class streams {
 public:
-    streams(llama_context * ctx, std::vector<llama_token> tokens, int n_context, int n_chunks, const std::string & file)
-        : ctx(ctx), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks),
+    streams(llama_context * ctx, watcher & watch, std::vector<llama_token> tokens, int n_context, int n_chunks, const std::string & file)
+        : ctx(ctx), watch(watch), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks),
           n_layers(llama_model_n_layer(llama_get_model(ctx))) {
         ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return on_graph(graph); });
         compute(0, -1); // a graph of no nodes: to be described
@@ -235,10 +270,14 @@ private:
         for (int k = 0; k < n_layers; ++k) {
             hidden[k].resize(chunk_bytes / sizeof(float));
             ggml_backend_tensor_get(parts.layers()[k].end, hidden[k].data(), 0, chunk_bytes);
+            check_finite(chunk, k, hidden[k].data());
         }
         const ggml_tensor * logits = parts.nodes(n_layers).back();
         seed.resize(ggml_nelements(logits));
         ggml_backend_tensor_get(logits, seed.data(), 0, ggml_nbytes(logits));
+        if (std::any_of(seed.begin(), seed.end(), is_overflow)) {
+            fail_not_finite(chunk, "the output");
+        }
         ggml_ext::differentiate_logits(seed.data(), logits->ne[0], n_context, (uint64_t) chunk * n_context);
         doing = purpose::gradients;
         for (layer = n_layers; layer > 0; --layer) {
@@ -351,12 +390,30 @@ private:
     void keep(int chunk, int s) {
         float * to = (float *) place(s, chunk);
         ggml_backend_tensor_get(parts.layers()[layer].end, to, 0, chunk_bytes);
-        for (size_t i = 0; i < chunk_bytes / sizeof(float); ++i) {
-            if (!std::isfinite(to[i])) {
-                fail("the stream behind layer " + std::to_string(layer) + " of the " + (s ? "quantized" : "original") +
-                     " model is not finite");
-            }
+        if (s == 0) {
+            check_finite(chunk, layer, to);
+        } else if (!is_finite(to)) {
+            fail("the stream behind layer " + std::to_string(layer) + " of the quantized model is not finite");
         }
+    }
+
+    bool is_finite(const float * x) const {
+        return std::all_of(x, x + chunk_bytes / sizeof(float), [](float value) { return std::isfinite(value); });
+    }
+
+    // x: the stream behind layer k of the model as it is.
+    void check_finite(int chunk, int k, const float * x) {
+        if (!is_finite(x)) {
+            fail_not_finite(chunk, "the stream behind layer " + std::to_string(k));
+        }
+    }
+
+    // Runs the model as it is once more, to say which of its tensors is the first. otherwise: what is said if none is found.
+    [[noreturn]] void fail_not_finite(int chunk, const std::string & otherwise) {
+        doing       = purpose::whole;
+        watch.is_on = true;
+        compute(chunk, 0);
+        throw not_finite(watch.found.empty() ? otherwise : watch.found);
     }
 
     json compare(int chunk) const {
@@ -373,6 +430,7 @@ private:
     enum class purpose { layer, whole, gradients };
 
     llama_context *          ctx;
+    watcher &                watch;
     std::vector<llama_token> tokens;
     std::string              file;
     int                      n_context, n_chunks, n_layers, layer = 0, which = -1, n_learned = 0;
@@ -425,6 +483,9 @@ int main(int argc, char ** argv) {
     params.n_parallel = 1;
     params.warmup     = false;
     params.no_extra_bufts = true; // matrices in an order that only products know cannot be transposed
+    watcher watch;
+    params.cb_eval           = watcher::heard;
+    params.cb_eval_user_data = &watch;
     llama_backend_init();
     llama_numa_init(params.numa);
     auto init = common_init_from_params(params);
@@ -438,12 +499,14 @@ int main(int argc, char ** argv) {
         if (n_chunks == 0) {
             fail("the text has " + std::to_string(tokens.size()) + " tokens, but a chunk takes " + std::to_string(params.n_ctx));
         }
-        streams both(init->context(), tokens, params.n_ctx, n_chunks, params.out_file);
+        streams both(init->context(), watch, tokens, params.n_ctx, n_chunks, params.out_file);
         say(out, both.describe());
         for (std::string line; std::getline(std::cin, line);) {
             try {
                 std::istringstream words(line);
                 say(out, both.answer(words));
+            } catch (const not_finite & e) {
+                say(out, { { "not_finite", e.what() } });
             } catch (const std::exception & e) {
                 say(out, { { "error", e.what() } });
             }

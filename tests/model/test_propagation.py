@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import string
 import subprocess
@@ -214,6 +215,32 @@ def test_matrices_that_the_processor_keeps_in_another_order(text, tmp_path, lib)
     assert errors[0] == 0 < errors[1]
 
 
+@pytest.mark.parametrize("options", [{"type": "itq3_t"}, {"type": "q4_k_m"}, {"type": "ditto3"}, {"type": "ditto3", "ditto_codebook": "tensor"},
+                                     {"effort": "best", "propagate": None, "split_max_size": "1M"}])
+def test_errors_are_those_against_the_source(options, text, tmp_path, lib):
+    """As --verify and inspect find them; DITTO3's epsilon bounds them. Those against the moved targets have a name of their own."""
+    model = tmp_path / "model.gguf"
+    synth_model.write_model("f16", model, "tiny", 2)
+    result = propagated(model, tmp_path / "out.gguf", text, verify=True, calibration_chunks=2, **options)
+    found = {t["name"]: t for t in ggml_ext.inspect_model(result.paths[0], against=model).record()["tensors"]}
+    for tensor in (t for t in result.tensors if t.largest_error is not None):
+        there = found[tensor.name]
+        assert tensor.largest_error == there["largest_error"] and there["within_epsilon"]
+        assert ("epsilon" in there) == (tensor.type == "ditto3")
+        assert tensor.relative_squared_error == pytest.approx(there["relative_squared_error"], rel=1e-9)
+        if tensor.name.startswith("blk."):
+            assert 0 < tensor.target_error < tensor.weighted_relative_squared_error
+        else:
+            assert tensor.name != "token_embd.weight" or tensor.target_error is None
+
+
+def test_the_table_has_errors_to_targets(text, tmp_path, lib):
+    model = tmp_path / "model.gguf"
+    synth_model.write_model("f16", model, "tiny", 2)
+    table = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--calibration-chunks", "2").stdout
+    assert re.search(r"rel\. sq\. err\.  weighted to target  largest error\n(?:.*\n)+?blk\.\*\.attn_k\.weight +itq2_t +0\.\d{6}  0\.\d{6}  0\.\d{6} ", table), table
+
+
 def test_a_stopped_run_goes_on(small, text, tmp_path):
     wanted, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     arguments = ["--type", "itq2_t", "--effort", "best", "-t", "2", "--propagate", "--imatrix-from", text]
@@ -303,15 +330,26 @@ def test_a_graph_without_layers(letters, tmp_path, lib):
     assert "hrm_text" not in fails(model, out, text) and "layer 3 needs the product with blk.0.ffn_down.weight" in fails(model, out, text)
 
 
-def test_a_stream_that_is_not_finite(text, tmp_path, lib):
+@pytest.mark.parametrize(("name", "weight", "first"), [
+    ("blk.1.attn_norm.weight", 3e38, "attn_norm-1 of "),
+    ("blk.1.ffn_norm.weight", 1e25, "ffn_(gate|up|swiglu)-1 of "),
+    ("output_norm.weight", 3e38, "result_norm of "),
+])
+def test_the_first_tensor_that_is_not_finite(name, weight, first, text, tmp_path, lib):
+    """Weights are finite, and what is computed with them is not: the gradients of no layer are finite then."""
     model, out = tmp_path / "model.gguf", tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
     synth_model.write_model("f16", model, "tiny", 3)
     reader = gguf.GGUFReader(model, "r+")
-    norm = next(t for t in reader.tensors if t.name == "blk.1.attn_norm.weight")
-    norm.data[:] = 3e38  # finite, and its products are not
+    next(t for t in reader.tensors if t.name == name).data[:] = weight
     reader.data.flush()
-    assert "the gradients at the outputs of blk.0." in (line := fails(model, out, text)) and "are not finite" in line
+    line = fails(model, out, text)
+    assert re.search(f"values that are not finite, the first in {first}", line) and "--no-calibration" in line and "leave out" not in line
+    if "blk" in name:  # without gradients the streams find it
+        with streams(model, text, 512, tmp_path) as both, pytest.raises(UserError, match=f"the first in {first}"):
+            for layer in range(2):
+                both.enter_layer(layer)
+                both.advance()
 
 
 def test_too_few_tokens_are_a_warning(model, text, tmp_path, lib):

@@ -117,8 +117,6 @@ class Inquiry:
             tensor, types = job
             own = replace(self.importance, _last=(None, None))  # metrics of the last tensor are not shared between threads
             found = {t.name.lower(): self._sample_error(tensor, t, own) for t in types}
-            self.file.release(tensor, tensor.n_rows)
-            self.importance.release(tensor)
             return found
 
         with ThreadPoolExecutor(self.n_threads) as pool, self.console.bar("errors", len(missing), "tensor") as bar:

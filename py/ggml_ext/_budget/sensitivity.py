@@ -280,8 +280,6 @@ class Probe:
                     guide.written(tensor, start + n_rows)
                 errors[tensor.name] = total.relative if total.weighted is None else total.weighted
                 packed[tensor.name] = rows
-                self.file.release(tensor, tensor.n_rows)
-                self.importance.release(tensor)
         return errors, packed
 
     def _write(self, tensor: Tensor, path: Path, offset: int, packed: np.ndarray | None) -> None:
@@ -294,7 +292,6 @@ class Probe:
                 else:
                     weights = self.codec.decode(np.array(packed[start : start + n_rows]), fit_to_row(tensor, PROBE), tensor.ne[0])
                     f.write(self.codec.encode(weights, tensor.type).tobytes())
-        self.file.release(tensor, tensor.n_rows)
 
     def _perplexity(self, model: Path, *args) -> str:
         command = [self.program, "-m", model, "-c", self.n_context, "-b", self.n_context, "-t", self.n_threads, *args]

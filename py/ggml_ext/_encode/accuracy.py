@@ -31,6 +31,9 @@ class Accuracy:
     weighted_energy: float = 0.0
     of_moments: bool = False  # H is more than a diagonal
     stream_error: float = 0.0  # of the layer, with --propagate (_propagation/errors.py)
+    # sums of (t - w')^T H (t - w') and of t^T H t, t being what --propagate encodes in place of w (targets.py); 0 without it
+    target_error: float = 0.0
+    target_energy: float = 0.0
 
     @classmethod
     def measure(cls, original: np.ndarray, stored: np.ndarray) -> Accuracy:
@@ -50,6 +53,8 @@ class Accuracy:
             self.weighted_energy + other.weighted_energy,
             self.of_moments or other.of_moments,
             max(self.stream_error, other.stream_error),
+            self.target_error + other.target_error,
+            self.target_energy + other.target_energy,
         )
 
     @property
@@ -65,8 +70,16 @@ class Accuracy:
         return self.weighted_error / self.weighted_energy if self.weighted_energy > 0 else None
 
     @property
+    def to_target(self) -> float | None:
+        """Weighted relative squared error against the targets of --propagate; None without them."""
+        return self.target_error / self.target_energy if self.target_energy > 0 else None
+
+    @property
     def judged(self) -> float:
-        """The error to hold against the type's usual one. Encoders with second moments double the plain one on purpose."""
+        """The error to hold against the type's usual one. Encoders with second moments double the plain one on purpose, and targets are
+        elsewhere."""
+        if self.to_target is not None:
+            return self.to_target
         return self.weighted if self.of_moments and self.weighted is not None else self.relative
 
     def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:

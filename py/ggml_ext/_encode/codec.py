@@ -28,6 +28,10 @@ from .accuracy import Accuracy
 
 T = GGMLQuantizationType
 
+# Integers of the size of floats whose order is that of their magnitudes, once the sign is masked out.
+MAGNITUDES = {T.F32: ("<u4", 0x7FFFFFFF), T.F16: ("<u2", 0x7FFF), T.BF16: ("<u2", 0x7FFF)}
+NO_WEIGHTS = (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)  # copied as they are
+
 
 def largest_weight(qtype: GGMLQuantizationType) -> float:
     """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or bytes, up to 240.
@@ -59,6 +63,10 @@ CODEBOOKS = ("block", "tensor")
 ENCODERS = ("auto", "c", "numpy")
 
 Made = TypeVar("Made")
+
+
+class BadWeights(UserError):
+    """Weights that no type holds, or not the one that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -279,21 +287,30 @@ class Codec:
     def weights(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> np.ndarray:
         """Rows of a tensor in its own type, uint8, as float32 (n_rows, n_per_row). The first of them is row first_row.
 
-        UserError naming the tensor and the position of a weight that is NaN, Inf or too large for the target.
+        BadWeights naming the tensor and the position of a weight that is NaN, Inf or too large for the target.
         """
         weights = self.decode(rows, tensor.type, tensor.ne[0])
         check_weights(weights, tensor, first_row, target)
         return weights
+
+    def check(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
+        """BadWeights as in weights(), of floats by their bits where none is bad."""
+        if tensor.type in MAGNITUDES:
+            dtype, mask = MAGNITUDES[tensor.type]
+            largest = (rows.view(dtype) & np.array(mask, dtype)).max(keepdims=True)
+            if self.decode(largest.view(np.uint8), tensor.type, 1)[0, 0] <= min(largest_weight(target), np.finfo(np.float32).max):
+                return
+        self.weights(rows, tensor, first_row, target)
 
     def convert(
         self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
     ) -> tuple[np.ndarray, Accuracy]:
         """Rows of a tensor in its own type, uint8, to the target type, and how far they are from the originals.
 
-        UserError as in weights(), and where the encoder makes no finite weights of these.
+        BadWeights as in weights(), and UserError where the encoder makes no finite weights of these.
         """
-        if tensor.type in (*INTEGER_TYPES, *ACTIVATION_TYPES, T.F64):
-            return rows, Accuracy()  # no weights: copied as they are
+        if tensor.type in NO_WEIGHTS:
+            return rows, Accuracy()
         weights = self.weights(rows, tensor, first_row, target)
         if target == tensor.type:
             return rows, Accuracy()
@@ -303,12 +320,18 @@ class Codec:
         self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
     ) -> tuple[np.ndarray, Accuracy]:
         """float32 (n_rows, n_per_row) to the target type, and how far that is from them. The first is row first_row of the tensor."""
+        data = self.encode_guided(weights, tensor, first_row, target, guide)
+        return data, measured(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]), target, guide)
+
+    def encode_guided(
+        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
+    ) -> np.ndarray:
+        """The data of encode_rows()."""
         parts = [
             self.encode(weights[part], target, guide.importances(expert), guide.codebook, guide.metric(expert))
             for part, expert in guide.slices(tensor, first_row, len(weights))
         ]
-        data = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return data, measured(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]), target, guide)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def measured(
@@ -325,7 +348,7 @@ def measured(
 
 
 def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
-    """UserError if a weight is NaN, Inf or, where the type changes, larger than the target can hold."""
+    """BadWeights if a weight is NaN, Inf or, where the type changes, larger than the target can hold."""
     limit = np.inf if target == tensor.type else largest_weight(target)
     low, high = weights.min(), weights.max()  # NaN if there is one
     if -limit <= low and high <= limit and -np.inf < low and high < np.inf:
@@ -336,11 +359,11 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
     index = row_index * tensor.ne[0] + column
     where = f"tensor {tensor.name}: weight {index:,} (row {row_index:,}, column {column:,})"
     if np.isfinite(value):
-        raise UserError(
+        raise BadWeights(
             f"{where} is {value:g}; {target.name.lower()} is sure to hold weights up to {limit:g} only: keep the "
             f"tensor with --tensor-type '{re.escape(tensor.name)}=f32'"
         )
-    raise UserError(f"{where} is {value}: the model is damaged; convert it again from a good source")
+    raise BadWeights(f"{where} is {value}: the model is damaged; convert it again from a good source")
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ MAX_BARS, BAR_WIDTH = 16, 40
 def sample_blocks(file: GGUFFile, tensor: Tensor) -> Iterator[np.ndarray]:
     """Blocks of one of our types, uint8 (n_blocks, block_bytes): all of a small tensor, of others evenly spaced pieces."""
     info = WEIGHT_TYPES[tensor.type.name.lower()]
-    blocks = file.rows(tensor, 0, tensor.n_rows).reshape(-1, info.block_bytes)
+    n_blocks = tensor.n_bytes // info.block_bytes
     if tensor.n_elements <= SAMPLE_WEIGHTS:
         step = PIECE_WEIGHTS // info.block_size
-        starts = range(0, len(blocks), step)
+        starts = range(0, n_blocks, step)
     else:
         step = SAMPLE_WEIGHTS // N_PIECES // info.block_size
-        starts = np.linspace(0, len(blocks) - step, N_PIECES).astype(int)
+        starts = np.linspace(0, n_blocks - step, N_PIECES).astype(int).tolist()
     for start in starts:
-        yield blocks[start : start + step]
+        yield file.pieces(tensor, info.block_bytes, start, min(step, n_blocks - start))
 
 
 def decode_fields(type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +59,7 @@ class Histogram:
     n_not_finite: int = 0
 
     def add(self, file: GGUFFile, tensor: Tensor) -> None:
-        """Samples a tensor, whose memory is released."""
+        """Samples a tensor."""
         self.n_weights += tensor.n_elements
         for blocks in sample_blocks(file, tensor):
             codes, scales = decode_fields(tensor.type.name.lower(), blocks)
@@ -71,7 +71,6 @@ class Histogram:
             self.n_zero += int((scales == 0).sum())
             self.n_negative += int((is_finite & (scales < 0)).sum())
             self.n_not_finite += int((~is_finite).sum())
-        file.release(tensor, tensor.n_rows)
 
     @property
     def entropy(self) -> float:

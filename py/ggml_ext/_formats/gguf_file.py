@@ -1,4 +1,4 @@
-"""GGUF files as the quantizer needs them: a checked header walk over a memory map, and the header of the output.
+"""GGUF files as the quantizer needs them: a checked header walk, rows by their place, and the header of the output.
 
 gguf.GGUFReader and GGUFWriter are not used here for three measured reasons: the reader makes numpy objects for every
 array element (19 s and 1.3 GB for a vocabulary of 256,000), it trusts the counts and sizes in the file, and the
@@ -8,10 +8,11 @@ Format: ggml's docs/gguf.md, with the limits that ggml's own reader sets.
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -22,7 +23,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQua
 
 from .._base.encoding import utf8
 from .._base.errors import UserError
-from .._base.files import not_mapped
+from .._base.read_at import ReadAt
 from .._base.types import RETIRED_TYPES, TYPES
 
 MAGIC = b"GGUF"
@@ -30,6 +31,7 @@ VERSIONS = (2, GGUF_VERSION)  # 2 and 3 have the same layout
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_NAME = 64  # GGML_MAX_NAME, with the terminating zero
 MAX_ELEMENTS = 2**63 - 1
+PIECE = 1 << 20  # of the header, read at once
 SCALAR_FORMATS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -98,17 +100,20 @@ def bits_per_weight(qtype: GGMLQuantizationType) -> float:
 class _Cursor:
     """Reads the header front to back; every step is checked against the size of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap):
-        self.path, self.data, self.position = path, data, 0
+    def __init__(self, source: ReadAt):
+        self.path, self.position = source.path, 0
+        self.source, self.data = source, bytearray()  # what was read so far
 
     def skip(self, n_bytes: int, what: str) -> int:
         """Position before the skipped bytes."""
         start, end = self.position, self.position + n_bytes
-        if end > len(self.data):
+        if end > self.source.n_bytes:
             raise UserError(
                 f"{self.path}: truncated or corrupt: {what} needs {end:,} bytes, the file has "
-                f"{len(self.data):,}; download or convert it again"
+                f"{self.source.n_bytes:,}; download or convert it again"
             )
+        if end > (n := len(self.data)):
+            self.data += self.source.read(n, max(end - n, min(PIECE, self.source.n_bytes - n)))
         self.position = end
         return start
 
@@ -118,7 +123,7 @@ class _Cursor:
     def string(self, what: str) -> bytes:
         n_bytes = self.scalar("<Q", what)
         start = self.skip(n_bytes, what)
-        return self.data[start : start + n_bytes]
+        return bytes(self.data[start : start + n_bytes])
 
     def name(self, what: str) -> str:
         raw = self.string(what)
@@ -147,7 +152,7 @@ class _Cursor:
             value = raw.decode(errors="replace")
         else:
             value = self.scalar(SCALAR_FORMATS[vtype], what)
-        return KeyValue(key, vtype, value, self.data[start : self.position])
+        return KeyValue(key, vtype, value, bytes(self.data[start : self.position]))
 
     def _array(self, what: str) -> None:
         etype = self.value_type(what)
@@ -174,12 +179,8 @@ class BigEndianFile(UserError):
     """A sound file, perhaps, that only gguf's own tools read."""
 
 
-class NotMapped(UserError):
-    """A file on a drive that maps none into memory, or larger than memory may be."""
-
-
 class GGUFFile:
-    """A GGUF file, memory-mapped. The constructor reads and checks the whole header; UserError if it is not sound."""
+    """A GGUF file. The constructor reads and checks the whole header; UserError if it is not sound."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -187,18 +188,16 @@ class GGUFFile:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 kind = "a directory" if path.is_dir() else "not a regular file"
                 raise UserError(f"{path} is {kind}: pass a GGUF file")
-            with open(path, "rb") as f:
-                self.n_bytes = os.fstat(f.fileno()).st_size
-                if f.read(len(MAGIC)) != MAGIC:
-                    raise UserError(
-                        f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the folder of a "
-                        "Hugging Face checkpoint with its config.json"
-                    )
-                self._map = self._mapped(f.fileno())
+            self._source = ReadAt(path)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        cursor = _Cursor(path, self._map)
+        self.n_bytes = self._source.n_bytes
+        if self._source.read(0, min(len(MAGIC), self.n_bytes)) != MAGIC:
+            raise UserError(
+                f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the folder of a "
+                "Hugging Face checkpoint with its config.json"
+            )
+        cursor = _Cursor(self._source)
         cursor.skip(len(MAGIC), "the magic")
         n_tensors, n_kv = self._read_counts(cursor)
         self.metadata: dict[str, KeyValue] = {}
@@ -209,12 +208,6 @@ class GGUFFile:
             self.metadata[kv.key] = kv
         self.alignment = self._read_alignment()
         self.tensors = self._read_tensors(cursor, n_tensors)
-
-    def _mapped(self, fd: int) -> mmap.mmap:
-        try:
-            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        except OSError as e:
-            raise NotMapped(not_mapped(self.path, e)) from e
 
     @property
     def parts(self) -> list[GGUFFile]:
@@ -327,17 +320,30 @@ class GGUFFile:
         return name, ne, qtype, offset
 
     def rows(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
-        """Rows first..first+count-1 of the flattened tensor: uint8 (count, row_bytes), a view of the map."""
-        n_bytes = row_bytes(tensor.type, tensor.ne[0])
-        start = tensor.offset + first * n_bytes
-        return self._bytes[start : start + count * n_bytes].reshape(count, n_bytes)
+        """Rows first..first+count-1 of the flattened tensor: uint8 (count, row_bytes). UserError if they cannot be read any more."""
+        return self.pieces(tensor, row_bytes(tensor.type, tensor.ne[0]), first, count)
 
-    def release(self, tensor: Tensor, n_rows: int) -> None:
-        """Lets go of the memory of the first n_rows rows: mapped pages count as ours until then."""
-        if hasattr(self._map, "madvise"):
-            start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            end = tensor.offset + n_rows * row_bytes(tensor.type, tensor.ne[0])
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+    def pieces(self, tensor: Tensor, size: int, first: int, count: int) -> np.ndarray:
+        """The same of pieces of `size` bytes: uint8 (count, size)."""
+        data = self._source.read(tensor.offset + first * size, count * size)
+        return np.frombuffer(data, np.uint8).reshape(count, size)
+
+    def is_hole(self, tensor: Tensor) -> bool:
+        """Whether its data are zeros that take no room on the disk."""
+        return self._source.is_hole(tensor.offset, tensor.n_bytes)
+
+    def check_unchanged(self) -> None:
+        """FileChanged where it is another file by now, or was written to after it was opened."""
+        self._source.check_unchanged()
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """FileChanged in place of other errors where that explains them: of programs that read the file, say."""
+        try:
+            yield
+        except UserError:
+            self.check_unchanged()
+            raise
 
     def _array_payload(self, key: str, element: GGUFValueType) -> tuple[int, bytes] | None:
         """Count and bytes of an array of that element type; None if the key is missing or something else."""

@@ -13,6 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
+from .._base.read_at import ReadAt
 from .gguf_file import MAX_NAME, GGUFFile, KeyValue, Tensor, has_magic, string_value, uint32_value
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -27,8 +28,7 @@ DEAD, FLOOR = 1e-8, 0.1
 
 
 class ImportanceMatrix:
-    """A GGUF importance matrix or an old one (.dat), memory-mapped. Values are normalised when asked for, so that memory stays
-    bounded."""
+    """A GGUF importance matrix or an old one (.dat). Values are normalised when asked for."""
 
     def __init__(self, path: Path):
         """Opens and checks the whole file. UserError if it is no importance matrix or holds what none can hold."""
@@ -69,7 +69,7 @@ class ImportanceMatrix:
         """The number of entries; of each the length of its name, the name, calls, the number of sums, and those; then, perhaps,
         the number of chunks and the dataset's name. Integers are int32, sums float32: means times calls."""
         path, n_bytes, position = self.path, self.path.stat().st_size, 0
-        data = np.fromfile(path, np.uint8)
+        data = ReadAt(path).read(0, n_bytes) if n_bytes else b""
 
         def damaged(what: str) -> UserError:
             if not self._entries:

@@ -91,6 +91,17 @@ def quadratic_forms(triangles: np.ndarray, rows: np.ndarray, whole: bool) -> np.
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Rows of a float32 tensor of a file, each read when it is asked for."""
+
+    file: GGUFFile
+    tensor: Tensor
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.file.rows(self.tensor, row, 1).view("<f4")[0]
+
+
+@dataclass(frozen=True)
 class TensorMoments:
     """The moments of one weight matrix, or of its experts, read from the file when asked for.
 
@@ -103,7 +114,7 @@ class TensorMoments:
     kind: str  # "block" or "full", as it is used; the file may hold more
     n_columns: int
     counts: np.ndarray  # float32 (n_matrices,), tokens
-    stored: np.ndarray  # float32 (n_matrices, n_values), a view of the file
+    stored: np.ndarray | Stored  # float32 (n_matrices, n_values)
     stored_whole: bool
     is_fitted: bool = False  # weights are made for the same tokens
     _means: list[np.ndarray] = field(default_factory=list)  # one, once it is known
@@ -205,12 +216,12 @@ class _Input:
 
 
 class Moments:
-    """Second moments of GGUF importance matrices, memory-mapped: of one file, or of several for different layers."""
+    """Second moments of GGUF importance matrices: of one file, or of several for different layers."""
 
     def __init__(self, files: Sequence[GGUFFile]):
         """Checks keys, sizes and counts; values when they are read. UserError for what no llama-imatrix writes."""
         self._inputs: dict[str, _Input] = {}  # by the name of the weight matrix
-        self.path, self.paths = files[0].path, [f.path for f in files]
+        self.path, self.files = files[0].path, files
         for file in files:
             self._add_file(file)
         self.kind = "full" if all(i.whole for i in self._inputs.values()) else "block"
@@ -278,13 +289,7 @@ class Moments:
                 f"{needed:,} for {n_matrices:,} ({n_columns:,} columns): they are for another model; make them with "
                 "llama-imatrix -m MODEL -f TEXT --moments block"
             )
-        stored = found.file.rows(found.values, 0, n_matrices).view("<f4")
-        return TensorMoments(where, kind, n_columns, found.counts, stored, found.whole)
-
-    def release(self, name: str) -> None:
-        """Lets go of the memory that reading the moments of a weight matrix took."""
-        found = self._inputs[name]
-        found.file.release(found.values, found.values.n_rows)
+        return TensorMoments(where, kind, n_columns, found.counts, Stored(found.file, found.values), found.whole)
 
 
 def token_warnings(moments: dict[str, TensorMoments]) -> list[str]:

@@ -67,8 +67,15 @@ class SplitGGUF(GGUFFile):
     def rows(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
         return self._file_of[tensor.name].rows(tensor, first, count)
 
-    def release(self, tensor: Tensor, n_rows: int) -> None:
-        self._file_of[tensor.name].release(tensor, n_rows)
+    def pieces(self, tensor: Tensor, size: int, first: int, count: int) -> np.ndarray:
+        return self._file_of[tensor.name].pieces(tensor, size, first, count)
+
+    def is_hole(self, tensor: Tensor) -> bool:
+        return self._file_of[tensor.name].is_hole(tensor)
+
+    def check_unchanged(self) -> None:
+        for file in self._files:
+            file.check_unchanged()
 
 
 def _is_count(value) -> bool:

@@ -69,12 +69,11 @@ class Importance:
     def paths(self) -> list[Path]:
         """Files that the values come from."""
         found = [] if self.matrix is None else [self.matrix.path]
-        return list(dict.fromkeys([*found, *(self.moments.paths if self.moments else [])]))
+        return list(dict.fromkeys([*found, *(f.path for f in self.files())]))
 
-    def release(self, tensor: Tensor) -> None:
-        """Lets go of mapped memory once a tensor is written."""
-        if self.moments and tensor.name in self.moments:
-            self.moments.release(tensor.name)
+    def files(self) -> Sequence[GGUFFile]:
+        """Those that are read while tensors are encoded."""
+        return self.moments.files if self.moments else []
 
     def describe(self) -> str:
         """For the summary."""
@@ -143,7 +142,6 @@ def plan_moments(plan: Plan, importance: Importance, explicit: bool) -> None:
     if not any(m.stored_whole for m in found.values()):
         for name in {importance.moments.owner(name): name for name in found}.values():
             found[name].check()
-            importance.moments.release(name)
     if missing := [t.name for t in using if t.name not in found]:
         plan.warnings.append(
             f"--imatrix: {importance.moments.path} has no second moments for {len(missing)} of {len(using)} tensors, for which the "

@@ -16,7 +16,7 @@ from .._base.text import columns
 from .._base.threads import check_threads
 from .._base.types import TYPES, WEIGHT_TYPES
 from .._encode.accuracy import Accuracy
-from .._encode.checks import check_known_encoders, check_numpy_encoders
+from .._encode.checks import check_known_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
 from .._formats.names import unknown_type
@@ -189,9 +189,12 @@ def export(settings: ExportSettings, console: Console) -> Result:
         taken = check_paths(asked)
         output = None if taken.out is None else stack.enter_context(Output(taken.out, asked.force))
         conversion = prepare(settings)
+        stack.enter_context(conversion.file.blamed())
         plan, described = conversion.plan, conversion.importance.describe()
         tell_plan(plan, console)
         lines = tensor_lines(plan, columns()) if console.details else []
+        types = [[q] for q in plan.types]
+        check_source(conversion.file, plan.tensors, types, conversion.codec, settings.n_threads, console)
         if output is None:
             console.report("\n".join([*lines, summary(plan, choices, columns(), described, dead=conversion.dead_columns())]))
             tensors = [tensor_record(plan, i) for i in range(len(plan.tensors))]

@@ -165,7 +165,6 @@ def find(
                 other = others[tensor.name]
                 finding.is_changed = tensor.type != other.type
                 finding.accuracy = compare(pool, 2 * n_threads, codec, file, tensor, original, other, importance.guide(tensor))
-                importance.release(tensor)
             yield finding
     finally:
         pool.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ from .._budget import choice
 from .._budget.inquiry import Inquiry
 from .._budget.items import Item, make_items
 from .._encode.accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
-from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders
+from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, pack_header, string_value, uint32_value
 from .._formats.split import SPLIT_KEYS
@@ -93,14 +93,15 @@ def quantize(settings: Settings, console: Console) -> Result:
     with one_blas_thread(), contextlib.ExitStack() as stack:
         destination = prepare_upload(settings, console)
         opened = open_model(settings, console, stack)
-        decided = decide(settings, opened, console)
-        tell_plan(decided.plan, console)
-        if opened.output is None:
-            return tell_dry_run(settings, decided, console)
-        if not console.quiet and (expected := expected_time(settings, decided)):
-            console.note(expected.describe())
-        job = make_job(settings, opened, decided, console, stack)
-        written = job.write(console)
+        with opened.file.blamed():
+            decided = decide(settings, opened, console)
+            tell_plan(decided.plan, console)
+            if opened.output is None:
+                return tell_dry_run(settings, decided, console)
+            if not console.quiet and (expected := expected_time(settings, decided)):
+                console.note(expected.describe())
+            job = make_job(settings, opened, decided, console, stack)
+            written = job.write(console)
         result = finish(settings, decided, job, written, console)
     if destination is not None:
         console.report(destination.upload([*result.paths], make_card(settings, decided, job, written).text()))
@@ -160,12 +161,21 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
         if codec is not None:
             check_encoders(codec, plan, choices.fallback_above is not None)
         opened.make_room(plan, tensor_sizes(plan), settings)
+        check_weights(settings, opened.file, plan, [], codec, console)
         run = propagate_to(plan, settings, opened, console)
         described = find_importance(settings, opened, plan, console) if run is None else (run.importance(), run.importance_described())
         decided = Decided(plan, choices, codec, *described, run=run)
     if codec is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
     return replace(decided, options=describe_options(settings.asked, decided.choices, plan, decided.run is not None))
+
+
+def check_weights(settings: Settings, file: GGUFFile, plan: Plan, items: list[Item], codec: Codec | None, console: Console) -> None:
+    """UserError for weights that cannot be stored. items: of a target."""
+    types = [[q] for q in plan.types]
+    for item in items:
+        types[item.index] = item.types
+    check_source(file, plan.tensors, types, codec or settings.encoder.load(settings.n_threads), settings.n_threads, console)
 
 
 def propagate_to(plan: Plan, settings: Settings, opened: Opened, console: Console) -> Run | None:
@@ -194,6 +204,7 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
     """Those that a target leads to."""
     target, choices, file = settings.target, settings.choices, opened.file
     items = make_items(target, plan, choices, codec)
+    check_weights(settings, file, plan, items, codec, console)
     chosen = choice.choose_at_once(target, file, plan, items)
     importance, described = Importance(), "none: nothing is encoded"
     if chosen is None:

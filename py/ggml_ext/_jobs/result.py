@@ -9,7 +9,8 @@ from pathlib import Path
 @dataclass(frozen=True)
 class TensorResult:
     """A tensor of the output. shape: fastest dimension first, as ggml writes it; errors: of the decoded weights against the input,
-    None where the type did not change or nothing was written; stream_error: behind the tensor's layer, with --propagate; seconds and sha256: of its data, None in a dry run."""
+    None where the type did not change or nothing was written; with --propagate target_error: weighted relative squared error against
+    the weights that were encoded in place of the input's, and stream_error: behind the tensor's layer; seconds and sha256: of its data, None in a dry run."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,6 +21,7 @@ class TensorResult:
     relative_squared_error: float | None = None
     weighted_relative_squared_error: float | None = None
     largest_error: float | None = None
+    target_error: float | None = None
     stream_error: float | None = None
     seconds: float | None = None
     sha256: str | None = None

@@ -76,5 +76,6 @@ class Job:
         if self.is_verified:
             verify(output, final, of, console)
             was_run = run_once(output, of.file, console)
+        of.check_unchanged()
         output.publish()
         return Written(accuracies, time.monotonic() - started + seconds_before, n_before, was_run)

@@ -132,6 +132,11 @@ class Streams:
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)
+        if first := answer.get("not_finite"):
+            raise UserError(
+                f"{FLAG}the model computes values that are not finite, the first in {first}: convert it again from a good source, or "
+                "pass --no-propagate --no-calibration, which run no model"
+            )
         if "error" in answer:
             raise UserError(f"--propagate: {answer['error']}; {WAY_OUT}")
         return answer

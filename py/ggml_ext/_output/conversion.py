@@ -43,6 +43,11 @@ class Conversion:
         """As Importance.dead_columns(). Of layers that --propagate made in an earlier run nothing is known."""
         return self.importance.dead_columns(self.plan) | (self.propagation.dead_columns if self.propagation else {})
 
+    def check_unchanged(self) -> None:
+        """UserError if a file that was read while tensors were encoded is not what it was."""
+        for file in (self.file, *self.importance.files()):
+            file.check_unchanged()
+
     def made_from(self, **more) -> dict:
         """What the bytes of the output depend on, by name, for Output.begin(). more: what the program's options add."""
 

@@ -2,8 +2,9 @@
 
 Beside model.gguf lie meanwhile .model.gguf.partial, which becomes it, and .model.gguf.partial.json, the journal: a line of JSON
 about what the bytes depend on, then one for each finished tensor with the SHA-256 of its data. The run that writes them holds a
-lock (flock) on the journal, which ends with the process however that ends. A run that was stopped leaves both if a tensor was
-finished, and the next one with the same input, options and version goes on after it; one that fails removes them.
+lock (flock) on the journal, which ends with the process however that ends. A run that was stopped or failed at a tensor leaves both if
+one was finished, and the next one with the same input, options and version goes on after it. They are removed where what they hold is
+wrong: the input changed, or --verify found other data.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from .._base.errors import UserError
 from .._base.files import LOCK_ATTEMPTS, NO_SPACE, allocated, free_space, give_name, hidden, is_plain_file, open_file, sync
 from .._base.json import is_number, parse_json
+from .._base.read_at import FileChanged
 from .._base.signals import ignore_signals
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
@@ -31,11 +33,11 @@ from .._formats.gguf_file import pad
 from .parts import Part, journal_of, keep_mode, split_parts, take_back
 
 PIECE = 4 * MIB  # read at once
-JOURNAL_FORMAT = 1
+JOURNAL_FORMAT = 2
 
 
 class Unfinished(UserError):
-    """An error after which the same command goes on where this one was."""
+    """An error of the end, after which the same command has little to do."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Output:
         self._journal: BinaryIO | None = None
         self._file: BinaryIO | None = None
         self._part = -1  # number of the part that is open
-        self._begun = False
+        self._begun = self._is_whole = False
         self._hash, self._written = hashlib.sha256(), 0
 
     # --- the lock ---
@@ -118,7 +120,8 @@ class Output:
         stays = False
         if error is not None and self._begun:
             was_stopped = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
-            stays = was_stopped and bool(self.finished)
+            is_sound = not self._is_whole and isinstance(error, UserError) and not isinstance(error, FileChanged)
+            stays = (was_stopped or is_sound) and bool(self.finished)
             if stays:
                 error.kept = self.describe_rest()
         elif not self._begun:  # what an earlier run left is not ours to judge yet
@@ -346,6 +349,7 @@ class Output:
                 self._file.write(header)
                 self._file.truncate(self._end_of(n))
             sync(self._file)
+        self._is_whole = True
 
     def publish(self) -> None:
         """Gives the files their names, all or none. Unfinished if one cannot get its own, or if one of them appeared in the

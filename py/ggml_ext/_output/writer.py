@@ -94,11 +94,9 @@ class _Writer:
             self.output.write(data)
             n_bytes += data.nbytes
             accuracy += of_chunk
-            file.release(tensor, first + n_rows)
             guide.written(tensor, first + n_rows)
             self.bar.update(n_rows * tensor.ne[0])
         assert n_bytes == tensor.bytes_as(target), tensor.name
-        importance.release(tensor)
         return accuracy
 
     def _find_codebook(self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide) -> np.ndarray:
@@ -106,11 +104,6 @@ class _Writer:
         file, codec = self.of.file, self.of.codec
 
         def weights(chunk: tuple[int, int]):
-            return chunk, codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], target)
+            return chunk[0], codec.weights(file.rows(tensor, *chunk), tensor, chunk[0], target)
 
-        def chunks():
-            for (first, n_rows), rows in map_in_order(self.pool, weights, row_chunks(tensor), 2 * self.of.n_threads):
-                yield first, rows
-                file.release(tensor, first + n_rows)
-
-        return codec.codebook(chunks(), tensor, guide)
+        return codec.codebook(map_in_order(self.pool, weights, row_chunks(tensor), 2 * self.of.n_threads), tensor, guide)

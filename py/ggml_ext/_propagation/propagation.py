@@ -220,9 +220,7 @@ class Propagation:
     def _weights(self, tensor: Tensor, target: GGMLQuantizationType) -> np.ndarray:
         """As the model has them, float32 (n_rows, n_per_row)."""
         chunks = row_chunks(tensor)
-        weights = np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
-        self.file.release(tensor, tensor.n_rows)
-        return weights
+        return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
 
     def _targets(self, tensor: Tensor, target: GGMLQuantizationType, sums: Sums, scale: float) -> np.ndarray:
         """float32 (n_rows, n_per_row). UserError where they are not finite."""
@@ -246,22 +244,40 @@ class Propagation:
         if self.codec.needs_codebook(tensor, target):
             guide = replace(guide, codebook=self.codec.codebook([(0, weights)], tensor, guide))
         if rows := self._rows.get(tensor.name):
-            return self._encode_fed(tensor, target, weights, guide, rows)
+            data = self._encode_fed(tensor, target, weights, guide, rows)
+        else:
+            data = self._encode_alone(tensor, target, weights, guide)
+        return Encoded(data, self._measure(tensor, target, weights, data, guide))
 
-        def encode(chunk: tuple[int, int]):
+    def _measure(self, tensor: Tensor, target: GGMLQuantizationType, wanted: np.ndarray, data: np.ndarray, guide: Guide) -> Accuracy:
+        """How far data is from the model's weights, and from what was to be encoded, float32 (n_rows, n_per_row)."""
+
+        def measure(chunk: tuple[int, int]) -> Accuracy:
+            first, part = chunk[0], slice(chunk[0], sum(chunk))
+            stored = self.codec.decode(data[part], target, tensor.ne[0])
+            weights = self.codec.decode(self.file.rows(tensor, *chunk), tensor.type, tensor.ne[0])
+            to_target = guide.measure(tensor, first, wanted[part], stored)
+            found = measured(tensor, first, weights, stored, target, guide)
+            return replace(found, target_error=to_target.weighted_error, target_energy=to_target.weighted_energy)
+
+        return sum(self._pool.map(measure, row_chunks(tensor)), Accuracy())
+
+    def _encode_alone(self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide) -> np.ndarray:
+        """Rows that do not know of each other."""
+
+        def encode(chunk: tuple[int, int]) -> tuple[int, np.ndarray]:
             first, n_rows = chunk
-            return chunk, self.codec.encode_rows(weights[first : first + n_rows], tensor, first, target, guide)
+            return n_rows, self.codec.encode_guided(weights[first : first + n_rows], tensor, first, target, guide)
 
-        parts, accuracy = [], Accuracy()
-        for (_, n_rows), (data, of_chunk) in map_in_order(self._pool, encode, row_chunks(tensor), 2 * self.n_threads):
+        parts = []
+        for n_rows, data in map_in_order(self._pool, encode, row_chunks(tensor), 2 * self.n_threads):
             parts.append(data)
-            accuracy += of_chunk
             self._bar.update(n_rows * tensor.ne[0])
-        return Encoded(np.concatenate(parts), accuracy)
+        return np.concatenate(parts)
 
     def _encode_fed(
         self, tensor: Tensor, target: GGMLQuantizationType, weights: np.ndarray, guide: Guide, rows: list[Rows]
-    ) -> Encoded:
+    ) -> np.ndarray:
         """Rows that make up for each other."""
 
         def encode(part: np.ndarray) -> np.ndarray:
@@ -271,13 +287,7 @@ class Propagation:
         def decode(data: np.ndarray) -> np.ndarray:
             return self.codec.decode(data, target, tensor.ne[0])
 
-        data, values = encode_fed(weights, rows, encode, decode, self.n_threads, self._pool.map)
-
-        def measure(chunk: tuple[int, int]) -> Accuracy:
-            part = slice(chunk[0], sum(chunk))
-            return measured(tensor, chunk[0], weights[part], values[part], target, guide)
-
-        return Encoded(data, sum(self._pool.map(measure, row_chunks(tensor)), Accuracy()))
+        return encode_fed(weights, rows, encode, decode, self.n_threads, self._pool.map)[0]
 
 
 def importances(sums: Sums) -> np.ndarray:

@@ -22,6 +22,7 @@ def error_record(accuracy: Accuracy) -> dict:
         "relative_squared_error": _number(accuracy.relative),
         "weighted_relative_squared_error": _number(accuracy.weighted),
         "largest_error": _number(accuracy.max_abs),
+        **({} if accuracy.to_target is None else {"target_error": _number(accuracy.to_target)}),
         **({"stream_error": accuracy.stream_error} if accuracy.stream_error else {}),
     }
 

@@ -70,16 +70,17 @@ def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[
             classes[key] = classes.get(key, Accuracy()) + accuracy
     if not classes:
         return []
-    is_weighted = any(a.weighted is not None for a in classes.values())
+    is_weighted, has_targets = any(a.weighted is not None for a in classes.values()), any(a.to_target is not None for a in classes.values())
     # shorter with a column more, so that usual names fit
     title = "rel. sq. err." if is_weighted else "relative squared error"
 
     def columns_of(type_name: str, a: Accuracy) -> str:
-        weighted = "" if not is_weighted else f" {'' if a.weighted is None else format(a.weighted, '.6f'):>9}"
-        return f"{type_name:<8} {a.relative:{len(title)}.6f}{weighted} {a.epsilon:14.6g}"
+        more = [value for is_shown, value in ((is_weighted, a.weighted), (has_targets, a.to_target)) if is_shown]
+        shown = "".join(f" {'' if value is None else format(value, '.6f'):>9}" for value in more)
+        return f"{type_name:<8} {a.relative:{len(title)}.6f}{shown} {a.epsilon:14.6g}"
 
     rows = [(name, columns_of(type_name, a)) for (name, type_name), a in classes.items()]
-    heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''} {'largest error':>14}"
+    heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''}{' to target' if has_targets else ''} {'largest error':>14}"
     return table("tensors", heading, rows, width)
 
 
