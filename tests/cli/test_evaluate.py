@@ -137,6 +137,7 @@ def test_bad_command_lines(folder, tmp_path):
     check_error(evaluate(f16, "-f", tmp_path / "no.txt"), "-f: cannot read")
     check_error(evaluate(f16, "--base-logits", f16, "-f", f16), "--base-logits without --against")
     check_error(evaluate(f16, "--base-logits", f16), "holds no logits")
+    check_error(evaluate(f16, "--base-logits", "/dev/null"), "--base-logits: /dev/null is not a regular file")
     check_error(evaluate(f16, "--picture", tmp_path / "a.bmp"), "--picture", ".svg")
     check_error(evaluate(), "MODEL")
 

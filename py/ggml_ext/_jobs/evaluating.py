@@ -78,6 +78,8 @@ class EvaluateOptions:
             raise UserError(f"--tasks: is the number of questions of {', '.join('--' + kind for kind in TASKS)}: pass one of them")
         if self.base_logits is not None and self.against is None and (given := self.file or self.chunks or self.ctx_size):
             raise UserError(f"--base-logits without --against: text, chunks and context are those of the file; leave {given} out")
+        if self.base_logits is not None and self.base_logits.exists() and not self.base_logits.is_file():
+            raise UserError(f"--base-logits: {self.base_logits} is not a regular file: name one")
         for kind, path in self.task_files().items():
             if not path.is_file():
                 raise UserError(f"--{kind}: {path}: no such file; docs/using/evaluate.md says where such files come from")
