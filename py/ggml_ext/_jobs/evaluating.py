@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, temporary_folder
+from .._base.files import fingerprint, free_space, temporary_folder
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.threads import check_threads
@@ -252,7 +251,7 @@ class _Runs:
     def _make_logits(self, text: Scored, kept: Path, needed: int, made_from: dict) -> BaseLogits:
         """OSError where it cannot be written."""
         with temporary_folder(kept.parent, TEMPORARY, self._console.note) as folder:
-            if (free := shutil.disk_usage(kept.parent).free) < needed:
+            if (free := free_space(kept.parent)) < needed:
                 raise UserError(
                     f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
                     "another file with --base-logits, or pass a smaller --chunks"
