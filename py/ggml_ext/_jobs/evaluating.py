@@ -20,6 +20,7 @@ from .._evaluation.labels import bpw_of, disk_bytes, labels
 from .._evaluation.logits import BaseLogits, Kept, record_of
 from .._evaluation.perplexity import Runner, finite
 from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.language_model import other_than_language_model
 from .._formats.split import open_model
 from .._native.programs import device_options, need_tool
 from .._native.text_file import check_text, count_tokens
@@ -112,15 +113,27 @@ def evaluate(asked: EvaluateOptions, console: Console) -> Evaluation:
     n_threads = asked.check()
     models = [open_model(path) for path in asked.models]
     base = None if asked.against is None else open_model(asked.against)
-    check_vocabularies([*([base] if base else []), *models])
+    files = [*([base] if base else []), *models]
+    check_language_models(files)
+    check_vocabularies(files)
     found = _Runs(asked, models, base, need_tool("llama-perplexity"), n_threads, console).all()
     if asked.picture is not None and not draw_quality(found, asked.picture, asked.force):
         console.note("--picture: the font has no characters for some names, and boxes in their place: name a .svg")
     return found
 
 
+def check_language_models(files: Sequence[GGUFFile]) -> None:
+    """UserError for a file that predicts no next token."""
+    for file in files:
+        if other := other_than_language_model(file):
+            raise UserError(
+                f"{file.path} is not a language model but {other}, without the predictions of a next token that perplexity, KL divergence and "
+                "tasks are computed from; ggml-ext inspect FILE --against ORIGINAL compares its weights"
+            )
+
+
 def check_vocabularies(files: Sequence[GGUFFile]) -> None:
-    """UserError for a file that is no language model, or that has other tokens than the first."""
+    """UserError for a file without tokens, or that has other tokens than the first."""
     first, tokens = files[0], files[0].strings(TOKENS)
     for file in files:
         theirs = tokens if file is first else file.strings(TOKENS)
