@@ -44,7 +44,7 @@ VULKAN_SHADERS = Path("ggml/src/ggml-vulkan/vulkan-shaders")
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
-PACKED = (*COPIED, "gguf-py/gguf")
+PACKED = (*COPIED, "examples/embedding", "gguf-py/gguf")
 
 
 def pristine_tree() -> Path:
