@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import math
 import os
 import shutil
 import tempfile
@@ -25,8 +24,6 @@ except ImportError:  # Windows: no lock
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What file systems without hard links say.
 NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
-# What those say of fsync() that have none.
-NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 MAX_NAME_BYTES = 200  # of 255, for what is added
 FRESH_SECONDS = 10
 LOCK_ATTEMPTS = 100
@@ -73,28 +70,6 @@ def written_beside(path: Path, force: bool = True) -> Iterator[Path]:
         give_name(part, path, force)
     finally:
         part.unlink(missing_ok=True)
-
-
-def free_space(folder: Path) -> float:
-    """Bytes that may be written; without end where the drive does not say, as some network and FUSE drives do not."""
-    usage = shutil.disk_usage(folder)
-    return usage.free if usage.total else math.inf
-
-
-def sync(file: BinaryIO) -> None:
-    """What was written goes to the disk, if the drive can be told so."""
-    file.flush()
-    try:
-        os.fsync(file.fileno())
-    except OSError as e:
-        if e.errno not in NO_SYNC:
-            raise
-
-
-def not_mapped(path: Path, error: OSError) -> str:
-    """What to say where a file cannot be mapped into memory."""
-    drive = ", its drive does not allow it: copy it to a local disk" if error.errno == errno.ENODEV else ""
-    return f"cannot map {path} into memory ({error.strerror}){drive}"
 
 
 def allocated(path: Path) -> int:

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import free_space, temporary_folder
+from .._base.files import temporary_folder
 from .._base.threads import map_in_order
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
@@ -32,7 +32,7 @@ from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import layer_of, tensor_class
 from .._importance.calibration import N_CONTEXT
 from .._importance.importance import Importance
-from .._native.process import failure, last_error, run_logged
+from .._native.process import last_error, run_logged
 from .._native.text_file import read_end
 from .._plan.plan import fit_to_row
 
@@ -205,7 +205,7 @@ class Probe:
         where the disk or llama-perplexity fails."""
         try:
             with temporary_folder(self.folder, TEMPORARY, console.note) as folder:
-                if (free := free_space(self.folder)) < self.bytes_needed():
+                if (free := shutil.disk_usage(self.folder).free) < self.bytes_needed():
                     raise UserError(
                         f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
                         f"{free / MIB:,.0f} MiB are free; free some space, or pass --sensitivity usual"
@@ -290,8 +290,10 @@ class Probe:
         command = [self.program, "-m", model, "-c", N_CONTEXT, "-b", N_CONTEXT, "-t", self.n_threads, *args]
         code, log = run_logged([*map(str, command)], model.parent)
         if code:
-            without = "pass --sensitivity usual to go on without"
-            raise UserError("sensitivity: " + failure("llama-perplexity", code, log, f"for {self.file.path} and {self.text}", without, without))
+            raise UserError(
+                f"sensitivity: llama-perplexity exited with {code} for {self.file.path} and {self.text}: {last_error(log)}; pass "
+                "--sensitivity usual to go on without"
+            )
         return log
 
     def _kld(self, model: Path, logits: Path) -> float:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._native.process import failure, last_error, run_logged
+from .._native.process import last_error, run_logged
 from .figures import TASKS, Figure, n_done, parse_perplexity, parse_score, parse_statistics
 from .logits import BaseLogits
 
@@ -80,7 +80,7 @@ class Runner:
 
             code, log = run_logged([*map(str, command)], Path(), heard)
         if code:
-            raise UserError(failure("llama-perplexity", code, log, f"for {model}", less_memory="pass a smaller --batch-size or --ctx-size"))
+            raise UserError(f"llama-perplexity exited with {code} for {model}: {last_error(log)}")
         # errors such as another vocabulary end it, or not even that, and the exit code is 0
         if errors := re.findall(rf"^\S+ E ((?:{FAILING})\s*: .*)", log, re.M):
             raise UserError(f"llama-perplexity on {model}: " + " / ".join(errors))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._native.process import failure, run_captured
+from .._native.process import last_error, run_captured
 
 Samples = dict[str, dict[str, list[float]]]
 WHAT = ("decode", "prefill")
@@ -30,7 +30,7 @@ class Bench:
         command = [self.program, "-m", model, "-p", self.n_prompt, "-n", self.n_gen, "-t", self.n_threads, "-r", 1, *self.options, "-o", "json"]
         code, out, log = run_captured([*map(str, command)], Path())
         if code:
-            raise UserError(failure("llama-bench", code, log, f"for {model}"))
+            raise UserError(f"llama-bench exited with {code} for {model}: {last_error(log)}")
         return {"decode" if r["n_gen"] else "prefill": r["avg_ts"] for r in json.loads(out)}
 
 

@@ -22,7 +22,6 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQua
 
 from .._base.encoding import utf8
 from .._base.errors import UserError
-from .._base.files import not_mapped
 from .._base.types import RETIRED_TYPES, TYPES
 
 MAGIC = b"GGUF"
@@ -174,10 +173,6 @@ class BigEndianFile(UserError):
     """A sound file, perhaps, that only gguf's own tools read."""
 
 
-class NotMapped(UserError):
-    """A file on a drive that maps none into memory, or larger than memory may be."""
-
-
 class GGUFFile:
     """A GGUF file, memory-mapped. The constructor reads and checks the whole header; UserError if it is not sound."""
 
@@ -194,7 +189,7 @@ class GGUFFile:
                         f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the folder of a "
                         "Hugging Face checkpoint with its config.json"
                     )
-                self._map = self._mapped(f.fileno())
+                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -209,12 +204,6 @@ class GGUFFile:
             self.metadata[kv.key] = kv
         self.alignment = self._read_alignment()
         self.tensors = self._read_tensors(cursor, n_tensors)
-
-    def _mapped(self, fd: int) -> mmap.mmap:
-        try:
-            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        except OSError as e:
-            raise NotMapped(not_mapped(self.path, e)) from e
 
     @property
     def parts(self) -> list[GGUFFile]:

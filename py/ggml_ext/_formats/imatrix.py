@@ -63,7 +63,7 @@ class ImportanceMatrix:
         """The number of entries; of each the length of its name, the name, calls, the number of sums, and those; then, perhaps,
         the number of chunks and the dataset's name. Integers are int32, sums float32: means times calls."""
         path, n_bytes, position = self.path, self.path.stat().st_size, 0
-        data = np.fromfile(path, np.uint8)
+        data = np.memmap(path, np.uint8, "r") if n_bytes else np.empty(0, np.uint8)
 
         def damaged(what: str) -> UserError:
             if not self._entries:

@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,14 +21,14 @@ from gguf import GGMLQuantizationType
 from .._base.argument import as_argument
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, locked_folder, read_record, temporary_folder
+from .._base.files import fingerprint, locked_folder, read_record, temporary_folder
 from .._base.memory import available_memory
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.kept import kept_imatrix
-from .._native.process import failure, run_heard
+from .._native.process import last_error, run_heard
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.plan import Plan, importance_uses, uses_metric
@@ -248,7 +249,7 @@ def collect(
 ) -> Path:
     """One run of llama-imatrix, its result kept with its record; nothing is left where it fails or is interrupted."""
     kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
-    if (free := free_space(run.folder)) < needed:
+    if (free := shutil.disk_usage(run.folder).free) < needed:
         raise UserError(
             f"no space left on device: calibration needs {needed / MIB:,.0f} MiB for {kept}, {free / MIB:,.0f} MiB are free; free some "
             "space, or pass --importance block or diagonal"
@@ -292,11 +293,10 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
         code, log = run_heard(command, folder, heard)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        without = "an importance matrix with --imatrix, or --no-calibration to go on without"
-        raise UserError("calibration: " + failure(
-            "llama-imatrix", code, log, f"for {run.file.path} and {run.text}", f"{devices}pass another text with --imatrix-from, {without}",
-            f"it was to use at most {run.memory / GIB:.1f} GiB, pass a smaller --memory, {without}"
-        ))
+        raise UserError(
+            f"calibration: llama-imatrix exited with {code} for {run.file.path} and {run.text}: {last_error(log)}; {devices}"
+            "pass another text with --imatrix-from, an importance matrix with --imatrix, or --no-calibration to go on without"
+        )
 
 
 def expects_importance(wanted: Wanted) -> bool:

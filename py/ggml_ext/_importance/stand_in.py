@@ -7,6 +7,7 @@ A model in F16 that does not fit into memory is read from the disk for every chu
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, temporary_folder
+from .._base.files import fingerprint, temporary_folder
 from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
@@ -65,7 +66,7 @@ class StandIn:
         if program is None:
             raise UserError(f"{FLAG}: llama-quantize is not in the package: reinstall ggml-ext, or pass {FLAG} {SOURCE}")
         with temporary_folder(folder, TEMPORARY, console.note) as temporary:
-            if (free := free_space(folder)) < self.n_bytes:
+            if (free := shutil.disk_usage(folder).free) < self.n_bytes:
                 raise UserError(
                     f"no space left on device: the model in {self.type} needs {self.n_bytes / MIB:,.0f} MiB in {folder} for the calibration, "
                     f"{free / MIB:,.0f} MiB are free; free some space, or pass {FLAG} {SOURCE}, which reads the model itself"

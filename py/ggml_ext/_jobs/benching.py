@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import free_space, temporary_folder
+from .._base.files import temporary_folder
 from .._base.package import __version__
 from .._base.text import shorten, table
 from .._base.threads import check_threads
@@ -130,7 +131,7 @@ def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: i
     needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
     try:
         with temporary_folder(folder, TEMPORARY, console.note) as temporary:
-            if (free := free_space(folder)) < needed:
+            if (free := shutil.disk_usage(folder).free) < needed:
                 raise UserError(
                     f"no space left on device: {folder} needs {needed / MIB:,.0f} MiB for {', '.join(names)}, {free / MIB:,.0f} MiB are free: free "
                     "some space, or pass --stock none, or files that you have as MODEL"

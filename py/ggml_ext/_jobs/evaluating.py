@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, temporary_folder
+from .._base.files import fingerprint, temporary_folder
 from .._base.package import FOLDER
 from .._base.text import duration
 from .._base.threads import check_threads
@@ -69,6 +70,8 @@ class EvaluateOptions:
     def check(self) -> int:
         """The number of threads; UserError for values that are wrong or do not go together."""
         n_threads = check_threads(self.threads)
+        if not self.models:
+            raise UserError("MODEL is missing: name a GGUF file")
         for flag, value, least in (
             ("--ctx-size", self.ctx_size, 16), ("--chunks", self.chunks, 2), ("--tasks", self.tasks, 1), ("--batch-size", self.batch_size, 1),
         ):
@@ -264,7 +267,7 @@ class _Runs:
     def _make_logits(self, text: Scored, kept: Path, needed: int, made_from: dict) -> BaseLogits:
         """OSError where it cannot be written."""
         with temporary_folder(kept.parent, TEMPORARY, self._console.note) as folder:
-            if (free := free_space(kept.parent)) < needed:
+            if (free := shutil.disk_usage(kept.parent).free) < needed:
                 raise UserError(
                     f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
                     "another file with --base-logits, or pass a smaller --chunks"

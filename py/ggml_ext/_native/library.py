@@ -17,7 +17,7 @@ from .._base.errors import UserError
 from .._base.types import MAX_BLOCK_SIZE, WEIGHT_TYPES
 from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from ..quants import ditto3
-from .programs import DIR_VARIABLE, native_folder, other_libraries
+from .programs import DIR_VARIABLE, native_folder
 
 ABI_VERSION = 7  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
@@ -102,8 +102,7 @@ def _declare(dll: ctypes.CDLL, path: Path, signatures: dict, project: str) -> No
             function = getattr(dll, name)
         except AttributeError:
             raise UserError(
-                f"{path} has no {name}: it is not the {project} of this package; "
-                f"{other_libraries() or f'reinstall ggml-ext or unset {DIR_VARIABLE}'}"
+                f"{path} has no {name}: it is not the {project} of this package; reinstall ggml-ext or unset {DIR_VARIABLE}"
             ) from None
         function.restype, function.argtypes = result, arguments
 
@@ -152,7 +151,7 @@ class Library:
         try:
             self._dll = ctypes.CDLL(os.fspath(path))
         except OSError as e:
-            raise UserError(f"cannot load {path}: {e}; {other_libraries() or 'reinstall ggml-ext or pass --encoder numpy'}") from e
+            raise UserError(f"cannot load {path}: {e}; reinstall ggml-ext or pass --encoder numpy") from e
         _declare(self._dll, path, _SIGNATURES, "ggml")
         if (version := self._dll.ggml_ext_abi_version()) != ABI_VERSION:
             raise UserError(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import select
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,16 +13,11 @@ from pathlib import Path
 from typing import IO
 
 from .._base.signals import held_signals
-from .programs import other_libraries
 
 PATIENCE = 1.0  # seconds until a signal is noticed at the latest
 # Of OpenMP's threads: those that spin while they wait take the processors from whatever else runs there. llama-imatrix on SmolLM2-135M, two
 # cores of a Zen 4 EPYC: 12 chunks in 22 s either way; beside a test suite on the same cores 100 chunks were not through in 10 minutes, spinning.
 PATIENT = {"OMP_WAIT_POLICY": "passive"}
-# Where gdb is there an abort would be shown with its backtrace, whose last line says nothing of what was wrong.
-NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}
-# What the dynamic linkers of Linux and macOS say.
-NOT_LINKED = "symbol lookup error|undefined symbol|error while loading shared libraries|Symbol not found|Library not loaded"
 
 
 def run_heard(
@@ -81,9 +75,9 @@ def _text(file: IO) -> str:
 def started(
     command: list[str], folder: Path, env: dict[str, str] | None, stdin: int, stderr: int | IO, stdout: int | IO = subprocess.PIPE
 ) -> Iterator[subprocess.Popen]:
-    """A program, ended if it has not ended by itself. env: this process's, where its threads are PATIENT unless the user says otherwise;
-    NO_BACKTRACE in any. stdin, stderr, stdout: as subprocess takes them; pipes are not buffered."""
-    env = NO_BACKTRACE | (PATIENT | os.environ if env is None else env)
+    """A program, ended if it has not ended by itself. env: this process's, where its threads are PATIENT unless the user says otherwise.
+    stdin, stderr, stdout: as subprocess takes them; pipes are not buffered."""
+    env = PATIENT | os.environ if env is None else env
     # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
     with contextlib.ExitStack() as held:
         held.enter_context(held_signals())  # one that came while the program starts would leave it running
@@ -104,18 +98,6 @@ def started(
             for pipe in filter(None, (process.stdin, process.stdout)):
                 with contextlib.suppress(OSError):
                     pipe.close()
-
-
-def failure(program: str, code: int, log: str, on: str = "", way_out: str = "", less_memory: str = "free some memory") -> str:
-    """What to say of a program that failed. on: what it worked on, from "for" on; less_memory: the way out where memory ran out: Linux
-    kills a program then, without a word."""
-    on = f" {on}" if on else ""
-    if code == -getattr(signal, "SIGKILL", 0):
-        return f"{program} was killed{on}, most likely because memory ran out: {less_memory}"
-    if re.search(NOT_LINKED, log):
-        way_out = other_libraries() or way_out
-    how = f"exited with {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    return f"{program} {how}{on}: {last_error(log)}" + (f"; {way_out}" if way_out else "")
 
 
 def last_error(log: str) -> str:

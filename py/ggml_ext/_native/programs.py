@@ -19,17 +19,6 @@ def native_folder() -> Path:
     return Path(os.path.abspath(named)) if named else FOLDER / "bin"
 
 
-def other_libraries() -> str:
-    """The variable that lets another build's libraries in before those of native_folder(), and the way out; nothing if none does."""
-    ours = {path.name for path in native_folder().glob("lib*")}
-    for variable in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):
-        for folder in filter(None, os.environ.get(variable, "").split(os.pathsep)):
-            names = [name for name in sorted(ours) if os.path.lexists(os.path.join(folder, name))]
-            if names and not os.path.samefile(folder, native_folder()):
-                return f"{variable} names {folder}, which has another {names[0]}: unset it, or leave that folder out"
-    return ""
-
-
 def find_tool(name: str) -> Path | None:
     """Path of a program, such as "llama-server"; None if it was not built with the package.
 

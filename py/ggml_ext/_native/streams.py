@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .._base.errors import UserError
-from .._base.files import not_mapped
-from .process import PATIENCE, failure, started
+from .process import PATIENCE, last_error, started
 
 FLAG, WAY_OUT = "--propagate: ", "leave out --propagate"
 
@@ -104,10 +103,7 @@ class Streams:
         n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in plain(groups)) for groups in self.layers[:-1]))
         self._ask(f"exchange {n_bytes} {path}")
         with open(path, "r+b") as file:
-            try:
-                self._memory = mmap.mmap(file.fileno(), n_bytes)
-            except OSError as e:
-                raise UserError(f"{FLAG}{not_mapped(path, e)}, or {WAY_OUT}") from e
+            self._memory = mmap.mmap(file.fileno(), n_bytes)
         path.unlink()
         stack.callback(self._release)
 
@@ -126,9 +122,8 @@ class Streams:
             if not (piece := os.read(output.fileno(), 65536)):
                 self._process.wait()
                 self._log.seek(0)
-                log = self._log.read().decode(errors="replace")
-                less = f"pass fewer --calibration-chunks, or {WAY_OUT}"
-                raise UserError(FLAG + failure("ggml-ext-streams", self._process.returncode, log, "", WAY_OUT, less))
+                said = last_error(self._log.read().decode(errors="replace"))
+                raise UserError(f"--propagate: ggml-ext-streams exited with {self._process.returncode}: {said}; {WAY_OUT}")
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)

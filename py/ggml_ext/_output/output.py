@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from .._base.errors import UserError
-from .._base.files import LOCK_ATTEMPTS, NO_SPACE, allocated, free_space, give_name, hidden, is_plain_file, open_file, sync
+from .._base.files import LOCK_ATTEMPTS, NO_SPACE, allocated, give_name, hidden, is_plain_file, open_file
 from .._base.json import is_number, parse_json
 from .._base.signals import ignore_signals
 from .._base.units import MIB
@@ -178,7 +179,7 @@ class Output:
         self.n_bytes = sum(padded) + header_bytes
         with self._errors():
             left = {p.partial for p in self.parts} | set(self._left())  # written again, or to be removed
-            free = free_space(self.path.parent) + sum(map(allocated, left))
+            free = shutil.disk_usage(self.path.parent).free + sum(map(allocated, left))
         if free < self.n_bytes:
             raise UserError(
                 f"no space left on device: {self._needed()}, {self.path.parent} has {free / MIB:,.2f} MiB free; "
@@ -288,7 +289,7 @@ class Output:
         if n == self._part:
             return
         if self._file is not None:
-            sync(self._file)
+            self._sync()
         self._close_part()
         self._part = n
         self._file = open_file(self.parts[n].partial)
@@ -345,7 +346,11 @@ class Output:
                 self._file.seek(0)
                 self._file.write(header)
                 self._file.truncate(self._end_of(n))
-            sync(self._file)
+            self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def publish(self) -> None:
         """Gives the files their names, all or none. Unfinished if one cannot get its own, or if one of them appeared in the

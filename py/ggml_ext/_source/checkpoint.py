@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import struct
 import sys
 import zipfile
@@ -19,10 +20,10 @@ from .._base.console import Console
 from .._base.encoding import as_name, utf8
 from .._base.errors import UserError
 from .._base.extras import install_command
-from .._base.files import free_space, give_name, temporary_folder
+from .._base.files import give_name, temporary_folder
 from .._base.package import FOLDER
 from .._base.units import MIB
-from .._native.process import failure, run_heard
+from .._native.process import run_heard
 
 CONVERTER = FOLDER / "convert" / "convert_hf_to_gguf.py"
 CONFIG = "config.json"
@@ -149,7 +150,7 @@ def converted(
     """
     files = check(folder)
     where = where if kept is None else kept.parent
-    size, free = converted_size(folder, files), free_space(where)
+    size, free = converted_size(folder, files), shutil.disk_usage(where).free
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
         raise UserError(
@@ -194,8 +195,7 @@ def _convert(folder: Path, path: Path, size: int, console: Console) -> None:
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
         way_out = "free some space" if "No space left" in said else "pass a GGUF file of it"
-        why = failure(CONVERTER.name, code, said, "", way_out, f"free some memory, or {way_out}")
-        raise UserError(f"{folder} cannot be converted: {why}")
+        raise UserError(f"{folder} cannot be converted: {CONVERTER.name} exited with {code}: {said}; {way_out}")
 
 
 def last_error(log: str) -> str:
