@@ -19,6 +19,8 @@ COMMANDS = {
     "export": "a file with our types to one that every llama.cpp loads",
     "upload": "a finished file and its card to the Hugging Face hub",
     "dump": "gguf-dump for files with our types",
+    "new-metadata": "gguf-new-metadata for them: a copy with another name, chat template or special tokens",
+    "set-metadata": "gguf-set-metadata for them: another value of a key, in the file itself",
     "libdir": "the folder of the libraries, for programs that load libllama",
 }
 WAY_OUT = "run it with its output open"
@@ -29,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ggml-ext",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="ggml-ext COMMAND ...",
-        description="commands:\n" + "\n".join(f"  {name:9} {about}" for name, about in COMMANDS.items()),
+        description="commands:\n" + "\n".join(f"  {name:12} {about}" for name, about in COMMANDS.items()),
         epilog="ggml-ext COMMAND --help shows the options of a command.",
     )
     parser.add_argument("command", metavar="COMMAND", nargs="?", help=argparse.SUPPRESS)
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
         become("llama-server", words[1:])
     if name in COMMANDS:
-        return importlib.import_module(f".{name}", __package__).main(words[1:], f"ggml-ext {name}")
+        return importlib.import_module(f".{name.replace('-', '_')}", __package__).main(words[1:], f"ggml-ext {name}")
     return explain(words)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Union
 
@@ -35,6 +36,7 @@ AnyPath = Union[str, "os.PathLike[str]"]
 Log = Callable[[str, str], None]
 Progress = Callable[[str, float, "float | None"], None]
 Options = TypeVar("Options")
+Function = TypeVar("Function", bound="Callable | None")
 
 
 class QuantizeKeywords(TypedDict, total=False):
@@ -42,13 +44,13 @@ class QuantizeKeywords(TypedDict, total=False):
 
     type: str
     target_size: str
-    target_bpw: str
-    target_kld: str
+    target_bpw: str | float
+    target_kld: str | float
     target_types: str
     stock: bool
     sensitivity: str
     pure: bool
-    tensor_type: Sequence[str]
+    tensor_type: str | Sequence[str]
     token_embedding_type: str
     output_tensor_type: str
     fallback_above: float
@@ -67,7 +69,7 @@ class QuantizeKeywords(TypedDict, total=False):
     calibration_chunks: int
     memory: float
     calibrate_with: str
-    n_gpu_layers: str
+    n_gpu_layers: str | int
     device: str
     rpc: str
     propagate: bool | None
@@ -90,7 +92,7 @@ class ExportKeywords(TypedDict, total=False):
 
     type: str
     pure: bool
-    tensor_type: Sequence[str]
+    tensor_type: str | Sequence[str]
     imatrix: AnyPath
     no_fallback: bool
     threads: int
@@ -107,7 +109,7 @@ class EvaluateKeywords(TypedDict, total=False):
     chunks: int
     batch_size: int
     threads: int
-    n_gpu_layers: str
+    n_gpu_layers: str | int
     device: str
     rpc: str
     base_logits: AnyPath
@@ -131,17 +133,47 @@ class InspectKeywords(TypedDict, total=False):
     threads: int
 
 
+# by the annotation of an option: what a value may be, what makes it what the commands have of its word, and what to call it
+_KINDS = {
+    "bool": (bool, bool, "True or False"),
+    "int": (Integral, int, "an integer"),
+    "float": (Real, float, "a number"),
+    "str": ((str, Real), str, "a text"),
+    "Path": ((str, os.PathLike), Path, "a path"),
+}
+
+
 def _options(kind: type[Options], keywords: dict) -> Options:
-    """Options of keywords, in which names of files may be text. TypeError for a keyword that is no flag."""
+    """Options of keywords. TypeError for a keyword that is no flag, or a value of another type than the flag's."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if unknown := [name for name in keywords if name not in fields]:
         raise TypeError(f"{unknown[0]!r} is no option: known are {', '.join(fields)}")
-    values = {
-        name: Path(value) if fields[name].startswith("Path") and value is not None else value for name, value in keywords.items()
-    }
-    if isinstance(values.get("tensor_type"), str):
-        raise TypeError("'tensor_type' must be a list of REGEX=TYPE")
-    return kind(**values)
+    return kind(**{name: _value(name, value, fields[name]) for name, value in keywords.items()})
+
+
+def _value(name: str, value, annotation: str):
+    """The value of an option, one in place of a list of one. TypeError naming the option."""
+    kind, _, optional = annotation.partition(" | ")
+    if value is None and optional:
+        return None
+    if kind.startswith("Sequence["):
+        is_one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable)
+        return [_value(name, one, kind[len("Sequence["):-1]) for one in ([value] if is_one else value)]
+    allowed, make, what = _KINDS[kind]
+    if not isinstance(value, allowed) or isinstance(value, bool) != (kind == "bool"):
+        raise TypeError(f"{name}: got {value!r}, must be {what}{' or None' if optional else ''}")
+    return make(value)
+
+
+def _function(name: str, value: Function) -> Function:
+    """The value; TypeError if it is no function."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}: got {value!r}, must be a function or None")
+    return value
+
+
+def _callbacks(log: Log | None, progress: Progress | None) -> Callbacks:
+    return Callbacks(_function("log", log), _function("progress", progress))
 
 
 def quantize_model(
@@ -155,26 +187,27 @@ def quantize_model(
     target_size="3GiB"; tensor_type is a list. log: called with "note" or "warning" and a line. progress: called with the name of a phase,
     what is done of it and its total: weights while writing, chunks while calibrating.
 
-    Raises UserError for everything that the caller can change, TypeError for a keyword that is no flag.
+    Raises UserError for everything that the caller can change, TypeError for a keyword that is no flag and for a value of
+    another type than the flag's.
     """
     options = dict(options)
     if options.get("hf_repo") is not None and input is None:
         input, output = output, None  # as on the command line, where OUT is the one file
     settings = Settings.parse(_options(QuantizeOptions, {"input": input, "output": output, **options}))
-    return quantize(settings, Callbacks(log, progress))
+    return quantize(settings, _callbacks(log, progress))
 
 
 def evaluate_models(
-    models: Sequence[AnyPath], against: AnyPath | None = None, *, log: Log | None = None, progress: Progress | None = None,
+    models: AnyPath | Sequence[AnyPath], against: AnyPath | None = None, *, log: Log | None = None, progress: Progress | None = None,
     **options: Unpack[EvaluateKeywords],
 ) -> Evaluation:
-    """Perplexity of models on a text and, with `against`, KL divergence from it, as `ggml-ext evaluate` measures them.
+    """Perplexity of models, or of one, on a text and, with `against`, KL divergence from it, as `ggml-ext evaluate` measures them.
 
     The record() of the result is what `ggml-ext evaluate --json` prints. The other arguments and errors: see quantize_model(); progress
     counts chunks.
     """
-    asked = _options(EvaluateOptions, {"models": [Path(model) for model in models], "against": against, **options})
-    return evaluate(asked, Callbacks(log, progress))
+    asked = _options(EvaluateOptions, {"models": models, "against": against, **options})
+    return evaluate(asked, _callbacks(log, progress))
 
 
 def export_model(
@@ -187,7 +220,7 @@ def export_model(
     result are those against `input`, which had lost something before.
     """
     asked = _options(ExportOptions, {"input": input, "output": output, "type": type, **options})
-    return export(ExportSettings.parse(asked), Callbacks(log, progress))
+    return export(ExportSettings.parse(asked), _callbacks(log, progress))
 
 
 def inspect_model(
@@ -202,7 +235,7 @@ def inspect_model(
     Raises UserError for everything that the caller can change, TypeError for a keyword that is no flag.
     """
     asked = _options(InspectOptions, {"file": file, "against": against, **options})
-    inspection = inspect(asked, lambda *_: None, found or (lambda _: None))
+    inspection = inspect(asked, lambda *_: None, _function("found", found) or (lambda _: None))
     if asked.picture is not None:
         draw_picture(asked, inspection)
     return inspection

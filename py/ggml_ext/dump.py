@@ -14,8 +14,8 @@ from gguf.scripts import gguf_dump
 
 from ._base.encoding import utf8
 from ._base.errors import UserError
-from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
-from ._formats.gguf_file import BigEndianFile, GGUFFile
+from ._console.cli import Parser, add_common_options, run_command
+from ._console.gguf_program import check_header, command_line
 
 WAY_OUT = "pass it to a program that reads it all"
 
@@ -30,14 +30,10 @@ def run(argv: list[str], args: argparse.Namespace, prog: str) -> None:
     add_common_options(parser)
     _, others = parser.parse_known_args(argv, args)  # gguf-dump's, none of which takes a value
     if args.file is not None and not {"-h", "--help"} & set(others):
-        try:
-            GGUFFile(args.file)
-        except BigEndianFile:
-            pass  # which gguf reads
+        check_header(args.file)
     name = [] if args.file is None else [str(args.file)]
     command = [prog, *others, "--", *name] if name and name[0].startswith("-") else [prog, *name, *others]
-    bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
-    with bad_command_line, mock.patch.object(sys, "argv", command), any_text(), writing_to_stdout(WAY_OUT):
+    with any_text(), command_line(command, WAY_OUT):
         gguf_dump.logger.setLevel(logging.WARNING)  # or it tells on stderr which file it loads
         try:
             gguf_dump.main()

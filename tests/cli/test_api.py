@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import pickle
 import re
 import signal
 import subprocess
@@ -15,11 +16,14 @@ import ggml_ext
 from ggml_ext import api, evaluate, export, inspect, quantize
 from ggml_ext._base.signals import SIGNALS
 from ggml_ext._console import options
+from ggml_ext._evaluation.figures import PPL, Figure
 from ggml_ext._jobs.evaluating import EvaluateOptions
 from ggml_ext._jobs.exporting import ExportOptions
 from ggml_ext._jobs.inspecting import InspectOptions
 from ggml_ext._jobs.settings import QuantizeOptions
+from ggml_ext._report.quality import Evaluation, Quality
 from helpers.models import ROOT, gaussian, write_gguf
+from helpers.moments_files import correlated, write_moments
 
 FLAGS = {"type": "ditto3", "importance": "none", "threads": 2}
 TERMINAL = {"help", "version", "debug", "log_format", "progress", "summary", "quiet", "json"}
@@ -91,7 +95,13 @@ def test_a_dry_run_writes_nothing(lib, source, tmp_path):
 
 @pytest.mark.parametrize(("keywords", "error", "part"), [
     ({"type": "itq9"}, ggml_ext.UserError, "--type"), ({}, ggml_ext.UserError, "--type"), ({"typ": "itq3_s"}, TypeError, "'typ'"),
-    ({"type": "itq3_s", "threads": 0}, ggml_ext.UserError, "--threads"), ({"type": "itq3_s", "tensor_type": "a=q8_0"}, TypeError, "list"),
+    ({"type": "itq3_s", "threads": 0}, ggml_ext.UserError, "--threads"),
+    ({"type": "itq3_s", "threads": "1"}, TypeError, "threads: got '1', must be an integer or None"),
+    ({"type": "itq3_s", "threads": True}, TypeError, "threads: got True"), ({"type": "itq3_s", "force": "no"}, TypeError, "force: got 'no', must be True or False"),
+    ({"type": "itq3_s", "memory": "4"}, TypeError, "memory: got '4', must be a number or None"), ({"type": None}, ggml_ext.UserError, "--type"),
+    ({"type": ["itq3_s"]}, TypeError, "type: got ['itq3_s'], must be a text"), ({"type": "itq3_s", "imatrix": 3}, TypeError, "imatrix: got 3, must be a path"),
+    ({"type": "itq3_s", "tensor_type": ["a=q8_0", 3.5, None]}, TypeError, "tensor_type: got None"),
+    ({"type": "itq3_s", "progress": True}, TypeError, "progress: got True, must be a function"),
     ({"type": "itq3_s", "imatrix": "none.gguf"}, ggml_ext.UserError, "none.gguf"),
     ({"type": "itq3_s", "encoder": "fortran"}, ggml_ext.UserError, "--encoder"),
 ])
@@ -100,6 +110,29 @@ def test_bad_options(source, tmp_path, keywords, error, part):
     with pytest.raises(error, match=re.escape(part)):
         ggml_ext.quantize_model(source, tmp_path / "out.gguf", **keywords)
     assert set(tmp_path.iterdir()) == before
+
+
+def test_one_in_place_of_a_list_and_numbers_in_place_of_text(lib, source, tmp_path):
+    with pytest.raises(ggml_ext.UserError, match="no-such.gguf: No such file"):
+        ggml_ext.evaluate_models(str(tmp_path / "no-such.gguf"))
+    with pytest.raises(ggml_ext.UserError, match="MODEL is missing"):
+        ggml_ext.evaluate_models([])
+    one = ggml_ext.quantize_model(source, dry_run=True, tensor_type="attn_v=q8_0", **FLAGS)
+    assert one.tensors == ggml_ext.quantize_model(source, dry_run=True, tensor_type=["attn_v=q8_0"], **FLAGS).tensors
+    assert {t.type for t in one.tensors} == {"ditto3", "q8_0"}
+    for bpw in (4.5, "4.5"):
+        assert api._options(QuantizeOptions, {"input": source, "target_bpw": bpw}).target_bpw == "4.5"
+
+
+def test_results_are_data_alone(lib, source, tmp_path):
+    """They go from one process to another, as in a pool, and compare as equal."""
+    made = ggml_ext.quantize_model(source, tmp_path / "out.gguf", **FLAGS)
+    moments = write_moments(tmp_path / "imatrix.gguf", {t.name: correlated(8, 512) for t in made.tensors})
+    looked = ggml_ext.inspect_model(tmp_path / "out.gguf", source, histograms=True, imatrix=moments)
+    figures = Evaluation({"name": "built-in"}, 512, 2, None, [Quality(source, "in.gguf", 1, 16.0, {"f16": 1}, {PPL: Figure(2.0, 0.1)})], [])
+    code = "import pickle, sys; [print(getattr(r, 'bytes', None) or r.record()) for r in pickle.load(sys.stdin.buffer)]"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps([made, looked, figures]), capture_output=True)
+    assert done.stdout.decode().splitlines() == [str(made.bytes), str(looked.record()), str(figures.record())], done.stderr.decode()
 
 
 def test_errors_of_files(source, tmp_path):

@@ -237,6 +237,17 @@ def test_directory_or_device_as_output(tmp_path, source, flags):
     expect_error(tmp_path, [source, os.devnull, "--type", "itq3_s", *flags], "OUT", "not a regular file")
 
 
+@pytest.mark.parametrize("args", [["PIPE", "--force"], ["out.gguf", "--report", "PIPE"], ["out.gguf", "--model-card", "PIPE"]], ids=" ".join)
+def test_a_pipe_as_output(tmp_path, source, args):
+    """As /dev/stdout is one: with links resolved it has a name that is in no folder."""
+    reader, writer = os.pipe()
+    pipe = f"/dev/fd/{writer}"
+    given = [{"PIPE": pipe, "out.gguf": tmp_path / "out.gguf"}.get(a, a) for a in args]
+    expect_error(tmp_path, [source, *given, "--type", "itq3_s"], "OUT" if args[0] == "PIPE" else args[1], f"{pipe} is not a regular file")
+    os.close(reader)
+    os.close(writer)
+
+
 def test_missing_output_folder(tmp_path, source):
     expect_error(tmp_path, [source, tmp_path / "no" / "out.gguf", "--type", "itq3_s"], "folder", "does not exist")
 

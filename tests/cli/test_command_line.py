@@ -40,7 +40,7 @@ def commands(source) -> dict:
         "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
         "export": (export, "open_model", [source, out, "--type", "q8_0"], exporting),
         "inspect": (inspect, "open_model", [source], inspecting),
-        "dump": (dump, "GGUFFile", [source], dump),
+        "dump": (dump, "check_header", [source], dump),
         "libdir": (libdir, "library_folder", [], libdir),
     }
 

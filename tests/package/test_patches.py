@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ggml_ext._formats.language_model import ENCODERS
 from helpers.native import ROOT
 
 try:
@@ -51,6 +53,18 @@ def own_tree(upstream, tmp_path) -> Path:
     for name in ("common", "ggml", "include", "src", "tests", "tools"):
         shutil.copytree(upstream / name, own / name)
     return own
+
+
+def test_encoders_are_the_architectures_without_logits(upstream):
+    folder = upstream / "src" / "models"
+    without = {"llama-embed", "t5encoder"}  # by a parameter of llama's and T5's graphs
+    for text in (folder / "models.h").read_text().split("\nstruct llama_model_")[1:]:
+        own = re.match(r"\w+", text)[0].replace("_", "-")
+        base = re.search(r"using graph = llama_model_(\w+)::graph", text)
+        source = folder / f"{base[1].replace('_', '-') if base else own}.cpp"
+        if "build_arch_graph" in text and source.is_file() and "t_logits" not in source.read_text():
+            without.add(own)
+    assert without == ENCODERS
 
 
 def test_all_patches_apply_to_the_pinned_tree(upstream):

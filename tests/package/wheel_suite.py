@@ -141,9 +141,10 @@ def test_wheel_is_tagged_and_has_the_variants():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command):
     done = subprocess.run([Path(sys.executable).parent / command, "--help"], capture_output=True, text=True, timeout=60)
-    # rpc-server and llama-quantize print their help and exit with 1
-    assert done.returncode in ((0, 1) if command in ("rpc-server", "llama-quantize") else (0,)), done.stderr
-    assert "usage" in (done.stdout + done.stderr).lower()
+    # rpc-server and llama-quantize print their help and exit with 1; the converter of adapters needs the extra hf
+    assert done.returncode in ((0, 1) if command in ("rpc-server", "llama-quantize", "convert_lora_to_gguf.py") else (0,)), done.stderr
+    said = done.stdout + done.stderr
+    assert "usage" in said.lower() or "convert_lora_to_gguf.py needs torch" in said
 
 
 def test_checkpoints_name_the_extra_that_they_need(tmp_path):

@@ -55,6 +55,14 @@ def test_packages_of_an_extra_can_be_installed_alone():
     assert f"    pip install {' '.join(map(repr, requirements))}\n" in (ROOT / "docs/using/quantize.md").read_text("utf-8")
 
 
+def test_every_program_is_built_a_command_and_listed():
+    (built,) = re.findall(r"set\(tools (.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.S)
+    commands = {name for name in PROJECT["scripts"] if not name.startswith("ggml-ext")}
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "using" / "programs.md").read_text("utf-8"), re.M)
+    assert commands == set(re.findall(r"`([^`]+)`", " ".join(rows)))
+    assert commands == {*built.split(), "rpc-server", "convert_lora_to_gguf.py"} - {"ggml-rpc-server"}
+
+
 # Paths of this repository in running text, in back quotes or not.
 PATHS = r"`((?:ggml_ext|cuda|metal|vulkan|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
 

@@ -22,6 +22,7 @@ from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
 from .._formats.gguf_file import GGUFFile, Tensor, header_bytes
 from .._formats.kept import kept_choice
+from .._formats.language_model import other_than_language_model
 from .._importance import calibration
 from .._importance.importance import Importance
 from .._native.programs import find_tool
@@ -163,6 +164,7 @@ class Inquiry:
             (self.is_dry, "--dry-run runs no model"),
             (not self.runs_model, "--no-calibration runs no model"),
             (program is None, "llama-perplexity is not in the package"),
+            ((other := other_than_language_model(self.file)) is not None, f"this one is {other} and has no KL divergence"),
             (self.codec.lib is None, "the built library is not in use"),
             (any(t.type not in SOURCE_TYPES for t in tensors), "tensors of the model are quantized already"),
             (not text.is_file(), f"{text} is not there"),

@@ -21,6 +21,7 @@ from .._evaluation.logits import BaseLogits, Kept, record_of
 from .._evaluation.perplexity import Runner, finite
 from .._formats.context import context_of, n_positions
 from .._formats.gguf_file import GGUFFile, header_bytes
+from .._formats.language_model import other_than_language_model
 from .._formats.split import open_model
 from .._native.programs import device_options, need_tool
 from .._native.text_file import check_text, count_tokens
@@ -68,6 +69,8 @@ class EvaluateOptions:
     def check(self) -> int:
         """The number of threads; UserError for values that are wrong or do not go together."""
         n_threads = check_threads(self.threads)
+        if not self.models:
+            raise UserError("MODEL is missing: name a GGUF file")
         for flag, value, least in (
             ("--ctx-size", self.ctx_size, 16), ("--chunks", self.chunks, 2), ("--tasks", self.tasks, 1), ("--batch-size", self.batch_size, 1),
         ):
@@ -77,6 +80,8 @@ class EvaluateOptions:
             raise UserError(f"--tasks: is the number of questions of {', '.join('--' + kind for kind in TASKS)}: pass one of them")
         if self.base_logits is not None and self.against is None and (given := self.file or self.chunks or self.ctx_size):
             raise UserError(f"--base-logits without --against: text, chunks and context are those of the file; leave {given} out")
+        if self.base_logits is not None and self.base_logits.exists() and not self.base_logits.is_file():
+            raise UserError(f"--base-logits: {self.base_logits} is not a regular file: name one")
         for kind, path in self.task_files().items():
             if not path.is_file():
                 raise UserError(f"--{kind}: {path}: no such file; docs/using/evaluate.md says where such files come from")
@@ -110,15 +115,27 @@ def evaluate(asked: EvaluateOptions, console: Console) -> Evaluation:
     n_threads = asked.check()
     models = [open_model(path) for path in asked.models]
     base = None if asked.against is None else open_model(asked.against)
-    check_vocabularies([*([base] if base else []), *models])
+    files = [*([base] if base else []), *models]
+    check_language_models(files)
+    check_vocabularies(files)
     found = _Runs(asked, models, base, need_tool("llama-perplexity"), n_threads, console).all()
     if asked.picture is not None and not draw_quality(found, asked.picture, asked.force):
         console.note("--picture: the font has no characters for some names, and boxes in their place: name a .svg")
     return found
 
 
+def check_language_models(files: Sequence[GGUFFile]) -> None:
+    """UserError for a file that predicts no next token."""
+    for file in files:
+        if other := other_than_language_model(file):
+            raise UserError(
+                f"{file.path} is not a language model but {other}, without the predictions of a next token that perplexity, KL divergence and "
+                "tasks are computed from; ggml-ext inspect FILE --against ORIGINAL compares its weights"
+            )
+
+
 def check_vocabularies(files: Sequence[GGUFFile]) -> None:
-    """UserError for a file that is no language model, or that has other tokens than the first."""
+    """UserError for a file without tokens, or that has other tokens than the first."""
     first, tokens = files[0], files[0].strings(TOKENS)
     for file in files:
         theirs = tokens if file is first else file.strings(TOKENS)

@@ -143,7 +143,10 @@ def inspect(asked: InspectOptions, begun: Callable[[list[Tensor], Importance], N
             found(finding)
         total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
         histograms = count_codes(file, tensors) if asked.histograms else None
-        return Inspection(asked.file, file, asked.against, importance, findings, total, histograms, stream_errors)
+        return Inspection(
+            asked.file, len(file.tensors), asked.against, importance.describe(), file.value("quantize.imatrix.file"), findings, total, histograms,
+            stream_errors,
+        )
 
 
 def find(
@@ -194,7 +197,7 @@ def check_bounds(inspection: Inspection) -> None:
     """UserError if an error is larger than its epsilon."""
     if exceeded := [f for f in inspection.findings if not f.fits]:
         more = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""
-        first, path = exceeded[0], inspection.file.path
+        first, path = exceeded[0], inspection.path
         raise UserError(
             f"tensor {first.tensor.name}: its largest error is {first.accuracy.max_abs:.9g}, the recorded epsilon "
             f"{first.epsilon:.9g}{more}: {path} was not made from {inspection.against}, or was changed; quantize it again"

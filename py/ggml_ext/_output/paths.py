@@ -75,7 +75,7 @@ def check_output(taken: Taken, output: Path | None, force: bool) -> Taken:
         raise UserError("OUT is missing: name the file to write, or pass --dry-run")
     path, way_out = Path(os.path.realpath(output)), "choose another name"
     try:
-        is_there = path.exists()
+        is_there = output.exists()  # not its resolved name, which a pipe behind /dev/stdout lacks
     except OSError as e:
         raise UserError(f"OUT: {e.strerror}: {output}") from e
     if not path.parent.is_dir():
@@ -87,7 +87,7 @@ def check_output(taken: Taken, output: Path | None, force: bool) -> Taken:
     for unfinished in (hidden(path), journal_of(path)):
         if what := taken.reads(unfinished):
             raise UserError(f"OUT: {what} is {unfinished}, which {output} is until it is whole: {way_out}")
-    if is_there and not path.is_file():
+    if is_there and not output.is_file():
         raise UserError(f"OUT: {output} is not a regular file: name one")
     if is_there and not (force or taken.is_split):
         raise UserError(f"OUT: {output} exists: {way_out} or pass --force to replace it")
@@ -98,13 +98,13 @@ def check_beside(flag: str, given: Path, taken: Taken, force: bool) -> Taken:
     """What is taken with the file of a flag too, if it may be written; UserError otherwise. It may be missing."""
     path = Path(os.path.realpath(given))
     try:
-        is_there = path.exists()
+        is_there = given.exists()
     except OSError as e:  # of a name that is too long
         raise UserError(f"{flag}: {given}: {e.strerror}: {WAY_OUT}") from e
     if not path.parent.is_dir():
         raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
     taken.check(flag, given, path)
-    if is_there and not path.is_file():
+    if is_there and not given.is_file():
         raise UserError(f"{flag}: {given} is not a regular file: {WAY_OUT}")
     if is_there and not force:
         raise UserError(f"{flag}: {given} exists: {WAY_OUT} or pass --force to replace it")

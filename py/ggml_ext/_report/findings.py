@@ -11,8 +11,7 @@ from gguf import GGMLQuantizationType
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._encode.histogram import Histogram
-from .._formats.gguf_file import GGUFFile, Tensor
-from .._importance.importance import Importance
+from .._formats.gguf_file import Tensor
 from .records import error_record
 
 T = GGMLQuantizationType
@@ -52,13 +51,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All findings. path: the file as it was named; against: the original, None without one; total: the errors of all tensors together, None without an original;
-    histograms: by type, None where they were not asked for; stream_errors: by layer, empty where none are recorded (--propagate)."""
+    """All findings: data alone, so that it can be pickled.
+
+    path: the file as it was named; n_tensors: of the file, of which --tensor chooses some; against: the original, None without one;
+    importance: what the errors are weighed with, "none" without --imatrix; made_with: the importance matrix that the file records; total: the
+    errors of all tensors together, None without an original; histograms: by type, None where they were not asked for; stream_errors: by
+    layer, empty where none are recorded (--propagate).
+    """
 
     path: Path
-    file: GGUFFile
+    n_tensors: int
     against: Path | None
-    importance: Importance
+    importance: str
+    made_with: str | None
     findings: Sequence[Finding]
     total: Accuracy | None
     histograms: dict[str, Histogram] | None
@@ -71,7 +76,7 @@ class Inspection:
         totals = {"tensors": len(tensors), "weights": n, "bytes": n_bytes, "bits_per_weight": n_bytes * 8 / max(n, 1)}
         out = {"file": str(self.path), "tensors": [f.record() for f in self.findings], "total": totals}
         if self.total is not None:
-            out |= {"against": str(self.against), "importance": self.importance.describe()}
+            out |= {"against": str(self.against), "importance": self.importance}
             totals |= error_record(self.total)
         if self.stream_errors:
             out["stream_errors"] = list(self.stream_errors)
@@ -81,8 +86,9 @@ class Inspection:
 
     def lines(self) -> list[str]:
         """Below the table."""
-        lines = summary_lines(self.file, self.findings, self.importance, self.total) + stream_lines(self.stream_errors)
-        return lines + ([] if self.histograms is None else histogram_lines(self.histograms))
+        return [
+            *summary_lines(self), *stream_lines(self.stream_errors), *([] if self.histograms is None else histogram_lines(self.histograms))
+        ]
 
 
 def row_writer(tensors: Sequence[Tensor], weighted: bool) -> Callable[..., str]:
@@ -112,22 +118,22 @@ def columns_of(finding: Finding, weighted: bool) -> list[str]:
     return columns
 
 
-def summary_lines(file: GGUFFile, findings: Sequence[Finding], importance: Importance, total: Accuracy | None) -> list[str]:
-    """Below the table. total: None without an original."""
-    tensors = [f.tensor for f in findings]
+def summary_lines(found: Inspection) -> list[str]:
+    """Below the table."""
+    tensors = [f.tensor for f in found.findings]
     n, n_bytes = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
-    of_ditto3 = [f for f in findings if f.tensor.type == T.DITTO3]
-    of_file = "" if len(tensors) == len(file.tensors) else f" of {len(file.tensors)}"
+    of_ditto3 = [f for f in found.findings if f.tensor.type == T.DITTO3]
+    of_file = "" if len(tensors) == found.n_tensors else f" of {found.n_tensors}"
     lines = ["", f"{len(tensors)}{of_file} tensors, {n:,} weights, {n_bytes / MIB:,.2f} MiB, {n_bytes * 8 / max(n, 1):.4g} bpw"]
     if of_ditto3:
-        n_recorded = sum(f.epsilon is not None for f in findings)
+        n_recorded = sum(f.epsilon is not None for f in found.findings)
         lines.append(f"epsilon is recorded for {n_recorded} of {len(of_ditto3)} ditto3 tensors")
-    if total is not None:
+    if (total := found.total) is not None:
         lines.append(f"relative squared error of all weights: {total.relative:.6f}")
         if total.weighted is not None:
-            lines.append(f"weighted with {importance.describe()}: {total.weighted:.6f}")
-        elif (recorded := file.value("quantize.imatrix.file")) and importance.matrix is None:
-            lines.append(f"made with the importance matrix {recorded}: --imatrix FILE shows the errors weighed with it")
+            lines.append(f"weighted with {found.importance}: {total.weighted:.6f}")
+        elif found.made_with and found.importance == "none":
+            lines.append(f"made with the importance matrix {found.made_with}: --imatrix FILE shows the errors weighed with it")
     return lines
 
 

@@ -63,12 +63,17 @@ class Evaluation:
     models: list[Quality]
     pairs: list[Pair]
 
+    @property
+    def has_kld(self) -> bool:
+        """Whether the models were compared with a base, or with its logits alone."""
+        return any(KLD in model.statistics for model in self.models)
+
     def lines(self, width: int) -> list[str]:
         """Tables of that width, wider where names of files are long: they must be told apart."""
         rows = [*([self.base] if self.base else []), *self.models]
         lines, width = [], max(width, max(len(row.label) for row in rows) + WIDEST)
         if any(row.statistics for row in rows):
-            lines += table("model", _heading(self.base is not None), [(r.label, _columns(r, self.base is not None)) for r in rows], width)
+            lines += table("model", _heading(self.has_kld), [(r.label, _columns(r, self.has_kld)) for r in rows], width)
         if kinds := list(dict.fromkeys(kind for row in rows for kind in row.scores)):
             heading = " ".join(f"{kind + ', %':>18}" for kind in kinds)
             lines += table("model", heading, [(r.label, " ".join(_score(r.scores.get(kind)) for kind in kinds)) for r in rows], width)
@@ -84,14 +89,14 @@ class Evaluation:
         }
 
 
-def _heading(with_base: bool) -> str:
-    return f"{'MiB':>9} {'bpw':>5} {'perplexity':>17}" + (f" {'KL divergence':>18} {'same top':>8}" if with_base else "")
+def _heading(with_kld: bool) -> str:
+    return f"{'MiB':>9} {'bpw':>5} {'perplexity':>17}" + (f" {'KL divergence':>18} {'same top':>8}" if with_kld else "")
 
 
-def _columns(row: Quality, with_base: bool) -> str:
+def _columns(row: Quality, with_kld: bool) -> str:
     ppl, kld, top = (row.statistics.get(name) for name in (PPL, KLD, SAME_TOP))
     shown = f"{row.n_bytes / MIB:9,.1f} {row.bpw:5.2f} {_figure(ppl, 17, 3)}"
-    if with_base:
+    if with_kld:
         shown += f" {_figure(kld, 18, 5)} " + (f"{top.value:6.2f} %" if top else " " * 8)
     return shown.rstrip()
 
@@ -105,8 +110,8 @@ def _score(figure: Figure | None) -> str:
 
 
 def draw_quality(found: Evaluation, path: Path, force: bool) -> bool:
-    """Size across, KL divergence or, without a base, perplexity up, a point for each model. Errors and result: see picture.draw()."""
-    name, title = (KLD, "KL divergence") if found.base is not None else (PPL, "perplexity")
+    """Size across, KL divergence or, without one, perplexity up, a point for each model. Errors and result: see picture.draw()."""
+    name, title = (KLD, "KL divergence") if found.has_kld else (PPL, "perplexity")
     points = [(m.label, m.n_bytes / MIB, m.statistics[name]) for m in found.models if name in m.statistics]
     with quiet_matplotlib() as caught:
         _draw(points, title, path, force)

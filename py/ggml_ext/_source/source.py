@@ -85,8 +85,8 @@ def check_keep_gguf(kept: Path | None, taken: Taken) -> Taken:
     """What is taken with the file of --keep-gguf too, if one is asked for; UserError if it may not be written."""
     if kept is None:
         return taken
-    if kept.exists() or not kept.absolute().parent.is_dir():
-        what = "exists: pass it as IN, or name another file" if kept.exists() else "is in no folder that exists: create it first"
+    if kept.is_file() or not kept.absolute().parent.is_dir():
+        what = "exists: pass it as IN, or name another file" if kept.is_file() else "is in no folder that exists: create it first"
         raise UserError(f"--keep-gguf: {kept} {what}")
     return check_beside("--keep-gguf", kept, taken, force=False)
 

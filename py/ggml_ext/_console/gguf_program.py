@@ -1,0 +1,50 @@
+"""gguf's own programs, which know our types once the package is imported: their command lines and errors become ours."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from .._base.errors import UserError
+from .._formats.gguf_file import BigEndianFile, GGUFFile
+from .cli import Parser, add_common_options, run_command, writing_to_stdout
+
+
+def check_header(path: Path) -> None:
+    """UserError if a file is not sound: gguf's reader trusts the counts and sizes in it."""
+    with contextlib.suppress(BigEndianFile):  # which gguf reads
+        GGUFFile(path)
+
+
+@contextlib.contextmanager
+def command_line(words: list[str], way_out: str) -> Iterator[None]:
+    """Within it a program of gguf runs with these words, its name first. UserError for a bad command line. way_out: what to do if
+    standard output cannot be written."""
+    bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
+    with bad_command_line, mock.patch.object(sys, "argv", words), writing_to_stdout(way_out):
+        yield
+
+
+def run_editor(edit, argv: list[str] | None, prog: str) -> int:
+    """Exit code of a program of gguf that changes metadata, as run_command() has it. edit: runs it."""
+    args, way_out = argparse.Namespace(), "run it with its output open"
+
+    def run() -> None:
+        parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
+        add_common_options(parser)
+        _, words = parser.parse_known_args(argv, args)
+        with command_line([prog, *words], way_out):
+            try:
+                edit()
+            except EOFError as e:  # it asks for a YES
+                raise UserError("there is nobody to ask whether to go on: pass --force") from e
+            except OSError as e:
+                raise UserError(f"{e.filename or 'cannot write'}: {e.strerror or e}") from e
+            except (ValueError, LookupError, OverflowError) as e:  # of values that are none
+                raise UserError(" ".join(str(e.args[0] if e.args else e).split())) from e
+
+    return run_command(run, lambda: "nothing was changed", way_out, args=args)

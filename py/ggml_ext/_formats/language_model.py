@@ -1,0 +1,29 @@
+"""Whether a model predicts the next token: perplexity and KL divergence are figures of such predictions."""
+
+from __future__ import annotations
+
+from gguf import PoolingType
+
+from .gguf_file import GGUFFile
+
+# architectures whose graphs in llama.cpp end without logits; tests/package/test_patches.py compares them with its sources
+ENCODERS = frozenset((
+    "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert", "gemma-embedding",
+    "llama-embed", "t5encoder", "wavtokenizer-dec", "clip",
+))
+
+
+def other_than_language_model(file: GGUFFile) -> str | None:
+    """What a model is that predicts no next token, such as "an encoder (bert)"; None for a language model.
+
+    A model that sees what comes later and pools its outputs is an encoder whatever its architecture; one for text by diffusion, which
+    does not pool, has logits.
+    """
+    architecture = file.value("general.architecture", "")
+    pooling = file.value(f"{architecture}.pooling_type", PoolingType.NONE)
+    if pooling == PoolingType.RANK:
+        return f"a reranker ({architecture})"
+    is_causal = file.value(f"{architecture}.attention.causal", True)
+    if architecture in ENCODERS or (not is_causal and pooling != PoolingType.NONE):
+        return f"an encoder ({architecture})"
+    return None

@@ -1,0 +1,24 @@
+"""llama.cpp's converter of LoRA adapters, which lies in the package, as a command of the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from .._base.errors import UserError
+from .checkpoint import CONVERTER, NEEDED, need_extra
+
+SCRIPT = CONVERTER.with_name("convert_lora_to_gguf.py")
+
+
+def run() -> None:
+    """Entry point of convert_lora_to_gguf.py in pyproject.toml's [project.scripts]. SystemExit with one line where something is missing."""
+    try:
+        if not SCRIPT.is_file():
+            raise UserError(f"{SCRIPT} is missing: reinstall ggml-ext")
+        need_extra(NEEDED, SCRIPT.name)
+    except UserError as e:
+        raise SystemExit(f"error: {e}") from e
+    env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
+    sys.exit(subprocess.call([sys.executable, str(SCRIPT), *sys.argv[1:]], env=env))
