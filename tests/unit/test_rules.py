@@ -171,7 +171,7 @@ def compare_stock(path, arch, name, kinds, n_layer, n_expert=0, tied=False, n_he
         choices = _plan.Choices(FILE_TYPES[name], overrides=tuple(map(_plan.Override.parse, overrides)))
         plan = _plan.make_plan(gguf_file.GGUFFile(path), choices, imatrix is not None)
         assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, name, n_layer, n_expert, n_head)
-        assert not plan.warnings
+        assert not plan.warnings or name == "f16"  # which the file has already
     return bool(expected)
 
 
