@@ -257,7 +257,7 @@ def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
         way_out = "free some space" if "No space left" in said else _newer_transformers(folder, said) or "pass a GGUF file of it"
-        why = failure(CONVERTER.name, code, said, "", way_out, f"free some memory, or {way_out}")
+        why = failure(CONVERTER.name, code, said.rstrip("."), "", way_out, f"free some memory, or {way_out}")
         raise UserError(f"{folder} cannot be converted: {why}")
 
 
