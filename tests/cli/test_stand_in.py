@@ -9,7 +9,7 @@ import pytest
 from ggml_ext._base.units import GIB
 from ggml_ext._importance import stand_in
 from helpers.calibration_folder import MATRICES, folder  # noqa: F401
-from helpers.errors import files, fill_disk
+from helpers.errors import files
 from helpers.models import gaussian, write_gguf
 
 COPY = '#!/bin/sh\necho "$@" >> "{log}"\ncp "$2" "$3"\n'
@@ -85,7 +85,7 @@ def test_a_dry_run_makes_nothing(folder, quantizer):  # noqa: F811
 
 
 def test_no_room(folder, quantizer, monkeypatch):  # noqa: F811
-    fill_disk(monkeypatch, 1000)
+    monkeypatch.setattr(stand_in, "free_space", lambda folder: 1000)
     before = files(folder.out.parent)
     _, err = folder.run("--calibrate-with", "q8_0", code=1)
     assert "no space left on device" in err and "--calibrate-with source" in err and files(folder.out.parent) == before
