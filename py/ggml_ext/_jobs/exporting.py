@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from gguf import GGMLQuantizationType
 
@@ -94,10 +95,18 @@ class StockChoices:
     type: GGMLQuantizationType
     pure: bool
     overrides: tuple[Override, ...]
+    # options that quantizing alone has
+    token_embd: ClassVar[None] = None
+    output: ClassVar[None] = None
+    leave_output: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
         return self.type.name.lower()
+
+    def override_of(self, name: str) -> Override | None:
+        """The --tensor-type that counts for the tensor of that name."""
+        return next((o for o in self.overrides if o.pattern.search(name)), None)
 
     @property
     def asked(self) -> str:
@@ -110,7 +119,7 @@ class StockChoices:
         Source of the rules for embeddings and output matrix: llama.cpp, src/llama-quant.cpp, llama_tensor_get_type_impl().
         """
         is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
-        if override := next((o for o in self.overrides if o.pattern.search(tensor.name)), None):
+        if override := self.override_of(tensor.name):
             return override.type
         if self.pure or self.type in FLOAT_TYPES:
             return self.type
