@@ -48,13 +48,17 @@ bench: install
 	@$(BIN)/python scripts/tools/bench.py
 	@$(BIN)/python scripts/tools/bench.py --gemv
 
-# CUDA architectures of the two targets below: 75, 80, 86, 89, 90, 120, or several
+# of make gpu-bundle and make cuda: CUDA architectures, of 75, 80, 86, 89, 90 and 120
 ARCH ?= 90
 
-# The GPU check for another machine, as an archive in dist/, and the whole CUDA backend compiled and linked: need nvcc, not a GPU.
-gpu-bundle cuda: $(VENV)/.tools
+# The GPU check for another machine, as an archive in dist/; needs nvcc, not a GPU.
+gpu-bundle: $(VENV)/.tools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "gguf>=0.17" numpy tqdm
-	@$(BIN)/python scripts/build/gpu_bundle.py --arch "$(ARCH)" $(if $(filter cuda,$@),--build-only)
+	@$(BIN)/python scripts/build/gpu_bundle.py --arch "$(ARCH)" $(BUILD_ONLY)
+
+# The whole CUDA backend compiled and linked, for no machine.
+cuda: BUILD_ONLY := --build-only
+cuda: gpu-bundle
 
 # The GPU check on this machine, built first.
 gpu-check: $(VENV)/.tools
