@@ -168,8 +168,7 @@ def other_transformers(tmp_path_factory):
     return install_beside(tmp_path_factory.mktemp("transformers"), "transformers>=5,<6" if IS_OLD else "transformers>=4.57,<5")
 
 
-@pytest.mark.extra_build
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_version_of_transformers(client, checkpoint, made, other_transformers):
     """The same bytes; a tokenizer of 5 in its own class needs 5."""
     client.packages = other_transformers
