@@ -65,6 +65,8 @@ class QuantizeKeywords(TypedDict, total=False):
     imatrix: AnyPath
     imatrix_from: AnyPath
     importance: str
+    include_weights: str | Sequence[str]
+    exclude_weights: str | Sequence[str]
     no_calibration: bool
     calibration_chunks: int
     memory: float

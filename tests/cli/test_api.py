@@ -81,8 +81,8 @@ def test_messages_and_progress(lib, source, tmp_path):
         progress=lambda *step: steps.append(step),
     )
     assert ("warning", made.warnings[0]) in told and "--no-calibration" in made.warnings[0]
-    assert {phase for phase, _, _ in steps} == {"itq3_t"}
-    done = [n for _, n, _ in steps]
+    assert list(dict.fromkeys(phase for phase, _, _ in steps)) == ["checking", "itq3_t"]
+    done = [n for phase, n, _ in steps if phase == "itq3_t"]
     assert done == sorted(done) and steps[-1][1] == steps[-1][2] == made.weights
 
 
@@ -165,7 +165,7 @@ def test_a_callback_that_raises_stops_the_run_and_the_next_goes_on(lib, source, 
     n_weights = 24 * 512
 
     def stop(phase, done, total):
-        if done > 3 * n_weights:
+        if phase != "checking" and done > 3 * n_weights:
             raise KeyboardInterrupt
 
     folder = tmp_path / "out"

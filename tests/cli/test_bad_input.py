@@ -146,7 +146,6 @@ def test_tensor_twice(tmp_path):
     [
         (["--type", "itq9_z"], ("--type", "'itq9_z'", KNOWN)),
         (["--type", "itq3t"], ("--type", "'itq3t': did you mean 'itq3_t'? known types: ")),
-        (["--type", "f16"], ("--type", "'f16' (a type of single tensors, which --tensor-type takes)", KNOWN)),
         (["--type", "q8_kr"], ("--type", "'q8_kr'", KNOWN)),
         (["--type", "itq3_s", "--tensor-type", "attn_k=q9_9"], ("--tensor-type", "'q9_9'", "q8_0")),
         (["--type", "itq3_s", "--tensor-type", "attn_k=Q6K"], ("--tensor-type", "'Q6K': did you mean 'q6_k'?")),

@@ -72,10 +72,9 @@ class Job:
         )
         final = self.headers(accuracies)
         output.complete(final)
-        was_run = False
         if self.is_verified:
             verify(output, final, of, console)
-            was_run = run_once(output, of.file, console)
         of.check_unchanged()
+        was_run = self.is_verified and run_once(output, of.file, console)
         output.publish()
         return Written(accuracies, time.monotonic() - started + seconds_before, n_before, was_run)
