@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up(folder, tmp_path):
     """By a limit on the size of files, which llama-perplexity does not notice or dies of."""
     command = [sys.executable, "-m", "ggml_ext.evaluate", folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "l.bin", *CHUNKS, "-q"]
     done = subprocess.run(["bash", "-c", 'ulimit -f 500; exec "$@"', "-", *map(str, command)], capture_output=True, text=True)
-    check_error(done, "llama-perplexity" if "exited" in done.stderr else "its disk is full")
+    check_error(done, "llama-perplexity" if re.search("exited|was ended by signal", done.stderr) else "its disk is full")
     assert not list(tmp_path.iterdir())
 
 
