@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cuda_tools
-from check_run import N_CORES, Failed, Run, Unavailable
+from check_run import N_CORES, ROOT, Failed, Run, Unavailable
+
+LOAD = (sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])")  # a library, in a process of its own
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def find_device(run: Run, backend: Backend) -> dict:
         return {}
     if backend.library and (library.exists() or run.fault == "missing-library"):
         try:
-            run.command(sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", library, timeout=60)
+            run.command(*LOAD, library, timeout=60)
         except Failed as e:
             raise Failed(f"{library.name} cannot be loaded: {str(e).rpartition('OSError: ')[2]}: {backend.way_out}") from None
     output: list[str] = []
@@ -103,14 +105,12 @@ def find_device(run: Run, backend: Backend) -> dict:
 
 def set_environment(run: Run) -> None:
     """Let child processes find the package, cuBLAS and, where the system has none that is new enough, the bundled C++ library."""
-    root = Path(__file__).resolve().parents[2]
     directories = cuda_tools.library_directories() if run.backend == "cuda" else []
-    fallback = root / "lib"
-    loads = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(run.programs / "libllama.so.0")]
-    if fallback.is_dir() and subprocess.run(loads, capture_output=True).returncode:
+    fallback = ROOT / "lib"
+    if fallback.is_dir() and subprocess.run([*LOAD, run.programs / "libllama.so.0"], capture_output=True).returncode:
         directories.append(fallback)
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, directories), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     os.environ["GGML_EXT_LIB_DIR"] = str(run.programs)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "py"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    sys.path.insert(0, str(root / "py"))
-    sys.path.insert(0, str(root / "scripts" / "tools"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "py"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path.insert(0, str(ROOT / "py"))
+    sys.path.insert(0, str(ROOT / "scripts" / "tools"))

@@ -462,6 +462,18 @@ def replace_by_a_copy(path):
     os.replace(copy, path)
 
 
+def change_while_tensors_are_written(monkeypatch, change, path):
+    """Before the fifth tensor."""
+    start = Output.start
+
+    def changing(self, tensor):
+        start(self, tensor)
+        if tensor == 4:
+            change(path)
+
+    monkeypatch.setattr(Output, "start", changing)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (write_again, "in.gguf was written to while it was read"),
     (cut_off, "in.gguf changed while it was read, from"),
@@ -470,28 +482,14 @@ def replace_by_a_copy(path):
 ])
 def test_an_input_that_changes_while_it_is_read(lib, source, tmp_path, capsys, monkeypatch, change, said):
     """Whatever was made of it is not kept."""
-    start = Output.start
-
-    def changing(self, tensor):
-        start(self, tensor)
-        if tensor == 4:
-            change(source)
-
-    monkeypatch.setattr(Output, "start", changing)
+    change_while_tensors_are_written(monkeypatch, change, source)
     run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=(said, "run it again"))
     assert {p.name for p in tmp_path.iterdir()} <= {source.name}
 
 
 def test_an_importance_matrix_that_changes_while_it_is_read(lib, source, tmp_path, capsys, monkeypatch):
     path = write_moments(tmp_path / "im.gguf", {n: correlated(700, 512) for n in NAMES if "ffn" in n})
-    start = Output.start
-
-    def changing(self, tensor):
-        start(self, tensor)
-        if tensor == 4:
-            write_again(path)
-
-    monkeypatch.setattr(Output, "start", changing)
+    change_while_tensors_are_written(monkeypatch, write_again, path)
     run_badly(capsys, source, tmp_path / "out.gguf", "--type", "itq3_s", "--imatrix", path, parts=("im.gguf was written to while it was read",))
     assert {p.name for p in tmp_path.iterdir()} == {source.name, path.name}
 
