@@ -269,6 +269,9 @@ def test_split_model(tmp_path):
         tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)}, fill=lambda w: w.add_uint16("split.count", 3)
     )
     quantize_error(tmp_path, source, "one of 3 parts", "its name must end in")
+    with source.open("ab") as file:
+        file.write(source.read_bytes())
+    quantize_error(tmp_path, source, "one of 3 parts", "llama-gguf-split --merge")
 
 
 def test_stock_type_without_the_library(tmp_path):

@@ -71,6 +71,20 @@ def test_what_is_measured_or_named_or_better_has_no_floor(lib, tmp_path):
     assert types(file, choices("q4_k_m"), Uses(FOUND))[0][EH] == "q4_k"  # as llama-quantize: no importances are needed
 
 
+@pytest.mark.parametrize(("asked", "got"), [
+    (choices(), "q8_0"), (choices("itq3_t", pure=True, target="target-bpw=3"), "q8_0"), (choices("itq2_t", pure=True), "itq2_t"),
+    (choices("itq2_t", "ssm_alpha=itq3_t"), "itq3_t"), (choices("f16"), "f16"), (choices("q4_k_m"), "q4_k")])
+def test_small_matrices_have_a_floor(lib, tmp_path, asked, got):
+    """Of a layer of 1024 weights more than 1024 times theirs, and one less."""
+    small, large = "blk.0.ssm_alpha.weight", "blk.0.ffn_up.weight"
+    file = model(tmp_path, (), **{large: gaussian(2047, 256), small: gaussian(2, 256), "blk.1.ffn_up.weight": gaussian(2046, 256),
+                                  "blk.1.ssm_alpha.weight": gaussian(2, 256)})
+    found, plan = types(file, asked, Uses())
+    assert found[small] == got and found["blk.1.ssm_alpha.weight"] != "q8_0" and found[large] != "q8_0"
+    told = [f"tensor {small}, with less than a thousandth of their layer's weights each: q8_0 at the least; --tensor-type names another type"]
+    assert plan.notes == (told if got == "q8_0" else [])
+
+
 def test_classes_of_a_layer_that_is_not_run(lib, tmp_path):
     later = TABLE.replace("0", "1")
     assert types(model(tmp_path, (*NAMES, later)), choices(), Uses(FOUND))[0][later] == "f16"

@@ -219,6 +219,14 @@ class GGUFFile:
         """Its name without the ending."""
         return self.path.name.removesuffix(".gguf")
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something follows that begins as another GGUF file does."""
+        end = max((t.offset + t.n_bytes for t in self.tensors), default=self.n_bytes)
+        return any(
+            self._source.read(at, len(MAGIC)) == MAGIC for at in {end, pad(end, self.alignment)} if at + len(MAGIC) <= self.n_bytes
+        )
+
     def _read_counts(self, cursor: _Cursor) -> tuple[int, int]:
         version = cursor.scalar("<I", "the version")
         if version not in VERSIONS:

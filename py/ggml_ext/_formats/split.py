@@ -91,10 +91,10 @@ def open_model(path: Path) -> GGUFFile:
     found = PART_NAME.fullmatch(path.name)
     if not found or number != int(found[2]) - 1 or count != int(found[3]):
         which = f"part {number + 1}" if isinstance(number, int) else "one"
-        raise UserError(
-            f"{path} is {which} of {count} parts of a split model ({NUMBER_KEY}, {COUNT_KEY}), its name must end in "
-            f"{_ending(number, count)}: give all parts the names that they had"
-        )
+        what = f"{path} is {which} of {count} parts of a split model ({NUMBER_KEY}, {COUNT_KEY})"
+        if file.has_more:
+            raise UserError(f"{what}, with others behind it: parts are not joined by cat, join them with llama-gguf-split --merge")
+        raise UserError(f"{what}, its name must end in {_ending(number, count)}: give all parts the names that they had")
     paths = [path.with_name(name) for name in part_names(path.name)]
     if missing := [p.name for p in paths if not p.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

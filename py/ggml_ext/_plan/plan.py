@@ -20,7 +20,7 @@ from .._formats.imatrix import ImportanceMatrix, n_importances
 from .._formats.names import describe_tensors, list_experts, list_tensors, tensor_class, unknown_type
 from .file_types import FLOAT_TYPES, FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
-from .uses import FLOOR, OUTER, Uses
+from .uses import FLOOR, OUTER, SMALL_FLOOR, Uses, small_matrices
 
 T = GGMLQuantizationType
 
@@ -282,7 +282,9 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
     rules, warnings = rule_types(file, file_type, choices.token_embd, choices.output, settled, has_imatrix)
     plan = Plan(file.tensors, warnings=warnings, weighted_type=file_type.weighted_type)
     kept: dict[str, list[str]] = {}  # by what keeps them
-    raised: list[str] = []
+    is_pure = choices.pure and not choices.target
+    small = set() if file_type.is_stock or is_pure else small_matrices(file.tensors)
+    raised: dict[str, list[str]] = {}  # by what is said of them
     for tensor, rule in zip(file.tensors, rules, strict=True):
         if (why := why_kept(tensor, choices, rule, uses)) is not None:
             kept.setdefault(why, []).append(tensor.name)
@@ -292,9 +294,10 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         wanted = choose_type(tensor, choices, rule)
         if uses.is_unseen(tensor.name):
             plan.unseen.add(tensor.name)
-            if (least := _at_least(plan, tensor, wanted, choices)) != wanted:
-                raised.append(tensor.name)
-                wanted = least
+        said, floor = (UNSEEN, FLOOR) if tensor.name in plan.unseen else (SMALL, SMALL_FLOOR) if tensor.name in small else (None, wanted)
+        if (least := _at_least(plan, tensor, wanted, choices, floor)) != wanted:
+            raised.setdefault(said, []).append(tensor.name)
+            wanted = least
         plan.add(tensor, wanted, _fit_matrix(tensor, wanted, choices))
     if file_type.is_stock:
         _check_stock(plan, file_type)
@@ -304,9 +307,7 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         raise UserError(f"{file.path} {_what_has_no_matrices(file)}: nothing to quantize; pass a model with weight matrices")
     if plan.types == [t.type for t in file.tensors]:
         plan.warnings.append(f"all {plan.n_matrices} matrices have the types asked for already: copied as they are")
-    if raised:
-        said = f", which the model does not run on text, so that nothing says what errors in them cost: {FLOOR.name.lower()} at the least"
-        plan.notes.append(describe_tensors(raised, f"{said}; --tensor-type names another type"))
+    plan.notes += [describe_tensors(names, f", {said} at the least; --tensor-type names another type") for said, names in raised.items()]
     plan.kept = {name: why for why, names in kept.items() for name in names}
     for why, names in kept.items():
         told = plan.notes if why in SAID else plan.warnings if why.endswith(NO_WEIGHTS) else []
@@ -320,6 +321,10 @@ NO_PRODUCT = "with which the model's graph multiplies nothing: kept"
 OUTSIDE = "outside of the layers, where no calibration sees inputs: kept"
 QUANTIZED = "quantized already: kept; --allow-requantize lets the target choose other types"
 SAID = (NO_PRODUCT, OUTSIDE, QUANTIZED)
+
+# why a matrix has more bits than were asked for
+UNSEEN = f"which the model does not run on text, so that nothing says what errors in them cost: {FLOOR.name.lower()}"
+SMALL = f"with less than a thousandth of their layer's weights each: {SMALL_FLOOR.name.lower()}"
 
 
 def why_kept(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType | None, uses: Uses) -> str | None:
@@ -339,12 +344,14 @@ def why_kept(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType | None
     return QUANTIZED if choices.target and is_quantized and not is_named else None
 
 
-def _at_least(plan: Plan, tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices) -> GGMLQuantizationType:
-    """The type of a matrix whose inputs no calibration sees. Stock files have those of llama.cpp's rules, but for what needs importances."""
+def _at_least(plan: Plan, tensor: Tensor, wanted: GGMLQuantizationType, choices: Choices, floor: GGMLQuantizationType) -> GGMLQuantizationType:
+    """wanted, or where that has fewer bits than the floor, the floor. Stock files have the types of llama.cpp's rules, but for what needs
+    importances."""
     is_of_rules = choices.file_type.is_stock and not _needs_importance(plan, tensor, wanted)
-    if deciding_option(tensor, choices) or is_of_rules or bits_per_weight(wanted) >= bits_per_weight(FLOOR):
+    if deciding_option(tensor, choices) or is_of_rules or bits_per_weight(wanted) >= bits_per_weight(floor):
         return wanted
-    return tensor.type if bits_per_weight(tensor.type) < bits_per_weight(FLOOR) else FLOOR
+    return tensor.type if bits_per_weight(tensor.type) < bits_per_weight(floor) else floor
+
 
 def _check_stock(plan: Plan, file_type: FileType) -> None:
     """UserError if a tensor keeps a type of ours in a stock file."""

@@ -3,7 +3,7 @@
 A matrix that the graph does not multiply with (a table that it adds, say) keeps its type: other operations take few types, or none. So
 does one whose product lies outside of the layers (the head of a reranker), where llama-imatrix collects nothing. One of a layer that the
 graph leaves out (those that predict further tokens) gets FLOOR at the least: no importance says what errors in it cost, and no probe of
-the model notices them.
+the model notices them. Small matrices have a floor too, for they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 
 from gguf import GGMLQuantizationType
 
-from .._formats.gguf_file import GGUFFile
+from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import layer_of, tensor_class
 from .._native.graph import PRODUCT, ROWS, read_uses
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 
 OUTER = (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)  # whose inputs llama-imatrix collects if --process-output asks for it, or never
 FLOOR = GGMLQuantizationType.Q5_K  # needs no importances; 0.1 % of the squares of the weights are lost
+# Matrices with less than this part of their layer's weights get Q8_0 at the least, which adds at most 0.005 bits per weight to the layer. Among
+# them are those that steer a layer: decay and input gate of linear attention (ssm_alpha, ssm_beta, ssm_ba), hc_*_inject of hyper-connections.
+SMALL_PART, SMALL_FLOOR = 1 / 1024, GGMLQuantizationType.Q8_0
 IN_LAYERS = re.compile(r"(^|\.)blk\.\d+\.")
 
 
@@ -28,6 +31,15 @@ def n_layers_run(file: GGUFFile) -> int | None:
     arch = file.value("general.architecture", "")
     n_layers, n_more = (file.value(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     return n_layers - n_more if type(n_layers) is int and type(n_more) is int and 0 < n_more < n_layers else None
+
+
+def small_matrices(tensors: list[Tensor]) -> set[str]:
+    """Names of those below SMALL_PART."""
+    in_layer: dict[int, int] = {}
+    for tensor in tensors:
+        if (layer := layer_of(tensor.name)) is not None:
+            in_layer[layer] = in_layer.get(layer, 0) + tensor.n_elements
+    return {t.name for t in tensors if t.n_elements < SMALL_PART * in_layer.get(layer_of(t.name), 0)}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import NO_SPACE
+from .._base.files import NO_SPACE, free_space
 from .._base.units import MIB
 from .._formats.split import part_names
 from .checkpoint import ADAPTER, CONFIG, FORMATS, NEEDED, check_bits, index_name, indexed_files, need_extra, only_an_adapter, shards_by_name
@@ -191,7 +190,7 @@ class _Cache:
 
         size = max(sum(self.files[n].size or 0 for n in names) - self._begun(), 0)
         folder = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
-        free = shutil.disk_usage(folder).free
+        free = free_space(folder)
         if free < size:
             raise self.repo.error(
                 f"needs {size / MIB:,.0f} MiB in {HF_HUB_CACHE}, which has {free / MIB:,.0f} MiB free: free some space, or point "
