@@ -85,68 +85,62 @@ def render_rows(rows: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def render_claims(measured: dict) -> str:
-    """What README says first: accuracy beside the stock types of about that size, and speed by processor."""
-    rows, kld = measured["rows"], measured["kl_divergence"]["rows"]
+def quality(measured: dict) -> dict[str, dict]:
+    """By type, most bits first: bpw, and the KL divergences that were measured, as text: on the reference model of llama-quantize's file
+    with an imatrix (upstream), with full Hessians (hessian), with sequential quantization too (sequential); on SmolLM2 (smollm2) of
+    standard types the first, of ours the second."""
+    bpw = {row["type"].upper(): row["bpw"] for row in measured["rows"].values()}
+    stock, propagated = measured["stock_moments"], measured["propagate"]["reference"]
+    rows: dict[str, dict] = {name: {} for name in (*stock["rows"], *stock["ours"], *propagated)}
+    for name, (upstream, own) in stock["rows"].items():
+        rows[name] |= {"upstream": upstream, "hessian": own}
+    for name, own in stock["ours"].items():
+        rows[name] |= {"hessian": own}
+    for name, (without, sequential) in propagated.items():
+        rows[name] = {"hessian": without} | rows[name] | {"sequential": sequential}
+    for name, (_, _, kld) in measured["smollm2"]["rows"].items():
+        rows[name.upper()]["smollm2"] = kld
+    order = sorted(rows, key=lambda name: (-bpw[name], name))
+    return {name: {"bpw": bpw[name], **rows[name]} for name in order}
 
-    def over(row: str) -> str:
-        return f"{100 * (rows[row]['perplexity'] / rows['F16']['perplexity'] - 1):.1f}"
 
-    def both(name: str) -> str:
-        return f"{name} ({rows[name]['bpw']:g}) {over(name)} % and {over(name + ', with imatrix')} %"
+QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K", "ITQ2_T")  # what README has, of all
 
-    stock, ours = measured["stock_moments"]["rows"], measured["stock_moments"]["ours"]
-    slow = measured["without_avx2"]
-    of = {name.upper(): speed for name, speed in slow["decode"].items()}
-    lines = [
-        f"What was measured, on {measured['model']}, below on SmolLM2-135M-Instruct too, on nothing larger yet:",
-        "",
-        f"* 3 bits, perplexity over F16 without and with an importance matrix: {both('ITQ3_T')}, {both('Q3_K')}, {both('IQ3_S')}.",
-        f"* 2 bits, the same: {both('ITQ2_T')}, {both('Q2_K')}.",
-        f"* 4 bits, KL divergence: ITQ4_T ({rows['ITQ4_T']['bpw']:g}) {kld['ITQ4_T, with whole moments']:g} with whole second moments of the inputs; with an "
-        f"importance matrix Q4_K ({rows['Q4_K, with imatrix']['bpw']:g}) {kld['Q4_K, with imatrix']:g} and IQ4_XS "
-        f"({rows['IQ4_XS, with imatrix']['bpw']:g}) {kld['IQ4_XS, with imatrix']:g}.",
-        f"* 5 bits, KL divergence: DITTO5 ({rows['DITTO5']['bpw']:g}) {kld['DITTO5, with block moments']:g} with second moments of the inputs; Q5_K ({rows['Q5_K, with imatrix']['bpw']:g}) {kld['Q5_K, with imatrix']:g} with an importance matrix. "
-        f"Without second moments DITTO5 is the less accurate one: {kld['DITTO5, with imatrix']:g} with an importance matrix, and "
-        f"{kld['DITTO5']:g} against {kld['Q5_K']:g} with nothing.",
-        "* Stock types made by this quantizer with whole second moments, and by llama-quantize with the importance matrix of the same text, KL "
-        f"divergence: {', '.join(f'{name} {own} and {theirs}' for name, (theirs, own) in stock.items())}. "
-        f"With the same moments {', '.join(f'{name} {own}' for name, own in ours.items())}.",
-        propagated_claim(measured["propagate"]),
-        f"* Speed needs AVX2; NEON has not been timed. Without AVX2 ({slow['processor']}) ITQ3_S decodes {of['ITQ3_S']:g} tokens/s, CCQ2 {of['CCQ2']:g}, "
-        f"ITQ3_T {of['ITQ3_T']:g}, Q3_K {of['Q3_K']:g}.",
-        "",
-        *speed_table(measured),
-    ]
+
+def render_quality(measured: dict) -> str:
+    """KL divergence by type and way to make the file."""
+    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext", "sequential": "with `--propagate`", "smollm2": "SmolLM2-135M"}
+    lines = [f"| KL divergence | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
+    for name, row in quality(measured).items():
+        if name in QUALITY:
+            cells = " | ".join(str(row.get(key, "")) for key in columns)
+            lines.append(f"| {f'**{name}**' if name.lower() in WEIGHT_TYPES else name} | {row['bpw']:g} | {cells} |")
     return "\n".join(lines)
 
 
-def propagated_claim(measured: dict) -> str:
-    """What making up for errors gains, on both models."""
+def render_gains(measured: dict) -> str:
+    """What a reader gains, for the top of README."""
+    q, smollm2 = quality(measured), measured["propagate"]["smollm2"]["the built-in text"]
+    ours, upstream = q["ITQ3_T"], q["Q3_K"]
+    return "\n".join([
+        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. The KL divergence",
+        f"  of the reference model in Q4_K from F16 is {q['Q4_K']['hessian']}. llama-quantize's file of the same size has {q['Q4_K']['upstream']}.",
+        f"- **Smaller types that are more accurate.** ITQ3_T has {ours['bpw']:.2f} bits per weight and a KL divergence of {ours['hessian']}. Q3_K by llama-quantize has",
+        f"  {upstream['bpw']:.2f} and {upstream['upstream']}. ITQ3_T needs the llama.cpp of this package, where it generates {measured['avx512']['decode/q3_k']['itq3_t']:.2f} times as fast.",
+        "- **Sequential quantization on a CPU.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M that lowers the",
+        f"  KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]} and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
+    ])
 
-    def changes(of_types: dict) -> str:
-        return ", ".join(f"{name} {before} to {after}" for name, (before, after) in of_types.items())
 
-    texts = " ".join(f"Calibrated with {text}: {changes(of_types)}." for text, of_types in measured["smollm2"].items())
-    return (
-        f"* `--propagate` lowers the KL divergence: {changes(measured['reference'])}.\n"
-        f"* `--propagate` on SmolLM2, scored on English. {texts}"
-    )
-
-
-SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # what README's first table has, of all
+SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # what README's table of speeds has, of all
 
 
 def speed_table(measured: dict) -> list[str]:
-    """Decode and prefill over Q3_K's by processor; empty cells for what was not measured."""
-    names, ratios, avx512 = SPEEDS, ("decode/q3_k", "prefill/q3_k"), measured["avx512"]
-    by_type = {row["type"]: row for row in measured["rows"].values()}
-    here = {ratio: {name: by_type[name][ratio] for name in names if ratio in by_type[name]} for ratio in ratios}
-    lines = [f"| speed over Q3_K's | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
-    for processor, found in ((measured["processor"], here), (avx512["processor"], avx512)):
-        for ratio in ratios:
-            cells = [format(found[ratio][name], ".2f") if name in found[ratio] else "" for name in names]
-            lines.append(f"| {ratio.partition('/')[0]}, {processor} | {' | '.join(cells)} |")
+    """Decode and prefill over Q3_K's."""
+    names, avx512 = SPEEDS, measured["avx512"]
+    lines = [f"| speed over Q3_K's, {avx512['processor']} | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
+    for ratio in ("decode/q3_k", "prefill/q3_k"):
+        lines.append(f"| {ratio.partition('/')[0]} | {' | '.join(format(avx512[ratio][name], '.2f') for name in names)} |")
     return lines
 
 
@@ -168,37 +162,36 @@ def render_summary(types: list[Type], measured: dict) -> str:
 
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
 CHOICES = (
-    ("the usual four bits: smaller than Q4_K and IQ4_XS, and more accurate", "itq4_t", None),
-    ("a better file than Q3_K ({q3_k:.2f}), and a smaller one", "itq3_t", None),
+    ("almost no loss", "ditto5", None),
+    ("four bits, smaller than Q4_K and IQ4_XS and more accurate", "itq4_t", None),
+    ("three bits, smaller than Q3_K ({q3_k:.2f}) and more accurate", "itq3_t", None),
+    ("three bits, fastest generation", "itq3_s", None),
     ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
     ("the smallest file", "itq2_t", None),
-    ("the fastest answers at three bits", "itq3_s", None),
-    ("almost no loss", "ditto5", None),
 )
 
 
 def render_choice(measured: dict) -> str:
     """Which type to take, and what a model of 7 billion weights takes."""
-    found, q3_k = measured["seven_b"], measured["rows"]["Q3_K"]["bpw"]
-    calibration, encoding = found["calibration"], found["encoding"]
+    sizes, q3_k = measured["seven_b"]["gib"], measured["rows"]["Q3_K"]["bpw"]
     lines = ["| you want | option | bits per weight | a 7B model takes |", "| --- | --- | --- | --- |"]
+    lines.append("| a file for every llama.cpp, Ollama and LM Studio | `--type q4_k_m` and llama-quantize's other names | as there | as there |")
     for want, name, bits in CHOICES:
         shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
-        lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {found['gib'][name]:.1f} GiB |")
-    lines.append("| a file for every llama.cpp, Ollama and LM Studio, with half the error of llama-quantize's | `--type q4_k_m` and its other names | "
-                 "as there | as there |")
-    lines.append("| a file of a given size, with the best type for each tensor | `--target-size 3GiB` | | 3 GiB |")
-    return "\n".join([
-        *lines, "",
-        f"**A 7B model on a laptop.** You need the model in F16 or BF16 ({found['input_gib']:.0f} GiB), disk for the result, and an evening: the command says",
-        f"before it starts how long it will take on your machine. The 32 layers of Llama-3.1-8B's shape, {found['billions']:.1f} billion weights, became ITQ3_T on",
-        f"{found['processor']}: encoding took {encoding['took_minutes']} minutes ({encoding['said_minutes']} were said) and {encoding['mib']} MiB of memory; calibration with "
-        f"{calibration['chunks']} of its 100 chunks",
-        f"{calibration['took_minutes']} minutes ({calibration['said_minutes']} were said; all take {calibration['all_minutes']}) and {calibration['gib']} GiB, nearly all of it the model. "
-        f"Eight cores take a quarter. The file",
-        f"decodes {found['decode/q3_k']:.2f} times as fast as Q3_K. If F16 does not fit into your memory, calibration runs the model",
-        "in Q8_0 or Q4_K by itself. Running takes the memory of the file and the KV cache.",
-    ])
+        lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {sizes[name]:.1f} GiB |")
+    lines.append("| the best file of a given size | `--target-size 3GiB` | | 3 GiB |")
+    return "\n".join(lines)
+
+
+def render_cost(measured: dict) -> str:
+    """What a model of 7 billion weights needs."""
+    run = measured["seven_b"]
+    calibration, encoding, slow = run["calibration"], run["encoding"], measured["without_avx2"]
+    return (
+        f"A model with the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights) became ITQ3_T on {run['processor']} in {encoding['took_minutes']} minutes, after\n"
+        f"{calibration['all_minutes']} minutes of calibration (computed from {calibration['chunks']} of 100 chunks) in {calibration['gib']} GiB of memory. With less memory, calibration runs the model in Q8_0\n"
+        f"or Q4_K. A CPU without AVX2 is slow: ITQ3_T generates {slow['decode']['itq3_t']:g} tokens/s and Q3_K {slow['decode']['q3_k']:g} ({slow['processor'].partition(',')[0]})."
+    )
 
 
 def marker(name: str, end: str) -> str:
@@ -402,27 +395,38 @@ def save(figure: object, path: Path) -> None:
     os.replace(beside, path)
 
 
-def draw(types: list[Type], path: Path) -> None:
-    """The picture, as the format that the path's ending names."""
+SERIES = {  # of the picture: what of quality(), which types, label, marker, colour
+    "upstream": (False, "standard types by llama-quantize, imatrix", "o", STOCK_COLOUR),
+    "hessian": (False, "standard types by ggml-ext", "s", "#2563eb"),
+    "own": (True, "types of ggml-ext", "D", OUR_COLOUR),
+    "sequential": (None, "with --propagate", "v", "#16a34a"),
+}
+
+
+def draw(rows: dict[str, dict], path: Path) -> None:
+    """The picture of quality(), as the format that the path's ending names."""
     pyplot = start_drawing()
     from matplotlib.ticker import NullLocator
 
-    figure, (by_size, by_speed) = pyplot.subplots(1, 2, figsize=(10, 5), sharey=True)
-    by_size.set(xlabel="bits a weight", ylabel="perplexity over F16 (lower is better)", title="Quality against size")
-    by_speed.set(xlabel="decode speed, two cores of a Zen 4 EPYC, x Q3_K", title="Quality against speed")
-    by_size.set_yscale("log")
-    by_size.set_yticks([0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2], minor=False)
-    by_size.yaxis.set_minor_locator(NullLocator())
-    by_size.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
-    for axes, key in (by_size, "bpw"), (by_speed, "decode_avx512"):
-        points = [(getattr(t, key), t.best, t.name.upper(), OUR_COLOUR if t.is_ours else STOCK_COLOUR) for t in types
-                  if getattr(t, key) is not None]
-        axes.scatter([p[0] for p in points], [p[1] for p in points], s=36, c=[p[3] for p in points], zorder=3)
-        axes.grid(color="#e2e8f0", zorder=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(0.18, 0.1)
-        figure.tight_layout()
-        place_labels(axes, points)
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    axes.set(xlabel="bits per weight", ylabel="KL divergence from F16 (lower is better)", title="Quality against size, reference model", yscale="log")
+    axes.set_yticks([0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1], minor=False)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    labels, others = [], []
+    for key, (own, label, marker, colour) in SERIES.items():
+        column = "hessian" if key == "own" else key
+        points = [(row["bpw"], float(row[column]), name) for name, row in rows.items()
+                  if column in row and own in (None, name.lower() in WEIGHT_TYPES)]
+        axes.scatter([p[0] for p in points], [p[1] for p in points], s=36, marker=marker, c=colour, zorder=3, label=label)
+        named = key in ("upstream", "own")
+        (labels if named else others).extend((*p[:2], p[2], colour) if named else p[:2] for p in points)
+    axes.grid(color="#e2e8f0", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(0.1, 0.1)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    place_labels(axes, labels, others)
     save(figure, path)
 
 
@@ -433,7 +437,8 @@ def main() -> None:
     measured = json.loads(MEASURED.read_text())
     types, variants = read_types(measured), json.loads(VARIANTS.read_text())
     tables = {
-        "README.md": {"choice": render_choice(measured), "claims": render_claims(measured), "summary": render_summary(types, measured)},
+        "README.md": {"gains": render_gains(measured), "choice": f"{render_choice(measured)}\n\n{render_cost(measured)}",
+                      "quality": render_quality(measured), "speed": "\n".join(speed_table(measured))},
         "docs/results/measurements.md": {"summary": render_summary(types, measured), "types": render_types(types),
                                          "measured": render_rows(measured["rows"])},
         "docs/results/variants.md": {"measured": render_variants(variants)},
@@ -448,7 +453,7 @@ def main() -> None:
         if not args.check:
             path.write_text(new)
     if not args.check:
-        draw(types, PICTURE)
+        draw(quality(measured), PICTURE)
         draw_variants(variants, VARIANTS_PICTURE)
 
 
