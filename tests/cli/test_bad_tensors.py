@@ -80,7 +80,9 @@ def imatrix_flags(folder, kind: str) -> list:
     return ["--imatrix", write_imatrix(folder / "im.gguf", entries)]
 
 
-CASES = [(name, options) for name in sorted(WEIGHT_TYPES) for options in ("", *IMPORTANCES)] + [("ditto3", "tensor")]
+KINDS = ("ccq2", "ditto3", "ditto5", "itq3_s", "itq3_t", "itq2_t64")  # of encoders; the others have the same with other tables
+CASES = [pytest.param(name, options, marks=() if name in KINDS or options == "spread" else pytest.mark.nightly)
+         for name in sorted(WEIGHT_TYPES) for options in ("", *IMPORTANCES)] + [("ditto3", "tensor")]
 
 
 @pytest.mark.slow

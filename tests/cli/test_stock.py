@@ -105,12 +105,15 @@ def compare_plans(source, name, imatrix, flags=(), **options):
 
 
 QUICK_NAMES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_s", "iq2_m", "iq3_m", "iq4_xs", "q8_0")  # one of each kind of mixture
-NAMES = [name if name in QUICK_NAMES else pytest.param(name, marks=pytest.mark.slow) for name in STOCK_FILES]
-KINDS = ["small", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind != "small")]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+def kinds_and_names(names, quick):
+    """All names on the small model, and on each other one the quick ones."""
+    of_small = [("small", n) if n in quick else pytest.param("small", n, marks=pytest.mark.slow) for n in names]
+    return [*of_small, *(pytest.param(kind, n, marks=pytest.mark.slow) for kind in MODELS if kind != "small" for n in quick)]
+
+
+@pytest.mark.parametrize(("kind", "name"), kinds_and_names(STOCK_FILES, QUICK_NAMES))
 def test_types_are_those_of_llama_quantize(models, kind, name):
     compare_plans(models[kind][0], name, models[kind][1])
 
@@ -129,12 +132,11 @@ def test_types_of_the_reference_model(model, lib, tmp_path, name):
     compare_plans(model, name, write_importances(tmp_path / "imatrix.gguf", model))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (
-    "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "iq1_m", "iq2_m", "iq3_xxs")]
+QUICKLY_MADE = ("q4_0", "q3_k_l", "q4_k_m", "iq4_nl")
+MADE = (*QUICKLY_MADE, "f16", "bf16", "f32", "q8_0", "q5_1", "q2_k_s", "tq2_0", "mxfp4_moe", "q1_0", "iq1_m", "iq2_m", "iq3_xxs")
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q3_k_l", "q4_k_m", "iq4_nl", *SLOW])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), kinds_and_names(MADE, QUICKLY_MADE))
 def test_files_are_those_of_llama_quantize(models, tmp_path, kind, name):
     """Bytes of the tensors and metadata."""
     source, imatrix = models[kind]

@@ -7,14 +7,13 @@ from ctypes import c_int, c_int64, c_size_t, c_void_p
 import numpy as np
 import pytest
 
-from helpers.blocks import TYPE_NAMES
 from helpers.cuda_host import DST, as_dst, assert_same, decoded, rotated
-from helpers.ptx_products import HAS_MINIMUM, Bench, Weights, columns_of, inputs, weights
+from helpers.ptx_products import HAS_MINIMUM, Bench, Weights, columns_of, everywhere, inputs, weights
 from ptx.compiled import ARCHITECTURES
 
 THREADS_BF16, FLOAT_32, HALF_32 = range(3)  # enum split_groups
 
-every_type = pytest.mark.parametrize("name", TYPE_NAMES)
+every_type = pytest.mark.parametrize("name,architecture", everywhere())
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -23,7 +22,6 @@ def check(bench: Bench) -> None:
 
 
 @every_type
-@every_architecture
 @pytest.mark.parametrize("dst", DST)
 def test_weights_as_floats(lib, name, architecture, dst):
     w, bench = weights(lib, name, 5, columns_of(name)), Bench(name, architecture, "others")
@@ -36,7 +34,6 @@ def test_weights_as_floats(lib, name, architecture, dst):
 
 
 @every_type
-@every_architecture
 @pytest.mark.parametrize("dst", ["f32", "f16"])
 def test_rows_by_index(lib, name, architecture, dst):
     w, bench = weights(lib, name, 5, columns_of(name)), Bench(name, architecture, "others")
@@ -68,7 +65,6 @@ def summed(name: str, architecture: str, y: np.ndarray) -> np.ndarray:
 
 
 @every_type
-@every_architecture
 @pytest.mark.parametrize("tiles", [False, True], ids=["vectors", "tiles"])
 def test_doubled_activations(lib, name, architecture, tiles):
     """A product of both columns is that of activations with 16 bits: fifty times as precise as one with 8."""

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from helpers.blocks import TYPE_NAMES
-from helpers.ptx_products import BY_DESIGN, Bench, Weights, columns_of, exact, exact_in_tiles, inputs, units, weights
-from ptx.compiled import ARCHITECTURES, RAGGED, STOCK, TENSOR_CORES, WHOLE, all_tiles_on
+from helpers.ptx_products import BY_DESIGN, Bench, Weights, columns_of, everywhere, exact, exact_in_tiles, inputs, units, weights
+from ptx.compiled import MAIN, RAGGED, STOCK, TENSOR_CORES, WHOLE, all_tiles_on
 
 SWIGLU = 2  # ggml_glu_op
 PROGRAMMATIC = ("90", "120")  # launches may begin before the one ahead has ended
 # Rows are multiples of what a block of threads takes, four: upstream's MMVQ reads those behind the last one (docs/maintaining/upstream-bugs.md).
-ALL = [(name, a) for name in TYPE_NAMES for a in ARCHITECTURES] + [(name, "90") for name in STOCK]
 nightly = pytest.mark.nightly  # what only tests/ptx/build.py --nightly compiles
-every_type = pytest.mark.parametrize("name,architecture", ALL, ids=[f"{name}-sm_{a}" for name, a in ALL])
+every_type = pytest.mark.parametrize("name,architecture", [*everywhere(), *everywhere(STOCK, (MAIN,))])
 
 
 def check(bench: Bench, *allowed: tuple[str, str]) -> None:
@@ -88,10 +87,7 @@ def test_tiles(lib, name, architecture, n_rows):
     tiles(lib, name, architecture, n_rows, 5, 8)
 
 
-LARGE = [(name, a) for name, a in ALL if a in TENSOR_CORES]
-
-
-@pytest.mark.parametrize("name,architecture", LARGE, ids=[f"{name}-sm_{a}" for name, a in LARGE])
+@pytest.mark.parametrize("name,architecture", [*everywhere(architectures=TENSOR_CORES), *everywhere(STOCK, (MAIN,))])
 def test_large_tiles(lib, name, architecture):
     tiles(lib, name, architecture, 256, 125, 128)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Sequence
 from ctypes import byref, c_int, c_int64, c_size_t, pointer
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, code_places, rotated
 from helpers.native import BUILD, F32, F32_U, I32, blocks_of, unpacked
+from ptx.compiled import ARCHITECTURES, KINDS, MAIN
 from ptx.device import Device, Done, Fusion, Tensor, plain_name
 
 FOLDER = Path(os.environ.get("GGML_EXT_TEST_PTX", BUILD.parent / "ptx"))
@@ -41,8 +43,14 @@ def unit_of(name: str, architecture: str) -> str:
     """The first unit with that type's kernels for that architecture."""
     found = next((unit for unit, what in units().items() if name in what["types"] and architecture in what["architectures"]), None)
     if found is None:
-        pytest.skip(f"nvcc made no code for sm_{architecture}: update the CUDA toolkit")
+        pytest.skip(f"no kernels of {name} are compiled for sm_{architecture}: make nightly does it, with CUDA toolkit 12.8 or later")
     return found
+
+
+def everywhere(names: Sequence[str] = tuple(sorted(WEIGHT_TYPES)), architectures: Sequence[str] = ARCHITECTURES) -> list:
+    """Parameters name and architecture. By night alone: what tests/ptx/build.py compiles by night alone."""
+    return [pytest.param(name, a, id=f"{name}-sm_{a}", marks=() if a == MAIN or name in KINDS else pytest.mark.nightly)
+            for name in names for a in architectures]
 
 
 def columns_of(name: str, long: bool = False) -> int:

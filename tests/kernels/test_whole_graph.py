@@ -48,12 +48,13 @@ def test_paths_agree_on_perplexity(files, name, monkeypatch):
 # One pass of four sequences: 20 s a type and core under the emulator.
 N_CHUNKS_EMULATED = 4
 # One type of each kind of kernel; test_kernels.py has the products of all under the emulator, and the night all of this.
-EMULATED_TYPES = ("itq3_s", "ccq2", "itq3_t", "itq3_t64")
+KINDS = ("itq3_s", "ccq2", "itq3_t", "itq3_t64")
+EACH_KIND = [n if n in KINDS else pytest.param(n, marks=pytest.mark.nightly) for n in sorted(WEIGHT_TYPES)]
 
 
 @pytest.mark.extra_build
 @pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "dotprod"])
-@pytest.mark.parametrize("name", [n if n in EMULATED_TYPES else pytest.param(n, marks=pytest.mark.nightly) for n in sorted(WEIGHT_TYPES)])
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch):
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")  # NEON has no tiled GEMM
     text = tmp_path / "text.txt"
@@ -65,7 +66,7 @@ def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_embeddings_may_have_the_type_too(files, name, tmp_path, model):
     """token_embd goes through get_rows and, tied, through mul_mat: both must know the rotation."""
     out = tmp_path / "all.gguf"

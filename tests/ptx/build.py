@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py")]
-from compiled import ARCHITECTURES, RAGGED, STOCK, WHOLE, all_tiles_on
+from compiled import ARCHITECTURES, KINDS, MAIN, RAGGED, STOCK, WHOLE, all_tiles_on
 
 import cuda_tools
 from ggml_ext import WEIGHT_TYPES
@@ -50,9 +50,11 @@ def known_architectures() -> tuple[str, ...]:
 
 
 def units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
-    names, one = tuple(WEIGHT_TYPES), ("90",)
-    columns = ALL_COLUMNS if nightly else COLUMNS
-    return [*(Unit(f"types{i}", names[i::4], architectures, columns) for i in range(4)), Unit("stock", STOCK, one),
+    names, one = tuple(WEIGHT_TYPES), (MAIN,)
+    others = tuple(a for a in architectures if a != MAIN)
+    everywhere = [Unit("kinds", KINDS, others)] if not nightly else []
+    of_types, columns = (architectures, ALL_COLUMNS) if nightly else (one, COLUMNS)
+    return [*everywhere, *(Unit(f"types{i}", names[i::4], of_types, columns) for i in range(4)), Unit("stock", STOCK, one),
             *(Unit(f"{name}-tiles", (name,), on, (1,), WHOLE, RAGGED) for name in names if (on := all_tiles_on(name, nightly)))]
 
 
