@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Build the native parts of the test suite: upstream's tests and the kernels per instruction set in the package's
-build folder, the fuzz drivers under sanitizers, the stock llama-cli that the stock check runs, the NEON kernels and
-llama-perplexity for 64-bit ARM, which the tests run under qemu, the Vulkan backend, which they run on lavapipe, and the CUDA kernels that
-they interpret.
+"""Build the native parts of the test suite.
+
+package: upstream's tests and the kernels per instruction set; asan: the fuzz drivers under sanitizers; stock: an unpatched llama-cli;
+aarch64: ggml and the NEON kernels, which run under qemu, with --nightly llama-perplexity too; vulkan: the backend, which runs on lavapipe;
+ptx: the CUDA kernels that are interpreted.
 
     build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx] [--nightly]
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan,ptx")
-    parser.add_argument("--nightly", action="store_true", help="of ptx all numbers of columns and all tiles of all types: 20 minutes of two cores more")
+    parser.add_argument("--nightly", action="store_true", help="of ptx all numbers of columns, tiles and architectures of all types: 20 minutes of two cores more; for ARM llama-perplexity too")
     args = parser.parse_args()
     find_cuda_tools()
     steps = {
@@ -113,7 +114,8 @@ def main() -> None:
         start = time.monotonic()
         if options:
             configure(folder.name, *options)
-        run("cmake", "--build", folder, "--target", target, "--parallel", args.jobs)
+        targets = [target, "ext-nightly"] if name == "aarch64" and args.nightly else [target]
+        run("cmake", "--build", folder, "--target", *targets, "--parallel", args.jobs)
         print(f"built {target} in {folder.name}: {time.monotonic() - start:.0f} s", flush=True)
 
 

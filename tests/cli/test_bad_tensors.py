@@ -15,6 +15,7 @@ from helpers.importances import write_imatrix
 from helpers.inspecting import inspect
 from helpers.models import read_tensors, write_gguf
 from helpers.weights import relative_mse
+from ptx.compiled import KINDS
 
 RNG = np.random.default_rng(11)
 N = 512
@@ -80,7 +81,6 @@ def imatrix_flags(folder, kind: str) -> list:
     return ["--imatrix", write_imatrix(folder / "im.gguf", entries)]
 
 
-KINDS = ("ccq2", "ditto3", "ditto5", "itq3_s", "itq3_t", "itq2_t64")  # of encoders; the others have the same with other tables
 CASES = [pytest.param(name, options, marks=() if name in KINDS or options == "spread" else pytest.mark.nightly)
          for name in sorted(WEIGHT_TYPES) for options in ("", *IMPORTANCES)] + [("ditto3", "tensor")]
 

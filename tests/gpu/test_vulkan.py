@@ -19,6 +19,7 @@ import perplexity_run
 import synth_model
 from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers import vulkan
+from helpers.blocks import EACH_KIND
 from helpers.commands import quantize
 from helpers.native import BUILD, F32_U, ROOT, built
 from helpers.perplexity_record import perplexity_tolerance
@@ -63,7 +64,7 @@ def test_rows_by_index_have_the_bits_of_the_reference(name):
     assert_close(name, [Case("rows", sizes(name, 2048), 64, 5), Case("rows", sizes(name, 768), 64, 9), Case("rows", sizes(name, 256), 1, 1)])
 
 
-@pytest.mark.parametrize("name", WEIGHT_TYPES)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_products_of_few_columns(name):
     """Rows that are no multiple of what a workgroup has; batches, views and permutations, which the rotation reads by their strides."""
     k = sizes(name, 1024)
@@ -72,7 +73,7 @@ def test_products_of_few_columns(name):
                         Case("plain", sizes(name, 4096), 9, 1)])
 
 
-@pytest.mark.parametrize("name", WEIGHT_TYPES)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_products_of_many_columns(name):
     """The smallest tile."""
     k = sizes(name, 768)
@@ -87,7 +88,7 @@ def test_larger_tiles(name):
                         Case("permuted", k, 64, 40, 2, 2)])
 
 
-@pytest.mark.parametrize("name", WEIGHT_TYPES)
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_experts(name):
     """By vectors for few tokens; by tiles for many, whose sums are in halves."""
     k = sizes(name, 512)

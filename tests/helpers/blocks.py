@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ggml_ext import TYPES, WEIGHT_TYPES
+from ptx.compiled import KINDS
 
 TYPE_NAMES = sorted(WEIGHT_TYPES)
+# As values of a parameter: a type of each kind by day, all by night.
+EACH_KIND = [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in TYPE_NAMES]
 
 
 def every_code_everywhere(type_name: str) -> np.ndarray:

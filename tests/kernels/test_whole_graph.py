@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ggml_ext import WEIGHT_TYPES
+from helpers.blocks import EACH_KIND
 from helpers.commands import quantize, tool
 from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, built, emulated
 from helpers.perplexity_record import N_CHUNKS, assert_recorded_perplexity, perplexity_tolerance
@@ -47,14 +48,11 @@ def test_paths_agree_on_perplexity(files, name, monkeypatch):
 
 # One pass of four sequences: 20 s a type and core under the emulator.
 N_CHUNKS_EMULATED = 4
-# One type of each kind of kernel; test_kernels.py has the products of all under the emulator, and the night all of this.
-KINDS = ("itq3_s", "ccq2", "itq3_t", "itq3_t64")
-EACH_KIND = [n if n in KINDS else pytest.param(n, marks=pytest.mark.nightly) for n in sorted(WEIGHT_TYPES)]
 
 
-@pytest.mark.extra_build
+@pytest.mark.nightly  # its llama-perplexity takes minutes to build; test_kernels.py has the products of all types under the emulator
 @pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "dotprod"])
-@pytest.mark.parametrize("name", EACH_KIND)
+@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch):
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")  # NEON has no tiled GEMM
     text = tmp_path / "text.txt"
