@@ -9,8 +9,10 @@ import re
 import time
 from dataclasses import dataclass, field
 
+import lz4.frame
+
 CHUNK = 65536
-STORED = 0  # how a chunk is compressed: not at all
+STORED, LZ4, GROUPED_LZ4 = range(3)  # how a chunk is compressed, which clients choose by its bytes
 
 
 @dataclass
@@ -31,15 +33,28 @@ def packed(content: bytes) -> bytes:
 
 
 def unpacked(xorb: bytes) -> bytes:
-    """The content of a xorb, without what may stand behind its chunks. ValueError if one of them is compressed."""
-    found, at = b"", 0
+    """The content of a xorb, without what may stand behind its chunks."""
+    content, at = b"", 0
     while xorb[at : at + 1] == b"\0":
         n, compression = int.from_bytes(xorb[at + 1 : at + 4], "little"), xorb[at + 4]
-        if compression != STORED:
-            raise ValueError(f"compression {compression}")
-        found += xorb[at + 8 : at + 8 + n]
+        content += unpacked_chunk(xorb[at + 8 : at + 8 + n], compression)
         at += 8 + n
-    return found
+    return content
+
+
+def unpacked_chunk(data: bytes, compression: int) -> bytes:
+    if compression == STORED:
+        return data
+    data = lz4.frame.decompress(data)
+    if compression == LZ4:
+        return data
+    assert compression == GROUPED_LZ4  # the first bytes of all groups of four, then the second ones, and so on
+    content, at = bytearray(len(data)), 0
+    for i in range(4):
+        n = len(range(i, len(data), 4))
+        content[i::4] = data[at : at + n]
+        at += n
+    return bytes(content)
 
 
 class XetHandler:
