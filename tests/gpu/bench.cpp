@@ -20,6 +20,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 static std::vector<std::string> split(const std::string & text, char separator) {
@@ -254,6 +255,12 @@ int main(int argc, char ** argv) {
     if (!backend) {
         fprintf(stderr, "error: there is no device %s\n", argv[1]);
         return 1;
+    }
+    // the CPU's own number of threads is four: more than there are cores, they wait for one another for ever
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    if (set_n_threads) {
+        set_n_threads(backend, (int) std::max(1u, std::thread::hardware_concurrency()));
     }
     if (copy) {
         measure_copy(backend, atoll(argv[3]) << 20);
