@@ -22,9 +22,9 @@ N_PROGRAMS = 4  # at once: the CPU, with whose results they are compared, takes 
 OPERATIONS = ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "CPY", "MUL_MAT_VEC_FUSION")
 # fused products and copies are CUDA's alone
 REQUIRED = {"cuda": OPERATIONS, "vulkan": OPERATIONS[:3], "metal": OPERATIONS[:3]}
-# of a rehearsal on a driver for CPUs: vectors, tiles, rows by index, experts
-FEW_CASES = ("type_a={name},type_b=f32,m=33,n=(1|5|9),k=(256|576),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0"
-             "|type_a={name},type_b=f32,.*n_used=1,b=0,m=33,n=(1|9),k|type={name},.*r=5,be1=1")
+# Of a rehearsal on lavapipe: vectors, tiles, experts, rows by index. A process each: its version 22.3 corrupts its heap when a buffer grows.
+FEW_CASES = (*(f"type_a={{name}},type_b=f32,m=33,n={n},k=(256|576),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0" for n in (1, 5, 9)),
+             *(f"type_a={{name}},type_b=f32,.*n_used=1,b=0,m=33,n={n},k" for n in (1, 9)), "type={name},.*r=5,be1=1")
 
 
 def json_lines(text: str) -> list[dict]:
@@ -77,11 +77,11 @@ def count_cases(output: str, op: str) -> int:
 def operations(run: Run, name: str) -> dict:
     """Upstream's test-backend-ops of one type on the device against the CPU: every case, or few in a rehearsal on a driver for CPUs."""
     on_cpu = run.device == "CPU"  # which is what it compares with: only whether there are cases
-    n_threads = N_PROGRAMS if run.backend == "cuda" else 1  # the Vulkan backend crashes in several threads (seen on lavapipe)
-    mode = ["support"] if on_cpu else ["test", "-j", n_threads]
-    pattern = FEW_CASES.format(name=name) if run.rehearsal and not on_cpu else f"={name}[,)]"
-    output = run.command(run.program("test-backend-ops"), *mode, "-b", run.device, "-p", pattern, timeout=240,
-                         env={"OMP_WAIT_POLICY": "passive"})  # several programs share the cores
+    mode = ["support"] if on_cpu else ["test"] if run.rehearsal else ["test", "-j", N_PROGRAMS]
+    patterns = [case.format(name=name) for case in FEW_CASES] if run.rehearsal and not on_cpu else [f"={name}[,)]"]
+    output = "".join(run.command(run.program("test-backend-ops"), *mode, "-b", run.device, "-p", pattern, timeout=240,
+                                 env={"OMP_WAIT_POLICY": "passive"})  # several programs share the cores
+                     for pattern in patterns)
     counts = {op: count_cases(output, op) for op in OPERATIONS}
     # "support" does not list fused products, and few cases have neither them nor copies
     required = [op for op in REQUIRED[run.backend] if not run.rehearsal or op in OPERATIONS[:3]]
@@ -207,7 +207,9 @@ def check_more(run: Run, directory: Path) -> None:
     """Paths that fewer people use."""
     some = [name for name in ("itq3_s", "itq3_t", "itq2_t64") if name in run.types] or run.types[:1]
     files = {name: directory / f"{name}.gguf" for name in some}
-    checks = {f"perplexity with precise activations {name}": (precise_activations, file) for name, file in files.items()}
+    checks = {}
+    if run.backend != "vulkan":  # which knows activations of 8 bits alone
+        checks |= {f"perplexity with precise activations {name}": (precise_activations, file) for name, file in files.items()}
     if run.backend == "cuda":
         checks |= {f"perplexity a token at a time {name}": (one_token_at_a_time, file) for name, file in files.items()}
     if run.pending(*checks) and not all(file.exists() for file in files.values()):

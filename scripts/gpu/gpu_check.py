@@ -123,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     out = args.out.resolve()
     runs = []
-    for name in args.backends:
+    minutes_left = args.minutes
+    for i, name in enumerate(args.backends):
         backend = BACKENDS[name]
         on_cpu = args.rehearse and name == "cuda"  # there is no CUDA driver for CPUs
         bundled = ROOT / "bin" if BUNDLE_FILE.exists() else None
@@ -134,7 +135,9 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, run.stop)
         signal.signal(signal.SIGINT, run.stop)
         print(f"\n{name} on {run.device}" + (", a rehearsal" if args.rehearse else ""), flush=True)
-        check_backend(run, backend, args.parts, args.minutes / len(args.backends), args.models)
+        start = time.monotonic()
+        check_backend(run, backend, args.parts, minutes_left / (len(args.backends) - i), args.models)
+        minutes_left = max(0.0, minutes_left - (time.monotonic() - start) / 60)
         runs.append(run)
     page = check_page.page(runs, json.loads(BUNDLE_FILE.read_text()) if BUNDLE_FILE.exists() else {})
     out.with_suffix(".md").write_text(page)
