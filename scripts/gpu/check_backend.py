@@ -111,6 +111,7 @@ def set_environment(run: Run) -> None:
         directories.append(fallback)
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, directories), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     os.environ["GGML_EXT_LIB_DIR"] = str(run.programs)
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # else gdb's words stand where the error is looked for
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "py"), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.insert(0, str(ROOT / "py"))
     sys.path.insert(0, str(ROOT / "scripts" / "tools"))

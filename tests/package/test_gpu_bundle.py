@@ -111,9 +111,10 @@ def test_a_fault_fails_its_check_alone(bundle, python, tmp_path, fault, check, w
 
 @pytest.mark.nightly
 def test_everything_is_rehearsed(bundle, python, tmp_path):
-    """CUDA's checks on the CPU and Vulkan's on lavapipe. Of upstream types the Vulkan tests' library has Q8_0 and floats alone."""
+    """CUDA's checks on the CPU and Vulkan's on lavapipe. The Vulkan tests' library lacks the standard types that speeds are compared with."""
     vulkan.environment()
     code, report, _ = gpu_check(bundle, python, tmp_path, "--minutes", "60")
     assert report["cuda"]["passed"]
-    failed = [c["name"] for c in report["vulkan"]["checks"] if c["status"] != "passed"]
-    assert code == bool(failed) and all("q3_k" in name or "generation" in name or name == "sequences" for name in failed), failed
+    failed = {c["name"] for c in report["vulkan"]["checks"] if c["status"] != "passed"}
+    of_standard_types = {"perplexity q3_k", "generation and prompts", "sequences", "single products", "products of experts", "mixture of experts"}
+    assert code == 1 and failed == of_standard_types
