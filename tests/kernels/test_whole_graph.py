@@ -38,7 +38,7 @@ def files(tmp_path_factory, model) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_paths_agree_on_perplexity(files, name, monkeypatch):
     """vec_dot alone (no tiled GEMM) on the whole graph; test_perplexity_script.py has the default path."""
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
