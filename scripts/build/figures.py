@@ -46,11 +46,6 @@ class Type:
         # perplexity over F16's, as a fraction
         self.over = [r and r["perplexity"] / f16 - 1 for r in found]
 
-    @property
-    def best(self) -> float:
-        """With the best importances that were measured."""
-        return next(value for value in reversed(self.over) if value is not None)
-
 
 def read_types(measured: dict) -> list[Type]:
     names = dict.fromkeys(row["type"] for row in measured["rows"].values() if row["type"] != "f16")

@@ -108,9 +108,10 @@ QUICK_NAMES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_s", "iq2_m", "iq3_m", "iq4_xs",
 
 
 def kinds_and_names(names, quick):
-    """All names on the small model, and on each other one the quick ones."""
+    """All names on the small model, and on each other one the quick ones; by night all on all."""
     of_small = [("small", n) if n in quick else pytest.param("small", n, marks=pytest.mark.slow) for n in names]
-    return [*of_small, *(pytest.param(kind, n, marks=pytest.mark.slow) for kind in MODELS if kind != "small" for n in quick)]
+    tier = {n: pytest.mark.slow if n in quick else pytest.mark.nightly for n in names}
+    return [*of_small, *(pytest.param(kind, n, marks=tier[n]) for kind in MODELS if kind != "small" for n in names)]
 
 
 @pytest.mark.parametrize(("kind", "name"), kinds_and_names(STOCK_FILES, QUICK_NAMES))

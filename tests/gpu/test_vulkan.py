@@ -19,7 +19,7 @@ import perplexity_run
 import synth_model
 from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers import vulkan
-from helpers.blocks import EACH_KIND
+from helpers.blocks import EACH_KIND, by_day
 from helpers.commands import quantize
 from helpers.native import BUILD, F32_U, ROOT, built
 from helpers.perplexity_record import perplexity_tolerance
@@ -165,13 +165,13 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["itq3_t", *(pytest.param(n, marks=pytest.mark.nightly) for n in WEIGHT_TYPES if n != "itq3_t")])
+@pytest.mark.parametrize("name", by_day(WEIGHT_TYPES, ["itq3_t"]))
 def test_a_model_has_the_perplexity_that_it_has_on_the_cpu(model, text, name, tmp_path, monkeypatch):
     """The CPU rounds activations to 8 bits, lavapipe to halves."""
     assert_same_perplexity(model, name, text, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["itq3_t", *(pytest.param(n, marks=pytest.mark.nightly) for n in WEIGHT_TYPES if n != "itq3_t")])
+@pytest.mark.parametrize("name", by_day(WEIGHT_TYPES, ["itq3_t"]))
 def test_so_has_a_mixture_of_experts(lib, text, name, tmp_path, monkeypatch):
     """Random weights, four experts of which two are used."""
     synth_model.write_model("f16", tmp_path / "experts.gguf", "tiny-experts", 2)

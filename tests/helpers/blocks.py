@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,14 @@ from ggml_ext import TYPES, WEIGHT_TYPES
 from ptx.compiled import KINDS
 
 TYPE_NAMES = sorted(WEIGHT_TYPES)
-# As values of a parameter: a type of each kind by day, all by night.
-EACH_KIND = [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in TYPE_NAMES]
+
+
+def by_day(values: Iterable, some: Collection) -> list:
+    """Values of a parameter, of which some run by day too and the others by night alone."""
+    return [value if value in some else pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+EACH_KIND = by_day(TYPE_NAMES, KINDS)  # a type of each kind by day
 
 
 def every_code_everywhere(type_name: str) -> np.ndarray:

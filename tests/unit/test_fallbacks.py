@@ -366,7 +366,9 @@ NARROW = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "type_name", "name", "flags"), [*((*case, []) for case in NARROW), *((*case, ["--pure"]) for case in NARROW[::4])])
+@pytest.mark.parametrize(("n", "type_name", "name", "flags"), [
+    *((*case, []) for case in NARROW),
+    *(pytest.param(*case, ["--pure"], marks=() if i % 4 == 0 else pytest.mark.nightly) for i, case in enumerate(NARROW))])
 def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_path, n, type_name, name, flags):
     """Its chain of fallbacks, its output matrix, its bytes; and what the loader calls both files."""
     write_narrow_model(model, tmp_path / "in.gguf", n, {320: 64, 96: 32}[n])

@@ -75,7 +75,7 @@ def test_what_is_measured_or_named_or_better_has_no_floor(lib, tmp_path):
     (choices(), "q8_0"), (choices("itq3_t", pure=True, target="target-bpw=3"), "q8_0"), (choices("itq2_t", pure=True), "itq2_t"),
     (choices("itq2_t", "ssm_alpha=itq3_t"), "itq3_t"), (choices("f16"), "f16"), (choices("q4_k_m"), "q4_k")])
 def test_small_matrices_have_a_floor(lib, tmp_path, asked, got):
-    """Of a layer of 1024 weights more than 1024 times theirs, and one less."""
+    """One in a layer of 2049 rows of its length, and one in a layer of 2048, of which its two are 1/1024."""
     small, large = "blk.0.ssm_alpha.weight", "blk.0.ffn_up.weight"
     file = model(tmp_path, (), **{large: gaussian(2047, 256), small: gaussian(2, 256), "blk.1.ffn_up.weight": gaussian(2046, 256),
                                   "blk.1.ssm_alpha.weight": gaussian(2, 256)})

@@ -292,9 +292,12 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
             continue
         plan.n_matrices += 1
         wanted = choose_type(tensor, choices, rule)
+        said, floor = "", wanted
         if uses.is_unseen(tensor.name):
             plan.unseen.add(tensor.name)
-        said, floor = (UNSEEN, FLOOR) if tensor.name in plan.unseen else (SMALL, SMALL_FLOOR) if tensor.name in small else (None, wanted)
+            said, floor = UNSEEN, FLOOR
+        elif tensor.name in small:
+            said, floor = SMALL, SMALL_FLOOR
         if (least := _at_least(plan, tensor, wanted, choices, floor)) != wanted:
             raised.setdefault(said, []).append(tensor.name)
             wanted = least
