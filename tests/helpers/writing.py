@@ -1,10 +1,12 @@
 """A model whose writing tests can stop, damage and split, and the quantizer in this process."""
 
+import contextlib
 import subprocess
 
 import pytest
 
 from ggml_ext import quantize as program
+from ggml_ext._encode.codec import Codec
 from ggml_ext._formats import chunks
 from ggml_ext._jobs import settings
 from helpers.errors import check_error
@@ -58,3 +60,22 @@ def small_parts(monkeypatch):
 
 def part_files(folder) -> list:
     return [folder / f"out-{i}-of-00003.gguf" for i in ("00001", "00002", "00003")]
+
+
+@contextlib.contextmanager
+def encoded(monkeypatch):
+    """Names of the tensors that are encoded within it."""
+    names = []
+    convert = Codec.convert
+
+    def note(self, rows, tensor, *others):
+        names.append(tensor.name)
+        return convert(self, rows, tensor, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Codec, "convert", note)
+        yield names
+
+
+def only_out(out) -> bool:
+    return [p.name for p in out.parent.iterdir() if "out" in p.name] == [out.name]
