@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 
@@ -16,7 +15,9 @@ from ggml_ext import quantize as program
 from ggml_ext._base.files import hidden
 from ggml_ext._output.output import Output
 from ggml_ext._source import checkpoint as _checkpoint
+from helpers import checkpoint_folder
 from helpers.checkpoint_files import CONFIG, N_LAYERS, tensors, tokenizer_of_5, write_checkpoint
+from helpers.checkpoint_folder import decoded
 from helpers.commands import quantize, tool
 from helpers.errors import files, fill_disk
 from helpers.hub_client import IS_OLD, REPO, Client, install_beside
@@ -24,12 +25,7 @@ from helpers.hub_server import Repository, serving
 from helpers.models import gaussian, write_gguf
 
 pytest.importorskip("torch", reason="the extra hf is not installed")
-NAME = REPO.partition("/")[2]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("hub") / NAME, n_shards=2)
+checkpoint, folder = checkpoint_folder.checkpoint, checkpoint_folder.folder  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +41,6 @@ def generate(path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-def decoded(path) -> dict[str, np.ndarray]:
-    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
 
 
 def bf16(values):
@@ -118,36 +110,6 @@ def test_experts(tmp_path):
     assert found["blk.0.ffn_gate_inp.weight"][1] == "F32" and sum("exps" in name for name in found) == 3 * N_LAYERS
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mixture", "mixture.imatrix.gguf", "mixture.imatrix.json", "out.gguf"]
     assert "The quick" in generate(tmp_path / "out.gguf")
-
-
-class Folder:
-    """The quantizer in this process; source is a copy of the checkpoint that a test may spoil."""
-
-    def __init__(self, path, checkpoint, capsys):
-        self.path, self.capsys, self.source = path, capsys, path / "source"
-        shutil.copytree(checkpoint, self.source)
-        self.out = path / "results" / "out.gguf"
-        self.out.parent.mkdir()
-
-    def run(self, *flags, code=0):
-        found = program.main([str(self.source), str(self.out), "--type", "itq3_s", "--importance", "none", *map(str, flags)])
-        err = self.capsys.readouterr().err
-        assert found == code, err
-        return err
-
-    def error(self, *parts, flags=(), code=1):
-        before = files(self.path), files(self.out.parent)
-        (line,) = [line for line in self.run(*flags, code=code).splitlines() if not line.startswith("note: ")]
-        assert line.startswith("error: ") and "unexpected" not in line and all(part in line for part in parts), line
-        assert (files(self.path), files(self.out.parent)) == before
-
-    def config(self, **changes):
-        (self.source / "config.json").write_text(json.dumps(CONFIG | changes))
-
-
-@pytest.fixture
-def folder(tmp_path, checkpoint, capsys):
-    return Folder(tmp_path, checkpoint, capsys)
 
 
 @pytest.fixture
@@ -409,91 +371,6 @@ def test_missing_client_of_the_hub(folder, monkeypatch):
 def test_package_without_the_converter(folder, monkeypatch):
     monkeypatch.setattr(_checkpoint, "CONVERTER", folder.path / "none.py")
     folder.error("none.py is missing: reinstall ggml-ext")
-
-
-def test_missing_shard(folder):
-    (folder.source / "model-00002-of-00002.safetensors").unlink()
-    folder.error("lacks model-00002-of-00002.safetensors, of 2 files that model.safetensors.index.json names")
-    (folder.source / "model.safetensors.index.json").unlink()
-    folder.error("lacks model-00002-of-00002.safetensors, of 2 files with weights")
-    (folder.source / "model-00001-of-00002.safetensors").unlink()
-    folder.error("has a config.json and no model*.safetensors")
-
-
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../other.safetensors"}}']
-)
-def test_damaged_index(folder, content):
-    (folder.source / "model.safetensors.index.json").write_text(content)
-    folder.error("model.safetensors.index.json", "download it again")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda raw: raw[:-1], "truncated: its tensors end at byte"),
-        (lambda raw: raw[:100], "was cut off within its header"),
-        (lambda raw: b"", "is no safetensors file"),
-        (lambda raw: b"version https://git-lfs", "is no safetensors file"),
-        (lambda raw: struct.pack("<Q", 4) + b"oops", "the header is not that of a safetensors file"),
-        (lambda raw: struct.pack("<Q", 8) + b'{"a": 1}', "the header is not that of a safetensors file"),
-    ],
-)
-def test_damaged_shard(folder, change, said):
-    shard = folder.source / "model-00001-of-00002.safetensors"
-    shard.write_bytes(change(shard.read_bytes()))
-    folder.error(shard.name, said, "download it again")
-
-
-def as_bf16(value):
-    import torch
-
-    return torch.from_numpy(value).to(torch.bfloat16)
-
-
-def pickle_weights(folder, n_shards=1) -> None:
-    """pytorch_model.bin in the place of the safetensors."""
-    import torch
-
-    values = {name: as_bf16(value) for name, value in tensors().items()}
-    for path in folder.source.glob("*.safetensors*"):
-        path.unlink()
-    for i in range(n_shards):
-        name = "pytorch_model.bin" if n_shards == 1 else f"pytorch_model-{i + 1:05}-of-{n_shards:05}.bin"
-        torch.save({key: value for k, (key, value) in enumerate(values.items()) if k % n_shards == i}, folder.source / name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_shards", [1, 2])
-def test_pickled_weights(folder, n_shards):
-    pickle_weights(folder, n_shards)
-    folder.run("--keep-gguf", folder.path / "kept.gguf")
-    kept = decoded(folder.path / "kept.gguf")
-    wanted = as_bf16(tensors()["model.layers.1.mlp.up_proj.weight"]).float().numpy()
-    assert len(kept) == len(tensors()) and np.array_equal(kept["blk.1.ffn_up.weight"], wanted)
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-@pytest.mark.slow
-def test_pickled_code_is_not_executed(folder, monkeypatch):
-    import torch
-
-    pickle_weights(folder)
-    torch.save({"model.norm.weight": Evil()}, folder.source / "pytorch_model.bin")
-    monkeypatch.chdir(folder.path)
-    folder.error("hold more than tensors, which could execute code", "pass a checkpoint with safetensors")
-    assert not list(folder.path.rglob("executed"))
-
-
-def test_damaged_pickled_weights(folder):
-    pickle_weights(folder)
-    path = folder.source / "pytorch_model.bin"
-    path.write_bytes(path.read_bytes()[:1000])
-    folder.error("pytorch_model.bin is no archive of PyTorch 1.6 or newer, or was cut off: download it again")
 
 
 def test_folder_that_is_no_checkpoint(folder):
