@@ -199,7 +199,7 @@ def test_checksum_that_does_not_match(client, content):
 def test_no_space_for_the_download(monkeypatch):
     file = SimpleNamespace(rfilename=FILE, size=3 * 2**20, lfs=None, blob_id=None)
     cache = _hub._Cache(_hub.Repo(REPO, None, None), "0" * 40, {FILE: file}, print)
-    monkeypatch.setattr(_hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 2**20))
+    monkeypatch.setattr(_hub, "free_space", lambda path: 2 * 2**20)
     with pytest.raises(UserError, match="needs 3 MiB in .*, which has 2 MiB free: free some space"):
         cache.download([FILE])
 
