@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Union
 
 from ._base.console import Callbacks
 from ._base.errors import UserError
-from ._jobs.evaluating import EvaluateOptions, evaluate
-from ._jobs.exporting import ExportOptions, ExportSettings, export
-from ._jobs.inspecting import InspectOptions, draw_picture, inspect
-from ._jobs.quantizing import quantize
-from ._jobs.result import Result, TensorResult
-from ._jobs.settings import QuantizeOptions, Settings
+from ._commands.evaluating import EvaluateOptions, evaluate
+from ._commands.exporting import ExportOptions, ExportSettings, export
+from ._commands.inspecting import InspectOptions, draw_picture, inspect
+from ._commands.quantizing import quantize
+from ._commands.result import Result, TensorResult
+from ._commands.settings import QuantizeOptions, Settings
 from ._report.findings import Finding, Inspection
 from ._report.quality import Evaluation
 

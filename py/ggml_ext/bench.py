@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from ._commands.benching import STOCK, BenchOptions, bench
 from ._console.cli import Parser
 from ._console.program import add_measuring_options, options_of, run_measuring
-from ._jobs.benching import STOCK, BenchOptions, bench
 
 
 def build_parser(prog: str = "ggml-ext-bench") -> argparse.ArgumentParser:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from ._commands.evaluating import EvaluateOptions, evaluate
 from ._console.cli import Parser
 from ._console.program import add_measuring_options, options_of, run_measuring
 from ._formats.context import N_CONTEXT
-from ._jobs.evaluating import EvaluateOptions, evaluate
 
 
 def build_parser(prog: str = "ggml-ext-evaluate") -> argparse.ArgumentParser:

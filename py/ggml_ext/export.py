@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from ._commands.exporting import STOCK_TYPES, ExportOptions, ExportSettings, export
 from ._console.cli import Parser, add_common_options, add_terminal_options, add_threads_option
 from ._console.program import options_of, run_program
 from ._console.terminal import Terminal
-from ._jobs.exporting import STOCK_TYPES, ExportOptions, ExportSettings, export
 from ._output.conversion import WAY_OUT
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ._base.encoding import to_json
+from ._calibration.importance import Importance
+from ._commands.inspecting import InspectOptions, check_bounds, draw_picture, inspect
 from ._console.cli import Parser, add_common_options, add_threads_option, print_text, run_command
 from ._console.program import options_of
 from ._formats.gguf_file import Tensor
-from ._importance.importance import Importance
-from ._jobs.inspecting import InspectOptions, check_bounds, draw_picture, inspect
 from ._report.findings import Finding, columns_of, row_writer, shape_of
 
 WAY_OUT = "pass it to a program that reads it all"

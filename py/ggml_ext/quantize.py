@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ._commands.quantizing import quantize
+from ._commands.settings import QuantizeOptions, Settings
 from ._console.options import asked_format, build_parser
 from ._console.program import options_of, run_program
 from ._console.terminal import Terminal
-from ._jobs.quantizing import quantize
-from ._jobs.settings import QuantizeOptions, Settings
 from ._output.conversion import WAY_OUT
 
 

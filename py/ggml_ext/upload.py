@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from ._commands.uploading import UploadOptions, upload
 from ._console.cli import Parser, add_common_options, print_text, run_command
 from ._console.program import options_of
 from ._console.terminal import Terminal
-from ._jobs.uploading import UploadOptions, upload
 
 WAY_OUT = "run it with its output open"
 

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "py" / "ggml_ext"
 COMMANDS = "commands"
 # from the ground up; one room imports only those before it
 ROOMS = (
-    "_base", "quants", "_formats", "_native", "_evaluation", "_plan", "_encode", "_importance", "_propagation", "_budget", "_output", "_source", "_report",
-    "_jobs", "_console", COMMANDS,
+    "_base", "quants", "_formats", "_native", "_evaluation", "_plan", "_encode", "_calibration", "_sequential", "_allocation", "_output", "_source", "_report",
+    "_commands", "_console", COMMANDS,
 )
 NOT_OURS = ("bin", "convert", "data")  # what a build puts into the package
 

@@ -35,9 +35,9 @@ from gguf import GGMLQuantizationType
 from ggml_ext import WEIGHT_TYPES, __version__
 from ggml_ext._base.errors import UserError
 from ggml_ext._base.threads import usable_processors
+from ggml_ext._calibration import calibration
+from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
-from ggml_ext._importance import calibration
-from ggml_ext._importance.importance import BUILT_IN
 from ggml_ext._native.programs import native_folder
 from ggml_ext._plan.plan import uses_metric
 from ggml_ext._plan.recipes import RECIPES

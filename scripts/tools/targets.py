@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ggml_ext._base.threads import usable_processors
 from ggml_ext._base.units import MIB
+from ggml_ext._calibration import calibration
 from ggml_ext._console.cli import run_script
-from ggml_ext._importance import calibration
 from perplexity import MODEL, TEXT
 from perplexity_run import OUR_TYPES, BaseLogits, imatrix, kl_divergence, quantize_ours, run_tool, save_base_logits
 

@@ -15,12 +15,12 @@ import pytest
 import ggml_ext
 from ggml_ext import api, evaluate, export, inspect, quantize
 from ggml_ext._base.signals import SIGNALS
+from ggml_ext._commands.evaluating import EvaluateOptions
+from ggml_ext._commands.exporting import ExportOptions
+from ggml_ext._commands.inspecting import InspectOptions
+from ggml_ext._commands.settings import QuantizeOptions
 from ggml_ext._console import options
 from ggml_ext._evaluation.figures import PPL, Figure
-from ggml_ext._jobs.evaluating import EvaluateOptions
-from ggml_ext._jobs.exporting import ExportOptions
-from ggml_ext._jobs.inspecting import InspectOptions
-from ggml_ext._jobs.settings import QuantizeOptions
 from ggml_ext._report.quality import Evaluation, Quality
 from helpers.models import ROOT, gaussian, write_gguf
 from helpers.moments_files import correlated, write_moments
@@ -213,7 +213,7 @@ def test_the_page_runs(lib, source, tmp_path, monkeypatch, capsys):
     """The code of docs/using/python.md, one block after the other, on a small model of that name."""
     monkeypatch.chdir(tmp_path)
     source.rename(tmp_path / "model-f16.gguf")
-    monkeypatch.setattr("ggml_ext._importance.calibration.find_tool", lambda name: None)  # a model without a graph
+    monkeypatch.setattr("ggml_ext._calibration.calibration.find_tool", lambda name: None)  # a model without a graph
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "using" / "python.md").read_text(), re.DOTALL)
     assert len(blocks) >= 3
     scope = {}

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from ggml_ext import bench as program
+from ggml_ext._commands.benching import neighbours
 from ggml_ext._evaluation.speed import summarise
 from ggml_ext._formats.split import open_model
-from ggml_ext._jobs.benching import neighbours
 from helpers.commands import quantize, run_main, tool
 from helpers.errors import check_error, fill_disk
 from helpers.models import MODEL

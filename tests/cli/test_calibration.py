@@ -18,15 +18,15 @@ import pytest
 
 from ggml_ext import WEIGHT_TYPES, export, inspect
 from ggml_ext import quantize as program
+from ggml_ext._allocation.target import DEFAULT_TYPES
 from ggml_ext._base.files import fingerprint, locked_folder
 from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
-from ggml_ext._budget.target import DEFAULT_TYPES
+from ggml_ext._calibration import calibration
+from ggml_ext._calibration.calibration import Record
+from ggml_ext._calibration.cost import FACTORIZATION_RATE, Input, Model, choose_importance
 from ggml_ext._console.terminal import Terminal
 from ggml_ext._formats.gguf_file import GGUFFile
-from ggml_ext._importance import calibration
-from ggml_ext._importance.calibration import Record
-from ggml_ext._importance.cost import FACTORIZATION_RATE, Input, Model, choose_importance
 from ggml_ext._native import process as programs
 from helpers import calibration_folder
 from helpers.calibration_folder import MATRICES
@@ -198,7 +198,7 @@ def test_a_full_disk(folder, monkeypatch):
 @pytest.mark.slow
 def test_an_interrupt_ends_the_program_too(folder, tmp_path):
     driver = (
-        "import signal, sys; from pathlib import Path; from ggml_ext import quantize; from ggml_ext._importance import calibration\n"
+        "import signal, sys; from pathlib import Path; from ggml_ext import quantize; from ggml_ext._calibration import calibration\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell starts in the background ignores it
         f"calibration.find_tool = lambda name: Path({str(tmp_path / 'llama-imatrix')!r}); calibration.TEXT = Path({str(folder.built_in)!r})\n"
         f"sys.exit(quantize.main({[str(folder.model), str(folder.out), '--type', 'ditto3']!r}))"

@@ -6,8 +6,8 @@ import gguf
 import pytest
 
 from ggml_ext import quantize as program
+from ggml_ext._allocation import sensitivity, target
 from ggml_ext._base.errors import UserError
-from ggml_ext._budget import sensitivity, target
 from helpers import choosing
 from helpers.choosing import COSTS, FREE, LAYERS, MATRICES, SHAPES, bits_in_all
 from helpers.commands import run_quantize

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ggml_ext._allocation import inquiry, sensitivity
+from ggml_ext._allocation import kept as results
 from ggml_ext._base.signals import Stopped
-from ggml_ext._budget import inquiry, sensitivity
-from ggml_ext._budget import kept as results
 from helpers import choosing
 from helpers.choosing import ALL_ANEW, FREE, LAYERS, SHAPES, bits_in_all
 
@@ -105,7 +105,7 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from ggml_ext import quantize
-from ggml_ext._budget import inquiry, sensitivity
+from ggml_ext._allocation import inquiry, sensitivity
 tensors, parts = set(), []
 sample, kld = inquiry.Inquiry._sample_error, sensitivity.Probe._kld
 def note(done, limit):

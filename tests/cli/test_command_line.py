@@ -15,7 +15,7 @@ from ggml_ext import __main__ as everything
 from ggml_ext import dump, export, inspect, libdir, quantize
 from ggml_ext._base import encoding
 from ggml_ext._base.errors import UserError
-from ggml_ext._jobs import exporting, inspecting, quantizing
+from ggml_ext._commands import exporting, inspecting, quantizing
 from helpers.commands import run_main, tool
 from helpers.errors import check_error
 from helpers.models import gaussian, write_gguf

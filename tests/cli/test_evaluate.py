@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from ggml_ext import evaluate as evaluator
+from ggml_ext._commands.evaluating import TEXT
 from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, Figure, chunk_sums, paired, parse_score
 from ggml_ext._evaluation.labels import labels
 from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._formats.language_model import other_than_language_model
-from ggml_ext._jobs.evaluating import TEXT
 from ggml_ext._native.process import run_logged
 from ggml_ext._report.quality import Evaluation, Quality
 from helpers.commands import quantize, run_main, tool

@@ -15,11 +15,11 @@ from gguf import GGMLQuantizationType as T
 
 from ggml_ext import TYPES, WEIGHT_TYPES, export, quantize
 from ggml_ext._base.signals import Stopped
+from ggml_ext._commands import exporting
+from ggml_ext._commands.command import shown_command
+from ggml_ext._commands.settings import QuantizeOptions
 from ggml_ext._console.options import build_parser
 from ggml_ext._console.program import options_of
-from ggml_ext._jobs import exporting
-from ggml_ext._jobs.command import shown_command
-from ggml_ext._jobs.settings import QuantizeOptions
 from ggml_ext._native import library
 from ggml_ext._output.output import Output
 from ggml_ext._plan.file_types import uniform_file_type

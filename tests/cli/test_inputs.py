@@ -12,8 +12,8 @@ import pytest
 
 from ggml_ext._base.errors import UserError
 from ggml_ext._base.files import locked_folder, remove_leftovers
+from ggml_ext._commands import quantizing
 from ggml_ext._encode.codec import Codec
-from ggml_ext._jobs import quantizing
 from ggml_ext._output.output import Output
 from helpers import writing
 from helpers.commands import run_quantize

@@ -19,7 +19,7 @@ import pytest
 from ggml_ext import quantize as program
 from ggml_ext._base.files import hidden
 from ggml_ext._base.signals import SIGNALS
-from ggml_ext._jobs import settings
+from ggml_ext._commands import settings
 from ggml_ext._output import conversion
 from ggml_ext._output import output as _output
 from ggml_ext._output.output import Output
@@ -37,7 +37,7 @@ STOP = """
 import os, signal, sys
 from ggml_ext import quantize
 from ggml_ext._formats import chunks
-from ggml_ext._jobs import settings
+from ggml_ext._commands import settings
 from ggml_ext._output.output import Output
 chunks.CHUNK_WEIGHTS = 6 * 512
 write = Output.write

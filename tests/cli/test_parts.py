@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._jobs import settings
+from ggml_ext._commands import settings
 from ggml_ext._output.parts import split_parts
 from helpers import writing
 from helpers.commands import tool

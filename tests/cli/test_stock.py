@@ -9,7 +9,7 @@ import pytest
 
 import ggml_ext
 from ggml_ext import TYPES, inspect
-from ggml_ext._importance import calibration
+from ggml_ext._calibration import calibration
 from ggml_ext._plan.file_types import FILE_TYPES, STOCK_ALIASES, STOCK_FILES
 from helpers import calibration_folder
 from helpers.commands import quantize, run_main, run_quantize, tool

@@ -3,7 +3,7 @@
 import gguf
 import pytest
 
-from ggml_ext._propagation.errors import KEY
+from ggml_ext._sequential.errors import KEY
 from helpers.errors import check_error
 from helpers.inspecting import inspect_here, inspect_json
 from helpers.models import gaussian, write_gguf

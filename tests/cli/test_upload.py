@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ggml_ext._jobs.uploading import UploadOptions, quality_section, read_card
+from ggml_ext._commands.uploading import UploadOptions, quality_section, read_card
 from helpers.commands import run_quantize
 from helpers.errors import check_error
 from helpers.hub_client import Client

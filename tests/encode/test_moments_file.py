@@ -10,12 +10,12 @@ import pytest
 
 from ggml_ext import TYPES
 from ggml_ext._base.errors import UserError
+from ggml_ext._calibration.importance import open_importance
 from ggml_ext._encode import codec
 from ggml_ext._encode.accuracy import Accuracy
 from ggml_ext._formats import gguf_file, imatrix
 from ggml_ext._formats import moments as _moments
 from ggml_ext._formats.moments import Moments, packed_size, quadratic_forms, token_warnings
-from ggml_ext._importance.importance import open_importance
 from ggml_ext._native import library
 from helpers.commands import quantize
 from helpers.errors import quantize_error

@@ -10,7 +10,7 @@ import gguf
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._importance import calibration
+from ggml_ext._calibration import calibration
 from helpers.errors import files
 from helpers.models import ROOT, gaussian, write_gguf
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._budget import inquiry, target
+from ggml_ext._allocation import inquiry, target
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
 
 LAYERS = 4

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from ggml_ext import quantize as program
+from ggml_ext._commands import settings
 from ggml_ext._encode.codec import Codec
 from ggml_ext._formats import chunks
-from ggml_ext._jobs import settings
 from helpers.errors import check_error
 from helpers.models import gaussian, write_gguf
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from gguf import GGMLQuantizationType as T
 
+from ggml_ext._calibration import cost
+from ggml_ext._calibration.cost import FLOPS_A_THREAD, GRAPH_SHARE, Model
+from ggml_ext._commands import estimate as _estimate
 from ggml_ext._encode.codec import Codec
 from ggml_ext._encode.rate import Rate, measure
 from ggml_ext._formats.gguf_file import Tensor
-from ggml_ext._importance import cost
-from ggml_ext._importance.cost import FLOPS_A_THREAD, GRAPH_SHARE, Model
-from ggml_ext._jobs import estimate as _estimate
 from ggml_ext._native import product
 from ggml_ext._plan.plan import Plan
 from helpers.commands import tool

@@ -7,7 +7,7 @@ import pytest
 
 from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, row_order, shrinkage
 from ggml_ext._native.streams import Group, Product
-from ggml_ext._propagation.sums import SINKS, RowSums
+from ggml_ext._sequential.sums import SINKS, RowSums
 
 ROWS, COLUMNS = 3 * GROUP + 5, 8
 STEP = 0.5

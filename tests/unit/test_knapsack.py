@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggml_ext._budget.knapsack import frontier, solve
+from ggml_ext._allocation.knapsack import frontier, solve
 
 # whole numbers make ties; the others costs as they are measured
 NUMBERS = st.one_of(st.integers(0, 12).map(float), st.floats(1e-6, 30, allow_subnormal=False))

@@ -7,7 +7,7 @@ import pytest
 
 from ggml_ext._encode.targets import LEAST_RIDGE, correction, ridge_of
 from ggml_ext._native.streams import Arrays, Group, Product
-from ggml_ext._propagation.sums import Sums
+from ggml_ext._sequential.sums import Sums
 
 COLUMNS, ROWS, TOKENS = 24, 10, 400
 NAMES = ("blk.0.attn_output.weight", "blk.0.other.weight")

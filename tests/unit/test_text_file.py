@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
+from ggml_ext._allocation import sensitivity
 from ggml_ext._base.errors import UserError
-from ggml_ext._budget import sensitivity
 from ggml_ext._native import count_tokens as _count_tokens
 from ggml_ext._native import text_file
 from ggml_ext._native.text_file import check_text, count_tokens, read_end

@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from .._allocation.target import DEFAULT_TYPES, SENSITIVITIES
+from .._allocation.target import STOCK_TYPES as STOCK_TARGET_TYPES
 from .._base.errors import UserError
 from .._base.types import WEIGHT_TYPES
-from .._budget.target import DEFAULT_TYPES, SENSITIVITIES
-from .._budget.target import STOCK_TYPES as STOCK_TARGET_TYPES
+from .._calibration.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE
+from .._calibration.importance import KINDS
+from .._calibration.proxy import SOURCE
+from .._calibration.proxy import TYPES as PROXY_TYPES
+from .._commands.settings import TRELLIS_TYPES, QuantizeOptions
 from .._encode.codec import CODEBOOKS, EFFORTS, ENCODERS
 from .._formats.context import N_CONTEXT
-from .._importance.calibration import COST, DEFAULT_CHUNKS, MEMORY_SHARE
-from .._importance.importance import KINDS
-from .._importance.stand_in import SOURCE
-from .._importance.stand_in import TYPES as STAND_INS
-from .._jobs.settings import TRELLIS_TYPES, QuantizeOptions
 from .._plan.file_types import STOCK_ALIASES, STOCK_FILES
 from .._plan.recipes import RECIPES
 from .._report.tables import WARN_ABOVE
@@ -183,7 +183,7 @@ def add_importance_options(add: Callable) -> None:
     add(
         "--calibrate-with",
         metavar="TYPE|FILE",
-        help=f"calibrate with the model in fewer bits: {', '.join(STAND_INS)}, made for that time, or a GGUF file of it; {SOURCE}: with the model "
+        help=f"calibrate with the model in fewer bits: {', '.join(PROXY_TYPES)}, made for that time, or a GGUF file of it; {SOURCE}: with the model "
         "itself; default: itself where it fits into --memory, else q8_0 or q4_k",
     )
     add(

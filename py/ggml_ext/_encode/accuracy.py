@@ -30,7 +30,7 @@ class Accuracy:
     weighted_error: float = 0.0
     weighted_energy: float = 0.0
     of_moments: bool = False  # H is more than a diagonal
-    stream_error: float = 0.0  # of the layer, with --propagate (_propagation/errors.py)
+    stream_error: float = 0.0  # of the layer, with --propagate (_sequential/errors.py)
     # sums of (t - w')^T H (t - w') and of t^T H t, t being what --propagate encodes in place of w (targets.py); 0 without it
     target_error: float = 0.0
     target_energy: float = 0.0

@@ -9,12 +9,12 @@ from pathlib import Path
 from .._base.errors import UserError
 from .._base.files import fingerprint, open_file, written_beside
 from .._base.package import __version__
+from .._calibration.importance import Importance
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, uint32_value
 from .._formats.split import SPLIT_KEYS
-from .._importance.importance import Importance
 from .._plan.plan import Plan
-from .._propagation.propagation import Propagation
+from .._sequential.layers import Propagation
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 IMPORTANCE_KEYS = (

@@ -19,10 +19,10 @@ from .._base.encoding import utf8
 from .._base.package import __version__
 from .._base.types import TYPES
 from .._base.units import MIB
+from .._calibration.importance import BUILT_IN, Importance
 from .._encode.accuracy import Accuracy
 from .._formats.gguf_file import GGUFFile, bits_per_weight
 from .._formats.names import tensor_class
-from .._importance.importance import BUILT_IN, Importance
 from .._native import library
 from .._plan.plan import Plan
 

@@ -9,7 +9,7 @@ from .._encode.accuracy import Accuracy
 from .._plan.plan import Plan
 
 if TYPE_CHECKING:
-    from .._budget.choice import Chosen
+    from .._allocation.choice import Chosen
 
 
 def _number(value: float | None) -> float | None:

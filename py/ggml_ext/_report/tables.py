@@ -18,7 +18,7 @@ from .._formats.names import describe_tensors, short_class, tensor_class
 from .._plan.plan import Choices, Fallback, Plan, stock_fallback
 
 if TYPE_CHECKING:
-    from .._budget.choice import Chosen
+    from .._allocation.choice import Chosen
 
 WARN_ABOVE = 3  # times the usual error of a type
 

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._base.threads import check_threads
 from .._base.types import WEIGHT_TYPES
+from .._calibration.importance import KINDS, Importance, open_importance
 from .._encode.accuracy import Accuracy, read_epsilons
 from .._encode.codec import Codec
 from .._encode.compare import compare
@@ -21,13 +22,12 @@ from .._encode.histogram import Histogram
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import n_importances
 from .._formats.split import open_model
-from .._importance.importance import KINDS, Importance, open_importance
 from .._native import library
 from .._native.blas import one_blas_thread
 from .._plan.plan import replacement_type
-from .._propagation.errors import read_stream_errors
 from .._report import picture
 from .._report.findings import Finding, Inspection
+from .._sequential.errors import read_stream_errors
 
 T = GGMLQuantizationType
 

@@ -9,15 +9,15 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import duration
 from .._base.units import GIB, MIB
+from .._calibration.calibration import Calibration, Wanted, make_run
+from .._calibration.cost import Model
+from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
 from .._formats.moments import ENOUGH_TOKENS
-from .._importance.calibration import Calibration, Wanted, make_run
-from .._importance.cost import Model
-from .._importance.stand_in import SOURCE
 from .._native.programs import find_tool
 from .._native.streams import FLAG, WAY_OUT
 from .errors import layer_of
-from .propagation import ROWS_TOGETHER, Run
+from .layers import ROWS_TOGETHER, Run
 
 # Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (streams.cpp).
 PASSES = 4
@@ -32,7 +32,7 @@ def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_thre
     if program is None:
         raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
     # the layers themselves are run here, one after the other: nothing stands in
-    run = make_run(replace(wanted, stand_in=SOURCE), file, folder or Path(), n_threads, program, Console())
+    run = make_run(replace(wanted, proxy_model=SOURCE), file, folder or Path(), n_threads, program, Console())
     check_memory(run, file, console)
     kind = wanted.kind or ("full" if run.n_tokens >= ENOUGH_TOKENS * run.model.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", run.n_context, "-b", run.n_context]

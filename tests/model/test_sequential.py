@@ -17,8 +17,8 @@ import ggml_ext
 import synth_model
 from ggml_ext._base.errors import UserError
 from ggml_ext._native.streams import Streams
-from ggml_ext._propagation import propagation
-from ggml_ext._propagation.sums import SINKS, Sums
+from ggml_ext._sequential import layers
+from ggml_ext._sequential.sums import SINKS, Sums
 from helpers import architectures
 from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import ROOT, read_tensors
@@ -131,8 +131,8 @@ def test_the_second_stream_is_that_of_the_file(small, text, tmp_path, monkeypatc
         seen.update({p.weight: np.einsum("eii->ei", sums.h) for p in sums.group.products})
         return importances(sums)
 
-    importances = propagation.importances
-    monkeypatch.setattr(propagation, "importances", record)
+    importances = layers.importances
+    monkeypatch.setattr(layers, "importances", record)
     out = tmp_path / "out.gguf"
     propagated(small, out, text)
     wanted = sums_of_squares(out, text, 512, tmp_path)
@@ -153,9 +153,9 @@ def test_rows_make_up_for_each_other(small, text, tmp_path, monkeypatch):
         tokens.append(n_tokens)
         return make_rows(g, n_tokens)
 
-    encode_fed, make_rows = propagation.encode_fed, propagation.make_rows
-    monkeypatch.setattr(propagation, "encode_fed", record)
-    monkeypatch.setattr(propagation, "make_rows", note)
+    encode_fed, make_rows = layers.encode_fed, layers.make_rows
+    monkeypatch.setattr(layers, "encode_fed", record)
+    monkeypatch.setattr(layers, "make_rows", note)
     propagated(small, tmp_path / "out.gguf", text, calibration_chunks=3)
     plain = [t for name, t in read_tensors(small).items() if name.startswith("blk.") and t.data.ndim == 2 and "ffn_gate_inp" not in name]
     assert sorted(fed) == sorted(t.data.shape for t in plain)
@@ -188,7 +188,7 @@ def test_errors_are_made_up_for(model, text, tmp_path, monkeypatch, lib):
     """Of the last layer's stream, with targets and without."""
     errors = []
     for strength in (1, 0):
-        monkeypatch.setattr(propagation, "correction", lambda *args, s=strength: s * CORRECTION(*args))
+        monkeypatch.setattr(layers, "correction", lambda *args, s=strength: s * CORRECTION(*args))
         propagated(model, tmp_path / "out.gguf", text)
         errors.append(ggml_ext.inspect_model(tmp_path / "out.gguf").record()["stream_errors"])
     assert 0 < errors[0][-1] < 0.8 * errors[1][-1]
@@ -196,7 +196,7 @@ def test_errors_are_made_up_for(model, text, tmp_path, monkeypatch, lib):
     assert [len(of_run) for of_run in errors] == [n_layers] * 2 and all(e > 0 for of_run in errors for e in of_run)
 
 
-CORRECTION = propagation.correction
+CORRECTION = layers.correction
 
 
 def test_matrices_that_the_processor_keeps_in_another_order(text, tmp_path, lib):

@@ -16,13 +16,13 @@ from .._base.errors import UserError
 from .._base.text import columns
 from .._base.threads import check_threads
 from .._base.types import TYPES, WEIGHT_TYPES
+from .._calibration.importance import Importance, open_importance, plan_moments
 from .._encode.accuracy import Accuracy
 from .._encode.checks import check_known_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
 from .._formats.names import unknown_type
 from .._formats.split import open_model
-from .._importance.importance import Importance, open_importance, plan_moments
 from .._native import library
 from .._native.blas import one_blas_thread
 from .._output.conversion import Conversion, stock_metadata, write_beside

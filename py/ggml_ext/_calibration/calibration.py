@@ -34,10 +34,10 @@ from .._native.process import failure, run_heard
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.plan import Plan, importance_uses, uses_metric
-from . import stand_in
+from . import proxy
 from .cost import Model, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
-from .stand_in import StandIn
+from .proxy import ProxyModel
 
 DEFAULT_CHUNKS = 100  # of N_CONTEXT tokens; of as many tokens where chunks are shorter
 TEXT = FOLDER / "data" / "calibration.txt"
@@ -50,7 +50,7 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 class Wanted:
     """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
     KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of context_of() tokens; memory: GiB;
-    stand_in: see stand_in.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well; included, excluded: parts of the
+    proxy_model: see proxy.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well; included, excluded: parts of the
     names of tensors whose importances alone, or not, are used."""
 
     imatrix: Path | None = None
@@ -59,7 +59,7 @@ class Wanted:
     runs_model: bool = True
     n_chunks: int | None = None
     memory: float | None = None
-    stand_in: str | None = None
+    proxy_model: str | None = None
     devices: tuple[str, ...] = ()
     propagates: bool = False
     may_do_without: bool = False
@@ -77,10 +77,10 @@ class Wanted:
         for flag, is_given in (("imatrix", self.imatrix is not None), ("no-calibration", not self.runs_model)):
             if is_given and self.text is not None:
                 raise UserError(f"--{flag} and --imatrix-from: pass one of them")
-        if self.stand_in is not None:
-            stand_in.check_name(self.stand_in)
+        if self.proxy_model is not None:
+            proxy.check_name(self.proxy_model)
             if self.imatrix is not None or not self.runs_model:
-                raise UserError(f"{stand_in.FLAG}: no model is run with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
+                raise UserError(f"{proxy.FLAG}: no model is run with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
         if self.included and self.excluded:
             raise UserError("--include-weights and --exclude-weights: pass one of them")
         if self.selects and (self.kind == "none" or not (self.runs_model or self.imatrix)):
@@ -141,7 +141,7 @@ class Calibration:
     n_threads: int
     memory: float
     program: Path
-    stand_in: StandIn | None = None
+    proxy_model: ProxyModel | None = None
     devices: tuple[str, ...] = ()
 
     @property
@@ -164,7 +164,7 @@ class Calibration:
             "text": fingerprint(self.text),
             "chunks": self.n_chunks,
             "context": self.n_context,
-        } | ({} if self.stand_in is None else self.stand_in.made_from())
+        } | ({} if self.proxy_model is None else self.proxy_model.made_from())
 
     def finished(self, folder: Path) -> Importance | None:
         """What an earlier run left in the folder, if it serves."""
@@ -186,7 +186,7 @@ class Calibration:
         seconds = self.model.seconds(self.kind, self.n_tokens, self.n_threads)
         return (
             f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
-            f"{self.text_title}{'' if self.stand_in is None else f', by the model {self.stand_in.title}'}, an estimated {duration(seconds)} on "
+            f"{self.text_title}{'' if self.proxy_model is None else f', by the model {self.proxy_model.title}'}, an estimated {duration(seconds)} on "
             f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
 
@@ -265,8 +265,8 @@ def _calibrate(run: Calibration, console: Console) -> list[Path]:
     with contextlib.ExitStack() as stack:
         # a link is not followed: beside its target there may be no parts of a split model
         model = Path(os.path.abspath(run.file.path))
-        if run.stand_in is not None:
-            model = stack.enter_context(run.stand_in.made(model, run.folder, run.n_threads, console))
+        if run.proxy_model is not None:
+            model = stack.enter_context(run.proxy_model.made(model, run.folder, run.n_threads, console))
         for i, layers in enumerate(passes):
             title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
             done.append(collect(run, model, made_from, layers, title, console))
@@ -396,7 +396,7 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     n_asked = wanted.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_of(file)
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
-    found = stand_in.find(wanted.stand_in, file, memory, console)
+    found = proxy.find(wanted.proxy_model, file, memory, console)
     if found is not None:
         model = replace(model, n_bytes=found.n_bytes, type=found.product_type())
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ggml_ext._base.units import GIB
-from ggml_ext._importance import stand_in
+from ggml_ext._calibration import proxy
 from helpers.calibration_folder import MATRICES, folder  # noqa: F401
 from helpers.errors import files
 from helpers.models import gaussian, write_gguf
@@ -21,7 +21,7 @@ def quantizer(folder, monkeypatch):  # noqa: F811
     log, fake = folder.path / "quantize-log", folder.path / "llama-quantize"
     fake.write_text(COPY.format(log=log))
     fake.chmod(0o755)
-    monkeypatch.setattr(stand_in, "find_tool", lambda name: fake)
+    monkeypatch.setattr(proxy, "find_tool", lambda name: fake)
     return log
 
 
@@ -85,7 +85,7 @@ def test_a_dry_run_makes_nothing(folder, quantizer):  # noqa: F811
 
 
 def test_no_room(folder, quantizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(stand_in, "free_space", lambda folder: 1000)
+    monkeypatch.setattr(proxy, "free_space", lambda folder: 1000)
     before = files(folder.out.parent)
     _, err = folder.run("--calibrate-with", "q8_0", code=1)
     assert "no space left on device" in err and "--calibrate-with source" in err and files(folder.out.parent) == before

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
+from .._allocation import choice
+from .._allocation.inquiry import Inquiry
+from .._allocation.items import Item, make_items
 from .._base.console import Console
 from .._base.encoding import to_json
 from .._base.errors import UserError
 from .._base.package import __version__
 from .._base.text import columns
-from .._budget import choice
-from .._budget.inquiry import Inquiry
-from .._budget.items import Item, make_items
+from .._calibration import calibration
+from .._calibration.importance import Importance, plan_moments
 from .._encode.accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
 from .._encode.checks import TYPE_FLAGS, check_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, pack_header, string_value, uint32_value
 from .._formats.split import SPLIT_KEYS
-from .._importance import calibration
-from .._importance.importance import Importance, plan_moments
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, WAY_OUT
 from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
@@ -35,13 +35,13 @@ from .._plan.effects import tell_options_without_effect
 from .._plan.plan import Choices, Plan, check_fallbacks, check_model, make_plan, metric_of, plan_importance
 from .._plan.sizes import possible_sizes, tensor_sizes
 from .._plan.uses import Uses
-from .._propagation.errors import KEY as STREAM_KEY
-from .._propagation.errors import stream_metadata
-from .._propagation.estimate import make_propagation
-from .._propagation.propagation import Propagation, Run, check_cut
 from .._report.card import Card, describe_importance
 from .._report.records import tensor_record, totals_record
 from .._report.tables import error_warnings, summary, tensor_lines
+from .._sequential.errors import KEY as STREAM_KEY
+from .._sequential.errors import stream_metadata
+from .._sequential.estimate import make_propagation
+from .._sequential.layers import Propagation, Run, check_cut
 from .._source.source import check_keep_gguf, open_source, read_files
 from .command import shown_command
 from .estimate import Estimate, estimate

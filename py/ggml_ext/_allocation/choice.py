@@ -125,8 +125,8 @@ class Chosen:
         best = f"a better choice could save {self.gap:.2%} at most" if self.gap else "no choice of these types is better by the model"
         return [f"predicted KL divergence {self.predicted:.4g}{of}; {best}", *self.notes]
 
-    def file_type(self, stand_in: FileType, is_stock: bool) -> FileType:
-        """Of the type of ours that most weights of the layers have, if one has some, else of the stock type of most. stand_in: what has
+    def file_type(self, placeholder: FileType, is_stock: bool) -> FileType:
+        """Of the type of ours that most weights of the layers have, if one has some, else of the stock type of most. placeholder: what has
         been in its place; is_stock: the file is for every llama.cpp."""
         counts: dict[GGMLQuantizationType, int] = {}
         for item, qtype in zip(self.items, self.types, strict=True):
@@ -139,7 +139,7 @@ class Chosen:
         most = qtype.name
         named = (getattr(LlamaFileType, name, None) for name in (f"MOSTLY_{most}", f"MOSTLY_{most}_M", f"MOSTLY_{most}_S", f"ALL_{most}"))
         file_type = int(next((f for f in named if f is not None), LlamaFileType.GUESSED))
-        return FileType(most.lower(), file_type, qtype) if is_stock else replace(stand_in, id=file_type)
+        return FileType(most.lower(), file_type, qtype) if is_stock else replace(placeholder, id=file_type)
 
 
 def choose_at_once(target: Target, file: GGUFFile, plan: Plan, items: list[Item]) -> Chosen | None:

@@ -25,13 +25,13 @@ from .._base.errors import UserError
 from .._base.files import free_space, temporary_folder
 from .._base.threads import map_in_order
 from .._base.units import MIB
+from .._calibration.importance import Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
 from .._formats.chunks import row_chunks
 from .._formats.context import N_CONTEXT, context_of
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import layer_of, tensor_class
-from .._importance.importance import Importance
 from .._native.process import failure, last_error, run_logged
 from .._native.text_file import read_end
 from .._plan.plan import fit_to_row

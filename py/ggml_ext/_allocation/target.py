@@ -15,7 +15,7 @@ from .._plan.plan import parse_type
 
 AUTO = "auto"
 KINDS = ("size", "bpw", "kld")
-STAND_IN = "itq3_t"  # in the plan, for types that are still to be chosen
+PLACEHOLDER = "itq3_t"  # in the plan, for types that are still to be chosen
 # What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
 # The same with --stock: what ggml_ext/encode/stock.c and stock-codebooks.c make, which every llama.cpp loads.

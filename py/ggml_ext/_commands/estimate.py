@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from gguf import GGMLQuantizationType
 
 from .._base.text import duration
+from .._calibration.cost import shared_input
 from .._encode.codec import Codec
 from .._encode.rate import Rate, measure
 from .._formats.gguf_file import Tensor
 from .._formats.names import layer_of
-from .._importance.cost import shared_input
 from .._plan.plan import FLOAT_TYPES, Plan, metric_of, uses_metric
 
 T = GGMLQuantizationType

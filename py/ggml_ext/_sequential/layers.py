@@ -15,6 +15,7 @@ from .._base.console import Bar, Console
 from .._base.errors import UserError
 from .._base.files import fingerprint, temporary_folder
 from .._base.threads import map_in_order
+from .._calibration.importance import Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide, PerExpert, measured
 from .._encode.feedback import Rows, encode_fed, make_rows
@@ -23,7 +24,6 @@ from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import dead_columns
 from .._formats.moments import TensorMoments, token_warnings
-from .._importance.importance import Importance
 from .._native.streams import WAY_OUT, Group, Streams
 from .._plan.plan import IMATRIX_TYPES, Plan, metric_of, uses_metric
 from .._plan.rules import TOKEN_EMBD

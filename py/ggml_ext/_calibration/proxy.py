@@ -31,7 +31,7 @@ TEMPORARY = ".stand-in-"
 
 
 @dataclass(frozen=True)
-class StandIn:
+class ProxyModel:
     """file: given; None for one that is made of the model in a type, with a size that is reckoned."""
 
     type: str
@@ -84,7 +84,7 @@ def check_name(name: str) -> None:
         raise UserError(f"{FLAG}: got {name!r}, must be {', '.join(TYPES)}, {SOURCE} or a GGUF file of the same model in fewer bits")
 
 
-def find(name: str | None, file: GGUFFile, memory: float, console: Console) -> StandIn | None:
+def find(name: str | None, file: GGUFFile, memory: float, console: Console) -> ProxyModel | None:
     """What is asked for by name; without a name nothing where the model fits into so many bytes of memory, else the largest that
     does. UserError for a file of another model."""
     if name == SOURCE:
@@ -104,11 +104,11 @@ def find(name: str | None, file: GGUFFile, memory: float, console: Console) -> S
     return found
 
 
-def _of_type(file: GGUFFile, name: str) -> StandIn:
-    return StandIn(name, sum(int(t.n_elements * TYPES[name][1] / 8) if t.n_dims > 1 else t.n_bytes for t in file.tensors))
+def _of_type(file: GGUFFile, name: str) -> ProxyModel:
+    return ProxyModel(name, sum(int(t.n_elements * TYPES[name][1] / 8) if t.n_dims > 1 else t.n_bytes for t in file.tensors))
 
 
-def _of_file(path: Path, file: GGUFFile) -> StandIn:
+def _of_file(path: Path, file: GGUFFile) -> ProxyModel:
     given = open_model(path)
     theirs = {t.name: t for t in given.tensors}
     for tensor in file.tensors:
@@ -120,4 +120,4 @@ def _of_file(path: Path, file: GGUFFile) -> StandIn:
                 f"{FLAG}: tensor {tensor.name} is {list(other.ne)} in {path} and {list(tensor.ne)} in {file.path}: it is of another model; "
                 "name one that was made from it"
             )
-    return StandIn(path.name, given.n_bytes, given)
+    return ProxyModel(path.name, given.n_bytes, given)

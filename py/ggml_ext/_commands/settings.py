@@ -8,13 +8,13 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
+from .._allocation.target import KINDS, PLACEHOLDER, SENSITIVITIES, Target, parse_target
 from .._base.errors import UserError
 from .._base.threads import check_threads
 from .._base.types import TYPES, WEIGHT_TYPES
-from .._budget.target import KINDS, SENSITIVITIES, STAND_IN, Target, parse_target
+from .._calibration.calibration import Wanted
 from .._encode.codec import CODEBOOKS, Encoder
 from .._formats.names import unknown_type
-from .._importance.calibration import Wanted
 from .._native.programs import device_options
 from .._output.parts import parse_split_size
 from .._plan.file_types import FILE_TYPES, FLOAT_TYPES, FileType
@@ -176,7 +176,7 @@ def propagates_by_itself(asked: QuantizeOptions) -> bool:
 
 def parse_file_type(asked: QuantizeOptions, target: Target | None) -> FileType:
     """Of --type; UserError if there is no such type."""
-    name = STAND_IN if target else asked.type.lower()
+    name = PLACEHOLDER if target else asked.type.lower()
     if name not in FILE_TYPES:
         remark = " (a type of single tensors, which --tensor-type takes)" if name in TARGET_TYPES else ""
         raise UserError(unknown_type("--type", asked.type, FILE_TYPES, remark))

@@ -18,13 +18,13 @@ from .._base.files import fingerprint
 from .._base.package import __version__
 from .._base.signals import Stopped
 from .._base.threads import map_in_order
+from .._calibration import calibration
+from .._calibration.importance import Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
 from .._formats.gguf_file import GGUFFile, Tensor, header_bytes
 from .._formats.kept import kept_choice
 from .._formats.language_model import other_than_language_model
-from .._importance import calibration
-from .._importance.importance import Importance
 from .._native.programs import find_tool
 from .._plan.plan import SOURCE_TYPES, Plan
 from . import sensitivity
