@@ -1,36 +1,27 @@
 #!/usr/bin/env python3
-"""Writes what the documents show of docs/measured.json: all figures of README.md and the first table of docs/results/measurements.md, between
-markers, and the picture docs/types.svg; and of docs/variants.json: those of docs/results/variants.md and docs/variants.svg.
+"""Write the tables that are made from docs/measured.json, between markers in README.md and docs/results, and docs/types.svg.
 
     figures.py            write them
     figures.py --check    write nothing; exit 1 if a table is stale
 
-docs/measured.json is what `demo.py --full --json docs/measured.json` measured, and beside it, in sections that it leaves as they are,
-what README says of other processors and models; docs/results/measurements.md names the command of each. docs/variants.json is what
-scripts/studies/variants.py measured. Needs matplotlib.
+`demo.py --full --json docs/measured.json` writes the rows of docs/measured.json and leaves its other sections, which have figures of other
+processors and models. Needs matplotlib.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
-
-import numpy
 
 from ggml_ext import WEIGHT_TYPES
 from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED, PICTURE = ROOT / "docs" / "measured.json", ROOT / "docs" / "types.svg"
-VARIANTS, VARIANTS_PICTURE = ROOT / "docs" / "variants.json", ROOT / "docs" / "variants.svg"
 OUR_COLOUR, STOCK_COLOUR = "#c2410c", "#64748b"
-FAMILIES = {"itq3_s": ("^", "#0891b2"), "ccq": ("s", "#7c3aed"), "ditto": ("D", "#16a34a")}  # of the variants: marker, colour
-# of DITTO's error, as budgets() of variants.py has them
-PARTS = {"codes": "#94a3b8", "codebook": "#16a34a", "scales": "#f59e0b", "rounding": "#7c3aed"}
 
 
 class Type:
@@ -201,157 +192,6 @@ def replace_table(path: Path, text: str, table: str, name: str = "measured") -> 
     return f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}"
 
 
-def family(name: str) -> str | None:
-    """Of a variant, by its name; None for a type."""
-    return next((f for f in FAMILIES if re.fullmatch(rf"{f}\d?-.*", name)), None)
-
-
-def natural(word: str) -> tuple[str, float]:
-    """For names in the order of the numbers in them."""
-    return re.sub(r"[\d.]", "", word), float(re.sub(r"[^\d.]", "", word) or 0)
-
-
-def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(bits, error) of the types that no type and no mixture of two over a model's weights beats, by bits: the lower convex hull,
-    as far as errors fall."""
-    hull: list[tuple[float, float]] = []
-    for bits, error in sorted(points):
-        if hull and error >= hull[-1][1]:
-            continue
-        while hull and hull[-1][0] == bits:
-            hull.pop()
-        while len(hull) > 1 and error <= on_line(hull[-2], hull[-1], bits):
-            hull.pop()
-        hull.append((bits, error))
-    return hull
-
-
-def on_line(a: tuple[float, float], b: tuple[float, float], bits: float) -> float:
-    """The error at `bits` on the line through two points."""
-    return a[1] + (b[1] - a[1]) * (bits - a[0]) / (b[0] - a[0])
-
-
-def over_frontier(hull: list[tuple[float, float]], bits: float, error: float) -> float:
-    """An error over that of the frontier at its bits."""
-    x, y = zip(*hull, strict=True)
-    return error / float(numpy.interp(bits, x, y))
-
-
-class Comparison:
-    """What variants.py measured: errors[name] are the bits and, model after model, the error and the weighted one; None where a
-    type has no place in the rows."""
-
-    def __init__(self, results: dict[str, dict]):
-        self.models = list(results)
-        names = dict.fromkeys(name for r in results.values() for name in r["errors"])
-        none = [None] * 3
-        rows = {name: [r["errors"].get(name, none) for r in results.values()] for name in names}
-        self.bits = {name: next(row[0] for row in of if row[0]) for name, of in rows.items()}
-        self.errors = {name: [e for row in of for e in row[1:]] for name, of in rows.items()}
-        self.types = sorted((n for n in names if family(n) is None), key=lambda n: (self.bits[n], n))
-        self.variants = sorted(filter(family, names), key=lambda n: (list(FAMILIES).index(family(n)), *map(natural, n.split("-"))))
-        figures = range(2 * len(self.models))
-        self.hulls = [frontier([(self.bits[n], e) for n in self.types if (e := self.errors[n][i]) is not None]) for i in figures]
-
-    def over(self, name: str) -> list[float]:
-        """over_frontier() of every figure whose frontier reaches so far."""
-        found = zip(self.hulls, self.errors[name], strict=True)
-        return [over_frontier(h, self.bits[name], e) for h, e in found if e is not None and self.bits[name] <= h[-1][0]]
-
-    def dominated_by(self, name: str) -> str | None:
-        """The smallest type that is no larger and in no figure worse."""
-        return next((t for t in self.types if self.bits[t] <= self.bits[name] and all(
-            e is None or mine <= e for mine, e in zip(self.errors[t], self.errors[name], strict=True))), None)
-
-
-def render_variants(results: dict[str, dict]) -> str:
-    """Tables of the variants, of the types, of the KL divergences and of DITTO's error."""
-    c = Comparison(results)
-    shown = [i for i, hull in enumerate(c.hulls) if hull]  # figures that were measured
-    heads = " | ".join(c.models[i // 2] + (", weighted" if i % 2 else "") for i in shown)
-    columns = 2 + len(shown)
-
-    def cells(name: str) -> str:
-        errors = [c.errors[name][i] for i in shown]
-        return " | ".join("" if e is None else f"{e:.3g}" if e < 0.01 else f"{e:.4f}" for e in errors)
-
-    lines = [f"| variant | bits a weight | {heads} | over the frontier | a type no larger and never worse |",
-             "|" + " --- |" * (columns + 2)]
-    for name in c.variants:
-        over, by = c.over(name), c.dominated_by(name)
-        shown_over = f"{min(over):.2f} to {max(over):.2f} x" if over else ""
-        lines.append(f"| {name} | {c.bits[name]:g} | {cells(name)} | {shown_over} | "
-                     + (f"{by.upper()}, {c.bits[by]:g} |" if by else "none |"))
-    lines += ["", f"| type | bits a weight | {heads} |", "|" + " --- |" * columns]
-    for name in c.types:
-        title = f"**{name.upper()}**" if name in WEIGHT_TYPES else name.upper()
-        lines.append(f"| {title} | {c.bits[name]:g} | {cells(name)} |")
-    scored = sorted({n for r in results.values() for n in r.get("kld", {})}, key=lambda n: (c.bits[n], n))
-    with_kld = {m: r["kld"] for m, r in results.items() if "kld" in r}
-    lines += ["", "| stored in F16 | bits a weight | " + " | ".join(f"{m}: KL divergence | perplexity" for m in with_kld) + " |",
-              "|" + " --- |" * (2 + 2 * len(with_kld))]
-    for name in scored:
-        found = [of.get(name) for of in with_kld.values()]
-        figures = " | ".join(f"{k[0]:.5f} +- {k[1]:.5f} | {k[2]:.3f}" if k else " | " for k in found)
-        lines.append(f"| {name if family(name) else name.upper()} | {c.bits[name]:g} | {figures} |")
-    for model, r in results.items():
-        lines += ["", f"| {model}: matrices | " + " | ".join(f"{b} bits: {' | '.join(PARTS)}" for b in r["budget"]) + " |",
-                  "|" + " --- |" * (1 + len(PARTS) * len(r["budget"]))]
-        for kind in next(iter(r["budget"].values())):
-            parts = [f"{v:.2g}" for of in r["budget"].values() for v in numpy.mean(of[kind], axis=0)]
-            lines.append(f"| {kind} | {' | '.join(parts)} |")
-    return "\n".join(lines)
-
-
-def draw_variants(results: dict[str, dict], path: Path) -> None:
-    """Above error against bits, below the parts of DITTO's error with a codebook for a tensor by layer; a column a model."""
-    pyplot = start_drawing()
-    c = Comparison(results)
-    figure, axes = pyplot.subplots(2, len(c.models), figsize=(4.5 * len(c.models), 7.5), height_ratios=(3, 2), squeeze=False)
-    for i, (model, r) in enumerate(results.items()):
-        above, below, which = axes[0, i], axes[1, i], 2 * i
-        x, y = zip(*c.hulls[which], strict=True)
-        bits = numpy.linspace(x[0], x[-1], 60)
-        above.plot(bits, numpy.interp(bits, x, y), color=OUR_COLOUR, linewidth=1, zorder=1, label="frontier of the types")
-        for name in (n for n in c.types if c.errors[n][which] is not None):
-            colour = OUR_COLOUR if name in WEIGHT_TYPES else STOCK_COLOUR
-            above.scatter(c.bits[name], c.errors[name][which], s=24, c=colour, zorder=3)
-        for f, (marker, colour) in FAMILIES.items():
-            points = [(c.bits[n], c.errors[n][which]) for n in c.variants if family(n) == f and c.errors[n][which] is not None]
-            above.scatter(*zip(*points, strict=True), s=22, marker=marker, facecolors="none", edgecolors=colour, zorder=4,
-                          label=f"{f.upper()} variants")
-        above.set(title=model, xlabel="bits a weight", ylabel="relative squared error", yscale="log", ylim=(2e-4, 0.5),
-                  xlim=(1.3, 7.2))
-        above.legend(fontsize=8, frameon=False)
-        figure.tight_layout()
-        labels, others = [], []
-        for name in [*c.types, *c.variants]:
-            if (error := c.errors[name][which]) is not None:
-                point = c.bits[name], error
-                colour = OUR_COLOUR if name in WEIGHT_TYPES else FAMILIES.get(family(name), ("", STOCK_COLOUR))[1]
-                beyond = max(c.over(name), default=2) <= 1 if family(name) else point in c.hulls[which]
-                if beyond and c.bits[name] > 2:
-                    labels.append((*point, name.upper(), colour))
-                else:
-                    others.append(point)
-        place_labels(above, labels, others)
-        of_bits = "4" if "4" in r["budget"] else "3"
-        layers = numpy.mean(list(r["budget"][of_bits].values()), axis=0)[:, :3]
-        start = numpy.zeros(len(layers))
-        for part, values in zip(PARTS, layers.T, strict=False):
-            below.bar([*map(str, r["layers"])], values, bottom=start, color=PARTS[part], label=part, width=0.8)
-            start += values
-        below.set(xlabel="layer", ylabel="relative squared error", title=f"DITTO, {of_bits} bits, one codebook a tensor")
-        below.set_ylim(0, 1.25 * start.max())
-        below.legend(fontsize=8, frameon=False, ncols=3, loc="upper right")
-        for a in (above, below):
-            a.grid(color="#e2e8f0", zorder=0)
-            a.set_axisbelow(True)
-            a.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    save(figure, path)
-
-
 def place_labels(axes, points: list[tuple[float, float, str, str]], others: list[tuple[float, float]] = ()) -> None:
     """A label (x, y, text, colour) beside each point, on the side where it covers least of these and the other points, and of
     the labels."""
@@ -430,13 +270,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is stale")
     args = parser.parse_args()
     measured = json.loads(MEASURED.read_text())
-    types, variants = read_types(measured), json.loads(VARIANTS.read_text())
+    types = read_types(measured)
     tables = {
         "README.md": {"gains": render_gains(measured), "choice": f"{render_choice(measured)}\n\n{render_cost(measured)}",
                       "quality": render_quality(measured), "speed": "\n".join(speed_table(measured))},
         "docs/results/measurements.md": {"summary": render_summary(types, measured), "types": render_types(types),
                                          "measured": render_rows(measured["rows"])},
-        "docs/results/variants.md": {"measured": render_variants(variants)},
     }
     for name, parts in tables.items():
         path = ROOT / name
@@ -449,7 +288,6 @@ def main() -> None:
             path.write_text(new)
     if not args.check:
         draw(quality(measured), PICTURE)
-        draw_variants(variants, VARIANTS_PICTURE)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""The search behind the signs of the rotation R = H S (ggml_ext/types.toml): smooth rows are no worst cases under them.
+"""Search the signs of the rotation R = H S (ggml_ext/types.toml).
 
     rotation_signs.py [--seconds 240] [--seed 1]     search
-    rotation_signs.py --show                         what the signs of types.toml do
+    rotation_signs.py --show                         show the errors with the signs of types.toml
 
-A fixed Walsh-Hadamard transform gathers constants, ramps and slow waves into few values, which no quantizer of a bell likes.
-Random signs before it spread them; these were climbed to on the families below, for blocks of 256 and, with the first 64 signs,
-for blocks of 64. What is minimised is the error of the worst member under a uniform quantizer of eight levels with its best
-scale, relative squared; a Gaussian block has 0.037. The trellis types follow it (their errors: docs/results/encoders.md).
+A Walsh-Hadamard transform alone gathers constants, ramps and slow waves into few large values. Signs before it spread them. The search
+minimizes the NMSE of the worst block of the families below, under a uniform quantizer of eight levels with its best scale, for blocks of 256
+and, with the first 64 signs, of 64. A Gaussian block has 0.037.
 """
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from families import families
 from ggml_ext._console.cli import run_script
 
 if sys.version_info >= (3, 11):
@@ -45,6 +43,32 @@ def errors(y: np.ndarray) -> np.ndarray:
         q = np.clip(np.floor(y / np.float32(d)), -4, 3) + np.float32(0.5)
         best = np.minimum(best, ((q * np.float32(d) - y) ** 2).mean(axis=1))
     return best
+
+
+def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return blocks with structure by the name of their family, float32 (n_blocks, n), each of norm sqrt(n)."""
+    j = np.arange(n)
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal((8, n))
+    outlier = 10.0 ** np.arange(8)[:, None]
+    steps = [np.where((j >= a) & (j < a + w), 1.0, 0.0) for w in (n // 16, n // 8, n // 4, n // 2) for a in range(0, n - w + 1, n // 16)]
+    blocks = {
+        "constant": np.ones((1, n)),
+        "mean plus noise": np.concatenate([mean + noise for mean in (0.5, 1, 3)]),
+        "cosine": np.array([np.cos(f * j + p) for f in np.pi * (np.arange(n_waves) + 0.5) / n_waves for p in (0, 0.8, 1.6, 2.4)]),
+        "slow cosine": np.array([np.cos(f * j + p) for f in 0.1 * np.arange(1, 17) / 16 for p in (0, 0.8, 1.6, 2.4)]),
+        "wave on a mean": np.array([0.05 * m + np.cos(f * j) for f in (0.1, 0.5, 1, 2, 3) for m in (1, 10, 20)]),
+        "ramp": np.array([j - c * n for c in (0, 0.25, 0.5, 0.75, 1, -1)]),
+        "power": np.array([(j / n) ** p for p in (0.5, 2, 3)] + [np.exp(-j / (n * t)) for t in (0.1, 0.3, 1)] + [abs(j - n / 2)]),
+        "step": np.array(steps),
+        "alternating": np.array([np.where(j // w % 2, 1.0, -1.0) * (1 + r * j / n) for w in (1, 2, 3, 5, 8, 16, 32) for r in (0, 1)]),
+        "impulse": np.eye(n),
+        "sparse": np.array([noise[0] * (rng.permutation(n) < k) for k in (2, 3, 5, 9, 17, 33) for _ in range(4)]),
+        "one outlier": noise + outlier * np.eye(n)[::n // 8],
+        "heavy tails": rng.standard_t(2, (16, n)),
+        "Gaussian": rng.standard_normal((64, n)),
+    }
+    return {name: (x * (np.sqrt(n) / np.linalg.norm(x, axis=1, keepdims=True))).astype(np.float32) for name, x in blocks.items()}
 
 
 def sizes(n_waves: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import rotation_signs
-from families import families
 from ggml_ext import quants
 from ggml_ext._base.types import ROTATION_SIGNS
 from helpers import native
@@ -130,7 +129,7 @@ def test_signs_leave_no_smooth_row_worse_than_the_worst_gaussian(n):
     gaussian = np.random.default_rng(6).standard_normal((8192, n)).astype(np.float32)
     gaussian *= np.sqrt(n) / np.linalg.norm(gaussian, axis=1, keepdims=True)
     limit = rotation_signs.errors(gaussian).max()
-    for name, blocks in families(n, 128, seed=2).items():
+    for name, blocks in rotation_signs.families(n, 128, seed=2).items():
         found = rotation_signs.errors((blocks * signs) @ rotation_signs.hadamard(n)).max()
         assert found <= limit, f"{name}: {found:.4f}, of Gaussian blocks {limit:.4f}"
 

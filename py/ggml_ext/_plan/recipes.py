@@ -1,9 +1,6 @@
 """Mixed files: a type for most matrices of the layers and a better one for the sensitive parts.
 
-Which parts: scripts/studies/sensitivity.py on the reference model with second moments of blocks, from itq2_t to itq3_t, 120 chunks.
-KL divergence 0.080, less for each tenth of a bit a weight: attn_v 0.052, attn_output 0.021, attn_k and the first layer 0.019, the
-last 0.010, attn_q 0.006, ffn_down 0.004, ffn_gate and ffn_up 0.003. llama.cpp's mixtures (src/llama-quant.cpp,
-llama_tensor_get_type_impl()) favour attn_v and the first layers too, and ffn_down, to which error feedback has given its due.
+The sensitive parts are those whose better type lowers the KL divergence most for its bits (docs/results/encoders.md, "Mixed files").
 """
 
 from __future__ import annotations
