@@ -453,7 +453,7 @@ private:
 };
 
 void print_usage(int, char ** argv) {
-    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]\n\na part of ggml-ext-quantize --propagate\n", argv[0]);
+    printf("\n%s -m MODEL -f TEXT -c TOKENS -b TOKENS [--chunks N] [-t N] [-o FILE]\n\na part of ggml-ext quantize --propagate\n", argv[0]);
 }
 
 // Answers go to where the program's output did; what libraries print goes to the log.

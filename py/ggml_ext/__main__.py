@@ -18,8 +18,7 @@ COMMANDS = {
     "inspect": "tensors of a file, their types and errors",
     "export": "a file with our types to one that every llama.cpp loads",
     "upload": "a finished file and its card to the Hugging Face hub",
-    "dump": "gguf-dump for files with our types",
-    "new-metadata": "gguf-new-metadata for them: a copy with another name, chat template or special tokens",
+    "new-metadata": "gguf-new-metadata for files with our types: a copy with another name, chat template or special tokens",
     "set-metadata": "gguf-set-metadata for them: another value of a key, in the file itself",
     "libdir": "the folder of the libraries, for programs that load libllama",
 }

@@ -40,7 +40,7 @@ Function = TypeVar("Function", bound="Callable | None")
 
 
 class QuantizeKeywords(TypedDict, total=False):
-    """The flags of ggml-ext-quantize as keywords, with _ for -."""
+    """The flags of ggml-ext quantize as keywords, with _ for -."""
 
     type: str
     target_size: str
@@ -90,7 +90,7 @@ class QuantizeKeywords(TypedDict, total=False):
 
 
 class ExportKeywords(TypedDict, total=False):
-    """The flags of ggml-ext-export as keywords, with _ for -."""
+    """The flags of ggml-ext export as keywords, with _ for -."""
 
     type: str
     pure: bool
@@ -124,7 +124,7 @@ class EvaluateKeywords(TypedDict, total=False):
 
 
 class InspectKeywords(TypedDict, total=False):
-    """The flags of ggml-ext-inspect as keywords, with _ for -."""
+    """The flags of ggml-ext inspect as keywords, with _ for -."""
 
     imatrix: AnyPath
     importance: str
@@ -182,7 +182,7 @@ def quantize_model(
     input: AnyPath | None, output: AnyPath | None = None, *, log: Log | None = None, progress: Progress | None = None,
     **options: Unpack[QuantizeKeywords],
 ) -> Result:
-    """Quantizes a model, as `ggml-ext-quantize input output --type ...` does, to the same bytes.
+    """Quantizes a model, as `ggml-ext quantize input output --type ...` does, to the same bytes.
 
     input: a GGUF file in F32, F16, BF16 or Q8_0, of a split one any part, or the folder of a checkpoint; None with hf_repo.
     output: the file to write; not needed with dry_run. options: the command's flags with _ for -, such as type="itq3_t" or
@@ -216,7 +216,7 @@ def export_model(
     input: AnyPath, output: AnyPath | None = None, *, type: str, log: Log | None = None, progress: Progress | None = None,
     **options: Unpack[ExportKeywords],
 ) -> Result:
-    """Writes a model that has types of ggml-ext with llama.cpp's own types, as `ggml-ext-export` does, to the same bytes.
+    """Writes a model that has types of ggml-ext with llama.cpp's own types, as `ggml-ext export` does, to the same bytes.
 
     type: llama.cpp's type in place of ours, such as "q4_k". The other arguments and errors: see quantize_model(). The errors in the
     result are those against `input`, which had lost something before.
@@ -231,7 +231,7 @@ def inspect_model(
 ) -> Inspection:
     """Lists the tensors of a GGUF file, and compares them with those of `against`, which it was made from.
 
-    found: called with each tensor's finding as it is made. The record() of the result is what `ggml-ext-inspect --json` prints. A
+    found: called with each tensor's finding as it is made. The record() of the result is what `ggml-ext inspect --json` prints. A
     DITTO3 tensor with an error above its recorded epsilon has a finding whose `fits` is False; the command ends with an error there.
 
     Raises UserError for everything that the caller can change, TypeError for a keyword that is no flag.

@@ -13,7 +13,7 @@ from ._console.terminal import Terminal
 from ._output.conversion import WAY_OUT
 
 
-def build_parser(prog: str = "ggml-ext-export") -> argparse.ArgumentParser:
+def build_parser(prog: str = "ggml-ext export") -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
         description="Writes a GGUF model that has types of ggml-ext with llama.cpp's own types, and says what that costs.",
@@ -43,7 +43,7 @@ def build_parser(prog: str = "ggml-ext-export") -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None, prog: str = "ggml-ext-export") -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext export") -> int:
     """Entry point; see run_command() for the exit code."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:

@@ -18,7 +18,7 @@ from ._report.findings import Finding, columns_of, row_writer, shape_of
 WAY_OUT = "pass it to a program that reads it all"
 
 
-def build_parser(prog: str = "ggml-ext-inspect") -> argparse.ArgumentParser:
+def build_parser(prog: str = "ggml-ext inspect") -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
         description="Lists the tensors of a GGUF file, their types and bits per weight and, for ditto3, epsilon: the largest "
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     check_bounds(found)
 
 
-def main(argv: list[str] | None = None, prog: str = "ggml-ext-inspect") -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext inspect") -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace()
     return run_command(

@@ -38,13 +38,13 @@ def print_path(path: Path) -> None:
             print(path)
 
 
-def main(argv: list[str] | None = None, prog: str = "ggml-ext-libdir") -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext libdir") -> int:
     """Entry point; see run_command() for the exit code."""
     parser = Parser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Prints the folder of this package's libllama and libmtmd, for programs that load such libraries.",
-        epilog='llama-cpp-python:\n  export LLAMA_CPP_LIB_PATH="$(ggml-ext-libdir)" MTMD_CPP_LIB="$(ggml-ext-libdir)"',
+        epilog='llama-cpp-python:\n  export LLAMA_CPP_LIB_PATH="$(ggml-ext libdir)" MTMD_CPP_LIB="$(ggml-ext libdir)"',
     )
     add_common_options(parser)
     args = argparse.Namespace()

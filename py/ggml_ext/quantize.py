@@ -13,7 +13,7 @@ from ._console.terminal import Terminal
 from ._output.conversion import WAY_OUT
 
 
-def main(argv: list[str] | None = None, prog: str = "ggml-ext-quantize") -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext quantize") -> int:
     """Entry point; see run_command() for the exit code."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:

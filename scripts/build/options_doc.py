@@ -20,13 +20,15 @@ HEAD = """# Options
 
 Every flag of the commands. This page is made from the commands themselves by `scripts/build/options_doc.py`.
 
-`ggml-ext quantize`, `python -m ggml_ext quantize`, `python -m ggml_ext.quantize` and `ggml-ext-quantize` are the same; so are those of
-`inspect`, `export`, `dump` and `libdir`. `evaluate`, `bench`, `upload`, `new-metadata` and `set-metadata` have the first three, modules with `_`
-for `-`. `ggml-ext serve` is llama-server.
+`ggml-ext quantize`, `python -m ggml_ext quantize` and `python -m ggml_ext.quantize` are the same command. The same holds for the other commands, whose
+modules have `_` for `-`. `ggml-ext serve` is llama-server.
 
 A value that begins with a dash is written `--report=-out.json`; a file whose name begins with a dash as `./-in.gguf`, or after `--`.
-`dump`, `new-metadata` and `set-metadata` take the options of gguf-dump, gguf-new-metadata and gguf-set-metadata, and `libdir` none, beside those
-of all commands.
+Besides the options of all commands, `new-metadata` and `set-metadata` take those of gguf-new-metadata and gguf-set-metadata, and `libdir` has none.
+gguf-dump shows the metadata of files with ggml-ext types when the package is imported first:
+
+    python -c "import ggml_ext; from gguf.scripts.gguf_dump import main; main()" FILE
+
 An error is one line that says what to do, with exit code 1. A line that begins with "unexpected" is a bug: `--debug` shows where it came from.
 """
 

@@ -12,7 +12,7 @@ import gguf
 import pytest
 
 from ggml_ext import __main__ as everything
-from ggml_ext import dump, export, inspect, libdir, quantize
+from ggml_ext import export, inspect, libdir, quantize
 from ggml_ext._base import encoding
 from ggml_ext._base.errors import UserError
 from ggml_ext._commands import exporting, inspecting, quantizing
@@ -40,12 +40,11 @@ def commands(source) -> dict:
         "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
         "export": (export, "open_model", [source, out, "--type", "q8_0"], exporting),
         "inspect": (inspect, "open_model", [source], inspecting),
-        "dump": (dump, "check_header", [source], dump),
         "libdir": (libdir, "library_folder", [], libdir),
     }
 
 
-@pytest.mark.parametrize("name", ["quantize", "export", "inspect", "dump", "libdir"])
+@pytest.mark.parametrize("name", ["quantize", "export", "inspect", "libdir"])
 def test_tracebacks_of_unexpected_errors_on_request(source, monkeypatch, name):
     module, called, args, owner = commands(source)[name]
     monkeypatch.setattr(owner, called, where_it_fails)
@@ -109,10 +108,6 @@ def test_names_that_begin_with_a_dash(source, monkeypatch, order):
     for args in (["--", "-out.gguf"], ["--against", "./-in.gguf", "--", "-out.gguf"]):
         done = run_main(inspect.main, *args)
         assert done.returncode == 0 and "itq3_s" in done.stdout, done.stderr
-    for args in (["--", "-out.gguf"], ["--json", "--", "-out.gguf"]):
-        done = run_main(dump.main, *args)
-        assert done.returncode == 0 and "ITQ3_S" in done.stdout, done.stderr
-    assert json.loads(done.stdout)["filename"] == "-out.gguf"
 
 
 def test_what_a_card_says_of_names_that_begin_with_a_dash(source, monkeypatch):
@@ -169,9 +164,6 @@ def test_names_that_are_no_utf8(source, locale):
     run("export", ours, stock, "--type", "q8_0", env=env)
     out, _ = run("inspect", ours, "--against", path, "--json", "--picture", picture, env=env)
     assert read_json(out)["file"].endswith("\\xff\u00e9o.gguf") and picture.stat().st_size
-    assert read_json(run("dump", ours, "--json", env=env)[0])["filename"].endswith("\\xff\u00e9o.gguf")
-    for flags in ([], ["--markdown"]):
-        assert b"itq3_s" in run("dump", ours, *flags, env=env)[0].lower()
 
 
 def test_streams_of_ascii(tmp_path):
@@ -185,7 +177,7 @@ def test_streams_of_ascii(tmp_path):
     out, err = run("quantize", *args, env=ASCII)
     assert b"gr\\xf6\\xdfe.weight" in out and b"itq3_t" in out and not err
     assert "gr\u00f6\u00dfe=itq3_t" in gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents()
-    for module, *flags in (["inspect"], ["dump"], ["inspect", "--json"], ["dump", "--json"]):
+    for module, *flags in (["inspect"], ["inspect", "--json"]):
         out, _ = run(module, tmp_path / "out.gguf", *flags, env=ASCII)
         assert out.isascii() and (b"\\u00f6" in out if flags else b"gr\\xf6\\xdfe" in out), out
     out, _ = run("inspect", tmp_path / "out.gguf", "--tensor", "gr\u00f6\u00dfe".encode(), env=ASCII)
@@ -215,7 +207,7 @@ def test_a_current_folder_that_was_removed(source):
     flags = ["--type", "itq3_s", "--importance", "none"]
     for module, *args in (
         ["quantize", source, whole, *flags, "--report", source.with_name("report.json")], ["quantize", source, "--dry-run", *flags],
-        ["export", whole, source.with_name("stock.gguf"), "--type", "q8_0"], ["inspect", whole, "--against", source], ["dump", whole],
+        ["export", whole, source.with_name("stock.gguf"), "--type", "q8_0"], ["inspect", whole, "--against", source],
         ["libdir"],
     ):
         done = run_there(module, *args)
@@ -226,7 +218,7 @@ def test_a_current_folder_that_was_removed(source):
     ):
         done = run_there(module, *args)
         assert done.returncode == 1 and done.stderr.startswith("error: the current folder was removed: change to"), done.stderr
-    for module, *args in ["inspect", "in.gguf"], ["dump", "in.gguf"], ["quantize", "in.gguf", "--dry-run", *flags]:
+    for module, *args in ["inspect", "in.gguf"], ["quantize", "in.gguf", "--dry-run", *flags]:
         done = run_there(module, *args)
         assert done.returncode == 1 and done.stderr.startswith("error: cannot read in.gguf"), done.stderr
 
@@ -245,10 +237,9 @@ def test_every_command_is_a_subcommand():
     """By its own name in --help, and the rest of the words handed on."""
     listed = run_main(everything.main)
     assert listed.returncode == 0 and all(name in listed.stdout for name in everything.COMMANDS)
-    for name in set(everything.COMMANDS) - {"serve", "dump"}:
+    for name in set(everything.COMMANDS) - {"serve"}:
         done = run_main(everything.main, name, "--help")
         assert done.returncode == 0 and done.stdout.startswith(f"usage: ggml-ext {name} "), done.stdout
-    assert run_main(everything.main, "dump", "--help").stdout.startswith("usage: ggml-ext dump ")
     check_error(run_main(everything.main, "quantize", "no.gguf", "out.gguf", "--type", "itq3_t"), "no.gguf")
     check_error(run_main(everything.main, "quantise"), "unknown command 'quantise'", "quantize")
     check_error(run_main(everything.main, "--type", "itq3_t"), "--type")

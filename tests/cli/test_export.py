@@ -239,7 +239,7 @@ def test_dry_run_writes_nothing(ours, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "parts"), [
     (["--type", "q4_kk"], ["--type: unknown type 'q4_kk': did you mean 'q4_k'?"]),
-    (["--type", "itq3_t"], ["unknown type 'itq3_t': it is a type of ggml-ext, which ggml-ext-quantize makes; known types: bf16"]),
+    (["--type", "itq3_t"], ["unknown type 'itq3_t': it is a type of ggml-ext, which ggml-ext quantize makes; known types: bf16"]),
     (["--type", "q4_k", "--tensor-type", "attn=itq3_s"], ["--tensor-type: unknown type 'itq3_s': it is a type of ggml-ext"]),
     (["--type", "q4_k", "--no-fallback"], ["--no-fallback: tensor blk.0.ffn_down.weight, rows of 64: q5_0 instead of q4_k"]),
     (["--type", "q4_k", "--threads", "0"], ["--threads: got 0"]),

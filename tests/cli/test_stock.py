@@ -303,7 +303,7 @@ def test_a_model_of_ours(models, tmp_path):
     expect_error(tmp_path, [source, out, "--type", "q4_k"], "is already quantized to ditto3", "--allow-requantize")
     flags = ["--type", "q4_k", "--allow-requantize"]
     expect_error(tmp_path, [source, out, *flags, "--leave-output-tensor"],
-                 "tensor output.weight, in types of ggml-ext, kept as they are; --type q4_k_m makes a file that every llama.cpp loads", "ggml-ext-export")
+                 "tensor output.weight, in types of ggml-ext, kept as they are; --type q4_k_m makes a file that every llama.cpp loads", "ggml-ext export")
     quantize(source, out, *flags)
     assert not {t.tensor_type.name.lower() for t in read_tensors(out).values()} & {*TYPES}
     assert [k for k in fields(source) if k.startswith("ggml_ext.")] and not [k for k in fields(out) if k.startswith("ggml_ext.")]

@@ -1,4 +1,4 @@
-"""ggml-ext-inspect, as a process or in this one."""
+"""ggml-ext inspect, as a process or in this one."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import gguf
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from ggml_ext import TYPES, dump, export, inspect, quantize
+from ggml_ext import TYPES, export, inspect, quantize
 from ggml_ext._base.types import RETIRED_TYPES
 from helpers.commands import run_main, tool
 from helpers.models import gaussian, write_gguf
@@ -25,7 +25,6 @@ COMMANDS = {
     "quantize": (quantize.main, ("{path}", "{out}", "--type", "itq3_s")),
     "export": (export.main, ("{path}", "{out}", "--type", "q8_0")),
     "inspect": (inspect.main, ("{path}",)),
-    "dump": (dump.main, ("{path}",)),
 }
 
 

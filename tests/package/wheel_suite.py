@@ -279,7 +279,7 @@ def test_without_vulkan_the_cpu_is_used(files, text, monkeypatch, tmp_path, lack
 def test_quantize_command(files, model, tmp_path):
     """The command makes the same file as the module, and llama-quantize the same tensors."""
     out = tmp_path / "command.gguf"
-    subprocess.run([Path(sys.executable).parent / "ggml-ext-quantize", model, out, "--type", "itq3_s", *UNIFORM, "--quiet",
+    subprocess.run([Path(sys.executable).parent / "ggml-ext", "quantize", model, out, "--type", "itq3_s", *UNIFORM, "--quiet",
                     "--importance", "none"], check=True)
     assert out.read_bytes() == files["itq3_s"].read_bytes()
     run_tool("llama-quantize", *UNIFORM, model, tmp_path / "tool.gguf", "ITQ3_S")

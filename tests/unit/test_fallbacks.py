@@ -7,7 +7,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 
 import gguf
@@ -406,11 +405,9 @@ def test_titles_name_their_type_and_bits():
         assert info.title == f"{info.name.upper()} - {info.bpw:g} bpw"
 
 
-def test_inspect_and_dump_know_blocks_of_64(lib, source, tmp_path):
+def test_inspect_knows_blocks_of_64(lib, source, tmp_path):
     out = tmp_path / "out.gguf"
     quantize(source, out, "--type", "itq3_t")
     rows = inspect(out, "--against", source)
     assert rows["blk.0.ffn_up.weight"][:5] == ["320", "x", "8", "itq3_t64", "3.25"]
     assert 0 < float(rows["blk.0.ffn_up.weight"][-3]) < 0.02
-    done = subprocess.run([sys.executable, "-m", "ggml_ext.dump", out], capture_output=True, text=True, check=True)
-    assert re.search(r"2560 \| +320, +8, +1, +1 \| ITQ3_T64 +\| blk\.0\.ffn_up\.weight", done.stdout), done.stdout

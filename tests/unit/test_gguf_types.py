@@ -111,6 +111,6 @@ def test_reader_without_the_import_refuses_the_file(quantized):
 
 
 def test_gguf_dump(quantized):
-    result = subprocess.run([sys.executable, "-m", "ggml_ext.dump", str(quantized)], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", "import ggml_ext; from gguf.scripts.gguf_dump import main; main()", str(quantized)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "ITQ3_S" in result.stdout and "ggml_ext.type = 'itq3_s'" in result.stdout

@@ -61,7 +61,7 @@ STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not i
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The flags of ggml-ext-export that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+    """The flags of ggml-ext export that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
 
     input: Path | None = None
     output: Path | None = None
@@ -79,7 +79,7 @@ class ExportOptions:
 def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
     """UserError naming the flag for a type that is not llama.cpp's."""
     if name.lower() not in STOCK_TYPES:
-        remark = ": it is a type of ggml-ext, which ggml-ext-quantize makes" if name.lower() in WEIGHT_TYPES else ""
+        remark = ": it is a type of ggml-ext, which ggml-ext quantize makes" if name.lower() in WEIGHT_TYPES else ""
         raise UserError(unknown_type(flag, name, sorted(STOCK_TYPES), remark))
     return STOCK_TYPES[name.lower()]
 

@@ -34,7 +34,7 @@ T = GGMLQuantizationType
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """The flags of ggml-ext-inspect that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+    """The flags of ggml-ext inspect that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
 
     file: Path
     against: Path | None = None

@@ -29,7 +29,7 @@ TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_val
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The flags of ggml-ext-quantize that are no matter of its terminal, by name; docs/reference/options.md says what each does.
+    """The flags of ggml-ext quantize that are no matter of its terminal, by name; docs/reference/options.md says what each does.
 
     input: a GGUF file or the folder of a checkpoint; with hf_repo it may be OUT, as on the command line.
     """

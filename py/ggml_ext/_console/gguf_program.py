@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -20,15 +19,6 @@ def check_header(path: Path) -> None:
         GGUFFile(path)
 
 
-@contextlib.contextmanager
-def command_line(words: list[str], way_out: str) -> Iterator[None]:
-    """Within it a program of gguf runs with these words, its name first. UserError for a bad command line. way_out: what to do if
-    standard output cannot be written."""
-    bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
-    with bad_command_line, mock.patch.object(sys, "argv", words), writing_to_stdout(way_out):
-        yield
-
-
 def run_editor(edit, argv: list[str] | None, prog: str) -> int:
     """Exit code of a program of gguf that changes metadata, as run_command() has it. edit: runs it."""
     args, way_out = argparse.Namespace(), "run it with its output open"
@@ -37,7 +27,8 @@ def run_editor(edit, argv: list[str] | None, prog: str) -> int:
         parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
         add_common_options(parser)
         _, words = parser.parse_known_args(argv, args)
-        with command_line([prog, *words], way_out):
+        bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
+        with bad_command_line, mock.patch.object(sys, "argv", [prog, *words]), writing_to_stdout(way_out):
             try:
                 edit()
             except EOFError as e:  # it asks for a YES

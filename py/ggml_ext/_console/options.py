@@ -26,7 +26,7 @@ from .terminal import FORMATS
 DEFAULTS = QuantizeOptions()
 
 
-def build_parser(prog: str = "ggml-ext-quantize") -> argparse.ArgumentParser:
+def build_parser(prog: str = "ggml-ext quantize") -> argparse.ArgumentParser:
     embd_and_output = "\n".join(
         f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
         f"multiple of {t.block_size}"

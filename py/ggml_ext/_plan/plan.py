@@ -362,7 +362,7 @@ def _check_stock(plan: Plan, file_type: FileType) -> None:
     if kept:
         raise UserError(
             f"{describe_tensors(kept, ', in types of ggml-ext, kept as they are')}; --type {file_type.name} makes a file that every "
-            "llama.cpp loads: make stock types of them with ggml-ext-export, or with --tensor-type and without --leave-output-tensor"
+            "llama.cpp loads: make stock types of them with ggml-ext export, or with --tensor-type and without --leave-output-tensor"
         )
 
 
