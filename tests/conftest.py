@@ -23,7 +23,7 @@ NO_SKIP = os.environ.get("GGML_EXT_NO_SKIP") == "1"
 # Programs that tests start buffer their output as in a user's shell.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# Threads that wait let others run: each worker starts programs of several threads, and those that spin took test_paired.py from 14 s to 113 s.
+# Threads that wait let others run: each worker starts programs of several threads, and spinning took a test from 14 s to 113 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A shell starts what runs in its background with interrupts ignored, which children inherit: tests that send one would wait for ever.

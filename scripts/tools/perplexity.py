@@ -1,32 +1,27 @@
 #!/usr/bin/env python3
-"""Perplexity, KL divergence and top-1 agreement of weight types against the model they were made from.
+"""Measure perplexity, KL divergence and top-1 agreement of weight types against the original model.
 
     perplexity.py [-m MODEL] [-f TEXT] [--types itq3_s,itq3_t+block,q3_k+imatrix,q3_k+full,FILE.gguf,...] [-c 256] [--chunks 600] [-t N]
                   [--imatrix FILE | --calibration TEXT] [--calibration-chunks 100]
                   [--logits-dir DIR] [--out DIR] [--baseline FILE] [--update-baseline]
 
-The F16 (BF16, F32) model's logits are saved once; then each type is quantized (matrices of the blocks in the type, the
-embeddings and the output matrix Q8_0), scored with llama-perplexity --kl-divergence and removed. The end of the text is
-never scored: an importance matrix is made from it for the types that need one and for those written as TYPE+imatrix, and
-with second moments for TYPE+block and TYPE+full. With --imatrix, or with a text for it (--calibration, "built-in" for the
-package's own), the whole text is scored. Writes perplexity.json, perplexity.md and perplexity.png to --out.
+Quantize the model to each type (block weights in the type, embeddings and output matrix Q8_0), score it with llama-perplexity
+--kl-divergence and remove it. TYPE+imatrix, TYPE+block and TYPE+full calibrate with a diagonal, block-diagonal or full Hessian of the end of
+the text, which is not scored. With --imatrix, or another text for it (--calibration, "built-in" for the package's own), the full text is
+scored. Print a table and write perplexity.json to --out. `ggml-ext evaluate` compares finished files and draws a picture.
 
-Where the baseline file has a run of the same model, text, context, chunks and importance matrix, every recorded figure
-has to be met within its standard error (see compare()), else the exit code is 1. Naming a --baseline makes it an error too
-if it lacks the run or a type.
+If the baseline has a run of the same model, text, context, chunks and imatrix, every recorded figure must be met within its standard error
+(see compare()), else the exit code is 1. A --baseline that lacks the run or a type is an error too.
 """
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
-import io
 import json
 import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +55,6 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 BASELINE = ROOT / "tests" / "data" / "perplexity_baseline.json"
 DEFAULT_TYPES = ",".join(["iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "q4_k", *WEIGHT_TYPES])
 END_OF_TEXT = "from the end of the text"
-OURS, STOCK, STOCK_IMATRIX, FILES = "ggml-ext", "stock", "stock, with imatrix", "files"
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
@@ -73,7 +67,7 @@ def log(message: str) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """SHA-256 of the contents of files, one after the other."""
+    """SHA-256 of the contents of files in order."""
     total = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -84,7 +78,7 @@ def digest(*paths: Path) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One of --types: a type to quantize to, or a file that is quantized already."""
+    """An entry of --types: a type to quantize to, or a quantized file."""
 
     label: str
     type_name: str | None  # None for a file
@@ -121,7 +115,7 @@ def parse_types(text: str) -> list[Entry]:
 
 
 def calibration_text(name: str) -> Path:
-    """The text that --calibration names."""
+    """Path of a --calibration text."""
     return calibration.TEXT if name == BUILT_IN else Path(name)
 
 
@@ -131,7 +125,7 @@ def require_file(flag: str, path: Path) -> None:
 
 
 def base_type(model: Path) -> str:
-    """Type of the block matrices of the model to compare with; UserError if it is quantized."""
+    """Type of the block weights of the original model; UserError if it is quantized."""
     weights, _ = block_types(model)
     if not weights:
         raise UserError(f"--model {model}: has no matrices of blocks (blk.*); needed a language model in F16, BF16 or F32")
@@ -141,17 +135,8 @@ def base_type(model: Path) -> str:
     return weights.most_common(1)[0][0]
 
 
-def group(entry: Entry, weights: Counter[str]) -> str:
-    """The curve of the picture that an entry belongs to: only stock types made alike are joined by a line."""
-    if not weights.keys().isdisjoint(WEIGHT_TYPES):
-        return OURS
-    if entry.type_name is None:
-        return FILES
-    return STOCK_IMATRIX if entry.importance else STOCK
-
-
 def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folder: Path) -> BaseLogits:
-    """The saved logits of the model: those of an earlier run where programs, model, text and chunks are the same."""
+    """Logits of the model, reused from an earlier run with the same programs, model, text and chunks."""
     programs = digest(*sorted(p for p in native_folder().iterdir() if p.is_file()))
     key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
     path = folder / f"logits-{key.hexdigest()[:16]}.bin"
@@ -166,10 +151,10 @@ def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folde
 
 
 def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
-    """All figures of all entries, and what they depend on: the contents of perplexity.json.
+    """Measure all entries and return the content of perplexity.json.
 
-    A figure is [value, standard error]: `ppl` and `kld` as llama-perplexity defines them, `ln_ratio` the logarithm of the
-    perplexity's ratio to the base's with the paired standard error, `same_top` in percent.
+    A figure is [value, standard error]: `ppl` and `kld` of llama-perplexity, `ln_ratio` = ln(PPL / PPL of the base) with the paired
+    standard error, and `same_top` in percent.
     """
     base_name = base_type(args.model)
     model_sha256 = digest(args.model)
@@ -194,7 +179,7 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
                 log(f"warning: {entry.label}: some matrices of the blocks are {', '.join(others)}")
             found = kl_divergence(path, base, args.threads)
             types[entry.label] = {
-                "title": entry.title, "bpw": bpw, "group": group(entry, weights), "file_bytes": path.stat().st_size,
+                "title": entry.title, "bpw": bpw, "file_bytes": path.stat().st_size,
                 "weights": dict(weights), **{figure: found[name] for figure, name in FIGURES.items()}, "statistics": found,
             }
             log(f"{progress}: perplexity {found['Mean PPL(Q)'].value:.3f}, KL divergence {found['Mean KLD'].value:.5f}")
@@ -209,7 +194,7 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
 
 
 def made_from(args: argparse.Namespace) -> str:
-    """What tells an importance matrix from others of the same model."""
+    """Identify the imatrix among those of the same model."""
     if args.imatrix:
         return digest(args.imatrix)
     return f"{args.calibration_chunks} chunks of {digest(args.calibration)}" if args.calibration else END_OF_TEXT
@@ -227,12 +212,12 @@ def read_baseline(path: Path) -> list[dict]:
 
 
 def find_run(runs: list[dict], run: dict) -> dict | None:
-    """The recorded run that depends on the same things."""
+    """The recorded run with the same inputs."""
     return next((r for r in runs if r["run"] == run), None)
 
 
 def difference(runs: list[dict], run: dict) -> str:
-    """In what a run differs from the recorded one that is nearest."""
+    """Name the differences to the nearest recorded run."""
     def keys(recorded: dict) -> list[str]:
         return [k for k in run if recorded["run"].get(k) != run[k]]
 
@@ -241,13 +226,10 @@ def difference(runs: list[dict], run: dict) -> str:
 
 
 def compare(results: dict, recorded: dict) -> list[str]:
-    """A line for every figure that does not agree with the baseline.
+    """Return a line for every figure that differs from the baseline by more than the recorded standard error.
 
-    A figure may differ by the recorded standard error, in either direction: a better one is a change too, and left
-    unrecorded it would hide a later loss. The standard error says how much another text would change the figure. Here the
-    text is the same and the quantizers are deterministic, so what remains is the order of float sums. The tiled GEMM against
-    vec_dot alone changes no figure by more than 0.27 of its standard error (same top token of Q3_K at 60 chunks), a lost
-    rotation all by dozens.
+    Better figures count too: left unrecorded they would hide a later loss. The text is the same and the quantizers are deterministic, so
+    only the order of float sums differs. Tiled GEMM against vec_dot changes figures by at most 0.27 standard errors, a lost rotation by dozens.
     """
     lines = []
     for label, baseline in [("base", recorded["base"]), *recorded["types"].items()]:
@@ -263,7 +245,7 @@ def compare(results: dict, recorded: dict) -> list[str]:
 
 
 def update_baseline(path: Path, runs: list[dict], results: dict) -> None:
-    """Records the figures of the run; those of types that it did not measure stay."""
+    """Record the figures of the run. Types that it did not measure stay."""
     recorded = find_run(runs, results["run"])
     if recorded is None:
         recorded = {"run": results["run"], "base": {}, "types": {}}
@@ -275,20 +257,16 @@ def update_baseline(path: Path, runs: list[dict], results: dict) -> None:
     write_json(path, runs)
 
 
-def write(path: Path, content: bytes) -> None:
-    """Replaces a file in one step."""
+def write_json(path: Path, content: list | dict) -> None:
+    """Replace a file in one step, with each figure on one line."""
+    text = json.dumps(content, indent=1, allow_nan=False)
     part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
+    part.write_text(re.sub(r"\[\s+([^\s,\[{]+),\s+([^\s\]]+)\s+\]", r"[\1, \2]", text) + "\n", "utf-8")
     os.replace(part, path)
 
 
-def write_json(path: Path, content: list | dict) -> None:
-    text = json.dumps(content, indent=1, allow_nan=False)
-    write(path, (re.sub(r"\[\s+([^\s,\[{]+),\s+([^\s\]]+)\s+\]", r"[\1, \2]", text) + "\n").encode())  # figures on one line
-
-
 def markdown(results: dict) -> str:
-    """The table: a row for the base and one for every type, each figure with its standard error."""
+    """Table with a row for the base and each type, every figure with its standard error."""
     def line(name: str, row: dict) -> list[str]:
         over = f"{100 * (row['ppl'][0] / base['ppl'][0] - 1):.1f} %"
         figures = [f"{row[f][0]:.{n}f} +- {row[f][1]:.{n}f}" if f in row else "" for f, n in DIGITS.items()]
@@ -301,34 +279,6 @@ def markdown(results: dict) -> str:
                f"{run['ctx_size']} tokens; ggml-ext {results['ggml_ext']}; figures with the tool's standard errors, of which "
                "those after the perplexity are paired.")
     return heading + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def plot(results: dict) -> bytes:
-    """PNG: perplexity against bits a weight of the blocks, with the paired standard errors."""
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=(9, 6), dpi=120, layout="constrained")
-    axes = canvas.subplots()
-    for name, style in {STOCK: "o-", STOCK_IMATRIX: "s--", FILES: "x", OURS: "D"}.items():
-        rows = sorted((row["bpw"], row["ppl"][0], label) for label, row in results["types"].items() if row["group"] == name)
-        errors = [ppl * results["types"][label]["ln_ratio"][1] for _, ppl, label in rows]
-        if rows:
-            axes.errorbar([r[0] for r in rows], [r[1] for r in rows], errors, fmt=style, capsize=3, label=name)
-        offset, ha, va = ((6, 6), "left", "bottom") if name == OURS else ((-6, -6), "right", "top")
-        for bpw in {r[0] for r in rows}:  # types of one size share a label, which would else lie on the other
-            same = [r for r in rows if r[0] == bpw]
-            label = ", ".join(dict.fromkeys(r[2].partition("+")[0] for r in same))
-            axes.annotate(label, same[0][:2], offset, textcoords="offset points", ha=ha, va=va)
-    base, run = results["base"], results["run"]
-    axes.axhline(base["ppl"][0], color="gray", linestyle=":", label=base["type"])
-    axes.set(xlabel="bits per weight of the blocks' matrices", ylabel="perplexity, paired standard errors",
-             title=f"{Path(results['flags']['model']).name}, {run['chunks']} chunks of {run['ctx_size']} tokens")
-    axes.margins(0.1)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    content = io.BytesIO()
-    canvas.savefig(content, format="png")
-    return content.getvalue()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -354,7 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> list[Entry]:
-    """The entries to measure; UserError for everything that would fail only after hours."""
+    """Return the entries to measure; UserError for everything that would fail only after hours."""
     if args.imatrix and args.calibration:
         raise UserError(f"--imatrix {args.imatrix} and --calibration {args.calibration}: needed one of them")
     for flag, path in (("--model", args.model), ("--file", args.file), ("--imatrix", args.imatrix), ("--calibration", args.calibration)):
@@ -374,8 +324,6 @@ def check(args: argparse.Namespace) -> list[Entry]:
                         f"llama-perplexity gives no statistics on fewer than {MIN_TOKENS} scored tokens")
     if args.threads < 1:
         raise UserError(f"--threads {args.threads}: needed at least 1")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib, which is not installed: pip install matplotlib")
     for folder in filter(None, (args.out, args.logits_dir)):
         folder.mkdir(parents=True, exist_ok=True)
     return parse_types(args.types)
@@ -387,12 +335,9 @@ def main(argv: list[str] | None = None) -> None:
     baseline = args.baseline or BASELINE
     runs = read_baseline(baseline) if baseline.exists() else []
     results = measure(args, entries)
-    table = markdown(results)
     write_json(args.out / "perplexity.json", results)
-    write(args.out / "perplexity.md", table.encode())
-    write(args.out / "perplexity.png", plot(results))
-    print(table, end="", flush=True)
-    log(f"results: {args.out / 'perplexity'}.json, .md and .png")
+    print(markdown(results), end="", flush=True)
+    log(f"results: {args.out / 'perplexity.json'}")
     recorded = find_run(runs, results["run"])
     if args.update_baseline:
         update_baseline(baseline, runs, results)
