@@ -24,24 +24,31 @@ MEASURED, PICTURE = ROOT / "docs" / "measured.json", ROOT / "docs" / "types.svg"
 OUR_COLOUR, STOCK_COLOUR = "#c2410c", "#64748b"
 
 
-class Type:
-    """What was measured of one type, from the rows of its default encoder: alone, with an importance matrix, with second moments."""
+def measured_text(measured: dict) -> str:
+    """JSON of docs/measured.json with one row per line."""
+    def section(value: object) -> str:
+        if not isinstance(value, dict):
+            return json.dumps(value)
+        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in value.items()) + "\n }"
 
-    def __init__(self, name: str, rows: dict[str, dict], decode_avx512: float | None):
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {section(value)}" for key, value in measured.items()) + "\n}\n"
+
+
+class Type:
+    """Figures of a type without calibration, with an imatrix and with a block-diagonal Hessian."""
+
+    def __init__(self, name: str, rows: dict[str, dict]):
         found = [rows.get(name.upper() + how) for how in ("", ", with imatrix", ", with block moments")]
         row = next(filter(None, found))
         f16 = rows["F16"]["perplexity"]
         self.name, self.bpw, self.is_ours = name, row["bpw"], name in WEIGHT_TYPES
         self.decode, self.prefill = row.get("decode/q3_k"), row.get("prefill/q3_k")  # None: not measured
-        self.decode_avx512 = decode_avx512
-        # perplexity over F16's, as a fraction
-        self.over = [r and r["perplexity"] / f16 - 1 for r in found]
+        self.over = [r and r["perplexity"] / f16 - 1 for r in found]  # perplexity over F16's, as a fraction
 
 
 def read_types(measured: dict) -> list[Type]:
     names = dict.fromkeys(row["type"] for row in measured["rows"].values() if row["type"] != "f16")
-    decode = measured["avx512"]["decode/q3_k"]
-    return sorted((Type(name, measured["rows"], decode.get(name)) for name in names), key=lambda t: (t.bpw, t.name), reverse=True)
+    return sorted((Type(name, measured["rows"]) for name in names), key=lambda t: (t.bpw, t.name), reverse=True)
 
 
 def ratio_cell(value: float | None) -> str:
@@ -51,7 +58,7 @@ def ratio_cell(value: float | None) -> str:
 
 def render_types(types: list[Type]) -> str:
     """One line a type."""
-    lines = ["| type | bits a weight | perplexity over F16 | with imatrix | with moments | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 7]
+    lines = ["| type | bits per weight | perplexity over F16 | imatrix | block-diagonal Hessian | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 7]
     for t in types:
         name = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
         over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over)
@@ -128,22 +135,6 @@ def speed_table(measured: dict) -> list[str]:
     for ratio in ("decode/q3_k", "prefill/q3_k"):
         lines.append(f"| {ratio.partition('/')[0]} | {' | '.join(format(avx512[ratio][name], '.2f') for name in names)} |")
     return lines
-
-
-SUMMARY = (("ditto5", "q5_k"), ("itq4_t", "q4_k", "iq4_xs"), ("itq3_t", "iq3_s", "q3_k"), ("itq2_t", "q2_k", "iq2_s"))  # by size: our type, then the stock ones of that size
-
-
-def render_summary(types: list[Type], measured: dict) -> str:
-    """Our type of each size beside stock ones: both models and the speed in one table."""
-    by_name, smollm2 = {t.name: t for t in types}, measured["smollm2"]["rows"]
-    lines = ["| type | bits a weight | perplexity over F16 with an importance matrix | with second moments | SmolLM2: perplexity / KL divergence | "
-             "decode, x Q3_K |", "|" + " --- |" * 6]
-    for t in (by_name[name] for names in SUMMARY for name in names):
-        over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over[1:])
-        other = "{1:.1f} / {2:.2f}".format(*smollm2[t.name]) if t.name in smollm2 else ""
-        title = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
-        lines.append(f"| {title} | {t.bpw:g} | {over} | {other} | {ratio_cell(t.decode_avx512)} |")
-    return "\n".join(lines)
 
 
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
@@ -274,8 +265,7 @@ def main() -> None:
     tables = {
         "README.md": {"gains": render_gains(measured), "choice": f"{render_choice(measured)}\n\n{render_cost(measured)}",
                       "quality": render_quality(measured), "speed": "\n".join(speed_table(measured))},
-        "docs/results/measurements.md": {"summary": render_summary(types, measured), "types": render_types(types),
-                                         "measured": render_rows(measured["rows"])},
+        "docs/results/measurements.md": {"types": render_types(types)},
     }
     for name, parts in tables.items():
         path = ROOT / name

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "build"))  # llama_cpp is also the name of llama-cpp-python
 import llama_cpp
 import pinned
-from figures import render_rows
+from figures import measured_text, render_rows
 from ggml_ext._base.threads import usable_processors
 from ggml_ext._console.cli import run_script
 from ggml_ext._evaluation.speed import Bench, measure, summarise
@@ -203,7 +203,7 @@ def compare(args: argparse.Namespace) -> None:
     if args.json:
         record = {"chunks": args.chunks, "rounds": args.rounds, "blocks": args.layers, "threads": args.threads, "rows": table}
         before = json.loads(args.json.read_text()) if args.json.is_file() else {}  # other sections of docs/measured.json stay
-        args.json.write_text(json.dumps(before | record, indent=1) + "\n")
+        args.json.write_text(measured_text(before | record))
 
 
 def parse_types(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What runs in place of the model while it is calibrated: the same model in fewer bits, made for that time or given.
 
 A model in F16 that does not fit into memory is read from the disk for every chunk. What a calibration with one of these loses is small
-(docs/results/cost.md).
+(docs/results/calibration.md).
 """
 
 from __future__ import annotations

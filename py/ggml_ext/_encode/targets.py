@@ -19,7 +19,7 @@ LEAST_RIDGE = 0.03
 
 def ridge_of(columns: int, n_tokens: float) -> float:
     """What is added to the diagonal of H for the inverse, as a part of its mean. D and R are sums over tokens, mostly of errors that no
-    weights make up for: what is fitted to these grows with columns and falls with tokens. docs/results/measurements.md has the search."""
+    weights make up for: what is fitted to these grows with columns and falls with tokens. docs/results/sequential.md has the search."""
     return max(LEAST_RIDGE, RIDGE * columns / max(n_tokens, columns))
 
 

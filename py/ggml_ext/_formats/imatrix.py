@@ -21,7 +21,7 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 # the sums, in float32: far above this they overflow, and some abort.
 LARGEST = 1e15
 KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
-# A column whose importance is below DEAD of the mean of its BLOCK counts with FLOOR of it: docs/results/measurements.md. llama.cpp's encoders
+# A column whose importance is below DEAD of the mean of its BLOCK counts with FLOOR of it: docs/results/calibration.md. llama.cpp's encoders
 # erase what has no importance at all, and nothing with 1e-8.
 BLOCK = 256
 DEAD, FLOOR = 1e-8, 0.1
