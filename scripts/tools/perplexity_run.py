@@ -1,4 +1,4 @@
-"""Runs the quantizers, llama-imatrix and llama-perplexity for scripts and tests."""
+"""Run the quantizers, llama-imatrix and llama-perplexity for scripts and tests."""
 from __future__ import annotations
 
 import os
@@ -21,8 +21,7 @@ from ggml_ext._plan.recipes import RECIPES
 
 Result = TypeVar("Result")
 
-# Stock types -> name of the file type (ftype) that makes them with --pure: IQ2_S would make IQ2_XS. Q2_K_S, which makes Q2_K
-# too, would ask for an importance matrix.
+# Upstream type -> file type that makes it with --pure. IQ2_S would make IQ2_XS, and Q2_K_S, which makes Q2_K too, needs an imatrix.
 STOCK_TYPES = {name: name.upper() for name in (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs",
     "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
@@ -30,9 +29,9 @@ STOCK_TYPES = {name: name.upper() for name in (
 OUR_TYPES = (*WEIGHT_TYPES, *RECIPES)
 # refused, or poor, without an importance matrix
 NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
-# One type for the matrices of the blocks, so that files differ in nothing else
+# one type for all block weights, so that files differ in nothing else
 UNIFORM = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
-SCORED = 0.83  # the part of a text that is scored: its beginning; the rest is for the importance matrix
+SCORED = 0.83  # share of a text that is scored, from its beginning; the rest is for calibration
 
 
 def last_lines(log: str) -> str:
@@ -40,7 +39,7 @@ def last_lines(log: str) -> str:
 
 
 def run_logged(title: str, *command) -> str:
-    """Standard output and error of a command; RuntimeError with its last lines if it fails."""
+    """Return standard output and error of a command; RuntimeError with its last lines if it fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
@@ -51,19 +50,19 @@ def run_logged(title: str, *command) -> str:
 
 
 def run_tool(program: str | list, *args) -> str:
-    """run_logged() of a program of the package, by its name, or of another command."""
+    """Run a program of the package, or another command, with run_logged()."""
     command = [tool_path(program)] if isinstance(program, str) else program
     return run_logged(Path(command[-1]).name, *command, *args)
 
 
 def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path, n_ctx: int, threads: int, *args,
                    program: list | None = None) -> Result:
-    """What parse() finds in the log of llama-perplexity; RuntimeError if that stays None, or the log tells of an error.
+    """Run llama-perplexity and parse its log; RuntimeError if parse() returns None or the log has an error.
 
-    program: the command that starts llama-perplexity, by default the package's.
+    program: command that starts llama-perplexity (default: the package's).
     """
     log = run_tool(program or "llama-perplexity", "-m", model, "-c", n_ctx, "-t", threads, *args)
-    # Such errors end it, or with another vocabulary not even that, and the exit code is 0.
+    # the exit code is 0 after these errors
     if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
         raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
     if (found := parse(log)) is None:
@@ -78,7 +77,7 @@ def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, t
 
 
 def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: int, threads: int) -> BaseLogits:
-    """Runs the model on the text and keeps its log-probabilities in `out`, which is complete or not there."""
+    """Run the model on the text and write its log-probabilities to `out`, completely or not at all."""
     part = out.with_name(out.name + ".part")
 
     def started(_: str) -> bool | None:
@@ -95,9 +94,9 @@ def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: i
 
 
 def kl_divergence(model: Path, base: BaseLogits, threads: int) -> dict[str, Figure]:
-    """llama-perplexity --kl-divergence: parse_statistics() of a model against the base.
+    """Compare a model with the base: parse_statistics() of llama-perplexity --kl-divergence.
 
-    RuntimeError if a figure is missing, UserError if it is no number, as it is for a model whose logits are NaN.
+    RuntimeError if a figure is missing, UserError if one is NaN.
     """
     found = run_perplexity("statistics", parse_statistics, model, base.n_ctx, threads, "--kl-divergence",
                            "--kl-divergence-base", base.path)
@@ -105,7 +104,7 @@ def kl_divergence(model: Path, base: BaseLogits, threads: int) -> dict[str, Figu
 
 
 def split_text(text: Path, folder: Path) -> tuple[Path, Path]:
-    """The part of a text to score and the one for the importance matrix, as files in folder."""
+    """Split a text into the part to score and the part for calibration, as files in `folder`."""
     content = text.read_bytes().decode("utf-8", "surrogateescape")
     cut = int(len(content) * SCORED)
     scored, rest = folder / "scored.txt", folder / "rest.txt"
@@ -114,21 +113,20 @@ def split_text(text: Path, folder: Path) -> tuple[Path, Path]:
     return scored, rest
 
 
-# What a type is made with, as in TYPE+imatrix -> --importance: llama-imatrix's diagonal, second moments of blocks of 256 inputs or
-# of whole inputs
+# suffix of TYPE+suffix -> --importance
 IMPORTANCE = {"imatrix": "diagonal", "block": "block", "full": "full"}
 
 
 def imatrix(model: Path, text: Path, out: Path, n_ctx: int = 256, n_chunks: int = 100, threads: int = 2,
             kinds: Iterable[str | None] = ()) -> Path:
-    """Importance matrix of a model on a text that is not scored, with the moments that some of these keys of IMPORTANCE need."""
+    """Compute the imatrix of a text, with the Hessian that these keys of IMPORTANCE need."""
     moments = next((["--moments", kind] for kind in ("full", "block") if kind in kinds), [])
     run_tool("llama-imatrix", "-m", model, "-f", text, "-o", out, "-c", n_ctx, "--chunks", n_chunks, "-t", threads, *moments)
     return out
 
 
 def quantize_ours(model: Path, out: Path, type_name: str, *options: str, echo: bool = False) -> None:
-    """python -m ggml_ext.quantize; with echo it shows its command line and its messages."""
+    """Run python -m ggml_ext.quantize; with `echo` show its command line and messages."""
     args = ["-m", "ggml_ext.quantize", str(model), str(out), "--type", type_name, "--force", *options]
     if echo:
         print(" ".join(["$ python", *args]).replace(f"{Path.cwd()}{os.sep}", ""), flush=True)
@@ -139,9 +137,11 @@ def quantize_ours(model: Path, out: Path, type_name: str, *options: str, echo: b
 
 def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imatrix_file: Path | None = None,
                      kind: str = "imatrix", echo: bool = False) -> Path:
-    """A file whose block matrices are all of one type, embeddings and output matrix Q8_0. options: of our quantizer.
+    """Quantize all block weights to one type, embeddings and output matrix to Q8_0.
 
-    kind: key of IMPORTANCE, what is used of the importance matrix; with block and full our quantizer makes stock types too.
+    Args:
+        options: further options of ggml-ext quantize.
+        kind: key of IMPORTANCE; with block and full, ggml-ext makes upstream types too, otherwise llama-quantize.
     """
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
     if type_name in OUR_TYPES or kind != "imatrix":
@@ -153,7 +153,7 @@ def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imat
 
 
 def block_types(path: Path) -> tuple[Counter[str], float]:
-    """Matrices of the blocks of a GGUF file: number of weights per type, and bits a weight. UserError if it is no GGUF file."""
+    """Count the block weights of a GGUF file by type, and compute their bits per weight."""
     matrices = [t for t in GGUFFile(path).tensors if t.name.startswith("blk.") and t.n_rows > 1]
     weights: Counter[str] = Counter()
     for t in matrices:

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Types chosen for a target against fixed ones of the same size: file size, KL divergence, and what was predicted.
+"""Compare files of a target size with fixed types of the same size: file size, KL divergence and its prediction.
 
     targets.py [-m MODEL] [-f TEXT] [--imatrix FILE] [--recipes itq2_t,itq3_t_m,Q2_K,...] [-c 256] [--chunks 60] [-t N]
                [--options "--effort fast"] [--target-options "--target-types ..."] [--out DIR]
 
-Each recipe, a --type of this quantizer (q4_k_m) or a file type of llama-quantize (Q4_K_M), is made with the importance matrix and its usual types for
-embeddings and output; then the quantizer makes a file of at most the same size with --target-size. Both are scored with
-llama-perplexity --kl-divergence on the text, which chooses nothing: importances come from --imatrix or the built-in text, what errors
-cost from the end of the built-in one. Prints a line of Markdown for each as it is done.
+A recipe is a --type of ggml-ext (q4_k_m) or a file type of llama-quantize (Q4_K_M), with its usual types for embeddings and output. For each, make a
+file of at most the same size with --target-size. Score both with llama-perplexity --kl-divergence on a text that takes no part in calibration:
+that is --imatrix or the built-in text. Print a line of Markdown for each recipe.
 """
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ def main() -> None:
     add = parser.add_argument
     add("-m", "--model", type=Path, default=MODEL)
     add("-f", "--file", type=Path, default=TEXT, help="text to score")
-    add("--imatrix", type=Path, help="importance matrix (default: of the built-in text, with whole second moments)")
+    add("--imatrix", type=Path, help="imatrix (default: of the built-in text, with the full Hessian)")
     add("--recipes", default=RECIPES, help=f"default: {RECIPES}")
     add("-c", "--ctx-size", type=int, default=256)
     add("--chunks", type=int, default=60)
     add("-t", "--threads", type=int, default=usable_processors())
-    add("--options", default="", help="for both of our own files, such as \"--effort fast\"")
-    add("--target-options", default="", help="for the files with a target alone")
-    add("--out", type=Path, default=Path("build/targets"), help="folder for the files and for what is kept; the files are removed")
+    add("--options", default="", help="options of both ggml-ext files, such as \"--effort fast\"")
+    add("--target-options", default="", help="options of the files with a target")
+    add("--out", type=Path, default=Path("build/targets"), help="directory for temporary files, logits and the imatrix")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     saved = args.out / f"logits-{args.model.stem}-{args.file.stem}-{args.ctx_size}-{args.chunks}.bin"
