@@ -14,8 +14,8 @@ from helpers.commands import quantize
 from helpers.importances import write_imatrix
 from helpers.inspecting import inspect
 from helpers.models import read_tensors, write_gguf
+from helpers.type_kinds import TYPE_KINDS
 from helpers.weights import relative_mse
-from ptx.compiled import KINDS
 
 RNG = np.random.default_rng(11)
 N = 512
@@ -81,7 +81,7 @@ def imatrix_flags(folder, kind: str) -> list:
     return ["--imatrix", write_imatrix(folder / "im.gguf", entries)]
 
 
-CASES = [pytest.param(name, options, marks=() if name in KINDS or options == "spread" else pytest.mark.nightly)
+CASES = [pytest.param(name, options, marks=() if name in TYPE_KINDS or options == "spread" else pytest.mark.nightly)
          for name in sorted(WEIGHT_TYPES) for options in ("", *IMPORTANCES)] + [("ditto3", "tensor")]
 
 

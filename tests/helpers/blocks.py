@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES, WEIGHT_TYPES
-from ptx.compiled import KINDS
+from helpers.type_kinds import TYPE_KINDS
 
 TYPE_NAMES = sorted(WEIGHT_TYPES)
 
@@ -18,7 +18,7 @@ def by_day(values: Iterable, some: Collection) -> list:
     return [value if value in some else pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
-EACH_KIND = by_day(TYPE_NAMES, KINDS)  # a type of each kind by day
+EACH_KIND = by_day(TYPE_NAMES, TYPE_KINDS)  # a type of each kind by day
 
 
 def every_code_everywhere(type_name: str) -> np.ndarray:

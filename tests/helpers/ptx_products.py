@@ -17,7 +17,8 @@ import pytest
 from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, code_places, rotated
 from helpers.native import BUILD, F32, F32_U, I32, blocks_of, unpacked
-from ptx.compiled import ARCHITECTURES, KINDS, MAIN
+from helpers.type_kinds import TYPE_KINDS
+from ptx.compiled import ARCHITECTURES, MAIN
 from ptx.device import Device, Done, Fusion, Tensor, plain_name
 
 FOLDER = Path(os.environ.get("GGML_EXT_TEST_PTX", BUILD.parent / "ptx"))
@@ -49,7 +50,7 @@ def unit_of(name: str, architecture: str) -> str:
 
 def everywhere(names: Sequence[str] = tuple(sorted(WEIGHT_TYPES)), architectures: Sequence[str] = ARCHITECTURES) -> list:
     """Parameters name and architecture. By night alone: what tests/ptx/build.py compiles by night alone."""
-    return [pytest.param(name, a, id=f"{name}-sm_{a}", marks=() if a == MAIN or name in KINDS else pytest.mark.nightly)
+    return [pytest.param(name, a, id=f"{name}-sm_{a}", marks=() if a == MAIN or name in TYPE_KINDS else pytest.mark.nightly)
             for name in names for a in architectures]
 
 

@@ -22,11 +22,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py")]
-from compiled import ARCHITECTURES, KINDS, MAIN, RAGGED, STOCK, WHOLE, all_tiles_on
+sys.path[:0] = [str(ROOT / "scripts" / "build"), str(ROOT / "py"), str(ROOT / "tests")]
+from compiled import ARCHITECTURES, MAIN, RAGGED, STOCK, WHOLE, all_tiles_on
 
 import cuda_tools
 from ggml_ext import WEIGHT_TYPES
+from helpers.type_kinds import TYPE_KINDS
 
 COLUMNS, ALL_COLUMNS = (1, 2, 4, 8), tuple(range(1, 9))  # of MMVQ
 FEW_WHOLE, FEW_RAGGED = (8, 128), (8,)  # of WHOLE and RAGGED, for most units
@@ -52,7 +53,7 @@ def known_architectures() -> tuple[str, ...]:
 def units(nightly: bool, architectures: tuple[str, ...]) -> list[Unit]:
     names, one = tuple(WEIGHT_TYPES), (MAIN,)
     others = tuple(a for a in architectures if a != MAIN)
-    everywhere = [Unit("kinds", KINDS, others)] if not nightly else []
+    everywhere = [Unit("kinds", TYPE_KINDS, others)] if not nightly else []
     of_types, columns = (architectures, ALL_COLUMNS) if nightly else (one, COLUMNS)
     return [*everywhere, *(Unit(f"types{i}", names[i::4], of_types, columns) for i in range(4)), Unit("stock", STOCK, one),
             *(Unit(f"{name}-tiles", (name,), on, (1,), WHOLE, RAGGED) for name in names if (on := all_tiles_on(name, nightly)))]

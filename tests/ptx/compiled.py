@@ -4,8 +4,6 @@
 SHARED_LIMIT = {"75": 64 * 1024, "80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 MAIN = "90"  # the one for which the kernels of every type are compiled; the night compiles all for all
-# A type of each kind of kernel: bits with one scale, pairs from a codebook, a codebook in the block, trellis in blocks of 256 and of 64
-KINDS = ("itq3_s", "ccq2", "ditto3", "itq3_t", "itq2_t64")
 TENSOR_CORES = ("75", "90")  # one of each kind
 STOCK = ("q3_K", "q4_K", "iq3_s", "iq2_xxs")
 # Columns of MMQ's tiles that upstream uses for the layouts of our types (mmq-config-ampere.cuh), and a type for each of the two
