@@ -1,4 +1,4 @@
-// CCQ2 on the device: a byte's 15-bit code by one multiplication, two codes a word.
+// CCQ2 in CUDA: one multiplication computes the 15-bit codes of two bytes.
 #pragma once
 
 #include "unpack.cuh"
@@ -17,7 +17,7 @@ template <> struct unpacker<block_ccq2> {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint32_t w    = words[8*half + k];
-            const uint32_t even = (w      & 0x00ff00ff)*CCQ2_ALPHA + BETA; // codes of bytes 0 and 2: below 1 << 15 each
+            const uint32_t even = (w      & 0x00ff00ff)*CCQ2_ALPHA + BETA; // codes of bytes 0 and 2, each below 1 << 15
             const uint32_t odd  = (w >> 8 & 0x00ff00ff)*CCQ2_ALPHA + BETA;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -29,7 +29,7 @@ template <> struct unpacker<block_ccq2> {
         const uint32_t header = words.header();
 #pragma unroll
         for (int g = 0; g < GGML_EXT_MAX_GROUPS; ++g) {
-            u.scale[g] = __byte_perm(CCQ2_SCALES, 0, (header >> (8 + 2*g) & 3) | 0x4440); // one byte, zeros above
+            u.scale[g] = __byte_perm(CCQ2_SCALES, 0, (header >> (8 + 2*g) & 3) | 0x4440); // one byte, zero-extended
         }
         u.d      = ggml_ext_e5m3_to_float((uint8_t) header);
         u.offset = offset;

@@ -1,4 +1,4 @@
-// Weights as floats: conversion of whole tensors (for cuBLAS), rows by index, copies. One kernel, one warp for 256 weights.
+// Dequantization: whole tensors for cuBLAS, get_rows and copies, all by one kernel. A warp dequantizes 256 weights.
 #pragma once
 
 #include "all.cuh"
@@ -10,7 +10,7 @@ namespace ggml_ext {
 
 constexpr int N_WARPS_DEQUANTIZE = 4;
 
-// y[0..255] = the weights of 256/block_size blocks from x on, of which n_left are there: of the others nothing is written.
+// Dequantize the 256/block_size blocks at x to y[0..255]. The row has n_left more blocks; nothing is written beyond them.
 template <typename B, typename T>
 static __device__ __forceinline__ void dequantize_blocks(const B * x, T * y, int64_t n_left, int lane) {
     constexpr int n = traits<B>::block_size, n_lanes = N_LANES<n>;
@@ -21,7 +21,7 @@ static __device__ __forceinline__ void dequantize_blocks(const B * x, T * y, int
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
         const int q = u.q[i] >> 8*(l%4) & 0xff;
-        // products rounded by themselves: fused into the sums of the rotation they would not equal the reference
+        // no FMA with the sums of the rotation: the results would differ from the reference
         v[i] = __fmul_rn(traits<B>::n_groups == 1 ? u.d : __fmul_rn(u.d, (float) u.scale[i/2]), (float) q - u.offset);
     }
     if (traits<B>::rotated) {
@@ -35,10 +35,10 @@ static __device__ __forceinline__ void dequantize_blocks(const B * x, T * y, int
     }
 }
 
-// Which rows: row (i0, i1, i2) of the result is row (i, i1, i2) of x, i = ids[i0*s10 + i1*s11 + i2*s12], or i0 without ids.
-// Strides of x in bytes, others in elements.
+// Row (i0, i1, i2) of the result is row (i, i1, i2) of x, with i = ids[i0*s10 + i1*s11 + i2*s12], or i0 without ids.
+// nb: strides of x in bytes; s: other strides in elements.
 struct row_map {
-    int64_t         n_blocks;   // of a row
+    int64_t         n_blocks;   // per row
     int64_t         ne0, ne1, ne2;
     size_t          nb1, nb2, nb3;
     int64_t         s1, s2, s3;
@@ -46,7 +46,7 @@ struct row_map {
     int64_t         s10, s11, s12;
 };
 
-// Parts of a row for a block of threads each.
+// Thread blocks per row.
 template <typename B>
 static __host__ __device__ __forceinline__ int64_t row_chunks(const row_map & m) {
     constexpr int n_blocks = N_BLOCKS_256<B>*N_WARPS_DEQUANTIZE;
@@ -83,7 +83,7 @@ static void dequantize_rows_cuda(const void * x, T * y, const row_map & m, cudaS
     ggml_cuda_kernel_launch(dequantize_rows<B, T>, params, x, y, m);
 }
 
-// A to_t_nc_cuda_t: strides of x in blocks, y contiguous.
+// to_t_nc_cuda_t: strides of x in blocks, y contiguous.
 template <typename B, typename T>
 static void dequantize_nc_cuda(const void * x, T * y, int64_t ne00, int64_t ne01, int64_t ne02, int64_t ne03,
                                int64_t s01, int64_t s02, int64_t s03, cudaStream_t stream) {
@@ -92,13 +92,13 @@ static void dequantize_nc_cuda(const void * x, T * y, int64_t ne00, int64_t ne01
                                    ne00, ne00*ne01, ne00*ne01*ne02, nullptr, 0, 0, 0}, stream);
 }
 
-// A to_t_cuda_t: k contiguous weights.
+// to_t_cuda_t: k contiguous weights.
 template <typename B, typename T>
 static void dequantize_cuda(const void * x, T * y, int64_t k, cudaStream_t stream) {
     dequantize_nc_cuda<B>(x, y, k, 1, 1, 1, 0, 0, 0, stream);
 }
 
-// Rows by index, with the arguments of upstream's get_rows_cuda().
+// Takes the arguments of upstream's get_rows_cuda().
 template <typename B, typename T>
 static void get_rows_cuda(const void * src0_d, const int32_t * src1_d, T * dst_d, int64_t ne00, size_t nb01, size_t nb02,
                           size_t nb03, int64_t ne10, int64_t ne11, int64_t ne12, size_t nb10, size_t nb11, size_t nb12,
@@ -109,12 +109,11 @@ static void get_rows_cuda(const void * src0_d, const int32_t * src1_d, T * dst_d
                                             n(nb2, sizeof(T)), n(nb3, sizeof(T)), src1_d, n(nb10, 4), n(nb11, 4), n(nb12, 4)}, stream);
 }
 
-// A copy that can_copy() allows.
+// Copy tensors for which can_copy() is true.
 template <typename B>
 static void copy_cuda(const ggml_tensor * src, ggml_tensor * dst, cudaStream_t stream) {
     const auto run = [&](auto * y) {
         const int64_t size = sizeof(*y);
-        // dims 2 and 3 of the result take the place of the indices' dims 1 and 2
         dequantize_rows_cuda<B>(src->data, y, {src->ne[0]/traits<B>::block_size, src->ne[1], src->ne[2], src->ne[3], src->nb[1],
                                                src->nb[2], src->nb[3], (int64_t) dst->nb[1]/size, (int64_t) dst->nb[2]/size,
                                                (int64_t) dst->nb[3]/size, nullptr, 0, 0, 0}, stream);
@@ -138,6 +137,6 @@ static inline void copy_cuda(const ggml_tensor * src, ggml_tensor * dst, cudaStr
 
 } // namespace ggml_ext
 
-// Cases of upstream's switches.
+// Cases for upstream's switches.
 #define GGML_EXT_CONVERT_CASE(NAME, name)    case GGML_TYPE_##NAME: return ggml_ext::dequantize_cuda<block_##name>;
 #define GGML_EXT_CONVERT_NC_CASE(NAME, name) case GGML_TYPE_##NAME: return ggml_ext::dequantize_nc_cuda<block_##name>;

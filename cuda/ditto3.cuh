@@ -1,4 +1,4 @@
-// DITTO3 on the device: a byte permute looks up four of eight codebook values by the low three bits of four nibbles.
+// DITTO3 in CUDA: one byte permute looks up four nibbles in the eight codebook values.
 #pragma once
 
 #include "unpack.cuh"
@@ -19,7 +19,7 @@ template <> struct unpacker<block_ditto3> {
         for (int half = 0; half < 2; ++half) {
             const uint32_t l = words[2 + 8*half + k];
 #pragma unroll
-            for (int g = 4*half; g < 4*half + 2; ++g) { // nibbles: indices of group g and of group g + 2 in turn
+            for (int g = 4*half; g < 4*half + 2; ++g) { // nibbles alternate between groups g and g + 2
                 const uint32_t h0 = g < 2 ? h << (2 - g) : h >> (g - 2); // bit g of each byte at bit 2
                 const uint32_t h2 = g < 5 ? h << (4 - g) : h >> (g - 4); // bit g + 2 at bit 6
                 const uint32_t i  = (l >> 2*(g%4) & 0x33333333) | (h0 & 0x04040404) | (h2 & 0x40404040);

@@ -1,5 +1,5 @@
-// DITTO5 on the device: two byte permutes look up four nibbles in the upper half of the codebook (unpack.cuh).
-// Halves of a word are selectors of permutes as they come: loads of two bytes need neither alignment nor shifts.
+// DITTO5 in CUDA: two byte permutes look up four nibbles in the upper half of the codebook (unpack.cuh).
+// A permute takes 16 bits of selectors, so 2-byte loads need neither 4-byte alignment nor shifts.
 #pragma once
 
 #include "unpack.cuh"
@@ -18,10 +18,10 @@ template <> struct unpacker<block_ditto5> {
         const uint32_t h = qh[0] | (uint32_t) qh[1] << 16;
         unpacked u;
 #pragma unroll
-        for (int g = 0; g < N_WORDS; g += 2) { // nibbles: indices of group g and of group g + 1 in turn
+        for (int g = 0; g < N_WORDS; g += 2) { // nibbles alternate between groups g and g + 1
             const uint16_t * l = ql + 32*(g%4/2) + 16*(g/4);
-            const uint32_t h0 = h << (7 - g), h1 = h << (6 - g); // bits g and g + 1 of each byte at its top
-            u.q[g]     = (codebook.low(l[0]) | codebook.high(l[0])) ^ (prmt(h0, h1, 0xd9c8) & 0x7f7f7f7f); // ^ 127 where it is set
+            const uint32_t h0 = h << (7 - g), h1 = h << (6 - g); // bit g or g + 1 of each byte as its top bit
+            u.q[g]     = (codebook.low(l[0]) | codebook.high(l[0])) ^ (prmt(h0, h1, 0xd9c8) & 0x7f7f7f7f); // lower half: complement
             u.q[g + 1] = (codebook.low(l[1]) | codebook.high(l[1])) ^ (prmt(h0, h1, 0xfbea) & 0x7f7f7f7f);
         }
         u.d      = ggml_ext_half_to_float(x.d);

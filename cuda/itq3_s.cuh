@@ -1,4 +1,4 @@
-// ITQ3_S on the device: bytes 4*k ... 4*k + 3 of each plane of bits are thread k's. Blocks are multiples of four bytes.
+// ITQ3_S in CUDA: thread k takes bytes 4*k ... 4*k + 3 of each bit plane.
 #pragma once
 
 #include "unpack.cuh"
@@ -6,7 +6,7 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_itq3_s> {
-    static constexpr float offset     = 4; // near the zero points of the blocks
+    static constexpr float offset     = 4; // near the zero points of all blocks
     static constexpr bool  own_offset = true;
     static constexpr int   pairs      = 0;
     static __device__ __forceinline__ unpacked unpack(const block_itq3_s & x, int k) {

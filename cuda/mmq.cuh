@@ -1,11 +1,11 @@
-// Matrix-matrix products: tile loaders for upstream's MMQ, and what else its tables ask about our types.
+// Matrix-matrix products: tile loaders for upstream's MMQ.
 //
-// A tile holds int8 and a scale for 32 weights. Codes are centred, int8 = factor*code - factor*offset with factor 1 or 2, so
-// that the offset is gone: ITQ3_T's 63.5 gives 2*code - 127 and half the scale. All of that is exact. Products of 32 weights
-// and activations are at most 32*127*127 < 2^19, which int32 holds and float represents.
+// A tile holds int8 values and one scale per 32 weights. Centering the codes removes the offset without rounding:
+// int8 = factor*code - factor*offset with factor 1 or 2. DITTO5's offset 63.5 gives 2*code - 127 and half the scale.
+// Accumulators of 32 products are at most 32*127*127 < 2^19, which a float represents exactly.
 //
-// ITQ3_S has a zero point z of its own in each block: code - 4 with scale d, and the minimum d*(4 - z), which is rounded to
-// half: z is near 3.5, so that term is a tenth of the product, and its rounding 2^-11 of that.
+// Each ITQ3_S block has its own zero point z: the tile holds code - 4 with scale d and minimum d*(4 - z) as a half. z is near
+// 3.5, so the minimum is a tenth of the product and its rounding error 2^-11 of that.
 #pragma once
 
 #include "mmq-alias.cuh"
@@ -22,12 +22,12 @@ template <typename B> struct tile {
     static __device__ __forceinline__ int centred(uint32_t q) {
         return (int) ((factor*q + 0x01010101u*(128 - centre)) ^ 0x80808080);
     }
-    // of the 32 weights of group g
+    // scale of the 32 weights of group g
     static __device__ __forceinline__ float scale(const unpacked & u, int g) {
         const float d = u.d*(1.0f/factor);
         if constexpr (traits<B>::n_groups == 1) {
             return d;
-        } else { // without an index that only the run knows: registers have none
+        } else { // selects instead of a dynamic index, which would move the array to local memory
             return d*(float) (g < 4 ? (g < 2 ? u.scale[0] : u.scale[1]) : (g < 6 ? u.scale[2] : u.scale[3]));
         }
     }
@@ -36,14 +36,13 @@ template <typename B> struct tile {
 
 } // namespace ggml_ext
 
-// A ggml_cuda_mmq_load_tiles_t: 256 weights of each of I rows from block kbx0 on, in 64 words a row: one block, or four of 64.
-// Tiles for tensor cores hold the scales in their rows, those for DP4A behind all rows, eight a row and a word of padding every
-// four rows.
+// ggml_cuda_mmq_load_tiles_t: load 256 weights of each of I rows, from block kbx0 on, into 64 words per row.
+// Tiles for tensor cores store the scales in each row. Tiles for DP4A store them after all rows: eight per row, one word of
+// padding every four rows.
 //
-// A row of blocks of 64 may end in the middle of its last 256 weights. What is read then is the next row's start, or behind the
-// last row zeros: upstream allocates tensors as if that row went on to a multiple of 512 weights, and clears the padding. Their
-// activations have q = 0 and d = 0 (quantize.cuh), so finite scales give exact zeros. NaN can only come from a block that
-// validation refuses, in the next row, whose own results it has spoilt anyway.
+// With 64-weight blocks, a row may end inside its last 256 weights. The loader then reads the start of the next row, or after
+// the last row upstream's zeroed padding to a multiple of 512 weights. The activations there have q = 0 and d = 0
+// (quantize.cuh), so finite scales give exact zeros. A non-finite scale spoils the next row's own results anyway.
 template <ggml_type type, int J, bool fallback, bool mma>
 static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __restrict__ x, int * __restrict__ x_tile, const int kbx0,
                                                                const int i_max, const int stride) {
@@ -52,8 +51,8 @@ static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __re
     constexpr int warp_size = ggml_cuda_get_physical_warp_size();
     constexpr int nwarps    = ggml_cuda_mmq_get_nthreads(type, J, fallback) / warp_size;
     constexpr int I         = ggml_cuda_mmq_get_I(type, J, fallback);
-    constexpr int n_threads = ggml_ext::N_THREADS_256; // a row
-    constexpr int T         = ggml_ext::N_THREADS<B>;  // of them a block
+    constexpr int n_threads = ggml_ext::N_THREADS_256; // per row
+    constexpr int T         = ggml_ext::N_THREADS<B>;  // per block
     constexpr int nrows     = warp_size/n_threads;
     constexpr int qs_stride = mma ? ggml_cuda_mmq_get_sram_stride(type, J, fallback) : 2*MMQ_TILE_NE_K + 1;
     int * x_scales = x_tile + (mma ? 2*MMQ_TILE_NE_K : mmq_get_dp4a_tile_x_sizes(type, I).qs);
@@ -71,12 +70,12 @@ static __device__ __forceinline__ void ggml_ext_mmq_load_tiles(const char * __re
         for (int g = 0; g < ggml_ext::N_WORDS; ++g) {
             words[T*g] = tile::centred(u.q[g]);
         }
-        // thread k's of the eight scales is that of 32 weights in its own block
-        int * scale_at = x_scales + (mma ? i*qs_stride : i*(MMQ_TILE_NE_K/4) + i/4) + k;
+        // scale k covers 32 weights of the block that thread k unpacks
+        int * scale_ptr = x_scales + (mma ? i*qs_stride : i*(MMQ_TILE_NE_K/4) + i/4) + k;
         if constexpr (tile::has_minimum) {
-            *(half2 *) scale_at = make_half2(tile::scale(u, k%T), tile::minimum(u));
+            *(half2 *) scale_ptr = make_half2(tile::scale(u, k%T), tile::minimum(u));
         } else {
-            *(float *) scale_at = tile::scale(u, k%T);
+            *(float *) scale_ptr = tile::scale(u, k%T);
         }
     }
 }

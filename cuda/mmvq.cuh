@@ -1,4 +1,4 @@
-// Matrix-vector products: what upstream's mul_mat_vec_q needs of a type.
+// Matrix-vector products: the vec_dot function of each type for upstream's mul_mat_vec_q.
 #pragma once
 
 #include "all.cuh"
@@ -6,8 +6,7 @@
 
 namespace ggml_ext {
 
-// Products of one thread's words, exact in integers: at most 32*127*127 times a scale below 16, below 2^23.
-// k is the thread of the activations.
+// Dot product of one thread's 32 weights with the activations of thread k. The integer sums are below 2^24, so float holds them exactly.
 template <typename B>
 static __device__ __forceinline__ float dot(const unpacked & u, const block_q8<traits<B>::block_size> & y, int k) {
     const int4 * q = (const int4 *) y.qs[k];
@@ -36,9 +35,9 @@ static __device__ __forceinline__ float dot(const unpacked & u, const block_q8<t
     return u.d*y.d(k)*sum;
 }
 
-// A vec_dot_q_cuda_t: the part of thread iqs/VDR of block kbx of vbq. bq8_1 points to where that block's activations are in
-// upstream's buffer. It alone tells which block of a pair of 64 they are: kbx counts from the tensor's start, where rows may
-// begin with the second of a pair.
+// vec_dot_q_cuda_t: the part of block kbx of vbq that thread iqs/VDR computes. bq8_1 points to that block's activations in
+// upstream's buffer. Only this address tells which block of a pair of 64 they belong to: kbx counts from the start of the tensor,
+// and a row may begin with the second block of a pair.
 template <typename B>
 static __device__ __forceinline__ float vec_dot(const void * __restrict__ vbq, const block_q8_1 * __restrict__ bq8_1,
                                                 const int & kbx, const int & iqs) {

@@ -1,5 +1,5 @@
-// Quantisation of activations for our types, with the rotation inside for those that need it: one launch in place of
-// upstream's quantize_q8_1, one warp for 256 values: of one block, or of four of 64.
+// Quantization of activations, fused with the rotation for rotated types: one launch in place of upstream's quantize_q8_1.
+// A warp takes 256 values: one block, or four blocks of 64.
 #pragma once
 
 #include "rotation.cuh"
@@ -7,13 +7,12 @@
 
 namespace ggml_ext {
 
-// Takes the place of block_q8_1, one for each thread of a block of n = 256 weights or of two blocks of 64: what thread k
-// multiplies lies together, 32 bytes for two loads of 16, and has a scale of its own. qs[k][code_place(pairs, g, b)] belongs to the weight
-// L*g + 4*k + b of unpack.cuh, in the type's order; of two blocks, the second one's threads come after the first one's. Two, since single
-// ones of 72 bytes would not be aligned; rows hold whole pairs, because upstream pads them to MATRIX_ROW_PADDING = 512 values.
-//
-// ds[k]: high half the scale as bfloat16, with the range of float; rounded up before it is used, so that it is exact.
-// Low half the sum of qs[k], 32*127 at most: products need it for the offsets of the weights.
+// Activations of one block of n = 256 weights or of two blocks of 64, in place of block_q8_1.
+//   qs[k]   the 32 values that thread k multiplies, for two 16-byte loads: weight L*g + 4*k + b of unpack.cuh has its
+//           activation at code_place(pairs, g, b)
+//   ds[k]   high half: scale as bfloat16, rounded up before use; low half: sum of qs[k], for the offsets of the weights
+// Blocks of 64 come in pairs because one of 72 bytes would not be aligned to 16. The second block's threads follow the first's.
+// Rows hold complete pairs: upstream pads them to MATRIX_ROW_PADDING = 512 values.
 template <int n> struct block_q8 {
     static constexpr int n_threads = n == QK_K ? 8 : 4;
     int8_t   qs[n_threads][4*N_WORDS];
@@ -21,8 +20,8 @@ template <int n> struct block_q8 {
     __device__ __forceinline__ float d(int k) const { return __uint_as_float(ds[k] & 0xffff0000); }
     __device__ __forceinline__ int sum(int k) const { return (int16_t) ds[k]; }
 
-    // The first thread of the block whose activations are y for upstream: 0, or 2 of the second in a pair. That one begins 72
-    // bytes behind the pair, which is a multiple of 16.
+    // The first thread of the block at y: 2 for the second block of a pair, else 0. The second block begins 72 bytes after the
+    // pair, whose address is a multiple of 16.
     static __device__ __forceinline__ int first_thread(const block_q8_1 * y) { return n == QK_K ? 0 : (uintptr_t) y/8 % 2 * 2; }
 };
 static_assert(sizeof(block_q8<256>) == 256/QK8_1*sizeof(block_q8_1), "upstream allocates the buffer");
@@ -30,13 +29,13 @@ static_assert(sizeof(block_q8<64>) == 2*64/QK8_1*sizeof(block_q8_1), "of a pair"
 static_assert(sizeof(block_q8<256>) % 16 == 0 && sizeof(block_q8<64>) % 16 == 0, "16-byte loads");
 
 constexpr int   N_WARPS_QUANTIZE = 4;
-constexpr float MIN_AMAX         = 1.5e-36f; // 127*FLT_MIN: upstream compiles so that subnormal numbers are zero
+constexpr float MIN_AMAX         = 1.5e-36f; // 127*FLT_MIN: upstream compiles with subnormals flushed to zero
 
-// 256 values of a row in blocks of n, as rotation.cuh lays them out in a warp, rotated or not. x is the warp's first value,
-// n_left how many the row has from there on, a multiple of n: zero behind them.
+// Load 256 values of a row in the layout of rotation.cuh and rotate them if `rotated`. The row has n_left values from x on, a
+// multiple of n; values after them are zero.
 template <int n, bool rotated>
 static __device__ __forceinline__ void load_values(const float * x, int64_t n_left, int lane, float (&v)[N_PER_LANE]) {
-    const int  first  = n*lane_block<n>(lane); // of this lane's block
+    const int  first  = n*lane_block<n>(lane); // first value of this lane's block
     const bool inside = first < n_left;
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
@@ -47,12 +46,12 @@ static __device__ __forceinline__ void load_values(const float * x, int64_t n_le
     }
 }
 
-// The bits of a magnitude; as integers, NaN > Inf > numbers.
+// |v| as integer bits, which compare as NaN > Inf > finite.
 static __device__ __forceinline__ uint32_t magnitude_bits(float v) {
     return __float_as_uint(v) & 0x7fffffff;
 }
 
-// The largest of `width` neighbouring lanes, a power of two; of a warp in one instruction since Ampere.
+// Maximum over `width` neighboring lanes, a power of two. Ampere and later reduce a full warp in one instruction.
 template <int width>
 static __device__ __forceinline__ uint32_t lanes_max(uint32_t v) {
 #if __CUDA_ARCH__ >= 800
@@ -69,7 +68,7 @@ static __device__ __forceinline__ uint32_t lanes_max(uint32_t v) {
     }
 }
 
-// The sum over `width` neighbouring lanes. Upstream's warp_reduce_sum<4> would add up the whole warp.
+// Sum over `width` neighboring lanes. Upstream's warp_reduce_sum<4> sums over the full warp instead.
 template <int width>
 static __device__ __forceinline__ int lanes_sum(int v) {
 #if __CUDA_ARCH__ >= 800
@@ -86,16 +85,16 @@ static __device__ __forceinline__ int lanes_sum(int v) {
     }
 }
 
-// Quantises the 256 values of a warp in blocks of n to y, which is 256/n blocks. A thread's values with Inf or NaN get the scale
-// NaN, so that the result shows it, as in float; those whose scale would be subnormal are zero.
+// Quantize the 256 values of a warp to the blocks at y. Inf or NaN among a thread's values makes its scale NaN, so that it
+// propagates to the result. Values with a subnormal scale become zero.
 template <int n, int pairs>
 static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LANE], block_q8<n> * y, int lane) {
-    uint32_t bits = 0; // of the largest
+    uint32_t bits = 0; // largest magnitude
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
         bits = max(bits, magnitude_bits(v[i]));
     }
-    bits = lanes_max<4>(bits); // lanes 4*k ... 4*k + 3 hold what thread k multiplies
+    bits = lanes_max<4>(bits); // lanes 4*k ... 4*k + 3 hold the values that thread k multiplies
     const bool     finite = bits < 0x7f800000;
     const float    amax   = __uint_as_float(bits);
     const uint32_t d_bits = !finite ? 0x7fc00000 : amax < MIN_AMAX ? 0 : (__float_as_uint(amax/127.0f) + 0xffff) & 0xffff0000;
@@ -115,13 +114,13 @@ static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LA
     }
 }
 
-// Grid: ne0/256 / N_WARPS_QUANTIZE, ne1, ne2*ne3. Values from ne00 to ne0 are zero; strides in elements.
+// Grid: ne0/256 / N_WARPS_QUANTIZE, ne1, ne2*ne3. Strides in elements. Values from ne00 to ne0 are zero.
 template <int n, bool rotated, int pairs>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
 static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
                                    int64_t ne0, uint32_t ne1, uint32_t ne2) {
     ggml_cuda_pdl_lc();
-    const int64_t kb   = (int64_t) blockIdx.x*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
+    const int64_t kb   = (int64_t) blockIdx.x*N_WARPS_QUANTIZE + threadIdx.y; // block of 256 values
     const int     lane = threadIdx.x;
     if (kb >= ne0/QK_K) {
         return;
@@ -154,25 +153,25 @@ static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0
     }
 }
 
-// --- for MMQ ---------------------------------------------------------------------------------------------------------
+// --- MMQ -------------------------------------------------------------------------------------------------------------
 
-// The least half that is not below x; Inf where there is none.
+// The smallest half >= x, or Inf.
 static __device__ __forceinline__ float half_above(float x) {
     return __half2float(__float2half_ru(x));
 }
 
-// As upstream's quantize_mmq_q8_1, of the rotated row: block_q8_1_mmq with a float scale for 32 values (D4), or with scale
-// and sum as halves (DS4); there the scale is rounded up before it is used, so that it is exact, and the sum is that of the
-// rounded values, since weights with a zero point multiply both. Values from ne00 to ne0 are zero.
+// Upstream's quantize_mmq_q8_1 for rotated rows. has_sum = false: one float scale per 32 values (D4). has_sum = true: scale and
+// sum as halves (DS4); the scale is rounded up before use and the sum is that of the rounded values, because the zero point
+// multiplies both. Values from ne00 to ne0 are zero.
 //
-// Grid: columns (scattered: tokens), ne0/256 / N_WARPS_QUANTIZE, ne2*ne3. Scattered, a token's values go to each of
-// its n_expert_used columns ids[token*n_expert_used + slot]; else column i is row ids[i] of x, or i without ids. No pointer
-// is __restrict__: reads through such may pass ggml_cuda_pdl_sync() (upstream's GGML_CUDA_RESTRICT).
+// Grid: columns (scatter: tokens), ne0/256 / N_WARPS_QUANTIZE, ne2*ne3. With scatter, a token's values go to its n_expert_used
+// columns ids[token*n_expert_used + slot]; else column i is row ids[i] of x, or i without ids. No pointer is __restrict__: the
+// compiler may move such reads before ggml_cuda_pdl_sync() (upstream's GGML_CUDA_RESTRICT).
 template <int n, bool has_sum, bool scatter>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
 static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t * ids, void * vy, int64_t ne00, int64_t s01,
                                             int64_t s02, int64_t s03, int64_t ne0, int64_t ne1, int64_t ne2, int n_expert_used) {
-    const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
+    const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // block of 256 values
     const int     lane = threadIdx.x;
     if (kb >= ne0/QK_K) {
         return;
@@ -184,10 +183,10 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
     float v[N_PER_LANE];
     load_values<n, true>(x, ne00 - kb*QK_K, lane, v);
 
-    // 32 neighbouring values are some registers of a block's lanes
+    // a group of 32 values is n_registers registers of all lanes of a block
     constexpr int n_lanes = N_LANES<n>, n_registers = 32/n_lanes, n_groups = N_PER_LANE/n_registers;
     int8_t   q[N_PER_LANE];
-    uint32_t ds[n_groups]; // the same in every lane of a block
+    uint32_t ds[n_groups]; // equal in all lanes of a block
 #pragma unroll
     for (int g = 0; g < n_groups; ++g) {
         uint32_t bits = 0;
@@ -198,7 +197,7 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
         bits = lanes_max<n_lanes>(bits);
         const float amax  = bits < 0x7f800000 ? __uint_as_float(bits) : __uint_as_float(0x7fc00000);
         const float d     = has_sum ? half_above(amax/127.0f) : amax/127.0f;
-        const float inv_d = d > 0 && d < FLT_MAX ? 1.0f/d : 0.0f; // a scale of NaN or Inf reaches the result by itself
+        const float inv_d = d > 0 && d < FLT_MAX ? 1.0f/d : 0.0f; // NaN and Inf scales propagate to the result
         int sum = 0;
 #pragma unroll
         for (int i = g*n_registers; i < (g + 1)*n_registers; ++i) {
@@ -207,8 +206,8 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
             sum += q[i];
         }
         if (has_sum) {
-            const half2 both = make_half2(d, d*(float) lanes_sum<n_lanes>(sum));
-            memcpy(&ds[g], &both, sizeof(ds[g]));
+            const half2 scale_sum = make_half2(d, d*(float) lanes_sum<n_lanes>(sum));
+            memcpy(&ds[g], &scale_sum, sizeof(ds[g]));
         } else {
             ds[g] = __float_as_uint(d);
         }
@@ -217,23 +216,23 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
     const int64_t first = blockIdx.z*ne1*(ne0/QK8_1_MMQ);
     for (int slot = 0; slot < (scatter ? n_expert_used : 1); ++slot) {
         const int64_t column = scatter ? ids[(int64_t) blockIdx.x*n_expert_used + slot] : (int64_t) blockIdx.x;
-        block_q8_1_mmq * y  = (block_q8_1_mmq *) vy + first + 2*kb*ne1 + column; // of the first 128 values; ne1 on, of the others
+        block_q8_1_mmq * y  = (block_q8_1_mmq *) vy + first + 2*kb*ne1 + column; // first 128 values; the others are ne1 blocks later
 #pragma unroll
         for (int i = 0; i < N_PER_LANE; ++i) {
-            const int at = n*block + n_lanes*i; // of the 256 values, lane 0's
-            y[at/QK8_1_MMQ*ne1].qs[at%QK8_1_MMQ + l] = q[i];
+            const int j = n*block + n_lanes*i; // of lane 0 of the block
+            y[j/QK8_1_MMQ*ne1].qs[j%QK8_1_MMQ + l] = q[i];
         }
 #pragma unroll
         for (int g = 0; g < n_groups; ++g) {
-            const int at = n_groups*block + g; // of the 8 groups
+            const int j = n_groups*block + g; // group 0 to 7
             if (l == g) {
-                ((uint32_t *) y[at/4*ne1].d4)[at%4] = ds[g];
+                ((uint32_t *) y[j/4*ne1].d4)[j%4] = ds[g];
             }
         }
     }
 }
 
-// Whether the kernel above takes the place of upstream's. Types that are not rotated need nothing of their own.
+// Whether the type needs quantize_rotated_mmq. Upstream's kernel serves types without rotation.
 static inline bool quantizes_for_mmq(ggml_type type_src0) {
     return is_weight_type(type_src0) && is_rotated(type_src0);
 }
@@ -242,12 +241,12 @@ template <bool scatter>
 static void quantize_mmq_cuda(const float * x, const int32_t * ids, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01,
                               int64_t s02, int64_t s03, int64_t ne0, int64_t n_columns, int64_t ne1, int64_t ne2, int64_t ne3,
                               int n_expert_used, cudaStream_t stream) {
-    static_assert(QK_K == 2*QK8_1_MMQ, "a warp's values are two blocks of theirs");
+    static_assert(QK_K == 2*QK8_1_MMQ, "a warp fills two blocks");
     GGML_ASSERT(ne00 % block_size_of(type_src0) == 0 && ne0 % QK_K == 0);
     const dim3 grid(n_columns, (ne0/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne2*ne3);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
     const bool has_sum = mmq_alias(type_src0) == GGML_TYPE_Q5_1;
-    GGML_ASSERT(!has_sum || block_size_of(type_src0) == QK_K); // no type of 64 has zero points of its own
+    GGML_ASSERT(!has_sum || block_size_of(type_src0) == QK_K); // only 256-weight types have zero points per block
     const auto kernel = has_sum                          ? quantize_rotated_mmq<256, true,  scatter>
                       : block_size_of(type_src0) == QK_K ? quantize_rotated_mmq<256, false, scatter>
                                                          : quantize_rotated_mmq<64,  false, scatter>;

@@ -1,7 +1,7 @@
-// The rotation (ggml-ext-rotation.h) of 256 values in one warp: of a block, or of four of 64 at once. A block of n values lies
-// in L = n/8 neighbouring lanes, of which lane l holds the values L*i + l, i = 0 ... 7: as threads unpack weights, four lanes a
-// thread. Butterflies at strides 1 to L/2 are shuffles, at L to n/2 registers: the reference's order, so that the results are
-// its bits. Blocks of 64 over all lanes, 32*i + l, would take five strides of shuffles in place of three.
+// The rotation (ggml-ext-rotation.h) of 256 values in one warp: one block, or four blocks of 64. A block of n values occupies
+// L = n/8 neighboring lanes; lane l holds the values L*i + l, i = 0 ... 7. This is the layout of unpack.cuh with four lanes per
+// thread. Butterflies at strides 1 to L/2 are shuffles, those at L to n/2 use registers. The order is the reference's, so the
+// results are bit-equal.
 #pragma once
 
 #include "common.cuh"
@@ -10,15 +10,15 @@
 namespace ggml_ext {
 
 constexpr int N_PER_LANE = QK_K/32;
-template <int n> constexpr int N_LANES = n/N_PER_LANE; // of a block
+template <int n> constexpr int N_LANES = n/N_PER_LANE; // per block
 
-// Which of a warp's blocks a lane is in, and as which of its lanes; of blocks of 256 as the compiler can see.
+// The block of a lane within its warp, and the lane within that block; constants for the compiler where n = 256.
 template <int n> static __device__ __forceinline__ int lane_block(int lane) { return n == QK_K ? 0 : lane/N_LANES<n>; }
 template <int n> static __device__ __forceinline__ int block_lane(int lane) { return n == QK_K ? lane : lane%N_LANES<n>; }
 
 template <int n>
 static __device__ __forceinline__ void fwht(float (&v)[N_PER_LANE], int lane) {
-    static_assert(n == 256 || n == 64, "blocks");
+    static_assert(n == 256 || n == 64, "block sizes");
 #pragma unroll
     for (int h = 1; h < N_LANES<n>; h *= 2) {
 #pragma unroll
@@ -44,13 +44,13 @@ static __device__ __forceinline__ void fwht(float (&v)[N_PER_LANE], int lane) {
     }
 }
 
-// S of R = H S.
+// Apply the signs S of R = H S.
 template <int n>
 static __device__ __forceinline__ void flip_signs(float (&v)[N_PER_LANE], int lane) {
     constexpr uint32_t signs[QK_K/32] = GGML_EXT_SIGNS;
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        const int first = N_LANES<n>*i; // of the values in register i
+        const int first = N_LANES<n>*i; // value of lane 0 in register i
         v[i] = __uint_as_float(__float_as_uint(v[i]) ^ (signs[first/32] >> (first%32 + block_lane<n>(lane))) << 31);
     }
 }

@@ -1,5 +1,6 @@
-// Activations as two columns of what 8 bits can hold (ggml-ext-act-prec.h): y, the rounded ones, and r, 128 times what is left.
-// The product's own quantizer takes both afterwards, and has to find y's codes again: y is rounded in its groups, in its domain.
+// Split activations x into two columns of 8-bit values (ggml-ext-act-prec.h): y = round(x) and r = 128 (x - y).
+// The product's own quantizer then quantizes both and must reproduce the codes of y. So y is rounded with that quantizer's groups,
+// scale format and rotation.
 #pragma once
 
 #include "quantize.cuh"
@@ -7,71 +8,71 @@
 
 namespace ggml_ext {
 
-// The groups of activations that share a scale in a quantizer, and how it keeps that.
+// Which activations share a scale in a quantizer, and the format of that scale.
 enum split_groups {
     SPLIT_THREADS_BF16, // block_q8 of quantize.cuh, for MMVQ
-    SPLIT_32_FLOAT,     // block_q8_1_mmq with D4
-    SPLIT_32_HALF,      // with DS4, and block_q8_1
-    SPLIT_64_HALF,      // with D2S6
+    SPLIT_32_FLOAT,     // block_q8_1_mmq, D4
+    SPLIT_32_HALF,      // block_q8_1_mmq, DS4, and block_q8_1
+    SPLIT_64_HALF,      // block_q8_1_mmq, D2S6
 };
 
-// y is smaller by this factor where a quantizer rounds its scale: what it computes from y, a little off in float, then rounds to the
-// scale that y was rounded with, be it to nearest or up, and never to the next one.
+// Factor on y where the quantizer rounds its scale: the scale that it computes from y, with float error, then rounds to the scale
+// of y, to nearest or up, and never to the next larger one.
 constexpr float SPLIT_SHRINK = 1 - 1.0f/(1 << 16);
 
-// Where the pairs of rows lie, in floats: of row (i1, i2, i3) the first at i1*s[1] + i2*s[2] + i3*s[3], the second r behind it.
+// Row (i1, i2, i3) has its y at i1*s[1] + i2*s[2] + i3*s[3], and its residual r floats later. In floats.
 struct pair_strides {
     int64_t s[4], r;
 };
 
-// A grid of rows, and of parts of each. Rows are its x, which may be 2^31 - 1; y and z are 65,535 at most, fewer than the columns or
-// tokens that a part of a product has (act-prec-doubled.h) if each has 64 results or less.
-static dim3 grid_of_rows(int64_t ne1, int64_t ne2, int64_t ne3, int64_t n_parts) {
+// Grid x counts rows, y the parts of a row. Grid y and z are limited to 65,535, which the columns or tokens of one part of a product
+// (act-prec-doubled.h) may exceed.
+static dim3 row_grid(int64_t ne1, int64_t ne2, int64_t ne3, int64_t n_parts) {
     GGML_ASSERT(ne1*ne2*ne3 <= INT32_MAX && n_parts <= UINT16_MAX);
     return dim3(ne1*ne2*ne3, n_parts, 1);
 }
-struct row_of_grid {
+struct row_index {
     int64_t i1, i2, i3;
-    __device__ __forceinline__ row_of_grid(uint32_t ne1, uint32_t ne2)
+    __device__ __forceinline__ row_index(uint32_t ne1, uint32_t ne2)
         : i1(blockIdx.x % ne1), i2(blockIdx.x / ne1 % ne2), i3(blockIdx.x / ne1 / ne2) {}
 };
 
-// Grid: rows, ne00/256 / N_WARPS_QUANTIZE. s: strides of x in floats. Groups are n_registers registers of n_lanes neighbouring
-// lanes each. Groups with Inf or NaN are left to y.
+// Grid: rows, ne00/256 / N_WARPS_QUANTIZE. Strides in floats. A group is n_registers registers of n_lanes neighboring lanes. A group
+// with Inf or NaN goes to y unchanged, with r = 0.
 template <int n, bool rotated, split_groups groups>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
 static __global__ void split_activations(const float * x_ptr, float * y_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
-                                         pair_strides to, uint32_t ne1, uint32_t ne2) {
+                                         pair_strides y_strides, uint32_t ne1, uint32_t ne2) {
     constexpr bool threads     = groups == SPLIT_THREADS_BF16;
     constexpr int  n_lanes     = threads ? 4 : N_LANES<n>;
     constexpr int  n_registers = threads ? N_PER_LANE : (groups == SPLIT_64_HALF ? 64 : 32)/n_lanes;
     constexpr bool keeps_float = groups == SPLIT_32_FLOAT;
-    // scales that bfloat16 or half hold, but for the range of half; below, so that the largest value's code is 127 in any case
+    // truncate the scale to the precision of bfloat16 or half: rounding down keeps the code of the largest value at 127
     constexpr uint32_t scale_bits = keeps_float ? 0xffffffff : threads ? 0xffff0000 : 0xffffe000;
 
-    const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // of 256 values
+    const int64_t kb   = (int64_t) blockIdx.y*N_WARPS_QUANTIZE + threadIdx.y; // block of 256 values
     const int     lane = threadIdx.x;
     if (kb*QK_K >= ne00) {
         return;
     }
-    const row_of_grid row(ne1, ne2);
+    const row_index row(ne1, ne2);
     const float * x = x_ptr + row.i3*s03 + row.i2*s02 + row.i1*s01;
-    float       * y = y_ptr + row.i3*to.s[3] + row.i2*to.s[2] + row.i1*to.s[1];
+    float       * y = y_ptr + row.i3*y_strides.s[3] + row.i2*y_strides.s[2] + row.i1*y_strides.s[1];
 
     ggml_cuda_pdl_sync();
-    int64_t at[N_PER_LANE]; // of the row
+    int64_t j[N_PER_LANE]; // position in the row
     float   v[N_PER_LANE], r[N_PER_LANE];
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        at[i] = kb*QK_K + n*lane_block<n>(lane) + N_LANES<n>*i + block_lane<n>(lane);
-        v[i]  = at[i] < ne00 ? x[at[i]] : 0.0f;
+        j[i] = kb*QK_K + n*lane_block<n>(lane) + N_LANES<n>*i + block_lane<n>(lane);
+        v[i] = j[i] < ne00 ? x[j[i]] : 0.0f;
     }
     if (rotated) {
         rotate<n>(v, lane);
     }
 #pragma unroll
     for (int g = 0; g < N_PER_LANE; g += n_registers) {
-        uint32_t bits = 0; // of the largest
+        uint32_t bits = 0; // largest magnitude
 #pragma unroll
         for (int i = g; i < g + n_registers; ++i) {
             bits = max(bits, magnitude_bits(v[i]));
@@ -94,23 +95,23 @@ static __global__ void split_activations(const float * x_ptr, float * y_ptr, int
     }
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
-        if (at[i] < ne00) {
-            y[at[i]]        = v[i];
-            y[at[i] + to.r] = r[i];
+        if (j[i] < ne00) {
+            y[j[i]]               = v[i];
+            y[j[i] + y_strides.r] = r[i];
         }
     }
 }
 
-// Rows of ne00 floats for a product with weights of a type; strides in floats.
+// Split rows of ne00 activations for a product with weights of type_src0. Strides in floats.
 static void split_activations_cuda(const float * x, float * y, ggml_type type_src0, split_groups groups, int64_t ne00, int64_t s01,
-                                   int64_t s02, int64_t s03, const pair_strides & to, int64_t ne1, int64_t ne2, int64_t ne3,
+                                   int64_t s02, int64_t s03, const pair_strides & y_strides, int64_t ne1, int64_t ne2, int64_t ne3,
                                    cudaStream_t stream) {
     const bool is_64 = block_size_of(type_src0) == 64, rotated = block_size_of(type_src0) && is_rotated(type_src0);
     GGML_ASSERT(!is_64 || rotated);
-    const dim3 grid = grid_of_rows(ne1, ne2, ne3, ((ne00 + QK_K - 1)/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE);
+    const dim3 grid = row_grid(ne1, ne2, ne3, ((ne00 + QK_K - 1)/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
     const auto launch = [&](auto kernel) {
-        ggml_cuda_kernel_launch(kernel, params, x, y, ne00, s01, s02, s03, to, (uint32_t) ne1, (uint32_t) ne2);
+        ggml_cuda_kernel_launch(kernel, params, x, y, ne00, s01, s02, s03, y_strides, (uint32_t) ne1, (uint32_t) ne2);
     };
 #define GGML_EXT_SPLIT(groups)                                                                  \
     case groups: return !rotated ? launch(split_activations<256, false, groups>)                \
@@ -120,33 +121,33 @@ static void split_activations_cuda(const float * x, float * y, ggml_type type_sr
         GGML_EXT_SPLIT(SPLIT_THREADS_BF16)
         GGML_EXT_SPLIT(SPLIT_32_FLOAT)
         GGML_EXT_SPLIT(SPLIT_32_HALF)
-        case SPLIT_64_HALF: return launch(split_activations<256, false, SPLIT_64_HALF>); // of Q2_K
+        case SPLIT_64_HALF: return launch(split_activations<256, false, SPLIT_64_HALF>); // Q2_K
     }
 #undef GGML_EXT_SPLIT
 }
 
-// --- what comes back -------------------------------------------------------------------------------------------------
+// --- results and expert ids ------------------------------------------------------------------------------------------
 
-// Grid: rows, ne0/256. y: pairs of rows of results; s: strides of their sums in floats.
-static __global__ void add_residuals(const float * y_ptr, float * sum_ptr, int64_t ne0, pair_strides from, int64_t s1, int64_t s2,
+// sum = W y + W r/128. Grid: rows, ne0/256. Strides in floats.
+static __global__ void add_residuals(const float * y_ptr, float * sum_ptr, int64_t ne0, pair_strides y_strides, int64_t s1, int64_t s2,
                                      int64_t s3, uint32_t ne1, uint32_t ne2) {
     const int64_t i0 = (int64_t) blockIdx.y*QK_K + threadIdx.y*32 + threadIdx.x;
-    const row_of_grid row(ne1, ne2);
+    const row_index row(ne1, ne2);
     ggml_cuda_pdl_sync();
     if (i0 < ne0) {
-        const float * y = y_ptr + row.i3*from.s[3] + row.i2*from.s[2] + row.i1*from.s[1] + i0;
-        sum_ptr[row.i3*s3 + row.i2*s2 + row.i1*s1 + i0] = y[0] + y[from.r]*(1/GGML_EXT_RESIDUAL_SCALE);
+        const float * y = y_ptr + row.i3*y_strides.s[3] + row.i2*y_strides.s[2] + row.i1*y_strides.s[1] + i0;
+        sum_ptr[row.i3*s3 + row.i2*s2 + row.i1*s1 + i0] = y[0] + y[y_strides.r]*(1/GGML_EXT_RESIDUAL_SCALE);
     }
 }
 
-static void add_residuals_cuda(const float * y, float * sum, int64_t ne0, const pair_strides & from, int64_t s1, int64_t s2, int64_t s3,
-                               int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream) {
-    const dim3 grid = grid_of_rows(ne1, ne2, ne3, (ne0 + QK_K - 1)/QK_K);
+static void add_residuals_cuda(const float * y, float * sum, int64_t ne0, const pair_strides & y_strides, int64_t s1, int64_t s2,
+                               int64_t s3, int64_t ne1, int64_t ne2, int64_t ne3, cudaStream_t stream) {
+    const dim3 grid = row_grid(ne1, ne2, ne3, (ne0 + QK_K - 1)/QK_K);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, QK_K/32, 1), 0, stream);
-    ggml_cuda_kernel_launch(add_residuals, params, y, sum, ne0, from, s1, s2, s3, (uint32_t) ne1, (uint32_t) ne2);
+    ggml_cuda_kernel_launch(add_residuals, params, y, sum, ne0, y_strides, s1, s2, s3, (uint32_t) ne1, (uint32_t) ne2);
 }
 
-// Grid: tokens. Each token's experts twice, for both of its columns; stride of ids in elements.
+// Repeat each token's experts for both of its columns. Grid: tokens. Stride of ids in elements.
 static __global__ void double_ids(const int32_t * ids, int32_t * out, int64_t n_used, int64_t stride) {
     ggml_cuda_pdl_sync();
     for (int64_t i = threadIdx.x; i < n_used; i += 32) {
