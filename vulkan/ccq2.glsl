@@ -1,4 +1,4 @@
-// CCQ2: types/ccq2.h. A byte is a code of 15 bits, of four weights in four groups.
+// CCQ2 (types/ccq2.h). The 15-bit code of a byte holds four weights of four groups.
 struct ext_words { uint codes[2], scales; float d; };
 
 ext_words ext_load(const uint ib, const uint k) {

@@ -1,5 +1,5 @@
-// What ggml-vulkan names and older headers of Vulkan lack: VK_EXT_layer_settings came with 1.3.272, Debian 12 has 1.3.239. Only the
-// validation layer reads the structure, and only if it offers the extension; all others skip what they do not know.
+// Declarations of VK_EXT_layer_settings (Vulkan 1.3.272) for older headers; Debian 12 has 1.3.239. Only a validation layer with the
+// extension reads the structure; other implementations skip unknown structures.
 #pragma once
 
 #include <vulkan/vulkan.hpp>

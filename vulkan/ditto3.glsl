@@ -1,5 +1,5 @@
-// DITTO3: types/ditto3.h. The codebook is two words of four bytes: a bit says which, and two where in it.
-struct ext_words { uint low[2], high, codebook, difference; float d; }; // of the two words: their exclusive or
+// DITTO3 (types/ditto3.h). The codebook is two words of four bytes: one bit of an index selects the word, two bits the byte.
+struct ext_words { uint low[2], high, codebook, difference; float d; }; // codebook: first word; difference: its XOR with the second
 #define EXT_OFFSET
 
 ext_words ext_load(const uint ib, const uint k) {
@@ -12,7 +12,7 @@ vec4 ext_values(const ext_words w, const uint g) {
     const uint shifts = ((g & 3) < 2 ? low << (3 - 2*(g & 3)) : low >> (2*(g & 3) - 3)) & 0x18181818; // to byte 0
     vec4 v;
     [[unroll]] for (uint b = 0; b < 4; ++b) {
-        const uint second = uint(bitfieldExtract(int(w.high), int(8*b + g), 1)); // all bits or none
+        const uint second = uint(bitfieldExtract(int(w.high), int(8*b + g), 1)); // mask: all ones or zeros
         v[b] = float((w.codebook ^ (second & w.difference)) >> (shifts >> 8*b & 31) & 0xff);
     }
     return v;

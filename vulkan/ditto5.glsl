@@ -1,4 +1,4 @@
-// DITTO5: types/ditto5.h. All 32 values in shared memory, in 32 banks.
+// DITTO5 (types/ditto5.h). Shared memory holds all 32 codebook values, one per bank.
 struct ext_words { uint low[4], high; float d; };
 
 #define NEEDS_INIT_IQ_SHMEM

@@ -1,5 +1,5 @@
 #version 450
-// Rows by index: a workgroup unpacks 1024 weights, and rotates them back in shared memory. Bit for bit as the reference.
+// get_rows: a workgroup unpacks 1024 weights and rotates them back in shared memory, bit-equal to the reference.
 #extension GL_EXT_control_flow_attributes : enable
 #include "types.glsl"
 #include "generic_binary_head.glsl"
@@ -9,12 +9,12 @@
 #include "ggml_ext/rotation.glsl"
 #else
 shared float ext_shared[EXT_VALUES];
-uint ext_at(const uint i) { return i; }
+uint ext_padded(const uint i) { return i; }
 #endif
 
 layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
 
-// Weights j0 ... of the row, 32 a thread, into shared memory.
+// Unpack the row's weights from `first` on into shared memory, 32 per thread.
 void unpack_row(const uint a_offset, const uint first) {
     const uint j0 = 32*gl_LocalInvocationID.x, begin = j0 - j0 % QUANT_K, k = j0 % QUANT_K / 32;
     if (j0 < EXT_VALUES && first + begin < p.ne00) {
@@ -26,7 +26,7 @@ void unpack_row(const uint a_offset, const uint first) {
 #endif
             v *= ext_scale(w);
             [[unroll]] for (uint b = 0; b < 4; ++b) {
-                ext_shared[ext_at(begin + (QUANT_K/8)*g + 4*k + b)] = v[b];
+                ext_shared[ext_padded(begin + (QUANT_K/8)*g + 4*k + b)] = v[b];
             }
         }
     }
@@ -65,7 +65,7 @@ void main() {
         const uint i11 = z / p.ne12, i12 = z % p.ne12;
         for (uint i10 = gl_WorkGroupID.y; i10 < p.ne10; i10 += gl_NumWorkGroups.y) {
             const uint i01 = data_b[get_boffset() + i10*p.nb10 + i11*p.nb11 + i12*p.nb12];
-            barrier(); // of the row before nothing is read any more
+            barrier(); // the previous row has been written
             unpack_row(get_aoffset() + i01*p.nb01 + i11*p.nb02 + i12*p.nb03, first);
             barrier();
             write_row(get_doffset() + i10*p.nb21 + i11*p.nb22 + i12*p.nb23, first);

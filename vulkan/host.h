@@ -1,4 +1,4 @@
-// What ggml-vulkan asks about our types: included in the middle of ggml-vulkan.cpp, whose structs and functions this uses.
+// Host code for ggml-ext types, included in the middle of ggml-vulkan.cpp, whose structs and functions it uses.
 #pragma once
 
 #include "ggml-ext-supports.h"
@@ -11,7 +11,7 @@ static bool ggml_ext_vk_is_weight_type(ggml_type type) {
     }
 }
 
-// Weights a block of the rotated types; 0 for others.
+// Block size of a rotated type, 0 for other types.
 static int ggml_ext_vk_rotated_block(ggml_type type) {
     switch (type) {
 #define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return GGML_EXT_##NAME##_ROTATED ? GGML_EXT_##NAME##_BLOCK_SIZE : 0;
@@ -23,7 +23,7 @@ static int ggml_ext_vk_rotated_block(ggml_type type) {
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
 
-// Bytes of a type's table in shared memory: trellis.glsl, ditto5.glsl.
+// Bytes of a type's table in shared memory (trellis.glsl, ditto5.glsl).
 static uint32_t ggml_ext_vk_table_bytes(ggml_type type) {
     switch (type) {
         GGML_EXT_TRELLIS_CASES  return 4096*sizeof(uint16_t);
@@ -32,66 +32,66 @@ static uint32_t ggml_ext_vk_table_bytes(ggml_type type) {
     }
 }
 
-// Bytes of shared memory that a device has; for tests, fewer.
+// Bytes of shared memory of a device. Tests lower it.
 static uint32_t ggml_ext_vk_shared_bytes(const vk_device & device) {
-    static const char * fewer = getenv("GGML_EXT_VK_SHARED_BYTES");
-    return fewer ? (uint32_t) atoi(fewer) : device->properties.limits.maxComputeSharedMemorySize;
+    static const char * limit = getenv("GGML_EXT_VK_SHARED_BYTES");
+    return limit ? (uint32_t) atoi(limit) : device->properties.limits.maxComputeSharedMemorySize;
 }
 
-// Whether the table has room beside the tiles of mul_mm: the smallest take up to 13 KB. Nearly all devices have 32 KB or more;
-// those of 16 KB are refused the trellis types.
+// Whether the table fits next to the smallest tiles of mul_mm, which need up to 13 KB. Devices with less than 32 KB of shared memory do
+// not support the trellis types.
 static bool ggml_ext_vk_table_fits(const vk_device & device, ggml_type type) {
     return ggml_ext_vk_table_bytes(type) < 1024 || ggml_ext_vk_shared_bytes(device) >= 32*1024;
 }
 
-// For the choice of tiles. Upstream gives up the whole device where the smallest tile of any type has no room: a type that is
-// refused must not ask for it.
+// Table bytes for upstream's choice of tiles, 0 for an unsupported type: upstream rejects a device where the smallest tile of any type
+// does not fit.
 static uint32_t ggml_ext_vk_lut_size(const vk_device & device, ggml_type type) {
     return ggml_ext_vk_table_fits(device, type) ? ggml_ext_vk_table_bytes(type) : 0;
 }
 
-// For tests: reductions in shared memory on a device that has subgroups.
+// Tests force reductions in shared memory on a device with subgroups.
 static bool ggml_ext_vk_no_subgroups() {
-    static const bool no = getenv("GGML_EXT_VK_NO_SUBGROUPS") != nullptr;
-    return no;
+    static const bool is_set = getenv("GGML_EXT_VK_NO_SUBGROUPS") != nullptr;
+    return is_set;
 }
 
 // --- activations -----------------------------------------------------------------------------------------------------
 
-// Products take their activations from prealloc_y, whoever's copies put them there: of rotated types always, since the copy rotates;
-// of all types in mul_mm, for which there are shaders with activations in F16 alone.
+// Whether a product reads its activations from a copy in prealloc_y. Rotated types always do, because the copy rotates. mul_mm does for
+// all types, because its shaders only take F16 activations.
 static bool ggml_ext_vk_copies_y(const ggml_tensor * w, bool is_mul_mm) {
     return is_mul_mm ? ggml_ext_vk_is_weight_type(w->type) : ggml_ext_vk_rotated_block(w->type) != 0;
 }
 
-// The pipeline of that copy, in the place of ggml_vk_get_cpy_pipeline().
+// Get the pipeline of that copy, in place of ggml_vk_get_cpy_pipeline().
 static vk_pipeline ggml_ext_vk_get_y_pipeline(ggml_backend_vk_context * ctx, const ggml_tensor * w, const ggml_tensor * x, const ggml_tensor * dst,
-                                              ggml_type to) {
+                                              ggml_type y_type) {
     const int block = ggml_ext_vk_rotated_block(w->type);
     if (block == 0) {
-        return ggml_vk_get_cpy_pipeline(ctx, x, dst, to);
+        return ggml_vk_get_cpy_pipeline(ctx, x, dst, y_type);
     }
-    GGML_ASSERT(x->type == GGML_TYPE_F32 && (to == GGML_TYPE_F32 || to == GGML_TYPE_F16));
-    return ctx->device->pipeline_ggml_ext_rotate[block == 256][to == GGML_TYPE_F16];
+    GGML_ASSERT(x->type == GGML_TYPE_F32 && (y_type == GGML_TYPE_F32 || y_type == GGML_TYPE_F16));
+    return ctx->device->pipeline_ggml_ext_rotate[block == 256][y_type == GGML_TYPE_F16];
 }
 
-// --- what is taken ---------------------------------------------------------------------------------------------------
+// --- supported operations --------------------------------------------------------------------------------------------
 
-// Whether the device has pipelines for many columns: not where VK_NV_cooperative_matrix2 is used without VK_KHR_cooperative_matrix
-// (coopmat2.h). Said once, since the device then looks as one that does not know the types.
+// Whether the device has pipelines of mul_mm. It has none where VK_NV_cooperative_matrix2 is used without VK_KHR_cooperative_matrix
+// (coopmat2.h); then log a warning once.
 static bool ggml_ext_vk_has_mul_mm(const vk_device & device, ggml_type type, bool mul_mat_id) {
     if (device->pipeline_matmul.count({type, GGML_TYPE_F16, mul_mat_id, false})) {
         return true;
     }
-    static const bool said = [] {
+    static const bool warned = [] {
         GGML_LOG_WARN("ggml_vulkan: types of ggml-ext have no kernels for products on this device and run on the CPU; if GGML_VK_DISABLE_COOPMAT is "
                       "set, set GGML_VK_DISABLE_COOPMAT2=1 too\n");
         return true;
     }();
-    return !said;
+    return !warned;
 }
 
-// True for exactly the operations on our types that have kernels; asked about such operations alone.
+// Whether the device has a kernel for op. Called only for operations on ggml-ext types.
 static bool ggml_ext_vk_supports_op(const vk_device & device, const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
     const ggml_tensor * x = op->src[1];
@@ -102,7 +102,7 @@ static bool ggml_ext_vk_supports_op(const vk_device & device, const ggml_tensor 
         case GGML_OP_MUL_MAT_ID:
             if (op->src[2]->ne[3] != x->ne[3] || ggml_get_op_params_i32(op, 3) == GGML_PREC_F32 ||
                 !(device->mul_mat_id_s[w->type] || device->mul_mat_id_m[w->type] || device->mul_mat_id_l[w->type])) {
-                return false; // as upstream's rule
+                return false; // upstream's rule
             }
             break;
         case GGML_OP_MUL_MAT:
@@ -123,8 +123,8 @@ static bool ggml_ext_vk_supports_op(const vk_device & device, const ggml_tensor 
 
 // --- pipelines of mul_mm ---------------------------------------------------------------------------------------------
 
-// Arguments for GGML_EXT_WEIGHT_TYPES in the branches of ggml_vk_load_shaders(), whose lambdas they call; after upstream's lines for
-// types with look-up tables there, activations in F16. For coopmat2: coopmat2.h.
+// Arguments of GGML_EXT_WEIGHT_TYPES in the branches of ggml_vk_load_shaders(), whose lambdas they call. They follow upstream's lines
+// for types with look-up tables and F16 activations. coopmat2.h uses them too.
 #define GGML_EXT_VK_MM_CM1(NAME, name)                                                                                          \
     if (device->coopmat_acc_f16_support) {                                                                                      \
         cm1_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, true}, tc_mmq, "matmul_" #name "_f16_f16acc",                       \
@@ -151,7 +151,7 @@ static bool ggml_ext_vk_supports_op(const vk_device & device, const ggml_tensor 
               SPV_DOT2_F16ACC(matmul_##name##_f16), sizeof(vk_mat_mat_push_constants), 3);                                      \
     sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, false, false}, tc_mmq, "matmul_" #name "_f16",                                  \
               SPV_DOT2(matmul_##name##_f16), sizeof(vk_mat_mat_push_constants), 3);
-// of experts: with a subgroup's ballots and its size, or without
+// mul_mat_id, with subgroup ballots and the subgroup's size, or without (0)
 #define GGML_EXT_VK_MM_ID_FP16_AS(NAME, kernel, subgroup_size)                                                                 \
     sg_create({GGML_TYPE_##NAME, GGML_TYPE_F16, true, true}, tc_mmqid, #kernel "_f16acc", SPV_DOT2_F16ACC(kernel),             \
               sizeof(vk_mat_mat_id_push_constants), mul_mat_id_param_count, subgroup_size);                                    \

@@ -1,4 +1,4 @@
-// ITQ3_S: types/itq3_s.h.
+// ITQ3_S (types/itq3_s.h).
 struct ext_words { uint low[2], high; vec2 dz; };
 #define EXT_OFFSET
 

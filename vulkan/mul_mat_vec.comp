@@ -1,13 +1,13 @@
 #version 450
-// Products of one to eight columns. A thread takes 32 weights of each of its rows: activations are loaded once for all rows, weights
-// are unpacked once for all columns.
+// Matrix-vector products with one to eight columns. A thread takes 32 weights of each of its rows. It loads activations once for all
+// rows and unpacks weights once for all columns.
 #include "mul_mat_vec_base.glsl"
 #include "ggml_ext/unpack.glsl"
 
 layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 
 #ifdef USE_SUBGROUP_ADD_NO_SHMEM
-// every subgroup has rows of its own, so that more of them share a table
+// each subgroup has rows of its own, so that several subgroups share one table
 #define EXT_TID          gl_SubgroupInvocationID
 #define EXT_N_TID        gl_SubgroupSize
 #define EXT_ROW_GROUP(x) ((x)*gl_NumSubgroups + gl_SubgroupID)
@@ -17,11 +17,11 @@ layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 #define EXT_ROW_GROUP(x) (x)
 #endif
 
-const uint N_WORDS = QUANT_K/32; // threads a block
+const uint N_WORDS = QUANT_K/32; // threads per block
 
 FLOAT_TYPE temp[NUM_COLS][NUM_ROWS];
 
-// Adds the products of block i and word k of the rows to temp.
+// Accumulate the products of word k of block i of all rows in temp.
 void add_block(const uint a_offset, const uint b_offset, const uint n_blocks, const uint first_row, const uint num_rows, const uint i, const uint k) {
     ext_words w[NUM_ROWS];
     float part[NUM_COLS][NUM_ROWS], sum[NUM_COLS];

@@ -1,4 +1,4 @@
-// Inside upstream's load_a_to_shmem(): four weights of one group. LOAD_VEC_A is 4.
+// Body of upstream's load_a_to_shmem(): unpack LOAD_VEC_A = 4 weights of one group.
     const uint idx = pos_a + col * p.stride_a / LOAD_VEC_A + row;
     const uint k_pair = row * LOAD_VEC_A / 2;
     const uint in_block = idx % (QUANT_K/4), n_words = QUANT_K/32;

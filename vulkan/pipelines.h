@@ -1,13 +1,13 @@
-// Included in ggml_vk_load_shaders(), inside its loop over sizes of workgroups w: pipelines of vectors, rows by index and the rotation.
+// Pipelines of mul_mat_vec, get_rows and the rotation. Included in ggml_vk_load_shaders(), in its loop over workgroup sizes w.
 {
-    // Subgroups have rows of their own and share a table; without arithmetic in subgroups, or where they are smaller than the threads
-    // of a block, the workgroup has rows. Both sizes of workgroups are the same to us.
+    // Each subgroup has rows of its own and shares the table. Without subgroup arithmetic, or if a subgroup is smaller than the threads
+    // of a block, the workgroup has the rows. Both values of w give the same pipelines.
     const bool     ext_subgroups   = use_subgroups && device->subgroup_size >= 8 && !ggml_ext_vk_no_subgroups();
     const uint32_t ext_n_subgroups = ext_subgroups ? 4 : 1;
     const uint32_t ext_workgroup   = ext_subgroups ? ext_n_subgroups*subgroup_size : subgroup_size16;
     const uint32_t ext_pin         = ext_subgroups ? subgroup_size : 0;
     const auto     ext_reduction   = ext_subgroups ? SHADER_REDUCTION_MODE_SUBGROUP : SHADER_REDUCTION_MODE_SHMEM;
-    // by registers: 4 rows of 8 columns are 240 of them on AMD
+    // limited by registers: 4 rows of 8 columns need 240 on AMD
     const auto ext_rows = [&](uint32_t n_columns) { return device->vendor_id == VK_VENDOR_ID_INTEL || n_columns > 4 ? 2u : 4u; };
 #define GGML_EXT_X(NAME, name) \
     for (uint32_t i = 0; i < mul_mat_vec_max_cols; ++i) { \
@@ -28,9 +28,9 @@
     GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
 #undef GGML_EXT_X
     if (w == 0) {
-#define GGML_EXT_X(of_256, block, to_f16, to) \
-        ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_rotate[of_256][to_f16], "ggml_ext_rotate_" #block "_" #to, \
-            ggml_ext_rotate_##block##_##to##_len, ggml_ext_rotate_##block##_##to##_data, "main", 2, sizeof(vk_op_unary_push_constants), {512, 1, 1}, {}, 1);
+#define GGML_EXT_X(is_256, block, is_f16, type) \
+        ggml_vk_create_pipeline(device, device->pipeline_ggml_ext_rotate[is_256][is_f16], "ggml_ext_rotate_" #block "_" #type, \
+            ggml_ext_rotate_##block##_##type##_len, ggml_ext_rotate_##block##_##type##_data, "main", 2, sizeof(vk_op_unary_push_constants), {512, 1, 1}, {}, 1);
         GGML_EXT_X(0, 64,  0, f32)
         GGML_EXT_X(0, 64,  1, f16)
         GGML_EXT_X(1, 256, 0, f32)

@@ -1,6 +1,6 @@
 #version 450
-// Activations rotated into prealloc_y, in the place of upstream's copies: same bindings, push constants and grid, which gives a
-// workgroup 512 values. Strides are any: what comes out is contiguous in the order of the source.
+// Rotate activations into prealloc_y, with the bindings, push constants and grid of upstream's copies: 512 values per workgroup.
+// The source may have any strides; the result is contiguous.
 #extension GL_EXT_control_flow_attributes : enable
 #extension GL_EXT_shader_16bit_storage : require
 #include "generic_unary_head.glsl"
@@ -12,12 +12,12 @@ layout(local_size_x = 64, local_size_y = 1, local_size_z = 1) in;
 void main() {
     const uint tid = gl_LocalInvocationID.x;
     const uint first = gl_WorkGroupID.z*262144 + gl_WorkGroupID.y*512 + gl_WorkGroupID.x*512;
-    for (uint i = tid; i < EXT_VALUES; i += 64) { // rows are whole blocks: a block lies within one
+    for (uint i = tid; i < EXT_VALUES; i += 64) { // rows are multiples of a block
         float x = 0.0;
         if (first + i < p.ne) {
             x = ext_signed(float(data_a[get_aoffset() + src0_idx(first + i)]), i % EXT_N);
         }
-        ext_shared[ext_at(i)] = x;
+        ext_shared[ext_padded(i)] = x;
     }
     barrier();
     for (uint item = tid; item < EXT_ITEMS; item += 64) {

@@ -1,6 +1,6 @@
 // The rotation R = H S (ggml_ext/ggml-ext-rotation.h) of EXT_VALUES values in shared memory, in blocks of N = EXT_ROTATION = 256 or 64.
-// Threads take sqrt(N) = EXT_R values at a time in registers. Butterflies run at strides 1, 2, 4 ... in the reference's order, so
-// that results are its bits: strides 1 to R/2 of neighbours, then, behind a barrier, strides R to N/2.
+// An item is sqrt(N) = EXT_R values in a thread's registers. Items of neighbors do the butterflies at strides 1 to R/2, then, after a
+// barrier, items of values R apart those at strides R to N/2. The order is the reference's, so the results are bit-equal.
 #include "signs.glsl"
 
 #if EXT_ROTATION == 64
@@ -8,12 +8,12 @@
 #else
 #define EXT_R 16
 #endif
-const uint EXT_N = EXT_R*EXT_R, EXT_ITEMS = EXT_VALUES/EXT_R; // pieces of work in a half of the transform
-shared float ext_shared[EXT_VALUES + EXT_VALUES/EXT_R];       // a word of padding for each R, against bank conflicts
+const uint EXT_N = EXT_R*EXT_R, EXT_ITEMS = EXT_VALUES/EXT_R; // items per half of the transform
+shared float ext_shared[EXT_VALUES + EXT_VALUES/EXT_R];       // a word of padding per EXT_R, against bank conflicts
 
-uint ext_at(const uint i) { return i + i/EXT_R; }
+uint ext_padded(const uint i) { return i + i/EXT_R; }
 
-// S at position j of a block.
+// Apply the sign S of position j in a block.
 float ext_signed(const float x, const uint j) {
     return uintBitsToFloat(floatBitsToUint(x) ^ (ext_signs[j >> 5] >> (j & 31) & 1) << 31);
 }
@@ -28,17 +28,17 @@ void ext_butterflies(inout float v[EXT_R]) {
         }
     }
 }
-// The first half of piece `item`, in place: the values R*item + i.
+// First half for an item, in place: values R*item + i.
 void ext_transform_neighbours(const uint item) {
     float v[EXT_R];
-    [[unroll]] for (uint i = 0; i < EXT_R; ++i) { v[i] = ext_shared[ext_at(EXT_R*item + i)]; }
+    [[unroll]] for (uint i = 0; i < EXT_R; ++i) { v[i] = ext_shared[ext_padded(EXT_R*item + i)]; }
     ext_butterflies(v);
-    [[unroll]] for (uint i = 0; i < EXT_R; ++i) { ext_shared[ext_at(EXT_R*item + i)] = v[i]; }
+    [[unroll]] for (uint i = 0; i < EXT_R; ++i) { ext_shared[ext_padded(EXT_R*item + i)] = v[i]; }
 }
-// Where the values of the second half are: ext_position(item) + R*i; the first one's place in its block is item % R.
+// Second half for an item: values ext_position(item) + R*i. The first has position item % R in its block.
 uint ext_position(const uint item) { return EXT_N*(item/EXT_R) + item%EXT_R; }
 void ext_transform_strides(const uint item, out float v[EXT_R]) {
-    [[unroll]] for (uint i = 0; i < EXT_R; ++i) { v[i] = ext_shared[ext_at(ext_position(item) + EXT_R*i)]; }
+    [[unroll]] for (uint i = 0; i < EXT_R; ++i) { v[i] = ext_shared[ext_padded(ext_position(item) + EXT_R*i)]; }
     ext_butterflies(v);
     [[unroll]] for (uint i = 0; i < EXT_R; ++i) { v[i] *= 1.0/EXT_R; }
 }

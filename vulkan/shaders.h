@@ -1,18 +1,18 @@
-// Our shaders, for vulkan-shaders-gen.cpp, which includes this before its list of types.
+// ggml-ext shaders. vulkan-shaders-gen.cpp includes this before its list of types.
 #include "ggml-ext-types.h"
 
 #define GGML_EXT_SHADER_NAME(NAME, name) #name,
 
 static bool is_ggml_ext(const std::string & type) {
-    for (const char * ours : {GGML_EXT_WEIGHT_TYPES(GGML_EXT_SHADER_NAME)}) {
-        if (type == ours) {
+    for (const char * name : {GGML_EXT_WEIGHT_TYPES(GGML_EXT_SHADER_NAME)}) {
+        if (type == name) {
             return true;
         }
     }
     return false;
 }
 
-namespace { // upstream's, defined below
+namespace { // upstream defines it below
 void string_to_spv(std::string name, const std::string & source, const std::map<std::string, std::string> & defines, bool fp16, bool coopmat,
                    bool coopmat2, bool f16acc, const std::string & suffix);
 }
@@ -22,7 +22,7 @@ static void ggml_ext_shader(const std::string & name, const std::string & source
     string_to_spv(name, source, defines, true, false, false, false, "");
 }
 
-// Products of few columns and rows by index of one type; those of many columns are in upstream's loops.
+// mul_mat_vec and get_rows of one type. Upstream's loops compile mul_mm.
 static void ggml_ext_shaders(const std::string & type, const std::string & data_a_key) {
     for (const std::string reduction : {"", "_subgroup", "_subgroup_no_shmem"}) {
         std::map<std::string, std::string> defines = {{data_a_key, "1"}, {"B_TYPE", "float"}, {"B_TYPEV2", "vec2"}, {"B_TYPEV4", "vec4"}, {"D_TYPE", "float"}};
