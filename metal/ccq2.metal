@@ -1,4 +1,4 @@
-// CCQ2 on the device: types/ccq2.h. A lane's two bytes are two codes of 15 bits, each of four weights.
+// CCQ2 in Metal (types/ccq2.h). Each of a lane's two bytes has a 15-bit code of four weights.
 
 struct block_ccq2 {
     uint8_t d, scales, qs[64];

@@ -1,4 +1,4 @@
-// What upstream's mul_mm asks of a type: the sixteen weights from 16*il on, not rotated back, since the activations are rotated.
+// Dequantize the 16 weights from 16*il on for upstream's mul_mm. Rotated weights stay rotated, as the activations are.
 template <typename B, typename type4x4>
 void ggml_ext_dequantize(device const B * x, short il, thread type4x4 & reg) {
     typedef ggml_ext_unpacker<B> unpacker;

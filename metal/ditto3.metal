@@ -1,4 +1,4 @@
-// DITTO3 on the device: types/ditto3.h. The codebook is two words of four bytes.
+// DITTO3 in Metal (types/ditto3.h). The codebook is two words of four bytes.
 
 struct block_ditto3 {
     half    d;

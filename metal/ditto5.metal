@@ -1,4 +1,4 @@
-// DITTO5 on the device: types/ditto5.h. The codebook is in constant memory, as upstream's of IQ4_NL is.
+// DITTO5 in Metal (types/ditto5.h). The codebook is in constant memory, like upstream's of IQ4_NL.
 
 struct block_ditto5 {
     half    d;

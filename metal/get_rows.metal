@@ -1,5 +1,5 @@
-// Rows by index: a simdgroup dequantises 256 weights and rotates them back in registers. Arguments are upstream's, with
-// ne00t = threads for a row, 32 for each 256 weights.
+// get_rows: a simdgroup dequantizes 256 weights and rotates them back in registers. The arguments are upstream's, with
+// ne00t = threads per row, 32 for each 256 weights.
 
 template <typename B, bool rotated> struct ggml_ext_unrotate {
     static void run(thread float * v, short lane) { ggml_ext_rotate_back<ggml_ext_lanes<B>::n>(v, lane); }
@@ -28,7 +28,7 @@ kernel void kernel_ext_get_rows(
     const int i11 = tgpig.y;
     const int i12 = tgpig.z;
 
-    const int i_simdgroup = tgpig.x/args.ne10*(ntg.x/N_SIMDWIDTH) + sgitg; // of the row
+    const int i_simdgroup = tgpig.x/args.ne10*(ntg.x/N_SIMDWIDTH) + sgitg; // within the row
     if (N_SIMDWIDTH*i_simdgroup >= args.ne00t) {
         return;
     }

@@ -1,11 +1,11 @@
-// What Metal's host code asks about our types: C, C++ and Objective-C.
+// Host code for ggml-ext types on Metal, for C, C++ and Objective-C.
 #pragma once
 
 #include "ggml-ext-supports.h"
 #include "args.h"
 #include "types/codes.h"
 
-// Weights a block of the rotated types; 0 for others.
+// Block size of a rotated type, 0 for other types.
 static inline int ggml_ext_metal_rotated_block(enum ggml_type type) {
     switch (type) {
 #define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return GGML_EXT_##NAME##_ROTATED ? GGML_EXT_##NAME##_BLOCK_SIZE : 0;
@@ -29,14 +29,14 @@ static inline bool ggml_ext_metal_is_weight_type(enum ggml_type type) {
     }
 }
 
-// The pipelines of mul_mv: simdgroups, threadgroup memory, columns a pass, and what follows the name of the kernel.
+// Pipelines of mul_mv: simdgroups per threadgroup, threadgroup memory, columns per pass and the suffix of the kernel's name.
 static inline int ggml_ext_metal_nsg(enum ggml_type type) {
     return ggml_ext_metal_has_table(type) ? GGML_EXT_METAL_NSG_TABLE : GGML_EXT_METAL_NSG;
 }
 static inline size_t ggml_ext_metal_smem(enum ggml_type type) {
     return ggml_ext_metal_has_table(type) ? GGML_EXT_METAL_TABLE_BYTES : 0;
 }
-// as few passes as can be, as even as can be
+// distribute the columns evenly over the fewest passes
 static inline int ggml_ext_metal_columns(int n_columns) {
     const int n_passes = (n_columns + GGML_EXT_METAL_MAX_COLUMNS - 1)/GGML_EXT_METAL_MAX_COLUMNS;
     return (n_columns + n_passes - 1)/n_passes;
@@ -50,10 +50,10 @@ static inline const char * ggml_ext_metal_suffix(int columns) {
     }
 }
 
-// Products with rotated types rotate their activations into room behind the result, and behind what else upstream keeps there.
-// It is used within that one operation alone: once a child takes the result's place, the allocator gives the room to others.
+// Scratch memory of rotated activations, after the result and after upstream's own data there. A product may use it only itself:
+// the allocator reuses it once another node takes over the result's memory.
 static inline size_t ggml_ext_metal_scratch_offset(size_t n_bytes) {
-    return GGML_PAD(n_bytes, 32); // the alignment of buffers
+    return GGML_PAD(n_bytes, 32); // alignment of buffers
 }
 static inline size_t ggml_ext_metal_alloc_size(const struct ggml_tensor * op, size_t n_bytes) {
     if ((op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) || !op->src[0] || !op->src[1] ||
@@ -63,12 +63,12 @@ static inline size_t ggml_ext_metal_alloc_size(const struct ggml_tensor * op, si
     return ggml_ext_metal_scratch_offset(n_bytes) + sizeof(float)*(size_t) ggml_nelements(op->src[1]);
 }
 
-// Threads for a row in get_rows: a simdgroup for 256 weights.
+// Threads per row of get_rows: a simdgroup per 256 weights.
 static inline int ggml_ext_metal_row_threads(int64_t n_per_row) {
     return (int) ((n_per_row + 255)/256*32);
 }
 
-// Experts a token for which upstream's mul_mm_id has a kernel that sorts them.
+// Whether upstream's mul_mm_id has a kernel that sorts n_used experts per token.
 static inline bool ggml_ext_metal_has_map0(int64_t n_used) {
     switch (n_used) {
         case 1: case 2: case 4: case 5: case 6: case 8: case 10: case 16: case 22: return true;
@@ -76,7 +76,7 @@ static inline bool ggml_ext_metal_has_map0(int64_t n_used) {
     }
 }
 
-// True for exactly the operations on our types that have kernels; asked about such operations alone.
+// Whether Metal has a kernel for op. Called only for operations on ggml-ext types.
 static inline bool ggml_ext_metal_supports_op(const struct ggml_tensor * op, bool has_simdgroup_reduction) {
     const struct ggml_tensor * w = op->src[0];
     const struct ggml_tensor * x = op->src[1];

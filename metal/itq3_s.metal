@@ -1,4 +1,4 @@
-// ITQ3_S on the device: types/itq3_s.h.
+// ITQ3_S in Metal (types/itq3_s.h).
 
 struct block_itq3_s {
     half    d, z;

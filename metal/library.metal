@@ -1,5 +1,5 @@
-// Metal's kernels for the weight types of ggml-ext. scripts/build/metal_library.py writes this file with its includes in place,
-// as a library of its own beside upstream's: if it does not compile on some Mac, stock types still run there.
+// Metal kernels for the ggml-ext types. scripts/build/metal_library.py writes this file with its includes expanded, as a library next
+// to upstream's: if it does not compile on a Mac, upstream types still run there.
 #include "common.h"
 #include "../ggml_ext/ggml-ext-types.h"
 #include "../ggml_ext/types/codes.h"
@@ -14,12 +14,12 @@
 #include "dequantize.metal"
 #include "mul_mm.metal"
 
-// blocks are 16*nl weights for upstream's mul_mm
+// upstream's mul_mm takes blocks of 16*nl weights
 #define GGML_EXT_MUL_MM(B)                                                                                                       \
     half, half4x4, simdgroup_half8x8, half, half2x4, simdgroup_half8x8, B, ggml_ext_lanes<B>::n/16, ggml_ext_dequantize<B, half4x4>, \
     float, float4x4, float, float2x4
 
-// each has one type, whatever the block
+// these function types do not depend on the block
 typedef decltype(kernel_ext_get_rows<block_itq3_s>)                 ggml_ext_get_rows_t;
 typedef decltype(kernel_ext_mul_mv<block_itq3_s, 1>)                ggml_ext_mul_mv_t;
 typedef decltype(kernel_ext_mul_mv_id<block_itq3_s>)                ggml_ext_mul_mv_id_t;

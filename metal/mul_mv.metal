@@ -1,5 +1,5 @@
-// Products with up to four columns: a simdgroup takes NR0 rows and goes along them 256 weights at a time. A lane multiplies the
-// eight weights it unpacks; its activations serve all rows. Activations of rotated types are rotated before (rotation.metal).
+// Matrix-vector products with up to four columns. A simdgroup takes NR0 rows, 256 weights at a time. A lane multiplies the eight
+// weights that it unpacks and reuses its activations for all rows. kernel_ext_rotate has rotated the activations of rotated types.
 
 constant short FC_mul_mv_nsg  [[function_constant(FC_MUL_MV + 0)]];
 constant short FC_mul_mv_ne12 [[function_constant(FC_MUL_MV + 2)]];
@@ -20,7 +20,7 @@ void ggml_ext_mul_mv(
     typedef ggml_ext_unpacker<B> unpacker;
     typedef ggml_ext_lanes<B>    lanes;
     const short n_rows    = GGML_EXT_METAL_NR0;
-    const short group     = GGML_EXT_N_PER_LANE/unpacker::n_groups; // a lane's weights under one scale
+    const short group     = GGML_EXT_N_PER_LANE/unpacker::n_groups; // weights of a lane per scale
 
     threadgroup half * table = (threadgroup half *) shmem;
     if (unpacker::has_table) {
@@ -35,7 +35,7 @@ void ggml_ext_mul_mv(
     const int row0    = (tgpig.x*FC_mul_mv_nsg + sgitg)*n_rows;
     const int column0 = tgpig.y*n_columns;
 
-    // rows and columns behind the last are the last again
+    // clamp rows and columns to the last
     device const B     * x[n_rows];
     device const float * y[n_columns];
     FOR_UNROLL (short r = 0; r < n_rows; ++r) {
@@ -113,7 +113,7 @@ kernel void kernel_ext_mul_mv(
     ggml_ext_mul_mv<B, n_columns, constant ggml_metal_kargs_mul_mv &>(args, src0, src1, dst, shmem, tgpig, tiitg, tiisg, sgitg);
 }
 
-// Of experts by index: z counts the pairs of a token and one of its nei0 experts.
+// mul_mat_id: z counts the pairs of a token and one of its nei0 experts.
 template <typename B>
 kernel void kernel_ext_mul_mv_id(
         constant ggml_metal_kargs_mul_mv_id & args,
@@ -131,18 +131,17 @@ kernel void kernel_ext_mul_mv_id(
     const int expert = ((device const int32_t *) (ids + token*args.nbi1))[i];
     tgpig.z = 0;
 
-    // one matrix and one column
-    ggml_metal_kargs_mul_mv one;
-    one.ne00 = args.ne00;
-    one.ne01 = args.ne01;
-    one.nb01 = args.nb01;
-    one.nb02 = one.nb03 = 0;
-    one.ne11 = 1;
-    one.nb11 = one.nb12 = one.nb13 = 0;
-    one.ne0  = args.ne0;
-    one.ne1  = 1;
+    ggml_metal_kargs_mul_mv column_args; // one matrix, one column
+    column_args.ne00 = args.ne00;
+    column_args.ne01 = args.ne01;
+    column_args.nb01 = args.nb01;
+    column_args.nb02 = column_args.nb03 = 0;
+    column_args.ne11 = 1;
+    column_args.nb11 = column_args.nb12 = column_args.nb13 = 0;
+    column_args.ne0 = args.ne0;
+    column_args.ne1 = 1;
 
     ggml_ext_mul_mv<B, 1, thread const ggml_metal_kargs_mul_mv &>(
-        one, src0 + expert*args.nb02, src1 + i%args.ne11*args.nb11 + token*args.nb12,
+        column_args, src0 + expert*args.nb02, src1 + i%args.ne11*args.nb11 + token*args.nb12,
         dst + ((uint64_t) token*args.ne1 + i)*args.ne0*sizeof(float), shmem, tgpig, tiitg, tiisg, sgitg);
 }

@@ -1,15 +1,15 @@
-// Included in the middle of ggml-metal-ops.cpp, whose functions this uses: products with rotated types begin with a step that
-// rotates their activations into room behind the result (host.h).
+// Rotation of the activations of products with rotated types, into scratch memory after the result (host.h). Included in the middle
+// of ggml-metal-ops.cpp, whose functions it uses.
 #pragma once
 
 #include "host.h"
 
-// op and its src[1] as the product sees them: the activations are the rotated ones.
+// Copies of op and its src[1] with the rotated activations.
 struct ggml_ext_metal_rotated {
     ggml_tensor op, src1;
 };
 
-// Encodes the rotation of op->src[1] and returns the copy of op that reads the result; op itself if its weights are not rotated.
+// Encode the rotation of op->src[1] and return the copy of op that reads its result. Return op if its weights are not rotated.
 static ggml_tensor * ggml_ext_metal_op_rotate(ggml_metal_op_t ctx, ggml_tensor * op, ggml_ext_metal_rotated & rotated) {
     const int block = ggml_ext_metal_rotated_block(op->src[0]->type);
     if (!block) {
@@ -56,6 +56,6 @@ static ggml_tensor * ggml_ext_metal_op_rotate(ggml_metal_op_t ctx, ggml_tensor *
     const int n_per_threadgroup = 256*GGML_EXT_METAL_NSG_ROTATE;
     ggml_metal_encoder_dispatch_threadgroups(ctx->enc, (args.ne0 + n_per_threadgroup - 1)/n_per_threadgroup, args.ne1,
                                              (int) (x->ne[2]*x->ne[3]), 32*GGML_EXT_METAL_NSG_ROTATE, 1, 1);
-    ggml_metal_op_concurrency_reset(ctx); // the product reads it
+    ggml_metal_op_concurrency_reset(ctx); // the product reads the rotated activations
     return &rotated.op;
 }

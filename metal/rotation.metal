@@ -1,6 +1,6 @@
-// The rotation (ggml-ext-rotation.h) of 256 values in one simdgroup: of a block, or of four of 64 at once. Lane c of a block's
-// L = n/8 lanes holds the values L*i + c, i = 0 ... 7, as lanes unpack weights (unpack.metal). Butterflies at strides 1 to L/2
-// are shuffles, at L to n/2 registers: the reference's order, so that without fast-math the results are its bits.
+// The rotation (ggml-ext-rotation.h) of 256 values in one simdgroup: one block, or four blocks of 64. Lane c of a block's L = n/8
+// lanes holds the values L*i + c, i = 0 ... 7, as in unpack.metal. Butterflies at strides 1 to L/2 are shuffles, those at L to n/2 use
+// registers. The order is the reference's, so the results are bit-equal without fast math.
 
 constant uint32_t ggml_ext_signs[8] = GGML_EXT_SIGNS;
 
@@ -25,11 +25,11 @@ template <short n> static inline void ggml_ext_fwht(thread float * v, short lane
     }
 }
 
-// S of R = H S.
+// Apply the signs S of R = H S.
 template <short n> static inline void ggml_ext_flip_signs(thread float * v, short lane) {
     const short n_lanes = n/GGML_EXT_N_PER_LANE;
     FOR_UNROLL (short i = 0; i < GGML_EXT_N_PER_LANE; ++i) {
-        const short first = n_lanes*i; // of the values in register i
+        const short first = n_lanes*i; // value of lane 0 in register i
         v[i] = as_type<float>(as_type<uint>(v[i]) ^ (ggml_ext_signs[first/32] >> (first%32 + lane%n_lanes)) << 31);
     }
 }
@@ -44,7 +44,7 @@ template <short n> static inline void ggml_ext_rotate_back(thread float * v, sho
     ggml_ext_flip_signs<n>(v, lane);
 }
 
-// Rows of activations in blocks of n. A simdgroup takes 256 values; of those behind the row's end nothing is read or written.
+// Rotate rows of activations in blocks of n. A simdgroup takes 256 values and skips those after the end of the row.
 template <short n>
 kernel void kernel_ext_rotate(
         constant ggml_ext_metal_kargs_rotate & args,
@@ -58,7 +58,7 @@ kernel void kernel_ext_rotate(
 
     const int first = GGML_EXT_N_PER_SIMDGROUP*(tgpig.x*(ntg.x/N_SIMDWIDTH) + sgitg);
     if (first >= args.ne0) {
-        return; // the whole simdgroup
+        return; // uniform in the simdgroup
     }
     const int i1 = tgpig.y;
     const int i2 = tgpig.z%args.ne2;
