@@ -1,5 +1,5 @@
-// Which devices are asked whether they run an operation on the extension's types, for ggml-backend.cpp: those of backends that know
-// the types. All others, also what is loaded at run time and what a newer llama.cpp brings, are refused before they can say yes.
+// For ggml-backend.cpp: which devices may run operations on ggml-ext types. Only backends that know the types are asked; all others,
+// including those loaded at run time, are refused before they can accept.
 #pragma once
 
 #include "ggml-backend.h"
@@ -7,8 +7,8 @@
 
 #include <cstring>
 
-// By the names of their registries. An RPC device asks its server, on which this is asked again. BLAS would dequantise a whole matrix for every
-// product and multiply in F32: the CPU backend is faster at every number of columns (docs/reference/backends.md).
+// name: of the backend's registry. An RPC device asks its server, which checks this again. BLAS would dequantize the full matrix for
+// every product; the CPU backend is faster for any number of columns (docs/reference/backends.md).
 static inline bool ggml_ext_backend_knows_types(const char * name) {
     for (const char * known : {"CPU", "CUDA", "MTL", "Vulkan"}) {
         if (strcmp(name, known) == 0) {
@@ -18,7 +18,7 @@ static inline bool ggml_ext_backend_knows_types(const char * name) {
     return strncmp(name, "RPC", 3) == 0 && (name[3] == 0 || name[3] == '['); // RPC[host:port]
 }
 
-// A device without a registry is several devices in one (ggml-backend-meta.cpp), each of which is asked.
+// A device without a registry combines several devices (ggml-backend-meta.cpp), each of which is asked.
 static inline bool ggml_ext_device_may_run(ggml_backend_dev_t device, const struct ggml_tensor * op) {
     if (!ggml_ext_op_needs_kernels(op)) {
         return true;

@@ -1,4 +1,4 @@
-// Where backends are looked for, for ggml-backend-reg.cpp.
+// For ggml-backend-reg.cpp: the directory to search for backends.
 #pragma once
 
 #include <filesystem>
@@ -7,17 +7,17 @@
 #include <dlfcn.h>
 #endif
 
-// The folder of the library that this is compiled into: its backends lie beside it, also where another folder's program has loaded it,
-// as Python does for llama-cpp-python. `otherwise` where that cannot be found out.
-static std::filesystem::path ggml_ext_library_folder(const std::filesystem::path & otherwise) {
+// Get the directory of the library that contains this function, or `fallback` if unknown. Its backends are next to it, even if the
+// program is elsewhere, as Python is for llama-cpp-python.
+static std::filesystem::path ggml_ext_library_directory(const std::filesystem::path & fallback) {
 #ifndef _WIN32
     Dl_info info;
-    if (dladdr(reinterpret_cast<const void *>(&ggml_ext_library_folder), &info) && info.dli_fname) {
-        const auto folder = std::filesystem::path(info.dli_fname).parent_path();
-        if (!folder.empty()) {
-            return folder;
+    if (dladdr(reinterpret_cast<const void *>(&ggml_ext_library_directory), &info) && info.dli_fname) {
+        const auto directory = std::filesystem::path(info.dli_fname).parent_path();
+        if (!directory.empty()) {
+            return directory;
         }
     }
 #endif
-    return otherwise;
+    return fallback;
 }

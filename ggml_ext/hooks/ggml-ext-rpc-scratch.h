@@ -1,6 +1,6 @@
-// What ggml-rpc.cpp adds to the key of its cache of allocation sizes. Metal rotates the activations of products with our types into
-// room behind the result, whose size follows from the activations' shape: upstream's key knows the result's alone, and a product
-// of wider activations would be given the room of a narrower one. Of other types nothing is added.
+// For ggml-rpc.cpp: an addition to the key of its cache of allocation sizes. Metal rotates the activations of products with ggml-ext
+// types into scratch memory after the result, so the size depends on the activations' shape. Upstream's key has only the result's.
+// The addition is zero for other types.
 #pragma once
 
 #include "ggml-ext-supports.h"

@@ -1,9 +1,9 @@
-// Included in the middle of ggml-rpc.cpp, whose messages this uses. Upstream's client says yes to every operation, and a
-// server whose device lacks kernels for it aborts. For our types, which most devices lack, the client asks:
-// RPC_CMD_GET_ALLOC_SIZE carries a whole operation, and our server answers "0 bytes" to one that its device refuses.
+// Included in the middle of ggml-rpc.cpp, whose messages it uses. Upstream's client accepts every operation, and a server whose
+// device lacks a kernel aborts. For ggml-ext types the client asks first: RPC_CMD_GET_ALLOC_SIZE carries a complete operation, and
+// our server answers 0 bytes if its device refuses it.
 #pragma once
 
-#include "ggml-ext-rpc-question.h"
+#include "ggml-ext-rpc-support-key.h"
 
 #include <map>
 
@@ -11,14 +11,14 @@ static bool ggml_ext_rpc_supports_op(const std::string & endpoint, uint32_t devi
     static std::mutex mutex;
     static std::map<std::pair<std::string, std::vector<int64_t>>, bool> answers;
 
-    const std::pair<std::string, std::vector<int64_t>> question = { endpoint, ggml_ext_rpc_question(device, op) };
+    const std::pair<std::string, std::vector<int64_t>> key = { endpoint, ggml_ext_rpc_support_key(device, op) };
     std::lock_guard<std::mutex> lock(mutex);
-    const auto known = answers.find(question);
-    if (known != answers.end()) {
-        return known->second;
+    const auto entry = answers.find(key);
+    if (entry != answers.end()) {
+        return entry->second;
     }
 
-    // without buffers: the tensors may have none yet, or lie in those of another device
+    // no buffers: a tensor may have none yet, or that of another device
     const auto describe = [](const ggml_tensor * tensor) {
         rpc_tensor result = serialize_tensor(tensor);
         result.buffer = 0;
@@ -33,5 +33,5 @@ static bool ggml_ext_rpc_supports_op(const std::string & endpoint, uint32_t devi
     }
     rpc_msg_get_alloc_size_rsp response;
     get_dispatcher(endpoint)->send(RPC_CMD_GET_ALLOC_SIZE, request, sizeof(*request), &response, sizeof(response));
-    return answers[question] = response.alloc_size != 0;
+    return answers[key] = response.alloc_size != 0;
 }

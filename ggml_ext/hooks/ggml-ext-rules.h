@@ -1,8 +1,8 @@
-// llama-quantize's rules for py/ggml_ext/_plan/rules.py: which tensors it changes and which type it gives them. Included at the end of
-// llama-quant.cpp, where those rules are static. Nothing is read but what the caller passes.
+// llama-quantize's rules for py/ggml_ext/_plan/rules.py: which tensors it quantizes, and to which types. Included at the end of
+// llama-quant.cpp, whose rules are static. It reads only its arguments.
 #pragma once
 
-// llama.cpp tells the log of each fallback; the quantizer groups them.
+// Suppresses llama.cpp's log lines for each fallback; the quantizer reports them in groups.
 struct ggml_ext_quiet_log {
     ggml_log_callback callback;
     void * user_data;
@@ -16,40 +16,40 @@ struct ggml_ext_quiet_log {
 
 extern "C" {
 
-// What the rules ask of a model besides its tensors.
+// Properties of a model that the rules need besides its tensors.
 struct ggml_ext_rule_model {
     const char * arch;      // general.architecture
-    uint32_t     n_layer;   // 0 where the architecture counts none, as clip; at most LLAMA_MAX_LAYERS
-    uint32_t     n_head;    // of the first layer, as n_head_kv
+    uint32_t     n_layer;   // 0 for architectures without, such as clip; at most LLAMA_MAX_LAYERS
+    uint32_t     n_head;    // first layer, also n_head_kv
     uint32_t     n_head_kv;
     uint32_t     n_expert;
 };
 
-// What they ask of the file that is to be made.
+// Properties of the output file.
 struct ggml_ext_rule_file {
-    int  ftype;       // enum llama_ftype; of our types the id of the type
-    int  token_embd;  // what --token-embedding-type and --output-tensor-type say, or -1
+    int  ftype;       // enum llama_ftype; for ggml-ext types the id of the type
+    int  token_embd;  // --token-embedding-type and --output-tensor-type, or -1
     int  output;
     bool has_imatrix;
 };
 
-// Types of all tensors of a model in a file of one of our types or of a stock one, before the length of rows is looked at.
-//   names, ne     of all tensors of the model: whether there is an output.weight matters to the embeddings
-//   is_named      tensors whose type --tensor-type names: they are not counted, as in llama-quantize, and their answer is not used
-//   types         receives a type, or -1 for a tensor that keeps its own
-//   is_known      tells whether this llama.cpp has the architecture
-// False with the reason in error, which names the tensor.
+// Choose the types of all tensors of a model, before fallbacks for the row size.
+//   names, ne     all tensors of the model: the rule for embeddings depends on whether there is an output.weight
+//   is_named      tensors that --tensor-type names: not counted, as in llama-quantize; their result is not used
+//   types         result: a type, or -1 for a tensor that keeps its own
+//   is_known      result: whether this llama.cpp has the architecture
+// Returns false on errors, with a reason in error that names the tensor.
 LLAMA_API bool ggml_ext_file_rule_types(const ggml_ext_rule_model * model, const ggml_ext_rule_file * file, size_t n_tensors,
                                         const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS], const bool * is_named,
                                         int32_t * types, bool * is_known, char * error, size_t error_size);
 
-// What a stock type falls back to for rows of n_per_row, which are no multiple of its block; -1 if there is no rule.
+// Get the fallback of an upstream type for rows of n_per_row, which its block size does not divide; -1 if there is no rule.
 LLAMA_API int ggml_ext_rule_fallback(int type, int64_t n_per_row);
 
 }
 
-// Whether the loader would call the model LLM_TYPE_70B, which is all that the rules ask of its type: load_arch_hparams() of the
-// architectures in src/models, which would abort the process for damaged numbers.
+// Whether the loader would set LLM_TYPE_70B, the only model type that the rules test. Repeats load_arch_hparams() in src/models, which
+// aborts on damaged values.
 static bool ggml_ext_is_70b(llm_arch arch, const ggml_ext_rule_model & model) {
     switch (arch) {
         case LLM_ARCH_LLAMA:
@@ -62,38 +62,38 @@ static bool ggml_ext_is_70b(llm_arch arch, const ggml_ext_rule_model & model) {
     }
 }
 
-static std::unique_ptr<llama_model> ggml_ext_rules_model(const ggml_ext_rule_model & wanted) {
+static std::unique_ptr<llama_model> ggml_ext_make_model(const ggml_ext_rule_model & info) {
     std::unique_ptr<llama_model> model(llama_model_create(LLM_ARCH_LLAMA, llama_model_default_params()));
-    model->arch = llm_arch_from_string(wanted.arch); // not every architecture has a class, and an unknown one has general rules
-    model->type = ggml_ext_is_70b(model->arch, wanted) ? LLM_TYPE_70B : LLM_TYPE_UNKNOWN;
-    model->hparams.n_expert         = wanted.n_expert;
-    model->hparams.n_layer_all      = std::max(1u, wanted.n_layer); // asking a model without layers for its heads aborts
-    model->hparams.n_head_arr[0]    = wanted.n_head;
-    model->hparams.n_head_kv_arr[0] = wanted.n_head_kv;
+    model->arch = llm_arch_from_string(info.arch); // unknown architectures use the general rules
+    model->type = ggml_ext_is_70b(model->arch, info) ? LLM_TYPE_70B : LLM_TYPE_UNKNOWN;
+    model->hparams.n_expert         = info.n_expert;
+    model->hparams.n_layer_all      = std::max(1u, info.n_layer); // n_head() aborts without layers
+    model->hparams.n_head_arr[0]    = info.n_head;
+    model->hparams.n_head_kv_arr[0] = info.n_head_kv;
     return model;
 }
 
 static bool ggml_ext_is_file_type(int ftype) {
     switch (ftype) {
-        GGML_EXT_WEIGHT_CASES return true; // ids of files and tensors are the same
+        GGML_EXT_WEIGHT_CASES return true; // file types have the ids of tensor types
         default:              return false;
     }
 }
 
-static void ggml_ext_compute_rule_types(ggml_ext_rule_model asked, const llama_model_quantize_params & params, bool has_imatrix,
+static void ggml_ext_compute_rule_types(ggml_ext_rule_model info, const llama_model_quantize_params & params, bool has_imatrix,
                                         size_t n_tensors, const char (*names)[GGML_MAX_NAME], const int64_t (*ne)[GGML_MAX_DIMS],
                                         const bool * is_named, int32_t * types, bool * is_known) {
     const ggml_type default_type = llama_ftype_get_default_type(params.ftype);
     if (default_type == GGML_TYPE_COUNT || !ggml_is_quantized(default_type)) {
-        throw std::runtime_error(format("file type %d is none of quantized files", params.ftype));
+        throw std::runtime_error(format("file type %d is not quantized", params.ftype));
     }
     if (ggml_ext_is_file_type(params.ftype)) {
-        asked.n_layer = LLAMA_MAX_LAYERS; // decides nothing for our types, but layers beyond it are refused
+        info.n_layer = LLAMA_MAX_LAYERS; // not used for ggml-ext types; avoids the check below
     }
-    if (asked.n_layer > LLAMA_MAX_LAYERS) {
-        throw std::runtime_error(format("%u layers are more than %d", asked.n_layer, LLAMA_MAX_LAYERS));
+    if (info.n_layer > LLAMA_MAX_LAYERS) {
+        throw std::runtime_error(format("%u layers exceed the limit of %d", info.n_layer, LLAMA_MAX_LAYERS));
     }
-    const auto model = ggml_ext_rules_model(asked);
+    const auto model = ggml_ext_make_model(info);
     *is_known = model->arch != LLM_ARCH_UNKNOWN;
 
     quantize_state_impl qs(*model, &params);
@@ -105,14 +105,14 @@ static void ggml_ext_compute_rule_types(ggml_ext_rule_model asked, const llama_m
         order[i] = i;
     }
     init_quantize_state_counters(qs, metadata);
-    qs.n_ffn_down = qs.n_ffn_gate = qs.n_ffn_up = (int) asked.n_layer;
-    // the rules count tensors, and llama-quantize goes through them in the loader's order, not in that of the file
+    qs.n_ffn_down = qs.n_ffn_gate = qs.n_ffn_up = (int) info.n_layer;
+    // the rules count tensors in the loader's order, which is not the file's
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
         return llama_model_loader::weight_name_comparer()(metadata[a].name, metadata[b].name);
     });
     for (const size_t i : order) {
         ggml_tensor tensor = {};
-        tensor.type = GGML_TYPE_F32; // the rules look at names and shapes
+        tensor.type = GGML_TYPE_F32; // the rules use only names and shapes
         std::copy(ne[i], ne[i] + GGML_MAX_DIMS, tensor.ne);
         ggml_set_name(&tensor, names[i]);
         types[i] = !tensor_allows_quantization(&params, model->arch, &tensor) ? -1 :
@@ -140,7 +140,7 @@ bool ggml_ext_file_rule_types(const ggml_ext_rule_model * model, const ggml_ext_
 int ggml_ext_rule_fallback(int type, int64_t n_per_row) {
     const ggml_ext_quiet_log quiet;
     try {
-        const auto model = ggml_ext_rules_model({ "", 0, 0, 0, 0 });
+        const auto model = ggml_ext_make_model({ "", 0, 0, 0, 0 });
         const llama_model_quantize_params params = llama_model_quantize_default_params();
         quantize_state_impl qs(*model, &params);
         ggml_tensor tensor = {};

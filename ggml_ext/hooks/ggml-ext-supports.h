@@ -1,4 +1,4 @@
-// What a backend without kernels for the extension's types answers in supports_op: C, C++ and Objective-C.
+// Checks of supports_op for ggml-ext types, for C, C++ and Objective-C.
 #pragma once
 
 #include "ggml.h"
@@ -13,7 +13,7 @@ static inline bool ggml_ext_is_ext_type(enum ggml_type type) {
     }
 }
 
-// Operations that only name memory, of which tensors of any type may lie in a backend's buffers
+// Operations without computation: any backend's buffers may hold tensors of any type.
 static inline bool ggml_ext_op_names_memory(const struct ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_NONE:
@@ -27,14 +27,14 @@ static inline bool ggml_ext_op_names_memory(const struct ggml_tensor * op) {
     }
 }
 
-// True if op reads or writes values of our types: such a backend has to refuse it, then the scheduler gives it to another.
+// Whether op reads or writes values of ggml-ext types. A backend without kernels must refuse it, so that the scheduler picks another.
 static inline bool ggml_ext_op_needs_kernels(const struct ggml_tensor * op) {
     if (ggml_ext_op_names_memory(op)) {
         return false; // left to the backend's own rule
     }
-    bool found = ggml_ext_is_ext_type(op->type);
+    bool uses_ext_type = ggml_ext_is_ext_type(op->type);
     for (int i = 0; i < GGML_MAX_SRC; i++) {
-        found = found || (op->src[i] && ggml_ext_is_ext_type(op->src[i]->type));
+        uses_ext_type = uses_ext_type || (op->src[i] && ggml_ext_is_ext_type(op->src[i]->type));
     }
-    return found;
+    return uses_ext_type;
 }

@@ -1,4 +1,4 @@
-// Running a part of a model's graph: what libllama calls once a graph is built (ggml_ext/streams/graph-cut.cpp).
+// Run a part of a model's graph: libllama calls ggml_ext_cut_graph() after building a graph (ggml_ext/streams/graph-cut.cpp).
 #pragma once
 
 #include <functional>
@@ -8,10 +8,10 @@
 class llm_graph_result;
 struct ggml_cgraph;
 
-// Edits a graph before memory is found for it, and returns what fills the inputs that it made, to be called when they have memory.
+// Edits a graph before its memory is allocated. Returns a function that fills the inputs it added, to call after allocation.
 using ggml_ext_graph_cut = std::function<std::function<void()>(ggml_cgraph * graph)>;
 
-// For all contexts of the process. An empty cut (the default) leaves graphs as they are.
+// Set the cut for all contexts of the process; an empty one (the default) disables it.
 LLAMA_API void ggml_ext_set_graph_cut(ggml_ext_graph_cut cut);
 
 void ggml_ext_cut_graph(llm_graph_result & result);

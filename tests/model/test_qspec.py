@@ -235,5 +235,5 @@ def test_a_request_for_sampling_on_the_backend_is_refused(files):
         with pytest.raises(urllib.error.HTTPError) as error:
             ask(url, PROMPTS[0], backend_sampling=True)
         answer = json.load(error.value)["error"]
-        assert error.value.code == 400 and "backend_sampling would sample from the drafts" in answer["message"]
+        assert error.value.code == 400 and "backend_sampling does not work with --spec-type qspec" in answer["message"]
         assert ask(url, PROMPTS[0])["tokens_predicted"] > 0  # it lives on

@@ -1,6 +1,6 @@
 // A device that says yes to every operation, as a backend may that knows nothing of our types: what ggml makes of its answers. And for what
 // the client of an RPC server keeps them.
-#include "ggml-ext-rpc-question.h"
+#include "ggml-ext-rpc-support-key.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
@@ -47,7 +47,7 @@ bool rpc_asks_again(int type, const int64_t * known, const int64_t * asked) {
     ggml_context * ctx = ggml_init({ 1 << 16, nullptr, true });
     const auto question = [&](const int64_t * of) {
         ggml_tensor * weights = ggml_new_tensor_2d(ctx, (ggml_type) type, of[0], of[1]);
-        return ggml_ext_rpc_question(0, ggml_mul_mat(ctx, weights, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, of[0], of[2])));
+        return ggml_ext_rpc_support_key(0, ggml_mul_mat(ctx, weights, ggml_new_tensor_2d(ctx, GGML_TYPE_F32, of[0], of[2])));
     };
     const bool again = question(known) != question(asked);
     ggml_free(ctx);

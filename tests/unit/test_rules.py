@@ -405,9 +405,9 @@ def test_names_of_any_bytes(rules):
 def test_file_types_without_rules_are_not_answered(rules):
     """Floats, numbers that no file has, and activation types."""
     for ftype in (0, 1, 32, 5, 39, 190, 10_000, -1):
-        with pytest.raises(ValueError, match=f"file type {ftype} is none of quantized files"):
+        with pytest.raises(ValueError, match=f"file type {ftype} is not quantized"):
             rules.types(library.RuleModel("llama", 1), library.RuleFile(ftype), ["output.weight"], [(256, 4)], [False])
-    with pytest.raises(ValueError, match="513 layers are more than 512"):
+    with pytest.raises(ValueError, match="513 layers exceed the limit of 512"):
         rules.types(library.RuleModel("llama", 513), library.RuleFile(15), ["output.weight"], [(256, 4)], [False])
 
 
