@@ -36,7 +36,7 @@ void write_row(const uint d_offset, const uint first) {
     const uint tid = gl_LocalInvocationID.x;
 #if EXT_ROTATION
     for (uint item = tid; item < EXT_ITEMS; item += 64) {
-        ext_transform_neighbours(item);
+        ext_transform_neighbors(item);
     }
     barrier();
     for (uint item = tid; item < EXT_ITEMS; item += 64) {

@@ -21,7 +21,7 @@ void main() {
     }
     barrier();
     for (uint item = tid; item < EXT_ITEMS; item += 64) {
-        ext_transform_neighbours(item);
+        ext_transform_neighbors(item);
     }
     barrier();
     for (uint item = tid; item < EXT_ITEMS; item += 64) {

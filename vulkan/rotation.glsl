@@ -29,7 +29,7 @@ void ext_butterflies(inout float v[EXT_R]) {
     }
 }
 // First half for an item, in place: values R*item + i.
-void ext_transform_neighbours(const uint item) {
+void ext_transform_neighbors(const uint item) {
     float v[EXT_R];
     [[unroll]] for (uint i = 0; i < EXT_R; ++i) { v[i] = ext_shared[ext_padded(EXT_R*item + i)]; }
     ext_butterflies(v);

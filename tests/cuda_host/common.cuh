@@ -1,5 +1,5 @@
-// CUDA's device code as host code: in place of upstream's common.cuh, what the sources under cuda/ use of it and of CUDA.
-// The threads of a block are fibers of one thread, switched where a shuffle waits for the rest of its warp.
+// CUDA device code as host code: replaces the parts of upstream's common.cuh and of CUDA that cuda/ uses. The threads of a block are
+// fibers of one thread, which switch where a shuffle waits for the rest of its warp.
 #pragma once
 
 #include "ggml-ext-base.h"
@@ -33,12 +33,12 @@ extern thread_local dim3 threadIdx, blockIdx, gridDim;
 
 namespace ggml_ext {
 static inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t s) {
-    const uint64_t from = (uint64_t) hi << 32 | lo;
+    const uint64_t bytes = (uint64_t) hi << 32 | lo;
     uint32_t out = 0;
     for (int i = 0; i < 4; ++i) {
         const uint32_t sel = s >> 4*i & 15;
-        uint32_t byte = from >> 8*(sel & 7) & 0xff;
-        if (sel & 8) { // copies of the top bit
+        uint32_t byte = bytes >> 8*(sel & 7) & 0xff;
+        if (sel & 8) { // replicate the sign bit
             byte = byte & 0x80 ? 0xff : 0;
         }
         out |= byte << 8*i;
@@ -62,7 +62,7 @@ static inline uint32_t __float_as_uint(float x) { uint32_t u; memcpy(&u, &x, 4);
 static inline float __uint_as_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 static inline float __half2float(half h) { return ggml_fp16_to_fp32(h.bits); }
 static inline half2 make_half2(float x, float y) { return {{ggml_fp32_to_fp16(x)}, {ggml_fp32_to_fp16(y)}}; }
-static inline half __float2half_ru(float x) { // x is positive, Inf or NaN
+static inline half __float2half_ru(float x) { // x >= 0, Inf or NaN
     half h = {ggml_fp32_to_fp16(x)};
     h.bits += __half2float(h) < x;
     return h;
@@ -80,10 +80,10 @@ template <typename T> static inline T __shfl_xor_sync(uint32_t, T value, int lan
     return value;
 }
 
-// Runs body once for every thread of every block, a block at a time.
+// Run body for every thread of every block, one block after the other.
 void cuda_host_launch(dim3 grid, dim3 block, const std::function<void()> & body);
 
-// From now on launches run those blocks alone that are among the last n of the grid's x.
+// Restrict later launches to the last n blocks of grid x.
 extern "C" void cuda_host_run_last_blocks(unsigned n);
 
 static inline void ggml_cuda_pdl_sync() {}
@@ -100,7 +100,7 @@ static inline void ggml_cuda_kernel_launch(Kernel kernel, const ggml_cuda_kernel
 
 template <ggml_type> struct ggml_cuda_type_traits;
 
-// Of upstream's mmq.cuh: activations, and the shape of tiles of Q8_0 and Q8_1.
+// From upstream's mmq.cuh: activations, and the tile shapes of Q8_0 and Q8_1.
 constexpr int QK8_1_MMQ = 4*QK8_1;
 struct block_q8_1_mmq {
     union { float d4[4]; half2 ds4[4]; };

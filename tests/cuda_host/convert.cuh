@@ -1,4 +1,4 @@
-// In place of upstream's convert.cuh.
+// Replaces upstream's convert.cuh.
 #pragma once
 
 #include "common.cuh"

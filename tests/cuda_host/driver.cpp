@@ -1,4 +1,4 @@
-// The device code of cuda/ as a library that Python loads: see common.cuh.
+// The device code of cuda/ as a host library for Python (common.cuh).
 #include "cuda/dequantize.cuh"
 #include "cuda/mmq.cuh"
 #include "cuda/mmvq.cuh"
@@ -7,13 +7,13 @@
 
 #include <type_traits>
 
-// f(a null pointer to a block of the type)
+// Call f with a null pointer to a block of the type.
 template <typename F> static auto dispatch(int type, F f) {
     switch (type) {
 #define CASE(NAME, name) case GGML_TYPE_##NAME: return f((const block_##name *) nullptr);
         GGML_EXT_WEIGHT_TYPES(CASE)
 #undef CASE
-        default: GGML_ABORT("type %d is not a type of weights", type);
+        default: GGML_ABORT("type %d is not a weight type", type);
     }
 }
 #define BLOCK_OF(tag) std::remove_const_t<std::remove_pointer_t<decltype(tag)>>
@@ -23,7 +23,7 @@ template <typename F> static void dispatch_result(int type, void * y, F f) {
         case GGML_TYPE_F32:  return f((float *) y);
         case GGML_TYPE_F16:  return f((half *) y);
         case GGML_TYPE_BF16: return f((nv_bfloat16 *) y);
-        default: GGML_ABORT("type %d is not a type of results", type);
+        default: GGML_ABORT("type %d is not a result type", type);
     }
 }
 
@@ -32,7 +32,7 @@ extern "C" {
 uint32_t cuda_host_byte_perm(uint32_t lo, uint32_t hi, uint32_t s) { return __byte_perm(lo, hi, s); }
 uint32_t cuda_host_prmt(uint32_t lo, uint32_t hi, uint32_t s) { return ggml_ext::prmt(lo, hi, s); }
 
-// As ggml_ext_unpack_block().
+// Same interface as ggml_ext_unpack_block().
 void cuda_host_unpack(int type, const void * block, uint8_t * q, int32_t * scale, float * d, float * offset) {
     dispatch(type, [&](auto * tag) {
         using B = BLOCK_OF(tag);
@@ -51,11 +51,11 @@ void cuda_host_unpack(int type, const void * block, uint8_t * q, int32_t * scale
     });
 }
 
-// Product of a row with a row of block_q8. The row begins with block ib0 of x, as kernels count.
+// Dot product of a row with a row of block_q8. The row begins at block ib0 of x.
 float cuda_host_vec_dot(int type, const void * x, int64_t ib0, const void * y, int64_t n_blocks) {
     return dispatch(type, [&](auto * tag) {
         using B = BLOCK_OF(tag);
-        using U = ggml_cuda_type_traits<ggml_ext::traits<B>::type>; // what upstream knows: mul_mat_vec_q
+        using U = ggml_cuda_type_traits<ggml_ext::traits<B>::type>; // the traits that mul_mat_vec_q uses
         float sum = 0;
         for (int64_t ib = 0; ib < n_blocks; ++ib) {
             for (int k = 0; k < U::qi/GGML_EXT_VDR_MMVQ; ++k) {
@@ -66,13 +66,13 @@ float cuda_host_vec_dot(int type, const void * x, int64_t ib0, const void * y, i
     });
 }
 
-// Rows of ne00 floats, stride s01, into rows of block_q8 for ne0 values: ne1 of them, ne2 times with stride s02, ne3 with s03.
+// Quantize ne1*ne2*ne3 rows of ne00 floats, strides s01, s02 and s03, to rows of block_q8 for ne0 values.
 void cuda_host_quantize(int type, const float * x, void * y, int64_t ne00, int64_t s01, int64_t s02, int64_t s03, int64_t ne0,
                         int64_t ne1, int64_t ne2, int64_t ne3) {
     ggml_ext::quantize_row_q8_cuda(x, y, (ggml_type) type, ne00, s01, s02, s03, ne0, ne1, ne2, ne3, nullptr);
 }
 
-// n contiguous weights to F32, F16 or BF16
+// Dequantize n contiguous weights to F32, F16 or BF16.
 void cuda_host_dequantize(int type, const void * x, void * y, int dst_type, int64_t n) {
     dispatch(type, [&](auto * tag) {
         dispatch_result(dst_type, y, [&](auto * out) { ggml_ext::dequantize_cuda<BLOCK_OF(tag)>(x, out, n, nullptr); });
@@ -99,7 +99,7 @@ void cuda_host_get_rows(int type, const void * x, const int32_t * ids, void * y,
     });
 }
 
-// false if the backend says that it has no such copy
+// Returns false if the backend does not support the copy.
 bool cuda_host_copy(int type, const void * x, void * y, int dst_type, const int64_t * ne, const size_t * nb_x, const size_t * nb_y) {
     ggml_tensor src = {}, dst = {};
     src.type = (ggml_type) type;
@@ -118,7 +118,7 @@ bool cuda_host_copy(int type, const void * x, void * y, int dst_type, const int6
     return true;
 }
 
-// Fills a tile of 128 rows with 256 weights from block kbx0 on, of rows that are `stride` blocks apart, the last one i_max where that matters.
+// Load 256 weights of 128 rows from block kbx0 on. stride: blocks per row; i_max: last row, for fallback.
 void cuda_host_load_tiles(int type, const void * x, int32_t * tile, int kbx0, int i_max, int stride, bool mma, bool fallback) {
     dispatch(type, [&](auto * tag) {
         constexpr ggml_type T = ggml_ext::traits<BLOCK_OF(tag)>::type;
@@ -128,7 +128,7 @@ void cuda_host_load_tiles(int type, const void * x, int32_t * tile, int kbx0, in
     });
 }
 
-// block_q8_1_mmq of the rows of x for a rotated type; false if upstream's kernel serves the type. ids as the kernel takes them.
+// Quantize the rows of x to block_q8_1_mmq. Returns false if upstream's kernel serves the type.
 bool cuda_host_quantize_mmq(int type, const float * x, const int32_t * ids, void * y, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
                             int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
     if (!ggml_ext::quantizes_for_mmq((ggml_type) type)) {
@@ -138,20 +138,21 @@ bool cuda_host_quantize_mmq(int type, const float * x, const int32_t * ids, void
     return true;
 }
 
-// The same, a token's row to each of its n_used columns
+// The same, with each token's row in each of its n_used columns.
 void cuda_host_quantize_scatter(int type, const float * x, const int32_t * ids, void * y, int64_t ne00, int64_t stride_token,
                                 int64_t ne0, int64_t n_tokens, int64_t n_columns, int n_used) {
     ggml_ext::quantize_mmq_cuda<true>(x, ids, y, (ggml_type) type, ne00, 0, stride_token, 0, ne0, n_tokens, n_columns, 1, 1, n_used, nullptr);
 }
 
-// Rows of x (ne[1], ne[2], ne[3] of ne[0], strides s in floats) to pairs of rows at y; groups: of split.cuh; to: strides 1 to 3 and r.
-void cuda_host_split(int type, int groups, const float * x, float * y, const int64_t * ne, const int64_t * s, const int64_t * to) {
+// Split rows of x of shape ne, strides s, into pairs of rows at y. groups: a split_groups; y_strides: strides 1 to 3, and r.
+void cuda_host_split(int type, int groups, const float * x, float * y, const int64_t * ne, const int64_t * s, const int64_t * y_strides) {
     ggml_ext::split_activations_cuda(x, y, (ggml_type) type, (ggml_ext::split_groups) groups, ne[0], s[0], s[1], s[2],
-                                     {{0, to[0], to[1], to[2]}, to[3]}, ne[1], ne[2], ne[3], nullptr);
+                                     {{0, y_strides[0], y_strides[1], y_strides[2]}, y_strides[3]}, ne[1], ne[2], ne[3], nullptr);
 }
 
-void cuda_host_add_residuals(const float * y, float * sum, const int64_t * ne, const int64_t * from, const int64_t * s) {
-    ggml_ext::add_residuals_cuda(y, sum, ne[0], {{0, from[0], from[1], from[2]}, from[3]}, s[0], s[1], s[2], ne[1], ne[2], ne[3], nullptr);
+void cuda_host_add_residuals(const float * y, float * sum, const int64_t * ne, const int64_t * y_strides, const int64_t * s) {
+    ggml_ext::add_residuals_cuda(y, sum, ne[0], {{0, y_strides[0], y_strides[1], y_strides[2]}, y_strides[3]}, s[0], s[1], s[2],
+                                 ne[1], ne[2], ne[3], nullptr);
 }
 
 void cuda_host_double_ids(const int32_t * ids, int32_t * out, int64_t n_used, int64_t stride, int64_t n_tokens) {

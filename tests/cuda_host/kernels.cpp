@@ -1,4 +1,4 @@
-// tests/gpu/kernels.cu as host code: the rehearsal of what scripts/gpu/gpu_check.py runs on a GPU.
+// tests/gpu/kernels.cu as host code, to test it without a GPU.
 #include "runtime.h"
 
 #include "../gpu/kernels.cu"

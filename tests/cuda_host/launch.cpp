@@ -1,4 +1,4 @@
-// How kernels run as host code: a block of threads at a time, as fibers.
+// Launches of kernels as host code: one block of threads at a time, as fibers.
 #include "runtime.h"
 
 #include "../native/fibers.h"

@@ -1,4 +1,4 @@
-// In place of upstream's mmq.cuh.
+// Replaces upstream's mmq.cuh.
 #pragma once
 
 #include "common.cuh"

@@ -1,5 +1,5 @@
-// What tests/gpu/kernels.cu uses of CUDA's runtime, on the host: memory is memory, launches have ended when they return, a
-// graph is the list of launches that were captured.
+// The parts of CUDA's runtime that tests/gpu/kernels.cu uses, on the host. Device memory is host memory, launches are synchronous, and
+// a graph is the list of captured launches.
 #pragma once
 
 #include "common.cuh"
@@ -16,8 +16,8 @@ enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice 
 static inline cudaError_t cudaMalloc(void ** p, size_t n) { *p = aligned_alloc(256, (n + 255)/256*256); return *p ? 0 : 2; }
 static inline cudaError_t cudaFree(void * p) { free(p); return 0; }
 static inline cudaError_t cudaMemset(void * p, int value, size_t n) { memset(p, value, n); return 0; }
-static inline cudaError_t cudaMemcpy(void * to, const void * from, size_t n, int) { memcpy(to, from, n); return 0; }
-static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, int) { memcpy(to, from, n); return 0; }
+static inline cudaError_t cudaMemcpy(void * dst, const void * src, size_t n, int) { memcpy(dst, src, n); return 0; }
+static inline cudaError_t cudaMemcpyAsync(void * dst, const void * src, size_t n, int) { memcpy(dst, src, n); return 0; }
 static inline cudaError_t cudaDeviceSynchronize() { return 0; }
 
 enum { cudaStreamNonBlocking, cudaStreamCaptureModeThreadLocal };
@@ -28,7 +28,7 @@ static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return 0; }
 
 typedef std::vector<std::function<void()>> * cudaGraph_t;
 typedef cudaGraph_t cudaGraphExec_t;
-void cuda_host_capture(cudaGraph_t graph); // of the launches from now on; nullptr ends it
+void cuda_host_capture(cudaGraph_t graph); // capture launches; nullptr ends the capture
 static cudaGraph_t cuda_host_graph;
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) {
     cuda_host_capture(cuda_host_graph = new std::vector<std::function<void()>>);
@@ -50,8 +50,8 @@ static inline cudaError_t cudaEventCreate(cudaEvent_t *) { return 0; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return 0; }
 static inline cudaError_t cudaEventRecord(cudaEvent_t & e, cudaStream_t = nullptr) { e = std::chrono::steady_clock::now(); return 0; }
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return 0; }
-static inline cudaError_t cudaEventElapsedTime(float * ms, cudaEvent_t from, cudaEvent_t to) {
-    *ms = std::chrono::duration<float, std::milli>(to - from).count();
+static inline cudaError_t cudaEventElapsedTime(float * ms, cudaEvent_t start, cudaEvent_t stop) {
+    *ms = std::chrono::duration<float, std::milli>(stop - start).count();
     return 0;
 }
 

@@ -1,13 +1,13 @@
-// Microseconds of matrix products on a backend, one line of JSON each:
+// Time matrix products on a backend, one line of JSON each:
 //
 //   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] ROWSxCOLSxTOKENS[xEXPERTSxUSED] ...
 //   ggml-ext-gpu-bench DEVICE TYPE[,TYPE...] --large MEGABYTES
 //   ggml-ext-gpu-bench DEVICE --copy MEGABYTES
 //
-// The third prints the bandwidth of a copy on the device, bytes read and written. The second checks products and look-ups of a matrix of so many bytes, which may pass 2^32; it exits with 1 if one is wrong.
-//
-// As many matrices as pass 512 MB are multiplied in turn, so that none comes from a cache; the quantisation of activations
-// is part of each product. With EXPERTS, mul_mat_id over that many matrices, of which each token takes USED at random.
+// The first form multiplies several matrices, more than 512 MB together, so that none is cached. Times include the quantization of
+// activations. With EXPERTS it times mul_mat_id over that many matrices, of which each token uses USED at random. --large checks the
+// products and get_rows of a matrix of MEGABYTES, which may exceed 2^32 bytes, and exits with 1 on errors. --copy prints the bandwidth
+// of a copy on the device, bytes read plus written.
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -24,18 +24,18 @@
 #include <vector>
 
 static std::vector<std::string> split(const std::string & text, char separator) {
-    std::vector<std::string> out;
+    std::vector<std::string> parts;
     std::stringstream stream(text);
     for (std::string part; std::getline(stream, part, separator);) {
-        out.push_back(part);
+        parts.push_back(part);
     }
-    return out;
+    return parts;
 }
 
 static ggml_type type_by_name(const std::string & name) {
     for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
-        const char * found = ggml_type_name((ggml_type) i);
-        if (found && name == found) {
+        const char * type_name = ggml_type_name((ggml_type) i);
+        if (type_name && name == type_name) {
             return (ggml_type) i;
         }
     }
@@ -43,8 +43,8 @@ static ggml_type type_by_name(const std::string & name) {
     exit(1);
 }
 
-// Bytes of n_rows rows: 16 encoded ones over and over, since no kernel's speed depends on values and encoding takes long.
-static std::vector<uint8_t> rows(ggml_type type, int64_t n_rows, int64_t n_cols) {
+// Make n_rows rows by repeating 16 encoded ones: encoding is slow, and no kernel's speed depends on the values.
+static std::vector<uint8_t> make_rows(ggml_type type, int64_t n_rows, int64_t n_cols) {
     const int64_t n_distinct = std::min<int64_t>(16, n_rows);
     std::mt19937 rng(1);
     std::normal_distribution<float> normal(0, 0.02f);
@@ -87,7 +87,7 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
         fprintf(stderr, "error: %s does not multiply %s\n", ggml_backend_name(backend), ggml_type_name(type));
         exit(1);
     }
-    const std::vector<uint8_t> data = rows(type, m, k);
+    const std::vector<uint8_t> data = make_rows(type, m, k);
     for (ggml_tensor * w : weights) {
         for (int64_t e = 0; e < std::max<int64_t>(1, n_experts); ++e) {
             ggml_backend_tensor_set(w, data.data(), e*data.size(), data.size());
@@ -119,7 +119,7 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
         ggml_backend_synchronize(backend);
         return 1e6*std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()/times/n_products;
     };
-    run(3); // also records the graph
+    run(3); // warm-up, also records the graph
     const int times = (int) std::min(50.0, std::max(3.0, 20e3/(run(1)*n_products)));
     std::vector<double> us;
     for (int i = 0; i < 5; ++i) {
@@ -133,15 +133,15 @@ static void measure(ggml_backend_t backend, ggml_type type, int64_t m, int64_t k
     ggml_free(ctx);
 }
 
-// The bandwidth of copies of n_bytes within the device's memory, the best of five.
+// Print the bandwidth of copies of n_bytes in device memory, the best of five.
 static void measure_copy(ggml_backend_t backend, int64_t n_bytes) {
     const int n_copies = 8;
     ggml_init_params params = { ggml_tensor_overhead()*(n_copies + 8) + ggml_graph_overhead(), nullptr, true };
     ggml_context * ctx   = ggml_init(params);
     ggml_cgraph *  graph = ggml_new_graph(ctx);
-    ggml_tensor *  from  = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_bytes/4), * to = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_bytes/4);
+    ggml_tensor *  src   = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_bytes/4), * dst = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_bytes/4);
     for (int i = 0; i < n_copies; ++i) {
-        ggml_build_forward_expand(graph, ggml_cpy(ctx, i%2 ? to : from, i%2 ? from : to));
+        ggml_build_forward_expand(graph, ggml_cpy(ctx, i%2 ? dst : src, i%2 ? src : dst));
     }
     ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
     if (!buffer) {
@@ -162,8 +162,8 @@ static void measure_copy(ggml_backend_t backend, int64_t n_bytes) {
     ggml_free(ctx);
 }
 
-// Row i of rows() equals row i%16: so do its product with one column, in every bit, with 16 columns, where the terms may be added
-// up in another order, and itself. Whether the first 16 are right is for test-backend-ops to say.
+// Check that all rows give the result of row i%16, which they equal: bit-equal for get_rows and for one column; for 16 columns the order
+// of summation may differ. test-backend-ops checks the first 16 rows.
 static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes) {
     const int64_t k = 4096, n_distinct = 16, m = n_bytes/(int64_t) ggml_row_size(type, k)/n_distinct*n_distinct + n_distinct;
     ggml_init_params params = { ggml_tensor_overhead()*16 + ggml_graph_overhead(), nullptr, true };
@@ -184,8 +184,8 @@ static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes)
         exit(1);
     }
     ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    const int64_t n_part = std::min<int64_t>(m, 1 << 14); // rows that are copied at once
-    const std::vector<uint8_t> data = rows(type, n_part, k);
+    const int64_t n_part = std::min<int64_t>(m, 1 << 14); // rows per copy
+    const std::vector<uint8_t> data = make_rows(type, n_part, k);
     for (int64_t i = 0; i < m; i += n_part) {
         ggml_backend_tensor_set(w, data.data(), i*w->nb[1], std::min(n_part, m - i)*w->nb[1]);
     }
@@ -205,12 +205,12 @@ static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes)
     ggml_backend_tensor_set(ids, indices.data(), 0, ggml_nbytes(ids));
     bool ok = ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS;
 
-    std::vector<float> expected(n_distinct*k), found(n_distinct*k);
+    std::vector<float> expected(n_distinct*k), actual(n_distinct*k);
     ggml_get_type_traits(type)->to_float(data.data(), expected.data(), n_distinct*k);
-    ggml_backend_tensor_get(last, found.data(), 0, ggml_nbytes(last));
+    ggml_backend_tensor_get(last, actual.data(), 0, ggml_nbytes(last));
     int64_t n_wrong = 0, first = -1;
     for (int64_t i = 0; i < n_distinct*k; ++i) {
-        if (found[i] != expected[i] && n_wrong++ == 0) {
+        if (actual[i] != expected[i] && n_wrong++ == 0) {
             first = m - n_distinct + i/k;
         }
     }
@@ -223,8 +223,7 @@ static bool check_large(ggml_backend_t backend, ggml_type type, int64_t n_bytes)
             for (int64_t i = 0; i < n_distinct; ++i) {
                 largest = std::max(largest, std::fabs(column[i]));
             }
-            // sums of k/32 floats in another order differ by k/32 half units in the last place of their largest part, which is a
-            // few times the largest result
+            // another order of k/32 terms adds up to k/32 roundings of the largest partial sum, at most four times the largest result
             const float tolerance = t->ne[1] == 1 ? 0 : k/32*4*6e-8f*largest;
             for (int64_t i = 0; i < m; ++i) {
                 if (!(std::fabs(column[i] - column[i%n_distinct]) <= tolerance) && n_wrong++ == 0) {
@@ -253,10 +252,10 @@ int main(int argc, char ** argv) {
     ggml_backend_load_all();
     ggml_backend_t backend = ggml_backend_init_by_name(argv[1], nullptr);
     if (!backend) {
-        fprintf(stderr, "error: there is no device %s\n", argv[1]);
+        fprintf(stderr, "error: no device %s\n", argv[1]);
         return 1;
     }
-    // the CPU's own number of threads is four: more than there are cores, they wait for one another for ever
+    // the CPU backend defaults to four threads, which spin very slowly on fewer cores
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
     const auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
     if (set_n_threads) {

@@ -1,4 +1,4 @@
-// What kernels.cu's checks and timings share: memory on the device, graphs, numbers.
+// Shared by the checks and timings of kernels.cu: device memory, graphs, random numbers.
 #pragma once
 
 #include "common.cuh"
@@ -7,7 +7,7 @@
 
 static bool few = false; // --few: little data
 
-// Memory on the device, of whole words as buffers of tensors are: unpack.cuh may read the last one's padding.
+// Device memory, rounded up to full words as for tensors: unpack.cuh may read the padding.
 template <typename T> struct buffer {
     T *    data;
     size_t n;
@@ -15,20 +15,20 @@ template <typename T> struct buffer {
         CUDA_CHECK(cudaMalloc((void **) &data, (n*sizeof(T) + 3)/4*4));
         CUDA_CHECK(cudaMemset(data, 0x55, n*sizeof(T)));
     }
-    explicit buffer(const std::vector<T> & from) : buffer(from.size()) {
-        CUDA_CHECK(cudaMemcpy(data, from.data(), n*sizeof(T), cudaMemcpyHostToDevice));
+    explicit buffer(const std::vector<T> & values) : buffer(values.size()) {
+        CUDA_CHECK(cudaMemcpy(data, values.data(), n*sizeof(T), cudaMemcpyHostToDevice));
     }
     buffer(const buffer &) = delete;
     ~buffer() { cudaFree(data); }
     std::vector<T> get() const {
-        std::vector<T> out(n);
+        std::vector<T> values(n);
         CUDA_CHECK(cudaDeviceSynchronize());
-        CUDA_CHECK(cudaMemcpy(out.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
-        return out;
+        CUDA_CHECK(cudaMemcpy(values.data(), data, n*sizeof(T), cudaMemcpyDeviceToHost));
+        return values;
     }
 };
 
-// What f puts on a stream, to be launched as one.
+// The launches of f on a stream as a CUDA graph.
 struct captured_graph {
     cudaGraph_t     graph;
     cudaGraphExec_t exec;

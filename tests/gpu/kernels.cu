@@ -1,10 +1,10 @@
-// The device code of cuda/ on a GPU against the scalar references: unpack, rotation, quantisation of activations,
-// dequantisation; kernels that begin before the one ahead of them has ended; tensors of more than 2^32 bytes. Prints a line of
-// JSON for each check and one for each timing; exits with 1 if a check failed.
+// Check the device code of cuda/ on a GPU against the scalar references: unpack, rotation, quantization of activations, dequantization,
+// programmatic dependent launch, and tensors of more than 2^32 bytes. Prints a line of JSON per check and timing; exits with 1 if a
+// check fails.
 //
 //   ggml-ext-gpu-kernels [--few] [--no-timings] [--only-timings]
 //
-// --few: every kind of check on little data, for sanitizers, and for the rehearsal as host code (tests/cuda_host/kernels.cpp).
+// --few: all checks on little data, for sanitizers and for host code (tests/cuda_host/kernels.cpp).
 #include "mmq.cuh"
 #include "cuda/dequantize.cuh"
 #include "cuda/quantize.cuh"
@@ -17,7 +17,7 @@
 
 static bool all_passed = true;
 
-// As the backend launches: kernels that ask for it may begin before those ahead of them have ended.
+// Launch like the backend, with programmatic dependent launch.
 template <typename Kernel, typename... Args>
 static void launch(Kernel kernel, int64_t n_blocks, cudaStream_t stream, Args... args) {
     ggml_cuda_kernel_launch(kernel, ggml_cuda_kernel_launch_params(dim3(n_blocks, 1, 1), dim3(32, 1, 1), 0, stream), args...);
@@ -45,11 +45,11 @@ static uint32_t bits_of(float x) {
     return u;
 }
 
-// Every bit alone, every bit but one, random bytes. Finite scales where asked for.
+// Blocks with one bit set, with all but one bit set, and random ones. valid: only those with finite scales.
 template <typename B> static std::vector<uint8_t> blocks(bool valid) {
     std::vector<uint8_t> out;
     const int n_bits = 8*sizeof(B), n_random = few ? 16 : 3000;
-    for (int i = 0; i < 2*n_bits + n_random + 1; i += few && i < 2*n_bits ? 32 : 1) { // an odd number
+    for (int i = 0; i < 2*n_bits + n_random + 1; i += few && i < 2*n_bits ? 32 : 1) { // an odd number of blocks
         uint8_t b[sizeof(B)] = {};
         for (size_t j = 0; j < sizeof(B); ++j) {
             b[j] = i < 2*n_bits ? (i < n_bits ? 0 : 0xff) : (uint8_t) rng();
@@ -85,7 +85,7 @@ template <typename B> static __global__ void unpack_blocks(const B * x, int n, r
     for (int i = 0; i < 32; ++i) {
         out[ib].q[T::block_size/8*(i/4) + 4*k + i%4] = (int8_t) (u.q[i/4] >> 8*(i%4));
     }
-    if (k == ib%n_threads) { // each thread knows the scales
+    if (k == ib%n_threads) { // all threads have the scales
         for (int s = 0; s < T::n_groups; ++s) {
             out[ib].scale[s] = T::n_groups == 1 ? 1 : u.scale[s];
         }
@@ -94,7 +94,7 @@ template <typename B> static __global__ void unpack_blocks(const B * x, int n, r
     }
 }
 
-// The first block lies `shift` bytes behind a multiple of four: with 0 and 2 each block that may lie at both has been at both.
+// Check unpack with the first block `shift` bytes after a multiple of four. 0 and 2 cover both alignments of each block.
 template <typename B> static void check_unpack(const char * name, int shift) {
     const std::vector<uint8_t> bytes = blocks<B>(false);
     std::vector<uint8_t> shifted(shift, 0xa5);
@@ -104,16 +104,16 @@ template <typename B> static void check_unpack(const char * name, int shift) {
     const buffer<reference> u(n);
     typedef ggml_ext::traits<B> T;
     launch(unpack_blocks<B>, (ggml_ext::N_THREADS<B>*n + 31)/32, nullptr, (const B *) (x.data + shift), n, u.data);
-    const std::vector<reference> found = u.get();
+    const std::vector<reference> actual = u.get();
     int64_t     n_wrong = 0;
     std::string first;
     for (int i = 0; i < n; ++i) {
         reference r = {};
         ggml_ext_unpack_block(T::type, &bytes[i*sizeof(B)], r.q, r.scale, &r.d, &r.offset);
-        const bool same = memcmp(r.q, found[i].q, T::block_size) == 0 &&
-            memcmp(r.scale, found[i].scale, T::n_groups*sizeof(int32_t)) == 0 &&
-            (bits_of(r.d) == bits_of(found[i].d) || (std::isnan(r.d) && std::isnan(found[i].d))) &&
-            (bits_of(r.offset) == bits_of(found[i].offset) || (std::isnan(r.offset) && std::isnan(found[i].offset)));
+        const bool same = memcmp(r.q, actual[i].q, T::block_size) == 0 &&
+            memcmp(r.scale, actual[i].scale, T::n_groups*sizeof(int32_t)) == 0 &&
+            (bits_of(r.d) == bits_of(actual[i].d) || (std::isnan(r.d) && std::isnan(actual[i].d))) &&
+            (bits_of(r.offset) == bits_of(actual[i].offset) || (std::isnan(r.offset) && std::isnan(actual[i].offset)));
         if (!same && n_wrong++ == 0) {
             first = "block " + std::to_string(i) + " " + hex(&bytes[i*sizeof(B)], sizeof(B));
         }
@@ -121,7 +121,7 @@ template <typename B> static void check_unpack(const char * name, int shift) {
     report(std::string("unpack ") + name + (shift ? ", shifted" : ""), n, n_wrong, first);
 }
 
-// Equal bits, but for -0, and with what flushes subnormal numbers to zero.
+// Equal, where subnormals may be flushed to zero.
 static bool same_float(float a, float b) {
     return a == b || (std::fabs(a) < FLT_MIN && std::fabs(b) < FLT_MIN);
 }
@@ -133,14 +133,14 @@ template <typename B, typename T, typename F> static void check_dequantize(const
     const buffer<uint8_t> x(bytes);
     const buffer<T>       y(n);
     ggml_ext::dequantize_cuda<B>(x.data, y.data, n, nullptr);
-    const std::vector<T> found = y.get();
+    const std::vector<T> actual = y.get();
     std::vector<float>   expected(n);
     ggml_get_type_traits(ggml_ext::traits<B>::type)->to_float(bytes.data(), expected.data(), n);
     int64_t     n_wrong = 0;
     std::string first;
     for (int64_t i = 0; i < n; ++i) {
-        const float f = as_float(found[i]), e = expected[i];
-        // one rounding to the result's type, or its largest number passed
+        const float f = as_float(actual[i]), e = expected[i];
+        // one rounding to the result's type, or overflow
         const bool same = rel == 0 ? same_float(f, e) : std::fabs(f - e) <= rel*std::fabs(e) + 6e-8f || (std::isinf(f) && std::fabs(e) >= 65504);
         if (!same && n_wrong++ == 0) {
             first = "weight " + std::to_string(i%block_size) + " is " + std::to_string(f) + ", not " + std::to_string(e) + ", block " +
@@ -154,8 +154,8 @@ template <int n> static __global__ void rotate_blocks(float * x) {
     float v[ggml_ext::N_PER_LANE];
     ggml_ext::load_values<n, true>(x + QK_K*blockIdx.x, QK_K, threadIdx.x, v);
     for (int i = 0; i < ggml_ext::N_PER_LANE; ++i) {
-        const int at = n*ggml_ext::lane_block<n>(threadIdx.x) + ggml_ext::N_LANES<n>*i + ggml_ext::block_lane<n>(threadIdx.x);
-        x[QK_K*blockIdx.x + at] = v[i];
+        const int j = n*ggml_ext::lane_block<n>(threadIdx.x) + ggml_ext::N_LANES<n>*i + ggml_ext::block_lane<n>(threadIdx.x);
+        x[QK_K*blockIdx.x + j] = v[i];
     }
 }
 
@@ -164,17 +164,17 @@ template <int n> static void check_rotation() {
     std::vector<float> x = gaussian(n_warps*QK_K);
     const buffer<float> y(x);
     launch(rotate_blocks<n>, n_warps, nullptr, y.data);
-    const std::vector<float> found = y.get();
+    const std::vector<float> actual = y.get();
     ggml_ext_rotate(x.data(), x.size()/n, n);
     int64_t n_wrong = 0;
     for (size_t i = 0; i < x.size(); ++i) {
-        n_wrong += !same_float(found[i], x[i]);
+        n_wrong += !same_float(actual[i], x[i]);
     }
     report("rotation of " + std::to_string(n), x.size(), n_wrong, "");
 }
 
-// Scales cover what a thread multiplies and are no larger than bfloat16's rounding makes them; values lie within half a step.
-// Rows are padded from ne00 to ne0; those of blocks of 64 end in the middle of 256 values.
+// Check that scales cover a thread's values and exceed them only by the rounding to bfloat16, and that errors are within half a step.
+// Rows are padded from ne00 to ne0; with 64-weight blocks they end inside 256 values.
 template <typename B> static void check_quantize() {
     typedef ggml_ext::traits<B> T;
     typedef ggml_ext::block_q8<T::block_size> block_y;
@@ -223,19 +223,19 @@ template <typename B> static void check_quantize() {
     report(std::string("quantize for ") + ggml_type_name(T::type), ne2*ne1*ne0/32, n_wrong, first);
 }
 
-// --- kernels that begin before the one ahead of them has ended -------------------------------------------------------
+// --- programmatic dependent launch -----------------------------------------------------------------------------------
 
-// x[i] = from[i + shift], in a while: `next` is the identity, which the compiler does not know, read from memory each time.
-static __global__ void write_slowly(uint32_t * x, const uint32_t * from, const uint32_t * next, uint32_t n, uint32_t shift, int n_reads) {
+// x[i] = src[i + shift], slowly: `next` is the identity, unknown to the compiler, and is read n_reads times.
+static __global__ void write_slowly(uint32_t * x, const uint32_t * src, const uint32_t * next, uint32_t n, uint32_t shift, int n_reads) {
     ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     const uint32_t i = blockIdx.x*32 + threadIdx.x;
     if (i < n) {
-        uint32_t at = (i + shift) % n;
-        for (int j = 0; j < n_reads; ++j) {
-            at = next[at];
+        uint32_t j = (i + shift) % n;
+        for (int k = 0; k < n_reads; ++k) {
+            j = next[j];
         }
-        x[i] = from[at];
+        x[i] = src[j];
     }
 }
 
@@ -248,44 +248,44 @@ static __global__ void copy_words(const uint32_t * x, uint32_t * y, uint32_t n) 
     }
 }
 
-// Over and over: other input is written into the same place, run(stream, x, y) reads it, its result is copied away. All of that
-// at once, on a stream and out of a graph, gives what it gives with each launch waited for.
-template <typename F> static void check_chain(const std::string & name, const std::vector<uint32_t> & from, size_t n_out, F run) {
+// Check a chain of launches, repeated n_steps times: write new input to x, run(stream, x, y), copy y. Without waiting, on a stream and
+// in a graph, the results must equal those with a wait after each launch.
+template <typename F> static void check_chain(const std::string & name, const std::vector<uint32_t> & input, size_t n_out, F run) {
     const int n_steps = few ? 2 : 64, n_reads = few ? 2 : 50;
-    const uint32_t n = from.size();
+    const uint32_t n = input.size();
     std::vector<uint32_t> identity(n);
     for (uint32_t i = 0; i < n; ++i) {
         identity[i] = i;
     }
-    const buffer<uint32_t> source(from), next(identity), x(n), y(n_out), out(n_out*n_steps);
+    const buffer<uint32_t> source(input), next(identity), x(n), y(n_out), out(n_out*n_steps);
     cudaStream_t stream;
-    CUDA_CHECK(cudaDeviceSynchronize()); // buffers are filled on another stream
+    CUDA_CHECK(cudaDeviceSynchronize()); // another stream fills the buffers
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     const auto steps = [&](bool wait) {
         for (int i = 0; i < n_steps; ++i) {
-            const auto waited = [&] { CUDA_CHECK(wait ? cudaStreamSynchronize(stream) : cudaSuccess); };
+            const auto wait_for_launch = [&] { CUDA_CHECK(wait ? cudaStreamSynchronize(stream) : cudaSuccess); };
             launch(write_slowly, (n + 31)/32, stream, x.data, (const uint32_t *) source.data, (const uint32_t *) next.data, n, 37u*i, n_reads);
-            waited();
+            wait_for_launch();
             run(stream, x.data, y.data);
-            waited();
+            wait_for_launch();
             launch(copy_words, (n_out + 31)/32, stream, (const uint32_t *) y.data, out.data + n_out*i, (uint32_t) n_out);
-            waited();
+            wait_for_launch();
         }
     };
     steps(true);
     const std::vector<uint32_t> expected = out.get();
     const auto compare = [&](const char * how) {
-        const std::vector<uint32_t> found = out.get();
+        const std::vector<uint32_t> actual = out.get();
         int64_t     n_wrong = 0;
         std::string first;
-        for (size_t i = 0; i < found.size(); ++i) {
-            if (found[i] != expected[i] && n_wrong++ == 0) {
+        for (size_t i = 0; i < actual.size(); ++i) {
+            if (actual[i] != expected[i] && n_wrong++ == 0) {
                 first = "step " + std::to_string(i/n_out) + " word " + std::to_string(i%n_out);
             }
         }
-        CUDA_CHECK(cudaMemset(out.data, 0x55, found.size()*4));
+        CUDA_CHECK(cudaMemset(out.data, 0x55, actual.size()*4));
         CUDA_CHECK(cudaDeviceSynchronize());
-        report(name + " behind a kernel, " + how, found.size(), n_wrong, first);
+        report(name + " behind a kernel, " + how, actual.size(), n_wrong, first);
     };
     CUDA_CHECK(cudaMemset(out.data, 0x55, expected.size()*4));
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -301,7 +301,7 @@ template <typename F> static void check_chain(const std::string & name, const st
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-static std::vector<uint32_t> words_of(const void * data, size_t n_bytes) {
+static std::vector<uint32_t> to_words(const void * data, size_t n_bytes) {
     std::vector<uint32_t> words(n_bytes/4);
     memcpy(words.data(), data, 4*words.size());
     return words;
@@ -311,24 +311,24 @@ template <typename B> static void check_chains(const char * name) {
     const ggml_type type = ggml_ext::traits<B>::type;
     const int64_t k = few ? 512 : 2048, n_columns = few ? 2 : 5;
     const std::vector<float> x = gaussian(k*n_columns);
-    check_chain(std::string("quantize for ") + name, words_of(x.data(), 4*x.size()), k*n_columns/32*9, [&](cudaStream_t stream, void * x, void * y) {
+    check_chain(std::string("quantize for ") + name, to_words(x.data(), 4*x.size()), k*n_columns/32*9, [&](cudaStream_t stream, void * x, void * y) {
         ggml_ext::quantize_row_q8_cuda((const float *) x, y, type, k, k, k*n_columns, 0, k, n_columns, 1, 1, stream);
     });
     if (ggml_ext::quantizes_for_mmq(type)) {
-        check_chain(std::string("quantize for tiles of ") + name, words_of(x.data(), 4*x.size()), k*n_columns/32*9, [&](cudaStream_t stream, void * x, void * y) {
+        check_chain(std::string("quantize for tiles of ") + name, to_words(x.data(), 4*x.size()), k*n_columns/32*9, [&](cudaStream_t stream, void * x, void * y) {
             ggml_ext::quantize_mmq_cuda<false>((const float *) x, nullptr, y, type, k, k, k*n_columns, 0, k, n_columns, n_columns, 1, 1, 0, stream);
         });
     }
     std::vector<uint8_t> bytes = blocks<B>(true);
-    const int64_t n = std::min<int64_t>(few ? 8 : 64, bytes.size()/sizeof(B)/2*2)*ggml_ext::traits<B>::block_size; // whole words
-    check_chain(std::string("dequantize ") + name, words_of(bytes.data(), n/ggml_ext::traits<B>::block_size*sizeof(B)), n, [&](cudaStream_t stream, void * x, void * y) {
+    const int64_t n = std::min<int64_t>(few ? 8 : 64, bytes.size()/sizeof(B)/2*2)*ggml_ext::traits<B>::block_size; // full words
+    check_chain(std::string("dequantize ") + name, to_words(bytes.data(), n/ggml_ext::traits<B>::block_size*sizeof(B)), n, [&](cudaStream_t stream, void * x, void * y) {
         ggml_ext::dequantize_cuda<B>(x, (float *) y, n, stream);
     });
 }
 
 // --- more than 2^32 bytes ----------------------------------------------------------------------------------------------
 
-// The last row of so many, by index.
+// Check get_rows of the last row of a tensor of more than 2^32 bytes.
 template <typename B> static void check_large_rows(const char * name) {
     constexpr int64_t block_size = ggml_ext::traits<B>::block_size, k = 4096, row_bytes = k/block_size*sizeof(B);
     const int64_t n_rows = few ? 5 : ((int64_t) 1 << 32)/row_bytes + 3;
@@ -336,7 +336,7 @@ template <typename B> static void check_large_rows(const char * name) {
     std::vector<uint8_t> rows[2] = {std::vector<uint8_t>(row_bytes), std::vector<uint8_t>(row_bytes)};
     for (int64_t i = 0; i < row_bytes; ++i) {
         rows[0][i] = all[i % all.size()];
-        rows[1][i] = all[all.size() - 1 - (row_bytes - 1 - i) % all.size()]; // ends as they end
+        rows[1][i] = all[all.size() - 1 - (row_bytes - 1 - i) % all.size()]; // ends with the last block
     }
     const buffer<uint8_t> x(n_rows*row_bytes);
     CUDA_CHECK(cudaMemcpy(x.data, rows[0].data(), row_bytes, cudaMemcpyHostToDevice));
@@ -345,19 +345,19 @@ template <typename B> static void check_large_rows(const char * name) {
     const buffer<float>   y(2*k);
     const size_t nb = n_rows*row_bytes;
     ggml_ext::get_rows_cuda<B>(x.data, ids.data, y.data, k, row_bytes, nb, nb, 2, 1, 1, 4, 8, 8, 4*k, 8*k, 8*k, nullptr);
-    const std::vector<float> found = y.get();
+    const std::vector<float> actual = y.get();
     std::vector<float> expected(2*k);
     const auto to_float = ggml_get_type_traits(ggml_ext::traits<B>::type)->to_float;
     to_float(rows[1].data(), expected.data(), k);
     to_float(rows[0].data(), expected.data() + k, k);
     int64_t n_wrong = 0;
     for (int64_t i = 0; i < 2*k; ++i) {
-        n_wrong += !same_float(found[i], expected[i]);
+        n_wrong += !same_float(actual[i], expected[i]);
     }
     report(std::string("last of many rows of ") + name, n_rows, n_wrong, "");
 }
 
-// Columns for tiles: the last of so many is the first one again, since all are the same row of x.
+// Check quantize_mmq_cuda() with a result of more than 2^32 bytes: all columns are the same row of x, so first and last must be equal.
 template <typename B> static void check_large_columns(const char * name) {
     const ggml_type type = ggml_ext::traits<B>::type;
     if (!ggml_ext::quantizes_for_mmq(type)) {
@@ -397,7 +397,7 @@ int main(int argc, char ** argv) {
     }
 #define CHECK(NAME, name)                                                                                                       \
     check_unpack<block_##name>(#name, 0);                                                                                       \
-    if (sizeof(block_##name) % 4) { /* others always lie at multiples of four */                                                \
+    if (sizeof(block_##name) % 4) { /* others are always aligned to four */                                                \
         check_unpack<block_##name>(#name, 2);                                                                                   \
     }                                                                                                                           \
     check_dequantize<block_##name, float>(#name, "f32", [](float x) { return x; }, 0);                                          \

@@ -1,4 +1,4 @@
-// Timings of kernels.cu: a line of JSON each.
+// Timings of kernels.cu, one line of JSON each.
 #pragma once
 
 #include "cuda/quantize.cuh"
@@ -6,7 +6,7 @@
 
 #include <cinttypes>
 
-// Milliseconds of what f puts on the stream.
+// Milliseconds of f's launches on the stream.
 template <typename F> static float milliseconds(cudaStream_t stream, F f) {
     cudaEvent_t start, stop;
     CUDA_CHECK(cudaEventCreate(&start));
@@ -22,7 +22,7 @@ template <typename F> static float milliseconds(cudaStream_t stream, F f) {
     return ms;
 }
 
-// Microseconds of one launch of f on stream, out of a graph of many: no gaps between launches.
+// Microseconds of one launch of f, from a graph of many: no gaps between launches.
 template <typename F> static double microseconds(F f) {
     const int n_launches = few ? 2 : 200, n_replays = few ? 3 : 20;
     cudaStream_t stream;

@@ -1,5 +1,4 @@
-// Metal's address spaces as those of OpenCL C++, which libclang checks: for test_metal_source.py's lint of our library.
-// Declarations alone; functions of lanes and of threadgroups do nothing.
+// Metal's address spaces as those of OpenCL C++, which libclang checks, for the lint of test_metal_source.py. Declarations only.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define __METAL_VERSION__ 310
 #define device      __global

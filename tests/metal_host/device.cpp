@@ -1,8 +1,8 @@
-// Upstream's Metal backend as host code: in place of ggml-metal-device.m and ggml-metal-context.m, which are Objective-C, a device
-// whose kernels are the translated ones (runtime.h). Everything else of the backend is upstream's own source with our patches.
+// Upstream's Metal backend as host code. This file replaces ggml-metal-device.m and ggml-metal-context.m, which are Objective-C, by a
+// device with the translated kernels (runtime.h). The rest of the backend is upstream's patched source.
 //
-// Memory: a buffer ends where readable memory ends, or begins where it begins, so that access outside of it is a signal.
-// Concurrency: what lies between two barriers of a command encoder runs in reverse order, so that a missing one shows.
+// Memory: a buffer ends or begins at an unreadable page, so accesses outside of it raise a signal.
+// Concurrency: dispatches between two barriers of a command encoder run in reverse order, so a missing barrier gives wrong results.
 #include "runtime.h"
 
 #include "ggml-backend-impl.h"
@@ -54,7 +54,7 @@ void ggml_metal_cv_set_int32(ggml_metal_cv_t cv, int32_t value, int32_t idx) { c
 void ggml_metal_cv_set_bool (ggml_metal_cv_t cv, bool    value, int32_t idx) { cv->values[idx] = value; }
 
 void ggml_metal_pipeline_free(ggml_metal_pipeline_t pipeline) { delete pipeline; }
-int ggml_metal_pipeline_max_theads_per_threadgroup(ggml_metal_pipeline_with_params) { return 128; } // rows of 1024 and more take several
+int ggml_metal_pipeline_max_theads_per_threadgroup(ggml_metal_pipeline_with_params) { return 128; } // rows of 1024 and more need several threadgroups
 
 ggml_metal_device_t ggml_metal_library_get_device(ggml_metal_library_t lib) { return lib->device; }
 
@@ -168,7 +168,7 @@ const ggml_metal_device_props * ggml_metal_device_get_props(ggml_metal_device_t 
 ggml_metal_fusion_info * ggml_metal_device_get_fusion_info(ggml_metal_device_t device) { return device->fusion; }
 void ggml_metal_device_get_memory(ggml_metal_device_t, size_t * free, size_t * total) { *free = *total = (size_t) 1 << 34; }
 
-// As the hunk of our patch in ggml-metal-device.m; of upstream's types, products that have a translated kernel.
+// Like the patch of ggml-metal-device.m; for upstream types, products that have a translated kernel.
 bool ggml_metal_device_supports_op(ggml_metal_device_t device, const ggml_tensor * op) {
     if (ggml_ext_op_needs_kernels(op)) {
         return has_library && ggml_ext_metal_supports_op(op, device->props.has_simdgroup_reduction);
@@ -178,7 +178,7 @@ bool ggml_metal_device_supports_op(ggml_metal_device_t device, const ggml_tensor
     }
     const std::string name = std::string("kernel_mul_mv_") + ggml_type_name(op->src[0]->type) + "_f32";
     const int64_t n = op->op == GGML_OP_MUL_MAT ? op->ne[1] : 1;
-    return op->src[1]->type == GGML_TYPE_F32 && kernels().count(name) && (n == 1 || n > 8); // between: mul_mv_ext
+    return op->src[1]->type == GGML_TYPE_F32 && kernels().count(name) && (n == 1 || n > 8); // 2 to 8: mul_mv_ext
 }
 
 struct ggml_metal_event {};
@@ -191,21 +191,21 @@ void ggml_metal_device_event_synchronize(ggml_metal_device_t, ggml_metal_event_t
 struct ggml_metal_buffer {
     void * base = nullptr;
     size_t size = 0;
-    char * room = nullptr; // whole pages, the first and the last not readable
-    size_t room_bytes = 0;
+    char * mapping = nullptr; // pages; the first and the last are not readable
+    size_t mapping_bytes = 0;
 };
 
 ggml_metal_buffer_t ggml_metal_buffer_init(ggml_metal_device_t, size_t size, bool) {
     const size_t page = sysconf(_SC_PAGESIZE), used = (size + page)/page*page;
     auto * buffer = new ggml_metal_buffer();
-    buffer->room_bytes = used + 2*page;
-    buffer->room = (char *) mmap(nullptr, buffer->room_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    GGML_ASSERT(buffer->room != MAP_FAILED);
-    mprotect(buffer->room, page, PROT_NONE);
-    mprotect(buffer->room + page + used, page, PROT_NONE);
-    memset(buffer->room + page, 0xa5, used);
+    buffer->mapping_bytes = used + 2*page;
+    buffer->mapping = (char *) mmap(nullptr, buffer->mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    GGML_ASSERT(buffer->mapping != MAP_FAILED);
+    mprotect(buffer->mapping, page, PROT_NONE);
+    mprotect(buffer->mapping + page + used, page, PROT_NONE);
+    memset(buffer->mapping + page, 0xa5, used);
     buffer->size = size;
-    buffer->base = buffer->room + page + (guard_front ? 0 : used - GGML_PAD(size, buffer_alignment));
+    buffer->base = buffer->mapping + page + (guard_front ? 0 : used - GGML_PAD(size, buffer_alignment));
     return buffer;
 }
 ggml_metal_buffer_t ggml_metal_buffer_map(ggml_metal_device_t, void * ptr, size_t size, size_t) {
@@ -215,8 +215,8 @@ ggml_metal_buffer_t ggml_metal_buffer_map(ggml_metal_device_t, void * ptr, size_
     return buffer;
 }
 void ggml_metal_buffer_free(ggml_metal_buffer_t buffer) {
-    if (buffer->room) {
-        munmap(buffer->room, buffer->room_bytes);
+    if (buffer->mapping) {
+        munmap(buffer->mapping, buffer->mapping_bytes);
     }
     delete buffer;
 }
@@ -235,7 +235,7 @@ bool ggml_metal_buffer_cpy_tensor(ggml_metal_buffer_t, const ggml_tensor *, ggml
 void ggml_metal_buffer_clear(ggml_metal_buffer_t buffer, uint8_t value) { memset(buffer->base, value, buffer->size); }
 ggml_metal_buffer_id ggml_metal_buffer_get_id(ggml_metal_buffer_t buffer, const ggml_tensor * tensor) {
     const size_t offset = (char *) tensor->data - (char *) buffer->base;
-    GGML_ASSERT(offset + ggml_nbytes(tensor) <= buffer->size && "a tensor outside of its buffer");
+    GGML_ASSERT(offset + ggml_nbytes(tensor) <= buffer->size && "tensor outside of its buffer");
     return {buffer->base, offset};
 }
 
@@ -273,7 +273,7 @@ void ggml_metal_capture_next_compute(ggml_metal_t) {}
 
 // --- for Python ---
 
-static std::vector<ggml_backend_buffer_t> buffers; // of the last computation
+static std::vector<ggml_backend_buffer_t> buffers; // of the last call of metal_host_compute()
 
 static ggml_backend_dev_t host_device() { return ggml_backend_reg_dev_get(ggml_backend_metal_reg(), 0); }
 
@@ -287,10 +287,10 @@ void metal_host_set(int order, int broken_barrier, bool front, bool library, boo
     has_simdgroup_mm = simdgroup_mm;
 }
 
-// Lines of the barriers that were passed since the last call, at most n; how many.
+// Get up to n source lines of the barriers passed since the last call. Returns their number.
 int metal_host_barriers(int * lines, int n) {
     int count = 0;
-    for (const auto & [line, passed] : metal_host::barriers) {
+    for (const auto & [line, n_passed] : metal_host::barriers) {
         if (count < n) {
             lines[count++] = line;
         }
@@ -299,7 +299,7 @@ int metal_host_barriers(int * lines, int n) {
     return count;
 }
 
-// Names of the kernels, or of those that were used, one a line.
+// Names of all kernels, or of the used ones, one per line.
 const char * metal_host_kernels(bool used) {
     static std::string names;
     names.clear();
@@ -321,21 +321,21 @@ size_t metal_host_alloc_size(const ggml_tensor * op) {
     return ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(host_device()), op);
 }
 
-// Computes the nodes in turn, each tensor in a buffer of its own: leaves hold `data`, nodes may be views. False if the backend
-// refuses one of them.
+// Compute a graph with each tensor in its own buffer. data: contents of the leaves; nodes may be views. Returns false if the backend
+// does not support a node.
 bool metal_host_compute(ggml_tensor ** leaves, const void ** data, int n_leaves, ggml_tensor ** nodes, int n_nodes, ggml_cgraph * graph) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(host_device());
     for (ggml_backend_buffer_t buffer : buffers) {
         ggml_backend_buffer_free(buffer);
     }
     buffers.clear();
-    const auto place = [&](ggml_tensor * tensor) {
-        buffer_alignment = ggml_is_quantized(tensor->type) ? 2 : 32; // as blocks are; as upstream's buffers are
+    const auto allocate = [&](ggml_tensor * tensor) {
+        buffer_alignment = ggml_is_quantized(tensor->type) ? 2 : 32; // blocks need 2, upstream's buffers have 32
         buffers.push_back(ggml_backend_buft_alloc_buffer(buft, ggml_backend_buft_get_alloc_size(buft, tensor)));
         ggml_backend_tensor_alloc(buffers.back(), tensor, ggml_backend_buffer_get_base(buffers.back()));
     };
     for (int i = 0; i < n_leaves; ++i) {
-        place(leaves[i]);
+        allocate(leaves[i]);
         ggml_backend_tensor_set(leaves[i], data[i], 0, ggml_nbytes(leaves[i]));
     }
     bool supported = true;
@@ -343,7 +343,7 @@ bool metal_host_compute(ggml_tensor ** leaves, const void ** data, int n_leaves,
         if (nodes[i]->view_src) {
             ggml_backend_view_init(nodes[i]);
         } else {
-            place(nodes[i]);
+            allocate(nodes[i]);
         }
         supported = supported && metal_host_supports(nodes[i]);
     }

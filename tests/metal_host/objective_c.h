@@ -1,5 +1,5 @@
-// What of Foundation, Metal and Apple's C library ggml-metal-device.m needs to be read by libclang: test_metal_source.py compares the errors
-// of our patched file with those of upstream's, so that not all has to be here.
+// Declarations of Foundation, Metal and Apple's C library, for libclang to parse ggml-metal-device.m. They are incomplete:
+// test_metal_source.py compares the errors of the patched file with those of upstream's.
 typedef signed char BOOL;
 typedef unsigned long NSUInteger;
 typedef long NSInteger;

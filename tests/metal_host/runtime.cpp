@@ -22,7 +22,7 @@ namespace {
 
 std::vector<thread_state> states;
 
-// The three orders that tests ask for; 37 is prime to multiples of 32.
+// Three orders for tests; 37 is coprime to multiples of 32.
 size_t turn(size_t j, size_t n) {
     return order == 0 ? j : order == 1 ? n - 1 - j : (j*37 + 11) % n;
 }
@@ -52,7 +52,7 @@ void launch(const kernel_function & kernel, dims grid, dims threads, size_t memo
     for (unsigned z = 0; z < grid.z; ++z) {
         for (unsigned y = 0; y < grid.y; ++y) {
             for (unsigned x = 0; x < grid.x; ++x) {
-                memset(aligned, 0xa5, memory_bytes); // what a threadgroup finds is not what it wrote
+                memset(aligned, 0xa5, memory_bytes); // no data from the previous threadgroup
                 for (size_t i = 0; i < n; ++i) {
                     states[i] = {{x, y, z}, threads, (unsigned) i, aligned};
                 }

@@ -1,4 +1,4 @@
-// The threads of a threadgroup as fibers of one thread, and the kernels by name: what metal_stdlib and device.cpp share.
+// Shared by metal_stdlib and device.cpp: the threads of a threadgroup as fibers of one thread, and the kernels by name.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,19 @@ namespace metal_host {
 
 struct dims { unsigned x, y, z; };
 
-// Built-in values of the thread that runs.
+// Built-in values of the running thread.
 struct thread_state {
-    dims     position, threads;  // of the threadgroup in the grid; threads of a threadgroup
-    unsigned index;              // of the thread in its threadgroup
-    char *   memory;             // of the threadgroup
+    dims     position, threads;  // of the threadgroup in the grid; threads per threadgroup
+    unsigned index;              // of the thread in the threadgroup
+    char *   memory;             // threadgroup memory
 };
 const thread_state & now();
 inline unsigned lane() { return now().index % 32; }
 
-uint64_t exchange(uint64_t value, unsigned lane); // every lane of the simdgroup gives a value; that of `lane`
-void     barrier(int line);                       // of the whole threadgroup, at that line of the source
+uint64_t exchange(uint64_t value, unsigned lane); // called by all lanes of a simdgroup; returns the value of `lane`
+void     barrier(int line);                       // for all threads; line: in the source
 
-// A built-in value as whatever type a kernel declares it.
+// A built-in value, convertible to the type that a kernel declares.
 struct builtin {
     dims value;
     operator unsigned() const { return value.x; }
@@ -38,7 +38,7 @@ struct registered {
     registered(const char * name, kernel_function f) { kernels()[name] = std::move(f); }
 };
 
-// Function constants by index: setters, since each translation unit has its own.
+// Setters of function constants by index; each translation unit has its own constants.
 std::multimap<int, std::function<void(int)>> & constants();
 struct registered_constant {
     template <typename T> registered_constant(int index, T * value) {
@@ -46,11 +46,11 @@ struct registered_constant {
     }
 };
 
-// Runs a kernel for every thread of every threadgroup.
+// Run a kernel for every thread of every threadgroup.
 void launch(const kernel_function & kernel, dims grid, dims threads, size_t memory_bytes, void ** buffers);
 
-// How: the order in which the fibers of a threadgroup take turns (0 to 2), the line of a barrier that is left out (0: none), and
-// how many barriers were passed at which line.
+// order: in which the fibers of a threadgroup run (0 to 2); broken_barrier: line of the barrier to skip (0: none); barriers: number of
+// barriers passed by line.
 extern int order, broken_barrier;
 extern std::map<int, long> barriers;
 

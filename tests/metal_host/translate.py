@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A Metal library as C++: upstream's embedding, then attributes out, and a line for every kernel that registers it by its name.
+"""Translate a Metal library to C++: expand its includes, remove attributes and register every kernel by name.
 
-    translate.py KERNELS.metal OUT.h [--only REGEX]    kernels whose name REGEX matches as a whole, in place of all
+    translate.py KERNELS.metal OUT.h [--only REGEX]    only kernels whose full name matches REGEX
 
-KERNELS.metal lies in ggml/src/ggml-metal/kernels of a tree of llama.cpp.
+KERNELS.metal must be in ggml/src/ggml-metal/kernels of a llama.cpp tree.
 """
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ BUILTINS = {  # attribute -> the value of a metal_host::builtin
 ATTRIBUTE = re.compile(r"\[\[\s*(\w+)(?:\((.*?)\))?\s*\]\]")
 
 
-def embedded(path: Path) -> str:
-    """The text that upstream's CMakeLists.txt makes with cat and sed."""
-    folder, source = path.parent, path.read_text()
+def expand_includes(path: Path) -> str:
+    """Return the text that upstream's CMakeLists.txt produces with cat and sed."""
+    directory, source = path.parent, path.read_text()
     headers = ["common.h", *(name for name in ("dequantize.h", "quantize.h") if f'#include "{name}"' in source)]
-    out = []
-    for line in "".join([*((folder / name).read_text() for name in headers), source]).split("\n"):
+    lines = []
+    for line in "".join([*((directory / name).read_text() for name in headers), source]).split("\n"):
         if re.search(r'#include "(common|dequantize|quantize)\.h"|#pragma once', line):
             continue
         if "__embed_ggml-common.h__" in line:
-            line = (folder.parents[1] / "ggml-common.h").read_text()
+            line = (directory.parents[1] / "ggml-common.h").read_text()
         elif '#include "ggml-metal-impl.h"' in line:
-            line = (folder.parent / "ggml-metal-impl.h").read_text()
-        out.append(line)
-    return "\n".join(out)
+            line = (directory.parent / "ggml-metal-impl.h").read_text()
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def parameters(text: str) -> dict[str, str]:
-    """Kernel function -> the arguments that call it, out of metal_host::now() and `buffers`."""
-    found = {}
+def call_arguments(text: str) -> dict[str, str]:
+    """Return the arguments of a call of each kernel function, made from metal_host::now() and `buffers`."""
+    calls = {}
     for head in re.finditer(r"\bkernel void (\w+)\(", text):
         depth, end = 1, head.end()
         while depth:
@@ -61,12 +61,12 @@ def parameters(text: str) -> dict[str, str]:
                 else:
                     arguments.append(f"({kind}) buffers[{n_buffers}]")
                 n_buffers += 1
-        found[head[1]] = ", ".join(arguments)
-    return found
+        calls[head[1]] = ", ".join(arguments)
+    return calls
 
 
 def translate(text: str, only: re.Pattern) -> str:
-    calls = parameters(text)
+    calls = call_arguments(text)
     n_kernels = 0
 
     def registration(name: str, function: str) -> str:
@@ -78,9 +78,9 @@ def translate(text: str, only: re.Pattern) -> str:
         return (f'static metal_host::registered metal_host_kernel_{n_kernels}("{name}", [](void ** buffers) {{ '
                 f"using namespace metal_host; (void) buffers; {call}; }});")
 
-    # instances of templates, in place
+    # template instances: replaced in place
     text = re.sub(r'template\s*\[\[host_name\("([^"]+)"\s*\)\]\]\s*kernel\s+\w+\s+(\w+<[^;]+>);', lambda m: registration(m[1], m[2].strip()), text)
-    # plain kernels, behind everything
+    # other kernels: registered at the end
     plain = [(m[1] or m[2], m[2]) for m in re.finditer(r'(?:\[\[host_name\("([^"]+)"\)\]\]\s*)?^kernel void (\w+)\(', text, re.M)
              if not re.search(r">\s*(//[^\n]*)?\s*\Z", text[max(0, m.start() - 200) : m.start()])]
     text = re.sub(r'\[\[host_name\("[^"]+"\)\]\]', "", text)
@@ -88,7 +88,7 @@ def translate(text: str, only: re.Pattern) -> str:
     text = re.sub(r"constant (\w+) (\w+)\s*\[\[function_constant\((.+?)\)\]\];",
                   r"static \1 \2; static metal_host::registered_constant metal_host_\2(\3, &\2);", text)
     text = ATTRIBUTE.sub("", text)
-    text = re.sub(r"\{ \[ 0 \.\.\. [^\]]+\] = 0\.0f \}", "{}", text)  # an array's range of zeros
+    text = re.sub(r"\{ \[ 0 \.\.\. [^\]]+\] = 0\.0f \}", "{}", text)  # GNU range initializer
     text = re.sub(r"\b(\d+\.\d*)h\b", r"half(\1)", text)
     return "\n".join([text, *(registration(name, function) for name, function in plain)]) + "\n"
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", type=re.compile, default=re.compile(".*"))
     args = parser.parse_args()
-    args.out.write_text(translate(embedded(args.source), args.only))
+    args.out.write_text(translate(expand_includes(args.source), args.only))
 
 
 if __name__ == "__main__":

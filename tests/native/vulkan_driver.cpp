@@ -1,16 +1,16 @@
-// Operations on our types on a Vulkan device against the scalar reference in double precision.
+// Check operations on ggml-ext types on a Vulkan device against the scalar reference in double precision.
 //
 //   ggml-ext-vulkan-driver LIBGGML_VULKAN < cases
 //
-// A case is a line "type operation k m n batch r2": weights of k x m, n columns (rows by index: n indices; experts: n tokens of two out
-// of four experts), batch matrices of weights, each of which serves r2 of activations. Operations:
+// A case is a line "type operation k m n batch r2": weights k x m, n columns (rows: n indices; experts: n tokens with two of four
+// experts), `batch` weight matrices, each for r2 matrices of activations. Operations:
 //   rows       ggml_get_rows
 //   plain      ggml_mul_mat                        f32    the same with GGML_PREC_F32
 //   permuted   activations permuted (0 2 1 3)      view   activations with an offset and longer rows
 //   experts    ggml_mul_mat_id
-// The answer is a line "values max_error nmse different": outputs; their largest error over |w| |x|, the norms of the row of weights and
-// of the column; squared errors over squared outputs; values that are not the reference's bits. Or "refused". The weights have a buffer
-// of their own, which ends with them; behind activations and results lie bytes that must not be read or written, else "guard" is said.
+// The result is a line "values max_error nmse different": number of outputs; maximum of error/(|w| |x|), with the norms of the row of
+// weights and of the column; NMSE; number of outputs that are not bit-equal. Or "refused". The weights have their own buffer, which ends
+// with them. Guards follow activations and results; "guard" means that one was overwritten.
 #include "ggml.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int N_EXPERTS = 4, N_USED = 2, MARGIN = 256; // weights by which rows of a view are longer, and their offset
+constexpr int N_EXPERTS = 4, N_USED = 2, MARGIN = 256; // extra length and offset of the rows of a view
 constexpr size_t GUARD = 4096;
 
 struct test_case {
@@ -38,12 +38,12 @@ struct test_case {
 
 struct graph {
     ggml_context * weights, * context;
-    ggml_tensor  * w, * x, * base, * ids, * out, * guards[2]; // base: what x is a view of
+    ggml_tensor  * w, * x, * base, * ids, * out, * guards[2]; // x is a view of base
 };
 
 std::mt19937 rng;
 
-// Random bits under scales of like size, so that no block hides the errors of another.
+// Random blocks with scales of similar size, so that no block hides the errors of another.
 std::vector<uint8_t> random_blocks(ggml_type type, int64_t n) {
     std::vector<uint8_t> bytes(ggml_row_size(type, n));
     for (auto & byte : bytes) {
@@ -58,7 +58,7 @@ std::vector<uint8_t> random_blocks(ggml_type type, int64_t n) {
             case GGML_TYPE_DITTO3: case GGML_TYPE_DITTO5:
                 memcpy(&bytes[i], &d, sizeof(d));
                 break;
-            default: // a scale of one byte
+            default: // one-byte scale
                 bytes[i] = (uint8_t) (0x60 + rng() % 16);
         }
     }
@@ -96,7 +96,7 @@ graph build(const test_case & c) {
     } else if (c.operation == "plain" || c.operation == "f32") {
         g.x = g.base = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, c.k, c.n, c.batch*c.r2);
     } else {
-        throw std::runtime_error("no such operation: " + c.operation);
+        throw std::runtime_error("unknown operation: " + c.operation);
     }
     g.guards[0] = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, GUARD);
     g.out = c.operation == "rows" ? ggml_get_rows(ctx, g.w, g.x) : experts ? ggml_mul_mat_id(ctx, g.w, g.x, g.ids) : ggml_mul_mat(ctx, g.w, g.x);
@@ -109,8 +109,8 @@ graph build(const test_case & c) {
 
 struct data {
     std::vector<uint8_t> blocks;
-    std::vector<float>   w, x; // w: as the reference unpacks them
-    std::vector<int32_t> ids;  // of experts, or of rows
+    std::vector<float>   w, x; // w: unpacked by the reference
+    std::vector<int32_t> ids;  // experts or rows
 };
 
 data fill(const test_case & c, const graph & g) {
@@ -146,9 +146,9 @@ data fill(const test_case & c, const graph & g) {
     return d;
 }
 
-// The weights and activations of output row r of column (z, q).
+// Get the weights and activations of row r of column (z, q) of the output.
 std::pair<const float *, const float *> operands(const test_case & c, const data & d, int64_t z, int64_t q, int64_t r) {
-    if (c.operation == "experts") { // z: token, q: which of its experts
+    if (c.operation == "experts") { // z: token, q: index of its expert
         return {&d.w[(d.ids[N_USED*z + q]*c.m + r)*c.k], &d.x[(z*N_USED + q)*c.k]};
     }
     const float * w = &d.w[((z/c.r2)*c.m + r)*c.k];
@@ -165,13 +165,13 @@ void compare(const test_case & c, const graph & g, const data & d) {
     std::vector<float> out(ggml_nelements(g.out));
     ggml_backend_tensor_get(g.out, out.data(), 0, ggml_nbytes(g.out));
     double worst = 0, squares = 0, errors = 0;
-    int64_t different = 0, at = 0;
+    int64_t n_different = 0, i_out = 0;
     const auto add = [&](double expected, double scale) {
-        const double error = std::fabs(out[at] - expected);
+        const double error = std::fabs(out[i_out] - expected);
         worst = std::isnan(error) ? INFINITY : std::max(worst, error/scale);
         errors  += error*error;
         squares += expected*expected;
-        different += (float) expected != out[at++];
+        n_different += (float) expected != out[i_out++];
     };
     if (c.operation == "rows") {
         for (const int32_t id : d.ids) {
@@ -195,7 +195,7 @@ void compare(const test_case & c, const graph & g, const data & d) {
             }
         }
     }
-    printf("%zu %.3g %.3g %lld\n", out.size(), worst, errors/squares, (long long) different);
+    printf("%zu %.3g %.3g %lld\n", out.size(), worst, errors/squares, (long long) n_different);
 }
 
 void run(ggml_backend_t backend, const test_case & c) {
@@ -208,7 +208,7 @@ void run(ggml_backend_t backend, const test_case & c) {
         ggml_backend_buffer_t buffers[] = {ggml_backend_alloc_ctx_tensors(g.weights, backend), ggml_backend_alloc_ctx_tensors(g.context, backend)};
         const data d = fill(c, g);
         if (ggml_backend_graph_compute(backend, nodes) != GGML_STATUS_SUCCESS) {
-            throw std::runtime_error("the graph was not computed");
+            throw std::runtime_error("computing the graph failed");
         }
         bool intact = true;
         for (ggml_tensor * guard : g.guards) {
@@ -230,14 +230,14 @@ void run(ggml_backend_t backend, const test_case & c) {
     fflush(stdout);
 }
 
-ggml_type type_named(const std::string & name) {
+ggml_type find_type(const std::string & name) {
     for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
-        const char * known = ggml_type_name((ggml_type) i);
-        if (known && name == known) {
+        const char * type_name = ggml_type_name((ggml_type) i);
+        if (type_name && name == type_name) {
             return (ggml_type) i;
         }
     }
-    throw std::runtime_error("no such type: " + name);
+    throw std::runtime_error("unknown type: " + name);
 }
 
 } // namespace
@@ -255,9 +255,9 @@ int main(int argc, char ** argv) try {
         test_case c = {};
         std::istringstream words(line);
         if (!(words >> type >> c.operation >> c.k >> c.m >> c.n >> c.batch >> c.r2)) {
-            throw std::runtime_error("not a case: " + line);
+            throw std::runtime_error("invalid case: " + line);
         }
-        c.type = type_named(type);
+        c.type = find_type(type);
         rng.seed(1);
         run(backend, c);
     }

@@ -1,6 +1,5 @@
-// Compares the intrinsics of immintrin.h with those of this processor, on random vectors and on extremes: vectors of 32 bytes with
-// AVX2, where an intrinsic of AVX-512 has no such form with what several do together; of 64 bytes with AVX-512 where this is compiled
-// for it. Names those that differ; the exit code is then 1.
+// Compare the intrinsics of immintrin.h with the CPU's on random vectors and extremes: vectors of 64 bytes with AVX-512 if compiled
+// for it, else vectors of 32 bytes with one or several AVX2 intrinsics. Prints those that differ and then exits with 1.
 #include "immintrin.h"
 #undef __asm__
 
@@ -29,7 +28,7 @@ template <typename R, typename S> static void same(const char * name, R ours, S 
     static_assert(sizeof(ours) == sizeof(theirs), "vectors of one size");
     n_wrong[name] += !same_bits(ours, (R) theirs);
 }
-// two NaN are alike, whichever operand's bits they carry
+// any two NaN are equal
 static void same(const char * name, F ours, F theirs) {
     float x[sizeof(F)/sizeof(float)], y[sizeof(F)/sizeof(float)];
     memcpy(x, &ours, sizeof(x));
@@ -43,7 +42,7 @@ static void same(const char * name, F ours, F theirs) {
 
 static std::mt19937 rng(1);
 
-// Random bytes, or each one of a few that make the largest products.
+// Random bytes, or random extremes, which give the largest products.
 template <typename A> static A random_vector(bool extremes) {
     static const uint8_t large[] = {0, 1, 127, 128, 129, 255};
     uint8_t bytes[sizeof(A)];
@@ -59,31 +58,31 @@ static V or_(V a, V b)            { return _mm256_or_si256(a, b); }
 static V and_(V a, V b)           { return _mm256_and_si256(a, b); }
 static V select(V mask, V a, V b) { return or_(and_(mask, a), _mm256_andnot_si256(mask, b)); }
 
-// bytes of a of 32, by the low five bits of an index
+// bytes of a, by the low five bits of an index
 static V bytes_at(V index, V a) {
-    const V at = and_(index, _mm256_set1_epi8(15));
-    const V lo = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x00), at);
-    const V hi = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x11), at);
-    return _mm256_blendv_epi8(lo, hi, _mm256_slli_epi16(index, 3)); // bit 4 of each is the sign
+    const V low4 = and_(index, _mm256_set1_epi8(15));
+    const V lo = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x00), low4);
+    const V hi = _mm256_shuffle_epi8(_mm256_permute2x128_si256(a, a, 0x11), low4);
+    return _mm256_blendv_epi8(lo, hi, _mm256_slli_epi16(index, 3)); // moves bit 4 to the sign
 }
 static V qwords_at(V index, V a) {
-    const V at = _mm256_slli_epi64(and_(index, _mm256_set1_epi64x(3)), 1);
-    return _mm256_permutevar8x32_epi32(a, or_(at, _mm256_slli_epi64(_mm256_add_epi64(at, _mm256_set1_epi64x(1)), 32)));
+    const V dword = _mm256_slli_epi64(and_(index, _mm256_set1_epi64x(3)), 1);
+    return _mm256_permutevar8x32_epi32(a, or_(dword, _mm256_slli_epi64(_mm256_add_epi64(dword, _mm256_set1_epi64x(1)), 32)));
 }
 static V shift_right(V a, V count) {
     const V low = _mm256_set1_epi32(0xffff);
     return or_(_mm256_srlv_epi32(and_(a, low), and_(count, low)),
                _mm256_slli_epi32(_mm256_srlv_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(count, 16)), 16));
 }
-// products of the even and of the odd bytes, 16 bits each
+// products of the even and of the odd bytes, in 16 bits
 static V dot4(V sum, V a, V b) {
     const V even = _mm256_madd_epi16(and_(a, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8))));
 }
 #endif
 
-// of 32 bytes on every processor: AVX-512 has no such of AVX2's
-static void same_of_32(__m256i a, char byte) {
+// 32 bytes on any CPU: no 512-bit form is used
+static void check_256(__m256i a, char byte) {
     const __m256i place0 = _mm256_setr_epi64x(255, 0, 0, 0);
     same("_mm256_mask_set1_epi8(a, 1, byte)", ggml_ext::_mm256_mask_set1_epi8(a, 1u, byte), _mm256_blendv_epi8(a, _mm256_set1_epi8(byte), place0));
 }
@@ -93,7 +92,7 @@ int main() {
         const bool extremes = round%2;
         const V a = random_vector<V>(extremes), b = random_vector<V>(extremes), c = random_vector<V>(extremes);
         const F x = random_vector<F>(extremes), y = random_vector<F>(extremes), z = random_vector<F>(extremes);
-        same_of_32(random_vector<__m256i>(extremes), (char) rng());
+        check_256(random_vector<__m256i>(extremes), (char) rng());
         const V count = ggml_ext::_mm512_and_si512(b, ggml_ext::_mm512_set1_epi64<V>(0x001f001f001f001f));
         SAME(_mm512_and_si512(a, b),                   _mm256_and_si256(a, b));
         SAME(_mm512_andnot_si512(a, b),                _mm256_andnot_si256(a, b));

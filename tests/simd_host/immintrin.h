@@ -1,14 +1,13 @@
-// Intel's intrinsics for processors without them: those of AVX-512 (F, BW, VBMI, VNNI) and AVX-VNNI that ggml_ext/cpu uses, as loops
-// over lanes, so that kernels for these sets run on any processor with AVX2. Included in place of the compiler's <immintrin.h>.
-// SIMD_HOST_AVX512 or SIMD_HOST_AVXVNNI says which set the kernels shall believe to be compiled for.
+// Emulated intrinsics: those of AVX-512 (F, BW, VBMI, VNNI) and AVX-VNNI that ggml_ext/cpu uses, as loops over lanes, so that their
+// kernels run on any CPU with AVX2. Included in place of the compiler's <immintrin.h>. SIMD_HOST_AVX512 or SIMD_HOST_AVXVNNI selects
+// the instruction set that the kernels see.
 //
-// Kernels lie in namespace ggml_ext, where these functions hide the compiler's: one that is missing here does not compile. Semantics
-// are those of the Intel Intrinsics Guide. Bits that it leaves undefined are UNDEFINED here, so that kernels cannot count on zeros.
-// Vectors have any size: check.cpp compares vectors of 32 bytes with AVX2's intrinsics, and of 64 with AVX-512's where the processor
-// has them.
+// Kernels are in namespace ggml_ext, where these functions hide the compiler's, so a missing one does not compile. The semantics are
+// those of the Intel Intrinsics Guide; bits that it leaves undefined are UNDEFINED, so that kernels cannot rely on zeros. Vectors may
+// have any size: check.cpp compares 32 bytes with AVX2 and 64 bytes with AVX-512.
 #pragma once
 
-// what kernels include after this: the last lines change the meaning of a word of the language
+// all headers that kernels include after this one, because the last line redefines a keyword
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -22,7 +21,7 @@
 
 #include_next <immintrin.h>
 
-#undef _mm512_setr_epi32 // macros in some compilers, most for their immediate operands
+#undef _mm512_setr_epi32 // some compilers define these as macros, for immediate operands
 #undef _mm512_slli_epi16
 #undef _mm512_srli_epi16
 #undef _mm512_ternarylogic_epi64
@@ -40,21 +39,21 @@ constexpr uint8_t UNDEFINED = 0xa5;
 // A vector as an array of T.
 template <typename T, typename V> struct lanes {
     static constexpr int n = sizeof(V)/sizeof(T);
-    T at[n];
+    T lane[n];
 
     lanes() = default;
-    lanes(V v)           { memcpy(at, &v, sizeof(v)); }
-    operator V() const   { V v; memcpy(&v, at, sizeof(v)); return v; }
+    lanes(V v)           { memcpy(lane, &v, sizeof(v)); }
+    operator V() const   { V v; memcpy(&v, lane, sizeof(v)); return v; }
 };
 
-// f(i) in each lane.
+// A vector with f(i) in lane i.
 template <typename T, typename V, typename F> static inline V make(F f) {
     lanes<T, V> r;
-    for (int i = 0; i < r.n; ++i) { r.at[i] = f(i); }
+    for (int i = 0; i < r.n; ++i) { r.lane[i] = f(i); }
     return r;
 }
 
-// The first bytes of a vector of another size; those that it has no bytes for are `fill`.
+// Truncate a vector, or extend it with bytes `fill`.
 template <typename To, typename From> static inline To resize(From a, uint8_t fill) {
     To r;
     memset(&r, fill, sizeof(r));
@@ -71,7 +70,7 @@ template <typename V = __m512i> static inline V _mm512_set1_epi64(long long a) {
 template <typename V = __m512>  static inline V _mm512_set1_ps(float a)        { return make<float, V>([=](int) { return a; }); }
 template <typename V> static inline V _mm256_mask_set1_epi8(V a, uint32_t mask, char byte) {
     const lanes<char, V> x = a;
-    return make<char, V>([&](int i) { return mask >> i & 1 ? byte : x.at[i]; });
+    return make<char, V>([&](int i) { return mask >> i & 1 ? byte : x.lane[i]; });
 }
 template <typename... T> static inline __m512i _mm512_setr_epi32(T... a) {
     static_assert(sizeof...(a) == 16, "one for each lane");
@@ -79,14 +78,14 @@ template <typename... T> static inline __m512i _mm512_setr_epi32(T... a) {
     return make<int, __m512i>([&](int i) { return values[i]; });
 }
 
-// of any pointer: of a void * the compiler's would be as good a match, where a block's namespace is searched, too
+// templates: argument-dependent lookup would find the compiler's void * overload to be an equal match
 template <typename T> static inline __m512i _mm512_loadu_si512(const T * p) {
     __m512i v;
     memcpy(&v, (const void *) p, sizeof(v));
     return v;
 }
 template <typename T> static inline __m512i _mm512_load_si512(const T * p) {
-    if ((uintptr_t) p%sizeof(__m512i)) { __builtin_trap(); } // a fault there, too
+    if ((uintptr_t) p%sizeof(__m512i)) { __builtin_trap(); } // the instruction faults too
     return _mm512_loadu_si512(p);
 }
 
@@ -124,38 +123,38 @@ static inline __m512i _mm512_broadcast_i64x4(__m256i a) { return repeat<__m512i>
 
 // a[index], the upper bits of an index ignored
 template <typename T, typename I, typename V, typename VI> static inline V permute(VI index, V a) {
-    const lanes<I, VI> at = index;
+    const lanes<I, VI> idx = index;
     const lanes<T, V>  l  = a;
-    return make<T, V>([&](int i) { return l.at[at.at[i] & (l.n - 1)]; });
+    return make<T, V>([&](int i) { return l.lane[idx.lane[i] & (l.n - 1)]; });
 }
 template <typename V> static inline V _mm512_permutexvar_epi8(V index, V a)   { return permute<uint8_t, uint8_t>(index, a); }
 template <typename V> static inline V _mm512_maskz_permutexvar_epi8(uint64_t mask, V index, V a) {
     const lanes<char, V> x = _mm512_permutexvar_epi8(index, a);
-    return make<char, V>([&](int i) { return mask >> i & 1 ? x.at[i] : (char) 0; });
+    return make<char, V>([&](int i) { return mask >> i & 1 ? x.lane[i] : (char) 0; });
 }
 template <typename V> static inline V _mm512_permutexvar_epi64(V index, V a)  { return permute<uint64_t, uint64_t>(index, a); }
 template <typename VI, typename V> static inline V _mm512_permutexvar_ps(VI index, V a) { return permute<float, uint32_t>(index, a); }
 
-// of a and b, one after the other
+// a table of a followed by b
 template <typename V> static inline V _mm512_permutex2var_epi8(V a, V index, V b) {
-    const lanes<uint8_t, V> l = a, h = b, at = index;
+    const lanes<uint8_t, V> l = a, h = b, idx = index;
     return make<uint8_t, V>([&](int i) {
-        const int k = at.at[i] & (l.n - 1);
-        return at.at[i] & l.n ? h.at[k] : l.at[k];
+        const int k = idx.lane[i] & (l.n - 1);
+        return idx.lane[i] & l.n ? h.lane[k] : l.lane[k];
     });
 }
 
-// in each 16 bytes; zero where an index has its highest bit set
+// per 16 bytes; zero if the top bit of the index is set
 template <typename V> static inline V _mm512_shuffle_epi8(V a, V index) {
-    const lanes<uint8_t, V> l = a, at = index;
-    return make<uint8_t, V>([&](int i) { return at.at[i] & 128 ? (uint8_t) 0 : l.at[i/16*16 + (at.at[i] & 15)]; });
+    const lanes<uint8_t, V> l = a, idx = index;
+    return make<uint8_t, V>([&](int i) { return idx.lane[i] & 128 ? (uint8_t) 0 : l.lane[i/16*16 + (idx.lane[i] & 15)]; });
 }
 
 // --- bits ---
 
 template <typename V, typename F> static inline V bits(V a, V b, F f) {
     const lanes<uint64_t, V> x = a, y = b;
-    return make<uint64_t, V>([&](int i) { return f(x.at[i], y.at[i]); });
+    return make<uint64_t, V>([&](int i) { return f(x.lane[i], y.lane[i]); });
 }
 template <typename V> static inline V _mm512_and_si512(V a, V b)    { return bits(a, b, [](uint64_t x, uint64_t y) { return x & y; }); }
 template <typename V> static inline V _mm512_andnot_si512(V a, V b) { return bits(a, b, [](uint64_t x, uint64_t y) { return ~x & y; }); }
@@ -168,51 +167,51 @@ template <typename V> static inline V _mm512_ternarylogic_epi64(V a, V b, V c, i
     return make<uint64_t, V>([&](int i) {
         uint64_t r = 0;
         for (int k = 0; k < 64; ++k) {
-            const int at = (int) (4*(x.at[i] >> k & 1) + 2*(y.at[i] >> k & 1) + (z.at[i] >> k & 1));
-            r |= (uint64_t) (imm >> at & 1) << k;
+            const int bit = (int) (4*(x.lane[i] >> k & 1) + 2*(y.lane[i] >> k & 1) + (z.lane[i] >> k & 1));
+            r |= (uint64_t) (imm >> bit & 1) << k;
         }
         return r;
     });
 }
 
-// counts above 15 leave nothing
+// zero for counts above 15
 template <typename V> static inline V _mm512_srlv_epi16(V a, V count) {
-    const lanes<uint16_t, V> x = a, by = count;
-    return make<uint16_t, V>([&](int i) { return (uint16_t) (by.at[i] > 15 ? 0 : x.at[i] >> by.at[i]); });
+    const lanes<uint16_t, V> x = a, n = count;
+    return make<uint16_t, V>([&](int i) { return (uint16_t) (n.lane[i] > 15 ? 0 : x.lane[i] >> n.lane[i]); });
 }
 template <typename V> static inline V _mm512_srli_epi16(V a, unsigned count) {
     const lanes<uint16_t, V> x = a;
-    return make<uint16_t, V>([&](int i) { return (uint16_t) (count > 15 ? 0 : x.at[i] >> count); });
+    return make<uint16_t, V>([&](int i) { return (uint16_t) (count > 15 ? 0 : x.lane[i] >> count); });
 }
 template <typename V> static inline V _mm512_slli_epi16(V a, unsigned count) {
     const lanes<uint16_t, V> x = a;
-    return make<uint16_t, V>([&](int i) { return (uint16_t) (count > 15 ? 0 : x.at[i] << count); });
+    return make<uint16_t, V>([&](int i) { return (uint16_t) (count > 15 ? 0 : x.lane[i] << count); });
 }
 
 // --- arithmetic ---
 
 template <typename V> static inline V _mm512_add_epi8(V a, V b) {
     const lanes<uint8_t, V> x = a, y = b;
-    return make<uint8_t, V>([&](int i) { return (uint8_t) (x.at[i] + y.at[i]); });
+    return make<uint8_t, V>([&](int i) { return (uint8_t) (x.lane[i] + y.lane[i]); });
 }
 template <typename V> static inline V _mm512_add_epi32(V a, V b) {
     const lanes<uint32_t, V> x = a, y = b;
-    return make<uint32_t, V>([&](int i) { return x.at[i] + y.at[i]; });
+    return make<uint32_t, V>([&](int i) { return x.lane[i] + y.lane[i]; });
 }
 
-// sums of two products
+// sums of two adjacent products
 template <typename V> static inline V _mm512_madd_epi16(V a, V b) {
     const lanes<int16_t, V> x = a, y = b;
     return make<uint32_t, V>([&](int i) {
-        return (uint32_t) (x.at[2*i]*y.at[2*i]) + (uint32_t) (x.at[2*i + 1]*y.at[2*i + 1]);
+        return (uint32_t) (x.lane[2*i]*y.lane[2*i]) + (uint32_t) (x.lane[2*i + 1]*y.lane[2*i + 1]);
     });
 }
-// of unsigned and signed bytes, saturated
+// the same for unsigned times signed bytes, saturated
 template <typename V> static inline V _mm512_maddubs_epi16(V a, V b) {
     const lanes<uint8_t, V> x = a;
     const lanes<int8_t, V>  y = b;
     return make<int16_t, V>([&](int i) {
-        return (int16_t) std::clamp(x.at[2*i]*y.at[2*i] + x.at[2*i + 1]*y.at[2*i + 1], INT16_MIN, INT16_MAX);
+        return (int16_t) std::clamp(x.lane[2*i]*y.lane[2*i] + x.lane[2*i + 1]*y.lane[2*i + 1], INT16_MIN, INT16_MAX);
     });
 }
 // sums of four products of unsigned and signed bytes, added to sum, not saturated
@@ -222,8 +221,8 @@ template <typename V> static inline V _mm512_dpbusd_epi32(V sum, V a, V b) {
     const lanes<int8_t, V>   y = b;
     return make<uint32_t, V>([&](int i) {
         int products = 0;
-        for (int k = 4*i; k < 4*i + 4; ++k) { products += x.at[k]*y.at[k]; }
-        return s.at[i] + (uint32_t) products;
+        for (int k = 4*i; k < 4*i + 4; ++k) { products += x.lane[k]*y.lane[k]; }
+        return s.lane[i] + (uint32_t) products;
     });
 }
 // sums of two products, added to sum, not saturated
@@ -233,16 +232,16 @@ static inline __m256i _mm256_dpbusd_avx_epi32(__m256i sum, __m256i a, __m256i b)
 
 template <typename V> static inline V _mm512_mul_ps(V a, V b) {
     const lanes<float, V> x = a, y = b;
-    return make<float, V>([&](int i) { return x.at[i]*y.at[i]; });
+    return make<float, V>([&](int i) { return x.lane[i]*y.lane[i]; });
 }
 // rounded once
 template <typename V> static inline V _mm512_fmadd_ps(V a, V b, V c) {
     const lanes<float, V> x = a, y = b, z = c;
-    return make<float, V>([&](int i) { return std::fma(x.at[i], y.at[i], z.at[i]); });
+    return make<float, V>([&](int i) { return std::fma(x.lane[i], y.lane[i], z.lane[i]); });
 }
 template <typename V = __m512, typename VI> static inline V _mm512_cvtepi32_ps(VI a) {
     const lanes<int32_t, VI> x = a;
-    return make<float, V>([&](int i) { return (float) x.at[i]; });
+    return make<float, V>([&](int i) { return (float) x.lane[i]; });
 }
 
 } // namespace ggml_ext
@@ -256,5 +255,5 @@ template <typename V = __m512, typename VI> static inline V _mm512_cvtepi32_ps(V
 #define __AVXVNNI__ 1
 #endif
 
-// Vectors of 64 bytes have no registers here to be kept in.
+// Kernels use asm to keep vectors of 64 bytes in registers, which do not exist here.
 #define __asm__(...)
