@@ -11,28 +11,28 @@
 #if defined(__AVX512VBMI__)
 using V = __m512i;
 using F = __m512;
-#define SAME(ours, avx2) same(#ours, ggml_ext::ours, ::ours)
-#define SAME512(ours)    same(#ours, ggml_ext::ours, ::ours)
+#define SAME(call, avx2) check(#call, ggml_ext::call, ::call)
+#define SAME512(call)    check(#call, ggml_ext::call, ::call)
 #else
 using V = __m256i;
 using F = __m256;
-#define SAME(ours, avx2) same(#ours, ggml_ext::ours, avx2)
-#define SAME512(ours)
+#define SAME(call, avx2) check(#call, ggml_ext::call, avx2)
+#define SAME512(call)
 #endif
 
 static std::map<std::string, int> n_wrong;
 
 template <typename A> static bool same_bits(A a, A b) { return !memcmp(&a, &b, sizeof(a)); }
 
-template <typename R, typename S> static void same(const char * name, R ours, S theirs) {
-    static_assert(sizeof(ours) == sizeof(theirs), "vectors of one size");
-    n_wrong[name] += !same_bits(ours, (R) theirs);
+template <typename R, typename S> static void check(const char * name, R emulated, S expected) {
+    static_assert(sizeof(emulated) == sizeof(expected), "vectors of one size");
+    n_wrong[name] += !same_bits(emulated, (R) expected);
 }
 // any two NaN are equal
-static void same(const char * name, F ours, F theirs) {
+static void check(const char * name, F emulated, F expected) {
     float x[sizeof(F)/sizeof(float)], y[sizeof(F)/sizeof(float)];
-    memcpy(x, &ours, sizeof(x));
-    memcpy(y, &theirs, sizeof(y));
+    memcpy(x, &emulated, sizeof(x));
+    memcpy(y, &expected, sizeof(y));
     bool all = true;
     for (size_t i = 0; i < std::size(x); ++i) {
         all &= same_bits(x[i], y[i]) || (std::isnan(x[i]) && std::isnan(y[i]));
@@ -84,7 +84,7 @@ static V dot4(V sum, V a, V b) {
 // 32 bytes on any CPU: no 512-bit form is used
 static void check_256(__m256i a, char byte) {
     const __m256i place0 = _mm256_setr_epi64x(255, 0, 0, 0);
-    same("_mm256_mask_set1_epi8(a, 1, byte)", ggml_ext::_mm256_mask_set1_epi8(a, 1u, byte), _mm256_blendv_epi8(a, _mm256_set1_epi8(byte), place0));
+    check("_mm256_mask_set1_epi8(a, 1, byte)", ggml_ext::_mm256_mask_set1_epi8(a, 1u, byte), _mm256_blendv_epi8(a, _mm256_set1_epi8(byte), place0));
 }
 
 int main() {
@@ -133,7 +133,7 @@ int main() {
         SAME512(_mm512_extracti64x4_epi64(a, 0));
         SAME512(_mm512_extracti64x4_epi64(a, 1));
 #else
-        same("_mm512_cvtepi32_ps(a)", ggml_ext::_mm512_cvtepi32_ps<F>(a), _mm256_cvtepi32_ps(a));
+        check("_mm512_cvtepi32_ps(a)", ggml_ext::_mm512_cvtepi32_ps<F>(a), _mm256_cvtepi32_ps(a));
 #endif
     }
     int n_bad = 0;
