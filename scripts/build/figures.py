@@ -102,8 +102,8 @@ QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K"
 
 def render_quality(measured: dict) -> str:
     """KL divergence by type and way to make the file."""
-    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext", "sequential": "with `--propagate`", "smollm2": "SmolLM2-135M"}
-    lines = [f"| KL divergence | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
+    columns = {"upstream": "llama-quantize", "hessian": "ggml-ext", "sequential": "ggml-ext with `--propagate`", "smollm2": "SmolLM2-135M"}
+    lines = [f"| type | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
     for name, row in quality(measured).items():
         if name in QUALITY:
             cells = " | ".join(str(row.get(key, "")) for key in columns)
@@ -115,13 +115,14 @@ def render_gains(measured: dict) -> str:
     """What a reader gains, for the top of README."""
     q, smollm2 = quality(measured), measured["propagate"]["smollm2"]["the built-in text"]
     ours, upstream = q["ITQ3_T"], q["Q3_K"]
+    faster = f"{measured['avx512']['decode/q3_k']['itq3_t']:.2f}"
     return "\n".join([
-        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. The KL divergence",
-        f"  of the reference model in Q4_K from F16 is {q['Q4_K']['hessian']}. llama-quantize's file of the same size has {q['Q4_K']['upstream']}.",
+        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. In Q4_K",
+        f"  its KL divergence from F16 is {q['Q4_K']['hessian']}, on the reference model; llama-quantize's file of the same size has {q['Q4_K']['upstream']}.",
         f"- **Smaller types that are more accurate.** ITQ3_T has {ours['bpw']:.2f} bits per weight and a KL divergence of {ours['hessian']}. Q3_K by llama-quantize has",
-        f"  {upstream['bpw']:.2f} and {upstream['upstream']}. ITQ3_T needs the llama.cpp of this package, where it generates {measured['avx512']['decode/q3_k']['itq3_t']:.2f} times as fast.",
-        "- **Sequential quantization on a CPU.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M that lowers the",
-        f"  KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]} and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
+        f"  {upstream['bpw']:.2f} and {upstream['upstream']}. ITQ3_T runs in the llama.cpp of this package, where it generates {faster} times as fast as Q3_K.",
+        "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
+        f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
 
 
@@ -131,7 +132,7 @@ SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # w
 def speed_table(measured: dict) -> list[str]:
     """Decode and prefill over Q3_K's."""
     names, avx512 = SPEEDS, measured["avx512"]
-    lines = [f"| speed over Q3_K's, {avx512['processor']} | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
+    lines = [f"| speed relative to Q3_K, {avx512['processor']} | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
     for ratio in ("decode/q3_k", "prefill/q3_k"):
         lines.append(f"| {ratio.partition('/')[0]} | {' | '.join(format(avx512[ratio][name], '.2f') for name in names)} |")
     return lines
@@ -139,6 +140,7 @@ def speed_table(measured: dict) -> list[str]:
 
 # What a user may want, the option for it, and its bits per weight in words where they depend on the model.
 CHOICES = (
+    ("a file for every llama.cpp, Ollama and LM Studio", "q4_k_m", "about 4.8"),
     ("almost no loss", "ditto5", None),
     ("four bits, smaller than Q4_K and IQ4_XS and more accurate", "itq4_t", None),
     ("three bits, smaller than Q3_K ({q3_k:.2f}) and more accurate", "itq3_t", None),
@@ -149,25 +151,24 @@ CHOICES = (
 
 
 def render_choice(measured: dict) -> str:
-    """Which type to take, and what a model of 7 billion weights takes."""
+    """Which type to take, and the size of a model of 7 billion weights."""
     sizes, q3_k = measured["seven_b"]["gib"], measured["rows"]["Q3_K"]["bpw"]
-    lines = ["| you want | option | bits per weight | a 7B model takes |", "| --- | --- | --- | --- |"]
-    lines.append("| a file for every llama.cpp, Ollama and LM Studio | `--type q4_k_m` and llama-quantize's other names | as there | as there |")
+    lines = ["| you want | option | bits per weight | Llama-2-7B |", "| --- | --- | --- | --- |"]
     for want, name, bits in CHOICES:
         shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
         lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {sizes[name]:.1f} GiB |")
-    lines.append("| the best file of a given size | `--target-size 3GiB` | | 3 GiB |")
+    lines.append("| the best file of a given size | `--target-size 3GiB` | as fits | 3 GiB |")
     return "\n".join(lines)
 
 
 def render_cost(measured: dict) -> str:
-    """What a model of 7 billion weights needs."""
+    """Time and memory for a model of 7 billion weights."""
     run = measured["seven_b"]
     calibration, encoding, slow = run["calibration"], run["encoding"], measured["without_avx2"]
     return (
-        f"A model with the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights) became ITQ3_T on {run['processor']} in {encoding['took_minutes']} minutes, after\n"
-        f"{calibration['all_minutes']} minutes of calibration (computed from {calibration['chunks']} of 100 chunks) in {calibration['gib']} GiB of memory. With less memory, calibration runs the model in Q8_0\n"
-        f"or Q4_K. A CPU without AVX2 is slow: ITQ3_T generates {slow['decode']['itq3_t']:g} tokens/s and Q3_K {slow['decode']['q3_k']:g} ({slow['processor'].partition(',')[0]})."
+        f"Other standard types work too, by llama-quantize's names. A model with the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights) took {encoding['took_minutes']} minutes to encode to\n"
+        f"ITQ3_T on {run['processor']}, after {calibration['all_minutes']} minutes of calibration (computed from {calibration['chunks']} of 100 chunks) in {calibration['gib']} GiB of memory. If memory is short,\n"
+        f"calibration runs the model in Q8_0 or Q4_K. Without AVX2, ITQ3_T generates only {slow['decode']['itq3_t']:g} tokens/s, where Q3_K generates {slow['decode']['q3_k']:g} ({slow['processor'].partition(',')[0]})."
     )
 
 

@@ -5,7 +5,7 @@ Builds the package with all CPU backends of llama.cpp (GGML_EXT_PORTABLE: chosen
 Vulkan backend in build/wheel, lets auditwheel
 name the oldest Linux it runs on, installs the result into an empty environment outside the checkout and runs
 tests/package/wheel_suite.py there, without a compiler, once for every variant that this processor can run. Only a wheel that passed
-gets into dist/, in place of older ones. docs/using/wheel.md says what is in it and why. The log of the build is build/wheel.log.
+gets into dist/, in place of older ones. docs/maintaining/wheel.md says what is in it and why. The log of the build is build/wheel.log.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = {
     # llama-server's chat page has to be in it: a build that cannot make it fails
     "GGML_EXT_UI": "ON",
     # Neither belongs to what every Linux has: auditwheel would put copies into the wheel, under other names and with run paths
-    # of their own. ggml's threads are as fast as OpenMP's (docs/using/wheel.md); a copy of OpenSSL would age in the wheel.
+    # of their own. ggml's threads are as fast as OpenMP's (docs/maintaining/wheel.md); a copy of OpenSSL would age in the wheel.
     "GGML_OPENMP": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }

@@ -147,7 +147,7 @@ def test_licences_of_the_programs_come_along():
 
 @pytest.mark.slow
 def test_a_source_tree_that_cannot_be_written(tmp_path):
-    """With the option of docs/using/wheel.md pip gets as far as CMake's own refusal of GGML_HIP."""
+    """With the option of docs/using/install.md pip gets as far as CMake's own refusal of GGML_HIP."""
     prefix = own_mount_namespace()
     if prefix is None or find_spec("scikit_build_core") is None:
         pytest.skip("a shell that may mount, and scikit-build-core")

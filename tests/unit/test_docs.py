@@ -1,4 +1,4 @@
-"""What documents and errors tell a reader to type."""
+"""Commands, flags, files and links that documents and errors name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 def texts() -> dict[str, str]:
     """Documents and sources by their path."""
     command = ["git", "-C", ROOT, "ls-files", "*.md", "py/*.py", "scripts/*.py", "tests/*.py", "Makefile"]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    if listed.returncode:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
         pytest.skip("no git checkout")
-    return {name: (ROOT / name).read_text("utf-8") for name in listed.stdout.split() if (ROOT / name).is_file()}
+    return {name: (ROOT / name).read_text("utf-8") for name in done.stdout.split() if (ROOT / name).is_file()}
 
 
 def test_nothing_is_installed_by_a_name_that_no_index_has():
-    """Anybody could take it."""
+    """Anybody could register the name ggml-ext."""
     name = "ggml-ext" + "["
     assert [path for path, text in texts().items() if name in text] == []
 
@@ -50,9 +50,9 @@ def test_an_extra_is_installed_by_its_requirements(monkeypatch):
 
 
 def test_packages_of_an_extra_can_be_installed_alone():
-    """pip install '.[hf]' compiles all of llama.cpp again."""
+    """A reader need not compile llama.cpp again, as pip install '.[hf]' does."""
     requirements = PROJECT["optional-dependencies"]["hf"]
-    assert f"    pip install {' '.join(map(repr, requirements))}\n" in (ROOT / "docs/using/quantize.md").read_text("utf-8")
+    assert f"    pip install {' '.join(map(repr, requirements))}\n" in (ROOT / "docs/using/inputs.md").read_text("utf-8")
 
 
 def test_every_program_is_built_a_command_and_listed():
@@ -63,47 +63,73 @@ def test_every_program_is_built_a_command_and_listed():
     assert commands == {*built.split(), "rpc-server", "convert_lora_to_gguf.py"} - {"ggml-rpc-server"}
 
 
-# Paths of this repository in running text, in back quotes or not.
+# Paths of this repository in running text, with or without back quotes.
 PATHS = r"`((?:ggml_ext|cuda|metal|vulkan|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
 
 
+def documents() -> dict[str, str]:
+    """All Markdown files by their path."""
+    return {path: text for path, text in texts().items() if path.endswith(".md")}
+
+
 def anchors(text: str) -> set[str]:
-    """What a link may name behind #, as GitHub makes it of the headings."""
+    """The anchors that GitHub makes of the headings."""
     heads = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def broken(name: str, text: str, documents: dict[str, str]) -> list[str]:
-    """Files, links and headings that a document names and that are not there."""
-    found = [path for groups in re.findall(PATHS, text) for path in groups if path and not (ROOT / path).exists()]
+def find_broken(name: str, text: str, pages: dict[str, str]) -> list[str]:
+    """List the files, links and headings that a document names and that do not exist."""
+    broken = [path for groups in re.findall(PATHS, text) for path in groups if path and not (ROOT / path).exists()]
     for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
-        shown = str(target.relative_to(ROOT))
-        if not target.exists() or anchor and anchor not in anchors(documents.get(shown, "")):
-            found.append(link)
-    return [f"{name}: {path}" for path in found]
+        page = pages.get(str(target.relative_to(ROOT)), "")
+        if not target.exists() or anchor and anchor not in anchors(page):
+            broken.append(link)
+    return [f"{name}: {path}" for path in broken]
 
 
 def test_documents_name_files_and_headings_that_exist():
-    documents = {path: text for path, text in texts().items() if path.endswith(".md")}
-    assert [path for name, text in documents.items() for path in broken(name, text, documents)] == []
+    pages = documents()
+    assert [path for name, text in pages.items() for path in find_broken(name, text, pages)] == []
 
 
 @pytest.mark.parametrize("text", ["`docs/no.md`", "[x](docs/no.md)", "[x](docs/README.md#no)", "[x](#no)", "scripts/tools/no.py"])
-def test_a_broken_link_is_found(text):
-    assert len(broken("README.md", f"# Head\n{text}\n", {"README.md": "# Head"})) >= 1
-    assert broken("README.md", "[x](#head) [y](docs/README.md)", {"README.md": "# Head"}) == []
+def test_a_broken_link_is_noticed(text):
+    assert len(find_broken("README.md", f"# Head\n{text}\n", {"README.md": "# Head"})) >= 1
+    assert find_broken("README.md", "[x](#head) [y](docs/README.md)", {"README.md": "# Head"}) == []
+
+
+def test_sources_name_documents_that_exist():
+    sources = {path: text for path, text in texts().items() if path.endswith(".py") and path != "tests/unit/test_docs.py"}
+    named = {(path, page) for path, text in sources.items() for page in re.findall(r"(?<![\w/])docs/\w+/[\w-]+\.md", text)}
+    assert named and [(path, page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
+def test_every_page_is_listed():
+    text = (ROOT / "docs" / "README.md").read_text("utf-8")
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("*/*.md")}
+    assert pages == set(re.findall(r"\]\((\w+/[\w-]+\.md)\)", text))
+
+
+def test_every_package_has_its_place():
+    text = (ROOT / "docs" / "maintaining" / "places.md").read_text("utf-8")
+    packages = {path.parent.name for path in (ROOT / "py" / "ggml_ext").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `(\w+)` \|", text, re.M))
+
+
+def test_readme_is_a_landing_page():
+    assert (ROOT / "README.md").read_text("utf-8").count("\n") <= 100
 
 
 def code_lines() -> list[tuple[str, str]]:
     """(document, line) of all code blocks."""
-    documents = {path: text for path, text in texts().items() if path.endswith(".md")}
-    return [(path, line) for path, text in documents.items() for line in re.findall(r"^ {4,}(.+)$", text, re.M)]
+    return [(path, line) for path, text in documents().items() for line in re.findall(r"^ {4,}(.+)$", text, re.M)]
 
 
 def commands() -> set[tuple[str, str]]:
-    """(document, command) where a line, or a part of one, begins with a name like those of this project."""
+    """(document, command) of every command in a code block whose name looks like one of this project."""
     begins = ((path, begin.split(" ")[0]) for path, line in code_lines() for begin in re.split(r"&& |\| |; |\$\(", line))
     return {(path, name) for path, name in begins if name.startswith(("llama-", "ggml-", "rpc-"))}
 
@@ -123,3 +149,22 @@ def test_every_module_script_and_target_in_a_code_block_exists():
             assert (ROOT / script).is_file(), f"{path}: {line}"
         for target in re.findall(r"^make ([\w-]+)", line):
             assert target in targets, f"{path}: {line}"
+
+
+FLAGS = r"(?<![\w-])--[a-z][\w-]*"
+OPTIONS = (ROOT / "docs" / "reference" / "options.md").read_text("utf-8")
+FLAGS_BY_COMMAND = {command: set(re.findall(FLAGS, section)) for command, section in re.findall(r"^## ggml-ext (\w+)\n(.*?)(?=^## |\Z)", OPTIONS, re.M | re.S)}
+OTHER_FLAGS = {"--lora", "--moments", "--layers", "--in-file", "--upgrade"}  # of llama.cpp's programs and of pip
+
+
+def test_every_flag_of_a_command_in_a_code_block_exists():
+    used = [(path, *match.groups()) for path, line in code_lines() if (match := re.match(r"ggml-ext (\w+) ([^#]*)", line))]
+    assert len(used) > 30
+    assert [row for row in used if (known := FLAGS_BY_COMMAND.get(row[1])) and not set(re.findall(FLAGS, row[2])) <= known] == []
+
+
+@pytest.mark.parametrize("page", ["quantize", "inputs", "calibrate", "size", "long-runs", "evaluate", "publish", "export"])
+def test_every_flag_that_a_page_explains_exists(page):
+    text = (ROOT / "docs" / "using" / f"{page}.md").read_text("utf-8")
+    flags = {flag for words in re.findall(r"`([^`]+)`", text) for flag in re.findall(FLAGS, words)}
+    assert flags - set(re.findall(FLAGS, OPTIONS)) - OTHER_FLAGS == set()

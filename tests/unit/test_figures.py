@@ -1,4 +1,4 @@
-"""README's table and picture follow from docs/measured.json."""
+"""Tables and pictures of the documents are made from docs/measured.json."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_a_document_without_markers_is_named(tmp_path, text):
         figures.replace_table(tmp_path / "x.md", text, "table")
 
 
-# What README's own words may say in numbers: versions that it needs, licences, names, sizes that are choices and no measurements.
+# Numbers in README's own words that are no measurements: versions, licences, names, sizes.
 PLAIN = re.compile(r"Apache 2\.0|Python 3\.\d+|pip 23\.1|glibc 2\.35|nvcc \d+|Qwen2\.5-0\.5B|SmolLM2-135M|Llama-3\.2-1B|F16|F32|BF16|Q8_0|MiniLM-L6-v2"
                    r"|multiple of (?:64|256)|below four bits fall back to 4\.5\s+bits|64-bit|x86-64|AVX-512|AVX2")
 
 
 def claims_outside(text: str) -> list[str]:
-    """Numbers with a decimal point, a per cent sign or "times" in README's words that no figure of docs/measured.json made."""
+    """List README's numbers with a decimal point, a per cent sign or "times" that do not come from docs/measured.json."""
     for name in ("gains", "choice", "quality", "speed"):
         begin, end = (figures.marker(name, where) for where in ("begin", "end"))
         text = text.split(begin)[0] + text.split(end)[1]
@@ -70,7 +70,7 @@ def claims_outside(text: str) -> list[str]:
 
 
 def test_every_figure_of_readme_is_measured():
-    """They are made from docs/measured.json (test_checked_in_tables_are_fresh), but for the bits of types and what PLAIN names."""
+    """They come from docs/measured.json, except those that PLAIN names."""
     assert not claims_outside((ROOT / "README.md").read_text())
 
 
@@ -80,7 +80,7 @@ def test_a_claim_without_a_measurement_is_found(claim):
 
 
 def test_figures_of_the_documents_are_those_of_readme():
-    """What README quotes of docs/results and docs/using/wheel.md stands there too."""
+    """README, docs/results and docs/using/install.md quote the same figures."""
     measured, text = json.loads(figures.MEASURED.read_text()), (RESULTS / "measurements.md").read_text()
     for name, (bpw, perplexity, kld) in measured["smollm2"]["rows"].items():
         row = rf"\| \**{name.upper()}\**(?:, full Hessian)? \| {bpw} \| {perplexity:.2f} / {kld:.3f} \|"
@@ -92,12 +92,12 @@ def test_figures_of_the_documents_are_those_of_readme():
     for ratios in (measured["avx512"]["decode/q3_k"], measured["avx512"]["prefill/q3_k"]):
         for name, ratio in ratios.items():
             assert re.search(rf"\| \**{name.upper()}\** \|.*\b{ratio:.2f}\b", (RESULTS / "speed.md").read_text()), name
-    table = (ROOT / "docs" / "using" / "wheel.md").read_text()
+    table = (ROOT / "docs" / "using" / "install.md").read_text()
     slow = measured["without_avx2"]["decode"]
     assert f"| sandybridge | {slow['itq3_s']} | {slow['ccq2']} | {slow['itq3_t']} | {slow['q3_k']} |" in table
 
 
-def test_every_script_is_in_its_room():
+def test_every_script_is_listed():
     text = (ROOT / "scripts" / "README.md").read_text()
     named = set(re.findall(r"`(\w+\.py)`", text))
     shared = {"perplexity_run.py", "ggml_graph.py", "gemv.py"}  # parts of others, as check_*.py are of gpu_check.py
