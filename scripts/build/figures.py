@@ -166,9 +166,9 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, slow = run["calibration"], run["encoding"], measured["without_avx2"]
     return (
-        f"Other standard types work too, by llama-quantize's names. A model with the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights) took {encoding['took_minutes']} minutes to encode to\n"
-        f"ITQ3_T on {run['processor']}, after {calibration['all_minutes']} minutes of calibration (computed from {calibration['chunks']} of 100 chunks) in {calibration['gib']} GiB of memory. If memory is short,\n"
-        f"calibration runs the model in Q8_0 or Q4_K. Without AVX2, ITQ3_T generates only {slow['decode']['itq3_t']:g} tokens/s, where Q3_K generates {slow['decode']['q3_k']:g} ({slow['processor'].partition(',')[0]})."
+        f"Other standard types work too, by llama-quantize's names. ITQ3_T took {encoding['took_minutes']} minutes to encode for the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights), on {run['processor']}.\n"
+        f"Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and {calibration['gib']} GiB of memory; with less memory it runs the model in Q8_0 or Q4_K.\n"
+        f"Without AVX2, ITQ3_T generates only {slow['decode']['itq3_t']:g} tokens/s, where Q3_K generates {slow['decode']['q3_k']:g} ({slow['processor'].partition(',')[0]})."
     )
 
 

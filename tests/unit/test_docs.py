@@ -119,6 +119,12 @@ def test_every_package_has_its_place():
     assert packages == set(re.findall(r"^\| `(\w+)` \|", text, re.M))
 
 
+def test_functions_are_in_the_files_that_documents_name():
+    named = [(name, path) for text in documents().values() for name, path in re.findall(r"`(?:\w+\.)?(\w+)\(\)` in `([\w/.-]+)`", text)]
+    assert len(named) >= 4
+    assert [(name, path) for name, path in named if f"{name}(" not in (ROOT / path).read_text("utf-8")] == []
+
+
 def test_readme_is_a_landing_page():
     assert (ROOT / "README.md").read_text("utf-8").count("\n") <= 100
 
