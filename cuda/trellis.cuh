@@ -1,4 +1,4 @@
-// The trellis code of ITQ4_T, ITQ3_T, ITQ2_T and their types of 64 (types/trellis.h) on the device, on words of eight nibbles: those of
+// The trellis types (types/trellis.h) on the device, on words of eight nibbles: those of
 // byte b belong to the weights L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8; for K = 4 to those of the groups 2*p
 // and 2*p + 1. Predecessors of a symbol are in the same byte of other groups, and before group 0 in group 7 of the byte before:
 // that is what block_words::at().before is for.
@@ -55,11 +55,11 @@ static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, ui
     return prmt(before, first, k == 0 ? 0x3215 : 0x3210);
 }
 
-// The unpack contract of a type with K bits a symbol, whose block is d, start, ql and, for K = 3, qh.
+// The unpack contract of a type with K bits a symbol.
 template <typename B, int K>
 static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, const ggml_ext_trellis_tables & tables, float offset) {
-    constexpr int T = N_THREADS<B>; // words of a plane of ql, of two for K = 2 and 3 and of four for K = 4, and of qh
-    static_assert(offsetof(B, start) == 1 && offsetof(B, ql) == 2 && sizeof(B) == 2 + 4*K*T, "");
+    constexpr int T = N_THREADS<B>; // words of a plane: two of low bits and, for K = 3, one of high bits; four of nibbles for K = 4
+    static_assert(offsetof(B, start) == 1 && offsetof(B, symbols) == 2 && sizeof(B) == 2 + 4*K*T, "");
     const block_words words(&x);
     const uint32_t header = words.header(); // d and start
     unpacked u;
@@ -76,7 +76,6 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
         const auto l0 = words.at(k), l1 = words.at(T + k);
         const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, header)};
         if constexpr (K == 3) {
-            static_assert(offsetof(B, qh) == 2 + 4*2*T, "");
             const auto     h        = words.at(2*T + k);
             const uint32_t h_before = with_first(h.before, k, header << 6 & 0xc000);
 #pragma unroll
@@ -99,5 +98,18 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
     u.offset = offset;
     return u;
 }
+
+#define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, ...)                                                \
+    template <> struct unpacker<block_##name> {                                                        \
+        static constexpr float offset     = OFFSET;                                                    \
+        static constexpr bool  own_offset = false;                                                     \
+        static constexpr int   pairs      = trellis_pairs(K);                                          \
+        static __device__ __forceinline__ unpacked unpack(const block_##name & x, int k) {             \
+            constexpr ggml_ext_trellis_tables tables = GGML_EXT_TRELLIS_TABLES_##CODE;                 \
+            return unpack_trellis<block_##name, K>(x, k, tables, offset);                              \
+        }                                                                                              \
+    };
+GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
 
 } // namespace ggml_ext

@@ -1,41 +1,69 @@
-// The trellis code (types/trellis.h) on the device. A lane's eight weights are eight steps in turn, whose symbols and their
+// The trellis types (types/trellis.h) on the device. A lane's eight weights are eight steps in turn, whose symbols and their
 // predecessors are bits of one window: byte c of the planes behind byte c - 1 of the last one, `start` before byte 0. A code is
-// a look-up of the last 12 bits in a table (codes.metal), whose index is, from the low bits on,
+// a look-up of the last 12 bits in a table (scripts/build/metal_library.py makes it), whose index is, from the low bits on,
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
+#include "codes.metal"
 
-// K = 3: the windows of the low bits, from step -4 on, and of the high bits, from step -8 on, times 2^8.
-template <typename B> static inline uint2 ggml_ext_trellis3_windows(device const B & x, short c) {
-    const short n_lanes = sizeof(B::qh);
-    const uint low_before  = c ? x.ql[n_lanes + c - 1] : x.start;
-    const uint high_before = c ? x.qh[c - 1] : (x.start & 3) << 6;
-    uint2 windows;
-    windows.x = low_before | (uint) x.ql[c] << 8 | (uint) x.ql[n_lanes + c] << 16;
-    windows.y = high_before << 8 | (uint) x.qh[c] << 16;
-    return windows;
-}
-static inline ushort ggml_ext_trellis3_index(uint2 windows, short g) {
-    return (windows.x >> 2*(g + 1) & 0xff) | (windows.y >> (g + 5) & 0xf00);
-}
+// L: bytes of a plane of symbols.
+template <int K, int L> struct ggml_ext_trellis_window;
 
-// K = 2: the window from step -8 on.
-template <typename B> static inline uint ggml_ext_trellis2_window(device const B & x, short c) {
-    const short n_lanes = sizeof(B::ql)/2;
-    const uint before = c ? x.ql[c - 1] | (uint) x.ql[n_lanes + c - 1] << 8 : (uint) x.start << 8;
-    return before | (uint) x.ql[c] << 16 | (uint) x.ql[n_lanes + c] << 24;
-}
-static inline ushort ggml_ext_trellis2_index(uint window, short g) {
-    return window >> 2*(g + 3) & 0xfff;
-}
+template <int L> struct ggml_ext_trellis_window<4, L> {
+    uint first, second; // from step -2 on, and from step 2 on
 
-// K = 4: the window from step -2 on, of ten symbols.
-template <typename B> static inline uint2 ggml_ext_trellis4_windows(device const B & x, short c) {
-    const short n_lanes = sizeof(B::ql)/4;
-    const uint before = c ? x.ql[3*n_lanes + c - 1] : x.start;
-    uint2 windows; // from step -2 and from step 2 on
-    windows.y = x.ql[n_lanes + c] | (uint) x.ql[2*n_lanes + c] << 8 | (uint) x.ql[3*n_lanes + c] << 16;
-    windows.x = before | (uint) x.ql[c] << 8 | windows.y << 16;
-    return windows;
-}
-static inline ushort ggml_ext_trellis4_index(uint2 windows, short g) {
-    return (g < 4 ? windows.x >> 4*g : windows.y >> 4*(g - 4)) & 0xfff;
-}
+    void load(uint8_t start, device const uint8_t * symbols, short c) {
+        const uint before = c ? symbols[3*L + c - 1] : start;
+        second = symbols[L + c] | (uint) symbols[2*L + c] << 8 | (uint) symbols[3*L + c] << 16;
+        first  = before | (uint) symbols[c] << 8 | second << 16;
+    }
+    ushort index(short g) const {
+        return (g < 4 ? first >> 4*g : second >> 4*(g - 4)) & 0xfff;
+    }
+};
+
+template <int L> struct ggml_ext_trellis_window<3, L> {
+    uint low, high; // low bits from step -4 on, and high bits, from step -8 on, times 2^8
+
+    void load(uint8_t start, device const uint8_t * symbols, short c) {
+        const uint low_before  = c ? symbols[L + c - 1] : start;
+        const uint high_before = c ? symbols[2*L + c - 1] : (start & 3) << 6;
+        low  = low_before | (uint) symbols[c] << 8 | (uint) symbols[L + c] << 16;
+        high = high_before << 8 | (uint) symbols[2*L + c] << 16;
+    }
+    ushort index(short g) const {
+        return (low >> 2*(g + 1) & 0xff) | (high >> (g + 5) & 0xf00);
+    }
+};
+
+template <int L> struct ggml_ext_trellis_window<2, L> {
+    uint both; // from step -8 on
+
+    void load(uint8_t start, device const uint8_t * symbols, short c) {
+        const uint before = c ? symbols[c - 1] | (uint) symbols[L + c - 1] << 8 : (uint) start << 8;
+        both = before | (uint) symbols[c] << 16 | (uint) symbols[L + c] << 24;
+    }
+    ushort index(short g) const {
+        return both >> 2*(g + 3) & 0xfff;
+    }
+};
+
+#define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, ...)                                                    \
+    struct block_##name {                                                                                  \
+        uint8_t d, start, symbols[K*N/8];                                                                  \
+    };                                                                                                     \
+    static_assert(sizeof(block_##name) == GGML_EXT_##NAME##_BLOCK_BYTES, "codes.h and the struct differ"); \
+    template <> struct ggml_ext_unpacker<block_##name> {                                                   \
+        enum { n = N, n_groups = 1, rotated = 1, has_table = 1 };                                          \
+        ggml_ext_trellis_window<K, N/8> window;                                                            \
+        static constant const uint8_t * codes() { return ggml_ext_##CODE##_codes; }                        \
+        static float offset() { return OFFSET; }                                                           \
+        void load(device const block_##name & x, short c) { window.load(x.start, x.symbols, c); }          \
+        template <typename T> float value(short g, T table) const {                                        \
+            return ggml_ext_entry(table, window.index(g), offset());                                       \
+        }                                                                                                  \
+        static float scale(device const block_##name & x, short g) {                                       \
+            (void) g;                                                                                      \
+            return ggml_ext_e5m3(x.d);                                                                     \
+        }                                                                                                  \
+    };
+GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X

@@ -1,23 +1,13 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
 // Unpack of the type that a shader is compiled for.
-#if defined(DATA_A_ITQ3_S)
+#if defined(EXT_TRELLIS_K)
+#include "trellis.glsl"
+#elif defined(DATA_A_ITQ3_S)
 #include "itq3_s.glsl"
 #elif defined(DATA_A_CCQ2)
 #include "ccq2.glsl"
 #elif defined(DATA_A_DITTO3)
 #include "ditto3.glsl"
-#elif defined(DATA_A_ITQ4_T)
-#include "itq4_t.glsl"
-#elif defined(DATA_A_ITQ3_T)
-#include "itq3_t.glsl"
-#elif defined(DATA_A_ITQ2_T)
-#include "itq2_t.glsl"
-#elif defined(DATA_A_ITQ4_T64)
-#include "itq4_t64.glsl"
-#elif defined(DATA_A_ITQ3_T64)
-#include "itq3_t64.glsl"
-#elif defined(DATA_A_ITQ2_T64)
-#include "itq2_t64.glsl"
 #elif defined(DATA_A_DITTO5)
 #include "ditto5.glsl"
 #endif

@@ -1,4 +1,4 @@
-// The trellis code of types/trellis.h over the SIMD primitives: of one block of 256, or of up to four blocks of 64 at a time.
+// The trellis types (types/trellis.h) over the SIMD primitives: one block of 256, or up to four blocks of 64 at a time.
 #pragma once
 
 #include "unpack.h"
@@ -27,7 +27,7 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_at(cons
         const auto byte = [&](int b) { return (const uint8_t *) p[b] + at; };
         return load8x4(byte(0), byte(1), byte(2), byte(3));
     };
-    const auto  plane = [&](int i) { return bytes(offsetof(B, ql) + 8*i); };
+    const auto  plane = [&](int i) { return bytes(offsetof(B, symbols) + 8*i); };
     const u8x32 start = first_of_8(bytes(offsetof(B, start)));
     trellis_lanes<K> t;
     if constexpr (K == 4) {
@@ -42,7 +42,7 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_at(cons
         if constexpr (K == 2) {
             t.before2 = join(shift_lanes8(ql0, u8x32()), low_half(t.before));
         } else {
-            const u8x32 h = bytes(offsetof(B, qh));
+            const u8x32 h = plane(2);
             t.high = join(funnel<4>(shift_lanes8(h, field<-6>(start, 0xc0)), h), h);
         }
     }
@@ -69,7 +69,7 @@ template <typename B, typename F> constexpr byte_index of_four_blocks(F offset) 
 
 // The four blocks at x, whose bits of K = 2 or 3 lie in their first and last 64 bytes.
 template <int K, typename B> static inline trellis_lanes<K> load_trellis_of_four(const B * x) {
-    constexpr int START = offsetof(B, start), QL = offsetof(B, ql);
+    constexpr int START = offsetof(B, start), QL = offsetof(B, symbols);
     static constexpr byte_index ql    (of_four_blocks<B>([](int i, int half) { return QL + 8*half + i; }));
     static constexpr byte_index before(of_four_blocks<B>([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; }));
     const __m512i begin = keep(_mm512_loadu_si512(x)), end = keep(_mm512_loadu_si512((const char *) (x + 4) - 64));
@@ -82,7 +82,7 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_of_four
         static constexpr byte_index before2(of_four_blocks<B>([](int i, int half) { return i ? QL + 8*half - 1 + i : START; }));
         t.before2 = {_mm512_andnot_si512(place0, pick(before2))};
     } else {
-        constexpr int QH = offsetof(B, qh);
+        constexpr int QH = QL + 16;
         static constexpr byte_index high       (of_four_blocks<B>([](int i, int) { return QH + i; }));
         static constexpr byte_index high_before(of_four_blocks<B>([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; }));
         // as funnel<4> in the low half; in its place 0 the start's two bits take those of the byte before
@@ -95,12 +95,12 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_of_four
     return t;
 }
 
-// The low bits of the block of 256 at x: `start` and ql are 65 bytes in a row, of which `before` and `before2` are orders.
+// The low bits of the block of 256 at x: `start` and they are 65 bytes in a row, of which `before` and `before2` are orders.
 template <int K, typename B> static inline void load_low_bits(const B * x, trellis_lanes<K> & t) {
-    static_assert(offsetof(B, ql) == offsetof(B, start) + 1, "");
+    static_assert(offsetof(B, symbols) == offsetof(B, start) + 1, "");
     static constexpr byte_index before([](int j) { return j == 0 ? 0 : j < 32 ? 32 + j : j - 31; });
     const __m512i bytes = keep(_mm512_loadu_si512(&x->start));
-    t.ql     = load64(x->ql);
+    t.ql     = load64(x->symbols);
     t.before = {_mm512_permutexvar_epi8(before.load(), bytes)};
     if constexpr (K == 2) {
         static constexpr byte_index before2([](int j) { return j == 32 ? 0 : j; });
@@ -109,10 +109,10 @@ template <int K, typename B> static inline void load_low_bits(const B * x, trell
 }
 #else
 template <int K, typename B> static inline void load_low_bits(const B * x, trellis_lanes<K> & t) {
-    t.ql     = load64(x->ql);
-    t.before = join(load_behind(x->start, x->ql + 32), load(x->ql));
+    t.ql     = load64(x->symbols);
+    t.before = join(load_behind(x->start, x->symbols + 32), load(x->symbols));
     if constexpr (K == 2) {
-        t.before2 = join(load_behind(0, x->ql), low_half(t.before));
+        t.before2 = join(load_behind(0, x->symbols), low_half(t.before));
     }
 }
 #endif
@@ -130,16 +130,17 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis(const B
     } else {
         trellis_lanes<K> t;
         if constexpr (K == 4) {
-            const u8x32 ql1 = load(x->ql + 32);
-            t.ql[0]  = join(load(x->ql), load(x->ql + 64));
-            t.ql[1]  = join(ql1, load(x->ql + 96));
-            t.before = join(load_behind(x->start, x->ql + 96), ql1);
+            const u8x32 ql1 = load(x->symbols + 32);
+            t.ql[0]  = join(load(x->symbols), load(x->symbols + 64));
+            t.ql[1]  = join(ql1, load(x->symbols + 96));
+            t.before = join(load_behind(x->start, x->symbols + 96), ql1);
         } else {
             load_low_bits(x, t);
         }
         if constexpr (K == 3) {
-            const u8x32 h = load(x->qh);
-            t.high = join(funnel<4>(load_behind((uint8_t) (x->start << 6), x->qh), h), h);
+            const uint8_t * high = x->symbols + QK_K/4;
+            const u8x32     h = load(high);
+            t.high = join(funnel<4>(load_behind((uint8_t) (x->start << 6), high), h), h);
         }
         return t;
     }
@@ -174,26 +175,27 @@ template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_table
     return trellis_values(tables, shifted<4*(G%2)>(here ^ last), G%2 ? here : shifted<4>(last));
 }
 
-// The unpackers: of a block of 256, and of four blocks of 64, one after the other or anywhere.
-#define GGML_EXT_TRELLIS_UNPACKER(NAME, name, K)                                                                     \
-    template <> struct unpacker<block_##name> {                                                                      \
-        trellis_lanes<K> lanes;                                                                                         \
-        float         d;                                                                                             \
-        static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
-        explicit unpacker(const block_##name * x) : lanes(load_trellis<K>(x)), d(e5m3_to_float(x->d)) {}             \
-        template <int G> u8x64 groups() const { return trellis_groups<G>(ggml_ext_##name##_tables, lanes); }      \
-    };
+// A loaded block of 256, or four blocks of 64, one after the other or anywhere.
+template <typename B, int K, int N> struct loaded_trellis {
+    trellis_lanes<K> lanes;
+    float            d;
+    explicit loaded_trellis(const B * x) : lanes(load_trellis<K>(x)), d(e5m3_to_float(x->d)) {}
+};
+template <typename B, int K> struct loaded_trellis<B, K, 64> {
+    trellis_lanes<K> lanes;
+    f32x4            d;
+    explicit loaded_trellis(const B * x) : lanes(load_trellis<K>(x)), d(e5m3_to_float(x[0].d, x[1].d, x[2].d, x[3].d)) {}
+    explicit loaded_trellis(const B * const (&p)[GGML_EXT_GROUP_BLOCKS])
+        : lanes(load_trellis_at<K>(p)), d(e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d)) {}
+};
 
-#define GGML_EXT_TRELLIS_UNPACKER64(NAME, name, K)                                                                   \
-    template <> struct unpacker<block_##name> {                                                                      \
-        trellis_lanes<K> lanes;                                                                                         \
-        f32x4         d;                                                                                             \
-        static constexpr float offset = GGML_EXT_##NAME##_TRELLIS_OFFSET;                                            \
-        explicit unpacker(const block_##name * x)                                                                    \
-            : lanes(load_trellis<K>(x)), d(e5m3_to_float(x[0].d, x[1].d, x[2].d, x[3].d)) {}                         \
-        explicit unpacker(const block_##name * const (&p)[GGML_EXT_GROUP_BLOCKS])                                    \
-            : lanes(load_trellis_at<K>(p)), d(e5m3_to_float(p[0]->d, p[1]->d, p[2]->d, p[3]->d)) {}                     \
-        template <int G> u8x64 groups() const { return trellis_groups<G>(ggml_ext_##name##_tables, lanes); }      \
+#define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, ...)                                                                     \
+    template <> struct unpacker<block_##name> : loaded_trellis<block_##name, K, N> {                                        \
+        using loaded_trellis::loaded_trellis;                                                                               \
+        static constexpr float offset = OFFSET;                                                                             \
+        template <int G> u8x64 groups() const { return trellis_groups<G>(ggml_ext_##name##_tables, lanes); }                \
     };
+GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X
 
 } // namespace ggml_ext

@@ -7,7 +7,7 @@
 // half (K = 2) of what it takes in the order of the states. Where the state before or the group after is given, the first or last
 // G = 12/K - 1 steps know the one oldest or newest symbol that counts and do the work for it alone.
 //
-// Weights and values are in fixed point, S = TRELLIS_FIXED steps a unit of d, and a cost is the upper half of e*e, S*S/65536 of a
+// Weights and values are in fixed point, S = trellis_type.unit steps per unit of d, and a cost is the upper half of e*e, S*S/65536 of a
 // squared unit. Relative squared error of a million Gaussian weights against costs in float: +0.05 % for K = 3, nothing for K = 2.
 // Nothing saturates and nothing overflows, whatever the weights are (trellis_begin() asserts it):
 //   - They are held within TRELLIS_MAX_UNITS. Values go up to 63.5 for K = 3 and 62 for K = 2, so a cost is at most C = 13076 or 9315.
@@ -24,8 +24,6 @@
 
 #include "ggml-impl.h"
 
-#define TRELLIS_FIXED(K) ((K) == 4 ? 220 : (K) == 3 ? 204 : 174)
-
 enum {
     TRELLIS_MAX_GROUPS = GGML_EXT_TRELLIS_STATES/4, // K = 2
     TRELLIS_N_STARTS   = 256, // states that the byte `start` can name: the first ones
@@ -33,12 +31,14 @@ enum {
     TRELLIS_LANES      = 16, // costs of a vector
 };
 
-
-// What sets one type apart, constants where it is used.
+// What sets one type apart: a row of GGML_EXT_TRELLIS_TYPES (types/codes.h), constants where it is used.
 struct trellis_type {
-    int   k, n;          // bits a symbol, weights a block
+    int   k, n;    // bits of a symbol, weights of a block
     const struct ggml_ext_trellis_tables * tables;
-    float offset, usual; // relative squared error of a Gaussian
+    float offset;
+    float gain;    // first scale to try, over the one that gives the code the block's energy
+    float unit;    // fixed-point steps per unit of d, whole
+    float nmse;    // of a Gaussian
 };
 
 // Costs are less 32768, which lets processors without an unsigned minimum of 16 bits take the signed one.
@@ -49,6 +49,7 @@ struct trellis_work {
     int16_t  place[TRELLIS_MAX_GROUPS];           // of each group
     int16_t  group[TRELLIS_MAX_GROUPS];           // at each place
     float    code[GGML_EXT_TRELLIS_STATES];       // values of the states
+    float    unit;                                // of the type
     float    code_rms, code_top;                  // root mean square and largest magnitude of the values
 };
 
@@ -102,18 +103,19 @@ static inline struct trellis_work * trellis_begin(struct trellis_type t) {
         w->place[j] = (int16_t) trellis_place(t.k, j);
         w->group[w->place[j]] = (int16_t) j;
     }
+    w->unit     = t.unit;
     w->code_top = 0.0f;
     for (int s = 0; s < GGML_EXT_TRELLIS_STATES; ++s) {
         const float v = (float) ggml_ext_trellis_code(t.tables, t.k, s) - t.offset;
         const int place = w->place[s >> t.k], high = place >> low_bits & (n_high - 1), lane = place & (TRELLIS_LANES - 1);
         const int newest = s & (n_symbols - 1), oldest = s >> t.k*n_steps;
         w->code[s] = v;
-        w->fixed[trellis_fixed_place(t.k, high, newest, oldest, lane)] = (int16_t) (v*TRELLIS_FIXED(t.k)); // offsets are whole or halves
+        w->fixed[trellis_fixed_place(t.k, high, newest, oldest, lane)] = (int16_t) (v*t.unit); // offsets are whole or halves
         w->code_top = fmaxf(w->code_top, fabsf(v));
         sum += (double) v*(double) v; // exact
     }
     w->code_rms = (float) sqrt(sum/GGML_EXT_TRELLIS_STATES);
-    const int top = (int) ((TRELLIS_MAX_UNITS + w->code_top)*TRELLIS_FIXED(t.k));
+    const int top = (int) ((TRELLIS_MAX_UNITS + w->code_top)*t.unit);
     GGML_ASSERT(top <= INT16_MAX && (top*top >> 16)*(n_steps + 1) <= UINT16_MAX);
     return w;
 }
@@ -236,13 +238,13 @@ static inline __attribute__((always_inline)) void trellis_search_k(int k, struct
                                                                    int after, uint16_t * states) {
     const int   n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k;
     const int   n_starts = TRELLIS_N_STARTS*n_symbols/n_groups; // their oldest symbols
-    const int   code_top = (int) (w->code_top*TRELLIS_FIXED(k));
+    const int   code_top = (int) (w->code_top*w->unit);
     const float top_units = TRELLIS_MAX_UNITS;
     const int   n_before = trellis_n_before(k), n_known = before < 0 ? 0 : n_before; // steps of which `before` tells the oldest symbol
     int most[QK_K]; // that a step can cost
     for (int t = 0; t < n; ++t) {
         const float v = x[t] > top_units ? top_units : x[t] > -top_units ? x[t] : -top_units; // NaN too
-        w->x[t] = (int16_t) ((int) (v*TRELLIS_FIXED(k) + 32768.5f) - 32768); // to the nearest
+        w->x[t] = (int16_t) ((int) (v*w->unit + 32768.5f) - 32768); // to the nearest
         most[t] = (abs(w->x[t]) + code_top)*(abs(w->x[t]) + code_top) >> 16;
     }
     for (int j = 0; j < n_groups; ++j) {

@@ -1,10 +1,20 @@
-// The trellis code of ITQ4_T, ITQ3_T, ITQ2_T and their types of 64: K = 4, 3 or 2 new bits a weight, values from the last 12 bits.
+// The trellis types: ITQ4_T, ITQ3_T, ITQ2_T and, in blocks of 64, ITQ4_T64, ITQ3_T64, ITQ2_T64. They differ in numbers alone:
+// K bits a symbol, n weights a block, two tables of values and an offset, all in GGML_EXT_TRELLIS_TYPES of codes.h.
 //
-//   step t of a block of n = 256 or 64 is position L*(t%8) + t/8, L = n/8: a symbol's predecessors lie in the same byte of
-//   other groups of L
-//   c[t]   symbol of step t, K bits;  c[-1], c[-2] ... are the bits of `start`, as far as they go, then zero
-//   pair(t) = low two bits of c[t] << 2 | of c[t-1]                                        K = 3 and 2
-//   quad(t) = high bits of c[t] << 3 | c[t-1] << 2 | c[t-2] << 1 | c[t-3]                  K = 3
+//   w[0..n-1] = S H v,   v[j] = d * (q[j] - offset)                           (ggml-ext-rotation.h)
+//
+//   byte  0  1      2                2 + K*n/8
+//         d  start  symbols (K*n/8)            K + 16/n bits per weight: ITQ3_T 98 bytes for 256, 3.0625
+//
+// Each weight has a symbol of K new bits. Its code q is a function of a state, the last 12 bits of the stream of symbols. The
+// encoder chooses the path through the states that costs least (Viterbi): neighbouring weights share bits, which gains what a
+// codebook of many dimensions would.
+//
+//   Step t of a block is the weight at position L*(t%8) + t/8, L = n/8: the predecessors of a symbol are in the same byte of
+//   other groups of L weights.
+//   c[t]     symbol of step t; c[-1], c[-2] ... are the bits of `start` as far as they go, then zero
+//   pair(t)  low two bits of c[t] << 2 | of c[t-1]                                 K = 3 and 2
+//   quad(t)  high bits of c[t] << 3 | c[t-1] << 2 | c[t-2] << 1 | c[t-3]           K = 3
 //
 //             i0                              i1
 //   K = 4     c[t] ^ c[t-2]                   c[t-1]                 all 12 bits of c[t] ... c[t-2]
@@ -13,15 +23,24 @@
 //
 //   q = values[0][i0] + values[1][i1]           0..127
 //
-// The indices are linear over GF(2), so decoders exclusive-or whole words of symbols, and two look-ups of 16 bytes are all that a
-// weight costs. The two must not be windows of one filtered stream, as i1 = pair(t) ^ pair(t-2), i0 = the same two steps earlier
-// would be: any such stream can be had, and the code would have 256 states. scripts/studies/trellis_search.py finds `values`
-// (types.toml) and compares maps and what a block can store of its start.
+// Where the symbols lie: planes of L bytes.
+//   K = 4     four planes; byte i of plane p has c[8*i + 2*p] and, in its high nibble, c[8*i + 2*p + 1]
+//   K = 3, 2  the low two bits in two planes of four steps to a byte, the high bits of K = 3 in one of eight (bits3.h), so that
+//             a pair or quad is four adjacent bits
+//   start     the byte before those of the last plane of low bits: c[-4] ... c[-1], for K = 4 c[-2] and c[-1]. K = 3 does not
+//             use c[-4]: its two bits hold the high bits of c[-2] and c[-1].
 //
-// K = 3 and 2: low bits of the symbols lie in ql as in bits3.h, so that (ql[i] >> s) & 15 is a pair, and likewise quads in qh.
-// K = 4: steps 8*i + 2*p and, in the high nibble, 8*i + 2*p + 1 are the byte L*p + i of ql. `start` is the byte that would stand
-// in ql before its last L bytes: the symbols of the steps -4 ... -1, for K = 4 of -2 and -1. K = 3 does not look at c[-4]; its two
-// bits hold the high bits of c[-2] and c[-1].
+// Why so:
+//   - The indices are linear over GF(2), so decoders xor whole words of symbols, and a weight costs two look-ups of 16 bytes.
+//   - i0 and i1 must not be windows of one filtered stream, as i1 = pair(t) ^ pair(t-2) and i0 the same two steps earlier would
+//     be: any such stream can be had, and the code would have 256 states.
+//   - A start state costs the encoder no pass; a circle of states would, and 3 % in error. Without it the error (NMSE) of a
+//     Gaussian in blocks of 64 would be 0.0760 in place of 0.0603 for K = 2, and 0.0210 in place of 0.0156 for K = 3.
+//   - The three bits of mantissa of d (e5m3.h) cost less than they save.
+// scripts/studies/trellis_search.py finds the values and compares the maps.
+//
+// Sources: trellis-coded quantization, M. W. Marcellin and T. R. Fischer, IEEE Trans. Communications 38(1), 1990; of rotated
+// weights, QTIP, A. Tseng et al., 2024. The codes are ours.
 #pragma once
 
 #include "bits3.h"
@@ -68,32 +87,55 @@ static inline int ggml_ext_trellis_start_state(int k, uint8_t start) {
     return (c1 | (start >> 1 & 1) << 2) | (c2 | (start & 1) << 2) << 3 | c3 << 6;
 }
 
-// Symbol of position j; qh is not read unless K = 3.
-static inline int ggml_ext_trellis_symbol(int k, int n, const uint8_t * ql, const uint8_t * qh, int j) {
+// Symbol at position j of a block.
+static inline int ggml_ext_trellis_symbol(int k, int n, const uint8_t * symbols, int j) {
     const int lanes = n/8, group = j/lanes;
-    return k == 4 ? ql[lanes*(group/2) + j%lanes] >> 4*(group%2) & 15
-         : k == 3 ? ggml_ext_get_bits3(ql, qh, n, j) : ggml_ext_get_bits2(ql, n, j);
+    return k == 4 ? symbols[lanes*(group/2) + j%lanes] >> 4*(group%2) & 15
+         : k == 3 ? ggml_ext_get_bits3(symbols, symbols + n/4, n, j) : ggml_ext_get_bits2(symbols, n, j);
 }
 
-// Symbols 0..15 as ITQ4_T's blocks hold them.
-static inline void ggml_ext_pack_nibbles(const uint8_t * symbols, int n, uint8_t * ql) {
+// Its inverse, for all positions.
+static inline void ggml_ext_trellis_pack(int k, int n, const uint8_t * by_position, uint8_t * symbols) {
+    if (k < 4) {
+        ggml_ext_pack_bits3(by_position, n, symbols, k == 3 ? symbols + n/4 : NULL);
+        return;
+    }
     const int lanes = n/8;
-    memset(ql, 0, (size_t) n/2);
+    memset(symbols, 0, (size_t) n/2);
     for (int j = 0; j < n; ++j) {
-        ql[lanes*(j/lanes/2) + j%lanes] |= (uint8_t) (symbols[j] << 4*(j/lanes%2));
+        symbols[lanes*(j/lanes/2) + j%lanes] |= (uint8_t) (by_position[j] << 4*(j/lanes%2));
     }
 }
 
-// The unpack contract of a block of n weights, slow definition: follows the states one by one.
-static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables * tables, int k, int n, uint8_t d, uint8_t start,
-                                           const uint8_t * ql, const uint8_t * qh, float offset, struct ggml_ext_unpacked * u) {
+// The unpack contract of a block, slow definition: follows the states one by one.
+static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables * tables, int k, int n, uint8_t start,
+                                           const uint8_t * symbols, struct ggml_ext_unpacked * u) {
     int state = ggml_ext_trellis_start_state(k, start);
     for (int t = 0; t < n; ++t) {
         const int j = ggml_ext_trellis_position(n, t);
-        state   = (state << k | ggml_ext_trellis_symbol(k, n, ql, qh, j)) & (GGML_EXT_TRELLIS_STATES - 1);
+        state   = (state << k | ggml_ext_trellis_symbol(k, n, symbols, j)) & (GGML_EXT_TRELLIS_STATES - 1);
         u->q[j] = (int8_t) ggml_ext_trellis_code(tables, k, state);
     }
-    u->scale[0] = 1;
-    u->d        = ggml_ext_e5m3_to_float(d);
-    u->offset   = offset;
 }
+
+// Block, tables, unpack and validation of each type. A row is valid when every d is finite: any other bits are. The encoder takes
+// rows of unrotated weights (encode/encode.h).
+#define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, ...)                                                                        \
+    typedef struct {                                                                                                           \
+        uint8_t d, start, symbols[K*N/8];                                                                                      \
+    } block_##name;                                                                                                            \
+    static_assert(sizeof(block_##name) == GGML_EXT_##NAME##_BLOCK_BYTES, "types.toml and the struct differ");                  \
+    static const struct ggml_ext_trellis_tables ggml_ext_##name##_tables = GGML_EXT_TRELLIS_TABLES_##CODE;                     \
+    static inline void ggml_ext_unpack_##name(const block_##name * x, struct ggml_ext_unpacked * u) {                          \
+        ggml_ext_trellis_unpack(&ggml_ext_##name##_tables, K, N, x->start, x->symbols, u);                                     \
+        u->scale[0] = 1;                                                                                                       \
+        u->d        = ggml_ext_e5m3_to_float(x->d);                                                                            \
+        u->offset   = OFFSET;                                                                                                  \
+    }                                                                                                                          \
+    static inline bool ggml_ext_validate_block_##name(const block_##name * x) {                                                \
+        return x->d <= GGML_EXT_E5M3_MAX;                                                                                      \
+    }                                                                                                                          \
+    void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                     \
+                                const float * importance, const struct ggml_ext_quantize_params * params);
+GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)
+#undef GGML_EXT_X

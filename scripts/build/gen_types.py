@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the checked-in lists that follow from ggml_ext/types.toml, and what the package knows of ggml_ext/upstream.toml.
+"""Write the checked-in lists that follow from ggml_ext/types.toml, and what the package knows of ggml_ext/upstream.toml.
 
-    python scripts/build/gen_types.py            write the files that changed, remove those of types that are no more
-    python scripts/build/gen_types.py --check    write nothing; exit 1 and name every stale file and every one too many
+    python scripts/build/gen_types.py            write the files that changed
+    python scripts/build/gen_types.py --check    write nothing; name every stale file and exit 1
 
-Files: ggml_ext/ggml-ext-types.h, ggml_ext/types/codes.h, the include lists ggml_ext/types/all.h, ggml_ext/cpu/all.h,
-cuda/all.cuh and metal/all.metal, cuda/instances/, metal/codes.metal, vulkan/types.glsl, all.glsl and signs.glsl, py/ggml_ext/_base/types.py, the table between the
-"types" markers of docs/reference/formats.md, and py/ggml_ext/_base/upstream.py. The output depends on the two toml files alone.
+The head of types.toml lists the files. py/ggml_ext/_base/upstream.py follows from upstream.toml.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Container
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -30,11 +27,9 @@ CODES = "ggml_ext/types/codes.h"
 UNPACKERS = "ggml_ext/cpu/all.h"
 DEVICE_UNPACKERS = "cuda/all.cuh"
 METAL_UNPACKERS = "metal/all.metal"
-METAL_CODES = "metal/codes.metal"
 VULKAN_BLOCKS = "vulkan/types.glsl"
 VULKAN_UNPACKERS = "vulkan/all.glsl"
 VULKAN_SIGNS = "vulkan/signs.glsl"
-INSTANCES = "cuda/instances/mmq-{name}.cu"
 MODULE = "py/ggml_ext/_base/types.py"
 PIN = "ggml_ext/upstream.toml"
 PIN_MODULE = "py/ggml_ext/_base/upstream.py"
@@ -50,8 +45,11 @@ WEIGHT_FIELDS = {
     "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
     "student_t4_rel_mse": float, "moments_gain": float, "fns_limits": str,
 }
-# of trellis types; the nested list is two tables of 16 bytes. trellis_code names the type that has them instead
-TRELLIS_FIELDS = {"trellis_values": list, "trellis_offset": float}
+# of trellis types, or in their place trellis_code, the type whose code they share. trellis_values: two tables of 16 bytes
+TRELLIS_FIELDS = {"trellis_bits": int, "trellis_weights": int, "trellis_states": int, "trellis_values": list, "trellis_offset": float,
+                  "trellis_gain": float, "trellis_unit": float}
+TRELLIS_CODES = ((4, 1, 4096), (3, 1, 4096), (2, 1, 4096))  # bits, weights and states that ggml_ext/types/trellis.h has indices for
+COLUMN_WIDTHS = (9, 9, 2, 4, 7, 7, 6, 7, 0)  # of the table of trellis types
 CODEBOOK_FIELDS = {"codebook": list, "codebook_offset": float}  # of types with one codebook for all blocks: its upper 16 codes
 OPTIONAL_FIELDS = {"fns_dot_error": float}
 # stock type -> its limits in upstream's test-quantize-fns, of weights and of products
@@ -61,64 +59,109 @@ FNS_LIMITS = {"iq3_s": ("MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "MAX_DOT_PRODUCT_E
 
 
 class TableError(Exception):
-    """types.toml or docs/reference/formats.md is not as it has to be."""
+    """types.toml or docs/reference/formats.md is malformed."""
 
 
 def load_table(text: str) -> tuple[dict, bytes, list[dict]]:
-    """The [ids] section with the [[retired]] rows in it, the signs and the [[type]] rows of types.toml, checked; raises TableError
-    naming row and field."""
+    """Parse and check types.toml.
+
+    Returns:
+        The [ids] section with the [[retired]] rows in it, the signs, and the [[type]] rows. A trellis row has the fields of the
+        code that it shares, and their owner as trellis_code.
+
+    Raises:
+        TableError: a row or field is wrong; the message names it.
+    """
     table = tomllib.loads(text)
     ids, signs, types = table["ids"], table["rotation"]["signs"], table["type"]
     ids["retired"] = {row["id"]: row["name"] for row in table.get("retired", [])}
     if not re.fullmatch(f"[0-9a-f]{{{MAX_BLOCK_SIZE // 4}}}", signs):
         raise TableError(f"{TABLE}: rotation: signs is {signs!r}, must be {MAX_BLOCK_SIZE // 4} hexadecimal digits")
-    names = [row.get("name") for row in types]
     for row in types:
-        if code := row.pop("trellis_code", None):
-            owner = next((r for r in types if r.get("name") == code and "trellis_values" in r), None)
-            if owner is None:
-                raise TableError(f"{TABLE}: type {row.get('name')!r}: trellis_code is {code!r}, must be a type with trellis_values")
-            row |= {field: owner.get(field) for field in TRELLIS_FIELDS}
+        share_code(row, types)
     for row in types:
-        fields = COMMON_FIELDS | (WEIGHT_FIELDS if row.get("kind") == "weight" else {})
-        for some in (TRELLIS_FIELDS, CODEBOOK_FIELDS):
-            fields = fields | (some if row.keys() & some else {})
-        fields = fields | {field: kind for field, kind in OPTIONAL_FIELDS.items() if field in row}
         where = f"{TABLE}: type {row.get('name')!r}"
-        if row.get("kind") not in ("weight", "activation"):
-            raise TableError(f"{where}: kind is {row.get('kind')!r}, must be 'weight' or 'activation'")
-        for field, wanted in fields.items():
-            if type(row.get(field)) is not wanted:
-                raise TableError(f"{where}: field {field!r} is {row.get(field)!r}, must be a {wanted.__name__}")
-        if row.get("fns_limits", "iq3_s") not in FNS_LIMITS:
-            raise TableError(f"{where}: fns_limits is {row['fns_limits']!r}, must be one of {', '.join(FNS_LIMITS)}")
-        if "trellis_values" in row and [[type(v) for v in t] for t in row["trellis_values"]] != [[int] * 16] * 2:
-            raise TableError(f"{where}: field 'trellis_values' must be two tables of 16 integers")
-        if "codebook" in row and ([type(v) for v in row["codebook"]] != [int] * 16 or row["codebook"] != sorted(set(row["codebook"]))):
-            raise TableError(f"{where}: field 'codebook' must be 16 ascending integers")
-        if unknown := sorted(set(row) - set(fields)):
-            raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
-        if not ids["first"] <= row["id"] < ids["count"]:
-            raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
-        if row["id"] in ids["retired"]:
-            raise TableError(f"{where}: id {row['id']} was that of an earlier {ids['retired'][row['id']]}: take one that no file has")
-        if row["block_size"] not in (MAX_BLOCK_SIZE, MAX_BLOCK_SIZE // 4):
-            raise TableError(f"{where}: block_size is {row['block_size']}, must be {MAX_BLOCK_SIZE} or {MAX_BLOCK_SIZE // 4}")
-        if row["kind"] == "weight" and row["activation"] not in (*names, *STOCK_ACTIVATIONS):
-            raise TableError(f"{where}: activation {row['activation']!r} is not in the table")
+        check_fields(row, where)
+        check_values(row, where, ids, types)
     for field in ("name", "id"):
         values = [row[field] for row in types]
         if twice := sorted({str(v) for v in values if values.count(v) > 1}):
             raise TableError(f"{TABLE}: {field} {', '.join(twice)} is used twice")
-    for i, row in enumerate(types):
-        # so that every chain of fallbacks ends, and one pass over the rows follows it, as llama-quantize's patch does
-        later = [r["name"] for r in of_kind(types[i + 1 :], "weight") if r["block_size"] < row["block_size"]]
-        if row.get("fallback") in set(names) - set(later):
-            raise TableError(
-                f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be a stock type or a later row with "
-                "smaller blocks"
-            )
+    check_fallbacks(types)
     return ids, bytes.fromhex(signs), types
+
+
+def share_code(row: dict, types: list[dict]) -> None:
+    """Copy the trellis fields of the row that trellis_code names; the owner of a code names itself."""
+    if code := row.get("trellis_code"):
+        owner = next((r for r in types if r.get("name") == code and "trellis_values" in r), None)
+        if owner is None:
+            raise TableError(f"{TABLE}: type {row.get('name')!r}: trellis_code is {code!r}, must be a type with trellis_values")
+        row |= {field: owner.get(field) for field in TRELLIS_FIELDS}
+    elif "trellis_values" in row:
+        row["trellis_code"] = row.get("name")
+
+
+def check_fields(row: dict, where: str) -> None:
+    """Check that a row has the fields of its kind and no others, each of its type."""
+    if row.get("kind") not in ("weight", "activation"):
+        raise TableError(f"{where}: kind is {row.get('kind')!r}, must be 'weight' or 'activation'")
+    fields = COMMON_FIELDS | (WEIGHT_FIELDS if row["kind"] == "weight" else {})
+    for some in (TRELLIS_FIELDS | {"trellis_code": str}, CODEBOOK_FIELDS):
+        fields = fields | (some if row.keys() & some else {})
+    fields = fields | {field: kind for field, kind in OPTIONAL_FIELDS.items() if field in row}
+    for field, kind in fields.items():
+        if type(row.get(field)) is not kind:
+            raise TableError(f"{where}: field {field!r} is {row.get(field)!r}, must be a {kind.__name__}")
+    if unknown := sorted(set(row) - set(fields)):
+        raise TableError(f"{where}: unknown field(s) {', '.join(unknown)}")
+
+
+def check_values(row: dict, where: str, ids: dict, types: list[dict]) -> None:
+    if row.get("fns_limits", "iq3_s") not in FNS_LIMITS:
+        raise TableError(f"{where}: fns_limits is {row['fns_limits']!r}, must be one of {', '.join(FNS_LIMITS)}")
+    if "codebook" in row and ([type(v) for v in row["codebook"]] != [int] * 16 or row["codebook"] != sorted(set(row["codebook"]))):
+        raise TableError(f"{where}: field 'codebook' must be 16 ascending integers")
+    if not ids["first"] <= row["id"] < ids["count"]:
+        raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
+    if row["id"] in ids["retired"]:
+        raise TableError(f"{where}: id {row['id']} was that of an earlier {ids['retired'][row['id']]}: take one that no file has")
+    if row["block_size"] not in (MAX_BLOCK_SIZE, MAX_BLOCK_SIZE // 4):
+        raise TableError(f"{where}: block_size is {row['block_size']}, must be {MAX_BLOCK_SIZE} or {MAX_BLOCK_SIZE // 4}")
+    if row["kind"] == "weight" and row["activation"] not in (*(r.get("name") for r in types), *STOCK_ACTIVATIONS):
+        raise TableError(f"{where}: activation {row['activation']!r} is not in the table")
+    if is_trellis(row):
+        check_trellis(row, where)
+
+
+def check_trellis(row: dict, where: str) -> None:
+    """Check what all kernels of a trellis type take for granted."""
+    code = bits, weights, _ = tuple(row[f"trellis_{field}"] for field in ("bits", "weights", "states"))
+    if code not in TRELLIS_CODES:
+        raise TableError(f"{where}: a trellis of (bits, weights, states) {code} has no indices in types/trellis.h, which has {TRELLIS_CODES}")
+    tables = row["trellis_values"]
+    if [[type(v) for v in t] for t in tables] != [[int] * 16] * 2 or min(map(min, tables)) < 0 or sum(map(max, tables)) > 127:
+        raise TableError(f"{where}: field 'trellis_values' must be two tables of 16 integers whose sums are in 0..127")
+    n_bytes = 2 + row["block_size"] // weights * bits // 8  # scale, start and symbols
+    expected = {"block_bytes": n_bytes, "rotated": True, "unpack_min": 0, "unpack_max": 127, "group": row["block_size"],
+                "activation": "q8_kr" if row["block_size"] == MAX_BLOCK_SIZE else "q8_kr64"}
+    for field, value in expected.items():
+        if row[field] != value:
+            raise TableError(f"{where}: {field} is {row[field]!r}, must be {value!r} for this trellis")
+
+
+def check_fallbacks(types: list[dict]) -> None:
+    """Check that every chain of fallbacks ends and that one pass over the rows follows it, as llama-quantize's patch does."""
+    names = {row["name"] for row in types}
+    for i, row in enumerate(types):
+        later = [r["name"] for r in of_kind(types[i + 1 :], "weight") if r["block_size"] < row["block_size"]]
+        if row.get("fallback") in names - set(later):
+            raise TableError(f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be a stock type or a later row with "
+                             "smaller blocks")
+
+
+def is_trellis(row: dict) -> bool:
+    return "trellis_values" in row
 
 
 def of_kind(types: list[dict], kind: str) -> list[dict]:
@@ -134,13 +177,9 @@ def macro(name: str, lines: list[str]) -> str:
 
 
 def render_includes(types: list[dict], what: str, suffix: str = "h") -> str:
-    lines = [f"// {NOTICE}", f"// {what}", "#pragma once", ""]
-    return "\n".join(lines + [f'#include "{row["name"]}.{suffix}"' for row in of_kind(types, "weight")]) + "\n"
-
-
-def render_instance(row: dict) -> str:
-    """A source of its own for each type, so that they compile beside each other."""
-    return f"// {NOTICE}\n#include \"ggml-cuda/mmq.cuh\"\n\nDECL_MMQ_CASE(GGML_TYPE_{row['name'].upper()});\n"
+    """List the headers of all weight types; the trellis types share one."""
+    names = dict.fromkeys("trellis" if is_trellis(row) else row["name"] for row in of_kind(types, "weight"))
+    return "\n".join([f"// {NOTICE}", f"// {what}", "#pragma once", "", *(f'#include "{name}.{suffix}"' for name in names)]) + "\n"
 
 
 def render_header(ids: dict, types: list[dict]) -> str:
@@ -199,51 +238,23 @@ def words_of(data: bytes) -> str:
 
 def render_codes(signs: bytes, types: list[dict]) -> str:
     """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
-    out = [f"// {NOTICE}", "// Signs of the rotation, tables of the trellis codes, codebooks.", "#pragma once", "",
+    trellis, codebook = [row for row in types if is_trellis(row)], [row for row in types if "codebook" in row]
+    out = [f"// {NOTICE}", "// Signs of the rotation, the trellis types and their codes, codebooks.", "#pragma once", "",
            f"#define GGML_EXT_SIGNS {{{words_of(signs)}}}"]
-    for name, field in (("GGML_EXT_TRELLIS_CASES", "trellis_values"), ("GGML_EXT_CODEBOOK_CASES", "codebook")):
-        out += ["", macro(name, [f"case GGML_TYPE_{row['name'].upper()}:" for row in types if field in row])]
-    for row in types:
-        if "trellis_values" in row:
+    for name, rows in (("GGML_EXT_TRELLIS_CASES", trellis), ("GGML_EXT_CODEBOOK_CASES", codebook)):
+        out += ["", macro(name, [f"case GGML_TYPE_{row['name'].upper()}:" for row in rows])]
+    cells = [["NAME,", "name,", "K,", "n,", "code,", "offset,", "gain,", "unit,", "NMSE"]]
+    cells += [[f"{row['name'].upper()},", f"{row['name']},", f"{row['trellis_bits']},", f"{row['block_size']},", f"{row['trellis_code']},",
+               *(f"{row[field]}f," for field in ("trellis_offset", "trellis_gain", "trellis_unit")), f"{row['usual_rel_mse']}f"] for row in trellis]
+    head, *lines = [" ".join(f"{cell:<{width}}" for cell, width in zip(line, COLUMN_WIDTHS)).rstrip() for line in cells]
+    out += ["", f"//  ({head})", macro("GGML_EXT_TRELLIS_TYPES(X)", [f"X({line})" for line in lines])]
+    for row in trellis:
+        if row["trellis_code"] == row["name"]:
             tables = repr([row["trellis_values"]]).replace("[", "{").replace("]", "}")
-            name = f"#define GGML_EXT_{row['name'].upper()}_TRELLIS"
-            out += ["", f"{name}_TABLES {tables}", f"{name}_OFFSET {row['trellis_offset']}f", f"{name}_USUAL_REL_MSE {row['usual_rel_mse']}f"]
-        if "codebook" in row:
-            name = f"#define GGML_EXT_{row['name'].upper()}_CODEBOOK"
-            out += ["", f"{name} {{{', '.join(map(str, row['codebook']))}}}", f"{name}_OFFSET {row['codebook_offset']}f"]
-    return "\n".join(out) + "\n"
-
-
-def trellis_codes(k: int, values: list[list[int]]) -> list[int]:
-    """Codes of all 4096 states (ggml_ext/types/trellis.h) in the order of metal/trellis.metal: the symbols as they follow each
-    other, the oldest in the low bits; for K = 3 their low bits, then quad(t)."""
-    out = []
-    for i in range(4096):
-        pairs = [i >> shift & 15 for shift in range(12 - 4 if k == 2 else 4, -1, -2)]  # pair(t), pair(t-1) ...
-        if k == 4:
-            i0, i1 = (i >> 8) ^ (i & 15), i >> 4 & 15
-        elif k == 3:
-            i0, i1 = pairs[0] ^ pairs[1] ^ pairs[2], pairs[0] ^ i >> 8
-        else:
-            i0, i1 = pairs[0] ^ pairs[4], pairs[2]
-        out.append(values[0][i0] + values[1][i1])
-    return out
-
-
-def symbol_bits(row: dict) -> int:
-    """K of a trellis type: two bytes of a block are scale and start."""
-    return (row["block_bytes"] - 2) * 8 // row["block_size"]
-
-
-def render_metal_codes(types: list[dict]) -> str:
-    """One table for types that share a code."""
-    out, seen = [f"// {NOTICE}", "// Codes of the trellis types by state: trellis.metal. types/trellis.h has what they are made of."], []
-    for row in types:
-        if "trellis_values" in row and (code := row["trellis_values"]) not in seen:
-            seen.append(code)
-            codes = [str(c) for c in trellis_codes(symbol_bits(row), code)]
-            out += ["", f"constant uint8_t ggml_ext_{row['name']}_codes[4096] = {{"]
-            out += [f"    {','.join(codes[i : i + 32])}," for i in range(0, 4096, 32)] + ["};"]
+            out += ["", f"#define GGML_EXT_TRELLIS_TABLES_{row['name']} {tables}"]
+    for row in codebook:
+        name = f"#define GGML_EXT_{row['name'].upper()}_CODEBOOK"
+        out += ["", f"{name} {{{', '.join(map(str, row['codebook']))}}}", f"{name}_OFFSET {row['codebook_offset']}f"]
     return "\n".join(out) + "\n"
 
 
@@ -255,8 +266,8 @@ def render_vulkan_blocks(types: list[dict]) -> str:
         out += [f"#{'elif' if i else 'if'} defined(DATA_A_{row['name'].upper()})", "#define DATA_A_GGML_EXT", f"#define QUANT_K {row['block_size']}",
                 f"#define EXT_ROTATION {row['block_size'] if row['rotated'] else 0}", f"#define EXT_WORD_BITS {bits}",
                 f"struct ext_block {{ uint{bits}_t w[{row['block_bytes'] * 8 // bits}]; }};"]
-        if "trellis_values" in row:
-            out.append(f"#define EXT_TRELLIS_K {symbol_bits(row)}")
+        if is_trellis(row):
+            out.append(f"#define EXT_TRELLIS_K {row['trellis_bits']}")
             out += [f"const uint ext_trellis_values{t}[4] = uint[4]({words_of(bytes(row['trellis_values'][t]))});" for t in range(2)]
             out.append(f"const float ext_trellis_offset = {row['trellis_offset']};")
         if "codebook" in row:
@@ -266,9 +277,10 @@ def render_vulkan_blocks(types: list[dict]) -> str:
 
 
 def render_vulkan_unpackers(types: list[dict]) -> str:
-    out = [f"// {NOTICE}", "// Unpack of the type that a shader is compiled for."]
-    for i, row in enumerate(of_kind(types, "weight")):
-        out += [f"#{'elif' if i else 'if'} defined(DATA_A_{row['name'].upper()})", f'#include "{row["name"]}.glsl"']
+    out = [f"// {NOTICE}", "// Unpack of the type that a shader is compiled for.", "#if defined(EXT_TRELLIS_K)", '#include "trellis.glsl"']
+    for row in of_kind(types, "weight"):
+        if not is_trellis(row):
+            out += [f"#elif defined(DATA_A_{row['name'].upper()})", f'#include "{row["name"]}.glsl"']
     return "\n".join([*out, "#endif"]) + "\n"
 
 
@@ -324,8 +336,13 @@ class TypeInfo:
     moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
     fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
     fns_dot_error: float | None = None    # or its own for products
-    trellis_values: list[list[int]] | None = None  # the tables of a trellis code, two of 16: ggml_ext/types/trellis.h
+    trellis_bits: int | None = None    # of a symbol of a trellis code: ggml_ext/types/trellis.h
+    trellis_weights: int | None = None  # of a symbol
+    trellis_states: int | None = None
+    trellis_values: list[list[int]] | None = None  # two tables of 16
     trellis_offset: float | None = None
+    trellis_gain: float | None = None  # first scale over the one that gives the code the block's energy
+    trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
     codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
     codebook_offset: float | None = None
 
@@ -382,27 +399,6 @@ def render_formats(text: str, types: list[dict]) -> str:
     return f"{head}{begin}\n{render_formats_table(types)}\n{end}{rest.split(end)[1]}"
 
 
-def remove_strays(root: Path, names: Container[str], check: bool) -> bool:
-    """Removes the instances that the table does not make, of types that were removed or renamed; with check only names them.
-
-    names: of all files that it makes. True if one is left: CMake compiles whatever lies there. What was not generated is kept.
-    """
-    is_left = False
-    for path in sorted((root / INSTANCES).parent.glob("*.cu")):
-        name = path.relative_to(root).as_posix()
-        if name in names:
-            continue
-        is_ours = path.read_text(encoding="utf-8", errors="replace").startswith(f"// {NOTICE}")
-        if is_ours and not check:
-            path.unlink()
-            print(f"gen_types: removed {name}")
-            continue
-        way_out = "run python scripts/build/gen_types.py" if is_ours else "it was not generated: move it away"
-        print(f"gen_types: {name} is of no type of the table: {way_out}", file=sys.stderr)
-        is_left = True
-    return is_left
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 and name every stale file")
@@ -424,7 +420,6 @@ def main(argv: list[str] | None = None) -> int:
         UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
         DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
         METAL_UNPACKERS: lambda old: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
-        METAL_CODES: lambda old: render_metal_codes(types),
         VULKAN_BLOCKS: lambda old: render_vulkan_blocks(types),
         VULKAN_UNPACKERS: lambda old: render_vulkan_unpackers(types),
         VULKAN_SIGNS: lambda old: render_vulkan_signs(signs),
@@ -432,8 +427,6 @@ def main(argv: list[str] | None = None) -> int:
         PIN_MODULE: lambda old: pin,
         FORMATS: lambda old: render_formats(old, types),
     }
-    for row in of_kind(types, "weight"):
-        renderers[INSTANCES.format(name=row["name"])] = lambda old, row=row: render_instance(row)
     for name, render in renderers.items():
         path = args.root / name
         old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -452,7 +445,7 @@ def main(argv: list[str] | None = None) -> int:
             path.parent.mkdir(exist_ok=True)
             path.write_text(new, encoding="utf-8", newline="\n")
             print(f"gen_types: wrote {name}")
-    return int(remove_strays(args.root, renderers, args.check) or failed)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ PIN = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
 TYPES_HEADER = ROOT / "ggml_ext" / "ggml-ext-types.h"
 VULKAN = ROOT / "vulkan"
 VULKAN_SHADERS = Path("ggml/src/ggml-vulkan/vulkan-shaders")
+CUDA_INSTANCES = Path("ggml/src/ggml-cuda/template-instances")
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
 # what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
@@ -141,6 +142,13 @@ def add_vulkan(tree: Path) -> None:
     shutil.copy2(TYPES_HEADER, shaders)
 
 
+def add_cuda_instances(tree: Path) -> None:
+    """Next to upstream's, which its build compiles: a source for each type, so that they compile in parallel."""
+    for name in metal_library.weight_types():
+        path = tree / CUDA_INSTANCES / f"mmq-{name}.cu"
+        path.write_text(f'#include "../mmq.cuh"\n\nDECL_MMQ_CASE(GGML_TYPE_{name.upper()});\n')
+
+
 def patch_tree(source: Path, dest: Path) -> None:
     if dest.resolve() == source.resolve():
         raise Failure(f"{dest}: the patched copy cannot be the source tree itself")
@@ -152,6 +160,7 @@ def patch_tree(source: Path, dest: Path) -> None:
         shutil.copy2(TYPES_HEADER, Path(tmp) / "ggml" / "include")
         (Path(tmp) / metal_library.LIBRARY).write_text(metal_library.library(source))
         add_vulkan(Path(tmp))
+        add_cuda_instances(Path(tmp))
         sync(Path(tmp), dest)
 
 

@@ -4,8 +4,8 @@
     metal_library.py TREE    print the file for the unpatched llama.cpp in TREE
 
 It is metal/library.metal with its includes in place: ours, and of upstream's kernels/mul_mm.metal the two templates of products,
-without their instances. instances.metal comes once for each weight type. One include is left, common.h, which upstream's build
-puts in front: Metal compiles the text at run time, where there are no files.
+without their instances. instances.metal comes once for each weight type, and codes.metal are the tables of the trellis codes. One
+include is left, common.h, which upstream's build puts in front: Metal compiles the text at run time, where there are no files.
 """
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ METAL = ROOT / "metal"
 KERNELS = Path("ggml/src/ggml-metal/kernels")
 LIBRARY = KERNELS / "ggml_ext.metal"
 TYPES_HEADER = ROOT / "ggml_ext" / "ggml-ext-types.h"
+CODES_HEADER = ROOT / "ggml_ext" / "types" / "codes.h"
 INCLUDE = re.compile(r'^#include "(.+)"$')
 # the parts of mul_mm.metal: from a line that begins so up to one that begins so
 MUL_MM = [("constant bool FC_mul_mm_bc_inp", "template<short ne20>"),
@@ -28,6 +29,31 @@ MUL_MM = [("constant bool FC_mul_mm_bc_inp", "template<short ne20>"),
 
 def weight_types() -> list[str]:
     return re.findall(r"^    X\(\w+, (\w+)\)", TYPES_HEADER.read_text(), re.M)
+
+
+def trellis_codes(bits: int, values: list[list[int]]) -> list[int]:
+    """Return the codes of all 4096 states (ggml_ext/types/trellis.h), indexed as metal/trellis.metal does."""
+    codes = []
+    for i in range(4096):
+        pairs = [i >> shift & 15 for shift in range(12 - 4 if bits == 2 else 4, -1, -2)]  # pair(t), pair(t-1) ...
+        if bits == 4:
+            i0, i1 = (i >> 8) ^ (i & 15), i >> 4 & 15
+        elif bits == 3:
+            i0, i1 = pairs[0] ^ pairs[1] ^ pairs[2], pairs[0] ^ i >> 8
+        else:
+            i0, i1 = pairs[0] ^ pairs[4], pairs[2]
+        codes.append(values[0][i0] + values[1][i1])
+    return codes
+
+
+def code_tables() -> list[str]:
+    """Return the lines of a table for each trellis code."""
+    header, lines = CODES_HEADER.read_text(), []
+    bits = {code: int(k) for k, code in re.findall(r"^    X\(\w+, +\w+, +(\d+), +\d+, +(\w+),", header, re.M)}
+    for code, *tables in re.findall(r"^#define GGML_EXT_TRELLIS_TABLES_(\w+) \{\{\{(.*)\}, \{(.*)\}\}\}$", header, re.M):
+        codes = map(str, trellis_codes(bits[code], [list(map(int, table.split(", "))) for table in tables]))
+        lines.append(f"constant uint8_t ggml_ext_{code}_codes[4096] = {{{','.join(codes)}}};")
+    return lines
 
 
 def mul_mm(tree: Path) -> list[str]:
@@ -46,6 +72,8 @@ def mul_mm(tree: Path) -> list[str]:
 def flat(path: Path, tree: Path) -> list[str]:
     if path.name == "mul_mm.metal":
         return mul_mm(tree)
+    if path.name == "codes.metal":
+        return code_tables()
     lines = path.read_text().splitlines()
     if path.name == "instances.metal":
         return [line.replace("NAME", name) for name in weight_types() for line in lines if line.startswith("template")]

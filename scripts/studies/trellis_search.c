@@ -1,6 +1,6 @@
 // Viterbi's algorithm over 4096 states for trellis_search.py: the path of least error under any code of the states.
 //
-// As in ggml_ext/encode/trellis.h a step keeps the least costs before its symbol and no pointers, and states lie in planes by
+// As in ggml_ext/encode/trellis-search.h a step keeps the least costs before its symbol and no pointers, and states lie in planes by
 // the newest symbol, so that loops run over neighbours. Unlike there, any states may begin a block, and the last may be given.
 #include <float.h>
 #include <math.h>

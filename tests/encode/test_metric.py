@@ -28,8 +28,7 @@ def metrics(lib, name: str, moments: np.ndarray, whole: bool, segment: int = 32,
 
 
 def in_numpy(name: str):
-    module = reference(name)
-    return getattr(module, "TRELLIS", module).quantize_blocks
+    return reference(name).quantize_blocks
 
 
 CASES = [  # type, columns, whole matrices, segment

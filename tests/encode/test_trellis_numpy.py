@@ -7,7 +7,7 @@ import pytest
 
 from ggml_ext import TYPES
 from ggml_ext.quants import reference
-from ggml_ext.quants._trellis import FIXED, MAX_UNITS
+from ggml_ext.quants._trellis import MAX_UNITS
 from helpers.corpora import SEED, corpora
 from helpers.native import BUILD, built
 from helpers.weights import assert_same_blocks, weighted_blocks, weighted_error_ratio
@@ -47,7 +47,7 @@ def test_same_search_as_c(name, given):
     """Up to the largest weights: their costs pass 65535 where they are not lowered in time."""
     ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     dll = ctypes.CDLL(str(built(BUILD, "libggml-ext-trellis.so")))
-    trellis, rng, (n_rows, n) = reference(name).TRELLIS, np.random.default_rng(SEED), (12, 256)
+    trellis, rng, (n_rows, n) = reference(name), np.random.default_rng(SEED), (12, 256)
     x = (rng.standard_normal((n_rows, n)) * trellis.rms * np.geomspace(0.1, 10, n_rows)[:, None]).astype(np.float32)
     x[0], x[1, ::2], x[2] = np.float32(200), np.float32(-200), np.float32(-200)  # held at 80
     x[3, n // 2 :], x[4, : n // 2] = np.inf, -np.inf
@@ -68,7 +68,7 @@ def test_importance_lowers_the_weighted_error(lib, name, limit):
 @EACH
 def test_the_code_of_every_state(name):
     """The sliding window of 12 bits, written out a bit at a time, and what C decodes."""
-    trellis, info = reference(name).TRELLIS, TYPES[name]
+    trellis, info = reference(name), TYPES[name]
     k, (values0, values1) = trellis.k, info.trellis_values
     for state in range(4096):
         c = [[state >> k * i + bit & 1 for bit in range(k)] for i in range(12 // k)]  # c[i][bit] of the symbol i steps ago
@@ -88,7 +88,7 @@ def test_the_code_of_every_state(name):
 @EACH
 def test_every_state_at_every_place(lib, name):
     """Scalar C against numpy, which builds the states of a block from its bytes: all 4096 states, all start bytes."""
-    trellis, rng = reference(name).TRELLIS, np.random.default_rng(SEED)
+    trellis, rng = reference(name), np.random.default_rng(SEED)
     n = TYPES[name].block_size
     n_blocks = 4096 * 256 // n
     blocks = rng.integers(0, 256, (n_blocks, TYPES[name].block_bytes), dtype=np.uint8)
@@ -105,7 +105,7 @@ def test_every_state_at_every_place(lib, name):
 
 @EACH
 def test_pack_is_the_inverse(name):
-    trellis, rng = reference(name).TRELLIS, np.random.default_rng(SEED)
+    trellis, rng = reference(name), np.random.default_rng(SEED)
     blocks = rng.integers(0, 256, (64, TYPES[name].block_bytes), dtype=np.uint8)
     np.testing.assert_array_equal(trellis.pack(trellis.states(blocks), blocks[:, 0]), blocks)
 
@@ -113,7 +113,7 @@ def test_pack_is_the_inverse(name):
 @EACH
 def test_the_search_is_the_best_path(name):
     """Against all paths of three steps from all starts: the first three weights of a block whose others are zero costs."""
-    trellis = reference(name).TRELLIS
+    trellis = reference(name)
     k, rng = trellis.k, np.random.default_rng(SEED)
     path = rng.integers(0, 1 << k, TYPES[name].block_size)
     state, states = int(rng.integers(256)), []
@@ -132,7 +132,7 @@ def test_the_search_is_the_best_path(name):
 @pytest.mark.parametrize("follows", [False, True])
 def test_the_search_does_not_overflow(name, follows):
     """Its integers of 16 bits, brought back every other step, against sums of 64 bits from which nothing is taken off."""
-    trellis, rng = reference(name).TRELLIS, np.random.default_rng(SEED)
+    trellis, rng = reference(name), np.random.default_rng(SEED)
     k, groups, n, steps = trellis.k, trellis.n_groups, 12, 256
     x = np.where(rng.random((n, steps)) < 0.5, -1, 1) * rng.choice([20, 63.5, 64, 80, 1e9, np.inf], (n, steps))
     x[:4] = [[80], [-80], [0], [1e30]]
@@ -141,7 +141,7 @@ def test_the_search_does_not_overflow(name, follows):
     before = rng.integers(0, 4096, n) if follows else None
     states = trellis.search(x, before)
 
-    unit = FIXED[k]
+    unit = trellis.info.trellis_unit
     fixed = np.floor(np.clip(x, -MAX_UNITS, MAX_UNITS).astype(np.float64) * unit + 0.5).astype(np.int64)
     values = (trellis.values * unit).astype(np.int64)
     least = np.full((n, groups), 1 << 40)
@@ -184,5 +184,5 @@ def test_more_passes_are_never_worse(lib, name):
         errors.append(((y - x).astype(np.float64) ** 2).sum(axis=1))
     print(name, [float(e.sum() / (x.astype(np.float64) ** 2).sum()) for e in errors])
     for a, b in zip(errors, errors[1:]):
-        bell = b <= reference(name).TRELLIS.odd * (x.astype(np.float64) ** 2).sum(axis=1)
+        bell = b <= reference(name).odd * (x.astype(np.float64) ** 2).sum(axis=1)
         assert (bell | (b <= a * (1 + 1e-5))).all() and bell.mean() > 0.9  # the encoder compares float32 sums of the rotated errors

@@ -70,7 +70,7 @@ def test_a_map_of_other_fields_is_refused(capsys, bad):
 def test_code_of_the_types(k):
     """The states' code is the one that the types decode."""
     code = trellis_search.shipped(k)
-    codes = reference(f"itq{k}_t").TRELLIS.codes
+    codes = reference(f"itq{k}_t").codes
     np.testing.assert_array_equal(code - code.min(), codes - float(codes.min()))
 
 

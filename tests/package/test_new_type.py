@@ -1,6 +1,7 @@
-"""A new type is a row in a table and six files: a copy of a type under another name becomes one, and no other file is touched.
+"""A new type is a row in a table and seven files, a new trellis type the row alone, and no other file is touched.
 
-It keeps docs/maintaining/new-type.md true. The copy of the tree is generated, its CPU backend built, and its own tests run on the copied type.
+It keeps docs/maintaining/new-type.md true. A copy of the tree gets one type of each kind: a copy of ITQ3_S under another name,
+and a trellis of two bits with ITQ3_T's tables. Its lists are generated, its CPU backend is built, and its own tests run on both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ggml_ext import TYPES
 from helpers.native import ROOT
 
 OLD, NEW = "itq3_s", "itq3_x"
+TRELLIS, NEW_TRELLIS = "itq3_t", "itq2_x"
 FILES = ("ggml_ext/types/{}.h", "ggml_ext/encode/{}.c", "ggml_ext/cpu/{}.h", "cuda/{}.cuh", "metal/{}.metal", "vulkan/{}.glsl",
          "py/ggml_ext/quants/{}.py")
 COPIED = ("ggml_ext", "cuda", "metal", "vulkan", "py", "scripts/build", "scripts/tools", "tests", "docs/reference", "CMakeLists.txt", "pyproject.toml")
@@ -40,9 +42,18 @@ def texts(tree: Path) -> dict[str, bytes]:
     return {str(p.relative_to(tree)): p.read_bytes() for p in tree.rglob("*") if p.is_file()}
 
 
+def new_row(table: str, old: str, new_id: int, fields: dict[str, str]) -> str:
+    """The row of a type with other fields; the new id and the name among them."""
+    row = re.search(rf'^\[\[type\]\]\nname += "{old}"\n.*?(?=^\[\[type\]\])', table, re.M | re.S)[0]
+    for field, value in {"id": str(new_id), **fields}.items():
+        row, n = re.subn(rf"^{field} .*", f"{field} = {value}", row, flags=re.M)
+        assert n == 1, field
+    return row
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """The project with the type OLD a second time, as NEW."""
+    """The project with the two new types, their lists not yet generated."""
     copy = tmp_path_factory.mktemp("tree")
     for name in COPIED:
         source, target = ROOT / name, copy / name
@@ -53,11 +64,13 @@ def tree(tmp_path_factory) -> Path:
             shutil.copy(source, target)
     for pattern in FILES:
         (copy / pattern.format(NEW)).write_text(renamed((copy / pattern.format(OLD)).read_text()))
-    table = copy / "ggml_ext" / "types.toml"
-    row = re.search(rf'^\[\[type\]\]\nname +=  ?"{OLD}"\n.*?(?=^\[\[type\]\])', table.read_text(), re.M | re.S)[0]
-    new_id = min(set(range(168, 190)) - {int(t.id) for t in TYPES.values()})
-    row = re.sub(r"^id .*", f"id = {new_id}", renamed(row), flags=re.M)
-    table.write_text(re.sub(r"^\[\[type\]\]", lambda _: f"{row}[[type]]", table.read_text(), count=1, flags=re.M))
+    path = copy / "ggml_ext" / "types.toml"
+    table, free = path.read_text(), sorted(set(range(168, 190)) - {int(t.id) for t in TYPES.values()})
+    rows = new_row(table, OLD, free[0], {"name": f'"{NEW}"', "title": f'"{NEW.upper()} - 3.125 bpw"'})
+    rows += new_row(table, TRELLIS, free[1], {
+        "name": f'"{NEW_TRELLIS}"', "title": f'"{NEW_TRELLIS.upper()} - 2.0625 bpw"', "block_bytes": "66", "trellis_bits": "2", "trellis_unit": "174.0",
+        "usual_rel_mse": "0.08"})
+    path.write_text(table.replace("[[type]]", f"{rows}[[type]]", 1))
     return copy
 
 
@@ -74,33 +87,45 @@ def test_the_lists_follow_and_nothing_else_changes(tree):
     run(sys.executable, "scripts/build/gen_types.py", cwd=tree)
     after = texts(tree)
     changed = {name for name in after if before.get(name) != after[name]}
-    written = {*re.findall(r"[\w/-]+/[\w-]+\.(?:h|cuh|metal|glsl|py|md)", (tree / "scripts/build/gen_types.py").read_text()),
-               f"cuda/instances/mmq-{NEW}.cu"}
+    written = {*re.findall(r"[\w/-]+/[\w-]+\.(?:h|cuh|metal|glsl|py|md)", (tree / "scripts/build/gen_types.py").read_text())}
     assert changed and changed <= written
     run(sys.executable, "scripts/build/gen_types.py", "--check", cwd=tree)
 
 
+def test_the_sources_of_gpus_follow(tree, build):
+    """CUDA's products, Metal's kernels and Vulkan's blocks of both types."""
+    ggml = build / "llama.cpp" / "ggml" / "src"
+    metal = (ggml / "ggml-metal" / "kernels" / "ggml_ext.metal").read_text()
+    vulkan = (ggml / "ggml-vulkan" / "vulkan-shaders" / "ggml_ext" / "types.glsl").read_text()
+    for name in (NEW, NEW_TRELLIS):
+        assert f"GGML_TYPE_{name.upper()}" in (ggml / "ggml-cuda" / "template-instances" / f"mmq-{name}.cu").read_text()
+        assert re.search(rf'"kernel_\w+_{name}_\w+"', metal) and f"defined(DATA_A_{name.upper()})" in vulkan
+    assert f"ggml_ext_{NEW_TRELLIS}_codes[4096]" in metal
+
+
 def test_its_kernels_are_right(tree, build):
-    """The copied tree's own tests of the quick tier, on the new type alone."""
+    """The copied tree's own tests of the quick tier, on the new types alone."""
     env = {"PYTHONPATH": str(tree / "py"), "GGML_EXT_LIB_DIR": str(build / "bin"), "GGML_EXT_TEST_BUILD": str(build)}
-    out = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "quick", "-k", NEW, "tests/kernels/test_kernels.py",
-              cwd=tree, **env)
+    out = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "quick", "-k", f"{NEW} or {NEW_TRELLIS}",
+              "tests/kernels/test_kernels.py", cwd=tree, **env)
     passed = re.search(r"(\d+) passed", out)
-    assert passed and int(passed[1]) >= 20 and "skipped" not in out, out
+    assert passed and int(passed[1]) >= 40 and "skipped" not in out, out
 
 
 def test_it_writes_the_same_bytes(tree, build):
-    """By both encoders, C and numpy."""
+    """By both encoders, C and numpy; the copy those of its model."""
     code = f"""
 import numpy as np
 from ggml_ext import TYPES, quants
 from ggml_ext._native import library
 lib = library.load()
 x = np.random.default_rng(1).standard_normal((4, 512)).astype(np.float32)
-made = [lib.quantize(TYPES[n].id, x) for n in ("{OLD}", "{NEW}")]
-assert made[0].tobytes() == made[1].tobytes() and made[0].size
-blocks = x.reshape(-1, TYPES["{OLD}"].block_size)
-by_numpy = [quants.reference(n).quantize_blocks(blocks) for n in ("{OLD}", "{NEW}")]
-assert by_numpy[0].tobytes() == by_numpy[1].tobytes() == made[0].tobytes()
+written = {{n: lib.quantize(TYPES[n].id, x).tobytes() for n in ("{OLD}", "{NEW}", "{NEW_TRELLIS}")}}
+assert written["{OLD}"] == written["{NEW}"]
+for name, blocks in written.items():
+    assert blocks and quants.reference(name).quantize_blocks(x.reshape(-1, TYPES[name].block_size)).tobytes() == blocks
+trellis = "{NEW_TRELLIS}"
+y = lib.dequantize(TYPES[trellis].id, lib.quantize(TYPES[trellis].id, x), 512)
+assert ((y - x) ** 2).mean() < 0.1 * (x ** 2).mean()
 """
     run(sys.executable, "-c", code, cwd=tree, PYTHONPATH=str(tree / "py"), GGML_EXT_LIB_DIR=str(build / "bin"))

@@ -127,6 +127,7 @@ def test_a_new_row_reaches_every_file(tree):
         ('"q4_0"', '"q8_kr"', "fallback is 'q8_kr', must be a stock type or a later row with smaller blocks"),
         ("fns_limits =", 'trellis_code = "itq3_s"\nfns_limits =', "trellis_code is 'itq3_s', must be a type with trellis_values"),
         ('"iq3_s"', '"iq3_zz"', "fns_limits is 'iq3_zz'"),
+        ("fns_limits =", "trellis_bits = 2\nfns_limits =", "field 'trellis_weights' is None, must be a int"),
         ('"q8_kr"', '"q8_zz"', "activation 'q8_zz' is not in the table"),
         ('kind        = "weight"', 'kind        = "wait"', "kind is 'wait'"),
         ("[[type]]", "[[type]]\ncolour = 1", "unknown field(s) colour"),
@@ -139,30 +140,6 @@ def test_errors_in_the_table_are_named(tree, old, new, message):
     assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
 
 
-def test_files_of_types_that_are_no_more_are_removed(tree):
-    """CMake takes all of cuda/instances/: an instance of a type that was removed does not compile."""
-    table, left = tree / "ggml_ext/types.toml", tree / "cuda/instances/mmq-test_w.cu"
-    before = table.read_text()
-    append(table, NEW_TYPE)
-    assert generate(tree).returncode == 0 and left.exists()
-    table.write_text(before)
-    result = generate(tree, "--check")
-    assert result.returncode == 1 and "cuda/instances/mmq-test_w.cu" in result.stderr and left.exists()
-    result = generate(tree)
-    assert result.returncode == 0 and "removed cuda/instances/mmq-test_w.cu" in result.stdout
-    assert not left.exists() and (tree / "cuda/instances/mmq-itq3_s.cu").exists()
-    assert generate(tree, "--check").returncode == 0
-
-
-def test_files_of_others_in_the_generated_folder_are_named_and_kept(tree):
-    other = tree / "cuda/instances/mmq-mine.cu"
-    other.write_text("// by hand\n")
-    for args in ((), ("--check",)):
-        result = generate(tree, *args)
-        assert result.returncode == 1 and "cuda/instances/mmq-mine.cu" in result.stderr and "move it away" in result.stderr
-    assert other.read_text() == "// by hand\n"
-
-
 def test_a_new_pin_reaches_the_package(tree):
     pin = tree / PIN
     pin.write_text(pin.read_text().replace('llama_cpp = "', 'llama_cpp = "9.'))
@@ -170,6 +147,27 @@ def test_a_new_pin_reaches_the_package(tree):
     assert result.returncode == 1 and PIN_MODULE in result.stderr and MODULE not in result.stderr
     assert generate(tree).returncode == 0
     assert f'LLAMA_CPP_VERSION = "9.{LLAMA_CPP_VERSION}"' in (tree / PIN_MODULE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("trellis_bits    = 3", "trellis_bits    = 1", "a trellis of (bits, weights, states) (1, 1, 4096) has no indices in types/trellis.h"),
+        ("trellis_weights = 1", "trellis_weights = 2", "a trellis of (bits, weights, states) (3, 2, 4096)"),
+        ("block_bytes = 98", "block_bytes = 100", "block_bytes is 100, must be 98 for this trellis"),
+        ("rotated     = true", "rotated     = false", "rotated is False, must be True for this trellis"),
+        ('activation  = "q8_kr"', 'activation  = "q8_k"', "activation is 'q8_k', must be 'q8_kr' for this trellis"),
+        ("[[16, 39,", "[[16, 390,", "must be two tables of 16 integers whose sums are in 0..127"),
+        ("[[16, 39,", "[[16,", "must be two tables of 16 integers whose sums are in 0..127"),
+    ],
+)
+def test_errors_of_a_trellis_are_named(tree, old, new, message):
+    table = tree / "ggml_ext/types.toml"
+    head, row = table.read_text().split('name        = "itq3_t"')
+    assert old in row
+    table.write_text(f'{head}name        = "itq3_t"{row.replace(old, new, 1)}')
+    result = generate(tree)
+    assert result.returncode == 1 and "type 'itq3_t': " in result.stderr and message in result.stderr
 
 
 @pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])

@@ -56,8 +56,13 @@ class TypeInfo:
     moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
     fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
     fns_dot_error: float | None = None    # or its own for products
-    trellis_values: list[list[int]] | None = None  # the tables of a trellis code, two of 16: ggml_ext/types/trellis.h
+    trellis_bits: int | None = None    # of a symbol of a trellis code: ggml_ext/types/trellis.h
+    trellis_weights: int | None = None  # of a symbol
+    trellis_states: int | None = None
+    trellis_values: list[list[int]] | None = None  # two tables of 16
     trellis_offset: float | None = None
+    trellis_gain: float | None = None  # first scale over the one that gives the code the block's energy
+    trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
     codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
     codebook_offset: float | None = None
 
@@ -155,8 +160,13 @@ TYPES: dict[str, TypeInfo] = {
         student_t4_rel_mse=0.0047,
         moments_gain=0.62,
         fns_limits="q5_k",
+        trellis_bits=4,
+        trellis_weights=1,
+        trellis_states=4096,
         trellis_values=[[25, 31, 37, 47, 14, 0, 9, 51, 34, 57, 43, 18, 28, 71, 40, 22], [24, 45, 33, 29, 37, 30, 54, 35, 26, 40, 0, 20, 32, 29, 27, 35]],
         trellis_offset=64.0,
+        trellis_gain=1.07,
+        trellis_unit=220.0,
     ),
     "itq3_t": TypeInfo(
         name="itq3_t",
@@ -180,8 +190,13 @@ TYPES: dict[str, TypeInfo] = {
         student_t4_rel_mse=0.018,
         moments_gain=0.64,
         fns_limits="iq3_s",
+        trellis_bits=3,
+        trellis_weights=1,
+        trellis_states=4096,
         trellis_values=[[16, 39, 0, 27, 40, 13, 23, 29, 31, 14, 24, 54, 20, 34, 46, 6], [34, 41, 36, 15, 32, 45, 21, 53, 24, 31, 26, 46, 41, 0, 66, 32]],
         trellis_offset=60.0,
+        trellis_gain=1.07,
+        trellis_unit=204.0,
     ),
     "itq2_t": TypeInfo(
         name="itq2_t",
@@ -206,8 +221,13 @@ TYPES: dict[str, TypeInfo] = {
         moments_gain=0.69,
         fns_limits="iq2_s",
         fns_dot_error=0.079,
+        trellis_bits=2,
+        trellis_weights=1,
+        trellis_states=4096,
         trellis_values=[[38, 23, 78, 52, 22, 48, 0, 37, 48, 36, 21, 65, 57, 64, 40, 21], [22, 10, 32, 14, 14, 28, 0, 22, 44, 22, 23, 12, 31, 14, 22, 28]],
         trellis_offset=62.0,
+        trellis_gain=1.03,
+        trellis_unit=174.0,
     ),
     "itq4_t64": TypeInfo(
         name="itq4_t64",
@@ -231,8 +251,13 @@ TYPES: dict[str, TypeInfo] = {
         student_t4_rel_mse=0.00405,
         moments_gain=0.56,
         fns_limits="q5_k",
+        trellis_bits=4,
+        trellis_weights=1,
+        trellis_states=4096,
         trellis_values=[[25, 31, 37, 47, 14, 0, 9, 51, 34, 57, 43, 18, 28, 71, 40, 22], [24, 45, 33, 29, 37, 30, 54, 35, 26, 40, 0, 20, 32, 29, 27, 35]],
         trellis_offset=64.0,
+        trellis_gain=1.07,
+        trellis_unit=220.0,
     ),
     "itq3_t64": TypeInfo(
         name="itq3_t64",
@@ -256,8 +281,13 @@ TYPES: dict[str, TypeInfo] = {
         student_t4_rel_mse=0.0158,
         moments_gain=0.535,
         fns_limits="iq3_s",
+        trellis_bits=3,
+        trellis_weights=1,
+        trellis_states=4096,
         trellis_values=[[16, 39, 0, 27, 40, 13, 23, 29, 31, 14, 24, 54, 20, 34, 46, 6], [34, 41, 36, 15, 32, 45, 21, 53, 24, 31, 26, 46, 41, 0, 66, 32]],
         trellis_offset=60.0,
+        trellis_gain=1.07,
+        trellis_unit=204.0,
     ),
     "itq2_t64": TypeInfo(
         name="itq2_t64",
@@ -282,8 +312,13 @@ TYPES: dict[str, TypeInfo] = {
         moments_gain=0.62,
         fns_limits="iq2_s",
         fns_dot_error=0.07,
+        trellis_bits=2,
+        trellis_weights=1,
+        trellis_states=4096,
         trellis_values=[[38, 23, 78, 52, 22, 48, 0, 37, 48, 36, 21, 65, 57, 64, 40, 21], [22, 10, 32, 14, 14, 28, 0, 22, 44, 22, 23, 12, 31, 14, 22, 28]],
         trellis_offset=62.0,
+        trellis_gain=1.03,
+        trellis_unit=174.0,
     ),
     "ditto5": TypeInfo(
         name="ditto5",

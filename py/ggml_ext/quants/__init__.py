@@ -1,10 +1,11 @@
-"""numpy references of the weight types, one module a type, and what they share.
+"""numpy references of the weight types, and what they share.
 
-A module <type>.py supplies, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes), of the type's own sizes:
+reference(type) has, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes):
     unpack(blocks)                        the unpack contract: codes, scale and offset
     dequantize_blocks(blocks)             weights
-    quantize_blocks(weights, importance)  blocks, the same bytes as the C encoder ggml_ext/encode/<type>.c; importance
-                                          may be left out, and further options of the type follow
+    quantize_blocks(weights, importance)  blocks, the same bytes as the C encoder writes; importance is optional, and
+                                          options of the type follow
+It is a Trellis of _trellis.py for the trellis types, and the module <type>.py for others.
 
 Floating point follows the C sources operation by operation: IEEE float32, one order of sums, no fused operations.
 """
@@ -13,10 +14,14 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .._base.types import ROTATION_SIGNS
+from .._base.types import ROTATION_SIGNS, TYPES
+
+if TYPE_CHECKING:
+    from ._trellis import Trellis
 
 BLOCK_SIZE = 256         # of the types without 64 in their names
 BLOCK_SIZES = (256, 64)  # that the rotation and the bit planes know
@@ -27,8 +32,12 @@ E5M3_MAX = np.float32(240.0)  # largest scale of one byte
 SIGNS = 1 - 2 * np.unpackbits(np.frombuffer(ROTATION_SIGNS, np.uint8), bitorder="little").astype(np.float32)
 
 
-def reference(type_name: str) -> ModuleType:
-    """The module of a weight type, by its lower-case name."""
+def reference(type_name: str) -> ModuleType | Trellis:
+    """Return the reference of a weight type, by its lower-case name."""
+    if TYPES[type_name].trellis_values:
+        from ._trellis import REFERENCES  # which imports this module
+
+        return REFERENCES[type_name]
     return importlib.import_module(f"{__name__}.{type_name}")
 
 

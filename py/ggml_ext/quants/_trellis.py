@@ -1,7 +1,6 @@
-"""The trellis code of ITQ4_T, ITQ3_T, ITQ2_T and their types of 64 in numpy: ggml_ext/types/trellis.h and the encoder of
-ggml_ext/encode/trellis.h.
+"""numpy references of the trellis types: the format of ggml_ext/types/trellis.h and the encoder of ggml_ext/encode/trellis.c.
 
-K bits a symbol, n = 256 or 64 symbols c[t] a block; state s[t] = c[t] | c[t-1] << K | c[t-2] << 2K ..., 12 bits.
+State s[t] is the last 12 bits of the stream of symbols: c[t] | c[t-1] << K | c[t-2] << 2K ...
 Step t is position n/8*(t%8) + t//8 of the rotated block.
 """
 
@@ -12,37 +11,36 @@ from functools import cached_property
 
 import numpy as np
 
-from .._base.types import TYPES, TypeInfo
+from .._base.types import WEIGHT_TYPES, TypeInfo
 from . import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
 from ._metric import WINDOW, Metric, encode_rows, form_times, positions
 
 N_STATES = 4096
 N_STARTS = 256  # states that `start` can name
-# the constants of encode/trellis.h
+# constants of encode/trellis.c
 MAX_PASSES = 6
-GAIN = {4: np.float32(1.07), 3: np.float32(1.07), 2: np.float32(1.03)}
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
 ODD_FED = {256: np.float32(1.4), 64: np.float32(1.6)}
-# those of encode/trellis-search.h
-FIXED, MAX_UNITS, NONE = {4: 220, 3: 204, 2: 174}, np.float32(80), 49152
+# constants of encode/trellis-search.h
+MAX_UNITS, NONE = np.float32(80), 49152
 LAST_SCALE = 0xF7
 NIBBLES = np.array([0, 4], np.uint8).reshape(2, 1)
 
 
 @dataclass(frozen=True)
 class Trellis:
-    """One of the types: methods are what its module supplies."""
+    """Reference of a trellis type, by its row of the table."""
 
-    name: str
-    k: int  # bits a symbol
+    info: TypeInfo
 
     @property
-    def info(self) -> TypeInfo:
-        return TYPES[self.name]
+    def k(self) -> int:
+        """Bits per symbol."""
+        return self.info.trellis_bits
 
     @property
     def n(self) -> int:
-        """Weights a block."""
+        """Weights per block."""
         return self.info.block_size
 
     @cached_property
@@ -51,17 +49,17 @@ class Trellis:
 
     @property
     def odd(self) -> np.float32:
-        """Relative squared error from which a block is taken for one unlike a bell."""
+        """Error (NMSE) above which the encoder tries further scales for a block."""
         return ODD_ABOVE[self.n] * np.float32(self.info.usual_rel_mse)
 
     @property
     def n_groups(self) -> int:
-        """States that differ in the newest symbol alone count once."""
+        """Number of states, counting those that differ only in the newest symbol once."""
         return N_STATES >> self.k
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """q of all states, uint8 (4096,), by the tables of types.toml."""
+        """Codes q of all states, uint8 (4096,)."""
         state = np.arange(N_STATES)
         c = [state >> self.k * i & (1 << self.k) - 1 for i in range(12 // self.k)]
         pair = [(c[i] & 3) << 2 | c[i + 1] & 3 for i in range(len(c) - 1)]
@@ -84,7 +82,7 @@ class Trellis:
         return np.float32(np.sqrt((self.values.astype(np.float64) ** 2).sum() / N_STATES))
 
     def start_states(self, start: np.ndarray) -> np.ndarray:
-        """The 12 - K bits before step 0: c[-1] | c[-2] << K ... from bytes."""
+        """Return the states before step 0, c[-1] | c[-2] << K ..., from the start bytes."""
         s = start.astype(np.int64)
         if self.k == 4:
             return s >> 4 | (s & 15) << 4
@@ -94,7 +92,7 @@ class Trellis:
         return c1 | (s >> 1 & 1) << 2 | (c2 | (s & 1) << 2) << 3 | c3 << 6
 
     def symbols(self, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, n) by step."""
+        """Return the symbols by step, uint8 (n_blocks, n)."""
         if self.k == 4:
             planes = blocks[:, 2:].reshape(len(blocks), 4, 1, self.n // 8)
             return (planes >> NIBBLES & 15).reshape(len(blocks), self.n)[:, self.positions]
@@ -103,7 +101,7 @@ class Trellis:
         return unpack_bits3(blocks[:, 2:end], qh)[:, self.positions]
 
     def states(self, blocks: np.ndarray) -> np.ndarray:
-        """int64 (n_blocks, n) by step."""
+        """Return the states by step, int64 (n_blocks, n)."""
         symbols, state = self.symbols(blocks), self.start_states(blocks[:, 1])
         states = np.empty(symbols.shape, np.int64)
         for t in range(self.n):
@@ -112,11 +110,14 @@ class Trellis:
         return states
 
     def unpack(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Codes, scale and offset of each block.
+        """Unpack blocks, uint8 (n_blocks, block_bytes), to codes, scales and offsets.
 
-        blocks: uint8 (n_blocks, block_bytes). Returns q int8 (n_blocks, n) in 0..127, d and offset float32 (n_blocks,), with
-        rotated value = d * (q - offset). ValueError for other shapes or dtypes. Any bits are valid but those of a d that is
-        Inf or NaN.
+        Returns:
+            q int8 (n_blocks, n) in 0..127, d and offset float32 (n_blocks,); a rotated weight is d * (q - offset). A d above
+            0xf7 is Inf or NaN; all other bits are valid.
+
+        Raises:
+            ValueError: another shape or dtype.
         """
         blocks = as_blocks(blocks, np.uint8, self.info.block_bytes)
         q = np.empty((len(blocks), self.n), np.int8)
@@ -125,15 +126,15 @@ class Trellis:
         return q, e5m3_to_float32(blocks[:, 0]), offset
 
     def dequantize_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, block_bytes) to weights float32 (n_blocks, n), rotated back."""
+        """Dequantize blocks, uint8 (n_blocks, block_bytes), to weights, float32 (n_blocks, n), rotated back."""
         q, d, offset = self.unpack(blocks)
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
             return rotate_back(d[:, None] * (q.astype(np.float32) - offset[:, None]))
 
     def pack(self, states: np.ndarray, d: np.ndarray) -> np.ndarray:
-        """Inverse: the states of all steps, int64 (n_blocks, n), and the bytes of the scales, uint8 (n_blocks,).
+        """Pack the states by step, int64 (n_blocks, n), and the bytes of the scales, uint8 (n_blocks,).
 
-        The state before step 0 has to be one that a start byte can name.
+        A start byte must be able to name the state before step 0.
         """
         symbols = np.empty(states.shape, np.uint8)
         symbols[:, self.positions] = states & (1 << self.k) - 1
@@ -148,11 +149,17 @@ class Trellis:
     def quantize_blocks(
         self, weights: np.ndarray, importance: np.ndarray | None = None, passes: int = 0, metric: Metric | None = None
     ) -> np.ndarray:
-        """Weights float32 (n_blocks, n) to uint8 (n_blocks, block_bytes), byte for byte what the C encoder writes.
+        """Encode weights to the bytes that the C encoder writes.
 
-        importance: float32 (row_blocks, n), weights of the squared errors of a row, after which the next row begins; all zero in
-        a block: as ones. metric: in its place, of whole rows. passes: scales tried a block; 0: the default. A block with NaN or Inf gets a d
-        that row validation refuses.
+        Args:
+            weights: float32 (n_blocks, n). A block with NaN or Inf gets a d that row validation refuses.
+            importance: weights of the squared errors of a row, float32 (row_blocks, n), the same for every row. A block of zeros
+                counts as ones.
+            passes: scale candidates per block; 0: the default.
+            metric: error metric of full rows, in place of importance.
+
+        Returns:
+            uint8 (n_blocks, block_bytes).
         """
         with np.errstate(all="ignore"):
             rotated, finite = load_rotated(weights, self.n)
@@ -175,18 +182,23 @@ class Trellis:
         return self.pack(states, d)
 
     def _planes(self, by_state: np.ndarray) -> np.ndarray:
-        """(4096,) to (symbols, groups): the newest symbol first."""
+        """Reshape (4096,) to (newest symbol, group)."""
         return np.ascontiguousarray(by_state.reshape(self.n_groups, 1 << self.k).T)
 
     def search(self, x: np.ndarray, before: np.ndarray | None = None, after: np.ndarray | None = None) -> np.ndarray:
-        """States of least squared error of x, float32 (n, steps) in units of d; trellis_search() of encode/trellis-search.h.
+        """Find the path of least squared error (Viterbi), as trellis_search() of encode/trellis-search.h does.
 
-        before: states int64 (n,) that the first ones follow; None: those that a start byte can name. after: the states'
-        other bits than the oldest symbol that the last ones have, int64 (n,); None: any.
+        Args:
+            x: targets in units of d, float32 (n, steps).
+            before: states before the first step, int64 (n,); None: any that a start byte can name.
+            after: last states without their oldest symbol, int64 (n,); None: any.
+
+        Returns:
+            States, int64 (n, steps).
         """
         n, steps = x.shape
         symbols, groups = 1 << self.k, self.n_groups
-        unit = np.float32(FIXED[self.k])
+        unit = np.float32(self.info.trellis_unit)
         fixed = (self.values * unit).astype(np.int32)
         planes, rows = self._planes(fixed), np.arange(n)
         x = np.where(x > MAX_UNITS, MAX_UNITS, np.where(x > -MAX_UNITS, x, -MAX_UNITS))
@@ -213,7 +225,7 @@ class Trellis:
         return states
 
     def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
-        """States for a block of each row under scales d (rows,); trellis_search_feedback() in C."""
+        """Find states for a block of each row under scales d (rows,), as trellis_search_feedback() in C does."""
         metric, states, wish = block.metric, np.empty(block.x.shape, np.int64), block.wish.copy()
         S, inverse = metric.segment, (np.float32(1) / d)[:, None]
         ahead = 24 if S < 16 else 16 if metric.windows else S
@@ -226,7 +238,7 @@ class Trellis:
         return states
 
     def _excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """trellis_excess() in C, float32 (rows,)."""
+        """Return trellis_excess() of C, float32 (rows,)."""
         value = d[:, None] * self.values[states]
         r = block.wish - value
         block.metric.feed_block(block.first, block.x - value, r)
@@ -234,7 +246,7 @@ class Trellis:
         return sum_lanes(r * r) - ODD_FED[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
 
     def _improve(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Better states of the rows under scales d (rows,), searched again in windows; trellis_improve() in C."""
+        """Search the states of the rows again in windows, under scales d (rows,), as trellis_improve() in C does."""
         if not len(d):
             return states
         metric, states, scale, inverse = block.metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
@@ -259,8 +271,11 @@ class Trellis:
         return states
 
     def _encode(self, block: Block, passes: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """States (n_rows, n) and bytes of the scales (n_rows,) of the rows, bool (n_rows,), that the block holds; zeros for the
-        others. trellis_encode() of encode/trellis.h."""
+        """Encode a block of each row, as trellis_encode() of encode/trellis.c does.
+
+        Returns:
+            States (n_rows, n) and bytes of the scales (n_rows,), zero where rows, bool (n_rows,), is False: block has only the others.
+        """
         n, metric = len(block.x), block.metric
         error, _ = block.cost()
         best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, self.n), np.int64)
@@ -270,7 +285,7 @@ class Trellis:
         tried = np.zeros((n, 256), bool)
 
         def try_scale(active: np.ndarray, d: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
-            """Of the rows `active` under the scales d. Returns the scales that suit them best, and the squared errors."""
+            """Encode the rows `active` under the scales d; return the scales that suit them best, and the squared errors."""
             scale, here = e5m3_to_float32(d.astype(np.uint8)), block.rows(active)
             if feed_back:
                 states = self.search_feedback(here, scale)
@@ -289,7 +304,7 @@ class Trellis:
             d = _next_scale(want[active], tried[active])
             return active[d > 0], d[d > 0]
 
-        want, look, active = first * GAIN[self.k], np.zeros(n, np.float32), np.arange(n)
+        want, look, active = first * np.float32(self.info.trellis_gain), np.zeros(n, np.float32), np.arange(n)
         at = np.zeros(n, np.int64)
         moments = metric is not None and metric.windows is not None
         if metric is not None and not moments:
@@ -324,7 +339,7 @@ class Trellis:
 
 @dataclass(frozen=True)
 class Block:
-    """struct trellis_block of encode/trellis.h, of many rows."""
+    """One block of many rows: struct trellis_block of encode/trellis.c."""
 
     metric: Metric | None
     first: int  # step of the row at which the block begins
@@ -335,7 +350,7 @@ class Block:
         return Block(self.metric, self.first, self.x[which], self.wish[which])
 
     def cost(self, v: np.ndarray | None = None, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """What the errors cost if the values are d*v, or zeros, and by how much larger d would cost least; trellis_cost()."""
+        """Return the cost of the values d*v, or of zeros, and the change of d that would lower it most, as trellis_cost() does."""
         step, e, r = None, self.x, self.wish
         if v is not None:
             e, r = e - d[:, None] * v, r - d[:, None] * v
@@ -354,7 +369,7 @@ class Block:
 
 
 def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Byte of the scale to try next, int64 (n,), or -1; trellis_next_scale() of encode/trellis.h."""
+    """Return the byte of the scale to try next, int64 (n,), or -1: trellis_next_scale() of encode/trellis.c."""
     values = e5m3_to_float32(np.arange(LAST_SCALE + 1, dtype=np.uint8))
     below = np.maximum(np.searchsorted(values, want, side="right") - 1, 0)
     lo = np.where(want < values[-1], below, LAST_SCALE)
@@ -368,9 +383,12 @@ def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
 
 
 def _scale_beside(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """A byte beside those of scale, int64 (n,), to try next, or -1; trellis_scale_beside() of encode/trellis.h."""
+    """Return a byte next to those of scale, int64 (n,), to try next, or -1: trellis_scale_beside() of encode/trellis.c."""
     choice = np.full(len(scale), -1)
     for d, allowed in (scale - 1, scale > 1), (scale + 1, scale < LAST_SCALE):  # the larger one last: it wins
         free = allowed & ~tried[np.arange(len(d)), d]
         choice[free] = d[free]
     return choice
+
+
+REFERENCES = {name: Trellis(info) for name, info in WEIGHT_TYPES.items() if info.trellis_values}

@@ -1,7 +1,5 @@
 // Encoder of the trellis types: scales and fed back errors around the search of trellis-search.h. Every float operation has one
 // order, so that the numpy reference gives the same bytes; the file is compiled with -ffp-contract=off.
-#pragma once
-
 #include "rows.h"
 #include "trellis-search.h"
 
@@ -10,10 +8,6 @@ enum {
     TRELLIS_MAX_AHEAD  = 64, // steps of a segment and those searched beyond it
     TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
 };
-
-// The scale that is tried first, over the one that gives the code the block's energy: what suits the best paths of a Gaussian
-// (docs/results/encoders.md).
-#define TRELLIS_GAIN(K) ((K) >= 3 ? 1.07f : 1.03f)
 
 // Scales tried by default. Short blocks scatter more; and with a metric, errors that are fed back ask for larger scales than the
 // weights do, by how much only trying tells. Beyond three it ends early where the scales on both sides are worse. With moments
@@ -223,7 +217,7 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     for (int i = 0; i < t.n; ++i) {
         z[i] += r[i];
     }
-    return trellis_dot(t.n, r, r) - TRELLIS_ODD_FED(t.n)*t.usual*trellis_dot(t.n, z, z);
+    return trellis_dot(t.n, r, r) - TRELLIS_ODD_FED(t.n)*t.nmse*trellis_dot(t.n, z, z);
 }
 
 // One block. Tries a scale by the block's energy, then those next to the scale that suits the best codes so far, then those beside
@@ -237,9 +231,9 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
         peak = fmaxf(peak, fabsf(in->x[i]));
     }
     *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // of d = 0, which stays if nothing beats it
-    const float energy = trellis_dot(t.n, in->wish, in->wish), bell = TRELLIS_ODD(t.n)*t.usual*energy;
+    const float energy = trellis_dot(t.n, in->wish, in->wish), bell = TRELLIS_ODD(t.n)*t.nmse*energy;
     const float first  = sqrtf(energy*(1.0f/t.n))/w->code_rms;
-    float want = first*TRELLIS_GAIN(t.k), look = 0.0f, unused;
+    float want = first*t.gain, look = 0.0f, unused;
     int   at = 0; // the best scale so far
     const int look_at = trellis_next_scale(want, tried, 0);
     const bool moments = in->metric && in->metric->windows;
@@ -278,17 +272,13 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     }
 }
 
-// The bytes of a path. qh NULL unless K = 3.
-static inline void trellis_pack(int k, int n, const struct trellis_best * best, uint8_t * start, uint8_t * ql, uint8_t * qh) {
-    uint8_t symbols[QK_K];
+// The bytes of a path.
+static inline void trellis_pack(int k, int n, const struct trellis_best * best, uint8_t * start, uint8_t * symbols) {
+    uint8_t by_position[QK_K];
     for (int t = 0; t < n; ++t) {
-        symbols[ggml_ext_trellis_position(n, t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
+        by_position[ggml_ext_trellis_position(n, t)] = (uint8_t) (best->states[t] & ((1 << k) - 1));
     }
-    if (k == 4) {
-        ggml_ext_pack_nibbles(symbols, n, ql);
-    } else {
-        ggml_ext_pack_bits3(symbols, n, ql, qh);
-    }
+    ggml_ext_trellis_pack(k, n, by_position, symbols);
     const int before = best->states[0] >> k;
     *start = 0;
     for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start is a permutation of these states' bits
@@ -322,19 +312,16 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
     trellis_end(w);
 }
 
-// QH: the field of block b with the high bits, or NULL.
-#define DEFINE_TRELLIS_ENCODER(name, NAME, K, QH)                                                                          \
+#define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, GAIN, UNIT, NMSE)                                                        \
     static void put_##name(void * dst, int64_t i, const struct trellis_best * best) {                                      \
         block_##name * b = (block_##name *) dst + i;                                                                       \
         b->d = best->d;                                                                                                    \
-        trellis_pack(K, GGML_EXT_##NAME##_BLOCK_SIZE, best, &b->start, b->ql, QH);                                         \
+        trellis_pack(K, N, best, &b->start, b->symbols);                                                                   \
     }                                                                                                                      \
     EXT_CLONES                                                                                                             \
     void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                 \
                                 const float * importance, const struct ggml_ext_quantize_params * params) {                \
-        enum { N = GGML_EXT_##NAME##_BLOCK_SIZE };                                                                         \
-        const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, GGML_EXT_##NAME##_TRELLIS_OFFSET,                  \
-                                       GGML_EXT_##NAME##_TRELLIS_USUAL_REL_MSE};                                           \
+        const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, OFFSET, GAIN, UNIT, NMSE};                         \
         const int n_passes = params->trellis_passes ? params->trellis_passes                                               \
                                                     : trellis_default_passes(N, importance && !params->metric);             \
         struct ggml_ext_metric * diagonal = NULL;                                                                          \
@@ -345,3 +332,4 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
         trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_passes, dst, put_##name);  \
         ggml_ext_metric_free(diagonal);                                                                                    \
     }
+GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)

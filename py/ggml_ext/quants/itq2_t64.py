@@ -1,8 +1,0 @@
-"""ITQ2_T64 in numpy: the format of ggml_ext/types/itq2_t64.h. All is in _trellis.py."""
-
-from ._trellis import Trellis
-
-TRELLIS = Trellis("itq2_t64", 2)
-unpack = TRELLIS.unpack
-dequantize_blocks = TRELLIS.dequantize_blocks
-quantize_blocks = TRELLIS.quantize_blocks

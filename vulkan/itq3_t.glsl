@@ -1,2 +1,0 @@
-// ITQ3_T: types/itq3_t.h.
-#include "trellis.glsl"

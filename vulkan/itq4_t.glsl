@@ -1,2 +1,0 @@
-// ITQ4_T: types/itq4_t.h.
-#include "trellis.glsl"

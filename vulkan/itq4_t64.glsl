@@ -1,2 +1,0 @@
-// ITQ4_T64: types/itq4_t64.h. The same code in blocks of 64.
-#include "trellis.glsl"
