@@ -1,43 +1,42 @@
-// Encoder of the trellis types: scales and fed back errors around the search of trellis-search.h. Every float operation has one
+// Encoder of the trellis types: scales and error feedback around the search of trellis-search.h. Every float operation has one
 // order, so that the numpy reference gives the same bytes; the file is compiled with -ffp-contract=off.
 #include "rows.h"
 #include "trellis-search.h"
 
 enum {
     TRELLIS_MAX_PASSES = 6,
-    TRELLIS_MAX_AHEAD  = 64, // steps of a segment and those searched beyond it
-    TRELLIS_N_ODD      = 4, // further scales for blocks unlike a bell
+    TRELLIS_MAX_AHEAD  = 64, // steps of a segment and of its look-ahead
+    TRELLIS_N_ODD      = 4,  // further scales for blocks that are not Gaussian
 };
 
-// Scales tried by default. Short blocks scatter more; and with a metric, errors that are fed back ask for larger scales than the
-// weights do, by how much only trying tells. Beyond three it ends early where the scales on both sides are worse. With moments
-// trellis_improve() pays more than further scales do.
+// Default number of scale candidates. Short blocks vary more. With a diagonal, error feedback needs larger scales than the weights
+// do, and only trying tells by how much; beyond three the loop ends early where both neighbours are worse. With Hessians
+// trellis_improve() gains more than further scales.
 static inline int trellis_default_passes(int n, bool with_importance) {
     return with_importance ? TRELLIS_MAX_PASSES : n == QK_K ? 2 : 3;
 }
 
-// Times the error of a Gaussian, the relative squared error from which a block is taken for one. Errors of short blocks scatter
-// more.
+// A block counts as Gaussian up to this factor over the NMSE of a Gaussian. Errors of short blocks vary more.
 #define TRELLIS_ODD(N) ((N) == QK_K ? 1.15f : 1.30f)
 
-// The same of what is fed back with moments, which segments serve less well: up to 1.25 and 1.51 on the reference model.
+// The same for error feedback with Hessians, where segments cost accuracy: up to 1.25 and 1.51 on the reference model.
 #define TRELLIS_ODD_FED(N) ((N) == QK_K ? 1.4f : 1.6f)
 
 struct trellis_best {
     float    err;
     uint8_t  d;
-    uint16_t states[QK_K]; // of d = 0: all zero
+    uint16_t states[QK_K]; // all zero where d = 0
 };
 
-// What trellis_encode() knows of its block, by step.
+// Input of trellis_encode(), by step.
 struct trellis_block {
-    const struct ggml_ext_metric * metric; // NULL: the squared error
-    int64_t first;                         // step of the row at which the block begins
-    float   x[QK_K];                       // rotated
-    float   wish[QK_K];                    // with what the errors of the row's earlier blocks ask for
+    const struct ggml_ext_metric * metric; // NULL: squared error
+    int64_t first;                         // first step of the block in its row
+    float   x[QK_K];                       // rotated weights
+    float   wish[QK_K];                    // targets: x compensated for the errors of the row's earlier blocks
 };
 
-// States under scale d, segment after segment, each with the errors of those before fed back.
+// Finds the states under scale d segment by segment, each compensating for the errors of those before.
 static inline __attribute__((always_inline)) void trellis_search_feedback(struct trellis_type t, struct trellis_work * w,
                                                                           const struct trellis_block * in, float d, uint16_t * states) {
     const int S = in->metric->segment, ahead = S < 16 ? 24 : in->metric->windows ? 16 : S;
@@ -61,7 +60,7 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(struct
     }
 }
 
-// Largest scale of one byte that is not above v.
+// Returns the largest scale byte whose scale is at most v.
 static inline int trellis_scale_below(float v) {
     if (!(v < ggml_ext_e5m3_to_float(GGML_EXT_E5M3_MAX))) {
         return GGML_EXT_E5M3_MAX;
@@ -73,7 +72,7 @@ static inline int trellis_scale_below(float v) {
     return d > 0 && ggml_ext_e5m3_to_float((uint8_t) d) > v ? d - 1 : d;
 }
 
-// The scale next to v that was not tried yet: the nearer one, else the other; -1 if there is none.
+// Returns the untried scale byte next to v, the nearer one first, or -1.
 static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried) {
     const int lo = trellis_scale_below(v), up = lo < GGML_EXT_E5M3_MAX ? lo + 1 : lo;
     const bool up_first = ggml_ext_e5m3_to_float((uint8_t) up) - v < v - ggml_ext_e5m3_to_float((uint8_t) lo);
@@ -86,7 +85,7 @@ static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried
     return -1;
 }
 
-// A scale beside this one that was not tried yet, or -1.
+// Returns an untried neighbour of a scale byte, or -1.
 static inline int trellis_scale_beside(int scale, const uint8_t * tried, int n_tried) {
     if (scale < GGML_EXT_E5M3_MAX && memchr(tried, scale + 1, (size_t) n_tried) == NULL) {
         return scale + 1;
@@ -103,7 +102,7 @@ static inline __attribute__((always_inline)) float trellis_dot(int n, const floa
     return ext_sum(sum);
 }
 
-// What the errors of a block cost if its values are d*v; v NULL: zeros. *step: by how much a larger d would cost least; may be NULL.
+// Returns the cost of a block's errors with the values d*v; v NULL: zeros. *step: change of d of least cost; may be NULL.
 static inline __attribute__((always_inline)) float trellis_cost(int n, const struct trellis_block * in, const float * v, float d, float * step) {
     float e[QK_K], r[QK_K], form[QK_K], b[QK_K];
     for (int i = 0; i < n; ++i) {
@@ -129,8 +128,8 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
     return trellis_dot(n, r, in->metric ? form : r);
 }
 
-// Viterbi again over windows of the block, with all other states fixed: the target is what would then cost least, which the steps on
-// both sides ask for together. Kept where the whole form agrees. What else was tried: docs/results/encoders.md.
+// Searches windows of the block again with all other states fixed. Their targets minimise the cost given the errors on both sides.
+// A window is kept if it lowers the cost of the full form. Alternatives: docs/results/encoders.md.
 static inline __attribute__((always_inline)) void trellis_improve(struct trellis_type t, struct trellis_work * w,
                                                                   const struct trellis_block * in, struct trellis_best * best) {
     enum { W = METRIC_WINDOW };
@@ -165,16 +164,15 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
             for (int i = 0; i < W; ++i) {
                 by[i] = -by[i];
             }
-            const int from = s/W*W; // nobody looks at the gradients before again
+            const int from = s/W*W; // gradients before it are not used again
             metric_add_matrix(t.n - from, form + s*t.n + from, t.n, W, by, g + from);
             memcpy(states, found, sizeof(found));
         }
     }
 }
 
-// States for the block under one scale, which are kept if they are the best so far. Returns the scale that suits them best.
-// feed_back: false without a metric, and for a look at the block without one, whose squared error goes to *look. last: nobody asks
-// for that scale.
+// Encodes the block under one scale, keeps the states if they are the best so far, and returns the scale that suits them best.
+// *look: their squared error. feed_back: false without a metric, and for a first look at the block. last: the result is not used.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
                                                                      bool feed_back, bool last, struct trellis_best * best, float * look) {
@@ -203,7 +201,7 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
     return d + step;
 }
 
-// By how much the squared error of the best states, of what their segments were to be, is above that of blocks like a bell.
+// Returns by how much the squared error of the best states, against the targets of their segments, exceeds that of a Gaussian.
 static inline __attribute__((always_inline)) float trellis_excess(struct trellis_type t, const struct trellis_work * w,
                                                                   const struct trellis_block * in, const struct trellis_best * best) {
     const float d = ggml_ext_e5m3_to_float(best->d);
@@ -220,8 +218,7 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     return trellis_dot(t.n, r, r) - TRELLIS_ODD_FED(t.n)*t.nmse*trellis_dot(t.n, z, z);
 }
 
-// One block. Tries a scale by the block's energy, then those next to the scale that suits the best codes so far, then those beside
-// theirs.
+// Encodes a block. Tries a scale from the block's energy, then those next to the scale that suits the best states, then neighbours.
 static inline __attribute__((always_inline)) void trellis_encode(struct trellis_type t, struct trellis_work * w,
                                                                  const struct trellis_block * in, int n_passes, struct trellis_best * best) {
     uint8_t tried[TRELLIS_MAX_PASSES + TRELLIS_N_ODD];
@@ -230,14 +227,14 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     for (int i = 0; i < t.n; ++i) {
         peak = fmaxf(peak, fabsf(in->x[i]));
     }
-    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // of d = 0, which stays if nothing beats it
+    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0, unless a scale is better
     const float energy = trellis_dot(t.n, in->wish, in->wish), bell = TRELLIS_ODD(t.n)*t.nmse*energy;
     const float first  = sqrtf(energy*(1.0f/t.n))/w->code_rms;
     float want = first*t.gain, look = 0.0f, unused;
     int   at = 0; // the best scale so far
     const int look_at = trellis_next_scale(want, tried, 0);
     const bool moments = in->metric && in->metric->windows;
-    if (in->metric && !moments && look_at > 0) { // without feedback: that is cheap, and tells the scale and whether the block is odd
+    if (in->metric && !moments && look_at > 0) { // without feedback: cheap, and it tells the scale and whether the block is Gaussian
         want = trellis_try_scale(t, w, in, look_at, false, false, best, &look);
     }
     for (int pass = 0; pass < n_passes; ++pass) {
@@ -258,7 +255,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     if (moments) {
         look = trellis_excess(t, w, in, best);
     }
-    // Blocks unlike a bell want other scales: few values, many alike, or one that stands out.
+    // Other blocks need other scales: few values, many alike, or an outlier.
     const float odd[TRELLIS_N_ODD] = {1.3f*first, 1.6f*first, 0.75f*first, peak/w->code_top};
     for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? look : best->err) > (moments ? 0.0f : bell); ++i) {
         const int scale = trellis_next_scale(odd[i], tried, n_tried);
@@ -272,7 +269,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     }
 }
 
-// The bytes of a path.
+// Writes the bytes of a path.
 static inline void trellis_pack(int k, int n, const struct trellis_best * best, uint8_t * start, uint8_t * symbols) {
     uint8_t by_position[QK_K];
     for (int t = 0; t < n; ++t) {
@@ -281,14 +278,14 @@ static inline void trellis_pack(int k, int n, const struct trellis_best * best, 
     ggml_ext_trellis_pack(k, n, by_position, symbols);
     const int before = best->states[0] >> k;
     *start = 0;
-    for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start is a permutation of these states' bits
+    for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start permutes the bits of these states
         if (ggml_ext_trellis_start_state(k, (uint8_t) s) == before) {
             *start = (uint8_t) s;
         }
     }
 }
 
-// All blocks of the rows. put(dst, i, best) stores block i.
+// Encodes all blocks of the rows. put(dst, i, best) stores block i.
 static inline __attribute__((always_inline)) void trellis_encode_rows(struct trellis_type t, const float * src, int64_t n_rows,
         int64_t row_blocks, const struct ggml_ext_metric * metric, int n_passes, void * dst,
         void (*put)(void * dst, int64_t i, const struct trellis_best * best)) {

@@ -232,12 +232,12 @@ def render_header(ids: dict, types: list[dict]) -> str:
 
 
 def words_of(data: bytes) -> str:
-    """Initialisers of words of 32 bits, the first byte in the low bits."""
+    """Format bytes as initialisers of 32-bit words, the first byte in the low bits."""
     return ", ".join(f"0x{int.from_bytes(data[i : i + 4], 'little'):08x}u" for i in range(0, len(data), 4))
 
 
 def render_codes(signs: bytes, types: list[dict]) -> str:
-    """A header of its own: a change of a table rebuilds the files that use it, not all of llama.cpp."""
+    """Render what few files use, apart from the header that all of llama.cpp includes."""
     trellis, codebook = [row for row in types if is_trellis(row)], [row for row in types if "codebook" in row]
     out = [f"// {NOTICE}", "// Signs of the rotation, the trellis types and their codes, codebooks.", "#pragma once", "",
            f"#define GGML_EXT_SIGNS {{{words_of(signs)}}}"]
@@ -259,7 +259,7 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
 
 
 def render_vulkan_blocks(types: list[dict]) -> str:
-    """What shaders know of a type before its buffer is declared; A_TYPE, QUANT_K and QUANT_R are upstream's names."""
+    """Render what a shader needs before it declares the buffer of its type; A_TYPE, QUANT_K and QUANT_R are upstream's names."""
     out = [f"// {NOTICE}", "// Blocks and constants of the type that a shader is compiled for: unpack.glsl."]
     for i, row in enumerate(of_kind(types, "weight")):
         bits = 32 if row["block_bytes"] % 4 == 0 else 16  # what the alignment of a block allows
@@ -305,7 +305,7 @@ ROTATION_SIGNS = bytes.fromhex("{signs}")
 
 
 class ExtType(IntEnum):
-    """Ids as stored in GGUF tensor infos; general.file_type uses the same numbers."""
+    """Ids in GGUF tensor infos; general.file_type uses the same numbers."""
 
 {members}
 
@@ -317,33 +317,33 @@ class TypeInfo:
     name: str                  # lower case, as on the command line and in log lines
     id: ExtType
     kind: str                  # "weight" or "activation"
-    block_size: int            # weights a block
-    block_bytes: int           # bytes of one
+    block_size: int            # weights per block
+    block_bytes: int           # bytes per block
     bpw: float                 # bits per weight
     rotated: bool              # blocks hold the Walsh-Hadamard transform of the weights
     about: str
     activation: str | None = None
-    unpack_min: int | None = None      # least and largest integer of the unpack contract
+    unpack_min: int | None = None      # range of the codes
     unpack_max: int | None = None
-    group: int | None = None           # weights that share one integer scale: value = d * scale * (q - offset)
+    group: int | None = None           # weights per integer scale: value = d * scale * (q - offset)
     fallback: str | None = None        # type for rows that are no multiple of block_size
     token_embd: str | None = None      # type of the token embeddings in a file of this type
     output: str | None = None          # type of the output matrix in a file of this type
     title: str | None = None
-    usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
-    fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
-    student_t4_rel_mse: float | None = None  # bound for samples of Student's t with 4 degrees of freedom
-    moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
-    fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
-    fns_dot_error: float | None = None    # or its own for products
-    trellis_bits: int | None = None    # of a symbol of a trellis code: ggml_ext/types/trellis.h
-    trellis_weights: int | None = None  # of a symbol
+    usual_rel_mse: float | None = None  # NMSE of Gaussian weights
+    fixture_rel_mse: float | None = None  # bound of the NMSE on the real-weight fixture
+    student_t4_rel_mse: float | None = None  # and of samples of Student's t with 4 degrees of freedom
+    moments_gain: float | None = None     # bound of the output error with full Hessians over that with their diagonals
+    fns_limits: str | None = None         # upstream type with the same limits in test-quantize-fns
+    fns_dot_error: float | None = None    # its own limit for products
+    trellis_bits: int | None = None     # bits per symbol: ggml_ext/types/trellis.h
+    trellis_weights: int | None = None  # weights per symbol
     trellis_states: int | None = None
     trellis_values: list[list[int]] | None = None  # two tables of 16
     trellis_offset: float | None = None
     trellis_gain: float | None = None  # first scale over the one that gives the code the block's energy
     trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
-    codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
+    codebook: list[int] | None = None     # upper half of the codebook of all blocks: ggml_ext/types/ditto5.h
     codebook_offset: float | None = None
 
 
@@ -391,12 +391,31 @@ def render_formats_table(types: list[dict]) -> str:
 
 
 def render_formats(text: str, types: list[dict]) -> str:
-    """docs/reference/formats.md with the lines between its markers replaced; raises TableError if there is not one pair of them."""
+    """Replace the lines between the markers of docs/reference/formats.md; TableError if there is not one pair of them."""
     begin, end = MARKERS
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise TableError(f"{FORMATS}: needs one {begin} and, after it, one {end}")
     head, rest = text.split(begin)
     return f"{head}{begin}\n{render_formats_table(types)}\n{end}{rest.split(end)[1]}"
+
+
+def render_all(root: Path) -> dict[str, str]:
+    """Render every generated file of the tree, by its path."""
+    ids, signs, types = load_table((root / TABLE).read_text(encoding="utf-8"))
+    return {
+        HEADER: render_header(ids, types),
+        BLOCKS: render_includes(types, "Block structs and scalar unpack of every weight type."),
+        CODES: render_codes(signs, types),
+        UNPACKERS: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
+        DEVICE_UNPACKERS: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
+        METAL_UNPACKERS: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
+        VULKAN_BLOCKS: render_vulkan_blocks(types),
+        VULKAN_UNPACKERS: render_vulkan_unpackers(types),
+        VULKAN_SIGNS: render_vulkan_signs(signs),
+        MODULE: render_module(ids, signs, types),
+        PIN_MODULE: render_pin(tomllib.loads((root / PIN).read_text(encoding="utf-8"))),
+        FORMATS: render_formats((root / FORMATS).read_text(encoding="utf-8"), types),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -405,47 +424,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
 
-    failed = False
     try:
-        ids, signs, types = load_table((args.root / TABLE).read_text(encoding="utf-8"))
-        pin = render_pin(tomllib.loads((args.root / PIN).read_text(encoding="utf-8")))
+        texts = render_all(args.root)
     except (OSError, KeyError, TableError, tomllib.TOMLDecodeError) as e:
         print(f"gen_types: {e}", file=sys.stderr)
         return 1
-
-    renderers = {
-        HEADER: lambda old: render_header(ids, types),
-        BLOCKS: lambda old: render_includes(types, "Block structs and scalar unpack of every weight type."),
-        CODES: lambda old: render_codes(signs, types),
-        UNPACKERS: lambda old: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
-        DEVICE_UNPACKERS: lambda old: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
-        METAL_UNPACKERS: lambda old: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
-        VULKAN_BLOCKS: lambda old: render_vulkan_blocks(types),
-        VULKAN_UNPACKERS: lambda old: render_vulkan_unpackers(types),
-        VULKAN_SIGNS: lambda old: render_vulkan_signs(signs),
-        MODULE: lambda old: render_module(ids, signs, types),
-        PIN_MODULE: lambda old: pin,
-        FORMATS: lambda old: render_formats(old, types),
-    }
-    for name, render in renderers.items():
+    is_stale = False
+    for name, text in texts.items():
         path = args.root / name
-        old = path.read_text(encoding="utf-8") if path.exists() else ""
-        try:
-            new = render(old)
-        except TableError as e:
-            print(f"gen_types: {e}", file=sys.stderr)
-            failed = True
-            continue
-        if new == old:
+        if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         if args.check:
             print(f"gen_types: {name} is stale: run python scripts/build/gen_types.py", file=sys.stderr)
-            failed = True
+            is_stale = True
         else:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(new, encoding="utf-8", newline="\n")
+            path.write_text(text, encoding="utf-8", newline="\n")
             print(f"gen_types: wrote {name}")
-    return int(failed)
+    return int(is_stale)
 
 
 if __name__ == "__main__":

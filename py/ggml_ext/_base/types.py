@@ -14,7 +14,7 @@ ROTATION_SIGNS = bytes.fromhex("c5e08ae1feb789a2c6d0401eaf1b209630ceb4d5c7ed65d7
 
 
 class ExtType(IntEnum):
-    """Ids as stored in GGUF tensor infos; general.file_type uses the same numbers."""
+    """Ids in GGUF tensor infos; general.file_type uses the same numbers."""
 
     ITQ3_S = 160
     CCQ2 = 161
@@ -37,33 +37,33 @@ class TypeInfo:
     name: str                  # lower case, as on the command line and in log lines
     id: ExtType
     kind: str                  # "weight" or "activation"
-    block_size: int            # weights a block
-    block_bytes: int           # bytes of one
+    block_size: int            # weights per block
+    block_bytes: int           # bytes per block
     bpw: float                 # bits per weight
     rotated: bool              # blocks hold the Walsh-Hadamard transform of the weights
     about: str
     activation: str | None = None
-    unpack_min: int | None = None      # least and largest integer of the unpack contract
+    unpack_min: int | None = None      # range of the codes
     unpack_max: int | None = None
-    group: int | None = None           # weights that share one integer scale: value = d * scale * (q - offset)
+    group: int | None = None           # weights per integer scale: value = d * scale * (q - offset)
     fallback: str | None = None        # type for rows that are no multiple of block_size
     token_embd: str | None = None      # type of the token embeddings in a file of this type
     output: str | None = None          # type of the output matrix in a file of this type
     title: str | None = None
-    usual_rel_mse: float | None = None  # relative squared error of Gaussian weights
-    fixture_rel_mse: float | None = None  # bound for the encoder on the real-weight fixture
-    student_t4_rel_mse: float | None = None  # bound for samples of Student's t with 4 degrees of freedom
-    moments_gain: float | None = None     # bound for the error of outputs with whole moments over that with their diagonal
-    fns_limits: str | None = None         # stock type whose limits upstream's test-quantize-fns sets it
-    fns_dot_error: float | None = None    # or its own for products
-    trellis_bits: int | None = None    # of a symbol of a trellis code: ggml_ext/types/trellis.h
-    trellis_weights: int | None = None  # of a symbol
+    usual_rel_mse: float | None = None  # NMSE of Gaussian weights
+    fixture_rel_mse: float | None = None  # bound of the NMSE on the real-weight fixture
+    student_t4_rel_mse: float | None = None  # and of samples of Student's t with 4 degrees of freedom
+    moments_gain: float | None = None     # bound of the output error with full Hessians over that with their diagonals
+    fns_limits: str | None = None         # upstream type with the same limits in test-quantize-fns
+    fns_dot_error: float | None = None    # its own limit for products
+    trellis_bits: int | None = None     # bits per symbol: ggml_ext/types/trellis.h
+    trellis_weights: int | None = None  # weights per symbol
     trellis_states: int | None = None
     trellis_values: list[list[int]] | None = None  # two tables of 16
     trellis_offset: float | None = None
     trellis_gain: float | None = None  # first scale over the one that gives the code the block's energy
     trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
-    codebook: list[int] | None = None     # codes of the upper half of a codebook for all blocks: ggml_ext/types/ditto5.h
+    codebook: list[int] | None = None     # upper half of the codebook of all blocks: ggml_ext/types/ditto5.h
     codebook_offset: float | None = None
 
 
