@@ -1,4 +1,4 @@
-"""The numpy reference of ITQ3_T, ITQ2_T and their types of 64: the code, the encoder, and its equality with C byte for byte."""
+"""The numpy references of the trellis types: the code, the encoder, and its equality with C byte for byte."""
 
 import ctypes
 
@@ -15,10 +15,6 @@ from helpers.weights import assert_same_blocks, weighted_blocks, weighted_error_
 NAMES = [name for name, info in TYPES.items() if info.trellis_values]
 EACH = pytest.mark.parametrize("name", NAMES)
 CORPORA = {n: corpora(n) for n in (256, 64)}
-
-
-def test_all_are_here():
-    assert {*NAMES} == {f"itq{k}_t{n}" for k in (4, 3, 2) for n in ("", "64")}
 
 
 @EACH
