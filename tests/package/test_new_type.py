@@ -70,7 +70,7 @@ def tree(tmp_path_factory) -> Path:
     rows += new_row(table, TRELLIS, free[1], {
         "name": f'"{NEW_TRELLIS}"', "title": f'"{NEW_TRELLIS.upper()} - 2.0625 bpw"', "block_bytes": "66", "trellis_bits": "2", "trellis_unit": "174.0",
         "usual_rel_mse": "0.08"})
-    path.write_text(table.replace("[[type]]", f"{rows}[[type]]", 1))
+    path.write_text(table.replace("\n[[type]]\n", f"\n{rows}[[type]]\n", 1))
     return copy
 
 
