@@ -1,4 +1,4 @@
-// The bit planes that the 3-bit types share: codes 0..7 of the n = 256 or 64 weights of a block, in L = n/8 lanes.
+// Bit planes of the 3-bit types: n = 256 or 64 codes 0..7 per block. Let L = n/8.
 //
 //   low2 = ql[L*(j/(4*L)) + j%L] >> 2*(j%(4*L)/L) & 3       one load of L bytes of ql serves four groups of L weights
 //   high = qh[j%L] >> (j/L) & 1                             one load of L bytes of qh serves all eight groups
@@ -17,7 +17,7 @@ static inline int ggml_ext_get_bits3(const uint8_t * ql, const uint8_t * qh, int
     return ggml_ext_get_bits2(ql, n, j) | (qh[j%lanes] >> (j/lanes) & 1) << 2;
 }
 
-// Their inverse; qh NULL: codes 0..3 without high bits.
+// Pack codes 0..7; with qh NULL, codes 0..3.
 static inline void ggml_ext_pack_bits3(const uint8_t * code, int n, uint8_t * ql, uint8_t * qh) {
     const int lanes = n/8;
     memset(ql, 0, (size_t) n/4);

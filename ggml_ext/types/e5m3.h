@@ -1,5 +1,5 @@
-// Scales of one byte: a half without its sign and its lower mantissa bits, five bits of exponent and three of mantissa,
-// times 2^-8. That factor puts the normal numbers, 2^-22 to 240, where the scales of blocks are.
+// E5M3: unsigned floats of one byte for block scales, a half without its sign and its low seven mantissa bits, times 2^-8.
+// The factor moves the normal range to 2^-22 .. 240, where block scales lie.
 #pragma once
 
 #include "../ggml-ext-common.h"
