@@ -1,4 +1,4 @@
-// All weight types' blocks, and the functions that ggml's own tables point to.
+// The block structs of all weight types, and the functions that ggml's type traits point to.
 #pragma once
 
 #include "ggml-ext-common.h"
@@ -15,8 +15,7 @@ extern "C" {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// False, with a line in the log, for a type that no tensor of a file may have: those of activations, and those whose code was
-// changed.
+// Return false and log an error for a type that is not valid in a file: an activation type or a retired one.
 bool ggml_ext_may_be_in_file(enum ggml_type type, const char * tensor_name);
 
 #ifdef __cplusplus

@@ -1,11 +1,10 @@
-// The one definition of the rotation R = H S: S flips the signs of fixed positions, H is the normalised Walsh-Hadamard matrix
-// of a block's n = 256 or 64 points in Sylvester order, H[i][j] = (-1)^popcount(i & j) / sqrt(n). H H = I and S S = I, so
-// R^-1 = S H, and <R w, R x> = <w, x>. H alone gathers constants, ramps and slow waves into few values; the signs, found by
-// scripts/studies/rotation_signs.py, spread them like a bell. Blocks of 64 take the first 64 signs.
+// The rotation R = H S of a block of n = 256 or 64 values. S flips the signs at fixed positions. H is the normalised Walsh-Hadamard
+// matrix in Sylvester order, H[i][j] = (-1)^popcount(i & j) / sqrt(n). H H = S S = I, so R^-1 = S H and <R w, R x> = <w, x>.
+// H alone would map constants and ramps to a few large values; the signs (scripts/studies/rotation_signs.py) prevent that.
+// Blocks of 64 use the first 64 signs.
 //
-// Every backend computes the butterflies (u, v) -> (u + v, u - v) at strides 1, 2, 4, ... n/2 in this order and
-// multiplies by 1/16 or 1/8 (exact) last: float addition is not associative, so the order is part of the format of the
-// tests' bit-exact comparisons, though not of the files.
+// Every backend computes the butterflies (u, v) -> (u + v, u - v) at strides 1, 2, 4, ... n/2 in this order and multiplies by the
+// exact 1/16 or 1/8 last. Tests compare bits, and float addition is not associative. Files do not depend on the order.
 #pragma once
 
 #include "ggml-ext-common.h"
@@ -43,7 +42,6 @@ static inline void ggml_ext_flip_signs(float * x, int n) {
     }
 }
 
-// One block of n = 256 or 64 values.
 static inline void ggml_ext_rotate_block(float * x, int n) {
     ggml_ext_flip_signs(x, n);
     ggml_ext_fwht(x, n);

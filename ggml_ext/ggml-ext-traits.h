@@ -1,4 +1,4 @@
-// The rows of types.toml as C++ traits, for the CPU and for CUDA.
+// types.toml as C++ traits, for the CPU and CUDA.
 #pragma once
 
 #include "ggml-ext-base.h"
@@ -11,8 +11,8 @@
 
 namespace ggml_ext {
 
-template <typename B> struct traits;       // of a block
-template <ggml_type type> struct block_of; // back from the type
+template <typename B> struct traits;       // by block struct
+template <ggml_type type> struct block_of; // by ggml_type
 
 #define GGML_EXT_X(NAME, name)                                                  \
     template <> struct traits<block_##name> {                                   \
@@ -35,7 +35,7 @@ constexpr GGML_EXT_HOST_DEVICE bool is_weight_type(ggml_type type) {
     }
 }
 
-// Weights a block; 0 for types that are not the extension's.
+// Weights per block; 0 for upstream types.
 constexpr GGML_EXT_HOST_DEVICE int block_size_of(ggml_type type) {
     switch (type) {
 #define GGML_EXT_X(NAME, name) case GGML_TYPE_##NAME: return GGML_EXT_##NAME##_BLOCK_SIZE;

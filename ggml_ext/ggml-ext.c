@@ -1,7 +1,7 @@
-// The part of the extension that lives in libggml-base: everything that needs no SIMD backend, once for all types.
+// The C interface (ggml-ext.h) and the dequantizers: the part of libggml-base without SIMD.
 #include "ggml-ext-base.h"
 #include "encode/metric.h"
-#include "encode/stock.h"
+#include "encode/upstream.h"
 
 #include "ggml-impl.h"
 
@@ -21,7 +21,7 @@ void ggml_ext_rotate_back(float * x, int64_t n_blocks, int block_size) {
     }
 }
 
-// One row, or several: unpack, scale, rotate back.
+// Dequantize rows: unpack, scale, rotate back.
 #define X(NAME, name)                                                                                                  \
     static_assert(sizeof(block_##name) == GGML_EXT_##NAME##_BLOCK_BYTES, #name ": types.toml and the struct differ");  \
     static_assert(GGML_EXT_##NAME##_BLOCK_SIZE/GGML_EXT_##NAME##_GROUP <= GGML_EXT_MAX_GROUPS, #name ": too many groups"); \
@@ -46,7 +46,7 @@ void ggml_ext_rotate_back(float * x, int64_t n_blocks, int block_size) {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// Rotates n floats in blocks of block_size and rounds them to 8 bits under one scale; false as ggml_ext_begin_q8().
+// Rotate n floats in blocks of block_size and round them to 8 bits under one scale. Return false as ggml_ext_begin_q8() does.
 static bool quantize_rotated(const float * x, int n, int block_size, int8_t * q, float * d) {
     float v[QK_K];
     memcpy(v, x, (size_t) n*sizeof(v[0]));
@@ -66,7 +66,7 @@ static bool quantize_rotated(const float * x, int n, int block_size, int8_t * q,
     return good;
 }
 
-static int sum_of(const int8_t * q, int n) {
+static int sum_codes(const int8_t * q, int n) {
     int sum = 0;
     for (int j = 0; j < n; ++j) {
         sum += q[j];
@@ -74,7 +74,7 @@ static int sum_of(const int8_t * q, int n) {
     return sum;
 }
 
-// Scales are positive and there is no rounding choice left to the compiler, so every SIMD version equals these.
+// Round to nearest, ties to even, after exact scaling: every SIMD version gives the same bits.
 void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
     assert(n % QK_K == 0);
     block_q8_K * y = vy;
@@ -82,10 +82,10 @@ void ggml_ext_quantize_row_q8_kr_ref(const float * x, void * vy, int64_t n) {
         int8_t q[QK_K];
         quantize_rotated(x + ib*QK_K, QK_K, QK_K, q, &y[ib].d);
         for (int g = 0; g < 8; ++g) {
-            memcpy(y[ib].qs + ggml_ext_group_at(g), q + 32*g, 32);
+            memcpy(y[ib].qs + ggml_ext_group_offset(g), q + 32*g, 32);
         }
         for (int g = 0; g < QK_K/16; ++g) {
-            y[ib].bsums[g] = (int16_t) sum_of(y[ib].qs + 16*g, 16);
+            y[ib].bsums[g] = (int16_t) sum_codes(y[ib].qs + 16*g, 16);
         }
     }
 }
@@ -100,9 +100,9 @@ void ggml_ext_quantize_row_q8_kr64_ref(const float * x, void * vy, int64_t n) {
         quantize_rotated(v, QK_K, 64, q, &y->d[0]);
         for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
             y->d[b]   = y->d[0];
-            y->sum[b] = (float) sum_of(q + 64*b, 64);
+            y->sum[b] = (float) sum_codes(q + 64*b, 64);
             for (int g = 0; g < 8; ++g) {
-                memcpy(y->qs + ggml_ext_group_at(g) + 8*b, q + 64*b + 8*g, 8);
+                memcpy(y->qs + ggml_ext_group_offset(g) + 8*b, q + 64*b + 8*g, 8);
             }
         }
     }
@@ -118,15 +118,15 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
     if (params->trellis_passes < 0 || params->trellis_passes > 6) {
         return 0;
     }
-    if (params->stock_sweeps < 0 || params->stock_sweeps > 16) {
+    if (params->upstream_sweeps < 0 || params->upstream_sweeps > 16) {
         return 0;
     }
     if (params->itq3_levels != 0 && params->itq3_levels != 3 && params->itq3_levels != 8) {
         return 0;
     }
-    // moments as they are serve all scalar types; those that are rotated or sorted are for the type they were made for
+    // Hessians for single columns serve all scalar types; rotated or sorted ones serve the type they were built for.
     if (params->metric && (params->metric->n_per_row != n_per_row ||
-                           (params->metric->type != type && !(stock_columns(params->metric->type) == 1 && stock_columns(type) == 1)))) {
+                           (params->metric->type != type && !(upstream_columns(params->metric->type) == 1 && upstream_columns(type) == 1)))) {
         return 0;
     }
     for (int k = 0; k < 8 && params->ditto3_codebook; ++k) {
@@ -135,9 +135,9 @@ size_t ggml_ext_quantize_chunk(enum ggml_type type, const float * src, void * ds
             return 0;
         }
     }
-    if (params->metric && params->metric->stock) {
-        stock_encode(type, src + start, (char *) dst + ggml_row_size(type, start), nrows, imatrix, params->metric->stock,
-                     params->stock_sweeps == 0 ? 2 : params->stock_sweeps);
+    if (params->metric && params->metric->upstream) {
+        upstream_encode(type, src + start, (char *) dst + ggml_row_size(type, start), nrows, imatrix, params->metric->upstream,
+                        params->upstream_sweeps == 0 ? 2 : params->upstream_sweeps);
         return ggml_row_size(type, nrows*n_per_row);
     }
     switch ((int) type) {
@@ -198,7 +198,7 @@ bool ggml_ext_validate_row(enum ggml_type type, const void * data, size_t n_bloc
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
             case GGML_TYPE_Q8_KR:   valid = isfinite(((const block_q8_K *) data)[ib].d); break;
-            case GGML_TYPE_Q8_KR64: valid = true; break; // groups of a row, which this does not know
+            case GGML_TYPE_Q8_KR64: valid = true; break; // holds groups of a row, so single blocks cannot be checked
         }
         if (!valid) {
             fprintf(stderr, "%s: block %zu of type %s has a scale that is NaN or Inf\n", __func__, ib, ggml_type_name(type));

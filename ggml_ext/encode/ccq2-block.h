@@ -1,6 +1,6 @@
-// Encoder of a block of CCQ2 by weights and an importance each, or none: all 256 codes for every four weights, scales refitted in
-// closed form (CCQ, equation 4), iterated. Sums over weights are float64 in the order of the weights, so that the numpy reference
-// gives the same bytes; compiled with -ffp-contract=off.
+// Encode a CCQ2 block with or without importances: search all 256 codes for every four weights, refit the scales in closed form (CCQ,
+// equation 4), repeat. Sums over weights are float64 in the order of the weights, so that the numpy reference gives the same bytes;
+// compiled with -ffp-contract=off.
 #pragma once
 
 #include "levels.h"
@@ -9,17 +9,16 @@
 
 enum { N_CODES = 256, N_GROUPS = 4, GROUP = QK_K/N_GROUPS };
 
-// First guess of a group's scale over its root mean square, closed-form refits after it, and how far the super scale is
-// tried around the best. Relative squared error on a Gaussian after the first guess and one refit 0.1066, all refits
-// 0.1065, super scales 0.1059, group scales 0.1053; an exhaustive search of all scales 0.1046.
+// First guess of a group's scale over its root mean square, number of closed-form refits, and the range of super scales to try around
+// the best. An exhaustive search of all scales would lower the squared error of a Gaussian from 0.1053 to 0.1046.
 #define FIRST_GUESS 0.0625
 enum { N_REFITS = 2, SUPER_STEPS = 2 };
 
-// Largest weight that the search sees: what the largest scale can reach.
+// Weights are clamped to what the largest scale can reach.
 #define X_MAX 8e4f
 
 struct codes {
-    float v[4][N_CODES], v2[4][N_CODES]; // the values of each code, q - 32, and their squares
+    float v[4][N_CODES], v2[4][N_CODES]; // values of each code, q - 32, and their squares
 };
 
 static void make_codes(struct codes * t) {
@@ -33,7 +32,7 @@ static void make_codes(struct codes * t) {
 }
 
 struct block {
-    float x[QK_K], w[QK_K], wx[QK_K]; // weights, their importances, products
+    float x[QK_K], w[QK_K], wx[QK_K]; // weights, importances, products
     bool  weighted;
 };
 
@@ -50,7 +49,7 @@ static void fill_norms(const struct codes * t, const float w[4], const float s[4
     }
 }
 
-// The lane of the least cost, of equals that of the first code.
+// Return the lane of the least cost; of equals, that of the first code.
 static inline __attribute__((always_inline)) int least_lane(int n, const float * cost, const int32_t * code) {
     int lane = 0;
     for (int i = 1; i < n; ++i) {
@@ -61,55 +60,55 @@ static inline __attribute__((always_inline)) int least_lane(int n, const float *
     return lane;
 }
 
-// The code b in lo .. hi - 1 of least norm[b] + sum over k of a[k]*v[k][b], the first of equals; lo and hi are multiples
-// of four. Its value goes to *least.
+// Return the first code b in lo .. hi - 1 with the least norm[b] + sum over k of a[k]*v[k][b], and store that value in *least; lo and hi
+// are multiples of four.
 static int best_code(const struct codes * t, const float norm[N_CODES], const float a[4], int lo, int hi, float * least) {
     ext_f32 best = {FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX};
-    ext_i32 code = {lo, lo, lo, lo}, here = {lo, lo + 1, lo + 2, lo + 3};
-    for (int b = lo; b < hi; b += 4, here += 4) {
+    ext_i32 code = {lo, lo, lo, lo}, index = {lo, lo + 1, lo + 2, lo + 3};
+    for (int b = lo; b < hi; b += 4, index += 4) {
         const ext_f32 e = ext_load(norm + b) + a[0]*ext_load(t->v[0] + b) + a[1]*ext_load(t->v[1] + b)
                         + a[2]*ext_load(t->v[2] + b) + a[3]*ext_load(t->v[3] + b);
         const ext_i32 less = e < best;
         best = (ext_f32) (((ext_i32) e & less) | ((ext_i32) best & ~less));
-        code = (here & less) | (code & ~less);
+        code = (index & less) | (code & ~less);
     }
     const int lane = least_lane(4, (const float *) &best, (const int32_t *) &code);
     *least = best[lane];
     return code[lane];
 }
 
-// The codes that can beat `error`, the whole squared error of some code: the first value alone, which grows with the
-// code, must not be further off. Margins cover rounding. A third of the codes on average.
+// Limit the search to codes that can beat `error`, the squared error of some code: the error of the first value, which grows with the
+// code, must not exceed it. The margins cover rounding. A third of the codes remain on average.
 static void window(float x, float w, float s, float error, int * lo, int * hi) {
     const float r = sqrtf(error/w)*1.001f, to_code = 512.0f/CCQ2_ALPHA;
     const float first = ((x - r)/s + CCQ2_OFFSET - 0.1f)*to_code - (float) CCQ2_BETA/CCQ2_ALPHA - 1;
     const float last  = ((x + r)/s + CCQ2_OFFSET + 1.1f)*to_code - (float) CCQ2_BETA/CCQ2_ALPHA + 1;
-    *lo = first > 0 ? (first < N_CODES - 4 ? (int) first & ~3 : N_CODES - 4) : 0; // NaN takes all codes
+    *lo = first > 0 ? (first < N_CODES - 4 ? (int) first & ~3 : N_CODES - 4) : 0; // NaN keeps all codes
     *hi = last < N_CODES - 4 ? (last > *lo ? ((int) last | 3) + 1 : *lo + 4) : N_CODES;
 }
 
-// Codes of least error of the 128 weights of one half of the block under its two group scales. On entry qs holds codes
-// that are near, or anything. Returns the squared error.
+// Search the codes of least error for 128 weights, half a block, under two group scales. qs may hold a good first guess. Return the
+// squared error.
 static double search(const struct codes * t, const struct block * in, int half, const float s[2], uint8_t qs[QK_K/8]) {
     const float sk[4] = {s[0], s[0], s[1], s[1]};
     double error = 0;
-    float  norm[N_CODES]; // alike for all bytes unless importances differ
+    float  norm[N_CODES]; // equal for all bytes unless there are importances
     for (int i = 0; i < QK_K/8; ++i) {
         const int j0 = QK_K/2*half + i;
-        float w[4], a[4], energy = 0, near = 0, least;
+        float w[4], a[4], energy = 0, error_before = 0, least;
         for (int k = 0; k < 4; ++k) {
             const int   j = j0 + 32*k;
             const float e = in->x[j] - sk[k]*t->v[k][qs[i]];
             w[k]    = in->w[j];
             a[k]    = -2*sk[k]*in->wx[j];
             energy += in->wx[j]*in->x[j];
-            near   += w[k]*e*e;
+            error_before += w[k]*e*e;
         }
         if (in->weighted || i == 0) {
             fill_norms(t, w, sk, norm);
         }
         int lo, hi;
-        window(in->x[j0], w[0], sk[0], near + 1e-5f*energy, &lo, &hi);
+        window(in->x[j0], w[0], sk[0], error_before + 1e-5f*energy, &lo, &hi);
         qs[i]  = (uint8_t) best_code(t, norm, a, lo, hi, &least);
         error += (double) (least + energy);
     }
@@ -123,37 +122,36 @@ static void get_scales(const block_ccq2 * x, float s[N_GROUPS]) {
     }
 }
 
-// Group scales under the super scale d that are nearest to the wanted ones. Returns sum of den*(s - want)^2.
-static double round_groups(const double want[N_GROUPS], const double den[N_GROUPS], int d, block_ccq2 * x) {
+// Set the super scale d and the group scales nearest to `fit`. Return the sum of den*(s - fit)^2.
+static double round_groups(const double fit[N_GROUPS], const double den[N_GROUPS], int d, block_ccq2 * x) {
     const double scale = (double) ggml_ext_e5m3_to_float((uint8_t) d);
     double sum = 0;
     x->d = (uint8_t) d;
     x->scales = 0;
     for (int g = 0; g < N_GROUPS; ++g) {
         double best = INFINITY;
-        int    at   = 0;
+        int    index = 0;
         for (int m = 0; m < 4; ++m) {
-            const double e = scale*ggml_ext_ccq2_scale(m) - want[g];
+            const double e = scale*ggml_ext_ccq2_scale(m) - fit[g];
             if (e*e < best) {
-                best = e*e;
-                at   = m;
+                best  = e*e;
+                index = m;
             }
         }
         sum += den[g]*best;
-        x->scales |= (uint8_t) (at << 2*g);
+        x->scales |= (uint8_t) (index << 2*g);
     }
     return sum;
 }
 
-enum { D_END = 0xf8 }; // from here on halves are Inf or NaN
+enum { D_END = 0xf8 }; // above, E5M3 is Inf or NaN
 
-// The first super scale of N_CANDIDATES that suit groups of which the largest scale is `top`. That takes one of the four
-// multipliers, so d lies between it over 11 and over 5, with a step of E5M3 (1/8) on both sides: eight steps an octave,
-// log2(12.5/4.4) octaves.
+// First of N_CANDIDATES super scales for groups whose largest scale is `top`. That scale has one of the multipliers 5 to 11, so d is
+// between top/11 and top/5, plus an E5M3 step (1/8) on each side: eight steps per octave, log2(12.5/4.4) octaves.
 enum { N_CANDIDATES = 14 };
 static int first_super_scale(double top) {
     int lo = 0, hi = D_END - 1;
-    while (lo < hi) { // the first d of at least top/12.5
+    while (lo < hi) { // first d >= top/12.5
         const int mid = (lo + hi)/2;
         if ((double) ggml_ext_e5m3_to_float((uint8_t) mid)*12.5 < top) {
             lo = mid + 1;
@@ -164,16 +162,16 @@ static int first_super_scale(double top) {
     return lo;
 }
 
-// Super scale and group scales nearest to the wanted ones.
-static void round_scales(const double want[N_GROUPS], const double den[N_GROUPS], block_ccq2 * x) {
+// Set the super scale and group scales nearest to `fit`.
+static void round_scales(const double fit[N_GROUPS], const double den[N_GROUPS], block_ccq2 * x) {
     double top = 0, least = INFINITY;
     for (int g = 0; g < N_GROUPS; ++g) {
-        top = want[g] > top ? want[g] : top;
+        top = fit[g] > top ? fit[g] : top;
     }
     const int first = first_super_scale(top);
     for (int d = first; d < first + N_CANDIDATES && d < D_END; ++d) {
         block_ccq2   y;
-        const double sum = round_groups(want, den, d, &y);
+        const double sum = round_groups(fit, den, d, &y);
         if (sum < least) {
             least     = sum;
             x->d      = y.d;
@@ -187,11 +185,11 @@ struct best {
     double     error[2]; // of the halves
 };
 
-// Finds the codes of x under its scales, in the halves asked for, and keeps x if it is better than the best.
+// Search codes under the scales of x, in the given halves, and keep x if it is better than the best.
 static void consider(const struct codes * t, const struct block * in, block_ccq2 * x, bool first, bool second,
                      struct best * best) {
     if (x->d == 0) {
-        return; // the zero block, which was the first best
+        return; // the zero block, which was the initial best
     }
     float s[N_GROUPS];
     get_scales(x, s);
@@ -206,8 +204,8 @@ static void consider(const struct codes * t, const struct block * in, block_ccq2
     }
 }
 
-// Loads a block. Returns false if a weight is NaN or Inf. A thousandth of the mean importance is added to each, so that
-// columns that no token used are not free to become anything.
+// Load a block. Return false if a weight is NaN or Inf. Add a thousandth of the mean importance, so that columns no token used keep
+// their values.
 static bool load(const float * x, const float * importance, struct block * in) {
     double sum = 0;
     for (int j = 0; importance && j < QK_K; ++j) {
@@ -233,18 +231,18 @@ static void encode_block(const struct codes * t, const float * src, const float 
         dst->d = 0xff; // refused by row validation
         return;
     }
-    double want[N_GROUPS], den[N_GROUPS] = {0}, num[N_GROUPS] = {0};
+    double fit[N_GROUPS], den[N_GROUPS] = {0}, num[N_GROUPS] = {0};
     for (int j = 0; j < QK_K; ++j) {
         num[j/GROUP] += (double) in.wx[j]*(double) in.x[j];
         den[j/GROUP] += (double) in.w[j];
     }
     for (int g = 0; g < N_GROUPS; ++g) {
         best.error[g/2] += num[g];
-        want[g] = FIRST_GUESS*sqrt(num[g]/den[g]);
+        fit[g] = FIRST_GUESS*sqrt(num[g]/den[g]);
     }
     block_ccq2 x = {0};
     for (int refit = 0; refit <= N_REFITS; ++refit) {
-        round_scales(want, den, &x);
+        round_scales(fit, den, &x);
         consider(t, &in, &x, true, true, &best);
         memset(num, 0, sizeof(num));
         memset(den, 0, sizeof(den));
@@ -254,15 +252,15 @@ static void encode_block(const struct codes * t, const float * src, const float 
             den[j/GROUP] += (double) in.w [j]*(double) t->v2[k][b];
         }
         for (int g = 0; g < N_GROUPS; ++g) {
-            want[g] = num[g] > 0 && den[g] > 0 ? num[g]/den[g] : 0;
+            fit[g] = num[g] > 0 && den[g] > 0 ? num[g]/den[g] : 0;
         }
     }
-    // neighbours: other super scales with the group scales nearest to the last refit, then each group scale a step off
+    // try other super scales with the group scales nearest to the last fit, then each group scale one step up or down
     const int middle = best.x.d;
     for (int d = middle - SUPER_STEPS; d <= middle + SUPER_STEPS; ++d) {
         if (d > 0 && d < D_END && d != middle) {
             x = best.x;
-            round_groups(want, den, d, &x);
+            round_groups(fit, den, d, &x);
             consider(t, &in, &x, true, true, &best);
         }
     }

@@ -1,12 +1,12 @@
-// Encoder of CCQ2: ccq2-block.h, and under a metric coordinate descent over codes and scales by its quadratic form.
+// Encoder of CCQ2: ccq2-block.h without a metric; with one, coordinate descent over codes and scales.
 #include "ccq2-block.h"
 
-// Byte p by step: the weights 4*p .. 4*p + 3 of the block, byte 32*(p%2) + p/2 of qs. Its scales are of the groups 2*(p%2), twice,
-// and 2*(p%2) + 1, twice.
+// Byte p by step: weights 4*p .. 4*p + 3 of the block, byte 32*(p%2) + p/2 of qs. The first two weights belong to group 2*(p%2), the
+// others to the next one.
 enum { N_BYTES = QK_K/4, BYTE_SWEEPS = 4, N_ROUNDS = 2 };
 
 struct products {
-    float v[10][N_CODES]; // of two values of each code: k and l >= k in the order of pairs[]
+    float v[10][N_CODES]; // products of two values k, l >= k of each code, in the order of pairs[]
 };
 static const uint8_t pairs[10][2] = {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {1, 1}, {1, 2}, {1, 3}, {2, 2}, {2, 3}, {3, 3}};
 
@@ -16,9 +16,9 @@ static void byte_scales(const float s[N_GROUPS], int p, float sk[4]) {
     }
 }
 
-// norm[b] = v^T A v of the values of each code under their scales; A: four rows of `stride`.
-static inline __attribute__((always_inline)) void fill_form_norms(const struct products * t, const float * a, int stride, const float sk[4],
-                                                                  float norm[N_CODES]) {
+// norm[b] = v^T A v, v the values of code b under their scales; A: four rows of `stride`.
+static inline __attribute__((always_inline)) void fill_quadratic_norms(const struct products * t, const float * a, int stride, const float sk[4],
+                                                                       float norm[N_CODES]) {
     float f[10];
     for (int i = 0; i < 10; ++i) {
         const int k = pairs[i][0], l = pairs[i][1];
@@ -36,11 +36,11 @@ static inline __attribute__((always_inline)) void fill_form_norms(const struct p
 typedef float   f32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 
-// As best_code(), of all codes, eight at a time.
-static inline __attribute__((always_inline)) int best_of_all(const struct codes * t, const float norm[N_CODES], const float a[4]) {
+// best_code() over all codes, eight at a time.
+static inline __attribute__((always_inline)) int best_of_all_codes(const struct codes * t, const float norm[N_CODES], const float a[4]) {
     f32x8 best = {FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX, FLT_MAX};
-    i32x8 code = {0}, here = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (int b = 0; b < N_CODES; b += 8, here += 8) {
+    i32x8 code = {0}, index = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (int b = 0; b < N_CODES; b += 8, index += 8) {
         f32x8 e, v;
         memcpy(&e, norm + b, sizeof(e));
         for (int k = 0; k < 4; ++k) {
@@ -49,47 +49,45 @@ static inline __attribute__((always_inline)) int best_of_all(const struct codes 
         }
         const i32x8 less = e < best;
         best = (f32x8) (((i32x8) e & less) | ((i32x8) best & ~less));
-        code = (here & less) | (code & ~less);
+        code = (index & less) | (code & ~less);
     }
     const int lane = least_lane(8, (const float *) &best, (const int32_t *) &code);
     return code[lane];
 }
 
-// Of n bytes.
-static inline __attribute__((always_inline)) void fill_all_norms(const struct products * t, int n, const float * form, int stride,
+static inline __attribute__((always_inline)) void fill_all_norms(const struct products * t, int n, const float * H, int stride,
                                                                  const float s[N_GROUPS], float norms[][N_CODES]) {
     for (int p = 0; p < n; ++p) {
         float sk[4];
         byte_scales(s, p, sk);
-        fill_form_norms(t, form + 4*p*stride + 4*p, stride, sk, norms[p]);
+        fill_quadratic_norms(t, H + 4*p*stride + 4*p, stride, sk, norms[p]);
     }
 }
 
-// Coordinate descent over n bytes, as ext_descend(). v: the present values, which on entry may be of no code if `fresh`. norms of
-// each byte.
-static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, int n, const float * form, int stride,
+// Coordinate descent over n bytes, as ext_descend(). v: current values; with `fresh` they may belong to no code. norms: of each byte.
+static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, int n, const float * H, int stride,
                                                                 const float s[N_GROUPS], float norms[][N_CODES], bool fresh,
                                                                 uint8_t * code, float * v, float * g) {
     bool changed = true;
     for (int sweep = 0; sweep < BYTE_SWEEPS && changed; ++sweep) {
         changed = false;
         for (int p = 0; p < n; ++p) {
-            const float * own = form + 4*p*stride + 4*p;
+            const float * H_p = H + 4*p*stride + 4*p;
             float sk[4], a[4];
             byte_scales(s, p, sk);
             for (int k = 0; k < 4; ++k) {
-                float pull = g[4*p + k];
+                float gradient = g[4*p + k];
                 for (int l = 0; l < 4; ++l) {
-                    pull += own[k*stride + l]*v[4*p + l];
+                    gradient += H_p[k*stride + l]*v[4*p + l];
                 }
-                a[k] = -2*sk[k]*pull;
+                a[k] = -2*sk[k]*gradient;
             }
-            const int best = best_of_all(t, norms[p], a);
+            const int best = best_of_all_codes(t, norms[p], a);
             if (best != code[p] || (fresh && sweep == 0)) {
                 for (int k = 0; k < 4; ++k) {
-                    const float value = sk[k]*t->v[k][best], by = value - v[4*p + k];
+                    const float value = sk[k]*t->v[k][best], delta = value - v[4*p + k];
                     for (int j = 0; j < 4*n; ++j) {
-                        g[j] -= form[(4*p + k)*stride + j]*by;
+                        g[j] -= H[(4*p + k)*stride + j]*delta;
                     }
                     v[4*p + k] = value;
                 }
@@ -100,35 +98,35 @@ static inline __attribute__((always_inline)) void descend_bytes(const struct cod
     }
 }
 
-// First codes: each segment with the errors of those before it fed back. Within it values start as they are wished.
-static inline __attribute__((always_inline)) void start_bytes(const struct codes * t, const struct products * t2,
-                                                              const struct ext_levels_block * in, const float s[N_GROUPS],
-                                                              uint8_t code[N_BYTES], float v[QK_K]) {
+// Choose first codes: segment by segment with error feedback. The values of a segment start at its goal.
+static inline __attribute__((always_inline)) void init_bytes(const struct codes * t, const struct products * t2,
+                                                             const struct ext_levels_block * in, const float s[N_GROUPS],
+                                                             uint8_t code[N_BYTES], float v[QK_K]) {
     const struct ggml_ext_metric * m = in->metric;
     const int S = m->segment;
     float errors[QK_K];
-    memcpy(v, in->wish, QK_K*sizeof(v[0]));
+    memcpy(v, in->goal, QK_K*sizeof(v[0]));
     for (int f = 0; f < QK_K; f += S) {
-        const float * form = metric_form(m, in->first + f);
+        const float * D = metric_D(m, in->first + f);
         float g[METRIC_MAX_SEGMENT] = {0}, norms[METRIC_MAX_SEGMENT/4][N_CODES];
-        metric_add_rows(S, metric_gains(m, in->first + f) + in->first%m->columns*S, f, errors, v + f);
-        fill_all_norms(t2, S/4, form, S, s, norms);
-        descend_bytes(t, S/4, form, S, s, norms, true, code + f/4, v + f, g);
+        metric_add_rows(S, metric_L(m, in->first + f) + in->first%m->columns*S, f, errors, v + f);
+        fill_all_norms(t2, S/4, D, S, s, norms);
+        descend_bytes(t, S/4, D, S, s, norms, true, code + f/4, v + f, g);
         for (int i = f; i < f + S; ++i) {
             errors[i] = in->x[i] - v[i];
         }
     }
 }
 
-// The wanted scales of least cost under fixed codes q, and their form.
-static inline __attribute__((always_inline)) void refit_groups(const float * form, const float pull[QK_K], const float q[QK_K],
-                                                               double a[N_GROUPS][N_GROUPS], double want[N_GROUPS]) {
+// Fit the scales under fixed codes q: the optimum `fit` and its quadratic form a.
+static inline __attribute__((always_inline)) void fit_groups(const float * B, const float B_opt[QK_K], const float q[QK_K],
+                                                             double a[N_GROUPS][N_GROUPS], double fit[N_GROUPS]) {
     double b[N_GROUPS] = {0}, c[N_GROUPS][N_GROUPS];
     float  sums[N_GROUPS][QK_K] = {{0}};
     for (int j = 0; j < QK_K; ++j) {
-        float * to = sums[j%8/2];
+        float * sum = sums[j%8/2];
         for (int i = 0; i < QK_K; ++i) {
-            to[i] += form[j*QK_K + i]*q[j];
+            sum[i] += B[j*QK_K + i]*q[j];
         }
     }
     memset(a, 0, sizeof(double)*N_GROUPS*N_GROUPS);
@@ -136,34 +134,34 @@ static inline __attribute__((always_inline)) void refit_groups(const float * for
         for (int g = 0; g < N_GROUPS; ++g) {
             a[i%8/2][g] += (double) q[i]*(double) sums[g][i];
         }
-        b[i%8/2] += (double) q[i]*(double) pull[i];
+        b[i%8/2] += (double) q[i]*(double) B_opt[i];
     }
     memcpy(c, a, sizeof(c));
-    ext_solve(N_GROUPS, &c[0][0], b, (const float[N_GROUPS]) {0}, want);
+    ext_solve(N_GROUPS, &c[0][0], b, (const float[N_GROUPS]) {0}, fit);
 }
 
-// Super scale and group scales of least cost: for each super scale the groups nearest to the wanted, then one after the other given
-// the rest. False if all are zero.
-static bool round_form(double a[N_GROUPS][N_GROUPS], const double want[N_GROUPS], block_ccq2 * x) {
+// Round to the super scale and group scales of least cost: for each super scale, start at the group scales nearest to `fit`, then
+// descend over the groups. Return false if all are zero.
+static bool round_groups_under_hessian(double a[N_GROUPS][N_GROUPS], const double fit[N_GROUPS], block_ccq2 * x) {
     double top = 0, least = INFINITY;
     for (int g = 0; g < N_GROUPS; ++g) {
-        top = want[g] > top ? want[g] : top;
+        top = fit[g] > top ? fit[g] : top;
     }
     const int first = first_super_scale(top);
     x->d = 0;
     for (int d = first; d < first + N_CANDIDATES && d < D_END; ++d) {
         const double scale = (double) ggml_ext_e5m3_to_float((uint8_t) d);
-        double  off[N_GROUPS] = {0}, cost = 0; // what each scale has more than is wanted
+        double  off[N_GROUPS] = {0}, cost = 0; // stored scales minus fit
         uint8_t scales = 0;
         for (int sweep = 0; sweep < 3; ++sweep) {
             for (int g = 0; g < N_GROUPS; ++g) {
-                double aim = 0, best = INFINITY;
+                double center = 0, best = INFINITY;
                 for (int h = 0; h < N_GROUPS; ++h) {
-                    aim -= h != g ? a[g][h]*off[h] : 0;
+                    center -= h != g ? a[g][h]*off[h] : 0;
                 }
-                aim = a[g][g] > 0 ? aim/a[g][g] : 0;
+                center = a[g][g] > 0 ? center/a[g][g] : 0;
                 for (int m = 0; m < 4; ++m) {
-                    const double o = scale*ggml_ext_ccq2_scale(m) - want[g], e = o - aim;
+                    const double o = scale*ggml_ext_ccq2_scale(m) - fit[g], e = o - center;
                     if (e*e < best) {
                         best   = e*e;
                         off[g] = o;
@@ -186,36 +184,36 @@ static bool round_form(double a[N_GROUPS][N_GROUPS], const double want[N_GROUPS]
     return x->d > 0;
 }
 
-static inline __attribute__((always_inline)) void encode_form(const struct codes * t, const struct products * t2, struct ext_levels_block * in,
-                                                              block_ccq2 * dst, float best_v[QK_K]) {
-    metric_aim(in->metric, in->first, QK_K, in->x, in->wish, in->target);
-    const float * form = metric_block(in->metric, in->first);
-    float   pull[QK_K], by_position[QK_K], weight[QK_K], v[QK_K], e[QK_K], g[QK_K], norms[N_BYTES][N_CODES], s[N_GROUPS];
+static inline __attribute__((always_inline)) void encode_block_under_hessian(const struct codes * t, const struct products * t2, struct ext_levels_block * in,
+                                                                             block_ccq2 * dst, float best_v[QK_K]) {
+    metric_find_optimum(in->metric, in->first, QK_K, in->x, in->goal, in->optimum);
+    const float * B = metric_schur(in->metric, in->first);
+    float   B_opt[QK_K], x_by_position[QK_K], weight[QK_K], v[QK_K], e[QK_K], g[QK_K], norms[N_BYTES][N_CODES], s[N_GROUPS];
     uint8_t code[N_BYTES];
-    metric_form_times(QK_K, form, in->target, pull);
-    float least = ext_dot(in->target, pull); // of the zero block
+    metric_multiply(QK_K, B, in->optimum, B_opt);
+    float least = ext_dot(in->optimum, B_opt); // of the zero block
     for (int i = 0; i < QK_K; ++i) {
-        by_position[ggml_ext_trellis_position(QK_K, i)] = in->target[i];
-        weight[ggml_ext_trellis_position(QK_K, i)]      = form[i*QK_K + i];
+        x_by_position[ggml_ext_trellis_position(QK_K, i)] = in->optimum[i];
+        weight[ggml_ext_trellis_position(QK_K, i)]      = B[i*QK_K + i];
     }
     block_ccq2 x;
-    encode_block(t, by_position, weight, &x);
+    encode_block(t, x_by_position, weight, &x);
     memset(dst, 0, sizeof(*dst));
     for (int round = 0; round < N_ROUNDS && x.d > 0; ++round) {
         get_scales(&x, s);
         if (round == 0) {
-            start_bytes(t, t2, in, s, code, v);
+            init_bytes(t, t2, in, s, code, v);
         }
-        fill_all_norms(t2, N_BYTES, form, QK_K, s, norms);
+        fill_all_norms(t2, N_BYTES, B, QK_K, s, norms);
         for (int i = 0; i < QK_K; ++i) {
             v[i] = s[i%8/2]*t->v[i%4][code[i/4]];
-            e[i] = in->target[i] - v[i];
+            e[i] = in->optimum[i] - v[i];
         }
-        metric_form_times(QK_K, form, e, g);
-        descend_bytes(t, N_BYTES, form, QK_K, s, norms, false, code, v, g);
+        metric_multiply(QK_K, B, e, g);
+        descend_bytes(t, N_BYTES, B, QK_K, s, norms, false, code, v, g);
         float q[QK_K];
         for (int i = 0; i < QK_K; ++i) {
-            e[i] = in->target[i] - v[i];
+            e[i] = in->optimum[i] - v[i];
             q[i] = t->v[i%4][code[i/4]];
         }
         const float cost = ext_dot(e, g);
@@ -227,15 +225,15 @@ static inline __attribute__((always_inline)) void encode_form(const struct codes
             }
             *dst = x;
         }
-        double a[N_GROUPS][N_GROUPS], want[N_GROUPS];
-        refit_groups(form, pull, q, a, want);
-        round_form(a, want, &x);
+        double a[N_GROUPS][N_GROUPS], fit[N_GROUPS];
+        fit_groups(B, B_opt, q, a, fit);
+        round_groups_under_hessian(a, fit, &x);
     }
 }
 
 EXT_CLONES
-static void encode_rows_form(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks,
-                             const struct ggml_ext_metric * metric) {
+static void encode_rows_under_hessian(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks,
+                                      const struct ggml_ext_metric * metric) {
     struct codes    t;
     struct products t2;
     make_codes(&t);
@@ -246,10 +244,10 @@ static void encode_rows_form(const float * src, block_ccq2 * dst, int64_t n_rows
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
     while (ext_rows_next(&rows)) {
         struct ext_levels_block in = {.metric = metric, .first = rows.first};
-        block_ccq2 * x = &dst[rows.at];
+        block_ccq2 * x = &dst[rows.block];
         float v[QK_K] = {0};
-        if (ext_rows_load(&rows, src, false, in.x, in.wish)) {
-            encode_form(&t, &t2, &in, x, v);
+        if (ext_rows_load(&rows, src, false, in.x, in.goal)) {
+            encode_block_under_hessian(&t, &t2, &in, x, v);
         } else {
             memset(x, 0, sizeof(*x));
             x->d = 0xff; // refused by row validation
@@ -265,7 +263,7 @@ static void encode_rows_form(const float * src, block_ccq2 * dst, int64_t n_rows
 void ggml_ext_encode_ccq2(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                           const struct ggml_ext_quantize_params * params) {
     if (params->metric) {
-        encode_rows_form(src, dst, n_rows, row_blocks, params->metric);
+        encode_rows_under_hessian(src, dst, n_rows, row_blocks, params->metric);
         return;
     }
     struct codes t;

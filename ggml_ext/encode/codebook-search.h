@@ -1,10 +1,10 @@
-// Of types of codebooks the points and signs of one decision, of 4 or 8 columns, that cost least. Every point is tried, as a walk over a tree
-// of the levels column after column: of each level the wish that the errors before it leave decides the sign, and a branch ends where no
-// row of half the lanes has less to lose than it has found. Every float operation has one order, whatever the number of rows.
+// Find the codebook points and signs of least cost for one decision about 4 or 8 columns. The search walks a tree of the points' levels,
+// column by column. At each level, the goal (the weight plus error feedback) decides the sign, and a branch ends where no row of half the
+// lanes can improve on its best point. Every float operation has one order for any number of rows.
 #pragma once
 
-#include "stock-codebook-layouts.h"
-#include "stock-rows.h"
+#include "upstream-codebook-layouts.h"
+#include "upstream-rows.h"
 
 #define GGML_COMMON_IMPL_C
 #include "ggml-common.h" // grids
@@ -19,16 +19,16 @@ enum {
 typedef int32_t half_lanes_i __attribute__((vector_size(32), aligned(16)));
 typedef int64_t half_lanes_l __attribute__((vector_size(32), aligned(16)));
 
-// Errors of some columns cost the sum over k of pivots[k]*r[k]^2, r[k] = e[k] + sum over j < k of gains[j][k]*e[j].
-struct form {
-    float pivots[COLUMNS];
-    float gains[COLUMNS][COLUMNS];
+// The error of some columns costs sum over k of D[k]*r[k]^2, where r[k] = e[k] + sum over j < k of L[j][k]*e[j].
+struct ldl {
+    float D[COLUMNS];
+    float L[COLUMNS][COLUMNS];
 };
 
-// One level of one column, after those of the columns before it.
+// A node of the tree: one level of one column, below the levels of earlier columns.
 struct branch {
-    int32_t after;  // the next branch that is not part of this one
-    int16_t point;  // of the last column
+    int32_t next;  // index of the next branch outside this one
+    int16_t point;  // in the last column: the point
     uint8_t column, level;
 };
 
@@ -38,7 +38,7 @@ struct codebook {
     float   levels[MAX_LEVELS];
     uint8_t level[MAX_POINTS][COLUMNS];
     struct branch branches[MAX_POINTS*COLUMNS];
-    struct form * own; // of each group of columns, that of M itself
+    struct ldl * groups; // by group of columns: the LDL decomposition of its own part of H
 };
 
 // --- codebook --------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ static int grid_value(const struct codebook_layout * t, int point, int column) {
     }
 }
 
-// Adds the branches of `points`, which have the levels before `column` in common.
+// Add the branches of points that share the levels of all columns before `column`.
 static void add_branches(struct codebook * b, const int16_t * points, int n, int column) {
     int16_t same[MAX_POINTS];
     for (int level = 0; level < b->n_levels; ++level) {
@@ -64,12 +64,12 @@ static void add_branches(struct codebook * b, const int16_t * points, int n, int
             }
         }
         if (n_same > 0) {
-            struct branch * own = b->branches + b->n_branches++;
-            *own = (struct branch) {0, same[0], (uint8_t) column, (uint8_t) level};
+            struct branch * branch = b->branches + b->n_branches++;
+            *branch = (struct branch) {0, same[0], (uint8_t) column, (uint8_t) level};
             if (column + 1 < b->t->group) {
                 add_branches(b, same, n_same, column + 1);
             }
-            own->after = b->n_branches;
+            branch->next = b->n_branches;
         }
     }
 }
@@ -100,11 +100,11 @@ static void codebook_init(struct codebook * b, const struct codebook_layout * t)
 
 // --- points ----------------------------------------------------------------------------------------------------------
 
-LANES_INLINE half_lanes half_of(float v) {
+LANES_INLINE half_lanes half_splat(float v) {
     return v - (half_lanes) {0};
 }
 
-LANES_INLINE half_lanes_i half_of_int(int32_t v) {
+LANES_INLINE half_lanes_i half_splat_int(int32_t v) {
     return v - (half_lanes_i) {0};
 }
 
@@ -121,85 +121,85 @@ LANES_INLINE bool half_any(half_lanes_i mask) {
     return ((l[0] | l[1]) | (l[2] | l[3])) != 0;
 }
 
-// Signs are a float's highest bit.
+// Get the sign bit.
 LANES_INLINE half_lanes_i sign_of(half_lanes v) {
-    return (half_lanes_i) v & half_of_int(INT32_MIN);
+    return (half_lanes_i) v & half_splat_int(INT32_MIN);
 }
 
-// What is to be found for half of the rows: the point and signs of one group at the least cost.
+// A search for half of the rows: the point and signs of one group at the least cost.
 struct search {
     const struct codebook * book;
-    const float * pivots;           // of the group's columns
-    const float * gains;            // [k*COLUMNS + j]
-    half_lanes   w[COLUMNS], wish[COLUMNS], before; // what came before costs already
+    const float * D;           // of the group's columns
+    const float * L;            // [k*COLUMNS + j]
+    half_lanes   w[COLUMNS], goal[COLUMNS], cost_before; // cost_before: of an earlier group of the decision
     half_lanes   value[MAX_LEVELS];
-    half_lanes_i flip[COLUMNS];     // sign bits that are not the wish's
-    half_lanes_i odd;               // sign bit: whether signs have to be odd in number
-    half_lanes   best;              // below which points are of interest
+    half_lanes_i flip[COLUMNS];     // sign bits that differ from the goal's
+    half_lanes_i odd;               // sign bit: parity that the signs must have, so far
+    half_lanes   best;              // only points below this cost count
     half_lanes_i point;             // -1: none
 };
 
-// Every point. even: the last sign is what makes the number of signs even, or odd.
+// Try all points. flips: apply x->flip. even: the last sign makes the parity even.
 LANES_INLINE void try_points(struct search * x, bool flips, bool even) {
     const int last = x->book->t->group - 1;
     const struct branch * branches = x->book->branches, * end = branches + x->book->n_branches, * p = branches;
-    half_lanes   wish[COLUMNS][COLUMNS], cost[COLUMNS];
+    half_lanes   goal[COLUMNS][COLUMNS], cost[COLUMNS];
     half_lanes_i odd[COLUMNS];
     half_lanes   best = x->best;
     half_lanes_i point = x->point;
-    memcpy(wish[0], x->wish, sizeof(wish[0]));
-    cost[0] = x->before;
+    memcpy(goal[0], x->goal, sizeof(goal[0]));
+    cost[0] = x->cost_before;
     odd[0]  = x->odd;
     while (p < end) {
         const int k = p->column;
-        const half_lanes   v = wish[k][k];
+        const half_lanes   v = goal[k][k];
         const half_lanes_i sign = flips ? sign_of(v) ^ x->flip[k] : sign_of(v);
         const half_lanes   value = (half_lanes) ((half_lanes_i) x->value[p->level] | sign), r = v - value;
-        const half_lanes   so_far = cost[k] + x->pivots[k]*(r*r);
-        if (!half_any(so_far < best)) {
-            p = branches + p->after;
+        const half_lanes   cost_k = cost[k] + x->D[k]*(r*r);
+        if (!half_any(cost_k < best)) {
+            p = branches + p->next;
             continue;
         }
         const half_lanes e = x->w[k] - value;
         for (int j = k + 1; j <= last; ++j) {
-            wish[k + 1][j] = wish[k][j] + x->gains[k*COLUMNS + j]*e;
+            goal[k + 1][j] = goal[k][j] + x->L[k*COLUMNS + j]*e;
         }
-        cost[k + 1] = so_far;
+        cost[k + 1] = cost_k;
         odd[k + 1]  = odd[k] ^ sign;
-        const struct branch * after = branches + p++->after;
+        const struct branch * next = branches + p++->next;
         if (k + 1 < last) {
             continue;
         }
-        const half_lanes   of_last = wish[last][last];
-        const half_lanes_i last_sign = even ? odd[last] : flips ? sign_of(of_last) ^ x->flip[last] : sign_of(of_last);
-        for (; p < after; ++p) {
-            const half_lanes   r_last = of_last - (half_lanes) ((half_lanes_i) x->value[p->level] | last_sign);
-            const half_lanes   total  = so_far + x->pivots[last]*(r_last*r_last);
+        const half_lanes   goal_last = goal[last][last];
+        const half_lanes_i last_sign = even ? odd[last] : flips ? sign_of(goal_last) ^ x->flip[last] : sign_of(goal_last);
+        for (; p < next; ++p) {
+            const half_lanes   r_last = goal_last - (half_lanes) ((half_lanes_i) x->value[p->level] | last_sign);
+            const half_lanes   total  = cost_k + x->D[last]*(r_last*r_last);
             const half_lanes_i better = total < best;
             best  = half_select(better, total, best);
-            point = half_select_int(better, half_of_int(p->point), point);
+            point = half_select_int(better, half_splat_int(p->point), point);
         }
     }
     x->best  = best;
     x->point = point;
 }
 
-struct found {
+struct point_result {
     half_lanes   level[COLUMNS]; // with signs
     half_lanes   value[COLUMNS];
-    half_lanes   turn[COLUMNS];  // what another sign costs, but for what later columns make up for
-    half_lanes_i odd;            // sign bit: of the signs and search.odd
+    half_lanes   flip_cost[COLUMNS];  // increase in cost when the sign flips, neglecting feedback
+    half_lanes_i odd;            // sign bit: parity of the signs and search.odd
 };
 
-// The levels of the points that were found. forced: where the last sign follows from the others.
-LANES_INLINE void replay(const struct search * x, half_lanes_i forced, struct found * f) {
+// Compute the levels of the best points. forced: rows whose last sign follows from the parity.
+LANES_INLINE void compute_levels(const struct search * x, half_lanes_i forced, struct point_result * f) {
     const int group = x->book->t->group;
-    half_lanes wish[COLUMNS];
-    memcpy(wish, x->wish, sizeof(wish));
+    half_lanes goal[COLUMNS];
+    memcpy(goal, x->goal, sizeof(goal));
     f->odd = x->odd;
     for (int k = 0; k < group; ++k) {
-        half_lanes   level = half_of(0), value = half_of(0);
-        half_lanes_i sign = sign_of(wish[k]) ^ x->flip[k];
+        half_lanes   level = half_splat(0), value = half_splat(0);
+        half_lanes_i sign = sign_of(goal[k]) ^ x->flip[k];
         for (int r = 0; r < HALF; ++r) {
             const int l = x->book->level[x->point[r] < 0 ? 0 : x->point[r]][k];
             level[r] = x->book->levels[l];
@@ -211,181 +211,180 @@ LANES_INLINE void replay(const struct search * x, half_lanes_i forced, struct fo
         f->odd     ^= sign;
         f->level[k] = (half_lanes) ((half_lanes_i) level | sign);
         f->value[k] = (half_lanes) ((half_lanes_i) value | sign);
-        f->turn[k]  = x->pivots[k]*(wish[k]*f->value[k]);
+        f->flip_cost[k]  = x->D[k]*(goal[k]*f->value[k]);
         const half_lanes e = x->w[k] - f->value[k];
         for (int j = k + 1; j < group; ++j) {
-            wish[j] += x->gains[k*COLUMNS + j]*e;
+            goal[j] += x->L[k*COLUMNS + j]*e;
         }
     }
 }
 
-// A group whose signs are free.
-LANES_INLINE void find_free(struct search * x, struct found * f) {
+// Search a group whose signs are free.
+LANES_INLINE void search_free(struct search * x, struct point_result * f) {
     memset(x->flip, 0, sizeof(x->flip));
     try_points(x, false, false);
-    replay(x, half_of_int(0), f);
+    compute_levels(x, half_splat_int(0), f);
 }
 
-// One whose signs are even, or odd, in number, where `wrong`. f: what was found with free signs; one of those that cost least there is
-// turned in every point, and the last sign follows from the others. Each sign of 8 instead of two gains 0.2 % of IQ2_XS, each of 4
-// instead of one 0.1 % of IQ3_XXS. bound: below which points are of interest.
-LANES_INLINE void find_turned(struct search * x, half_lanes_i wrong, half_lanes bound, struct found * f) {
-    const int last = x->book->t->group - 1, turns = x->book->t->group/4;
+// Search again where the free signs have the wrong parity. f: the result with free signs. Flip each of the cheapest signs in turn, in every
+// point; the last sign follows from the parity. bound: only points below this cost count. Flipping more signs gains 0.1 to 0.2 %.
+LANES_INLINE void search_flipped(struct search * x, half_lanes_i wrong, half_lanes bound, struct point_result * f) {
+    const int last = x->book->t->group - 1, n_flips = x->book->t->group/4;
     const half_lanes   free_best  = x->best;
     const half_lanes_i free_point = x->point;
-    half_lanes_i turned = half_of_int(last);
-    x->best  = half_select(wrong, bound, half_of(-1));
-    x->point = half_of_int(-1);
-    for (int i = 0; i < turns; ++i) {
-        half_lanes   least  = f->turn[0];
-        half_lanes_i column = half_of_int(0);
+    half_lanes_i flipped = half_splat_int(last);
+    x->best  = half_select(wrong, bound, half_splat(-1));
+    x->point = half_splat_int(-1);
+    for (int i = 0; i < n_flips; ++i) {
+        half_lanes   least  = f->flip_cost[0];
+        half_lanes_i column = half_splat_int(0);
         for (int k = 1; k <= last; ++k) {
-            const half_lanes_i less = f->turn[k] < least;
-            least  = half_select(less, f->turn[k], least);
-            column = half_select_int(less, half_of_int(k), column);
+            const half_lanes_i less = f->flip_cost[k] < least;
+            least  = half_select(less, f->flip_cost[k], least);
+            column = half_select_int(less, half_splat_int(k), column);
         }
         for (int k = 0; k <= last; ++k) {
-            const half_lanes_i own = column == half_of_int(k);
-            x->flip[k] = own & half_of_int(k < last ? INT32_MIN : 0);
-            f->turn[k] = half_select(own, half_of(INFINITY), f->turn[k]);
+            const half_lanes_i is_column = column == half_splat_int(k);
+            x->flip[k] = is_column & half_splat_int(k < last ? INT32_MIN : 0);
+            f->flip_cost[k] = half_select(is_column, half_splat(INFINITY), f->flip_cost[k]);
         }
-        const half_lanes_i before = (half_lanes_i) x->best;
+        const half_lanes_i best_before = (half_lanes_i) x->best;
         try_points(x, true, true);
-        turned = half_select_int((half_lanes_i) x->best != before, column, turned);
+        flipped = half_select_int((half_lanes_i) x->best != best_before, column, flipped);
     }
     x->best  = half_select(wrong, x->best, free_best);
     x->point = half_select_int(wrong, x->point, free_point);
     for (int k = 0; k <= last; ++k) {
-        x->flip[k] = (turned == half_of_int(k)) & wrong & half_of_int(k < last ? INT32_MIN : 0);
+        x->flip[k] = (flipped == half_splat_int(k)) & wrong & half_splat_int(k < last ? INT32_MIN : 0);
     }
-    replay(x, wrong, f);
+    compute_levels(x, wrong, f);
 }
 
-// One whose signs are even, or odd, in number: free signs where these are.
-LANES_INLINE void find_even(struct search * x, struct found * f) {
+// Search a group whose signs must have even parity.
+LANES_INLINE void search_even(struct search * x, struct point_result * f) {
     const half_lanes bound = x->best;
-    find_free(x, f);
-    const half_lanes_i wrong = (f->odd != half_of_int(0)) & (x->point >= half_of_int(0));
+    search_free(x, f);
+    const half_lanes_i wrong = (f->odd != half_splat_int(0)) & (x->point >= half_splat_int(0));
     if (half_any(wrong)) {
-        find_turned(x, wrong, bound, f);
+        search_flipped(x, wrong, bound, f);
     }
 }
 
-// A decision about some columns: in, what stands; out, the best. cost: of it.
+// A decision about some columns. In: current values; out: the best ones and their cost.
 struct choice {
-    lanes   w[COLUMNS], wish[COLUMNS], level[COLUMNS], step, was, cost;
+    lanes   w[COLUMNS], goal[COLUMNS], level[COLUMNS], step, cost_before, cost;
     lanes_i point[2];
 };
 
-LANES_INLINE half_lanes half_at(const lanes * v, int h) {
+LANES_INLINE half_lanes get_half(const lanes * v, int h) {
     half_lanes out;
     memcpy(&out, (const char *) v + h*sizeof(out), sizeof(out));
     return out;
 }
 
-LANES_INLINE void put_half(lanes * v, int h, half_lanes_i mask, half_lanes by) {
-    by = half_select(mask, by, half_at(v, h));
-    memcpy((char *) v + h*sizeof(by), &by, sizeof(by));
+LANES_INLINE void set_half(lanes * v, int h, half_lanes_i mask, half_lanes new_value) {
+    new_value = half_select(mask, new_value, get_half(v, h));
+    memcpy((char *) v + h*sizeof(new_value), &new_value, sizeof(new_value));
 }
 
-LANES_INLINE void put_half_int(lanes_i * v, int h, half_lanes_i mask, half_lanes_i by) {
-    put_half((lanes *) v, h, mask, (half_lanes) by);
+LANES_INLINE void set_half_int(lanes_i * v, int h, half_lanes_i mask, half_lanes_i new_value) {
+    set_half((lanes *) v, h, mask, (half_lanes) new_value);
 }
 
-// What the columns cost as they stand.
-LANES_INLINE half_lanes cost_as_is(const struct choice * c, const struct form * f, int columns, int h) {
-    half_lanes wish[COLUMNS], cost = half_of(0);
+// Cost of the current values.
+LANES_INLINE half_lanes compute_cost_now(const struct choice * c, const struct ldl * f, int columns, int h) {
+    half_lanes goal[COLUMNS], cost = half_splat(0);
     for (int k = 0; k < columns; ++k) {
-        wish[k] = half_at(c->wish + k, h);
+        goal[k] = get_half(c->goal + k, h);
     }
     for (int k = 0; k < columns; ++k) {
-        const half_lanes value = half_at(&c->step, h)*half_at(c->level + k, h), r = wish[k] - value, e = half_at(c->w + k, h) - value;
-        cost += f->pivots[k]*(r*r);
+        const half_lanes value = get_half(&c->step, h)*get_half(c->level + k, h), r = goal[k] - value, e = get_half(c->w + k, h) - value;
+        cost += f->D[k]*(r*r);
         for (int j = k + 1; j < columns; ++j) {
-            wish[j] += f->gains[k][j]*e;
+            goal[j] += f->L[k][j]*e;
         }
     }
     return cost;
 }
 
-// The second group of a decision about two, after what was found of the first.
-LANES_INLINE void search_second(struct search * x, const struct form * f, const struct found * first) {
+// Continue with the second group of a decision, given the result of the first.
+LANES_INLINE void continue_second(struct search * x, const struct ldl * f, const struct point_result * first) {
     const int n = x->book->t->group;
     for (int k = 0; k < n; ++k) {
         const half_lanes e = x->w[k] - first->value[k];
         for (int j = n; j < 2*n; ++j) {
-            x->wish[j] += f->gains[k][j]*e;
+            x->goal[j] += f->L[k][j]*e;
         }
     }
     memmove(x->w, x->w + n, (size_t) n*sizeof(x->w[0]));
-    memmove(x->wish, x->wish + n, (size_t) n*sizeof(x->wish[0]));
-    x->pivots = f->pivots + n;
-    x->gains  = &f->gains[n][n];
-    x->before = half_select(x->point < half_of_int(0), half_of(INFINITY), x->best);
+    memmove(x->goal, x->goal + n, (size_t) n*sizeof(x->goal[0]));
+    x->D = f->D + n;
+    x->L  = &f->L[n][n];
+    x->cost_before = half_select(x->point < half_splat_int(0), half_splat(INFINITY), x->best);
     x->odd    = first->odd;
 }
 
-LANES_INLINE void choose_half(const struct codebook * b, const struct form * f, struct choice * c, int h) {
+LANES_INLINE void choose_half(const struct codebook * b, const struct ldl * f, struct choice * c, int h) {
     const int n = b->t->group, columns = b->t->columns;
-    struct search x = {.book = b, .pivots = f->pivots, .gains = f->gains[0]};
-    struct found  found;
-    const half_lanes was = cost_as_is(c, f, columns, h);
+    struct search x = {.book = b, .D = f->D, .L = f->L[0]};
+    struct point_result result;
+    const half_lanes cost_before = compute_cost_now(c, f, columns, h);
     for (int k = 0; k < columns; ++k) {
-        x.w[k]    = half_at(c->w + k, h);
-        x.wish[k] = half_at(c->wish + k, h);
+        x.w[k]    = get_half(c->w + k, h);
+        x.goal[k] = get_half(c->goal + k, h);
     }
     for (int l = 0; l < b->n_levels; ++l) {
-        x.value[l] = half_at(&c->step, h)*b->levels[l];
+        x.value[l] = get_half(&c->step, h)*b->levels[l];
     }
-    x.best  = was;
-    x.point = half_of_int(-1);
-    put_half(&c->was, h, half_of_int(-1), was);
+    x.best  = cost_before;
+    x.point = half_splat_int(-1);
+    set_half(&c->cost_before, h, half_splat_int(-1), cost_before);
     if (columns == n) {
         if (codebook_even_signs(b->t)) {
-            find_even(&x, &found);
+            search_even(&x, &result);
         } else {
-            find_free(&x, &found);
+            search_free(&x, &result);
         }
-        const half_lanes_i better = x.point >= half_of_int(0);
-        put_half(&c->cost, h, half_of_int(-1), x.best);
-        put_half_int(c->point, h, better, x.point);
+        const half_lanes_i better = x.point >= half_splat_int(0);
+        set_half(&c->cost, h, half_splat_int(-1), x.best);
+        set_half_int(c->point, h, better, x.point);
         for (int k = 0; k < n; ++k) {
-            put_half(c->level + k, h, better, found.level[k]);
+            set_half(c->level + k, h, better, result.level[k]);
         }
         return;
     }
-    // two groups with even signs together: the best first group, then the best one of the other parity
-    half_lanes best = was;
+    // two groups with even parity in total: the best first group, then the best one of the other parity
+    half_lanes best = cost_before;
     for (int other = 0; other < 2; ++other) {
         struct search first = x, second;
-        struct found  of_second;
+        struct point_result second_result;
         first.best = best;
         if (other) {
-            first.odd = ~found.odd & half_of_int(INT32_MIN);
-            find_turned(&first, half_of_int(-1), best, &found);
-            found.odd = first.odd; // as the second group has to have it
+            first.odd = ~result.odd & half_splat_int(INT32_MIN);
+            search_flipped(&first, half_splat_int(-1), best, &result);
+            result.odd = first.odd; // parity that the second group must have
         } else {
-            find_free(&first, &found);
+            search_free(&first, &result);
         }
         second       = first;
-        search_second(&second, f, &found);
+        continue_second(&second, f, &result);
         second.best  = best;
-        second.point = half_of_int(-1);
-        find_even(&second, &of_second);
-        const half_lanes_i better = second.point >= half_of_int(0);
+        second.point = half_splat_int(-1);
+        search_even(&second, &second_result);
+        const half_lanes_i better = second.point >= half_splat_int(0);
         best = second.best;
-        put_half_int(c->point, h, better, first.point);
-        put_half_int(c->point + 1, h, better, second.point);
+        set_half_int(c->point, h, better, first.point);
+        set_half_int(c->point + 1, h, better, second.point);
         for (int k = 0; k < n; ++k) {
-            put_half(c->level + k, h, better, found.level[k]);
-            put_half(c->level + n + k, h, better, of_second.level[k]);
+            set_half(c->level + k, h, better, result.level[k]);
+            set_half(c->level + n + k, h, better, second_result.level[k]);
         }
     }
-    put_half(&c->cost, h, half_of_int(-1), best);
+    set_half(&c->cost, h, half_splat_int(-1), best);
 }
 
 EXT_CLONES __attribute__((noinline))
-static void choose(const struct codebook * b, const struct form * f, struct choice * c) {
+static void choose(const struct codebook * b, const struct ldl * f, struct choice * c) {
     for (int h = 0; h < 2; ++h) {
         choose_half(b, f, c, h);
     }

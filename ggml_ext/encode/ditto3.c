@@ -1,5 +1,5 @@
-// Encoder of DITTO3. A block of its own codebook gets the best clusters there are, a whole tensor those of the paper's loop,
-// which on so many weights ends near the best. See kmeans.h; compiled with -ffp-contract=off.
+// Encoder of DITTO3. A codebook per block is clustered optimally, one per tensor by the paper's loop, which is near the optimum for so
+// many weights (kmeans.h); compiled with -ffp-contract=off.
 #include "kmeans.h"
 #include "levels.h"
 
@@ -9,14 +9,14 @@
 
 enum {
     K       = EXT_K,
-    N_STEPS = 10000, // for a tensor, a microsecond each: some hundred until nothing changes
+    N_STEPS = 10000, // for a tensor; it converges after some hundred
 };
 
 struct sample {
     float x, weight;
 };
 
-// Centroids of a block in ascending order.
+// Compute the centroids of a block in ascending order.
 static void cluster_block(const struct sample s[QK_K], double c[K]) {
     double x[QK_K], sum_w[QK_K + 1] = {0}, sum_wx[QK_K + 1] = {0};
     for (int j = 0; j < QK_K; ++j) {
@@ -27,7 +27,7 @@ static void cluster_block(const struct sample s[QK_K], double c[K]) {
     ext_cluster_optimal(&(struct ext_samples) {QK_K, x, sum_w, sum_wx}, c);
 }
 
-// Sorts by value; equal weights keep their order, on which the sums of their importances depend.
+// Sort by value. Equal weights keep their order, on which the sums of their importances depend.
 static void sort_samples(struct sample s[QK_K]) {
     for (int i = 1; i < QK_K; ++i) {
         const struct sample t = s[i];
@@ -76,7 +76,7 @@ static void encode_block(const float * x, const float * importance, const float 
     }
     memset(dst, 0, sizeof(*dst));
     if (!finite) {
-        dst->d = EXT_HALF_NAN; // refused by row validation
+        dst->d = EXT_HALF_NAN; // row validation refuses it
         return;
     }
     double c[K];
@@ -86,7 +86,7 @@ static void encode_block(const float * x, const float * importance, const float 
         }
     } else {
         for (int j = 0; j < QK_K && !(total > 0); ++j) {
-            s[j].weight = 1; // without any importance all weights have the same
+            s[j].weight = 1; // without importance all weights count equally
         }
         sort_samples(s);
         cluster_block(s, c);
@@ -95,7 +95,7 @@ static void encode_block(const float * x, const float * importance, const float 
     store_indices(x, dst);
 }
 
-// --- under a metric --------------------------------------------------------------------------------------------------
+// --- under a Hessian -------------------------------------------------------------------------------------------------
 
 static void set_levels(const block_ditto3 * x, float level[K]) {
     for (int k = 0; k < K; ++k) {
@@ -103,12 +103,12 @@ static void set_levels(const block_ditto3 * x, float level[K]) {
     }
 }
 
-static inline __attribute__((always_inline)) void encode_form(struct ext_levels_block * in, const float * codebook, block_ditto3 * dst,
-                                                              struct ext_levels_best * best) {
-    metric_aim(in->metric, in->first, QK_K, in->x, in->wish, in->target);
-    const float * form = metric_block(in->metric, in->first);
+static inline __attribute__((always_inline)) void encode_block_under_hessian(struct ext_levels_block * in, const float * codebook, block_ditto3 * dst,
+                                                                             struct ext_levels_best * best) {
+    metric_find_optimum(in->metric, in->first, QK_K, in->x, in->goal, in->optimum);
+    const float * B = metric_schur(in->metric, in->first);
     double  c[K];
-    float   level[K], pull[QK_K];
+    float   level[K], B_opt[QK_K];
     uint8_t code[QK_K];
     if (codebook) {
         for (int k = 0; k < K; ++k) {
@@ -117,19 +117,19 @@ static inline __attribute__((always_inline)) void encode_form(struct ext_levels_
     } else {
         struct sample s[QK_K];
         for (int t = 0; t < QK_K; ++t) {
-            s[t] = (struct sample) {in->target[t], form[t*QK_K + t]};
+            s[t] = (struct sample) {in->optimum[t], B[t*QK_K + t]};
         }
         sort_samples(s);
         cluster_block(s, c);
     }
     block_ditto3 x = {0};
     *best = (struct ext_levels_best) {.cost = INFINITY};
-    metric_form_times(QK_K, form, in->target, pull);
+    metric_multiply(QK_K, B, in->optimum, B_opt);
     for (int round = 0; round < (codebook ? 1 : EXT_LEVELS_ROUNDS); ++round) {
         store_codebook(c, &x);
         set_levels(&x, level);
         if (round == 0) {
-            ext_levels_start(in, level, code);
+            ext_levels_init(in, level, code);
         }
         const float before = best->cost;
         ext_levels_improve(in, level, code, best);
@@ -137,7 +137,7 @@ static inline __attribute__((always_inline)) void encode_form(struct ext_levels_
             *dst = x;
         }
         double a[K][K], b[K];
-        ext_levels_normal(in, pull, code, a, b);
+        ext_levels_normal_equations(in, B_opt, code, a, b);
         ext_solve(K, &a[0][0], b, level, c);
         for (int k = 1; k < K; ++k) {
             if (!(c[k - 1] <= c[k])) {
@@ -148,26 +148,26 @@ static inline __attribute__((always_inline)) void encode_form(struct ext_levels_
 }
 
 EXT_CLONES
-static void encode_rows_form(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * codebook,
-                             const struct ggml_ext_metric * metric) {
+static void encode_rows_under_hessian(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * codebook,
+                                      const struct ggml_ext_metric * metric) {
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
     while (ext_rows_next(&rows)) {
         struct ext_levels_block in = {.metric = metric, .first = rows.first};
         struct ext_levels_best  best = {0};
-        block_ditto3 * x = &dst[rows.at];
+        block_ditto3 * x = &dst[rows.block];
         memset(x, 0, sizeof(*x));
-        if (ext_rows_load(&rows, src, false, in.x, in.wish)) {
-            encode_form(&in, codebook, x, &best);
+        if (ext_rows_load(&rows, src, false, in.x, in.goal)) {
+            encode_block_under_hessian(&in, codebook, x, &best);
         } else {
-            x->d = EXT_HALF_NAN; // refused by row validation
+            x->d = EXT_HALF_NAN; // row validation refuses it
         }
-        uint8_t by_position[QK_K];
+        uint8_t code_by_position[QK_K];
         float * errors = ext_rows_errors(&rows);
         for (int t = 0; t < QK_K; ++t) {
-            by_position[ggml_ext_trellis_position(QK_K, t)] = best.code[t];
+            code_by_position[ggml_ext_trellis_position(QK_K, t)] = best.code[t];
             errors[t] = in.x[t] - best.level[best.code[t]];
         }
-        ggml_ext_pack_bits3(by_position, QK_K, x->ql, x->qh);
+        ggml_ext_pack_bits3(code_by_position, QK_K, x->ql, x->qh);
     }
     ext_rows_end(&rows);
 }
@@ -175,7 +175,7 @@ static void encode_rows_form(const float * src, block_ditto3 * dst, int64_t n_ro
 void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_rows, int64_t row_blocks, const float * importance,
                             const struct ggml_ext_quantize_params * params) {
     if (params->metric) {
-        encode_rows_form(src, dst, n_rows, row_blocks, params->ditto3_codebook, params->metric);
+        encode_rows_under_hessian(src, dst, n_rows, row_blocks, params->ditto3_codebook, params->metric);
         return;
     }
     for (int64_t ib = 0; ib < n_rows*row_blocks; ++ib) {
@@ -183,9 +183,9 @@ void ggml_ext_encode_ditto3(const float * src, block_ditto3 * dst, int64_t n_row
     }
 }
 
-// Bins are the floats that share sign, exponent and the ten upper bits of the mantissa, in ascending order: halves and
-// bfloat16 each have one to themselves.
-static uint32_t bin_of(float x) {
+// Return the histogram bin of x. Floats that share sign, exponent and the upper ten bits of the mantissa share a bin; bins ascend. F16 and
+// BF16 values have a bin each.
+static uint32_t find_bin(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof(bits));
     return (bits >> 31 ? ~bits : bits | UINT32_C(1) << 31) >> 13;
@@ -198,14 +198,14 @@ void ggml_ext_ditto3_add_rows(double * sum_w, double * sum_wx, const float * src
     for (int64_t j = 0; j < n_per_row && imatrix; ++j) {
         total += ext_importance(imatrix[j]);
     }
-    const bool weighted = total > 0; // as for a block
+    const bool weighted = total > 0; // as encode_block() does
     for (int64_t ir = 0; ir < nrows; ++ir) {
         for (int64_t j = 0; j < n_per_row; ++j) {
             const float x = src[ir*n_per_row + j];
             if (fabsf(x) <= FLT_MAX) {
                 const double w = weighted ? ext_importance(imatrix[j]) : 1;
-                sum_w [bin_of(x)] += w;
-                sum_wx[bin_of(x)] += w*(double) x;
+                sum_w [find_bin(x)] += w;
+                sum_wx[find_bin(x)] += w*(double) x;
             }
         }
     }

@@ -1,23 +1,20 @@
-// Encoder of DITTO5: of several scales the one of least squared error, and refits of it. Every float operation has one order (see
-// encode.h), so that the numpy reference gives the same bytes; compiled with -ffp-contract=off.
+// Encoder of DITTO5: try several scales, keep the one of least squared error, refit it. Every float operation has one order (encode.h), so
+// that the numpy reference gives the same bytes; compiled with -ffp-contract=off.
 #define EXT_LEVELS 32
 #include "levels.h"
 
 #include "../types/ditto5.h"
 
-// Starting scales, in units of the block's root mean square: a block's best one depends on its largest values, which the last
-// entries are for. Relative squared error of Gaussian blocks: 0.00217 with 0.045 alone, 0.00212 with five, 0.00211 with these,
-// 0.00210 with fifty.
+// Start scales in units of the block's root mean square. The best one depends on the largest values of the block.
 static const float k_start_scales[] = {0.037f, 0.0395f, 0.042f, 0.0445f, 0.047f, 0.0495f, 0.052f, 0.0545f};
 enum {
     N_STARTS = sizeof(k_start_scales)/sizeof(k_start_scales[0]),
     N_REFITS = 4,
-    N_STEPS  = 128, // of half a unit, which the middles between entries are multiples of
+    N_STEPS  = 128, // half units; the midpoints between entries are multiples of half a unit
     LANES    = 8,
 };
 
-// Entries of the codebook in ascending order, and of the upper half the one nearest to a magnitude by half units, the larger of
-// equals.
+// The codebook in ascending order, and the index of the upper half's entry nearest to a magnitude in half units, of two the larger.
 struct codebook {
     float   value[EXT_LEVELS];
     uint8_t nearest[N_STEPS];
@@ -39,7 +36,6 @@ static struct codebook make_codebook(void) {
     return c;
 }
 
-// The entry nearest to x/d, 1/d = inv_d.
 static inline int nearest_entry(const struct codebook * c, float x, float inv_d) {
     const float steps = 2.0f*(fabsf(x)*inv_d);
     const int   k     = c->nearest[steps < (float) (N_STEPS - 1) ? (int) steps : N_STEPS - 1];
@@ -50,17 +46,17 @@ static inline float inverse(float d) {
     return d > 0.0f ? 1.0f/d : 0.0f;
 }
 
-// As a block stores it.
-static inline float as_scale(float d) {
+// Round to what a block stores.
+static inline float round_scale(float d) {
     return ggml_fp16_to_fp32(ggml_fp32_to_fp16(fminf(d, EXT_HALF_MAX)));
 }
 
 struct best {
-    float gain; // how far the scale lowers the squared error
-    float d;    // as it is stored
+    float gain; // reduction of the squared error
+    float d;    // as stored
 };
 
-// Keeps the best scale for the entries that d chooses, as it is stored, if it is the best so far.
+// Fit a scale to the codes that d gives, and keep it if it is the best so far.
 static void try_scale(const struct codebook * c, const float * x, float d, struct best * best) {
     const float inv_d = inverse(d);
     ext_f32 xv[2] = {0}, vv[2] = {0};
@@ -70,26 +66,26 @@ static void try_scale(const struct codebook * c, const float * x, float d, struc
         vv[i%LANES/4][i%4] += v*v;
     }
     const float sum_xv = ext_sum(xv), sum_vv = ext_sum(vv);
-    const float s = as_scale(sum_xv/sum_vv), gain = s*(2.0f*sum_xv - s*sum_vv);
+    const float s = round_scale(sum_xv/sum_vv), gain = s*(2.0f*sum_xv - s*sum_vv);
     if (gain > best->gain) {
         *best = (struct best) {gain, s};
     }
 }
 
-// The best scale of a block, as it is stored; 0 where nothing is better.
+// Return the best scale of a block, as stored; 0 if none is better.
 static float fit_scale(const struct codebook * c, const float * x) {
     ext_f32 energy[2] = {0};
-    float   top = 0;
+    float   x_max = 0;
     for (int i = 0; i < QK_K; ++i) {
         energy[i%LANES/4][i%4] += x[i]*x[i];
-        top = fmaxf(top, fabsf(x[i]));
+        x_max = fmaxf(x_max, fabsf(x[i]));
     }
     const float rms  = sqrtf(ext_sum(energy)*(1.0f/QK_K));
     struct best best = {0, 0};
     for (int i = 0; i < N_STARTS; ++i) {
         try_scale(c, x, k_start_scales[i]*rms, &best);
     }
-    try_scale(c, x, top/c->value[EXT_LEVELS - 1], &best); // blocks far from a bell
+    try_scale(c, x, x_max/c->value[EXT_LEVELS - 1], &best); // for blocks that are far from Gaussian
     for (int i = 0; i < N_REFITS; ++i) {
         const float before = best.d;
         try_scale(c, x, before, &best);
@@ -106,25 +102,25 @@ static void set_levels(const struct codebook * c, float d, float level[EXT_LEVEL
     }
 }
 
-// The scale of least cost under fixed codes, as it is stored.
-static inline __attribute__((always_inline)) float refit_form(const struct ext_levels_block * in, const struct codebook * c,
-                                                              const float pull[QK_K], const uint8_t code[QK_K]) {
+// Return the scale of least cost under fixed codes, as stored.
+static inline __attribute__((always_inline)) float fit_scale_under_hessian(const struct ext_levels_block * in, const struct codebook * c,
+                                                                           const float B_opt[QK_K], const uint8_t code[QK_K]) {
     float v[QK_K], y[QK_K];
     for (int i = 0; i < QK_K; ++i) {
         v[i] = c->value[code[i]];
     }
-    metric_form_times(QK_K, metric_block(in->metric, in->first), v, y);
-    return as_scale(ext_dot(v, pull)/ext_dot(v, y));
+    metric_multiply(QK_K, metric_schur(in->metric, in->first), v, y);
+    return round_scale(ext_dot(v, B_opt)/ext_dot(v, y));
 }
 
-static inline __attribute__((always_inline)) float encode_form(struct ext_levels_block * in, const struct codebook * c, uint8_t q[QK_K]) {
-    metric_aim(in->metric, in->first, QK_K, in->x, in->wish, in->target);
-    float   pull[QK_K], level[EXT_LEVELS], d = fit_scale(c, in->target), best_d = 0;
+static inline __attribute__((always_inline)) float encode_block_under_hessian(struct ext_levels_block * in, const struct codebook * c, uint8_t q[QK_K]) {
+    metric_find_optimum(in->metric, in->first, QK_K, in->x, in->goal, in->optimum);
+    float   B_opt[QK_K], level[EXT_LEVELS], d = fit_scale(c, in->optimum), best_d = 0;
     uint8_t code[QK_K];
-    metric_form_times(QK_K, metric_block(in->metric, in->first), in->target, pull);
-    struct ext_levels_best best = {.cost = ext_dot(in->target, pull)}; // of d = 0, which stays if nothing beats it
+    metric_multiply(QK_K, metric_schur(in->metric, in->first), in->optimum, B_opt);
+    struct ext_levels_best best = {.cost = ext_dot(in->optimum, B_opt)}; // of d = 0
     set_levels(c, d, level);
-    ext_levels_start(in, level, code);
+    ext_levels_init(in, level, code);
     for (int round = 0; round < EXT_LEVELS_ROUNDS && d > 0; ++round) {
         const float before = best.cost;
         set_levels(c, d, level);
@@ -132,29 +128,29 @@ static inline __attribute__((always_inline)) float encode_form(struct ext_levels
         if (best.cost < before) {
             best_d = d;
         }
-        d = refit_form(in, c, pull, code);
+        d = fit_scale_under_hessian(in, c, B_opt, code);
     }
     memcpy(q, best.code, sizeof(best.code));
     return best_d;
 }
 
 EXT_CLONES
-static void encode_rows_form(const float * src, block_ditto5 * dst, int64_t n_rows, int64_t row_blocks, const struct codebook * c,
-                             const struct ggml_ext_metric * metric) {
+static void encode_rows_under_hessian(const float * src, block_ditto5 * dst, int64_t n_rows, int64_t row_blocks, const struct codebook * c,
+                                      const struct ggml_ext_metric * metric) {
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
     while (ext_rows_next(&rows)) {
         struct ext_levels_block in = {.metric = metric, .first = rows.first};
-        uint8_t q[QK_K] = {0}, by_position[QK_K];
+        uint8_t q[QK_K] = {0}, level_by_position[QK_K];
         float   level[EXT_LEVELS] = {0};
-        const bool  finite = ext_rows_load(&rows, src, GGML_EXT_DITTO5_ROTATED, in.x, in.wish);
-        const float d      = finite ? encode_form(&in, c, q) : 0;
+        const bool  finite = ext_rows_load(&rows, src, GGML_EXT_DITTO5_ROTATED, in.x, in.goal);
+        const float d      = finite ? encode_block_under_hessian(&in, c, q) : 0;
         set_levels(c, d, level);
         float * errors = ext_rows_errors(&rows);
         for (int t = 0; t < QK_K; ++t) {
-            by_position[ggml_ext_trellis_position(QK_K, t)] = q[t];
+            level_by_position[ggml_ext_trellis_position(QK_K, t)] = q[t];
             errors[t] = in.x[t] - level[q[t]];
         }
-        ggml_ext_pack_ditto5(by_position, finite ? ggml_fp32_to_fp16(d) : EXT_HALF_NAN, &dst[rows.at]); // NaN: refused by row validation
+        ggml_ext_pack_ditto5(level_by_position, finite ? ggml_fp32_to_fp16(d) : EXT_HALF_NAN, &dst[rows.block]); // row validation refuses NaN
     }
     ext_rows_end(&rows);
 }
@@ -177,13 +173,13 @@ void ggml_ext_encode_ditto5(const float * src, block_ditto5 * dst, int64_t n_row
                             const struct ggml_ext_quantize_params * params) {
     const struct codebook c = make_codebook();
     if (params->metric) {
-        encode_rows_form(src, dst, n_rows, row_blocks, &c, params->metric);
+        encode_rows_under_hessian(src, dst, n_rows, row_blocks, &c, params->metric);
         return;
     }
     if (importance) {
-        struct ggml_ext_metric * diagonal = metric_of_importance(GGML_TYPE_DITTO5, row_blocks*QK_K, QK_K, importance);
+        struct ggml_ext_metric * diagonal = metric_from_importance(GGML_TYPE_DITTO5, row_blocks*QK_K, QK_K, importance);
         GGML_ASSERT(diagonal != NULL);
-        encode_rows_form(src, dst, n_rows, row_blocks, &c, diagonal);
+        encode_rows_under_hessian(src, dst, n_rows, row_blocks, &c, diagonal);
         ggml_ext_metric_free(diagonal);
         return;
     }

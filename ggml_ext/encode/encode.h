@@ -1,8 +1,7 @@
-// What the encoders share. Each is one function,
+// What the encoders share. An encoder is one function:
 //   ggml_ext_encode_<type>(src, dst, n_rows, row_blocks, importance, params)
-// which encodes n_rows rows of row_blocks blocks of unrotated weights; importance: weights of the squared error, one for each
-// weight of a row, or NULL. Sums run in eight lanes, which a halving tree adds up: two vectors of four, which every
-// processor has, and an order that numpy can repeat exactly.
+// src holds n_rows rows of row_blocks blocks of unrotated weights; importance has a weight of the squared error per column, or is NULL.
+// Sums run in eight lanes that a halving tree adds: two vectors of four, an order that numpy repeats exactly.
 #pragma once
 
 #include "../ggml-ext-common.h"
@@ -14,7 +13,7 @@
 #include <emmintrin.h>
 #endif
 
-// Where the build is for any x86-64, what takes the time is compiled for newer ones too and the processor chooses; musl has no such choice.
+// Builds for any x86-64 compile the hot functions for newer instruction sets too; the CPU chooses at run time. musl has no ifuncs.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__AVX2__)
 #define EXT_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
@@ -24,7 +23,7 @@
 #define EXT_HALF_MAX 65504.0f
 #define EXT_HALF_NAN ((ggml_half) 0x7e00)
 
-typedef float   ext_f32 __attribute__((vector_size(16))); // half of the eight lanes
+typedef float   ext_f32 __attribute__((vector_size(16))); // four of the eight lanes
 typedef int32_t ext_i32 __attribute__((vector_size(16)));
 
 static inline ext_f32 ext_load(const float * p) {
@@ -50,19 +49,19 @@ static inline float ext_sum(const ext_f32 v[2]) {
     return (h[0] + h[2]) + (h[1] + h[3]);
 }
 
-// Rotates one block of n weights into x. Returns false if a weight is NaN or Inf. Halves hold scales up to 65504, so
-// rotated values saturate at eight times that: the block is then wrong by what no file could hold, but finite.
+// Rotate a block of n weights into x. Return false if a weight is NaN or Inf. Scales are halves, so rotated values are clamped to eight
+// times the largest half; a block beyond that range is wrong, but finite.
 static inline bool ext_load_rotated(const float * src, float * x, int n) {
     bool finite = true;
     for (int j = 0; j < n; ++j) {
         const float w = src[j];
         finite &= fabsf(w) <= FLT_MAX;
-        x[j] = w > 1e30f ? 1e30f : w < -1e30f ? -1e30f : w; // keeps the transform's sums finite
+        x[j] = w > 1e30f ? 1e30f : w < -1e30f ? -1e30f : w; // the sums of the transform stay finite
     }
     ggml_ext_rotate_block(x, n);
     for (int j = 0; j < n; ++j) {
-        const float top = 8*EXT_HALF_MAX;
-        x[j] = x[j] > top ? top : x[j] < -top ? -top : x[j];
+        const float limit = 8*EXT_HALF_MAX;
+        x[j] = x[j] > limit ? limit : x[j] < -limit ? -limit : x[j];
     }
     return finite;
 }
@@ -71,7 +70,7 @@ struct ext_block_stats {
     float min, max;
     float sum, mean;
     float energy; // sum of squares
-    float sigma;  // standard deviation, population
+    float sigma;  // of the population
 };
 
 static inline struct ext_block_stats ext_block_stats(const float x[QK_K]) {

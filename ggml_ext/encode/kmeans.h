@@ -1,12 +1,12 @@
-// One-dimensional k-means with eight clusters over sorted samples. A cluster is a range of them, so all that is needed of
-// it comes from prefix sums. Sums and comparisons are float64 in one order, which numpy repeats exactly.
+// One-dimensional k-means with eight clusters over sorted samples. A cluster is a range of samples, so prefix sums describe it. Sums and
+// comparisons are float64 in one order, which numpy repeats exactly.
 #pragma once
 
 #include "encode.h"
 
 enum { EXT_K = 8 };
 
-// n samples in ascending order: value x[j], and the totals of importance and importance*value of samples 0..j-1.
+// n samples in ascending order: values x[j], prefix sums of importance and of importance*value.
 struct ext_samples {
     int            n;
     const double * x;
@@ -14,12 +14,12 @@ struct ext_samples {
     const double * sum_wx;  // n + 1
 };
 
-// Importances count where they are positive and finite; from other callers than the quantizers anything may come.
+// Ignore importances that are not positive and finite: callers other than the quantizer may pass anything.
 static inline double ext_importance(float w) {
     return w > 0 && w <= FLT_MAX ? (double) w : 0;
 }
 
-// First index whose value is not below the limit.
+// Return the first index whose value is not below the limit.
 static inline int ext_lower_bound(const double * values, int n, double limit) {
     int lo = 0, hi = n;
     while (lo < hi) {
@@ -33,7 +33,7 @@ static inline int ext_lower_bound(const double * values, int n, double limit) {
     return lo;
 }
 
-// Means of the ranges bound[k]..bound[k + 1]-1. A range without importance keeps its value.
+// Set centroids to the means of bound[k]..bound[k + 1]-1. A range without importance keeps its centroid.
 static inline void ext_update_centroids(const struct ext_samples * s, const int bound[EXT_K + 1], double c[EXT_K]) {
     for (int k = 0; k < EXT_K; ++k) {
         const double w = s->sum_w[bound[k + 1]] - s->sum_w[bound[k]];
@@ -49,8 +49,8 @@ static inline void ext_first_samples(const struct ext_samples * s, const int bou
     }
 }
 
-// Ditto, pseudocode 1: clusters of equal population (lines 1-2), here of equal importance, then reassign and update (4-9)
-// until no sample changes its cluster.
+// Ditto, pseudocode 1: clusters of equal population (lines 1-2; here of equal importance), then reassign and update (lines 4-9) until no
+// sample changes its cluster.
 static inline void ext_cluster_lloyd(const struct ext_samples * s, int n_steps, double c[EXT_K]) {
     int bound[EXT_K + 1] = {0};
     bound[EXT_K] = s->n;
@@ -70,7 +70,7 @@ static inline void ext_cluster_lloyd(const struct ext_samples * s, int n_steps, 
             break;
         }
     }
-    for (int i = 1; i < EXT_K; ++i) { // clusters that stayed empty may be out of order
+    for (int i = 1; i < EXT_K; ++i) { // empty clusters may be out of order
         for (int k = i; k > 0 && c[k - 1] > c[k]; --k) {
             const double t = c[k];
             c[k] = c[k - 1];
@@ -79,9 +79,9 @@ static inline void ext_cluster_lloyd(const struct ext_samples * s, int n_steps, 
     }
 }
 
-// The squared error of a cluster is its energy less sum_wx^2/sum_w, so the best clusters have the largest sum of these.
-// best[i] of a layer is that sum for samples 0..i-1, start[i] where its last cluster begins. Starts ascend with i: the
-// middle i of a range is searched first and halves the search for the others.
+// Add a cluster by dynamic programming. The squared error of a cluster is its energy less sum_wx^2/sum_w, so maximize the sum of these.
+// best[i]: that sum for samples 0..i-1; start[i]: where their last cluster begins. start ascends with i: searching the middle of a range
+// first halves the search of the others.
 static inline void ext_search_starts(const struct ext_samples * s, const double * below, double * best, uint16_t * start,
                                      int lo, int hi, int first, int last) {
     if (lo > hi) {
@@ -102,10 +102,7 @@ static inline void ext_search_starts(const struct ext_samples * s, const double 
     ext_search_starts(s, below, best, start, i + 1, hi, start[i], last);
 }
 
-// Clusters of a block with the least squared error there is: dynamic programming over the number of clusters, 27 us a block
-// on one core of an AVX2 EPYC. In 256 weights the paper's loop ends in a local minimum, 3 us later: with 1.11 times the
-// error on Gaussian weights, 1.24 on Student t, 1.16 on all-MiniLM-L6-v2, 1.39 where importances spread over four orders
-// of magnitude.
+// Cluster a block optimally: in 256 weights the paper's loop ends in local minima with 1.1 to 1.4 times the squared error.
 static inline void ext_cluster_optimal(const struct ext_samples * s, double c[EXT_K]) {
     double   best[2][QK_K + 1];
     uint16_t start[EXT_K][QK_K + 1] = {{0}};

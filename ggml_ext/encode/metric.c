@@ -1,22 +1,21 @@
-// Second moments made ready for the encoders: rotated, damped, factorized. Every operation on an element has one order, so that
-// numpy gives the same bits (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
+// Prepare metrics: rotate, damp and factorize Hessians. Operations on an element have one order, so that numpy gives the same bits
+// (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
 #include "metric.h"
-#include "moments.h"
-#include "stock.h"
+#include "hessian.h"
+#include "upstream.h"
 
 #include "../types/trellis.h"
 
 #include <stdlib.h>
 
-// Types of blocks of 256 whose codes are chosen one by one, not by a trellis.
-static bool has_blocks(enum ggml_type type) {
+static bool is_scalar(enum ggml_type type) {
     switch ((int) type) {
         GGML_EXT_TRELLIS_CASES return false;
         default:               return true;
     }
 }
 
-struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment, int block_size, bool of_moments) {
+struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int64_t columns, int segment, int block_size, bool with_hessian) {
     const int64_t rest = n_per_row%columns;
     struct ggml_ext_metric * m = malloc(sizeof(*m));
     if (m == NULL) {
@@ -24,13 +23,13 @@ struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int6
     }
     *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row, .columns = columns, .segment = segment,
                                   .block_size = block_size};
-    const bool blocks = has_blocks(type) || of_moments, windows = !has_blocks(type) && of_moments;
-    const size_t n_gains = n_per_row/columns*metric_n_gains(columns, segment) + metric_n_gains(rest, segment);
-    m->forms = malloc((size_t) n_per_row*segment*sizeof(float));
-    m->gains = malloc((n_gains + 1)*sizeof(float)); // a row of one segment has none
-    m->blocks = blocks ? malloc((size_t) n_per_row*block_size*sizeof(float)) : NULL;
+    const bool schur = is_scalar(type) || with_hessian, windows = !is_scalar(type) && with_hessian;
+    const size_t L_size = n_per_row/columns*metric_L_size(columns, segment) + metric_L_size(rest, segment);
+    m->D = malloc((size_t) n_per_row*segment*sizeof(float));
+    m->L = malloc((L_size + 1)*sizeof(float)); // a row of one segment has none
+    m->schur = schur ? malloc((size_t) n_per_row*block_size*sizeof(float)) : NULL;
     m->windows = windows ? malloc((size_t) (n_per_row/block_size)*metric_n_windows(block_size)*METRIC_WINDOW*METRIC_WINDOW*sizeof(float)) : NULL;
-    if (m->forms == NULL || m->gains == NULL || (blocks && m->blocks == NULL) || (windows && m->windows == NULL)) {
+    if (m->D == NULL || m->L == NULL || (schur && m->schur == NULL) || (windows && m->windows == NULL)) {
         ggml_ext_metric_free(m);
         return NULL;
     }
@@ -39,23 +38,23 @@ struct ggml_ext_metric * metric_new(enum ggml_type type, int64_t n_per_row, int6
 
 void ggml_ext_metric_free(struct ggml_ext_metric * m) {
     if (m) {
-        free(m->forms);
-        free(m->gains);
-        free(m->blocks);
+        free(m->D);
+        free(m->L);
+        free(m->schur);
         free(m->windows);
-        stock_metric_free(m->stock);
+        upstream_metric_free(m->upstream);
         free(m);
     }
 }
 
-// --- a diagonal: the rotated form falls apart ------------------------------------------------------------------------
+// --- importance: a diagonal Hessian ----------------------------------------------------------------------------------
 
-// H diag(m) H of a tensor product H: after a transform inside each segment it is one matrix for each frequency, whose entries
-// depend on the exclusive or of the two segments alone. The signs of the rotation cancel.
+// The rotation maps a diagonal to H diag(a) H, H the Walsh-Hadamard matrix, a tensor product; the signs cancel. After a transform inside
+// each segment there is one small matrix per frequency, whose entry (s, r) depends on s ^ r alone.
 static void factorize_diagonal(struct ggml_ext_metric * m, int64_t first, int n, const float * importance) {
     enum { S = METRIC_MAX_SEGMENT, MAX_SEGMENTS = QK_K/S };
     const int n_segments = n/S;
-    float gain[MAX_SEGMENTS][MAX_SEGMENTS][S], form[MAX_SEGMENTS][S]; // by segments and frequency
+    float L[MAX_SEGMENTS][MAX_SEGMENTS][S], D[MAX_SEGMENTS][S]; // by segments and frequency
     for (int f = 0; f < S; ++f) {
         float  a[MAX_SEGMENTS];
         double d[MAX_SEGMENTS][MAX_SEGMENTS];
@@ -68,34 +67,34 @@ static void factorize_diagonal(struct ggml_ext_metric * m, int64_t first, int n,
                 d[s][r] = (double) a[s ^ r];
             }
         }
-        for (int s = n_segments - 1; s >= 0; --s) { // the last segment first: it can react to all others
-            form[s][f] = (float) d[s][s];
+        for (int s = n_segments - 1; s >= 0; --s) { // the last segment compensates all others
+            D[s][f] = (float) d[s][s];
             for (int r = 0; r < s; ++r) {
-                gain[s][r][f] = (float) (d[s][r]/d[s][s]);
+                L[s][r][f] = (float) (d[s][r]/d[s][s]);
                 for (int q = 0; q < s; ++q) {
                     d[r][q] -= d[s][r]*d[s][q]/d[s][s];
                 }
             }
         }
     }
-    // back from frequencies: entry i, j of such a matrix is entry i ^ j of the transform
+    // back from frequencies: entry (i, j) is entry i ^ j of the transform
     for (int s = 0; s < n_segments; ++s) {
-        float * to_form = m->forms + (first + S*s)*S;
-        ggml_ext_butterflies(form[s], S);
+        float * D_out = m->D + (first + S*s)*S;
+        ggml_ext_butterflies(D[s], S);
         for (int i = 0; i < S*S; ++i) {
-            to_form[i] = form[s][i/S ^ i%S]*(1.0f/S);
+            D_out[i] = D[s][i/S ^ i%S]*(1.0f/S);
         }
-        float * to_gains = m->gains + first/m->columns*metric_n_gains(m->columns, S) + metric_n_gains(S*s, S);
+        float * L_out = m->L + first/m->columns*metric_L_size(m->columns, S) + metric_L_size(S*s, S);
         for (int r = 0; r < s; ++r) {
-            ggml_ext_butterflies(gain[s][r], S);
+            ggml_ext_butterflies(L[s][r], S);
             for (int i = 0; i < S*S; ++i) {
-                to_gains[S*S*r + i] = gain[s][r][i/S ^ i%S]*(1.0f/S);
+                L_out[S*S*r + i] = L[s][r][i/S ^ i%S]*(1.0f/S);
             }
         }
     }
 }
 
-struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance) {
+struct ggml_ext_metric * metric_from_importance(enum ggml_type type, int64_t n_per_row, int block_size, const float * importance) {
     struct ggml_ext_metric * m = metric_new(type, n_per_row, block_size, METRIC_MAX_SEGMENT, block_size, false);
     for (int64_t first = 0; m && first < n_per_row; first += block_size) {
         float  scaled[QK_K];
@@ -107,22 +106,22 @@ struct ggml_ext_metric * metric_of_importance(enum ggml_type type, int64_t n_per
             scaled[j] = sum > 0 ? (float) ((double) importance[first + j]*(block_size/sum) + METRIC_FLOOR) : 1.0f;
         }
         factorize_diagonal(m, first, block_size, scaled);
-        if (m->blocks) {
+        if (m->schur) {
             ggml_ext_butterflies(scaled, QK_K);
             for (int i = 0; i < QK_K*QK_K; ++i) {
                 const int row = ggml_ext_trellis_position(QK_K, i/QK_K), column = ggml_ext_trellis_position(QK_K, i%QK_K);
-                m->blocks[first*QK_K + i] = scaled[row ^ column]*(1.0f/QK_K);
+                m->schur[first*QK_K + i] = scaled[row ^ column]*(1.0f/QK_K);
             }
         }
     }
     return m;
 }
 
-// --- moments ---------------------------------------------------------------------------------------------------------
+// --- Hessians --------------------------------------------------------------------------------------------------------
 
 GGML_EXT_DEFINE_BUTTERFLIES(butterflies, double)
 
-// Columns of `count` rows of doubles, a block each, into the order of steps; rotated where the type is.
+// Bring the columns of a block into the order of steps, in `count` rows `stride` apart; rotate them if the type is rotated.
 static void to_steps(double * rows, int64_t count, int64_t stride, int n, bool rotated) {
     for (int64_t i = 0; i < count; ++i) {
         double * x = rows + i*stride, y[QK_K];
@@ -139,9 +138,9 @@ static void to_steps(double * rows, int64_t count, int64_t stride, int n, bool r
     }
 }
 
-// R A R^T, or A, in the order of steps.
-static void rotate_moments(struct matrix * x, int block_size, bool rotated) {
-    for (int side = 0; side < 2; ++side) { // R A, as rows of its transpose, then (R A) R^T
+// H -> R H R^T, or H, in the order of steps.
+static void rotate_hessian(struct matrix * x, int block_size, bool rotated) {
+    for (int side = 0; side < 2; ++side) { // R H as rows of its transpose, then (R H) R^T
         for (int64_t b = 0; b < x->n; b += block_size) {
             to_steps(x->a + b, x->n, x->n, block_size, rotated);
         }
@@ -149,8 +148,8 @@ static void rotate_moments(struct matrix * x, int block_size, bool rotated) {
     }
 }
 
-// Gains of the segment that begins at step f: its rows of the matrix times the inverse of its own part, in place
-// (Gauss-Jordan). False if that part is not positive definite.
+// L of the segment at step f, in place: its rows of H times the inverse of its own part (Gauss-Jordan). Return false if that part is not
+// positive definite.
 EXT_CLONES
 static bool solve_segment(double * g, int64_t n, int64_t f, int S) {
     for (int i = S - 1; i >= 0; --i) {
@@ -162,16 +161,16 @@ static bool solve_segment(double * g, int64_t n, int64_t f, int S) {
             g[i*n + j] /= pivot;
         }
         for (int k = 0; k < S; ++k) {
-            const double by = g[k*n + f + i];
+            const double factor = g[k*n + f + i];
             for (int64_t j = 0; k != i && j < f + S; ++j) {
-                g[k*n + j] -= by*g[i*n + j];
+                g[k*n + j] -= factor*g[i*n + j];
             }
         }
     }
     return true;
 }
 
-// The inverse of a positive definite matrix of METRIC_WINDOW rows, in place (Gauss-Jordan).
+// Invert a positive definite matrix in place (Gauss-Jordan).
 static void invert_window(double a[METRIC_WINDOW][METRIC_WINDOW]) {
     for (int i = 0; i < METRIC_WINDOW; ++i) {
         const double pivot = a[i][i];
@@ -180,51 +179,51 @@ static void invert_window(double a[METRIC_WINDOW][METRIC_WINDOW]) {
             a[i][j] /= pivot;
         }
         for (int k = 0; k < METRIC_WINDOW; ++k) {
-            const double by = a[k][i];
-            a[k][i] = k == i ? by : 0;
+            const double factor = a[k][i];
+            a[k][i] = k == i ? factor : 0;
             for (int j = 0; k != i && j < METRIC_WINDOW; ++j) {
-                a[k][j] -= by*a[i][j];
+                a[k][j] -= factor*a[i][j];
             }
         }
     }
 }
 
-// The form of the block that begins at step `begin` of the matrix, which the later steps have reacted to, and its windows.
-static void take_block(struct ggml_ext_metric * m, const struct matrix * x, int64_t first, int64_t begin) {
+// Store the Schur complement of the block that begins at step `begin` of the Hessian, and its windows.
+static void store_schur(struct ggml_ext_metric * m, const struct matrix * x, int64_t first, int64_t begin) {
     const int n = m->block_size;
-    float * form = m->blocks + (first + begin)*n;
+    float * B = m->schur + (first + begin)*n;
     for (int i = 0; i < n; ++i) {
         for (int j = 0; j <= i; ++j) {
-            form[i*n + j] = form[j*n + i] = (float) x->a[(begin + i)*x->n + begin + j];
+            B[i*n + j] = B[j*n + i] = (float) x->a[(begin + i)*x->n + begin + j];
         }
     }
-    for (int at = 0; m->windows && at < metric_n_windows(n); ++at) {
+    for (int k = 0; m->windows && k < metric_n_windows(n); ++k) {
         double window[METRIC_WINDOW][METRIC_WINDOW];
         for (int i = 0; i < METRIC_WINDOW; ++i) {
             for (int j = 0; j < METRIC_WINDOW; ++j) {
-                window[i][j] = (double) form[(at*(METRIC_WINDOW/2) + i)*n + at*(METRIC_WINDOW/2) + j];
+                window[i][j] = (double) B[(k*(METRIC_WINDOW/2) + i)*n + k*(METRIC_WINDOW/2) + j];
             }
         }
         invert_window(window);
-        float * to = m->windows + ((first + begin)/n*metric_n_windows(n) + at)*METRIC_WINDOW*METRIC_WINDOW;
+        float * inverse = m->windows + ((first + begin)/n*metric_n_windows(n) + k)*METRIC_WINDOW*METRIC_WINDOW;
         for (int i = 0; i < METRIC_WINDOW*METRIC_WINDOW; ++i) {
-            to[i] = (float) window[i/METRIC_WINDOW][i%METRIC_WINDOW];
+            inverse[i] = (float) window[i/METRIC_WINDOW][i%METRIC_WINDOW];
         }
     }
 }
 
-// Eliminates segment after segment, the last one first. `first`: step of the row at which the matrix begins.
+// Eliminate segments, the last one first. first: step of the row at which the Hessian begins.
 static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t first) {
     const int64_t n = x->n;
     const int     S = m->segment;
-    float * gains = m->gains + first/m->columns*metric_n_gains(m->columns, S);
+    float * L = m->L + first/m->columns*metric_L_size(m->columns, S);
     for (int64_t end = n; end > 0; end = (end - 1)/PANEL*PANEL) {
         const int64_t begin = (end - 1)/PANEL*PANEL;
         for (int64_t f = end - S; f >= begin; f -= S) {
             if ((f + S)%m->block_size == 0) {
-                take_block(m, x, first, f + S - m->block_size);
+                store_schur(m, x, first, f + S - m->block_size);
             }
-            double * rows = x->panel + (f - begin)*n, * g = x->gains + (f - begin)*n;
+            double * rows = x->panel + (f - begin)*n, * g = x->L + (f - begin)*n;
             for (int i = 0; i < S; ++i) {
                 memcpy(rows + i*n, x->a + (f + i)*n, (size_t) (f + i + 1)*sizeof(double));
                 for (int j = i + 1; j < S; ++j) {
@@ -235,36 +234,36 @@ static bool factorize(struct ggml_ext_metric * m, struct matrix * x, int64_t fir
             if (!solve_segment(g, n, f, S)) {
                 return false;
             }
-            float * form = m->forms + (first + f)*S, * to = gains + metric_n_gains(f, S);
+            float * D = m->D + (first + f)*S, * L_s = L + metric_L_size(f, S);
             for (int i = 0; i < S; ++i) {
                 for (int j = 0; j < S; ++j) {
-                    form[j*S + i] = (float) rows[i*n + f + j];
+                    D[j*S + i] = (float) rows[i*n + f + j];
                 }
                 for (int64_t j = 0; j < f; ++j) {
-                    to[j*S + i] = (float) g[i*n + j];
+                    L_s[j*S + i] = (float) g[i*n + j];
                 }
             }
             subtract(x, begin, f, rows, g, S);
         }
-        subtract(x, 0, begin, x->panel, x->gains, (int) (end - begin));
+        subtract(x, 0, begin, x->panel, x->L, (int) (end - begin));
     }
     return true;
 }
 
 static bool factorize_rotated(struct ggml_ext_metric * m, struct matrix * x, int64_t first, bool rotated) {
-    rotate_moments(x, m->block_size, rotated);
+    rotate_hessian(x, m->block_size, rotated);
     return factorize(m, x, first);
 }
 
-static struct ggml_ext_metric * init_stock(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
-                                           int n_threads, enum ggml_ext_metric_status * status) {
+static struct ggml_ext_metric * init_upstream(enum ggml_type type, int64_t n_per_row, const float * H, bool full, float damp,
+                                              int n_threads, enum ggml_ext_metric_status * status) {
     bool positive = true;
     struct ggml_ext_metric * m = calloc(1, sizeof(*m));
     if (m) {
         *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row};
-        m->stock = stock_metric_new(n_per_row, moments, whole, damping, stock_columns(type), n_threads, &positive);
+        m->upstream = upstream_metric_new(n_per_row, H, full, damp, upstream_columns(type), n_threads, &positive);
     }
-    if (m == NULL || m->stock == NULL) {
+    if (m == NULL || m->upstream == NULL) {
         ggml_ext_metric_free(m);
         *status = positive ? GGML_EXT_METRIC_NO_MEMORY : GGML_EXT_METRIC_NOT_POSITIVE;
         return NULL;
@@ -273,7 +272,7 @@ static struct ggml_ext_metric * init_stock(enum ggml_type type, int64_t n_per_ro
     return m;
 }
 
-struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * moments, bool whole, float damping,
+struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * H, bool full, float damp,
                                               int segment, int n_threads, enum ggml_ext_metric_status * status) {
     int  block_size = 0;
     bool rotated    = false;
@@ -282,30 +281,30 @@ struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
     }
-    const bool stock = stock_columns(type) > 0;
-    if (stock) {
+    const bool is_upstream = upstream_columns(type) > 0;
+    if (is_upstream) {
         block_size = (int) ggml_blck_size(type);
     }
     *status = GGML_EXT_METRIC_BAD_ARGUMENT;
     if (block_size == 0 || n_per_row <= 0 || n_per_row%block_size || (segment != 8 && segment != 16 && segment != 32) ||
-        n_threads < 1 || !(damping > 0) || !(damping <= FLT_MAX)) {
+        n_threads < 1 || !(damp > 0) || !(damp <= FLT_MAX)) {
         return NULL;
     }
-    if (stock) {
-        return init_stock(type, n_per_row, moments, whole, damping, n_threads, status);
+    if (is_upstream) {
+        return init_upstream(type, n_per_row, H, full, damp, n_threads, status);
     }
-    const int64_t columns = matrix_columns(n_per_row, whole);
+    const int64_t columns = matrix_columns(n_per_row, full);
     struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment, block_size, true);
     *status = m ? GGML_EXT_METRIC_OK : GGML_EXT_METRIC_NO_MEMORY;
     for (int64_t first = 0; m && first < n_per_row; first += columns) {
         struct matrix x;
         if (!matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns, n_threads)) {
             *status = GGML_EXT_METRIC_NO_MEMORY;
-        } else if (!load_moments(&x, moments, (double) damping) || !factorize_rotated(m, &x, first, rotated)) {
+        } else if (!load_hessian(&x, H, (double) damp) || !factorize_rotated(m, &x, first, rotated)) {
             *status = GGML_EXT_METRIC_NOT_POSITIVE;
         }
         matrix_free(&x);
-        moments += x.n*(x.n + 1)/2;
+        H += x.n*(x.n + 1)/2;
         if (*status != GGML_EXT_METRIC_OK) {
             ggml_ext_metric_free(m);
             return NULL;

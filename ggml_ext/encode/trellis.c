@@ -55,7 +55,7 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(struct
             errors[j]     = in->x[s + j] - d*trellis_value(w, found[j]);
         }
         for (int r = s + S; r < t.n; r += S) {
-            metric_add_rows(S, metric_gains(in->metric, in->first + r) + (in->first%in->metric->columns + s)*S, S, errors, wish + r);
+            metric_add_rows(S, metric_L(in->metric, in->first + r) + (in->first%in->metric->columns + s)*S, S, errors, wish + r);
         }
     }
 }
@@ -110,20 +110,20 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
         r[i] = v ? in->wish[i] - d*v[i] : in->wish[i];
     }
     if (in->metric) {
-        metric_feed_block(in->metric, in->first, n, e, r);
+        metric_add_feedback(in->metric, in->first, n, e, r);
     }
     if (step) {
         memcpy(b, v, (size_t) n*sizeof(b[0]));
         memcpy(form, v, (size_t) n*sizeof(b[0]));
         if (in->metric) {
-            metric_feed_block(in->metric, in->first, n, v, b);
-            metric_apply_forms(in->metric, in->first, n, b, form);
+            metric_add_feedback(in->metric, in->first, n, v, b);
+            metric_apply_D(in->metric, in->first, n, b, form);
         }
         const float vv = trellis_dot(n, b, form);
         *step = vv > 0.0f ? trellis_dot(n, r, form)/vv : -d;
     }
     if (in->metric) {
-        metric_apply_forms(in->metric, in->first, n, r, form);
+        metric_apply_D(in->metric, in->first, n, r, form);
     }
     return trellis_dot(n, r, in->metric ? form : r);
 }
@@ -135,17 +135,17 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
     enum { W = METRIC_WINDOW };
     const int     n_groups = GGML_EXT_TRELLIS_STATES >> t.k;
     const float   d = ggml_ext_e5m3_to_float(best->d), inv_d = 1.0f/d;
-    const float * form = metric_block(in->metric, in->first), * inverse = metric_windows(in->metric, in->first);
+    const float * form = metric_schur(in->metric, in->first), * inverse = metric_windows(in->metric, in->first);
     float e[QK_K], g[QK_K]; // g: the form times the errors
-    metric_aim(in->metric, in->first, t.n, in->x, in->wish, e);
+    metric_find_optimum(in->metric, in->first, t.n, in->x, in->wish, e);
     for (int i = 0; i < t.n; ++i) {
         e[i] -= d*trellis_value(w, best->states[i]);
     }
-    metric_form_times(t.n, form, e, g);
+    metric_multiply(t.n, form, e, g);
     for (int s = 0; s + W <= t.n; s += W/2, inverse += W*W) {
         uint16_t * states = best->states + s, found[W];
         float z[W], by[W], cost[W];
-        metric_form_times(W, inverse, g + s, z);
+        metric_multiply(W, inverse, g + s, z);
         for (int i = 0; i < W; ++i) {
             z[i] = trellis_value(w, states[i]) + z[i]*inv_d;
         }
@@ -211,7 +211,7 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
         e[i] = in->x[i] - z[i];
         r[i] = in->wish[i] - z[i];
     }
-    metric_feed_block(in->metric, in->first, t.n, e, r);
+    metric_add_feedback(in->metric, in->first, t.n, e, r);
     for (int i = 0; i < t.n; ++i) {
         z[i] += r[i];
     }
@@ -298,7 +298,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
         if (finite) {
             trellis_encode(t, w, &in, n_passes, &best);
         }
-        put(dst, rows.at, &best);
+        put(dst, rows.block, &best);
         float * errors = metric ? ext_rows_errors(&rows) : NULL;
         const float d = ggml_ext_e5m3_to_float(best.d);
         for (int j = 0; j < t.n && metric; ++j) {
@@ -323,7 +323,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
                                                     : trellis_default_passes(N, importance && !params->metric);             \
         struct ggml_ext_metric * diagonal = NULL;                                                                          \
         if (importance && !params->metric) {                                                                               \
-            diagonal = metric_of_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                                \
+            diagonal = metric_from_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                                \
             GGML_ASSERT(diagonal != NULL);                                                                                 \
         }                                                                                                                  \
         trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_passes, dst, put_##name);  \

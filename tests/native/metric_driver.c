@@ -11,7 +11,7 @@ static void * scarce_malloc(size_t n_bytes) {
 #define ggml_ext_metric_init scarce_metric_init
 #define ggml_ext_metric_free scarce_metric_free
 #define metric_new           scarce_metric_new
-#define metric_of_importance scarce_metric_of_importance
+#define metric_from_importance scarce_metric_of_importance
 #define malloc               scarce_malloc
 #include "encode/metric.c"
 

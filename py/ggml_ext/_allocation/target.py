@@ -18,7 +18,7 @@ KINDS = ("size", "bpw", "kld")
 PLACEHOLDER = "itq3_t"  # in the plan, for types that are still to be chosen
 # What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
-# The same with --stock: what ggml_ext/encode/stock.c and stock-codebooks.c make, which every llama.cpp loads.
+# The same with --stock: what ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c make, which every llama.cpp loads.
 STOCK_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
     *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",

@@ -29,7 +29,7 @@ ACTIVATION_TYPES = (T.Q8_1, T.Q8_K, *(T(int(t.id)) for t in TYPES.values() if t.
 SOURCE_TYPES = (*FLOAT_TYPES, T.Q8_0)
 # What no importance changes: types of floats and of 8 bits, and those whose encoders in ggml-quants.c take none.
 UNWEIGHTED_TYPES = (*FLOAT_TYPES, T.Q8_0, *(T[name] for name in ("MXFP4", "NVFP4", "TQ1_0", "TQ2_0") if name in T.__members__))
-# stock types whose encoders take second moments: ggml_ext/encode/stock-layouts.h and stock-codebook-layouts.h
+# stock types whose encoders take second moments: ggml_ext/encode/upstream-layouts.h and upstream-codebook-layouts.h
 SCALAR_TYPES = (T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_NL, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 CODEBOOK_TYPES = (T.IQ3_S, T.IQ3_XXS, T.IQ2_S, T.IQ2_XS, T.IQ2_XXS)
 IMATRIX_TYPES = (T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S)

@@ -1,4 +1,4 @@
-"""llama.cpp's scalar types under second moments, in numpy: ggml_ext/encode/stock.c, stock-metric.c and stock-layouts.h, bit for bit.
+"""llama.cpp's scalar types under second moments, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
 
 Scales and codes of llama.cpp's encoder are what it starts from; that encoder has no equal here. Arrays of columns are float32
 (n_columns, n_rows).
@@ -42,7 +42,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Layout:
-    """Fields as in stock-layouts.h. codes, scales, mins: of a block; halves: bytes at which d and dmin begin."""
+    """Fields as in upstream-layouts.h. codes, scales, mins: of a block; halves: bytes at which d and dmin begin."""
 
     sub: int
     low: int
@@ -123,7 +123,7 @@ LAYOUTS: dict[GGMLQuantizationType, Layout] = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of moments of the metric: stock.h."""
+    """One matrix of moments of the metric: upstream-metric.h."""
 
     first: int
     damping: np.float32

@@ -1,5 +1,5 @@
-// Second moments as matrices of doubles, for what makes them ready for encoders (metric.c, stock-metric.c). Every operation on an
-// element has one order, so that numpy gives the same bits.
+// A Hessian as a matrix of doubles during its factorization (metric.c, upstream-metric.c). Operations on an element have one order, so
+// that numpy gives the same bits.
 #pragma once
 
 #include "products.h"
@@ -7,20 +7,19 @@
 #include <stdlib.h>
 
 enum {
-    MOMENTS_COLUMNS = QK_K, // of a matrix that holds no whole row
-    MIRROR          = 32,   // rows and columns that change places together
+    BLOCK_COLUMNS = QK_K, // of a Hessian that is one of a block-diagonal
+    MIRROR          = 32,   // rows and columns that are mirrored together
 };
 
-static inline int64_t matrix_columns(int64_t n_per_row, bool whole) {
-    return whole || n_per_row < MOMENTS_COLUMNS ? n_per_row : MOMENTS_COLUMNS;
+static inline int64_t matrix_columns(int64_t n_per_row, bool full) {
+    return full || n_per_row < BLOCK_COLUMNS ? n_per_row : BLOCK_COLUMNS;
 }
 
-// What the factorization works in.
 struct matrix {
     int64_t n;
-    double * a;     // [n][n], of which the lower triangle counts once it is rotated
-    double * panel; // [PANEL][n]: rows of it as they were
-    double * gains; // [PANEL][n]: what became of them
+    double * a;     // [n][n]; once rotated, only the lower triangle counts
+    double * panel; // [PANEL][n]: rows of H before their elimination
+    double * L;     // [PANEL][n]: the same rows of L
     int      n_threads;
     struct packed * packed; // [n_threads]
 };
@@ -28,17 +27,17 @@ struct matrix {
 static bool matrix_init(struct matrix * x, int64_t n, int n_threads) {
     *x = (struct matrix) {n, malloc((size_t) n*n*sizeof(double)), malloc((size_t) n*PANEL*sizeof(double)),
                           malloc((size_t) n*PANEL*sizeof(double)), n_threads, malloc((size_t) n_threads*sizeof(struct packed))};
-    return x->a && x->panel && x->gains && x->packed;
+    return x->a && x->panel && x->L && x->packed;
 }
 
 static void matrix_free(struct matrix * x) {
     free(x->a);
     free(x->panel);
-    free(x->gains);
+    free(x->L);
     free(x->packed);
 }
 
-// The upper triangle takes the values of the lower one, and with `swap` the lower one those of the upper.
+// Copy the lower triangle to the upper one, or swap them.
 static void mirror(double * a, int64_t n, bool swap) {
     for (int64_t i0 = 0; i0 < n; i0 += MIRROR) {
         for (int64_t j0 = 0; j0 <= i0; j0 += MIRROR) {
@@ -53,26 +52,26 @@ static void mirror(double * a, int64_t n, bool swap) {
     }
 }
 
-// Unpacks, scales to a mean diagonal of 1 and damps. False if a value is not finite or a diagonal negative.
-static bool load_moments(struct matrix * x, const float * triangle, double damping) {
+// Unpack, scale to a mean diagonal of 1 and damp. Return false if a value is not finite or a diagonal negative.
+static bool load_hessian(struct matrix * x, const float * triangle, double damp) {
     const int64_t n = x->n;
     double trace = 0;
-    bool   good  = true;
+    bool   valid  = true;
     for (int64_t i = 0; i < n; ++i) {
         for (int64_t j = 0; j <= i; ++j) {
             const float v = *triangle++;
-            good &= fabsf(v) <= FLT_MAX;
+            valid &= fabsf(v) <= FLT_MAX;
             x->a[i*n + j] = (double) v;
         }
-        good &= x->a[i*n + i] >= 0;
+        valid &= x->a[i*n + i] >= 0;
         trace += x->a[i*n + i];
     }
-    if (!good) {
+    if (!valid) {
         return false;
     }
-    const double mean = trace > 0 ? trace/(double) n : 1.0; // inputs that are always zero: any metric will do
+    const double mean = trace > 0 ? trace/(double) n : 1.0; // inputs that are always zero: any Hessian will do
     for (int64_t i = 0; i < n; ++i) {
-        x->a[i*n + i] = (x->a[i*n + i] + damping*mean)/mean;
+        x->a[i*n + i] = (x->a[i*n + i] + damp*mean)/mean;
         for (int64_t j = 0; j < i; ++j) {
             x->a[i*n + j] /= mean;
         }

@@ -1,22 +1,21 @@
-// Where llama.cpp's types of codebooks keep what stands for their weights: value = step*level, the levels of a group of 4 or 8 weights
-// those of a point of the codebook with a sign each, step = d*(scale + 1/2)*factor, d the half of the block, which begins with it, and
-// scale an integer of 4 bits. Of types with even signs 7 of 8 are stored, and an even number is negative.
-// Layouts: ggml-common.h and the dequantize_row functions of ggml-quants.c.
+// The layouts of upstream's codebook types: value = step*level, step = d*(scale + 1/2)*factor. A group of 4 or 8 weights has the levels of
+// a codebook point, with a sign each. d is a half at the start of the block, scale an integer of 4 bits. Types with even signs store 7 of
+// 8 signs; an even number is negative. See ggml-common.h, and the dequantize_row functions of ggml-quants.c.
 #pragma once
 
 #include "encode.h"
 
-// Bits of a block, counted from the lowest of the first byte: those of the i-th field begin at first + i*each + i/4*skip.
+// Bit fields of a block; bit 0 is the lowest of the first byte. Field i begins at first + i*stride + i/4*skip.
 struct codebook_bits {
-    int16_t bits, first, each, skip;
+    int16_t bits, first, stride, skip;
 };
 
 struct codebook_layout {
     enum ggml_type type;
-    int   group, sub, columns; // weights: of a point, of a scale, of a decision
+    int   group, sub, columns; // weights per point, per scale, per decision
     int   n_points;
     float factor;
-    struct codebook_bits point, high, sign, scale; // high: upper bits of the points; sign: of 8 weights
+    struct codebook_bits point, high, sign, scale; // high: upper bits of the points; sign: per 8 weights
 };
 
 static const struct codebook_layout k_codebook_layouts[] = {
@@ -34,7 +33,7 @@ struct codebook_block {
     int   sign[QK_K/8]; // 8 bits each
 };
 
-// NULL for other types.
+// Return NULL for other types.
 static inline const struct codebook_layout * codebook_layout(enum ggml_type type) {
     for (size_t i = 0; i < sizeof(k_codebook_layouts)/sizeof(k_codebook_layouts[0]); ++i) {
         if (k_codebook_layouts[i].type == type) {
@@ -48,28 +47,28 @@ static inline bool codebook_even_signs(const struct codebook_layout * t) {
     return t->sign.bits == 7;
 }
 
-// n fields from the block, or with `put` to it, as those bits of v that are from `from` on.
-static inline void codebook_copy(bool put, const struct codebook_bits * f, uint8_t * block, int * v, int n, int from) {
+// Copy n fields to or from the block. A field holds the bits of v from `first_bit` on.
+static inline void codebook_copy(bool store, const struct codebook_bits * f, uint8_t * block, int * v, int n, int first_bit) {
     for (int i = 0; i < n; ++i) {
-        const int at = f->first + i*f->each + i/4*f->skip;
+        const int bit = f->first + i*f->stride + i/4*f->skip;
         for (int b = 0, bits; b < f->bits; b += bits) {
-            uint8_t * byte = block + (at + b)/8;
-            const int shift = (at + b)%8, mask_bits = f->bits - b < 8 - shift ? f->bits - b : 8 - shift, mask = (1 << mask_bits) - 1;
+            uint8_t * byte = block + (bit + b)/8;
+            const int shift = (bit + b)%8, mask_bits = f->bits - b < 8 - shift ? f->bits - b : 8 - shift, mask = (1 << mask_bits) - 1;
             bits = mask_bits;
-            if (put) {
-                *byte = (uint8_t) ((*byte & ~(mask << shift)) | (v[i] >> (from + b) & mask) << shift);
+            if (store) {
+                *byte = (uint8_t) ((*byte & ~(mask << shift)) | (v[i] >> (first_bit + b) & mask) << shift);
             } else {
-                v[i] |= (*byte >> shift & mask) << (from + b);
+                v[i] |= (*byte >> shift & mask) << (first_bit + b);
             }
         }
     }
 }
 
-static inline void codebook_copy_all(bool put, const struct codebook_layout * t, void * block, struct codebook_block * x) {
-    codebook_copy(put, &t->point, block, x->point, QK_K/t->group, 0);
-    codebook_copy(put, &t->high, block, x->point, QK_K/t->group, t->point.bits);
-    codebook_copy(put, &t->sign, block, x->sign, QK_K/8, 0);
-    codebook_copy(put, &t->scale, block, x->scale, QK_K/t->sub, 0);
+static inline void codebook_copy_all(bool store, const struct codebook_layout * t, void * block, struct codebook_block * x) {
+    codebook_copy(store, &t->point, block, x->point, QK_K/t->group, 0);
+    codebook_copy(store, &t->high, block, x->point, QK_K/t->group, t->point.bits);
+    codebook_copy(store, &t->sign, block, x->sign, QK_K/8, 0);
+    codebook_copy(store, &t->scale, block, x->scale, QK_K/t->sub, 0);
 }
 
 static inline void codebook_load(const struct codebook_layout * t, void * block, struct codebook_block * x) {
