@@ -1,4 +1,4 @@
-// What every type's header needs: half floats, QK_K, the unpack contract.
+// What every type header needs: half floats, QK_K, the unpack contract, the activation types.
 #pragma once
 
 #include <assert.h>
@@ -19,18 +19,17 @@
 
 #define GGML_EXT_MAX_GROUPS 4
 
-// Blocks of 64 that kernels take at a time.
+// Blocks of 64 that kernels process together.
 enum { GGML_EXT_GROUP_BLOCKS = 4 };
 
-// Tables that C++ uses in constant expressions.
+// For tables that C++ uses in constant expressions.
 #ifdef __cplusplus
 #define GGML_EXT_CONSTANT static constexpr
 #else
 #define GGML_EXT_CONSTANT static const
 #endif
 
-// GGML_EXT_INLINE: functions of the formats that GPU kernels call too. ggml_half is a class in CUDA's sources and the bits
-// of one elsewhere.
+// For format functions that GPU kernels share. ggml_half is a class in CUDA sources and a uint16_t elsewhere.
 #ifdef __CUDACC__
 #define GGML_EXT_INLINE static __host__ __device__ inline
 GGML_EXT_INLINE ggml_half ggml_ext_half_from_bits(uint16_t bits) { return __ushort_as_half(bits); }
@@ -43,8 +42,8 @@ GGML_EXT_INLINE uint16_t ggml_ext_half_bits(ggml_half h) { return h; }
 GGML_EXT_INLINE float ggml_ext_half_to_float(ggml_half h) { return ggml_fp16_to_fp32(h); }
 #endif
 
-// The scale of 8-bit activations whose largest rotated magnitude is amax, and the factor of their codes. False if amax is Inf or
-// NaN: then the scale is NaN and so will the result be, as in float. Below 1e-36 127/amax would overflow, and all is zero.
+// Scale and inverse scale of 8-bit activations with the largest rotated magnitude amax. Return false if amax is Inf or NaN: the scale
+// becomes NaN, and so does the product, as in float. Below 1e-36, 127/amax would overflow, so everything becomes zero.
 static inline bool ggml_ext_begin_q8(float amax, float * d, float * inv_d) {
     if (!(amax <= FLT_MAX)) {
         *d = NAN;
@@ -56,26 +55,25 @@ static inline bool ggml_ext_begin_q8(float amax, float * d, float * inv_d) {
     return true;
 }
 
-// Kernels take group g of 32 codes together with group g + 4 (cpu/simd.h). Rotated activations lie in that order: group g begins
-// here. Q8_KR is a block_q8_K whose qs and bsums do.
-static inline int ggml_ext_group_at(int g) {
+// Offset of group g of 32 rotated activations. Kernels process groups g and g + 4 together (cpu/simd.h), so these are adjacent.
+// Q8_KR is a block_q8_K whose qs and bsums are in this order.
+static inline int ggml_ext_group_offset(int g) {
     return 64*(g%4) + 32*(g/4);
 }
 
-// Q8_KR64, activations rotated in blocks of 64: a row of n is n/256 of these groups of four blocks, rounded up. Each takes the
-// room of a block, so that a row of any number of blocks has room; what is left of it is not used. A row is made and read as a
-// whole (ggml_ext_first_block()). One scale for a group: the tiled GEMM has no more. Blocks behind the row's end are zero.
+// Q8_KR64: activations rotated in blocks of 64. A row of n has n/256 of these structs, rounded up, four blocks each; missing blocks of
+// the last one are zero. ggml reserves one struct per block, so a row of any length fits. A row is written and read in full
+// (ggml_ext_first_block()). The four blocks share one scale, because the tiled GEMM has one per 256 values.
 typedef struct {
-    float  d[GGML_EXT_GROUP_BLOCKS];   // all alike
-    float  sum[GGML_EXT_GROUP_BLOCKS]; // of a block's codes, exact
+    float  d[GGML_EXT_GROUP_BLOCKS];   // four equal values
+    float  sum[GGML_EXT_GROUP_BLOCKS]; // sum of the codes of each block, exact
     int8_t qs[QK_K];                   // value 8*g + i of block b at 8*b + i of group g
 } block_q8_kr64;
 static_assert(sizeof(block_q8_kr64) == GGML_EXT_Q8_KR64_BLOCK_BYTES, "types.toml and the struct differ");
 
-// One block after unpacking, the same integers on every backend:
+// The unpack contract: one block as integers, the same on every backend.
 //   value[j] = d * scale[j / group] * (q[j] - offset)
-// group is the type's entry in types.toml; types with one scale set scale[0] = 1. Rotated types hold rotated values. Blocks of
-// 64 leave the rest of q as it is.
+// group comes from types.toml; types with one scale set scale[0] = 1. Values of rotated types are rotated. Blocks of 64 use q[0..63].
 struct ggml_ext_unpacked {
     int8_t  q[QK_K];
     int32_t scale[GGML_EXT_MAX_GROUPS];

@@ -1,5 +1,5 @@
-// Products with activations more exact than 8 bits (ggml-ext-act-prec.h) on the CPU: a node of twice the columns goes the way
-// that any other goes, whichever kernels that may be: dot products, tiles, repacked weights, AMX, tinyBLAS.
+// Products with activations of more than 8 bits (ggml-ext-act-prec.h) on the CPU. A node of twice the columns runs on whatever kernels
+// ggml-cpu chooses: dot products, tiles, repacked weights, AMX, tinyBLAS.
 #include "ggml-ext-cpu.h"
 #include "ggml-cpu.h"
 #include "ggml-cpu-impl.h"
@@ -12,13 +12,13 @@ ggml_tensor * ggml_ext_planned_node(ggml_tensor * node, ggml_ext_doubled * doubl
     if (!ggml_ext_splits_activations(node)) {
         return node;
     }
-    char * at = nullptr;
-    ggml_ext_make_doubled(node, ggml_ext_parts(node).size, doubled, &at);
+    char * buffer = nullptr;
+    ggml_ext_make_doubled(node, ggml_ext_parts(node).size, doubled, &buffer);
     *work_size = ggml_ext_doubled_size(node);
     return &doubled->dst;
 }
 
-// n values of a row, 256 at most, as the activation type's 8 bits hold them. Q8_1 has the values of Q8_0.
+// Round n <= 256 values of a row to what the activation type's 8 bits hold. Q8_1 has the values of Q8_0.
 static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t n) {
     union {
         block_q8_0    q8_0[QK_K/QK8_0];
@@ -36,7 +36,7 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
         case GGML_TYPE_Q8_KR:
             for (int g = 0; g < QK_K/32; ++g) {
                 for (int j = 0; j < 32; ++j) {
-                    v[32*g + j] = block.q8_K.d*block.q8_K.qs[ggml_ext_group_at(g) + j];
+                    v[32*g + j] = block.q8_K.d*block.q8_K.qs[ggml_ext_group_offset(g) + j];
                 }
             }
             ggml_ext_rotate_activations_back(v, QK_K, QK_K);
@@ -45,7 +45,7 @@ static void round_to_8_bits(ggml_type type, const float * x, float * y, int64_t 
         case GGML_TYPE_Q8_KR64:
             for (int64_t b = 0; b < n; b += 8) {
                 for (int j = 0; j < 8; ++j) {
-                    v[b + j] = block.q8_kr64.d[0]*block.q8_kr64.qs[ggml_ext_group_at(b%64/8) + b/64*8 + j];
+                    v[b + j] = block.q8_kr64.d[0]*block.q8_kr64.qs[ggml_ext_group_offset(b%64/8) + b/64*8 + j];
                 }
             }
             ggml_ext_rotate_activations_back(v, n, 64);
@@ -59,18 +59,18 @@ static float * row(const ggml_tensor * tensor, const int64_t (&i)[4]) {
     return (float *) ((char *) tensor->data + i[1]*tensor->nb[1] + i[2]*tensor->nb[2] + i[3]*tensor->nb[3]);
 }
 
-// Calls f(x, y, r) for each row x of the part of `whole` that begins at `first` and both rows that `doubled` has of it.
-template <class F> static void each_pair(const ggml_tensor * whole, const ggml_tensor * doubled, int dim, int64_t first, F f) {
+// Call f(x, y, r) for each row x of `original` from index `first` of dimension `dim` on, with its two rows of `doubled`.
+template <class F> static void each_row_pair(const ggml_tensor * original, const ggml_tensor * doubled, int dim, int64_t first, F f) {
     const int64_t n[4] = {1, doubled->ne[1], doubled->ne[2], doubled->ne[3]};
     int64_t i[4] = {0};
     for (i[3] = 0; i[3] < n[3]; ++i[3]) {
         for (i[2] = 0; i[2] < n[2]; ++i[2]) {
             for (i[1] = 0; i[1] < n[1]; ++i[1]) {
                 if (i[dim] % 2 == 0) {
-                    int64_t of_whole[4] = {0, i[1], i[2], i[3]}, of_r[4] = {0, i[1], i[2], i[3]};
-                    of_whole[dim] = first + i[dim]/2;
-                    of_r[dim] += 1;
-                    f(row(whole, of_whole), row(doubled, i), row(doubled, of_r));
+                    int64_t original_index[4] = {0, i[1], i[2], i[3]}, residual_index[4] = {0, i[1], i[2], i[3]};
+                    original_index[dim] = first + i[dim]/2;
+                    residual_index[dim] += 1;
+                    f(row(original, original_index), row(doubled, i), row(doubled, residual_index));
                 }
             }
         }
@@ -83,8 +83,8 @@ static void split_activations(const ggml_compute_params * params, const ggml_ten
     const int64_t   n        = node->src[1]->ne[0];
     const int64_t   n_blocks = (n + QK_K - 1)/QK_K;
     GGML_ASSERT(node->src[1]->nb[0] == sizeof(float));
-    int64_t turn = 0; // blocks go to the threads in equal parts, of whichever rows they are
-    each_pair(node->src[1], &doubled->src1, dim, first, [&](const float * x, float * y, float * r) {
+    int64_t turn = 0; // threads share the blocks of all rows equally
+    each_row_pair(node->src[1], &doubled->src1, dim, first, [&](const float * x, float * y, float * r) {
         for (int64_t ib = 0; ib < n_blocks; ++ib, ++turn) {
             if (turn % params->nth == params->ith) {
                 const int64_t j = ib*QK_K, end = std::min(n, j + QK_K);
@@ -109,25 +109,25 @@ bool ggml_ext_compute_doubled(ggml_compute_params * params, ggml_tensor * node,
     if (!ggml_ext_splits_activations(node)) {
         return false;
     }
-    const ggml_ext_parts cut(node);
-    for (int64_t first = 0; first < cut.n; first += cut.size) {
+    const ggml_ext_parts parts(node);
+    for (int64_t first = 0; first < parts.n; first += parts.size) {
         ggml_ext_doubled doubled;
-        char * at = (char *) GGML_PAD((uintptr_t) params->wdata, 64);
-        ggml_ext_make_doubled(node, std::min(cut.size, cut.n - first), &doubled, &at);
-        const size_t used = at - (char *) params->wdata;
+        char * buffer = (char *) GGML_PAD((uintptr_t) params->wdata, 64);
+        ggml_ext_make_doubled(node, std::min(parts.size, parts.n - first), &doubled, &buffer);
+        const size_t used = buffer - (char *) params->wdata;
         GGML_ASSERT(used <= params->wsize);
         if (first > 0) {
-            ggml_barrier(params->threadpool); // the part before is added up
+            ggml_barrier(params->threadpool); // the previous part has been added up
         }
-        split_activations(params, node, &doubled, cut.dim, first);
+        split_activations(params, node, &doubled, parts.dim, first);
         ggml_barrier(params->threadpool);
-        ggml_compute_params rest = *params;
-        rest.wdata = at;
-        rest.wsize -= used;
-        compute(&rest, &doubled.dst);
+        ggml_compute_params inner = *params;
+        inner.wdata = buffer;
+        inner.wsize -= used;
+        compute(&inner, &doubled.dst);
         ggml_barrier(params->threadpool);
         const int64_t begin = node->ne[0]*params->ith/params->nth, end = node->ne[0]*(params->ith + 1)/params->nth;
-        each_pair(node, &doubled.dst, cut.dim, first, [&](float * sum, const float * y, const float * r) {
+        each_row_pair(node, &doubled.dst, parts.dim, first, [&](float * sum, const float * y, const float * r) {
             for (int64_t k = begin; k < end; ++k) {
                 sum[k] = y[k] + r[k]*(1/GGML_EXT_RESIDUAL_SCALE);
             }

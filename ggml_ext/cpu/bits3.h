@@ -6,11 +6,11 @@
 namespace ggml_ext {
 
 struct bits3 {
-    u8x64 ql, qh; // qh: the bits of groups 0 to 3 and of groups 4 to 7 at the low four places
+    u8x64 ql, qh; // qh: bits of groups 0-3 and of groups 4-7 in the low nibbles
 
     bits3(const uint8_t * ql, const uint8_t * qh) : ql(load64(ql)), qh(join(load(qh), field<4>(load(qh), 15))) {}
 
-    // codes of the groups G and G + 4
+    // codes of groups G and G + 4
     template <int G> u8x64 groups() const { return field<2*G>(ql, 3) | field<G - 2>(qh, 4); }
 };
 

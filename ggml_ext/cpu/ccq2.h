@@ -1,4 +1,4 @@
-// CCQ2 over the SIMD primitives. Format: types/ccq2.h.
+// CCQ2 over the SIMD primitives (format: types/ccq2.h).
 #pragma once
 
 #include "unpack.h"
@@ -6,7 +6,7 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ccq2> {
-    u15x32  codes0, codes1; // of the first and of the last 128 weights
+    u15x32  codes0, codes1; // first and last 128 weights
     scales4 scales;
     uint8_t indices;
     float   d;

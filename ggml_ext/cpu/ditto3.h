@@ -1,4 +1,4 @@
-// DITTO3 over the SIMD primitives. Format: types/ditto3.h.
+// DITTO3 over the SIMD primitives (format: types/ditto3.h).
 #pragma once
 
 #include "bits3.h"

@@ -1,4 +1,4 @@
-// DITTO5 over the SIMD primitives. Format: types/ditto5.h.
+// DITTO5 over the SIMD primitives (format: types/ditto5.h).
 #pragma once
 
 #include "unpack.h"
@@ -6,7 +6,7 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ditto5> {
-    u8x64   low[2], signs; // signs: the bits of groups 0 to 3 and of groups 4 to 7 at the low four places, as of bits3
+    u8x64   low[2], signs; // signs: as bits3::qh
     table16 codebook, flip;
     float   d;
     static constexpr float offset = DITTO5_OFFSET;

@@ -1,4 +1,4 @@
-// The CPU backend's entry points, one instantiation a type.
+// Entry points of the CPU backend, one instantiation per type.
 #include "ggml-ext-cpu.h"
 #include "all.h"
 #include "ggml-impl.h"
@@ -46,8 +46,8 @@ GGML_EXT_WEIGHT_TYPES(X)
 template <typename B, typename = void> constexpr bool is_trellis = false;
 template <typename B> constexpr bool is_trellis<B, std::void_t<decltype(unpacker<B>::lanes)>> = true;
 
-// Where tiles begin to be the faster way, measured on a Zen 3 core, AVX2 without VNNI, and on a Zen 4 core with AVX-512
-// (docs/results/speed.md): with VNNI dot_columns() multiplies as tiles do, and types differ by what their scales cost there.
+// Number of columns from which tiles are faster (docs/results/speed.md): with VNNI, dot_columns() multiplies as fast as tiles, and types
+// differ by the cost of their scales.
 template <typename B> constexpr int64_t tiled_columns(bool with_vnni) {
     if (with_vnni) {
         return 1 + (has_scales<B> ? 24 : group_blocks<B> > 1 ? 120 : 56);
@@ -61,8 +61,8 @@ const bool HAS_VNNI = true;
 const bool HAS_VNNI = false;
 #endif
 
-// In a build for tests the limits of the other kind of processor can be asked for.
-static bool limits_of_vnni() {
+// Test builds can select the limits of the other kind of CPU.
+static bool use_vnni_limits() {
 #ifdef GGML_EXT_TESTS
     static const bool with_vnni = ggml_ext_env_switch("GGML_EXT_LIMITS_OF_VNNI", HAS_VNNI);
     return with_vnni;
@@ -71,30 +71,30 @@ static bool limits_of_vnni() {
 #endif
 }
 
-bool ggml_ext_env_switch(const char * name, bool otherwise) {
+bool ggml_ext_env_switch(const char * name, bool fallback) {
     const char * text = getenv(name);
     if (!text) {
-        return otherwise;
+        return fallback;
     }
     char * end;
     const long value = strtol(text, &end, 10);
     if (end == text || *end) {
-        GGML_LOG_WARN("%s: got \"%s\", needs 0 or 1: taken as %d\n", name, text, otherwise);
-        return otherwise;
+        GGML_LOG_WARN("%s: got \"%s\", needs 0 or 1: taken as %d\n", name, text, fallback);
+        return fallback;
     }
     return value != 0;
 }
 
 int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type) {
     switch ((int) type) {
-#define X(NAME, name) case GGML_TYPE_##NAME: return tiled_columns<block_##name>(limits_of_vnni());
+#define X(NAME, name) case GGML_TYPE_##NAME: return tiled_columns<block_##name>(use_vnni_limits());
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
         default: return 0;
     }
 }
 
-// Of a product's columns, as many as are multiplied at a time: where each is, and where its products go.
+// A batch of a product's columns and the destinations of their products.
 struct column_batch {
     const void * y[2*MAX_COLUMNS];
     float      * s[2*MAX_COLUMNS];
@@ -106,7 +106,7 @@ struct column_batch {
     }
     bool full() const { return n == 2*MAX_COLUMNS; }
 
-    // with rows ir0 to ir0_end of the matrix at x
+    // multiply by rows ir0 to ir0_end of the matrix x
     void multiply(const ggml_tensor * src0, const char * x, int64_t ir0, int64_t ir0_end) {
         for (int c = 0; c < n; ++c) { s[c] += ir0; }
         ggml_ext_dot_columns(src0->type, src0->ne[0], s, x + ir0*src0->nb[1], src0->nb[1], ir0_end - ir0, y, n);
@@ -114,7 +114,7 @@ struct column_batch {
     }
 };
 
-// Row i11, i12, i13 of src1, quantised: in the work buffer, where it has been made from floats.
+// Return row (i11, i12, i13) of src1, quantized: from the work buffer if src1 is float.
 static const char * quantized_row(const ggml_tensor * src1, const void * wdata, size_t row_size, int64_t i11, int64_t i12, int64_t i13) {
     if (src1->type != GGML_TYPE_F32) {
         return (const char *) src1->data + i11*src1->nb[1] + i12*src1->nb[2] + i13*src1->nb[3];
@@ -133,7 +133,7 @@ bool ggml_ext_mul_mat_chunk(const struct ggml_tensor * dst, const void * wdata, 
     for (; ir1 < ir1_end; ++ir1) {
         const int64_t i1 = ir1%ne1, i2 = ir1/ne1%ne2, i3 = ir1/ne1/ne2;
         columns.add(quantized_row(src1, wdata, row_size, i1, i2, i3), (char *) dst->data + i1*dst->nb[1] + i2*dst->nb[2] + i3*dst->nb[3]);
-        if (columns.full() || i1 == ne1 - 1 || ir1 == ir1_end - 1) { // columns of one matrix of src0
+        if (columns.full() || i1 == ne1 - 1 || ir1 == ir1_end - 1) { // columns that share a matrix of src0
             columns.multiply(src0, (const char *) src0->data + i2/(ne2/src0->ne[2])*src0->nb[2] + i3/(dst->ne[3]/src0->ne[3])*src0->nb[3],
                              ir0, ir0_end);
         }

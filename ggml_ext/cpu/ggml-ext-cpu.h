@@ -1,4 +1,4 @@
-// What the CPU backend's tables point to.
+// Interface of the CPU kernels: what ggml-cpu's type traits and its patched matrix products call.
 #pragma once
 
 #include "ggml-ext-act-prec.h"
@@ -16,44 +16,42 @@ extern "C" {
 GGML_EXT_WEIGHT_TYPES(X)
 #undef X
 
-// Products of n_rows rows of n weights, `stride` bytes apart, with n_cols columns of quantised activations: s[c][i] of row i and
-// column c, the same floats whatever the other columns are. False if type is not the extension's.
+// Multiply n_rows rows of n weights, `stride` bytes apart, with n_cols columns of quantized activations. s[c][i] is the product of row i
+// and column c; it does not depend on the other columns. Return false for upstream types.
 GGML_BACKEND_API bool ggml_ext_dot_columns(enum ggml_type type, int64_t n, float * const * s, const void * x, size_t stride,
                                            int64_t n_rows, const void * const * y, int n_cols);
 
-// The rows ir0 to ir0_end and columns ir1 to ir1_end of a mul_mat, or of one expert's mul_mat_id, whose columns are those of the
-// pairs of numbers at expert_rows: place among a token's experts, token. wdata: quantised columns, row_size bytes each. False,
-// and nothing is done, if the weights are not of the extension's types.
+// Compute rows ir0 to ir0_end and columns ir1 to ir1_end of a mul_mat, or of one expert in a mul_mat_id. wdata: quantized columns of
+// row_size bytes. expert_rows: the expert's columns as pairs (index among the token's experts, token). Return false for upstream types.
 bool ggml_ext_mul_mat_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, int64_t ir0, int64_t ir0_end,
                             int64_t ir1, int64_t ir1_end);
 bool ggml_ext_mul_mat_id_chunk(const struct ggml_tensor * dst, const void * wdata, size_t row_size, const char * expert,
                                const int32_t * expert_rows, int64_t ir0, int64_t ir0_end, int64_t ir1, int64_t ir1_end);
 
-// x: n floats, n a multiple of 256 or of 64; y: n/256 block_q8_K or block_q8_kr64 of the rotated row, rounded up.
+// Quantize n floats (a multiple of 256 or 64) to n/256 block_q8_K or block_q8_kr64, rounded up, of the rotated row.
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr(const float * x, void * y, int64_t n);
 GGML_BACKEND_API void ggml_ext_quantize_row_q8_kr64(const float * x, void * y, int64_t n);
 
-// n rotated values, 256 at most, in blocks of 256 or 64, in place; x at a multiple of 32 bytes.
+// Rotate n <= 256 values back in place, in blocks of 256 or 64; x is aligned to 32 bytes.
 void ggml_ext_rotate_activations_back(float * x, int64_t n, int block_size);
 
-// The conversion for the columns of dst, a product with quantized weights: from_float. In builds for tests the environment variable
-// GGML_EXT_ACT_BITS=2..7 makes it round its codes to so many bits (tests/native/study-act-bits.cpp), at the speed of 8 bits.
+// Choose the activation conversion for a product with quantized weights. In test builds, GGML_EXT_ACT_BITS=2..7 rounds its codes to so
+// many bits (tests/native/study-act-bits.cpp), at the speed of 8 bits.
 #ifdef GGML_EXT_TESTS
 ggml_from_float_t ggml_ext_study_from_float(const struct ggml_tensor * dst, enum ggml_type type, ggml_from_float_t from_float);
 #else
 #define ggml_ext_study_from_float(dst, type, from_float) (from_float)
 #endif
 
-// Where thread ith of nth begins to quantise a row of n activations, in blocks; it ends where the next begins. Rows of Q8_KR64
-// are made as a whole: by turns, row by row.
+// First block that thread ith of nth quantizes in a row of n activations; it ends where the next thread begins. A row of Q8_KR64 is
+// written in full, so the threads take turns by row.
 static inline int64_t ggml_ext_first_block(enum ggml_type type, int64_t n, int64_t ith, int64_t nth, int64_t row) {
     const int64_t n_blocks = n/ggml_blck_size(type);
     return type == GGML_TYPE_Q8_KR64 ? (ith > row%nth ? n_blocks : 0) : ith*n_blocks/nth;
 }
 
-// Rows, and columns, that a thread takes at a time instead of `size`: all of a small matrix, whose rows then go to the threads in
-// equal parts. Of 576 rows in chunks of 64 one of two threads would get five chunks and the other four, and smaller chunks cost
-// more than they are worth: an atomic addition each, and columns laid out anew for each.
+// Rows and columns per chunk, instead of upstream's `size`. A small matrix is one chunk, whose rows the threads share equally: in chunks of
+// 64, two threads would split 576 rows 5:4. Smaller chunks cost an atomic addition each and load the columns again.
 static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, int64_t size) {
     switch (type) {
         GGML_EXT_WEIGHT_CASES return n_rows < 16*64 ? n_rows : 64;
@@ -61,25 +59,25 @@ static inline int64_t ggml_ext_chunk_size(enum ggml_type type, int64_t n_rows, i
     }
 }
 
-// Marked products (ggml-ext-act-prec.h). compute_doubled() computes node by `compute`, of a node with twice the columns in the work
-// buffer; false, and nothing is done, if node is not marked. planned_node() is that node, with the work_size that it needs beside
-// its own, or else node. `doubled` holds its tensors.
+// Products at act_prec f16 (ggml-ext-act-prec.h) have twice the columns. compute_doubled() calls `compute` on such a node, which it builds
+// in the work buffer; it returns false if `node` is not marked. planned_node() returns that node, with the additional work_size it needs,
+// or `node`. `doubled` holds its tensors.
 struct ggml_compute_params;
 bool ggml_ext_compute_doubled(struct ggml_compute_params * params, struct ggml_tensor * node,
                               void (*compute)(struct ggml_compute_params *, struct ggml_tensor *));
 struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggml_ext_doubled * doubled, size_t * work_size);
 
-// The least number of columns that the tiled GEMM takes; it multiplies fewer no faster than dot_columns().
+// Smallest number of columns for the tiled GEMM; with fewer, dot_columns() is as fast.
 GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
 
-// Whether an environment variable says yes: a number that is not 0. Unset, or with a warning anything but a number: otherwise.
-bool ggml_ext_env_switch(const char * name, bool otherwise);
+// Read a switch from the environment: a number, true if it is not 0. Return `fallback` if it is unset or, with a warning, not a number.
+bool ggml_ext_env_switch(const char * name, bool fallback);
 
-// For tests: the instruction set compiled in, and one block through the SIMD unpack.
+// For tests: the instruction set, and the SIMD unpack of one block.
 GGML_BACKEND_API const char * ggml_ext_cpu_isa(void);
 GGML_BACKEND_API bool         ggml_ext_cpu_unpack_block(enum ggml_type type, const void * block, uint8_t * q);
 
-// In a build for tests: how many tiles the tiled GEMM has unpacked from the extension's types since the start of the process.
+// In test builds: number of tiles that the tiled GEMM has unpacked from ggml-ext types.
 #ifdef GGML_EXT_TESTS
 GGML_BACKEND_API int64_t ggml_ext_cpu_n_tiles(void);
 void                     ggml_ext_cpu_count_tile(void);

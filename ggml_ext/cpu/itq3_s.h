@@ -1,4 +1,4 @@
-// ITQ3_S over the SIMD primitives. Format: types/itq3_s.h.
+// ITQ3_S over the SIMD primitives (format: types/itq3_s.h).
 #pragma once
 
 #include "bits3.h"

@@ -1,6 +1,5 @@
-// Rotation fused into the 8-bit quantisation of an activation row: the one pass over the activations that every
-// rotated weight type needs. Bit-equal to ggml_ext_quantize_row_q8_kr_ref and ..._q8_kr64_ref: the same butterflies in the same
-// order.
+// Rotation fused with the 8-bit quantization of activation rows. Bit-equal to ggml_ext_quantize_row_q8_kr_ref() and ..._q8_kr64_ref():
+// the same butterflies in the same order.
 #include "ggml-ext-cpu.h"
 #include "../ggml-ext-rotation.h"
 #include "simd.h"
@@ -9,7 +8,7 @@
 
 using namespace ggml_ext;
 
-// One stage across N registers, r[i] paired with r[i + stride].
+// One stage across N registers; r[i] pairs with r[i + stride].
 template <int N> static inline void butterflies(f32x8 (&r)[N], int stride) {
     for (int i = 0; i < N; i += 2*stride) {
         for (int j = i; j < i + stride; ++j) {
@@ -22,31 +21,31 @@ template <int N> static inline void butterflies(f32x8 (&r)[N], int stride) {
 
 // The signs as factors.
 struct sign_factors {
-    alignas(32) float of[QK_K];
-    constexpr sign_factors() : of() {
+    alignas(32) float factor[QK_K];
+    constexpr sign_factors() : factor() {
         for (int j = 0; j < QK_K; ++j) {
-            of[j] = ggml_ext_signs[j/32] >> j%32 & 1 ? -1.0f : 1.0f;
+            factor[j] = ggml_ext_signs[j/32] >> j%32 & 1 ? -1.0f : 1.0f;
         }
     }
 };
 static constexpr sign_factors signs;
 
-// Butterflies of 64 values at strides 1 to 32, in 8 registers; `flips` are their signs.
-static inline void transform64(const float * x, const float * flips, f32x8 (&r)[8]) {
+// Butterflies of 64 values at strides 1 to 32, in 8 registers.
+static inline void transform64(const float * x, const float * factors, f32x8 (&r)[8]) {
     for (int k = 0; k < 8; ++k) {
-        r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + 8*k)*load(flips + 8*k))));
+        r[k] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + 8*k)*load(factors + 8*k))));
     }
     butterflies(r, 1);
     butterflies(r, 2);
     butterflies(r, 4);
 }
 
-// v = R x of a block of 256 in two passes, the second of 4 registers at the strides 64 and 128, so that nothing spills.
-// Returns the largest magnitude, Inf or NaN if there is one.
+// v = R x for a block of 256, in two passes, the second with 4 registers at strides 64 and 128, so that nothing spills. Return the largest
+// magnitude; Inf or NaN if there is one.
 static inline float rotate256(const float * x, float * v) {
     for (int i = 0; i < QK_K; i += 64) {
         f32x8 r[8];
-        transform64(x + i, signs.of + i, r);
+        transform64(x + i, signs.factor + i, r);
         for (int k = 0; k < 8; ++k) {
             store(v + i + 8*k, r[k]);
         }
@@ -68,12 +67,12 @@ static inline float rotate256(const float * x, float * v) {
     return amax.total();
 }
 
-// The same of n values in blocks of 64, 256 at most.
+// The same for n <= 256 values in blocks of 64.
 static inline float rotate64(const float * x, int64_t n, float * v) {
     magnitude_max amax;
     for (int64_t i = 0; i < n; i += 64) {
         f32x8 r[8];
-        transform64(x + i, signs.of, r);
+        transform64(x + i, signs.factor, r);
         for (int k = 0; k < 8; ++k) {
             r[k] = r[k]*(1.0f/8);
             amax.add(r[k]);
@@ -83,8 +82,8 @@ static inline float rotate64(const float * x, int64_t n, float * v) {
     return amax.total();
 }
 
-// Codes of 32 values: eight each at v, v + stride, v + 2*stride and v + 3*stride.
-static inline u8x32 codes_of(const float * v, int stride, float inv_d) {
+// Quantize 32 values, eight each at v, v + stride, v + 2*stride and v + 3*stride.
+static inline u8x32 quantize_codes(const float * v, int stride, float inv_d) {
     f32x8 scaled[4];
     for (int k = 0; k < 4; ++k) {
         scaled[k] = load(v + k*stride)*inv_d;
@@ -104,10 +103,10 @@ void ggml_ext_quantize_row_q8_kr(const float * x, void * vy, int64_t n) {
             continue;
         }
         for (int g = 0; g < QK_K/32; ++g) {
-            const u8x32 q  = codes_of(v + 32*g, 8, inv_d);
-            const int   at = ggml_ext_group_at(g);
-            store((uint8_t *) y[ib].qs + at, q);
-            sums_of_16(q, y[ib].bsums + at/16);
+            const u8x32 q  = quantize_codes(v + 32*g, 8, inv_d);
+            const int   offset = ggml_ext_group_offset(g);
+            store((uint8_t *) y[ib].qs + offset, q);
+            sums_of_16(q, y[ib].bsums + offset/16);
         }
     }
 }
@@ -117,33 +116,33 @@ void ggml_ext_quantize_row_q8_kr64(const float * x, void * vy, int64_t n) {
     block_q8_kr64 * y = (block_q8_kr64 *) vy;
     for (int64_t i = 0; i < n; i += QK_K, ++y) {
         alignas(32) float v[QK_K];
-        const int64_t n_here = n - i < QK_K ? n - i : QK_K;
+        const int64_t n_values = n - i < QK_K ? n - i : QK_K;
         float d, inv_d;
-        if (n_here < QK_K) {
+        if (n_values < QK_K) {
             memset(v, 0, sizeof(v));
         }
-        const bool good = ggml_ext_begin_q8(rotate64(x + i, n_here, v), &d, &inv_d);
+        const bool finite = ggml_ext_begin_q8(rotate64(x + i, n_values, v), &d, &inv_d);
         std::fill(y->d, y->d + GGML_EXT_GROUP_BLOCKS, d);
-        if (!good) {
+        if (!finite) {
             memset(y->sum, 0, sizeof(y->sum));
             memset(y->qs, 0, sizeof(y->qs));
             continue;
         }
         sums_of_8 sums;
         for (int g = 0; g < 8; ++g) {
-            const u8x32 q = codes_of(v + 8*g, 64, inv_d);
-            store((uint8_t *) y->qs + ggml_ext_group_at(g), q);
+            const u8x32 q = quantize_codes(v + 8*g, 64, inv_d);
+            store((uint8_t *) y->qs + ggml_ext_group_offset(g), q);
             sums.add(q);
         }
         sums.total(y->sum);
     }
 }
 
-// x times the signs of blocks of that size.
+// Multiply x by the signs of its blocks.
 static void flip_signs(const float * x, int64_t n, int block_size, float * y) {
     for (int64_t b = 0; b < n; b += block_size) {
         for (int j = 0; j < block_size; ++j) {
-            y[b + j] = x[b + j]*signs.of[j];
+            y[b + j] = x[b + j]*signs.factor[j];
         }
     }
 }

@@ -1,39 +1,38 @@
-// The tiled GEMM for blocks of 64: rows of any number of blocks, four scales in the 256 weights that a tile takes. Upstream's
-// driver knows rows of whole blocks of 256 alone, so this is one of our own around its tiles and microkernels. Included by
-// tiled.cpp.
+// The tiled GEMM for blocks of 64: rows of any number of blocks, four scales per 256 weights. Upstream's driver requires blocks of 256,
+// so this is a separate driver around its tiles and microkernels. Included by tiled.cpp.
 #pragma once
 
-// Scales of the four blocks of a row's slab as integers times a float, which is what a tile holds. Scales have few bits, so that
-// those within five octaves of the largest are exact multiples, below 2^9, of one float; any that are not wait for a further
-// pass over the tile, with the others zero. Integers stay below 2^31: 256 * 127 * 127 * 511.
+// The scales of four blocks as integers times a float, which is what a tile holds. Scales have few bits: those within five octaves of the
+// largest are exact multiples, below 2^9, of one float. The others take a further pass over the tile, in which the first are zero.
+// Integer sums stay below 2^31: 256 * 127 * 127 * 511.
 struct tiled_ext_scales {
-    float left[GGML_EXT_GROUP_BLOCKS];
+    float remaining[GGML_EXT_GROUP_BLOCKS];
 
-    // Of this pass. Returns the float, and whether scales are left for another.
+    // Compute the scales of the next pass and return their float. *more: scales remain for another pass.
     float next(int32_t * scale, bool * more) {
         float largest = 0.0f;
-        for (const float d : left) {
-            largest = largest != largest || d <= largest ? largest : d; // NaN stays
+        for (const float d : remaining) {
+            largest = largest != largest || d <= largest ? largest : d; // keeps NaN
         }
         int exponent = 0;
         frexpf(largest, &exponent);
         const bool  finite = largest <= FLT_MAX;
         const float unit   = largest == 0.0f || !finite ? largest : ldexpf(1.0f, exponent - 9);
         for (int b = 0; b < GGML_EXT_GROUP_BLOCKS; ++b) {
-            const float s    = largest > 0.0f && finite ? left[b]/unit : 0.0f; // exact: a power of two
+            const float s    = largest > 0.0f && finite ? remaining[b]/unit : 0.0f; // exact: a power of two
             const bool  fits = s == (float) (int32_t) s;
             scale[b] = fits ? (int32_t) s : 0;
-            left[b]  = fits ? 0.0f : left[b];
+            remaining[b]  = fits ? 0.0f : remaining[b];
             *more   |= !fits;
         }
         return unit;
     }
 };
 
-// Column j of a tile, in the order of the weights; NULL: zero.
+// Load column j of a tile in the order of the weights; NULL is zero.
 static void tiled_ext_load_column(const block_q8_kr64 * y, tiled_tile_src1 * tile, int j) {
-    static const block_q8_kr64 none = {};
-    y = y ? y : &none;
+    static const block_q8_kr64 zero_block = {};
+    y = y ? y : &zero_block;
     int8_t * q = &tile->q[j*TILED_TILE_K];
     ggml_ext::order_blocks(y->qs, q);
     for (int k = 0; k < TILED_TILE_K; k += 32) {
@@ -45,7 +44,7 @@ static void tiled_ext_load_column(const block_q8_kr64 * y, tiled_tile_src1 * til
     tile->d[j] = y->d[0];
 }
 
-// One window of src0's rows times src1's, n_src1 of them at y: acc[i*TILED_TILE_ROWS + j] is the product of row i and column j.
+// Multiply one window of rows of src0 with n_src1 columns y: acc[i*TILED_TILE_ROWS + j] is the product of row i and column j.
 template <typename B>
 static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const block_q8_kr64 * const * y, int n_src1,
                              int64_t n_blocks, tiled_ws * ws) {
@@ -60,18 +59,18 @@ static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const b
         tile.d[i] = tile.dmin[i] = 0.0f;
     }
     for (int64_t ib = 0; ib < n_blocks; ib += BLOCKS) {
-        tiled_ext_scales left[TILED_TILE_ROWS];
+        tiled_ext_scales scales[TILED_TILE_ROWS];
         bool first = true, more = true;
         while (more) {
             more = false;
             for (int r = 0; r < n_src0; r++) {
                 const ggml_ext::unpacker<B> u = ggml_ext::load_blocks((const B *) (src0 + r*nb01) + ib, n_blocks - ib);
-                ggml_ext::unpack_blocks(u, &tile.q[r*TILED_TILE_K]); // again in a further pass: repacking is in place
+                ggml_ext::unpack_blocks(u, &tile.q[r*TILED_TILE_K]); // in every pass: repacking is in place
                 if (first) {
-                    ggml_ext::store4(left[r].left, u.d);
+                    ggml_ext::store4(scales[r].scales, u.d);
                 }
                 int32_t scale[BLOCKS];
-                tile.d   [r] = left[r].next(scale, &more);
+                tile.d   [r] = scales[r].next(scale, &more);
                 tile.dmin[r] = tile.d[r]*u.offset;
                 for (int s = 0; s < NB; s++) {
                     tile.scales[r*NB + s] = tile.mins[r*NB + s] = scale[s*BLOCKS/NB];
@@ -95,13 +94,13 @@ static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const b
     }
 }
 
-// Columns of src1 by their index, and where their products go.
+// Columns of src1, and the destinations of their products.
 struct tiled_ext_columns {
     const block_q8_kr64 * y[TILED_TILE_ROWS];
     float               * dst[TILED_TILE_ROWS];
 };
 
-// Rows ir0 ... ir0 + n_src0 - 1 of src0 times n columns, into dst.
+// Multiply rows ir0 ... ir0 + n_src0 - 1 of src0 with n columns.
 template <typename B>
 static void tiled_ext_rows(const ggml_tensor * src0, const char * src0_cur, int64_t ir0, int n_src0, tiled_ext_columns & c, int n,
                            tiled_ws * ws) {
@@ -130,7 +129,7 @@ static void tiled_ext_mul_mat(const ggml_compute_params * params, ggml_tensor * 
         const char * row = (const char *) src1->data + i13*nb13 + i12*nb12 + i11*nb11;
         ggml_ext_quantize_row_q8_kr64((const float *) row, wdata + j*row_size, ne10);
     }
-    // Chunks of rows and columns, fewer of each until every thread has some
+    // Halve the chunks of rows and columns until every thread has four.
     int64_t chunk = TILED_TILE_ROWS;
     const auto chunks = [&](int64_t n) { return (n + chunk - 1)/chunk; };
     while (chunks(ne01)*chunks(n_cols) < 4*nth && chunk > TILED_MICRO) {
@@ -147,7 +146,7 @@ static void tiled_ext_mul_mat(const ggml_compute_params * params, ggml_tensor * 
     for (int64_t k = ith; k < n_chunks; k = ggml_threadpool_chunk_add(params->threadpool, 1)) {
         const int64_t ir0 = k%n_chunks0*chunk, j_end = MIN((k/n_chunks0 + 1)*chunk, n_cols);
         int64_t j = k/n_chunks0*chunk;
-        while (j < j_end) { // columns of one matrix of src0
+        while (j < j_end) { // columns that share a matrix of src0
             const int64_t i13 = j/(ne12*ne11), i12 = j/ne11%ne12;
             const int64_t end = MIN(j_end, (j/ne11 + 1)*ne11);
             tiled_ext_columns c;
@@ -162,7 +161,7 @@ static void tiled_ext_mul_mat(const ggml_compute_params * params, ggml_tensor * 
     }
 }
 
-// One expert, whose cne1 rows of src1 are quantised already.
+// Multiply one expert with its cne1 quantized rows of src1.
 template <typename B>
 static void tiled_ext_mul_mat_id(const ggml_compute_params * params, ggml_tensor * dst, const int32_t * expert_rows,
                                  int64_t cur_a, int64_t cne1, char * scratch) {
@@ -195,7 +194,7 @@ static bool tiled_ext_dispatch(const ggml_compute_params * params, ggml_tensor *
     using t = tiled_ext<B>;
     const int64_t n_cols = expert_rows ? cne1 : dst->src[1]->ne[1];
     if (n_cols < ggml_ext_cpu_tiled_columns(dst->src[0]->type) && !ggml_tiled_matmul_forced()) {
-        return false; // to ggml_ext_mul_mat_chunk() and ..._id_chunk()
+        return false; // handled by ggml_ext_mul_mat_chunk() and ggml_ext_mul_mat_id_chunk()
     }
     if constexpr (ggml_ext::group_blocks<B> == 1) {
         return tiled_matmul_dispatch<B, t::subblk, t::has_min, t::bias, t::actbias>(params, dst, expert_rows, cur_a, cne1, scratch);

@@ -1,11 +1,11 @@
-// Tile unpack for ggml-cpu/tiled, once for all of the extension's types. Included by tiled.cpp.
+// Tile unpack of all ggml-ext types for ggml-cpu/tiled. Included by tiled.cpp.
 #pragma once
 
 #include "ggml-ext-cpu.h"
 #include "all.h"
 
-// All types take Q4_K's microkernel instance, so that no kernel is added. Sub-blocks are 32 wide; their scale and min are
-// the group's scale, the block's own d and offset carry the rest.
+// All types use Q4_K's microkernel instance, so none is added. Sub-blocks of 32 have the group's integer scale as scale and min; the
+// block's own d and offset are the float factors.
 template <typename B> struct tiled_ext {
     using t = ggml_ext::traits<B>;
     static_assert(t::group >= 32 && t::q_min >= 0, "needs another microkernel instance");
@@ -16,7 +16,6 @@ template <typename B> struct tiled_ext {
     static constexpr int  n_sub   = TILED_TILE_K/subblk;
 };
 
-// Scale of weight j.
 template <typename B> static inline int group_scale(const ggml_ext::unpacker<B> & u, int j) {
     if constexpr (ggml_ext::has_scales<B>) {
         return u.scale(j/ggml_ext::traits<B>::group);

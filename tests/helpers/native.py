@@ -89,7 +89,7 @@ def quantize_rows(from_float, x: np.ndarray, activation: str) -> np.ndarray:
     return out
 
 
-GROUPS_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # places of the groups of 32 in rotated activations: ggml_ext_group_at()
+GROUPS_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # places of the groups of 32 in rotated activations: ggml_ext_group_offset()
 
 
 def codes_and_scales(activations: np.ndarray, n: int, activation: str) -> tuple[np.ndarray, np.ndarray]:

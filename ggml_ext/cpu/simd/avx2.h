@@ -1,4 +1,4 @@
-// AVX2, with VNNI where it is compiled in. Included by simd.h inside namespace ggml_ext.
+// AVX2, with VNNI if enabled. Included by simd.h inside namespace ggml_ext.
 
 #if defined(GGML_EXT_AVX512)
 #elif defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
@@ -20,31 +20,31 @@ static inline u8x32 load_behind(uint8_t first, const uint8_t * p) {
 #if defined(GGML_EXT_AVX512)
     return {_mm256_mask_set1_epi8(a, 1, (char) first)};
 #else
-    const __m256i place0 = _mm256_zextsi128_si256(_mm_cvtsi32_si128(0xff));
-    return {_mm256_or_si256(_mm256_andnot_si256(place0, a), _mm256_zextsi128_si256(_mm_cvtsi32_si128(first)))};
+    const __m256i byte0 = _mm256_zextsi128_si256(_mm_cvtsi32_si128(0xff));
+    return {_mm256_or_si256(_mm256_andnot_si256(byte0, a), _mm256_zextsi128_si256(_mm_cvtsi32_si128(first)))};
 #endif
 }
 
 static inline u8x32 load8x4(const uint8_t * p0, const uint8_t * p1, const uint8_t * p2, const uint8_t * p3) {
-    const auto two = [](const uint8_t * p, const uint8_t * q) {
+    const auto load_two = [](const uint8_t * p, const uint8_t * q) {
         return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) p)), (const __m64 *) q));
     };
-    return {_mm256_inserti128_si256(_mm256_castsi128_si256(two(p0, p1)), two(p2, p3), 1)};
+    return {_mm256_inserti128_si256(_mm256_castsi128_si256(load_two(p0, p1)), load_two(p2, p3), 1)};
 }
 
 static inline u8x32 first_of_8(u8x32 a) { return {_mm256_and_si256(a.v, _mm256_set1_epi64x(0xff))}; }
 static inline u8x32 shift_lanes8(u8x32 a, u8x32 first) { return {_mm256_or_si256(_mm256_slli_epi64(a.v, 8), first.v)}; }
 
-// 16-bit shifts let bits of the neighbour byte in; the mask removes them.
+// 16-bit shifts move bits of the neighbour byte in; the mask removes them.
 template <int S> static inline u8x32 field(u8x32 a, uint8_t mask) {
     const __m256i t = S >= 0 ? _mm256_srli_epi16(a.v, S >= 0 ? S : 0) : _mm256_slli_epi16(a.v, S < 0 ? -S : 0);
     return {_mm256_and_si256(t, _mm256_set1_epi8((char) mask))};
 }
 
-// Bits of the neighbour byte come in above the nibble.
+// Bits of the neighbour byte stay above the nibble.
 template <int S> static inline u8x32 shifted(u8x32 a) { return {S ? _mm256_srli_epi16(a.v, S) : a.v}; }
 
-// 15-bit codes of the even and of the odd bytes, in 16-bit lanes
+// 15-bit codes of the even and the odd bytes, in 16-bit lanes.
 struct u15x32 { __m256i even, odd; };
 
 template <int A, int B> static inline u15x32 multiply_add(u8x32 a) {
@@ -57,8 +57,8 @@ template <int A, int B> static inline u15x32 multiply_add(u8x32 a) {
 template <int S> static inline u8x32 field(u15x32 c) {
     const __m256i even = _mm256_srli_epi16(c.even, S);
     const __m256i odd  = S >= 8 ? _mm256_srli_epi16(c.odd, S >= 8 ? S - 8 : 0) : _mm256_slli_epi16(c.odd, S < 8 ? 8 - S : 0);
-    const __m256i both = _mm256_blendv_epi8(even, odd, _mm256_set1_epi16((int16_t) 0xff00));
-    return {S + 6 < 15 ? _mm256_and_si256(both, _mm256_set1_epi8(63)) : both}; // the topmost six bits are alone
+    const __m256i codes = _mm256_blendv_epi8(even, odd, _mm256_set1_epi16((int16_t) 0xff00));
+    return {S + 6 < 15 ? _mm256_and_si256(codes, _mm256_set1_epi8(63)) : codes}; // the top six bits need no mask
 }
 
 static inline float half_to_float(ggml_half h) { return _cvtsh_ss(h); }
@@ -73,7 +73,7 @@ static inline table16 load_table16(const uint8_t * p) {
 }
 static inline u8x32 look_up(table16 t, u8x32 i) { return {_mm256_shuffle_epi8(t.v, i.v)}; }
 
-// The scales of a block's quarters, each four times in 16-bit lanes: madd takes one for all lanes after a permutation.
+// Scales of a block's quarters, each four times in 16-bit lanes, for madd after a permutation.
 struct scales4 { __m256i v; };
 
 static inline scales4 look_up_scales(uint32_t table, uint8_t indices) {
@@ -98,34 +98,34 @@ static inline float total(__m256 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
 }
 
-// Sums of two lanes each.
+// Sums of two lanes.
 static inline f32x4 quarters(__m256 lanes) {
     return {_mm_hadd_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1))};
 }
 
-// Two lanes of each quarter of a block: its scale, and the sum of its activations.
+// Two lanes per quarter of a block: its scale, or the sum of its activations.
 static inline __m256 quarter_lanes(scales4 s) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(s.v, 16)); }
 static inline __m256 quarter_lanes(const int16_t * bsums) {
     return _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) bsums), _mm256_set1_epi16(1)));
 }
 
 #if !defined(GGML_EXT_AVX512)
-// Eight partial sums, two of each eight bytes.
+// Eight partial sums, two per eight bytes.
 struct i32_sum { __m256i v; };
 
-// maddubs, the product of unsigned and signed bytes, adds two products in an int16.
+// maddubs adds two products of unsigned and signed bytes in an int16.
 template <int Q_MAX> static inline __m256i products(u8x32 q, const int8_t * y) {
     static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "maddubs would saturate");
     return _mm256_maddubs_epi16(q.v, _mm256_loadu_si256((const __m256i *) y));
 }
 
-// An accumulator that is added to here and now: GCC would first make the products of all columns, which have no room in registers.
+// Force the accumulation now: GCC would first compute the products of all columns, which do not fit the registers.
 static inline __m256i keep(__m256i v) {
     __asm__("" : "+x"(v));
     return v;
 }
 
-// Sum of q*y over N_VECS vectors of codes 0..Q_MAX against activations.
+// Sum of q*y over N_VECS vectors of codes 0..Q_MAX and activations.
 template <int Q_MAX, int N_VECS> struct dot_sum {
     __m256i acc = _mm256_setzero_si256();
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -135,7 +135,7 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
     void add(u8x32 q, const int8_t * y) { acc = _mm256_dpbusd_avx_epi32(acc, q.v, _mm256_loadu_si256((const __m256i *) y)); }
     i32_sum total() const { return {acc}; }
 #else
-    static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX; // of N_VECS sums in one accumulator
+    static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX; // N_VECS sums in one accumulator
     void add(u8x32 q, const int8_t * y) {
         const __m256i p = products<Q_MAX>(q, y);
         acc = keep(fits_i16 ? _mm256_add_epi16(acc, p)
@@ -146,7 +146,7 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
 };
 template <int Q_MAX> using quarter_dot_sum = dot_sum<Q_MAX, 8>;
 
-// The same over a block, each quarter times its scale.
+// The same over a block, with a scale per quarter.
 template <int K> static inline __m256i quarter_scale(scales4 s) { return _mm256_permute4x64_epi64(s.v, 0x55*K); }
 
 template <int Q_MAX> struct scaled_dot_sum {
@@ -166,7 +166,7 @@ struct f32_lanes { __m256 v; };
 static inline f32_lanes operator*(f32_lanes a, float b) { return {_mm256_mul_ps(a.v, _mm256_set1_ps(b))}; }
 static inline f32_lanes spread(float a) {
     f32_lanes r = {_mm256_set1_ps(a)};
-    __asm__("" : "+x"(r.v)); // else GCC multiplies it by another before both are spread
+    __asm__("" : "+x"(r.v)); // else GCC multiplies by another scalar before it spreads both
     return r;
 }
 static inline f32_lanes spread(f32x4 a) {
@@ -220,7 +220,7 @@ struct magnitude_max {
     }
 };
 
-// packs work in 128-bit lanes: the permutation puts the 32 codes back in order
+// packs works in 128-bit lanes: the permutation restores the order.
 static inline u8x32 round_to_i8(const f32x8 (&a)[4]) {
     const __m256i a01 = _mm256_packs_epi32(_mm256_cvtps_epi32(a[0].v), _mm256_cvtps_epi32(a[1].v));
     const __m256i a23 = _mm256_packs_epi32(_mm256_cvtps_epi32(a[2].v), _mm256_cvtps_epi32(a[3].v));

@@ -1,4 +1,4 @@
-// AVX-512 with VBMI and VNNI, over avx2.h: u8x64 in one register. Included by simd.h inside namespace ggml_ext.
+// AVX-512 with VBMI and VNNI, on top of avx2.h: u8x64 in one register. Included by simd.h inside namespace ggml_ext.
 
 #define GGML_EXT_ISA "avx512"
 
@@ -11,8 +11,7 @@ static inline u8x64 operator|(u8x64 a, u8x64 b)        { return {_mm512_or_si512
 static inline u8x64 operator^(u8x64 a, u8x64 b)        { return {_mm512_xor_si512(a.v, b.v)}; }
 static inline u8x64 xor3(u8x64 a, u8x64 b, u8x64 c)    { return {_mm512_ternarylogic_epi64(a.v, b.v, c.v, 0x96)}; }
 
-// What stays in its register: GCC makes some constants anew in every turn of a loop, by shuffles, of which there are few, and loads
-// anew for every use, which two lines of the cache take twice as long.
+// Keep v in a register. GCC rebuilds some constants in every iteration with shuffles, or reloads them for every use; both are slow.
 static inline __m512i keep(__m512i v) {
     __asm__("" : "+v"(v));
     return v;
@@ -29,22 +28,21 @@ template <int S> static inline __m512i shift(u8x64 a) {
 template <int S> static inline u8x64 field(u8x64 a, uint8_t mask) {
     return {_mm512_and_si512(shift<S>(a), _mm512_set1_epi8((char) mask))};
 }
-template <int S> static inline u8x64 funnel(u8x64 before, u8x64 a) {
-    return {select_bits(keep(_mm512_set1_epi8((1 << S) - 1)), shift<8 - S>(before), shift<-S>(a))};
+template <int S> static inline u8x64 funnel(u8x64 previous, u8x64 a) {
+    return {select_bits(keep(_mm512_set1_epi8((1 << S) - 1)), shift<8 - S>(previous), shift<-S>(a))};
 }
 
 static inline u8x64 look_up(table16 t, u8x64 i) { return {_mm512_shuffle_epi8(_mm512_broadcast_i64x4(t.v), i.v)}; }
 
 template <int S> static inline u8x64 shifted(u8x64 a) { return {shift<S>(a)}; }
 
-// Permutes of bytes look at six bits of an index: of a table of 16 four times over, at the low four. So no bits above a nibble
-// have to be removed.
+// Byte permutes use six index bits. A table of 16, repeated four times, makes the upper two irrelevant, so no mask is needed.
 static inline u8x64 trellis_values(const ggml_ext_trellis_tables & t, u8x64 i0, u8x64 i1) {
     const auto table = [](const uint8_t * p) { return keep(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) p))); };
     return {_mm512_add_epi8(_mm512_permutexvar_epi8(i0.v, table(t.values[0])), _mm512_permutexvar_epi8(i1.v, table(t.values[1])))};
 }
 
-// Sixteen partial sums: in either half, two of each eight bytes.
+// Sixteen partial sums; each half has two per eight bytes.
 struct i32_sum { __m512i v; };
 
 // Sum of q*y over pairs of groups.
@@ -67,7 +65,7 @@ template <int Q_MAX> struct scaled_dot_sum64 {
     i32_sum total() const { return {acc}; }
 };
 
-// Floats for the lanes of an i32_sum; what has eight lanes is in the low half.
+// Floats for the lanes of an i32_sum; eight lanes are in the low half.
 constexpr int N_LANES = 16;
 struct f32_lanes { __m512 v; };
 

@@ -1,5 +1,4 @@
-// NEON of 64-bit ARM, with the dot product instructions where they are compiled in. Included by simd.h inside namespace
-// ggml_ext.
+// NEON of 64-bit ARM, with dot product instructions if enabled. Included by simd.h inside namespace ggml_ext.
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #define GGML_EXT_ISA "neon+dotprod"
@@ -58,7 +57,7 @@ static inline table16 load_table(const uint8_t * p, uint8_t mask) {
 static inline table16 load_table16(const uint8_t * p) { return {vld1q_u8(p)}; }
 static inline u8x32 look_up(table16 t, u8x32 i) { return {{vqtbl1q_u8(t.v, i.v[0]), vqtbl1q_u8(t.v, i.v[1])}}; }
 
-// 15-bit codes of the bytes in order, in 16-bit lanes
+// 15-bit codes of the bytes in order, in 16-bit lanes.
 struct u15x32 { uint16x8_t v[4]; };
 
 template <int A, int B> static inline u15x32 multiply_add(u8x32 a) {
@@ -74,13 +73,13 @@ template <int S> static inline u8x32 field(u15x32 c) {
              vandq_u8(vcombine_u8(narrow(c.v[2]), narrow(c.v[3])), vdupq_n_u8(63))}};
 }
 
-// Four partial sums; of a quarter_dot_sum one of each eight bytes.
+// Four partial sums; quarter_dot_sum has one per eight bytes.
 struct i32_sum { int32x4_t v; };
 
 static inline i32_sum operator+(i32_sum a, i32_sum b) { return {vaddq_s32(a.v, b.v)}; }
 static inline i32_sum operator*(i32_sum a, int b)     { return {vmulq_n_s32(a.v, b)}; }
 
-// Sum of q*y over N_VECS vectors of codes 0..Q_MAX against activations. Each half of a vector has its accumulator.
+// Sum of q*y over N_VECS vectors of codes 0..Q_MAX and activations, one accumulator per half of a vector.
 template <int Q_MAX, int N_VECS> struct dot_sum {
     static_assert(Q_MAX <= 127, "codes are int8");
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -90,9 +89,9 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
             acc[h] = vdotq_s32(acc[h], vreinterpretq_s8_u8(q.v[h]), vld1q_s8(y + 16*h));
         }
     }
-    i32_sum total() const { return {vpaddq_s32(acc[0], acc[1])}; } // of each eight bytes
+    i32_sum total() const { return {vpaddq_s32(acc[0], acc[1])}; } // one per eight bytes
 #else
-    // a half adds two products to each int16; N_VECS of them may share one accumulator if they cannot overflow it
+    // a half adds two products to each int16; N_VECS of them may share an accumulator if it cannot overflow
     static constexpr bool fits_i16 = 2*Q_MAX*ACT_MAX*N_VECS <= INT16_MAX;
     static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "two products would overflow");
     int16x8_t acc16[2] = {vdupq_n_s16(0), vdupq_n_s16(0)};
@@ -116,7 +115,7 @@ template <int Q_MAX, int N_VECS> struct dot_sum {
 };
 
 #if !defined(__ARM_FEATURE_DOTPROD)
-// As dot_sum, but the eight bytes of each half of a vector apart.
+// As dot_sum, with the eight bytes of each half of a vector apart.
 template <int Q_MAX> struct quarter_dot_sum {
     static_assert(2*Q_MAX*ACT_MAX <= INT16_MAX, "two products would overflow");
     int32x4_t acc[4] = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
@@ -219,7 +218,7 @@ static inline void sums_of_16(u8x32 q, int16_t * sums) {
 
 struct sums_of_8 {
     int16x8_t acc[2] = {vdupq_n_s16(0), vdupq_n_s16(0)};
-    void add(u8x32 q) { // eight vectors: two codes of each in a sum
+    void add(u8x32 q) { // eight vectors: two codes of each per sum
         for (int h = 0; h < 2; ++h) {
             acc[h] = vpadalq_s8(acc[h], vreinterpretq_s8_u8(q.v[h]));
         }

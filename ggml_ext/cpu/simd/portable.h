@@ -1,4 +1,4 @@
-// Portable C++, what the others are compared with. Included by simd.h inside namespace ggml_ext.
+// Portable C++, the reference for the other sets. Included by simd.h inside namespace ggml_ext.
 
 #define GGML_EXT_ISA "scalar"
 
@@ -73,7 +73,7 @@ static inline table16 load_table16(const uint8_t * p) {
 }
 static inline u8x32 look_up(table16 t, u8x32 i) { for (int k = 0; k < 32; ++k) { i.v[k] = t.v[i.v[k]]; } return i; }
 
-// Four partial sums, one of each eight bytes.
+// Four partial sums, one per eight bytes.
 struct i32_sum { int32_t v[4]; };
 
 static inline i32_sum operator+(i32_sum a, i32_sum b) { for (int i = 0; i < 4; ++i) { a.v[i] += b.v[i]; } return a; }
