@@ -10,27 +10,27 @@ static bool is_product(const ggml_tensor * t) {
     return (t->op == GGML_OP_MUL_MAT || t->op == GGML_OP_MUL_MAT_ID) && is_weight(t->src[0]);
 }
 
-// Of the experts. Its gradient would be that of a choice.
+// The gradient of the router would be that of a choice.
 static bool is_router(const ggml_tensor * t) {
     return strstr(t->src[0]->name, "ffn_gate_inp") != nullptr;
 }
 
 bool backward::refuse(const ggml_tensor * node, const char * what) {
-    reason = std::string("gradients of ") + ggml_op_desc(node) + what + " (" + node->name + ") are not known";
+    message = std::string("gradients of ") + ggml_op_desc(node) + what + " (" + node->name + ") are not known";
     return false;
 }
 
-ggml_tensor * backward::of(const ggml_tensor * t) const {
-    const auto at = grads.find(t);
-    return at == grads.end() ? nullptr : at->second;
+ggml_tensor * backward::gradient(const ggml_tensor * t) const {
+    const auto it = grads.find(t);
+    return it == grads.end() ? nullptr : it->second;
 }
 
-bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & of) {
+bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & layer) {
     const size_t n_tensors = 64*nodes.size() + 64;
     owner.reset(ggml_init({ n_tensors*ggml_tensor_overhead(), nullptr, true }));
     ctx = owner.get();
-    if (of.start) {
-        active.insert(of.start);
+    if (layer.start) {
+        active.insert(layer.start);
     }
     for (ggml_tensor * node : nodes) {
         bool depends = is_product(node);
@@ -44,11 +44,11 @@ bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & of)
         }
     }
     ggml_tensor * last = nodes.back();
-    grads[last] = first = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, last->ne);
-    ggml_set_input(first);
-    keep(first); // a product that is all that is added to the stream has it for its own
+    grads[last] = seed_tensor = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, last->ne);
+    ggml_set_input(seed_tensor);
+    keep_value(seed_tensor); // else a product that is the only term added to the stream would have the same gradient tensor
     for (size_t i = nodes.size(); i-- > 0;) {
-        if (active.count(nodes[i]) && this->of(nodes[i]) && !step(nodes[i])) {
+        if (active.count(nodes[i]) && gradient(nodes[i]) && !differentiate(nodes[i])) {
             return false;
         }
     }
@@ -58,40 +58,40 @@ bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & of)
 void backward::append(ggml_cgraph * graph) const {
     for (const auto & g : grads) {
         const bool is_start = g.first->op == GGML_OP_NONE;
-        if (g.second != first && (is_start || is_product(g.first))) {
-            keep(g.second);
+        if (g.second != seed_tensor && (is_start || is_product(g.first))) {
+            keep_value(g.second);
             ggml_build_forward_expand(graph, g.second);
         }
     }
 }
 
-// Adds g, which is contiguous as all gradients are, to t's gradient, summed over what t was repeated for.
-bool backward::add(ggml_tensor * t, ggml_tensor * g) {
+// Add g to the gradient of t, summed over the repetitions of t. All gradients are contiguous.
+bool backward::add_gradient(ggml_tensor * t, ggml_tensor * g) {
     if (active.count(t)) {
         g = ggml_are_same_shape(g, t) ? g : ggml_repeat_back(ctx, g, t);
-        ggml_tensor *& of = grads[t];
-        of = of ? ggml_add(ctx, of, g) : g;
+        ggml_tensor *& sum = grads[t];
+        sum = sum ? ggml_add(ctx, sum, g) : g;
     }
     return true;
 }
 
-ggml_tensor * backward::contiguous(ggml_tensor * t) {
+ggml_tensor * backward::make_contiguous(ggml_tensor * t) {
     return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
 }
 
-ggml_tensor * backward::transposed(ggml_tensor * t) {
+ggml_tensor * backward::transpose(ggml_tensor * t) {
     return ggml_cont(ctx, ggml_transpose(ctx, ggml_is_quantized(t->type) ? ggml_cast(ctx, t, GGML_TYPE_F32) : t));
 }
 
-// Zeros of the shape of `in`, with g where the view lies in it.
-ggml_tensor * backward::placed(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view) {
+// Return zeros of the shape of `in`, with g in the place of the view.
+ggml_tensor * backward::scatter_view(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view) {
     size_t offset;
     memcpy(&offset, view->op_params, sizeof(offset));
     ggml_tensor * zeros = ggml_fill(ctx, ggml_dup_tensor(ctx, in), 0.0f);
     return ggml_acc(ctx, zeros, g, view->nb[1], view->nb[2], view->nb[3], offset);
 }
 
-bool backward::step(ggml_tensor * node) {
+bool backward::differentiate(ggml_tensor * node) {
     ggml_tensor * g = grads.at(node), * a = node->src[0], * b = node->src[1];
     switch (node->op) {
         case GGML_OP_NONE:
@@ -99,70 +99,70 @@ bool backward::step(ggml_tensor * node) {
             return true;
         case GGML_OP_ADD_ID: // biases of experts
         case GGML_OP_REPEAT:
-            return add(a, g);
+            return add_gradient(a, g);
         case GGML_OP_ADD:
-            return add(a, g) && add(b, g);
+            return add_gradient(a, g) && add_gradient(b, g);
         case GGML_OP_SUB:
-            return add(a, g) && add(b, ggml_neg(ctx, g));
+            return add_gradient(a, g) && add_gradient(b, ggml_neg(ctx, g));
         case GGML_OP_MUL:
-            return add(a, ggml_mul(ctx, g, b)) && add(b, ggml_mul(ctx, g, a));
+            return add_gradient(a, ggml_mul(ctx, g, b)) && add_gradient(b, ggml_mul(ctx, g, a));
         case GGML_OP_DIV:
-            return active.count(b) ? refuse(node) : add(a, ggml_div(ctx, g, b));
+            return active.count(b) ? refuse(node) : add_gradient(a, ggml_div(ctx, g, b));
         case GGML_OP_SCALE:
-            return add(a, ggml_scale(ctx, g, ggml_get_op_params_f32(node, 0)));
+            return add_gradient(a, ggml_scale(ctx, g, ggml_get_op_params_f32(node, 0)));
         case GGML_OP_SQR:
-            return add(a, ggml_scale(ctx, ggml_mul(ctx, g, a), 2.0f));
-        case GGML_OP_CLAMP: // nothing where the bounds hold
-            return add(a, ggml_mul(ctx, g, ggml_mul(ctx, ggml_step(ctx, ggml_scale_bias(ctx, a, 1.0f, -ggml_get_op_params_f32(node, 0))),
-                                                         ggml_step(ctx, ggml_scale_bias(ctx, a, -1.0f, ggml_get_op_params_f32(node, 1))))));
+            return add_gradient(a, ggml_scale(ctx, ggml_mul(ctx, g, a), 2.0f));
+        case GGML_OP_CLAMP: // zero outside the bounds
+            return add_gradient(a, ggml_mul(ctx, g, ggml_mul(ctx, ggml_step(ctx, ggml_scale_bias(ctx, a, 1.0f, -ggml_get_op_params_f32(node, 0))),
+                                                             ggml_step(ctx, ggml_scale_bias(ctx, a, -1.0f, ggml_get_op_params_f32(node, 1))))));
         case GGML_OP_RMS_NORM:
-            return add(a, ggml_rms_norm_back(ctx, g, contiguous(a), ggml_get_op_params_f32(node, 0)));
-        case GGML_OP_NORM: { // RMS_NORM of what is left without the mean
-            ggml_tensor * x = contiguous(a);
-            ggml_tensor * of_x = ggml_rms_norm_back(ctx, g, ggml_sub(ctx, x, ggml_mean(ctx, x)), ggml_get_op_params_f32(node, 0));
-            return add(a, ggml_sub(ctx, of_x, ggml_mean(ctx, of_x)));
+            return add_gradient(a, ggml_rms_norm_back(ctx, g, make_contiguous(a), ggml_get_op_params_f32(node, 0)));
+        case GGML_OP_NORM: { // RMS_NORM of x minus its mean
+            ggml_tensor * x = make_contiguous(a);
+            ggml_tensor * gx = ggml_rms_norm_back(ctx, g, ggml_sub(ctx, x, ggml_mean(ctx, x)), ggml_get_op_params_f32(node, 0));
+            return add_gradient(a, ggml_sub(ctx, gx, ggml_mean(ctx, gx)));
         }
         case GGML_OP_CONT:
         case GGML_OP_CPY:
         case GGML_OP_DUP:
         case GGML_OP_RESHAPE:
-            return add(a, ggml_reshape(ctx, g, a));
+            return add_gradient(a, ggml_reshape(ctx, g, a));
         case GGML_OP_VIEW:
             if (ggml_nelements(a) == ggml_nelements(node)) { // in the same order
-                return add(a, ggml_reshape(ctx, g, a));
+                return add_gradient(a, ggml_reshape(ctx, g, a));
             }
-            return ggml_is_contiguous(a) ? add(a, placed(g, a, node)) : refuse(node);
+            return ggml_is_contiguous(a) ? add_gradient(a, scatter_view(g, a, node)) : refuse(node);
         case GGML_OP_TRANSPOSE:
-            return add(a, ggml_cont(ctx, ggml_transpose(ctx, g)));
+            return add_gradient(a, ggml_cont(ctx, ggml_transpose(ctx, g)));
         case GGML_OP_PERMUTE: {
-            int back[GGML_MAX_DIMS];
+            int inverse[GGML_MAX_DIMS];
             for (int i = 0; i < GGML_MAX_DIMS; ++i) {
-                back[ggml_get_op_params_i32(node, i)] = i;
+                inverse[ggml_get_op_params_i32(node, i)] = i;
             }
-            return add(a, contiguous(ggml_permute(ctx, g, back[0], back[1], back[2], back[3])));
+            return add_gradient(a, make_contiguous(ggml_permute(ctx, g, inverse[0], inverse[1], inverse[2], inverse[3])));
         }
-        case GGML_OP_GET_ROWS: // all rows are asked for
-            return ggml_are_same_shape(a, node) && b->op == GGML_OP_NONE ? add(a, g) : refuse(node);
+        case GGML_OP_GET_ROWS: // only if it selects all rows
+            return ggml_are_same_shape(a, node) && b->op == GGML_OP_NONE ? add_gradient(a, g) : refuse(node);
         case GGML_OP_UNARY:
-            if (ggml_tensor * s = slope(ggml_get_unary_op(node), a)) {
-                return add(a, ggml_mul(ctx, s, g));
+            if (ggml_tensor * s = differentiate_unary(ggml_get_unary_op(node), a)) {
+                return add_gradient(a, ggml_mul(ctx, s, g));
             }
             return refuse(node);
         case GGML_OP_MUL_MAT:
         case GGML_OP_MUL_MAT_ID:
-            return product(node, g);
+            return differentiate_product(node, g);
         case GGML_OP_ROPE:
-            return rope(node, g);
+            return differentiate_rope(node, g);
         case GGML_OP_GLU:
-            return gated(node, g);
+            return differentiate_glu(node, g);
         case GGML_OP_FLASH_ATTN_EXT:
-            return attention(node, g);
+            return differentiate_attention(node, g);
         default:
             return refuse(node);
     }
 }
 
-bool backward::product(ggml_tensor * node, ggml_tensor * g) {
+bool backward::differentiate_product(ggml_tensor * node, ggml_tensor * g) {
     ggml_tensor * weight = node->src[0], * x = node->src[1];
     if (active.count(weight)) {
         return refuse(node, " of two activations");
@@ -170,24 +170,26 @@ bool backward::product(ggml_tensor * node, ggml_tensor * g) {
     if (!active.count(x)) {
         return true;
     }
-    return add(x, node->op == GGML_OP_MUL_MAT ? ggml_mul_mat(ctx, transposed(weight), g)
-                                              : ggml_mul_mat_id(ctx, transposed(weight), g, node->src[2]));
+    return add_gradient(x, node->op == GGML_OP_MUL_MAT ? ggml_mul_mat(ctx, transpose(weight), g)
+                                              : ggml_mul_mat_id(ctx, transpose(weight), g, node->src[2]));
 }
 
-bool backward::rope(ggml_tensor * node, ggml_tensor * g) {
+bool backward::differentiate_rope(ggml_tensor * node, ggml_tensor * g) {
     const int32_t * i = node->op_params;
     float           f[6];
     int             sections[4];
     memcpy(f, i + 5, sizeof(f));
     memcpy(sections, i + 11, sizeof(sections));
     if (g->ne[2] == node->src[1]->ne[0]) {
-        return add(node->src[0], ggml_rope_ext_back(ctx, g, node->src[1], node->src[2], i[1], i[2], i[4], f[0], f[1], f[2], f[3], f[4], f[5]));
+        return add_gradient(node->src[0], ggml_rope_ext_back(ctx, g, node->src[1], node->src[2], i[1], i[2], i[4], f[0], f[1], f[2], f[3], f[4],
+                                                             f[5]));
     }
-    return add(node->src[0], ggml_rope_multi_back(ctx, g, node->src[1], node->src[2], i[1], sections, i[2], i[4], f[0], f[1], f[2], f[3], f[4], f[5]));
+    return add_gradient(node->src[0], ggml_rope_multi_back(ctx, g, node->src[1], node->src[2], i[1], sections, i[2], i[4], f[0], f[1], f[2],
+                                                           f[3], f[4], f[5]));
 }
 
-// The derivative, by element; null where it is not known.
-ggml_tensor * backward::slope(ggml_unary_op op, ggml_tensor * x) {
+// The derivative by element; null if the operation is not supported.
+ggml_tensor * backward::differentiate_unary(ggml_unary_op op, ggml_tensor * x) {
     switch (op) {
         case GGML_UNARY_OP_RELU:
             return ggml_step(ctx, x);
@@ -208,8 +210,9 @@ ggml_tensor * backward::slope(ggml_unary_op op, ggml_tensor * x) {
             const float   c = 0.79788456f, d = 0.044715f;
             ggml_tensor * x2 = ggml_sqr(ctx, x);
             ggml_tensor * t  = ggml_tanh(ctx, ggml_mul(ctx, x, ggml_scale_bias(ctx, x2, c*d, c)));
-            ggml_tensor * rest = ggml_mul(ctx, ggml_mul(ctx, x, ggml_scale_bias(ctx, ggml_sqr(ctx, t), -1.0f, 1.0f)), ggml_scale_bias(ctx, x2, 1.5f*c*d, 0.5f*c));
-            return ggml_add(ctx, ggml_scale_bias(ctx, t, 0.5f, 0.5f), rest);
+            ggml_tensor * dt = ggml_scale_bias(ctx, ggml_sqr(ctx, t), -1.0f, 1.0f);
+            ggml_tensor * second = ggml_mul(ctx, ggml_mul(ctx, x, dt), ggml_scale_bias(ctx, x2, 1.5f*c*d, 0.5f*c));
+            return ggml_add(ctx, ggml_scale_bias(ctx, t, 0.5f, 0.5f), second);
         }
         case GGML_UNARY_OP_GELU_QUICK: { // s + x k (s - s^2), s = sigmoid(k x)
             const float   k = 1.702f;
@@ -222,7 +225,7 @@ ggml_tensor * backward::slope(ggml_unary_op op, ggml_tensor * x) {
 }
 
 // f(a) b, of two tensors or of the halves of one.
-bool backward::gated(ggml_tensor * node, ggml_tensor * g) {
+bool backward::differentiate_glu(ggml_tensor * node, ggml_tensor * g) {
     static const std::map<ggml_glu_op, ggml_unary_op> known = {
         { GGML_GLU_OP_REGLU, GGML_UNARY_OP_RELU },           { GGML_GLU_OP_GEGLU, GGML_UNARY_OP_GELU }, { GGML_GLU_OP_SWIGLU, GGML_UNARY_OP_SILU },
         { GGML_GLU_OP_GEGLU_ERF, GGML_UNARY_OP_GELU_ERF }, { GGML_GLU_OP_GEGLU_QUICK, GGML_UNARY_OP_GELU_QUICK },
@@ -231,25 +234,28 @@ bool backward::gated(ggml_tensor * node, ggml_tensor * g) {
     if (op == known.end()) {
         return refuse(node);
     }
-    ggml_tensor * both = node->src[0], * a = both, * b = node->src[1];
+    ggml_tensor * halves = node->src[0], * a = halves, * b = node->src[1];
     const bool    swapped = ggml_get_op_params_i32(node, 1);
     if (!b) {
         const auto half = [&](int i) {
-            return ggml_cont(ctx, ggml_view_4d(ctx, both, node->ne[0], both->ne[1], both->ne[2], both->ne[3], both->nb[1], both->nb[2], both->nb[3], i*node->ne[0]*sizeof(float)));
+            const int64_t * ne = halves->ne;
+            const size_t  * nb = halves->nb;
+            return ggml_cont(ctx, ggml_view_4d(ctx, halves, node->ne[0], ne[1], ne[2], ne[3], nb[1], nb[2], nb[3], i*node->ne[0]*sizeof(float)));
         };
         a = half(swapped ? 1 : 0);
         b = half(swapped ? 0 : 1);
     }
-    ggml_tensor * of_a = ggml_mul(ctx, ggml_mul(ctx, g, b), slope(op->second, a)), * of_b = ggml_mul(ctx, ggml_unary(ctx, a, op->second), g);
+    ggml_tensor * ga = ggml_mul(ctx, ggml_mul(ctx, g, b), differentiate_unary(op->second, a));
+    ggml_tensor * gb = ggml_mul(ctx, ggml_unary(ctx, a, op->second), g);
     if (node->src[1]) {
-        return add(a, of_a) && add(b, of_b);
+        return add_gradient(a, ga) && add_gradient(b, gb);
     }
-    return add(both, swapped ? ggml_concat(ctx, of_b, of_a, 0) : ggml_concat(ctx, of_a, of_b, 0));
+    return add_gradient(halves, swapped ? ggml_concat(ctx, gb, ga, 0) : ggml_concat(ctx, ga, gb, 0));
 }
 
-// What the layer has just written to the cache that attention sees as t: float32 [head*heads, tokens]; null if that is kept in another form.
-ggml_tensor * backward::cached(const ggml_tensor * t) const {
-    while (t->op == GGML_OP_PERMUTE || t->op == GGML_OP_CPY) { // of a cache in F32
+// Return what the layer has just written to the cache that attention reads as t: float32 [head*heads, tokens]; null if it has another form.
+ggml_tensor * backward::find_cached(const ggml_tensor * t) const {
+    while (t->op == GGML_OP_PERMUTE || t->op == GGML_OP_CPY) { // CPY: an F32 cache
         t = t->src[0];
     }
     const auto data = t->op == GGML_OP_VIEW ? written.find(t->src[0]) : written.end();
@@ -257,9 +263,9 @@ ggml_tensor * backward::cached(const ggml_tensor * t) const {
     return is_known ? data->second : nullptr;
 }
 
-// softmax(scale K^T Q) as a plain product. The cache was empty before the layer: its first cells have the tokens in their order.
-bool backward::attention(ggml_tensor * node, ggml_tensor * g) {
-    ggml_tensor * q = node->src[0], * k = cached(node->src[1]), * v = cached(node->src[2]), * mask = node->src[3];
+// softmax(scale K^T Q) as a plain product. The cache was empty before the layer, so its first cells hold the tokens in order.
+bool backward::differentiate_attention(ggml_tensor * node, ggml_tensor * g) {
+    ggml_tensor * q = node->src[0], * k = find_cached(node->src[1]), * v = find_cached(node->src[2]), * mask = node->src[3];
     if (!k || !v) {
         return refuse(node, " to keys of another form");
     }
@@ -272,29 +278,32 @@ bool backward::attention(ggml_tensor * node, ggml_tensor * g) {
     if (mask) {
         mask = ggml_cont(ctx, ggml_view_2d(ctx, mask, n, mask->ne[1], mask->nb[1], 0));
     }
-    const auto by_head = [&](ggml_tensor * t) { return ggml_cont(ctx, ggml_permute(ctx, t, 0, 2, 1, 3)); };
-    const auto of_cache = [&](ggml_tensor * t) { return by_head(ggml_reshape_3d(ctx, contiguous(t), t->ne[0]/n_kv_heads, n_kv_heads, n)); };
-    ggml_tensor * keys = of_cache(k), * values = of_cache(v), * queries = contiguous(q), * of_out = by_head(g); // [head, tokens, heads]
-    ggml_tensor * scores = ggml_mul_mat(ctx, keys, queries), * bent = nullptr; // [keys, tokens, heads]
+    const auto split_heads = [&](ggml_tensor * t) { return ggml_cont(ctx, ggml_permute(ctx, t, 0, 2, 1, 3)); };
+    const auto split_cache = [&](ggml_tensor * t) {
+        return split_heads(ggml_reshape_3d(ctx, make_contiguous(t), t->ne[0]/n_kv_heads, n_kv_heads, n));
+    };
+    ggml_tensor * keys = split_cache(k), * values = split_cache(v), * queries = make_contiguous(q);
+    ggml_tensor * g_out = split_heads(g); // as these: [head, tokens, heads]
+    ggml_tensor * scores = ggml_mul_mat(ctx, keys, queries), * capped = nullptr; // [keys, tokens, heads]
     if (cap != 0.0f) {
-        bent   = ggml_tanh(ctx, ggml_scale(ctx, scores, scale/cap));
-        scores = ggml_scale(ctx, bent, cap);
+        capped = ggml_tanh(ctx, ggml_scale(ctx, scores, scale/cap));
+        scores = ggml_scale(ctx, capped, cap);
     }
-    const float   rest = cap != 0.0f ? 1.0f : scale;
-    ggml_tensor * p = ggml_soft_max_ext(ctx, scores, mask, rest, max_bias);
+    const float   scale_left = cap != 0.0f ? 1.0f : scale;
+    ggml_tensor * p = ggml_soft_max_ext(ctx, scores, mask, scale_left, max_bias);
     ggml_soft_max_add_sinks(p, node->src[4]);
-    ggml_tensor * of_scores = ggml_soft_max_ext_back(ctx, ggml_mul_mat(ctx, values, of_out), p, rest, 0.0f);
-    if (bent) {
-        of_scores = ggml_scale(ctx, ggml_mul(ctx, of_scores, ggml_scale_bias(ctx, ggml_sqr(ctx, bent), -1.0f, 1.0f)), scale);
+    ggml_tensor * g_scores = ggml_soft_max_ext_back(ctx, ggml_mul_mat(ctx, values, g_out), p, scale_left, 0.0f);
+    if (capped) {
+        g_scores = ggml_scale(ctx, ggml_mul(ctx, g_scores, ggml_scale_bias(ctx, ggml_sqr(ctx, capped), -1.0f, 1.0f)), scale);
     }
-    // of the heads that share keys the sum
-    const auto to_cache = [&](ggml_tensor * weights, ggml_tensor * x, ggml_tensor * data) {
-        ggml_tensor * t = ggml_mul_mat(ctx, transposed(x), transposed(weights)); // [head, keys, heads]
+    // sum over the heads that share keys
+    const auto add_to_cache = [&](ggml_tensor * weights, ggml_tensor * x, ggml_tensor * data) {
+        ggml_tensor * t = ggml_mul_mat(ctx, transpose(x), transpose(weights)); // [head, keys, heads]
         t = ggml_reshape_4d(ctx, t, t->ne[0], n, n_heads/n_kv_heads, n_kv_heads);
         t = ggml_repeat_back(ctx, t, ggml_new_tensor_4d(ctx, GGML_TYPE_F32, t->ne[0], n, 1, n_kv_heads));
-        return add(data, ggml_reshape(ctx, by_head(ggml_reshape_3d(ctx, t, t->ne[0], n, n_kv_heads)), data));
+        return add_gradient(data, ggml_reshape(ctx, split_heads(ggml_reshape_3d(ctx, t, t->ne[0], n, n_kv_heads)), data));
     };
-    return add(q, ggml_mul_mat(ctx, transposed(keys), of_scores)) && to_cache(of_scores, queries, k) && to_cache(p, of_out, v);
+    return add_gradient(q, ggml_mul_mat(ctx, transpose(keys), g_scores)) && add_to_cache(g_scores, queries, k) && add_to_cache(p, g_out, v);
 }
 
 } // namespace ggml_ext

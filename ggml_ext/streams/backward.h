@@ -1,7 +1,7 @@
-// Gradients of a layer: from that of the stream behind it, those of its products and of the stream before it.
+// Gradients of a layer: given the gradient of its output, those of its products and of its input.
 //
-// ggml can differentiate graphs itself, but not through attention to a cache, F16 weights or experts, and ends the program at an operation
-// that it does not know. Here one is refused by name. What chooses experts, and how much they count, is taken as fixed.
+// ggml's own differentiation does not support attention to a cache, F16 weights or experts, and aborts at unknown operations. This one
+// reports them. The choice of experts and their weights count as constants.
 #pragma once
 
 #include "layers.h"
@@ -12,41 +12,41 @@ namespace ggml_ext {
 
 class backward {
 public:
-    // nodes: of a layer, in the order of the graph. False, with why(), if it cannot be differentiated.
-    bool build(const std::vector<ggml_tensor *> & nodes, const layer & of);
+    // Build the gradients of a layer's nodes, given in graph order. Return false, with why(), if an operation is not supported.
+    bool build(const std::vector<ggml_tensor *> & nodes, const layer & gradient);
 
-    // Puts what build() made behind the graph's nodes.
+    // Append the gradients to the graph.
     void append(ggml_cgraph * graph) const;
 
-    const std::string & why() const { return reason; }
+    const std::string & error() const { return message; }
 
-    // To be given: the gradient of the last node.
-    ggml_tensor * seed() const { return first; }
+    // The gradient of the last node, to be set before computing.
+    ggml_tensor * seed() const { return seed_tensor; }
 
-    // Of a product or the stream before the layer; null where nothing depends on it.
-    ggml_tensor * of(const ggml_tensor * t) const;
+    // The gradient of a product or of the layer's input; null if nothing depends on it.
+    ggml_tensor * gradient(const ggml_tensor * t) const;
 
 private:
-    bool          step(ggml_tensor * node);
-    bool          product(ggml_tensor * node, ggml_tensor * g);
-    bool          attention(ggml_tensor * node, ggml_tensor * g);
-    bool          rope(ggml_tensor * node, ggml_tensor * g);
-    bool          gated(ggml_tensor * node, ggml_tensor * g);
-    ggml_tensor * slope(ggml_unary_op op, ggml_tensor * x);
-    ggml_tensor * cached(const ggml_tensor * t) const;
-    ggml_tensor * transposed(ggml_tensor * t);
-    ggml_tensor * contiguous(ggml_tensor * t);
-    ggml_tensor * placed(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view);
-    bool          add(ggml_tensor * t, ggml_tensor * g);
+    bool          differentiate(ggml_tensor * node);
+    bool          differentiate_product(ggml_tensor * node, ggml_tensor * g);
+    bool          differentiate_attention(ggml_tensor * node, ggml_tensor * g);
+    bool          differentiate_rope(ggml_tensor * node, ggml_tensor * g);
+    bool          differentiate_glu(ggml_tensor * node, ggml_tensor * g);
+    ggml_tensor * differentiate_unary(ggml_unary_op op, ggml_tensor * x);
+    ggml_tensor * find_cached(const ggml_tensor * t) const;
+    ggml_tensor * transpose(ggml_tensor * t);
+    ggml_tensor * make_contiguous(ggml_tensor * t);
+    ggml_tensor * scatter_view(ggml_tensor * g, ggml_tensor * in, const ggml_tensor * view);
+    bool          add_gradient(ggml_tensor * t, ggml_tensor * g);
     bool          refuse(const ggml_tensor * node, const char * what = "");
 
     ggml_context_ptr                                         owner;
     ggml_context *                                           ctx = nullptr;
-    ggml_tensor *                                            first = nullptr;
-    std::set<const ggml_tensor *>                            active; // what gradients are of
+    ggml_tensor *                                            seed_tensor = nullptr;
+    std::set<const ggml_tensor *>                            active; // tensors that gradients flow through
     std::map<const ggml_tensor *, ggml_tensor *>             grads;
-    std::map<const ggml_tensor *, ggml_tensor *>             written; // by cache: what this layer puts into it
-    std::string                                              reason;
+    std::map<const ggml_tensor *, ggml_tensor *>             written; // by cache: what this layer writes to it
+    std::string                                              message;
 };
 
 } // namespace ggml_ext

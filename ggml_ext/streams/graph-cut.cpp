@@ -2,7 +2,7 @@
 
 #include "llama-graph.h"
 
-static ggml_ext_graph_cut & the_cut() {
+static ggml_ext_graph_cut & get_cut() {
     static ggml_ext_graph_cut cut;
     return cut;
 }
@@ -18,14 +18,14 @@ struct cut_inputs : llm_graph_input_i {
 }
 
 void ggml_ext_set_graph_cut(ggml_ext_graph_cut cut) {
-    the_cut() = std::move(cut);
+    get_cut() = std::move(cut);
 }
 
 void ggml_ext_cut_graph(llm_graph_result & result) {
-    if (!the_cut()) {
+    if (!get_cut()) {
         return;
     }
-    // what the context would copy from nodes that may be gone
+    // these tensors may be gone, and the context would copy them
     result.t_logits = result.t_embd = result.t_embd_pooled = result.t_h_nextn = nullptr;
-    result.add_input(std::make_unique<cut_inputs>(the_cut()(result.get_gf())));
+    result.add_input(std::make_unique<cut_inputs>(get_cut()(result.get_gf())));
 }

@@ -1,4 +1,5 @@
-// The loss whose gradients second moments are taken of: -log p of tokens that are drawn from p, the model's own distribution.
+// The loss for gradients: -log p of tokens drawn from p, the model's own distribution. The second moments of its gradients are the Fisher
+// information.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,7 @@
 
 namespace ggml_ext {
 
-// The i-th of a sequence of numbers in [0, 1): splitmix64 (Steele, Lea and Flood 2014), the same everywhere.
+// Return the i-th number of a sequence in [0, 1): splitmix64 (Steele, Lea and Flood 2014), the same on every machine.
 inline double uniform(uint64_t i) {
     uint64_t z = (i + 1)*0x9E3779B97F4A7C15u;
     z = (z ^ (z >> 30))*0xBF58476D1CE4E5B9u;
@@ -15,15 +16,15 @@ inline double uniform(uint64_t i) {
     return (double) ((z ^ (z >> 31)) >> 11)*0x1p-53;
 }
 
-// Logits [n_tokens][n_vocab] become the loss's gradient by them: p, less 1 for the token that is drawn. first: the number that the first
-// token is drawn with.
+// Replace logits [n_tokens][n_vocab] by the gradient of the loss: p, minus 1 for the drawn token. first: index of the number that draws the
+// first token.
 inline void differentiate_logits(float * logits, int64_t n_vocab, int n_tokens, uint64_t first) {
     for (int i = 0; i < n_tokens; ++i) {
         float *     x    = logits + i*n_vocab;
-        const float most = *std::max_element(x, x + n_vocab);
+        const float largest = *std::max_element(x, x + n_vocab);
         double      sum  = 0;
         for (int64_t j = 0; j < n_vocab; ++j) {
-            sum += x[j] = std::exp(x[j] - most);
+            sum += x[j] = std::exp(x[j] - largest);
         }
         double  rest  = sum*uniform(first + i);
         int64_t drawn = 0;

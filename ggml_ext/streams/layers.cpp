@@ -20,17 +20,17 @@ bool layered_graph::refuse(const char * format, ...) {
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
     va_end(args);
-    reason = text;
+    message = text;
     return false;
 }
 
 int layered_graph::position(const ggml_tensor * t) const {
-    const auto at = positions.find(t);
-    return at == positions.end() ? -1 : at->second;
+    const auto it = positions.find(t);
+    return it == positions.end() ? -1 : it->second;
 }
 
-bool layered_graph::read(ggml_cgraph * from, int n_layers) {
-    graph = from;
+bool layered_graph::read(ggml_cgraph * source, int n_layers) {
+    graph = source;
     std::vector<ggml_tensor *> ends(n_layers);
     for (int i = 0; i < graph->n_nodes; ++i) {
         ggml_tensor * node = graph->nodes[i];
@@ -44,72 +44,72 @@ bool layered_graph::read(ggml_cgraph * from, int n_layers) {
         }
     }
     for (int k = 0; k <= n_layers; ++k) {
-        layer of;
-        of.start = k ? ends[k - 1] : nullptr;
-        of.end   = k < n_layers ? ends[k] : nullptr;
-        if (k < n_layers && !of.end) {
+        layer info;
+        info.start = k ? ends[k - 1] : nullptr;
+        info.end   = k < n_layers ? ends[k] : nullptr;
+        if (k < n_layers && !info.end) {
             return refuse("its graph has no tensor l_out-%d, which others have behind layer %d", k, k);
         }
-        if (of.end && (of.end->type != GGML_TYPE_F32 || of.end->view_src || !ggml_is_contiguous(of.end))) {
+        if (info.end && (info.end->type != GGML_TYPE_F32 || info.end->view_src || !ggml_is_contiguous(info.end))) {
             return refuse("l_out-%d is no tensor of its own in F32", k);
         }
-        of.first = of.start ? position(of.start) + 1 : 0;
-        of.last  = of.end ? position(of.end) + 1 : graph->n_nodes;
-        if (of.last < of.first) {
+        info.first = info.start ? position(info.start) + 1 : 0;
+        info.last  = info.end ? position(info.end) + 1 : graph->n_nodes;
+        if (info.last < info.first) {
             return refuse("l_out-%d comes before l_out-%d", k, k - 1);
         }
-        found.push_back(of);
+        layers_.push_back(info);
     }
     return true;
 }
 
 bool layered_graph::check() {
-    for (int k = 0; k < (int) found.size(); ++k) {
+    for (int k = 0; k < (int) layers_.size(); ++k) {
         std::set<int> nodes;
-        if (!needs(k, found[k].last, nodes)) {
+        if (!collect_nodes(k, layers_[k].last, nodes)) {
             return false;
         }
     }
     return true;
 }
 
-// All nodes of layer k before `last`, writes to the cache among them, and what those need of the nodes before the layer.
-bool layered_graph::needs(int k, int last, std::set<int> & nodes) {
-    const layer &    of = found[k];
-    std::vector<int> open;
-    for (int i = of.first; i < last; ++i) {
+// Collect the nodes of layer k before `last`, including its writes to the cache, and what they need of the nodes before the layer.
+bool layered_graph::collect_nodes(int k, int last, std::set<int> & nodes) {
+    const layer &    info = layers_[k];
+    std::vector<int> pending;
+    for (int i = info.first; i < last; ++i) {
         nodes.insert(i);
-        open.push_back(i);
+        pending.push_back(i);
     }
-    while (!open.empty()) {
-        const ggml_tensor * node = graph->nodes[open.back()];
-        open.pop_back();
+    while (!pending.empty()) {
+        const ggml_tensor * node = graph->nodes[pending.back()];
+        pending.pop_back();
         for (int j = 0; j <= GGML_MAX_SRC; ++j) {
             ggml_tensor * src = j < GGML_MAX_SRC ? node->src[j] : node->view_src;
-            if (!src || src == of.start) {
+            if (!src || src == info.start) {
                 continue;
             }
             int n = 0;
             if ((sscanf(src->name, "cache_k_l%d", &n) == 1 || sscanf(src->name, "cache_v_l%d", &n) == 1) && n != k) {
                 return refuse("layer %d attends to the keys of layer %d", k, n);
             }
-            const int at = position(src);
-            if (at < 0 || nodes.count(at)) {
+            const int index = position(src);
+            if (index < 0 || nodes.count(index)) {
                 continue;
             }
             if (k > 0 && (src->op == GGML_OP_MUL_MAT || src->op == GGML_OP_MUL_MAT_ID) && is_weight(src->src[0])) {
                 return refuse("layer %d needs the product with %s of an earlier one", k, src->src[0]->name);
             }
-            nodes.insert(at);
-            open.push_back(at);
+            nodes.insert(index);
+            pending.push_back(index);
         }
     }
     return true;
 }
 
 void layered_graph::find_groups(int k) {
-    layer & of = found[k];
-    for (int i = of.first; i < of.last; ++i) {
+    layer & info = layers_[k];
+    for (int i = info.first; i < info.last; ++i) {
         ggml_tensor * node    = graph->nodes[i];
         const bool    experts = node->op == GGML_OP_MUL_MAT_ID;
         if ((node->op != GGML_OP_MUL_MAT && !experts) || !is_weight(node->src[0]) || node->src[1]->type != GGML_TYPE_F32 ||
@@ -118,50 +118,50 @@ void layered_graph::find_groups(int k) {
         }
         ggml_tensor * ids  = experts ? node->src[2] : nullptr;
         const auto    same = [&](const group & g) { return g.x == node->src[1] && g.ids == ids; };
-        auto          g    = std::find_if(of.groups.begin(), of.groups.end(), same);
-        if (g == of.groups.end()) {
-            g = of.groups.insert(g, { node->src[1], ids, {} });
+        auto          g    = std::find_if(info.groups.begin(), info.groups.end(), same);
+        if (g == info.groups.end()) {
+            g = info.groups.insert(g, { node->src[1], ids, {} });
         }
         product p;
         p.node = node;
         if (!experts) {
-            find_residual(p, of, g->x);
+            find_residual(p, info, g->x);
         }
         g->products.push_back(p);
     }
 }
 
-// Follows a product to the sum that it is a part of: through biases, factors, and the rows that are asked for, which are all.
-void layered_graph::find_residual(product & p, const layer & of, const ggml_tensor * x) {
-    const ggml_tensor * at = p.node;
+// Follow a product to the sum it is added to: through biases, factors and selections of all rows.
+void layered_graph::find_residual(product & p, const layer & info, const ggml_tensor * x) {
+    const ggml_tensor * node = p.node;
     float               scale = 1.0f;
-    for (auto next = users.find(at); next != users.end() && next->second.size() == 1; next = users.find(at)) {
+    for (auto next = users.find(node); next != users.end() && next->second.size() == 1; next = users.find(node)) {
         const ggml_tensor * user = next->second[0];
         if (user->op == GGML_OP_SCALE && ggml_get_op_params_f32(user, 1) == 0.0f) {
             scale *= ggml_get_op_params_f32(user, 0);
         } else if (user->op == GGML_OP_ADD) {
-            ggml_tensor * other = user->src[user->src[0] == at ? 1 : 0];
+            ggml_tensor * other = user->src[user->src[0] == node ? 1 : 0];
             if (!is_weight(other)) {
                 while (other->op == GGML_OP_GET_ROWS && position(other->src[1]) < 0 && !is_weight(other->src[0])) {
                     other = other->src[0];
                 }
-                const bool is_before = other == of.start || (position(other) >= 0 && position(other) < position(x));
+                const bool is_before = other == info.start || (position(other) >= 0 && position(other) < position(x));
                 if (is_before && ggml_is_contiguous(other) && other->type == GGML_TYPE_F32 && other->ne[0] == p.node->ne[0] && scale) {
                     p.residual = other;
                     p.scale    = scale;
                 }
                 return;
             }
-        } else if (user->op != GGML_OP_RESHAPE && !(user->op == GGML_OP_GET_ROWS && user->src[0] == at && position(user->src[1]) < 0)) {
+        } else if (user->op != GGML_OP_RESHAPE && !(user->op == GGML_OP_GET_ROWS && user->src[0] == node && position(user->src[1]) < 0)) {
             return;
         }
-        at = user;
+        node = user;
     }
 }
 
 std::vector<const ggml_tensor *> layered_graph::embeddings() const {
     std::vector<const ggml_tensor *> out;
-    for (int i = 0; i < found[0].last; ++i) {
+    for (int i = 0; i < layers_[0].last; ++i) {
         const ggml_tensor * node = graph->nodes[i];
         if (node->op == GGML_OP_GET_ROWS && is_weight(node->src[0])) {
             out.push_back(node->src[0]);
@@ -171,19 +171,19 @@ std::vector<const ggml_tensor *> layered_graph::embeddings() const {
 }
 
 std::vector<ggml_tensor *> layered_graph::nodes(int k) const {
-    return { graph->nodes + found[k].first, graph->nodes + found[k].last };
+    return { graph->nodes + layers_[k].first, graph->nodes + layers_[k].last };
 }
 
-void keep(ggml_tensor * t) {
-    ggml_set_output(t); // memory of its own, which nothing else takes
+void keep_value(ggml_tensor * t) {
+    ggml_set_output(t); // no other tensor reuses its memory
     if (t->view_src) {
         ggml_set_output(t->view_src);
     }
 }
 
-void get_rows(const ggml_tensor * t, void * to) {
+void copy_rows(const ggml_tensor * t, void * dst) {
     if (ggml_is_contiguous(t)) {
-        ggml_backend_tensor_get(t, to, 0, ggml_nbytes(t));
+        ggml_backend_tensor_get(t, dst, 0, ggml_nbytes(t));
         return;
     }
     std::vector<char> data(ggml_nbytes(t));
@@ -191,7 +191,7 @@ void get_rows(const ggml_tensor * t, void * to) {
     const size_t row_bytes = ggml_row_size(t->type, t->ne[0]);
     for (int64_t i = 0; i < ggml_nrows(t); ++i) {
         const int64_t i1 = i % t->ne[1], i2 = i / t->ne[1] % t->ne[2], i3 = i / t->ne[1] / t->ne[2];
-        memcpy((char *) to + i*row_bytes, data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3], row_bytes);
+        memcpy((char *) dst + i*row_bytes, data.data() + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3], row_bytes);
     }
 }
 
@@ -201,27 +201,27 @@ bool layered_graph::cut(int k, const std::vector<ggml_tensor *> & targets, const
     for (const ggml_tensor * t : targets) {
         last = std::max(last, position(t) + 1);
     }
-    if (k >= 0 && !needs(k, last, nodes)) {
+    if (k >= 0 && !collect_nodes(k, last, nodes)) {
         return false;
     }
-    std::for_each(targets.begin(), targets.end(), keep);
+    std::for_each(targets.begin(), targets.end(), keep_value);
     int n = 0;
     for (const int i : nodes) {
         ggml_tensor * node = graph->nodes[n++] = graph->nodes[i];
         if (node->src[0]) {
-            const auto other = weights.find(node->src[0]->name);
-            if (other != weights.end() && is_weight(node->src[0])) {
-                node->src[0] = other->second;
+            const auto replacement = weights.find(node->src[0]->name);
+            if (replacement != weights.end() && is_weight(node->src[0])) {
+                node->src[0] = replacement->second;
             }
         }
     }
     graph->n_nodes = n;
-    for (int i = 0; i < graph->n_leafs; ++i) { // some have no user any more, from which the scheduler would know where they belong
+    for (int i = 0; i < graph->n_leafs; ++i) { // some leafs lose all users, from which the scheduler would choose their backend
         if (!graph->leafs[i]->buffer && !graph->leafs[i]->view_src) {
             ggml_set_input(graph->leafs[i]);
         }
     }
-    if (ggml_tensor * start = k > 0 ? found[k].start : nullptr) {
+    if (ggml_tensor * start = k > 0 ? layers_[k].start : nullptr) {
         start->op = GGML_OP_NONE;
         std::fill(start->src, start->src + GGML_MAX_SRC, nullptr);
         ggml_set_input(start);

@@ -1,8 +1,8 @@
-// A model's graph as layers: which nodes one has, which products with weights, and the part of the graph that gives some of its tensors
-// from the stream before the layer.
+// A model's graph as a sequence of layers: their nodes, their products with weights, and the subgraph that computes tensors of a layer from
+// its input.
 //
-// The stream is the tensor l_out-N, which almost every model's graph names after its layer N. What a layer needs but the stream (positions,
-// masks) is computed from the graph's inputs again; a layer that needs anything else of an earlier one cannot be cut.
+// The output of layer N is the tensor l_out-N, a name that almost every model's graph has. Other inputs of a layer (positions, masks) are
+// recomputed from the graph's inputs. A layer that needs any other tensor of an earlier one cannot be cut.
 #pragma once
 
 #include <map>
@@ -19,71 +19,71 @@ namespace ggml_ext {
 
 bool is_weight(const ggml_tensor * t);
 
-// Its value is there once the graph has been computed.
-void keep(ggml_tensor * t);
+// Keep the value of a tensor until the graph has been computed.
+void keep_value(ggml_tensor * t);
 
-// A tensor's values, without the gaps between its rows.
-void get_rows(const ggml_tensor * t, void * to);
+// Copy a tensor's values without the gaps between its rows.
+void copy_rows(const ggml_tensor * t, void * dst);
 
-// A product of a weight matrix, or of the matrices of experts, with an input.
+// A product of an input with a weight matrix, or with the matrices of experts.
 struct product {
     ggml_tensor * node     = nullptr;
-    ggml_tensor * residual = nullptr; // what the product is added to, times 1/scale; null where it is not, or not before the input is there
-    float         scale    = 1.0f;    // of the product, before it is added
+    ggml_tensor * residual = nullptr; // the tensor it is added to, times 1/scale; null if it has none, or none before its input
+    float         scale    = 1.0f;    // factor before the addition
 
     std::string weight() const { return node->src[0]->name; }
 };
 
-// Products with one input, in the order of the graph.
+// Products with a common input, in graph order.
 struct group {
-    ggml_tensor *        x   = nullptr; // [columns, tokens], of experts [columns, 1 or used, tokens]
+    ggml_tensor *        x   = nullptr; // [columns, tokens]; of experts [columns, 1 or used, tokens]
     ggml_tensor *        ids = nullptr; // of experts: [used, tokens]
     std::vector<product> products;
 };
 
-// Positions in the graph: nodes first .. last - 1. start: the stream before it, null for the first layer.
+// Nodes first .. last - 1 of the graph.
 struct layer {
     int                first = 0, last = 0;
-    ggml_tensor *      start = nullptr, * end = nullptr; // end: the stream behind it, null behind the last layer
+    ggml_tensor *      start = nullptr, * end = nullptr; // input, null for the first layer; output, null for the last one
     std::vector<group> groups;
 };
 
 class layered_graph {
 public:
-    // n_layers: of the model. What lies behind the last of them, the output matrix, is one layer more. False, with why(), if the graph
-    // is not made of layers. Their groups are not known then.
+    // Split a graph into n_layers layers, plus one for what follows them, the output matrix. Groups stay empty. Return false, with
+    // error(), if the graph does not consist of layers.
     bool read(ggml_cgraph * graph, int n_layers);
 
-    // Whether all layers can be cut: once for a model, whose graphs are alike. False with why().
+    // Check that all layers can be cut, once per model, as all its graphs are alike. Return false, with error(), if not.
     bool check();
 
-    // Finds the groups of layer k.
+    // Find the groups of layer k.
     void find_groups(int k);
 
-    const std::vector<layer> & layers() const { return found; }
-    const std::string &        why() const { return reason; }
+    const std::vector<layer> & layers() const { return layers_; }
+    const std::string &        error() const { return message; }
 
-    // What the first layer takes rows of by index: token embeddings.
+    // The matrices that the first layer looks rows up in: token embeddings.
     std::vector<const ggml_tensor *> embeddings() const;
 
-    // Of layer k, in the order of the graph as it was read.
+    // The nodes of layer k, in the order of the original graph.
     std::vector<ggml_tensor *> nodes(int k) const;
 
-    // Leaves of the graph what is needed for the targets, tensors of layer k, and makes the stream before it an input, with no value yet.
-    // weights: by name, in place of those of the model. k < 0: leaves nothing.
+    // Reduce the graph to what `targets`, tensors of layer k, need, and make the layer's input an input of the graph. weights: by name,
+    // replacing the model's own. k < 0: remove all nodes.
     bool cut(int k, const std::vector<ggml_tensor *> & targets, const std::map<std::string, ggml_tensor *> & weights);
 
 private:
-    bool needs(int k, int last, std::set<int> & nodes);
-    void find_residual(product & p, const layer & of, const ggml_tensor * x);
+    bool collect_nodes(int k, int last, std::set<int> & nodes);
+    void find_residual(product & p, const layer & info, const ggml_tensor * x);
     int  position(const ggml_tensor * t) const;
     bool refuse(const char * format, ...);
 
     ggml_cgraph *                                graph = nullptr;
     std::unordered_map<const ggml_tensor *, int> positions;
     std::unordered_map<const ggml_tensor *, std::vector<ggml_tensor *>> users;
-    std::vector<layer>                           found;
-    std::string                                  reason;
+    std::vector<layer>                           layers_;
+    std::string                                  message;
 };
 
 } // namespace ggml_ext

@@ -1,4 +1,4 @@
-// Memory that ggml-ext-streams keeps streams in or shares with the program that started it.
+// Memory for the streams, or shared with the parent process.
 #pragma once
 
 #include <cerrno>
@@ -13,8 +13,8 @@
 
 namespace ggml_ext {
 
-[[noreturn]] inline void fail(const std::string & what) {
-    throw std::runtime_error(what);
+[[noreturn]] inline void fail(const std::string & message) {
+    throw std::runtime_error(message);
 }
 
 // Memory of the process, or of a file.
@@ -24,7 +24,7 @@ public:
     mapping(const std::string & path, size_t n_bytes, bool remove) : n_bytes(n_bytes) {
         int fd = -1;
         if (!path.empty()) {
-            fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); // a file of anybody else's stays
+            fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600); // never overwrite another file
             if (fd < 0) {
                 fail("cannot open " + path + ": " + strerror(errno));
             }
@@ -40,13 +40,13 @@ public:
                 fail("no room for " + std::to_string(n_bytes >> 20) + " MiB in " + path + ": " + strerror(error));
             }
         }
-        at = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+        address = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
         const int error = errno;
         if (fd >= 0) {
             close(fd);
         }
-        if (at == MAP_FAILED) {
-            at = nullptr;
+        if (address == MAP_FAILED) {
+            address = nullptr;
             fail(fd >= 0 && error == ENODEV
                      ? "cannot map " + path + " into memory, its drive does not allow it: write to a local disk"
                      : "no memory for " + std::to_string(n_bytes >> 20) + " MiB: " + strerror(error));
@@ -54,21 +54,21 @@ public:
     }
     mapping(const mapping &) = delete;
     mapping & operator=(mapping && other) noexcept {
-        std::swap(at, other.at);
+        std::swap(address, other.address);
         std::swap(n_bytes, other.n_bytes);
         return *this;
     }
     ~mapping() {
-        if (at) {
-            munmap(at, n_bytes);
+        if (address) {
+            munmap(address, n_bytes);
         }
     }
 
-    char * data() const { return (char *) at; }
+    char * data() const { return (char *) address; }
     size_t size() const { return n_bytes; }
 
 private:
-    void * at = nullptr;
+    void * address = nullptr;
     size_t n_bytes = 0;
 };
 

@@ -1,4 +1,3 @@
-// A quantized matrix of the model that is being made.
 #pragma once
 
 #include "mapping.h"
@@ -10,7 +9,7 @@
 
 namespace ggml_ext {
 
-// A quantized matrix in place of one of the model's, on the same device.
+// A quantized matrix that replaces one of the model's on the same device.
 struct replacement {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
@@ -21,12 +20,12 @@ struct replacement {
         ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
         tensor = ggml_new_tensor(ctx.get(), type, GGML_MAX_DIMS, original->ne);
         ggml_set_name(tensor, original->name);
-        ggml_backend_buffer_type_t kind = ggml_backend_buffer_get_type(original->buffer);
-        const ggml_backend_dev_t device = ggml_backend_buft_get_device(kind);
+        ggml_backend_buffer_type_t buffer_type = ggml_backend_buffer_get_type(original->buffer);
+        const ggml_backend_dev_t device = ggml_backend_buft_get_device(buffer_type);
         if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
-            kind = ggml_backend_cpu_buffer_type(); // neither the file's memory nor AMX's, which does not take every type
+            buffer_type = ggml_backend_cpu_buffer_type(); // neither the file's mapping nor AMX buffers, which take only some types
         }
-        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), kind));
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buffer_type));
         if (!buffer) {
             fail(std::string("no memory for ") + original->name);
         }

@@ -1,0 +1,350 @@
+#include "stream-pair.h"
+
+#include "labels.h"
+#include "llama-graph-cut.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <strings.h>
+
+using json = nlohmann::ordered_json;
+
+namespace ggml_ext {
+
+static int check_index(const char * name, int i, int n) {
+    if (i < 0 || i >= n) {
+        fail("there is no " + std::string(name) + " " + std::to_string(i) + " of " + std::to_string(n));
+    }
+    return i;
+}
+
+stream_pair::stream_pair(llama_context * ctx, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context, int n_chunks,
+                         const std::string & file)
+    : ctx(ctx), watcher(watcher), tokens(std::move(tokens)), file(file), n_context(n_context), n_chunks(n_chunks),
+      n_layers(llama_model_n_layer(llama_get_model(ctx))) {
+    ggml_ext_set_graph_cut([this](ggml_cgraph * graph) { return edit_graph(graph); });
+    compute(0, NONE);
+    if (!error.empty()) {
+        return;
+    }
+    for (auto & s : stream) {
+        s = mapping(file, (size_t) n_chunks * chunk_bytes, true);
+    }
+}
+
+stream_pair::~stream_pair() { ggml_ext_set_graph_cut({}); }
+
+json stream_pair::describe() const {
+    return error.empty() ? json{ { "chunks", n_chunks }, { "context", n_context }, { "layers", description }, { "no_gradients", gradient_error } }
+                         : json{ { "error", error } };
+}
+
+void stream_pair::enter_layer(int n) {
+    layer             = check_index("layer", n, n_layers + 1);
+    is_original_ahead = false;
+    for (auto it = replacements.begin(); it != replacements.end();) {
+        it = it->second->layer < layer && it->second->layer >= 0 ? replacements.erase(it) : std::next(it);
+    }
+}
+
+void stream_pair::replace_matrix(const std::string & name, const std::string & type, const std::string & path) {
+    const auto matrix = matrices.find(name);
+    ggml_type  id     = GGML_TYPE_COUNT;
+    for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
+        const char * type_name = ggml_type_name((ggml_type) i); // mixed case, unlike the command line's
+        id = type_name && strcasecmp(type.c_str(), type_name) == 0 ? (ggml_type) i : id;
+    }
+    if (matrix == matrices.end() || id == GGML_TYPE_COUNT) {
+        fail("no matrix " + name + ", or no type " + type);
+    }
+    replacements[name] = std::make_unique<replacement>(matrix->second, id, path, layer_of.at(name));
+}
+
+// --- running the model -----------------------------------------------------------------------------------------------
+
+// Compute the selected targets of the layer from the stream of one model.
+void stream_pair::run_layer(int chunk, int model) {
+    layer_input = stream_data(model, chunk);
+    run_purpose = purpose::layer;
+    compute(chunk, model);
+}
+
+void stream_pair::compute(int chunk, int model) {
+    this->model = model;
+    llama_memory_clear(llama_get_memory(ctx), true);
+    llama_batch batch = llama_batch_init(n_context, 0, 1);
+    const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(ctx));
+    for (int i = 0; i < n_context; ++i) {
+        const bool is_bos = i == 0 && llama_vocab_get_add_bos(vocab); // as llama-imatrix begins its chunks
+        batch.token[i]     = is_bos ? llama_vocab_bos(vocab) : tokens[(size_t) chunk * n_context + i];
+        batch.pos[i]       = i;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i]    = true;
+    }
+    batch.n_tokens = n_context;
+    const int code = llama_decode(ctx, batch);
+    llama_batch_free(batch);
+    if (code) {
+        fail("llama_decode: " + std::to_string(code));
+    }
+    llama_synchronize(ctx);
+    if (!error.empty() && model != NONE) {
+        fail(error);
+    }
+}
+
+// The graph cut (llama-graph-cut.h): reduce the graph to what the run is for.
+std::function<void()> stream_pair::edit_graph(ggml_cgraph * graph) {
+    parts = {};
+    if (!parts.read(graph, n_layers) || (model == NONE && !parts.check())) {
+        error = parts.error();
+    } else if (model == NONE) {
+        read_description();
+    }
+    if (model == NONE || !error.empty()) {
+        parts.cut(-1, {}, {});
+        return [] {};
+    }
+    parts.find_groups(layer);
+    if (run_purpose == purpose::full) {
+        for (int k = 0; k < n_layers; ++k) {
+            keep_value(parts.layers()[k].end);
+        }
+        keep_value(parts.nodes(n_layers).back());
+        return [] {};
+    }
+    return cut_layer(graph);
+}
+
+std::function<void()> stream_pair::cut_layer(ggml_cgraph * graph) {
+    std::map<std::string, ggml_tensor *> weights;
+    if (model == QUANTIZED) {
+        for (const auto & r : replacements) {
+            weights[r.first] = r.second->tensor;
+        }
+    }
+    const ggml_ext::layer & current = parts.layers()[layer];
+    const auto nodes = parts.nodes(layer);
+    const bool differentiates = run_purpose == purpose::gradients;
+    if (!parts.cut(layer, differentiates ? std::vector<ggml_tensor *>{ nodes.back() } : select_targets(current), weights)) {
+        error = parts.error();
+    } else if (differentiates) {
+        back = {};
+        if (!back.build(nodes, current)) {
+            error = back.error();
+            return [] {};
+        }
+        back.append(graph);
+    }
+    return [this, start = current.start, differentiates] {
+        if (start) {
+            ggml_backend_tensor_set(start, layer_input, 0, chunk_bytes);
+        }
+        if (differentiates) {
+            ggml_backend_tensor_set(back.seed(), seed.data(), 0, seed.size()*sizeof(float));
+        }
+    };
+}
+
+void stream_pair::read_description() {
+    description = json::array();
+    for (int k = 0; k < (int) parts.layers().size(); ++k) {
+        parts.find_groups(k);
+        json groups = json::array();
+        for (const auto & g : parts.layers()[k].groups) {
+            json products = json::array();
+            for (const auto & p : g.products) {
+                const ggml_tensor * w = p.node->src[0];
+                matrices[w->name]     = w;
+                layer_of[w->name]     = k;
+                products.push_back({ { "weight", w->name }, { "rows", w->ne[1] }, { "scale", p.residual ? p.scale : 0.0f } });
+            }
+            groups.push_back({ { "columns", g.x->ne[0] }, { "inputs", ggml_nelements(g.x) / g.x->ne[0] }, { "used", g.ids ? g.ids->ne[0] : 0 },
+                               { "experts", g.ids ? g.products[0].node->src[0]->ne[2] : 0 }, { "products", products } });
+        }
+        description.push_back(groups);
+    }
+    const ggml_tensor * end = parts.layers()[0].end;
+    n_embd         = ggml_nelements(end) / n_context;
+    chunk_bytes    = ggml_nbytes(end);
+    gradient_error = find_gradient_error();
+    // the quantized stream begins with the token embeddings
+    for (const ggml_tensor * w : parts.embeddings()) {
+        matrices.emplace(w->name, w);
+        layer_of[w->name] = -1;
+    }
+}
+
+// --- inputs of products ----------------------------------------------------------------------------------------------
+
+template <class F> static void each_array(const group & g, const F & f) {
+    f(g.x);
+    if (g.ids) {
+        f(g.ids);
+    }
+    for (const auto & p : g.products) {
+        if (p.residual) {
+            f(p.residual);
+        }
+    }
+}
+
+void stream_pair::export_inputs(int group, int chunk, bool last) {
+    check_index("group", group, (int) description[layer].size());
+    check_index("chunk", chunk, n_chunks);
+    is_original_ahead = last;
+    for (int model : { ORIGINAL, QUANTIZED }) {
+        select_targets = [&](const ggml_ext::layer & l) {
+            std::vector<ggml_tensor *> targets;
+            each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
+            if (last && model == ORIGINAL && l.end) {
+                targets.push_back(l.end);
+            }
+            return targets;
+        };
+        run_layer(chunk, model);
+        char * dst       = exchange.data();
+        size_t remaining = exchange.size();
+        each_array(parts.layers()[layer].groups.at(group), [&](ggml_tensor * t) {
+            const size_t n_bytes = (size_t) ggml_nelements(t) * ggml_type_size(t->type);
+            if (2 * n_bytes > remaining) {
+                fail("the exchange is too small");
+            }
+            copy_rows(t, dst + model * n_bytes);
+            dst += 2 * n_bytes;
+            remaining -= 2 * n_bytes;
+        });
+        if (last && model == ORIGINAL && parts.layers()[layer].end) {
+            store_stream(chunk, ORIGINAL);
+        }
+    }
+}
+
+json stream_pair::advance(int chunk) {
+    check_index("chunk", chunk, n_chunks);
+    check_index("layer", layer, n_layers); // the output matrix has no output stream
+    for (int model = is_original_ahead ? QUANTIZED : ORIGINAL; model <= QUANTIZED; ++model) {
+        select_targets = [](const ggml_ext::layer & l) { return std::vector<ggml_tensor *>{ l.end }; };
+        run_layer(chunk, model);
+        store_stream(chunk, model);
+    }
+    double energy = 0, difference = 0;
+    for (size_t i = n_embd; i < chunk_bytes / sizeof(float); ++i) {
+        const double x = ((const float *) stream_data(ORIGINAL, chunk))[i], d = x - ((const float *) stream_data(QUANTIZED, chunk))[i];
+        energy += x * x;
+        difference += d * d;
+    }
+    return { { "energy", energy }, { "difference", difference } };
+}
+
+void stream_pair::store_stream(int chunk, int model) {
+    float * dst = (float *) stream_data(model, chunk);
+    ggml_backend_tensor_get(parts.layers()[layer].end, dst, 0, chunk_bytes);
+    if (model == ORIGINAL) {
+        check_finite(chunk, layer, dst);
+    } else if (!is_finite(dst)) {
+        fail("the stream behind layer " + std::to_string(layer) + " of the quantized model is not finite");
+    }
+}
+
+bool stream_pair::is_finite(const float * x) const {
+    return std::all_of(x, x + chunk_bytes / sizeof(float), [](float value) { return std::isfinite(value); });
+}
+
+// x: output of layer k in the original model.
+void stream_pair::check_finite(int chunk, int k, const float * x) {
+    if (!is_finite(x)) {
+        fail_not_finite(chunk, "the stream behind layer " + std::to_string(k));
+    }
+}
+
+// Run the original model again to find the first tensor that is not finite. place: reported if none is.
+void stream_pair::fail_not_finite(int chunk, const std::string & place) {
+    run_purpose   = purpose::full;
+    watcher.is_on = true;
+    compute(chunk, ORIGINAL);
+    throw not_finite(watcher.first_tensor.empty() ? place : watcher.first_tensor);
+}
+
+// --- gradients -------------------------------------------------------------------------------------------------------
+
+// Return why a layer of the full graph cannot be differentiated, or nothing.
+std::string stream_pair::find_gradient_error() {
+    for (size_t k = 0; k < parts.layers().size(); ++k) {
+        backward trial;
+        if (!trial.build(parts.nodes((int) k), parts.layers()[k])) {
+            return trial.error();
+        }
+    }
+    return {};
+}
+
+void stream_pair::allocate_gradients(int n) {
+    check_index("chunk", n - 1, n_chunks);
+    gradients   = mapping(file, (size_t) n * n_layers * chunk_bytes / 2, true);
+    n_gradients = n;
+}
+
+// Stored in BF16.
+char * stream_pair::gradient_data(int k, int chunk) const {
+    return gradients.data() + ((size_t) k * n_gradients + chunk) * chunk_bytes / 2;
+}
+
+void stream_pair::compute_gradients(int chunk) {
+    check_index("chunk", chunk, n_gradients);
+    run_purpose = purpose::full;
+    compute(chunk, ORIGINAL);
+    std::vector<std::vector<float>> hidden(n_layers);
+    for (int k = 0; k < n_layers; ++k) {
+        hidden[k].resize(chunk_bytes / sizeof(float));
+        ggml_backend_tensor_get(parts.layers()[k].end, hidden[k].data(), 0, chunk_bytes);
+        check_finite(chunk, k, hidden[k].data());
+    }
+    const ggml_tensor * logits = parts.nodes(n_layers).back();
+    seed.resize(ggml_nelements(logits));
+    ggml_backend_tensor_get(logits, seed.data(), 0, ggml_nbytes(logits));
+    if (std::any_of(seed.begin(), seed.end(), is_overflow)) {
+        fail_not_finite(chunk, "the output");
+    }
+    differentiate_logits(seed.data(), logits->ne[0], n_context, (uint64_t) chunk * n_context);
+    run_purpose = purpose::gradients;
+    for (layer = n_layers; layer > 0; --layer) {
+        layer_input = hidden[layer - 1].data();
+        compute(chunk, ORIGINAL);
+        seed.resize(chunk_bytes / sizeof(float));
+        ggml_backend_tensor_get(back.gradient(parts.layers()[layer].start), seed.data(), 0, chunk_bytes);
+        ggml_fp32_to_bf16_row(seed.data(), (ggml_bf16_t *) gradient_data(layer - 1, chunk), (int64_t) seed.size());
+    }
+}
+
+void stream_pair::export_gradients(int chunk) {
+    check_index("layer", layer, n_layers);
+    check_index("chunk", chunk, n_gradients);
+    seed.resize(chunk_bytes / sizeof(float));
+    ggml_bf16_to_fp32_row((const ggml_bf16_t *) gradient_data(layer, chunk), seed.data(), (int64_t) seed.size());
+    layer_input = stream_data(ORIGINAL, chunk);
+    run_purpose = purpose::gradients;
+    compute(chunk, ORIGINAL);
+    char * dst = exchange.data();
+    for (const auto & g : parts.layers()[layer].groups) {
+        for (const auto & p : g.products) {
+            if (g.ids) {
+                continue;
+            }
+            const size_t n_bytes = (size_t) ggml_nelements(p.node) * sizeof(float);
+            if (dst + n_bytes > exchange.data() + exchange.size()) {
+                fail("the exchange is too small");
+            }
+            if (const ggml_tensor * gradient = back.gradient(p.node)) {
+                copy_rows(gradient, dst);
+            } else {
+                memset(dst, 0, n_bytes);
+            }
+            dst += n_bytes;
+        }
+    }
+}
+
+} // namespace ggml_ext

@@ -1,0 +1,96 @@
+// The residual streams of the original and of the quantized model at the input of one layer, for all chunks of a text, and what sequential
+// quantization (GPTAQ, QEP) needs of that layer: the inputs of its products in both models, and gradients.
+#pragma once
+
+#include "backward.h"
+#include "mapping.h"
+#include "overflow-watcher.h"
+#include "replacement.h"
+
+#include "llama.h"
+
+#include <nlohmann/json.hpp>
+
+#include <functional>
+#include <map>
+#include <memory>
+
+namespace ggml_ext {
+
+class stream_pair {
+public:
+    // file: holds the streams, unlinked at once; empty: memory.
+    stream_pair(llama_context * ctx, overflow_watcher & watcher, std::vector<llama_token> tokens, int n_context, int n_chunks,
+                const std::string & file);
+    ~stream_pair();
+
+    // The model's layers, their groups of products, or the error that prevents cutting it.
+    nlohmann::ordered_json describe() const;
+
+    // Map the file that arrays are exchanged through.
+    void set_exchange(const std::string & path, size_t n_bytes) { exchange = mapping(path, n_bytes, false); }
+
+    // Declare that the streams are at the input of layer n. Replacements in earlier layers are dropped.
+    void enter_layer(int n);
+
+    // Replace a matrix of the quantized model by the bytes of a file.
+    void replace_matrix(const std::string & name, const std::string & type, const std::string & path);
+
+    // Write arrays of a chunk at a group of products to the exchange, each of the original and then of the quantized model: the input, the
+    // ids of experts, the residuals of products. last: in the same run, advance the original stream to the layer's output.
+    void export_inputs(int group, int chunk, bool last);
+
+    // Advance both streams of a chunk to the layer's output; only the quantized one after export_inputs(last). Return the energy of the
+    // original and of the difference, without the first token, whose energy is of another order.
+    nlohmann::ordered_json advance(int chunk);
+
+    // Allocate memory for the gradients of n chunks at the outputs of all layers.
+    void allocate_gradients(int n);
+
+    // Compute the gradients of a chunk in the original model.
+    void compute_gradients(int chunk);
+
+    // Write the gradients of the layer's products, except those of experts, to the exchange.
+    void export_gradients(int chunk);
+
+private:
+    enum { ORIGINAL, QUANTIZED, NONE = -1 };   // which model runs; NONE: an empty graph, to describe the model
+    enum class purpose { layer, full, gradients };
+
+    void                  run_layer(int chunk, int model);
+    void                  compute(int chunk, int model);
+    std::function<void()> edit_graph(ggml_cgraph * graph);
+    std::function<void()> cut_layer(ggml_cgraph * graph);
+    void                  read_description();
+    std::string           find_gradient_error();
+    void                  store_stream(int chunk, int model);
+    char *                stream_data(int model, int chunk) const { return stream[model].data() + (size_t) chunk * chunk_bytes; }
+    char *                gradient_data(int k, int chunk) const;
+    bool                  is_finite(const float * x) const;
+    void                  check_finite(int chunk, int k, const float * x);
+    [[noreturn]] void     fail_not_finite(int chunk, const std::string & place);
+
+    llama_context *          ctx;
+    overflow_watcher &       watcher;
+    std::vector<llama_token> tokens;
+    std::string              file;
+    int                      n_context, n_chunks, n_layers, layer = 0, model = NONE, n_gradients = 0;
+    purpose                  run_purpose = purpose::layer;
+    const void *             layer_input = nullptr;
+    bool                     is_original_ahead = false; // at the layer's output already, for all chunks
+    int64_t                  n_embd = 0;
+    size_t                   chunk_bytes = 0;
+    mapping                  stream[2], gradients, exchange;
+    std::vector<float>       seed; // gradient of the layer's output
+    nlohmann::ordered_json   description;
+    std::string              error, gradient_error;
+    layered_graph            parts; // of the last run
+    backward                 back;
+    std::function<std::vector<ggml_tensor *>(const ggml_ext::layer &)> select_targets;
+
+    std::map<std::string, const ggml_tensor *>          matrices;
+    std::map<std::string, int>                          layer_of; // -1: token embeddings
+    std::map<std::string, std::unique_ptr<replacement>> replacements;
+};
+
+} // namespace ggml_ext
