@@ -1,11 +1,11 @@
-// What a model's graph does with its tensors, and whether the model runs. Used by py/ggml_ext/_native/graph.py.
+// How a model's graph uses its tensors, and whether the model runs. Called by py/ggml_ext/_native/graph.py.
 //
-// Use: ggml-ext-graph uses FILE ...   builds the graphs without reading weights. A line for each use of a tensor: NAME, a tab, and
-//                                     "product" (the matrix of a product, whose input llama-imatrix collects), "rows" (of which some are
-//                                     looked up), or the name of another operation
-//      ggml-ext-graph run FILE ...    loads the model and runs one token. Exit code 2 if what comes out is not finite
+// Usage: ggml-ext-graph uses FILE ...   build the graphs without reading weights. Print a line per use of a tensor: NAME, a tab, and
+//                                       "product" (the matrix of a product, whose input llama-imatrix collects), "rows" (looked up by
+//                                       index) or the name of another operation
+//        ggml-ext-graph run FILE ...    load the model and run one token. Exit code 2 if the result is not finite
 //
-// Files are the parts of one model, in their order. Both compute on the CPU.
+// FILEs are the parts of one model in order. Both commands use the CPU only.
 
 #include "llama-graph-cut.h"
 
@@ -23,25 +23,25 @@
 
 namespace {
 
-const ggml_tensor * behind_views(const ggml_tensor * t) {
+const ggml_tensor * skip_views(const ggml_tensor * t) {
     while (t && (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE)) {
         t = t->src[0];
     }
     return t;
 }
 
-bool is_view(const ggml_tensor * t) { return behind_views(t) != t; }
+bool is_view(const ggml_tensor * t) { return skip_views(t) != t; }
 
-struct uses {
-    std::set<std::pair<std::string, std::string>> found;
+struct tensor_uses {
+    std::set<std::pair<std::string, std::string>> entries;
 
     void read(ggml_cgraph * graph) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
             for (int s = 0; s < GGML_MAX_SRC && !is_view(node); ++s) {
-                const ggml_tensor * source = node->src[s], * leaf = behind_views(source);
+                const ggml_tensor * source = node->src[s], * leaf = skip_views(source);
                 if (leaf && leaf->op == GGML_OP_NONE) {
-                    found.emplace(leaf->name, describe(node, s, leaf == source));
+                    entries.emplace(leaf->name, describe(node, s, leaf == source));
                 }
             }
         }
@@ -55,27 +55,27 @@ struct uses {
     }
 };
 
-struct loaded {
+struct loaded_model {
     llama_model *   model = nullptr;
     llama_context * ctx   = nullptr;
 
-    loaded(std::vector<const char *> files, bool is_whole) {
+    loaded_model(std::vector<const char *> files, bool with_weights) {
         ggml_backend_dev_t no_devices[] = { nullptr };
-        llama_model_params of_model     = llama_model_default_params();
-        of_model.devices                = no_devices;
-        of_model.n_gpu_layers           = 0;
-        of_model.no_alloc               = !is_whole;
-        of_model.load_mode              = is_whole ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
-        model = llama_model_load_from_splits(files.data(), files.size(), of_model);
+        llama_model_params model_params = llama_model_default_params();
+        model_params.devices      = no_devices;
+        model_params.n_gpu_layers = 0;
+        model_params.no_alloc     = !with_weights;
+        model_params.load_mode    = with_weights ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+        model = llama_model_load_from_splits(files.data(), files.size(), model_params);
         if (!model) {
             return;
         }
-        llama_context_params of_context = llama_context_default_params();
-        of_context.n_ctx = of_context.n_batch = of_context.n_ubatch = 64;
-        of_context.embeddings = true; // what pools them, and a reranker's head, is in the graph then
-        ctx = llama_init_from_model(model, of_context);
+        llama_context_params context_params = llama_context_default_params();
+        context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = 64;
+        context_params.embeddings = true; // adds pooling and a reranker's head to the graph
+        ctx = llama_init_from_model(model, context_params);
     }
-    ~loaded() {
+    ~loaded_model() {
         if (ctx) {
             llama_free(ctx);
         }
@@ -99,12 +99,13 @@ int run(llama_model * model, llama_context * ctx) {
     if (llama_model_has_decoder(model) && llama_decode(ctx, llama_batch_get_one(&token, 1))) {
         return 1;
     }
-    const float * out    = is_encoder ? llama_get_embeddings_seq(ctx, 0) : llama_get_logits_ith(ctx, -1);
-    const bool    ranks  = llama_pooling_type(ctx) == LLAMA_POOLING_TYPE_RANK;
-    const int     n      = ranks ? (int) llama_model_n_cls_out(model) : is_encoder ? llama_model_n_embd_out(model) : llama_vocab_n_tokens(vocab);
-    for (int i = 0; out && i < n; ++i) {
-        if (!std::isfinite(out[i])) {
-            fprintf(stderr, "error: value %d of %d that the model gives is %g\n", i, n, out[i]);
+    const float * values = is_encoder ? llama_get_embeddings_seq(ctx, 0) : llama_get_logits_ith(ctx, -1);
+    const int n = llama_pooling_type(ctx) == LLAMA_POOLING_TYPE_RANK ? (int) llama_model_n_cls_out(model) :
+                  is_encoder                                         ? llama_model_n_embd_out(model) :
+                                                                       llama_vocab_n_tokens(vocab);
+    for (int i = 0; values && i < n; ++i) {
+        if (!std::isfinite(values[i])) {
+            fprintf(stderr, "error: value %d of %d that the model gives is %g\n", i, n, values[i]);
             return 2;
         }
     }
@@ -114,30 +115,30 @@ int run(llama_model * model, llama_context * ctx) {
 }
 
 int main(int argc, char ** argv) {
-    const std::string what = argc > 2 ? argv[1] : "";
-    if (what != "uses" && what != "run") {
+    const std::string command = argc > 2 ? argv[1] : "";
+    if (command != "uses" && command != "run") {
         fprintf(stderr, "error: use: %s uses FILE ..., or run FILE ...\n", argv[0]);
         return 1;
     }
     ggml_backend_load_all();
     llama_backend_init();
-    uses of_graphs;
-    if (what == "uses") {
+    tensor_uses uses;
+    if (command == "uses") {
         ggml_ext_set_graph_cut([&](ggml_cgraph * graph) {
-            of_graphs.read(graph);
+            uses.read(graph);
             return [] {};
         });
     }
     int code = 1;
     {
-        const loaded it({ argv + 2, argv + argc }, what == "run");
-        if (it.ctx) {
-            code = what == "run" ? run(it.model, it.ctx) : 0;
+        const loaded_model loaded({ argv + 2, argv + argc }, command == "run");
+        if (loaded.ctx) {
+            code = command == "run" ? run(loaded.model, loaded.ctx) : 0;
         }
     }
     ggml_ext_set_graph_cut({});
     if (code == 0) {
-        for (const auto & [name, use] : of_graphs.found) {
+        for (const auto & [name, use] : uses.entries) {
             printf("%s\t%s\n", name.c_str(), use.c_str());
         }
     }

@@ -1,4 +1,4 @@
-// Options of llama-imatrix that common_params lacks; beside it, so that common.h stays as it is.
+// Options of llama-imatrix, kept out of common_params so that common.h is unchanged.
 #pragma once
 
 #include <string>

@@ -60,7 +60,7 @@ bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
     return true;
 }
 
-// Bytes that can be had without swapping, or -1 where the system does not say.
+// Available bytes without swapping, or -1 if the system does not tell.
 static double available_memory() {
     std::ifstream info("/proc/meminfo");
     for (std::string line; std::getline(info, line);) {
@@ -75,17 +75,17 @@ static double available_memory() {
 // --- files -------------------------------------------------------------------------------------------------------------------
 
 static std::vector<std::string> strings(const gguf_context * file, const char * key) {
-    std::vector<std::string> found;
+    std::vector<std::string> result;
     const int64_t id = gguf_find_key(file, key);
     if (id >= 0 && gguf_get_kv_type(file, id) == GGUF_TYPE_ARRAY && gguf_get_arr_type(file, id) == GGUF_TYPE_STRING) {
         for (size_t i = 0; i < gguf_get_arr_n(file, id); ++i) {
-            found.push_back(gguf_get_arr_str(file, id, i));
+            result.push_back(gguf_get_arr_str(file, id, i));
         }
     }
-    return found;
+    return result;
 }
 
-// Gives n floats of a tensor to add(i, value), which returns false for what cannot be; in pieces, files may be larger than memory.
+// Pass n floats of a tensor to add(i, value), in pieces, as files may exceed the memory. Stop if add() returns false.
 template <typename F>
 static bool each_float(std::ifstream & data, const gguf_context * file, const std::string & name, int64_t n, const F & add) {
     std::vector<float> piece(1 << 16);
@@ -108,7 +108,7 @@ bool ggml_ext_moments::load(const std::string & path) {
     std::ifstream data(path, std::ios::binary);
     char magic[4] = {};
     data.read(magic, sizeof(magic));
-    const bool is_gguf = memcmp(magic, GGUF_MAGIC, sizeof(magic)) == 0; // the older format holds none
+    const bool is_gguf = memcmp(magic, GGUF_MAGIC, sizeof(magic)) == 0; // the older format has no Hessians
 
     ggml_context * ctx = nullptr;
     std::unique_ptr<gguf_context, void (*)(gguf_context *)> file(
@@ -116,37 +116,37 @@ bool ggml_ext_moments::load(const std::string & path) {
     std::unique_ptr<ggml_context, context_free> ctx_owner(ctx);
 
     const int64_t key = file ? gguf_find_key(file.get(), KEY_KIND) : -1;
-    const std::string theirs = key < 0 ? "" : gguf_get_kv_type(file.get(), key) != GGUF_TYPE_STRING ? "?" : gguf_get_val_str(file.get(), key);
+    const std::string file_kind = key < 0 ? "" : gguf_get_kv_type(file.get(), key) != GGUF_TYPE_STRING ? "?" : gguf_get_val_str(file.get(), key);
     const char * const name = path.c_str();
-    if (theirs.empty()) {
+    if (file_kind.empty()) {
         if (!kind.empty()) {
             LOG_ERR("error: --in-file %s: has no second moments, but %s has (%s): their tokens would be missing; collect it again with "
                     "--moments %s, or leave it away\n", name, kind_from.c_str(), kind.c_str(), kind.c_str());
             return false;
         }
-        without = path;
+        file_without = path;
         return true;
     }
-    if (kind.empty() && !without.empty()) {
+    if (kind.empty() && !file_without.empty()) {
         LOG_ERR("error: --in-file %s: has no second moments, but %s has (%s): its tokens would be missing; collect it again with "
-                "--moments %s, or leave it away\n", without.c_str(), name, theirs.c_str(), theirs.c_str());
+                "--moments %s, or leave it away\n", file_without.c_str(), name, file_kind.c_str(), file_kind.c_str());
         return false;
     }
-    if (theirs != "block" && theirs != "full") {
+    if (file_kind != "block" && file_kind != "full") {
         LOG_ERR("error: --in-file %s: %s is neither \"block\" nor \"full\"; collect it again\n", name, KEY_KIND);
         return false;
     }
-    if (!kind.empty() && kind != theirs) {
-        LOG_ERR("error: --in-file %s: its second moments are \"%s\", those of %s \"%s\": both must be the same\n", name, theirs.c_str(),
+    if (!kind.empty() && kind != file_kind) {
+        LOG_ERR("error: --in-file %s: its second moments are \"%s\", those of %s \"%s\": both must be the same\n", name, file_kind.c_str(),
                 kind_from.c_str(), kind.c_str());
         return false;
     }
     if (has_text && !collects) {
-        LOG_ERR("error: --in-file %s: has second moments (%s), which this run would not go on with: add --moments %s\n", name, theirs.c_str(),
-                theirs.c_str());
+        LOG_ERR("error: --in-file %s: has second moments (%s), which this run would not go on with: add --moments %s\n", name, file_kind.c_str(),
+                file_kind.c_str());
         return false;
     }
-    kind      = theirs;
+    kind      = file_kind;
     kind_from = path;
 
     const int64_t key_block = gguf_find_key(file.get(), KEY_BLOCK);
@@ -193,20 +193,20 @@ bool ggml_ext_moments::load(const std::string & path) {
                     tensors[i].c_str(), SUMS.c_str(), COUNTS.c_str());
             return false;
         }
-        input & to = inputs[tensors[i]];
-        if (to.sums.empty()) {
-            to.n_values = sums->ne[0];
-            to.n_mat    = sums->ne[1];
-            to.allocate();
-        } else if (to.n_values != sums->ne[0] || to.n_mat != sums->ne[1]) {
+        input & dst = inputs[tensors[i]];
+        if (dst.sums.empty()) {
+            dst.n_values = sums->ne[0];
+            dst.n_mat    = sums->ne[1];
+            dst.allocate();
+        } else if (dst.n_values != sums->ne[0] || dst.n_mat != sums->ne[1]) {
             LOG_ERR("error: --in-file %s: tensor %s has %lld x %lld second moments, elsewhere %lld x %lld: not the same model\n", name,
-                    tensors[i].c_str(), (long long) sums->ne[0], (long long) sums->ne[1], (long long) to.n_values, (long long) to.n_mat);
+                    tensors[i].c_str(), (long long) sums->ne[0], (long long) sums->ne[1], (long long) dst.n_values, (long long) dst.n_mat);
             return false;
         }
-        const auto add_sum   = [&](int64_t j, float v) { to.sums[j]   += v; return std::isfinite(v); };
-        const auto add_count = [&](int64_t j, float v) { to.counts[j] += std::lround(v); return v >= 0 && v < 1e15f; };
+        const auto add_sum   = [&](int64_t j, float v) { dst.sums[j]   += v; return std::isfinite(v); };
+        const auto add_count = [&](int64_t j, float v) { dst.counts[j] += std::lround(v); return v >= 0 && v < 1e15f; };
         if (!each_float(data, file.get(), sums->name, ggml_nelements(sums), add_sum) ||
-            !each_float(data, file.get(), counts->name, to.n_mat, add_count)) {
+            !each_float(data, file.get(), counts->name, dst.n_mat, add_count)) {
             LOG_ERR("error: --in-file %s: tensor %s: truncated, or not finite; collect it again\n", name, tensors[i].c_str());
             return false;
         }
@@ -220,11 +220,11 @@ bool ggml_ext_moments::write_file(gguf_context * file, const std::string & path)
         return false;
     }
     const bool written = gguf_write_to_file_ptr(file, out, false);
-    return fclose(out) == 0 && written; // what is buffered may not fit
+    return fclose(out) == 0 && written; // buffered data may not fit the disk
 }
 
 void ggml_ext_moments::write(gguf_context * file, const std::string & path) {
-    // tensors that point to the sums: a second copy might not fit
+    // tensors that point to the sums, as a copy might not fit
     std::unique_ptr<ggml_context, context_free> ctx(
         ggml_init({ /*.mem_size =*/ (2 * inputs.size() + 1) * ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }));
     std::vector<std::vector<float>> all_counts;
@@ -242,23 +242,23 @@ void ggml_ext_moments::write(gguf_context * file, const std::string & path) {
         gguf_set_arr_str(file, KEY_INPUTS, owners.data(), owners.size());
         all_counts.reserve(inputs.size());
         for (auto & entry : inputs) {
-            input & from = entry.second;
-            if (from.sums.empty()) {
+            input & in = entry.second;
+            if (in.sums.empty()) {
                 continue;
             }
-            all_counts.emplace_back(from.counts.begin(), from.counts.end());
+            all_counts.emplace_back(in.counts.begin(), in.counts.end());
             const struct { const std::string & suffix; int64_t n; float * data; } parts[] = {
-                { SUMS, from.n_values, from.sums.data() }, { COUNTS, 1, all_counts.back().data() } };
+                { SUMS, in.n_values, in.sums.data() }, { COUNTS, 1, all_counts.back().data() } };
             for (const auto & part : parts) {
-                ggml_tensor * tensor = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, part.n, from.n_mat);
+                ggml_tensor * tensor = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, part.n, in.n_mat);
                 ggml_set_name(tensor, (entry.first + part.suffix).c_str());
                 tensor->data = part.data;
                 gguf_add_tensor(file, tensor);
             }
         }
-    } else if (!kind.empty() && !said_intermediate) {
+    } else if (!kind.empty() && !warned_intermediate) {
         LOG_INF("\n%s: intermediate files hold no second moments; the last one does\n", "save_imatrix");
-        said_intermediate = true;
+        warned_intermediate = true;
     }
 
     const std::string temporary = path + ".tmp";
@@ -276,10 +276,10 @@ void ggml_ext_moments::write(gguf_context * file, const std::string & path) {
     }
 }
 
-// --- what there is to collect ------------------------------------------------------------------------------------------------
+// --- plan --------------------------------------------------------------------------------------------------------------------
 
-// Layers of blk.N.; what lies outside of the blocks, the output matrix, goes with the last of them.
-bool ggml_ext_moments::wanted(const std::string & weight) const {
+// Matrices outside the blocks, such as the output matrix, belong to the last layer.
+bool ggml_ext_moments::is_selected(const std::string & weight) const {
     int layer = n_layers - 1;
     sscanf(weight.c_str(), "blk.%d.", &layer);
     return last_layer < 0 || (first_layer <= layer && layer <= last_layer);
@@ -289,22 +289,22 @@ static bool is_supported(const ggml_tensor * node) {
     return node->src[1]->type == GGML_TYPE_F32 && (node->op == GGML_OP_MUL_MAT_ID || node->src[0]->ne[2] * node->src[0]->ne[3] == 1);
 }
 
-// Which input a matrix has, by the evaluation that plan() makes. False if a file says otherwise.
-bool ggml_ext_moments::learn(const ggml_tensor * node, const std::string & weight) {
+// Register a matrix and its input. Return false if a loaded file disagrees.
+bool ggml_ext_moments::register_input(const ggml_tensor * node, const std::string & weight) {
     const ggml_tensor * matrix = node->src[0], * x = node->src[1];
     const bool experts = node->op == GGML_OP_MUL_MAT_ID;
-    if (!wanted(weight)) {
+    if (!is_selected(weight)) {
         return true;
     }
     if (!is_supported(node)) {
-        if (!said_without) {
+        if (!warned_unsupported) {
             LOG_WRN("%s: no second moments of matrices with a third dimension, such as %s\n", "compute_imatrix", weight.c_str());
         }
-        said_without = true;
+        warned_unsupported = true;
         return true;
     }
     const int64_t n_values = ggml_ext_n_moments(x->ne[0], kind == "full"), n_mat = experts ? matrix->ne[2] : 1;
-    const std::string owner = seen.emplace(source(x, experts ? node->src[2] : nullptr), weight).first->second;
+    const std::string owner = sources.emplace(source(x, experts ? node->src[2] : nullptr), weight).first->second;
     const auto known = input_of.emplace(weight, owner);
     if (known.first->second != owner) {
         LOG_ERR("error: --in-file: tensor %s shares the input of %s, in this model that of %s: moments of another model\n", weight.c_str(),
@@ -344,16 +344,16 @@ bool ggml_ext_moments::plan(int layers, int n_threads, const std::function<bool(
 
     double  needed = 0, to_allocate = 0, as_block = 0;
     int64_t widest = 0;
-    for (const auto & of : seen) {
-        const input & in     = inputs.at(of.second);
-        const int64_t n_cols = of.first.first->ne[0];
+    for (const auto & source : sources) {
+        const input & in     = inputs.at(source.second);
+        const int64_t n_cols = source.first.first->ne[0];
         const double  bytes  = sizeof(float) * (double) in.n_mat * in.n_values;
         needed      += bytes;
         to_allocate += in.sums.empty() ? bytes : 0;
         as_block    += sizeof(float) * (double) in.n_mat * ggml_ext_n_moments(n_cols, false);
         widest       = std::max(widest, n_cols);
     }
-    LOG_INF("%s: second moments of %zu inputs (%s): %.1f MiB\n", "compute_imatrix", seen.size(), kind.c_str(), needed / MIB);
+    LOG_INF("%s: second moments of %zu inputs (%s): %.1f MiB\n", "compute_imatrix", sources.size(), kind.c_str(), needed / MIB);
     const double available = available_memory();
     to_allocate += sizeof(float) * (double) ggml_ext_syrk::packed_size(widest);
     if (available >= 0 && to_allocate > available) {
@@ -365,7 +365,7 @@ bool ggml_ext_moments::plan(int layers, int n_threads, const std::function<bool(
                 kind.c_str(), to_allocate / MIB, available / MIB, block);
         return false;
     }
-    seen.clear();
+    sources.clear();
     packed.resize(ggml_ext_syrk::packed_size(widest));
 
     cpu.reset(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
@@ -375,8 +375,8 @@ bool ggml_ext_moments::plan(int layers, int n_threads, const std::function<bool(
     graph_ctx.reset(ggml_init({ /*.mem_size =*/ 8 * ggml_tensor_overhead() + ggml_graph_overhead(), /*.mem_buffer =*/ nullptr,
                                 /*.no_alloc =*/ false }));
     ggml_tensor * pack = ggml_custom_4d(graph_ctx.get(), GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0,
-        [](ggml_tensor *, int ith, int nth, void * job) { ((ggml_ext_syrk *) job)->pack(ith, nth); }, GGML_N_TASKS_MAX, &job);
-    ggml_tensor * add = ggml_custom_4d(graph_ctx.get(), GGML_TYPE_F32, 1, 1, 1, 1, &pack, 1, // after pack, for all threads
+                                        [](ggml_tensor *, int ith, int nth, void * job) { ((ggml_ext_syrk *) job)->pack(ith, nth); }, GGML_N_TASKS_MAX, &job);
+    ggml_tensor * add = ggml_custom_4d(graph_ctx.get(), GGML_TYPE_F32, 1, 1, 1, 1, &pack, 1, // after pack, on all threads
         [](ggml_tensor *, int, int, void * job) { ((ggml_ext_syrk *) job)->add(); }, GGML_N_TASKS_MAX, &job);
     graph = ggml_new_graph(graph_ctx.get());
     ggml_build_forward_expand(graph, add);
@@ -387,10 +387,10 @@ bool ggml_ext_moments::plan(int layers, int n_threads, const std::function<bool(
 
 bool ggml_ext_moments::collect(const ggml_tensor * node, bool ask, const std::string & weight, const std::function<bool()> & upstream) {
     computing = true;
-    const bool is_collected = upstream(); // which also ends the program where an activation is not finite
+    const bool is_collected = upstream(); // also exits if an activation is not finite
     computing = false;
     if (planning) {
-        failed = failed || (is_collected && !learn(node, weight));
+        failed = failed || (is_collected && !register_input(node, weight));
         return false; // nothing to wait for
     }
     if (!ask && collects) {
@@ -401,28 +401,28 @@ bool ggml_ext_moments::collect(const ggml_tensor * node, bool ask, const std::st
 
 void ggml_ext_moments::add(const ggml_tensor * node, const std::string & weight) {
     const auto known = input_of.find(weight);
-    if (!wanted(weight) || !is_supported(node)) {
+    if (!is_selected(weight) || !is_supported(node)) {
         return;
     }
     if (known == input_of.end()) {
-        if (!said_unknown) {
+        if (!warned_unknown) {
             LOG_WRN("%s: no second moments of matrices that a few tokens do not use, such as %s\n", "compute_imatrix", weight.c_str());
         }
-        said_unknown = true;
+        warned_unknown = true;
         return;
     }
     input &      in   = inputs.at(known->second);
-    const source from = { node->src[1], node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : nullptr };
+    const source source_now = { node->src[1], node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : nullptr };
     if (known->second == weight) {
-        in.last = from;
+        in.last = source_now;
         add_rows(node, in);
-    } else if (in.last != from) {
+    } else if (in.last != source_now) {
         LOG_ERR("error: --moments: tensor %s no longer shares the input of %s\n", weight.c_str(), known->second.c_str());
         exit(1);
     }
 }
 
-// Data of a tensor, copied to the host where it lies on a device.
+// Get the data of a tensor, copied to the host if it is on a device.
 static const char * host_data(const ggml_tensor * t, std::vector<char> & copy) {
     if (ggml_backend_buffer_is_host(t->buffer)) {
         return (const char *) t->data;
@@ -432,26 +432,26 @@ static const char * host_data(const ggml_tensor * t, std::vector<char> & copy) {
     return copy.data();
 }
 
-void ggml_ext_moments::add_rows(const ggml_tensor * node, input & to) {
+void ggml_ext_moments::add_rows(const ggml_tensor * node, input & dst) {
     const ggml_tensor * x = node->src[1];
     const char * data = host_data(x, activations);
     const auto   row  = [&](int64_t i1, int64_t i2, int64_t i3) { return (const float *) (data + i1 * x->nb[1] + i2 * x->nb[2] + i3 * x->nb[3]); };
-    if (to.sums.empty()) {
-        to.allocate();
+    if (dst.sums.empty()) {
+        dst.allocate();
     }
     if (node->op == GGML_OP_MUL_MAT_ID) { // ids [used, tokens], x [columns, used or 1, tokens]
         const ggml_tensor * experts = node->src[2];
-        const char * chosen = host_data(experts, ids);
-        for (int64_t expert = 0; expert < to.n_mat; ++expert) {
+        const char * expert_ids = host_data(experts, ids);
+        for (int64_t expert = 0; expert < dst.n_mat; ++expert) {
             rows.clear();
             for (int64_t token = 0; token < experts->ne[1]; ++token) {
                 for (int64_t k = 0; k < experts->ne[0]; ++k) {
-                    if (*(const int32_t *) (chosen + token * experts->nb[1] + k * experts->nb[0]) == expert) {
+                    if (*(const int32_t *) (expert_ids + token * experts->nb[1] + k * experts->nb[0]) == expert) {
                         rows.push_back(row(k % x->ne[1], token, 0));
                     }
                 }
             }
-            add_expert(to, x->ne[0], expert);
+            add_expert(dst, x->ne[0], expert);
         }
         return;
     }
@@ -463,20 +463,20 @@ void ggml_ext_moments::add_rows(const ggml_tensor * node, input & to) {
             }
         }
     }
-    add_expert(to, x->ne[0], 0);
+    add_expert(dst, x->ne[0], 0);
 }
 
-// Adds what `rows` points to.
-void ggml_ext_moments::add_expert(input & to, int64_t n_cols, int64_t expert) {
+// Add the rows in `rows`.
+void ggml_ext_moments::add_expert(input & dst, int64_t n_cols, int64_t expert) {
     for (size_t first = 0; first < rows.size(); first += GGML_EXT_SYRK_ROWS) {
         job.rows      = rows.data() + first;
         job.n_rows    = (int) std::min<size_t>(GGML_EXT_SYRK_ROWS, rows.size() - first);
         job.n_cols    = n_cols;
-        job.whole     = kind == "full";
+        job.full      = kind == "full";
         job.packed    = packed.data();
-        job.totals    = to.sums.data() + expert * to.n_values;
+        job.totals    = dst.sums.data() + expert * dst.n_values;
         job.next_tile = 0;
         ggml_backend_graph_compute(cpu.get(), graph);
     }
-    to.counts[expert] += (int64_t) rows.size();
+    dst.counts[expert] += (int64_t) rows.size();
 }

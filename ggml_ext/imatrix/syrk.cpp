@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-// Columns go in panels of 16, tokens one after the other, so that the sums of 16 x 16 products stream through two panels whatever
-// the distance of the rows. Threads take tiles of 4 x 4 panels: both sides of one, 256 KB, stay in the L2 cache.
+// Columns are packed in panels of 16, tokens consecutive, so 16 x 16 products stream through two panels for any distance of rows. Threads
+// take tiles of 4 x 4 panels: both sides, 256 KB, stay in the L2 cache.
 static constexpr int W    = 16;
 static constexpr int TILE = 4;
 
@@ -18,7 +18,7 @@ void ggml_ext_syrk::pack(int ith, int nth) const {
         const int64_t p1 = std::min(p0 + TILE, n_panels);
         for (int t = 0; t < n_rows; ++t) {
             for (int64_t p = p0; p < p1; ++p) {
-                // what the last panel has beyond n_cols is multiplied and not used
+                // values beyond n_cols are multiplied but not used
                 memcpy(packed + (p * n_rows + t) * W, rows[t] + p * W, std::min<int64_t>(W, n_cols - p * W) * sizeof(float));
             }
         }
@@ -47,8 +47,8 @@ static inline __attribute__((always_inline)) void multiply(const float * a, cons
     }
 }
 
-// GFLOP/s on one core of a Zen 4 EPYC: 118 with AVX-512, 108 with AVX2, 38 with SSE2. Programs are built for any x86-64, and
-// lanes are part of the source: target_clones would leave all but one of these at 1 to 60.
+// Programs are built for any x86-64. target_clones would not help, because the lanes are part of the source. On a Zen 4 core: AVX-512 118,
+// AVX2 108, SSE2 38 GFLOP/s.
 typedef void (*multiply_t)(const float * a, const float * b, int n, float * sums);
 static void multiply_any(const float * a, const float * b, int n, float * sums) {
     multiply<4, 4>(a, b, n, sums);
@@ -62,30 +62,30 @@ __attribute__((target("avx512f")))
 static void multiply_avx512(const float * a, const float * b, int n, float * sums) {
     multiply<16, 8>(a, b, n, sums);
 }
-static multiply_t choose() {
+static multiply_t choose_multiply() {
     return __builtin_cpu_supports("avx512f")                                ? multiply_avx512
            : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? multiply_avx2
                                                                              : multiply_any;
 }
 #else
-static multiply_t choose() {
+static multiply_t choose_multiply() {
     return multiply_any;
 }
 #endif
 
 void ggml_ext_syrk::add() {
-    static const multiply_t multiply_panels = choose();
+    static const multiply_t multiply_panels = choose_multiply();
 
-    const int64_t block         = whole ? n_cols : GGML_EXT_MOMENTS_BLOCK;
+    const int64_t block         = full ? n_cols : GGML_EXT_MOMENTS_BLOCK;
     const int64_t tiles_across  = (block + TILE * W - 1) / (TILE * W);
     const int64_t tiles_a_block = tiles_across * (tiles_across + 1) / 2;
     const int64_t n_tiles       = (n_cols + block - 1) / block * tiles_a_block;
 
     for (int64_t tile = next_tile++; tile < n_tiles; tile = next_tile++) {
-        const int64_t first = tile / tiles_a_block * block; // column where the block begins
+        const int64_t first = tile / tiles_a_block * block; // first column of the block
         const int64_t width = std::min(block, n_cols - first);
         float *       sums  = totals + first / block * (block * (block + 1) / 2);
-        int64_t ti = 0, tj = tile % tiles_a_block; // row and column of the tile, from its place in the triangle
+        int64_t ti = 0, tj = tile % tiles_a_block; // position of the tile in the triangle
         for (; tj > ti; tj -= ++ti) {
         }
         for (int64_t i0 = ti * TILE * W; i0 < std::min(width, (ti + 1) * TILE * W); i0 += W) {

@@ -1,17 +1,17 @@
-// The implementation for upstream's interface, whose base class is known to speculative.cpp alone.
+// The qspec implementation of upstream's speculation interface. Its base class exists in speculative.cpp only, which includes this file.
 #pragma once
 
-// draft-simple whose draft context is the target's; ggml_ext_qspec_init() has set the precision of all that is no draft
+// draft-simple with the target's context as draft context. ggml_ext_qspec_init() sets the precision for everything except drafts.
 struct common_speculative_impl_qspec : public common_speculative_impl_draft_simple {
     common_speculative_impl_qspec(const common_params_speculative & params, uint32_t n_seq)
         : common_speculative_impl_draft_simple(params, n_seq, COMMON_SPECULATIVE_TYPE_QSPEC) {}
 
-    // what the target has decoded is in the cache already
+    // the target has written its batch to the shared cache already
     bool process(const common_batch & /*batch*/) override {
         return true;
     }
 
-    // Afterwards the cache holds no drafts: verification decodes the same positions with precise activations, in the same cells.
+    // Remove the drafts from the cache: verification decodes the same positions with precise activations, in the same cells.
     void draft(common_speculative_draft_params_vec & dparams) override {
         auto * ctx = params.ctx_tgt;
 

@@ -11,7 +11,7 @@ bool ggml_ext_qspec_enabled(const common_params & params) {
     return std::find(types.begin(), types.end(), COMMON_SPECULATIVE_TYPE_QSPEC) != types.end();
 }
 
-// types that draft with a model or a context of their own
+// Types that draft with a model or context of their own.
 static bool needs_draft_context(common_speculative_type type) {
     switch (type) {
         case COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE:
@@ -25,8 +25,8 @@ static bool needs_draft_context(common_speculative_type type) {
     }
 }
 
-// why not, or nothing
-static std::string refusal_of(const common_params & params, llama_context * ctx) {
+// Return why qspec cannot run, or nothing.
+static std::string find_refusal(const common_params & params, llama_context * ctx) {
     const auto * model = llama_get_model(ctx);
     const auto & spec  = params.speculative;
     const int64_t n_parallel = params.n_parallel, n_batch = llama_n_batch(ctx);
@@ -68,9 +68,9 @@ bool ggml_ext_qspec_init(common_params & params, llama_context * ctx) {
     if (!ggml_ext_qspec_enabled(params)) {
         return true;
     }
-    auto refusal = refusal_of(params, ctx);
+    auto refusal = find_refusal(params, ctx);
     if (refusal.empty()) {
-        llama_set_act_prec(ctx, LLAMA_ACT_PREC_F16); // prompts and verification, whatever --act-prec says
+        llama_set_act_prec(ctx, LLAMA_ACT_PREC_F16); // for prompts and verification, regardless of --act-prec
         if (llama_get_act_prec(ctx) != LLAMA_ACT_PREC_F16) {
             refusal = "it needs --act-prec f16, which was refused above";
         }

@@ -1,13 +1,12 @@
-// --spec-type qspec (after the paper QSPEC): one model, one context and one KV cache; tokens are drafted with activations of
-// 8 bits and verified with precise ones (llama_set_act_prec), which overwrite what the drafts left in the cache.
+// --spec-type qspec (QSPEC paper): one model, one context, one KV cache. Tokens are drafted with 8-bit activations and verified with
+// precise ones (llama_set_act_prec), which overwrite the drafts' entries in the cache.
 #pragma once
 
 #include "common.h"
 #include "llama.h"
 
-// Whether the options ask for it.
 bool ggml_ext_qspec_enabled(const common_params & params);
 
-// Where the options ask for it, makes ctx, which is empty, the one that drafts too. False, after one line in the log, if the model or
-// other options do not allow it.
+// If the options select qspec, make ctx, which is empty, the draft context too. Log one line and return false if the model or other options
+// do not allow it.
 bool ggml_ext_qspec_init(common_params & params, llama_context * ctx);

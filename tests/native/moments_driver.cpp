@@ -1,4 +1,4 @@
-// The sums of ggml_ext/imatrix/syrk.cpp through ctypes.
+// The sums of ggml_ext/imatrix/syrk.cpp for ctypes.
 #include "imatrix/syrk.cpp"
 
 #include <cmath>
@@ -7,15 +7,15 @@
 
 extern "C" {
 
-// Adds n_rows rows that lie `stride` floats apart to totals, as llama-imatrix does: in pieces, by n_threads threads.
-void ggml_ext_test_add_moments(const float * x, int64_t n_rows, int64_t stride, int64_t n_cols, bool whole, int n_threads, float * totals) {
+// Add n_rows rows, `stride` floats apart, to totals as llama-imatrix does: in pieces, by n_threads threads.
+void ggml_ext_test_add_moments(const float * x, int64_t n_rows, int64_t stride, int64_t n_cols, bool full, int n_threads, float * totals) {
     std::vector<const float *> rows;
     for (int64_t i = 0; i < n_rows; ++i) {
         rows.push_back(x + i * stride);
     }
-    std::vector<float> packed(ggml_ext_syrk::packed_size(n_cols), NAN); // what is not of the rows must not be used
+    std::vector<float> packed(ggml_ext_syrk::packed_size(n_cols), NAN); // NaN: memory outside the rows must not be used
     for (int64_t first = 0; first < n_rows; first += GGML_EXT_SYRK_ROWS) {
-        ggml_ext_syrk job = {rows.data() + first, (int) std::min<int64_t>(GGML_EXT_SYRK_ROWS, n_rows - first), n_cols, whole,
+        ggml_ext_syrk job = {rows.data() + first, (int) std::min<int64_t>(GGML_EXT_SYRK_ROWS, n_rows - first), n_cols, full,
                              packed.data(), totals, {0}};
         for (int i = 0; i < n_threads; ++i) {
             job.pack(i, n_threads);
@@ -30,11 +30,11 @@ void ggml_ext_test_add_moments(const float * x, int64_t n_rows, int64_t stride, 
     }
 }
 
-int64_t ggml_ext_test_n_moments(int64_t n_cols, bool whole) {
-    return ggml_ext_n_moments(n_cols, whole);
+int64_t ggml_ext_test_n_moments(int64_t n_cols, bool full) {
+    return ggml_ext_n_moments(n_cols, full);
 }
 
-// sums[i][j] of a[t][i] b[t][j], 16 x 16, by the code for one instruction set; false where it is not compiled.
+// sums[i][j] of a[t][i] b[t][j], 16 x 16, by the code for one instruction set. Return false if it is not compiled.
 bool ggml_ext_test_multiply(const char * isa, const float * a, const float * b, int n, float * sums) {
     multiply_t f = nullptr;
 #if defined(__x86_64__) && __GNUC__ >= 12
