@@ -1,5 +1,4 @@
-// The threads of a threadgroup of Metal or of a block of CUDA, in turn on one thread of this machine: each runs until it waits for
-// others. Lanes are 32 neighbours.
+// Run the threads of a Metal threadgroup or CUDA block on one CPU thread: each runs until it waits for others. 32 neighbours form a warp.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +14,8 @@ namespace fibers {
 struct fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
-    int        n_exchanges, n_barriers; // begun
-    uint64_t   given[2]; // of the last two exchanges: a lane is never further ahead
+    int        n_exchanges, n_barriers; // started
+    uint64_t   values[2]; // of the last two exchanges: no lane is further ahead
     bool       done;
     enum { STACK_BYTES = 1 << 17 };
 };
@@ -24,10 +23,10 @@ struct fiber {
 inline std::vector<fiber>    all;
 inline size_t                n_running, current;
 inline ucontext_t            scheduler;
-inline std::function<void()> body_now;
+inline std::function<void()> current_body;
 
 inline void run_one() {
-    body_now();
+    current_body();
     all[current].done = true;
     swapcontext(&all[current].context, &scheduler);
 }
@@ -41,14 +40,14 @@ inline void wait() {
     swapcontext(&all[current].context, &scheduler);
 }
 
-// n threads until all have returned; turn(j) is the thread that has the j-th turn, and resumed(i) is called before thread i goes on.
+// Run n threads until all return. turn(j): the thread with the j-th turn; resumed(i): called before thread i continues.
 template <typename Turn, typename Resumed>
 void run(size_t n, const std::function<void()> & body, Turn turn, Resumed resumed) {
     if (all.size() < n) {
         all = std::vector<fiber>(n);
     }
     n_running = n;
-    body_now  = body;
+    current_body  = body;
     for (size_t i = 0; i < n; ++i) {
         fiber & f = all[i];
         f.n_exchanges = f.n_barriers = 0;
@@ -71,12 +70,12 @@ void run(size_t n, const std::function<void()> & body, Turn turn, Resumed resume
     }
 }
 
-// What the lane given by its number in its 32 has given in the same exchange
+// Exchange values within a warp: return the value of `lane`.
 inline uint64_t exchange(uint64_t value, unsigned lane) {
     fiber & me = all[current];
     const size_t begin = current/32*32;
     const int n = me.n_exchanges++;
-    me.given[n % 2] = value;
+    me.values[n % 2] = value;
     for (size_t i = begin; i < begin + 32; ++i) {
         while (all[i].n_exchanges <= n) {
             if (all[i].done) {
@@ -85,7 +84,7 @@ inline uint64_t exchange(uint64_t value, unsigned lane) {
             wait();
         }
     }
-    return all[begin + lane].given[n % 2];
+    return all[begin + lane].values[n % 2];
 }
 
 inline void barrier() {

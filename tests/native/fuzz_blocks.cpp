@@ -1,5 +1,5 @@
-// Random bytes as blocks through every kernel of every weight type, under address and undefined-behaviour sanitizers.
-// usage: fuzz-blocks SEED ROUNDS. Buffers have the exact size, so that a read past the end is found.
+// Fuzz every kernel of every weight type with random blocks, under address and undefined-behaviour sanitizers.
+// Usage: fuzz-blocks SEED ROUNDS. Buffers have the exact size, so that the sanitizer finds reads past the end.
 #include "ggml-cpu.h"
 #include "ggml-ext-cpu.h"
 
@@ -25,7 +25,7 @@ static void fuzz(enum ggml_type type, std::mt19937 & rng) {
     std::vector<uint8_t> codes(ggml_blck_size(type));
     ggml_ext_cpu_unpack_block(type, row.data(), codes.data());
 
-    // finite activations of every magnitude, then weights of random bit patterns: NaN, Inf and subnormals included
+    // finite activations of every magnitude, and weights of random bits: NaN, Inf and subnormals too
     for (auto & f : floats) { f = std::ldexp((float) (int32_t) rng()/2147483648.0f, (int) (rng()%60) - 40); }
     if (rng()%4 == 0) { floats[rng()%n] = rng()%2 ? NAN : INFINITY; }
     const auto * cpu = ggml_get_type_traits_cpu(type);

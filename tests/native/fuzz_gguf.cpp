@@ -1,6 +1,6 @@
-// Loads GGUF files whose bytes were damaged, under sanitizers, as llama.cpp does: headers first, then the data of the
-// tensors that lie inside the file. Those of quantised types are validated and decoded.
-// usage: fuzz-gguf FILE...
+// Load damaged GGUF files under sanitizers as llama.cpp does: the header, then the data of tensors within the file. Quantized tensors are
+// validated and decoded.
+// Usage: fuzz-gguf FILE...
 #include "ggml.h"
 #include "gguf.h"
 
@@ -25,7 +25,7 @@ static void load(const char * path, int & n_loaded) {
         if (offset > bytes.size() || ggml_nbytes(t) > bytes.size() - offset || !ggml_is_quantized(t->type) || ggml_nelements(t) == 0) {
             continue;
         }
-        const std::vector<char> data(bytes.begin() + offset, bytes.begin() + offset + ggml_nbytes(t)); // exact size: overruns are found
+        const std::vector<char> data(bytes.begin() + offset, bytes.begin() + offset + ggml_nbytes(t)); // exact size, so that overruns are found
         if (ggml_validate_row_data(t->type, data.data(), data.size()) && traits->to_float != nullptr) {
             std::vector<float> row(t->ne[0]);
             traits->to_float(data.data(), row.data(), t->ne[0]);

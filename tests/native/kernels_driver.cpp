@@ -1,5 +1,5 @@
-// The CPU kernels of one instruction set for processors other than the tests' own: answers requests on standard input
-// until it ends. Requests and answers are native.py's EmulatedKernels:
+// Serve the CPU kernels of one instruction set under an emulator: answer requests from standard input until it ends. Requests and answers, as
+// in native.py's EmulatedKernels:
 //
 //   int32 operation (a letter), int32 type, int64 n_blocks, then the operands     answer
 //   'i'  -                                                                        the name of the set, 16 bytes
@@ -28,9 +28,9 @@ static std::vector<uint8_t> receive(size_t size) {
     return data;
 }
 
-// Bytes of n activations, of which 256 lie together in all types; those of Q8_K and Q8_KR are alike.
-static size_t activation_bytes(bool in_64s, size_t n) {
-    return (n + QK_K - 1)/QK_K*(in_64s ? sizeof(block_q8_kr64) : sizeof(block_q8_K));
+// Bytes of n activations. All types store 256 together; Q8_K and Q8_KR have the same size.
+static size_t activation_bytes(bool is_64, size_t n) {
+    return (n + QK_K - 1)/QK_K*(is_64 ? sizeof(block_q8_kr64) : sizeof(block_q8_K));
 }
 
 static float vec_dot(int32_t type, int n, const void * x, const void * y) {

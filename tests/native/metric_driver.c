@@ -1,4 +1,4 @@
-// encode/metric.c with a malloc that may run out, for test_metric.py.
+// encode/metric.c with a malloc that may fail, for test_metric.py.
 #include <stdlib.h>
 
 static int n_allocations_left;
@@ -7,7 +7,7 @@ static void * scarce_malloc(size_t n_bytes) {
     return n_allocations_left-- > 0 ? malloc(n_bytes) : NULL;
 }
 
-// names of its own: those of libggml-base, if it is loaded, would take the calls
+// rename the symbols: those of a loaded libggml-base would take the calls
 #define ggml_ext_metric_init scarce_metric_init
 #define ggml_ext_metric_free scarce_metric_free
 #define metric_new           scarce_metric_new
@@ -15,7 +15,7 @@ static void * scarce_malloc(size_t n_bytes) {
 #define malloc               scarce_malloc
 #include "encode/metric.c"
 
-// Status of a metric of blocks of 256 columns that may allocate so many times.
+// Return the status of a block-diagonal metric with a limited number of allocations.
 int metric_driver_status(int n_allocations, int type, int64_t n_per_row, const float * moments);
 
 int metric_driver_status(int n_allocations, int type, int64_t n_per_row, const float * moments) {

@@ -1,5 +1,5 @@
-// For LD_PRELOAD: what some network and FUSE drives refuse, each by its letter in NETFS.
-//   l flock   h hard links   c chmod   s fsync   v statvfs knows no sizes   m mmap of GGUF files, p of partial ones
+// For LD_PRELOAD: refuse what some network and FUSE drives refuse. Letters in NETFS select the calls:
+//   l flock   h hard links   c chmod   s fsync   v statvfs has no sizes   m mmap of GGUF files, p of partial ones
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -26,12 +26,12 @@ int flock(int fd, int operation) {
     return refuses('l', ENOLCK) ? -1 : NEXT("flock", int, int)(fd, operation);
 }
 
-int link(const char * from, const char * to) {
-    return refuses('h', EPERM) ? -1 : NEXT("link", const char *, const char *)(from, to);
+int link(const char * source, const char * target) {
+    return refuses('h', EPERM) ? -1 : NEXT("link", const char *, const char *)(source, target);
 }
 
-int linkat(int from_dir, const char * from, int to_dir, const char * to, int flags) {
-    return refuses('h', EOPNOTSUPP) ? -1 : NEXT("linkat", int, const char *, int, const char *, int)(from_dir, from, to_dir, to, flags);
+int linkat(int from_dir, const char * source, int to_dir, const char * target, int flags) {
+    return refuses('h', EOPNOTSUPP) ? -1 : NEXT("linkat", int, const char *, int, const char *, int)(from_dir, source, to_dir, target, flags);
 }
 
 int chmod(const char * path, mode_t mode) {
@@ -42,28 +42,28 @@ int fsync(int fd) {
     return refuses('s', EINVAL) ? -1 : NEXT("fsync", int)(fd);
 }
 
-static int without_sizes(int result, struct statvfs * found) {
+static int clear_sizes(int result, struct statvfs * info) {
     if (refuses('v', 0)) {
-        found->f_bavail = found->f_bfree = found->f_blocks = 0;
+        info->f_bavail = info->f_bfree = info->f_blocks = 0;
     }
     return result;
 }
 
-int statvfs(const char * path, struct statvfs * found) {
-    return without_sizes(NEXT("statvfs", const char *, struct statvfs *)(path, found), found);
+int statvfs(const char * path, struct statvfs * info) {
+    return clear_sizes(NEXT("statvfs", const char *, struct statvfs *)(path, info), info);
 }
 
-int fstatvfs(int fd, struct statvfs * found) {
-    return without_sizes(NEXT("fstatvfs", int, struct statvfs *)(fd, found), found);
+int fstatvfs(int fd, struct statvfs * info) {
+    return clear_sizes(NEXT("fstatvfs", int, struct statvfs *)(fd, info), info);
 }
 
-// the same structs where files are counted in 64 bits anyway
-int statvfs64(const char * path, struct statvfs64 * found) {
-    return statvfs(path, (struct statvfs *) found);
+// the same structs on systems that always count files in 64 bits
+int statvfs64(const char * path, struct statvfs64 * info) {
+    return statvfs(path, (struct statvfs *) info);
 }
 
-int fstatvfs64(int fd, struct statvfs64 * found) {
-    return fstatvfs(fd, (struct statvfs *) found);
+int fstatvfs64(int fd, struct statvfs64 * info) {
+    return fstatvfs(fd, (struct statvfs *) info);
 }
 
 static int refuses_to_map(int fd) {
@@ -74,14 +74,14 @@ static int refuses_to_map(int fd) {
     return (strstr(name, ".gguf") && refuses('m', ENODEV)) || (strstr(name, ".partial") && refuses('p', ENODEV));
 }
 
-void * mmap(void * at, size_t n_bytes, int protection, int flags, int fd, off_t offset) {
+void * mmap(void * address, size_t n_bytes, int protection, int flags, int fd, off_t offset) {
     static void * (*next)(void *, size_t, int, int, int, off_t);
     if (!next) {
         next = (void * (*)(void *, size_t, int, int, int, off_t)) dlsym(RTLD_NEXT, "mmap");
     }
-    return refuses_to_map(fd) ? MAP_FAILED : next(at, n_bytes, protection, flags, fd, offset);
+    return refuses_to_map(fd) ? MAP_FAILED : next(address, n_bytes, protection, flags, fd, offset);
 }
 
-void * mmap64(void * at, size_t n_bytes, int protection, int flags, int fd, off64_t offset) {
-    return mmap(at, n_bytes, protection, flags, fd, offset);
+void * mmap64(void * address, size_t n_bytes, int protection, int flags, int fd, off64_t offset) {
+    return mmap(address, n_bytes, protection, flags, fd, offset);
 }

@@ -1,7 +1,7 @@
-// --spec-type qspec without a server: drafts and verifies, decodes the same batches again without drafts, then the same tokens one
-// by one, and prints as JSON what is equal.
+// Test --spec-type qspec without a server: draft and verify, decode the same batches without drafts, then the same tokens one by one. Print
+// as JSON what is equal.
 //
-//     ggml-ext-qspec MODEL TEXT [name=value ...]        the names and their defaults: struct options
+//     ggml-ext-qspec MODEL TEXT [name=value ...]        names and defaults: struct options
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -23,8 +23,8 @@ struct options {
     int   gamma      = 3;
     int   sequences  = 1;
     int   prompt     = 32;  // tokens
-    int   tokens     = 96;  // to emit, a sequence
-    int   ctx        = 512; // cells, a sequence
+    int   tokens     = 96;  // to emit, per sequence
+    int   ctx        = 512; // cells, per sequence
     int   threads    = 1; // two would wait for each other on a busy machine
     int   flash_attn = 1;
     int   unified    = 1;
@@ -51,11 +51,11 @@ struct options {
     }
 };
 
-// A batch as it was decoded, what came of it, and from where on its cells were removed afterwards.
+// A decoded batch, its logits, and the position from which its cells were removed afterwards.
 struct step {
     std::vector<common_batch::token> tokens;
     std::vector<std::vector<float>>  logits;
-    std::vector<llama_pos>           removed; // of each sequence, -1 for nowhere
+    std::vector<llama_pos>           removed; // per sequence, -1 for none
 };
 
 struct runner {
@@ -94,14 +94,14 @@ struct runner {
             fprintf(stderr, "error: a batch of %zu tokens cannot be decoded\n", tokens.size());
             exit(1);
         }
-        step done = {tokens, {}, std::vector<llama_pos>(opts.sequences, -1)};
+        step result = {tokens, {}, std::vector<llama_pos>(opts.sequences, -1)};
         for (size_t i = 0; i < tokens.size(); i++) {
             if (tokens[i].output) {
                 const float * row = llama_get_logits_ith(ctx, i);
-                done.logits.emplace_back(row, row + n_vocab);
+                result.logits.emplace_back(row, row + n_vocab);
             }
         }
-        return done;
+        return result;
     }
 
     std::vector<uint8_t> state(llama_context * ctx) const {
@@ -220,29 +220,29 @@ int main(int argc, char ** argv) {
     // the same batches without drafts
     ctx = run.context(opts.sequences);
     long n_different = 0;
-    for (const auto & was : steps) {
-        const auto now = run.decode(ctx.get(), was.tokens);
-        for (size_t i = 0; i < was.logits.size(); i++) {
-            n_different += memcmp(was.logits[i].data(), now.logits[i].data(), run.n_vocab*sizeof(float)) != 0;
+    for (const auto & before : steps) {
+        const auto after = run.decode(ctx.get(), before.tokens);
+        for (size_t i = 0; i < before.logits.size(); i++) {
+            n_different += memcmp(before.logits[i].data(), after.logits[i].data(), run.n_vocab*sizeof(float)) != 0;
         }
         for (int seq = 0; seq < opts.sequences; seq++) {
-            if (was.removed[seq] >= 0) {
-                llama_memory_seq_rm(llama_get_memory(ctx.get()), seq, was.removed[seq], -1);
+            if (before.removed[seq] >= 0) {
+                llama_memory_seq_rm(llama_get_memory(ctx.get()), seq, before.removed[seq], -1);
             }
         }
     }
     const bool same_state = run.state(ctx.get()) == state;
 
     // the same tokens one by one
-    std::vector<std::map<llama_pos, const std::vector<float> *>> verified(opts.sequences); // logits behind the last token of each position
-    for (const auto & was : steps) {
+    std::vector<std::map<llama_pos, const std::vector<float> *>> verified(opts.sequences); // logits of the last verification of each position
+    for (const auto & before : steps) {
         size_t row = 0;
-        for (const auto & token : was.tokens) {
+        for (const auto & token : before.tokens) {
             const auto seq = token.seq_id;
-            const bool kept = was.removed[seq] < 0 || token.pos[0] < was.removed[seq];
+            const bool kept = before.removed[seq] < 0 || token.pos[0] < before.removed[seq];
             if (token.output) {
                 if (kept) {
-                    verified[seq][token.pos[0]] = &was.logits[row];
+                    verified[seq][token.pos[0]] = &before.logits[row];
                 }
                 row++;
             }

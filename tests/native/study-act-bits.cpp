@@ -1,4 +1,4 @@
-// GGML_EXT_ACT_BITS: activations of fewer than 8 bits as far as results go, to repeat what papers say of 4 bits.
+// GGML_EXT_ACT_BITS: round activations to fewer than 8 bits, to reproduce results of papers with 4 bits.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -23,8 +23,8 @@ int study_bits() {
     return bits;
 }
 
-// Codes of one scale to multiples of their largest over 2^(bits-1) - 1. The multiples are rounded to whole codes, which adds 0.3 %
-// to the error of 4 bits: a step of 127/7 codes makes an error of 5.2 codes, the rounding 0.29.
+// Round the codes of one scale to multiples of their largest over 2^(bits-1) - 1. The multiples are rounded to integers, which adds 0.3 % to
+// the error of 4 bits.
 void round_codes(int8_t * q, int n, int stride, int run) {
     int largest = 0;
     for (int i = 0; i < n; i++) {
@@ -37,7 +37,7 @@ void round_codes(int8_t * q, int n, int stride, int run) {
     }
 }
 
-const int GROUP = 128; // as the papers have it; blocks of 64 and of 32 have a scale each
+const int GROUP = 128; // as in the papers; blocks of 64 and 32 have one scale each
 
 void round_block(block_q8_K & y) {
     for (int i = 0; i < QK_K; i += GROUP) {
@@ -62,7 +62,7 @@ void round_block(block_q8_0 & y) {
     round_codes(y.qs, QK8_0, QK8_0, QK8_0);
 }
 
-// A function of three arguments for each activation type; what it rounds comes from the original one.
+// A conversion function per activation type, which rounds the result of the original one.
 template <ggml_type TYPE> ggml_from_float_t original;
 
 template <ggml_type TYPE, class Block, int BLOCK_SIZE> ggml_from_float_t rounding(ggml_from_float_t from_float) {

@@ -1,4 +1,4 @@
-// ggml-ext-supports.h for Python: compiled alone, without a library of ggml.
+// ggml-ext-supports.h for ctypes, compiled without a ggml library.
 #include "ggml-ext-supports.h"
 
 #ifdef __cplusplus
@@ -7,7 +7,7 @@ extern "C" {
 
 bool is_ext_type(int type) { return ggml_ext_is_ext_type((enum ggml_type) type); }
 
-// An operation on F32 whose result (position -1) or source number `position` has the type; the sources before it are set.
+// Check an F32 operation whose result (position -1) or source `position` has the type; the sources before it are set.
 bool op_needs_kernels(int op, int position, int type) {
     struct ggml_tensor src[GGML_MAX_SRC] = {}, result = {};
     result.op   = (enum ggml_op) op;
