@@ -17,11 +17,11 @@ struct ggml_ext_metric;
 
 // Encoder options. Zero-initialize; zero is the default of every field.
 struct ggml_ext_quantize_params {
-    int32_t       itq3_levels;     // ITQ3_S: 8 (default) or 3, the paper's ternary
-    int32_t       trellis_passes;  // trellis types: scale candidates per block, 1 to 6; more are slower and better
-    const float * ditto3_codebook; // DITTO3: eight finite centroids in ascending order for all blocks; NULL: one codebook per block
+    int32_t       itq3_levels;             // ITQ3_S: 8 (default) or 3, the paper's ternary
+    int32_t       trellis_passes;          // trellis types: scale candidates per block, 1 to 6; more are slower and better
+    const float * ditto3_codebook;         // DITTO3: eight finite centroids in ascending order for all blocks; NULL: one codebook per block
     const struct ggml_ext_metric * metric; // for this type and row size; replaces imatrix. NULL: none
-    int32_t       upstream_sweeps;    // upstream types with a metric: 1 to 16 sweeps over codes and scales (default 2)
+    int32_t       upstream_sweeps;         // upstream types with a metric: 1 to 16 sweeps over codes and scales (default 2)
 };
 
 // Encode rows as ggml_quantize_chunk() does, with options: ggml-ext types and, with a metric, upstream's scalar types and IQ3_S, IQ3_XXS,

@@ -67,7 +67,7 @@ static void tiled_ext_window(const char * src0, size_t nb01, int n_src0, const b
                 const ggml_ext::unpacker<B> u = ggml_ext::load_blocks((const B *) (src0 + r*nb01) + ib, n_blocks - ib);
                 ggml_ext::unpack_blocks(u, &tile.q[r*TILED_TILE_K]); // in every pass: repacking is in place
                 if (first) {
-                    ggml_ext::store4(scales[r].scales, u.d);
+                    ggml_ext::store4(scales[r].remaining, u.d);
                 }
                 int32_t scale[BLOCKS];
                 tile.d   [r] = scales[r].next(scale, &more);

@@ -140,7 +140,7 @@ static inline void add_products(f32_sum (&acc)[C], const unpacker<B> & u, const 
     for (int c = 0; c < C; ++c) { acc[c].add(d*columns[c].d, dots[c].total(), offset, columns[c].sums); }
 }
 
-// Add the R < 4 blocks of 64 behind the last full four of each row; the columns have them at y[c][k]. The four block slots hold the
+// Add the R < 4 blocks of 64 after the last full four of each row; the columns have them at y[c][k]. The four block slots hold the
 // tails of one, two or four rows.
 template <int R, typename B, int C>
 static inline void add_tails(float * const * s, int i0, const char * x, size_t stride, int n_rows, const block_q8_kr64 * const * y, int k) {

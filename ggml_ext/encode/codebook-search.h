@@ -28,7 +28,7 @@ struct ldl {
 // A node of the tree: one level of one column, below the levels of earlier columns.
 struct branch {
     int32_t next;  // index of the next branch outside this one
-    int16_t point;  // in the last column: the point
+    int16_t point; // in the last column: the point
     uint8_t column, level;
 };
 
@@ -129,8 +129,8 @@ LANES_INLINE half_lanes_i sign_of(half_lanes v) {
 // A search for half of the rows: the point and signs of one group at the least cost.
 struct search {
     const struct codebook * book;
-    const float * D;           // of the group's columns
-    const float * L;            // [k*COLUMNS + j]
+    const float * D;                // of the group's columns
+    const float * L;                // [k*COLUMNS + j]
     half_lanes   w[COLUMNS], goal[COLUMNS], cost_before; // cost_before: of an earlier group of the decision
     half_lanes   value[MAX_LEVELS];
     half_lanes_i flip[COLUMNS];     // sign bits that differ from the goal's
@@ -187,8 +187,8 @@ LANES_INLINE void try_points(struct search * x, bool flips, bool even) {
 struct point_result {
     half_lanes   level[COLUMNS]; // with signs
     half_lanes   value[COLUMNS];
-    half_lanes   flip_cost[COLUMNS];  // increase in cost when the sign flips, neglecting feedback
-    half_lanes_i odd;            // sign bit: parity of the signs and search.odd
+    half_lanes   flip_cost[COLUMNS]; // increase in cost when the sign flips, neglecting feedback
+    half_lanes_i odd;                // sign bit: parity of the signs and search.odd
 };
 
 // Compute the levels of the best points. forced: rows whose last sign follows from the parity.

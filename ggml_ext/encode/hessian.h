@@ -8,7 +8,7 @@
 
 enum {
     BLOCK_COLUMNS = QK_K, // of a Hessian that is one of a block-diagonal
-    MIRROR          = 32,   // rows and columns that are mirrored together
+    MIRROR          = 32, // rows and columns that are mirrored together
 };
 
 static inline int64_t matrix_columns(int64_t n_per_row, bool full) {

@@ -18,7 +18,7 @@ struct ext_levels_block {
     const struct ggml_ext_metric * metric;
     int64_t first;
     float   x[QK_K], goal[QK_K]; // of ext_rows_load()
-    float   optimum[QK_K];        // of metric_find_optimum()
+    float   optimum[QK_K];       // of metric_find_optimum()
 };
 
 struct ext_levels_best {

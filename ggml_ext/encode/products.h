@@ -9,8 +9,8 @@ enum {
     PANEL        = QK_K, // rows eliminated before earlier rows are updated: H is read once for them
     TILE_ROWS    = 4,    // of elements that stay in registers
     TILE_COLUMNS = 8,
-    STRIP        = 128,  // columns whose part of the panel stays in the L2 cache
-    MAX_PARTS    = 64,   // threads
+    STRIP        = 128,     // columns whose part of the panel stays in the L2 cache
+    MAX_PARTS    = 64,      // threads
     PART         = 1 << 22, // products worth a thread
 };
 
