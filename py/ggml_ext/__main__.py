@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else None
     if name == "serve":
-        from ._native.programs import become
+        from ._native.programs import exec_program
 
-        become("llama-server", words[1:])
+        exec_program("llama-server", words[1:])
     if name in COMMANDS:
         return importlib.import_module(f".{name.replace('-', '_')}", __package__).main(words[1:], f"ggml-ext {name}")
     return explain(words)

@@ -11,7 +11,7 @@ import gguf
 from gguf.scripts import gguf_new_metadata
 from tqdm import tqdm
 
-from ._base.files import written_beside
+from ._base.files import write_atomically
 from ._console.gguf_program import check_header, run_editor
 from ._output.paths import Taken, check_output
 
@@ -28,7 +28,7 @@ def copy() -> None:
 
     def open_writer(path: Path, **kwargs) -> gguf.GGUFWriter:
         check_output(Taken({source: "IN"}), path, force=True)  # it has asked, or was told to
-        return writer(stack.enter_context(written_beside(path)), **kwargs)
+        return writer(stack.enter_context(write_atomically(path)), **kwargs)
 
     def show(**kwargs) -> tqdm:
         return stack.enter_context(tqdm(**kwargs, disable=None))  # on a terminal, and its line ends before an error's

@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 import gemv
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
-from ggml_ext._evaluation.speed import Bench, measure, summarise
+from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
 from ggml_ext._native.programs import tool_path
 from synth_model import SHAPES, write_model
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=usable_processors())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill run (default: 128)")
     parser.add_argument("--gen", type=int, default=32, help="tokens of the decode run (default: 32)")
     parser.add_argument("--bin", type=Path, help="folder of llama-bench (default: the package's; for comparing builds)")
@@ -68,9 +68,9 @@ def main() -> None:
                 print(f"writing {models[name].name}", file=sys.stderr)
                 write_model(name, models[name], args.shape, args.layers)
         program = args.bin / "llama-bench" if args.bin else tool_path("llama-bench")
-        bench = Bench(program, args.prompt, args.gen, args.threads)
-        samples = measure(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr))
-    rows = summarise(samples, baselines)
+        bench = BenchRunner(program, args.prompt, args.gen, args.threads)
+        samples = measure_speed(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr))
+    rows = summarize_speed(samples, baselines)
     print_table(rows, baselines, args.prompt)
     if args.json:
         args.json.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "threads": args.threads,

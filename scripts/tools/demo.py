@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT / "scripts" / "build"))  # llama_cpp is also the nam
 import llama_cpp
 import pinned
 from figures import measured_text, render_rows
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
-from ggml_ext._evaluation.speed import Bench, measure, summarise
+from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
 from ggml_ext._native.programs import tool_path
 from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
 from server import running_server
@@ -177,10 +177,10 @@ def speeds(types: list[str], folder: Path, args: argparse.Namespace) -> dict[str
     models = {name: folder / f"synth-{name}.gguf" for name in types}
     for name, path in models.items():
         write_model(name, path, n_layers=args.layers)
-    bench = Bench(tool_path("llama-bench"), 128, 32, args.threads)
-    samples = measure(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr),
+    bench = BenchRunner(tool_path("llama-bench"), 128, 32, args.threads)
+    samples = measure_speed(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr),
                       lambda name, error: failed(f"speed of {name}", error))
-    return {row["type"]: row for row in summarise(samples, ["q3_k"] if "q3_k" in samples else [])}
+    return {row["type"]: row for row in summarize_speed(samples, ["q3_k"] if "q3_k" in samples else [])}
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="interleaved rounds of the speed run (default: 1)")
     parser.add_argument("--chunks", type=int, help="chunks of 256 tokens to score (default: 120)")
     parser.add_argument("--layers", type=int, help="blocks of the synthetic model (default: 4)")
-    parser.add_argument("--threads", type=int, default=usable_processors())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     args = parser.parse_args()
     for name, short, full in ("rounds", 1, 3), ("chunks", 120, 600), ("layers", 4, 8):

@@ -33,7 +33,7 @@ import gguf
 import numpy as np
 
 from ggml_ext import TYPES
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
 from ggml_ext._native import library
 from ggml_graph import Graph
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--copies-mb", type=int, default=COPIES_BYTES >> 20,
                         help="with --columns: size of the matrix's copies; 0: one, which may stay in a cache (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=usable_processors())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     args = parser.parse_args(argv)
     args.types = args.types or (COLUMN_TYPES if args.columns else DEFAULT_TYPES)

@@ -29,7 +29,7 @@ from gguf import GGMLQuantizationType
 
 from ggml_ext import WEIGHT_TYPES, __version__
 from ggml_ext._base.errors import UserError
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._calibration import calibration
 from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
@@ -290,7 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"TYPE, TYPE+imatrix, TYPE+block and TYPE+full, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
     add("-c", "--ctx-size", type=int, default=256, help="tokens of a chunk; the second half is scored (default: 256)")
     add("--chunks", type=int, default=600, help="chunks to score at most, -1 for all (default: 600)")
-    add("-t", "--threads", type=int, default=usable_processors(), help="default: all processors")
+    add("-t", "--threads", type=int, default=usable_cores(), help="default: all processors")
     add("--imatrix", type=Path, help="importance matrix (default: made from the end of the text, which is then not scored)")
     add("--calibration", type=calibration_text, metavar="TEXT", help='text to make the importance matrix from; built-in: that of the package')
     add("--calibration-chunks", type=int, default=100, metavar="N", help="chunks to make it from at most (default: 100)")

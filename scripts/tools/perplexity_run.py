@@ -14,7 +14,7 @@ from typing import TypeVar
 from ggml_ext import WEIGHT_TYPES
 from ggml_ext._evaluation.figures import Figure, parse_perplexity, parse_statistics
 from ggml_ext._evaluation.logits import BaseLogits
-from ggml_ext._evaluation.perplexity import finite
+from ggml_ext._evaluation.perplexity import require_finite
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native.programs import tool_path
 from ggml_ext._plan.recipes import RECIPES
@@ -100,7 +100,7 @@ def kl_divergence(model: Path, base: BaseLogits, threads: int) -> dict[str, Figu
     """
     found = run_perplexity("statistics", parse_statistics, model, base.n_ctx, threads, "--kl-divergence",
                            "--kl-divergence-base", base.path)
-    return finite(model, found)
+    return require_finite(model, found)
 
 
 def split_text(text: Path, folder: Path) -> tuple[Path, Path]:

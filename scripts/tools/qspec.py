@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ggml_ext._base.errors import UserError
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
 from ggml_ext._native import library
 from perplexity_run import kl_divergence, run_tool, save_base_logits
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of acceptance, of each text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of speed (default: %(default)s)")
     parser.add_argument("--chunks", type=int, default=12, help="of quality, of 512 tokens (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=usable_processors(), help="of quality (default: all processors)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="of quality (default: all processors)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()

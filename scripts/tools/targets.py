@@ -16,7 +16,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._base.units import MIB
 from ggml_ext._calibration import calibration
 from ggml_ext._console.cli import run_script
@@ -35,7 +35,7 @@ def main() -> None:
     add("--recipes", default=RECIPES, help=f"default: {RECIPES}")
     add("-c", "--ctx-size", type=int, default=256)
     add("--chunks", type=int, default=60)
-    add("-t", "--threads", type=int, default=usable_processors())
+    add("-t", "--threads", type=int, default=usable_cores())
     add("--options", default="", help="options of both ggml-ext files, such as \"--effort fast\"")
     add("--target-options", default="", help="options of the files with a target")
     add("--out", type=Path, default=Path("build/targets"), help="directory for temporary files, logits and the imatrix")

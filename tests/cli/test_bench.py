@@ -9,7 +9,7 @@ import pytest
 
 from ggml_ext import bench as program
 from ggml_ext._commands.benching import neighbours
-from ggml_ext._evaluation.speed import summarise
+from ggml_ext._evaluation.speed import summarize_speed
 from ggml_ext._formats.split import open_model
 from helpers.commands import quantize, run_main, tool
 from helpers.errors import check_error, fill_disk
@@ -56,7 +56,7 @@ def test_neighbours_in_size(model):
 
 def test_ratios_are_of_rounds():
     """The median of ratios, not the ratio of medians: drift falls on both of a round."""
-    rows = summarise({"a": {"decode": [1.0, 10.0, 30.0]}, "b": {"decode": [2.0, 5.0, 60.0]}}, ["b"])
+    rows = summarize_speed({"a": {"decode": [1.0, 10.0, 30.0]}, "b": {"decode": [2.0, 5.0, 60.0]}}, ["b"])
     assert rows[0]["decode/b"] == 0.5 and rows[0]["decode"] == 10.0
 
 

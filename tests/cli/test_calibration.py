@@ -19,8 +19,8 @@ import pytest
 from ggml_ext import WEIGHT_TYPES, export, inspect
 from ggml_ext import quantize as program
 from ggml_ext._allocation.target import DEFAULT_TYPES
-from ggml_ext._base.files import fingerprint, locked_folder
-from ggml_ext._base.signals import SIGNALS, Stopped, held_signals, ignore_signals, stop_on_signals
+from ggml_ext._base.files import fingerprint, lock_directory
+from ggml_ext._base.signals import SIGNALS, StopRequest, defer_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
 from ggml_ext._calibration import calibration
 from ggml_ext._calibration.calibration import Record
@@ -227,8 +227,8 @@ def test_an_interrupt_while_the_program_starts_ends_it(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(programs.subprocess, "Popen", Popen)
-    for run in (programs.run_logged, lambda *args: programs.run_heard(*args, print)):
-        with pytest.raises(Stopped) as stopped, stop_on_signals():
+    for run in (programs.run_logged, lambda *args: programs.run_streamed(*args, print)):
+        with pytest.raises(StopRequest) as stopped, stop_on_signals():
             run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
         process, code = started[-1], started[-1].poll()
         process.kill()
@@ -267,7 +267,7 @@ def test_signals_are_the_main_threads_affair(tmp_path):
     before = signal.signal(signal.SIGTERM, lambda *_: came.append("the caller's"))
 
     def work() -> None:
-        with stop_on_signals(), held_signals():
+        with stop_on_signals(), defer_signals():
             ignore_signals()
             signal.raise_signal(signal.SIGTERM)
 
@@ -283,7 +283,7 @@ def test_signals_are_the_main_threads_affair(tmp_path):
 def test_two_calibrations_in_one_folder(folder, monkeypatch):
     """The second waits, and uses what the first one made."""
     first = contextlib.ExitStack()
-    first.enter_context(locked_folder(folder.out.parent))
+    first.enter_context(lock_directory(folder.out.parent))
     note = Terminal.note
 
     def until_waiting(self, text):

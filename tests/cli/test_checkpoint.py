@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._base.files import hidden
+from ggml_ext._base.files import partial_path
 from ggml_ext._output.output import Output
 from ggml_ext._source import checkpoint as _checkpoint
 from helpers import checkpoint_folder
@@ -60,7 +60,7 @@ def test_converted_and_run(checkpoint, made):
         assert np.array_equal(converted[f"{ours}.weight"], bf16(source[f"model.{theirs}.weight"]))
     assert len(converted) == len(source)
     # what was announced is what came out, to a tenth: the tokenizer is a quarter megabyte of these three
-    announced = _checkpoint.converted_size(checkpoint, _checkpoint.check(checkpoint))
+    announced = _checkpoint.converted_size(checkpoint, _checkpoint.check_checkpoint(checkpoint))
     assert abs(announced / (folder / "kept.gguf").stat().st_size - 1) < 0.1
     assert "The quick" in generate(folder / "out.gguf")
 
@@ -314,7 +314,7 @@ def test_a_stopped_run_goes_on_in_the_folder_of_the_checkpoint(folder, stub, mon
         patch.setattr(Output, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             folder.run()
-    assert hidden(folder.out).exists() and "an earlier run was stopped" in folder.run() and folder.out.exists()
+    assert partial_path(folder.out).exists() and "an earlier run was stopped" in folder.run() and folder.out.exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from ggml_ext._allocation import inquiry, sensitivity
 from ggml_ext._allocation import kept as results
-from ggml_ext._base.signals import Stopped
+from ggml_ext._base.signals import StopRequest
 from helpers import choosing
 from helpers.choosing import ALL_ANEW, FREE, LAYERS, SHAPES, bits_in_all
 
@@ -154,7 +154,7 @@ def half(fresh, monkeypatch):
     def stop(self, *args):
         count.append(args)
         if len(count) == 4:
-            raise Stopped(signal.SIGINT)
+            raise StopRequest(signal.SIGINT)
         return kld(self, *args)
 
     with monkeypatch.context() as patch:

@@ -224,11 +224,11 @@ def test_a_current_folder_that_was_removed(source):
 
 
 def test_encoding_of_names():
-    assert encoding.utf8("a\u65e5\U0001f600") == "a\u65e5\U0001f600"
-    assert encoding.utf8("\ud800") == "\\ud800"
-    assert encoding.utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
+    assert encoding.to_utf8("a\u65e5\U0001f600") == "a\u65e5\U0001f600"
+    assert encoding.to_utf8("\ud800") == "\\ud800"
+    assert encoding.to_utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
     assert json.loads(encoding.to_json({"\udcff": ["\udcff", (1, None)]})) == {"\\xff": ["\\xff", [1, None]]}
-    assert Path(encoding.as_name("\u00e9")) == Path("\u00e9")
+    assert Path(encoding.to_file_name("\u00e9")) == Path("\u00e9")
 
 
 # --- one command for all

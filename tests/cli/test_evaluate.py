@@ -18,11 +18,11 @@ import pytest
 
 from ggml_ext import evaluate as evaluator
 from ggml_ext._commands.evaluating import TEXT
-from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, Figure, chunk_sums, paired, parse_score
-from ggml_ext._evaluation.labels import labels
+from ggml_ext._evaluation.figures import KLD, LN_RATIO, PPL, SAME_TOP, Figure, chunk_sums, compare_paired, parse_score
+from ggml_ext._evaluation.labels import label_models
 from ggml_ext._evaluation.logits import BaseLogits
 from ggml_ext._formats.gguf_file import GGUFFile
-from ggml_ext._formats.language_model import other_than_language_model
+from ggml_ext._formats.language_model import describe_other_model
 from ggml_ext._native.process import run_logged
 from ggml_ext._report.quality import Evaluation, Quality
 from helpers.commands import quantize, run_main, tool
@@ -187,7 +187,7 @@ def test_language_models(tmp_path, arch, keys):
             writer.add_bool(f"{arch}.{key}", value) if value is False else writer.add_uint32(f"{arch}.{key}", value)
 
     path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": gaussian(2, 256)}, arch=arch, fill=fill)
-    assert other_than_language_model(GGUFFile(path)) is None
+    assert describe_other_model(GGUFFile(path)) is None
 
 
 def test_the_table_has_what_json_has():
@@ -259,16 +259,16 @@ def test_sums_of_chunks():
 def test_paired_differences():
     rng = np.random.default_rng(1)
     common, noise = rng.normal(3, 0.5, 400), rng.normal(0.02, 0.01, 400)
-    found = paired(np.cumsum(common + noise), np.cumsum(common))
+    found = compare_paired(np.cumsum(common + noise), np.cumsum(common))
     assert found.value == pytest.approx(noise.mean(), abs=1e-9) and found.error == pytest.approx(noise.std(ddof=1) / 20, rel=1e-6)
-    assert paired([1.0], [1.0]) is None and paired([1.0, 2.0], [1.0]) is None
+    assert compare_paired([1.0], [1.0]) is None and compare_paired([1.0, 2.0], [1.0]) is None
 
 
 def test_labels():
     """As short as tells them apart."""
-    assert labels([Path("a/x.gguf"), Path("b/y.gguf")]) == ["x.gguf", "y.gguf"]
-    assert labels([Path("/m/a/x.gguf"), Path("/m/b/x.gguf")]) == ["a/x.gguf", "b/x.gguf"]
-    assert labels([Path("x.gguf"), Path("x.gguf")]) == ["x.gguf", "x.gguf"]
+    assert label_models([Path("a/x.gguf"), Path("b/y.gguf")]) == ["x.gguf", "y.gguf"]
+    assert label_models([Path("/m/a/x.gguf"), Path("/m/b/x.gguf")]) == ["a/x.gguf", "b/x.gguf"]
+    assert label_models([Path("x.gguf"), Path("x.gguf")]) == ["x.gguf", "x.gguf"]
 
 
 def test_scores():

@@ -14,7 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from ggml_ext import TYPES, WEIGHT_TYPES, export, quantize
-from ggml_ext._base.signals import Stopped
+from ggml_ext._base.signals import StopRequest
 from ggml_ext._commands import exporting
 from ggml_ext._commands.command import shown_command
 from ggml_ext._commands.settings import QuantizeOptions
@@ -220,7 +220,7 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(ours, tmp_path, capsys, monke
     def stop(self, *args):
         finish(self, *args)
         if len(self.finished) == 2:
-            raise Stopped(2)
+            raise StopRequest(2)
 
     with monkeypatch.context() as patch:
         patch.setattr(Output, "finish", stop)

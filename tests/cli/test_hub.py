@@ -183,7 +183,7 @@ def test_xet_protocol_that_breaks(client, content):
 
 def test_full_disk_behind_the_xet_protocol():
     """hf_xet has the system's words in a text of its own; no other try helps."""
-    with pytest.raises(UserError, match="No space left on device; point HF_HUB_CACHE to another folder") as found, _hub.explained(_hub.Repo(REPO, None, None)):
+    with pytest.raises(UserError, match="No space left on device; point HF_HUB_CACHE to another folder") as found, _hub.explain_errors(_hub.Repo(REPO, None, None)):
         raise OSError("I/O error: IO Error: No space left on device (os error 28)")
     assert not isinstance(found.value, _hub.ConnectionBroken)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ggml_ext._base.errors import UserError
-from ggml_ext._base.files import locked_folder, remove_leftovers
+from ggml_ext._base.files import lock_directory, remove_stale_directories
 from ggml_ext._commands import quantizing
 from ggml_ext._encode.codec import Codec
 from ggml_ext._output.output import Output
@@ -160,9 +160,9 @@ def test_leftovers_of_a_killed_calibration_are_removed_and_named(tmp_path):
         if name != "fresh":
             os.utime(folder, (0, 0))
     told = []
-    with locked_folder(folders["running"]) as has_lock:
+    with lock_directory(folders["running"]) as has_lock:
         assert has_lock
-        remove_leftovers(tmp_path, ".calibration-", told.append)
+        remove_stale_directories(tmp_path, ".calibration-", told.append)
     assert told == [f"removed what a killed run left: {folders['killed']}"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".calibration-fresh", ".calibration-running"]
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._base.files import hidden
+from ggml_ext._base.files import partial_path
 from ggml_ext._base.signals import SIGNALS
 from ggml_ext._commands import settings
 from ggml_ext._output import conversion
@@ -134,7 +134,7 @@ def stopped(lib, source, tmp_path, capsys, monkeypatch):
 def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, damage, n_left):
     """After a power cut, say."""
     out, expected = stopped
-    partial, journal = hidden(out), hidden(out).with_name(hidden(out).name + ".json")
+    partial, journal = partial_path(out), partial_path(out).with_name(partial_path(out).name + ".json")
     lines = journal.read_text().splitlines(keepends=True)
     assert len(lines) == 6
     if damage == "data":
@@ -176,7 +176,7 @@ def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, dam
 def test_a_journal_with_values_of_the_wrong_kind_counts_up_to_them(source, stopped, capsys, monkeypatch, wrong):
     """Of the tensor in IQ4_NL."""
     out, expected = stopped
-    journal = hidden(out).with_name(hidden(out).name + ".json")
+    journal = partial_path(out).with_name(partial_path(out).name + ".json")
     lines = journal.read_text().splitlines()
     assert json.loads(lines[3])["type"] == "IQ4_NL"
     lines[3] = json.dumps(json.loads(lines[3]) | wrong)
@@ -192,7 +192,7 @@ def test_a_journal_with_values_of_the_wrong_kind_counts_up_to_them(source, stopp
                          ids=["nested", "list", "files", "made_from", "names"])
 def test_a_journal_that_is_none_starts_anew(source, stopped, capsys, head):
     out, expected = stopped
-    journal = hidden(out).with_name(hidden(out).name + ".json")
+    journal = partial_path(out).with_name(partial_path(out).name + ".json")
     journal.write_text("\n".join([head, *journal.read_text().splitlines()[1:], ""]))
     _, err = run_well(capsys, source, out, *FLAGS)
     assert "started anew" in err and out.read_bytes() == expected and only_out(out)
@@ -288,7 +288,7 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
         run_badly(capsys, source, out, *FLAGS, parts=("out.gguf appeared", "--force", "goes on after 9 of 9 tensors"))
     assert out.read_text() == "precious"
     run_badly(capsys, source, out, *FLAGS, parts=("exists",))
-    assert out.read_text() == "precious" and hidden(out).exists()  # what is done is not lost either
+    assert out.read_text() == "precious" and partial_path(out).exists()  # what is done is not lost either
     with encoded(monkeypatch) as names:
         run_well(capsys, source, out, *FLAGS, "--force")
     assert not names and list(read_tensors(out)) == NAMES and only_out(out)
@@ -375,7 +375,7 @@ def test_killed_between_two_names_the_first_is_not_written_to(lib, source, tmp_p
     """The partial file is OUT by another name then."""
     out = tmp_path / "out.gguf"
     run_well(capsys, source, out, *FLAGS)
-    os.link(out, hidden(out))
+    os.link(out, partial_path(out))
     other = tmp_path / "kept.gguf"
     os.link(out, other)
     before = other.read_bytes()
@@ -387,8 +387,8 @@ def test_links_in_place_of_partial_files_are_not_followed(lib, source, tmp_path,
     """Their names can be guessed."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
-    hidden(tmp_path / "out.gguf").symlink_to(precious)
-    journal = hidden(tmp_path / "out.gguf").with_name(".out.gguf.partial.json")
+    partial_path(tmp_path / "out.gguf").symlink_to(precious)
+    journal = partial_path(tmp_path / "out.gguf").with_name(".out.gguf.partial.json")
     journal.symlink_to(precious)
     run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, parts=("cannot write",))
     journal.unlink()

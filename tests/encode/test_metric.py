@@ -198,7 +198,7 @@ def test_inputs_that_are_always_zero(lib):
         assert np.isfinite(lib.dequantize(qtype, data, n)).all()
 
 
-@pytest.mark.parametrize(("what", "error"), [("nan", library.NotPositive), ("negative", library.NotPositive), ("indefinite", library.NotPositive)])
+@pytest.mark.parametrize(("what", "error"), [("nan", library.NotPositiveDefinite), ("negative", library.NotPositiveDefinite), ("indefinite", library.NotPositiveDefinite)])
 def test_matrices_that_are_none(lib, what, error):
     moments = correlated(256, 600)
     if what == "nan":

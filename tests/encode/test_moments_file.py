@@ -14,8 +14,8 @@ from ggml_ext._calibration.importance import open_importance
 from ggml_ext._encode import codec
 from ggml_ext._encode.accuracy import Accuracy
 from ggml_ext._formats import gguf_file, imatrix
-from ggml_ext._formats import moments as _moments
-from ggml_ext._formats.moments import Moments, packed_size, quadratic_forms, token_warnings
+from ggml_ext._formats import hessians as _hessians
+from ggml_ext._formats.hessians import HessianFile, packed_size, quadratic_forms, token_warnings
 from ggml_ext._native import library
 from helpers.commands import quantize
 from helpers.errors import quantize_error
@@ -32,8 +32,8 @@ def tensor(name: str, *ne: int) -> gguf_file.Tensor:
 
 
 def moments_of(path, t, kind=None):
-    moments = Moments([gguf_file.GGUFFile(path)])
-    return moments.of(t, kind or moments.kind)
+    moments = HessianFile([gguf_file.GGUFFile(path)])
+    return moments.for_tensor(t, kind or moments.kind)
 
 
 @pytest.mark.parametrize("n", [64, 256, 320, 576])
@@ -48,7 +48,7 @@ def test_triangles(tmp_path, n, stored, used):
         assert found.triangles(0).shape == (packed_size(n, used == "full"),)
         np.testing.assert_array_equal(found.triangles(0), pack(h, used))
         assert found.tokens(0) == 700 and found.width == (n if used == "full" else min(n, 256))
-    diagonal = found.stored[0][_moments.diagonal_indices(n, stored == "full")]
+    diagonal = found.stored[0][_hessians.diagonal_indices(n, stored == "full")]
     np.testing.assert_array_equal(diagonal, np.diag(h).astype(np.float32))
 
 
@@ -70,7 +70,7 @@ def test_wide_whole_matrices_weigh_a_sample_of_rows(tmp_path, monkeypatch):
     found, rows = moments_of(path, tensor(DOWN, 320, 8)), gaussian(8, 320)
     h = found.triangles(0)
     exact = found.weighted_energies(h, rows)[0]
-    monkeypatch.setattr(_moments, "WIDEST_EXACT", 100)  # every fourth row
+    monkeypatch.setattr(_hessians, "WIDEST_EXACT", 100)  # every fourth row
     assert found.weighted_energies(h, rows)[0] == pytest.approx(4 * sum(found.weighted_energies(h, r[None])[0] for r in rows[::4]))
     assert exact != found.weighted_energies(h, rows)[0]
 
@@ -223,14 +223,14 @@ def test_dead_columns_are_not_erased(tmp_path, lib, kind):
 
 def test_floor_changes_dead_columns_alone():
     live = np.random.default_rng(1).lognormal(0, 2, (2, 576)).astype(np.float32)
-    np.testing.assert_array_equal(imatrix.with_floor(live), live)
+    np.testing.assert_array_equal(imatrix.apply_floor(live), live)
     some = live.copy()
     some[0, :300], some[1, 570:] = 0, 1e-12
-    found = imatrix.with_floor(some)
+    found = imatrix.apply_floor(some)
     np.testing.assert_array_equal(imatrix.dead_columns(some), some != live)
     np.testing.assert_array_equal(found[some == live], live[some == live])
     np.testing.assert_array_equal(codec.Guide(some).importances(1), found[1])
-    assert (found > 0).all() and (found[0, 256:300] == found[0, 299]).all() and (np.diff(imatrix.with_floor(0 * live)) == 0).all()
+    assert (found > 0).all() and (found[0, 256:300] == found[0, 299]).all() and (np.diff(imatrix.apply_floor(0 * live)) == 0).all()
 
 
 # --- what encoders get
@@ -286,12 +286,12 @@ def test_matrices_that_are_not_positive_are_damped_more_once(tmp_path):
     lib = FakeLibrary(metric)
     assert codec_metric(tmp_path, lib) == (metric, [])
     assert [lib.asked[0][i] for i in (0, 1, 3, 4, 5)] == [int(TYPES["itq3_t"].id), 256, False, 0.01, 32]
-    lib = FakeLibrary(library.NotPositive, metric)
+    lib = FakeLibrary(library.NotPositiveDefinite, metric)
     made, (warning,) = codec_metric(tmp_path, lib, effort="best")
     assert made is metric and [a[4:] for a in lib.asked] == [(0.01, 8), (0.1, 8)]
     assert UP in warning and "not positive definite" in warning and "0.1" in warning
     with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 0.1.*--importance diagonal"):
-        codec_metric(tmp_path, FakeLibrary(library.NotPositive, library.NotPositive))
+        codec_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
     with pytest.raises(UserError, match=f"{UP}.*no memory.*256 columns.*--importance block"):
         codec_metric(tmp_path, FakeLibrary(MemoryError), "full")
 
@@ -388,4 +388,4 @@ def test_moments_of_several_files(tmp_path):
     a = write_moments(tmp_path / "a.gguf", {UP: correlated(600, 256)}, "full")
     b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
     found = open_importance([a, b], "full")
-    assert set(found.moments.names()) == {UP, DOWN} and found.of(tensor(DOWN, 320, 8)).whole
+    assert set(found.moments.names()) == {UP, DOWN} and found.of(tensor(DOWN, 320, 8)).is_full

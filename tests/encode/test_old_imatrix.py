@@ -89,7 +89,7 @@ def test_a_file_of_llama_imatrix(tmp_path):
     old, new = (imatrix.ImportanceMatrix(tmp_path / name) for name in ("old.dat", "new.gguf"))
     assert old.is_old and not new.is_old and sorted(old.names()) == sorted(new.names())
     experts = tensor_of(EXPERTS, 256, 40, 3)
-    assert old.without_tokens(experts) == new.without_tokens(experts) == [1]
+    assert old.experts_without_tokens(experts) == new.experts_without_tokens(experts) == [1]
     for t in (tensor_of(UP, 320, 8), tensor_of(DOWN, 256, 8), experts):
         seen = [i for i in range(len(new.values(t))) if t is not experts or i != 1]
         np.testing.assert_allclose(old.values(t)[seen], new.values(t)[seen], rtol=4 * 2.0**-24)
@@ -173,14 +173,14 @@ def test_old_files_have_ones_for_them(source, tmp_path):
     sums[1] = 5
     path = write_old(tmp_path / "old.dat", {EXPERTS: (sums, 5)})
     matrix, experts = imatrix.ImportanceMatrix(path), tensor_of(EXPERTS, 256, 40, 3)
-    assert matrix.without_tokens(experts) == [1]
+    assert matrix.experts_without_tokens(experts) == [1]
     np.testing.assert_allclose(matrix.values(experts)[1], (sums[0].astype(np.float64) + sums[2]) / 10, rtol=3 * 2.0**-24)
     assert f"1 expert saw no token and gets the mean of its layer: {EXPERTS} (1)\n" in run_quantize(
         source, "--type", "ditto3", "--dry-run", "--imatrix", path).stderr
-    assert matrix.without_tokens(tensor_of(EXPERTS, 768, 40)) == []  # no experts
+    assert matrix.experts_without_tokens(tensor_of(EXPERTS, 768, 40)) == []  # no experts
     write_old(path, {EXPERTS: (np.full((3, 256), 5), 5)})
     matrix = imatrix.ImportanceMatrix(path)
-    assert matrix.without_tokens(experts) == [] and (matrix.values(experts) == 1).all()
+    assert matrix.experts_without_tokens(experts) == [] and (matrix.values(experts) == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])

@@ -111,7 +111,7 @@ def test_nan_leaves_what_llama_cpp_makes(lib):
 
 def test_bad_arguments(lib):
     q4_k, eye = int(GGMLQuantizationType.Q4_K), triangles(np.eye(256), True)
-    with pytest.raises(library.NotPositive):
+    with pytest.raises(library.NotPositiveDefinite):
         lib.metric(q4_k, 256, triangles(np.diag([-1.0] * 256), True), True, 0.5)
     with pytest.raises(ValueError, match="no metric"):
         lib.metric(int(GGMLQuantizationType.Q8_0), 256, eye, True, 0.5)

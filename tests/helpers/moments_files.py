@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ggml_ext._formats.moments import BLOCK
+from ggml_ext._formats.hessians import BLOCK
 
 
 def correlated(n_tokens: int, n_columns: int, seed: int = 1) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import synth_model
-from ggml_ext._native.streams import Streams
+from ggml_ext._native.streams import LayerStreams
 from helpers import architectures
 from helpers.commands import tool
 from helpers.models import ROOT, read_tensors
@@ -122,7 +122,7 @@ def test_labels_and_the_last_layer(tmp_path, lib):
     weights = {name: t.data.astype(np.float64) for name, t in read_tensors(model).items()}
     out = weights.get("output.weight", weights["token_embd.weight"])
     command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", n_tokens, "-b", n_tokens, "-t", 2, "-ctk", "f32", "-ctv", "f32"]
-    with Streams(list(map(str, command)), tmp_path) as both:
+    with LayerStreams(list(map(str, command)), tmp_path) as both:
         assert both.no_gradients == ""
         assert list(both.learn(2)) == [0, 1]
         for chunk in range(both.n_chunks):

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from ggml_ext._native.graph import PROGRAM, read_uses, why_not_run
+from ggml_ext._native.graph import PROGRAM, find_run_error, read_uses
 from ggml_ext._native.programs import find_tool
 from ggml_ext._plan import uses as _uses
 from helpers.architectures import make
@@ -25,12 +25,12 @@ def test_uses_of_a_model(model):
     found, tensors = read_uses([model]), read_tensors(model)
     assert all(found[n] == {"product"} for n, t in tensors.items() if n.startswith("blk.") and len(t.shape) > 1)
     assert "rows" in found["token_embd.weight"] and found["output_norm.weight"] == {"MUL"}
-    assert why_not_run([model]) is None
+    assert find_run_error([model]) is None
 
 
 def test_what_llama_cpp_does_not_load(model, tmp_path):
     (tmp_path / "in.gguf").write_bytes(model.read_bytes()[:100_000])
-    assert read_uses([tmp_path / "in.gguf"]) is None and "exited with 1: " in why_not_run([tmp_path / "in.gguf"])
+    assert read_uses([tmp_path / "in.gguf"]) is None and "exited with 1: " in find_run_error([tmp_path / "in.gguf"])
 
 
 @pytest.mark.parametrize("flags", [["--type", "itq2_t"], ["--type", "iq2_xs"], ["--target-bpw", "4"]], ids=" ".join)

@@ -16,7 +16,7 @@ import pytest
 import ggml_ext
 import synth_model
 from ggml_ext._base.errors import UserError
-from ggml_ext._native.streams import Streams
+from ggml_ext._native.streams import LayerStreams
 from ggml_ext._sequential import layers
 from ggml_ext._sequential.sums import SINKS, Sums
 from helpers import architectures
@@ -57,9 +57,9 @@ def sums_of_squares(model, text, context, folder) -> dict[str, np.ndarray]:
     return {n.removesuffix(".in_sum2"): t.data.reshape(-1, t.shape[0]) for n, t in read_tensors(out).items() if n.endswith(".in_sum2")}
 
 
-def streams(model, text, context, folder) -> Streams:
+def streams(model, text, context, folder) -> LayerStreams:
     command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", context, "-b", context, "-t", 2]
-    return Streams(list(map(str, command)), folder)
+    return LayerStreams(list(map(str, command)), folder)
 
 
 def check_streams(model, text, context, folder) -> None:
@@ -399,9 +399,9 @@ def test_a_text_shorter_than_a_chunk(tmp_path, lib):
 def test_a_full_disk_and_a_file_that_is_there(model, text, tmp_path):
     command = list(map(str, [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", 512, "-b", 512, "-o", tmp_path / "streams"]))
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash", *command]  # files of one block, to stand for a full disk
-    with pytest.raises(UserError, match="no room for .* MiB in .*streams"), Streams(limited, tmp_path):
+    with pytest.raises(UserError, match="no room for .* MiB in .*streams"), LayerStreams(limited, tmp_path):
         pass
     (tmp_path / "streams").write_text("of another")
-    with pytest.raises(UserError, match="cannot open .*streams: File exists"), Streams(command, tmp_path):
+    with pytest.raises(UserError, match="cannot open .*streams: File exists"), LayerStreams(command, tmp_path):
         pass
     assert (tmp_path / "streams").read_text() == "of another"

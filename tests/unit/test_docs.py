@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from ggml_ext._base import extras
+from ggml_ext._base import package
 from helpers.native import ROOT
 
 try:
@@ -35,18 +35,18 @@ def test_nothing_is_installed_by_a_name_that_no_index_has():
 
 
 def test_an_extra_is_installed_by_its_requirements(monkeypatch):
-    command = extras.install_command("hf", ["torch"])
+    command = package.install_command("hf", ["torch"])
     assert command.startswith("pip install ") and "extra" not in command and "matplotlib" not in command
     for requirement in PROJECT["optional-dependencies"]["hf"]:
         assert re.split("[<>=]", requirement)[0] in command
-    monkeypatch.setattr(extras.metadata, "requires", lambda _: ["a>=1", 'b<2,>=1; extra == "hf"', "c ; extra == 'hf'", "d; extra == 'hfx'"])
-    assert extras.install_command("hf", []) == "pip install 'b<2,>=1' c"
+    monkeypatch.setattr(package.metadata, "requires", lambda _: ["a>=1", 'b<2,>=1; extra == "hf"', "c ; extra == 'hf'", "d; extra == 'hfx'"])
+    assert package.install_command("hf", []) == "pip install 'b<2,>=1' c"
 
     def missing(name: str):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras.metadata, "requires", missing)
-    assert extras.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
+    monkeypatch.setattr(package.metadata, "requires", missing)
+    assert package.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
 
 
 def test_packages_of_an_extra_can_be_installed_alone():

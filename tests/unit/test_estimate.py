@@ -76,7 +76,7 @@ def test_products(monkeypatch):
     assert small.rate(2) == large.rate(2) == 2 * FLOPS_A_THREAD and asked == [(int(T.Q8_0), 2)]
     monkeypatch.setattr(cost, "product_rate", lambda *_: 1e11)
     assert large.rate(2) == GRAPH_SHARE * 1e11
-    monkeypatch.setattr(product._lib, "ggml_path", lambda: None)
+    monkeypatch.setattr(product._lib, "libggml_path", lambda: None)
     product.product_rate.cache_clear()
     assert product.product_rate(1, 2) is None
     product.product_rate.cache_clear()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, row_order, shrinkage
-from ggml_ext._native.streams import Group, Product
+from ggml_ext._native.streams import ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import SINKS, RowSums
 
 ROWS, COLUMNS = 3 * GROUP + 5, 8
@@ -129,7 +129,7 @@ def test_few_tokens_tell_little():
 def test_sums_of_gradients():
     """Of the rows that know of each other, of all positions but a chunk's first; matrices of experts have none."""
     rng, together = np.random.default_rng(0), 300
-    groups = [Group(8, 10, 0, 0, (Product("a", 700, 0.0),)), Group(8, 10, 2, 4, (Product("experts", 64, 0.0),))]
+    groups = [ProductGroup(8, 10, 0, 0, (WeightProduct("a", 700, 0.0),)), ProductGroup(8, 10, 2, 4, (WeightProduct("experts", 64, 0.0),))]
     g = rng.standard_normal((40, 700)).astype(np.float32)
     g[7] = 0
     assert SINKS == 1

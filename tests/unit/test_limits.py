@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ggml_ext._base.memory import available_memory
-from ggml_ext._base.threads import usable_processors
+from ggml_ext._base.threads import usable_cores
 from ggml_ext._base.units import GIB
 
 V2 = ("cgroup2", "")
@@ -85,9 +85,9 @@ def test_memory_of_nested_groups(tmp_path, path, mount, mounted, groups, n_gib):
 def test_threads_follow_quotas(tmp_path, monkeypatch, mount, files, n):
     """On a machine with 64 processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
-    assert usable_processors(fake_root(tmp_path, "/a/b", mount, "/", files)) == n
+    assert usable_cores(fake_root(tmp_path, "/a/b", mount, "/", files)) == n
 
 
 def test_other_systems_have_no_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3), raising=False)
-    assert usable_processors(tmp_path) == 3
+    assert usable_cores(tmp_path) == 3

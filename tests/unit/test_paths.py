@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import export, quantize
-from ggml_ext._base.files import hidden, written_beside
+from ggml_ext._base.files import partial_path, write_atomically
 from ggml_ext._output import parts
 from ggml_ext._output.parts import Part, journal_of
 from helpers.commands import run_main
@@ -125,7 +125,7 @@ def test_what_is_read_is_no_unfinished_file_of_out(folder, name, what):
 def test_names_are_those_that_are_used(tmp_path):
     """The long ones too."""
     for path in (tmp_path / "out.gguf", tmp_path / ("x" * 240 + ".gguf")):
-        with written_beside(path) as part:
+        with write_atomically(path) as part:
             part.touch()
-            names = [part, hidden(path), journal_of(path), Part(path, 0, 1).replaced]
+            names = [part, partial_path(path), journal_of(path), Part(path, 0, 1).replaced]
         assert all(re.fullmatch(parts.UNFINISHED, p.name) for p in names) and not re.fullmatch(parts.UNFINISHED, path.name)

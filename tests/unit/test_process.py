@@ -6,7 +6,7 @@ import pytest
 
 from ggml_ext._base.errors import UserError
 from ggml_ext._native import library, programs
-from ggml_ext._native.process import failure, run_captured, run_heard, run_logged
+from ggml_ext._native.process import describe_failure, run_captured, run_logged, run_streamed
 
 COMMAND = ["sh", "-c", "echo $OMP_WAIT_POLICY"]
 
@@ -16,7 +16,7 @@ def test_threads_wait_as_the_user_says_or_without_spinning(tmp_path, monkeypatch
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if users:
         monkeypatch.setenv("OMP_WAIT_POLICY", users)
-    assert run_logged(COMMAND, tmp_path) == run_heard(COMMAND, tmp_path, lambda _: None) == (0, expected)
+    assert run_logged(COMMAND, tmp_path) == run_streamed(COMMAND, tmp_path, lambda _: None) == (0, expected)
 
 
 def test_what_is_timed_runs_as_by_hand(tmp_path, monkeypatch):
@@ -27,7 +27,7 @@ def test_what_is_timed_runs_as_by_hand(tmp_path, monkeypatch):
 def test_no_backtrace_hides_why_a_program_aborted(tmp_path, monkeypatch):
     monkeypatch.delenv("GGML_NO_BACKTRACE", raising=False)
     command = ["sh", "-c", "echo $GGML_NO_BACKTRACE"]
-    assert run_logged(command, tmp_path) == run_heard(command, tmp_path, print, {}) == run_captured(command, tmp_path)[:2] == (0, "1\n")
+    assert run_logged(command, tmp_path) == run_streamed(command, tmp_path, print, {}) == run_captured(command, tmp_path)[:2] == (0, "1\n")
 
 
 @pytest.mark.parametrize(("script", "said"), [
@@ -37,7 +37,7 @@ def test_no_backtrace_hides_why_a_program_aborted(tmp_path, monkeypatch):
 ])
 def test_a_failure_names_its_cause(tmp_path, script, said):
     code, log = run_logged(["sh", "-c", script], tmp_path)
-    assert failure("llama-x", code, log, "for m.gguf", "pass another") == said
+    assert describe_failure("llama-x", code, log, "for m.gguf", "pass another") == said
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def other_folder(tmp_path, monkeypatch):
 
 def test_a_foreign_library_is_named(other_folder, monkeypatch):
     said = f"LD_LIBRARY_PATH names {other_folder}, which has another libllama.so.0: unset it, or leave that folder out"
-    assert programs.other_libraries() == said
+    assert programs.library_conflict() == said
     log = "llama-x: symbol lookup error: libllama.so.0: undefined symbol: ggml_ext_rule\n"
-    assert failure("llama-x", 127, log, way_out="reinstall").endswith(f"ggml_ext_rule; {said}")
-    assert "LD_LIBRARY_PATH" not in failure("llama-x", 1, "no such model")
+    assert describe_failure("llama-x", 127, log, way_out="reinstall").endswith(f"ggml_ext_rule; {said}")
+    assert "LD_LIBRARY_PATH" not in describe_failure("llama-x", 1, "no such model")
     (other_folder / "libggml-base.so").write_text("no library")
     with pytest.raises(UserError, match=f"cannot load .*; {said}"):
         library.Library(other_folder / "libggml-base.so")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(programs.native_folder()))
-    assert failure("llama-x", 127, log, way_out="reinstall").endswith("; reinstall")
+    assert describe_failure("llama-x", 127, log, way_out="reinstall").endswith("; reinstall")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ggml_ext._encode.targets import LEAST_RIDGE, correction, ridge_of
-from ggml_ext._native.streams import Arrays, Group, Product
+from ggml_ext._native.streams import ChunkArrays, ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import Sums
 
 COLUMNS, ROWS, TOKENS = 24, 10, 400
@@ -57,13 +57,13 @@ def test_a_singular_matrix_is_an_error():
         correction(np.ones((1, 2), np.float32), h, np.ones((2, 2)), None, ridge=0)
 
 
-def arrays_of(seed: int) -> Arrays:
+def arrays_of(seed: int) -> ChunkArrays:
     x, x_made, r, r_made, _ = streams(seed)
-    return Arrays((x, x_made), None, {NAMES[0]: (r, r_made)})
+    return ChunkArrays((x, x_made), None, {NAMES[0]: (r, r_made)})
 
 
 def test_sums_over_chunks():
-    group = Group(COLUMNS, TOKENS, 0, 0, (Product(NAMES[0], ROWS, 1.0), Product(NAMES[1], ROWS, 0.0)))
+    group = ProductGroup(COLUMNS, TOKENS, 0, 0, (WeightProduct(NAMES[0], ROWS, 1.0), WeightProduct(NAMES[1], ROWS, 0.0)))
     assert group.n_bytes(TOKENS) == sum(a.nbytes for pair in (arrays_of(0).x, arrays_of(0).residuals[NAMES[0]]) for a in pair)
     found = []
     for n_threads in (1, 3):
@@ -92,9 +92,9 @@ def test_sums_of_experts(own_inputs):
     ids = [np.array([rng.permutation(n_experts - 1)[:used] for _ in range(n_tokens)], np.int32) for _ in range(2)]  # the last gets none
     n_inputs = n_tokens * (used if own_inputs else 1)
     x = [rng.standard_normal((n_inputs, 4)).astype(np.float32) for _ in range(2)]
-    sums = Sums(Group(4, n_inputs, used, n_experts, (Product("blk.0.ffn_down_exps.weight", 3, 0.0),)))
+    sums = Sums(ProductGroup(4, n_inputs, used, n_experts, (WeightProduct("blk.0.ffn_down_exps.weight", 3, 0.0),)))
     with ThreadPoolExecutor(2) as pool:
-        sums.add(Arrays(tuple(x), tuple(ids), {}), pool)
+        sums.add(ChunkArrays(tuple(x), tuple(ids), {}), pool)
     h, d, counts = np.zeros((n_experts, 4, 4)), np.zeros((n_experts, 4, 4)), np.zeros(n_experts)
     for token in range(n_tokens):
         for slot, expert in enumerate(ids[1][token]):

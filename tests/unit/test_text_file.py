@@ -161,7 +161,7 @@ def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
     assert count_tokens(text, text, 512) is None
     monkeypatch.setattr(text_file, "COUNTER", tmp_path / "missing.py")
     assert count_tokens(model, text, 512) is None
-    monkeypatch.setattr(text_file._lib, "llama_path", lambda: None)
+    monkeypatch.setattr(text_file._lib, "libllama_path", lambda: None)
     assert count_tokens(model, text, 512) is None
 
 

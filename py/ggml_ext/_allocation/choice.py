@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from gguf import GGMLQuantizationType, LlamaFileType
 
 from .._base.errors import UserError
-from .._base.text import table
+from .._base.text import format_table
 from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
 from .._formats.gguf_file import GGUFFile, Tensor, header_bytes, pad
@@ -110,7 +110,7 @@ class Chosen:
         rows = [
             (name, f"{of_type:<8} {len(of_class):5d} {math.fsum(of_class):13.6f}") for (name, of_type), of_class in classes.items()
         ]
-        return table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
+        return format_table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
 
     def record(self) -> dict:
         return {

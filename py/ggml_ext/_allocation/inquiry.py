@@ -16,15 +16,15 @@ from gguf import GGMLQuantizationType
 from .._base.console import Console
 from .._base.files import fingerprint
 from .._base.package import __version__
-from .._base.signals import Stopped
+from .._base.signals import StopRequest
 from .._base.threads import map_in_order
 from .._calibration import calibration
 from .._calibration.importance import Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
+from .._formats.cache_names import choice_cache_name
 from .._formats.gguf_file import GGUFFile, Tensor, header_bytes
-from .._formats.kept import kept_choice
-from .._formats.language_model import other_than_language_model
+from .._formats.language_model import describe_other_model
 from .._native.programs import find_tool
 from .._plan.plan import SOURCE_TYPES, Plan
 from . import sensitivity
@@ -58,14 +58,14 @@ class Inquiry:
 
     def measure(self, items: Sequence[Item]) -> tuple[dict[str, dict[str, float]], dict[str, float], bool]:
         """Errors by tensor and type, sensitivities by tensor, and whether these are the model's own."""
-        path = None if self.folder is None else self.folder / kept_choice(self.file.stem)
+        path = None if self.folder is None else self.folder / choice_cache_name(self.file.stem)
         kept = Kept.read(path, self._made_from())
         if self.importance.matrix is None:
             self.console.warn("types are chosen by plain errors: nothing is known of the inputs of the matrices, which costs quality")
         keeper = Keeper(kept, None if self.is_dry else path)
         try:
             self._measure_errors(items, keeper)
-        except Stopped:
+        except StopRequest:
             keeper.write()  # what there is by now
             raise
         keeper.write()
@@ -82,7 +82,7 @@ class Inquiry:
     def _left_out(self) -> list[list[str]]:
         """Importances that are not used, if there are some."""
         matrix = self.importance.matrix
-        return [sorted(matrix.left_out)] if matrix and matrix.left_out else []
+        return [sorted(matrix.excluded)] if matrix and matrix.excluded else []
 
     def _sample_error(self, tensor: Tensor, target: GGMLQuantizationType, importance: Importance) -> float:
         """Relative squared error of a sample of a tensor's rows in a type, weighted where something is known of the inputs."""
@@ -164,7 +164,7 @@ class Inquiry:
             (self.is_dry, "--dry-run runs no model"),
             (not self.runs_model, "--no-calibration runs no model"),
             (program is None, "llama-perplexity is not in the package"),
-            ((other := other_than_language_model(self.file)) is not None, f"this one is {other} and has no KL divergence"),
+            ((other := describe_other_model(self.file)) is not None, f"this one is {other} and has no KL divergence"),
             (self.codec.lib is None, "the built library is not in use"),
             (any(t.type not in SOURCE_TYPES for t in tensors), "tensors of the model are quantized already"),
             (not text.is_file(), f"{text} is not there"),

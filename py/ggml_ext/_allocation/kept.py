@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._base.files import open_file, written_beside
+from .._base.files import open_file, write_atomically
 from .._base.json import is_number, parse_json
 from .sensitivity import Measured, Probed
 
@@ -66,7 +66,7 @@ class Kept:
         if path is None:
             return
         try:
-            with written_beside(path) as part, open_file(part) as f:
+            with write_atomically(path) as part, open_file(part) as f:
                 f.write(json.dumps(self.__dict__, indent=1).encode() + b"\n")
         except OSError as e:
             raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another folder") from e

@@ -22,17 +22,17 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import free_space, temporary_folder
+from .._base.files import free_space, temporary_directory
 from .._base.threads import map_in_order
 from .._base.units import MIB
 from .._calibration.importance import Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec, Guide
 from .._formats.chunks import row_chunks
-from .._formats.context import N_CONTEXT, context_of
+from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._formats.names import layer_of, tensor_class
-from .._native.process import failure, last_error, run_logged
+from .._formats.names import layer_number, tensor_class
+from .._native.process import describe_failure, last_error, run_logged
 from .._native.text_file import read_end
 from .._plan.plan import fit_to_row
 
@@ -80,7 +80,7 @@ def usual(names: Sequence[str]) -> dict[str, float]:
     totals: dict[str, int] = {}
 
     def share(name: str) -> int:
-        return FIRST_LAYER if layer_of(name) == 0 else 1
+        return FIRST_LAYER if layer_number(name) == 0 else 1
 
     for name in names:
         totals[tensor_class(name)] = totals.get(tensor_class(name), 0) + share(name)
@@ -96,7 +96,7 @@ def class_parts(names: Sequence[str]) -> list[Probed]:
 
 def layer_parts(names: Sequence[str]) -> list[Probed]:
     """Ranges of layers: each alone where they are few, else the first two, four equal ranges and the last."""
-    layers = sorted({n for n in map(layer_of, names) if n is not None})
+    layers = sorted({n for n in map(layer_number, names) if n is not None})
     n = len(layers)
     if n <= FEW_LAYERS:
         starts = list(range(n))
@@ -106,7 +106,7 @@ def layer_parts(names: Sequence[str]) -> list[Probed]:
     for start, end in zip(starts, [*starts[1:], n]):
         inside = layers[start:end]
         title = f"blk.{inside[0]}" if len(inside) == 1 else f"blk.{inside[0]}-{inside[-1]}"
-        parts.append(Probed(title, tuple(name for name in names if layer_of(name) in inside)))
+        parts.append(Probed(title, tuple(name for name in names if layer_number(name) in inside)))
     return parts
 
 
@@ -183,7 +183,7 @@ class Probe:
     @property
     def n_context(self) -> int:
         """Tokens of a chunk."""
-        return context_of(self.file)
+        return context_length(self.file)
 
     @property
     def n_chunks(self) -> int:
@@ -214,7 +214,7 @@ class Probe:
         """Measures what `before`, of a run that was stopped, lacks. keep: called after each part with what there is by then. UserError
         where the disk or llama-perplexity fails."""
         try:
-            with temporary_folder(self.folder, TEMPORARY, console.note) as folder:
+            with temporary_directory(self.folder, TEMPORARY, console.note) as folder:
                 if (free := free_space(self.folder)) < self.bytes_needed():
                     raise UserError(
                         f"no space left on device: {self.folder} needs {self.bytes_needed() / MIB:,.0f} MiB to measure what errors cost, "
@@ -298,7 +298,7 @@ class Probe:
         code, log = run_logged([*map(str, command)], model.parent)
         if code:
             without = "pass --sensitivity usual to go on without"
-            raise UserError("sensitivity: " + failure("llama-perplexity", code, log, f"for {self.file.path} and {self.text}", without, without))
+            raise UserError("sensitivity: " + describe_failure("llama-perplexity", code, log, f"for {self.file.path} and {self.text}", without, without))
         return log
 
     def _kld(self, model: Path, logits: Path) -> float:

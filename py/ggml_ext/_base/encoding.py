@@ -10,7 +10,7 @@ import os
 from typing import Any, TextIO
 
 
-def utf8(text: str) -> str:
+def to_utf8(text: str) -> str:
     """The text with the characters that its surrogates stand for; bytes that are no UTF-8 become \\xff."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -18,25 +18,30 @@ def utf8(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def as_name(text: str) -> str:
+def to_file_name(text: str) -> str:
     """The opposite: a name of a file that has the text's bytes in UTF-8, whatever the locale."""
     return text if os.name == "nt" else os.fsdecode(text.encode())
 
 
-def shown(text: str, stream: TextIO) -> str:
+def escape_for(text: str, stream: TextIO) -> str:
     """utf8() with \\u20ac and the like for what the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return utf8(text).encode(encoding, "backslashreplace").decode(encoding)
+    return to_utf8(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON of dicts, lists and scalars, all of whose text is as utf8() makes it."""
+    """JSON of dicts, lists and scalars, all of whose text is as to_utf8() makes it."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
-            return utf8(value)
+            return to_utf8(value)
         if isinstance(value, dict):
             return {clean(k): clean(v) for k, v in value.items()}
         return [clean(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return json.dumps(clean(value), indent=indent)
+
+
+def to_argument(name: str) -> str:
+    """Return a path as a word of a command line that no program takes for an option."""
+    return f"./{name}" if name.startswith("-") else name

@@ -32,7 +32,7 @@ FRESH_SECONDS = 10
 LOCK_ATTEMPTS = 100
 
 
-def hidden(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """The name that a file has until it is whole."""
     name = path.name
     if len(raw := os.fsencode(name)) > MAX_NAME_BYTES:
@@ -46,7 +46,7 @@ def open_file(path: Path) -> BinaryIO:
     return open(fd, "r+b")
 
 
-def give_name(partial: Path, path: Path, force: bool) -> None:
+def move_into_place(partial: Path, path: Path, force: bool) -> None:
     """The partial file gets a name, and may keep its own. FileExistsError if there is one, without force."""
     if force:
         os.replace(partial, path)
@@ -64,13 +64,13 @@ def give_name(partial: Path, path: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def written_beside(path: Path, force: bool = True) -> Iterator[Path]:
+def write_atomically(path: Path, force: bool = True) -> Iterator[Path]:
     """The name, this process's alone, of a file that is written within it and then becomes `path`. It is removed after an error.
     FileExistsError if there is one by then, without force."""
-    part = hidden(path).with_suffix(f".{os.getpid()}.part")
+    part = partial_path(path).with_suffix(f".{os.getpid()}.part")
     try:
         yield part
-        give_name(part, path, force)
+        move_into_place(part, path, force)
     finally:
         part.unlink(missing_ok=True)
 
@@ -91,13 +91,13 @@ def sync(file: BinaryIO) -> None:
             raise
 
 
-def not_mapped(path: Path, error: OSError) -> str:
+def mapping_error(path: Path, error: OSError) -> str:
     """What to say where a file cannot be mapped into memory."""
     drive = ", its drive does not allow it: copy it to a local disk" if error.errno == errno.ENODEV else ""
     return f"cannot map {path} into memory ({error.strerror}){drive}"
 
 
-def allocated(path: Path) -> int:
+def allocated_bytes(path: Path) -> int:
     """Bytes on the disk that a file takes."""
     try:
         found = os.stat(path)
@@ -115,7 +115,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
+def lock_directory(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
     """Within it a lock on the folder is held, unless the value is False. waiting: called before it waits for another run's; None:
     it does not wait."""
     if fcntl is None:
@@ -143,23 +143,23 @@ def _flock(fd: int, waiting: Callable[[], None] | None) -> bool:
     return True
 
 
-def remove_leftovers(folder: Path, prefix: str, say: Callable[[str], None]) -> None:
+def remove_stale_directories(folder: Path, prefix: str, say: Callable[[str], None]) -> None:
     """Removes folders for temporary files whose run was killed, and names them: nobody holds the lock of such a folder."""
     for path in folder.glob(f"{prefix}*"):
         # not one that was made this moment, and will be locked in the next
         if path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < FRESH_SECONDS:
             continue
-        with locked_folder(path) as has_lock:
+        with lock_directory(path) as has_lock:
             if has_lock:
                 shutil.rmtree(path, ignore_errors=True)
                 say(f"removed what a killed run left: {path}")
 
 
 @contextlib.contextmanager
-def temporary_folder(folder: Path, prefix: str, say: Callable[[str], None]) -> Iterator[Path]:
+def temporary_directory(folder: Path, prefix: str, say: Callable[[str], None]) -> Iterator[Path]:
     """A folder of this process in another one, locked and removed at its end; what killed runs left of the same prefix goes before."""
-    remove_leftovers(folder, prefix, say)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as name, locked_folder(Path(name)):
+    remove_stale_directories(folder, prefix, say)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as name, lock_directory(Path(name)):
         yield Path(name)
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 
-class Stopped(BaseException):
+class StopRequest(BaseException):
     """A signal asked the process to end."""
 
     def __init__(self, number: int):
@@ -19,7 +19,7 @@ class Stopped(BaseException):
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def takes_signals() -> bool:
+def can_set_handlers() -> bool:
     """False in all threads but the main one: Python lets that one alone set handlers, and they are the business of the program
     whose thread it is."""
     return threading.current_thread() is threading.main_thread()
@@ -30,12 +30,12 @@ class _Stop:
 
     def __call__(self, number: int, _frame: object) -> None:
         ignore_signals()  # cleaning up takes a moment and must not be cut short
-        raise Stopped(number)
+        raise StopRequest(number)
 
 
 def ignore_signals() -> None:
     """Until stop_on_signals() ends. Outside of it nothing: a program that calls the API keeps its own handlers."""
-    for n in SIGNALS if takes_signals() else []:
+    for n in SIGNALS if can_set_handlers() else []:
         if isinstance(signal.getsignal(n), _Stop):
             signal.signal(n, signal.SIG_IGN)
 
@@ -45,7 +45,7 @@ def stop_on_signals() -> Iterator[None]:
     """Within it SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread; once is enough. In another thread they stay as they
     are."""
     # None: a handler that is not Python's, which could not be set again
-    wanted = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)] if takes_signals() else []
+    wanted = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)] if can_set_handlers() else []
     previous = {n: signal.signal(n, _Stop()) for n in wanted}
     try:
         yield
@@ -55,10 +55,10 @@ def stop_on_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_signals() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Within it the signals of stop_on_signals() wait for its end. In another thread they stay as they are."""
     came: list[int] = []
-    handlers = {n: h for n in SIGNALS if takes_signals() and callable(h := signal.getsignal(n))}
+    handlers = {n: h for n in SIGNALS if can_set_handlers() and callable(h := signal.getsignal(n))}
     for n in handlers:
         signal.signal(n, lambda number, _frame: came.append(number))
     try:

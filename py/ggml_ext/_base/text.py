@@ -6,20 +6,20 @@ import shutil
 import sys
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 MIN_COLUMNS = 80
 
 
-def columns() -> int:
+def terminal_width() -> int:
     """Width of what standard output is shown on."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return max(MIN_COLUMNS, shutil.get_terminal_size().columns) if is_terminal else MIN_COLUMNS
 
 
-def table(title: str, heading: str, rows: list[tuple[str, str]], width: int) -> list[str]:
+def format_table(title: str, heading: str, rows: list[tuple[str, str]], width: int) -> list[str]:
     """Lines of a name, shortened to what the other columns leave, and those."""
     room = width - len(heading) - 2
     rows = [(shorten(name, room), others) for name, others in [(title, heading), *rows]]

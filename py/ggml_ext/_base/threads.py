@@ -28,10 +28,10 @@ def check_threads(threads: int | None) -> int:
     """The number to use of --threads, None for all; UserError if the one asked for is no number of threads."""
     if threads is not None and threads < 1:
         raise UserError(f"--threads: got {threads}, must be at least 1; leave it out to use all processors")
-    return threads or usable_processors()
+    return threads or usable_cores()
 
 
-def usable_processors(root: Path = Path("/")) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """Processors that this process may use; no more than its control groups, as the files under root tell of them, let it keep busy."""
     quotas = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for group in own_groups("cpu", root):

@@ -17,20 +17,20 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
-from .._base.argument import as_argument
 from .._base.console import Console
+from .._base.encoding import to_argument
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, locked_folder, read_record, temporary_folder
+from .._base.files import fingerprint, free_space, lock_directory, read_record, temporary_directory
 from .._base.memory import available_memory
 from .._base.package import FOLDER
-from .._base.text import duration
+from .._base.text import format_duration
 from .._base.units import GIB, MIB
-from .._formats.context import N_CONTEXT, context_of
+from .._formats.cache_names import imatrix_cache_name
+from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.imatrix import ImportanceMatrix
-from .._formats.kept import kept_imatrix
 from .._formats.names import list_tensors
-from .._native.process import failure, run_heard
+from .._native.process import describe_failure, run_streamed
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.plan import Plan, importance_uses, uses_metric
@@ -108,7 +108,7 @@ class Wanted:
             if not any(part in name for name in names):
                 raise UserError(f"{self.selects} {part}: {found.matrix.path} has no importances of such a tensor, but of {list_tensors(names)}")
         is_named = {name: any(part in name for part in [*self.included, *self.excluded]) for name in names}
-        found.matrix.leave_out(name for name in names if is_named[name] != bool(self.included))
+        found.matrix.exclude(name for name in names if is_named[name] != bool(self.included))
         if not len(found.matrix):
             raise UserError(f"{self.selects} leaves none of the importances of {found.matrix.path}: pass --importance none instead")
 
@@ -147,7 +147,7 @@ class Calibration:
     @property
     def n_context(self) -> int:
         """Tokens of a chunk."""
-        return context_of(self.file)
+        return context_length(self.file)
 
     @property
     def n_tokens(self) -> int:
@@ -155,7 +155,7 @@ class Calibration:
 
     def kept(self, layers: list[int] | None) -> Path:
         """The result for all layers (None) or for a range of them."""
-        return self.folder / kept_imatrix(self.file.stem, layers)
+        return self.folder / imatrix_cache_name(self.file.stem, layers)
 
     def made_from(self) -> dict:
         """What makes a result another one, but for kind and layers."""
@@ -186,7 +186,7 @@ class Calibration:
         seconds = self.model.seconds(self.kind, self.n_tokens, self.n_threads)
         return (
             f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
-            f"{self.text_title}{'' if self.proxy_model is None else f', by the model {self.proxy_model.title}'}, an estimated {duration(seconds)} on "
+            f"{self.text_title}{'' if self.proxy_model is None else f', by the model {self.proxy_model.title}'}, an estimated {format_duration(seconds)} on "
             f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
         )
 
@@ -231,7 +231,7 @@ def calibrate(run: Calibration, console: Console) -> list[Path]:
     One run at a time in a folder: the next one may use what it keeps, and does not replace it meanwhile.
     """
     try:
-        with locked_folder(run.folder, lambda: console.note(f"another run calibrates in {run.folder}: waiting for its end")):
+        with lock_directory(run.folder, lambda: console.note(f"another run calibrates in {run.folder}: waiting for its end")):
             return _calibrate(run, console)
     except OSError as e:
         raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
@@ -295,12 +295,12 @@ def collect(
             "space, or pass --importance block or diagonal"
         )
     # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
-    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", as_argument(run.text.name), "-c", run.n_context]
+    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
-        with temporary_folder(run.folder, TEMPORARY, console.note) as folder:
+        with temporary_directory(run.folder, TEMPORARY, console.note) as folder:
             result = folder.resolve() / "imatrix.gguf"
             # the text by its name alone: the file records it
             run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
@@ -325,16 +325,16 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
             nonlocal told
             if not told and (eta := re.search(r"seconds per pass - ETA (?:(\d+) hours )?([\d.]+) minutes", text)):
                 told = True
-                console.note(f"{title} takes about {duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
+                console.note(f"{title} takes about {format_duration(3600 * int(eta[1] or 0) + 60 * float(eta[2]))}")
             if total := re.search(r"computing over (\d+) chunks", text):
                 bar.total = int(total[1])
             bar.update(len(re.findall(r"\[\d+\][^,\[]*,", text)) - bar.n)
 
-        code, log = run_heard(command, folder, heard)
+        code, log = run_streamed(command, folder, heard)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
         without = "an importance matrix with --imatrix, or --no-calibration to go on without"
-        raise UserError("calibration: " + failure(
+        raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}", f"{devices}pass another text with --imatrix-from, {without}",
             f"it was to use at most {run.memory / GIB:.1f} GiB, pass a smaller --memory, {without}"
         ))
@@ -393,7 +393,7 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     model = Model.read(file)
     if not model.inputs:
         raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
-    n_asked = wanted.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_of(file)
+    n_asked = wanted.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_length(file)
     text_chunks = count_chunks(file, text, n_bytes, n_asked)
     memory = wanted.memory * GIB if wanted.memory else MEMORY_SHARE * available_memory()
     found = proxy.find(wanted.proxy_model, file, memory, console)
@@ -430,7 +430,7 @@ def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_asked: int) -> int:
 
     Where the vocabulary cannot be asked, as many as there would be if each byte were a token.
     """
-    n_context = context_of(file)
+    n_context = context_length(file)
     needed = 2 * n_context  # by llama-imatrix
     if n_bytes < needed:
         raise _too_short(text, f"{n_bytes:,} bytes", needed)

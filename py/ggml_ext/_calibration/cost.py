@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._base.units import GIB
 from .._formats.gguf_file import GGUFFile
-from .._formats.moments import ENOUGH_TOKENS, packed_size
+from .._formats.hessians import ENOUGH_TOKENS, packed_size
 from .._native.product import product_rate
 from .._plan.rules import OUTPUT, TOKEN_EMBD
 from .._plan.uses import n_layers_run

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._encode.codec import Codec, Guide, PerExpert
 from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value
+from .._formats.hessians import HessianFile, TensorHessian, token_warnings
 from .._formats.imatrix import ImportanceMatrix, dead_columns
-from .._formats.moments import Moments, TensorMoments, token_warnings
 from .._formats.names import list_tensors
 from .._native.library import Metric
 from .._plan.plan import Plan, metric_of, uses_metric
@@ -28,7 +28,7 @@ class Importance:
 
     kind: str = "none"
     matrix: ImportanceMatrix | None = None
-    moments: Moments | None = None
+    moments: HessianFile | None = None
     calibration: str | None = None
     warnings: list[str] = field(default_factory=list)  # that came up while encoding
     _last: tuple = (None, None)  # key and metric of the last tensor without experts
@@ -40,9 +40,9 @@ class Importance:
         moments = self.of(tensor)
         return Guide(self.matrix.values(tensor), None, moments, moments and PerExpert(moments.triangles))
 
-    def of(self, tensor: Tensor) -> TensorMoments | None:
+    def of(self, tensor: Tensor) -> TensorHessian | None:
         """Its second moments, if they are in use and it has some."""
-        return self.moments.of(tensor, self.kind) if self.moments and tensor.name in self.moments else None
+        return self.moments.for_tensor(tensor, self.kind) if self.moments and tensor.name in self.moments else None
 
     def with_metrics(self, guide: Guide, tensor: Tensor, target: GGMLQuantizationType, codec: Codec) -> Guide:
         """The guide with what the encoder of the target makes of the moments, if it makes anything of them."""
@@ -100,14 +100,14 @@ def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | 
     if kind == "diagonal":
         return Importance(kind, matrix, None, calibration)
     files = [] if matrix.is_old else [GGUFFile(p) for p in paths]
-    if matrix.is_old or Moments.kind_in(files[0]) is None:
+    if matrix.is_old or HessianFile.kind_in(files[0]) is None:
         if kind is None:
             return Importance("diagonal", matrix, None, calibration)
         raise UserError(
             f"--importance {kind}: {path} holds no second moments: llama-imatrix --moments {kind} makes them; or pass "
             "--importance diagonal"
         )
-    moments = Moments(files)
+    moments = HessianFile(files)
     if kind == "full" and moments.kind != kind:
         raise UserError(
             f"--importance full: {path} holds second moments of blocks: llama-imatrix --moments full makes whole matrices; or "
@@ -139,7 +139,7 @@ def plan_moments(plan: Plan, importance: Importance, explicit: bool) -> None:
             f"{importance.moments.names()[0]}, and none of a tensor that could use them, such as {using[0].name}; make them with "
             "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
-    if not any(m.stored_whole for m in found.values()):
+    if not any(m.stored_full for m in found.values()):
         for name in {importance.moments.owner(name): name for name in found}.values():
             found[name].check()
     if missing := [t.name for t in using if t.name not in found]:

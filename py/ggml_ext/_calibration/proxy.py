@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, temporary_folder
+from .._base.files import fingerprint, free_space, temporary_directory
 from .._base.units import GIB, MIB
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
@@ -64,7 +64,7 @@ class ProxyModel:
         program = find_tool("llama-quantize")
         if program is None:
             raise UserError(f"{FLAG}: llama-quantize is not in the package: reinstall ggml-ext, or pass {FLAG} {SOURCE}")
-        with temporary_folder(folder, TEMPORARY, console.note) as temporary:
+        with temporary_directory(folder, TEMPORARY, console.note) as temporary:
             if (free := free_space(folder)) < self.n_bytes:
                 raise UserError(
                     f"no space left on device: the model in {self.type} needs {self.n_bytes / MIB:,.0f} MiB in {folder} for the calibration, "

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import free_space, temporary_folder
+from .._base.files import free_space, temporary_directory
 from .._base.package import __version__
-from .._base.text import shorten, table
+from .._base.text import format_table, shorten
 from .._base.threads import check_threads
 from .._base.units import MIB
-from .._evaluation.labels import bpw_of, disk_bytes, labels
-from .._evaluation.speed import WHAT, Bench, Samples, measure, summarise
-from .._formats.context import n_positions
+from .._evaluation.labels import disk_bytes, label_models, model_bpw
+from .._evaluation.speed import WHAT, BenchRunner, Samples, measure_speed, summarize_speed
+from .._formats.context import position_limit
 from .._formats.gguf_file import GGUFFile
 from .._formats.split import open_model
-from .._native.programs import device_options, need_tool
+from .._native.programs import device_options, require_tool
 from .._native.requantize import requantize
 
 # File types of llama-quantize that need no importance matrix, and their bits a weight in a model of 8B.
@@ -72,7 +72,7 @@ class Speeds:
 
     def lines(self, width: int) -> list[str]:
         """A table for each of WHAT."""
-        asked, rows = self.asked, summarise(self.samples, self.baselines)
+        asked, rows = self.asked, summarize_speed(self.samples, self.baselines)
         width = max(width, max(map(len, self.samples)) + 20 + 11 * len(self.baselines) + 2)  # names of files must be told apart
         titles, lines = {"decode": f"write {asked.n_gen}", "prefill": f"read {asked.n_prompt}"}, []
         for what in WHAT:
@@ -81,7 +81,7 @@ class Speeds:
                 f"{self.sizes[row['type']] / MIB:9,.1f} {row[what]:9.2f}" + "".join(f" {row[f'{what}/{b}']:10.2f}" for b in self.baselines)
                 for row in rows
             ]
-            lines += table(titles[what], heading, [(row["type"], c) for row, c in zip(rows, columns, strict=True)], width)
+            lines += format_table(titles[what], heading, [(row["type"], c) for row, c in zip(rows, columns, strict=True)], width)
         return [*lines, "", f"medians of {asked.rounds} rounds on {self.n_threads} threads; a ratio is the median of those of the rounds"]
 
     def record(self) -> dict:
@@ -89,7 +89,7 @@ class Speeds:
         asked = self.asked
         return {
             "ggml_ext": __version__, "threads": self.n_threads, "n_prompt": asked.n_prompt, "n_gen": asked.n_gen, "bytes": self.sizes,
-            "samples": self.samples, "summary": summarise(self.samples, self.baselines),
+            "samples": self.samples, "summary": summarize_speed(self.samples, self.baselines),
         }
 
 
@@ -105,20 +105,20 @@ def bench(asked: BenchOptions, console: Console) -> Speeds:
     asked = within_positions(asked, files, console)
     names = asked.stock_names()
     stock = neighbours(files[0]) if names is None else names
-    llama_bench, llama_quantize = map(need_tool, ("llama-bench", "llama-quantize"))
-    models = dict(zip(labels(asked.models), (file.path for file in files), strict=True))
+    llama_bench, llama_quantize = map(require_tool, ("llama-bench", "llama-quantize"))
+    models = dict(zip(label_models(asked.models), (file.path for file in files), strict=True))
     with made_stock(files[0], stock, llama_quantize, n_threads, console) as made:
         models |= made
         sizes = {name: disk_bytes(open_model(path)) for name, path in models.items()}
-        run = Bench(llama_bench, asked.n_prompt, asked.n_gen, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc))
+        run = BenchRunner(llama_bench, asked.n_prompt, asked.n_gen, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc))
         with console.bar("llama-bench", asked.rounds, "round") as bar:
-            samples = measure(models, run, asked.rounds, lambda _: bar.update())
+            samples = measure_speed(models, run, asked.rounds, lambda _: bar.update())
     return Speeds(samples, sizes, list(made) or list(models)[1:2], asked, n_threads)
 
 
 def within_positions(asked: BenchOptions, files: Sequence[GGUFFile], console: Console) -> BenchOptions:
     """No more tokens than all models have positions for."""
-    n = min((found for file in files if (found := n_positions(file)) is not None), default=max(asked.n_prompt, asked.n_gen))
+    n = min((found for file in files if (found := position_limit(file)) is not None), default=max(asked.n_prompt, asked.n_gen))
     if n < max(asked.n_prompt, asked.n_gen):
         console.note(f"positions for {n:,} tokens: no more are read or written")
     return replace(asked, n_prompt=min(asked.n_prompt, n), n_gen=min(asked.n_gen, n))
@@ -126,7 +126,7 @@ def within_positions(asked: BenchOptions, files: Sequence[GGUFFile], console: Co
 
 def neighbours(file: GGUFFile) -> list[str]:
     """The stock files between which its size is; one where it is smaller or larger than all."""
-    smaller, larger = ([name for name in LADDER if (STOCK[name] <= bpw_of(file)) == is_smaller] for is_smaller in (True, False))
+    smaller, larger = ([name for name in LADDER if (STOCK[name] <= model_bpw(file)) == is_smaller] for is_smaller in (True, False))
     return [*smaller[-1:], *larger[:1]]
 
 
@@ -139,7 +139,7 @@ def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: i
     folder = file.path.parent
     needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
     try:
-        with temporary_folder(folder, TEMPORARY, console.note) as temporary:
+        with temporary_directory(folder, TEMPORARY, console.note) as temporary:
             if (free := free_space(folder)) < needed:
                 raise UserError(
                     f"no space left on device: {folder} needs {needed / MIB:,.0f} MiB for {', '.join(names)}, {free / MIB:,.0f} MiB are free: free "

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from gguf import GGMLQuantizationType
 
-from .._base.text import duration
+from .._base.text import format_duration
 from .._calibration.cost import shared_input
 from .._encode.codec import Codec
 from .._encode.rate import Rate, measure
 from .._formats.gguf_file import Tensor
-from .._formats.names import layer_of
+from .._formats.names import layer_number
 from .._plan.plan import FLOAT_TYPES, Plan, metric_of, uses_metric
 
 T = GGMLQuantizationType
@@ -27,8 +27,8 @@ class Estimate:
     n_threads: int
 
     def describe(self) -> str:
-        of_one = f", of which {duration(self.factorizing)} factorizing second moments" if self.factorizing > 0.05 * self.encoding else ""
-        return f"encoding: an estimated {duration(self.encoding)} on {self.n_threads} threads{of_one}"
+        of_one = f", of which {format_duration(self.factorizing)} factorizing second moments" if self.factorizing > 0.05 * self.encoding else ""
+        return f"encoding: an estimated {format_duration(self.encoding)} on {self.n_threads} threads{of_one}"
 
 
 def estimate(plan: Plan, codec: Codec, kind: str, n_threads: int) -> Estimate | None:
@@ -45,7 +45,7 @@ def estimate(plan: Plan, codec: Codec, kind: str, n_threads: int) -> Estimate | 
             rates[target, used] = measure(codec, target, used, n_threads)
         rate, whole = rates[target, used], used == "full"
         encoding += rate.seconds(tensor.n_elements, tensor.ne[0], whole)
-        key = layer_of(tensor.name), shared_input(tensor.name), metric_of(target)  # as Importance.with_metrics() makes them again
+        key = layer_number(tensor.name), shared_input(tensor.name), metric_of(target)  # as Importance.with_metrics() makes them again
         if used in ("block", "full") and (key != last or tensor.n_dims > 2):
             factorizing += rate.factorizing(tensor.ne[0], whole) * (tensor.ne[2] if tensor.n_dims > 2 else 1)
         last = key
@@ -54,7 +54,7 @@ def estimate(plan: Plan, codec: Codec, kind: str, n_threads: int) -> Estimate | 
 
 def _kind_for(plan: Plan, tensor: Tensor, target: GGMLQuantizationType, kind: str) -> str:
     """Of importance, as the encoder of that tensor uses it."""
-    expected = plan.importance or layer_of(tensor.name) is None  # a dry run knows of none yet: calibration gives the layers some
+    expected = plan.importance or layer_number(tensor.name) is None  # a dry run knows of none yet: calibration gives the layers some
     if expected and tensor.name not in plan.importance:
         return "none"
     return kind if kind in ("none", "diagonal") or uses_metric(target) else "diagonal"

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, temporary_folder
+from .._base.files import fingerprint, free_space, temporary_directory
 from .._base.package import FOLDER
-from .._base.text import duration
+from .._base.text import format_duration
 from .._base.threads import check_threads
 from .._base.units import MIB
-from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, paired
-from .._evaluation.labels import bpw_of, disk_bytes, labels
-from .._evaluation.logits import BaseLogits, Kept, record_of
-from .._evaluation.perplexity import Runner, finite
-from .._formats.context import context_of, n_positions
+from .._evaluation.figures import BASE_PPL, PPL, TASKS, Figure, chunk_sums, compare_paired
+from .._evaluation.labels import disk_bytes, label_models, model_bpw
+from .._evaluation.logits import BaseLogits, LogitsRecord, record_path
+from .._evaluation.perplexity import PerplexityRunner, require_finite
+from .._formats.context import context_length, position_limit
 from .._formats.gguf_file import GGUFFile, header_bytes
-from .._formats.language_model import other_than_language_model
+from .._formats.language_model import describe_other_model
 from .._formats.split import open_model
-from .._native.programs import device_options, need_tool
+from .._native.programs import device_options, require_tool
 from .._native.text_file import check_text, count_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
@@ -118,7 +118,7 @@ def evaluate(asked: EvaluateOptions, console: Console) -> Evaluation:
     files = [*([base] if base else []), *models]
     check_language_models(files)
     check_vocabularies(files)
-    found = _Runs(asked, models, base, need_tool("llama-perplexity"), n_threads, console).all()
+    found = _Runs(asked, models, base, require_tool("llama-perplexity"), n_threads, console).all()
     if asked.picture is not None and not draw_quality(found, asked.picture, asked.force):
         console.note("--picture: the font has no characters for some names, and boxes in their place: name a .svg")
     return found
@@ -127,7 +127,7 @@ def evaluate(asked: EvaluateOptions, console: Console) -> Evaluation:
 def check_language_models(files: Sequence[GGUFFile]) -> None:
     """UserError for a file that predicts no next token."""
     for file in files:
-        if other := other_than_language_model(file):
+        if other := describe_other_model(file):
             raise UserError(
                 f"{file.path} is not a language model but {other}, without the predictions of a next token that perplexity, KL divergence and "
                 "tasks are computed from; ggml-ext inspect FILE --against ORIGINAL compares its weights"
@@ -152,7 +152,7 @@ def describe(file: GGUFFile, path: Path, label: str) -> Quality:
     types: Counter[str] = Counter()
     for tensor in file.tensors:
         types[tensor.type.name.lower()] += tensor.n_bytes
-    return Quality(path, label, disk_bytes(file), bpw_of(file), dict(types))
+    return Quality(path, label, disk_bytes(file), model_bpw(file), dict(types))
 
 
 class _Runs:
@@ -160,12 +160,12 @@ class _Runs:
 
     def __init__(self, asked: EvaluateOptions, models: list[GGUFFile], base: GGUFFile | None, program: Path, n_threads: int, console: Console):
         self._asked, self._models, self._base, self._console = asked, models, base, console
-        self._names = labels([*([asked.against] if base else []), *asked.models])
+        self._names = label_models([*([asked.against] if base else []), *asked.models])
         self._is_told = False
         self._all = [*models, *([base] if base else [])]
         n_ctx = self._context()
         self._check_positions(n_ctx)
-        self._runner = Runner(program, n_ctx, asked.batch_size or n_ctx, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc), console, self._estimated)
+        self._runner = PerplexityRunner(program, n_ctx, asked.batch_size or n_ctx, n_threads, device_options(asked.n_gpu_layers, asked.device, asked.rpc), console, self._estimated)
 
     def all(self) -> Evaluation:
         base_row, rows, sums, text, logits = None, [], {}, None, None
@@ -187,7 +187,7 @@ class _Runs:
         if base_row is not None:
             base_row = replace(base_row, scores=self._tasks(self._base))
         first = self._names[-len(self._models)]
-        pairs = [Pair(label, first, found) for label in list(sums)[1:] if (found := paired(sums[label], sums[first]))]
+        pairs = [Pair(label, first, found) for label in list(sums)[1:] if (found := compare_paired(sums[label], sums[first]))]
         scored = logits or text
         return Evaluation(
             {} if text is None else text.record(), scored.n_ctx if scored else 0, scored.n_chunks if scored else 0, base_row, rows, pairs
@@ -199,11 +199,11 @@ class _Runs:
             return self._asked.ctx_size
         if self._asked.base_logits is not None and self._base is None:
             return BaseLogits.read(self._asked.base_logits).n_ctx
-        return min(map(context_of, self._all))
+        return min(map(context_length, self._all))
 
     def _check_positions(self, n_ctx: int) -> None:
         for file in self._all:
-            if (n := n_positions(file)) is not None and n < n_ctx:
+            if (n := position_limit(file)) is not None and n < n_ctx:
                 flag, way_out = ("--ctx-size", "pass") if self._asked.ctx_size else ("--base-logits", "make the file again with")
                 raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has positions for {n:,}: {way_out} --ctx-size {n}")
 
@@ -251,7 +251,7 @@ class _Runs:
             "model": [fingerprint(part.path, header_bytes(part)) for part in base.parts], "text": fingerprint(text.path),
             "ctx_size": text.n_ctx, "chunks": text.n_chunks,
         }
-        record = Kept.read(kept)
+        record = LogitsRecord.read(kept)
         if record and record.made_from == made_from:
             self._console.note(f"{kept} is of this model and text: used again")
             return BaseLogits.read(kept)
@@ -272,7 +272,7 @@ class _Runs:
 
     def _make_logits(self, text: Scored, kept: Path, needed: int, made_from: dict) -> BaseLogits:
         """OSError where it cannot be written."""
-        with temporary_folder(kept.parent, TEMPORARY, self._console.note) as folder:
+        with temporary_directory(kept.parent, TEMPORARY, self._console.note) as folder:
             if (free := free_space(kept.parent)) < needed:
                 raise UserError(
                     f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
@@ -280,9 +280,9 @@ class _Runs:
                 )
             made, described = folder / "logits.bin", folder / "logits.json"
             figure, _ = self._runner.save_logits(self._base.path, text.path, text.n_chunks, made)
-            finite(self._base.path, {PPL: figure})
-            described.write_text(Kept(made_from, fingerprint(made)).text())
-            os.replace(described, record_of(kept))
+            require_finite(self._base.path, {PPL: figure})
+            described.write_text(LogitsRecord(made_from, fingerprint(made)).text())
+            os.replace(described, record_path(kept))
             os.replace(made, kept)
         return BaseLogits.read(kept)
 
@@ -298,7 +298,7 @@ class _Runs:
         if logits is not None:
             return self._runner.compare(file.path, logits)
         figure, log = self._runner.perplexity(file.path, text.path, text.n_chunks)
-        return finite(file.path, {PPL: figure}), log
+        return require_finite(file.path, {PPL: figure}), log
 
     def _tasks(self, file: GGUFFile) -> dict[str, Figure]:
         return {
@@ -311,4 +311,4 @@ class _Runs:
             return
         self._is_told = True
         n = len(self._models) + (self._base is not None)
-        self._console.note(f"about {duration(seconds)} a model" + (f", {duration(n * seconds)} in all" if n > 1 else ""))
+        self._console.note(f"about {format_duration(seconds)} a model" + (f", {format_duration(n * seconds)} in all" if n > 1 else ""))

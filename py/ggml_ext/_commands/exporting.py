@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.text import columns
+from .._base.text import terminal_width
 from .._base.threads import check_threads
 from .._base.types import TYPES, WEIGHT_TYPES
 from .._calibration.importance import Importance, open_importance, plan_moments
@@ -21,7 +21,7 @@ from .._encode.accuracy import Accuracy
 from .._encode.checks import check_known_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
-from .._formats.names import unknown_type
+from .._formats.names import unknown_type_message
 from .._formats.split import open_model
 from .._native import library
 from .._native.blas import one_blas_thread
@@ -50,7 +50,7 @@ from .._plan.sizes import tensor_sizes
 from .._report.card import Card, describe_importance, recorded_importance
 from .._report.records import tensor_record, totals_record
 from .._report.tables import summary, tensor_lines
-from .._source.source import read_files
+from .._source.source import list_input_files
 from .command import shown_command
 from .result import Result
 from .writing import Job, Written, tell_plan
@@ -80,7 +80,7 @@ def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
     """UserError naming the flag for a type that is not llama.cpp's."""
     if name.lower() not in STOCK_TYPES:
         remark = ": it is a type of ggml-ext, which ggml-ext quantize makes" if name.lower() in WEIGHT_TYPES else ""
-        raise UserError(unknown_type(flag, name, sorted(STOCK_TYPES), remark))
+        raise UserError(unknown_type_message(flag, name, sorted(STOCK_TYPES), remark))
     return STOCK_TYPES[name.lower()]
 
 
@@ -198,14 +198,14 @@ def export(settings: ExportSettings, console: Console) -> Result:
         taken = check_paths(asked)
         output = None if taken.out is None else stack.enter_context(Output(taken.out, asked.force))
         conversion = prepare(settings)
-        stack.enter_context(conversion.file.blamed())
+        stack.enter_context(conversion.file.explain_errors())
         plan, described = conversion.plan, conversion.importance.describe()
         tell_plan(plan, console)
-        lines = tensor_lines(plan, columns()) if console.details else []
+        lines = tensor_lines(plan, terminal_width()) if console.details else []
         types = [[q] for q in plan.types]
         check_source(conversion.file, plan.tensors, types, conversion.codec, settings.n_threads, console)
         if output is None:
-            console.report("\n".join([*lines, summary(plan, choices, columns(), described, dead=conversion.dead_columns())]))
+            console.report("\n".join([*lines, summary(plan, choices, terminal_width(), described, dead=conversion.dead_columns())]))
             tensors = [tensor_record(plan, i) for i in range(len(plan.tensors))]
             return Result.of([], (choices.name, "", described), tensors, totals_record(plan, None), 0.0, console.warnings)
         file = conversion.file
@@ -221,7 +221,7 @@ def export(settings: ExportSettings, console: Console) -> Result:
 
 def check_paths(asked: ExportOptions) -> Taken:
     """All files that are read and written; UserError if one of those to be written may not be."""
-    taken = Taken(read_files(asked.input, {"--imatrix": asked.imatrix}))
+    taken = Taken(list_input_files(asked.input, {"--imatrix": asked.imatrix}))
     taken = taken if asked.dry_run else check_output(taken, asked.output, asked.force)
     if asked.model_card is not None:
         check_beside("--model-card", asked.model_card, taken, asked.force)
@@ -250,7 +250,7 @@ def finish(settings: ExportSettings, job: Job, written: Written, console: Consol
     asked, choices, path = settings.asked, settings.choices, job.output.path
     file, plan, importance = job.conversion.file, job.conversion.plan, job.conversion.importance
     dead = job.conversion.dead_columns()
-    report = summary(plan, choices, columns(), importance.describe(), written.accuracies, written.seconds, dead=dead)
+    report = summary(plan, choices, terminal_width(), importance.describe(), written.accuracies, written.seconds, dead=dead)
     console.report("\n".join([report, *cost_lines(plan, written.accuracies)]))
     if asked.model_card is not None:
         before = recorded_importance(file)

@@ -17,7 +17,7 @@ from .._base.console import Console
 from .._base.encoding import to_json
 from .._base.errors import UserError
 from .._base.package import __version__
-from .._base.text import columns
+from .._base.text import terminal_width
 from .._calibration import calibration
 from .._calibration.importance import Importance, plan_moments
 from .._encode.accuracy import NAMES_KEY, VALUES_KEY, Accuracy, epsilon_metadata, read_epsilons
@@ -42,7 +42,7 @@ from .._sequential.errors import KEY as STREAM_KEY
 from .._sequential.errors import stream_metadata
 from .._sequential.estimate import make_propagation
 from .._sequential.layers import Propagation, Run, check_cut
-from .._source.source import check_keep_gguf, open_source, read_files
+from .._source.source import check_keep_gguf, list_input_files, open_source
 from .command import shown_command
 from .estimate import Estimate, estimate
 from .result import Result
@@ -93,7 +93,7 @@ def quantize(settings: Settings, console: Console) -> Result:
     with one_blas_thread(), contextlib.ExitStack() as stack:
         destination = prepare_upload(settings, console)
         opened = open_model(settings, console, stack)
-        with opened.file.blamed():
+        with opened.file.explain_errors():
             decided = decide(settings, opened, console)
             tell_plan(decided.plan, console)
             if opened.output is None:
@@ -134,7 +134,7 @@ def check_paths(settings: Settings, read: dict[Path, str], stem: str, is_again: 
 def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack) -> Opened:
     """stack: ends when nothing is read or written any more."""
     source, wanted = settings.source, settings.importance
-    read = read_files(source.path, {"--imatrix": wanted.imatrix, "--imatrix-from": wanted.text})
+    read = list_input_files(source.path, {"--imatrix": wanted.imatrix, "--imatrix-from": wanted.text})
     taken = check_paths(settings, read, source.expected_stem)
     path = taken.out
     output = None if path is None else stack.enter_context(Output(path, settings.output.force, settings.output.is_split))
@@ -334,7 +334,7 @@ def make_job(settings: Settings, opened: Opened, decided: Decided, console: Cons
         hashes = [hashlib.sha256(header).hexdigest() for header in first]
         return conversion.made_from(options=[choices.name, options, settings.output.max_bytes], metadata=hashes)
 
-    lines = tensor_lines(plan, columns()) if console.details else []
+    lines = tensor_lines(plan, terminal_width()) if console.details else []
     return Job(output, conversion, choices.name, headers, bound_to, lines, settings.output.verify)
 
 
@@ -346,7 +346,7 @@ def expected_time(settings: Settings, decided: Decided) -> Estimate | None:
 
 def tell_dry_run(settings: Settings, decided: Decided, console: Console) -> Result:
     """Types and sizes."""
-    plan, width, name = decided.plan, columns(), decided.choices.name
+    plan, width, name = decided.plan, terminal_width(), decided.choices.name
     lines = tensor_lines(plan, width) if console.details else []
     expected = expected_time(settings, decided)
     dead = decided.importance.dead_columns(plan)
@@ -368,7 +368,7 @@ def finish(settings: Settings, decided: Decided, job: Job, written: Written, con
     for warning in [*decided.importance.warnings, *error_warnings(plan, written.accuracies)]:
         console.warn(warning)
     dead = job.conversion.dead_columns()
-    console.report(summary(plan, choices, columns(), decided.described, written.accuracies, written.seconds, decided.chosen, dead))
+    console.report(summary(plan, choices, terminal_width(), decided.described, written.accuracies, written.seconds, decided.chosen, dead))
     if out.verify:
         ran = ", and one token run" if written.was_run else ""
         console.report(f"verified: {len(plan.tensors)} tensors read back, as they were written{ran}")

@@ -14,7 +14,7 @@ from .._base.threads import check_threads
 from .._base.types import TYPES, WEIGHT_TYPES
 from .._calibration.calibration import Wanted
 from .._encode.codec import CODEBOOKS, Encoder
-from .._formats.names import unknown_type
+from .._formats.names import unknown_type_message
 from .._native.programs import device_options
 from .._output.parts import parse_split_size
 from .._plan.file_types import FILE_TYPES, FLOAT_TYPES, FileType
@@ -179,7 +179,7 @@ def parse_file_type(asked: QuantizeOptions, target: Target | None) -> FileType:
     name = PLACEHOLDER if target else asked.type.lower()
     if name not in FILE_TYPES:
         remark = " (a type of single tensors, which --tensor-type takes)" if name in TARGET_TYPES else ""
-        raise UserError(unknown_type("--type", asked.type, FILE_TYPES, remark))
+        raise UserError(unknown_type_message("--type", asked.type, FILE_TYPES, remark))
     return FILE_TYPES[name]
 
 

@@ -12,8 +12,8 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._evaluation.figures import KLD, PPL, SAME_TOP
 from .._formats.split import open_model
-from .._source.checkpoint import need_extra
-from .._source.hub import ConnectionBroken, broken, first_line, retried, status_of
+from .._source.checkpoint import require_extra
+from .._source.hub import ConnectionBroken, describe_break, first_line, retry, status_of
 
 CARD = "README.md"
 TOKENS = "a token that may write there with HF_TOKEN or --hf-token"
@@ -36,7 +36,7 @@ class Destination:
     """A repository of the hub. UserError where the client is not installed."""
 
     def __init__(self, repo: str, token: str | None, private: bool, revision: str | None, console: Console):
-        need_extra(("huggingface_hub",), "uploading", "upload")
+        require_extra(("huggingface_hub",), "uploading", "upload")
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, logging
 
@@ -76,7 +76,7 @@ class Destination:
             with explained(self.repo):
                 act()
 
-        retried(explained_act, what, f"for {what}", lambda: "files that are whole on the hub are not sent again", self._console.note)
+        retry(explained_act, what, f"for {what}", lambda: "files that are whole on the hub are not sent again", self._console.note)
 
 
 @contextlib.contextmanager
@@ -95,13 +95,13 @@ def explained(repo: str) -> Iterator[None]:
     except errors.RevisionNotFoundError as e:
         raise UserError(f"{repo} has no such branch: make it on its page, or leave --revision out") from e
     except errors.HfHubHTTPError as e:
-        if why := broken(e):
+        if why := describe_break(e):
             raise ConnectionBroken(f"{repo}: {why}") from e
         if (status := status_of(e)) in (401, 403, 404):  # a repository that may not be seen does not exist
             raise UserError(f"{repo}: {constants.ENDPOINT} refuses to write there ({status}): pass {TOKENS}") from e
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
     except Exception as e:
-        if why := broken(e):
+        if why := describe_break(e):
             raise ConnectionBroken(f"{repo}: {why}") from e
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
 

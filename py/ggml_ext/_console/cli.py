@@ -14,11 +14,10 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from .._base.argument import as_argument
-from .._base.encoding import shown, utf8
+from .._base.encoding import escape_for, to_argument, to_utf8
 from .._base.errors import UserError
 from .._base.package import __version__
-from .._base.signals import Stopped, stop_on_signals
+from .._base.signals import StopRequest, stop_on_signals
 from .._native import library
 
 DEBUG_VARIABLE = "GGML_EXT_DEBUG"
@@ -29,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.register("type", None, utf8)  # of all values that are no names of files
+        self.register("type", None, to_utf8)  # of all values that are no names of files
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
@@ -48,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         if "--" in words and all(action.type is Path for action in self._get_positional_actions()):
             first = words.index("--") + 1
-            words[first:] = map(as_argument, words[first:])
+            words[first:] = map(to_argument, words[first:])
         return words
 
 
@@ -114,12 +113,12 @@ def print_text(text: str, way_out: str) -> None:
     """To standard output, above a progress bar; nothing if there is none. UserError if it cannot be written."""
     if sys.stdout is not None:
         with writing_to_stdout(way_out):
-            tqdm.write(shown(text, sys.stdout), file=sys.stdout)
+            tqdm.write(escape_for(text, sys.stdout), file=sys.stdout)
 
 
 def print_error(text: str, trace: str | None) -> None:
     """The line that a command ends with. trace: a traceback to show above it."""
-    print(shown(f"{trace or ''}error: {text}", sys.stderr), file=sys.stderr)
+    print(escape_for(f"{trace or ''}error: {text}", sys.stderr), file=sys.stderr)
 
 
 def run_command(
@@ -142,7 +141,7 @@ def run_command(
     except UserError as e:
         error, message, code = e, str(e), 1
         trace = _trace(e, args) if e.__cause__ is not None else None
-    except Stopped as e:
+    except StopRequest as e:
         error, message, code = e, f"interrupted, {stopped()}", 128 + e.number
     except BrokenPipeError as e:
         _discard_stdout()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from .._base.encoding import to_json
-from .._base.text import columns
+from .._base.text import terminal_width
 from .cli import add_common_options, add_device_options, add_threads_option, print_text, run_command
 from .terminal import FORMATS, Terminal
 
@@ -68,6 +68,6 @@ def run_measuring(
     def run() -> None:
         parser().parse_intermixed_args(argv, args)
         found = measure(args, Terminal(way_out, quiet=args.quiet, progress=args.progress))
-        print_text(to_json(found.record(), 1) if args.json else "\n".join(found.lines(columns())), way_out)
+        print_text(to_json(found.record(), 1) if args.json else "\n".join(found.lines(terminal_width())), way_out)
 
     return run_command(run, lambda: stopped, way_out, args=args)

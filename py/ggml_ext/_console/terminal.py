@@ -8,7 +8,7 @@ import sys
 from tqdm import tqdm
 
 from .._base.console import Bar, Console
-from .._base.encoding import shown, to_json
+from .._base.encoding import escape_for, to_json
 from .cli import print_text
 
 FORMATS = ("text", "json")
@@ -34,7 +34,7 @@ class Terminal(Console):
             line = self._object(kind, text=text, **({} if trace is None else {"traceback": trace}))
         else:
             line = f"{trace or ''}{kind}: {text}"
-        tqdm.write(shown(line, sys.stderr), file=sys.stderr)
+        tqdm.write(escape_for(line, sys.stderr), file=sys.stderr)
 
     def report(self, text: str) -> None:
         if not (self.quiet or self.is_json):

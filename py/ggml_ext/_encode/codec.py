@@ -18,10 +18,10 @@ from .. import quants
 from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import Tensor
-from .._formats.imatrix import with_floor
-from .._formats.moments import TensorMoments
+from .._formats.hessians import TensorHessian
+from .._formats.imatrix import apply_floor
 from .._native import library
-from .._native.library import Library, Metric, NotPositive
+from .._native.library import Library, Metric, NotPositiveDefinite
 from .._plan.plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES
 from ..quants import _metric
 from .accuracy import Accuracy
@@ -75,7 +75,7 @@ class Guide:
 
     importance: np.ndarray | None = None  # float32 (n_experts or 1, n_per_row)
     codebook: np.ndarray | None = None  # float32 (8,), for all blocks of DITTO3
-    moments: TensorMoments | None = None
+    moments: TensorHessian | None = None
     triangles: PerExpert[np.ndarray] | None = None  # of the moments
     metrics: PerExpert[Metric] | None = None  # where the encoder takes them
 
@@ -100,7 +100,7 @@ class Guide:
 
     def importances(self, expert: int) -> np.ndarray | None:
         """What encoders get: float32 (n_per_row,)."""
-        return None if self.importance is None else with_floor(self.importance[expert : expert + 1])[0]
+        return None if self.importance is None else apply_floor(self.importance[expert : expert + 1])[0]
 
     def metric(self, expert: int) -> Metric | None:
         return None if self.metrics is None else self.metrics.get(expert)
@@ -197,11 +197,11 @@ class Codec:
         triangles, damping = guide.triangles.get(expert), moments.damping(expert, target.name.lower() not in TYPES)
         for factor in (1, 10):
             try:
-                made = self._make_metric(target, tensor.ne[0], triangles, moments.whole, factor * damping)
-            except NotPositive:
+                made = self._make_metric(target, tensor.ne[0], triangles, moments.is_full, factor * damping)
+            except NotPositiveDefinite:
                 continue
             except MemoryError:
-                way_out = "--importance block" if moments.whole else "--importance diagonal, or a smaller --threads"
+                way_out = "--importance block" if moments.is_full else "--importance diagonal, or a smaller --threads"
                 raise UserError(
                     f"tensor {tensor.name}{of_expert}: no memory for the second moments of {moments.width:,} columns: pass {way_out}"
                 ) from None
@@ -223,7 +223,7 @@ class Codec:
         try:
             return _metric.Metric.of_moments(triangles, n_per_row, info.block_size, info.rotated, whole, damping, segment)
         except ValueError as e:
-            raise NotPositive(str(e)) from e
+            raise NotPositiveDefinite(str(e)) from e
 
     def decode(self, rows: np.ndarray, qtype: GGMLQuantizationType, n_per_row: int) -> np.ndarray:
         """uint8 (n_rows, row_bytes) to contiguous float32 (n_rows, n_per_row). UserError if numpy lacks the type."""

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._formats.gguf_file import Tensor
-from .._formats.moments import BLOCK, TensorMoments
+from .._formats.hessians import BLOCK, TensorHessian
 from .codec import Codec, Guide, PerExpert
 
 COLUMNS, ROWS = 1024, 512  # of a sample; the former a multiple of all blocks, together a chunk as writers take it
@@ -60,7 +60,7 @@ def _with_moments(codec: Codec, target: GGMLQuantizationType, whole: bool) -> tu
     row, column = np.tril_indices(COLUMNS if whole else BLOCK)
     triangle = (CORRELATION ** np.abs(row - column)).astype(np.float32)
     stored = np.tile(triangle, 1 if whole else COLUMNS // BLOCK)[None]
-    moments = TensorMoments("sample", "full" if whole else "block", COLUMNS, np.full(1, 1e6, np.float32), stored, whole)
+    moments = TensorHessian("sample", "full" if whole else "block", COLUMNS, np.full(1, 1e6, np.float32), stored, whole)
     guide = Guide(np.ones((1, COLUMNS), np.float32), None, moments, PerExpert(moments.triangles))
     start = time.perf_counter()
     metric = codec.metric(_tensor(target), target, guide, 0, lambda _: None)

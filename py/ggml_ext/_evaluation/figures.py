@@ -49,7 +49,7 @@ def parse_score(log: str) -> Figure | None:
     return Figure(percent, math.sqrt(percent * (100 - percent) / max(n - 1, 1)))
 
 
-def n_done(log: str) -> int:
+def count_finished(log: str) -> int:
     """Chunks or tasks that a run has finished."""
     return max((int(found[0]) for of in (CHUNK_OF_PPL, CHUNK_OF_KLD, TASK) for found in of.findall(log)), default=0)
 
@@ -64,7 +64,7 @@ def chunk_sums(log: str) -> list[float]:
     return [int(n) * math.log(float(mean)) for n, mean in CHUNK_OF_PPL.findall(log)]
 
 
-def paired(first: Sequence[float], second: Sequence[float]) -> Figure | None:
+def compare_paired(first: Sequence[float], second: Sequence[float]) -> Figure | None:
     """ln(PPL first / PPL second) from chunk_sums() of two runs on the same chunks; its standard error is that of the differences of
     chunks, in which what makes a chunk hard for both cancels. None for fewer than two chunks, or where they are not the same number.
 

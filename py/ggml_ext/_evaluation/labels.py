@@ -9,7 +9,7 @@ from pathlib import Path
 from .._formats.gguf_file import GGUFFile
 
 
-def labels(paths: Sequence[Path]) -> list[str]:
+def label_models(paths: Sequence[Path]) -> list[str]:
     """Names of files where they differ, else their paths below the folder that holds them all. A path that is there twice has one."""
     names = [path.name for path in paths]
     if len(set(names)) == len(set(paths)):
@@ -19,7 +19,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
     return [os.path.relpath(path, common) if path != common else os.path.basename(path) for path in whole]
 
 
-def bpw_of(file: GGUFFile) -> float:
+def model_bpw(file: GGUFFile) -> float:
     """Bits a weight of all tensors."""
     return 8 * sum(t.n_bytes for t in file.tensors) / max(sum(t.n_elements for t in file.tensors), 1)
 

@@ -48,7 +48,7 @@ class BaseLogits:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LogitsRecord:
     """Content of LOGITS.json: what logits were made from, and how to recognise the file."""
 
     made_from: dict
@@ -60,13 +60,13 @@ class Kept:
             raise ValueError("no record of logits")
 
     @classmethod
-    def read(cls, logits: Path) -> Kept | None:
+    def read(cls, logits: Path) -> LogitsRecord | None:
         """None if there is no record, or if the file is another one than it describes."""
-        return read_record(cls, record_of(logits), logits)
+        return read_record(cls, record_path(logits), logits)
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def record_of(logits: Path) -> Path:
+def record_path(logits: Path) -> Path:
     return logits.with_name(logits.name + ".json")

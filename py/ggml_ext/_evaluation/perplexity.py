@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._native.process import failure, last_error, run_logged
-from .figures import TASKS, Figure, n_done, parse_perplexity, parse_score, parse_statistics
+from .._native.process import describe_failure, last_error, run_logged
+from .figures import TASKS, Figure, count_finished, parse_perplexity, parse_score, parse_statistics
 from .logits import BaseLogits
 
 Found = TypeVar("Found")
@@ -26,7 +26,7 @@ SURE = 5.0  # seconds after the first chunk from which on the rate says how long
 
 
 @dataclass(frozen=True)
-class Runner:
+class PerplexityRunner:
     """options: handed to llama-perplexity as they are, such as -ngl 99; estimated: called with the seconds that a run takes, from
     when that is known on."""
 
@@ -51,7 +51,7 @@ class Runner:
     def compare(self, model: Path, base: BaseLogits) -> tuple[dict[str, Figure], str]:
         """parse_statistics() of a model against the base, and the log."""
         log = self._run(model.name, model, base.n_chunks, "chunk", "--kl-divergence", "--kl-divergence-base", base.path)
-        return finite(model, self._result(model, "statistics", parse_statistics, log)), log
+        return require_finite(model, self._result(model, "statistics", parse_statistics, log)), log
 
     def score(self, model: Path, kind: str, tasks: Path, n_tasks: int | None) -> Figure:
         """Percent of right answers. kind: key of TASKS; n_tasks: None for llama-perplexity's own number."""
@@ -71,7 +71,7 @@ class Runner:
                 nonlocal first
                 if of := re.search(r"(?:over|selecting) (\d+) (?:chunks|\w+ tasks)", log):
                     bar.total = int(of[1])
-                n, now = n_done(log), time.monotonic()
+                n, now = count_finished(log), time.monotonic()
                 if first is None and n:
                     first = now, n
                 elif first is not None and n > first[1] and now - first[0] > SURE and bar.total:
@@ -80,7 +80,7 @@ class Runner:
 
             code, log = run_logged([*map(str, command)], Path(), heard)
         if code:
-            raise UserError(failure("llama-perplexity", code, log, f"for {model}", less_memory="pass a smaller --batch-size or --ctx-size"))
+            raise UserError(describe_failure("llama-perplexity", code, log, f"for {model}", less_memory="pass a smaller --batch-size or --ctx-size"))
         # errors such as another vocabulary end it, or not even that, and the exit code is 0
         if errors := re.findall(rf"^\S+ E ((?:{FAILING})\s*: .*)", log, re.M):
             raise UserError(f"llama-perplexity on {model}: " + " / ".join(errors))
@@ -93,7 +93,7 @@ class Runner:
         return found
 
 
-def finite(model: Path, found: dict[str, Figure]) -> dict[str, Figure]:
+def require_finite(model: Path, found: dict[str, Figure]) -> dict[str, Figure]:
     """The figures; UserError if one is no number, as it is for a model whose logits are NaN."""
     for name, figure in found.items():
         if not math.isfinite(figure.value):

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._native.process import failure, run_captured
+from .._native.process import describe_failure, run_captured
 
 Samples = dict[str, dict[str, list[float]]]
 WHAT = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchRunner:
     """llama-bench with the same settings for all models. options: handed to it as they are."""
 
     program: Path
@@ -30,12 +30,12 @@ class Bench:
         command = [self.program, "-m", model, "-p", self.n_prompt, "-n", self.n_gen, "-t", self.n_threads, "-r", 1, *self.options, "-o", "json"]
         code, out, log = run_captured([*map(str, command)], Path())
         if code:
-            raise UserError(failure("llama-bench", code, log, f"for {model}"))
+            raise UserError(describe_failure("llama-bench", code, log, f"for {model}"))
         return {"decode" if r["n_gen"] else "prefill": r["avg_ts"] for r in json.loads(out)}
 
 
-def measure(
-    models: Mapping[str, Path], bench: Bench, n_rounds: int, done: Callable[[int], None],
+def measure_speed(
+    models: Mapping[str, Path], bench: BenchRunner, n_rounds: int, done: Callable[[int], None],
     failed: Callable[[str, Exception], None] | None = None,
 ) -> Samples:
     """Tokens a second of every round: {name: {"decode": [...], "prefill": [...]}}; the models in turn. done: called with its number after
@@ -60,7 +60,7 @@ def measure(
     return samples
 
 
-def summarise(samples: Samples, baselines: Sequence[str]) -> list[dict]:
+def summarize_speed(samples: Samples, baselines: Sequence[str]) -> list[dict]:
     """A row for each model: medians, least and largest, and the median of the rounds' ratios to each baseline as "decode/NAME"."""
     rows = []
     for name, speeds in samples.items():

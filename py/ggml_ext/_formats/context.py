@@ -14,11 +14,11 @@ def trained_context(file: GGUFFile) -> int | None:
     return found if type(found) is int and found > 0 else None
 
 
-def context_of(file: GGUFFile) -> int:
+def context_length(file: GGUFFile) -> int:
     """Tokens of a chunk: no more than the model was trained with."""
     return min(N_CONTEXT, trained_context(file) or N_CONTEXT)
 
 
-def n_positions(file: GGUFFile) -> int | None:
+def position_limit(file: GGUFFile) -> int | None:
     """Tokens after which a model with learned positions has none left, and llama.cpp ends; None for other models."""
     return trained_context(file) if any(t.name == POSITIONS for t in file.tensors) else None

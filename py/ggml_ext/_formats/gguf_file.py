@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
 
-from .._base.encoding import utf8
+from .._base.encoding import to_utf8
 from .._base.errors import UserError
-from .._base.read_at import ReadAt
+from .._base.file_reader import FileReader
 from .._base.types import RETIRED_TYPES, TYPES
 
 MAGIC = b"GGUF"
@@ -100,7 +100,7 @@ def bits_per_weight(qtype: GGMLQuantizationType) -> float:
 class _Cursor:
     """Reads the header front to back; every step is checked against the size of the file."""
 
-    def __init__(self, source: ReadAt):
+    def __init__(self, source: FileReader):
         self.path, self.position = source.path, 0
         self.source, self.data = source, bytearray()  # what was read so far
 
@@ -188,7 +188,7 @@ class GGUFFile:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 kind = "a directory" if path.is_dir() else "not a regular file"
                 raise UserError(f"{path} is {kind}: pass a GGUF file")
-            self._source = ReadAt(path)
+            self._source = FileReader(path)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         self.n_bytes = self._source.n_bytes
@@ -345,7 +345,7 @@ class GGUFFile:
         self._source.check_unchanged()
 
     @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """FileChanged in place of other errors where that explains them: of programs that read the file, say."""
         try:
             yield
@@ -405,7 +405,7 @@ def int32_value(key: str, value: int) -> KeyValue:
 
 def string_value(key: str, value: str) -> KeyValue:
     """value: may be the name of a file, which need not be UTF-8."""
-    value = utf8(value)
+    value = to_utf8(value)
     raw = value.encode()
     return KeyValue(key, GGUFValueType.STRING, value, struct.pack("<IQ", GGUFValueType.STRING, len(raw)) + raw)
 

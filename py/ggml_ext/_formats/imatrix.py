@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
-from .._base.read_at import ReadAt
+from .._base.file_reader import FileReader
 from .gguf_file import MAX_NAME, GGUFFile, KeyValue, Tensor, has_magic, string_value, uint32_value
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -35,7 +35,7 @@ class ImportanceMatrix:
         self.path = path
         self.is_old = path.is_file() and not has_magic(path)
         self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # sums, float32 (n,), and tokens of each matrix
-        self.left_out: frozenset[str] = frozenset()  # names of entries that are not used
+        self.excluded: frozenset[str] = frozenset()  # names of entries that are not used
         self._datasets: list[str] | None = None
         self._n_chunks = None
         if self.is_old:
@@ -69,7 +69,7 @@ class ImportanceMatrix:
         """The number of entries; of each the length of its name, the name, calls, the number of sums, and those; then, perhaps,
         the number of chunks and the dataset's name. Integers are int32, sums float32: means times calls."""
         path, n_bytes, position = self.path, self.path.stat().st_size, 0
-        data = ReadAt(path).read(0, n_bytes) if n_bytes else b""
+        data = FileReader(path).read(0, n_bytes) if n_bytes else b""
 
         def damaged(what: str) -> UserError:
             if not self._entries:
@@ -140,10 +140,10 @@ class ImportanceMatrix:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def leave_out(self, names: Iterable[str]) -> None:
+    def exclude(self, names: Iterable[str]) -> None:
         """Entries of these names are not used from now on."""
-        self.left_out |= frozenset(names)
-        self._entries = {name: entry for name, entry in self._entries.items() if name not in self.left_out}
+        self.excluded |= frozenset(names)
+        self._entries = {name: entry for name, entry in self._entries.items() if name not in self.excluded}
 
     def names(self) -> list[str]:
         """Names of the weight matrices that have an entry, in the file's order."""
@@ -165,7 +165,7 @@ class ImportanceMatrix:
         np.divide(sums, tokens, out=out, where=tokens > 0)
         return out
 
-    def without_tokens(self, tensor: Tensor) -> list[int]:
+    def experts_without_tokens(self, tensor: Tensor) -> list[int]:
         """Experts of a tensor that saw no token, where others did. tensor: of the size of its entry.
 
         Old files, and GGUF files made of them, have one count for all experts, and ones for those that saw none.
@@ -186,7 +186,7 @@ class ImportanceMatrix:
         of which no token is counted, or all experts of which none saw one, have ones.
         """
         out = self._means(tensor.name).reshape(-1, tensor.ne[0])
-        if lacking := self.without_tokens(tensor):
+        if lacking := self.experts_without_tokens(tensor):
             tokens = self._tokens(tensor.name)
             share = (tokens if len(tokens) == len(out) else np.ones(len(out))).astype(np.float64)
             share[lacking] = 0
@@ -221,7 +221,7 @@ def dead_columns(importances: np.ndarray) -> np.ndarray:
     return importances < DEAD * _block_means(importances)
 
 
-def with_floor(importances: np.ndarray) -> np.ndarray:
+def apply_floor(importances: np.ndarray) -> np.ndarray:
     """What encoders get, of float32 (n_matrices, n_columns): dead columns count a little, for encoders of llama.cpp would erase them."""
     return np.where(dead_columns(importances), FLOOR * _block_means(importances), importances).astype(np.float32)
 

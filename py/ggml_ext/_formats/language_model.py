@@ -13,7 +13,7 @@ ENCODERS = frozenset((
 ))
 
 
-def other_than_language_model(file: GGUFFile) -> str | None:
+def describe_other_model(file: GGUFFile) -> str | None:
     """What a model is that predicts no next token, such as "an encoder (bert)"; None for a language model.
 
     A model that sees what comes later and pools its outputs is an encoder whatever its architecture; one for text by diffusion, which

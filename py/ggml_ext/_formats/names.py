@@ -22,7 +22,7 @@ def short_class(name: str) -> str:
     return tensor_class(name).removeprefix("blk.*.").removesuffix(".weight")
 
 
-def layer_of(name: str) -> int | None:
+def layer_number(name: str) -> int | None:
     """3 of blk.3.attn_q.weight; None outside of layers."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else None
@@ -43,7 +43,7 @@ def list_tensors(names: list[str]) -> str:
         return ", ".join(names)
     layers: dict[str, set[int]] = {}  # by class
     for name in names:
-        layer = layer_of(name)
+        layer = layer_number(name)
         layers.setdefault(short_class(name), set()).update(() if layer is None else (layer,))
     groups: dict[tuple[int, ...], list[str]] = {}  # classes by their layers
     for of_class, found in layers.items():
@@ -74,7 +74,7 @@ def list_experts(experts: dict[str, list[int]]) -> str:
     return ", ".join(said) + (f" and {more} tensor{'s' if more > 1 else ''} more" if more else "")
 
 
-def unknown_type(flag: str, name: str, known: Iterable[str], remark: str = "") -> str:
+def unknown_type_message(flag: str, name: str, known: Iterable[str], remark: str = "") -> str:
     """The error for a type that is not known; remark: instead of a guess what was meant."""
     close = get_close_matches(name.lower(), known, 1)
     hint = remark or (f": did you mean {close[0]!r}?" if close else "")

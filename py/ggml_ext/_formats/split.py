@@ -25,7 +25,7 @@ def part_names(name: str) -> list[str]:
     return [part_name(found[1], n, int(found[3])) for n in range(1, int(found[3]) + 1)] if found else [name]
 
 
-def stem_of(name: str) -> str:
+def model_stem(name: str) -> str:
     """The model's name in that of a file, whole or a part."""
     found = PART_NAME.fullmatch(name)
     return found[1] if found else name.removesuffix(".gguf")

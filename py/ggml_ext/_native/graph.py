@@ -31,7 +31,7 @@ def read_uses(parts: Sequence[Path]) -> dict[str, set[str]] | None:
     return uses
 
 
-def why_not_run(parts: Sequence[Path]) -> str | None:
+def find_run_error(parts: Sequence[Path]) -> str | None:
     """What is wrong with a model, of which one token is run; None for nothing. UserError where the program is not there."""
     program = find_tool(PROGRAM)
     if program is None:

@@ -17,7 +17,7 @@ from .._base.errors import UserError
 from .._base.types import MAX_BLOCK_SIZE, WEIGHT_TYPES
 from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from ..quants import ditto3
-from .programs import DIR_VARIABLE, native_folder, other_libraries
+from .programs import DIR_VARIABLE, library_conflict, native_folder
 
 ABI_VERSION = 7  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
@@ -103,7 +103,7 @@ def _declare(dll: ctypes.CDLL, path: Path, signatures: dict, project: str) -> No
         except AttributeError:
             raise UserError(
                 f"{path} has no {name}: it is not the {project} of this package; "
-                f"{other_libraries() or f'reinstall ggml-ext or unset {DIR_VARIABLE}'}"
+                f"{library_conflict() or f'reinstall ggml-ext or unset {DIR_VARIABLE}'}"
             ) from None
         function.restype, function.argtypes = result, arguments
 
@@ -129,7 +129,7 @@ def _optional(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> ct
     return _pointer(array, c_float)
 
 
-class NotPositive(ValueError):
+class NotPositiveDefinite(ValueError):
     """Second moments that are not positive definite."""
 
 
@@ -152,7 +152,7 @@ class Library:
         try:
             self._dll = ctypes.CDLL(os.fspath(path))
         except OSError as e:
-            raise UserError(f"cannot load {path}: {e}; {other_libraries() or 'reinstall ggml-ext or pass --encoder numpy'}") from e
+            raise UserError(f"cannot load {path}: {e}; {library_conflict() or 'reinstall ggml-ext or pass --encoder numpy'}") from e
         _declare(self._dll, path, _SIGNATURES, "ggml")
         if (version := self._dll.ggml_ext_abi_version()) != ABI_VERSION:
             raise UserError(
@@ -220,7 +220,7 @@ class Library:
         status = c_int()
         metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, n_threads, ctypes.byref(status))
         if not metric:
-            raise {2: MemoryError, 3: NotPositive}.get(status.value, ValueError)(
+            raise {2: MemoryError, 3: NotPositiveDefinite}.get(status.value, ValueError)(
                 f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"
             )
         return Metric(self._dll, metric)
@@ -396,12 +396,12 @@ def load() -> Library | None:
     return Library(found[0]) if found else None
 
 
-def llama_path() -> Path | None:
+def libllama_path() -> Path | None:
     """The libllama beside load()'s library; None where there is none."""
     return next(iter(_find("llama")), None)
 
 
-def ggml_path() -> Path | None:
+def libggml_path() -> Path | None:
     """The libggml beside it, which knows the devices; None where there is none."""
     return next(iter(_find("ggml")), None)
 
@@ -409,7 +409,7 @@ def ggml_path() -> Path | None:
 @functools.cache
 def load_rules() -> Rules | None:
     """The rules of llama_path()'s library; None where there is none. Errors are those of Rules()."""
-    path = llama_path()
+    path = libllama_path()
     return Rules(path) if path else None
 
 

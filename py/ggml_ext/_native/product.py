@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("product_rate.py")
 def product_rate(type_id: int, n_threads: int) -> float | None:
     """Operations (two for a product and a sum) a second of a matrix in a type of ggml times 512 columns of floats; None where libggml is
     not there, or does not say. Takes about a second."""
-    path = _lib.ggml_path()
+    path = _lib.libggml_path()
     if path is None or not sys.executable:
         return None
     command = [sys.executable, "-I", PROGRAM, path, path.parent, type_id, n_threads]  # -I: as in count_tokens()

@@ -19,7 +19,7 @@ def native_folder() -> Path:
     return Path(os.path.abspath(named)) if named else FOLDER / "bin"
 
 
-def other_libraries() -> str:
+def library_conflict() -> str:
     """The variable that lets another build's libraries in before those of native_folder(), and the way out; nothing if none does."""
     ours = {path.name for path in native_folder().glob("lib*")}
     for variable in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):
@@ -43,7 +43,7 @@ def find_tool(name: str) -> Path | None:
     return None
 
 
-def need_tool(name: str) -> Path:
+def require_tool(name: str) -> Path:
     """find_tool(), or UserError."""
     path = find_tool(name)
     if path is None:
@@ -72,10 +72,10 @@ def tool_path(name: str) -> Path:
 def run() -> None:
     """Entry point of every command of llama.cpp in pyproject.toml's [project.scripts]: becomes the program of the same name."""
     name = Path(sys.argv[0]).name.removesuffix(".exe")
-    become({"rpc-server": "ggml-rpc-server"}.get(name, name), sys.argv[1:])
+    exec_program({"rpc-server": "ggml-rpc-server"}.get(name, name), sys.argv[1:])
 
 
-def become(name: str, words: list[str]) -> NoReturn:
+def exec_program(name: str, words: list[str]) -> NoReturn:
     """Runs a program in place of this one. SystemExit with one line where it is missing."""
     path = str(tool_path(name))
     if sys.platform == "win32":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .process import failure, run_logged
+from .process import describe_failure, run_logged
 
 
 def requantize(program: Path, source: Path, out: Path, file_type: str, n_threads: int) -> str | None:
     """Writes the model in a file type by llama-quantize's name; what went wrong, None for nothing."""
     command = [program, "--allow-requantize", source, out, file_type, n_threads]
     code, log = run_logged([*map(str, command)], Path())
-    return failure("llama-quantize", code, log, f"for {source} as {file_type.lower()}") if code else None
+    return describe_failure("llama-quantize", code, log, f"for {source} as {file_type.lower()}") if code else None

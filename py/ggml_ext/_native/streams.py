@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from .._base.errors import UserError
-from .._base.files import not_mapped
-from .process import PATIENCE, failure, started
+from .._base.files import mapping_error
+from .process import POLL_SECONDS, describe_failure, start_program
 
 FLAG, WAY_OUT = "--propagate: ", "leave out --propagate"
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightProduct:
     """A weight matrix at its place in the graph. scale: of the product before the residual stream is added; 0 where it is not."""
 
     weight: str
@@ -32,14 +32,14 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProductGroup:
     """Products with one input. inputs: vectors of a chunk; of experts, used: of them a token; experts: 0 for a plain matrix."""
 
     columns: int
     inputs: int
     used: int
     experts: int
-    products: tuple[Product, ...]
+    products: tuple[WeightProduct, ...]
 
     def shapes(self, n_tokens: int) -> Iterator[tuple[type, tuple[int, int]]]:
         """Of the arrays of a chunk, each of which comes twice."""
@@ -53,7 +53,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Arrays:
+class ChunkArrays:
     """Of a chunk, views of memory that the next one is put into. x, ids: of the model as it is, and of the one that is made: float32
     (inputs, columns), int32 (tokens, used); residuals: the same by weight matrix, float32 (tokens, rows)."""
 
@@ -62,26 +62,26 @@ class Arrays:
     residuals: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def plain(groups: Sequence[Group]) -> list[Product]:
+def dense_products(groups: Sequence[ProductGroup]) -> list[WeightProduct]:
     """Whose matrices are not of experts."""
     return [p for g in groups if not g.experts for p in g.products]
 
 
-class Streams:
+class LayerStreams:
     """The program while it runs. As a context it ends the program. UserError with what the program says is wrong."""
 
     def __init__(self, command: Sequence[str], folder: Path):
         """command: with model, text, tokens a chunk and where the streams lie; folder: for files that are passed on."""
         self._command, self._folder = list(command), folder
         self._stack, self._rest = ExitStack(), b""
-        self.layers: tuple[tuple[Group, ...], ...] = ()
+        self.layers: tuple[tuple[ProductGroup, ...], ...] = ()
         self.n_chunks = self.n_tokens = 0  # n_tokens: of a chunk
         self.no_gradients = ""  # why the model cannot be differentiated
 
-    def __enter__(self) -> Streams:
+    def __enter__(self) -> LayerStreams:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
-            self._process = stack.enter_context(started(self._command, self._folder, None, subprocess.PIPE, self._log))
+            self._process = stack.enter_context(start_program(self._command, self._folder, None, subprocess.PIPE, self._log))
             self._read(self._answer())
             self._map(stack)
             self._stack = stack.pop_all()
@@ -93,7 +93,7 @@ class Streams:
     def _read(self, found: dict) -> None:
         """What the program says of the model."""
         self.layers = tuple(
-            tuple(Group(**{**g, "products": tuple(Product(**p) for p in g["products"])}) for g in groups) for groups in found["layers"]
+            tuple(ProductGroup(**{**g, "products": tuple(WeightProduct(**p) for p in g["products"])}) for g in groups) for groups in found["layers"]
         )
         self.n_chunks, self.n_tokens, self.no_gradients = found["chunks"], found["context"], found["no_gradients"]
 
@@ -101,13 +101,13 @@ class Streams:
         """The memory that both sides see."""
         path = self._folder / "exchange"
         n_bytes = max(max((g.n_bytes(self.n_tokens) for g in groups), default=1) for groups in self.layers)
-        n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in plain(groups)) for groups in self.layers[:-1]))
+        n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in dense_products(groups)) for groups in self.layers[:-1]))
         self._ask(f"exchange {n_bytes} {path}")
         with open(path, "r+b") as file:
             try:
                 self._memory = mmap.mmap(file.fileno(), n_bytes)
             except OSError as e:
-                raise UserError(f"{FLAG}{not_mapped(path, e)}, or {WAY_OUT}") from e
+                raise UserError(f"{FLAG}{mapping_error(path, e)}, or {WAY_OUT}") from e
         path.unlink()
         stack.callback(self._release)
 
@@ -121,14 +121,14 @@ class Streams:
         output = self._process.stdout
         while b"\n" not in self._rest:
             # as in process.py: a signal must be noticed while the program says nothing
-            if not select.select([output], [], [], PATIENCE)[0]:
+            if not select.select([output], [], [], POLL_SECONDS)[0]:
                 continue
             if not (piece := os.read(output.fileno(), 65536)):
                 self._process.wait()
                 self._log.seek(0)
                 log = self._log.read().decode(errors="replace")
                 less = f"pass fewer --calibration-chunks, or {WAY_OUT}"
-                raise UserError(FLAG + failure("ggml-ext-streams", self._process.returncode, log, "", WAY_OUT, less))
+                raise UserError(FLAG + describe_failure("ggml-ext-streams", self._process.returncode, log, "", WAY_OUT, less))
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)
@@ -162,7 +162,7 @@ class Streams:
         self._ask(f"set {name} {type_name.lower()} {path}")
         path.unlink()
 
-    def inputs(self, layer: int, group: int, chunk: int, is_last: bool) -> Arrays:
+    def inputs(self, layer: int, group: int, chunk: int, is_last: bool) -> ChunkArrays:
         """is_last: the stream of the model as it is goes on behind the layer."""
         self._ask(f"inputs {group} {chunk} {int(is_last)}")
         found, at, of = [], 0, self.layers[layer][group]
@@ -173,7 +173,7 @@ class Streams:
             at += 8 * n
         ids = found[1] if of.experts else None
         residuals = found[2 if of.experts else 1 :]
-        return Arrays(found[0], ids, dict(zip((p.weight for p in of.products if p.scale), residuals, strict=True)))
+        return ChunkArrays(found[0], ids, dict(zip((p.weight for p in of.products if p.scale), residuals, strict=True)))
 
     def learn(self, n_chunks: int) -> Iterator[int]:
         """Finds the gradients of the first chunks at the streams behind all layers, in the model as it is: yields each chunk, once done."""
@@ -187,7 +187,7 @@ class Streams:
         Views of memory as of inputs()."""
         self._ask(f"gradients {chunk}")
         found, at = {}, 0
-        for product in plain(self.layers[layer]):
+        for product in dense_products(self.layers[layer]):
             n = self.n_tokens * product.rows
             found[product.weight] = np.frombuffer(self._memory, np.float32, n, at).reshape(self.n_tokens, product.rows)
             at += 4 * n

@@ -113,7 +113,7 @@ def count_tokens(model: Path, text: Path, enough: int) -> int | None:
 
     None where libllama is not there or cannot read the model's vocabulary.
     """
-    library = _lib.llama_path()
+    library = _lib.libllama_path()
     if library is None or not sys.executable:
         return None
     n_all = text.stat().st_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._base.files import fingerprint, open_file, written_beside
+from .._base.files import fingerprint, open_file, write_atomically
 from .._base.package import __version__
 from .._calibration.importance import Importance
 from .._encode.codec import Codec
@@ -79,7 +79,7 @@ def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) 
     """UserError naming the flag if it cannot be written, or, without force, exists by now, which says that OUT is written."""
     path = Path(os.path.realpath(path))
     try:
-        with written_beside(path, force) as part, open_file(part) as f:
+        with write_atomically(path, force) as part, open_file(part) as f:
             f.write(data)
     except FileExistsError as e:
         raise UserError(f"{flag}: {path} appeared meanwhile, and was left as it is; {output} is written") from e

@@ -23,9 +23,19 @@ from typing import BinaryIO
 import numpy as np
 
 from .._base.errors import UserError
-from .._base.files import LOCK_ATTEMPTS, NO_SPACE, allocated, free_space, give_name, hidden, is_plain_file, open_file, sync
+from .._base.file_reader import FileChanged
+from .._base.files import (
+    LOCK_ATTEMPTS,
+    NO_SPACE,
+    allocated_bytes,
+    free_space,
+    is_plain_file,
+    move_into_place,
+    open_file,
+    partial_path,
+    sync,
+)
 from .._base.json import is_number, parse_json
-from .._base.read_at import FileChanged
 from .._base.signals import ignore_signals
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
@@ -181,7 +191,7 @@ class Output:
         self.n_bytes = sum(padded) + header_bytes
         with self._errors():
             left = {p.partial for p in self.parts} | set(self._left())  # written again, or to be removed
-            free = free_space(self.path.parent) + sum(map(allocated, left))
+            free = free_space(self.path.parent) + sum(map(allocated_bytes, left))
         if free < self.n_bytes:
             raise UserError(
                 f"no space left on device: {self._needed()}, {self.path.parent} has {free / MIB:,.2f} MiB free; "
@@ -214,7 +224,7 @@ class Output:
     def _left(self) -> list[Path]:
         """Partial files of an earlier run on OUT that are there. Nothing else, whatever the journal says."""
         names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
-        found = dict.fromkeys([*map(self.path.with_name, names), hidden(self.path)])
+        found = dict.fromkeys([*map(self.path.with_name, names), partial_path(self.path)])
         return [p for p in found if is_plain_file(p)]
 
     def begin(
@@ -363,7 +373,7 @@ class Output:
                 if self.force:
                     keep_mode(part)
                     aside += [part] if self._set_aside(part) else []
-                give_name(part.partial, part.path, self.force)  # the other name of a link goes with the journal
+                move_into_place(part.partial, part.path, self.force)  # the other name of a link goes with the journal
                 named.append(part)
         except OSError as e:
             for done in named:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._base.files import hidden
+from .._base.files import partial_path
 from .._formats.gguf_file import KeyValue, int32_value, uint16_value
 from .._formats.split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
 
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def partial(self) -> Path:
-        return hidden(self.path)
+        return partial_path(self.path)
 
     @property
     def replaced(self) -> Path:
@@ -47,7 +47,7 @@ class Part:
 
 def journal_of(path: Path) -> Path:
     """The name of the journal of OUT."""
-    return hidden(path).with_name(hidden(path).name + ".json")
+    return partial_path(path).with_name(partial_path(path).name + ".json")
 
 
 def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list[Part]:

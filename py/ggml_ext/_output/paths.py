@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .._base.errors import UserError
-from .._base.files import hidden
-from .._formats.kept import kept_choice
+from .._base.files import partial_path
+from .._formats.cache_names import choice_cache_name
 from .._formats.split import PART_NAME
 from .parts import UNFINISHED, journal_of
 
@@ -46,7 +46,7 @@ class Taken:
         """What a run keeps beside OUT under that name."""
         if self.stem is None or self.out is None or path.parent != self.out.parent:
             return None
-        if path.name == kept_choice(self.stem):
+        if path.name == choice_cache_name(self.stem):
             return "what is measured for a target"
         imatrix = re.escape(self.stem) + r"\.imatrix(\.layers-\d+-\d+)?\.(gguf|json)"
         return "the importance matrix" if re.fullmatch(imatrix, path.name) else None
@@ -84,7 +84,7 @@ def check_output(taken: Taken, output: Path | None, force: bool) -> Taken:
         raise UserError(f"OUT: {output} is a directory: name a file in it")
     taken = replace(taken, out=path)
     taken.check("OUT", output, path, way_out)
-    for unfinished in (hidden(path), journal_of(path)):
+    for unfinished in (partial_path(path), journal_of(path)):
         if what := taken.reads(unfinished):
             raise UserError(f"OUT: {what} is {unfinished}, which {output} is until it is whole: {way_out}")
     if is_there and not output.is_file():

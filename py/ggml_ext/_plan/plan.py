@@ -17,7 +17,7 @@ from .._base.errors import UserError
 from .._base.types import TYPES, TypeInfo
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight
 from .._formats.imatrix import ImportanceMatrix, n_importances
-from .._formats.names import describe_tensors, list_experts, list_tensors, tensor_class, unknown_type
+from .._formats.names import describe_tensors, list_experts, list_tensors, tensor_class, unknown_type_message
 from .file_types import FLOAT_TYPES, FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, rule_types, stock_fallback_type
 from .uses import FLOOR, OUTER, SMALL_FLOOR, Uses, small_matrices
@@ -41,7 +41,7 @@ def parse_type(name: str, flag: str) -> GGMLQuantizationType:
     try:
         return TARGET_TYPES[name.lower()]
     except KeyError:
-        raise UserError(unknown_type(flag, name, sorted(TARGET_TYPES))) from None
+        raise UserError(unknown_type_message(flag, name, sorted(TARGET_TYPES))) from None
 
 
 @dataclass(frozen=True)
@@ -441,13 +441,13 @@ def _match_importance(plan: Plan, changed: list[tuple[Tensor, GGMLQuantizationTy
         # entries for these exist only if the matrix was made with --process-output
         is_outer = tensor.name in OUTER
         if tensor.name not in imatrix:
-            is_known = is_outer or tensor.name in imatrix.left_out or tensor.name in plan.unseen
+            is_known = is_outer or tensor.name in imatrix.excluded or tensor.name in plan.unseen
             missing += [tensor.name] if is_used and not is_known else []
             continue
         found, needed = imatrix.n_values(tensor.name), n_importances(tensor)
         if found == needed:
             plan.importance.add(tensor.name)
-            if experts := imatrix.without_tokens(tensor):
+            if experts := imatrix.experts_without_tokens(tensor):
                 lacking[tensor.name] = experts
             continue
         if not is_used:

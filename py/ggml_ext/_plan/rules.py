@@ -15,7 +15,7 @@ from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._native import library
-from .._native.programs import other_libraries
+from .._native.programs import library_conflict
 from .file_types import FLOAT_TYPES, FileType
 
 T = GGMLQuantizationType
@@ -65,7 +65,7 @@ def rule_types(
     if rules is None and asks:
         raise UserError(
             f"--type {file_type.name}: llama.cpp's rules mix the types of such a file, and {why or 'libllama is not in the package'}: "
-            f"{other_libraries() or 'reinstall ggml-ext'}, or pass --pure"
+            f"{library_conflict() or 'reinstall ggml-ext'}, or pass --pure"
         )
     if rules is None:
         listed = _listed_types(file.tensors, file_type, model.n_expert, token_embd, output)

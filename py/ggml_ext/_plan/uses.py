@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from gguf import GGMLQuantizationType
 
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._formats.names import layer_of, tensor_class
+from .._formats.names import layer_number, tensor_class
 from .._native.graph import PRODUCT, ROWS, read_uses
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 
@@ -37,9 +37,9 @@ def small_matrices(tensors: list[Tensor]) -> set[str]:
     """Names of those below SMALL_PART."""
     in_layer: dict[int, int] = {}
     for tensor in tensors:
-        if (layer := layer_of(tensor.name)) is not None:
+        if (layer := layer_number(tensor.name)) is not None:
             in_layer[layer] = in_layer.get(layer, 0) + tensor.n_elements
-    return {t.name for t in tensors if t.n_elements < SMALL_PART * in_layer.get(layer_of(t.name), 0)}
+    return {t.name for t in tensors if t.n_elements < SMALL_PART * in_layer.get(layer_number(t.name), 0)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Uses:
 
     def is_unseen(self, name: str) -> bool:
         """Whether the graph leaves a matrix of a layer out. Where it is not known, those of layers that predict further tokens."""
-        layer = layer_of(name)
+        layer = layer_number(name)
         if layer is None or name in self.measured:
             return False
         return name not in self.found if self.found is not None else self.n_layers is not None and layer >= self.n_layers

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
-from .._base.argument import as_argument
-from .._base.encoding import utf8
+from .._base.encoding import to_argument, to_utf8
 from .._base.package import __version__
 from .._base.types import TYPES
 from .._base.units import MIB
@@ -113,7 +112,7 @@ class Card:
         return " ".join(lines)
 
     def _how_to_run(self) -> str:
-        first = shlex.quote(_line(as_argument(self.outputs[0].name)))
+        first = shlex.quote(_line(to_argument(self.outputs[0].name)))
         needs = (
             "It needs the package ggml-ext, which holds a llama.cpp that knows the types; others refuse the file."
             if self._uses_ours()
@@ -156,7 +155,7 @@ class Card:
 
 def _line(text: str) -> str:
     """On one line, without what neither YAML nor Markdown can hold: control characters are blanks."""
-    return "".join(c if c.isprintable() else " " for c in utf8(text)).strip()
+    return "".join(c if c.isprintable() else " " for c in to_utf8(text)).strip()
 
 
 def _escaped(text: str) -> str:

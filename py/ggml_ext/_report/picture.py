@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .._base.encoding import utf8
+from .._base.encoding import to_utf8
 from .._base.errors import UserError
-from .._base.extras import install_command
-from .._base.files import written_beside
+from .._base.files import write_atomically
+from .._base.package import install_command
 from .._output.paths import Taken, check_beside
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path, force: boo
     UserError if the file cannot be written, or, without force, exists by now.
     """
     with quiet_matplotlib() as caught:
-        _draw(errors, what, utf8(title), path, force, stream_errors)
+        _draw(errors, what, to_utf8(title), path, force, stream_errors)
     return path.suffix.lower() == ".svg" or not any("missing from font" in str(w.message) for w in caught)
 
 
@@ -160,7 +160,7 @@ def _draw_curve(axes: Axes, layers: list[int | None], stream_errors: Sequence[fl
 def save_picture(figure: Figure, path: Path, force: bool) -> None:
     kind = path.suffix[1:].lower()
     try:
-        with written_beside(Path(os.path.realpath(path)), force) as part:
+        with write_atomically(Path(os.path.realpath(path)), force) as part:
             figure.savefig(part, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     except FileExistsError as e:
         raise UserError(f"--picture: {path} appeared meanwhile, and was left as it is: name another file or pass --force") from e

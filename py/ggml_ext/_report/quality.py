@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .._base.encoding import utf8
+from .._base.encoding import to_utf8
 from .._base.package import __version__
-from .._base.text import table
+from .._base.text import format_table
 from .._base.units import MIB
 from .._evaluation.figures import KLD, PPL, SAME_TOP, Figure
 from .picture import quiet_matplotlib, save_picture
@@ -73,10 +73,10 @@ class Evaluation:
         rows = [*([self.base] if self.base else []), *self.models]
         lines, width = [], max(width, max(len(row.label) for row in rows) + WIDEST)
         if any(row.statistics for row in rows):
-            lines += table("model", _heading(self.has_kld), [(r.label, _columns(r, self.has_kld)) for r in rows], width)
+            lines += format_table("model", _heading(self.has_kld), [(r.label, _columns(r, self.has_kld)) for r in rows], width)
         if kinds := list(dict.fromkeys(kind for row in rows for kind in row.scores)):
             heading = " ".join(f"{kind + ', %':>18}" for kind in kinds)
-            lines += table("model", heading, [(r.label, " ".join(_score(r.scores.get(kind)) for kind in kinds)) for r in rows], width)
+            lines += format_table("model", heading, [(r.label, " ".join(_score(r.scores.get(kind)) for kind in kinds)) for r in rows], width)
         return [*lines, *([""] if self.pairs else []), *(pair.line() for pair in self.pairs)]
 
     def record(self) -> dict:
@@ -128,7 +128,7 @@ def _draw(points: Sequence[tuple[str, float, Figure]], title: str, path: Path, f
         axes = picture.subplots()
         for label, size, figure in points:
             axes.errorbar(size, figure.value, yerr=figure.error or 0, marker="o", color="tab:blue")
-            axes.annotate(utf8(label), (size, figure.value), xytext=(5, 5), textcoords="offset points")
+            axes.annotate(to_utf8(label), (size, figure.value), xytext=(5, 5), textcoords="offset points")
         axes.set(xlabel="size of the file, MiB", ylabel=title, ylim=(0, None) if title == "KL divergence" else None)
         axes.margins(x=0.25)
         axes.spines[["top", "right"]].set_visible(False)

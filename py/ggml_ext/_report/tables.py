@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gguf import GGMLQuantizationType
 
-from .._base.text import shorten, table
+from .._base.text import format_table, shorten
 from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
@@ -58,7 +58,7 @@ def _size_table(plan: Plan, width: int) -> list[str]:
         (name, f"{type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}")
         for (name, type_name), (count, weights, size) in classes.items()
     ]
-    return table("tensors", f"{'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}", rows, width)
+    return format_table("tensors", f"{'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}", rows, width)
 
 
 def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[str]:
@@ -81,7 +81,7 @@ def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[
 
     rows = [(name, columns_of(type_name, a)) for (name, type_name), a in classes.items()]
     heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''}{' to target' if has_targets else ''} {'largest error':>14}"
-    return table("tensors", heading, rows, width)
+    return format_table("tensors", heading, rows, width)
 
 
 def _dead_line(dead: dict[str, tuple[int, int]]) -> list[str]:

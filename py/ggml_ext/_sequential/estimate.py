@@ -7,13 +7,13 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.text import duration
+from .._base.text import format_duration
 from .._base.units import GIB, MIB
 from .._calibration.calibration import Calibration, Wanted, make_run
 from .._calibration.cost import Model
 from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
-from .._formats.moments import ENOUGH_TOKENS
+from .._formats.hessians import ENOUGH_TOKENS
 from .._native.programs import find_tool
 from .._native.streams import FLAG, WAY_OUT
 from .errors import layer_of
@@ -47,7 +47,7 @@ def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
     streams = embd * (8 * n_tokens + 2 * len(run.model.layers) * n_learned)
     return (
         f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {run.n_context} tokens of "
-        f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, an estimated {duration(seconds(run.model, n_tokens, n_learned, n_threads))} "
+        f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, an estimated {format_duration(seconds(run.model, n_tokens, n_learned, n_threads))} "
         f"on {n_threads} threads beside encoding, {(run.model.n_bytes + sums_bytes(run.model, file) + streams) / MIB:,.0f} MiB of memory"
     )
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Bar, Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, temporary_folder
+from .._base.files import fingerprint, temporary_directory
 from .._base.threads import map_in_order
 from .._calibration.importance import Importance
 from .._encode.accuracy import Accuracy
@@ -22,9 +22,9 @@ from .._encode.feedback import Rows, encode_fed, make_rows
 from .._encode.targets import correction, ridge_of
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.hessians import TensorHessian, token_warnings
 from .._formats.imatrix import dead_columns
-from .._formats.moments import TensorMoments, token_warnings
-from .._native.streams import WAY_OUT, Group, Streams
+from .._native.streams import WAY_OUT, LayerStreams, ProductGroup
 from .._plan.plan import IMATRIX_TYPES, Plan, metric_of, uses_metric
 from .._plan.rules import TOKEN_EMBD
 from .sums import RowSums, Sums
@@ -70,8 +70,8 @@ class Run:
 
 def check_cut(run: Run, say: Callable[[str], None]) -> None:
     """UserError if the model's graph cannot be cut at its layers."""
-    with temporary_folder(run.folder, TEMPORARY, say) as folder:
-        with Streams([*run.command, "--chunks", "1"], folder.resolve()):
+    with temporary_directory(run.folder, TEMPORARY, say) as folder:
+        with LayerStreams([*run.command, "--chunks", "1"], folder.resolve()):
             pass
 
 
@@ -92,7 +92,7 @@ class Propagation:
     _n_learned: int = 0  # chunks of which gradients were found
     _done: dict[int, Encoded] = field(default_factory=dict)  # that nobody has taken
     _rows: dict[str, list[Rows]] = field(default_factory=dict)  # of the layer's matrices
-    _tokens: dict[str, TensorMoments] = field(default_factory=dict)  # without their values
+    _tokens: dict[str, TensorHessian] = field(default_factory=dict)  # without their values
 
     def __post_init__(self) -> None:
         self._index = {t.name: i for i, t in enumerate(self.plan.tensors)}
@@ -110,9 +110,9 @@ class Propagation:
 
     def open(self) -> None:
         """Starts the program, and finds gradients where the model's graph is known well enough. UserError where it has no layers."""
-        folder = self._stack.enter_context(temporary_folder(self.run.folder, TEMPORARY, self.console.note)).resolve()
+        folder = self._stack.enter_context(temporary_directory(self.run.folder, TEMPORARY, self.console.note)).resolve()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
-        self._streams = streams = self._stack.enter_context(Streams([*self.run.command, "-o", str(folder / "streams")], folder))
+        self._streams = streams = self._stack.enter_context(LayerStreams([*self.run.command, "-o", str(folder / "streams")], folder))
         if streams.no_gradients:
             self.console.note(f"rows do not make up for each other: {streams.no_gradients}")
             return
@@ -153,7 +153,7 @@ class Propagation:
             self._next_layer()
         return self._done.pop(i)
 
-    def _wanted(self, group: Group) -> list[int]:
+    def _wanted(self, group: ProductGroup) -> list[int]:
         found = [self.index(p.weight) for p in group.products if p.weight != TOKEN_EMBD]
         return [i for i in found if i is not None]
 

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from .._base.errors import UserError
-from .._formats.moments import TensorMoments, packed_size
-from .._native.streams import FLAG, WAY_OUT, Arrays, Group, plain
+from .._formats.hessians import TensorHessian, packed_size
+from .._native.streams import FLAG, WAY_OUT, ChunkArrays, ProductGroup, dense_products
 
 # First positions, to which all others attend: they have up to 92 % of the energy of the gradients of attn_v in SmolLM2-135M-Instruct, and
 # inputs of their own.
@@ -34,9 +34,9 @@ class RowSums:
     float32, of each `together` rows that know of each other, one after the other. Lengths differ so much between tokens that a few would
     decide. n_tokens: by name, of the tokens with a gradient. The first positions of chunks are left out."""
 
-    def __init__(self, groups: Sequence[Group], together: int):
+    def __init__(self, groups: Sequence[ProductGroup], together: int):
         self._together = together
-        self.g = {p.weight: [np.zeros((n, n), np.float32) for _, n in self._parts(p.rows)] for p in plain(groups)}
+        self.g = {p.weight: [np.zeros((n, n), np.float32) for _, n in self._parts(p.rows)] for p in dense_products(groups)}
         self.n_tokens = dict.fromkeys(self.g, 0)
 
     def _parts(self, n_rows: int) -> list[tuple[int, int]]:
@@ -62,7 +62,7 @@ class Sums:
     """Of a group, by matrix: H, D float32 (matrices, columns, columns) and R float32 (rows, columns), as targets.py names them, times
     tokens. counts: of these."""
 
-    group: Group
+    group: ProductGroup
     h: np.ndarray = field(init=False)
     d: np.ndarray = field(init=False)
     r: dict[str, np.ndarray] = field(init=False)
@@ -74,7 +74,7 @@ class Sums:
         self.r = {p.weight: np.zeros((p.rows, columns), np.float32) for p in self.group.products if p.scale}
         self.counts = np.zeros(n, np.float32)
 
-    def add(self, arrays: Arrays, pool: ThreadPoolExecutor) -> None:
+    def add(self, arrays: ChunkArrays, pool: ThreadPoolExecutor) -> None:
         """A chunk."""
         if self.group.experts:
             for expert in range(self.group.experts):
@@ -83,7 +83,7 @@ class Sums:
         missing = {name: r - r_made for name, (r, r_made) in arrays.residuals.items()}
         self._add(0, arrays.x[0] - arrays.x[1], arrays.x[1], missing, pool)
 
-    def _routed(self, arrays: Arrays, expert: int) -> tuple[np.ndarray, np.ndarray]:
+    def _routed(self, arrays: ChunkArrays, expert: int) -> tuple[np.ndarray, np.ndarray]:
         """x - x^ and x^ of the tokens that an expert gets in the model that is made. Where the original model sends one elsewhere, and
         each expert has an input of its own, there is no x to compare with, and the difference is 0."""
         n_tokens, used = arrays.ids[1].shape
@@ -100,13 +100,13 @@ class Sums:
         add_product(((total, left, x) for total, left in jobs), pool)
         self.counts[i] += len(x)
 
-    def moments(self, where: str, kind: str) -> TensorMoments:
+    def moments(self, where: str, kind: str) -> TensorHessian:
         """H as the encoders take it."""
         columns = self.group.columns
         packed = np.empty((len(self.h), packed_size(columns, True)), np.float32)
         for i in range(columns):
             packed[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2] = self.h[:, i, : i + 1]
-        return TensorMoments(where, kind, columns, self.counts, packed, stored_whole=True, is_fitted=True)
+        return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True, is_fitted=True)
 
     def of_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
         """H and D of a matrix, blended with the mean of all as in TensorMoments where its tokens are fewer than its columns."""

@@ -17,13 +17,12 @@ from math import prod
 from pathlib import Path
 
 from .._base.console import Console
-from .._base.encoding import as_name, utf8
+from .._base.encoding import to_file_name, to_utf8
 from .._base.errors import UserError
-from .._base.extras import install_command
-from .._base.files import free_space, give_name, temporary_folder
-from .._base.package import FOLDER
+from .._base.files import free_space, move_into_place, temporary_directory
+from .._base.package import FOLDER, install_command
 from .._base.units import MIB
-from .._native.process import failure, run_heard
+from .._native.process import describe_failure, run_streamed
 
 CONVERTER = FOLDER / "convert" / "convert_hf_to_gguf.py"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -39,7 +38,7 @@ MIN_BITS = 8  # below them weights count as quantized, as in GGUF files
 MAX_HEADER = 100_000_000  # of a safetensors file, as its own library has it
 
 
-def need_extra(modules: tuple[str, ...], what: str, extra: str = "hf") -> None:
+def require_extra(modules: tuple[str, ...], what: str, extra: str = "hf") -> None:
     """UserError if a module of the extra is not installed. what: needs it."""
     if missing := [m for m in modules if importlib.util.find_spec(m) is None]:
         lacks = f"{missing[0]}, which is" if len(missing) == 1 else f"{', '.join(missing)}, which are"
@@ -145,7 +144,7 @@ def stored_bits(quantization: dict) -> int | None:
     return min((n for n in found if isinstance(n, int)), default=None)
 
 
-def n_weights(path: Path) -> int:
+def count_weights(path: Path) -> int:
     """Elements of all tensors of a safetensors file. UserError if it is not whole."""
     way_out = "download it again"
     try:
@@ -173,7 +172,7 @@ def check_pickled(path: Path) -> None:
         raise UserError(f"{path} is no archive of PyTorch 1.6 or newer, or was cut off: download it again, or pass a checkpoint with safetensors")
 
 
-def check(folder: Path) -> list[Path]:
+def check_checkpoint(folder: Path) -> list[Path]:
     """The files with weights of a checkpoint. UserError if the folder holds none or not all of one, or if nothing converts it."""
     try:
         if not (folder / CONFIG).is_file():
@@ -189,19 +188,19 @@ def check(folder: Path) -> list[Path]:
         raise UserError(f"cannot read {folder}: {e.strerror}") from e
     if not CONVERTER.is_file():
         raise UserError(f"{folder} is a checkpoint, and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
-    need_extra(NEEDED, f"{folder} is a checkpoint: converting it")
+    require_extra(NEEDED, f"{folder} is a checkpoint: converting it")
     return files
 
 
 def converted_size(folder: Path, files: list[Path], outtype: str = AS_STORED) -> int:
     """Bytes of the GGUF file, about: 16 bits a weight (those of pickled files are taken to be so), or 32, and the tokenizer."""
-    weights = sum(BYTES_A_WEIGHT * n_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
+    weights = sum(BYTES_A_WEIGHT * count_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
     others = sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.suffix in (".json", ".model", ".txt"))
     return (weights + weights // 500) * (2 if outtype == "f32" else 1) + others
 
 
 @contextlib.contextmanager
-def converted(
+def convert_checkpoint(
     folder: Path, name: str, where: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
 ) -> Iterator[Path]:
     """A checkpoint as a GGUF file, in outtype, under a name that does not change from run to run.
@@ -209,7 +208,7 @@ def converted(
     It lies in a folder of its own in `where` and is removed at the end, or is moved to `kept` as soon as it is whole. UserError
     if there is no space for it or if the converter fails.
     """
-    files = check(folder)
+    files = check_checkpoint(folder)
     check_bits(folder / CONFIG, folder, allow_requantize)
     where = where if kept is None else kept.parent
     size, free = converted_size(folder, files, outtype), free_space(where)
@@ -222,12 +221,12 @@ def converted(
         )
     with contextlib.ExitStack() as stack:
         try:
-            temporary = stack.enter_context(temporary_folder(where, TEMPORARY, console.note))
-            path = temporary / f"{as_name(utf8(name))}.gguf"  # the converter takes the model's name from it
+            temporary = stack.enter_context(temporary_directory(where, TEMPORARY, console.note))
+            path = temporary / f"{to_file_name(to_utf8(name))}.gguf"  # the converter takes the model's name from it
             console.note(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
             _convert(folder, path, outtype, size, console)
             if kept is not None:
-                give_name(path, kept, force=False)
+                move_into_place(path, kept, force=False)
         except FileExistsError as e:
             raise UserError(f"--keep-gguf: {kept} appeared while it was made, and was left as it is: name another file") from e
         except OSError as e:
@@ -250,14 +249,14 @@ def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console
                 bar.update(size * int(percent[-1]) // 100 - bar.n)
 
         command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype]
-        code, log = run_heard(command, path.parent, heard, env)
+        code, log = run_streamed(command, path.parent, heard, env)
     if code or not path.is_file():
-        said = last_error(log)
+        said = find_error(log)
         if "UnpicklingError" in said:
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
         way_out = "free some space" if "No space left" in said else _newer_transformers(folder, said) or "pass a GGUF file of it"
-        why = failure(CONVERTER.name, code, said.rstrip("."), "", way_out, f"free some memory, or {way_out}")
+        why = describe_failure(CONVERTER.name, code, said.rstrip("."), "", way_out, f"free some memory, or {way_out}")
         raise UserError(f"{folder} cannot be converted: {why}")
 
 
@@ -270,7 +269,7 @@ def _newer_transformers(folder: Path, said: str) -> str:
     return f"it needs a newer transformers than {ours}: pip install --upgrade transformers"
 
 
-def last_error(log: str) -> str:
+def find_error(log: str) -> str:
     """What the converter says is wrong: its last line that is an error's, else its last."""
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
     error = re.compile(r"ERROR:[\w.-]+:(.*)|((?:\w+\.)*\w*(?:Error|Exception)\b.*)")

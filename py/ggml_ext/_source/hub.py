@@ -18,7 +18,18 @@ from .._base.errors import UserError
 from .._base.files import NO_SPACE, free_space
 from .._base.units import MIB
 from .._formats.split import part_names
-from .checkpoint import ADAPTER, CONFIG, FORMATS, NEEDED, check_bits, index_name, indexed_files, need_extra, only_an_adapter, shards_by_name
+from .checkpoint import (
+    ADAPTER,
+    CONFIG,
+    FORMATS,
+    NEEDED,
+    check_bits,
+    index_name,
+    indexed_files,
+    only_an_adapter,
+    require_extra,
+    shards_by_name,
+)
 
 # Kinds of GGUF files by the tag in their name, and where safetensors stand among them.
 BEFORE_SAFETENSORS, AFTER_SAFETENSORS = ("bf16", "f16|fp16"), ("f32|fp32", "q8_0")
@@ -49,13 +60,13 @@ class Repo:
         return "download it while there is a connection" if self.unreachable else "choose another --revision"
 
 
-def fetch(repo: Repo, file: str | None, allow_requantize: bool, console: Console) -> Path:
+def fetch_model(repo: Repo, file: str | None, allow_requantize: bool, console: Console) -> Path:
     """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
 
     The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
     or more than one of a kind, and for what the hub refuses.
     """
-    need_extra(("huggingface_hub",), "--hf-repo")
+    require_extra(("huggingface_hub",), "--hf-repo")
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()  # retries are its own affair
@@ -65,7 +76,7 @@ def fetch(repo: Repo, file: str | None, allow_requantize: bool, console: Console
     names = choose_gguf(cache.repo, list(cache.files), file)
     if names:
         return cache.download(names)[0]
-    need_extra(NEEDED, f"--hf-repo: {repo.name} has safetensors: converting them")
+    require_extra(NEEDED, f"--hf-repo: {repo.name} has safetensors: converting them")
     check_bits(cache.download([CONFIG])[0], f"--hf-repo: {repo.name}", allow_requantize)
     return cache.download(checkpoint_files(cache))[0].parent
 
@@ -142,7 +153,7 @@ def _look_up(repo: Repo, say: Callable[[str], None]) -> _Cache:
     from huggingface_hub import HfApi
 
     try:
-        with explained(repo):
+        with explain_errors(repo):
             info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
         return _Cache(repo, info.sha, {f.rfilename: f for f in info.siblings}, say)
     except Unreachable as e:
@@ -224,13 +235,13 @@ class _Cache:
         import huggingface_hub as hub
 
         def download() -> Path:
-            with explained(self.repo):
+            with explain_errors(self.repo):
                 return Path(hub.hf_hub_download(self.repo.name, name, revision=self.commit, token=self.repo.token))
 
         def then() -> str:
             return "it goes on where it was" if self._begun() else "it keeps the files that are whole"
 
-        return retried(download, name, f"to get the rest of {name}", then, self.say)
+        return retry(download, name, f"to get the rest of {name}", then, self.say)
 
     def _check(self, name: str, path: Path) -> None:
         """UserError, and the file is removed, if it is not the one that the hub's list describes."""
@@ -265,7 +276,7 @@ class ConnectionBroken(Unreachable):
     way_out = "check the network, and HTTPS_PROXY where it needs a proxy"
 
 
-def retried(act: Callable[[], Done], what: str, purpose: str, then: Callable[[], str], say: Callable[[str], None]) -> Done:
+def retry(act: Callable[[], Done], what: str, purpose: str, then: Callable[[], str], say: Callable[[str], None]) -> Done:
     """act(), tried again where a connection breaks. UserError after N_TRIES. purpose: of another try; then: what running it again
     does."""
     for left in reversed(range(N_TRIES)):
@@ -279,7 +290,7 @@ def retried(act: Callable[[], Done], what: str, purpose: str, then: Callable[[],
 
 
 @contextlib.contextmanager
-def explained(repo: Repo) -> Iterator[None]:
+def explain_errors(repo: Repo) -> Iterator[None]:
     """Within it the client's errors become a UserError that says what to do."""
     from huggingface_hub import constants, errors
 
@@ -298,7 +309,7 @@ def explained(repo: Repo) -> Iterator[None]:
     except errors.HFValidationError as e:
         raise UserError(f"--hf-repo: got {repo.name!r}, must be ORG/NAME as in the address of its page") from e
     except errors.HfHubHTTPError as e:
-        if why := broken(e):
+        if why := describe_break(e):
             raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
         status = status_of(e)
         if status == 401:
@@ -308,9 +319,9 @@ def explained(repo: Repo) -> Iterator[None]:
             raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
         raise repo.error(f"cannot be read: {first_line(e)}") from e
     except Exception as e:
-        if why := not_written(e):
+        if why := describe_write_error(e):
             raise UserError(f"--hf-repo: cannot write to {constants.HF_HUB_CACHE}: {why}; point HF_HUB_CACHE to another folder") from e
-        if why := broken(e):
+        if why := describe_break(e):
             raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
         raise repo.error(f"cannot be downloaded: {first_line(e)}") from e
 
@@ -320,7 +331,7 @@ def status_of(e: Exception) -> int | None:
     return getattr(getattr(e, "response", None), "status_code", None)
 
 
-def broken(e: Exception) -> str:
+def describe_break(e: Exception) -> str:
     """What broke where another try may help, else nothing."""
     from huggingface_hub import constants
 
@@ -329,7 +340,7 @@ def broken(e: Exception) -> str:
         return f"{constants.ENDPOINT} answered {status}" if status >= 500 or status in (408, 429) else ""
     if type(e) in (ConnectionError, RuntimeError):  # of the client's library for the xet protocol, which has tried for some minutes
         return f"hf_xet: {first_line(e)} (with HF_HUB_DISABLE_XET=1 set it is done without hf_xet)"
-    return f"the connection to {constants.ENDPOINT} failed ({cause(e)})" if is_of_connection(e) else ""
+    return f"the connection to {constants.ENDPOINT} failed ({cause(e)})" if is_connection_error(e) else ""
 
 
 def cause(e: BaseException) -> str:
@@ -342,15 +353,15 @@ def cause(e: BaseException) -> str:
     return said[-1] if said else first_line(chain[-1])
 
 
-def not_written(e: Exception) -> str:
+def describe_write_error(e: Exception) -> str:
     """What the system said to a file that could not be written, else nothing. hf_xet passes it on in its text alone."""
     for text in map(os.strerror, NO_SPACE):
         if text in str(e):
             return text
-    return e.strerror or "" if isinstance(e, OSError) and not is_of_connection(e) else ""
+    return e.strerror or "" if isinstance(e, OSError) and not is_connection_error(e) else ""
 
 
-def is_of_connection(e: BaseException | None) -> bool:
+def is_connection_error(e: BaseException | None) -> bool:
     """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -358,7 +369,7 @@ def is_of_connection(e: BaseException | None) -> bool:
         isinstance(e, (ConnectionError, TimeoutError, LocalEntryNotFoundError))
         or type(e).__module__.startswith(("requests", "urllib3", "httpx", "httpcore"))  # httpx2 too
         or "Consistency check failed" in str(e)
-        or is_of_connection(e.__cause__)
+        or is_connection_error(e.__cause__)
     )
 
 

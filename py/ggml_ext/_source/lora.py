@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from .._base.errors import UserError
-from .checkpoint import CONVERTER, NEEDED, need_extra
+from .checkpoint import CONVERTER, NEEDED, require_extra
 
 SCRIPT = CONVERTER.with_name("convert_lora_to_gguf.py")
 
@@ -17,7 +17,7 @@ def run() -> None:
     try:
         if not SCRIPT.is_file():
             raise UserError(f"{SCRIPT} is missing: reinstall ggml-ext")
-        need_extra(NEEDED, SCRIPT.name)
+        require_extra(NEEDED, SCRIPT.name)
     except UserError as e:
         raise SystemExit(f"error: {e}") from e
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}

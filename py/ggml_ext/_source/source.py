@@ -13,11 +13,11 @@ from pathlib import Path
 from .._base.console import Console
 from .._base.errors import UserError
 from .._formats.gguf_file import GGUFFile
-from .._formats.split import open_model, part_names, stem_of
+from .._formats.split import model_stem, open_model, part_names
 from .._output.parts import UNFINISHED
 from .._output.paths import Taken, check_beside
 from . import hub
-from .checkpoint import AS_STORED, converted
+from .checkpoint import AS_STORED, convert_checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Source:
         if self.keep_gguf is not None:
             return self.keep_gguf.name.removesuffix(".gguf")
         if self.hf_repo is not None:
-            return stem_of(self.hf_file.rpartition("/")[2]) if self.hf_file else self.repo_name
-        return _folder_name(self.path) if os.path.isdir(self.path) else stem_of(self.path.name)
+            return model_stem(self.hf_file.rpartition("/")[2]) if self.hf_file else self.repo_name
+        return _folder_name(self.path) if os.path.isdir(self.path) else model_stem(self.path.name)
 
     @property
     def repo_name(self) -> str:
@@ -62,7 +62,7 @@ class Source:
         return self.hf_repo.rpartition("/")[2]
 
 
-def read_files(path: Path | None, by_flag: Mapping[str, Path | None]) -> dict[Path, str]:
+def list_input_files(path: Path | None, by_flag: Mapping[str, Path | None]) -> dict[Path, str]:
     """All files that a run reads, as far as they are known before anything is read, and what each is called. path: IN, None with
     --hf-repo; by_flag: those of flags, None where one is not given."""
     return dict.fromkeys(_model_files(path), "IN") | {given: flag for flag, given in by_flag.items() if given is not None}
@@ -96,7 +96,7 @@ def open_source(source: Source, output: Path | None, console: Console) -> Iterat
     """The model to quantize. output: None for a dry run. UserError for everything that the user can change."""
     path, name, kept = source.path, None, source.keep_gguf
     if source.hf_repo is not None:
-        path = hub.fetch(hub.Repo(source.hf_repo, source.revision, source.hf_token), source.hf_file, source.allow_requantize, console)
+        path = hub.fetch_model(hub.Repo(source.hf_repo, source.revision, source.hf_token), source.hf_file, source.allow_requantize, console)
         name = source.repo_name
     if not os.path.isdir(path):
         if kept is not None:
@@ -105,5 +105,5 @@ def open_source(source: Source, output: Path | None, console: Console) -> Iterat
         return
     where = Path(tempfile.gettempdir()) if output is None else output.parent
     kept = kept and kept.absolute()
-    with converted(path, name or _folder_name(path), where, kept, console, source.outtype, source.allow_requantize) as file:
+    with convert_checkpoint(path, name or _folder_name(path), where, kept, console, source.outtype, source.allow_requantize) as file:
         yield open_model(file)

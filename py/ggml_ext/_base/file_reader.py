@@ -17,7 +17,7 @@ class FileChanged(UserError):
     """What was read is of no use."""
 
 
-class ReadAt:
+class FileReader:
     """An open file. OSError where it cannot be opened."""
 
     def __init__(self, path: Path):

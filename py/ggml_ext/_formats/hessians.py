@@ -58,7 +58,7 @@ def diagonal_indices(n_columns: int, whole: bool) -> np.ndarray:
     return block * (size * (size + 1) // 2) + i * (i + 3) // 2
 
 
-def blocks_of_whole(triangle: np.ndarray, n_columns: int) -> np.ndarray:
+def extract_blocks(triangle: np.ndarray, n_columns: int) -> np.ndarray:
     """The triangles of the diagonal blocks, out of one of all columns: float32, packed_size(n_columns, False) values."""
     out, position = np.empty(packed_size(n_columns, False), np.float32), 0
     for start in block_starts(n_columns):
@@ -102,7 +102,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class TensorMoments:
+class TensorHessian:
     """The moments of one weight matrix, or of its experts, read from the file when asked for.
 
     An expert with fewer tokens t than the n columns that are decided together (256, or all with whole matrices) is blended
@@ -115,13 +115,13 @@ class TensorMoments:
     n_columns: int
     counts: np.ndarray  # float32 (n_matrices,), tokens
     stored: np.ndarray | Stored  # float32 (n_matrices, n_values)
-    stored_whole: bool
+    stored_full: bool
     is_fitted: bool = False  # weights are made for the same tokens
     _means: list[np.ndarray] = field(default_factory=list)  # one, once it is known
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.kind == "full"
 
     @property
@@ -131,7 +131,7 @@ class TensorMoments:
     @property
     def width(self) -> int:
         """Columns that are decided together."""
-        return self.n_columns if self.whole else min(BLOCK, self.n_columns)
+        return self.n_columns if self.is_full else min(BLOCK, self.n_columns)
 
     def is_blended(self, expert: int) -> bool:
         return self.n_matrices > 1 and self.counts[expert] < self.width
@@ -162,7 +162,7 @@ class TensorMoments:
         """Per token of all experts."""
         with self._lock:
             if not self._means:
-                total = np.zeros(packed_size(self.n_columns, self.whole), np.float32)
+                total = np.zeros(packed_size(self.n_columns, self.is_full), np.float32)
                 for expert in np.flatnonzero(self.counts):
                     total += self._used(self._checked(expert)) / np.float32(self.counts.sum())
                 self._means.append(total)
@@ -170,11 +170,11 @@ class TensorMoments:
 
     def _used(self, values: np.ndarray) -> np.ndarray:
         """The part of a stored matrix that is used."""
-        return blocks_of_whole(values, self.n_columns) if self.stored_whole and not self.whole else values
+        return extract_blocks(values, self.n_columns) if self.stored_full and not self.is_full else values
 
     def _checked(self, expert: int) -> np.ndarray:
         values = self.stored[expert]
-        diagonal = values[diagonal_indices(self.n_columns, self.stored_whole)]
+        diagonal = values[diagonal_indices(self.n_columns, self.stored_full)]
         of_expert = f" of matrix {expert}" if self.n_matrices > 1 else ""
         way_out = "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         if (column := np.flatnonzero(~(diagonal >= 0))).size:
@@ -199,9 +199,9 @@ class TensorMoments:
         Whole matrices of more than 4096 columns are too slow for that: there every second row (third, ...) is taken and
         the sum scaled.
         """
-        step = -(-self.n_columns // WIDEST_EXACT) if self.whole else 1
+        step = -(-self.n_columns // WIDEST_EXACT) if self.is_full else 1
         sample = [np.ascontiguousarray(r[::step]) for r in rows]
-        forms = quadratic_forms(triangles, np.concatenate(sample), self.whole).reshape(len(rows), -1)
+        forms = quadratic_forms(triangles, np.concatenate(sample), self.is_full).reshape(len(rows), -1)
         return (forms.sum(axis=1) * len(rows[0]) / len(sample[0])).tolist()
 
 
@@ -212,10 +212,10 @@ class _Input:
     file: GGUFFile
     values: Tensor
     counts: np.ndarray  # float32 (n_matrices,)
-    whole: bool
+    is_full: bool
 
 
-class Moments:
+class HessianFile:
     """Second moments of GGUF importance matrices: of one file, or of several for different layers."""
 
     def __init__(self, files: Sequence[GGUFFile]):
@@ -224,7 +224,7 @@ class Moments:
         self.path, self.files = files[0].path, files
         for file in files:
             self._add_file(file)
-        self.kind = "full" if all(i.whole for i in self._inputs.values()) else "block"
+        self.kind = "full" if all(i.is_full for i in self._inputs.values()) else "block"
 
     @staticmethod
     def kind_in(file: GGUFFile) -> str | None:
@@ -277,22 +277,22 @@ class Moments:
         """Name of the entry that a weight matrix has, alone or with others."""
         return self._inputs[name].values.name
 
-    def of(self, tensor: Tensor, kind: str) -> TensorMoments:
+    def for_tensor(self, tensor: Tensor, kind: str) -> TensorHessian:
         """Moments of a weight matrix of the model. UserError if they are for another width or number of experts."""
         found = self._inputs[tensor.name]
         n_columns, n_matrices = tensor.ne[0], tensor.ne[2] if len(tensor.ne) > 2 else 1
         where = f"--imatrix: {found.file.path}: tensor {tensor.name}"
-        needed = packed_size(n_columns, found.whole)
+        needed = packed_size(n_columns, found.is_full)
         if (found.values.ne[0], len(found.counts)) != (needed, n_matrices):
             raise UserError(
                 f"{where} has moments of {found.values.ne[0]:,} values for {len(found.counts):,} matrices, the model needs "
                 f"{needed:,} for {n_matrices:,} ({n_columns:,} columns): they are for another model; make them with "
                 "llama-imatrix -m MODEL -f TEXT --moments block"
             )
-        return TensorMoments(where, kind, n_columns, found.counts, Stored(found.file, found.values), found.whole)
+        return TensorHessian(where, kind, n_columns, found.counts, Stored(found.file, found.values), found.is_full)
 
 
-def token_warnings(moments: dict[str, TensorMoments]) -> list[str]:
+def token_warnings(moments: dict[str, TensorHessian]) -> list[str]:
     """One line for matrices with too few tokens, one for experts that are blended. moments: by name of the weight matrix."""
     few, blended = {}, {}
     for name, m in moments.items():
@@ -305,7 +305,7 @@ def token_warnings(moments: dict[str, TensorMoments]) -> list[str]:
         name, m = next(iter(few.items()))
         lines.append(
             f"the moments of {len(few)} tensors, such as {name}, are of {m.counts.sum():,.0f} tokens for {m.width:,} columns; take at "
-            f"least {FEW_TOKENS * m.width:,} tokens, or pass --importance {'block' if m.whole else 'diagonal'}"
+            f"least {FEW_TOKENS * m.width:,} tokens, or pass --importance {'block' if m.is_full else 'diagonal'}"
         )
     if blended:
         worst = max(blended, key=blended.get)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def kept_imatrix(stem: str, layers: Sequence[int] | None = None) -> str:
+def imatrix_cache_name(stem: str, layers: Sequence[int] | None = None) -> str:
     """Name of the importance matrix that a calibration keeps. stem: of the model; layers: those that it is of, None for all."""
     return f"{stem}.imatrix{'' if layers is None else f'.layers-{layers[0]}-{layers[-1]}'}.gguf"
 
 
-def kept_choice(stem: str) -> str:
+def choice_cache_name(stem: str) -> str:
     """Name of the file with what was measured for a target."""
     return f"{stem}.choice.json"
