@@ -252,7 +252,7 @@ def test_what_a_killed_conversion_left_is_removed_and_named(folder, stub):
     left.mkdir()
     (left / "model.gguf").write_bytes(b"GGUF")
     os.utime(left, (0, 0))
-    assert f"removed what a killed run left: {left}" in folder.run() and not left.exists()
+    assert f"removed temporary files of a killed run: {left}" in folder.run() and not left.exists()
 
 
 def test_dry_run_shows_the_plan(folder, stub):

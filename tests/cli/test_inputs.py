@@ -163,7 +163,7 @@ def test_leftovers_of_a_killed_calibration_are_removed_and_named(tmp_path):
     with lock_directory(folders["running"]) as has_lock:
         assert has_lock
         remove_stale_directories(tmp_path, ".calibration-", told.append)
-    assert told == [f"removed what a killed run left: {folders['killed']}"]
+    assert told == [f"removed temporary files of a killed run: {folders['killed']}"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".calibration-fresh", ".calibration-running"]
 
 

@@ -1,1 +1,1 @@
-"""What every room stands on: errors, signals, threads, files, text, and the generated table of types."""
+"""The foundation of all packages: errors, signals, threads, files, text, and the generated table of types."""

@@ -1,4 +1,4 @@
-"""The control groups of this process, of both versions: what containers, job schedulers and service managers limit."""
+"""Linux control groups (versions 1 and 2) of this process: the limits of containers, job schedulers and service managers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from pathlib import Path, PurePosixPath
 
 
 def own_groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the group that the process is in and of all groups above it, as far as they are mounted. controller: "memory" or
-    "cpu"; root: where proc and sys are."""
+    """Yield the mounted directories of the process's control group and of all groups above it.
+
+    controller: "memory" or "cpu". root: the directory that holds proc and sys.
+    """
     try:
         groups = (root / "proc" / "self" / "cgroup").read_text().splitlines()
         mounts = (root / "proc" / "self" / "mountinfo").read_text().splitlines()
     except OSError:  # not Linux
         return
-    paths = {}  # by controller, of version 2 by ""
+    paths: dict[str, str] = {}  # by controller; version 2 has the key ""
     for _, controllers, path in (line.split(":", 2) for line in groups):
         paths |= dict.fromkeys(controllers.split(","), path)
-    for before, _, after in (line.partition(" - ") for line in mounts):
-        kind, _, options = after.split(maxsplit=2)
+    for mount, _, source in (line.partition(" - ") for line in mounts):
+        kind, _, options = source.split(maxsplit=2)
         key = {"cgroup2": "", "cgroup": controller}.get(kind)
         if key not in paths or (kind == "cgroup" and controller not in options.split(",")):
             continue
-        mounted, point = before.split()[3:5]
+        mounted, mount_point = mount.split()[3:5]
         path = os.path.relpath(paths[key], mounted)
         group = PurePosixPath("." if path.startswith("..") else path)  # a container may see no more than its own group
-        yield from (root / point.lstrip("/") / folder for folder in (group, *group.parents))
+        yield from (root / mount_point.lstrip("/") / directory for directory in (group, *group.parents))
 
 
 def read_values(path: Path) -> list[str]:
-    """The words of a file of a group; nothing where it is not there."""
+    """Return the words of a control group's file; none if it does not exist."""
     with contextlib.suppress(OSError):
         return path.read_text().split()
     return []

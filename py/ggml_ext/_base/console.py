@@ -1,53 +1,56 @@
-"""What a run says, and to whom: notes, warnings, reports, events for programs and progress bars, behind one object."""
+"""Output of a run behind one interface: notes, warnings, reports, events for programs and progress bars."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Bar(Protocol):
-    """A progress bar; tqdm's has this form. Used as a context, it ends with it."""
+    """A progress bar with tqdm's interface. As a context manager, it closes itself."""
 
     n: float
     total: float | None
 
     def __enter__(self) -> Bar: ...
 
-    def __exit__(self, *error) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def update(self, n: float = 1) -> object: ...
 
 
 class Counter:
-    """A bar that nobody sees. heard: called with what is done and the total, whenever that changes."""
+    """A bar without display. on_update(n, total) is called after every step."""
 
-    def __init__(self, total: float | None, done: float = 0, heard: Callable[[float, float | None], None] | None = None):
-        self.total, self.n, self._heard = total, done, heard
+    def __init__(self, total: float | None, done: float = 0, on_update: Callable[[float, float | None], None] | None = None):
+        self.total, self.n, self._on_update = total, done, on_update
 
     def __enter__(self) -> Counter:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def update(self, n: float = 1) -> None:
         self.n += n
-        if self._heard is not None:
-            self._heard(self.n, self.total)
+        if self._on_update is not None:
+            self._on_update(self.n, self.total)
 
 
 class Console:
-    """Says nothing, and collects the warnings. The base of those that speak: of a terminal, of a program's callbacks.
+    """A silent console that collects warnings; the base class of the terminal's and the API's.
 
-    quiet: neither notes nor reports are wanted; details: a line for each tensor is; is_terminal: libraries may write there too.
+    Attributes:
+        quiet: suppress notes and reports.
+        details: print a line for each tensor.
+        is_terminal: libraries may draw their own bars.
     """
 
     quiet = False
     details = False
     is_terminal = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.warnings: list[str] = []
 
     def note(self, text: str) -> None:
@@ -59,22 +62,29 @@ class Console:
         self.tell("warning", text)
 
     def tell(self, kind: str, text: str) -> None:
-        """One line. kind: "note" or "warning"."""
+        """Print one line. kind: "note" or "warning"."""
 
     def report(self, text: str) -> None:
-        """What a run found and did, for people alone."""
+        """Print results for people."""
 
-    def event(self, kind: str, values: dict) -> None:
-        """The same for programs alone."""
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        """Print results for programs."""
 
-    def bar(self, title: str, total: float, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
-        """title: of the phase; is_scaled: numbers are shown with k, M and G; done: what was done before."""
+    def bar(self, title: str, total: float | None, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
+        """Open a progress bar.
+
+        Args:
+            title: name of the phase.
+            total: number of units; None if it is not known yet.
+            unit: name of one unit.
+            is_scaled: show numbers with k, M and G.
+            done: units that an earlier run completed.
+        """
         return Counter(total, done)
 
 
 class Callbacks(Console):
-    """Hands everything to functions. log: gets "note" or "warning" and the line; progress: gets a phase's title, what is done of it
-    and the total."""
+    """A console that calls log(kind, line) and progress(title, n, total)."""
 
     def __init__(self, log: Callable[[str, str], None] | None, progress: Callable[[str, float, float | None], None] | None):
         super().__init__()
@@ -84,7 +94,6 @@ class Callbacks(Console):
         if self._log is not None:
             self._log(kind, text)
 
-    def bar(self, title: str, total: float, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
-        if self._progress is None:
-            return Counter(total, done)
-        return Counter(total, done, lambda n, of: self._progress(title, n, of))
+    def bar(self, title: str, total: float | None, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
+        progress = self._progress
+        return Counter(total, done, None if progress is None else lambda n, n_all: progress(title, n, n_all))

@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """One line for stderr: what was found, where, what was needed and the way out. The process exits with 1."""
+    """An error in one line: what was found, what was needed and the way out. The process exits with 1."""

@@ -1,5 +1,5 @@
-"""Files whose bytes many threads read at any place. Not mapped: where a mapped file is cut off or its disk fails, the process ends
-with a bus error."""
+"""Files that many threads read at any position. They are not mapped: if a mapped file is truncated or its disk fails, the process dies
+of a bus error."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import errno
 import os
 import weakref
 from pathlib import Path
+from typing import NoReturn
 
 from .errors import UserError
 
-WAY_OUT = "run it again once nothing writes to the file"
+_RETRY = "run it again once nothing writes to the file"
 
 
 class FileChanged(UserError):
-    """What was read is of no use."""
+    """A file changed while it was read; what was read is useless."""
 
 
 class FileReader:
-    """An open file. OSError where it cannot be opened."""
+    """An open file. The constructor raises OSError if it cannot be opened."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -27,11 +28,11 @@ class FileReader:
         self._opened = os.fstat(self._fd)
         self.n_bytes = self._opened.st_size
 
-    def __reduce__(self):
-        raise TypeError("an open file is of one process")
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an open file cannot be passed to another process")
 
     def read(self, start: int, n_bytes: int) -> bytes:
-        """UserError where that many cannot be read."""
+        """Read exactly n_bytes. UserError if the file does not have them."""
         pieces, end = [], start + n_bytes
         while start < end:  # one call reads 2 GiB at most
             try:
@@ -39,30 +40,30 @@ class FileReader:
             except OSError as e:
                 raise UserError(f"cannot read {self.path} at byte {start:,}: {e.strerror}; check the disk, or copy the file to another one") from e
             if not piece:
-                raise FileChanged(f"{self.path} was cut off at byte {start:,} while it was read, {end:,} are needed: {WAY_OUT}")
+                raise FileChanged(f"{self.path} was truncated at byte {start:,} while it was read, {end:,} are needed: {_RETRY}")
             pieces.append(piece)
             start += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def is_hole(self, start: int, n_bytes: int) -> bool:
-        """Whether these bytes are zeros that take no room on the disk; False where the file system does not say."""
+        """Return whether these bytes are a hole of a sparse file; False if the file system does not tell."""
         try:
             return os.lseek(self._fd, start, os.SEEK_DATA) >= start + n_bytes
         except OSError as e:
-            return e.errno == errno.ENXIO  # nothing but zeros is left
+            return e.errno == errno.ENXIO  # no data up to the end
         except AttributeError:
             return False
 
     def check_unchanged(self) -> None:
-        """FileChanged where the path is of another file by now, or the file was written to after it was opened."""
-        was = self._opened
+        """Raise FileChanged if the path now names another file, or the file was written to after it was opened."""
+        opened = self._opened
         try:
             now = os.stat(self.path)
         except OSError:
             raise FileChanged(f"{self.path} was moved or removed while it was read: put it back, and run it again") from None
-        if not os.path.samestat(was, now):
-            raise FileChanged(f"{self.path} was replaced by another file while it was read: {WAY_OUT}")
-        if now.st_size != was.st_size:
-            raise FileChanged(f"{self.path} changed while it was read, from {was.st_size:,} to {now.st_size:,} bytes: {WAY_OUT}")
-        if now.st_mtime_ns != was.st_mtime_ns:
-            raise FileChanged(f"{self.path} was written to while it was read: {WAY_OUT}")
+        if not os.path.samestat(opened, now):
+            raise FileChanged(f"{self.path} was replaced by another file while it was read: {_RETRY}")
+        if now.st_size != opened.st_size:
+            raise FileChanged(f"{self.path} changed while it was read, from {opened.st_size:,} to {now.st_size:,} bytes: {_RETRY}")
+        if now.st_mtime_ns != opened.st_mtime_ns:
+            raise FileChanged(f"{self.path} was written to while it was read: {_RETRY}")

@@ -1,4 +1,4 @@
-"""Files that are written: under a hidden name until they are whole, locks on folders, what a file is recognised by."""
+"""Files that are written under a hidden name until they are complete, locks on directories, and fingerprints of files."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ import hashlib
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from .json import parse_json
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows: no lock
-    fcntl = None
 
-# EFBIG is what a file size limit (ulimit -f) gives.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What file systems without hard links say.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: a file size limit (ulimit -f)
+# Errors of link() and fsync() on file systems that lack them.
 NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
-# What those say of fsync() that have none.
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-MAX_NAME_BYTES = 200  # of 255, for what is added
+MAX_NAME_BYTES = 200  # of 255; the rest is for what is added
 FRESH_SECONDS = 10
 LOCK_ATTEMPTS = 100
 
 
 def partial_path(path: Path) -> Path:
-    """The name that a file has until it is whole."""
+    """Return the path under which a file is written until it is complete."""
     name = path.name
     if len(raw := os.fsencode(name)) > MAX_NAME_BYTES:
         name = f"{name[:MAX_NAME_BYTES // 8]}-{hashlib.sha256(raw).hexdigest()[:16]}"
@@ -41,18 +38,18 @@ def partial_path(path: Path) -> Path:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """For reading and writing, made where it is missing; no links are followed: names of partial files can be guessed."""
+    """Open a file for reading and writing, and create it if it is missing. Follows no link, because names of partial files are predictable."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
     return open(fd, "r+b")
 
 
 def move_into_place(partial: Path, path: Path, force: bool) -> None:
-    """The partial file gets a name, and may keep its own. FileExistsError if there is one, without force."""
+    """Give a partial file its final name; it may keep the old one too. FileExistsError if `path` exists and force is False."""
     if force:
         os.replace(partial, path)
         return
     try:
-        os.link(partial, path)  # which replaces nothing
+        os.link(partial, path)  # never replaces a file
     except FileExistsError:
         raise
     except OSError as e:
@@ -65,8 +62,10 @@ def move_into_place(partial: Path, path: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def write_atomically(path: Path, force: bool = True) -> Iterator[Path]:
-    """The name, this process's alone, of a file that is written within it and then becomes `path`. It is removed after an error.
-    FileExistsError if there is one by then, without force."""
+    """Yield a temporary path that becomes `path` at the end, or is removed after an error.
+
+    FileExistsError if `path` exists at the end and force is False.
+    """
     part = partial_path(path).with_suffix(f".{os.getpid()}.part")
     try:
         yield part
@@ -75,14 +74,14 @@ def write_atomically(path: Path, force: bool = True) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def free_space(folder: Path) -> float:
-    """Bytes that may be written; without end where the drive does not say, as some network and FUSE drives do not."""
-    usage = shutil.disk_usage(folder)
+def free_space(directory: Path) -> float:
+    """Return the bytes that can be written; infinity if the drive does not tell, as some network and FUSE drives do not."""
+    usage = shutil.disk_usage(directory)
     return usage.free if usage.total else math.inf
 
 
 def sync(file: BinaryIO) -> None:
-    """What was written goes to the disk, if the drive can be told so."""
+    """Flush a file to the disk, if the drive supports that."""
     file.flush()
     try:
         os.fsync(file.fileno())
@@ -92,22 +91,22 @@ def sync(file: BinaryIO) -> None:
 
 
 def mapping_error(path: Path, error: OSError) -> str:
-    """What to say where a file cannot be mapped into memory."""
+    """Return the message for a file that cannot be mapped into memory."""
     drive = ", its drive does not allow it: copy it to a local disk" if error.errno == errno.ENODEV else ""
     return f"cannot map {path} into memory ({error.strerror}){drive}"
 
 
 def allocated_bytes(path: Path) -> int:
-    """Bytes on the disk that a file takes."""
+    """Return the bytes that a file occupies on the disk."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0
-    return getattr(found, "st_blocks", 0) * 512
+    return getattr(status, "st_blocks", 0) * 512
 
 
 def is_plain_file(path: Path) -> bool:
-    """False for links, and for names that no file can have."""
+    """Return whether the path is a file and no link; False for names that no file can have."""
     try:
         return path.is_file() and not path.is_symlink()
     except OSError:
@@ -115,75 +114,81 @@ def is_plain_file(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock_directory(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Within it a lock on the folder is held, unless the value is False. waiting: called before it waits for another run's; None:
-    it does not wait."""
-    if fcntl is None:
+def lock_directory(directory: Path, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Lock a directory; yields whether the lock is held.
+
+    on_wait: called before waiting for another run's lock; None: do not wait. Windows and some file systems have no locks.
+    """
+    if sys.platform == "win32":
         yield False
         return
-    fd = os.open(folder, os.O_RDONLY)
+    fd = os.open(directory, os.O_RDONLY)
     try:
-        has_lock = _flock(fd, waiting)
-        yield has_lock
+        yield _lock(fd, on_wait)
     finally:
         os.close(fd)
 
 
-def _flock(fd: int, waiting: Callable[[], None] | None) -> bool:
+def _lock(fd: int, on_wait: Callable[[], None] | None) -> bool:
+    if sys.platform == "win32":
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
-        if waiting is None:
+        if on_wait is None:
             return False
     except OSError:  # a file system without locks
         return False
-    waiting()
+    on_wait()
     fcntl.flock(fd, fcntl.LOCK_EX)
     return True
 
 
-def remove_stale_directories(folder: Path, prefix: str, say: Callable[[str], None]) -> None:
-    """Removes folders for temporary files whose run was killed, and names them: nobody holds the lock of such a folder."""
-    for path in folder.glob(f"{prefix}*"):
-        # not one that was made this moment, and will be locked in the next
+def remove_stale_directories(parent: Path, prefix: str, log: Callable[[str], None]) -> None:
+    """Remove the temporary directories of killed runs, which nobody has locked, and log their names."""
+    for path in parent.glob(f"{prefix}*"):
+        # a directory that was created just now may not be locked yet
         if path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < FRESH_SECONDS:
             continue
         with lock_directory(path) as has_lock:
             if has_lock:
                 shutil.rmtree(path, ignore_errors=True)
-                say(f"removed what a killed run left: {path}")
+                log(f"removed temporary files of a killed run: {path}")
 
 
 @contextlib.contextmanager
-def temporary_directory(folder: Path, prefix: str, say: Callable[[str], None]) -> Iterator[Path]:
-    """A folder of this process in another one, locked and removed at its end; what killed runs left of the same prefix goes before."""
-    remove_stale_directories(folder, prefix, say)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as name, lock_directory(Path(name)):
+def temporary_directory(parent: Path, prefix: str, log: Callable[[str], None]) -> Iterator[Path]:
+    """Yield a locked temporary directory, after removing those of killed runs with the same prefix."""
+    remove_stale_directories(parent, prefix, log)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, lock_directory(Path(name)):
         yield Path(name)
 
 
-class Described(Protocol):
-    """What a JSON file says of the file beside it."""
+class FileRecord(Protocol):
+    """A dataclass stored as JSON next to the file that it describes. result: fingerprint of that file."""
 
-    result: dict  # fingerprint
-
-
-Record = TypeVar("Record", bound=Described)
+    @property
+    def result(self) -> dict[str, Any]: ...
 
 
-def read_record(cls: type[Record], path: Path, kept: Path) -> Record | None:
-    """Of a dataclass whose fields are the keys; None if there is no such record at `path`, or if `kept` is another file than it
-    describes. cls raises ValueError for values that are none: the file may have been written by anyone."""
+Record = TypeVar("Record", bound=FileRecord)
+
+
+def read_record(cls: type[Record], path: Path, described: Path) -> Record | None:
+    """Read a dataclass whose fields are the JSON keys. None if there is no valid record, or `described` is another file than it says.
+
+    cls raises ValueError for wrong values: anyone may have written the record.
+    """
     try:
         record = cls(**parse_json(path.read_text()))
-        return record if record.result == fingerprint(kept) else None
+        return record if record.result == fingerprint(described) else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def fingerprint(path: Path, n_header: int = 0) -> dict:
-    """Size and SHA-256 of the first n_header bytes and of 256 pieces of 16 KiB spread over the file, of a short file all."""
+def fingerprint(path: Path, n_header: int = 0) -> dict[str, Any]:
+    """Return the file's size and the SHA-256 of its first n_header bytes and of 256 evenly spaced pieces of 16 KiB (all of a short file)."""
     n_bytes, n_pieces, piece = path.stat().st_size, 256, 16384
     digest = hashlib.sha256()
     with open(path, "rb") as f:

@@ -1,19 +1,20 @@
-"""JSON from files that the programs keep, and that anyone may have changed since."""
+"""JSON files that an earlier run wrote and that anyone may have changed since."""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 
-def parse_json(text: str | bytes):
-    """ValueError for what is no JSON, or is nested too deeply to be read."""
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. ValueError also for text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as e:
         raise ValueError("nested too deeply") from e
 
 
-def is_number(value) -> bool:
-    """True for what can be reckoned with as a float: no text, no truth value, finite."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+def is_number(value: object) -> bool:
+    """Return whether the value is a finite int or float; bool does not count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""Sizes of memory in bytes."""
+"""Bytes in units of memory."""
 
 from __future__ import annotations
 
