@@ -379,7 +379,7 @@ def test_folder_that_is_no_checkpoint(folder):
     write_gguf(folder.source / "model.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)})
     folder.error(f"pass one of its files, such as {folder.source / 'model.gguf'}")
     folder.source = folder.source / "tokenizer.model"
-    folder.error("is not a GGUF file", "or the folder of a Hugging Face checkpoint")
+    folder.error("is not a GGUF file", "or the directory of a Hugging Face checkpoint")
 
 
 def test_output_is_no_file_of_the_checkpoint(folder):

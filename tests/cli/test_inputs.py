@@ -146,7 +146,7 @@ def test_an_importance_matrix_of_zeros_is_refused(lib, source, tmp_path, capsys)
     entries = {n: (np.zeros((1, 512), np.float32), [4]) for n in NAMES if "ffn" in n}
     path = write_imatrix(tmp_path / "im.gguf", entries)
     args = (source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
-    run_badly(capsys, *args, parts=("--imatrix", "im.gguf", "nothing but zeros", "llama-imatrix -m MODEL -f TEXT"))
+    run_badly(capsys, *args, parts=("--imatrix", "im.gguf", "only zeros", "llama-imatrix -m MODEL -f TEXT"))
     write_imatrix(path, entries | {NAMES[1]: (np.ones((1, 512), np.float32), [4])})
     run_well(capsys, *args)
 

@@ -141,7 +141,7 @@ COUNTS = f"{DOWN}.moment_counts"
     ({"tensors": with_value("block", MATRIX + 2, -4.0)}, (DOWN, "column 257", "-4", "not negative")),
     ({"tensors": {COUNTS: np.array([[0]])}}, (DOWN, "no token")),
     ({"tensors": {COUNTS: np.array([[np.nan]])}}, (DOWN, "count 0 is nan")),
-    ({"tensors": {COUNTS: np.array([[3], [4]])}}, (DOWN, "moments of 1 matrices and counts of 2")),
+    ({"tensors": {COUNTS: np.array([[3], [4]])}}, (DOWN, "Hessians of 1 matrices and counts of 2")),
     ({"tensors": {COUNTS: None}}, (COUNTS, "is not in the file")),
     ({"tensors": {f"{DOWN}.in_moments": None}}, (f"{DOWN}.in_moments", "is not in the file", "imatrix.moments.inputs")),
     ({"tensors": {f"{DOWN}.in_moments": np.ones((1, 2 * MATRIX), np.float16)}}, ("f16", "must be f32")),

@@ -122,7 +122,7 @@ SOUND = entry(UP.encode(), 4, np.ones(320))
     (struct.pack("<ii", 1, 4) + b"a\0\xffb" + bytes(50), ("is no importance matrix", "the name of entry 1 of 1 is b'a")),
     (struct.pack("<i", 1) + SOUND[:-3], ("is no importance matrix", "entry 1 of 1, blk.0.ffn_up.weight, needs")),
     (struct.pack("<i", 2) + SOUND + SOUND[:40], ("truncated or damaged", "entry 2 of 2")),
-    (struct.pack("<i", 2) + SOUND + SOUND, ("truncated or damaged", "which was there before")),
+    (struct.pack("<i", 2) + SOUND + SOUND, ("truncated or damaged", "which is a duplicate")),
     (struct.pack("<i", 1) + entry(UP.encode(), 4, np.ones(0)), ("the number of sums of entry 1 of 1, blk.0.ffn_up.weight, is 0",)),
     (struct.pack("<i", 2) + SOUND + entry(b"x", 4, np.ones(5))[:-20] + b"", ("truncated or damaged", "needs")),
     (struct.pack("<i", 1) + struct.pack("<i", 1) + b"x" + struct.pack("<ii", 4, 2**31 - 1), ("entry 1 of 1, x, needs 8,589,934,",)),
@@ -131,7 +131,7 @@ SOUND = entry(UP.encode(), 4, np.ones(320))
     (struct.pack("<i", 1) + entry(UP.encode(), 4, np.float32([1, np.nan])), (UP, "value 1 of", "nan, must be finite")),
     (struct.pack("<i", 1) + entry(UP.encode(), 4, np.float32([1, -1])), (UP, "-1, must be finite and not negative")),
     (struct.pack("<i", 1) + entry(UP.encode(), 1, np.float32([1, 1e16])), (UP, "an importance is 1e+16")),
-    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.zeros(320)), ("nothing but zeros",)),
+    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.zeros(320)), ("only zeros",)),
     (struct.pack("<i", 1) + entry(UP.encode(), 4, np.ones(256)), (UP, "256 importances, the model needs 320", "another model")),
 ])
 def test_bad_files(tmp_path, source, content, parts):

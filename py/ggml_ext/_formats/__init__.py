@@ -1,1 +1,1 @@
-"""Bytes on disk: GGUF files, split models, importance matrices, second moments."""
+"""Bytes on disk: GGUF files, split models, importance matrices, Hessians."""

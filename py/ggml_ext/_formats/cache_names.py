@@ -1,4 +1,4 @@
-"""Names of the files that a run keeps beside OUT for the next one."""
+"""Names of the files that a run caches next to OUT for the next one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def imatrix_cache_name(stem: str, layers: Sequence[int] | None = None) -> str:
-    """Name of the importance matrix that a calibration keeps. stem: of the model; layers: those that it is of, None for all."""
+    """Return the name of a model's cached importance matrix. layers: those that it covers, None for all."""
     return f"{stem}.imatrix{'' if layers is None else f'.layers-{layers[0]}-{layers[-1]}'}.gguf"
 
 
 def choice_cache_name(stem: str) -> str:
-    """Name of the file with what was measured for a target."""
+    """Return the name of a model's cached sensitivities."""
     return f"{stem}.choice.json"

@@ -1,24 +1,24 @@
-"""How many tokens a model is run on at once."""
+"""Context lengths of a model."""
 
 from __future__ import annotations
 
 from .gguf_file import GGUFFile
 
-N_CONTEXT = 512  # tokens of a chunk, as in llama.cpp's programs
+N_CONTEXT = 512  # tokens per chunk, as in llama.cpp's programs
 POSITIONS = "position_embd.weight"
 
 
 def trained_context(file: GGUFFile) -> int | None:
-    """Tokens that a model was trained with at most, where the file says so."""
-    found = file.value(f"{file.value('general.architecture', '')}.context_length")
-    return found if type(found) is int and found > 0 else None
+    """Return the model's training context; None if the file does not say."""
+    length = file.value(f"{file.value('general.architecture', '')}.context_length")
+    return length if type(length) is int and length > 0 else None
 
 
 def context_length(file: GGUFFile) -> int:
-    """Tokens of a chunk: no more than the model was trained with."""
+    """Return the tokens per chunk: N_CONTEXT, or the training context if that is shorter."""
     return min(N_CONTEXT, trained_context(file) or N_CONTEXT)
 
 
 def position_limit(file: GGUFFile) -> int | None:
-    """Tokens after which a model with learned positions has none left, and llama.cpp ends; None for other models."""
+    """Return the number of learned positions, beyond which llama.cpp aborts; None for models without them."""
     return trained_context(file) if any(t.name == POSITIONS for t in file.tensors) else None

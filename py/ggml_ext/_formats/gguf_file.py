@@ -1,9 +1,8 @@
-"""GGUF files as the quantizer needs them: a checked header walk, rows by their place, and the header of the output.
+"""GGUF files: a checked header, random access to rows, and the header of the output.
 
-gguf.GGUFReader and GGUFWriter are not used here for three measured reasons: the reader makes numpy objects for every
-array element (19 s and 1.3 GB for a vocabulary of 256,000), it trusts the counts and sizes in the file, and the
-writer cannot write empty arrays. Key/value pairs are copied as the bytes they are, so that nothing can be lost.
-Format: ggml's docs/gguf.md, with the limits that ggml's own reader sets.
+This module replaces gguf.GGUFReader and GGUFWriter. The reader creates numpy objects for every array element (19 s and 1.3 GB for a
+vocabulary of 256,000) and trusts the counts and sizes in the file; the writer cannot write empty arrays. Key/value pairs are copied as
+raw bytes, so nothing is lost. Format: ggml's docs/gguf.md, with the limits of ggml's own reader.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_VERSION, GGMLQuantizationType, GGUFValueType
@@ -29,9 +29,9 @@ from .._base.types import RETIRED_TYPES, TYPES
 MAGIC = b"GGUF"
 VERSIONS = (2, GGUF_VERSION)  # 2 and 3 have the same layout
 MAX_DIMS = 4  # GGML_MAX_DIMS
-MAX_NAME = 64  # GGML_MAX_NAME, with the terminating zero
+MAX_NAME = 64  # GGML_MAX_NAME, including the terminating zero
 MAX_ELEMENTS = 2**63 - 1
-PIECE = 1 << 20  # of the header, read at once
+PIECE = 1 << 20  # bytes of the header per read
 SCALAR_FORMATS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -48,24 +48,28 @@ SCALAR_FORMATS = {
 
 
 def pad(n: int, alignment: int) -> int:
-    """n rounded up to a multiple of alignment."""
+    """Round n up to a multiple of alignment."""
     return (n + alignment - 1) // alignment * alignment
 
 
 @dataclass(frozen=True)
 class KeyValue:
+    """One entry of a file's metadata."""
+
     key: str
     type: GGUFValueType
     value: int | float | bool | str | None  # None for arrays
-    raw: bytes  # type and value as in the file
+    raw: bytes  # type and value, as in the file
 
 
 @dataclass(frozen=True)
 class Tensor:
+    """A tensor's entry in a header."""
+
     name: str
     ne: tuple[int, ...]  # dimensions, fastest first, as ggml writes them
     type: GGMLQuantizationType
-    offset: int  # from the start of the file
+    offset: int  # in the file
     n_bytes: int
 
     @property
@@ -78,16 +82,16 @@ class Tensor:
 
     @property
     def n_dims(self) -> int:
-        """Dimensions as ggml counts them: trailing ones do not."""
+        """Number of dimensions without trailing ones, as ggml counts them."""
         return max((i + 1 for i, n in enumerate(self.ne) if n > 1), default=1)
 
     def bytes_as(self, qtype: GGMLQuantizationType) -> int:
-        """Bytes of its data in another type, whose blocks must fit its rows."""
+        """Return the size of the data in another type, whose block size must divide the rows."""
         return row_bytes(qtype, self.ne[0]) * self.n_rows
 
 
 def row_bytes(qtype: GGMLQuantizationType, n_per_row: int) -> int:
-    """Bytes of a row of n_per_row elements, which must be a multiple of the type's block size."""
+    """Return the bytes of a row of n_per_row elements, a multiple of the type's block size."""
     block_size, block_bytes = GGML_QUANT_SIZES[qtype]
     return n_per_row // block_size * block_bytes
 
@@ -98,14 +102,14 @@ def bits_per_weight(qtype: GGMLQuantizationType) -> float:
 
 
 class _Cursor:
-    """Reads the header front to back; every step is checked against the size of the file."""
+    """Reads the header front to back and checks every step against the size of the file."""
 
     def __init__(self, source: FileReader):
         self.path, self.position = source.path, 0
-        self.source, self.data = source, bytearray()  # what was read so far
+        self.source, self.data = source, bytearray()  # the bytes read so far
 
     def skip(self, n_bytes: int, what: str) -> int:
-        """Position before the skipped bytes."""
+        """Advance by n_bytes and return the old position."""
         start, end = self.position, self.position + n_bytes
         if end > self.source.n_bytes:
             raise UserError(
@@ -117,7 +121,7 @@ class _Cursor:
         self.position = end
         return start
 
-    def scalar(self, fmt: str, what: str):
+    def scalar(self, fmt: str, what: str) -> Any:
         return struct.unpack_from(fmt, self.data, self.skip(struct.calcsize(fmt), what))[0]
 
     def string(self, what: str) -> bytes:
@@ -144,7 +148,7 @@ class _Cursor:
         what = f"key {key!r}"
         start = self.position
         vtype = self.value_type(what)
-        value = None
+        value: int | float | bool | str | None = None
         if vtype == GGUFValueType.ARRAY:
             self._array(what)
         elif vtype == GGUFValueType.STRING:
@@ -167,7 +171,7 @@ class _Cursor:
 
 
 def has_magic(path: Path) -> bool:
-    """True if the file begins as GGUF files do. UserError if it cannot be read."""
+    """Return whether the file begins with GGUF's magic number. UserError if it cannot be read."""
     try:
         with open(path, "rb") as f:
             return f.read(len(MAGIC)) == MAGIC
@@ -176,11 +180,11 @@ def has_magic(path: Path) -> bool:
 
 
 class BigEndianFile(UserError):
-    """A sound file, perhaps, that only gguf's own tools read."""
+    """A big-endian file, which only gguf's own tools read."""
 
 
 class GGUFFile:
-    """A GGUF file. The constructor reads and checks the whole header; UserError if it is not sound."""
+    """A GGUF file. The constructor reads and checks the complete header; UserError if it is damaged."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -194,7 +198,7 @@ class GGUFFile:
         self.n_bytes = self._source.n_bytes
         if self._source.read(0, min(len(MAGIC), self.n_bytes)) != MAGIC:
             raise UserError(
-                f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the folder of a "
+                f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; pass one, or the directory of a "
                 "Hugging Face checkpoint with its config.json"
             )
         cursor = _Cursor(self._source)
@@ -211,20 +215,21 @@ class GGUFFile:
 
     @property
     def parts(self) -> list[GGUFFile]:
-        """The files it lies in, one by one."""
+        """The files of a split model, or this file."""
         return [self]
 
     @property
     def stem(self) -> str:
-        """Its name without the ending."""
+        """The file's name without its suffix."""
         return self.path.name.removesuffix(".gguf")
 
     @property
     def has_more(self) -> bool:
-        """Whether something follows that begins as another GGUF file does."""
+        """Whether another GGUF file is appended to this one."""
         end = max((t.offset + t.n_bytes for t in self.tensors), default=self.n_bytes)
         return any(
-            self._source.read(at, len(MAGIC)) == MAGIC for at in {end, pad(end, self.alignment)} if at + len(MAGIC) <= self.n_bytes
+            self._source.read(start, len(MAGIC)) == MAGIC
+            for start in {end, pad(end, self.alignment)} if start + len(MAGIC) <= self.n_bytes
         )
 
     def _read_counts(self, cursor: _Cursor) -> tuple[int, int]:
@@ -239,7 +244,7 @@ class GGUFFile:
                 f"{self.path} is GGUF version {version}, this tool reads {' and '.join(map(str, VERSIONS))}"
             )
         n_tensors, n_kv = cursor.scalar("<Q", "the tensor count"), cursor.scalar("<Q", "the key count")
-        # A key/value pair takes at least 8 + 4 + 1 bytes, a tensor info 8 + 4 + 8 + 4 + 8.
+        # minimum sizes: key/value pair 8 + 4 + 1 bytes, tensor info 8 + 4 + 8 + 4 + 8
         least = n_kv * 13 + n_tensors * 32
         if least > self.n_bytes:
             raise UserError(
@@ -252,16 +257,16 @@ class GGUFFile:
         kv = self.metadata.get("general.alignment")
         if kv is None:
             return GGUF_DEFAULT_ALIGNMENT
-        if kv.type != GGUFValueType.UINT32 or kv.value == 0 or kv.value & (kv.value - 1):
-            raise UserError(
-                f"{self.path}: general.alignment is {kv.value} ({kv.type.name}), must be a power of two (UINT32)"
-            )
-        return kv.value
+        value = kv.value
+        if kv.type != GGUFValueType.UINT32 or not isinstance(value, int) or value == 0 or value & (value - 1):
+            raise UserError(f"{self.path}: general.alignment is {value} ({kv.type.name}), must be a power of two (UINT32)")
+        return value
 
     def _read_tensors(self, cursor: _Cursor, n_tensors: int) -> list[Tensor]:
         infos = [self._read_tensor_info(cursor, f"tensor info {i + 1} of {n_tensors}") for i in range(n_tensors)]
         start = pad(cursor.position, self.alignment)
-        tensors, names = [], set()
+        names: set[str] = set()
+        tensors: list[Tensor] = []
         for name, ne, qtype, offset in infos:
             n_bytes = row_bytes(qtype, ne[0]) * prod(ne[1:])
             if name in names:
@@ -328,25 +333,25 @@ class GGUFFile:
         return name, ne, qtype, offset
 
     def rows(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
-        """Rows first..first+count-1 of the flattened tensor: uint8 (count, row_bytes). UserError if they cannot be read any more."""
+        """Read `count` rows of the flattened tensor, from row `first` on: uint8 (count, row_bytes). UserError if that fails."""
         return self.pieces(tensor, row_bytes(tensor.type, tensor.ne[0]), first, count)
 
     def pieces(self, tensor: Tensor, size: int, first: int, count: int) -> np.ndarray:
-        """The same of pieces of `size` bytes: uint8 (count, size)."""
+        """Read `count` pieces of `size` bytes, from piece `first` on: uint8 (count, size)."""
         data = self._source.read(tensor.offset + first * size, count * size)
         return np.frombuffer(data, np.uint8).reshape(count, size)
 
     def is_hole(self, tensor: Tensor) -> bool:
-        """Whether its data are zeros that take no room on the disk."""
+        """Return whether the tensor's data is a hole of a sparse file."""
         return self._source.is_hole(tensor.offset, tensor.n_bytes)
 
     def check_unchanged(self) -> None:
-        """FileChanged where it is another file by now, or was written to after it was opened."""
+        """Raise FileChanged if the file was replaced or written to after it was opened."""
         self._source.check_unchanged()
 
     @contextlib.contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """FileChanged in place of other errors where that explains them: of programs that read the file, say."""
+        """Replace a UserError in the block by FileChanged if the file has changed, as that explains errors of programs that read it."""
         try:
             yield
         except UserError:
@@ -354,18 +359,18 @@ class GGUFFile:
             raise
 
     def _array_payload(self, key: str, element: GGUFValueType) -> tuple[int, bytes] | None:
-        """Count and bytes of an array of that element type; None if the key is missing or something else."""
+        """Return count and bytes of an array; None if the key is missing or has another type."""
         kv = self.metadata.get(key)
         if kv is None or kv.type != GGUFValueType.ARRAY or struct.unpack_from("<I", kv.raw, 4)[0] != element:
             return None
         return struct.unpack_from("<Q", kv.raw, 8)[0], kv.raw[16:]
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings; None if the key is missing or something else."""
-        found = self._array_payload(key, GGUFValueType.STRING)
-        if found is None:
+        """Return an array of strings; None if the key is missing or has another type."""
+        payload = self._array_payload(key, GGUFValueType.STRING)
+        if payload is None:
             return None
-        count, raw = found
+        count, raw = payload
         out, position = [], 0
         for _ in range(count):
             (n_bytes,) = struct.unpack_from("<Q", raw, position)
@@ -374,19 +379,19 @@ class GGUFFile:
         return out
 
     def floats(self, key: str) -> np.ndarray | None:
-        """An array of float32, shape (n,); None if the key is missing or something else."""
-        found = self._array_payload(key, GGUFValueType.FLOAT32)
-        return None if found is None else np.frombuffer(found[1], "<f4")
+        """Return an array of float32, shape (n,); None if the key is missing or has another type."""
+        payload = self._array_payload(key, GGUFValueType.FLOAT32)
+        return None if payload is None else np.frombuffer(payload[1], "<f4")
 
     def integers(self, key: str) -> list[int] | None:
-        """An array of integers of 32 bits; None if the key is missing or something else."""
+        """Return an array of 32-bit integers; None if the key is missing or has another type."""
         for element, dtype in ((GGUFValueType.INT32, "<i4"), (GGUFValueType.UINT32, "<u4")):
-            if found := self._array_payload(key, element):
-                return np.frombuffer(found[1], dtype, found[0]).tolist()
+            if payload := self._array_payload(key, element):
+                return np.frombuffer(payload[1], dtype, payload[0]).tolist()
         return None
 
-    def value(self, key: str, default=None):
-        """Value of a scalar or string key; default if it is missing."""
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a scalar or string key; default if it is missing."""
         kv = self.metadata.get(key)
         return default if kv is None else kv.value
 
@@ -404,7 +409,7 @@ def int32_value(key: str, value: int) -> KeyValue:
 
 
 def string_value(key: str, value: str) -> KeyValue:
-    """value: may be the name of a file, which need not be UTF-8."""
+    """Build a string entry; a file name need not be UTF-8."""
     value = to_utf8(value)
     raw = value.encode()
     return KeyValue(key, GGUFValueType.STRING, value, struct.pack("<IQ", GGUFValueType.STRING, len(raw)) + raw)
@@ -416,7 +421,7 @@ def strings_value(key: str, values: list[str]) -> KeyValue:
 
 
 def floats_value(key: str, values: np.ndarray) -> KeyValue:
-    """values: float32 (n,)."""
+    """Build an array entry of float32 (n,)."""
     return _array(key, GGUFValueType.FLOAT32, len(values), values.astype("<f4").tobytes())
 
 
@@ -427,7 +432,7 @@ def _array(key: str, element: GGUFValueType, count: int, raw: bytes) -> KeyValue
 def pack_header(
     metadata: dict[str, KeyValue], tensors: list[Tensor], types: list[GGMLQuantizationType], alignment: int
 ) -> bytes:
-    """All before the data of a file with `tensors` stored as `types`, padded as each tensor's data will be."""
+    """Serialize the header of a file with `tensors` stored as `types`, padded to the alignment."""
     out = bytearray(MAGIC + struct.pack("<IQQ", GGUF_VERSION, len(tensors), len(metadata)))
 
     def add_string(text: str) -> None:
@@ -446,4 +451,5 @@ def pack_header(
 
 
 def header_bytes(file: GGUFFile) -> int:
+    """Return the size of a file's header."""
     return min((t.offset for t in file.tensors), default=file.n_bytes)

@@ -1,12 +1,13 @@
-"""Teaches the `gguf` package our types at run time.
+"""Registers the ggml-ext types with the `gguf` package at run time.
 
-`gguf` decides by three tables: the IntEnum GGMLQuantizationType (which a reader looks up by value), GGML_QUANT_SIZES
-and the classes registered with gguf.quants. LlamaFileType names general.file_type.
+gguf looks types up in three tables: the enum GGMLQuantizationType, GGML_QUANT_SIZES and the classes registered with gguf.quants.
+LlamaFileType names general.file_type.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any, TypeVar
 
 import gguf
 import gguf.quants
@@ -15,42 +16,40 @@ import numpy as np
 from .. import quants
 from .._base.types import TYPES, TypeInfo
 
-# The base of gguf's quantization classes has no public name.
-_QuantBase = gguf.quants.Q8_0.__base__
+Enum = TypeVar("Enum", bound=IntEnum)
+
+# gguf's base class of quantizations has no public name.
+_QuantBase: Any = gguf.quants.Q8_0.__base__
 
 
-def add_enum_member(enum: type[IntEnum], name: str, value: int) -> IntEnum:
-    """Adds a member to a finished IntEnum: reachable by value, by name, as attribute and in iteration.
+def add_enum_member(enum: type[Enum], name: str, value: int) -> Enum:
+    """Add a member to a finished IntEnum, for look-up by value, name and attribute and for iteration; enum has no public way to do so.
 
-    enum has no public way to extend a class that has members. Adding the same member again changes nothing; raises
-    ImportError if the name or the value means something else already, as a later gguf release might do.
+    Adding the same member again changes nothing. ImportError if the name or the value is taken, as by a later gguf release.
     """
     by_value, by_name = enum._value2member_map_.get(value), enum.__members__.get(name)
-    if by_value is not None and by_value is by_name:
-        return by_value
+    if by_name is not None and by_value is by_name:
+        return by_name
     if by_value is not None or by_name is not None:
         raise ImportError(
             f"gguf defines {enum.__name__} {by_value or by_name!r} already, which clashes with {name} = {value} "
             "of ggml_ext: use the gguf release that this version of ggml_ext names"
         )
     member = int.__new__(enum, value)
-    member._name_ = name
-    member._value_ = value
-    member._sort_order_ = len(enum._member_names_)
-    member.__objclass__ = enum
+    for attribute, content in (("_name_", name), ("_value_", value), ("_sort_order_", len(enum._member_names_)), ("__objclass__", enum)):
+        setattr(member, attribute, content)
     type.__setattr__(enum, name, member)
     enum._member_names_.append(name)
     enum._member_map_[name] = member
     enum._value2member_map_[value] = member
-    if hasattr(enum, "_hashable_values_"):  # Python 3.13 asks this list for `value in enum`
-        enum._hashable_values_.append(value)
+    getattr(enum, "_hashable_values_", []).append(value)  # Python 3.13 asks this list for `value in enum`
     return member
 
 
-def _register_quants(info: TypeInfo, qtype: IntEnum) -> None:
+def _register_quants(info: TypeInfo, qtype: gguf.GGMLQuantizationType) -> None:
     reference = quants.reference(info.name)
 
-    class Quant(_QuantBase, qtype=qtype):
+    class Quant(_QuantBase, qtype=qtype):  # type: ignore[call-arg]  # mypy does not see __init_subclass__ of a base of type Any
         @classmethod
         def quantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
             return reference.quantize_blocks(blocks)
@@ -63,7 +62,7 @@ def _register_quants(info: TypeInfo, qtype: IntEnum) -> None:
 
 
 def extend_gguf() -> None:
-    """Adds all types to gguf; safe to call again."""
+    """Register all types with gguf; repeated calls change nothing."""
     for info in TYPES.values():
         qtype = add_enum_member(gguf.GGMLQuantizationType, info.name.upper(), int(info.id))
         gguf.GGML_QUANT_SIZES[qtype] = (info.block_size, info.block_bytes)

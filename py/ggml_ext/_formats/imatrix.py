@@ -1,7 +1,7 @@
-"""Importance matrices of llama-imatrix: for every column of a weight matrix the mean square of what it is multiplied with.
+"""Importance matrices of llama-imatrix: the mean square of each input column of a weight matrix, which is the Hessian's diagonal.
 
-Source of formats and normalisation: llama.cpp, common/imatrix-loader.cpp and load_imatrix() of tools/quantize/quantize.cpp; of
-the old format, which knows no tokens of experts, save_imatrix_legacy() of tools/imatrix/imatrix.cpp.
+Formats and normalization follow llama.cpp: common/imatrix-loader.cpp and load_imatrix() of tools/quantize/quantize.cpp. The old format
+(save_imatrix_legacy() of tools/imatrix/imatrix.cpp) does not count tokens per expert.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from .._base.file_reader import FileReader
 from .gguf_file import MAX_NAME, GGUFFile, KeyValue, Tensor, has_magic, string_value, uint32_value
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-# Mean squares of activations stay below 1e9. ggml's encoders sum products of importances and squared weights, and square
-# the sums, in float32: far above this they overflow, and some abort.
+# Mean squares of activations stay below 1e9. Far above LARGEST, ggml's encoders overflow float32, and some abort.
 LARGEST = 1e15
 KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
-# A column whose importance is below DEAD of the mean of its BLOCK counts with FLOOR of it: docs/results/calibration.md. llama.cpp's encoders
-# erase what has no importance at all, and nothing with 1e-8.
+# A column whose importance is below DEAD times the mean of its BLOCK gets FLOOR times that mean, because llama.cpp's encoders erase columns
+# without importance: docs/results/calibration.md.
 BLOCK = 256
 DEAD, FLOOR = 1e-8, 0.1
 
 
 class ImportanceMatrix:
-    """A GGUF importance matrix or an old one (.dat). Values are normalised when asked for."""
+    """An importance matrix in GGUF or in the old format (.dat).
+
+    Attributes:
+        excluded: names of entries that exclude() removed.
+    """
 
     def __init__(self, path: Path):
-        """Opens and checks the whole file. UserError if it is no importance matrix or holds what none can hold."""
+        """Read and check the complete file. UserError if it is no valid importance matrix."""
         self.path = path
         self.is_old = path.is_file() and not has_magic(path)
-        self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # sums, float32 (n,), and tokens of each matrix
-        self.excluded: frozenset[str] = frozenset()  # names of entries that are not used
+        self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # by name: sums float32 (n,), tokens float32 (n_counts,)
+        self.excluded: frozenset[str] = frozenset()
         self._datasets: list[str] | None = None
-        self._n_chunks = None
+        self._n_chunks: object = None
         if self.is_old:
             self._read_old()
         else:
@@ -46,7 +49,7 @@ class ImportanceMatrix:
             self._check_entry(name)
         if not any(sums.any() for sums, _ in self._entries.values()):
             raise UserError(
-                f"--imatrix: {path} holds nothing but zeros, with which all weights are worth the same: make it again with "
+                f"--imatrix: {path} holds only zeros, which give all weights the same importance: make it again with "
                 "llama-imatrix -m MODEL -f TEXT"
             )
 
@@ -66,8 +69,11 @@ class ImportanceMatrix:
         self._datasets, self._n_chunks = file.strings(KEYS[0]), file.value(KEYS[1])
 
     def _read_old(self) -> None:
-        """The number of entries; of each the length of its name, the name, calls, the number of sums, and those; then, perhaps,
-        the number of chunks and the dataset's name. Integers are int32, sums float32: means times calls."""
+        """Read the old format, int32 and float32.
+
+        Number of entries; per entry the name's length, the name, calls, number of sums, sums (means times calls); optionally the number
+        of chunks and the dataset's name.
+        """
         path, n_bytes, position = self.path, self.path.stat().st_size, 0
         data = FileReader(path).read(0, n_bytes) if n_bytes else b""
 
@@ -79,7 +85,7 @@ class ImportanceMatrix:
                 )
             return UserError(f"--imatrix: {path}: truncated or damaged: {what}; make the file again with llama-imatrix -m MODEL -f TEXT")
 
-        def take(n: int, dtype: str, what: str) -> np.ndarray:
+        def read_array(n: int, dtype: str, what: str) -> np.ndarray:
             nonlocal position
             start, end = position, position + n * np.dtype(dtype).itemsize
             if end > n_bytes:
@@ -87,33 +93,33 @@ class ImportanceMatrix:
             position = end
             return np.frombuffer(data, dtype, n, start)
 
-        def number(what: str, least: int, most: int = 2**31 - 1) -> int:
-            value = int(take(1, "<i4", what)[0])
+        def read_number(what: str, least: int, most: int = 2**31 - 1) -> int:
+            value = int(read_array(1, "<i4", what)[0])
             if not least <= value <= most:
                 raise damaged(f"{what} is {value:,}, must be {least:,} to {most:,}")
             return value
 
-        n_entries = number("the number of entries", 1)
+        n_entries = read_number("the number of entries", 1)
         for i in range(1, n_entries + 1):
             what = f"entry {i} of {n_entries}"
-            raw = take(number(f"the length of the name of {what}", 1, MAX_NAME - 1), "u1", what).tobytes()
+            raw = read_array(read_number(f"the length of the name of {what}", 1, MAX_NAME - 1), "u1", what).tobytes()
             name = raw.decode(errors="replace")
             if not name.isprintable() or name in self._entries:
-                raise damaged(f"the name of {what} is {raw!r}{', which was there before' if name in self._entries else ''}")
-            n_calls = number(f"the number of calls of {what}, {name},", -(2**31))
-            n_sums = number(f"the number of sums of {what}, {name},", 1)
-            # without calls the sums are taken as they are
-            self._entries[name] = take(n_sums, "<f4", f"{what}, {name},"), np.float32([max(n_calls, 0) or 1])
+                raise damaged(f"the name of {what} is {raw!r}{', which is a duplicate' if name in self._entries else ''}")
+            n_calls = read_number(f"the number of calls of {what}, {name},", -(2**31))
+            n_sums = read_number(f"the number of sums of {what}, {name},", 1)
+            # without calls the sums are the means
+            self._entries[name] = read_array(n_sums, "<f4", f"{what}, {name},"), np.array([max(n_calls, 0) or 1], np.float32)
         if position < n_bytes:
-            self._n_chunks = number("the number of chunks", -(2**31))
+            self._n_chunks = read_number("the number of chunks", -(2**31))
         if position < n_bytes:
-            raw = take(number("the length of the dataset's name", 0), "u1", "the dataset's name").tobytes()
+            raw = read_array(read_number("the length of the dataset's name", 0), "u1", "the dataset's name").tobytes()
             self._datasets = [raw.decode(errors="replace")]
 
     def _add_entry(self, file: GGUFFile, name: str, sums: Tensor, counts: Tensor | None) -> None:
         where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
         if counts is None:
-            raise UserError(f"{where}: {SUMS} has no {COUNTS} beside it; {way_out}")
+            raise UserError(f"{where}: {SUMS} has no {COUNTS} next to it; {way_out}")
         for tensor in (sums, counts):
             if tensor.type != GGMLQuantizationType.F32:
                 raise UserError(f"{where}: {tensor.name} is {tensor.type.name.lower()}, must be f32; {way_out}")
@@ -121,7 +127,8 @@ class ImportanceMatrix:
             raise UserError(
                 f"{where}: {sums.n_elements:,} sums are no multiple of the {counts.n_elements:,} counts; {way_out}"
             )
-        self._entries[name] = tuple(file.rows(t, 0, t.n_rows).view("<f4").ravel() for t in (sums, counts))
+        values, tokens = (file.rows(t, 0, t.n_rows).view("<f4").ravel() for t in (sums, counts))
+        self._entries[name] = values, tokens
 
     def _check_entry(self, name: str) -> None:
         where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
@@ -141,24 +148,24 @@ class ImportanceMatrix:
         return len(self._entries)
 
     def exclude(self, names: Iterable[str]) -> None:
-        """Entries of these names are not used from now on."""
+        """Remove the entries of these names."""
         self.excluded |= frozenset(names)
         self._entries = {name: entry for name, entry in self._entries.items() if name not in self.excluded}
 
     def names(self) -> list[str]:
-        """Names of the weight matrices that have an entry, in the file's order."""
+        """Return the names of the weight matrices that have an entry, in the file's order."""
         return list(self._entries)
 
     def n_values(self, name: str) -> int:
-        """Number of importances of an entry, of all its matrices together."""
+        """Return the number of importances of an entry, over all its experts."""
         return self._entries[name][0].size
 
     def _tokens(self, name: str) -> np.ndarray:
-        """Of each matrix that has a count, float32 (n_counts,): to the nearest integer, halves up, as the loader's lround()."""
+        """Return the tokens of each counted matrix, float32 (n_counts,), rounded half up as by the loader's lround()."""
         return np.floor(self._entries[name][1].astype(np.float64) + 0.5).astype(np.float32)
 
     def _means(self, name: str) -> np.ndarray:
-        """Float32 (n_counts, n_values / n_counts); ones where no token was seen."""
+        """Return the means float32 (n_counts, n_values / n_counts); ones for matrices without tokens."""
         tokens = self._tokens(name)[:, None]
         sums = self._entries[name][0].reshape(len(tokens), -1)
         out = np.ones(sums.shape, np.float32)
@@ -166,9 +173,9 @@ class ImportanceMatrix:
         return out
 
     def experts_without_tokens(self, tensor: Tensor) -> list[int]:
-        """Experts of a tensor that saw no token, where others did. tensor: of the size of its entry.
+        """Return the experts of a tensor that saw no token, if others did. The tensor must have the size of its entry.
 
-        Old files, and GGUF files made of them, have one count for all experts, and ones for those that saw none.
+        Old files, and GGUF files converted from them, have one count for all experts, and means of one for experts without tokens.
         """
         n_matrices, tokens = self.n_values(tensor.name) // tensor.ne[0], self._tokens(tensor.name)
         if n_matrices == 1:
@@ -180,10 +187,9 @@ class ImportanceMatrix:
         return [] if is_lacking.all() else np.flatnonzero(is_lacking).tolist()
 
     def values(self, tensor: Tensor) -> np.ndarray:
-        """Importances of a tensor of the size of its entry: float32 (n_matrices, n_columns), n_matrices being 1 or its experts.
+        """Return the importances of a tensor that has the size of its entry: float32 (n_experts or 1, n_columns).
 
-        An expert that saw no token gets the mean over the tokens of the others, where llama-quantize takes ones. A matrix alone
-        of which no token is counted, or all experts of which none saw one, have ones.
+        An expert without tokens gets the mean over the tokens of the others (llama-quantize: ones). Without any token all values are one.
         """
         out = self._means(tensor.name).reshape(-1, tensor.ne[0])
         if lacking := self.experts_without_tokens(tensor):
@@ -194,11 +200,11 @@ class ImportanceMatrix:
         return out
 
     def metadata(self) -> list[KeyValue]:
-        """The keys that llama-quantize writes about the importance matrix in use: of files the names alone, as folders are nobody
-        else's business and differ between runs that are equal."""
+        """Return the keys that llama-quantize writes about the importance matrix, with file names instead of paths, so that equal runs
+        write equal files."""
         out = [string_value("quantize.imatrix.file", self.path.name)]
         if self._datasets:
-            # written on any system: this takes both kinds of slashes
+            # the file may come from any system: this splits at both kinds of slashes
             out.append(string_value("quantize.imatrix.dataset", PureWindowsPath(self._datasets[0]).name))
         out.append(uint32_value("quantize.imatrix.entries_count", len(self)))
         if isinstance(self._n_chunks, int) and self._n_chunks > 0:
@@ -207,25 +213,24 @@ class ImportanceMatrix:
 
 
 def _block_means(importances: np.ndarray) -> np.ndarray:
-    """For each of the columns, float64 (n_matrices, n_columns). Blocks with next to nothing count as a little of their matrix, and matrices
-    of zeros as ones."""
+    """Return each column's block mean, float64 (n_matrices, n_columns), at least DEAD times the matrix's mean (one for zero matrices)."""
     starts = np.arange(0, importances.shape[1], BLOCK)
     sizes = np.diff(starts, append=importances.shape[1])
     means = np.add.reduceat(importances, starts, axis=1, dtype=np.float64) / sizes
-    whole = importances.mean(axis=1, dtype=np.float64, keepdims=True)
-    return np.repeat(np.maximum(means, DEAD * np.where(whole > 0, whole, 1)), sizes, axis=1)
+    matrix_means = importances.mean(axis=1, dtype=np.float64, keepdims=True)
+    return np.repeat(np.maximum(means, DEAD * np.where(matrix_means > 0, matrix_means, 1)), sizes, axis=1)
 
 
 def dead_columns(importances: np.ndarray) -> np.ndarray:
-    """Columns whose inputs the calibration left at zero, or next to it: bool, as importances, float32 (n_matrices, n_columns)."""
+    """Return which columns had inputs of almost zero in calibration: bool, shape of importances, float32 (n_matrices, n_columns)."""
     return importances < DEAD * _block_means(importances)
 
 
 def apply_floor(importances: np.ndarray) -> np.ndarray:
-    """What encoders get, of float32 (n_matrices, n_columns): dead columns count a little, for encoders of llama.cpp would erase them."""
+    """Return importances float32 (n_matrices, n_columns) with a floor for dead columns, which llama.cpp's encoders would erase."""
     return np.where(dead_columns(importances), FLOOR * _block_means(importances), importances).astype(np.float32)
 
 
 def n_importances(tensor: Tensor) -> int:
-    """How many importances a weight matrix takes: one a column, for each of its experts."""
+    """Return the number of importances of a weight matrix: one per column and expert."""
     return tensor.ne[0] * (tensor.ne[2] if len(tensor.ne) > 2 else 1)

@@ -1,4 +1,4 @@
-"""Whether a model predicts the next token: perplexity and KL divergence are figures of such predictions."""
+"""Whether a model predicts the next token, which perplexity and KL divergence presuppose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ ENCODERS = frozenset((
 
 
 def describe_other_model(file: GGUFFile) -> str | None:
-    """What a model is that predicts no next token, such as "an encoder (bert)"; None for a language model.
+    """Describe a model that predicts no next token, as "an encoder (bert)"; None for a language model.
 
-    A model that sees what comes later and pools its outputs is an encoder whatever its architecture; one for text by diffusion, which
-    does not pool, has logits.
+    A non-causal model that pools its outputs is an encoder whatever its architecture; text diffusion models do not pool and have logits.
     """
     architecture = file.value("general.architecture", "")
     pooling = file.value(f"{architecture}.pooling_type", PoolingType.NONE)

@@ -1,4 +1,4 @@
-"""Split models, NAME-00001-of-00003.gguf and its neighbours, read as one: the names, keys and checks of llama.cpp's loader."""
+"""Split models (NAME-00001-of-00003.gguf, ...), read as one file with the names, keys and checks of llama.cpp's loader."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ NUMBER_KEY, COUNT_KEY, TENSORS_KEY = SPLIT_KEYS = ("split.no", "split.count", "s
 
 
 def part_name(prefix: str, n: int, count: int) -> str:
-    """Name of part n, from 1 on, as llama.cpp's llama_split_path() makes it."""
+    """Return the name of part n, counted from 1, as llama_split_path() does."""
     return f"{prefix}-{n:05}-of-{count:05}.gguf"
 
 
 def part_names(name: str) -> list[str]:
-    """Names of all parts of the model that the name says it is a part of, in order; the name alone where it says nothing."""
-    found = PART_NAME.fullmatch(name)
-    return [part_name(found[1], n, int(found[3])) for n in range(1, int(found[3]) + 1)] if found else [name]
+    """Return the names of all parts of the model that `name` is a part of, or [name]."""
+    match = PART_NAME.fullmatch(name)
+    return [part_name(match[1], n, int(match[3])) for n in range(1, int(match[3]) + 1)] if match else [name]
 
 
 def model_stem(name: str) -> str:
-    """The model's name in that of a file, whole or a part."""
-    found = PART_NAME.fullmatch(name)
-    return found[1] if found else name.removesuffix(".gguf")
+    """Return the model's name for that of a file or of a part."""
+    match = PART_NAME.fullmatch(name)
+    return match[1] if match else name.removesuffix(".gguf")
 
 
 class SplitGGUF(GGUFFile):
-    """The parts of a model as one file, with the metadata of the first. UserError if they are no parts of one model."""
+    """The parts of a model as one file, with the metadata of the first part. UserError if they do not belong together."""
 
     def __init__(self, files: list[GGUFFile]):
         first = files[0]
@@ -62,7 +62,7 @@ class SplitGGUF(GGUFFile):
 
     @property
     def stem(self) -> str:
-        return PART_NAME.fullmatch(self.path.name)[1]
+        return model_stem(self.path.name)
 
     def rows(self, tensor: Tensor, first: int, count: int) -> np.ndarray:
         return self._file_of[tensor.name].rows(tensor, first, count)
@@ -78,23 +78,19 @@ class SplitGGUF(GGUFFile):
             file.check_unchanged()
 
 
-def _is_count(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
 def open_model(path: Path) -> GGUFFile:
-    """A GGUF file, or all parts of the split model that it is one of. UserError if one is missing or does not belong to it."""
+    """Open a GGUF file, or all parts of the split model that it belongs to. UserError if a part is missing or of another model."""
     file = GGUFFile(path)
     count, number = file.value(COUNT_KEY), file.value(NUMBER_KEY)
-    if not _is_count(count):
+    if type(count) is not int or count < 2:
         return file
-    found = PART_NAME.fullmatch(path.name)
-    if not found or number != int(found[2]) - 1 or count != int(found[3]):
+    match = PART_NAME.fullmatch(path.name)
+    if not match or number != int(match[2]) - 1 or count != int(match[3]):
         which = f"part {number + 1}" if isinstance(number, int) else "one"
         what = f"{path} is {which} of {count} parts of a split model ({NUMBER_KEY}, {COUNT_KEY})"
         if file.has_more:
-            raise UserError(f"{what}, with others behind it: parts are not joined by cat, join them with llama-gguf-split --merge")
-        raise UserError(f"{what}, its name must end in {_ending(number, count)}: give all parts the names that they had")
+            raise UserError(f"{what}, and other parts are appended to it: join parts with llama-gguf-split --merge, not with cat")
+        raise UserError(f"{what}, its name must end in {_required_ending(number, count)}: give all parts their original names")
     paths = [path.with_name(name) for name in part_names(path.name)]
     if missing := [p.name for p in paths if not p.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -106,15 +102,15 @@ def open_model(path: Path) -> GGUFFile:
 
 def _open_part(path: Path, number: int, count: int) -> GGUFFile:
     file = GGUFFile(path)
-    found = file.value(NUMBER_KEY), file.value(COUNT_KEY)
-    if found != (number, count):
-        said = "none" if found == (None, None) else f"{NUMBER_KEY} {found[0]} and {COUNT_KEY} {found[1]}"
+    keys = file.value(NUMBER_KEY), file.value(COUNT_KEY)
+    if keys != (number, count):
+        actual = "none" if keys == (None, None) else f"{NUMBER_KEY} {keys[0]} and {COUNT_KEY} {keys[1]}"
         raise UserError(
-            f"{path} must have {NUMBER_KEY} {number} and {COUNT_KEY} {count}, it has {said}: it is of another model; download or "
+            f"{path} must have {NUMBER_KEY} {number} and {COUNT_KEY} {count}, it has {actual}: it is of another model; download or "
             "split it again"
         )
     return file
 
 
-def _ending(number, count: int) -> str:
+def _required_ending(number: object, count: int) -> str:
     return f"-{number + 1:05}-of-{count:05}.gguf" if isinstance(number, int) else f"-NUMBER-of-{count:05}.gguf"
