@@ -53,7 +53,7 @@ def other_folder(tmp_path, monkeypatch):
 
 
 def test_a_foreign_library_is_named(other_folder, monkeypatch):
-    said = f"LD_LIBRARY_PATH names {other_folder}, which has another libllama.so.0: unset it, or leave that folder out"
+    said = f"LD_LIBRARY_PATH names {other_folder}, which has another libllama.so.0: unset it, or remove that directory from it"
     assert programs.library_conflict() == said
     log = "llama-x: symbol lookup error: libllama.so.0: undefined symbol: ggml_ext_rule\n"
     assert describe_failure("llama-x", 127, log, way_out="reinstall").endswith(f"ggml_ext_rule; {said}")

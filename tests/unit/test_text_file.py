@@ -39,7 +39,7 @@ def refused(path, *parts):
     (WORDS.encode("utf-16-le"), ("a zero at byte 1", "iconv -f UTF-16LE")),
     (WORDS.encode() + b"\0" + WORDS.encode(), ("a zero at byte 4,800", "binary file")),
     (WORDS.encode("latin-1"), ("not in UTF-8", "byte 10 is 0xf6", "iconv -f LATIN1")),
-    (WORDS.encode() + "ö".encode()[:1], ("not in UTF-8", "byte 4,800 is 0xc3", "the last character is cut")),
+    (WORDS.encode() + "ö".encode()[:1], ("not in UTF-8", "byte 4,800 is 0xc3", "the last character is truncated")),
     (b"x" * (text_file.PIECE - 1) + "ö".encode()[:1] + b"x", ("byte 1,048,575 is 0xc3", "iconv -f LATIN1")),
     (b"\x7fELF" + bytes(range(1, 256)) * 20, ("not in UTF-8",)),
 ], ids=["utf-16", "utf-16-be", "utf-32", "utf-32-be", "utf-16-without-mark", "zero", "latin-1", "cut", "between-pieces", "binary"])

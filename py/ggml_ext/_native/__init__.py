@@ -1,1 +1,1 @@
-"""What is compiled: the libraries and programs of llama.cpp, and how they are run."""
+"""Native code: llama.cpp's libraries through ctypes, and its programs."""

@@ -1,6 +1,6 @@
 """Counts the tokens of a text with libllama: python -I count_tokens.py LIBLLAMA MODEL TEXT N_BYTES prints "tokens N".
 
-A program of its own, which needs the standard library alone: where a model's vocabulary is damaged libllama may end the process.
+This is a separate program that needs only the standard library, because libllama may abort on a damaged vocabulary.
 """
 
 import ctypes
@@ -44,8 +44,10 @@ NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 
 
 def count(library: str, model: str, text: bytes) -> int:
-    """As llama-imatrix counts: with the tokens that begin and end a text, special ones in it being plain text. ValueError if there
-    is no vocabulary."""
+    """Count tokens as llama-imatrix does: including BOS and EOS, with special tokens in the text as plain text.
+
+    ValueError if the model has no vocabulary.
+    """
     llama = ctypes.CDLL(library)
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(llama, name)
@@ -58,14 +60,14 @@ def count(library: str, model: str, text: bytes) -> int:
     vocab = llama.llama_model_get_vocab(loaded) if loaded else None
     if not vocab or llama.llama_vocab_type(vocab) == NO_VOCABULARY:
         raise ValueError(f"{model} has no vocabulary")
-    # without room for them it says how many they are, as a negative number
+    # without a buffer it returns the negative count
     return -llama.llama_tokenize(vocab, text, len(text), None, 0, True, False)
 
 
 def main(library: str, model: str, path: str, n_bytes: str) -> None:
     with open(path, "rb") as f:
         text = f.read(int(n_bytes))
-    # a character that is cut is left out; llama.cpp's -f drops one newline at the end
+    # leave out a truncated character and, as llama.cpp's -f does, one newline at the end
     text = text.decode(errors="ignore").encode().removesuffix(b"\n")
     print(f"\ntokens {count(library, model, text)}", flush=True)
 

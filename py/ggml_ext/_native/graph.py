@@ -1,4 +1,4 @@
-"""ggml-ext-graph: what a model's graph does with its tensors, and whether the model runs."""
+"""ggml-ext-graph: how a model's graph uses its tensors, and whether the model runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .process import last_error, run_captured
 from .programs import find_tool
 
 PROGRAM = "ggml-ext-graph"
-PRODUCT, ROWS = "product", "rows"  # others are operations by ggml's names
+PRODUCT, ROWS = "product", "rows"  # uses; others are operations under ggml's names
 
 
 def read_uses(parts: Sequence[Path]) -> dict[str, set[str]] | None:
-    """What the graph does with each tensor, by name. None where llama.cpp builds no graph of the model, or the program is not there."""
+    """Return the uses of each tensor by name. None if llama.cpp cannot build the model's graph, or the program is missing."""
     try:
         program = find_tool(PROGRAM)
-    except UserError:  # of a build without it
+    except UserError:  # a build without the program
         program = None
     if program is None:
         return None
@@ -32,7 +32,7 @@ def read_uses(parts: Sequence[Path]) -> dict[str, set[str]] | None:
 
 
 def find_run_error(parts: Sequence[Path]) -> str | None:
-    """What is wrong with a model, of which one token is run; None for nothing. UserError where the program is not there."""
+    """Run one token through a model and return what went wrong, or None. UserError if the program is missing."""
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"--verify: {PROGRAM} is not in the package: reinstall ggml-ext")
@@ -40,5 +40,5 @@ def find_run_error(parts: Sequence[Path]) -> str | None:
     return f"{PROGRAM} exited with {code}: {last_error(log)}" if code else None
 
 
-def _command(program: Path, what: str, parts: Sequence[Path]) -> list[str]:
-    return [str(program), what, *map(os.path.abspath, parts)]
+def _command(program: Path, action: str, parts: Sequence[Path]) -> list[str]:
+    return [str(program), action, *map(os.path.abspath, parts)]

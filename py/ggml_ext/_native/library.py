@@ -1,4 +1,4 @@
-"""The extended libggml-base, and of libllama its rules for types, through ctypes, which releases Python's lock during calls."""
+"""The extended libggml-base, and the type rules of libllama, through ctypes. Calls release Python's global lock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ _ToFloat = ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_float), c_int64)
 
 
 class _TypeTraits(ctypes.Structure):
-    """struct ggml_type_traits of ggml.h, up to the field that is used here."""
+    """The first fields of struct ggml_type_traits of ggml.h."""
 
     _fields_ = [
         ("type_name", c_char_p),
@@ -64,7 +64,8 @@ class _RuleFile(ctypes.Structure):
 
 
 _floats, _doubles = POINTER(c_float), POINTER(c_double)
-_SIGNATURES = {
+Signatures = dict[str, tuple[Any, list[Any]]]  # by function name: result and arguments
+_SIGNATURES: Signatures = {
     "ggml_ext_abi_version": (c_int, []),
     "ggml_ext_quantize_chunk": (
         c_size_t,
@@ -83,7 +84,7 @@ _SIGNATURES = {
     "ggml_get_type_traits": (POINTER(_TypeTraits), [c_int]),
 }
 
-_RULES_SIGNATURES = {
+_RULES_SIGNATURES: Signatures = {
     "ggml_ext_file_rule_types": (
         c_bool,
         [
@@ -95,8 +96,8 @@ _RULES_SIGNATURES = {
 }
 
 
-def _declare(dll: ctypes.CDLL, path: Path, signatures: dict, project: str) -> None:
-    """UserError if a function is missing."""
+def _declare(dll: ctypes.CDLL, path: Path, signatures: Signatures, project: str) -> None:
+    """Declare a library's functions. UserError if one is missing."""
     for name, (result, arguments) in signatures.items():
         try:
             function = getattr(dll, name)
@@ -108,46 +109,47 @@ def _declare(dll: ctypes.CDLL, path: Path, signatures: dict, project: str) -> No
         function.restype, function.argtypes = result, arguments
 
 
-def _pointer(array: np.ndarray, ctype: type) -> ctypes._Pointer:
+def _pointer(array: np.ndarray, ctype: type[Any]) -> Any:
     return array.ctypes.data_as(POINTER(ctype))
 
 
-def _need(array: np.ndarray, dtype: type, what: str) -> None:
+def _check_array(array: np.ndarray, dtype: type[np.generic], what: str) -> None:
+    """Raise ValueError unless the array is contiguous and of that dtype."""
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(
             f"{what} is {array.dtype}, contiguous: {array.flags.c_contiguous}; need contiguous {np.dtype(dtype)}"
         )
 
 
-def _optional(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> ctypes._Pointer | None:
-    """Pointer to a float32 array of that shape, or None; ValueError for other arrays."""
+def _optional_pointer(array: np.ndarray | None, shape: tuple[int, ...], what: str) -> Any:
+    """Return a pointer to a float32 array of that shape, or None for None. ValueError for other arrays."""
     if array is None:
         return None
-    _need(array, np.float32, what)
+    _check_array(array, np.float32, what)
     if array.shape != shape:
         raise ValueError(f"{what} has shape {array.shape}, need {shape}")
     return _pointer(array, c_float)
 
 
 class NotPositiveDefinite(ValueError):
-    """Second moments that are not positive definite."""
+    """A Hessian is not positive definite."""
 
 
 class Metric:
-    """struct ggml_ext_metric of ggml-ext.h, freed with the object; Library.metric() makes it."""
+    """A Hessian prepared for an encoder (struct ggml_ext_metric of ggml-ext.h), freed with the object. Library.metric() creates it."""
 
     def __init__(self, dll: ctypes.CDLL, pointer: int):
         self._free, self.pointer = dll.ggml_ext_metric_free, pointer
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._free(self.pointer)
 
 
 class Library:
-    """One loaded libggml-base. Types are ids of enum ggml_type; arrays are numpy, C-contiguous."""
+    """A loaded libggml-base. Types are ids of enum ggml_type; arrays are C-contiguous."""
 
     def __init__(self, path: Path):
-        """Loads the library; UserError if it cannot be loaded, is a stock ggml or has another interface version."""
+        """Load the library. UserError if that fails, or if it is an upstream ggml or has another interface version."""
         self.path = path
         try:
             self._dll = ctypes.CDLL(os.fspath(path))
@@ -160,7 +162,7 @@ class Library:
             )
 
     def row_bytes(self, type_id: int, n_per_row: int) -> int:
-        """Bytes of a row of n_per_row weights, a multiple of the type's block size."""
+        """Return the bytes of a row of n_per_row weights, a multiple of the type's block size."""
         return self._dll.ggml_row_size(type_id, n_per_row)
 
     def quantize(
@@ -174,24 +176,34 @@ class Library:
         metric: Metric | None = None,
         stock_sweeps: int = 0,
     ) -> np.ndarray:
-        """Encodes float32 (n_rows, n_per_row), rows of whole blocks; returns uint8 (n_rows, row_bytes).
+        """Encode rows of complete blocks.
 
-        itq3_levels: 8 or 3 for ITQ3_S, 0 for the default. ditto3_codebook: float32 (8,), ascending, one codebook for all
-        blocks of DITTO3; None: each its own. trellis_passes: 1 to 6 for the trellis types, 0 for the default. Other types
-        ignore them. imatrix: float32 (n_per_row,) importances, which
-        some stock types require. metric: second moments of the same type and rows, in place of imatrix; stock types use both.
-        stock_sweeps: of these, 1 to 16, 0 for the default. ValueError for other shapes, dtypes and options.
+        Args:
+            type_id: type to encode to.
+            rows: weights W, float32 (n_rows, n_per_row).
+            itq3_levels: 8 or 3 levels for ITQ3_S; 0: default.
+            imatrix: importances float32 (n_per_row,), which some upstream types require.
+            ditto3_codebook: ascending float32 (8,), one codebook for all blocks of DITTO3; None: one per block.
+            trellis_passes: 1 to 6 for the trellis types; 0: default.
+            metric: Hessian for this type and row size. It replaces imatrix; upstream types use both.
+            stock_sweeps: 1 to 16 sweeps for upstream types with a metric; 0: default.
+
+        Returns:
+            uint8 (n_rows, row_bytes).
+
+        Raises:
+            ValueError: other shapes, dtypes or options.
         """
-        _need(rows, np.float32, "rows")
+        _check_array(rows, np.float32, "rows")
         n_rows, n_per_row = rows.shape
         traits = self._dll.ggml_get_type_traits(type_id).contents
         if n_per_row % traits.blck_size:
             raise ValueError(f"rows of {n_per_row} are no multiple of {traits.blck_size}")
         out = np.empty((n_rows, self.row_bytes(type_id, n_per_row)), np.uint8)
-        importance = _optional(imatrix, (n_per_row,), "imatrix")
+        importance = _optional_pointer(imatrix, (n_per_row,), "imatrix")
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
         if type_id in _EXT_IDS or metric is not None:
-            codebook = _optional(ditto3_codebook, (8,), "ditto3_codebook")
+            codebook = _optional_pointer(ditto3_codebook, (8,), "ditto3_codebook")
             params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None, stock_sweeps)
             n_bytes = self._dll.ggml_ext_quantize_chunk(
                 type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
@@ -208,19 +220,28 @@ class Library:
     def metric(
         self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, damping: float, segment: int = 32, n_threads: int = 1
     ) -> Metric:
-        """Second moments of a tensor's inputs, made ready for quantize().
+        """Prepare the Hessian of a tensor's inputs for quantize().
 
-        moments: float32, lower triangles row by row: of each block of 256 columns in turn, the last of which may be shorter, or
-        with `whole` one of all columns. damping, segment, n_threads: as in ggml-ext.h. NotPositive if one of them is not positive definite
-        or not finite, MemoryError, ValueError for other shapes, dtypes and options.
+        Args:
+            type_id: type to encode to.
+            n_per_row: row size.
+            moments: lower triangles, float32, row by row: one over all columns, or one per block of 256 columns (the last may be smaller).
+            whole: `moments` is one triangle over all columns.
+            damping, segment, n_threads: as in ggml-ext.h.
+
+        Raises:
+            NotPositiveDefinite: a triangle is not positive definite or not finite.
+            MemoryError: there is not enough memory.
+            ValueError: other shapes, dtypes or options.
         """
         columns = n_per_row if whole else 256
         widths = [min(columns, n_per_row - first) for first in range(0, n_per_row, columns)]
-        pointer = _optional(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
+        pointer = _optional_pointer(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
         status = c_int()
         metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, n_threads, ctypes.byref(status))
         if not metric:
-            raise {2: MemoryError, 3: NotPositiveDefinite}.get(status.value, ValueError)(
+            errors: dict[int, type[Exception]] = {2: MemoryError, 3: NotPositiveDefinite}
+            raise errors.get(status.value, ValueError)(
                 f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"
             )
         return Metric(self._dll, metric)
@@ -229,8 +250,8 @@ class Library:
         return Ditto3Histogram(self._dll)
 
     def dequantize(self, type_id: int, data: np.ndarray, n_per_row: int) -> np.ndarray:
-        """Decodes uint8 (n_rows, row_bytes) to float32 (n_rows, n_per_row). ValueError for other shapes and dtypes."""
-        _need(data, np.uint8, "data")
+        """Decode uint8 (n_rows, row_bytes) to float32 (n_rows, n_per_row). ValueError for other shapes and dtypes."""
+        _check_array(data, np.uint8, "data")
         if data.ndim != 2 or data.shape[1] != self.row_bytes(type_id, n_per_row):
             raise ValueError(f"data has shape {data.shape}, need (n_rows, {self.row_bytes(type_id, n_per_row)})")
         out = np.empty((data.shape[0], n_per_row), np.float32)
@@ -241,11 +262,11 @@ class Library:
         return out
 
     def unpack_block(self, type_id: int, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-        """The unpack contract of one block, uint8 (block_bytes,): q int8 (block_size,), scale int32 (4,), d and offset.
+        """Unpack a block, uint8 (block_bytes,), to q int8 (block_size,), scale int32 (4,), d and offset.
 
-        ValueError if type_id is not one of our weight types.
+        ValueError if type_id is no ggml-ext weight type.
         """
-        _need(block, np.uint8, "block")
+        _check_array(block, np.uint8, "block")
         q, scale = np.zeros(MAX_BLOCK_SIZE, np.int8), np.zeros(MAX_GROUPS, np.int32)
         d, offset = c_float(), c_float()
         if not self._dll.ggml_ext_unpack_block(
@@ -260,44 +281,44 @@ class Library:
         return q[: self._dll.ggml_get_type_traits(type_id).contents.blck_size], scale, d.value, offset.value
 
     def validate(self, type_id: int, data: np.ndarray) -> bool:
-        """True if all blocks, uint8 (n_blocks, block_bytes), of one of our types hold finite scales."""
-        _need(data, np.uint8, "data")
+        """Return whether all blocks of a ggml-ext type, uint8 (n_blocks, block_bytes), have finite scales."""
+        _check_array(data, np.uint8, "data")
         return self._dll.ggml_ext_validate_row(type_id, data.ctypes.data_as(c_void_p), data.shape[0])
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """R x of float32 (n_blocks, 256) or (n_blocks, 64) as a new array."""
-        return self._in_place(self._dll.ggml_ext_rotate, x)
+        """Return R x for x float32 (n_blocks, 256) or (n_blocks, 64) as a new array."""
+        return self._apply(self._dll.ggml_ext_rotate, x)
 
     def rotate_back(self, x: np.ndarray) -> np.ndarray:
-        """The inverse of rotate()."""
-        return self._in_place(self._dll.ggml_ext_rotate_back, x)
+        """Invert rotate()."""
+        return self._apply(self._dll.ggml_ext_rotate_back, x)
 
     @staticmethod
-    def _in_place(function: Callable, x: np.ndarray) -> np.ndarray:
-        _need(x, np.float32, "x")
+    def _apply(function: Callable[..., None], x: np.ndarray) -> np.ndarray:
+        _check_array(x, np.float32, "x")
         out = x.copy()
         function(_pointer(out, c_float), *out.shape)
         return out
 
 
 class Ditto3Histogram:
-    """quants.ditto3.Histogram in C: weights of a whole tensor in bins, for one codebook."""
+    """A histogram of all weights of a tensor, for one codebook: quants.ditto3.Histogram in C."""
 
     def __init__(self, dll: ctypes.CDLL):
         self._dll = dll
-        self.sums = np.zeros((2, ditto3.N_BINS))  # of importance and of importance * weight
+        self.sums = np.zeros((2, ditto3.N_BINS))  # sums of importance and of importance * weight
 
-    def _pointers(self) -> list[ctypes._Pointer]:
+    def _pointers(self) -> list[Any]:
         return [_pointer(s, c_double) for s in self.sums]
 
     def add_rows(self, rows: np.ndarray, importance: np.ndarray | None = None) -> None:
-        """rows: float32 (n_rows, n_per_row); importance: float32 (n_per_row,) or None. NaN and Inf are left out."""
-        _need(rows, np.float32, "rows")
-        weights = _optional(importance, rows.shape[1:], "importance")
+        """Add rows float32 (n_rows, n_per_row) with importances float32 (n_per_row,). NaN and infinity are skipped."""
+        _check_array(rows, np.float32, "rows")
+        weights = _optional_pointer(importance, rows.shape[1:], "importance")
         self._dll.ggml_ext_ditto3_add_rows(*self._pointers(), _pointer(rows, c_float), *rows.shape, weights)
 
     def codebook(self) -> np.ndarray:
-        """Centroids float32 (8,), ascending. ValueError if nothing was added."""
+        """Return ascending centroids float32 (8,). ValueError if nothing was added."""
         codebook = np.empty(8, np.float32)
         if not self._dll.ggml_ext_ditto3_codebook(*self._pointers(), _pointer(codebook, c_float)):
             raise ValueError("no weights were added")
@@ -305,7 +326,7 @@ class Ditto3Histogram:
 
 
 class RuleModel(NamedTuple):
-    """What the rules ask of a model besides its tensors. n_head, n_head_kv: of the first layer."""
+    """Properties of a model that the rules use. n_head, n_head_kv: of the first layer."""
 
     arch: str
     n_layer: int = 0
@@ -315,7 +336,7 @@ class RuleModel(NamedTuple):
 
 
 class RuleFile(NamedTuple):
-    """What they ask of the file that is to be made. ftype: of llama.cpp's enum; token_embd, output: types that were asked for."""
+    """Properties of the output file that the rules use. ftype: of llama.cpp's enum. token_embd, output: requested types."""
 
     ftype: int
     token_embd: int | None = None
@@ -324,26 +345,35 @@ class RuleFile(NamedTuple):
 
 
 class Rules:
-    """llama-quantize's rules, of ggml-ext-rules.h in libllama. Types are ids of enum ggml_type."""
+    """llama-quantize's type rules in libllama (ggml-ext-rules.h). Types are ids of enum ggml_type."""
 
     def __init__(self, path: Path):
-        """OSError if libllama cannot be loaded, UserError if it is another one."""
+        """Load libllama. OSError if that fails, UserError if it is not this package's."""
         self._dll = ctypes.CDLL(os.fspath(path))
         _declare(self._dll, path, _RULES_SIGNATURES, "llama.cpp")
 
     def types(
         self, model: RuleModel, file: RuleFile, names: Sequence[str], shapes: Sequence[tuple[int, ...]], named: Sequence[bool]
     ) -> tuple[list[int | None], bool]:
-        """Type of each tensor in a file of one of our types or of a stock one, None where it keeps its own; and whether libllama
-        knows the architecture.
+        """Choose the type of each tensor in a file.
 
-        names, shapes: of all tensors, dimensions as in a Tensor's ne. named: those whose type --tensor-type names, of which the
-        answer says no more than whether they are changed. ValueError with llama.cpp's reason where it has no answer.
+        Args:
+            model: the model.
+            file: the output file.
+            names: names of all tensors.
+            shapes: their dimensions, fastest first.
+            named: whether --tensor-type names a tensor's type; the result then says only whether the tensor changes.
+
+        Returns:
+            The type of each tensor, None if it keeps its own; and whether libllama knows the architecture.
+
+        Raises:
+            ValueError: llama.cpp's reason for having no answer.
         """
         dims = np.ones((len(shapes), MAX_DIMS), np.int64)
         for row, ne in zip(dims, shapes, strict=True):
             row[: len(ne)] = ne
-        encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # a zero at the end
+        encoded = np.array([name.encode() for name in names], f"S{MAX_NAME - 1}").astype(f"S{MAX_NAME}")  # terminated by zero
         is_named = np.array(named, np.bool_)
         types, is_known, error = np.empty(len(names), np.int32), c_bool(), ctypes.create_string_buffer(256)
         token_embd, output = (-1 if t is None else t for t in (file.token_embd, file.output))
@@ -363,16 +393,16 @@ class Rules:
         return [None if t < 0 else int(t) for t in types], is_known.value
 
     def fallback(self, type_id: int, n_per_row: int) -> int | None:
-        """What a stock type falls back to for rows that are no multiple of its block; None if there is no rule."""
-        found = self._dll.ggml_ext_rule_fallback(type_id, n_per_row)
-        return None if found < 0 else found
+        """Return the type that replaces an upstream type if its block size does not divide the rows; None without a rule."""
+        fallback = self._dll.ggml_ext_rule_fallback(type_id, n_per_row)
+        return None if fallback < 0 else fallback
 
 
 _EXT_IDS = {int(info.id) for info in WEIGHT_TYPES.values()}
 
 
 def _pattern(name: str) -> str:
-    """The package holds libraries under their SONAMEs, libggml-base.so.0 on Linux; a build folder has links beside them."""
+    """Return a glob pattern for a library. The package has them under their SONAMEs (libggml-base.so.0); a build directory also has links."""
     return {"darwin": f"lib{name}.*dylib", "win32": f"{name}.dll"}.get(sys.platform, f"lib{name}.so*")
 
 
@@ -382,39 +412,38 @@ def _find(name: str) -> list[Path]:
 
 @functools.cache
 def load() -> Library | None:
-    """The library in the directory GGML_EXT_LIB_DIR or, if that is unset, in the package's bin folder.
+    """Load libggml-base from the directory GGML_EXT_LIB_DIR or, if that is unset, from the package.
 
-    None if the package was installed without it; UserError if it is there and cannot be used, or if the variable names
-    a directory without it.
+    None if the package was installed without it. UserError if it cannot be used, or the variable names a directory without it.
     """
-    found = _find("ggml-base")
-    if not found and (directory := os.environ.get(DIR_VARIABLE)):
+    paths = _find("ggml-base")
+    if not paths and (directory := os.environ.get(DIR_VARIABLE)):
         raise UserError(
-            f"{DIR_VARIABLE} is {directory}, which has no {_pattern('ggml-base')}: point it to the folder of the "
+            f"{DIR_VARIABLE} is {directory}, which has no {_pattern('ggml-base')}: point it to the directory of the "
             "extended libraries or unset it"
         )
-    return Library(found[0]) if found else None
+    return Library(paths[0]) if paths else None
 
 
 def libllama_path() -> Path | None:
-    """The libllama beside load()'s library; None where there is none."""
+    """Return the path of libllama; None if it is missing."""
     return next(iter(_find("llama")), None)
 
 
 def libggml_path() -> Path | None:
-    """The libggml beside it, which knows the devices; None where there is none."""
+    """Return the path of libggml, which knows the devices; None if it is missing."""
     return next(iter(_find("ggml")), None)
 
 
 @functools.cache
 def load_rules() -> Rules | None:
-    """The rules of llama_path()'s library; None where there is none. Errors are those of Rules()."""
+    """Load the rules of libllama; None if it is missing. Errors as in Rules()."""
     path = libllama_path()
     return Rules(path) if path else None
 
 
 def upstream_versions() -> tuple[str, str]:
-    """Versions of llama.cpp and ggml: of the built libraries, or the pinned ones where there are none."""
+    """Return the versions of llama.cpp and ggml: those of the built libraries, or the pinned ones."""
 
     def ask(name: str, function: str, pinned: str) -> str:
         try:

@@ -1,4 +1,4 @@
-"""Programs that are run for their result, with their output heard as it comes."""
+"""Run programs and collect their output. No program outlives the call that started it."""
 
 from __future__ import annotations
 
@@ -16,82 +16,90 @@ from typing import IO
 from .._base.signals import defer_signals
 from .programs import library_conflict
 
-POLL_SECONDS = 1.0  # seconds until a signal is noticed at the latest
-# Of OpenMP's threads: those that spin while they wait take the processors from whatever else runs there. llama-imatrix on SmolLM2-135M, two
-# cores of a Zen 4 EPYC: 12 chunks in 22 s either way; beside a test suite on the same cores 100 chunks were not through in 10 minutes, spinning.
-PASSIVE_WAIT = {"OMP_WAIT_POLICY": "passive"}
-# Where gdb is there an abort would be shown with its backtrace, whose last line says nothing of what was wrong.
-NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}
-# What the dynamic linkers of Linux and macOS say.
+POLL_SECONDS = 1.0  # within which a signal is noticed
+PASSIVE_WAIT = {"OMP_WAIT_POLICY": "passive"}  # OpenMP threads that spin while they wait take the cores from other programs
+NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}  # a backtrace by gdb would hide the message of an abort
+# messages of the dynamic linkers of Linux and macOS
 NOT_LINKED = "symbol lookup error|undefined symbol|error while loading shared libraries|Symbol not found|Library not loaded"
 
 
-def run_streamed(
-    command: list[str], folder: Path, heard: Callable[[str], None], env: dict[str, str] | None = None
-) -> tuple[int, str]:
-    """Exit code and output of a program. heard() gets all of the output so far whenever there is more; the program never outlives
-    this call."""
+def run_streamed(command: list[str], folder: Path, on_output: Callable[[str], None], env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program and return its exit code and output. on_output: called with all output so far whenever there is more."""
     log = bytearray()
     with start_program(command, folder, env, subprocess.DEVNULL, subprocess.STDOUT) as process:
+        output = require_pipe(process.stdout)
         while True:
-            # a signal that comes just before a read is handled after it, and the program may say nothing for long
-            if not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
+            # a signal just before a read is handled only after it, and the program may be silent for long
+            if not select.select([output], [], [], POLL_SECONDS)[0]:
                 continue
-            if not (piece := process.stdout.read(65536)):
+            if not (piece := output.read(65536)):
                 break
             log += piece
-            heard(log.decode(errors="replace"))
+            on_output(log.decode(errors="replace"))
         code = process.wait()
     return code, log.decode(errors="replace")
 
 
-def run_logged(command: list[str], folder: Path, heard: Callable[[str], None] | None = None) -> tuple[int, str]:
-    """Exit code and output of a program, which never outlives this call. The output goes through a file: into a pipe
-    llama-perplexity sometimes loses its last lines. heard() gets all of the output so far every second."""
+def run_logged(command: list[str], folder: Path, on_output: Callable[[str], None] | None = None) -> tuple[int, str]:
+    """Run a program and return its exit code and output. on_output: called with all output so far every second.
+
+    The output goes through a file, because llama-perplexity sometimes loses its last lines in a pipe.
+    """
     with tempfile.NamedTemporaryFile() as log:
         with start_program(command, folder, None, subprocess.DEVNULL, subprocess.STDOUT, log) as process:
-            code = _wait(process, lambda: None if heard is None else heard(_text(log)))
-        return code, _text(log)
+            code = _wait(process, lambda: None if on_output is None else on_output(_read_text(log)))
+        return code, _read_text(log)
 
 
 def run_captured(command: list[str], folder: Path) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a program that is timed, with threads as its user has them; it never outlives
-    this call."""
+    """Run a program with OpenMP's default waiting, for timings; returns exit code, standard output and standard error."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as log:
         with start_program(command, folder, dict(os.environ), subprocess.DEVNULL, log, out) as process:
             code = _wait(process, lambda: None)
-        return code, _text(out), _text(log)
+        return code, _read_text(out), _read_text(log)
 
 
-def _wait(process: subprocess.Popen, turn: Callable[[], None]) -> int:
-    """Its exit code. turn: called every second."""
+def _wait(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> int:
+    """Wait for a program's exit code. on_tick: called every second."""
     while (code := process.poll()) is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL_SECONDS)
-        turn()
+        on_tick()
     return code
 
 
-def _text(file: IO) -> str:
-    """What a program wrote; by the name, since the file itself has one position with the program."""
+def _read_text(file: IO[bytes]) -> str:
+    """Read a program's output by its name, because the open file shares its position with the program."""
     return Path(file.name).read_bytes().decode(errors="replace")
+
+
+def require_pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    """Return a stream of a process that was started with a pipe for it."""
+    assert stream is not None
+    return stream
 
 
 @contextlib.contextmanager
 def start_program(
-    command: list[str], folder: Path, env: dict[str, str] | None, stdin: int, stderr: int | IO, stdout: int | IO = subprocess.PIPE
-) -> Iterator[subprocess.Popen]:
-    """A program, ended if it has not ended by itself. env: this process's, where its threads are PATIENT unless the user says otherwise;
-    NO_BACKTRACE in any. stdin, stderr, stdout: as subprocess takes them; pipes are not buffered."""
+    command: list[str], folder: Path, env: dict[str, str] | None, stdin: int, stderr: int | IO[bytes], stdout: int | IO[bytes] = subprocess.PIPE
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program during the block and end it if it still runs afterwards.
+
+    Args:
+        command: program and arguments.
+        folder: its working directory.
+        env: its environment; None: this process's, with PASSIVE_WAIT unless the user sets another policy.
+        stdin, stderr, stdout: as for subprocess.Popen; pipes are unbuffered.
+    """
     env = NO_BACKTRACE | (PASSIVE_WAIT | os.environ if env is None else env)
-    # a group of its own: an interrupt from the keyboard comes to this process alone, which ends the program
-    with contextlib.ExitStack() as held:
-        held.enter_context(defer_signals())  # one that came while the program starts would leave it running
+    with contextlib.ExitStack() as deferred:
+        deferred.enter_context(defer_signals())  # a signal during the start would leave the program running
+        # in a session of its own, so that an interrupt from the keyboard reaches this process alone, which then ends the program
         process = subprocess.Popen(
             command, cwd=folder, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True,
         )
         try:
-            held.close()
+            deferred.close()
             yield process
         finally:
             if process.poll() is None:
@@ -107,8 +115,16 @@ def start_program(
 
 
 def describe_failure(program: str, code: int, log: str, on: str = "", way_out: str = "", less_memory: str = "free some memory") -> str:
-    """What to say of a program that failed. on: what it worked on, from "for" on; less_memory: the way out where memory ran out: Linux
-    kills a program then, without a word."""
+    """Return the error message for a failed program.
+
+    Args:
+        program: its name.
+        code: exit code, negative for a signal.
+        log: its output.
+        on: what it worked on, beginning with "for".
+        way_out: what the user can do.
+        less_memory: what the user can do if memory ran out; Linux then kills programs silently.
+    """
     on = f" {on}" if on else ""
     if code == -getattr(signal, "SIGKILL", 0):
         return f"{program} was killed{on}, most likely because memory ran out: {less_memory}"
@@ -119,9 +135,9 @@ def describe_failure(program: str, code: int, log: str, on: str = "", way_out: s
 
 
 def last_error(log: str) -> str:
-    """The last line that says what is wrong, else the last one; without time stamps and colours."""
+    """Return the last line with an error, else the last line, without time stamps and colours."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in log.splitlines()]
     lines = [line for line in lines if line and not set(line) <= set(".")]
     errors = [m[1] for line in lines if (m := re.match(r"[\d.]+ E (.*)", line))]
     errors = errors or [line for line in lines if re.search(r"\b(error|failed|assert)", line, re.I)]
-    return " ".join((errors or lines or ["it said nothing"])[-1].split())[:300]
+    return " ".join((errors or lines or ["no output"])[-1].split())[:300]

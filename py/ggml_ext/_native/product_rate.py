@@ -1,6 +1,6 @@
-"""Times a matrix product of ggml's CPU backend: python -I product_rate.py LIBGGML FOLDER TYPE N_THREADS prints "flops X", of a second.
+"""Times a matrix product of ggml's CPU backend: python -I product_rate.py LIBGGML FOLDER TYPE N_THREADS prints "flops X" (per second).
 
-A program of its own, which needs the standard library alone: ggml ends the process where something is wrong.
+This is a separate program that needs only the standard library, because ggml aborts on errors.
 """
 
 import ctypes
@@ -9,7 +9,8 @@ import sys
 import time
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_void_p
 
-N, N_TOKENS, F32, CPU = 4096, 512, 0, 0  # columns and rows of the matrix; a batch as calibration has; GGML_TYPE_F32; the kind of device
+N, N_TOKENS = 4096, 512  # rows and columns of the matrix; a batch, as in calibration
+F32, CPU = 0, 0  # GGML_TYPE_F32, GGML_BACKEND_DEVICE_TYPE_CPU
 N_RUNS = 5
 SIGNATURES = {
     "ggml_init": (c_void_p, None),
@@ -36,9 +37,11 @@ class InitParams(ctypes.Structure):
 
 
 def measure(library: str, folder: str, type_id: int, n_threads: int) -> float:
-    """Operations a second of the fastest of N_RUNS products: the first one starts threads and fills caches, and a moment in which other
-    programs are busy, as they are after a large file was written, says nothing of the minutes to come."""
-    ggml = ctypes.CDLL(library)  # names are looked for in what it is linked with, too
+    """Return the operations per second of the fastest of N_RUNS products.
+
+    The first one starts threads and fills caches; others may be slowed by short activity of other programs.
+    """
+    ggml = ctypes.CDLL(library)  # symbols of linked libraries are found too
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments or [InitParams]

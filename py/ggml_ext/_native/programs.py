@@ -1,4 +1,4 @@
-"""llama.cpp's programs, which lie in the package beside the libraries they need, as commands of the environment."""
+"""llama.cpp's programs, which the package contains next to their libraries, as commands of the environment."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 
 
 def native_folder() -> Path:
-    """Where libraries and programs are, all of one build: the folder that GGML_EXT_LIB_DIR names or, if that is unset, the package's."""
-    named = os.environ.get(DIR_VARIABLE)
-    return Path(os.path.abspath(named)) if named else FOLDER / "bin"
+    """Return the directory of the libraries and programs: that named by GGML_EXT_LIB_DIR, or the package's."""
+    directory = os.environ.get(DIR_VARIABLE)
+    return Path(os.path.abspath(directory)) if directory else FOLDER / "bin"
 
 
 def library_conflict() -> str:
-    """The variable that lets another build's libraries in before those of native_folder(), and the way out; nothing if none does."""
-    ours = {path.name for path in native_folder().glob("lib*")}
+    """Name the variable that loads another build's libraries before ours, and the way out; empty if there is none."""
+    libraries = {path.name for path in native_folder().glob("lib*")}
     for variable in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):
-        for folder in filter(None, os.environ.get(variable, "").split(os.pathsep)):
-            names = [name for name in sorted(ours) if os.path.lexists(os.path.join(folder, name))]
-            if names and not os.path.samefile(folder, native_folder()):
-                return f"{variable} names {folder}, which has another {names[0]}: unset it, or leave that folder out"
+        for directory in filter(None, os.environ.get(variable, "").split(os.pathsep)):
+            names = [name for name in sorted(libraries) if os.path.lexists(os.path.join(directory, name))]
+            if names and not os.path.samefile(directory, native_folder()):
+                return f"{variable} names {directory}, which has another {names[0]}: unset it, or remove that directory from it"
     return ""
 
 
 def find_tool(name: str) -> Path | None:
-    """Path of a program, such as "llama-server"; None if it was not built with the package.
+    """Return the path of a program such as "llama-server"; None if the package was built without it.
 
-    UserError if GGML_EXT_LIB_DIR names a folder without it: the package's own may be of another build than the libraries there.
+    UserError if GGML_EXT_LIB_DIR names a directory without it, because the package's own program may not match the libraries there.
     """
     path = native_folder() / (name + (".exe" if sys.platform == "win32" else ""))
     if path.exists():
         return path
     if directory := os.environ.get(DIR_VARIABLE):
-        raise UserError(f"{DIR_VARIABLE} is {directory}, which has no {path.name}: point it to the folder of a whole build or unset it")
+        raise UserError(f"{DIR_VARIABLE} is {directory}, which has no {path.name}: point it to the directory of a complete build or unset it")
     return None
 
 
 def require_tool(name: str) -> Path:
-    """find_tool(), or UserError."""
+    """Return the path of a program. UserError if it is missing."""
     path = find_tool(name)
     if path is None:
         raise UserError(f"{name} was not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
@@ -52,31 +52,30 @@ def require_tool(name: str) -> Path:
 
 
 def device_options(n_gpu_layers: str | None, device: str | None, rpc: str | None) -> tuple[str, ...]:
-    """Where the programs compute, as they take it."""
-    given = {"-ngl": n_gpu_layers, "--device": device, "--rpc": rpc}
-    return tuple(word for flag, value in given.items() if value is not None for word in (flag, str(value)))
+    """Return the options of llama.cpp's programs for the devices to use."""
+    options = {"-ngl": n_gpu_layers, "--device": device, "--rpc": rpc}
+    return tuple(word for flag, value in options.items() if value is not None for word in (flag, str(value)))
 
 
 def tool_path(name: str) -> Path:
-    """find_tool(), or SystemExit with one line."""
+    """Return the path of a program. SystemExit with one line if it is missing."""
     try:
         path = find_tool(name)
     except UserError as e:
         raise SystemExit(f"error: {e}") from e
     if path is None:
-        folder = native_folder()
-        raise SystemExit(f"error: {name} is not in {folder}: ggml-ext was installed without its native part; reinstall it")
+        raise SystemExit(f"error: {name} is not in {native_folder()}: ggml-ext was installed without its native part; reinstall it")
     return path
 
 
 def run() -> None:
-    """Entry point of every command of llama.cpp in pyproject.toml's [project.scripts]: becomes the program of the same name."""
+    """Replace this process by the llama.cpp program of the same name; the entry point of all of them in pyproject.toml."""
     name = Path(sys.argv[0]).name.removesuffix(".exe")
     exec_program({"rpc-server": "ggml-rpc-server"}.get(name, name), sys.argv[1:])
 
 
 def exec_program(name: str, words: list[str]) -> NoReturn:
-    """Runs a program in place of this one. SystemExit with one line where it is missing."""
+    """Replace this process by a program. SystemExit with one line if it is missing."""
     path = str(tool_path(name))
     if sys.platform == "win32":
         import subprocess

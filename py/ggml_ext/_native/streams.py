@@ -1,7 +1,8 @@
-"""ggml-ext-streams: the inputs of a model's matrices, of the model as it is and of the one that is being made."""
+"""ggml-ext-streams: the inputs of a model's matrices, in the original model and in the partly quantized one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -12,19 +13,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .._base.errors import UserError
 from .._base.files import mapping_error
-from .process import POLL_SECONDS, describe_failure, start_program
+from .process import POLL_SECONDS, describe_failure, require_pipe, start_program
 
 FLAG, WAY_OUT = "--propagate: ", "leave out --propagate"
 
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """A weight matrix at its place in the graph. scale: of the product before the residual stream is added; 0 where it is not."""
+    """A product with a weight matrix in the graph. scale: its factor in the residual stream; 0 if it is not added to it."""
 
     weight: str
     rows: int
@@ -33,7 +35,14 @@ class WeightProduct:
 
 @dataclass(frozen=True)
 class ProductGroup:
-    """Products with one input. inputs: vectors of a chunk; of experts, used: of them a token; experts: 0 for a plain matrix."""
+    """Products with one input.
+
+    Attributes:
+        columns: size of an input vector.
+        inputs: input vectors per chunk.
+        used: experts per token.
+        experts: number of experts; 0 for a plain matrix.
+    """
 
     columns: int
     inputs: int
@@ -41,8 +50,8 @@ class ProductGroup:
     experts: int
     products: tuple[WeightProduct, ...]
 
-    def shapes(self, n_tokens: int) -> Iterator[tuple[type, tuple[int, int]]]:
-        """Of the arrays of a chunk, each of which comes twice."""
+    def shapes(self, n_tokens: int) -> Iterator[tuple[type[np.generic], tuple[int, int]]]:
+        """Yield type and shape of a chunk's arrays, each of which exists for both models."""
         yield np.float32, (self.inputs, self.columns)
         if self.experts:
             yield np.int32, (n_tokens, self.used)
@@ -54,8 +63,13 @@ class ProductGroup:
 
 @dataclass(frozen=True)
 class ChunkArrays:
-    """Of a chunk, views of memory that the next one is put into. x, ids: of the model as it is, and of the one that is made: float32
-    (inputs, columns), int32 (tokens, used); residuals: the same by weight matrix, float32 (tokens, rows)."""
+    """Arrays of a chunk, for the original and the quantized model; views of memory that the next chunk overwrites.
+
+    Attributes:
+        x: inputs, float32 (inputs, columns).
+        ids: experts of each token, int32 (tokens, used); None for plain matrices.
+        residuals: residual streams by weight matrix, float32 (tokens, rows).
+    """
 
     x: tuple[np.ndarray, np.ndarray]
     ids: tuple[np.ndarray, np.ndarray] | None
@@ -63,42 +77,50 @@ class ChunkArrays:
 
 
 def dense_products(groups: Sequence[ProductGroup]) -> list[WeightProduct]:
-    """Whose matrices are not of experts."""
+    """Return the products without experts."""
     return [p for g in groups if not g.experts for p in g.products]
 
 
 class LayerStreams:
-    """The program while it runs. As a context it ends the program. UserError with what the program says is wrong."""
+    """The running program; as a context manager, it ends the program. All methods raise UserError with the program's message.
+
+    Attributes:
+        layers: groups of products by layer.
+        n_chunks: number of chunks of the text.
+        n_tokens: tokens per chunk.
+        no_gradients: why the model cannot be differentiated; empty if it can.
+    """
 
     def __init__(self, command: Sequence[str], folder: Path):
-        """command: with model, text, tokens a chunk and where the streams lie; folder: for files that are passed on."""
+        """Prepare the program. command: with model, text, chunk length and directory of the streams. folder: for exchanged files."""
         self._command, self._folder = list(command), folder
         self._stack, self._rest = ExitStack(), b""
         self.layers: tuple[tuple[ProductGroup, ...], ...] = ()
-        self.n_chunks = self.n_tokens = 0  # n_tokens: of a chunk
-        self.no_gradients = ""  # why the model cannot be differentiated
+        self.n_chunks = self.n_tokens = 0
+        self.no_gradients = ""
 
     def __enter__(self) -> LayerStreams:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
             self._process = stack.enter_context(start_program(self._command, self._folder, None, subprocess.PIPE, self._log))
-            self._read(self._answer())
-            self._map(stack)
+            self._set_model(self._read_answer())
+            self._map_memory(stack)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _read(self, found: dict) -> None:
-        """What the program says of the model."""
+    def _set_model(self, answer: dict[str, Any]) -> None:
+        """Store the program's description of the model."""
         self.layers = tuple(
-            tuple(ProductGroup(**{**g, "products": tuple(WeightProduct(**p) for p in g["products"])}) for g in groups) for groups in found["layers"]
+            tuple(ProductGroup(**{**g, "products": tuple(WeightProduct(**p) for p in g["products"])}) for g in groups)
+            for groups in answer["layers"]
         )
-        self.n_chunks, self.n_tokens, self.no_gradients = found["chunks"], found["context"], found["no_gradients"]
+        self.n_chunks, self.n_tokens, self.no_gradients = answer["chunks"], answer["context"], answer["no_gradients"]
 
-    def _map(self, stack: ExitStack) -> None:
-        """The memory that both sides see."""
+    def _map_memory(self, stack: ExitStack) -> None:
+        """Map the memory that is shared with the program."""
         path = self._folder / "exchange"
         n_bytes = max(max((g.n_bytes(self.n_tokens) for g in groups), default=1) for groups in self.layers)
         n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in dense_products(groups)) for groups in self.layers[:-1]))
@@ -112,23 +134,21 @@ class LayerStreams:
         stack.callback(self._release)
 
     def _release(self) -> None:
-        try:
+        with contextlib.suppress(BufferError):  # an exception may hold a view
             self._memory.close()
-        except BufferError:
-            pass  # a view that an exception holds
 
-    def _answer(self) -> dict:
-        output = self._process.stdout
+    def _read_answer(self) -> dict[str, Any]:
+        output = require_pipe(self._process.stdout)
         while b"\n" not in self._rest:
-            # as in process.py: a signal must be noticed while the program says nothing
+            # as in process.py: a signal must be noticed while the program is silent
             if not select.select([output], [], [], POLL_SECONDS)[0]:
                 continue
             if not (piece := os.read(output.fileno(), 65536)):
-                self._process.wait()
+                code = self._process.wait()
                 self._log.seek(0)
                 log = self._log.read().decode(errors="replace")
                 less = f"pass fewer --calibration-chunks, or {WAY_OUT}"
-                raise UserError(FLAG + describe_failure("ggml-ext-streams", self._process.returncode, log, "", WAY_OUT, less))
+                raise UserError(FLAG + describe_failure("ggml-ext-streams", code, log, "", WAY_OUT, less))
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)
@@ -141,60 +161,65 @@ class LayerStreams:
             raise UserError(f"--propagate: {answer['error']}; {WAY_OUT}")
         return answer
 
-    def _ask(self, line: str) -> dict:
-        try:
-            self._process.stdin.write(line.encode() + b"\n")
-        except BrokenPipeError:
-            pass  # why, the answer says
-        return self._answer()
+    def _ask(self, line: str) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            require_pipe(self._process.stdin).write(line.encode() + b"\n")
+        return self._read_answer()
 
     def enter_layer(self, layer: int) -> None:
         self._ask(f"layer {layer}")
 
     def replace(self, name: str, type_name: str, data: np.ndarray | bytes) -> None:
-        """The stream of the model that is made goes on behind a matrix with these bytes."""
+        """Replace a matrix of the quantized model by encoded data."""
         path = self._folder / "matrix"
         try:
             with open(path, "wb") as file:
-                file.write(data)
+                file.write(data if isinstance(data, bytes) else data.data)
         except OSError as e:
             raise UserError(f"--propagate: cannot write {path}: {e.strerror}; {WAY_OUT}") from e
         self._ask(f"set {name} {type_name.lower()} {path}")
         path.unlink()
 
     def inputs(self, layer: int, group: int, chunk: int, is_last: bool) -> ChunkArrays:
-        """is_last: the stream of the model as it is goes on behind the layer."""
+        """Compute a chunk's inputs of a group. is_last: also advance the original model's stream through the layer."""
         self._ask(f"inputs {group} {chunk} {int(is_last)}")
-        found, at, of = [], 0, self.layers[layer][group]
-        for dtype, shape in of.shapes(self.n_tokens):
+        products = self.layers[layer][group]
+        pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        offset = 0
+        for dtype, shape in products.shapes(self.n_tokens):
             n = shape[0] * shape[1]
-            both = np.frombuffer(self._memory, dtype, 2 * n, at).reshape(2, *shape)
-            found.append((both[0], both[1]))
-            at += 8 * n
-        ids = found[1] if of.experts else None
-        residuals = found[2 if of.experts else 1 :]
-        return ChunkArrays(found[0], ids, dict(zip((p.weight for p in of.products if p.scale), residuals, strict=True)))
+            both: np.ndarray = np.frombuffer(self._memory, dtype, 2 * n, offset).reshape(2, *shape)
+            pairs.append((both[0], both[1]))
+            offset += 8 * n
+        ids = pairs[1] if products.experts else None
+        residuals = pairs[2 if products.experts else 1 :]
+        return ChunkArrays(pairs[0], ids, dict(zip((p.weight for p in products.products if p.scale), residuals, strict=True)))
 
     def learn(self, n_chunks: int) -> Iterator[int]:
-        """Finds the gradients of the first chunks at the streams behind all layers, in the model as it is: yields each chunk, once done."""
+        """Compute the original model's gradients at all layers for the first chunks; yields each chunk when it is done."""
         self._ask(f"learn {n_chunks}")
         for chunk in range(n_chunks):
             self._ask(f"backward {chunk}")
             yield chunk
 
     def gradients(self, layer: int, chunk: int) -> dict[str, np.ndarray]:
-        """Of the outputs of a layer's plain matrices, float32 (tokens, rows), before the layer is left; the loss is that of streams.cpp.
-        Views of memory as of inputs()."""
+        """Return the gradients of the outputs of the current layer's plain matrices, float32 (tokens, rows).
+
+        The loss is defined in streams.cpp. The arrays are views of memory that the next request overwrites.
+        """
         self._ask(f"gradients {chunk}")
-        found, at = {}, 0
+        by_weight: dict[str, np.ndarray] = {}
+        offset = 0
         for product in dense_products(self.layers[layer]):
             n = self.n_tokens * product.rows
-            found[product.weight] = np.frombuffer(self._memory, np.float32, n, at).reshape(self.n_tokens, product.rows)
-            at += 4 * n
-        return found
+            by_weight[product.weight] = np.frombuffer(self._memory, np.float32, n, offset).reshape(self.n_tokens, product.rows)
+            offset += 4 * n
+        return by_weight
 
     def advance(self) -> float:
-        """All chunks go on behind the layer. The energy there of the difference of both streams, as a part of that of the model as it
-        is; first tokens, whose energy is of another order, are left out."""
-        found = [self._ask(f"advance {chunk}") for chunk in range(self.n_chunks)]
-        return sum(f["difference"] for f in found) / max(sum(f["energy"] for f in found), 1e-300)
+        """Advance all chunks through the layer and return the energy of the streams' difference, relative to the original stream.
+
+        First tokens are left out, because their energy is of another order of magnitude.
+        """
+        answers = [self._ask(f"advance {chunk}") for chunk in range(self.n_chunks)]
+        return sum(a["difference"] for a in answers) / max(sum(a["energy"] for a in answers), 1e-300)

@@ -1,4 +1,4 @@
-"""The text that a model is calibrated with: what it must be, its end, and how many tokens a model makes of it."""
+"""Calibration texts: their checks, their end, and the number of tokens in them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from . import library as _lib
 from .process import run_logged
 
 FLAG = "--imatrix-from"
-PIECE = 1 << 20  # bytes that are read at once
-MAX_BYTES = (1 << 31) - 3  # llama.cpp counts a text and its tokens in 32 bits, with one to begin and one to end it
-TOKEN_BYTES = 16  # that a token has at most, in the mean of a text
-# A beginning of a text ends inside a word, whose tokens may be others: by far fewer than these.
-CUT_TOKENS = 512
+PIECE = 1 << 20  # bytes per read
+MAX_BYTES = (1 << 31) - 3  # llama.cpp counts bytes and tokens in 32 bits, and adds BOS and EOS
+TOKEN_BYTES = 16  # upper bound of the mean bytes per token
+CUT_TOKENS = 512  # far more than the tokens that change where a text is cut inside a word
 COUNTER = Path(__file__).with_name("count_tokens.py")
 
 KINDS_OF_FILES = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
@@ -31,9 +30,9 @@ BYTE_ORDER_MARKS = {
 
 
 def check_text(path: Path, flag: str = FLAG) -> int:
-    """Bytes of a text without the blanks at both ends. UserError naming the flag for what is no regular file or no text in UTF-8.
+    """Return the bytes of a text without leading and trailing whitespace. UserError if it is no regular file or not UTF-8.
 
-    It is read in pieces, and never opened where that could wait. A byte order mark of UTF-8 is part of the text: one more character.
+    Pipes and devices are refused before they are opened, as that could block. A UTF-8 byte order mark counts as a character.
     """
     try:
         status = path.stat()
@@ -48,24 +47,26 @@ def check_text(path: Path, flag: str = FLAG) -> int:
 
 
 def _check_content(path: Path, flag: str) -> int:
-    """check_text() of a regular file. OSError too."""
-    decoder, position, begin, end = codecs.getincrementaldecoder("utf-8")(), 0, None, 0
+    """Do the work of check_text() for a regular file. May raise OSError."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position, end = 0, 0
+    begin: int | None = None
     for piece in _pieces(path):
         if position == 0:
-            _check_mark(path, piece, flag)
+            _check_byte_order_mark(path, piece, flag)
         if (zero := piece.find(b"\0")) >= 0:
             raise UserError(
-                f"{flag}: {path} has a zero at byte {position + zero:,}: it is no text in UTF-8, but a binary file or in UTF-16; "
-                f"pass a text in UTF-8; UTF-16 is converted by {_conversion(path, 'UTF-16LE')}"
+                f"{flag}: {path} has a zero at byte {position + zero:,}: it is a binary file or in UTF-16; "
+                f"pass a text in UTF-8; UTF-16 is converted by {_iconv_command(path, 'UTF-16LE')}"
             )
-        n_held = len(decoder.getstate()[0])  # of a character that began in the last piece
+        n_pending = len(decoder.getstate()[0])  # bytes of a character that began in the last piece
         try:
             decoder.decode(piece, not piece)
         except UnicodeDecodeError as e:
-            way_out = f"pass a text in UTF-8; Latin-1 is converted by {_conversion(path, 'LATIN1')}"
+            way_out = f"pass a text in UTF-8; Latin-1 is converted by {_iconv_command(path, 'LATIN1')}"
             raise UserError(
-                f"{flag}: {path} is not in UTF-8: byte {position - n_held + e.start:,} is 0x{e.object[e.start]:02x}, "
-                + (f"of no character; {way_out}" if piece else "the last character is cut: leave it out")
+                f"{flag}: {path} is not in UTF-8: byte {position - n_pending + e.start:,} is 0x{e.object[e.start]:02x}, "
+                + (f"which begins no character; {way_out}" if piece else "and the last character is truncated: remove it")
             ) from None
         if piece.strip():
             begin = position + len(piece) - len(piece.lstrip()) if begin is None else begin
@@ -75,59 +76,59 @@ def _check_content(path: Path, flag: str) -> int:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """The content, and nothing at its end."""
+    """Yield a file's content in pieces, then an empty piece."""
     with open(path, "rb") as f:
         while piece := f.read(PIECE):
             yield piece
     yield b""
 
 
-def _check_mark(path: Path, begin: bytes, flag: str) -> None:
-    """UserError for a byte order mark of another encoding."""
+def _check_byte_order_mark(path: Path, begin: bytes, flag: str) -> None:
+    """Raise UserError for a byte order mark of another encoding."""
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if begin.startswith(mark)), None)
     if encoding:
         raise UserError(
-            f"{flag}: {path} is in {encoding}, must be in UTF-8: convert it with {_conversion(path, encoding)}, in PowerShell with "
-            f"Get-Content {path} | Out-File -Encoding utf8 {_converted(path)}"
+            f"{flag}: {path} is in {encoding}, must be in UTF-8: convert it with {_iconv_command(path, encoding)}, in PowerShell with "
+            f"Get-Content {path} | Out-File -Encoding utf8 {_converted_name(path)}"
         )
 
 
-def _conversion(path: Path, encoding: str) -> str:
-    """The command."""
-    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(_converted(path))}"
+def _iconv_command(path: Path, encoding: str) -> str:
+    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(_converted_name(path))}"
 
 
-def _converted(path: Path) -> str:
+def _converted_name(path: Path) -> str:
     return f"{path.stem}-utf8.txt"
 
 
 def read_end(path: Path, n_bytes: int) -> bytes:
-    """The last n_bytes of a file, of a shorter one all."""
+    """Return the last n_bytes of a file, or all of a shorter one."""
     with open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END) - n_bytes))
         return f.read(n_bytes)
 
 
 def count_tokens(model: Path, text: Path, enough: int) -> int | None:
-    """Tokens of a checked text as llama-imatrix counts them; of a long text at least `enough` are counted, and not all.
+    """Count the tokens of a checked text as llama-imatrix does; in a long text, count only a beginning with at least `enough` tokens.
 
-    None where libllama is not there or cannot read the model's vocabulary.
+    None if libllama is missing or cannot read the model's vocabulary.
     """
     library = _lib.libllama_path()
     if library is None or not sys.executable:
         return None
     n_all = text.stat().st_size
+    n_tokens: int | None = None
     for n_bytes in sorted({min(n_all, enough * TOKEN_BYTES), n_all}):
-        found = _ask_counter(library, model, text, n_bytes)
-        if found is None or found >= enough + CUT_TOKENS:
+        n_tokens = _run_counter(library, model, text, n_bytes)
+        if n_tokens is None or n_tokens >= enough + CUT_TOKENS:
             break
-    return found
+    return n_tokens
 
 
-def _ask_counter(library: Path, model: Path, text: Path, n_bytes: int) -> int | None:
-    """Tokens of the first n_bytes; None where the program does not say."""
-    # isolated (-I): beside the program are modules with the names of standard ones; /dev/stdin would be another file there
+def _run_counter(library: Path, model: Path, text: Path, n_bytes: int) -> int | None:
+    """Count the tokens of the first n_bytes; None if the program fails."""
+    # -I: modules next to the program have names of standard ones. realpath: /dev/stdin would be another file in the program
     command = [sys.executable, "-I", COUNTER, library, model, os.path.realpath(text), n_bytes]
     code, log = run_logged([*map(str, command)], Path())
-    found = re.search(r"^tokens (\d+)$", log, re.M)
-    return int(found[1]) if found and code == 0 else None
+    match = re.search(r"^tokens (\d+)$", log, re.M)
+    return int(match[1]) if match and code == 0 else None
