@@ -1,1 +1,1 @@
-"""How good and how fast a file is: llama-perplexity and llama-bench, run and read."""
+"""Quality and speed of a file: runs of llama-perplexity and llama-bench, and their logs."""

@@ -1,4 +1,4 @@
-"""What the logs of llama-perplexity say."""
+"""Results in the logs of llama-perplexity."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ import numpy as np
 
 
 class Figure(NamedTuple):
-    """A figure of llama-perplexity."""
+    """A value with its standard error, if llama-perplexity prints one."""
 
     value: float
-    error: float | None = None  # standard error, if there is one
+    error: float | None = None
 
 
-# names of figures in the statistics
+# names in the statistics
 PPL, BASE_PPL, LN_RATIO, KLD, SAME_TOP = "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Same top p"
-# kind of task -> the option of llama-perplexity that names its file
+# kind of task -> llama-perplexity's option for its file
 TASKS = {"hellaswag": "-f", "winogrande": "-f", "multiple-choice": "-bf"}
 CHUNK_OF_PPL = re.compile(r"\[(\d+)\]([-\w.]+),")
 CHUNK_OF_KLD = re.compile(r"^ *(\d+) +\S+ ± +\S+ +(\S+) ± +\S+ +\S+ ±", re.M)
-TASK = re.compile(r"^(\d+)\t *([\d.]+)", re.M)  # tasks so far, percent of them right
+TASK = re.compile(r"^(\d+)\t *([\d.]+)", re.M)  # tasks so far, percent of right answers
 
 
 def parse_statistics(log: str) -> dict[str, Figure] | None:
-    """All lines of the statistics by their names, such as "Mean KLD", shares in percent; None if the last one is missing."""
+    """Return the statistics by name, such as "Mean KLD", shares in percent; None if the last one is missing."""
     body = log.partition("====== Perplexity statistics ======")[2]
     lines = re.findall(r"^ *(\S.*?) *: +(-?[\w.]+)(?: ± +(-?[\w.]+))? ?%?$", body, re.M)
-    found = {" ".join(name.split()): Figure(float(value), float(error) if error else None) for name, value, error in lines}
-    return found if SAME_TOP in found else None
+    statistics = {" ".join(name.split()): Figure(float(value), float(error) if error else None) for name, value, error in lines}
+    return statistics if SAME_TOP in statistics else None
 
 
 def parse_perplexity(log: str) -> Figure | None:
-    """The final estimate."""
-    found = re.search(r"Final estimate: PPL = ([-\w.]+) \+/- ([-\w.]+)", log)
-    return Figure(float(found[1]), float(found[2])) if found else None
+    """Return the final estimate."""
+    match = re.search(r"Final estimate: PPL = ([-\w.]+) \+/- ([-\w.]+)", log)
+    return Figure(float(match[1]), float(match[2])) if match else None
 
 
 def parse_score(log: str) -> Figure | None:
-    """Percent of right answers after the last task, with the standard error of a share: the programs give one of some kinds and above
-    100 tasks only."""
-    if not (found := TASK.findall(log)):
+    """Return the percent of right answers after the last task, with the standard error of a share, which the program does not always
+    print."""
+    if not (lines := TASK.findall(log)):
         return None
-    n, percent = int(found[-1][0]), float(found[-1][1])
+    n, percent = int(lines[-1][0]), float(lines[-1][1])
     return Figure(percent, math.sqrt(percent * (100 - percent) / max(n - 1, 1)))
 
 
 def count_finished(log: str) -> int:
-    """Chunks or tasks that a run has finished."""
-    return max((int(found[0]) for of in (CHUNK_OF_PPL, CHUNK_OF_KLD, TASK) for found in of.findall(log)), default=0)
+    """Return the number of chunks or tasks that a run has finished."""
+    return max((int(fields[0]) for pattern in (CHUNK_OF_PPL, CHUNK_OF_KLD, TASK) for fields in pattern.findall(log)), default=0)
 
 
 def chunk_sums(log: str) -> list[float]:
-    """What is cumulative in the log, as a sum over chunks: of ln(PPL), or in a comparison of ln(PPL / PPL of the base).
+    """Return the cumulative sums of ln(PPL) over chunks, or of ln(PPL / PPL of the base) in a comparison.
 
-    The log has the mean of the chunks so far, with four decimals of the perplexity and five of the logarithm.
+    The log has means over the chunks so far, with four decimals of the perplexity and five of the logarithm.
     """
-    if found := CHUNK_OF_KLD.findall(log):
-        return [int(n) * float(mean) for n, mean in found]
+    if lines := CHUNK_OF_KLD.findall(log):
+        return [int(n) * float(mean) for n, mean in lines]
     return [int(n) * math.log(float(mean)) for n, mean in CHUNK_OF_PPL.findall(log)]
 
 
 def compare_paired(first: Sequence[float], second: Sequence[float]) -> Figure | None:
-    """ln(PPL first / PPL second) from chunk_sums() of two runs on the same chunks; its standard error is that of the differences of
-    chunks, in which what makes a chunk hard for both cancels. None for fewer than two chunks, or where they are not the same number.
+    """Return ln(PPL first / PPL second) from chunk_sums() of two runs on the same chunks.
 
-    The rounding of the logs adds 1e-5 times the number of the chunk to a difference, which only makes the error larger.
+    The standard error is that of the differences per chunk, in which the difficulty of a chunk cancels. Rounding in the logs adds up to
+    1e-5 times the chunk's number to a difference, which only increases the error. None for fewer than two or different numbers of chunks.
     """
     if len(first) != len(second) or len(first) < 2:
         return None

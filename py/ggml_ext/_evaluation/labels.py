@@ -1,4 +1,4 @@
-"""How the models of a table are called, and how large they are."""
+"""Names and sizes of the models in a table."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .._formats.gguf_file import GGUFFile
 
 
 def label_models(paths: Sequence[Path]) -> list[str]:
-    """Names of files where they differ, else their paths below the folder that holds them all. A path that is there twice has one."""
+    """Return the file names if they are unique, else the paths relative to the common directory. Equal paths have equal labels."""
     names = [path.name for path in paths]
     if len(set(names)) == len(set(paths)):
         return names
-    whole = [os.path.abspath(path) for path in paths]
-    common = os.path.commonpath(whole)
-    return [os.path.relpath(path, common) if path != common else os.path.basename(path) for path in whole]
+    absolute = [os.path.abspath(path) for path in paths]
+    common = os.path.commonpath(absolute)
+    return [os.path.relpath(path, common) if path != common else os.path.basename(path) for path in absolute]
 
 
 def model_bpw(file: GGUFFile) -> float:
-    """Bits a weight of all tensors."""
+    """Return the bits per weight over all tensors."""
     return 8 * sum(t.n_bytes for t in file.tensors) / max(sum(t.n_elements for t in file.tensors), 1)
 
 
 def disk_bytes(file: GGUFFile) -> int:
-    """Of all parts."""
+    """Return the size of the file, with all parts."""
     return sum(part.path.stat().st_size for part in file.parts)

@@ -1,4 +1,4 @@
-"""The file that models are compared with: the logits of a base model on a text, as llama-perplexity --kl-divergence-base keeps them."""
+"""The logits of a base model on a text, as llama-perplexity --kl-divergence-base writes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from .._base.errors import UserError
 from .._base.files import read_record
@@ -13,55 +14,55 @@ from .._base.files import read_record
 
 @dataclass(frozen=True)
 class BaseLogits:
-    """Tokens of the text, and the model's log-probabilities in 16 bits."""
+    """A file with the text's tokens and the model's log-probabilities in 16 bits. n_chunks: may be less than requested."""
 
     path: Path
     n_ctx: int
     n_vocab: int
-    n_chunks: int  # fewer than asked for where the text is short
+    n_chunks: int
 
-    HEADER = struct.Struct("<8sIii")
+    HEADER: ClassVar = struct.Struct("<8sIii")
 
     @classmethod
     def read(cls, path: Path) -> BaseLogits:
-        """UserError if the file is not complete: the program does not notice a full disk."""
+        """Read the header and check the size. UserError if the file is incomplete, because the program does not notice a full disk."""
         try:
             with path.open("rb") as file:
                 header = file.read(cls.HEADER.size)
-            found = path.stat().st_size
+            n_bytes = path.stat().st_size
         except OSError as e:
             raise UserError(f"cannot read the logits in {path}: {e.strerror}") from e
         if len(header) < cls.HEADER.size or not header.startswith(b"_logits_"):
             raise UserError(f"{path} holds no logits: remove it and run again")
         logits = cls(path, *cls.HEADER.unpack(header)[1:])
-        if found != (needed := logits.n_bytes()):
+        if n_bytes != (needed := logits.n_bytes()):
             raise UserError(
-                f"{path} has {found:,} bytes, needed {needed:,}: its disk is full or it is damaged; free space or name another folder, and "
-                "remove it"
+                f"{path} has {n_bytes:,} bytes, must have {needed:,}: the disk is full or the file damaged; free space or name another "
+                "directory, and remove the file"
             )
         return logits
 
     def n_bytes(self) -> int:
-        """Size of a complete file: a row is n_vocab values, padded to an even count, and two floats."""
+        """Return the size of a complete file. A row has n_vocab values, padded to an even number, and two floats."""
         row = 2 * (2 * ((self.n_vocab + 1) // 2) + 4)
         return self.HEADER.size + self.n_chunks * (4 * self.n_ctx + (self.n_ctx - 1 - self.n_ctx // 2) * row)
 
 
 @dataclass(frozen=True)
 class LogitsRecord:
-    """Content of LOGITS.json: what logits were made from, and how to recognise the file."""
+    """Content of LOGITS.json: the settings that produced the logits, and the fingerprint of their file."""
 
-    made_from: dict
-    result: dict  # fingerprint
+    made_from: dict[str, Any]
+    result: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """ValueError for what is no record: the file may have been written by anyone."""
+        """Raise ValueError for wrong types, because anyone may have written the file."""
         if not isinstance(self.made_from, dict) or not isinstance(self.result, dict):
             raise ValueError("no record of logits")
 
     @classmethod
     def read(cls, logits: Path) -> LogitsRecord | None:
-        """None if there is no record, or if the file is another one than it describes."""
+        """Return the record, or None if it is missing or describes another file."""
         return read_record(cls, record_path(logits), logits)
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""llama-bench on several models in turn, so that drift of the machine's speed falls on all of them."""
+"""llama-bench on several models in turn, so that drift of the machine's speed affects all of them equally."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .._base.errors import UserError
 from .._native.process import describe_failure, run_captured
@@ -17,7 +18,7 @@ WHAT = ("decode", "prefill")
 
 @dataclass(frozen=True)
 class BenchRunner:
-    """llama-bench with the same settings for all models. options: handed to it as they are."""
+    """llama-bench with fixed settings. options: further options of the program."""
 
     program: Path
     n_prompt: int
@@ -26,7 +27,7 @@ class BenchRunner:
     options: tuple[str, ...] = ()
 
     def run(self, model: Path) -> dict[str, float]:
-        """Tokens a second: {"decode": ..., "prefill": ...}. UserError if the program fails."""
+        """Measure tokens per second: {"decode": ..., "prefill": ...}. UserError if the program fails."""
         command = [self.program, "-m", model, "-p", self.n_prompt, "-n", self.n_gen, "-t", self.n_threads, "-r", 1, *self.options, "-o", "json"]
         code, out, log = run_captured([*map(str, command)], Path())
         if code:
@@ -35,36 +36,40 @@ class BenchRunner:
 
 
 def measure_speed(
-    models: Mapping[str, Path], bench: BenchRunner, n_rounds: int, done: Callable[[int], None],
+    models: Mapping[str, Path], bench: BenchRunner, n_rounds: int, done: Callable[[int], object],
     failed: Callable[[str, Exception], None] | None = None,
 ) -> Samples:
-    """Tokens a second of every round: {name: {"decode": [...], "prefill": [...]}}; the models in turn. done: called with its number after
-    each round.
+    """Measure tokens per second in every round: {name: {"decode": [...], "prefill": [...]}}.
 
-    UserError if llama-bench fails; with failed(name, error), which is called instead, the model is left out.
+    Args:
+        models: files by name, measured in turn.
+        bench: llama-bench.
+        n_rounds: number of rounds.
+        done: called with the number of each finished round.
+        failed: called with name and error of a model on which llama-bench fails, which is then left out; None: raise UserError.
     """
     samples: Samples = {name: {what: [] for what in WHAT} for name in models}
     for i in range(n_rounds):
         for name in list(samples):
             try:
-                found = bench.run(models[name])
+                speeds = bench.run(models[name])
             except UserError as e:
                 if failed is None:
                     raise
                 failed(name, e)
                 del samples[name]
                 continue
-            for what, speed in found.items():
+            for what, speed in speeds.items():
                 samples[name][what].append(speed)
         done(i + 1)
     return samples
 
 
-def summarize_speed(samples: Samples, baselines: Sequence[str]) -> list[dict]:
-    """A row for each model: medians, least and largest, and the median of the rounds' ratios to each baseline as "decode/NAME"."""
+def summarize_speed(samples: Samples, baselines: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row per model: median, minimum and maximum, and the median ratio to each baseline over rounds as "decode/NAME"."""
     rows = []
     for name, speeds in samples.items():
-        row = {"type": name}
+        row: dict[str, Any] = {"type": name}
         for what, values in speeds.items():
             row[what] = statistics.median(values)
             row[f"{what}_min"], row[f"{what}_max"] = min(values), max(values)
