@@ -51,7 +51,7 @@ def bf16(values):
 @pytest.mark.slow
 def test_converted_and_run(checkpoint, made):
     done, folder = made
-    assert f"note: {checkpoint} becomes a GGUF file first, about 3 MiB in {folder}{os.sep}.converted-" in done.stderr
+    assert f"note: converting {checkpoint} to a GGUF file, about 3 MiB in {folder}{os.sep}.converted-" in done.stderr
     assert f"kept as {folder / 'kept.gguf'}" in done.stderr
     assert sorted(p.name for p in folder.iterdir()) == ["kept.gguf", "out.gguf"]
     converted, source = decoded(folder / "kept.gguf"), tensors()
@@ -267,15 +267,15 @@ def test_kept_file_is_not_replaced(folder, stub):
     folder.run("--keep-gguf", kept)
     before = kept.read_bytes()
     folder.error("kept.gguf exists: pass it as IN", flags=["--keep-gguf", kept, "--force"])
-    folder.error("in no folder that exists", flags=["--keep-gguf", folder.path / "no" / "kept.gguf", "--force"])
+    folder.error("in a directory that does not exist", flags=["--keep-gguf", folder.path / "no" / "kept.gguf", "--force"])
     other = folder.path / "other.gguf"
     stub(f"import pathlib, sys; pathlib.Path({str(other)!r}).write_text('precious'); "
          "pathlib.Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text('converted')")
     said = folder.run("--keep-gguf", other, "--force", code=1)
-    assert f"--keep-gguf: {other} appeared while it was made" in said and other.read_text() == "precious"
+    assert f"--keep-gguf: {other} appeared during the conversion" in said and other.read_text() == "precious"
     other.unlink()
     folder.source = kept
-    folder.error("only the folder of a checkpoint is converted", flags=["--keep-gguf", folder.path / "other.gguf", "--force"])
+    folder.error("only a checkpoint's directory is converted", flags=["--keep-gguf", folder.path / "other.gguf", "--force"])
     assert kept.read_bytes() == before
 
 
@@ -322,7 +322,7 @@ def test_a_stopped_run_goes_on_in_the_folder_of_the_checkpoint(folder, stub, mon
     [
         ("raise NotImplementedError('no such tokenizer')", "exited with 1: NotImplementedError: no such tokenizer"),
         ("print('half a line', end=''); raise SystemExit(3)", "exited with 3: half a line"),
-        ("", "exited with 0: it said nothing"),
+        ("", "exited with 0: no output"),
         ("raise OSError(28, 'No space left on device')", "No space left on device; free some space"),
     ],
 )
@@ -375,7 +375,7 @@ def test_package_without_the_converter(folder, monkeypatch):
 
 def test_folder_that_is_no_checkpoint(folder):
     (folder.source / "config.json").unlink()
-    folder.error("is a directory without config.json, no Hugging Face checkpoint: pass a GGUF file or the folder of a checkpoint")
+    folder.error("is a directory without config.json, no Hugging Face checkpoint: pass a GGUF file or the directory of a checkpoint")
     write_gguf(folder.source / "model.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)})
     folder.error(f"pass one of its files, such as {folder.source / 'model.gguf'}")
     folder.source = folder.source / "tokenizer.model"

@@ -35,11 +35,11 @@ def test_damaged_index(folder, content):
     ("change", "said"),
     [
         (lambda raw: raw[:-1], "truncated: its tensors end at byte"),
-        (lambda raw: raw[:100], "was cut off within its header"),
+        (lambda raw: raw[:100], "its header is truncated"),
         (lambda raw: b"", "is no safetensors file"),
         (lambda raw: b"version https://git-lfs", "is no safetensors file"),
-        (lambda raw: struct.pack("<Q", 4) + b"oops", "the header is not that of a safetensors file"),
-        (lambda raw: struct.pack("<Q", 8) + b'{"a": 1}', "the header is not that of a safetensors file"),
+        (lambda raw: struct.pack("<Q", 4) + b"oops", "the safetensors header is damaged"),
+        (lambda raw: struct.pack("<Q", 8) + b'{"a": 1}', "the safetensors header is damaged"),
     ],
 )
 def test_damaged_shard(folder, change, said):
@@ -96,4 +96,4 @@ def test_damaged_pickled_weights(folder):
     pickle_weights(folder)
     path = folder.source / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:1000])
-    folder.error("pytorch_model.bin is no archive of PyTorch 1.6 or newer, or was cut off: download it again")
+    folder.error("pytorch_model.bin is no archive of PyTorch 1.6 or newer, or is truncated: download it again")

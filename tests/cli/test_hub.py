@@ -102,7 +102,7 @@ def test_connection_that_breaks_once(client, large):
 def test_connection_that_breaks_again_and_again(client, large):
     tries = _hub.N_TRIES * (1 if client.is_old else 6)  # newer clients try five times more for each of ours
     repo = client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000, *[1000] * (tries - 1)])
-    then = "it goes on where it was" if client.is_old else "it keeps the files that are whole"
+    then = "the download resumes" if client.is_old else "complete files are kept"
     client.error("failed", f"{_hub.N_TRIES} times for {FILE}", f"run it again, {then}", flags=["--dry-run"])
     assert len(client.hub.downloads) == tries and not repo.drop_after
     if client.is_old:
@@ -183,7 +183,7 @@ def test_xet_protocol_that_breaks(client, content):
 
 def test_full_disk_behind_the_xet_protocol():
     """hf_xet has the system's words in a text of its own; no other try helps."""
-    with pytest.raises(UserError, match="No space left on device; point HF_HUB_CACHE to another folder") as found, _hub.explain_errors(_hub.Repo(REPO, None, None)):
+    with pytest.raises(UserError, match="No space left on device; point HF_HUB_CACHE to another directory") as found, _hub.explain_errors(_hub.Repo(REPO, None, None)):
         raise OSError("I/O error: IO Error: No space left on device (os error 28)")
     assert not isinstance(found.value, _hub.ConnectionBroken)
 

@@ -1,1 +1,1 @@
-"""The model that is read: a GGUF file, a checkpoint, the Hugging Face hub."""
+"""Sources of a model: GGUF files, checkpoints, the Hugging Face hub."""

@@ -1,5 +1,5 @@
-"""Checkpoints of Hugging Face's transformers: a folder with config.json, safetensors and a tokenizer, converted by llama.cpp's
-own convert_hf_to_gguf.py, which lies in the package with the modules it needs (folder convert)."""
+"""Hugging Face checkpoints: a directory with config.json, safetensors and a tokenizer, converted by llama.cpp's convert_hf_to_gguf.py,
+which the package contains with its modules (directory convert)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from .._base.console import Console
 from .._base.encoding import to_file_name, to_utf8
@@ -27,22 +28,22 @@ from .._native.process import describe_failure, run_streamed
 CONVERTER = FOLDER / "convert" / "convert_hf_to_gguf.py"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 TEMPORARY = ".converted-"
-# What the converter imports, of the extra hf.
+# modules of the extra hf that the converter imports
 NEEDED = ("torch", "transformers", "sentencepiece", "safetensors")
 PICKLED = ".bin"
 FORMATS = (("model", ".safetensors"), ("pytorch_model", PICKLED))
 SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\.\w+)")
-BYTES_A_WEIGHT = 2  # F16 or BF16; only vectors become F32
-AS_STORED = "auto"  # of --outtype: BF16 or F16
-MIN_BITS = 8  # below them weights count as quantized, as in GGUF files
-MAX_HEADER = 100_000_000  # of a safetensors file, as its own library has it
+BYTES_PER_WEIGHT = 2  # F16 or BF16; only vectors become F32
+AS_STORED = "auto"  # --outtype: BF16 or F16
+MIN_BITS = 8  # weights with fewer bits count as quantized, as in GGUF files
+MAX_HEADER = 100_000_000  # limit of the safetensors library
 
 
-def require_extra(modules: tuple[str, ...], what: str, extra: str = "hf") -> None:
-    """UserError if a module of the extra is not installed. what: needs it."""
+def require_extra(modules: tuple[str, ...], user: str, extra: str = "hf") -> None:
+    """Raise UserError if a module of an extra is not installed. user: what needs the modules."""
     if missing := [m for m in modules if importlib.util.find_spec(m) is None]:
-        lacks = f"{missing[0]}, which is" if len(missing) == 1 else f"{', '.join(missing)}, which are"
-        raise UserError(f"{what} needs {lacks} not installed: {install_command(extra, missing)}")
+        names = f"{missing[0]}, which is" if len(missing) == 1 else f"{', '.join(missing)}, which are"
+        raise UserError(f"{user} needs {names} not installed: {install_command(extra, missing)}")
 
 
 def index_name(weights: tuple[str, str]) -> str:
@@ -50,29 +51,29 @@ def index_name(weights: tuple[str, str]) -> str:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Names of the files that an index of shards names. UserError if it is no such index."""
+    """Return the file names in an index of shards. UserError if it is invalid."""
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except OSError as e:
         raise UserError(f"cannot read {index}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{index} is no index of shards, it has no sound weight_map: download it again") from e
+        raise UserError(f"{index} is no index of shards, it has no valid weight_map: download it again") from e
     if bad := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
-        raise UserError(f"{index}: weight_map names {bad[0]!r}, which is no file beside it: download it again")
+        raise UserError(f"{index}: weight_map names {bad[0]!r}, which is not in the same directory: download it again")
     return sorted(names)
 
 
 def shards_by_name(names: list[str]) -> list[str]:
-    """The names and those of the shards between them that are not there."""
+    """Return the names, completed by those of missing shards."""
     all_names = set(names)
     for name in names:
-        if found := SHARD.fullmatch(name):
-            all_names |= {f"{found[1]}{i + 1:05}-of-{found[3]}{found[4]}" for i in range(int(found[3]))}
+        if match := SHARD.fullmatch(name):
+            all_names |= {f"{match[1]}{i + 1:05}-of-{match[3]}{match[4]}" for i in range(int(match[3]))}
     return sorted(all_names)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights, as the converter looks for them. UserError if there are none, or if one of them is missing."""
+    """Return the files with weights, in the converter's order of preference. UserError if there are none, or one is missing."""
     for weights in FORMATS:
         index = folder / index_name(weights)
         by_index = index.is_file()
@@ -84,53 +85,58 @@ def weight_files(folder: Path) -> list[Path]:
         if names:
             return [folder / n for n in names]
     check_adapter(folder)
-    raise UserError(f"{folder} has a {CONFIG} and no model*.safetensors: pass the folder of a whole checkpoint, or a GGUF file")
+    raise UserError(f"{folder} has a {CONFIG} and no model*.safetensors: pass the directory of a complete checkpoint, or a GGUF file")
 
 
-def read_object(path: Path) -> dict:
-    """UserError if it is no JSON object."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. UserError if the file holds none."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise UserError(f"{path} is no JSON object: download it again")
-    return found
+    return content
 
 
 def check_adapter(folder: Path) -> None:
-    """UserError for a folder that has an adapter in the place of a model."""
+    """Raise UserError for a directory with an adapter instead of a model."""
     if (folder / ADAPTER).is_file():
-        base = read_object(folder / ADAPTER).get("base_model_name_or_path") or "the model that it was made for"
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
         raise UserError(f"{folder} {only_an_adapter(base)}")
 
 
 def only_an_adapter(base: str) -> str:
+    """Return the message for an adapter of the model `base`."""
     return (
         f"has only an adapter: quantize {base} and pass the adapter to llama-server with --lora, or merge the two with merge_and_unload() of "
-        "peft and pass the folder of that"
+        "peft and pass the resulting directory"
     )
 
 
 def check_bits(config: Path, name: object, allow_requantize: bool) -> None:
-    """UserError for weights that the checkpoint holds in fewer than 8 bits, unless they may be quantized again: the converter makes 16
-    bits of them. config: its config.json; name: what the user calls it."""
-    found = read_object(config)
-    parts = [found, *(part for part in found.values() if isinstance(part, dict))]  # text_config of models with images
+    """Raise UserError for a checkpoint with weights in fewer than 8 bits, which the converter would expand to 16 bits.
+
+    config: its config.json. name: the user's name for it.
+    """
+    content = read_object(config)
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]  # text_config of multimodal models
     quantization = next((q for part in parts if isinstance(q := part.get("quantization_config"), dict)), {})
     bits = stored_bits(quantization)
     if bits is not None and bits < MIN_BITS and not allow_requantize:
         raise UserError(
-            f"{name} is already quantized to {bits} bits ({quantization.get('quant_method', 'quantization_config')}, says its {CONFIG}), which costs quality twice: "
-            "start from the checkpoint that it was made from, or pass --allow-requantize"
+            f"{name} is already quantized to {bits} bits ({quantization.get('quant_method', 'quantization_config')}, says its {CONFIG}); quantizing it again loses more: "
+            "start from the original checkpoint, or pass --allow-requantize"
         )
 
 
-def stored_bits(quantization: dict) -> int | None:
-    """Of the least accurate weights; None where it does not say, and for the 4-bit floats that stay what they are in the GGUF file.
-    quantization: quantization_config, as the programs that make such checkpoints write it."""
+def stored_bits(quantization: dict[str, Any]) -> int | None:
+    """Return the bits of the least accurate weights from a quantization_config.
+
+    None if it does not say, and for 4-bit floats (nvfp4), which the GGUF file keeps.
+    """
     method, groups = quantization.get("quant_method"), quantization.get("config_groups")
     if method == "bitnet":
         return 2
@@ -138,14 +144,14 @@ def stored_bits(quantization: dict) -> int | None:
         return 4 if quantization.get("load_in_4bit") else 8
     if method == "compressed-tensors" and isinstance(groups, dict):
         weights = [g.get("weights") for g in groups.values() if isinstance(g, dict) and "nvfp4" not in str(g.get("format", quantization.get("format")))]
-        found = [w.get("num_bits") for w in weights if isinstance(w, dict)]
+        bits = [w.get("num_bits") for w in weights if isinstance(w, dict)]
     else:
-        found = [quantization.get("bits", quantization.get("w_bit"))]
-    return min((n for n in found if isinstance(n, int)), default=None)
+        bits = [quantization.get("bits", quantization.get("w_bit"))]
+    return min((n for n in bits if isinstance(n, int)), default=None)
 
 
 def count_weights(path: Path) -> int:
-    """Elements of all tensors of a safetensors file. UserError if it is not whole."""
+    """Return the number of elements in a safetensors file. UserError if it is damaged."""
     way_out = "download it again"
     try:
         size = path.stat().st_size
@@ -153,32 +159,32 @@ def count_weights(path: Path) -> int:
             start = f.read(8)
             n_header = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
             if n_header > min(MAX_HEADER, size - 8):
-                raise UserError(f"{path} is no safetensors file, or was cut off within its header: {way_out}")
+                raise UserError(f"{path} is no safetensors file, or its header is truncated: {way_out}")
             infos = [info for name, info in json.loads(f.read(n_header)).items() if name != "__metadata__"]
         end = 8 + n_header + max((info["data_offsets"][1] for info in infos), default=0)
         n = sum(prod(info["shape"]) for info in infos)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-        raise UserError(f"{path}: the header is not that of a safetensors file: {way_out}") from e
+        raise UserError(f"{path}: the safetensors header is damaged: {way_out}") from e
     if size < end:
         raise UserError(f"{path}: truncated: its tensors end at byte {end:,}, the file has {size:,}; {way_out}")
     return n
 
 
 def check_pickled(path: Path) -> None:
-    """UserError if a pickled file is not one that the converter reads: an archive, as PyTorch writes it since 1.6."""
+    """Raise UserError unless a pickled file is an archive, the format since PyTorch 1.6 and the only one that the converter reads."""
     if not zipfile.is_zipfile(path):
-        raise UserError(f"{path} is no archive of PyTorch 1.6 or newer, or was cut off: download it again, or pass a checkpoint with safetensors")
+        raise UserError(f"{path} is no archive of PyTorch 1.6 or newer, or is truncated: download it again, or pass a checkpoint with safetensors")
 
 
 def check_checkpoint(folder: Path) -> list[Path]:
-    """The files with weights of a checkpoint. UserError if the folder holds none or not all of one, or if nothing converts it."""
+    """Return a checkpoint's files with weights. UserError if the checkpoint is incomplete or cannot be converted."""
     try:
         if not (folder / CONFIG).is_file():
             check_adapter(folder)
             models = sorted(p.name for p in folder.glob("*.gguf"))
-            instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the folder of a checkpoint"
+            instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the directory of a checkpoint"
             raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: pass {instead}")
         files = weight_files(folder)
         for path in files:
@@ -193,85 +199,94 @@ def check_checkpoint(folder: Path) -> list[Path]:
 
 
 def converted_size(folder: Path, files: list[Path], outtype: str = AS_STORED) -> int:
-    """Bytes of the GGUF file, about: 16 bits a weight (those of pickled files are taken to be so), or 32, and the tokenizer."""
-    weights = sum(BYTES_A_WEIGHT * count_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
+    """Estimate the size of the GGUF file: 16 bits per weight (pickled files are assumed to have these) or 32, and the tokenizer."""
+    weights = sum(BYTES_PER_WEIGHT * count_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
     others = sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.suffix in (".json", ".model", ".txt"))
     return (weights + weights // 500) * (2 if outtype == "f32" else 1) + others
 
 
 @contextlib.contextmanager
 def convert_checkpoint(
-    folder: Path, name: str, where: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
+    folder: Path, name: str, parent: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
 ) -> Iterator[Path]:
-    """A checkpoint as a GGUF file, in outtype, under a name that does not change from run to run.
+    """Convert a checkpoint and yield the GGUF file, which is removed at the end or moved to `kept` when it is complete.
 
-    It lies in a folder of its own in `where` and is removed at the end, or is moved to `kept` as soon as it is whole. UserError
-    if there is no space for it or if the converter fails.
+    Args:
+        folder: the checkpoint.
+        name: the model's name, and that of the file.
+        parent: directory for the temporary file.
+        kept: path at which the file is kept.
+        console: for notes and the progress bar.
+        outtype: the converter's --outtype.
+        allow_requantize: accept quantized weights.
+
+    Raises:
+        UserError: there is no space, or the converter fails.
     """
     files = check_checkpoint(folder)
     check_bits(folder / CONFIG, folder, allow_requantize)
-    where = where if kept is None else kept.parent
-    size, free = converted_size(folder, files, outtype), free_space(where)
+    parent = parent if kept is None else kept.parent
+    size, free = converted_size(folder, files, outtype), free_space(parent)
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
     if free < size:
         raise UserError(
-            f"no space left on device: the GGUF file of {folder} takes about {size / MIB:,.0f} MiB, {where} has "
-            f"{free / MIB:,.0f} MiB free; "
-            "free some space, or name an OUT or a --keep-gguf FILE on another disk"
+            f"no space left on device: the GGUF file of {folder} takes about {size / MIB:,.0f} MiB, {parent} has "
+            f"{free / MIB:,.0f} MiB free; free some space, or name an OUT or a --keep-gguf FILE on another disk"
         )
     with contextlib.ExitStack() as stack:
         try:
-            temporary = stack.enter_context(temporary_directory(where, TEMPORARY, console.note))
+            temporary = stack.enter_context(temporary_directory(parent, TEMPORARY, console.note))
             path = temporary / f"{to_file_name(to_utf8(name))}.gguf"  # the converter takes the model's name from it
-            console.note(f"{folder} becomes a GGUF file first, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
+            console.note(f"converting {folder} to a GGUF file, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
             _convert(folder, path, outtype, size, console)
             if kept is not None:
                 move_into_place(path, kept, force=False)
         except FileExistsError as e:
-            raise UserError(f"--keep-gguf: {kept} appeared while it was made, and was left as it is: name another file") from e
+            raise UserError(f"--keep-gguf: {kept} appeared during the conversion and was not overwritten: name another file") from e
         except OSError as e:
-            raise UserError(f"cannot convert {folder} in {where}: {e.strerror or e}; write OUT to another folder") from e
+            raise UserError(f"cannot convert {folder} in {parent}: {e.strerror or e}; write OUT to another directory") from e
         yield kept or path
 
 
 def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console) -> None:
-    """Runs the converter. UserError with its last error if it fails."""
+    """Run the converter. UserError with its last error if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
     source = Path(os.path.abspath(folder))
-    if source.name != path.stem:  # the converter takes the model's name from its folder, in the hub's cache a hash
+    if source.name != path.stem:  # the converter takes the model's name from the directory, a hash in the hub's cache
         source = path.with_suffix("")
         source.symlink_to(os.path.abspath(folder))
     with console.bar("converting", size, "B", is_scaled=True) as bar:
 
-        def heard(text: str) -> None:
+        def update(text: str) -> None:
             if percent := re.findall(r"Writing:\s+(\d+)%", text[-1000:]):
                 bar.update(size * int(percent[-1]) // 100 - bar.n)
 
         command = [sys.executable, str(CONVERTER), str(source), "--outfile", os.path.abspath(path), "--outtype", outtype]
-        code, log = run_streamed(command, path.parent, heard, env)
+        code, log = run_streamed(command, path.parent, update, env)
     if code or not path.is_file():
-        said = find_error(log)
-        if "UnpicklingError" in said:
+        error = find_error(log)
+        if "UnpicklingError" in error:
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
-        way_out = "free some space" if "No space left" in said else _newer_transformers(folder, said) or "pass a GGUF file of it"
-        why = describe_failure(CONVERTER.name, code, said.rstrip("."), "", way_out, f"free some memory, or {way_out}")
-        raise UserError(f"{folder} cannot be converted: {why}")
+        way_out = "free some space" if "No space left" in error else _newer_transformers(folder, error) or "pass a GGUF file of it"
+        failure = describe_failure(CONVERTER.name, code, error.rstrip("."), "", way_out, f"free some memory, or {way_out}")
+        raise UserError(f"{folder} cannot be converted: {failure}")
 
 
-def _newer_transformers(folder: Path, said: str) -> str:
-    """The way out where the checkpoint was saved by a newer major version than the one that is installed, else nothing."""
-    saved, ours = read_object(folder / CONFIG).get("transformers_version"), metadata.version("transformers")
-    is_newer = isinstance(saved, str) and int(re.match(r"\d*", saved)[0] or 0) > int(ours.partition(".")[0])
-    if not is_newer and not ("Tokenizer class" in said and "does not exist" in said):
+def _newer_transformers(folder: Path, error: str) -> str:
+    """Return the way out if the checkpoint needs a newer major version of transformers than the installed one, else an empty string."""
+    saved, installed = read_object(folder / CONFIG).get("transformers_version"), metadata.version("transformers")
+    major = re.match(r"\d+", saved) if isinstance(saved, str) else None
+    is_newer = major is not None and int(major[0]) > int(installed.partition(".")[0])
+    if not is_newer and not ("Tokenizer class" in error and "does not exist" in error):
         return ""
-    return f"it needs a newer transformers than {ours}: pip install --upgrade transformers"
+    return f"it needs a newer transformers than {installed}: pip install --upgrade transformers"
 
 
 def find_error(log: str) -> str:
-    """What the converter says is wrong: its last line that is an error's, else its last."""
+    """Return the converter's last line with an error, else its last line."""
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
     error = re.compile(r"ERROR:[\w.-]+:(.*)|((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
     errors = [m[1] or m[2] for line in lines if (m := error.match(line))]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    return (errors or lines or ["no output"])[-1][:300]

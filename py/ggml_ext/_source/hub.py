@@ -1,4 +1,7 @@
-"""Models of the Hugging Face hub, through its own client: its cache, tokens, resumed downloads and progress bars."""
+"""Models of the Hugging Face hub, through its client library: cache, tokens, resumed downloads and progress bars.
+
+Files are downloaded one by one at the commit that was listed, so that each can be checked against the listed hash, in a resumed run too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
@@ -31,45 +34,46 @@ from .checkpoint import (
     shards_by_name,
 )
 
-# Kinds of GGUF files by the tag in their name, and where safetensors stand among them.
+# tags in the names of GGUF files, in the order of preference, before and after safetensors
 BEFORE_SAFETENSORS, AFTER_SAFETENSORS = ("bf16", "f16|fp16"), ("f32|fp32", "q8_0")
-# Of a checkpoint: what the converter reads beside the weights. No .py: nothing of the repository is run.
+# files of a checkpoint that the converter reads besides the weights; no .py, because no code of the repository is run
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 N_TRIES = 5
-PAUSE = 1.0  # seconds before the next one
+PAUSE = 1.0  # seconds between two tries
 PIECE = 8 * MIB
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 TOKENS = "a token with HF_TOKEN or --hf-token"
 
 
 @dataclass(frozen=True)
 class Repo:
-    """unreachable: why its copy in the cache is read, as an error says it; nothing where the hub was asked."""
+    """A repository of the hub. unreachable: why the hub could not be asked and the cached copy is used; empty if it was asked."""
 
     name: str
     revision: str | None
     token: str | None
     unreachable: str = ""
 
-    def error(self, what: str) -> UserError:
-        return UserError(f"{self.unreachable}, and its copy in the cache {what}" if self.unreachable else f"--hf-repo: {self.name} {what}")
+    def error(self, problem: str) -> UserError:
+        """Return an error whose sentence begins with the repository."""
+        return UserError(f"{self.unreachable}, and its copy in the cache {problem}" if self.unreachable else f"--hf-repo: {self.name} {problem}")
 
     @property
-    def way_to_whole(self) -> str:
-        """What helps where files are missing."""
+    def missing_files_hint(self) -> str:
+        """The way out if files are missing."""
         return "download it while there is a connection" if self.unreachable else "choose another --revision"
 
 
 def fetch_model(repo: Repo, file: str | None, allow_requantize: bool, console: Console) -> Path:
-    """The GGUF file `file`, or the one that the rule below picks, or the folder of the checkpoint: in the client's cache.
+    """Download a model and return its GGUF file, or its checkpoint's directory, in the client's cache.
 
-    The rule: a BF16 GGUF file, else an F16 one, else the safetensors, else an F32 or Q8_0 GGUF file. UserError if there is none
-    or more than one of a kind, and for what the hub refuses.
+    Without `file` the order of preference is BF16 GGUF, F16 GGUF, safetensors, F32 GGUF, Q8_0 GGUF. UserError if there is none or more
+    than one of a kind, or if the hub refuses.
     """
     require_extra(("huggingface_hub",), "--hf-repo")
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()  # retries are its own affair
+    logging.set_verbosity_error()  # hides the client's messages about its own retries
     if console.quiet or not console.is_terminal:
         disable_progress_bars()
     cache = _look_up(repo, console.note)
@@ -81,40 +85,40 @@ def fetch_model(repo: Repo, file: str | None, allow_requantize: bool, console: C
     return cache.download(checkpoint_files(cache))[0].parent
 
 
-def choose_gguf(repo: Repo, files: list[str], wanted: str | None) -> list[str]:
-    """Names of the parts of the GGUF model to take, nothing where it is the safetensors."""
+def choose_gguf(repo: Repo, files: list[str], requested: str | None) -> list[str]:
+    """Return the names of the parts of the GGUF model to download; none for the safetensors. requested: --hf-file."""
     ggufs = [f for f in files if f.endswith(".gguf") and not re.search("(?i)mmproj|imatrix", f)]
-    if wanted is not None:
-        if wanted not in files:
-            raise repo.error(f"has no file {wanted}: --hf-file must be {_some(ggufs) or 'left out, it has no GGUF files'}")
-        if not wanted.endswith(".gguf"):
-            raise repo.error(f"has {wanted}, which is no GGUF file: leave --hf-file out to take the whole checkpoint")
-        return _with_parts(repo, files, wanted)
+    if requested is not None:
+        if requested not in files:
+            raise repo.error(f"has no file {requested}: --hf-file must be {_list_some(ggufs) or 'left out, it has no GGUF files'}")
+        if not requested.endswith(".gguf"):
+            raise repo.error(f"has {requested}, which is no GGUF file: leave --hf-file out to take the complete checkpoint")
+        return _require_parts(repo, files, requested)
     firsts = [f for f in ggufs if _parts(f)[0] == f]
 
-    def of_kinds(kinds: tuple[str, ...]) -> list[str]:
+    def find_kind(kinds: tuple[str, ...]) -> list[str]:
         for kind in kinds:
-            found = [f for f in firsts if re.search(rf"(?i)(?:^|[-._/])(?:{kind})(?=[-._/])", f)]
-            if len(found) > 1:
-                in_kind = f"{len(found)} GGUF files in {kind.partition('|')[0].upper()}"
-                raise repo.error(f"has {in_kind}: choose with --hf-file from {_some(found)}")
-            if found:
-                return _with_parts(repo, files, found[0])
+            matches = [f for f in firsts if re.search(rf"(?i)(?:^|[-._/])(?:{kind})(?=[-._/])", f)]
+            if len(matches) > 1:
+                in_kind = f"{len(matches)} GGUF files in {kind.partition('|')[0].upper()}"
+                raise repo.error(f"has {in_kind}: choose with --hf-file from {_list_some(matches)}")
+            if matches:
+                return _require_parts(repo, files, matches[0])
         return []
 
-    if found := of_kinds(BEFORE_SAFETENSORS):
-        return found
+    if parts := find_kind(BEFORE_SAFETENSORS):
+        return parts
     if CONFIG in files and any(_weights(files, weights) for weights in FORMATS):
         return []
-    if found := of_kinds(AFTER_SAFETENSORS):
-        return found
+    if parts := find_kind(AFTER_SAFETENSORS):
+        return parts
     if ADAPTER in files and not ggufs:
-        raise repo.error(only_an_adapter("the model that it was made for"))
-    others = f"; of its GGUF files, {_some(ggufs)}, one can be named with --hf-file" if ggufs else ""
+        raise repo.error(only_an_adapter("its base model"))
+    others = f"; choose one of its GGUF files with --hf-file: {_list_some(ggufs)}" if ggufs else ""
     raise repo.error(f"has neither a GGUF file in BF16, F16, F32 or Q8_0 nor a {CONFIG} with safetensors{others}")
 
 
-def _some(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}"
 
@@ -124,82 +128,83 @@ def _parts(file: str) -> list[str]:
     return [f"{folder}{slash}{part}" for part in part_names(name)]
 
 
-def _with_parts(repo: Repo, files: list[str], file: str) -> list[str]:
+def _require_parts(repo: Repo, files: list[str], file: str) -> list[str]:
+    """Return all parts of a GGUF model. UserError if one is missing."""
     parts = _parts(file)
     if missing := [p for p in parts if p not in files]:
-        raise repo.error(f"lacks {_some(missing)}, of the {len(parts)} parts of {file}: {repo.way_to_whole}, or name another --hf-file")
+        raise repo.error(f"lacks {_list_some(missing)}, of the {len(parts)} parts of {file}: {repo.missing_files_hint}, or name another --hf-file")
     return parts
 
 
 def _weights(files: list[str], weights: tuple[str, str]) -> list[str]:
-    """The files with weights, of which an index says more."""
+    """Return the files with weights in a format of FORMATS."""
     return [f for f in files if "/" not in f and f.startswith(weights[0]) and f.endswith(weights[1])]
 
 
 def checkpoint_files(cache: _Cache) -> list[str]:
-    """Names of all files of the checkpoint, config.json first. UserError if a shard is missing."""
+    """Return the names of a checkpoint's files, config.json first. UserError if a shard is missing."""
     files = list(cache.files)
     weights = next(w for w in FORMATS if _weights(files, w))
     index = index_name(weights)
     names = indexed_files(cache.download([index])[0]) if index in files else shards_by_name(_weights(files, weights))
     if missing := [n for n in names if n not in files]:
-        raise cache.repo.error(f"lacks {_some(missing)}, of {len(names)} files with weights: {cache.repo.way_to_whole}")
+        raise cache.repo.error(f"lacks {_list_some(missing)}, of {len(names)} files with weights: {cache.repo.missing_files_hint}")
     others = [f for f in files if "/" not in f and (f.endswith(COMPANIONS) or f == "LICENSE")]
     return [CONFIG, *(f for f in others if f != CONFIG), *names]
 
 
-def _look_up(repo: Repo, say: Callable[[str], None]) -> _Cache:
-    """What the hub has, or where it cannot be asked, what the cache has of it. UserError if that is nothing."""
+def _look_up(repo: Repo, log: Callable[[str], None]) -> _Cache:
+    """List the files of a repository: on the hub or, if that is unreachable, in the cache. UserError if there are none."""
     from huggingface_hub import HfApi
 
     try:
         with explain_errors(repo):
             info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
-        return _Cache(repo, info.sha, {f.rfilename: f for f in info.siblings}, say)
+        return _Cache(repo, info.sha or "", {f.rfilename: f for f in info.siblings or ()}, log)
     except Unreachable as e:
         folder = _cached_folder(repo, e)
-        say(f"{str(e).removeprefix('--hf-repo: ')}: its copy in the cache is used, commit {folder.name[:12]}")
+        log(f"{str(e).removeprefix('--hf-repo: ')}: its copy in the cache is used, commit {folder.name[:12]}")
         files = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
-        return _Cache(replace(repo, unreachable=str(e)), folder.name, dict.fromkeys(files), say)
+        return _Cache(replace(repo, unreachable=str(e)), folder.name, dict.fromkeys(files), log)
 
 
-def _cached_folder(repo: Repo, why: Unreachable) -> Path:
-    """Of the files that the cache has of the revision. UserError if it has none."""
+def _cached_folder(repo: Repo, reason: Unreachable) -> Path:
+    """Return the cache's directory for the revision. UserError if it has none."""
     from huggingface_hub import constants, errors, snapshot_download
 
-    try:  # newer clients refuse a folder without all files that the patterns name
+    try:  # newer clients refuse a directory that lacks files of the patterns
         return Path(snapshot_download(repo.name, revision=repo.revision, local_files_only=True, allow_patterns=[]))
     except errors.LocalEntryNotFoundError as e:
-        what = f"{constants.HF_HUB_CACHE} has no copy of {'it' if repo.revision is None else f'revision {repo.revision}'}"
-        raise UserError(f"{why}, and {what}: {why.way_out}, or pass a GGUF file or the folder of a checkpoint as IN") from e
+        copy = f"{constants.HF_HUB_CACHE} has no copy of {'it' if repo.revision is None else f'revision {repo.revision}'}"
+        raise UserError(f"{reason}, and {copy}: {reason.way_out}, or pass a GGUF file or the directory of a checkpoint as IN") from e
 
 
 class _Cache:
-    """The files of one commit of a repository, in the client's cache once they are downloaded. files: by name what the hub says of
-    them, None of a copy in the cache."""
+    """The files of one commit, which are downloaded into the client's cache. files: by name the hub's description (RepoSibling), None
+    if the hub was not asked."""
 
-    def __init__(self, repo: Repo, commit: str, files: dict, say: Callable[[str], None]):
-        self.repo, self.commit, self.files, self.say = repo, commit, files, say
+    def __init__(self, repo: Repo, commit: str, files: dict[str, Any], log: Callable[[str], None]):
+        self.repo, self.commit, self.files, self.log = repo, commit, files, log
 
     def download(self, names: list[str]) -> list[Path]:
-        """Their paths, in that order; what is not there yet is downloaded, resumed and checked."""
+        """Return the paths of files, after downloading and checking those that are missing."""
         import huggingface_hub as hub
 
-        def cached(name: str):
-            return hub.try_to_load_from_cache(self.repo.name, name, revision=self.commit)
-
-        if missing := [n for n in names if not isinstance(cached(n), str)]:
+        cached = {name: hub.try_to_load_from_cache(self.repo.name, name, revision=self.commit) for name in names}
+        paths = {name: Path(path) for name, path in cached.items() if isinstance(path, str)}
+        if missing := [name for name in names if name not in paths]:
             self._announce(missing)
         for name in missing:
-            path = self._download(name)
-            self._check(name, path)
-        self._keep_commit()
-        return [Path(cached(n)) for n in names]
+            paths[name] = self._download(name)
+            self._check(name, paths[name])
+        self._write_ref()
+        return [paths[name] for name in names]
 
     def _announce(self, names: list[str]) -> None:
+        """Log the size of a download. UserError if there is no space."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        size = max(sum(self.files[n].size or 0 for n in names) - self._begun(), 0)
+        size = max(sum(self.files[n].size or 0 for n in names) - self._partial_bytes(), 0)
         folder = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
         free = free_space(folder)
         if free < size:
@@ -207,7 +212,7 @@ class _Cache:
                 f"needs {size / MIB:,.0f} MiB in {HF_HUB_CACHE}, which has {free / MIB:,.0f} MiB free: free some space, or point "
                 "HF_HUB_CACHE to another disk"
             )
-        self.say(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
+        self.log(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
 
     @property
     def _folder(self) -> Path:
@@ -216,39 +221,39 @@ class _Cache:
 
         return Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"))
 
-    def _begun(self) -> int:
-        """Bytes of unfinished files that the next run goes on with. Newer clients' files are of one run, with a dot in their stem."""
+    def _partial_bytes(self) -> int:
+        """Return the bytes of partial files that the next run resumes. Newer clients do not resume theirs, whose stems contain a dot."""
         return sum(p.stat().st_size for p in (self._folder / "blobs").glob("*.incomplete") if "." not in p.stem)
 
-    def _keep_commit(self) -> None:
-        """Which one the revision is, for runs without a connection: the client keeps it of what it downloads by a revision alone."""
+    def _write_ref(self) -> None:
+        """Record the revision's commit for offline runs; the client does so only for downloads by revision."""
         revision = self.repo.revision or "main"
         if revision == self.commit or self.repo.unreachable:
             return
-        with contextlib.suppress(OSError):  # a cache that others fill may be read-only
+        with contextlib.suppress(OSError):  # a shared cache may be read-only
             ref = self._folder / "refs" / revision
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(self.commit)
 
     def _download(self, name: str) -> Path:
-        """Its path; a connection that breaks is tried again, and the client goes on where it broke."""
+        """Download a file and return its path. A broken connection is retried, and the client resumes the download."""
         import huggingface_hub as hub
 
         def download() -> Path:
             with explain_errors(self.repo):
                 return Path(hub.hf_hub_download(self.repo.name, name, revision=self.commit, token=self.repo.token))
 
-        def then() -> str:
-            return "it goes on where it was" if self._begun() else "it keeps the files that are whole"
+        def describe_resume() -> str:
+            return "the download resumes" if self._partial_bytes() else "complete files are kept"
 
-        return retry(download, name, f"to get the rest of {name}", then, self.say)
+        return retry(download, name, f"to get the rest of {name}", describe_resume, self.log)
 
     def _check(self, name: str, path: Path) -> None:
-        """UserError, and the file is removed, if it is not the one that the hub's list describes."""
+        """Check a file against the hub's list. UserError if it differs, after removing it."""
         file = self.files[name]
         if file.lfs is not None:
             expected, digest = file.lfs.sha256, hashlib.sha256()
-        elif file.blob_id is not None:  # as git names it
+        elif file.blob_id is not None:  # git's hash
             expected, digest = file.blob_id, hashlib.sha1(b"blob %d\0" % path.stat().st_size)
         else:
             return
@@ -265,40 +270,51 @@ class _Cache:
 
 
 class Unreachable(UserError):
-    """The hub cannot be asked."""
+    """The hub is unreachable."""
 
     way_out = "unset it"  # of HF_HUB_OFFLINE
 
 
 class ConnectionBroken(Unreachable):
-    """Another try may help."""
+    """The connection broke; a retry may help."""
 
     way_out = "check the network, and HTTPS_PROXY where it needs a proxy"
 
 
-def retry(act: Callable[[], Done], what: str, purpose: str, then: Callable[[], str], say: Callable[[str], None]) -> Done:
-    """act(), tried again where a connection breaks. UserError after N_TRIES. purpose: of another try; then: what running it again
-    does."""
-    for left in reversed(range(N_TRIES)):
+def retry(act: Callable[[], Result], name: str, purpose: str, describe_resume: Callable[[], str], log: Callable[[str], None]) -> Result:
+    """Call act(), up to N_TRIES times if the connection breaks.
+
+    Args:
+        act: the transfer.
+        name: what it transfers.
+        purpose: purpose of a retry, for the log.
+        describe_resume: returns what running the command again does.
+        log: logs a line.
+
+    Raises:
+        UserError: the connection broke N_TRIES times.
+    """
+    for i in range(N_TRIES):
         try:
             return act()
         except ConnectionBroken as e:
-            if not left:
-                raise UserError(f"{e}, {N_TRIES} times for {what}: run it again, {then()}") from e
-            say(f"{e}: trying again {purpose}")
-            time.sleep(PAUSE)
+            error = e
+            if i + 1 < N_TRIES:
+                log(f"{e}: trying again {purpose}")
+                time.sleep(PAUSE)
+    raise UserError(f"{error}, {N_TRIES} times for {name}: run it again, {describe_resume()}") from error
 
 
 @contextlib.contextmanager
 def explain_errors(repo: Repo) -> Iterator[None]:
-    """Within it the client's errors become a UserError that says what to do."""
+    """Convert the client's errors into a UserError with a way out."""
     from huggingface_hub import constants, errors
 
     try:
         yield
     except errors.GatedRepoError as e:
-        given = repo.token or os.environ.get("HF_TOKEN")
-        how = "with the account of this token" if given else f"and pass {TOKENS}"
+        token = repo.token or os.environ.get("HF_TOKEN")
+        how = "with the account of this token" if token else f"and pass {TOKENS}"
         raise repo.error(f"is gated: accept its conditions on its page, {how}") from e
     except errors.RepositoryNotFoundError as e:
         raise repo.error(f"does not exist at {constants.ENDPOINT}, or is private: check the name, or pass {TOKENS}") from e
@@ -309,52 +325,52 @@ def explain_errors(repo: Repo) -> Iterator[None]:
     except errors.HFValidationError as e:
         raise UserError(f"--hf-repo: got {repo.name!r}, must be ORG/NAME as in the address of its page") from e
     except errors.HfHubHTTPError as e:
-        if why := describe_break(e):
-            raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
+        if problem := describe_break(e):
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {problem}") from e
         status = status_of(e)
         if status == 401:
             raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass {TOKENS} that is valid") from e
         if status == 416:
             where = f"its *.incomplete files in {constants.HF_HUB_CACHE}"
-            raise repo.error(f"has a file that is shorter than what was downloaded of it: remove {where}") from e
+            raise repo.error(f"has a file that is shorter than its partial download: remove {where}") from e
         raise repo.error(f"cannot be read: {first_line(e)}") from e
     except Exception as e:
-        if why := describe_write_error(e):
-            raise UserError(f"--hf-repo: cannot write to {constants.HF_HUB_CACHE}: {why}; point HF_HUB_CACHE to another folder") from e
-        if why := describe_break(e):
-            raise ConnectionBroken(f"--hf-repo: {repo.name}: {why}") from e
+        if problem := describe_write_error(e):
+            raise UserError(f"--hf-repo: cannot write to {constants.HF_HUB_CACHE}: {problem}; point HF_HUB_CACHE to another directory") from e
+        if problem := describe_break(e):
+            raise ConnectionBroken(f"--hf-repo: {repo.name}: {problem}") from e
         raise repo.error(f"cannot be downloaded: {first_line(e)}") from e
 
 
 def status_of(e: Exception) -> int | None:
-    """Of an error that the hub answered with."""
+    """Return the HTTP status of the hub's answer, if there was one."""
     return getattr(getattr(e, "response", None), "status_code", None)
 
 
 def describe_break(e: Exception) -> str:
-    """What broke where another try may help, else nothing."""
+    """Describe an error after which a retry may help; empty for others."""
     from huggingface_hub import constants
 
     status = status_of(e)
     if status is not None:
         return f"{constants.ENDPOINT} answered {status}" if status >= 500 or status in (408, 429) else ""
-    if type(e) in (ConnectionError, RuntimeError):  # of the client's library for the xet protocol, which has tried for some minutes
-        return f"hf_xet: {first_line(e)} (with HF_HUB_DISABLE_XET=1 set it is done without hf_xet)"
+    if type(e) in (ConnectionError, RuntimeError):  # from hf_xet, after its own retries
+        return f"hf_xet: {first_line(e)} (set HF_HUB_DISABLE_XET=1 to download without hf_xet)"
     return f"the connection to {constants.ENDPOINT} failed ({cause(e)})" if is_connection_error(e) else ""
 
 
 def cause(e: BaseException) -> str:
-    """Why a connection failed, in the system's words where it said some: what the client raises wraps that, some layers deep."""
+    """Return why a connection failed: the innermost system error, which the client's exceptions wrap, or their text."""
     chain = [e]
-    for found in chain:
-        inner = (found.__cause__, getattr(found, "reason", None), *found.args)
+    for error in chain:
+        inner = (error.__cause__, getattr(error, "reason", None), *error.args)
         chain += [x for x in inner if isinstance(x, BaseException) and x not in chain]
-    said = [x.strerror for x in chain if isinstance(x, OSError) and x.strerror]
-    return said[-1] if said else first_line(chain[-1])
+    messages = [x.strerror for x in chain if isinstance(x, OSError) and x.strerror]
+    return messages[-1] if messages else first_line(chain[-1])
 
 
 def describe_write_error(e: Exception) -> str:
-    """What the system said to a file that could not be written, else nothing. hf_xet passes it on in its text alone."""
+    """Return the system's error for a file that could not be written; empty for other errors. hf_xet has it only in its text."""
     for text in map(os.strerror, NO_SPACE):
         if text in str(e):
             return text
@@ -362,7 +378,7 @@ def describe_write_error(e: Exception) -> str:
 
 
 def is_connection_error(e: BaseException | None) -> bool:
-    """True for errors of the client's HTTP library (requests or httpx, by its version), and for what was raised from one."""
+    """Return whether an error, or its cause, is one of the client's HTTP library (requests or httpx, depending on the version)."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return e is not None and (

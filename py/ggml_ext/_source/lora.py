@@ -1,4 +1,4 @@
-"""llama.cpp's converter of LoRA adapters, which lies in the package, as a command of the environment."""
+"""llama.cpp's converter of LoRA adapters as a command of the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = CONVERTER.with_name("convert_lora_to_gguf.py")
 
 
 def run() -> None:
-    """Entry point of convert_lora_to_gguf.py in pyproject.toml's [project.scripts]. SystemExit with one line where something is missing."""
+    """Run convert_lora_to_gguf.py; its entry point in pyproject.toml. SystemExit with one line if something is missing."""
     try:
         if not SCRIPT.is_file():
             raise UserError(f"{SCRIPT} is missing: reinstall ggml-ext")
