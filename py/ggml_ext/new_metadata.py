@@ -1,10 +1,11 @@
-"""gguf-new-metadata for files with our types: python -m ggml_ext.new_metadata [options of gguf-new-metadata] IN OUT"""
+"""gguf-new-metadata for files with ggml-ext types: python -m ggml_ext.new_metadata [options of gguf-new-metadata] IN OUT"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any, Literal
 from unittest import mock
 
 import gguf
@@ -17,31 +18,31 @@ from ._output.paths import Taken, check_output
 
 
 def copy() -> None:
-    """gguf's program, whose OUT gets its name when it is whole."""
+    """Run gguf's program with checked inputs and an OUT that is written atomically."""
     source = Path()
 
-    def open_reader(path: Path, mode: str) -> gguf.GGUFReader:
+    def open_reader(path: Path, mode: Literal["r", "r+", "c"]) -> gguf.GGUFReader:
         nonlocal source
         source = path
         check_header(path)
         return reader(path, mode)
 
-    def open_writer(path: Path, **kwargs) -> gguf.GGUFWriter:
-        check_output(Taken({source: "IN"}), path, force=True)  # it has asked, or was told to
+    def open_writer(path: Path, **kwargs: Any) -> gguf.GGUFWriter:
+        check_output(Taken({source: "IN"}), path, force=True)  # gguf's program has asked the user
         return writer(stack.enter_context(write_atomically(path)), **kwargs)
 
-    def show(**kwargs) -> tqdm:
-        return stack.enter_context(tqdm(**kwargs, disable=None))  # on a terminal, and its line ends before an error's
+    def open_bar(**kwargs: Any) -> tqdm:
+        return stack.enter_context(tqdm(**kwargs, disable=None))  # only on a terminal; closed before an error is printed
 
     reader, writer = gguf.GGUFReader, gguf.GGUFWriter
     with contextlib.ExitStack() as stack:
-        for owner, name, ours in ((gguf, "GGUFReader", open_reader), (gguf, "GGUFWriter", open_writer), (gguf_new_metadata, "tqdm", show)):
-            stack.enter_context(mock.patch.object(owner, name, ours))
+        for owner, name, function in ((gguf, "GGUFReader", open_reader), (gguf, "GGUFWriter", open_writer), (gguf_new_metadata, "tqdm", open_bar)):
+            stack.enter_context(mock.patch.object(owner, name, function))
         gguf_new_metadata.main()
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext-new-metadata") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command; see run_command() for the exit code."""
     return run_editor(copy, argv, prog)
 
 

@@ -1,10 +1,10 @@
-"""gguf-set-metadata for files with our types: python -m ggml_ext.set_metadata [options of gguf-set-metadata] FILE KEY VALUE"""
+"""gguf-set-metadata for files with ggml-ext types: python -m ggml_ext.set_metadata [options of gguf-set-metadata] FILE KEY VALUE"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 from unittest import mock
 
 import gguf
@@ -17,19 +17,20 @@ BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def to_bool(text: str) -> bool:
-    """numpy takes any text for true, "false" too."""
+    """Parse a boolean, because numpy converts any text, "false" too, to True."""
     if text.lower() not in BOOLEANS:
         raise UserError(f"VALUE: got {text!r}, must be true or false")
     return BOOLEANS[text.lower()]
 
 
 def edit() -> None:
-    """gguf's program, which changes the value in its place."""
+    """Run gguf's program, which changes the value in place."""
 
-    def open_reader(path: str, mode: str) -> gguf.GGUFReader:
+    def open_reader(path: str, mode: Literal["r", "r+", "c"]) -> gguf.GGUFReader:
         check_header(Path(path))
         reader = gguf.GGUFReader(path, mode)
-        reader.gguf_scalar_to_np = {**reader.gguf_scalar_to_np, gguf.GGUFValueType.BOOL: to_bool}
+        converters: dict[gguf.GGUFValueType, Any] = {**reader.gguf_scalar_to_np, gguf.GGUFValueType.BOOL: to_bool}
+        reader.gguf_scalar_to_np = converters
         return reader
 
     def fail(message: str) -> NoReturn:
@@ -40,7 +41,7 @@ def edit() -> None:
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext-set-metadata") -> int:
-    """Entry point; see run_command() for the exit code."""
+    """Run the command; see run_command() for the exit code."""
     return run_editor(edit, argv, prog)
 
 
