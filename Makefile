@@ -31,6 +31,7 @@ check: install
 	@$(BIN)/python scripts/build/options_doc.py --check
 	@$(BIN)/python scripts/build/import_graph.py
 	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m mypy py/ggml_ext
 	$(BIN)/python -m pytest -n 2 -m quick $(PYTEST_ARGS)
 	@echo "left out: tests that run models, device code, emulated processors, the wheel and more lengths of rows; make test runs all"
 
