@@ -1,13 +1,13 @@
 """numpy references of the weight types, and what they share.
 
-reference(type) has, on arrays shaped (n_blocks, block_size) or (n_blocks, block_bytes):
-    unpack(blocks)                        the unpack contract: codes, scale and offset
+reference(type) has these functions on arrays (n_blocks, block_size) or (n_blocks, block_bytes):
+    unpack(blocks)                        codes, scale and offset: the unpack contract
     dequantize_blocks(blocks)             weights
-    quantize_blocks(weights, importance)  blocks, the same bytes as the C encoder writes; importance is optional, and
-                                          options of the type follow
+    quantize_blocks(weights, importance)  blocks with the same bytes as the C encoder; importance is optional, and options of
+                                          the type follow
 It is a Trellis of _trellis.py for the trellis types, and the module <type>.py for others.
 
-Floating point follows the C sources operation by operation: IEEE float32, one order of sums, no fused operations.
+Floating point follows the C sources operation by operation: IEEE float32, the same order of sums, no fused operations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .._base.types import ROTATION_SIGNS, TYPES
 if TYPE_CHECKING:
     from ._trellis import Trellis
 
-BLOCK_SIZE = 256         # of the types without 64 in their names
-BLOCK_SIZES = (256, 64)  # that the rotation and the bit planes know
+BLOCK_SIZE = 256         # of types without 64 in the name
+BLOCK_SIZES = (256, 64)  # supported by the rotation and the bit planes
 LANES = 8   # partial sums of the encoders (ggml_ext/encode/encode.h)
 HALF_MAX = np.float32(65504.0)
-E5M3_MAX = np.float32(240.0)  # largest scale of one byte
+E5M3_MAX = np.float32(240.0)  # largest one-byte scale
 # S as factors, float32 (256,): -1 where the sign flips; blocks of 64 take the first 64
 SIGNS = 1 - 2 * np.unpackbits(np.frombuffer(ROTATION_SIGNS, np.uint8), bitorder="little").astype(np.float32)
 
@@ -42,7 +42,7 @@ def reference(type_name: str) -> ModuleType | Trellis:
 
 
 def as_blocks(array: np.ndarray, dtype: np.dtype | type, *widths: int) -> np.ndarray:
-    """`array` as a C-contiguous (n_blocks, width) array of dtype, width being one of `widths`; ValueError for any other."""
+    """Return the array C-contiguous. ValueError unless it has that dtype and the shape (n_blocks, one of widths)."""
     array = np.asarray(array)
     if array.dtype != dtype or array.ndim != 2 or array.shape[1] not in widths:
         raise ValueError(
@@ -53,10 +53,10 @@ def as_blocks(array: np.ndarray, dtype: np.dtype | type, *widths: int) -> np.nda
 
 
 def fwht(x: np.ndarray) -> np.ndarray:
-    """Normalised Walsh-Hadamard transform in Sylvester order of each row, of 256 or 64 points; its own inverse.
+    """Apply the normalized Walsh-Hadamard transform in Sylvester order, its own inverse, to each row.
 
-    x: float32 (n_blocks, 256) or (n_blocks, 64); returns a new array of the same shape and dtype. ValueError for other shapes
-    or dtypes. The order of additions is that of ggml_ext/ggml-ext-rotation.h: strides 1, 2, 4, ..., the factor last.
+    x: float32 (n_blocks, 256) or (n_blocks, 64); returns a new array. ValueError for other shapes or dtypes. The order of additions is
+    that of ggml_ext/ggml-ext-rotation.h: strides 1, 2, 4, ..., the factor last.
     """
     x = as_blocks(x, np.float32, *BLOCK_SIZES).copy()
     n, stride = x.shape[1], 1
@@ -72,19 +72,19 @@ def fwht(x: np.ndarray) -> np.ndarray:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """R x = H S x of each row as a new array; see ggml_ext/ggml-ext-rotation.h. Shapes, dtype and ValueError as fwht()."""
+    """Rotate each row: R x = H S x (ggml_ext/ggml-ext-rotation.h). Arguments as for fwht()."""
     x = as_blocks(x, np.float32, *BLOCK_SIZES)
     return fwht(x * SIGNS[: x.shape[1]])
 
 
 def rotate_back(x: np.ndarray) -> np.ndarray:
-    """The inverse of rotate(), S H x."""
+    """Invert rotate(): S H x."""
     x = fwht(x)
     return x * SIGNS[: x.shape[1]]
 
 
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Row sums of float32 (n_blocks, n) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
+    """Sum the rows of float32 (n_blocks, n) in the encoders' order: eight lanes, then a halving tree. Returns (n_blocks,)."""
     n_blocks, n = terms.shape
     steps = terms.reshape(n_blocks, n // LANES, LANES)
     lanes = np.zeros((n_blocks, LANES), np.float32)
@@ -98,10 +98,9 @@ def sum_lanes(terms: np.ndarray) -> np.ndarray:
 
 
 def load_rotated(weights: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rotated blocks as the encoders see them, and which blocks are free of NaN and Inf.
+    """Rotate weights float32 (n_blocks, 256 or 64) and saturate them, as ext_load_rotated() of encode/encode.h.
 
-    weights: float32 (n_blocks, block_size), 256 or 64. Returns float32 of the same shape, saturated as ext_load_rotated() of
-    encode/encode.h does, and bool (n_blocks,).
+    Returns float32 of the same shape, and bool (n_blocks,): which blocks are finite.
     """
     weights = as_blocks(weights, np.float32, block_size)
     x = rotate(np.clip(weights, np.float32(-1e30), np.float32(1e30)))
@@ -110,23 +109,23 @@ def load_rotated(weights: np.ndarray, block_size: int) -> tuple[np.ndarray, np.n
 
 
 def scales_to_float32(raw: np.ndarray) -> np.ndarray:
-    """uint8 (n_blocks, 2) holding one little-endian half each, as float32 (n_blocks,)."""
+    """Convert little-endian halves, uint8 (n_blocks, 2), to float32 (n_blocks,)."""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)[:, 0]
 
 
 def scales_to_bytes(values: np.ndarray) -> np.ndarray:
-    """float32 (n_blocks,) rounded to half, to nearest even, as uint8 (n_blocks, 2)."""
+    """Round float32 (n_blocks,) to nearest even halves, uint8 (n_blocks, 2)."""
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
 def e5m3_to_float32(d: np.ndarray) -> np.ndarray:
-    """uint8 of any shape, scales of one byte (ggml_ext/types/e5m3.h), as float32 of that shape; above 0xf7 Inf and NaN."""
+    """Convert one-byte scales (ggml_ext/types/e5m3.h), uint8, to float32; above 0xf7 infinity and NaN."""
     with np.errstate(invalid="ignore"):
         return (d.astype("<u2") << 7).view("<f2").astype(np.float32) * np.float32(1 / 256)
 
 
 def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
-    """Codes uint8 (n_blocks, n) in 0..7 from their planes, uint8 (n_blocks, n/4) and (n_blocks, n/8); types/bits3.h."""
+    """Unpack codes 0..7, uint8 (n_blocks, n), from planes uint8 (n_blocks, n/4) and (n_blocks, n/8); types/bits3.h."""
     n_blocks, lanes = qh.shape
     low2 = (ql.reshape(n_blocks, 2, 1, lanes) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)) & 3
     high = (qh.reshape(n_blocks, 1, lanes) >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
@@ -134,7 +133,7 @@ def unpack_bits3(ql: np.ndarray, qh: np.ndarray) -> np.ndarray:
 
 
 def pack_bits3(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse of unpack_bits3: uint8 (n_blocks, 256 or 64). ValueError for other shapes or dtypes and for codes above 7."""
+    """Invert unpack_bits3() for uint8 (n_blocks, 256 or 64). ValueError for other shapes or dtypes and for codes above 7."""
     codes = as_blocks(codes, np.uint8, *BLOCK_SIZES)
     if codes.size and codes.max() > 7:
         raise ValueError(f"code {codes.max()} does not fit in three bits")

@@ -1,4 +1,4 @@
-"""Codes of blocks whose weights each take one of eight values, under a metric: ggml_ext/encode/levels.h in numpy, bit for bit."""
+"""Error feedback for blocks whose weights each take one of a few levels: ggml_ext/encode/levels.h in numpy, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS, MAX_SWEEPS, ROUNDS = 8, 4, 3
 
 @dataclass
 class Best:
-    """The best codes so far of some blocks, and their levels."""
+    """The best codes and levels so far of some blocks."""
 
     cost: np.ndarray  # float32 (n_blocks,)
     level: np.ndarray  # float32 (n_blocks, 8)
@@ -22,7 +22,14 @@ class Best:
 
 
 class Block:
-    """A block of many rows, by step: x, and wish, with what the errors of earlier blocks ask for; float32 (n_rows, 256)."""
+    """The same block of many rows, float32 (n_rows, 256) by step.
+
+    Attributes:
+        x: the weights.
+        wish: the weights, corrected for the errors of earlier blocks.
+        form: the block's part of the Hessian, after elimination of later blocks.
+        target: the values without cost.
+    """
 
     def __init__(self, metric: Metric, first: int, x: np.ndarray, wish: np.ndarray):
         self.metric, self.first, self.x, self.wish = metric, first, x, wish
@@ -31,7 +38,7 @@ class Block:
         self.pull = form_times(self.form, self.target)
 
     def start(self, level: np.ndarray) -> np.ndarray:
-        """First codes uint8 (n_rows, 256) under levels float32 (n_rows, 8): each segment with the errors of those before it fed back."""
+        """Return first codes uint8 (n_rows, 256) under levels float32 (n_rows, 8), with error feedback between segments."""
         S, metric, wish, errors = self.metric.segment, self.metric, self.wish.copy(), np.zeros_like(self.x)
         code = np.zeros(self.x.shape, np.uint8)
         for s in range(0, BLOCK_SIZE, S):
@@ -44,7 +51,7 @@ class Block:
         return code
 
     def improve(self, level: np.ndarray, code: np.ndarray, best: Best, allowed: np.ndarray) -> np.ndarray:
-        """Better codes, in place, kept where they are the best so far and allowed. Returns where."""
+        """Improve codes in place and store them in `best` where they are better and allowed; returns where, bool (n_rows,)."""
         g = form_times(self.form, self.target - _values(level, code))
         descend(self.form, level, code, g)
         cost = sum_lanes((self.target - _values(level, code)) * g)
@@ -53,7 +60,7 @@ class Block:
         return better
 
     def normal(self, code: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Normal equations of the levels, float64 (n_rows, 8, 8) and (n_rows, 8); ext_levels_normal()."""
+        """Return the normal equations of the levels, float64 (n_rows, 8, 8) and (n_rows, 8); ext_levels_normal()."""
         rows = np.arange(len(code))
         sums = np.zeros((len(code), LEVELS, BLOCK_SIZE), np.float32)
         a, b = np.zeros((len(code), LEVELS, LEVELS)), np.zeros((len(code), LEVELS))
@@ -65,17 +72,17 @@ class Block:
         return a, b
 
 
-def solve(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """x of a x = b, float64 (n_rows, n), a (n_rows, n, n) positive definite but for rows of zeros, which give `given`; in place, as
-    ext_solve()."""
+def solve(a: np.ndarray, b: np.ndarray, default: np.ndarray) -> np.ndarray:
+    """Solve a x = b in place, as ext_solve(): float64 (n_rows, n), a (n_rows, n, n) positive definite except for rows of zeros, where x is
+    `default`."""
     n = b.shape[1]
     for k in range(n):
         empty = ~(a[:, k, k] > 0)
-        a[empty, k, k], b[empty, k] = 1, given[empty, k]
+        a[empty, k, k], b[empty, k] = 1, default[empty, k]
         for i in range(k + 1, n):
-            by = a[:, i, k] / a[:, k, k]
-            a[:, i, k:] -= by[:, None] * a[:, k, k:]
-            b[:, i] -= by * b[:, k]
+            factor = a[:, i, k] / a[:, k, k]
+            a[:, i, k:] -= factor[:, None] * a[:, k, k:]
+            b[:, i] -= factor * b[:, k]
     x = np.empty_like(b)
     for k in range(n - 1, -1, -1):
         x[:, k] = b[:, k]
@@ -86,7 +93,7 @@ def solve(a: np.ndarray, b: np.ndarray, given: np.ndarray) -> np.ndarray:
 
 
 def nearest_levels(level: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Codes uint8 of the levels, float32 (n_rows, 8), nearest to v (n_rows, n), the higher one of equals."""
+    """Return the codes uint8 of the levels, float32 (n_rows, 8), nearest to v (n_rows, n); ties go to the higher level."""
     middle = np.float32(0.5) * (level[:, :-1] + level[:, 1:])
     return (v[..., None] >= middle[:, None]).sum(axis=2, dtype=np.uint8)
 
@@ -96,7 +103,7 @@ def _values(level: np.ndarray, code: np.ndarray) -> np.ndarray:
 
 
 def descend(form: np.ndarray, level: np.ndarray, code: np.ndarray, g: np.ndarray) -> None:
-    """Coordinate descent over the steps, in place; ext_descend(). g: the form times what the values lack."""
+    """Improve codes by coordinate descent, in place; ext_descend(). g: the form times (target - values)."""
     for _ in range(MAX_SWEEPS):
         changed = False
         for i in range(code.shape[1]):
@@ -104,8 +111,8 @@ def descend(form: np.ndarray, level: np.ndarray, code: np.ndarray, g: np.ndarray
             best = nearest_levels(level, old + g[:, i : i + 1] / form[i, i])
             moves = best[:, 0] != code[:, i]
             if moves.any():
-                by = (_values(level, best) - old)[moves]
-                g[moves] -= form[i] * by
+                change = (_values(level, best) - old)[moves]
+                g[moves] -= form[i] * change
                 code[:, i], changed = best[:, 0], True
         if not changed:
             return

@@ -1,13 +1,17 @@
+<<<<<<< HEAD
 """llama.cpp's scalar types under second moments, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
+=======
+"""Error feedback for upstream scalar types, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
+>>>>>>> 15a2540 (Document the numpy references by what their functions do, and type them)
 
-Scales and codes of llama.cpp's encoder are what it starts from; that encoder has no equal here. Arrays of columns are float32
-(n_columns, n_rows).
+It improves the scales and codes of llama.cpp's encoder, which has no numpy reference. Arrays of columns are float32 (n_columns, n_rows).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -23,26 +27,49 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 @dataclass(frozen=True)
 class Bits:
-    """Some bits of small integers: where each lies in a block."""
+    """The positions of some bits of small integers in a block.
 
-    byte: np.ndarray  # int (n_integers,)
+    Attributes:
+        byte: byte of each integer's bits, int (n_integers,).
+        shift: lowest bit in that byte.
+        n: number of bits.
+        lowest: lowest bit in the integer.
+        columns: the integers that have these bits.
+    """
+
+    byte: np.ndarray
     shift: np.ndarray
     n: int
-    lowest: int = 0  # bit of the integer
-    of: np.ndarray | slice = field(default_factory=lambda: slice(None))  # the integers that have them
+    lowest: int = 0
+    columns: np.ndarray | slice = field(default_factory=lambda: slice(None))
 
     def read(self, blocks: np.ndarray, integers: np.ndarray) -> None:
-        integers[:, self.of] |= (blocks[:, self.byte] >> self.shift & (1 << self.n) - 1) << self.lowest
+        integers[:, self.columns] |= (blocks[:, self.byte] >> self.shift & (1 << self.n) - 1) << self.lowest
 
     def write(self, integers: np.ndarray, blocks: np.ndarray) -> None:
-        """blocks: with zeros there."""
-        values = (integers[:, self.of] >> self.lowest & (1 << self.n) - 1) << self.shift
-        np.bitwise_or.at(blocks, (slice(None), self.byte), values.astype(np.uint8))
+        """Write the bits of integers into blocks that are zero there."""
+        values = (integers[:, self.columns] >> self.lowest & (1 << self.n) - 1) << self.shift
+        index: Any = (slice(None), self.byte)  # numpy's stub lacks slices
+        np.bitwise_or.at(blocks, index, values.astype(np.uint8))
 
 
 @dataclass(frozen=True)
 class Layout:
+<<<<<<< HEAD
     """Fields as in upstream-layouts.h. codes, scales, mins: of a block; halves: bytes at which d and dmin begin."""
+=======
+    """A type's block layout, as in stock-layouts.h.
+
+    Attributes:
+        sub: weights per sub-block.
+        low, high: range of the codes.
+        codes, scales, mins: bits of a block's integers.
+        halves: offsets of d and dmin.
+        scale_range: range of integer scales; None if the halves are the scales.
+        min_high: largest integer min.
+        has_table: codes are indices of TABLE.
+    """
+>>>>>>> 15a2540 (Document the numpy references by what their functions do, and type them)
 
     sub: int
     low: int
@@ -51,7 +78,7 @@ class Layout:
     halves: list[int]
     scales: list[Bits] = field(default_factory=list)
     mins: list[Bits] = field(default_factory=list)
-    scale_range: tuple[int, int] | None = None  # None: halves are the scales themselves
+    scale_range: tuple[int, int] | None = None
     min_high: int = 0
     has_table: bool = False
 
@@ -76,7 +103,7 @@ def _nibbles_64(start: int) -> Bits:
 
 
 def _planes(start: int, lowest: int) -> Bits:
-    """One bit of each of 256 codes."""
+    """Return the positions of one bit of each of 256 codes."""
     j = np.arange(256)
     return Bits(start + j % 32, j // 32, 1, lowest)
 
@@ -87,7 +114,7 @@ def _fifth_bits(start: int) -> Bits:
 
 
 def _six_bits(own: int) -> list[Bits]:
-    """Eight scales (own = 0) or mins (4) of Q4_K and Q5_K."""
+    """Return the positions of the eight scales (own = 0) or mins (own = 4) of Q4_K and Q5_K."""
     s = np.arange(4)
     late = s + 4
     return [
@@ -123,24 +150,42 @@ LAYOUTS: dict[GGMLQuantizationType, Layout] = {
 
 @dataclass(frozen=True)
 class Matrix:
+<<<<<<< HEAD
     """One matrix of moments of the metric: upstream-metric.h."""
+=======
+    """A factored Hessian of consecutive columns: stock.h.
+
+    Attributes:
+        first: first column.
+        damping: relative to the mean of the diagonal.
+        order: columns in the order of encoding, int (n,).
+        pivots: float32 (n,).
+        gains: float32 (n, n), in row k the first k.
+        form: the Hessian, float32 (n, n).
+    """
+>>>>>>> 15a2540 (Document the numpy references by what their functions do, and type them)
 
     first: int
     damping: np.float32
-    order: np.ndarray  # int (n,)
-    pivots: np.ndarray  # float32 (n,)
-    gains: np.ndarray  # float32 (n, n), of row k the first k count
-    form: np.ndarray  # float32 (n, n)
+    order: np.ndarray
+    pivots: np.ndarray
+    gains: np.ndarray
+    form: np.ndarray
 
 
 def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, damping: float) -> list[Matrix]:
-    """ggml_ext_metric_init() for these types. moments: float32, lower triangles. ValueError if one is not positive definite."""
-    columns, at, out = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row), 0, []
+    """Factor a full (whole) or block-diagonal Hessian; ggml_ext_metric_init() for these types.
+
+    moments: lower triangles, float32. ValueError if one is not positive definite.
+    """
+    columns = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row)
+    matrices: list[Matrix] = []
+    offset = 0
     for first in range(0, n_per_row, columns):
         n = min(columns, n_per_row - first)
-        out.append(_make_matrix(moments[at : at + n * (n + 1) // 2], n, first, np.float32(damping)))
-        at += n * (n + 1) // 2
-    return out
+        matrices.append(_make_matrix(moments[offset : offset + n * (n + 1) // 2], n, first, np.float32(damping)))
+        offset += n * (n + 1) // 2
+    return matrices
 
 
 def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) -> Matrix:
@@ -159,10 +204,10 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) 
 
 
 class _Rows:
-    """Rows' part of a matrix of moments: struct stock_rows. Scales are float32 (n_sub_blocks, n_rows)."""
+    """The columns of some rows that share a matrix: struct stock_rows. Scales are float32 (n_sub_blocks, n_rows)."""
 
     def __init__(self, layout: Layout, matrix: Matrix, weights: np.ndarray, blocks: np.ndarray):
-        """weights: float32 (n_rows, n); blocks: uint8 (n_rows, n_blocks, block_bytes)."""
+        """Unpack blocks. weights: float32 (n_rows, n). blocks: uint8 (n_rows, n_blocks, block_bytes)."""
         self.t, self.m, self.blocks = layout, matrix, blocks
         self.w = np.ascontiguousarray(weights.T)
         n_rows, n_blocks, flat = len(blocks), blocks.shape[1], blocks.reshape(-1, blocks.shape[2])
@@ -178,7 +223,7 @@ class _Rows:
 
         block = self.w.shape[0] // n_blocks
         n_sub = block // layout.sub
-        halves = [flat[:, at : at + 2].copy().view("<f2").astype(np.float32) for at in layout.halves]
+        halves = [flat[:, start : start + 2].copy().view("<f2").astype(np.float32) for start in layout.halves]
         self.d = by_row(np.repeat(halves[0], n_sub, axis=1))
         self.dmin = by_row(np.repeat(halves[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
         scales = integers(layout.scales, n_sub)
@@ -207,7 +252,7 @@ class _Rows:
         return self.w[columns] - (base + step * self.level[columns])
 
     def nearest(self, v: np.ndarray) -> np.ndarray:
-        """The level nearest to v, float32 (n_rows,)."""
+        """Return the levels nearest to v, float32 (n_rows,)."""
         if self.t.has_table:
             level = np.full_like(v, TABLE[0])
             for below, above in zip(TABLE, TABLE[1:], strict=False):
@@ -230,7 +275,7 @@ class _Rows:
             self.cost += m.pivots[k] * (r * r)
 
     def cost_of_errors(self, e: np.ndarray) -> np.ndarray:
-        """Without damping, float32 (n_rows,)."""
+        """Return the cost of errors without damping, float32 (n_rows,)."""
         m, fed = self.m, e[self.m.order]
         cost = -(m.damping * _energy(e))
         for k in range(len(fed)):
@@ -257,7 +302,7 @@ class _Rows:
             self.e[here] = self.errors(here)
 
     def descend_block(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
-        """The halves of the block that begins there: what hangs on the scales times 1 + a, the mins times 1 + b."""
+        """Fit the halves d and dmin of the block at column `begin`, by factors 1 + a and 1 + b."""
         subs = slice(begin // self.t.sub, begin // self.t.sub + len(g) // self.t.sub)
         values = [np.repeat(self.step[subs], self.t.sub, axis=0) * self.level[begin : begin + len(g)], np.repeat(self.base[subs], self.t.sub, axis=0)]
         products = [np.zeros_like(g), np.zeros_like(g)]
@@ -289,10 +334,10 @@ class _Rows:
             j, s, own = begin + i, (begin + i) // self.t.sub, form[i, i]
             level = self.nearest(self.level[j] + (g[i] * (ONE / own)) * self.inverse[s])
             moves = (level != self.level[j]) & (self.inverse[s] != 0)
-            by = np.where(moves, (level - self.level[j]) * self.step[s], ZERO)
+            change = np.where(moves, (level - self.level[j]) * self.step[s], ZERO)
             self.level[j] = np.where(moves, level, self.level[j])
-            self.cost += by * (own * by - (g[i] + g[i]))
-            g -= form[i][:, None] * by
+            self.cost += change * (own * change - (g[i] + g[i]))
+            g -= form[i][:, None] * change
 
     def descend_scales(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
         has_integers = self.t.scale_range is not None
@@ -300,9 +345,10 @@ class _Rows:
         for i0 in range(0, len(g), self.t.sub):
             s, here = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
             level = self.level[begin + i0 : begin + i0 + self.t.sub]
-            forms = _Forms.of(form[here, here], level, g[here])
+            forms = _Forms.from_levels(form[here, here], level, g[here])
             best = [np.zeros_like(self.cost) for _ in range(3)] + [scale[s], minimum[s]]
-            for a, b, new_scale, new_min, allowed in self._integers(s) if has_integers else self._halves(s, forms):
+            candidates = self._integer_candidates(s, *self.t.scale_range) if self.t.scale_range is not None else self._half_candidates(s, forms)
+            for a, b, new_scale, new_min, allowed in candidates:
                 cost = forms.cost(a, b)
                 better = allowed & (cost < best[0])
                 best = [np.where(better, new, old) for new, old in zip((cost, a, b, new_scale, new_min), best, strict=True)]
@@ -312,9 +358,8 @@ class _Rows:
             for i in range(i0, i0 + self.t.sub):
                 g -= form[i][:, None] * (best[1] * self.level[begin + i] + best[2])
 
-    def _integers(self, s: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """Rises of step and base, new scale and min, and where they are allowed."""
-        low, high = self.t.scale_range
+    def _integer_candidates(self, s: int, low: int, high: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield the changes of step and base, the new scale and min, and where they are allowed, for scales from low to high."""
         min_steps = SCALE_STEPS if self.t.has_min else 0
         for a in range(-SCALE_STEPS, SCALE_STEPS + 1):
             scale, step = self.scale[s] + np.float32(a), np.float32(a) * self.d[s]
@@ -323,13 +368,14 @@ class _Rows:
                 allowed = (scale >= low) & (scale <= high) & (minimum >= 0) & (minimum <= self.t.min_high)
                 yield step, base, scale, minimum, allowed
 
-    def _halves(self, s: int, f: _Forms) -> Iterator[tuple[np.ndarray, ...]]:
+    def _half_candidates(self, s: int, f: _Forms) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield the optimum of _integer_candidates() for scales that are halves."""
         b = np.zeros_like(self.cost)
         if self.t.has_min:
             det = f.ll * f.oo - f.lo * f.lo
-            by = ONE / np.where(det > 0, det, ONE)
-            a = np.where(det > 0, (f.gl * f.oo - f.go * f.lo) * by, ZERO)
-            b = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * by, ZERO)
+            inverse = ONE / np.where(det > 0, det, ONE)
+            a = np.where(det > 0, (f.gl * f.oo - f.go * f.lo) * inverse, ZERO)
+            b = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * inverse, ZERO)
         else:
             a = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
         scale = _as_halves(self.d[s] + a)
@@ -338,7 +384,7 @@ class _Rows:
         yield scale - self.d[s], base, scale, minimum, self.d[s] != 0
 
     def store(self, rows: np.ndarray) -> None:
-        """Into the blocks of those rows, bool (n_rows,)."""
+        """Pack the selected rows, bool (n_rows,), into their blocks."""
         n_rows, n_blocks, block_bytes = self.blocks.shape
         flat = np.zeros((n_rows * n_blocks, block_bytes), np.uint8)
         n_sub = len(self.d) // n_blocks
@@ -355,14 +401,14 @@ class _Rows:
         ):
             for bits in fields:
                 bits.write(integers, flat)
-        for at, half in zip(self.t.halves, (self.d, self.dmin), strict=False):
-            flat[:, at : at + 2] = half[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
+        for start, half in zip(self.t.halves, (self.d, self.dmin), strict=False):
+            flat[:, start : start + 2] = half[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
         self.blocks[rows] = flat.reshape(self.blocks.shape)[rows]
 
 
 @dataclass(frozen=True)
 class _Forms:
-    """What the errors of a sub-block cost if its step rises by a and its base by b, float32 (n_rows,) each, oo one for all."""
+    """The cost of a sub-block's errors as a quadratic form in the changes a of its step and b of its base, float32 (n_rows,)."""
 
     ll: np.ndarray
     gl: np.ndarray
@@ -371,7 +417,7 @@ class _Forms:
     oo: np.float32
 
     @classmethod
-    def of(cls, form: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
+    def from_levels(cls, form: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
         ll, gl, lo, go = (np.zeros_like(level[0]) for _ in range(4))
         oo = ZERO
         for i in range(len(level)):
@@ -392,10 +438,10 @@ def _as_halves(v: np.ndarray) -> np.ndarray:
 
 
 def _products(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Sums of products of each row of weights, one column after the other."""
+    """Sum the products of each row of weights in the order of columns."""
     total = np.zeros_like(x[0])
-    for of_x, of_y in zip(x, y, strict=True):
-        total += of_x * of_y
+    for x_column, y_column in zip(x, y, strict=True):
+        total += x_column * y_column
     return total
 
 
@@ -404,8 +450,18 @@ def _energy(e: np.ndarray) -> np.ndarray:
 
 
 def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, metric: list[Matrix], sweeps: int) -> np.ndarray:
-    """stock_encode() after llama.cpp's encoder. rows: float32 (n_rows, n_per_row), start: what that encoder made of them, uint8
-    (n_rows, row_bytes); returns the same with better codes and scales where there are some."""
+    """Improve rows that llama.cpp's encoder wrote; stock_encode().
+
+    Args:
+        rows: weights float32 (n_rows, n_per_row).
+        qtype: their type.
+        start: encoded rows, uint8 (n_rows, row_bytes).
+        metric: factored Hessian.
+        sweeps: sweeps of coordinate descent.
+
+    Returns:
+        uint8 (n_rows, row_bytes) with better codes and scales in the rows that have some.
+    """
     block, block_bytes = GGML_QUANT_SIZES[qtype]
     out = start.reshape(len(rows), -1, block_bytes).copy()
     for matrix in metric:

@@ -23,7 +23,7 @@ X_MAX = np.float32(8e4)
 D_END = 0xF8  # from here on halves are Inf or NaN
 N_CANDIDATES = 14
 N_BYTES, BYTE_SWEEPS, N_ROUNDS = 64, 4, 2  # under a metric
-CHUNK = 128   # blocks encoded at a time: the errors of all codes take 8 MB
+CHUNK = 128   # blocks per pass; the errors of all codes take 8 MB
 
 # q of all bytes, int (256, 4)
 CODES = (ALPHA * np.arange(256)[:, None] + BETA) >> np.array([9, 6, 3, 0]) & 63
@@ -34,20 +34,19 @@ GROUP_OF_STEP = np.arange(BLOCK_SIZE) % 8 // 2
 
 
 def _by_byte(x: np.ndarray) -> np.ndarray:
-    """(n_blocks, 256) by weight to (n_blocks, 2, 32, 4): half, byte of the half, weight of the byte."""
+    """Reorder (n_blocks, 256) by weight to (n_blocks, 2, 32, 4): half, byte of the half, weight of the byte."""
     return x.reshape(-1, 2, 4, 32).transpose(0, 1, 3, 2)
 
 
 def _by_weight(x: np.ndarray) -> np.ndarray:
-    """Inverse of _by_byte."""
+    """Invert _by_byte()."""
     return x.reshape(-1, 2, 32, 4).transpose(0, 1, 3, 2).reshape(-1, BLOCK_SIZE)
 
 
 def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes and scales.
+    """Unpack blocks uint8 (n_blocks, 66) to q uint8 (n_blocks, 256) in 0..63, scale int (n_blocks, 4) and d float32 (n_blocks,).
 
-    blocks: uint8 (n_blocks, 66). Returns q uint8 (n_blocks, 256) in 0..63, scale int (n_blocks, 4) and d float32
-    (n_blocks,), with weight = d * scale[j / 64] * (q - 32). ValueError for other shapes or dtypes.
+    Weight = d * scale[j / 64] * (q - 32). ValueError for other shapes or dtypes.
     """
     blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
     q = _by_weight(CODES.astype(np.uint8)[blocks[:, 2:]])
@@ -55,7 +54,7 @@ def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
-    """uint8 (n_blocks, 66) to weights float32 (n_blocks, 256). ValueError for other shapes or dtypes."""
+    """Dequantize uint8 (n_blocks, 66) to weights float32 (n_blocks, 256). ValueError for other shapes or dtypes."""
     q, scale, d = unpack(blocks)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
         s = np.repeat(d[:, None] * scale.astype(np.float32), GROUP, axis=1)
@@ -63,12 +62,12 @@ def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
 
 
 def _group_sums(x: np.ndarray) -> np.ndarray:
-    """Sums of float64 (n_blocks, 256) over groups, in the order of the weights: (n_blocks, 4)."""
+    """Sum float64 (n_blocks, 256) over groups, in the order of the weights: (n_blocks, 4)."""
     return np.cumsum(x.reshape(-1, N_GROUPS, GROUP), axis=2)[:, :, -1]
 
 
 class _Block:
-    """Some blocks, their scales and codes, the best found: struct block and struct best of encode/ccq2-block.h."""
+    """Some blocks with their best scales and codes so far: struct block and struct best of encode/ccq2-block.h."""
 
     def __init__(self, x: np.ndarray, importance: np.ndarray | None):
         n = len(x)
@@ -86,7 +85,7 @@ class _Block:
         self.weight_sums, self.energy = _group_sums(self.w.astype(np.float64)), energy
 
     def search(self, d: np.ndarray, scales: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
-        """Codes uint8 (n, 32) of least error and the squared error (n,) of a half; search() of encode/ccq2-block.h."""
+        """Return the best codes of a half, uint8 (n, 32), and their squared error (n,); search() of encode/ccq2-block.h."""
         s = e5m3_to_float32(d)[:, None] * SCALES[scales[:, 2 * half : 2 * half + 2]].astype(np.float32)
         s = np.repeat(s, 2, axis=1)[:, None]
         w, x, wx = (_by_byte(a)[:, half] for a in (self.w, self.x, self.wx))
@@ -105,7 +104,7 @@ class _Block:
 
     def consider(self, d: np.ndarray, scales: np.ndarray, qs: np.ndarray, halves: tuple[int, ...],
                  where: np.ndarray | bool = True) -> np.ndarray:
-        """Finds the codes of some halves under scales, keeps them where they are better. Returns the codes (n, 2, 32)."""
+        """Search the codes of some halves under scales and store them where they are better; returns the codes (n, 2, 32)."""
         error, qs, where = self.error.copy(), qs.copy(), where & (d > 0)
         for half in halves:
             codes, error[:, half] = self.search(d, scales, half)
@@ -117,31 +116,31 @@ class _Block:
 
 
 def _round_groups(want: np.ndarray, den: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (n, 4) of the group scales nearest to the wanted ones under d, and sum of den*(s - want)^2 (n,)."""
+    """Return the indices (n, 4) of the group scales nearest to `want` under d, and the sums of den*(s - want)^2 (n,)."""
     s = e5m3_to_float32(d).astype(np.float64)[:, None, None] * SCALES
     e = (s - want[:, :, None]) ** 2
-    at = np.argmin(e, axis=2)
-    terms = den * np.take_along_axis(e, at[..., None], axis=2)[..., 0]
-    return at, np.cumsum(terms, axis=1)[:, -1]
+    index = np.argmin(e, axis=2)
+    terms = den * np.take_along_axis(e, index[..., None], axis=2)[..., 0]
+    return index, np.cumsum(terms, axis=1)[:, -1]
 
 
 def _first_super_scale(want: np.ndarray) -> np.ndarray:
-    """The first of N_CANDIDATES, int (n,); first_super_scale() of encode/ccq2-block.h."""
+    """Return the first of N_CANDIDATES super scales, int (n,); first_super_scale() of encode/ccq2-block.h."""
     top = np.maximum(want.max(axis=1), 0)
     table = e5m3_to_float32(np.arange(D_END - 1)).astype(np.float64) * 12.5
     return (table < top[:, None]).sum(axis=1)
 
 
 def _round_scales(want: np.ndarray, den: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2-block.h."""
+    """Return the super scale (n,) and indices (n, 4) of least sum; round_scales() of encode/ccq2-block.h."""
     first = _first_super_scale(want)
-    best_d, best_at, least = np.zeros(len(want), np.int64), np.zeros(want.shape, np.int64), np.full(len(want), np.inf)
+    best_d, best_index, least = np.zeros(len(want), np.int64), np.zeros(want.shape, np.int64), np.full(len(want), np.inf)
     for i in range(N_CANDIDATES):
         d = first + i
-        at, total = _round_groups(want, den, np.minimum(d, D_END - 1))
+        index, total = _round_groups(want, den, np.minimum(d, D_END - 1))
         better = (total < least) & (d < D_END)
-        best_d[better], best_at[better], least[better] = d[better], at[better], total[better]
-    return best_d, best_at
+        best_d[better], best_index[better], least[better] = d[better], index[better], total[better]
+    return best_d, best_index
 
 
 def _encode(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
@@ -173,7 +172,7 @@ def _encode(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
 
 
 def _norms(form: np.ndarray, n: int, s: np.ndarray) -> np.ndarray:
-    """v^T form v of the values of each code in each of n bytes, under group scales s (n_rows, 4): float32 (n_rows, n, 256)."""
+    """Return v^T form v for each code in each of n bytes, under group scales s (n_rows, 4): float32 (n_rows, n, 256)."""
     norms = np.zeros((len(s), n, 256), np.float32)
     for p in range(n):
         for k, m in PAIRS:
@@ -183,7 +182,8 @@ def _norms(form: np.ndarray, n: int, s: np.ndarray) -> np.ndarray:
 
 
 def _descend(form: np.ndarray, s: np.ndarray, fresh: bool, code: np.ndarray, v: np.ndarray, g: np.ndarray) -> None:
-    """Coordinate descent over bytes, in place; descend_bytes() of encode/ccq2.c. code: uint8 (n_rows, bytes); v, g: by step."""
+    """Improve codes by coordinate descent over bytes, in place; descend_bytes() of encode/ccq2.c. code: uint8 (n_rows, bytes); v, g: by
+    step."""
     norms = _norms(form, code.shape[1], s)
     for sweep in range(BYTE_SWEEPS):
         changed = False
@@ -199,17 +199,17 @@ def _descend(form: np.ndarray, s: np.ndarray, fresh: bool, code: np.ndarray, v: 
             moves = (best != code[:, p]) | (fresh and sweep == 0)
             if moves.any():
                 values = s[moves][:, 2 * (p % 2) + np.array([0, 0, 1, 1])] * V[best[moves]]
-                by = values - v[moves, here]
-                left = g[moves]
+                change = values - v[moves, here]
+                gradient = g[moves]
                 for k in range(4):
-                    left -= form[4 * p + k] * by[:, k, None]
-                g[moves], v[moves, here], code[moves, p], changed = left, values, best[moves], True
+                    gradient -= form[4 * p + k] * change[:, k, None]
+                g[moves], v[moves, here], code[moves, p], changed = gradient, values, best[moves], True
         if not changed:
             return
 
 
 def _start(block: Block, s: np.ndarray) -> np.ndarray:
-    """First codes uint8 (n_rows, 64) by step; start_bytes() of encode/ccq2.c."""
+    """Return first codes uint8 (n_rows, 64) by step; start_bytes() of encode/ccq2.c."""
     metric, S = block.metric, block.metric.segment
     v, errors, code = block.wish.copy(), np.zeros_like(block.x), np.zeros((len(s), N_BYTES), np.uint8)
     for f in range(0, BLOCK_SIZE, S):
@@ -222,7 +222,7 @@ def _start(block: Block, s: np.ndarray) -> np.ndarray:
 
 
 def _refit(block: Block, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Form (n_rows, 4, 4) and wanted scales (n_rows, 4), float64, of fixed codes q; refit_groups() of encode/ccq2.c."""
+    """Return the form (n_rows, 4, 4) and optimal scales (n_rows, 4), float64, of fixed codes q; refit_groups() of encode/ccq2.c."""
     sums = np.zeros((len(q), N_GROUPS, BLOCK_SIZE), np.float32)
     a, b = np.zeros((len(q), N_GROUPS, N_GROUPS)), np.zeros((len(q), N_GROUPS))
     for j, g in enumerate(GROUP_OF_STEP):
@@ -235,7 +235,7 @@ def _refit(block: Block, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _round_form(a: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Super scales (n,), 0 where all are, and indices (n, 4); round_form() of encode/ccq2.c."""
+    """Round scales under a form to super scales (n,), 0 if all scales are, and indices (n, 4); round_form() of encode/ccq2.c."""
     first, n = _first_super_scale(want), len(want)
     best_d, best_scales, least = np.zeros(n, np.int64), np.zeros((n, N_GROUPS), np.int64), np.full(n, np.inf)
     for i in range(N_CANDIDATES):
@@ -260,7 +260,7 @@ def _round_form(a: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _encode_form(x: np.ndarray, metric: Metric) -> np.ndarray:
-    """Blocks uint8 (n_blocks, 66); encode_form() of encode/ccq2.c."""
+    """Encode under a metric to uint8 (n_blocks, 66); encode_form() of encode/ccq2.c."""
     order = positions(BLOCK_SIZE)
     out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
 
@@ -283,9 +283,9 @@ def _encode_form(x: np.ndarray, metric: Metric) -> np.ndarray:
             cost = sum_lanes((block.target - v) * g)
             better = allowed & (cost < least)
             least[better], best_v[better] = cost[better], v[better]
-            found = np.concatenate([d[:, None], (scales.astype(np.int64) << np.arange(0, 8, 2)).sum(axis=1)[:, None],
-                                    code.reshape(n, 32, 2).transpose(0, 2, 1).reshape(n, N_BYTES)], axis=1)
-            best[better] = found[better]
+            packed = np.concatenate([d[:, None], (scales.astype(np.int64) << np.arange(0, 8, 2)).sum(axis=1)[:, None],
+                                     code.reshape(n, 32, 2).transpose(0, 2, 1).reshape(n, N_BYTES)], axis=1)
+            best[better] = packed[better]
             a, want = _refit(block, V[code].reshape(x.shape))
             d, scales = _round_form(a, want)
             allowed = allowed & (d > 0)
@@ -305,10 +305,10 @@ def _encode_plain(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
 
 
 def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, metric: Metric | None = None) -> np.ndarray:
-    """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 66), byte for byte what the C encoder writes.
+    """Encode weights float32 (n_blocks, 256) to uint8 (n_blocks, 66), with the same bytes as the C encoder.
 
-    importance: float32 (n_blocks, 256), weights of the squared errors, or None. metric: in its place, of whole rows. A block with
-    NaN or Inf gets d = 0xff, which row validation refuses. ValueError for other shapes or dtypes.
+    importance: weights of the squared errors, float32 (n_blocks, 256). metric: Hessian of the rows, in place of importance. A block
+    with NaN or infinity gets d = 0xff, which row validation refuses. ValueError for other shapes or dtypes.
     """
     weights = as_blocks(weights, np.float32, BLOCK_SIZE)
     if importance is not None:

@@ -3,7 +3,7 @@
     w[j] = d * ((codebook[index[j]] & 127) - 64),   index[j] in 0..7
     106 bytes: half d, uint8 codebook[8], uint8 ql[64], uint8 qh[32]
 
-Source: Ditto, section 3.2 and pseudocode 1; a codebook a block, as 7-bit integers times a half, and its clusters are ours.
+Source: Ditto, section 3.2 and pseudocode 1; one codebook per block, as 7-bit integers times a half, and optimal clusters are ours.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from ._metric import UNROTATED_MAX, Metric, encode_rows, positions
 
 BLOCK_BYTES = 106
 K = 8
-N_STEPS = 10000  # most steps of the paper's loop
+N_STEPS = 10000  # limit of the paper's loop
 N_BINS = 1 << 19
-BATCH = 256  # blocks whose sums stay in the processor's cache
+BATCH = 256  # blocks whose sums fit in the CPU's cache
 OFFSET = 64
 TOP = 63  # largest magnitude of a codebook value
 
 
 def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values of the codebook, and scales.
+    """Unpack blocks uint8 (n_blocks, 106) to q int8 (n_blocks, 256) and d float32 (n_blocks,), with weight = d * q.
 
-    blocks: uint8 (n_blocks, 106). Returns q int8 (n_blocks, 256) and d float32 (n_blocks,), with weight = d * q.
     ValueError for other shapes or dtypes.
     """
     blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
@@ -36,14 +35,14 @@ def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
-    """uint8 (n_blocks, 106) to weights float32 (n_blocks, 256). ValueError for other shapes or dtypes."""
+    """Dequantize uint8 (n_blocks, 106) to weights float32 (n_blocks, 256). ValueError for other shapes or dtypes."""
     q, d = unpack(blocks)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
         return d[:, None] * q.astype(np.float32)
 
 
 def _means(sum_w: np.ndarray, sum_wx: np.ndarray, bound: np.ndarray, c: np.ndarray) -> None:
-    """Sets c float64 (n_blocks, 8) to the means of the ranges that have importance; ext_update_centroids() of encode/kmeans.h."""
+    """Set c float64 (n_blocks, 8) to the means of the ranges that have importance; ext_update_centroids() of encode/kmeans.h."""
     w = np.diff(np.take_along_axis(sum_w, bound, axis=1), axis=1)
     wx = np.diff(np.take_along_axis(sum_wx, bound, axis=1), axis=1)
     np.divide(wx, w, out=c, where=w > 0)
@@ -54,9 +53,9 @@ def _first_samples(x: np.ndarray, bound: np.ndarray) -> np.ndarray:
 
 
 def _cluster_lloyd(x: np.ndarray, sum_w: np.ndarray, sum_wx: np.ndarray, n_steps: int) -> np.ndarray:
-    """Ditto, pseudocode 1: equal population, then reassign and update; ext_cluster_lloyd() of encode/kmeans.h.
+    """Cluster by Ditto's pseudocode 1: equal population, then reassign and update; ext_cluster_lloyd() of encode/kmeans.h.
 
-    x: (n_blocks, n) in ascending order; sum_w, sum_wx: float64 (n_blocks, n + 1). Returns float64 (n_blocks, 8), ascending.
+    x: ascending (n_blocks, n). sum_w, sum_wx: float64 (n_blocks, n + 1). Returns ascending float64 (n_blocks, 8).
     """
     n = x.shape[1]
     bound = np.zeros((len(x), K + 1), np.intp)
@@ -75,19 +74,19 @@ def _cluster_lloyd(x: np.ndarray, sum_w: np.ndarray, sum_wx: np.ndarray, n_steps
 
 
 def _count_below(values: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """How many of each row of ascending values (n_blocks, n) are below limit (n_blocks, 1): int (n_blocks,)."""
+    """Count the values below limit (n_blocks, 1) in each row of ascending values (n_blocks, n): int (n_blocks,)."""
     if len(values) == 1:
         return np.searchsorted(values[0], limit[0])
     return (values < limit).sum(axis=1)
 
 
 def _search_starts(sum_w: np.ndarray, sum_wx: np.ndarray, below: np.ndarray, only_last: bool) -> tuple[np.ndarray, np.ndarray]:
-    """One layer of the dynamic programme: best sums and starts, (n_blocks, n + 1); ext_search_starts() of encode/kmeans.h."""
+    """Compute one layer of the dynamic program: best sums and starts, (n_blocks, n + 1); ext_search_starts() of encode/kmeans.h."""
     n_blocks, n = len(sum_w), sum_w.shape[1] - 1
     best, start = np.zeros((n_blocks, n + 1)), np.zeros((n_blocks, n + 1), np.intp)
     ranges = [(n, n, -1, n + 1)] if only_last else [(0, n, -1, n + 1)]
     while ranges:
-        lo, hi, left, right = ranges.pop()  # left and right: the searched ends nearest to lo..hi
+        lo, hi, left, right = ranges.pop()  # left and right: nearest ends with known starts
         i = (lo + hi) // 2
         first = start[:, left] if left >= 0 else np.zeros(n_blocks, np.intp)
         last = np.minimum(start[:, right] if right <= n else n, i)
@@ -96,7 +95,7 @@ def _search_starts(sum_w: np.ndarray, sum_wx: np.ndarray, below: np.ndarray, onl
         gain = below[:, a:b] + wx * wx / np.where(w > 0, w, 1)
         j = np.arange(a, b)
         gain[(j < first[:, None]) | (j > np.reshape(last, (-1, 1)))] = -1
-        start[:, i] = a + gain.argmax(axis=1)  # the first of equals, as in C
+        start[:, i] = a + gain.argmax(axis=1)  # ties go to the first, as in C
         best[:, i] = np.take_along_axis(gain, start[:, i : i + 1] - a, axis=1)[:, 0]
         if lo < i:
             ranges.append((lo, i - 1, left, i))
@@ -106,7 +105,7 @@ def _search_starts(sum_w: np.ndarray, sum_wx: np.ndarray, below: np.ndarray, onl
 
 
 def _cluster_optimal(x: np.ndarray, sum_w: np.ndarray, sum_wx: np.ndarray) -> np.ndarray:
-    """The clusters of least squared error; ext_cluster_optimal() of encode/kmeans.h. Arrays as for _cluster_lloyd()."""
+    """Return the clusters of least squared error; ext_cluster_optimal() of encode/kmeans.h. Arguments as for _cluster_lloyd()."""
     n_blocks, n = x.shape
     best = sum_wx * sum_wx / np.where(sum_w > 0, sum_w, 1)  # one cluster begins at sample 0
     starts = []
@@ -123,7 +122,7 @@ def _cluster_optimal(x: np.ndarray, sum_w: np.ndarray, sum_wx: np.ndarray) -> np
 
 
 def _cluster_blocks(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
-    """Centroids float64 (n_blocks, 8) of finite x, float32 (n_blocks, 256); cluster_block() of encode/ditto3.c."""
+    """Return the centroids float64 (n_blocks, 8) of finite x, float32 (n_blocks, 256); cluster_block() of encode/ditto3.c."""
     order = np.argsort(x, axis=1, kind="stable")
     x = np.take_along_axis(x, order, axis=1)
     weight = np.ones(x.shape) if importance is None else _usable(np.take_along_axis(importance, order, axis=1))
@@ -135,33 +134,32 @@ def _cluster_blocks(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
 
 
 def _usable(importance: np.ndarray) -> np.ndarray:
-    """float64 of the importances that are positive and finite, 0 for others; ext_importance() of encode/kmeans.h."""
+    """Convert importances to float64, invalid ones to 0; ext_importance() of encode/kmeans.h."""
     return np.where((importance > 0) & (importance < np.inf), importance, 0).astype(np.float64)
 
 
 class Histogram:
-    """Weights of a whole tensor in bins, for one codebook; ggml_ext_ditto3_add_rows() and _codebook() of ggml-ext.h.
+    """A histogram of all weights of a tensor, for one codebook; ggml_ext_ditto3_add_rows() and _codebook() of ggml-ext.h.
 
-    Weights share a bin that share sign, exponent and the ten upper bits of the mantissa: in tensors of F16 and BF16 only
-    equal ones do.
+    Weights with the same sign, exponent and ten upper bits of the mantissa share a bin; F16 and BF16 weights only with equal ones.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.sums = np.zeros((2, N_BINS))  # of importance and of importance * weight
 
     def add_rows(self, rows: np.ndarray, importance: np.ndarray | None = None) -> None:
-        """rows: float32 (n_rows, n_per_row); importance: float32 (n_per_row,) or None. NaN and Inf are left out."""
+        """Add rows float32 (n_rows, n_per_row) with importances float32 (n_per_row,). NaN and infinity are skipped."""
         weight = np.zeros(rows.shape[1]) if importance is None else _usable(importance)
         weight = np.broadcast_to(weight if weight.any() else 1.0, rows.shape)
         finite = np.isfinite(rows)
         x, weight = rows[finite], weight[finite]
         bits = x.view(np.uint32)
         bins = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)) >> 13
-        np.add.at(self.sums[0], bins, weight)  # one after the other: the order of the C loop
+        np.add.at(self.sums[0], bins, weight)  # sequential, in the order of the C loop
         np.add.at(self.sums[1], bins, weight * x)
 
     def codebook(self) -> np.ndarray:
-        """Centroids float32 (8,), ascending: the paper's loop over the bins. ValueError if nothing was added."""
+        """Return ascending centroids float32 (8,) by the paper's loop over the bins. ValueError if nothing was added."""
         w, wx = self.sums[:, self.sums[0] > 0]
         if not len(w):
             raise ValueError("no weights were added")
@@ -172,11 +170,18 @@ class Histogram:
 def quantize_blocks(
     weights: np.ndarray, importance: np.ndarray | None = None, codebook: np.ndarray | None = None, metric: Metric | None = None
 ) -> np.ndarray:
-    """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 106), byte for byte what the C encoder writes.
+    """Encode weights float32 (n_blocks, 256) to uint8 (n_blocks, 106), with the same bytes as the C encoder.
 
-    importance: float32 (n_blocks, 256), weights of the squared errors, or None. metric: in its place, of whole rows. codebook:
-    float32 (8,), finite and ascending, for all blocks, as Histogram gives it; None: one for each block. A block with NaN or Inf
-    gets d = NaN, which row validation refuses. ValueError for other shapes, dtypes or codebooks.
+    A block with NaN or infinity gets d = NaN, which row validation refuses.
+
+    Args:
+        weights: rows of complete blocks.
+        importance: weights of the squared errors, float32 (n_blocks, 256).
+        codebook: finite ascending float32 (8,) for all blocks, from Histogram; None: one codebook per block.
+        metric: Hessian of the rows, in place of importance.
+
+    Raises:
+        ValueError: other shapes, dtypes or codebooks.
     """
     weights = as_blocks(weights, np.float32, BLOCK_SIZE)
     if importance is not None:
@@ -201,7 +206,7 @@ def quantize_blocks(
 
 
 def _centroids(x: np.ndarray, importance: np.ndarray | None, codebook: np.ndarray | None) -> np.ndarray:
-    """Those of the codebook, float32 (1, 8), or the best of each block: float64 (n_blocks, 8)."""
+    """Return the codebook's centroids, float32 (1, 8), for all blocks, or the best of each block: float64 (n_blocks, 8)."""
     if codebook is not None:
         return np.repeat(codebook.astype(np.float64), len(x), axis=0)
     c = np.empty((len(x), K))
@@ -212,7 +217,7 @@ def _centroids(x: np.ndarray, importance: np.ndarray | None, codebook: np.ndarra
 
 
 def _store(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales float16 (n_blocks,) and values int8 (n_blocks, 8) of centroids; store_codebook() of encode/ditto3.c."""
+    """Round centroids to scales float16 (n_blocks,) and values int8 (n_blocks, 8); store_codebook() of encode/ditto3.c."""
     top = np.minimum(np.abs(c).max(axis=1) / TOP, np.float64(HALF_MAX))
     d_half = top.astype(np.float32).astype(np.float16)
     d = d_half.astype(np.float64)[:, None]
@@ -222,7 +227,7 @@ def _store(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode_form(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scales, values and indices; encode_form() of encode/ditto3.c."""
+    """Return scales, values and indices under a metric; encode_form() of encode/ditto3.c."""
     order = positions(BLOCK_SIZE)
     d_half, values, index = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.zeros(x.shape, np.uint8)
 

@@ -3,7 +3,7 @@
     w = S H v,   v[j] = d * (q[j] - 63.5),   q[j] one of 32 values of a codebook for all blocks
     162 bytes: half d, uint8 ql[128], uint8 qh[32]
 
-Source: Ditto, section 3.2, for codebooks; that one does for all rotated weights, its values and the bit map are ours.
+Source: Ditto, section 3.2, for codebooks; one codebook for all rotated weights, its values and the bit map are ours.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ OFFSET = np.float32(INFO.codebook_offset)
 UPPER = np.array(INFO.codebook, np.uint8)  # codes of the indices 0 to 15; the sign, 16, takes a code from 127
 VALUES = (np.concatenate([127 - UPPER[::-1], UPPER]) - OFFSET).astype(np.float32)  # in ascending order
 LEVELS, HALF_LEVELS = len(VALUES), len(UPPER)
-N_STEPS = 128  # of half a unit, which the middles between values are multiples of
-# by half units of a magnitude: the nearest of VALUES, the larger of equals
+N_STEPS = 128  # half units; the midpoints between values are multiples of these
+# nearest of VALUES by the half units of a magnitude; ties go to the larger value
 NEAREST = HALF_LEVELS + (np.arange(N_STEPS)[:, None] >= VALUES[HALF_LEVELS:-1] + VALUES[HALF_LEVELS + 1 :]).sum(axis=1).astype(np.uint8)
-# of the root mean square: encode/ditto5.c
+# scales relative to the root mean square: encode/ditto5.c
 START_SCALES = np.array([0.037, 0.0395, 0.042, 0.0445, 0.047, 0.0495, 0.052, 0.0545], np.float32)
 N_REFITS = 4
 
 
 def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Codes, scale and offset of each block.
+    """Unpack blocks uint8 (n_blocks, 162) to q int8 (n_blocks, 256), d float32 (n_blocks,) and the offset.
 
-    blocks: uint8 (n_blocks, 162). Returns q int8 (n_blocks, 256), d float32 (n_blocks,) and the offset, with rotated value =
-    d * (q - offset). ValueError for other shapes or dtypes. Any bits are valid codes; d may be NaN or Inf.
+    Rotated value = d * (q - offset). ValueError for other shapes or dtypes. Any bits are valid codes; d may be NaN or infinity.
     """
     blocks = as_blocks(blocks, np.uint8, BLOCK_BYTES)
-    # bytes of ql: two of four groups of 32, first and second half of the block, lane; its nibbles: which of the two groups
+    # ql bytes: two of four groups of 32, half of the block, lane; nibbles: which of the two groups
     low = blocks[:, 2:130].reshape(-1, 2, 2, 1, 32) >> np.array([0, 4], np.uint8).reshape(2, 1) & 15
     low = low.transpose(0, 2, 1, 3, 4).reshape(-1, BLOCK_SIZE)
     high = (blocks[:, 130:].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(8, 1) & 1).reshape(-1, BLOCK_SIZE)
@@ -44,7 +43,7 @@ def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 
 def pack(level: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Inverse of unpack. level: uint8 (n_blocks, 256), indices of VALUES; d: float32 (n_blocks,), rounded to half.
+    """Pack levels uint8 (n_blocks, 256), indices of VALUES, and scales d float32 (n_blocks,), which are rounded to half.
 
     Returns uint8 (n_blocks, 162). ValueError for other shapes or dtypes and for levels above 31.
     """
@@ -53,25 +52,31 @@ def pack(level: np.ndarray, d: np.ndarray) -> np.ndarray:
         raise ValueError(f"level {level.max()} is not below {LEVELS}")
     negative = level < HALF_LEVELS
     low = np.where(negative, HALF_LEVELS - 1 - level, level - HALF_LEVELS).astype(np.uint8)
-    low = low.reshape(-1, 2, 2, 2, 32).transpose(0, 2, 1, 3, 4)  # halves of the block, two of four groups, which of the two, lane
+    low = low.reshape(-1, 2, 2, 2, 32).transpose(0, 2, 1, 3, 4)  # half of the block, two of four groups, which of the two, lane
     ql = (low[:, :, :, 0] | low[:, :, :, 1] << 4).reshape(-1, 128)
     signs = negative.astype(np.uint8).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8).reshape(8, 1)
     return np.concatenate([scales_to_bytes(d), ql, np.bitwise_or.reduce(signs, axis=1)], axis=1)
 
 
 def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
-    """uint8 (n_blocks, 162) to weights float32 (n_blocks, 256), rotated back. ValueError for other shapes or dtypes."""
+    """Dequantize uint8 (n_blocks, 162) to unrotated weights float32 (n_blocks, 256). ValueError for other shapes or dtypes."""
     q, d, offset = unpack(blocks)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
         return rotate_back(d[:, None] * (q.astype(np.float32) - offset))
 
 
 def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, metric: Metric | None = None) -> np.ndarray:
-    """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 162), byte for byte what the C encoder writes.
+    """Encode weights float32 (n_blocks, 256) to uint8 (n_blocks, 162), with the same bytes as the C encoder.
 
-    importance: float32 (row_blocks, 256), weights of the squared errors of a row, after which the next row begins; all zero in a
-    block: as ones. metric: in its place, of whole rows. A block with NaN or Inf gets d = NaN, which row validation refuses; larger
-    values than half scales can hold saturate. ValueError for other shapes or dtypes.
+    A block with NaN or infinity gets d = NaN, which row validation refuses. Values beyond the range of half scales saturate.
+
+    Args:
+        weights: rows of complete blocks.
+        importance: weights of a row's squared errors, float32 (row_blocks, 256); zeros in a complete block count as ones.
+        metric: Hessian of the rows, in place of importance.
+
+    Raises:
+        ValueError: other shapes or dtypes.
     """
     with np.errstate(all="ignore"):  # candidates overflow and divide by zero, as in C
         x, finite = load_rotated(weights, BLOCK_SIZE)
@@ -87,7 +92,7 @@ def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, m
 
 
 def _nearest(x: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Levels of the values nearest to x/d; nearest_entry() of encode/ditto5.c."""
+    """Return the levels of the values nearest to x/d; nearest_entry() of encode/ditto5.c."""
     inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
     steps = np.float32(2) * (np.abs(x) * inverse[:, None])
     k = NEAREST[np.where(steps < N_STEPS - 1, steps, np.float32(N_STEPS - 1)).astype(np.intp)]
@@ -95,12 +100,12 @@ def _nearest(x: np.ndarray, d: np.ndarray) -> np.ndarray:
 
 
 def _as_scale(d: np.ndarray) -> np.ndarray:
-    """As a block stores it."""
+    """Round scales to half."""
     return np.fmin(d, HALF_MAX).astype(np.float16).astype(np.float32)
 
 
 def _fit_scale(x: np.ndarray) -> np.ndarray:
-    """The best scale of each block, float32 (n_blocks,) as it is stored; fit_scale() of encode/ditto5.c."""
+    """Return the best scale of each block, float32 (n_blocks,) rounded to half; fit_scale() of encode/ditto5.c."""
     best_gain, best_d = np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
 
     def try_scale(d: np.ndarray) -> None:
@@ -116,12 +121,12 @@ def _fit_scale(x: np.ndarray) -> np.ndarray:
         try_scale(start * rms)
     try_scale(np.abs(x).max(axis=1) / VALUES[-1])
     for _ in range(N_REFITS):
-        try_scale(best_d.copy())  # where nothing gets better the next ones are the same
+        try_scale(best_d.copy())
     return best_d
 
 
 def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Levels and scales; encode_form() of encode/ditto5.c."""
+    """Return levels and scales under a metric; encode_form() of encode/ditto5.c."""
     order = positions(BLOCK_SIZE)
     levels, scales = np.zeros(x.shape, np.uint8), np.zeros(len(x), np.float32)
 
