@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Which module of the Python package imports which: rooms, floors, circles and arrows that run upwards.
+"""Check the import graph of the Python package: layers, cycles and upward imports.
 
-    import_graph.py [FOLDER]    print rooms and floors of FOLDER (default: py/ggml_ext); exit 1 on a circle or an upward import
+    import_graph.py [DIR]    print the packages and layers of DIR (default: py/ggml_ext); exit 1 on a cycle or an upward import
 
-A room is a folder of the package. It may import rooms below it in ROOMS, and the ground floor is the first of them. Within a room,
-modules may import each other as long as there is no circle. The commands (quantize.py and its like) stand above all rooms.
-Imports for type checkers alone count too: a reader follows them as well.
+A package may import only packages below it in PACKAGES. Modules of one package may import each other without cycles. The commands
+(quantize.py and others) form the top layer. Imports for type checkers count too, because readers follow them as well.
 """
 
 from __future__ import annotations
@@ -16,58 +15,58 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "py" / "ggml_ext"
+ROOT_PACKAGE = Path(__file__).resolve().parents[2] / "py" / "ggml_ext"
 COMMANDS = "commands"
-# from the ground up; one room imports only those before it
-ROOMS = (
+# from the bottom layer to the top
+PACKAGES = (
     "_base", "quants", "_formats", "_native", "_evaluation", "_plan", "_encode", "_calibration", "_sequential", "_allocation", "_output", "_source", "_report",
     "_commands", "_console", COMMANDS,
 )
-NOT_OURS = ("bin", "convert", "data")  # what a build puts into the package
+BUILT = ("bin", "convert", "data")  # added by a build
 
 Graph = Mapping[str, set[str]]
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.rpartition(".")[0].partition(".")[0] or COMMANDS
 
 
-def modules(package: Path) -> dict[str, Path]:
-    """Files by dotted name below the package; a folder's __init__ has the folder's name, the package's own is left out."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        if parts[0] in NOT_OURS or parts == ("__init__",):
+def list_modules(root: Path) -> dict[str, Path]:
+    """Return the files by dotted name relative to the root package, without its own __init__."""
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in BUILT or parts == ("__init__",):
             continue
-        found[".".join(parts)] = path
-    return found
+        files[".".join(parts)] = path
+    return files
 
 
-def imported(path: Path, module: str) -> Iterator[str]:
-    """Dotted names below the package that a module may mean, longest first: a module, or the folder that holds a name."""
-    folders = module.split(".")[:-1]
+def imported_names(path: Path, module: str) -> Iterator[str]:
+    """Yield the dotted names, relative to the root package, that a module imports: modules, or names in modules."""
+    packages = module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = folders[: len(folders) - (node.level - 1)] + (node.module.split(".") if node.module else [])
+            base = packages[: len(packages) - (node.level - 1)] + (node.module.split(".") if node.module else [])
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def read(package: Path) -> dict[str, set[str]]:
-    """The modules that each module imports."""
-    names = modules(package)
+def read_graph(root: Path) -> dict[str, set[str]]:
+    """Return the modules that each module imports."""
+    files = list_modules(root)
 
     def resolve(name: str) -> str | None:
         for candidate in (name, name.rpartition(".")[0]):
             for known in (candidate, f"{candidate}.__init__"):
-                if known in names:
+                if known in files:
                     return known
         return None
 
-    return {m: {r for name in imported(path, m) if (r := resolve(name)) not in (None, m)} for m, path in names.items()}
+    return {m: {r for name in imported_names(path, m) if (r := resolve(name)) not in (None, m)} for m, path in files.items()}
 
 
-def circle(graph: Graph) -> list[str]:
-    """Modules that import each other, the first one again at the end; empty if there are none."""
+def find_cycle(graph: Graph) -> list[str]:
+    """Return the modules of an import cycle, the first one again at the end; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as e:
@@ -75,19 +74,19 @@ def circle(graph: Graph) -> list[str]:
     return []
 
 
-def upward(graph: Graph) -> list[tuple[str, str]]:
-    """Imports of a module in a room above one's own; of unknown rooms all."""
-    floor = {room: i for i, room in enumerate(ROOMS)}
+def find_upward_imports(graph: Graph) -> list[tuple[str, str]]:
+    """Return the imports of modules in higher packages; for unknown packages all imports."""
+    layer = {package: i for i, package in enumerate(PACKAGES)}
     return [
         (m, other)
         for m, others in graph.items()
         for other in sorted(others)
-        if room_of(m) != room_of(other) and floor.get(room_of(other), len(ROOMS)) >= floor.get(room_of(m), -1)
+        if package_of(m) != package_of(other) and layer.get(package_of(other), len(PACKAGES)) >= layer.get(package_of(m), -1)
     ]
 
 
-def floors(graph: Graph) -> int:
-    """Modules on the longest way down, which is how many must be understood before the topmost; circles are cut."""
+def count_layers(graph: Graph) -> int:
+    """Return the length of the longest import chain, ignoring cycles."""
     heights: dict[str, int] = {}
 
     def height(module: str, above: tuple[str, ...] = ()) -> int:
@@ -99,28 +98,29 @@ def floors(graph: Graph) -> int:
     return max(map(height, graph))
 
 
-def of_rooms(graph: Graph) -> dict[str, set[str]]:
-    """The rooms that each room imports."""
-    out: dict[str, set[str]] = {}
+def package_graph(graph: Graph) -> dict[str, set[str]]:
+    """Return the packages that each package imports."""
+    packages: dict[str, set[str]] = {}
     for m, others in graph.items():
-        out.setdefault(room_of(m), set()).update(room_of(o) for o in others if room_of(o) != room_of(m))
-    return out
+        packages.setdefault(package_of(m), set()).update(package_of(o) for o in others if package_of(o) != package_of(m))
+    return packages
 
 
 def main() -> int:
-    graph = read(Path(sys.argv[1]) if len(sys.argv) > 1 else PACKAGE)
-    rooms = of_rooms(graph)
-    for room in reversed([r for r in ROOMS if r in rooms] + [r for r in rooms if r not in ROOMS]):
-        inside = sorted(m.rpartition(".")[2] for m in graph if room_of(m) == room and not m.endswith("__init__"))
-        below = [r for r in ROOMS if r in rooms[room]]
-        print(f"{room}: {', '.join(inside)}\n    imports {', '.join(below) or 'no other room'}")
-    is_circle, arrows = circle(graph), upward(graph)
+    graph = read_graph(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT_PACKAGE)
+    packages = package_graph(graph)
+    for package in reversed([p for p in PACKAGES if p in packages] + [p for p in packages if p not in PACKAGES]):
+        modules = sorted(m.rpartition(".")[2] for m in graph if package_of(m) == package and not m.endswith("__init__"))
+        below = [p for p in PACKAGES if p in packages[package]]
+        print(f"{package}: {', '.join(modules)}\n    imports {', '.join(below) or 'no other package'}")
+    cycle, upward = find_cycle(graph), find_upward_imports(graph)
     n_imports = sum(map(len, graph.values()))
-    print(f"{len(graph)} modules in {len(rooms)} rooms, {n_imports} imports, {floors(graph)} floors of modules, {floors(rooms)} of rooms")
-    print(f"circle: {' -> '.join(is_circle)}" if is_circle else "no circle")
-    for m, other in arrows:
-        print(f"upwards: {m} -> {other}")
-    return 1 if is_circle or arrows else 0
+    print(f"{len(graph)} modules in {len(packages)} packages, {n_imports} imports, {count_layers(graph)} layers of modules, "
+          f"{count_layers(packages)} of packages")
+    print(f"import cycle: {' -> '.join(cycle)}" if cycle else "no import cycle")
+    for m, other in upward:
+        print(f"upward import: {m} -> {other}")
+    return 1 if cycle or upward else 0
 
 
 if __name__ == "__main__":

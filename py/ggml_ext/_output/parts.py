@@ -15,7 +15,7 @@ from .._base.files import partial_path
 from .._formats.gguf_file import KeyValue, int32_value, uint16_value
 from .._formats.split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
 
-# Names of hidden(), of its journal, of Part.replaced and of written_beside().
+# Names of partial_path(), of its journal, of Part.replaced and of write_atomically().
 UNFINISHED = r"\..+\.(partial|partial\.json|replaced|\d+\.part)"
 
 

@@ -1,4 +1,4 @@
-"""The Python package in rooms: no circle, no upward import, no function that a reader cannot hold in view. And the headers in C."""
+"""The layers of the Python package: no import cycle, no upward import, short functions and files. And who sees which C headers."""
 
 import ast
 import json
@@ -16,28 +16,28 @@ GRAPH = ROOT / "scripts" / "build" / "import_graph.py"
 MAX_LINES, MAX_PARAMETERS, MAX_FILE = 80, 8, 500
 
 
-def graph_of(package) -> subprocess.CompletedProcess:
+def run_import_graph(package) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, GRAPH, package], capture_output=True, text=True)
 
 
-def test_modules_import_only_rooms_below_them():
-    done = graph_of(PACKAGE)
-    assert done.returncode == 0 and "no circle" in done.stdout, done.stdout
+def test_modules_import_only_packages_below_them():
+    done = run_import_graph(PACKAGE)
+    assert done.returncode == 0 and "no import cycle" in done.stdout, done.stdout
 
 
-def test_circles_and_upward_imports_are_noticed(tmp_path):
-    for folder in ("_base", "_plan"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").touch()
+def test_cycles_and_upward_imports_are_found(tmp_path):
+    for package in ("_base", "_plan"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
     (tmp_path / "_base" / "a.py").write_text("from .._plan.b import f\n")
     (tmp_path / "_plan" / "b.py").write_text("x = 1\n")
-    done = graph_of(tmp_path)
+    done = run_import_graph(tmp_path)
     assert done.returncode == 1 and "_base.a" in done.stdout and "_plan.b" in done.stdout
     (tmp_path / "_base" / "a.py").write_text("x = 1\n")
-    assert graph_of(tmp_path).returncode == 0
+    assert run_import_graph(tmp_path).returncode == 0
     (tmp_path / "_plan" / "c.py").write_text("from . import b\n")
     (tmp_path / "_plan" / "b.py").write_text("from . import c\n")
-    assert graph_of(tmp_path).returncode == 1
+    assert run_import_graph(tmp_path).returncode == 1
 
 
 def n_parameters(function: ast.FunctionDef) -> int:
@@ -65,7 +65,7 @@ def test_large_functions_are_noticed():
 
 
 def test_command_lines_stay_in_the_console():
-    """argparse is the business of the commands and their room."""
+    """Only the commands and _console use argparse."""
     users = {p.relative_to(PACKAGE).parts[0] for p in PACKAGE.rglob("*.py") if "import argparse" in p.read_text() and "convert" not in p.parts}
     commands = {f"{name}.py" for name in ("__main__", "bench", "evaluate", "export", "inspect", "libdir", "quantize", "upload")}
     assert users == {"_console", *commands}
