@@ -14,7 +14,7 @@ from pathlib import Path
 import cuda_tools
 from check_run import N_CORES, ROOT, Failed, Run, Unavailable
 
-LOAD = (sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])")  # a library, in a process of its own
+LOAD = (sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])")  # load a library in a separate process
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Backend:
     Attributes:
         device: llama.cpp's name of its first device.
         library: file name of the loadable backend; the Metal backend is linked in.
-        describe: returns what the report says of the GPU and its driver; Failed if there is none.
+        describe: returns the report's entries on the GPU and its driver; raises Failed if there is none.
         way_out: what to do if the library cannot be loaded.
-        log_errors: words in the log of llama.cpp that tell of a backend without our kernels.
+        log_errors: phrases in llama.cpp's log that mean that the backend lacks our kernels.
     """
 
     name: str
@@ -70,7 +70,7 @@ BACKENDS = {b.name: b for b in (
 
 
 def describe_machine(run: Run, backend: Backend) -> dict:
-    """What the machine is: system, CPU, GPU, driver. The first check; without it nothing else can run."""
+    """Describe system, CPU, GPU and driver; the first check, without which no other runs."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
     machine = {"system": platform.platform(), "cpu": cpu[1] if cpu else platform.processor(), "cores": N_CORES,
                "python": platform.python_version()}
@@ -104,14 +104,14 @@ def find_device(run: Run, backend: Backend) -> dict:
 
 
 def set_environment(run: Run) -> None:
-    """Let child processes find the package, cuBLAS and, where the system has none that is new enough, the bundled C++ library."""
+    """Let child processes find the package, cuBLAS and, if the system's is too old, the bundled C++ library."""
     directories = cuda_tools.library_directories() if run.backend == "cuda" else []
     fallback = ROOT / "lib"
     if fallback.is_dir() and subprocess.run([*LOAD, run.programs / "libllama.so.0"], capture_output=True).returncode:
         directories.append(fallback)
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, directories), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     os.environ["GGML_EXT_LIB_DIR"] = str(run.programs)
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # else gdb's words stand where the error is looked for
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # a backtrace by gdb would hide the error message
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "py"), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.insert(0, str(ROOT / "py"))
     sys.path.insert(0, str(ROOT / "scripts" / "tools"))

@@ -1,34 +1,30 @@
-"""Whether the kernels are right: device code against scalar references, operations and perplexities against the CPU."""
+"""Correctness of the kernels: device code against scalar references, operations and perplexities against the CPU."""
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import math
 import re
 from pathlib import Path
 
-from check_run import N_CORES, OF_64, ROOT, Failed, Run
+from check_run import N_CORES, OF_64, ROOT, Failed, Run, count_cases, json_lines
 
-CTX, N_CHUNKS, N_CHUNKS_FEW = 256, 60, 6  # of perplexities; few: a token at a time, experts
+CTX, N_CHUNKS, N_CHUNKS_FEW = 256, 60, 6  # of perplexities; few: one token at a time, experts
 REHEARSAL_CTX = 64
-# Activations have a scale for 256 values on the CPU and for 32 on the GPU. The first of these roundings changes the mean
-# log-likelihood of a chunk of 256 tokens by a standard deviation of up to 0.0028 (CCQ2; 60 chunks against the same weights in F32), the
-# second by less: five times both together, of the mean over all tokens. A forgotten rotation costs whole units.
+# Activations have one scale per 256 values on the CPU and per 32 on the GPU. The CPU's rounding changes the mean log-likelihood of a chunk
+# of 256 tokens by a standard deviation of up to 0.0028 (CCQ2), the GPU's by less; the tolerance is five times both together. A missing
+# rotation changes it by several units.
 LOG_TOLERANCE_OF_CHUNK = 5 * math.sqrt(2) * 0.0028
-# Launches that overlap or wait, in a CUDA graph or not: the same kernels on the same numbers, but cuBLAS may choose another algorithm.
+# Overlapping or waiting launches, with or without CUDA graphs: the same kernels on the same numbers, but cuBLAS may choose another algorithm.
 SAME_TOLERANCE = 1e-4
 LARGE_MB = 4300  # more than 2^32 bytes
-N_PROGRAMS = 4  # at once: the CPU, with whose results they are compared, takes the time
+N_PROGRAMS = 4  # at once, because the CPU's reference results take most of the time
 OPERATIONS = ("MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "CPY", "MUL_MAT_VEC_FUSION")
-# fused products and copies are CUDA's alone
+# only CUDA has fused products and copies
 REQUIRED = {"cuda": OPERATIONS, "vulkan": OPERATIONS[:3], "metal": OPERATIONS[:3]}
-# Of a rehearsal on lavapipe: vectors, tiles, experts, rows by index. A process each: its version 22.3 corrupts its heap when a buffer grows.
+# cases of a rehearsal on lavapipe: vectors, tiles, experts, rows by index; a process each, because version 22.3 corrupts its heap when a
+# buffer grows
 FEW_CASES = (*(f"type_a={{name}},type_b=f32,m=33,n={n},k=(256|576),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0" for n in (1, 5, 9)),
              *(f"type_a={{name}},type_b=f32,.*n_used=1,b=0,m=33,n={n},k" for n in (1, 9)), "type={name},.*r=5,be1=1")
-
-
-def json_lines(text: str) -> list[dict]:
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def few(run: Run) -> list[str]:
@@ -39,7 +35,7 @@ def few(run: Run) -> list[str]:
 
 
 def reported_checks(run: Run, *command, timeout: float) -> dict:
-    """Run a program of tests/gpu/ and return its checks with their counts; Failed with the first one that went wrong."""
+    """Run a program of tests/gpu/ and return its checks with their counts. Failed with the first wrong ones."""
     output: list[str] = []
     failed = None
     try:
@@ -58,32 +54,27 @@ def reported_checks(run: Run, *command, timeout: float) -> dict:
 
 
 def device_code(run: Run) -> dict:
-    """Device code against the scalar references; launches that overlap."""
+    """Compare device code with the scalar references, and overlapping launches with waiting ones."""
     return reported_checks(run, run.program("ggml-ext-gpu-kernels"), "--no-timings", *few(run), timeout=120)
 
 
 def large_matrices(run: Run) -> dict:
-    """Products and rows by index of a matrix of more than 2^32 bytes, in blocks of 256 and of 64."""
+    """Check products and rows by index of a matrix with more than 2^32 bytes, in blocks of 256 and of 64."""
     types = [name for name in ("itq3_t", "itq3_t64") if name in run.types] or run.types[:1]
     megabytes = 1 if run.rehearsal else LARGE_MB
     return reported_checks(run, run.program("ggml-ext-gpu-bench"), run.device, ",".join(types), "--large", megabytes, timeout=120)
 
 
-def count_cases(output: str, op: str) -> int:
-    """Cases of an operation that test-backend-ops has passed."""
-    return len(re.findall(rf"^\s*{op}\(.*(?:OK|SUPPORTED)", re.sub(r"\x1b\[[\d;]*m", "", output), re.M))
-
-
 def operations(run: Run, name: str) -> dict:
-    """Upstream's test-backend-ops of one type on the device against the CPU: every case, or few in a rehearsal on a driver for CPUs."""
-    on_cpu = run.device == "CPU"  # which is what it compares with: only whether there are cases
+    """Run upstream's test-backend-ops for one type, the device against the CPU: all cases, or few in a rehearsal on a driver for CPUs."""
+    on_cpu = run.device == "CPU"  # the reference itself: only check that there are cases
     mode = ["support"] if on_cpu else ["test"] if run.rehearsal else ["test", "-j", N_PROGRAMS]
     patterns = [case.format(name=name) for case in FEW_CASES] if run.rehearsal and not on_cpu else [f"={name}[,)]"]
     output = "".join(run.command(run.program("test-backend-ops"), *mode, "-b", run.device, "-p", pattern, timeout=240,
                                  env={"OMP_WAIT_POLICY": "passive"})  # several programs share the cores
                      for pattern in patterns)
     counts = {op: count_cases(output, op) for op in OPERATIONS}
-    # "support" does not list fused products, and few cases have neither them nor copies
+    # "support" does not list fused products, and FEW_CASES have neither them nor copies
     required = [op for op in REQUIRED[run.backend] if not run.rehearsal or op in OPERATIONS[:3]]
     if missing := [op for op in required if not counts[op]]:
         raise Failed(f"no case of {', '.join(missing)} was run")
@@ -102,7 +93,7 @@ def check_operations(run: Run) -> None:
 
 
 def quantized_files(run: Run, directory: Path) -> dict[str, Path]:
-    """The reference model in every ggml-ext type and Q3_K: block weights in that type, embeddings Q8_0."""
+    """Quantize the reference model to every ggml-ext type and Q3_K, with embeddings in Q8_0."""
     model, files = ROOT / "data" / "model-f16.gguf", {}
     for name in [*run.types, "q3_k"]:
         files[name] = directory / f"{name}.gguf"
@@ -111,11 +102,11 @@ def quantized_files(run: Run, directory: Path) -> dict[str, Path]:
     return files
 
 
-Options = dict[str, object]  # of llama-perplexity
+Options = dict[str, object]  # llama-perplexity's options
 
 
 def perplexity(run: Run, file: Path, options: Options, n_chunks: int = N_CHUNKS, env: dict[str, str] | None = None) -> float:
-    """Perplexity of a model on the device with all layers, or as the options say."""
+    """Measure a model's perplexity with all layers on the device, unless the options say otherwise."""
     defaults = {"-dev": "none" if run.device == "CPU" else run.device, "-ngl": 99, "-c": REHEARSAL_CTX if run.rehearsal else CTX,
                 "--chunks": 1 if run.rehearsal else n_chunks, "-t": max(1, N_CORES // N_PROGRAMS)}
     output: list[str] = []
@@ -133,7 +124,7 @@ def log_tolerance(run: Run, n_chunks: int) -> float:
 
 
 def compare(path: str, value: float, expected: float, tolerance: float) -> float:
-    """ln of the ratio of two perplexities; Failed if it is too large."""
+    """Return the logarithm of the ratio of two perplexities. Failed if it is too large."""
     difference = math.log(value / expected)
     if not abs(difference) <= tolerance:
         raise Failed(f"{path}: {value:.4f}, expected {expected:.4f}; |ln| is {abs(difference):.5f}, at most {tolerance:.5f}")
@@ -141,15 +132,15 @@ def compare(path: str, value: float, expected: float, tolerance: float) -> float
 
 
 ON_CPU: Options = {"-dev": "none", "-ngl": 0}
-# How the device runs the model: tiles (512 tokens at once) with and without flash attention, vector kernels (8 tokens), half of the
-# reference model's eight layers on the CPU.
+# ways to run the model: tiles (512 tokens at once) with and without flash attention, vector kernels (8 tokens), half of the reference
+# model's eight layers on the CPU
 PATHS: dict[str, Options] = {
     "ubatch 512": {"-ub": 512, "-fa": "on"}, "-fa off": {"-ub": 512, "-fa": "off"}, "ubatch 8": {"-ub": 8, "-fa": "on"},
     "-ngl 4": {"-ub": 512, "-ngl": 4}}
 
 
 def same_as_cpu(run: Run, file: Path, paths: dict[str, Options], n_chunks: int = N_CHUNKS, options: Options | None = None) -> dict:
-    """Perplexity on the device by several paths equals that on the CPU. options: of all of them."""
+    """Check that the perplexity on the device equals the CPU's on several paths. options: for all of them."""
     options = options or {}
     result = {"cpu": perplexity(run, file, options | ON_CPU, n_chunks)}
     for path, path_options in paths.items():
@@ -167,11 +158,11 @@ def check_perplexities(run: Run, directory: Path) -> None:
                 pool.submit(run.check, f"perplexity {name}", same_as_cpu, file, PATHS)
 
 
-# --- what time is left for -------------------------------------------------------------------------------------------------
+# --- optional, if there is time -------------------------------------------------------------------------------------------------
 
 
 def one_token_at_a_time(run: Run, file: Path) -> dict:
-    """As decoding does, in CUDA graphs: as the CPU; and the same with launches that wait and without graphs."""
+    """Compare one token at a time, as in decoding, with the CPU, and CUDA graphs with overlap against neither."""
     result = same_as_cpu(run, file, {"ubatch 1": {"-ub": 1}}, N_CHUNKS_FEW)
     plain = perplexity(run, file, {"-ub": 1}, N_CHUNKS_FEW, env={"GGML_CUDA_PDL": "0", "GGML_CUDA_DISABLE_GRAPHS": "1"})
     compare("overlapped in graphs", result["ubatch 1"], plain, SAME_TOLERANCE)
@@ -179,22 +170,17 @@ def one_token_at_a_time(run: Run, file: Path) -> dict:
 
 
 def precise_activations(run: Run, file: Path) -> dict:
-    """--act-prec f16: vector kernels with two columns a token (4 tokens at once), tiles."""
+    """Check --act-prec f16: vector kernels with two columns per token (4 tokens at once), and tiles."""
     return same_as_cpu(run, file, {"ubatch 4": {"-ub": 4}, "ubatch 512": {"-ub": 512}}, N_CHUNKS_FEW, {"--act-prec": "f16"})
 
 
-def tiny_shape(run: Run, shape: str) -> str:
-    """The shape of a model of experts or with ragged rows; a tiny one in a rehearsal."""
-    return {"olmoe-1b-7b": "tiny-experts", "qwen2.5-0.5b": "tiny-ragged"}[shape] if run.shape == "tiny" else shape
-
-
 def synthetic_graph(run: Run, name: str, directory: Path, shape: str) -> dict:
-    """A model with random weights; and weights in the computer's memory that are copied to the device for each batch, where what lies
-    behind them is not cleared when they are loaded."""
+    """Check a model with random weights; also with weights in host memory that are copied for each batch, so that the padding after them
+    is not cleared."""
     from synth_model import write_model
 
     file = directory / f"graph-{shape}-{name}.gguf"
-    write_model(name, file, tiny_shape(run, shape), 1)
+    write_model(name, file, run.tiny_shape(shape), 1)
     try:
         paths: dict[str, Options] = {f"ubatch {n}": {"-ub": n} for n in (1, 8, 512)}
         paths["copied weights"] = {"-ub": 512, "-ngl": 0}
@@ -204,11 +190,11 @@ def synthetic_graph(run: Run, name: str, directory: Path, shape: str) -> dict:
 
 
 def check_more(run: Run, directory: Path) -> None:
-    """Paths that fewer people use."""
+    """Check paths that fewer people use."""
     some = [name for name in ("itq3_s", "itq3_t", "itq2_t64") if name in run.types] or run.types[:1]
     files = {name: directory / f"{name}.gguf" for name in some}
     checks = {}
-    if run.backend != "vulkan":  # which knows activations of 8 bits alone
+    if run.backend != "vulkan":  # Vulkan only has 8-bit activations
         checks |= {f"perplexity with precise activations {name}": (precise_activations, file) for name, file in files.items()}
     if run.backend == "cuda":
         checks |= {f"perplexity a token at a time {name}": (one_token_at_a_time, file) for name, file in files.items()}

@@ -1,7 +1,7 @@
 """Faults that a GPU or its driver can cause, injected into one check of a rehearsal: gpu_check.py --rehearse --inject FAULT.
 
-Each fault is real for the check that meets it: a wrong result is computed from damaged weights, a kernel that hangs is a stopped
-process, memory runs out because the process may not have more.
+The check sees real faults: a wrong result is computed from damaged weights, a hanging kernel is a stopped process, and memory runs out
+because of a limit.
 """
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 FAULTS = {"no-device": "the driver offers no such device", "missing-library": "a library of the backend cannot be loaded",
           "hang": "a kernel never ends", "out-of-memory": "memory cannot be allocated", "wrong-value": "a kernel computes a wrong value"}
-VICTIM = "perplexity itq3_s"  # the check that meets the last three
+VICTIM = "perplexity itq3_s"  # the check with the last three faults
 HANG_SECONDS = 3
-ADDRESS_SPACE_KB = 60_000  # less than the program's libraries and its model take together
+ADDRESS_SPACE_KB = 60_000  # less than the program's libraries and its model need
 
 
 def inject(fault: str, check: str, command: list[str], limit: float) -> tuple[list[str], float]:
@@ -24,13 +24,13 @@ def inject(fault: str, check: str, command: list[str], limit: float) -> tuple[li
     if fault == "out-of-memory":
         return ["sh", "-c", f'ulimit -v {ADDRESS_SPACE_KB}; exec "$@"', "sh", *command], limit
     if fault == "wrong-value" and command[command.index("-ngl") + 1] != "0":  # not the reference
-        at = command.index("-m") + 1
-        return [*command[:at], str(damaged_copy(Path(command[at]))), *command[at + 1 :]], limit
+        i = command.index("-m") + 1
+        return [*command[:i], str(damaged_copy(Path(command[i]))), *command[i + 1 :]], limit
     return command, limit
 
 
 def damaged_copy(model: Path) -> Path:
-    """Write the model again with the rows of one matrix in reverse order: wrong weights, but valid ones."""
+    """Copy the model with the rows of one matrix in reverse order: wrong, but valid weights."""
     from ggml_ext._formats.gguf_file import GGUFFile
 
     content = bytearray(model.read_bytes())

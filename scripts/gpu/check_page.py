@@ -1,4 +1,4 @@
-"""The page of text about a GPU check, in Markdown."""
+"""The Markdown page of a GPU check."""
 from __future__ import annotations
 
 from check_run import Run
@@ -12,14 +12,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
-def table_of(figures: dict[str, dict[str, float]], digits: int) -> str:
-    """A row for each type, a column for each figure of any type."""
+def figure_table(figures: dict[str, dict[str, float]], digits: int) -> str:
+    """Return a table with a row per type and a column per figure."""
     columns = list(dict.fromkeys(column for row in figures.values() for column in row))
     return table(["type", *columns], [[name, *(f"{row[c]:.{digits}f}" if c in row else "" for c in columns)] for name, row in figures.items()])
 
 
 def generation_table(figures: dict) -> str:
-    """Tokens per second of token generation, ratios to upstream types, and the share of a copy's bandwidth."""
+    """Return a table of token generation: tokens per second, ratios to upstream types, share of a copy's bandwidth."""
     speeds, shares = figures["speeds"], figures.get("bandwidth_share", {})
     rows = []
     for name, row in speeds.items():
@@ -35,32 +35,32 @@ def products_table(rows: list[dict]) -> str:
 
 
 def sections(run: Run) -> list[tuple[str, str]]:
-    """Titles and tables of the figures that were measured."""
-    figures, found = run.report["figures"], []
+    """Return titles and tables of the measured figures."""
+    figures, tables = run.report["figures"], []
     perplexities = {c["name"].removeprefix("perplexity "): c["figures"] for c in run.report["checks"]
                     if c["name"].startswith("perplexity ") and c.get("figures")}
     counted = {c["name"].removeprefix("counters "): c["figures"] for c in run.report["checks"]
                if c["name"].startswith("counters ") and c.get("figures")}
     if perplexities:
-        found.append(("Perplexity of the reference model, CPU and GPU", table_of(perplexities, 4)))
+        tables.append(("Perplexity of the reference model, CPU and GPU", figure_table(perplexities, 4)))
     if figures.get("speeds"):
-        found.append(("Token generation", generation_table(figures)))
+        tables.append(("Token generation", generation_table(figures)))
         prompts = {name: {k: v for k, v in row.items() if k.startswith("pp")} for name, row in figures["speeds"].items()}
-        found.append(("Prompts, tokens per second", table_of(prompts, 0)))
+        tables.append(("Prompts, tokens per second", figure_table(prompts, 0)))
     for key, title in (("sequences", "Token generation with several sequences, tokens per second of all"), ("experts", "Mixture of experts, tokens per second")):
         if figures.get(key):
-            found.append((title, table_of(figures[key], 0)))
+            tables.append((title, figure_table(figures[key], 0)))
     for key, title in (("products", "Single products"), ("ragged_products", "Products of ragged rows"), ("expert_products", "Products of experts")):
         if figures.get(key):
-            found.append((title, products_table(figures[key])))
+            tables.append((title, products_table(figures[key])))
     if counted:
         labels = list(dict.fromkeys(label for row in counted.values() for label in row))
-        found.append(("Counters of one vector product of 4096 x 4096", table(["type", *labels], [[n, *(r.get(x, "") for x in labels)] for n, r in counted.items()])))
-    return found
+        tables.append(("Counters of one vector product of 4096 x 4096", table(["type", *labels], [[n, *(r.get(x, "") for x in labels)] for n, r in counted.items()])))
+    return tables
 
 
 def summary(runs: list[Run]) -> str:
-    """What failed, what was too slow, and what was not run: one line each."""
+    """List the checks that failed, were too slow or were not run, one line each."""
     lines = []
     for run in runs:
         checks = run.report["checks"]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -40,7 +41,7 @@ class TooSlow(Failed):
 
 
 class NotRun(Failed):
-    """The time was over, or this machine lacks what the check needs."""
+    """The time was over, or this machine lacks something that the check needs."""
 
     status = "not run"
 
@@ -63,13 +64,23 @@ def source_fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
+def json_lines(text: str) -> list[dict]:
+    """Parse the JSON lines in a program's output."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def count_cases(output: str, op: str) -> int:
+    """Count the cases of an operation that test-backend-ops has passed."""
+    return len(re.findall(rf"^\s*{op}\(.*(?:OK|SUPPORTED)", re.sub(r"\x1b\[[\d;]*m", "", output), re.M))
+
+
 def read_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode("utf-8", "replace")
 
 
 def program_name(command: list[str]) -> str:
-    """The program that a command runs, behind such words as env and timeout."""
+    """Return the program that a command runs, after words such as env and timeout."""
     return next((Path(word).name for word in command if "/" in word and "=" not in word), command[0])
 
 
@@ -91,7 +102,7 @@ class Run:
         self.backend, self.device, self.programs, self.report_file = backend, device, programs, report_file
         self.types, self.shape, self.n_layers, self.rehearsal, self.fault = types, shape, n_layers, rehearsal, fault
         self.lock, self.processes = threading.RLock(), set()
-        self.current = threading.local()  # of a thread: the name of its check; a deadline of its own
+        self.current = threading.local()  # per thread: the name of its check, and its own deadline
         self.part, self.deadline, self.end = "", math.inf, math.inf
         identity = {"sources": source_fingerprint(), "device": device, "rehearsal": rehearsal}
         self.document: dict = {}
@@ -102,10 +113,14 @@ class Run:
             "passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
         self.document[backend] = self.report
 
+    def tiny_shape(self, shape: str) -> str:
+        """Return the shape of a model with experts or ragged rows; in a rehearsal a tiny one."""
+        return {"olmoe-1b-7b": "tiny-experts", "qwen2.5-0.5b": "tiny-ragged"}[shape] if self.shape == "tiny" else shape
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def start_part(self, part: str, deadline: float) -> None:
-        """deadline: of the part, in seconds of time.monotonic(); `end` is that of the run."""
+        """Begin a part. deadline: its end in seconds of time.monotonic()."""
         self.part, self.deadline = part, deadline
 
     def seconds_left(self) -> float:

@@ -1,4 +1,4 @@
-"""How fast the kernels are: token generation and prompts of synthetic models beside upstream types, several sequences, single products."""
+"""Speed of the kernels against upstream types: token generation and prompts of synthetic models, several sequences, single products."""
 from __future__ import annotations
 
 import concurrent.futures
@@ -10,43 +10,42 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_correctness import json_lines, tiny_shape
-from check_run import EXT_TYPES, FIVE_BITS, FOUR_BITS, N_CORES, OF_64, ROOT, THREE_BITS, TWO_BITS, Failed, Run, TooSlow
+from check_run import EXT_TYPES, FIVE_BITS, FOUR_BITS, N_CORES, OF_64, ROOT, THREE_BITS, TWO_BITS, Failed, Run, TooSlow, json_lines
 
-BASES = ["q2_K", "q3_K", "q4_K", "q5_K", "iq2_xxs", "iq3_s"]  # as ggml names them
+BASES = ["q2_K", "q3_K", "q4_K", "q5_K", "iq2_xxs", "iq3_s"]  # ggml's names
 N_ROUNDS = 2
 N_SEQUENCES = (2, 4, 8, 16, 64)
 PROMPTS, N_GENERATED = (512, 2048), 64
 N_WRITERS = max(1, min(8, N_CORES // 2))  # programs that write synthetic models
 MODEL_GB = 0.9  # more than a synthetic model of eight layers takes in most types
 GEMV = ["4096x4096x1", "14336x4096x1", "4096x14336x1"]  # rows x columns x tokens
-RAGGED = ["2880x2880x1", "2880x2880x512"]  # rows that end in the middle of 256 weights, as gpt-oss's do
+RAGGED = ["2880x2880x1", "2880x2880x512"]  # rows that 256 does not divide, as in gpt-oss
 RAGGED_TYPES = [*OF_64, "iq4_nl", "q8_0"]
 # rows x columns x tokens x experts x experts of a token: table 5 of the CCQ paper (000), whose kernel takes 0.48 to 0.58 of the
 # time of 8 bits and 0.70 to 0.85 of that of 4 bits
 GROUPED = [f"{shape}x{tokens}x256x8" for shape in ("7168x512", "1024x7168") for tokens in (1, 4, 16, 64)]
-# The least ratios of speeds to an upstream type: token generation, prompts, several sequences.
+# required ratios of speeds to an upstream type: token generation, prompts, several sequences
 REQUIRED_GENERATION = {name: ("q3_K", 1.0) for name in THREE_BITS} | {name: ("iq2_xxs", 1.0) for name in TWO_BITS} | {
     name: ("q5_K", 1.0) for name in FIVE_BITS} | {name: ("q4_K", 1.0) for name in FOUR_BITS}
 REQUIRED_PROMPT = {name: ("q4_K", 0.95) for name in THREE_BITS + FOUR_BITS} | {name: ("iq2_xxs", 1.0) for name in TWO_BITS} | {
     name: ("q5_K", 0.95) for name in FIVE_BITS}
 REQUIRED_SEQUENCES = {name: ("q4_K", 0.95) for name in THREE_BITS + TWO_BITS + FOUR_BITS} | {name: ("q5_K", 0.95) for name in FIVE_BITS}
-MAX_ROTATION = 0.03  # the largest share of a decoding step that the rotation may take
-Speeds = dict[str, dict[str, float]]  # type -> what was measured -> tokens per second
+MAX_ROTATION = 0.03  # limit of the rotation's share of a decoding step
+Speeds = dict[str, dict[str, float]]  # type -> measurement -> tokens per second
 
 
 class SyntheticModels:
     """Models of every type with random weights, written by idle cores while the device checks correctness."""
 
     def __init__(self, run: Run, directory: Path, *, in_advance: bool):
-        """in_advance: begin to write the models of check_speed()."""
+        """Prepare a directory. in_advance: start writing the models of check_speed()."""
         self.directory = directory
         self.pool = concurrent.futures.ThreadPoolExecutor(N_WRITERS)
-        wanted = [*BASES, *run.types] if in_advance and run.pending("generation and prompts", "sequences") else []
-        self.files = {name: self.pool.submit(self.write, run, name) for name in wanted}
+        names = [*BASES, *run.types] if in_advance and run.pending("generation and prompts", "sequences") else []
+        self.files = {name: self.pool.submit(self.write, run, name) for name in names}
 
     def write(self, run: Run, name: str, shape: str | None = None, n_layers: int | None = None) -> Path:
-        run.current.deadline = run.end  # of the whole run: other parts need the device, not these cores
+        run.current.deadline = run.end  # the run's, not the part's: the device's checks do not need these cores
         shape = shape or run.shape
         file = self.directory / f"{shape}-{name}.gguf"
         needed = 0 if shape.startswith("tiny") else MODEL_GB * 1e9
@@ -57,13 +56,13 @@ class SyntheticModels:
         return file
 
     def finished(self, run: Run) -> dict[str, str]:
-        """A check: the files of all types."""
+        """Wait for the files of all types; a check."""
         return {name: str(file.result()) for name, file in self.files.items()}
 
     @contextlib.contextmanager
     def of_experts(self, run: Run, types: list[str]) -> Iterator[dict[str, Path]]:
-        """Models of experts, for as long as they are needed."""
-        shape = tiny_shape(run, "olmoe-1b-7b")
+        """Yield models with experts, which are removed at the end."""
+        shape = run.tiny_shape("olmoe-1b-7b")
         files = {name: self.pool.submit(self.write, run, name, shape, min(run.n_layers, 4)) for name in types}
         try:
             yield {name: file.result() for name, file in files.items()}
@@ -100,22 +99,22 @@ def require(run: Run, slow: list[str]) -> None:
 
 
 def copy_bandwidth(run: Run) -> dict:
-    """Gigabytes per second that a copy on the device reads and writes."""
+    """Measure the gigabytes per second that a copy on the device reads and writes."""
     rows = json_lines(run.command(run.program("ggml-ext-gpu-bench"), run.device, "--copy", 16 if run.rehearsal else 1024, timeout=60))
     run.report["figures"]["copy_gb_per_s"] = rows[0]["copy_gb_per_s"]
     return rows[0]
 
 
 def generation_and_prompts(run: Run, files: dict[str, Path]) -> dict:
-    """Medians of rounds in which the types take turns; ratios to upstream types; the share of a copy's bandwidth."""
+    """Measure medians over rounds in which the types take turns, ratios to upstream types, and the share of a copy's bandwidth."""
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in files}
     try:
         for _ in range(1 if run.rehearsal else N_ROUNDS):
             for name, file in files.items():
                 rounds[name].append(llama_bench(run, file))
-    finally:  # if the time is over, what was measured counts
-        speeds = {name: {column: statistics.median(r[column] for r in of_type) for column in of_type[0]}
-                  for name, of_type in rounds.items() if of_type}
+    finally:  # if the time is over, the results so far count
+        speeds = {name: {column: statistics.median(r[column] for r in results) for column in results[0]}
+                  for name, results in rounds.items() if results}
         run.report["figures"]["speeds"] = speeds
         if copy := run.report["figures"].get("copy_gb_per_s"):
             run.report["figures"]["bandwidth_share"] = {name: row["tg"] * files[name].stat().st_size / 1e9 / copy
@@ -125,7 +124,7 @@ def generation_and_prompts(run: Run, files: dict[str, Path]) -> dict:
 
 
 def sequences(run: Run, files: dict[str, Path]) -> dict:
-    """Token generation with several sequences at once."""
+    """Measure token generation with several sequences at once."""
     table: Speeds = {}
     run.report["figures"]["sequences"] = table
     n_tokens, counts = (4, (2,)) if run.rehearsal else (64, N_SEQUENCES)
@@ -140,7 +139,7 @@ def sequences(run: Run, files: dict[str, Path]) -> dict:
 
 
 def rotation_share(run: Run) -> dict:
-    """The time that the rotation adds to the quantization of activations, as a share of a decoding step of ITQ3_S."""
+    """Measure the time that the rotation adds to quantizing activations, as a share of a decoding step of ITQ3_S."""
     from synth_model import SHAPES
 
     speed = run.report["figures"].get("speeds", {}).get("itq3_s")
@@ -151,7 +150,7 @@ def rotation_share(run: Run) -> dict:
     d, ff = SHAPES[run.shape][:2]
     if missing := {d, ff} - us.keys():
         raise Failed(f"no quantization of {', '.join(map(str, sorted(missing)))} values was timed")
-    share = run.n_layers * (6 * us[d] + us[ff]) / (1e6 / speed["tg"])  # six products of the one and one of the other in a layer
+    share = run.n_layers * (6 * us[d] + us[ff]) / (1e6 / speed["tg"])  # a layer has six products with d columns and one with ff
     if share > MAX_ROTATION:
         require(run, [f"the rotation takes {100 * share:.1f} % of a step, at most {100 * MAX_ROTATION:.0f} %"])
     return {"share_of_step": share}
@@ -168,11 +167,11 @@ def check_speed(run: Run, models: SyntheticModels) -> None:
         run.check("share of the rotation", rotation_share)
 
 
-# --- what time is left for -------------------------------------------------------------------------------------------------
+# --- optional, if there is time -------------------------------------------------------------------------------------------------
 
 
 def products(run: Run, figure: str, types: list[str], shapes: list[str]) -> list[dict]:
-    """Microseconds of single products, one type at a time; kept in the report as far as they came."""
+    """Measure microseconds of single products, type by type; the report keeps partial results."""
     rows = run.report["figures"][figure] = []
     for name in types:
         rows += json_lines(run.command(run.program("ggml-ext-gpu-bench"), run.device, name, *shapes, timeout=60))
@@ -180,7 +179,7 @@ def products(run: Run, figure: str, types: list[str], shapes: list[str]) -> list
 
 
 def vector_products(run: Run) -> dict:
-    """Single products against the time that the copy's bandwidth allows for the weights alone."""
+    """Compare single products with the time that a copy of the weights takes."""
     shapes, ragged = (["512x512x1"], ["576x576x1"]) if run.rehearsal else (GEMV, RAGGED)
     rows = products(run, "products", [*run.types, *BASES], shapes)
     rows = rows + products(run, "ragged_products", [name for name in RAGGED_TYPES if name in run.types or name not in EXT_TYPES], ragged)
@@ -191,7 +190,7 @@ def vector_products(run: Run) -> dict:
 
 
 def expert_products(run: Run) -> dict:
-    """Products of experts, relative to 8 and 4 bits."""
+    """Compare products of experts with 8 and 4 bits."""
     shapes = ["256x512x1x4x2", "256x512x4x4x2"] if run.rehearsal else GROUPED
     rows = products(run, "expert_products", ["q8_0", "q4_K", *(name for name in run.types if name not in OF_64)], shapes)
     times = {(r["type"], r["rows"], r["cols"], r["tokens"]): r["us"] for r in rows}
@@ -202,7 +201,7 @@ def expert_products(run: Run) -> dict:
 
 
 def expert_models(run: Run, models: SyntheticModels) -> dict:
-    """Speeds of a mixture of 64 experts, for the record: no ratio is required."""
+    """Measure a mixture of 64 experts; no ratio is required."""
     table: Speeds = {}
     run.report["figures"]["experts"] = table
     with models.of_experts(run, ["q3_K", "q4_K", *(name for name in run.types if name not in OF_64)]) as files:

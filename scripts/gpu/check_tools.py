@@ -1,12 +1,11 @@
-"""What NVIDIA's tools say: compute-sanitizer of races and memory, ncu of one kernel per type."""
+"""Checks with NVIDIA's tools: compute-sanitizer for races and memory errors, ncu for counters of one kernel per type."""
 from __future__ import annotations
 
 import csv
 import shutil
 
 import cuda_tools
-from check_correctness import count_cases
-from check_run import Failed, Run, Unavailable
+from check_run import Failed, Run, Unavailable, count_cases
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PRODUCTS = "type_a=({types}),type_b=f32,m=33,n=({columns}),k=(256|576|768),bs=.1,1.,nr=.1,1.,per=.0,1,2,3.,k_v=0"
@@ -25,7 +24,7 @@ COUNTERS = {
 
 
 def nvidia_tool(name: str) -> str:
-    """A tool on the PATH or next to nvcc."""
+    """Find a tool on the PATH or next to nvcc. Unavailable if it is missing."""
     nvcc = cuda_tools.nvcc()
     path = shutil.which(name) or (shutil.which(str(nvcc.resolve().parent / name)) if nvcc else None)
     if not path:
@@ -34,11 +33,11 @@ def nvidia_tool(name: str) -> str:
 
 
 def sanitizer(run: Run, tool: str) -> dict:
-    """compute-sanitizer on the device code's own test and on few products of every type: vector kernels, tiles, experts."""
+    """Run compute-sanitizer on the device code's own test and on few products of every type: vector kernels, tiles, experts."""
     on_cpu = run.device == "CPU"
     prefix = [] if on_cpu else [nvidia_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", 9]
     run.command(*prefix, run.program("ggml-ext-gpu-kernels"), "--few", "--no-timings", timeout=120)
-    # tiles read whole tiles of activations, bytes that nobody wrote included, and drop what comes of them
+    # tile kernels read complete tiles of activations, uninitialized bytes included, and discard those results
     columns = VECTORS if tool == "initcheck" else f"{VECTORS}|{TILES}"
     counts = {}
     for op, pattern in (("MUL_MAT", PRODUCTS), ("MUL_MAT_ID", EXPERTS)):

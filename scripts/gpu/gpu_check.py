@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Check the GPU kernels on one GPU: whether they are right and how fast they are. Ten minutes; writes one JSON file and one page of text.
+"""Check correctness and speed of the kernels on one GPU in ten minutes; writes a JSON file and a Markdown page.
 
     ./gpu-check                        in an unpacked bundle (make gpu-bundle), which needs no compiler and no network
     scripts/gpu/gpu_check.py           in the sources: builds the programs first, which takes a compiler and for CUDA the toolkit
     gpu_check.py --backend vulkan      a GPU of any vendor; metal on a Mac
-    gpu_check.py --rehearse            without a GPU: everything on little data, on the CPU and on a Vulkan driver for CPUs
+    gpu_check.py --rehearse            without a GPU: all checks on little data, on the CPU and on a Vulkan driver for CPUs
 
 Needs the GPU's driver, Python 3.10 and numpy; CUDA also cuBLAS, of a toolkit or the Python package nvidia-cublas. compute-sanitizer and
 ncu are used if they are installed. From the sources also cmake, ninja and the Python package gguf.
 
-The parts run in the order of what is worth most, and each result is written before the next check begins. To resume, repeat the
-command: checks that passed are kept unless --again is given. Exit code 1 if a check failed, a required speed was missed, or the time
-did not suffice.
+The most important parts run first, and each result is written before the next check begins. To resume, repeat the command: checks that
+passed are kept unless --again is given. The exit code is 1 if a check failed, a required speed was missed, or the time was too short.
 """
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from check_run import BUNDLE_FILE, EXT_TYPES, ROOT, Run
 from check_speed import SyntheticModels, check_more_speed, check_speed
 from check_tools import check_counters, check_sanitizers
 
-# part -> its share of --minutes 10, in minutes; what a part leaves is the next one's, and `more` has what all leave
+# part -> its share of --minutes 10, in minutes; unused time goes to the next part, and at last to `more`
 PARTS = {"correctness": 2, "perplexity": 1, "speed": 4, "sanitizer": 2, "counters": 1, "more": 0}
 CUDA_PARTS = ("sanitizer", "counters")
 
@@ -56,7 +55,7 @@ def run_parts(run: Run, parts: list[str], minutes: float, models_dir: Path | Non
                 allotted += PARTS[part]
                 if part not in parts or (part in CUDA_PARTS and run.backend != "cuda"):
                     continue
-                # a rehearsal finds faults in the check itself: no part may crowd out another
+                # a rehearsal tests the check itself, so no part may take another's time
                 run.start_part(part, run.end if run.rehearsal or part == "more" else start + allotted * unit)
                 part_start = time.monotonic()
                 action()
@@ -67,7 +66,7 @@ def run_parts(run: Run, parts: list[str], minutes: float, models_dir: Path | Non
 
 
 def check_backend(run: Run, backend: Backend, parts: list[str], minutes: float, models_dir: Path | None) -> None:
-    """Everything about one backend; without a machine and a device that can be used, nothing else."""
+    """Check one backend; the other parts run only if the machine and the device are usable."""
     run.start_part("machine", time.monotonic() + 60 * min(2.0, minutes))
     if run.check("machine", describe_machine, backend, again=True) is not None and run.check("device", find_device, backend, again=True) is not None:
         run_parts(run, parts, minutes, models_dir)
@@ -92,14 +91,14 @@ def build_from_sources(backend: str) -> Path:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu-check" if BUNDLE_FILE.exists() else None, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", help=f"one or more of {', '.join(BACKENDS)}, separated by commas (default: cuda; rehearsed: cuda,vulkan)")
-    parser.add_argument("--minutes", type=float, default=10, help="time for all backends together, without a build (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"), help="the page of text has its name with .md (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=10, help="time for all backends, without the build (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"), help="report; the page has the same name with .md (default: %(default)s)")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order (default: %(default)s)")
     parser.add_argument("--types", default=",".join(EXT_TYPES), help="ggml-ext types (default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="also run the checks that have passed already")
-    parser.add_argument("--device", help="as llama.cpp names it (default: the backend's first)")
-    parser.add_argument("--shape", default="llama-3.1-8b", help="of the synthetic models, as in synth_model.py (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of the synthetic models; Llama-3.1-8B has 32 (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="also repeat checks that have passed")
+    parser.add_argument("--device", help="llama.cpp's name of the device (default: the backend's first)")
+    parser.add_argument("--shape", default="llama-3.1-8b", help="shape of the synthetic models, as in synth_model.py (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the synthetic models; Llama-3.1-8B has 32 (default: %(default)s)")
     parser.add_argument("--models", type=Path, metavar="DIR", help="directory for about 15 GB of synthetic models (default: a temporary one)")
     parser.add_argument("--programs", type=Path, metavar="DIR", help="use the programs in this directory instead of building them")
     parser.add_argument("--rehearse", action="store_true", help="run without a GPU, on little data")
