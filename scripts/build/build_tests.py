@@ -3,11 +3,11 @@
 
 package: upstream's tests and the kernels per instruction set; asan: the fuzz drivers under sanitizers; stock: an unpatched llama-cli;
 aarch64: ggml and the NEON kernels, which run under qemu, with --nightly llama-perplexity too; vulkan: the backend, which runs on lavapipe;
-ptx: the CUDA kernels that are interpreted.
+ptx: the CUDA kernels for the interpreter.
 
     build_tests.py --package build/package [--jobs N] [--only package,asan,stock,aarch64,vulkan,ptx] [--nightly]
 
-The whole CUDA backend is built by gpu_bundle.py (make cuda): no test needs it.
+gpu_bundle.py (make cuda) builds the complete CUDA backend, which no test needs.
 """
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ import system_packages
 from system_packages import find_programs
 
 ROOT = Path(__file__).resolve().parents[2]
-# enum: upstream reads type fields of a file into enums before it checks their range
+# no enum check: upstream reads a file's type fields into enums before it checks their range
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
 
-# what runs for seconds and compiles for minutes
+# for programs that run for seconds and compile for minutes
 QUICKLY_COMPILED = [f"-DCMAKE_{language}_FLAGS_RELEASE=-O1 -DNDEBUG" for language in ("C", "CXX")]
 
 
@@ -44,7 +44,7 @@ def configure(folder: str, *options: str) -> None:
 
 
 def find_cuda_tools() -> None:
-    """The headers of cuBLAS, where there is nvcc without them."""
+    """Install the headers of cuBLAS if nvcc has none."""
     if cuda_tools.nvcc() and not cuda_tools.has_cublas():
         done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "nvidia-cublas"])
         if done.returncode:
@@ -52,7 +52,7 @@ def find_cuda_tools() -> None:
 
 
 def glslc_stubs() -> Path:
-    """glslc that leaves out what no test needs, under a name that changes with it: then shaders are compiled again."""
+    """Copy the glslc wrapper that skips shaders that no test needs; its name has a hash, so that a change recompiles the shaders."""
     text = (ROOT / "tests" / "native" / "glslc_stubs.sh").read_bytes()
     copy = ROOT / "build" / "vulkan" / f"glslc-{hashlib.sha256(text).hexdigest()[:8]}.sh"
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -62,9 +62,9 @@ def glslc_stubs() -> Path:
 
 
 def build_ptx(package: Path, *more: str) -> None:
-    """The PTX of the CUDA kernels, and the host code that launches them."""
+    """Build the PTX of the CUDA kernels and the host code that launches them."""
     if not cuda_tools.nvcc() or not cuda_tools.has_cublas():
-        print("the CUDA kernels are not compiled and will not be interpreted: install nvcc, of the CUDA toolkit, 12.8 or later", flush=True)
+        print("skipping the interpreted CUDA kernels: install the CUDA toolkit, 12.8 or later", flush=True)
         return
     start = time.monotonic()
     run(sys.executable, ROOT / "tests" / "ptx" / "build.py", "--package", package, *more)
@@ -73,26 +73,26 @@ def build_ptx(package: Path, *more: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", type=Path, required=True, help="build folder of the installed package")
+    parser.add_argument("--package", type=Path, required=True, help="build directory of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan,ptx")
-    parser.add_argument("--nightly", action="store_true", help="of ptx all numbers of columns, tiles and architectures of all types: 20 minutes of two cores more; for ARM llama-perplexity too")
+    parser.add_argument("--nightly", action="store_true", help="ptx: all column counts, tiles and architectures of all types (20 minutes longer on two cores); aarch64: llama-perplexity too")
     args = parser.parse_args()
     find_cuda_tools()
     steps = {
         "package": (None, args.package, "ext-tests"),
-        # the ggml libraries alone, without the native flags that a debugger of sanitizer reports does not need
+        # only the ggml libraries
         "asan": (("-DGGML_EXT_TESTS=ON", f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *QUICKLY_COMPILED,
                   "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", "-DGGML_OPENMP=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
-        # for any processor with AVX2: with GCC 12 an unpatched build dies of an illegal instruction where there is AMX (upstream-bugs.md)
+        # for any CPU with AVX2: with GCC 12 an unpatched native build crashes on CPUs with AMX (upstream-bugs.md)
         "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", *QUICKLY_COMPILED),
                   ROOT / "build" / "stock", "llama-cli"),
-        # one architecture level for ggml-cpu, that of most processors since 2018
+        # the architecture level of most ARM CPUs since 2018
         "aarch64": ((f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests' / 'aarch64.cmake'}", "-DGGML_EXT_TESTS=ON",
                      "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_OPENMP=OFF", "-DGGML_RPC=OFF",
                      "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
                     ROOT / "build" / "aarch64", "ext-tests"),
-        # one library, which programs of the package load; the time goes into its shaders
+        # one library, which programs of the package load; its shaders take most of the time
         "vulkan": (("-DGGML_VULKAN=ON", "-DGGML_EXT_TESTS=ON", "-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=OFF",
                     "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", *QUICKLY_COMPILED), ROOT / "build" / "vulkan", "ext-vulkan"),
     }

@@ -1,7 +1,6 @@
-"""Readers of scripts/build/calibration_text.py: a file of a package becomes a list of paragraphs, str without blank lines.
+"""Readers of scripts/build/calibration_text.py, which split a package's file into paragraphs without blank lines.
 
-Each takes the file's text and the part of data/calibration.toml that asks for it. What no calibration text should hold goes
-here: addresses of the web and of people, licence notices, markup that says nothing.
+Each takes the file's text and its part of data/calibration.toml. They remove web and mail addresses, licence notices and markup.
 """
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def split_paragraphs(text: str) -> list[str]:
 
 
 def read_text(text: str, part: dict) -> list[str]:
-    """Paragraphs of prose or code as they are, between the part's first `start` and last `end` where it has them."""
+    """Read prose or code unchanged, from the first `start` to the last `end` if the part has them."""
     if "start" in part:
         text = text[text.index(part["start"]):]
     if "end" in part:
@@ -27,7 +26,7 @@ def read_text(text: str, part: dict) -> list[str]:
 
 
 def read_novel(text: str, part: dict) -> list[str]:
-    """Prose in lines of some 70 characters without blank lines: a paragraph ends with a sentence in a short line."""
+    """Read prose in lines of about 70 characters without blank lines; a short line that ends a sentence ends a paragraph."""
     paragraphs = [""]
     for line in "\n".join(read_text(text, part)).splitlines():
         paragraphs[-1] += (" " if paragraphs[-1] else "") + line.strip()
@@ -37,49 +36,49 @@ def read_novel(text: str, part: dict) -> list[str]:
 
 
 def read_markdown(text: str, part: dict) -> list[str]:
-    """Markdown and reStructuredText: links become their names; images, anchors and HTML go."""
+    """Read Markdown or reStructuredText; replace links by their names, and remove images, anchors and HTML."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"^ *\{[!*].*$|^\.\. _.*$|\{ ?#.*?\}|^ *=== .*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^ *```.*\n\s*```\n|</?termy>", "", text, flags=re.MULTILINE)  # emptied by the line before
+    text = re.sub(r"^ *```.*\n\s*```\n|</?termy>", "", text, flags=re.MULTILINE)  # fences that the line above has emptied
     text = re.sub(r"</?code>", "`", text)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"</?(abbr|a|p|div|img|small|strong|em|br|kbd|span|dfn|details|summary|center)\b[^>]*>", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
-    text = re.sub(r"https?://(www\.)?", "", text)  # rather than losing the rest of a block of code
+    text = re.sub(r"https?://(www\.)?", "", text)  # keeps the rest of a code block
     text = re.sub(r"`([^`<]+?)\s*<[^>`]+>`_+", r"\1", text)
     text = re.sub(r":\w+:`~?\.?([^`<]+?)(\s*<[^>`]+>)?`", r"`\1`", text)
     return split_paragraphs(text)
 
 
 def read_tables(text: str, part: dict) -> list[str]:
-    """The tables of a Markdown file alone."""
+    """Read only the tables of a Markdown file."""
     return [p for p in read_markdown(text, part) if p.count("\n|") > 3]
 
 
 def read_chat(text: str, part: dict) -> list[str]:
-    """chatterbot-corpus: lists of what two speakers say in turn; what was said before is left out."""
+    """Read dialogues of chatterbot-corpus, lists of two speakers' sentences, and skip repeated sentences."""
     talks: list[list[str]] = []
     for line in text.replace("\r\n", "\n").splitlines():
-        if found := re.match(r"- -\s?(.*)", line):
-            talks.append([found[1]])
-        elif (found := re.match(r" {1,3}-\s?(.*)", line)) and talks:
-            talks[-1].append(found[1])
+        if match := re.match(r"- -\s?(.*)", line):
+            talks.append([match[1]])
+        elif (match := re.match(r" {1,3}-\s?(.*)", line)) and talks:
+            talks[-1].append(match[1])
         elif talks and line.startswith("    "):
             talks[-1][-1] += "\n" + line[4:]
     names = part.get("speakers", ["-", "-"])
     paragraphs, known = [], set()
     for talk in talks:
-        said = [re.sub(r"\n+", "\n", re.sub(r"\A[|>]-?\n", "", s)).strip("'\" \n") for s in talk[:2]]
-        if len(said) == 2 and all(said) and not known.intersection(said):
-            paragraphs.append("\n".join(f"{name} {s}" for name, s in zip(names, said)))
-            known.update(said)
+        sentences = [re.sub(r"\n+", "\n", re.sub(r"\A[|>]-?\n", "", s)).strip("'\" \n") for s in talk[:2]]
+        if len(sentences) == 2 and all(sentences) and not known.intersection(sentences):
+            paragraphs.append("\n".join(f"{name} {s}" for name, s in zip(names, sentences)))
+            known.update(sentences)
     return paragraphs
 
 
 def read_translations(text: str, part: dict) -> list[str]:
-    """The translated sentences of a gettext catalogue, long ones only, without those that have places to fill."""
-    found = re.findall(r'^msgstr (".*"(?:\n".*")*)', text, flags=re.MULTILINE)
-    sentences = ["".join(re.findall(r'"(.*)"', s)).replace("\\n", " ").replace('\\"', '"').strip() for s in found]
+    """Read the long translated sentences of a gettext catalogue, without those that have placeholders."""
+    messages = re.findall(r'^msgstr (".*"(?:\n".*")*)', text, flags=re.MULTILINE)
+    sentences = ["".join(re.findall(r'"(.*)"', s)).replace("\\n", " ").replace('\\"', '"').strip() for s in messages]
     return [re.sub(r"\s+", " ", s) for s in sentences if len(s) > 30 and "%" not in s and "<" not in s]
 
 
@@ -92,19 +91,19 @@ def _leaves(value, path: tuple[str, ...] = ()):
 
 
 def read_factbook(text: str, part: dict) -> list[str]:
-    """The World Factbook's page of a country: what is in sentences, not in lists, without tags."""
+    """Read the fields in full sentences of a country's page in the World Factbook, without tags."""
     fields = ((path, re.sub(r"\s*(<[^>]*>)+\s*", " ", value)) for path, value in _leaves(json.loads(text)))
     return [f"{path[-2]}: {value}" for path, value in fields if len(value) > 240 and len(re.findall(r"[a-z]\. [A-Z]", value)) > 1]
 
 
 def read_factbook_json(text: str, part: dict) -> list[str]:
-    """A page's sections as JSON with an indent of two."""
+    """Read sections of a page as JSON with an indent of two."""
     page, sections = json.loads(text), ("Environment", "Energy", "Communications")
     return [json.dumps({name: page[name]}, indent=2, ensure_ascii=False) for name in sections if name in page]
 
 
 def read_factbook_table(text: str, part: dict) -> list[str]:
-    """A page's short fields as a Markdown table."""
+    """Read a page's short fields as a Markdown table."""
     n_rows, sections = 24, ("Economy", "Geography", "People and Society")
     rows = [f"| {' / '.join(path[:-1])} | {value} |" for path, value in _leaves(json.loads(text))
             if len(value) < 60 and path[0] in sections]
@@ -117,12 +116,12 @@ def read_constitution(text: str, part: dict) -> list[str]:
 
 
 def read_leaves(text: str, part: dict) -> list[str]:
-    """The strings of a JSON file that hold the part's language, which `pattern` tells."""
+    """Read the strings of a JSON file that match `pattern`, which identifies the part's language."""
     return [value for _, value in _leaves(json.loads(text)) if re.search(part["pattern"], value)]
 
 
 class _Numbers:
-    """Random numbers made of random() alone: the rest of Python's generator may change between its versions."""
+    """Random numbers that only use random(), because other methods of Python's generator may change between versions."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed).random
@@ -135,7 +134,7 @@ class _Numbers:
 
 
 def write_arithmetic() -> list[str]:
-    """Sums, products, divisions, percentages, sequences, equations and word problems with their steps."""
+    """Write sums, products, divisions, percentages, sequences, equations and word problems with their steps."""
     rng, out = _Numbers(1), []
     for _ in range(60):
         a, b, c = rng.below(12, 9999), rng.below(3, 999), rng.below(2, 60)
@@ -159,7 +158,7 @@ def write_arithmetic() -> list[str]:
 
 
 def write_logs() -> list[str]:
-    """Lines as a web server, a training run and a program's workers write them."""
+    """Write log lines of a web server, a training run and workers."""
     rng, out = _Numbers(2), []
     methods, statuses = ["GET", "POST", "PUT"], [200, 200, 200, 304, 404, 500]
     paths, levels = ["api/items", "index.html", "login", "static/app.js"], ["INFO", "WARNING", "ERROR", "DEBUG"]

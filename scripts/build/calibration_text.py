@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The built-in texts of py/ggml_ext/data: calibration.txt from the packages that data/calibration.toml pins, and evaluation.txt,
-which `ggml-ext evaluate` scores by default, from those of data/evaluation.toml.
+"""Build the texts in py/ggml_ext/data: calibration.txt from the packages pinned in data/calibration.toml, and evaluation.txt, which
+`ggml-ext evaluate` scores by default, from those in data/evaluation.toml.
 
     calibration_text.py             write the texts and their licence notices
-    calibration_text.py check       exit code 1 if the committed files are others
-    calibration_text.py shares      characters by kind, language and source
+    calibration_text.py check       exit with 1 if the committed files differ
+    calibration_text.py shares      print the share of characters by kind, language and source
 
-A text is the same on every machine: pieces of 1 to 3 kB are chosen by their hash and put in an order in which every kind
-and source comes up at its own rate, so that any beginning of the text is a mixture like the whole.
+A text is the same on every machine. Pieces of 1 to 3 kB are selected by their hash and ordered so that every beginning of the text has
+about the same mixture of kinds and sources as the complete text.
 """
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "py" / "ggml_ext" / "data"
-PIECE_BYTES = 1600  # where the table does not say otherwise; a chunk of 512 tokens is about 2 kB of English
+PIECE_BYTES = 1600  # default; a chunk of 512 tokens is about 2 kB of English
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A text that comes with the package."""
+    """A text in the package."""
 
     name: str
 
     @property
     def pins(self) -> str:
-        """Of the table, for people."""
+        """Path of the table of pins."""
         return f"data/{self.name}.toml"
 
     @property
@@ -63,15 +63,17 @@ CALIBRATION, EVALUATION = TEXTS = BuiltIn("calibration"), BuiltIn("evaluation")
 
 @dataclass
 class Piece:
+    """A piece of a text. place: its relative position, first in its part, then in the text."""
+
     text: str
     kind: str
     language: str
     source: str
-    place: float = 0.0  # in its part, then in the text: 0 to 1
+    place: float = 0.0
 
     @property
     def n_bytes(self) -> int:
-        return len(self.text.encode()) + 2  # with the blank line behind it
+        return len(self.text.encode()) + 2  # including the blank line after it
 
 
 def digest(text: str) -> int:
@@ -79,33 +81,33 @@ def digest(text: str) -> int:
 
 
 def members(source: dict) -> dict[str, bytes]:
-    """The files of a source's archive that its parts and its notices name, by their path there."""
-    wanted = [pattern for part in source["part"] for pattern in part["members"]]
+    """Return the files of a source's archive that its parts and notices name, by path."""
+    patterns = [pattern for part in source["part"] for pattern in part["members"]]
 
-    def is_wanted(name: str) -> bool:
-        return name in source["notices"] or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
+    def is_named(name: str) -> bool:
+        return name in source["notices"] or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     archive = fetch(source)
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            return {name: wheel.read(name) for name in sorted(wheel.namelist()) if is_wanted(name)}
+            return {name: wheel.read(name) for name in sorted(wheel.namelist()) if is_named(name)}
     with tarfile.open(archive) as tar:
-        return {m.name: tar.extractfile(m).read() for m in tar if m.isfile() and is_wanted(m.name)}
+        return {m.name: tar.extractfile(m).read() for m in tar if m.isfile() and is_named(m.name)}
 
 
 def cut(paragraph: str, limit: int) -> str:
-    """The paragraph, or its beginning up to the end of a line or a sentence."""
+    """Cut a long paragraph at the end of a line or a sentence."""
     head = paragraph.encode()[:limit].decode(errors="ignore")
     if head == paragraph:
         return paragraph
     for end in ("\n", ". ", "。", "। "):
-        if (at := head.rfind(end)) > len(head) // 3:
-            return head[:at + len(end)].rstrip()
+        if (position := head.rfind(end)) > len(head) // 3:
+            return head[:position + len(end)].rstrip()
     return head[:head.rfind(" ")] if " " in head else head
 
 
 def join_paragraphs(paragraphs: list[str], size: int, blank: str) -> Iterator[str]:
-    """Neighbours together until they have `size` bytes; too little at the end is left out."""
+    """Join consecutive paragraphs to pieces of `size` bytes; a short rest is dropped."""
     piece = ""
     for paragraph in paragraphs:
         if UNWANTED.search(paragraph):
@@ -120,15 +122,15 @@ def join_paragraphs(paragraphs: list[str], size: int, blank: str) -> Iterator[st
         yield piece
 
 
-def pieces_of_part(part: dict, name: str, files: dict[str, bytes]) -> list[Piece]:
-    """Enough pieces for the part's bytes, with places that spread them evenly."""
+def select_pieces(part: dict, name: str, files: dict[str, bytes]) -> list[Piece]:
+    """Select pieces for the part's bytes and spread them evenly. Failure if there are too few."""
     if "writer" in part:
         documents = [WRITERS[part["writer"]]()]
     else:
         chosen = [n for pattern in part["members"] for n in sorted(files) if fnmatch.fnmatchcase(n, pattern)]
         chosen = [n for n in dict.fromkeys(chosen) if not any(fnmatch.fnmatchcase(n, p) for p in part.get("without", []))]
         if not chosen:
-            raise Failure(f"{name} has no file {part['members']}: mend its part in the table of pins")
+            raise Failure(f"{name} has no file {part['members']}: correct its part in the table of pins")
         documents = [READERS[part["reader"]](files[n].decode("utf-8"), part) for n in chosen]
         if part.get("joined"):  # files that are shorter than a piece
             documents = [[p for d in documents for p in d]]
@@ -136,23 +138,23 @@ def pieces_of_part(part: dict, name: str, files: dict[str, bytes]) -> list[Piece
     rank = {}
     for document in documents:
         for k, text in enumerate(sorted(join_paragraphs(document, size, blank), key=digest)):
-            rank.setdefault(text, k if part.get("even") else 0)  # even: each document gives one piece before any gives a second
-    kept, n_bytes = [], 0
+            rank.setdefault(text, k if part.get("even") else 0)  # even: every document's first piece comes before any second piece
+    selected, n_bytes = [], 0
     for text in sorted(rank, key=lambda p: (rank[p], digest(p))):
         if n_bytes >= part["bytes"] - size // 2:
             break
-        kept.append(Piece(text, part["kind"], part.get("language", "en"), name))
-        n_bytes += kept[-1].n_bytes
+        selected.append(Piece(text, part["kind"], part.get("language", "en"), name))
+        n_bytes += selected[-1].n_bytes
     if n_bytes < 0.8 * part["bytes"] - size // 2:
         raise Failure(f"{name} gives {n_bytes} bytes for {part['members']}, needed {part['bytes']}")
-    phase = digest(kept[0].text) / 2**64  # or the single pieces of small parts would meet at one place
-    for i, piece in enumerate(kept):
-        piece.place = (i + phase) / len(kept)
-    return kept
+    phase = digest(selected[0].text) / 2**64  # else the single pieces of small parts would get the same place
+    for i, piece in enumerate(selected):
+        piece.place = (i + phase) / len(selected)
+    return selected
 
 
-def interleaved(pieces: list[Piece]) -> list[Piece]:
-    """The pieces in the text's order: parts of a kind by their places, and kinds each at its rate in characters."""
+def interleave(pieces: list[Piece]) -> list[Piece]:
+    """Order the pieces: parts of a kind by their places, and each kind at its rate in characters."""
     n_chars, seen = Counter(), Counter()
     for piece in pieces:
         n_chars[piece.kind] += len(piece.text)
@@ -163,30 +165,30 @@ def interleaved(pieces: list[Piece]) -> list[Piece]:
 
 
 def build(text: BuiltIn) -> tuple[list[Piece], str]:
-    """The pieces in their order and the notices."""
+    """Return the ordered pieces and the notices of a text."""
     table, pieces = text.table, []
     notices = [table["notice"].strip()]
     for source in table["source"]:
         files, title = members(source), f"{source['package']} {source['version']}"
         for part in source["part"]:
-            pieces += pieces_of_part(part, source["package"], files)
+            pieces += select_pieces(part, source["package"], files)
         texts = [files[name].decode("utf-8").strip() for name in source["notices"]]
         notices += ["=" * 100 + f"\n{title}: {source['what']}\n" + "=" * 100, *texts]
     for part in table.get("written", []):
-        pieces += pieces_of_part({"members": [], **part}, "written here", {})
-    return interleaved(pieces), "\n\n".join("\n".join(line.rstrip() for line in n.splitlines()) for n in notices) + "\n"
+        pieces += select_pieces({"members": [], **part}, "written here", {})
+    return interleave(pieces), "\n\n".join("\n".join(line.rstrip() for line in n.splitlines()) for n in notices) + "\n"
 
 
-def joined(pieces: list[Piece]) -> str:
+def join_pieces(pieces: list[Piece]) -> str:
     return "\n\n".join(p.text for p in pieces) + "\n"
 
 
 def shares(pieces: list[Piece], key: str) -> dict[str, float]:
-    """Part of the characters by kind, language or source: bytes would say more about the script than about the text."""
-    found: Counter = Counter()
+    """Return the shares of characters by kind, language or source; bytes would depend on the script."""
+    n_chars: Counter = Counter()
     for piece in pieces:
-        found[getattr(piece, key)] += len(piece.text)
-    return {name: n / found.total() for name, n in found.most_common()}
+        n_chars[getattr(piece, key)] += len(piece.text)
+    return {name: n / n_chars.total() for name, n in n_chars.most_common()}
 
 
 def main() -> int:
@@ -202,20 +204,20 @@ def main() -> int:
 
 
 def act(action: str, text: BuiltIn) -> int:
-    """Does it for one text; the exit code."""
+    """Perform the action for one text; returns the exit code."""
     pieces, notices = build(text)
-    made = {text.path: joined(pieces), text.licenses: notices}
+    contents = {text.path: join_pieces(pieces), text.licenses: notices}
     if action == "write":
         DATA.mkdir(exist_ok=True)
-        for path, content in made.items():
+        for path, content in contents.items():
             path.write_text(content, encoding="utf-8", newline="\n")
     elif action == "check":
-        for path, content in made.items():
+        for path, content in contents.items():
             if not path.exists() or path.read_bytes() != content.encode():
-                print(f"error: {path} is not what {text.pins} makes; run {Path(__file__).name}", file=sys.stderr)
+                print(f"error: {path} does not match {text.pins}; run {Path(__file__).name}", file=sys.stderr)
                 return 1
     else:
-        content = made[text.path]
+        content = contents[text.path]
         print(f"{text.name}: {len(content.encode())} bytes, {len(content)} characters, {len(pieces)} pieces")
         for key in ("kind", "language", "source"):
             print(f"{key:8}", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares(pieces, key).items()))

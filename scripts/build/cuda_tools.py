@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Where CUDA's compiler and cuBLAS are, and how to compile with them.
+"""Find CUDA's compiler and cuBLAS, and compile with them. Needs only the standard library.
 
-    cuda_tools.py cublas     print the folder of cublas_v2.h and the path of libcublas, if a Python package has them
+    cuda_tools.py cublas     print the directory of cublas_v2.h and the path of libcublas, if a Python package has them
 
-cuBLAS may come with the toolkit or with the Python package nvidia-cublas (nvidia-cublas-cu12 for CUDA 12). Exit code 1 and
-one line if nothing is found. The standard library is all this needs.
+cuBLAS comes with the toolkit or with the Python package nvidia-cublas (nvidia-cublas-cu12 for CUDA 12). If it is missing, the script
+prints one line and exits with 1.
 """
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def nvcc() -> Path | None:
-    """CUDACXX, nvcc on the PATH, or that of the usual folder."""
+    """Return the path of nvcc: CUDACXX, on the PATH, or in /usr/local/cuda."""
     for name in (os.environ.get("CUDACXX"), "nvcc", "/usr/local/cuda/bin/nvcc"):
-        if name and (found := shutil.which(name)):
-            return Path(found)
+        if name and (path := shutil.which(name)):
+            return Path(path)
     return None
 
 
@@ -34,9 +34,8 @@ def toolkit_roots() -> list[Path]:
 
 
 def package_roots() -> list[Path]:
-    """Where Python packages of NVIDIA's libraries are."""
+    """Return the directories of NVIDIA's Python packages, including those that pip hides from an isolated build."""
     spec = importlib.util.find_spec("nvidia")
-    # what pip hides from the build of a package is on disk all the same
     return [*map(Path, spec.submodule_search_locations if spec else ()), *(Path(sysconfig.get_path(where)) / "nvidia" for where in ("purelib", "platlib"))]
 
 
@@ -45,7 +44,7 @@ def toolkit_has_cublas() -> bool:
 
 
 def cublas() -> tuple[Path, Path] | None:
-    """Folder of the headers and the library of cuBLAS in an installed Python package."""
+    """Return the header directory and the library of cuBLAS in an installed Python package."""
     for root in package_roots():
         for header in sorted(root.glob("*/include/cublas_v2.h"), reverse=True):
             libraries = sorted((header.parent.parent / "lib").glob("libcublas.so*"))
@@ -55,7 +54,7 @@ def cublas() -> tuple[Path, Path] | None:
 
 
 def library_directories() -> list[Path]:
-    """Directories of libcudart and libcublas: of toolkits, then of Python packages."""
+    """Return the directories of libcudart and libcublas, those of toolkits first."""
     candidates = [root / name for root in toolkit_roots() for name in ("lib64", "targets/x86_64-linux/lib", "lib")]
     candidates += [path for root in package_roots() for path in sorted(root.glob("*/lib"), reverse=True)]
     return list(dict.fromkeys(d for d in candidates if any(any(d.glob(f"{name}.so*")) for name in ("libcublas", "libcudart"))))
@@ -66,16 +65,18 @@ def has_cublas() -> bool:
 
 
 def compile_command(ggml: Path, arch: str, *args) -> list[str]:
-    """nvcc with upstream's flags and folders for a source of the patched tree whose folder ggml is given, or one of ours."""
-    found = cublas()
-    folders = [*([found[0]] if found else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", ROOT]
+    """Return nvcc's command with upstream's flags and include directories. ggml: the directory in the patched tree."""
+    headers_and_library = cublas()
+    folders = [*([headers_and_library[0]] if headers_and_library else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", ROOT]
     return [str(nvcc() or "nvcc"), f"-arch={arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
             *(f"-I{folder}" for folder in folders), *map(str, args)]
 
 
 def trimmed_mmvq(text: str, types: dict[str, bool], columns: tuple[int, ...]) -> str:
-    """Upstream's mmvq.cu without the cases of other types and numbers of columns, in the switches that instantiate kernels. types: names as
-    ggml has them in lower case, and whether they are ours."""
+    """Remove the cases of other types and column counts from the switches of upstream's mmvq.cu that instantiate kernels.
+
+    types: ggml's names in lower case, and whether they are ggml-ext types.
+    """
     upper = {name.upper(): name for name in types}
     text = re.sub(r"        case GGML_TYPE_(\w+):\n            mul_mat_vec_q_switch_ncols_dst<.*?break;\n",
                   lambda m: m[0] if m[1] in upper else "", text, flags=re.S)
@@ -89,10 +90,10 @@ def main() -> int:
     if sys.argv[1:] != ["cublas"]:
         print(__doc__, file=sys.stderr)
         return 1
-    if not (found := cublas()):
+    if not (headers_and_library := cublas()):
         print("cuBLAS was not found: install it with the CUDA toolkit, or pip install nvidia-cublas", file=sys.stderr)
         return 1
-    print(f"{found[0]};{found[1]}")
+    print("{};{}".format(*headers_and_library))
     return 0
 
 

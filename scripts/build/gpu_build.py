@@ -1,4 +1,4 @@
-"""Builds what the GPU check runs: from the sources (scripts/gpu/gpu_check.py), for `make cuda`, and for `make gpu-bundle`."""
+"""Build the programs of the GPU check, for scripts/gpu/gpu_check.py, `make cuda` and `make gpu-bundle`."""
 from __future__ import annotations
 
 import os
@@ -15,14 +15,14 @@ PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-perplexity", "llama-qua
 CUDA_PROGRAMS = ("ggml-ext-gpu-kernels",)
 HOST_PROGRAMS = ("ggml-ext-cuda-host-kernels",)  # device code as host code, for rehearsals
 OPTIONS = ("-DGGML_EXT_TESTS=ON", "-DGGML_EXT_UI=OFF", "-DGGML_RPC=OFF", "-DGGML_OPENMP=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
-# Programs that start without a driver, on any processor with AVX2: backends are loaded at run time.
+# programs that start without a driver on any CPU with AVX2, and load backends at run time
 LOADABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF")
-# Machine code for the architectures alone. It is not compressed by nvcc: xz makes a smaller archive of it.
+# not compressed by nvcc, because xz compresses the archive better
 CUDA_OPTIONS = ("-DGGML_CUDA=ON", "-DGGML_CUDA_COMPRESSION_MODE=none")
 
 
 class BuildError(Exception):
-    """One line that says what is missing or failed, and the way out."""
+    """A tool is missing or the build failed; one line with the way out."""
 
 
 def run(*command) -> None:
@@ -32,11 +32,11 @@ def run(*command) -> None:
         done = subprocess.run([str(c) for c in command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         last = log.read_text(errors="replace").splitlines()[-30:]
-        raise BuildError("\n".join(last) + f"\n{' '.join(map(str, command[:3]))} failed; the whole log is {log.relative_to(ROOT)}")
+        raise BuildError("\n".join(last) + f"\n{' '.join(map(str, command[:3]))} failed; the complete log is {log.relative_to(ROOT)}")
 
 
 def install_cublas() -> None:
-    """The headers and the library of cuBLAS, where the toolkit has none."""
+    """Install cuBLAS if the toolkit has none."""
     if not cuda_tools.nvcc():
         raise BuildError("nvcc is missing: install the CUDA toolkit, 12.8 or later, or name nvcc in CUDACXX")
     if not cuda_tools.has_cublas():
@@ -70,7 +70,7 @@ def build(backends: list[str], architectures: list[str] | None = None, more_targ
         options += [*CUDA_OPTIONS, f"-DCMAKE_CUDA_COMPILER={cuda_tools.nvcc()}",
                     "-DCMAKE_CUDA_ARCHITECTURES=" + ";".join(f"{a}-real" for a in architectures or ["90"])]
         targets += CUDA_PROGRAMS
-    if "vulkan" in backends or "cuda" in backends:  # one configuration, whose objects serve a build with and one without it
+    if "vulkan" in backends or "cuda" in backends:  # one configuration, so that builds with and without it share objects
         options.append(f"-DGGML_VULKAN={'ON' if shutil.which('glslc') or 'vulkan' in backends else 'OFF'}")
     run("cmake", "-S", ROOT, "-B", directory, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options)
     run("cmake", "--build", directory, "--parallel", os.cpu_count(), "--target", *targets)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""`make gpu-bundle ARCH=90`: the GPU check as one archive, for a machine with a GPU and nothing else.
+"""Pack the GPU check into one archive for a machine without a compiler: `make gpu-bundle ARCH=90`.
 
     gpu_bundle.py [--arch 90[,120]] [--out build/gpu-bundle] [--build-only] [--programs DIR]
 
-Builds the programs, the CUDA backend for these architectures (75, 80, 86, 89, 90, 120) and, where glslc is, the Vulkan backend in
-build/cuda, and puts them into a directory with the scripts, the reference model and the Python packages that they import. The archive is next to
-the directory. On the other machine ./gpu-check needs the GPU's driver, cuBLAS, glibc 2.35, Python 3.10 and numpy. This machine needs nvcc and no GPU.
+Builds the programs, the CUDA backend for the given architectures (75, 80, 86, 89, 90, 120) and, if glslc is installed, the Vulkan backend
+in build/cuda. Copies them into a directory with the scripts, the reference model and the Python packages, and writes the archive next to
+it. The other machine needs the GPU's driver, cuBLAS, glibc 2.35, Python 3.10 and numpy; this machine needs nvcc and no GPU.
 
---build-only is `make cuda`: everything is compiled and linked. --programs takes the programs of another build.
+--build-only (`make cuda`) only compiles and links. --programs uses the programs of another build.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpu_build import CUDA_PROGRAMS, HOST_PROGRAMS, PROGRAMS, ROOT, BuildError
 sys.path.append(str(ROOT / "scripts" / "gpu"))
 ARCHITECTURES = ("75", "80", "86", "89", "90", "120")
 BACKENDS = ("libggml-cpu.so", "libggml-cuda.so", "libggml-vulkan.so")  # loaded at run time
-# What the other machine has: the C library, drivers, cuBLAS.
+# provided by the other machine: the C library, drivers, cuBLAS
 PROVIDED = re.compile(r"(ld-linux|libc|libm|libdl|libpthread|librt|libcuda|libcublas|libcublasLt|libvulkan)[-.]")
 NEXT_TO_PROGRAMS = re.compile(r"libcudart\.")
 MAX_GLIBC = (2, 35)
@@ -51,7 +51,7 @@ done
 echo "error: no Python 3.10 or later with numpy among the usual names: install numpy, or name one: PYTHON=/path/to/python3 ./gpu-check" >&2
 exit 1
 """
-README = """The GPU check of ggml-ext: whether its kernels are right on this machine's GPU, and how fast they are. Ten minutes.
+README = """The GPU check of ggml-ext: correctness and speed of its kernels on this machine's GPU, in ten minutes.
 
     ./gpu-check                      CUDA
     ./gpu-check --backend vulkan     a GPU of any vendor
@@ -63,17 +63,16 @@ gpu-check.json and gpu-check.md: please send both.
 
 
 def shared_libraries(program: Path) -> dict[str, Path | None]:
-    """Names and places of the libraries that a program needs, as the loader finds them; None for those that it does not find."""
+    """Return the paths of the libraries that a program needs, by name; None if the loader does not find one."""
     cublas = os.pathsep.join(map(str, cuda_tools.library_directories()))
     output = subprocess.run(["ldd", program], capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": cublas}).stdout
     return {name: Path(path) if path.startswith("/") else None for name, path in re.findall(r"^\s*(\S+) => (\S+)", output, re.M)}
 
 
 def copy_programs(programs: Path, directory: Path) -> None:
-    """Copy programs, backends and all libraries but those that every such machine has, stripped.
+    """Copy and strip programs, backends and all libraries that the other machine does not provide.
 
-    Libraries of the compiler go to lib/: gpu-check uses them only where the system has none that is new enough, since the GPU's driver needs
-    the system's.
+    The compiler's libraries go to lib/. gpu-check uses them only if the system's are too old, because the GPU's driver needs the system's.
     """
     bin_directory, fallback = directory / "bin", directory / "lib"
     for path in (bin_directory, fallback):
@@ -97,7 +96,7 @@ def copy_programs(programs: Path, directory: Path) -> None:
 
 
 def newest_glibc(directory: Path) -> tuple[int, int]:
-    """The newest version of glibc whose symbols the programs and their libraries need; the compiler's libraries in lib/ may need a newer one."""
+    """Return the glibc version that the programs and their libraries need, without the compiler's libraries in lib/."""
     versions = [(2, 0)]
     for path in (directory / "bin").iterdir():
         symbols = subprocess.run(["readelf", "--version-info", "--wide", path], capture_output=True, text=True, check=True).stdout
@@ -106,7 +105,7 @@ def newest_glibc(directory: Path) -> tuple[int, int]:
 
 
 def copy_python(directory: Path) -> None:
-    """Copy the scripts, the package without its texts, and the pure Python packages that they import."""
+    """Copy the scripts, the package without its data, and the pure Python packages that they import."""
     no_cache = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc")
     shutil.copytree(ROOT / "py" / "ggml_ext", directory / "py" / "ggml_ext", ignore=shutil.ignore_patterns("__pycache__", "data", "bin", "convert"))
     for name, distribution in PACKAGES.items():
@@ -137,7 +136,7 @@ def describe(architectures: list[str]) -> dict:
 
 
 def assemble(programs: Path, directory: Path, architectures: list[str]) -> None:
-    """Write the bundle's directory. Raises BuildError if it is not complete or would not run on the glibc that it is for."""
+    """Write the bundle's directory. BuildError if it is incomplete or needs a newer glibc."""
     shutil.rmtree(directory, ignore_errors=True)
     copy_programs(programs.resolve(), directory)
     if (version := newest_glibc(directory)) > MAX_GLIBC:

