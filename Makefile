@@ -76,7 +76,7 @@ install: $(VENV)/.tools
 	@echo "building; the log is build/install.log"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -v \
 	    -C build-dir=$(BUILD) -C cmake.define.GGML_EXT_TESTS=ON $(CONFIG) . > build/install.log 2>&1 \
-	    || { tail -n 40 build/install.log; echo "error: the build failed; the whole log is build/install.log"; exit 1; }
+	    || { tail -n 40 build/install.log; echo "error: the build failed; the complete log is build/install.log"; exit 1; }
 	@sed -n 's/^ *-- \(chat page: left out\)/\1/p' build/install.log
 
 # pip 23.1 knows -C; Debian 12 and Ubuntu 22.04 bring older ones

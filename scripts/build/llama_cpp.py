@@ -2,16 +2,16 @@
 """Fetch the pinned llama.cpp, and apply the patch set to a copy of it.
 
     llama_cpp.py tree                    print the path of the unpatched tree (fetched and unpacked once)
-    llama_cpp.py patch SOURCE DEST       copy SOURCE to DEST, patched; files that did not change keep their times
-    llama_cpp.py check [SOURCE]          say which patches apply to SOURCE (a newer llama.cpp); exit 1 if any does not
+    llama_cpp.py patch SOURCE DEST       write a patched copy of SOURCE to DEST; unchanged files keep their times
+    llama_cpp.py check [SOURCE]          print which patches apply to SOURCE (a newer llama.cpp); exit with 1 if one does not
     llama_cpp.py rebase NEW [--work DIR] [--merged DIR]
-                                         the patches on the tree NEW: merged in three ways and written back when all are; conflicts
-                                         are named, and lie with markers in DIR (default: build/rebase), to be mended there and
-                                         passed with --merged
+                                         merge all patches with the tree NEW, three-way, and write them if there is no conflict.
+                                         Files with conflict markers are written to DIR (default: build/rebase); resolve them there
+                                         and pass the directory with --merged
 
-The pin is ggml_ext/upstream.toml. The archive comes through pip, is checked by SHA-256, and is kept with the unpacked
-tree in GGML_EXT_CACHE_DIR (default: the user's cache folder). GGML_EXT_LLAMA_CPP_DIR names a tree to use instead.
-The standard library and git are all this needs.
+The pin is ggml_ext/upstream.toml. pip downloads the archive, and its SHA-256 is checked. Archive and tree are cached in
+GGML_EXT_CACHE_DIR (default: the user's cache directory). GGML_EXT_LLAMA_CPP_DIR names a tree to use instead. Needs only the standard
+library and git.
 """
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ VULKAN = ROOT / "vulkan"
 VULKAN_SHADERS = Path("ggml/src/ggml-vulkan/vulkan-shaders")
 CUDA_INSTANCES = Path("ggml/src/ggml-cuda/template-instances")
 PATCHES = sorted((ROOT / "ggml_ext" / "patches").glob("*.patch"))
-# what a build of the tools and of ggml's own tests reads; the rest of the tree is 120 MB of documents and vocabularies
+# needed by a build of the tools and of ggml's tests; the rest is 120 MB of documents and vocabularies
 COPIED = ("CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tests", "tools", "vendor")
 
 
 def pristine_tree() -> Path:
-    """The unpatched llama.cpp: the user's own tree, or the pinned one."""
+    """Return the unpatched llama.cpp: the user's own tree, or the pinned one."""
     own = os.environ.get("GGML_EXT_LLAMA_CPP_DIR")
     if own:
         if not (Path(own) / "ggml" / "CMakeLists.txt").exists():
@@ -68,7 +68,7 @@ def pristine_tree() -> Path:
 
 
 def version(tree: Path) -> str:
-    """"llama.cpp 0.5.0, ggml 0.25.3", as far as the tree says."""
+    """Return "llama.cpp 0.5.0, ggml 0.25.3", as far as the tree says."""
     def read(name: str, prefix: str) -> str:
         text = (tree / name).read_text(errors="replace") if (tree / name).exists() else ""
         parts = [re.search(rf"set\({prefix}_VERSION_{p} (\d+)\)", text) for p in ("MAJOR", "MINOR", "PATCH")]
@@ -81,7 +81,7 @@ def pinned_version() -> str:
 
 
 def git_apply(patch: Path, tree: Path, *options: str) -> subprocess.CompletedProcess:
-    # inside another repository git would take the paths as relative to that one, and skip them without a word
+    # inside another repository git would resolve the paths relative to that one, and skip them silently
     env = dict(os.environ, GIT_CEILING_DIRECTORIES=str(tree.parent), LC_ALL="C")
     env.pop("GIT_DIR", None)
     try:
@@ -102,7 +102,7 @@ def apply_all(tree: Path) -> None:
             detail = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "error: ?")
             raise Failure(f"{patch.name} does not apply to {patched_file(patch)}: {detail[7:]}. The patches are made "
                           f"for {pinned_version()}; this tree is {version(tree)}. Use the pinned tree (unset "
-                          f"GGML_EXT_LLAMA_CPP_DIR), or mend the patch")
+                          f"GGML_EXT_LLAMA_CPP_DIR), or correct the patch")
 
 
 def copy_tree(source: Path, dest: Path) -> None:
@@ -114,7 +114,7 @@ def copy_tree(source: Path, dest: Path) -> None:
 
 
 def sync(new: Path, old: Path) -> None:
-    """Make old equal to new, touching only what differs, so that a rebuild compiles only that."""
+    """Make old equal to new and touch only changed files, so that a rebuild compiles only these."""
     old.mkdir(parents=True, exist_ok=True)
     names = {p.name for p in new.iterdir()}
     for p in list(old.iterdir()):
@@ -126,18 +126,18 @@ def sync(new: Path, old: Path) -> None:
             sync(p, target)
         elif not (target.exists() and filecmp.cmp(p, target, shallow=False)):
             os.replace(p, target)
-            os.utime(target)  # newer than any object made from the old text
+            os.utime(target)  # newer than objects of the old file
 
 
 def add_vulkan(tree: Path) -> None:
-    """Our shaders beside upstream's, whose build compiles every .comp there; what these include has a folder of its own."""
+    """Copy our shaders next to upstream's, whose build compiles every .comp there; included files go to their own directory."""
     shaders = tree / VULKAN_SHADERS
     (shaders / "ggml_ext").mkdir()
     for path in sorted(VULKAN.glob("*.glsl")):
         shutil.copy2(path, shaders / "ggml_ext")
     for path in sorted(VULKAN.glob("*.comp")):
         shutil.copy2(path, shaders / f"ggml_ext_{path.name}")
-    # for the program that compiles them, a project of its own, which is built again when a header in this folder changes
+    # for upstream's shader compiler, a separate project that is rebuilt when a header in this directory changes
     shutil.copy2(VULKAN / "shaders.h", shaders / "ggml-ext-shaders.h")
     shutil.copy2(TYPES_HEADER, shaders)
 
@@ -150,13 +150,14 @@ def add_cuda_instances(tree: Path) -> None:
 
 
 def patch_tree(source: Path, dest: Path) -> None:
+    """Write a patched copy of source to dest."""
     if dest.resolve() == source.resolve():
         raise Failure(f"{dest}: the patched copy cannot be the source tree itself")
     dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dest.parent, prefix=".patching-") as tmp:
         copy_tree(source, Path(tmp))
         apply_all(Path(tmp))
-        # beside ggml.h, which includes it: Hexagon's device code is a project of its own that knows only that folder
+        # next to ggml.h, which includes it, because Hexagon's device code is a separate project that only sees this directory
         shutil.copy2(TYPES_HEADER, Path(tmp) / "ggml" / "include")
         (Path(tmp) / metal_library.LIBRARY).write_text(metal_library.library(source))
         add_vulkan(Path(tmp))
@@ -165,7 +166,7 @@ def patch_tree(source: Path, dest: Path) -> None:
 
 
 def check(source: Path) -> int:
-    """Which patches apply to source; the maintainer's first step towards a newer llama.cpp."""
+    """Print which patches apply to source; the first step to a newer llama.cpp."""
     print(f"patches for {pinned_version()}; {source} is {version(source)}")
     n_bad = 0
     with tempfile.TemporaryDirectory() as tmp:
@@ -188,29 +189,29 @@ def check(source: Path) -> int:
 
 
 def rebase(new: Path, work: Path, merged: Path | None) -> int:
-    """Moves the patches to a newer llama.cpp; all or none is written."""
+    """Rebase the patches on a newer llama.cpp; all or none are written."""
     if not (new / "ggml" / "CMakeLists.txt").exists():
         raise Failure(f"{new}: no llama.cpp source tree there")
     if merged is not None and not merged.is_dir():
-        raise Failure(f"--merged {merged}: no such folder; name the one that an earlier run filled")
+        raise Failure(f"--merged {merged}: no such directory; name the --work directory of an earlier run")
     if merged is not None and merged.resolve() == work.resolve():
-        work = work.with_name(f"{work.name}-again")  # what was mended by hand is read, not written
+        work = work.with_name(f"{work.name}-again")  # do not overwrite what was merged by hand
     old = pristine_tree()
     print(f"patches for {version(old)}; {new} is {version(new)}")
     with tempfile.TemporaryDirectory() as tmp:
         copy_tree(old, Path(tmp))
         apply_all(Path(tmp))
-        found = patch_rebase.rebase(PATCHES, patched_file, (old, Path(tmp), new.resolve()), work, merged)
-    for one in found:
-        print(f"  {one.patch.name:40s} {one.file:45s} {one.said}")
+        rebased = patch_rebase.rebase(PATCHES, patched_file, (old, Path(tmp), new.resolve()), work, merged)
+    for one in rebased:
+        print(f"  {one.patch.name:40s} {one.file:45s} {one.outcome}")
         if one.lines:
-            print(f"    {one.where}: lines {', '.join(map(str, one.lines))}")
-    if bad := [one for one in found if one.text is None]:
-        print(f"{len(bad)} of {len(found)} patches need a hand; none was written. Mend the files named above, then run this again with "
-              f"--merged {work}")
+            print(f"    {one.conflicts}: lines {', '.join(map(str, one.lines))}")
+    if failed := [one for one in rebased if one.text is None]:
+        print(f"{len(failed)} of {len(rebased)} patches need manual merging; none was written. Resolve the files named above, then run this "
+              f"again with --merged {work}")
         return 1
-    patch_rebase.write_back(found)
-    print(f"{len(found)} patches written; next: docs/maintaining/new-llama-cpp.md")
+    patch_rebase.write_back(rebased)
+    print(f"{len(rebased)} patches written; next: docs/maintaining/new-llama-cpp.md")
     return 0
 
 

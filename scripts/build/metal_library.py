@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Metal's kernels for our types as one flat file, and where llama_cpp.py puts it into the patched llama.cpp.
+"""Flatten the Metal kernels of the ggml-ext types into one file for the patched llama.cpp.
 
     metal_library.py TREE    print the file for the unpatched llama.cpp in TREE
 
-It is metal/library.metal with its includes in place: ours, and of upstream's kernels/mul_mm.metal the two templates of products,
-without their instances. instances.metal comes once for each weight type, and codes.metal are the tables of the trellis codes. One
-include is left, common.h, which upstream's build puts in front: Metal compiles the text at run time, where there are no files.
+Metal compiles the text at run time, without files. So this expands the includes of metal/library.metal: ours, and from upstream's
+kernels/mul_mm.metal two templates without their instances. instances.metal is repeated for each weight type, and codes.metal
+stands for the tables of the trellis codes. Upstream's build provides
+the one remaining include, common.h.
 """
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LIBRARY = KERNELS / "ggml_ext.metal"
 TYPES_HEADER = ROOT / "ggml_ext" / "ggml-ext-types.h"
 CODES_HEADER = ROOT / "ggml_ext" / "types" / "codes.h"
 INCLUDE = re.compile(r'^#include "(.+)"$')
-# the parts of mul_mm.metal: from a line that begins so up to one that begins so
+# parts of mul_mm.metal: starts of the first line and of the line after the last
 MUL_MM = [("constant bool FC_mul_mm_bc_inp", "template<short ne20>"),
           ("template<typename S0, typename S0_4x4, typename S0_8x8, typename S1,", "typedef decltype(kernel_mul_mm<")]
 
@@ -57,19 +58,20 @@ def code_tables() -> list[str]:
 
 
 def mul_mm(tree: Path) -> list[str]:
-    """The lines of upstream's two templates; raises Failure if they are not where they are in the pinned tree."""
+    """Return the lines of upstream's two templates. Failure if they are not as in the pinned tree."""
     path = tree / KERNELS / "mul_mm.metal"
     lines, parts = path.read_text().splitlines(), []
-    for first, behind in MUL_MM:
-        at = [[i for i, line in enumerate(lines) if line.startswith(start)] for start in (first, behind)]
-        if not (len(at[0]) == 1 and at[1] and at[0][0] < at[1][0]):
-            raise Failure(f"{path}: needs one line that begins with {first!r} and, after it, one with {behind!r}, as in the pinned "
-                          "llama.cpp; mend MUL_MM in scripts/build/metal_library.py")
-        parts += lines[at[0][0] : at[1][0]]
+    for first, after in MUL_MM:
+        starts, ends = ([i for i, line in enumerate(lines) if line.startswith(prefix)] for prefix in (first, after))
+        if not (len(starts) == 1 and ends and starts[0] < ends[0]):
+            raise Failure(f"{path}: needs one line that begins with {first!r} and, after it, one with {after!r}, as in the pinned "
+                          "llama.cpp; correct MUL_MM in scripts/build/metal_library.py")
+        parts += lines[starts[0] : ends[0]]
     return parts
 
 
-def flat(path: Path, tree: Path) -> list[str]:
+def flatten(path: Path, tree: Path) -> list[str]:
+    """Return a file's lines with its includes expanded."""
     if path.name == "mul_mm.metal":
         return mul_mm(tree)
     if path.name == "codes.metal":
@@ -81,15 +83,15 @@ def flat(path: Path, tree: Path) -> list[str]:
     for line in lines:
         include = INCLUDE.match(line)
         if include and include[1] != "common.h":
-            out += flat(path.parent / include[1], tree)
+            out += flatten(path.parent / include[1], tree)
         elif line != "#pragma once":
             out.append(line)
     return out
 
 
 def library(tree: Path) -> str:
-    """The text for a tree of llama.cpp."""
-    return "\n".join(flat(METAL / "library.metal", tree)) + "\n"
+    """Return the flattened file for a tree of llama.cpp."""
+    return "\n".join(flatten(METAL / "library.metal", tree)) + "\n"
 
 
 def main() -> int:

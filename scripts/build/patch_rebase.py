@@ -1,7 +1,7 @@
-"""The patches on a newer llama.cpp: each file's change merged with upstream's, in three ways, and written as a patch again.
+"""Three-way merges of the patches with a newer llama.cpp, for llama_cpp.py rebase.
 
-llama_cpp.py rebase calls it. Each patch changes one file of upstream's. So base (the old file), ours (the old file, patched) and theirs
-(the new file) are all that a merge needs, and every conflict of all patches is named in one run.
+Each patch changes one upstream file, so a merge needs only the old file, the patched old file and the new file, and one run finds all
+conflicts.
 """
 from __future__ import annotations
 
@@ -16,23 +16,32 @@ from pathlib import Path
 
 from pinned import Failure
 
-CONTEXT = 2  # lines around a hunk, as in all patches
+CONTEXT = 2  # lines around a hunk
 
 
 @dataclass(frozen=True)
 class Rebased:
-    """A patch on the new tree. text: None where it could not be made; said: what happened to it; lines: of the conflicts in `where`."""
+    """The result of rebasing a patch.
+
+    Attributes:
+        patch: path of the patch.
+        file: the patched file in the tree.
+        text: the new patch; None if it failed.
+        outcome: the result in words.
+        conflicts: file with conflict markers.
+        lines: lines of the markers.
+    """
 
     patch: Path
     file: str
     text: str | None
-    said: str
-    where: Path | None = None
+    outcome: str
+    conflicts: Path | None = None
     lines: Sequence[int] = ()
 
 
-def header_of(text: str) -> str:
-    """What stands before the diff, such as the note that a patch mends a bug of upstream's."""
+def read_header(text: str) -> str:
+    """Return a patch's text before the diff, such as the note that it fixes an upstream bug."""
     return text[: re.search(r"^diff --git ", text, re.M).start()]
 
 
@@ -44,7 +53,7 @@ def run_git(*args: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def make_patch(file: str, before: Path, after: Path) -> str:
-    """The difference of two files with the fewest lines that apply safely; without hashes and names of functions, which change alone."""
+    """Return the diff of two files, without hashes and function names, which change on their own."""
     with tempfile.TemporaryDirectory() as tmp:
         for name, source in (("a", before), ("b", after)):
             target = Path(tmp) / name / file
@@ -58,7 +67,15 @@ def make_patch(file: str, before: Path, after: Path) -> str:
 
 
 def rebase_one(patch: Path, file: str, trees: tuple[Path, Path, Path], work: Path, merged: Path | None) -> Rebased:
-    """trees: the old one, the same patched, and the new one; work: gets the file with markers; merged: folder with files merged by hand."""
+    """Rebase one patch.
+
+    Args:
+        patch: the patch.
+        file: its file in the tree.
+        trees: the old, the patched old and the new tree.
+        work: directory for the merged file, with markers of conflicts.
+        merged: directory with files merged by hand, or None.
+    """
     old, ours, new = (tree / file for tree in trees)
     if not new.is_file():
         return Rebased(patch, file, None, f"{file} is not in the new tree: it was moved or removed")
@@ -67,36 +84,36 @@ def rebase_one(patch: Path, file: str, trees: tuple[Path, Path, Path], work: Pat
     target.parent.mkdir(parents=True, exist_ok=True)
     if by_hand is not None and by_hand.is_file():
         shutil.copyfile(by_hand, target)
-        said = "merged by hand"
+        outcome = "merged by hand"
     else:
         names = ["-L", "this patch", "-L", "the old llama.cpp", "-L", "the new llama.cpp"]
         done = run_git("merge-file", "-p", *names, str(ours), str(old), str(new), cwd=work)
         if done.returncode < 0 or done.returncode > 127:
             raise Failure(f"git merge-file of {file}: {done.stderr.strip()}")
         target.write_text(done.stdout)
-        said = "as it was" if old.read_bytes() == new.read_bytes() else "merged"
-    conflicts = [i for i, line in enumerate(target.read_text(errors="replace").splitlines(), 1) if line.startswith("<<<<<<< ")]
-    if conflicts:
-        return Rebased(patch, file, None, "conflict", target, conflicts)
-    if said == "as it was":
-        return Rebased(patch, file, patch.read_text(), said)
+        outcome = "unchanged" if old.read_bytes() == new.read_bytes() else "merged"
+    lines = [i for i, line in enumerate(target.read_text(errors="replace").splitlines(), 1) if line.startswith("<<<<<<< ")]
+    if lines:
+        return Rebased(patch, file, None, "conflict", target, lines)
+    if outcome == "unchanged":
+        return Rebased(patch, file, patch.read_text(), outcome)
     if target.read_bytes() == new.read_bytes():
         return Rebased(patch, file, None, f"the new {file} has this change already: remove the patch")
-    return Rebased(patch, file, header_of(patch.read_text()) + make_patch(file, new, target), said)
+    return Rebased(patch, file, read_header(patch.read_text()) + make_patch(file, new, target), outcome)
 
 
 def rebase(
     patches: Sequence[Path], file_of: Callable[[Path], str], trees: tuple[Path, Path, Path], work: Path, merged: Path | None
 ) -> list[Rebased]:
-    """All patches on the new tree, none of which is written. The arguments: see rebase_one()."""
+    """Rebase all patches without writing them. file_of: returns a patch's file; other arguments as for rebase_one()."""
     work.mkdir(parents=True, exist_ok=True)
     return [rebase_one(patch, file_of(patch), trees, work, merged) for patch in patches]
 
 
-def write_back(found: Sequence[Rebased]) -> None:
-    """Replaces the patches: all are whole beside their places before the first is."""
+def write_back(rebased: Sequence[Rebased]) -> None:
+    """Replace the patches, after all new ones are written completely."""
     parts = []
-    for one in found:
+    for one in rebased:
         part = one.patch.with_name(f".{one.patch.name}.part")
         part.write_text(one.text)
         parts.append((part, one.patch))

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Build llama-server's chat page from the llama.cpp tree's tools/ui, once for each tree.
+"""Build llama-server's chat page from tools/ui of the llama.cpp tree, once per tree. Needs only the standard library and npm with Node.js.
 
-    web_ui.py build                      print the folder of the built page; exit 1 with one line if there is none
+    web_ui.py build                      print the directory of the built page; exit with 1 and one line if that fails
 
-The page is kept in the cache (pinned.py): for the pinned tree by its version, for the tree in GGML_EXT_LLAMA_CPP_DIR by
-a digest of tools/ui. npm comes from the PATH and asks the registry that the user's npm is set up for; everything it fetches
-and unpacks, 860 MB, lies in one folder of the cache that is removed at the end, however that comes.
-The standard library and npm with Node.js are all this needs.
+The page is cached (pinned.py): for the pinned tree under its version, for the tree in GGML_EXT_LLAMA_CPP_DIR under a digest of tools/ui.
+npm comes from the PATH and uses the user's registry. Its downloads, 860 MB, are in a temporary directory of the cache that is removed at
+the end, also after errors and signals.
 """
 from __future__ import annotations
 
@@ -32,28 +31,29 @@ try:
 except ModuleNotFoundError:  # Windows
     fcntl = None
 
-# what llama.cpp's scripts/ui-assets.cmake insists on
+# required by llama.cpp's scripts/ui-assets.cmake
 REQUIRED = ("index.html", "manifest.webmanifest", "sw.js", "build.json", "_app/version.json", "**/bundle*.js", "**/bundle*.css",
             "workbox*.js")
 UNUSED = shutil.ignore_patterns("node_modules", "dist", ".svelte-kit")
-WORK = ".llama-ui-"  # how the names of folders of builds under way begin
+WORK = ".llama-ui-"  # prefix of temporary directories
 LIMIT_S = 1800  # for each of npm's two steps, which take 15 s and 2 min on two cores
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def listing(page: Path) -> str:
-    """SHA-256 and name of every file, as sha256sum prints them."""
+    """List SHA-256 and name of every file, in sha256sum's format."""
     files = sorted(p.relative_to(page).as_posix() for p in page.rglob("*") if p.is_file())
     return "".join(f"{sha256(page / name)}  {name}\n" for name in files)
 
 
 def is_complete(entry: Path) -> bool:
-    """Whether a folder of the cache holds the page that was put there, every byte of it."""
+    """Return whether a cache entry holds the unchanged page."""
     record = entry / "files.sha256"
     return record.is_file() and record.read_bytes() == listing(entry / "page").encode()
 
 
 def cache_entry(tree: Path) -> Path:
+    """Return the cache directory of a tree's page."""
     if not os.environ.get("GGML_EXT_LLAMA_CPP_DIR"):
         return cache_dir() / f"llama-ui-{PIN['version']}"
     digest = hashlib.sha256()
@@ -68,22 +68,23 @@ def cache_entry(tree: Path) -> Path:
 
 
 def reason(output: str) -> str:
-    """What npm or a program it ran says was wrong, in one line."""
+    """Return the error of npm or of a program that it ran, in one line."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if line.strip()]
     engine = re.search(r'your version of node/npm: (\S+).*?Required: .*?"node":"([^"]+)".*?Actual: .*?"node":"v?([^"]+)"', output, re.S)
     if engine:
         return f"Node.js {engine[3]} is too old, {engine[1]} needs {engine[2]}"
     if "error during build:" in lines[:-1]:  # vite
         return lines[lines.index("error during build:") + 1][:300]
-    # npm's own: "code E404" and the like, then the sentence, then a stack or where its log is
-    said = [line.split(" ", 2)[2] for line in lines if re.match(r"npm (error|ERR!) (?!(code|syscall|errno|path|A complete log) )", line)]
-    return (said or lines[-1:] or ["it printed nothing"])[0][:300]
+    # npm prints a code such as "code E404", then the message, then a stack or the path of its log
+    messages = [line.split(" ", 2)[2] for line in lines if re.match(r"npm (error|ERR!) (?!(code|syscall|errno|path|A complete log) )", line)]
+    return (messages or lines[-1:] or ["no output"])[0][:300]
 
 
 def run_npm(title: str, command: list[str], folder: Path, env: dict[str, str]) -> None:
-    # into a file: processes that a killed npm leaves behind would keep a pipe open
+    """Run a step of npm. Failure if it fails or takes too long."""
+    # a file, because processes that a killed npm leaves behind would keep a pipe open
     with tempfile.TemporaryFile("w+", dir=folder.parent, encoding="utf-8", errors="replace") as output:
-        # a session of its own, so that all its processes can be ended
+        # a new session, so that all its processes can be killed
         try:
             process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output,
                                        stderr=subprocess.STDOUT, start_new_session=True)
@@ -103,27 +104,27 @@ def run_npm(title: str, command: list[str], folder: Path, env: dict[str, str]) -
 
 
 def build_page(npm: str, tree: Path, work: Path) -> Path:
-    """work/entry, as it goes into the cache."""
+    """Build the page in `work` and return the finished cache entry."""
     sources, entry = work / "sources", work / "entry"
     shutil.copytree(tree / "tools" / "ui", sources, ignore=UNUSED)
-    # the tree may be read-only
+    # the tree may be read-only, and so the copy
     for path in (sources, *sources.rglob("*")):
         path.chmod(path.stat().st_mode | 0o200)
     env = {**os.environ, "LLAMA_UI_OUT_DIR": str(entry / "page"), "LLAMA_BUILD_NUMBER": version(tree).split(",")[0],
            "npm_config_cache": str(work / "npm"), "npm_config_update_notifier": "false"}
-    # all it needs are development dependencies, which NODE_ENV=production would leave out
+    # NODE_ENV=production would leave out the development dependencies, which are all that it needs
     run_npm("npm ci", [npm, "ci", "--ignore-scripts", "--include=dev", "--no-audit", "--no-fund", "--loglevel=error"], sources, env)
     run_npm("npm run build", [npm, "run", "build"], sources, env)
     absent = [name for name in REQUIRED if not any((entry / "page").glob(name))]
     absent += [path.name for path in (entry / "page").rglob("*") if path.is_file() and not path.stat().st_size]
     if absent:
-        raise Failure(f"npm run build made an incomplete page: {', '.join(absent)} absent or empty")
+        raise Failure(f"the page that npm run build wrote is incomplete: {', '.join(absent)} absent or empty")
     (entry / "files.sha256").write_bytes(listing(entry / "page").encode())
     return entry
 
 
 def remove(folder: Path) -> None:
-    """Also while processes that were killed just now still write into it."""
+    """Remove a directory, even while killed processes still write into it."""
     for _ in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -133,7 +134,7 @@ def remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """One process at a time; false where that cannot be had. The lock ends with the process and leaves no file."""
+    """Lock a directory; yields whether the lock is held. It ends with the process and leaves no file."""
     if fcntl is None:
         yield False
         return
@@ -141,19 +142,19 @@ def locked(folder: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            alone = True
+            has_lock = True
         except OSError:  # some network file systems
-            alone = False
-        yield alone
+            has_lock = False
+        yield has_lock
     finally:
         os.close(handle)
 
 
 def build() -> Path:
-    """The folder of the page, built if the cache lacks it."""
+    """Return the directory of the page, after building it if the cache lacks it."""
     tree = pristine_tree()
     own = tree / "tools" / "ui" / "dist"
-    if (own / "index.html").exists():  # the owner of the tree has built it there
+    if (own / "index.html").exists():  # built by the owner of the tree
         return own
     entry = cache_entry(tree)
     if is_complete(entry):
@@ -165,27 +166,28 @@ def build() -> Path:
         raise Failure("npm is not installed; install Node.js with npm, and build again")
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
-        with locked(cache_dir()) as alone:
+        with locked(cache_dir()) as has_lock:
             if is_complete(entry):  # another process has built it meanwhile
                 return entry / "page"
-            if alone:  # what is there now is of processes that were killed
-                for left_over in cache_dir().glob(f"{WORK}*"):
-                    remove(left_over)
+            if has_lock:  # other temporary directories belong to killed processes
+                for stale in cache_dir().glob(f"{WORK}*"):
+                    remove(stale)
             work = Path(tempfile.mkdtemp(dir=cache_dir(), prefix=WORK))
             try:
-                made = build_page(npm, tree, work)
+                page = build_page(npm, tree, work)
                 if entry.exists():  # damaged
                     os.replace(entry, work / "damaged")
-                os.replace(made, entry)
+                os.replace(page, entry)
             finally:
                 remove(work)
     except OSError as e:
-        raise Failure(f"{e.filename or cache_dir()}: {e.strerror or e}; GGML_EXT_CACHE_DIR names another folder for the cache") from None
+        raise Failure(f"{e.filename or cache_dir()}: {e.strerror or e}; set GGML_EXT_CACHE_DIR to another directory") from None
     return entry / "page"
 
 
 def stop(number: int, frame: object) -> None:
-    for signal_ in SIGNALS:  # not again while the folder is removed
+    """Signal handler: end with a Failure, so that the temporary directory is removed."""
+    for signal_ in SIGNALS:  # ignore further signals during the removal
         signal.signal(signal_, signal.SIG_IGN)
     raise Failure(f"stopped by {signal.Signals(number).name}")
 

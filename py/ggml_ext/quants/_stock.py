@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""llama.cpp's scalar types under second moments, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
-=======
 """Error feedback for upstream scalar types, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
->>>>>>> 15a2540 (Document the numpy references by what their functions do, and type them)
 
 It improves the scales and codes of llama.cpp's encoder, which has no numpy reference. Arrays of columns are float32 (n_columns, n_rows).
 """
@@ -55,10 +51,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Layout:
-<<<<<<< HEAD
-    """Fields as in upstream-layouts.h. codes, scales, mins: of a block; halves: bytes at which d and dmin begin."""
-=======
-    """A type's block layout, as in stock-layouts.h.
+    """A type's block layout, as in upstream-layouts.h.
 
     Attributes:
         sub: weights per sub-block.
@@ -69,7 +62,6 @@ class Layout:
         min_high: largest integer min.
         has_table: codes are indices of TABLE.
     """
->>>>>>> 15a2540 (Document the numpy references by what their functions do, and type them)
 
     sub: int
     low: int
@@ -150,10 +142,7 @@ LAYOUTS: dict[GGMLQuantizationType, Layout] = {
 
 @dataclass(frozen=True)
 class Matrix:
-<<<<<<< HEAD
-    """One matrix of moments of the metric: upstream-metric.h."""
-=======
-    """A factored Hessian of consecutive columns: stock.h.
+    """A factored Hessian of consecutive columns: upstream-metric.h.
 
     Attributes:
         first: first column.
@@ -163,7 +152,6 @@ class Matrix:
         gains: float32 (n, n), in row k the first k.
         form: the Hessian, float32 (n, n).
     """
->>>>>>> 15a2540 (Document the numpy references by what their functions do, and type them)
 
     first: int
     damping: np.float32
