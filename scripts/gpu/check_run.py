@@ -108,8 +108,8 @@ class Run:
         self.document: dict = {}
         with contextlib.suppress(OSError, ValueError):
             self.document = json.loads(report_file.read_text())
-        kept = self.document.get(backend) if resume else None
-        self.report = kept if kept and kept.get("identity") == identity else {
+        earlier = self.document.get(backend) if resume else None
+        self.report = earlier if earlier and earlier.get("identity") == identity else {
             "passed": False, "identity": identity, "environment": {}, "checks": [], "figures": {}}
         self.document[backend] = self.report
 
@@ -124,10 +124,10 @@ class Run:
         self.part, self.deadline = part, deadline
 
     def seconds_left(self) -> float:
-        left = getattr(self.current, "deadline", self.deadline) - time.monotonic()
-        if left <= 0:
+        seconds = getattr(self.current, "deadline", self.deadline) - time.monotonic()
+        if seconds <= 0:
             raise NotRun("the time is over")
-        return left
+        return seconds
 
     # --- programs -----------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_what_is_no_file(tmp_path):
     """None of them is opened: a pipe would wait for its writer, a device has no end."""
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", "is a pipe", "into a file")
-    refused(tmp_path, "is a folder")
+    refused(tmp_path, "is a directory")
     refused(tmp_path / "missing", "cannot read", "No such file")
     if os.path.exists("/dev/zero"):
         (tmp_path / "link").symlink_to("/dev/zero")

@@ -72,16 +72,16 @@ def quadratic_forms(triangles: np.ndarray, rows: np.ndarray, is_full: bool) -> n
     out, position = np.zeros(len(rows)), 0
     for start in block_starts(rows.shape[1]):
         stop = min(start + BLOCK, rows.shape[1])
-        left = 0 if is_full else start  # first column of the panel
-        panel = np.zeros((stop - start, stop - left), np.float32)
+        first = 0 if is_full else start  # column of the panel
+        panel = np.zeros((stop - start, stop - first), np.float32)
         for i in range(start, stop):
-            n = i - left + 1
+            n = i - first + 1
             panel[i - start, :n] = triangles[position : position + n]
             position += n
-        panel[:, : start - left] *= 2  # the upper triangle counts too
-        square = panel[:, start - left :]
+        panel[:, : start - first] *= 2  # the upper triangle counts too
+        square = panel[:, start - first :]
         square += np.tril(square, -1).T
-        out += np.einsum("ij,ij->i", rows[:, left:stop] @ panel.T, rows[:, start:stop], dtype=np.float64)
+        out += np.einsum("ij,ij->i", rows[:, first:stop] @ panel.T, rows[:, start:stop], dtype=np.float64)
     return out
 
 

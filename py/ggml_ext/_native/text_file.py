@@ -22,7 +22,7 @@ TOKEN_BYTES = 16  # upper bound of the mean bytes per token
 CUT_TOKENS = 512  # far more than the tokens that change where a text is cut inside a word
 COUNTER = Path(__file__).with_name("count_tokens.py")
 
-KINDS_OF_FILES = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+KINDS_OF_FILES = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 # UTF-32 first: its mark begins with one of UTF-16
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
