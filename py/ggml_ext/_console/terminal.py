@@ -44,7 +44,7 @@ class Terminal(Console):
         if self.is_json and not self.quiet:
             print_text(self._object(kind, **values), self._way_out)
 
-    def bar(self, title: str, total: float, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
+    def bar(self, title: str, total: float | None, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
         return tqdm(total=total, desc=title, unit=unit, unit_scale=is_scaled, initial=done, disable=not self._shows_bars)
 
     @staticmethod
