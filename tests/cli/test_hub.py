@@ -209,11 +209,11 @@ def test_what_the_next_run_goes_on_with(monkeypatch, tmp_path):
     blobs = tmp_path / "models--some-org--Some-Model" / "blobs"
     blobs.mkdir(parents=True)
     cache = _hub._Cache(_hub.Repo(REPO, None, None), "0" * 40, {}, print)
-    assert cache._begun() == 0
+    assert cache._partial_bytes() == 0
     (blobs / "abc.0123abcd.incomplete").write_bytes(b"of a client 2.4 that was killed")
-    assert cache._begun() == 0
+    assert cache._partial_bytes() == 0
     (blobs / "abc.incomplete").write_bytes(b"12345")
-    assert cache._begun() == 5
+    assert cache._partial_bytes() == 5
 
 
 def test_shard_that_is_missing(client):
