@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rotation_signs
-from ggml_ext import quants
+from ggml_ext.quants import _blocks as quants
 from ggml_ext._base.types import ROTATION_SIGNS
 from helpers import native
 from helpers.corpora import rotation

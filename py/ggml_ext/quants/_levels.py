@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import BLOCK_SIZE, sum_lanes
+from ._blocks import BLOCK_SIZE, sum_lanes
 from ._metric import Metric, form_times
 
 LEVELS, MAX_SWEEPS, ROUNDS = 8, 4, 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import BLOCK_SIZE, HALF_MAX, SIGNS
+from ._blocks import BLOCK_SIZE, HALF_MAX, SIGNS
 
 MOMENTS_COLUMNS = 256  # per block of a block-diagonal Hessian
 UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can represent

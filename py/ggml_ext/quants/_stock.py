@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from . import HALF_MAX
+from ._blocks import HALF_MAX
 from ._metric import MOMENTS_COLUMNS, load_damped
 
 T = GGMLQuantizationType

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from .._base.types import WEIGHT_TYPES, TypeInfo
-from . import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
+from ._blocks import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
 from ._metric import WINDOW, Metric, encode_rows, form_times, positions
 
 N_STATES = 4096

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import BLOCK_SIZE, as_blocks, e5m3_to_float32, sum_lanes
+from ._blocks import BLOCK_SIZE, as_blocks, e5m3_to_float32, sum_lanes
 from ._levels import Block, solve
 from ._metric import UNROTATED_MAX, Metric, encode_rows, form_times, positions
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scales_to_float32, unpack_bits3
+from ._blocks import BLOCK_SIZE, HALF_MAX, as_blocks, pack_bits3, scales_to_bytes, scales_to_float32, unpack_bits3
 from ._levels import ROUNDS, Best, Block, solve
 from ._metric import UNROTATED_MAX, Metric, encode_rows, positions
 

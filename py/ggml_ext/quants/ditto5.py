@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from .._base.types import TYPES
-from . import BLOCK_SIZE, HALF_MAX, as_blocks, load_rotated, rotate_back, scales_to_bytes, scales_to_float32, sum_lanes
+from ._blocks import BLOCK_SIZE, HALF_MAX, as_blocks, load_rotated, rotate_back, scales_to_bytes, scales_to_float32, sum_lanes
 from ._levels import ROUNDS, Best, Block
 from ._metric import Metric, encode_rows, form_times, positions
 

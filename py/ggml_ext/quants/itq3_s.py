@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import (
+from ._blocks import (
     BLOCK_SIZE,
     HALF_MAX,
     as_blocks,
