@@ -205,7 +205,7 @@ class LayerStreams:
     def gradients(self, layer: int, chunk: int) -> dict[str, np.ndarray]:
         """Return the gradients of the outputs of the current layer's plain matrices, float32 (tokens, rows).
 
-        The loss is defined in streams.cpp. The arrays are views of memory that the next request overwrites.
+        The loss is defined in stream-pair.cpp. The arrays are views of memory that the next request overwrites.
         """
         self._ask(f"gradients {chunk}")
         by_weight: dict[str, np.ndarray] = {}

@@ -19,7 +19,7 @@ from .._native.streams import FLAG, WAY_OUT
 from .errors import layer_of
 from .layers import ROWS_TOGETHER, Run
 
-# Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (streams.cpp).
+# Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (stream-pair.cpp).
 PASSES = 4
 # Of so many chunks gradients are found: runs of the model forward, forward by layers and back, and by layers once more.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
