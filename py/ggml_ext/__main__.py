@@ -1,4 +1,4 @@
-"""All commands behind one name: ggml-ext quantize, ggml-ext evaluate and so on, or python -m ggml_ext quantize."""
+"""ggml-ext and python -m ggml_ext: run a command by its name."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 from ._base.errors import UserError
 from ._console.cli import Parser, add_common_options, print_text, run_command
 
-# in the order of --help; a module of the package each, but serve
+# in the order of --help; each but serve is a module of the package
 COMMANDS = {
-    "quantize": "a model to low-bit types",
-    "evaluate": "perplexity, KL divergence and tasks, against the model that files were made from",
-    "bench": "speed, beside stock files of the same model",
-    "serve": "llama-server with its own options: ggml-ext serve -m MODEL",
-    "inspect": "tensors of a file, their types and errors",
-    "export": "a file with our types to one that every llama.cpp loads",
-    "upload": "a finished file and its card to the Hugging Face hub",
-    "new-metadata": "gguf-new-metadata for files with our types: a copy with another name, chat template or special tokens",
-    "set-metadata": "gguf-set-metadata for them: another value of a key, in the file itself",
-    "libdir": "the folder of the libraries, for programs that load libllama",
+    "quantize": "quantize a model to low-bit types",
+    "evaluate": "measure perplexity, KL divergence and tasks",
+    "bench": "measure the speed against standard GGUF files of the same model",
+    "serve": "run llama-server, with its options: ggml-ext serve -m MODEL",
+    "inspect": "list the tensors of a file, with types and errors",
+    "export": "convert ggml-ext types to those that every llama.cpp loads",
+    "upload": "upload a file and its model card to the Hugging Face hub",
+    "new-metadata": "run gguf-new-metadata: copy a file with another name, chat template or special tokens",
+    "set-metadata": "run gguf-set-metadata: change the value of a key in a file",
+    "libdir": "print the directory of the libraries, for programs that load libllama",
 }
 WAY_OUT = "run it with its output open"
 
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="ggml-ext COMMAND ...",
         description="commands:\n" + "\n".join(f"  {name:12} {about}" for name, about in COMMANDS.items()),
-        epilog="ggml-ext COMMAND --help shows the options of a command.",
+        epilog="ggml-ext COMMAND --help lists the options of a command.",
     )
     parser.add_argument("command", metavar="COMMAND", nargs="?", help=argparse.SUPPRESS)
     add_common_options(parser)
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def explain(argv: list[str]) -> int:
-    """What is said where no command is named."""
+    """Print the commands, where none is named. Return the exit code."""
     args = argparse.Namespace()
 
     def run() -> None:

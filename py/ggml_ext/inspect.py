@@ -1,75 +1,46 @@
-"""Lists a GGUF file, counts its codes and checks it against its original: python -m ggml_ext.inspect FILE [--against ORIGINAL]"""
+"""List the tensors of a GGUF file and check them against its original: ggml-ext inspect FILE --against ORIGINAL"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 from ._base.encoding import to_json
+from ._base.option import option
 from ._calibration.importance import Importance
 from ._commands.inspecting import InspectOptions, check_bounds, draw_picture, inspect
-from ._console.cli import Parser, add_common_options, add_threads_option, print_text, run_command
-from ._console.program import options_of
+from ._console import arguments
+from ._console.cli import print_text, run_command
 from ._formats.gguf_file import Tensor
 from ._report.findings import Finding, columns_of, row_writer, shape_of
 
 WAY_OUT = "pass it to a program that reads it all"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrintOptions:
+    """What the command prints."""
+
+    json: bool = option(False, help="print one JSON object instead of the table")
+
+
 def build_parser(prog: str = "ggml-ext inspect") -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=prog,
-        description="Lists the tensors of a GGUF file, their types and bits per weight and, for ditto3, epsilon: the largest "
-        "error of a weight, with which |W x - W' x|_inf <= epsilon * |x|_1.",
+    return arguments.build_parser(
+        prog, InspectOptions, PrintOptions,
+        description="List the tensors of a GGUF file with their types and bits per weight. For ditto3, list epsilon too: the largest error "
+        "of a weight, so that |W x - W' x|_inf <= epsilon * |x|_1.",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="GGUF file, or the first of the parts of a split one")
-    parser.add_argument(
-        "--against",
-        metavar="ORIGINAL",
-        type=Path,
-        help="the file it was made from: compute the errors of all tensors and check them against epsilon; exit code 1 "
-        "if one is larger",
-    )
-    parser.add_argument(
-        "--imatrix",
-        metavar="FILE",
-        type=Path,
-        help="with --against: show errors weighed with this importance matrix too, with its second moments if it has some",
-    )
-    parser.add_argument(
-        "--importance", metavar="{diagonal,block,full}", help="what to weigh them with; default: the most that --imatrix holds"
-    )
-    parser.add_argument(
-        "--tensor",
-        metavar="REGEX",
-        help="only the tensors whose name matches, in whole or in part, such as blk.3.attn_q.weight or ffn_",
-    )
-    parser.add_argument(
-        "--histograms",
-        action="store_true",
-        help="count the codes and scales of each type of ggml-ext, in samples of large tensors",
-    )
-    parser.add_argument(
-        "--picture",
-        metavar="FILE",
-        type=Path,
-        help="with --against: draw the errors by layer and class into this .svg or .png file",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    parser.add_argument("-f", "--force", action="store_true", help="replace the file of --picture if it exists")
-    add_threads_option(parser)
-    add_common_options(parser)
-    return parser
 
 
 class Table:
-    """The findings on standard output, as they are made."""
+    """The table of findings, printed row by row."""
 
     def __init__(self, has_original: bool):
         self._has_original = has_original
-        self._weighted, self._line_of = False, None
+        self._weighted = False
+        self._line_of: Callable[..., str] | None = None
 
     def begin(self, tensors: list[Tensor], importance: Importance) -> None:
         self._weighted = importance.matrix is not None
@@ -83,19 +54,19 @@ class Table:
         self._print(tensor.name, shape_of(tensor), tensor.type.name.lower(), *columns_of(finding, self._weighted))
 
     def _print(self, *columns: str) -> None:
+        assert self._line_of is not None  # begin() comes first
         print_text(self._line_of(*columns), WAY_OUT)
 
 
 def run(args: argparse.Namespace) -> None:
-    """The whole program after the command line; UserError for what the user can change."""
-    asked = options_of(InspectOptions, args)
-    table = Table(asked.against is not None)
-    silent: Callable = lambda *_: None  # noqa: E731
-    found = inspect(asked, silent if args.json else table.begin, silent if args.json else table.add)
-    print_text(to_json(found.record(), 1) if args.json else "\n".join(found.lines()), WAY_OUT)
-    if asked.picture is not None and not draw_picture(asked, found):
+    """Run the command on a parsed command line. Raise UserError for what the user can change."""
+    options, is_json = arguments.from_namespace(InspectOptions, args), arguments.from_namespace(PrintOptions, args).json
+    table = Table(options.against is not None)
+    inspection = inspect(options, *((lambda *_: None, lambda *_: None) if is_json else (table.begin, table.add)))
+    print_text(to_json(inspection.record(), 1) if is_json else "\n".join(inspection.lines()), WAY_OUT)
+    if options.picture is not None and not draw_picture(options, inspection):
         print("note: --picture: the font has no characters for some names, and boxes in their place: name a .svg", file=sys.stderr)
-    check_bounds(found)
+    check_bounds(inspection)
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext inspect") -> int:

@@ -1,4 +1,4 @@
-"""Prints the folder of the extended llama.cpp libraries: LLAMA_CPP_LIB_PATH=$(python -m ggml_ext.libdir) for llama-cpp-python"""
+"""Print the directory of the extended llama.cpp libraries: LLAMA_CPP_LIB_PATH=$(ggml-ext libdir) for llama-cpp-python"""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._console.cli import Parser, add_common_options, run_command, writing_to_st
 from ._native import library as _lib
 
 WAY_OUT = "pass it to a program that reads it"
-# what programs ask for that load libllama by its name
+# the name by which programs load libllama
 NAMES = {"darwin": "libllama.dylib", "win32": "llama.dll"}
 
 
 def library_folder() -> Path:
-    """The folder that holds libllama.so (libllama.dylib, llama.dll) and all that it needs; UserError if there is none."""
+    """Return the directory of libllama and its libraries. Raise UserError if there is none."""
     library, name = _lib.load(), NAMES.get(sys.platform, "libllama.so")
     if library is None:
         raise UserError("the libraries were not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
@@ -28,7 +28,7 @@ def library_folder() -> Path:
 
 
 def print_path(path: Path) -> None:
-    """Its bytes, for programs. UserError if they cannot be written."""
+    """Print the bytes of a path. Raise UserError if writing fails."""
     if sys.stdout is None:
         return
     with writing_to_stdout(WAY_OUT):
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext libdir") -> int:
     parser = Parser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Prints the folder of this package's libllama and libmtmd, for programs that load such libraries.",
+        description="Print the directory of this package's libllama and libmtmd, for programs that load them.",
         epilog='llama-cpp-python:\n  export LLAMA_CPP_LIB_PATH="$(ggml-ext libdir)" MTMD_CPP_LIB="$(ggml-ext libdir)"',
     )
     add_common_options(parser)

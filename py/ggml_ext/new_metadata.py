@@ -41,7 +41,7 @@ def copy() -> None:
         gguf_new_metadata.main()
 
 
-def main(argv: list[str] | None = None, prog: str = "ggml-ext-new-metadata") -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext new-metadata") -> int:
     """Run the command; see run_command() for the exit code."""
     return run_editor(copy, argv, prog)
 

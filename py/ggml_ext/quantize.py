@@ -1,25 +1,58 @@
-"""Quantizes a GGUF model to one of our types: python -m ggml_ext.quantize IN OUT --type itq3_s"""
+"""Quantize a model: ggml-ext quantize IN OUT --type itq3_t"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from ._allocation.target import DEFAULT_TYPES, STOCK_TYPES
+from ._base.types import WEIGHT_TYPES
+from ._commands.options import QuantizeOptions
 from ._commands.quantizing import quantize
-from ._commands.settings import QuantizeOptions, Settings
-from ._console.options import asked_format, build_parser
-from ._console.program import options_of, run_program
-from ._console.terminal import Terminal
+from ._commands.settings import Settings
+from ._console import arguments
+from ._console.program import run_program
+from ._console.terminal import FormatOptions, Terminal
 from ._output.conversion import WAY_OUT
+from ._plan.file_types import STOCK_ALIASES, STOCK_FILES
+from ._plan.recipes import RECIPES
+
+
+def build_parser(prog: str = "ggml-ext quantize") -> argparse.ArgumentParser:
+    return arguments.build_parser(
+        prog, QuantizeOptions, FormatOptions, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=describe_types(),
+        description="Quantize a GGUF model in F32, F16, BF16 or Q8_0, or a Hugging Face checkpoint.",
+    )
+
+
+def describe_types() -> str:
+    """The types of --type and --target-types, for the end of --help."""
+    types = [
+        f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
+        f"multiple of {t.block_size}"
+        for t in WEIGHT_TYPES.values()
+    ]
+    return "\n".join([
+        "ggml-ext types:", *types, "quant mixes:", *(f"  {r.name}: {r.about}" for r in RECIPES.values()),
+        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *fill([*STOCK_FILES, *STOCK_ALIASES]),
+        "A target chooses from these types and that of the input:", *fill(DEFAULT_TYPES), "With --stock it chooses from:", *fill(STOCK_TYPES),
+        "Without output.weight, the token embeddings get the type of the output matrix.",
+        "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
+    ])
+
+
+def fill(names: list[str] | tuple[str, ...]) -> list[str]:
+    """Lines of up to 14 names."""
+    return [f"  {', '.join(names[i : i + 14])}" for i in range(0, len(names), 14)]
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext quantize") -> int:
     """Entry point; see run_command() for the exit code."""
 
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
-        quantize(Settings.parse(options_of(QuantizeOptions, args)), terminal)
+        quantize(Settings.parse(arguments.from_namespace(QuantizeOptions, args)), terminal)
 
-    return run_program(build_parser(prog), run, argv, WAY_OUT, asked_format(argv))
+    return run_program(build_parser(prog), run, argv, WAY_OUT)
 
 
 if __name__ == "__main__":

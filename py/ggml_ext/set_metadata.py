@@ -40,7 +40,7 @@ def edit() -> None:
         gguf_set_metadata.main()
 
 
-def main(argv: list[str] | None = None, prog: str = "ggml-ext-set-metadata") -> int:
+def main(argv: list[str] | None = None, prog: str = "ggml-ext set-metadata") -> int:
     """Run the command; see run_command() for the exit code."""
     return run_editor(edit, argv, prog)
 

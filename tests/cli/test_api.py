@@ -1,6 +1,5 @@
 """quantize_model(), evaluate_models(), export_model() and inspect_model(): what the commands do, for programs, in any thread."""
 
-import argparse
 import dataclasses
 import pickle
 import re
@@ -13,20 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ggml_ext
-from ggml_ext import api, evaluate, export, inspect, quantize
+from ggml_ext import export, inspect, quantize
+from ggml_ext._base.option import check_keywords
 from ggml_ext._base.signals import SIGNALS
-from ggml_ext._commands.evaluating import EvaluateOptions
-from ggml_ext._commands.exporting import ExportOptions
-from ggml_ext._commands.inspecting import InspectOptions
-from ggml_ext._commands.settings import QuantizeOptions
-from ggml_ext._console import options
+from ggml_ext._commands.options import QuantizeOptions
 from ggml_ext._evaluation.figures import PPL, Figure
 from ggml_ext._report.quality import Evaluation, Quality
 from helpers.models import ROOT, gaussian, write_gguf
 from helpers.moments_files import correlated, write_moments
 
 FLAGS = {"type": "ditto3", "importance": "none", "threads": 2}
-TERMINAL = {"help", "version", "debug", "log_format", "progress", "summary", "quiet", "json"}
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +116,7 @@ def test_one_in_place_of_a_list_and_numbers_in_place_of_text(lib, source, tmp_pa
     assert one.tensors == ggml_ext.quantize_model(source, dry_run=True, tensor_type=["attn_v=q8_0"], **FLAGS).tensors
     assert {t.type for t in one.tensors} == {"ditto3", "q8_0"}
     for bpw in (4.5, "4.5"):
-        assert api._options(QuantizeOptions, {"input": source, "target_bpw": bpw}).target_bpw == "4.5"
+        assert check_keywords(QuantizeOptions, {"input": source, "target_bpw": bpw}).types.target_bpw == "4.5"
 
 
 def test_results_are_data_alone(lib, source, tmp_path):
@@ -193,20 +188,6 @@ def test_the_package_alone_is_light():
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no_such"):
         ggml_ext.no_such  # noqa: B018
-
-
-@pytest.mark.parametrize(("parser", "kind", "keywords", "files"), [
-    (options.build_parser, QuantizeOptions, api.QuantizeKeywords, {"input", "output"}),
-    (export.build_parser, ExportOptions, api.ExportKeywords, {"input", "output"}),
-    (evaluate.build_parser, EvaluateOptions, api.EvaluateKeywords, {"models", "against"}),
-    (inspect.build_parser, InspectOptions, api.InspectKeywords, {"file", "against"}),
-])
-def test_every_flag_is_a_keyword(parser, kind, keywords, files):
-    flags = {action.dest for action in parser()._actions if not isinstance(action, argparse._SubParsersAction)} - TERMINAL
-    assert flags == {field.name for field in dataclasses.fields(kind)} == set(keywords.__annotations__) | files
-    defaults = {action.dest: action.default for action in parser()._actions}
-    for field in dataclasses.fields(kind):
-        assert field.default is dataclasses.MISSING or (defaults[field.name] or None) == (field.default or None), field.name
 
 
 def test_the_page_runs(lib, source, tmp_path, monkeypatch, capsys):

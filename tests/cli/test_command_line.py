@@ -217,7 +217,7 @@ def test_a_current_folder_that_was_removed(source):
         ["quantize", source, whole, *flags, "--force", "--report", "report.json"], ["export", whole, "stock.gguf", "--type", "q8_0"],
     ):
         done = run_there(module, *args)
-        assert done.returncode == 1 and done.stderr.startswith("error: the current folder was removed: change to"), done.stderr
+        assert done.returncode == 1 and done.stderr.startswith("error: the current directory was removed: change to"), done.stderr
     for module, *args in ["inspect", "in.gguf"], ["quantize", "in.gguf", "--dry-run", *flags]:
         done = run_there(module, *args)
         assert done.returncode == 1 and done.stderr.startswith("error: cannot read in.gguf"), done.stderr

@@ -16,10 +16,9 @@ from gguf import GGMLQuantizationType as T
 from ggml_ext import TYPES, WEIGHT_TYPES, export, quantize
 from ggml_ext._base.signals import StopRequest
 from ggml_ext._commands import exporting
-from ggml_ext._commands.command import shown_command
-from ggml_ext._commands.settings import QuantizeOptions
-from ggml_ext._console.options import build_parser
-from ggml_ext._console.program import options_of
+from ggml_ext._commands.options import QuantizeOptions
+from ggml_ext._commands.settings import Settings
+from ggml_ext._console.arguments import from_namespace
 from ggml_ext._native import library
 from ggml_ext._output.output import Output
 from ggml_ext._plan.file_types import uniform_file_type
@@ -368,9 +367,10 @@ def test_names_are_no_markup(lib, tmp_path, capsys):
 
 
 def test_tokens_are_not_in_the_command():
-    args = build_parser().parse_args(["out.gguf", "--hf-repo", "org/name", "--hf-token", "secret", "--type", "itq3_t",
-                                      "--tensor-type", "a=q8_0", "--tensor-type", "b=q8_0", "--imatrix", "/home/me/i.gguf"])
-    assert shown_command("quantize", options_of(QuantizeOptions, args).with_files_in_place()) == (
+    words = ["out.gguf", "--hf-repo", "org/name", "--hf-token", "secret", "--type", "itq3_t", "--tensor-type", "a=q8_0", "--tensor-type", "b=q8_0",
+             "--imatrix", "/home/me/i.gguf"]
+    options = from_namespace(QuantizeOptions, quantize.build_parser().parse_args(words))
+    assert Settings.parse(options).command == (
         "python -m ggml_ext.quantize out.gguf --type itq3_t --tensor-type a=q8_0 --tensor-type b=q8_0 --hf-repo org/name "
         "--imatrix i.gguf"
     )

@@ -19,7 +19,7 @@ import pytest
 from ggml_ext import quantize as program
 from ggml_ext._base.files import partial_path
 from ggml_ext._base.signals import SIGNALS
-from ggml_ext._commands import settings
+from ggml_ext._commands import options
 from ggml_ext._output import conversion
 from ggml_ext._output import output as _output
 from ggml_ext._output.output import Output
@@ -37,7 +37,7 @@ STOP = """
 import os, signal, sys
 from ggml_ext import quantize
 from ggml_ext._formats import chunks
-from ggml_ext._commands import settings
+from ggml_ext._commands import options
 from ggml_ext._output.output import Output
 chunks.CHUNK_WEIGHTS = 6 * 512
 write = Output.write
@@ -70,8 +70,8 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys
     (tmp_path / "whole").mkdir()
     is_split = "--split-max-size" in flags
     if is_split:  # parts of about three tensors
-        monkeypatch.setattr(settings, "parse_split_size", lambda text: 8000)
-        smaller = "settings.parse_split_size = lambda text: 8000\nsys.exit"
+        monkeypatch.setattr(options, "parse_split_size", lambda text: 8000)
+        smaller = "options.parse_split_size = lambda text: 8000\nsys.exit"
         monkeypatch.setattr(sys.modules[__name__], "STOP", STOP.replace("sys.exit", smaller))
     run_well(capsys, source, tmp_path / "whole" / "out.gguf", *flags)
     (tmp_path / "out").mkdir()

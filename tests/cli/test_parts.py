@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._commands import settings
+from ggml_ext._commands import options
 from ggml_ext._output.parts import split_parts
 from helpers import writing
 from helpers.commands import tool
@@ -115,7 +115,7 @@ def test_parts_keep_another_alignment(lib, tmp_path, capsys):
     source = write_gguf(tmp_path / "in.gguf", tensors, fill=lambda w: w.add_custom_alignment(128))
     flags = ("--type", "itq3_s", "--importance", "none", "--verify")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "parse_split_size", lambda text: 500)
+        patch.setattr(options, "parse_split_size", lambda text: 500)
         run_well(capsys, source, tmp_path / "out.gguf", *flags, "--split-max-size", "1M")
     second = gguf.GGUFReader(tmp_path / "out-00002-of-00002.gguf")
     assert second.alignment == 128 and second.tensors[0].data_offset % 128 == 0

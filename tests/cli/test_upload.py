@@ -107,5 +107,5 @@ def test_quality_in_the_card(tmp_path):
     section = quality_section(tmp_path / "q.json")
     assert "| q.gguf | 3.06 | 11.200 ± 0.100 | 0.01234 ± 0.00010 |  |" in section and "90 chunks of 512 tokens of built-in text of ggml-ext" in section
     (tmp_path / "card.md").write_text("# Card\n")
-    card = read_card(UploadOptions(tmp_path / "m.gguf", REPO, tmp_path / "card.md", tmp_path / "q.json"))
+    card = read_card(UploadOptions(file=tmp_path / "m.gguf", repo=REPO, model_card=tmp_path / "card.md", quality=tmp_path / "q.json"))
     assert card.startswith("# Card\n\n## Quality\n") and card.endswith("\n")

@@ -214,5 +214,5 @@ def test_bad_flag(source, tmp_path):
     check_error(result, "--ditto-codebook", "'row'", "block or tensor")
 
 
-def test_help_says_that_llama_quantize_cannot():
-    assert "llama-quantize makes the former" in " ".join(run_quantize("--help").stdout.split())
+def test_help_says_what_llama_quantize_writes():
+    assert "a codebook per block, as llama-quantize writes" in " ".join(run_quantize("--help").stdout.split())

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import rotation_signs
-from ggml_ext.quants import _blocks as quants
 from ggml_ext._base.types import ROTATION_SIGNS
+from ggml_ext.quants import _blocks as quants
 from helpers import native
 from helpers.corpora import rotation
 from helpers.native import F32_U, ISAS, kernels

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._commands import settings
+from ggml_ext._commands import options
 from ggml_ext._encode.codec import Codec
 from ggml_ext._formats import chunks
 from helpers.errors import check_error
@@ -54,7 +54,7 @@ def run_badly(capsys, *args, parts=(), code=1) -> str:
 @pytest.fixture
 def small_parts(monkeypatch):
     """Flags for parts of about three tensors of `source`."""
-    monkeypatch.setattr(settings, "parse_split_size", lambda text: 8000)
+    monkeypatch.setattr(options, "parse_split_size", lambda text: 8000)
     return *FLAGS, "--split-max-size", "1M"
 
 

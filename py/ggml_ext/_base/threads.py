@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .cgroup import own_groups, read_values
 from .errors import UserError
+from .option import option
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,6 +27,13 @@ def map_in_order(pool: ThreadPoolExecutor, function: Callable[[Item], Result], i
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
+
+
+def threads_option() -> Any:
+    """State --threads, which most commands have."""
+    return option(
+        None, short="-t", metavar="N", in_command=False, help="threads (default: all cores that this process may use, within its CPU quota)"
+    )
 
 
 def check_threads(threads: int | None) -> int:

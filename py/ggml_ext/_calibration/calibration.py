@@ -28,8 +28,6 @@ from .._base.units import GIB, MIB
 from .._formats.cache_names import imatrix_cache_name
 from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, header_bytes
-from .._formats.imatrix import ImportanceMatrix
-from .._formats.names import list_tensors
 from .._native.process import describe_failure, run_streamed
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
@@ -37,93 +35,11 @@ from .._plan.plan import Plan, importance_uses, uses_metric
 from . import proxy
 from .cost import Model, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
+from .options import COST, DEFAULT_CHUNKS, MEMORY_SHARE, CalibrationOptions
 from .proxy import ProxyModel
 
-DEFAULT_CHUNKS = 100  # of N_CONTEXT tokens; of as many tokens where chunks are shorter
 TEXT = FOLDER / "data" / "calibration.txt"
 TEMPORARY = ".calibration-"
-MEMORY_SHARE = 0.7  # of what is available
-COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 with it"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is asked of importance data. imatrix: a file of it; text: to calibrate with in place of the built-in one; kind: one of
-    KINDS, None for the best that there is; runs_model: False with --no-calibration; n_chunks: of context_of() tokens; memory: GiB;
-    proxy_model: see proxy.find(); devices: options of llama.cpp's programs that say where they compute; propagates: inputs are collected behind quantized layers; may_do_without: those of the model as it is serve as well; included, excluded: parts of the
-    names of tensors whose importances alone, or not, are used."""
-
-    imatrix: Path | None = None
-    text: Path | None = None
-    kind: str | None = None
-    runs_model: bool = True
-    n_chunks: int | None = None
-    memory: float | None = None
-    proxy_model: str | None = None
-    devices: tuple[str, ...] = ()
-    propagates: bool = False
-    may_do_without: bool = False
-    included: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """UserError naming the flag."""
-        if self.kind is not None and self.kind not in KINDS:
-            raise UserError(f"--importance: got {self.kind!r}, must be {', '.join(KINDS)}")
-        if self.n_chunks is not None and self.n_chunks < 2:
-            raise UserError(f"--calibration-chunks: got {self.n_chunks}, must be at least 2")
-        if self.memory is not None and not 0 < self.memory < float("inf"):
-            raise UserError(f"--memory: got {self.memory:g}, must be a number of GiB above 0")
-        for flag, is_given in (("imatrix", self.imatrix is not None), ("no-calibration", not self.runs_model)):
-            if is_given and self.text is not None:
-                raise UserError(f"--{flag} and --imatrix-from: pass one of them")
-        if self.proxy_model is not None:
-            proxy.check_name(self.proxy_model)
-            if self.imatrix is not None or not self.runs_model:
-                raise UserError(f"{proxy.FLAG}: no model is run with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
-        if self.included and self.excluded:
-            raise UserError("--include-weights and --exclude-weights: pass one of them")
-        if self.selects and (self.kind == "none" or not (self.runs_model or self.imatrix)):
-            raise UserError(f"{self.selects}: no importances are used with {'--importance none' if self.kind == 'none' else '--no-calibration'}: leave one of them out")
-        if self.propagates:
-            self._check_propagates()
-        if self.kind == "none" and (given := self.imatrix or self.text):
-            raise UserError(f"--importance none: {given} would not be used; leave one of them out")
-
-    @property
-    def selects(self) -> str:
-        """The option that leaves importances out, or nothing."""
-        return "--include-weights" if self.included else "--exclude-weights" if self.excluded else ""
-
-    def given_names(self) -> frozenset[str]:
-        """Of the tensors that --imatrix has importances of."""
-        return frozenset() if self.imatrix is None else frozenset(ImportanceMatrix(self.imatrix).names())
-
-    def select(self, found: Importance) -> None:
-        """Leaves out what options say, as llama-quantize does. UserError where an option fits no entry, or none is left."""
-        if found.matrix is None or not self.selects:
-            return
-        names = found.matrix.names()
-        for part in [*self.included, *self.excluded]:
-            if not any(part in name for name in names):
-                raise UserError(f"{self.selects} {part}: {found.matrix.path} has no importances of such a tensor, but of {list_tensors(names)}")
-        is_named = {name: any(part in name for part in [*self.included, *self.excluded]) for name in names}
-        found.matrix.exclude(name for name in names if is_named[name] != bool(self.included))
-        if not len(found.matrix):
-            raise UserError(f"{self.selects} leaves none of the importances of {found.matrix.path}: pass --importance none instead")
-
-    def _check_propagates(self) -> None:
-        if self.selects:
-            raise UserError(f"--propagate and {self.selects}: pass one of them; the former uses the importances of all matrices")
-        if self.imatrix is not None:
-            raise UserError(
-                f"--propagate: collects the inputs itself, behind quantized layers, and {self.imatrix} holds those of the model as it is: "
-                "pass the text that it was made from with --imatrix-from, and leave --imatrix out"
-            )
-        if not self.runs_model:
-            raise UserError("--propagate and --no-calibration: pass one of them; the former runs the model")
-        if self.kind in ("none", "diagonal"):
-            raise UserError(f"--propagate: needs second moments: pass --importance block or full, not {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -340,14 +256,14 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
         ))
 
 
-def expects_importance(wanted: Wanted) -> bool:
+def expects_importance(wanted: CalibrationOptions) -> bool:
     """Whether prepare() will give importances if a plan has a use for them: llama.cpp's rules for stock files ask before."""
     if wanted.kind == "none" or wanted.imatrix is not None:
         return wanted.kind != "none"
     return wanted.runs_model and _missing(wanted) is None
 
 
-def _missing(wanted: Wanted) -> str | None:
+def _missing(wanted: CalibrationOptions) -> str | None:
     """What the package lacks for a calibration, as the beginning of a sentence."""
     if find_tool("llama-imatrix") is None:
         return "llama-imatrix is"
@@ -355,7 +271,7 @@ def _missing(wanted: Wanted) -> str | None:
 
 
 def prepare(
-    wanted: Wanted, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int, n_types: int, console: Console
+    wanted: CalibrationOptions, file: GGUFFile, plan: Plan, folder: Path | None, n_threads: int, n_types: int, console: Console
 ) -> Importance | Calibration:
     """What the encoders get: from --imatrix, from a calibration that is run here, or nothing.
 
@@ -386,7 +302,7 @@ def prepare(
     return run if folder is None else open_importance(calibrate(run, console), run.kind, run.text_name)
 
 
-def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, program: Path, console: Console) -> Calibration:
+def make_run(wanted: CalibrationOptions, file: GGUFFile, folder: Path, n_threads: int, program: Path, console: Console) -> Calibration:
     """A calibration whose kind is still to be chosen. UserError for a text that does not serve."""
     text, text_name = (TEXT, BUILT_IN) if wanted.text is None else (wanted.text, wanted.text.name)
     n_bytes = check_text(text)
@@ -402,11 +318,11 @@ def make_run(wanted: Wanted, file: GGUFFile, folder: Path, n_threads: int, progr
     # with links resolved: llama-imatrix gets the name alone, and runs in the folder of the file itself
     text = Path(os.path.realpath(text))
     return Calibration(
-        file, model, folder, text, text_name, KINDS[0], min(n_asked, text_chunks), text_chunks, n_threads, memory, program, found, wanted.devices
+        file, model, folder, text, text_name, KINDS[0], min(n_asked, text_chunks), text_chunks, n_threads, memory, program, found, wanted.devices.arguments()
     )
 
 
-def _choose_kind(wanted: Wanted, run: Calibration, uses: Sequence[GGMLQuantizationType], n_types: int, console: Console) -> str:
+def _choose_kind(wanted: CalibrationOptions, run: Calibration, uses: Sequence[GGMLQuantizationType], n_types: int, console: Console) -> str:
     """One of KINDS. uses: types that importances help; n_types: see prepare()."""
     if wanted.kind is None and not any(map(uses_metric, uses)):
         return "diagonal"

@@ -13,8 +13,9 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
+from .._base.option import command_line, option
 from .._base.text import terminal_width
-from .._base.threads import check_threads
+from .._base.threads import check_threads, threads_option
 from .._base.types import TYPES, WEIGHT_TYPES
 from .._calibration.importance import Importance, open_importance, plan_moments
 from .._encode.accuracy import Accuracy
@@ -51,7 +52,6 @@ from .._report.card import Card, describe_importance, recorded_importance
 from .._report.records import tensor_record, totals_record
 from .._report.tables import summary, tensor_lines
 from .._source.source import list_input_files
-from .command import shown_command
 from .result import Result
 from .writing import Job, Written, tell_plan
 
@@ -59,21 +59,25 @@ T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The flags of ggml-ext export that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+    """The options of `ggml-ext export`, without those of its terminal."""
 
-    input: Path | None = None
-    output: Path | None = None
-    type: str | None = None
-    pure: bool = False
-    tensor_type: Sequence[str] = ()
-    imatrix: Path | None = None
-    no_fallback: bool = False
-    threads: int | None = None
-    dry_run: bool = False
-    model_card: Path | None = None
-    force: bool = False
+    input: Path = option(is_positional=True, metavar="IN", help="GGUF model with ggml-ext types, of a split one any part")
+    output: Path | None = option(None, is_positional=True, metavar="OUT", help="file to write; optional with --dry-run")
+    type: str = option(metavar="TYPE", help="type to convert ggml-ext types to, such as q4_k")
+    pure: bool = option(False, help="convert all quantized tensors, with standard types and the output matrix too")
+    tensor_type: Sequence[str] = option(
+        (), metavar="REGEX=TYPE", help="standard type of quantized tensors whose name matches; may be repeated, the first match counts"
+    )
+    imatrix: Path | None = option(None, metavar="FILE", help="importance matrix of llama-imatrix; iq1_*, iq2_* and iq3_xxs need one")
+    no_fallback: bool = option(False, help="fail if a tensor's row size does not fit the type, instead of choosing another type")
+    threads: int | None = threads_option()
+    dry_run: bool = option(False, in_command=False, help="show types and sizes, write nothing")
+    model_card: Path | None = option(
+        None, metavar="FILE", in_command=False, help="write a model card for the Hugging Face hub to this file, such as README.md"
+    )
+    force: bool = option(False, short="-f", in_command=False, help="replace OUT if it exists")
 
 
 def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
@@ -90,7 +94,7 @@ def is_ours(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StockChoices:
-    """What is asked of types."""
+    """The types that options name."""
 
     type: GGMLQuantizationType
     pure: bool
@@ -136,21 +140,21 @@ class StockChoices:
 class ExportSettings:
     """All that a run of export is told."""
 
-    asked: ExportOptions
+    options: ExportOptions
     choices: StockChoices
     n_threads: int
 
     @classmethod
-    def parse(cls, asked: ExportOptions) -> ExportSettings:
+    def parse(cls, options: ExportOptions) -> ExportSettings:
         """UserError naming the flag that is wrong, or those that do not go together."""
-        overrides = tuple(map(Override.parse, asked.tensor_type))
+        overrides = tuple(map(Override.parse, options.tensor_type))
         for override in overrides:
             parse_stock_type(override.type.name.lower(), "--tensor-type")
-        choices = StockChoices(parse_stock_type(asked.type), asked.pure, overrides)
-        n_threads = check_threads(asked.threads)
-        if asked.dry_run and asked.model_card:
+        choices = StockChoices(parse_stock_type(options.type), options.pure, overrides)
+        n_threads = check_threads(options.threads)
+        if options.dry_run and options.model_card:
             raise UserError("--model-card: --dry-run writes nothing; leave one of them out")
-        return cls(asked, choices, n_threads)
+        return cls(options, choices, n_threads)
 
 
 def make_plan(file: GGUFFile, choices: StockChoices) -> Plan:
@@ -193,10 +197,10 @@ def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
 
 def export(settings: ExportSettings, console: Console) -> Result:
     """Everything after the command line; UserError for what the user can change."""
-    asked, choices = settings.asked, settings.choices
+    options, choices = settings.options, settings.choices
     with one_blas_thread(), contextlib.ExitStack() as stack:
-        taken = check_paths(asked)
-        output = None if taken.out is None else stack.enter_context(Output(taken.out, asked.force))
+        taken = check_paths(options)
+        output = None if taken.out is None else stack.enter_context(Output(taken.out, options.force))
         conversion = prepare(settings)
         stack.enter_context(conversion.file.explain_errors())
         plan, described = conversion.plan, conversion.importance.describe()
@@ -219,26 +223,26 @@ def export(settings: ExportSettings, console: Console) -> Result:
         return finish(settings, job, job.write(console), console)
 
 
-def check_paths(asked: ExportOptions) -> Taken:
+def check_paths(options: ExportOptions) -> Taken:
     """All files that are read and written; UserError if one of those to be written may not be."""
-    taken = Taken(list_input_files(asked.input, {"--imatrix": asked.imatrix}))
-    taken = taken if asked.dry_run else check_output(taken, asked.output, asked.force)
-    if asked.model_card is not None:
-        check_beside("--model-card", asked.model_card, taken, asked.force)
+    taken = Taken(list_input_files(options.input, {"--imatrix": options.imatrix}))
+    taken = taken if options.dry_run else check_output(taken, options.output, options.force)
+    if options.model_card is not None:
+        check_beside("--model-card", options.model_card, taken, options.force)
     return taken
 
 
 def prepare(settings: ExportSettings) -> Conversion:
     """The model and what becomes of it."""
-    asked = settings.asked
-    file = open_model(asked.input)
+    options = settings.options
+    file = open_model(options.input)
     check_model(file)
     plan = make_plan(file, settings.choices)
     tell_options_without_effect(plan, settings.choices)
-    check_fallbacks(plan, asked.no_fallback)
+    check_fallbacks(plan, options.no_fallback)
     codec = Codec(library.load(), n_threads=settings.n_threads)
     check_known_encoders(codec, plan, {})
-    importance = Importance() if asked.imatrix is None else open_importance([asked.imatrix], None)
+    importance = Importance() if options.imatrix is None else open_importance([options.imatrix], None)
     plan_importance(plan, importance.matrix)
     plan_moments(plan, importance, False)
     check_numpy_encoders(codec, plan, {})
@@ -247,12 +251,12 @@ def prepare(settings: ExportSettings) -> Conversion:
 
 def finish(settings: ExportSettings, job: Job, written: Written, console: Console) -> Result:
     """Says what was done, and writes the card."""
-    asked, choices, path = settings.asked, settings.choices, job.output.path
+    options, choices, path = settings.options, settings.choices, job.output.path
     file, plan, importance = job.conversion.file, job.conversion.plan, job.conversion.importance
     dead = job.conversion.dead_columns()
     report = summary(plan, choices, terminal_width(), importance.describe(), written.accuracies, written.seconds, dead=dead)
     console.report("\n".join([report, *cost_lines(plan, written.accuracies)]))
-    if asked.model_card is not None:
+    if options.model_card is not None:
         before = recorded_importance(file)
         card = Card(
             [path],
@@ -262,8 +266,8 @@ def finish(settings: ExportSettings, job: Job, written: Written, console: Consol
             choices.name.upper(),
             f"{describe_importance(importance)}{f'; of {file.path.name}, which it was made from: {before}' if before else ''}",
             f"the weights as {file.path.name} holds them, which had lost something before against the original",
-            shown_command("export", asked),
+            command_line(["python", "-m", "ggml_ext.export"], options),
         )
-        write_beside("--model-card", asked.model_card, card.text().encode(), path, asked.force)
+        write_beside("--model-card", options.model_card, card.text().encode(), path, options.force)
     totals = totals_record(plan, written.accuracies)
     return Result.of([path], (choices.name, "", importance.describe()), job.records(), totals, written.seconds, console.warnings)

@@ -1,4 +1,4 @@
-"""Looks into a file, and compares it with what it was made from."""
+"""List the tensors of a file, and compare them with those it was made from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
-from .._base.threads import check_threads
+from .._base.option import option
+from .._base.threads import check_threads, threads_option
 from .._base.types import WEIGHT_TYPES
 from .._calibration.importance import KINDS, Importance, open_importance
 from .._encode.accuracy import Accuracy, read_epsilons
@@ -32,22 +33,26 @@ from .._sequential.errors import read_stream_errors
 T = GGMLQuantizationType
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """The flags of ggml-ext inspect that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+    """The options of `ggml-ext inspect`, without those of its terminal."""
 
-    file: Path
-    against: Path | None = None
-    imatrix: Path | None = None
-    importance: str | None = None
-    tensor: str | None = None
-    histograms: bool = False
-    picture: Path | None = None
-    force: bool = False
-    threads: int | None = None
+    file: Path = option(is_positional=True, metavar="FILE", help="GGUF file, or the first part of a split one")
+    against: Path | None = option(
+        None, metavar="ORIGINAL", help="the file it was made from: compute all errors and check epsilon (exit code 1 if one is larger)"
+    )
+    imatrix: Path | None = option(None, metavar="FILE", help="with --against: weight errors with this importance matrix too")
+    importance: str | None = option(None, choices=KINDS[1:], help="statistics to weight errors with (default: the most that --imatrix holds)")
+    tensor: str | None = option(None, metavar="REGEX", help="list only tensors whose name matches, such as blk.3.attn_q.weight or ffn_")
+    histograms: bool = option(False, help="count the codes and scales of each ggml-ext type, in samples of large tensors")
+    picture: Path | None = option(
+        None, metavar="FILE", help="with --against: draw the errors by layer and class into this .svg or .png file"
+    )
+    force: bool = option(False, short="-f", help="replace the file of --picture if it exists")
+    threads: int | None = threads_option()
 
     def check(self) -> int:
-        """The number of threads; UserError for options that do not go together or that name what may not be written."""
+        """Return the number of threads. Raise UserError for options that do not go together, or a file that may not be written."""
         n_threads = check_threads(self.threads)
         if self.picture is not None and self.against is None:
             raise UserError("--picture draws errors, which takes --against ORIGINAL")
@@ -72,24 +77,24 @@ def choose_tensors(file: GGUFFile, pattern: str | None) -> list[Tensor]:
     return found
 
 
-def load_importance(asked: InspectOptions, file: GGUFFile) -> Importance:
+def load_importance(options: InspectOptions, file: GGUFFile) -> Importance:
     """What the errors are weighed with; UserError for an importance matrix of another model."""
-    if asked.importance is not None and asked.importance not in KINDS[1:]:
-        raise UserError(f"--importance: got {asked.importance!r}, must be {', '.join(KINDS[1:])}")
-    if asked.imatrix is None or asked.against is None:
-        for flag, given in (("--imatrix", asked.imatrix), ("--importance", asked.importance)):
-            if given is not None:
+    if options.imatrix is None or options.against is None:
+        for flag, value in (("--imatrix", options.imatrix), ("--importance", options.importance)):
+            if value is not None:
                 raise UserError(f"{flag} weighs errors, which takes both --against ORIGINAL and --imatrix FILE")
         return Importance()
-    importance = open_importance([asked.imatrix], asked.importance)
+    importance = open_importance([options.imatrix], options.importance)
+    matrix = importance.matrix
+    assert matrix is not None  # an importance matrix of a file
     for tensor in file.tensors:
-        if tensor.name in importance.matrix and importance.matrix.n_values(tensor.name) != n_importances(tensor):
+        if tensor.name in matrix and matrix.n_values(tensor.name) != n_importances(tensor):
             raise UserError(
-                f"--imatrix: {asked.imatrix}: tensor {tensor.name} has {importance.matrix.n_values(tensor.name):,} importances, the model needs "
+                f"--imatrix: {options.imatrix}: tensor {tensor.name} has {matrix.n_values(tensor.name):,} importances, the model needs "
                 f"{n_importances(tensor):,}: it is for another model"
             )
-    if not any(t.name in importance.matrix for t in file.tensors):
-        raise UserError(f"--imatrix: {asked.imatrix} has no tensor of {file.path}: it is for another model")
+    if not any(t.name in matrix for t in file.tensors):
+        raise UserError(f"--imatrix: {options.imatrix} has no tensor of {file.path}: it is for another model")
     return importance
 
 
@@ -122,30 +127,30 @@ def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
             )
 
 
-def inspect(asked: InspectOptions, begun: Callable[[list[Tensor], Importance], None], found: Callable[[Finding], None]) -> Inspection:
+def inspect(options: InspectOptions, begun: Callable[[list[Tensor], Importance], None], found: Callable[[Finding], None]) -> Inspection:
     """Everything after the command line; UserError for what the user can change. begun: called with the tensors before the first
     finding, found: with each as it is made."""
-    n_threads = asked.check()
+    n_threads = options.check()
     with one_blas_thread():
-        file = open_model(asked.file)
+        file = open_model(options.file)
         epsilons = read_epsilons(file)
         check_epsilons(file, epsilons)
         stream_errors = read_stream_errors(file)
-        original = None if asked.against is None else open_model(asked.against)
+        original = None if options.against is None else open_model(options.against)
         if original is not None:
             check_same_tensors(file, original)
-        tensors = choose_tensors(file, asked.tensor)
-        importance = load_importance(asked, file)
+        tensors = choose_tensors(file, options.tensor)
+        importance = load_importance(options, file)
         begun(tensors, importance)
         findings: list[Finding] = []
         for finding in find(file, original, tensors, epsilons, importance, n_threads):
             findings.append(finding)
             found(finding)
         total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
-        histograms = count_codes(file, tensors) if asked.histograms else None
+        histograms = count_codes(file, tensors) if options.histograms else None
         return Inspection(
-            asked.file, len(file.tensors), asked.against, importance.describe(), file.value("quantize.imatrix.file"), findings, total, histograms,
-            stream_errors,
+            path=options.file, n_tensors=len(file.tensors), against=options.against, importance=importance.describe(),
+            made_with=file.value("quantize.imatrix.file"), findings=findings, total=total, histograms=histograms, stream_errors=stream_errors,
         )
 
 
@@ -182,15 +187,15 @@ def count_codes(file: GGUFFile, tensors: list[Tensor]) -> dict[str, Histogram]:
     return histograms
 
 
-def draw_picture(asked: InspectOptions, inspection: Inspection) -> bool:
+def draw_picture(options: InspectOptions, inspection: Inspection) -> bool:
     """False if its font lacks characters of the names. UserError if there is nothing to draw or the file cannot be written."""
     drawn = {f.tensor.name: f.accuracy for f in inspection.findings if f.is_changed}
     if not drawn:
-        raise UserError(f"--picture: no tensor has another type than in {asked.against}: there are no errors to draw")
+        raise UserError(f"--picture: no tensor has another type than in {options.against}: there are no errors to draw")
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    return picture.draw(errors, what, asked.file.name, asked.picture, asked.force, inspection.stream_errors)
+    return picture.draw(errors, what, options.file.name, options.picture, options.force, inspection.stream_errors)
 
 
 def check_bounds(inspection: Inspection) -> None:

@@ -43,10 +43,9 @@ from .._sequential.errors import stream_metadata
 from .._sequential.estimate import make_propagation
 from .._sequential.layers import Propagation, Run, check_cut
 from .._source.source import check_keep_gguf, list_input_files, open_source
-from .command import shown_command
 from .estimate import Estimate, estimate
 from .result import Result
-from .settings import Settings, describe_options
+from .settings import Settings
 from .uploading import Destination
 from .writing import Job, Written, tell_plan
 
@@ -112,7 +111,7 @@ def prepare_upload(settings: Settings, console: Console) -> Destination | None:
     """The repository of --upload, made before the work begins; None without the option."""
     if settings.output.upload is None:
         return None
-    destination = Destination(settings.output.upload, settings.asked.hf_token, False, None, console)
+    destination = Destination(settings.output.upload, settings.source.hf_token, False, None, console)
     destination.prepare()
     return destination
 
@@ -167,7 +166,7 @@ def decide(settings: Settings, opened: Opened, console: Console) -> Decided:
         decided = Decided(plan, choices, codec, *described, run=run)
     if codec is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
-    return replace(decided, options=describe_options(settings.asked, decided.choices, plan, decided.run is not None))
+    return replace(decided, options=settings.describe_options(plan.types, decided.run is not None))
 
 
 def check_weights(settings: Settings, file: GGUFFile, plan: Plan, items: list[Item], codec: Codec | None, console: Console) -> None:
@@ -216,7 +215,7 @@ def choose_types(settings: Settings, opened: Opened, plan: Plan, codec: Codec, c
         out = settings.output.path
         inquiry = Inquiry(
             file, plan, importance, codec, settings.n_threads, console, None if out is None else Path(os.path.realpath(out)).parent,
-            opened.output is None, settings.importance.runs_model, settings.importance.text, settings.sensitivity,
+            opened.output is None, settings.importance.runs_model, settings.importance.text, settings.types.sensitivity,
         )
         chosen = choice.choose(target, items, largest_header(settings, file, plan, items, importance), inquiry)
     chosen.apply(plan)
@@ -269,7 +268,7 @@ def largest_header(settings: Settings, file: GGUFFile, plan: Plan, items: list[I
     for item in items:
         every_type.types += item.types
         planned[item.index] = T.DITTO3 if T.DITTO3 in item.types else item.types[0]
-    options = describe_options(settings.asked, settings.choices, every_type, settings.importance.propagates)
+    options = settings.describe_options(every_type.types, settings.importance.propagates)
     errors = error_metadata(file, plan, planned, None, settings.importance.propagates)
     metadata = output_metadata(file, settings.choices, options, importance, errors)
     header = pack_header(metadata, plan.tensors, plan.types, file.alignment)
@@ -374,7 +373,7 @@ def finish(settings: Settings, decided: Decided, job: Job, written: Written, con
         console.report(f"verified: {len(plan.tensors)} tensors read back, as they were written{ran}")
     totals = totals_record(plan, written.accuracies, decided.chosen)
     record = {
-        "input": settings.asked.hf_repo or str(settings.asked.input),
+        "input": settings.source.hf_repo or str(settings.source.path),
         "output": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],
         "type": choices.name,
         "options": decided.options,
@@ -398,9 +397,9 @@ def finish(settings: Settings, decided: Decided, job: Job, written: Written, con
 
 
 def make_card(settings: Settings, decided: Decided, job: Job, written: Written) -> Card:
-    asked = settings.asked
-    source = asked.hf_repo or Path(os.path.abspath(asked.input)).name
+    repo, path = settings.source.hf_repo, settings.source.path
+    source = repo or Path(os.path.abspath(path)).name
     return Card(
         [part.path for part in job.output.parts], job.conversion.file, decided.plan, written.accuracies, decided.choices.title,
-        describe_importance(decided.importance), f"those of {source}", shown_command("quantize", asked), asked.hf_repo,
+        describe_importance(decided.importance), f"those of {source}", settings.command, repo,
     )

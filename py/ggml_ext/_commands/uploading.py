@@ -1,4 +1,4 @@
-"""A finished file and its card to the Hugging Face hub, through the hub's own client."""
+"""Upload a finished file and its model card to the Hugging Face hub, with the hub's own client."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
+from .._base.option import option
 from .._evaluation.figures import KLD, PPL, SAME_TOP
 from .._formats.split import open_model
 from .._source.checkpoint import require_extra
@@ -19,39 +20,41 @@ CARD = "README.md"
 TOKENS = "a token that may write there with HF_TOKEN or --hf-token"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UploadOptions:
-    """The flags of `ggml-ext upload` that are no matter of its terminal, by name; docs/reference/options.md says what each does."""
+    """The options of `ggml-ext upload`, without those of its terminal."""
 
-    file: Path
-    repo: str
-    model_card: Path | None = None
-    quality: Path | None = None
-    private: bool = False
-    revision: str | None = None
-    hf_token: str | None = None
+    file: Path = option(is_positional=True, metavar="FILE", help="GGUF model, of a split one any part")
+    repo: str = option(is_positional=True, metavar="ORG/NAME", help="repository on the hub")
+    model_card: Path | None = option(None, metavar="FILE", help="model card to upload as README.md; quantize --model-card writes one")
+    quality: Path | None = option(None, metavar="FILE", help="output of evaluate --json, for a table in the model card")
+    private: bool = option(False, help="create a private repository")
+    revision: str | None = option(None, metavar="NAME", help="branch to upload to (default: main)")
+    hf_token: str | None = option(None, metavar="TOKEN", help="access token that may write (default: HF_TOKEN, or the client's login)")
 
 
 class Destination:
-    """A repository of the hub. UserError where the client is not installed."""
+    """A repository on the hub. Raises UserError if the client is not installed."""
 
     def __init__(self, repo: str, token: str | None, private: bool, revision: str | None, console: Console):
         require_extra(("huggingface_hub",), "uploading", "upload")
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, logging
 
-        logging.set_verbosity_error()  # retries are its own affair
+        logging.set_verbosity_error()  # or the client reports each retry
         if console.quiet or not console.is_terminal:
             disable_progress_bars()
         self.repo, self._private, self._revision, self._console, self._api = repo, private, revision, console, HfApi(token=token)
 
     def prepare(self) -> None:
-        """Makes the repository if there is none. UserError where the token may not, so that this is known before hours of work."""
+        """Create a missing repository. Raise UserError if the token may not write, before hours of work."""
         self._again("the repository", lambda: self._api.create_repo(self.repo, private=self._private or None, exist_ok=True))
 
     def upload(self, paths: list[Path], card: str | None) -> str:
-        """The address. paths: of a split file all parts; card: None leaves the one that is there. Files that are whole on the hub are
-        not sent again."""
+        """Upload files and return their address. Files that are complete on the hub are not sent again.
+
+        paths: all parts of a split file; card: None keeps the card on the hub.
+        """
         for path in paths:
             self._console.note(f"uploading {path.name} to {self.repo}")
             self._send(path.name, path)
@@ -70,7 +73,7 @@ class Destination:
         self._again(name, send)
 
     def _again(self, what: str, act: Callable[[], object]) -> None:
-        """A connection that breaks is tried again."""
+        """Retry after a broken connection."""
 
         def explained_act() -> None:
             with explained(self.repo):
@@ -81,7 +84,7 @@ class Destination:
 
 @contextlib.contextmanager
 def explained(repo: str) -> Iterator[None]:
-    """Within it the client's errors become a UserError that says what to do."""
+    """Turn the client's errors into a UserError that says what to do."""
     from huggingface_hub import constants, errors
 
     try:
@@ -106,40 +109,40 @@ def explained(repo: str) -> Iterator[None]:
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
 
 
-def upload(asked: UploadOptions, console: Console) -> str:
-    """Everything after the command line: the address. UserError for what the user can change."""
-    paths = [part.path for part in open_model(asked.file).parts]
-    card = read_card(asked)
-    destination = Destination(asked.repo, asked.hf_token, asked.private, asked.revision, console)
+def upload(options: UploadOptions, console: Console) -> str:
+    """Upload a model and return its address. Raise UserError for what the user can change."""
+    paths = [part.path for part in open_model(options.file).parts]
+    card = read_card(options)
+    destination = Destination(options.repo, options.hf_token, options.private, options.revision, console)
     destination.prepare()
     if card is None:
         console.note("no model card: ggml-ext quantize --model-card README.md writes one, which upload --model-card README.md takes along")
     return destination.upload(paths, card)
 
 
-def read_card(asked: UploadOptions) -> str | None:
-    """The card with what was measured of the file. UserError for files that cannot be read."""
-    if asked.model_card is None:
-        if asked.quality is not None:
+def read_card(options: UploadOptions) -> str | None:
+    """Read the card and add the table of --quality. Raise UserError for files that cannot be read."""
+    if options.model_card is None:
+        if options.quality is not None:
             raise UserError("--quality: is a part of the card: pass --model-card too")
         return None
     try:
-        card = asked.model_card.read_text(encoding="utf-8")
+        card = options.model_card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--model-card: cannot read {asked.model_card}: {getattr(e, 'strerror', None) or e}") from e
-    return card if asked.quality is None else f"{card.rstrip()}\n\n{quality_section(asked.quality)}\n"
+        raise UserError(f"--model-card: cannot read {options.model_card}: {getattr(e, 'strerror', None) or e}") from e
+    return card if options.quality is None else f"{card.rstrip()}\n\n{quality_section(options.quality)}\n"
 
 
 def quality_section(path: Path) -> str:
-    """Markdown, from what `ggml-ext evaluate --json` printed. UserError for another file."""
+    """Format the output of `ggml-ext evaluate --json` as Markdown. Raise UserError for another file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [*([found["base"]] if found["base"] else []), *found["models"]]
+        quality = json.loads(path.read_text(encoding="utf-8"))
+        rows = [*([quality["base"]] if quality["base"] else []), *quality["models"]]
         lines = ["| model | bits a weight | perplexity | KL divergence | same top token, % |", "| --- | --- | --- | --- | --- |"]
         for row in rows:
             figures = [_shown(row["statistics"].get(name), digits) for name, digits in ((PPL, 3), (KLD, 5), (SAME_TOP, 2))]
             lines.append(f"| {row['label']} | {row['bpw']:.2f} | {' | '.join(figures)} |")
-        scored = f"{found['chunks']} chunks of {found['ctx_size']} tokens of {found['text'].get('name', 'a text')}"
+        scored = f"{quality['chunks']} chunks of {quality['ctx_size']} tokens of {quality['text'].get('name', 'a text')}"
     except OSError as e:
         raise UserError(f"--quality: cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:

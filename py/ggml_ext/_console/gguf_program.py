@@ -1,4 +1,4 @@
-"""gguf's own programs, which know our types once the package is imported: their command lines and errors become ours."""
+"""Run gguf's programs with the package's command lines and errors. Importing the package teaches them its types."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .cli import Parser, add_common_options, run_command, writing_to_stdout
 
 
 def check_header(path: Path) -> None:
-    """UserError if a file is not sound: gguf's reader trusts the counts and sizes in it."""
+    """Raise UserError for a damaged file: gguf's reader trusts its counts and sizes."""
     with contextlib.suppress(BigEndianFile):  # which gguf reads
         GGUFFile(path)
 
 
 def run_editor(edit, argv: list[str] | None, prog: str) -> int:
-    """Exit code of a program of gguf that changes metadata, as run_command() has it. edit: runs it."""
+    """Run a program of gguf that changes metadata, and return the exit code of run_command(). edit: runs the program."""
     args, way_out = argparse.Namespace(), "run it with its output open"
 
     def run() -> None:
@@ -35,7 +35,7 @@ def run_editor(edit, argv: list[str] | None, prog: str) -> int:
                 raise UserError("there is nobody to ask whether to go on: pass --force") from e
             except OSError as e:
                 raise UserError(f"{e.filename or 'cannot write'}: {e.strerror or e}") from e
-            except (ValueError, LookupError, OverflowError) as e:  # of values that are none
+            except (ValueError, LookupError, OverflowError) as e:  # a value does not fit its key
                 raise UserError(" ".join(str(e.args[0] if e.args else e).split())) from e
 
     return run_command(run, lambda: "nothing was changed", way_out, args=args)

@@ -1,73 +1,90 @@
-"""The commands: from their arguments to the exit code, and what several of them share."""
+"""From a command's arguments to its exit code."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 from .._base.encoding import to_json
+from .._base.errors import UserError
+from .._base.option import option
 from .._base.text import terminal_width
-from .cli import add_common_options, add_device_options, add_threads_option, print_text, run_command
-from .terminal import FORMATS, Terminal
-
-Options = TypeVar("Options")
-
-
-def options_of(kind: type[Options], args: argparse.Namespace) -> Options:
-    """The fields of a dataclass of options, from the arguments of the same names."""
-    return kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+from .arguments import from_namespace
+from .cli import Parser, print_text, run_command
+from .terminal import FORMATS, FormatOptions, Terminal
 
 
 def run_program(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Terminal], object], argv: list[str] | None, way_out: str,
-    format: str = FORMATS[0],
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Terminal], object], argv: list[str] | None, way_out: str
 ) -> int:
-    """Exit code, as run_command() has it. way_out: what to do if standard output cannot be written; format: of the line about a bad
-    command line."""
+    """Run a command that writes a model.
+
+    Args:
+        parser: the parser of its command line.
+        run: the command, with the parsed arguments.
+        argv: the words of the command line; None for the process's.
+        way_out: what to do if standard output cannot be written.
+
+    Returns:
+        The exit code, as run_command() has it.
+    """
     args = argparse.Namespace(output=None)
-    terminal = Terminal(way_out, format)
+    terminal = Terminal(way_out, format=find_format(argv) if parser.get_default("log_format") else FORMATS[0])
 
     def parse_and_run() -> None:
         nonlocal terminal
         parser.parse_intermixed_args(argv, args)  # OUT may stand after options
-        terminal = Terminal(way_out, getattr(args, "log_format", format), args.quiet, not args.summary, args.progress)
+        options = from_namespace(FormatOptions, args)
+        terminal = Terminal(way_out, options.log_format, quiet=options.quiet, details=not options.summary, progress=options.progress)
         run(args, terminal)
 
     def stopped() -> str:
         is_out_alone = getattr(args, "hf_repo", None) is not None and args.output is None
         return f"{args.input if is_out_alone else args.output} was not written"
 
-    return run_command(parse_and_run, stopped, way_out, lambda *said: terminal.error(*said), args)
+    return run_command(parse_and_run, stopped, way_out, lambda text, trace: terminal.error(text, trace), args)
 
 
-class Measured(Protocol):
-    """What a command found that measures."""
+def find_format(argv: list[str] | None) -> str:
+    """The --log-format of a command line that may be wrong elsewhere; the default where it is wrong itself."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--log-format", action="append", default=[])
+    try:
+        formats = parser.parse_known_args(argv)[0].log_format
+    except UserError:
+        formats = []
+    return next((f for f in reversed(formats) if f in FORMATS), FORMATS[0])
+
+
+class Measurement(Protocol):
+    """The result of a command that measures."""
 
     def lines(self, width: int) -> list[str]: ...
 
     def record(self) -> dict: ...
 
 
-def add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """Of commands that run models and print what they found; --json is theirs, in the place that suits their flags."""
-    add_threads_option(parser)
-    add_device_options(parser)
-    parser.add_argument("--progress", action="store_true", help="show the progress bars even if stderr is no terminal")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print the tables, errors and warnings only")
-    add_common_options(parser)
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """What a command prints that runs models."""
+
+    json: bool = option(False, help="print one JSON object instead of tables")
+    progress: bool = option(False, help="show the progress bars even if stderr is not a terminal")
+    quiet: bool = option(False, short="-q", help="print tables, errors and warnings only")
 
 
 def run_measuring(
-    parser: Callable[[], argparse.ArgumentParser], measure: Callable[[argparse.Namespace, Terminal], Measured], argv: list[str] | None, stopped: str
+    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace, Terminal], Measurement], argv: list[str] | None, stopped: str
 ) -> int:
-    """Exit code, as run_command() has it. measure: its result is printed, with --json as one object. stopped: what to say of an interrupt."""
+    """Run a command that measures models, and print its result. stopped: what to say of an interrupt."""
     args, way_out = argparse.Namespace(), "pass it to a program that reads it all"
 
     def run() -> None:
-        parser().parse_intermixed_args(argv, args)
-        found = measure(args, Terminal(way_out, quiet=args.quiet, progress=args.progress))
-        print_text(to_json(found.record(), 1) if args.json else "\n".join(found.lines(terminal_width())), way_out)
+        parser.parse_intermixed_args(argv, args)
+        options = from_namespace(MeasuringOptions, args)
+        result = measure(args, Terminal(way_out, quiet=options.quiet, progress=options.progress))
+        print_text(to_json(result.record(), 1) if options.json else "\n".join(result.lines(terminal_width())), way_out)
 
     return run_command(run, lambda: stopped, way_out, args=args)

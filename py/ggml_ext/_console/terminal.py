@@ -1,32 +1,57 @@
-"""What the programs say on both streams: lines for people, or with --log-format json one JSON object a line."""
+"""Messages on both streams: text, or one JSON object per line with --log-format json."""
 
 from __future__ import annotations
 
 import datetime
 import sys
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from .._base.console import Bar, Console
 from .._base.encoding import escape_for, to_json
+from .._base.option import option
 from .cli import print_text
 
 FORMATS = ("text", "json")
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuietOptions:
+    """How much a command says that is soon done."""
+
+    quiet: bool = option(False, short="-q", help="print errors and warnings only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminalOptions:
+    """How much a command says that writes a model."""
+
+    progress: bool = option(False, help="show the progress bar even if stderr is not a terminal")
+    summary: bool = option(False, help="print warnings and the summary, without a line per tensor")
+    quiet: bool = option(False, short="-q", help="print errors and warnings only, without those about fallbacks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions(TerminalOptions):
+    """The same, and the form of the lines."""
+
+    log_format: str = option(FORMATS[0], choices=FORMATS, help="json: one JSON object per line on both streams (default: text)")
+
+
 class Terminal(Console):
-    """Notes, warnings and errors go to standard error, reports to standard output. format: one of FORMATS."""
+    """A console that prints notes, warnings and errors to standard error and reports to standard output."""
 
     is_terminal = True
 
     def __init__(self, way_out: str, format: str = FORMATS[0], quiet: bool = False, details: bool = True, progress: bool = False):
-        """way_out: what to do if standard output cannot be written; progress: bars even where standard error is no terminal."""
+        """format: of FORMATS; way_out: what to do if writing fails; progress: show bars even if standard error is not a terminal."""
         super().__init__()
         self.is_json, self.quiet, self.details, self._way_out = format == "json", quiet, details and not quiet, way_out
         self._shows_bars = not (quiet or self.is_json) and sys.stderr is not None and (progress or sys.stderr.isatty())
 
     def error(self, text: str, trace: str | None = None) -> None:
-        """trace: the traceback, to stand above the line or in the object."""
+        """Print an error. trace: its traceback, above the line or in the object."""
         self.tell("error", text, trace)
 
     def tell(self, kind: str, text: str, trace: str | None = None) -> None:

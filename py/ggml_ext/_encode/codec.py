@@ -20,7 +20,6 @@ from .._base.types import TYPES
 from .._formats.gguf_file import Tensor
 from .._formats.hessians import TensorHessian
 from .._formats.imatrix import apply_floor
-from .._native import library
 from .._native.library import Library, Metric, NotPositiveDefinite
 from .._plan.plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES
 from ..quants import _metric
@@ -364,34 +363,3 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
             f"tensor with --tensor-type '{re.escape(tensor.name)}=f32'"
         )
     raise BadWeights(f"{where} is {value}: the model is damaged; convert it again from a good source")
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """What is asked of the encoders; the fields as in Codec. which: of ENCODERS."""
-
-    which: str = ENCODERS[0]
-    itq3_levels: int = 8
-    ditto_codebook: str = CODEBOOKS[0]
-    effort: str = "normal"
-
-    def check(self) -> None:
-        """UserError naming the flag."""
-        if self.itq3_levels not in (3, 8):
-            raise UserError(f"--itq3-levels: got {self.itq3_levels}, must be 8 or 3")
-        if self.ditto_codebook not in CODEBOOKS:
-            raise UserError(f"--ditto-codebook: got {self.ditto_codebook!r}, must be {' or '.join(CODEBOOKS)}")
-        if self.effort not in EFFORTS:
-            raise UserError(f"--effort: got {self.effort!r}, must be {', '.join(EFFORTS)}")
-        if self.which not in ENCODERS:
-            raise UserError(f"--encoder: got {self.which!r}, must be {', '.join(ENCODERS)}")
-
-    def load(self, n_threads: int) -> Codec:
-        """n_threads: as of Codec. UserError if the library is asked for and is not there."""
-        lib = None if self.which == "numpy" else library.load()
-        if lib is None and self.which == "c":
-            raise UserError(
-                "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
-                "leave out --encoder"
-            )
-        return Codec(lib, self.itq3_levels, self.ditto_codebook, self.effort, n_threads)

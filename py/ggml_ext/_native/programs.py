@@ -51,12 +51,6 @@ def require_tool(name: str) -> Path:
     return path
 
 
-def device_options(n_gpu_layers: str | None, device: str | None, rpc: str | None) -> tuple[str, ...]:
-    """Return the options of llama.cpp's programs for the devices to use."""
-    options = {"-ngl": n_gpu_layers, "--device": device, "--rpc": rpc}
-    return tuple(word for flag, value in options.items() if value is not None for word in (flag, str(value)))
-
-
 def tool_path(name: str) -> Path:
     """Return the path of a program. SystemExit with one line if it is missing."""
     try:

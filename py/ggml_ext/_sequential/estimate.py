@@ -9,8 +9,9 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
-from .._calibration.calibration import Calibration, Wanted, make_run
+from .._calibration.calibration import Calibration, make_run
 from .._calibration.cost import Model
+from .._calibration.options import CalibrationOptions
 from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import ENOUGH_TOKENS
@@ -26,7 +27,7 @@ GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
 PROGRAM = "ggml-ext-streams"
 
 
-def make_propagation(wanted: Wanted, file: GGUFFile, folder: Path | None, n_threads: int, console: Console) -> Run:
+def make_propagation(wanted: CalibrationOptions, file: GGUFFile, folder: Path | None, n_threads: int, console: Console) -> Run:
     """folder: of OUT, None for a dry run. UserError where the text does not serve, the program is missing, or memory is too little."""
     program = find_tool(PROGRAM)
     if program is None:

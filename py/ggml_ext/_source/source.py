@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
+from .._base.option import option
 from .._formats.gguf_file import GGUFFile
 from .._formats.split import model_stem, open_model, part_names
 from .._output.parts import UNFINISHED
@@ -20,34 +21,32 @@ from . import hub
 from .checkpoint import AS_STORED, convert_checkpoint
 
 
-@dataclass(frozen=True)
-class Source:
-    """The source of a model.
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """Where the model comes from. outtype: the type that a checkpoint is converted to; allow_requantize: as in TypeOptions."""
 
-    Attributes:
-        path: a GGUF file or a checkpoint's directory; None with hf_repo.
-        hf_repo: ORG/NAME of a repository on the hub; hf_file, revision and hf_token belong to it.
-        keep_gguf: path under which the GGUF file of a converted checkpoint is kept.
-        outtype: type of the converted weights.
-        allow_requantize: accept checkpoints with quantized weights.
-    """
-
-    path: Path | None
-    hf_repo: str | None = None
-    hf_file: str | None = None
-    revision: str | None = None
-    hf_token: str | None = None
-    keep_gguf: Path | None = None
+    path: Path | None = option(
+        None, flag="input", is_positional=True, metavar="IN", help="GGUF model in F32, F16, BF16 or Q8_0, or the directory of a Hugging Face checkpoint"
+    )
+    hf_repo: str | None = option(None, metavar="ORG/NAME", help="model on the Hugging Face hub, in place of IN")
+    hf_file: str | None = option(
+        None, metavar="FILE", help="GGUF file of --hf-repo, or its first part (default: BF16 or F16, else the safetensors)"
+    )
+    revision: str | None = option(None, metavar="NAME", help="branch, tag or commit of --hf-repo (default: main)")
+    hf_token: str | None = option(
+        None, metavar="TOKEN", in_command=False, help="access token for --hf-repo and --upload (default: HF_TOKEN, or the client's login)"
+    )
+    keep_gguf: Path | None = option(None, metavar="FILE", in_command=False, help="save the GGUF file that a checkpoint is converted to")
     outtype: str = AS_STORED
     allow_requantize: bool = False
 
-    def check(self) -> None:
-        """Raise UserError for options that contradict each other."""
+    def check(self, is_uploading: bool) -> None:
+        """Raise UserError for options that do not go together. is_uploading: the token is for --upload too."""
         if self.hf_repo is not None:
             return
-        for flag in ("hf_file", "revision", "hf_token"):
-            if getattr(self, flag) is not None:
-                raise UserError(f"--{flag.replace('_', '-')} belongs to --hf-repo ORG/NAME, which is not given")
+        for flag, value in (("--hf-file", self.hf_file), ("--revision", self.revision), ("--hf-token", None if is_uploading else self.hf_token)):
+            if value is not None:
+                raise UserError(f"{flag} belongs to --hf-repo ORG/NAME, which is not given")
         if self.path is None:
             raise UserError("the following arguments are required: IN, or --hf-repo ORG/NAME; see --help")
         if self.keep_gguf is not None and os.path.isfile(self.path):
@@ -104,9 +103,9 @@ def check_keep_gguf(kept: Path | None, taken: Taken) -> Taken:
 
 
 @contextlib.contextmanager
-def open_source(source: Source, output: Path | None, console: Console) -> Iterator[GGUFFile]:
-    """Open the model, after downloading and converting it if necessary. output: OUT, None for a dry run. UserError if that fails."""
-    kept = source.keep_gguf
+def open_source(source: SourceOptions, output: Path | None, console: Console) -> Iterator[GGUFFile]:
+    """The model to quantize. output: None for a dry run. UserError for everything that the user can change."""
+    path, name, kept = source.path, None, source.keep_gguf
     if source.hf_repo is not None:
         path = hub.fetch_model(hub.Repo(source.hf_repo, source.revision, source.hf_token), source.hf_file, source.allow_requantize, console)
         name = source.repo_name

@@ -1,0 +1,43 @@
+"""Options of the encoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._base.errors import UserError
+from .._base.option import option
+from .._base.types import WEIGHT_TYPES
+from .._native import library
+from .codec import CODEBOOKS, EFFORTS, ENCODERS, Codec
+
+TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """How weights become codes."""
+
+    itq3_levels: int = option(
+        8, choices=(8, 3), record=1, record_for=["itq3_s"], help="itq3_s: number of levels; 3 is the paper's ternary (default: 8)"
+    )
+    ditto_codebook: str = option(
+        CODEBOOKS[0], choices=CODEBOOKS, record=2, record_for=["ditto3"],
+        help="ditto3: a codebook per block, as llama-quantize writes, or the paper's one per tensor (default: block)",
+    )
+    effort: str = option(
+        "normal", choices=tuple(EFFORTS), record=3, record_for=TRELLIS_TYPES,
+        help="scale candidates per block of itq*_t: 1, 2 to 6, or 6 and finer error feedback; best adds --propagate (default: normal)",
+    )
+    encoder: str = option(
+        ENCODERS[0], choices=ENCODERS, in_command=False, help="implementation of the encoders; auto: c, else numpy; the bytes are the same (default: auto)"
+    )
+
+    def load(self, n_threads: int) -> Codec:
+        """Make the codec, for so many threads. Raise UserError if --encoder c asks for a library that is missing."""
+        lib = None if self.encoder == "numpy" else library.load()
+        if lib is None and self.encoder == "c":
+            raise UserError(
+                "--encoder c: the library was not built with this package: reinstall ggml-ext with a C compiler, or "
+                "leave out --encoder"
+            )
+        return Codec(lib, self.itq3_levels, self.ditto_codebook, self.effort, n_threads=n_threads)
