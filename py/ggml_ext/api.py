@@ -19,10 +19,10 @@ from ._commands.exporting import ExportOptions, ExportSettings, export
 from ._commands.inspecting import InspectOptions, draw_picture, inspect
 from ._commands.options import QuantizeOptions
 from ._commands.quantizing import quantize
-from ._commands.result import Result, TensorResult
 from ._commands.settings import Settings
 from ._report.findings import Finding, Inspection
 from ._report.quality import Evaluation
+from ._report.results import Result, TensorResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

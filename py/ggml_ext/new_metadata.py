@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ._base.files import write_atomically
 from ._console.gguf_program import check_header, run_editor
-from ._output.paths import Taken, check_output
+from ._formats.reserved_paths import ReservedPaths, reserve_output
 
 
 def copy() -> None:
@@ -28,7 +28,7 @@ def copy() -> None:
         return reader(path, mode)
 
     def open_writer(path: Path, **kwargs: Any) -> gguf.GGUFWriter:
-        check_output(Taken({source: "IN"}), path, force=True)  # gguf's program has asked the user
+        reserve_output(ReservedPaths({source: "IN"}), path, force=True)  # gguf's program has asked the user
         return writer(stack.enter_context(write_atomically(path)), **kwargs)
 
     def open_bar(**kwargs: Any) -> tqdm:

@@ -19,7 +19,7 @@ ROOT_PACKAGE = Path(__file__).resolve().parents[2] / "py" / "ggml_ext"
 COMMANDS = "commands"
 # from the bottom layer to the top
 PACKAGES = (
-    "_base", "quants", "_formats", "_native", "_evaluation", "_plan", "_encode", "_calibration", "_sequential", "_allocation", "_output", "_source", "_report",
+    "_base", "quants", "_formats", "_native", "_evaluation", "_plan", "_encode", "_calibration", "_sequential", "_allocation", "_source", "_output", "_report",
     "_commands", "_console", COMMANDS,
 )
 BUILT = ("bin", "convert", "data")  # added by a build

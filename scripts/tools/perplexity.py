@@ -33,8 +33,8 @@ from ggml_ext._base.threads import usable_cores
 from ggml_ext._calibration import calibration
 from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
+from ggml_ext._formats.tensor_types import uses_metric
 from ggml_ext._native.programs import native_folder
-from ggml_ext._plan.plan import uses_metric
 from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
     IMPORTANCE,

@@ -23,8 +23,9 @@ import numpy as np
 import ggml_ext  # noqa: F401  teaches gguf our types
 from ggml_ext._console.cli import run_script
 from ggml_ext._formats.gguf_file import Tensor
+from ggml_ext._formats.tensor_types import parse_type
 from ggml_ext._native import library
-from ggml_ext._plan.plan import Fallback, fit_to_row, parse_type
+from ggml_ext._plan.plan import Fallback, fit_to_row
 
 ROOT = Path(__file__).resolve().parents[2]
 # embedding, feed-forward (of an expert), head size, heads, key-value heads, experts, experts of a token

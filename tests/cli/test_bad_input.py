@@ -326,7 +326,7 @@ def test_no_space_before_writing(tmp_path, monkeypatch, capsys):
     if prefix := own_mount_namespace():
         script = f'mount -t tmpfs -o size=64k tmpfs "{tmp_path}/disk"; shift 0; "$@"; code=$?; ls -A "{tmp_path}/disk"; exit $code'
         result = subprocess.run([*prefix, script, "sh", *quantize_command(*args)], capture_output=True, text=True)
-        check_error(result, "no space left on device", "out.gguf needs 0.39 MiB", "0.06 MiB free")
+        check_error(result, "no space left on device", "out.gguf needs 0.39 MiB", "0.06 MiB are free")
         assert result.stdout == ""  # ls: nothing left
     else:
         fill_disk(monkeypatch, 65536)

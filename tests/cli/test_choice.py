@@ -24,7 +24,7 @@ def test_sensitivities_are_measured_and_types_follow_them(fresh):
     out, _ = folder.run("--target-bpw", "4", "--report", folder.path / "report.json")
     assert bits_in_all(folder.out) <= 4
     kept = json.loads(folder.kept.read_text())
-    parts = [(sensitivity.Probed(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
+    parts = [(sensitivity.ProbedPart(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
     found = sensitivity.fit(sensitivity.usual(FREE), kept["probe_errors"], parts)
     # the copies are floats of 16 bits, which changes errors of 0.06 by 2^-11 at most and the costs, printed with 9 digits, by less
     assert found == pytest.approx(COSTS, rel=1e-3)
@@ -161,8 +161,8 @@ def test_the_end_of_a_text():
 def test_costs_that_are_measured_as_less_than_nothing():
     """Sensitivities of layers stay positive and within what the classes cost."""
     names = [f"blk.{i}.ffn_up.weight" for i in range(3)]
-    parts = [(sensitivity.Probed("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
-    parts += [(sensitivity.Probed(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
+    parts = [(sensitivity.ProbedPart("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
+    parts += [(sensitivity.ProbedPart(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
     found = sensitivity.fit(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
     total = sum(0.07 * s for s in found.values())
     assert abs(total - 1e-5) < 1e-9 and min(found.values()) > 1e-8 and max(found.values()) < 1e-5 / 0.07 * 1.001

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ggml_ext._allocation import inquiry, sensitivity
 from ggml_ext._allocation import kept as results
+from ggml_ext._allocation import sensitivity
+from ggml_ext._allocation.error_measurement import ErrorMeasurement
 from ggml_ext._base.signals import StopRequest
 from helpers import choosing
 from helpers.choosing import ALL_ANEW, FREE, LAYERS, SHAPES, bits_in_all
@@ -79,7 +80,7 @@ def test_costs_below_nothing_and_errors_without_end_are_used(folder, measured):
 
 
 def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
-    folder, sample, done = fresh, inquiry.Inquiry._sample_error, []
+    folder, sample, done = fresh, ErrorMeasurement._measure_sample, []
 
     def stop(self, tensor, *others):
         if tensor.name == FREE[-1] and not done:
@@ -89,7 +90,7 @@ def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
         return sample(self, tensor, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(inquiry.Inquiry, "_sample_error", stop)
+        patch.setattr(ErrorMeasurement, "_measure_sample", stop)
         _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual", code=128 + signal.SIGTERM)
     assert "error: interrupted" in err
     kept = json.loads(folder.kept.read_text())["errors"]
@@ -105,9 +106,10 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from ggml_ext import quantize
-from ggml_ext._allocation import inquiry, sensitivity
+from ggml_ext._allocation import error_measurement, sensitivity
+from ggml_ext._allocation.error_measurement import ErrorMeasurement
 tensors, parts = set(), []
-sample, kld = inquiry.Inquiry._sample_error, sensitivity.Probe._kld
+sample, kld = ErrorMeasurement._measure_sample, sensitivity.Probe._kld
 def note(done, limit):
     if len(done) == limit:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -119,8 +121,8 @@ def measure(self, *args):
     parts.append(args)
     note(parts, 4)
     return kld(self, *args)
-inquiry.find_tool = lambda name: Path(sys.argv[1])
-inquiry.Inquiry._sample_error, sensitivity.Probe._kld = sample_error, measure
+error_measurement.find_tool = lambda name: Path(sys.argv[1])
+ErrorMeasurement._measure_sample, sensitivity.Probe._kld = sample_error, measure
 sys.exit(quantize.main(sys.argv[2:]))
 """
 
@@ -197,7 +199,7 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
         written.append(now[0])
         now[0] += 1.0
 
-    keeper = results.Keeper(SimpleNamespace(write=write), tmp_path / "x.choice.json")
+    keeper = results.RecordWriter(SimpleNamespace(write=write), tmp_path / "x.choice.json")
     monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
     for _ in range(1000):
         keeper.write_now_and_then()
@@ -208,7 +210,7 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
 def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):
     """The second writes while the first does; what the last one kept is whole."""
     path, pid = fresh.kept, os.getpid()
-    first, second = (results.Kept({"by": n}) for n in (1, 2))
+    first, second = (results.ChoiceRecord({"by": n}) for n in (1, 2))
     open_file = results.open_file
 
     def open_and_be_overtaken(part):
@@ -216,7 +218,7 @@ def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):
         found = open_file(part)
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         second.write(path)
-        assert results.Kept.read(path, {"by": 2}) == second
+        assert results.ChoiceRecord.read(path, {"by": 2}) == second
         monkeypatch.setattr(os, "getpid", lambda: pid)
         return found
 

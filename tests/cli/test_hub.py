@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ggml_ext._base import files as base_files
 from ggml_ext._base.errors import UserError
 from ggml_ext._source import hub as _hub
 from helpers.commands import tool
@@ -199,8 +200,8 @@ def test_checksum_that_does_not_match(client, content):
 def test_no_space_for_the_download(monkeypatch):
     file = SimpleNamespace(rfilename=FILE, size=3 * 2**20, lfs=None, blob_id=None)
     cache = _hub._Cache(_hub.Repo(REPO, None, None), "0" * 40, {FILE: file}, print)
-    monkeypatch.setattr(_hub, "free_space", lambda path: 2 * 2**20)
-    with pytest.raises(UserError, match="needs 3 MiB in .*, which has 2 MiB free: free some space"):
+    monkeypatch.setattr(base_files, "free_space", lambda path: 2 * 2**20)
+    with pytest.raises(UserError, match="needs 3.00 MiB in .*, 2.00 MiB are free in .*; free some space"):
         cache.download([FILE])
 
 

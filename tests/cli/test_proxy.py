@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ggml_ext._base import files as base_files
 from ggml_ext._base.units import GIB
 from ggml_ext._calibration import proxy
 from helpers.calibration_folder import MATRICES, folder  # noqa: F401
@@ -85,7 +86,7 @@ def test_a_dry_run_makes_nothing(folder, quantizer):  # noqa: F811
 
 
 def test_no_room(folder, quantizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(proxy, "free_space", lambda folder: 1000)
+    monkeypatch.setattr(base_files, "free_space", lambda folder: 1000)
     before = files(folder.out.parent)
     _, err = folder.run("--calibrate-with", "q8_0", code=1)
     assert "no space left on device" in err and "--calibrate-with source" in err and files(folder.out.parent) == before

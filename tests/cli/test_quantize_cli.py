@@ -12,8 +12,8 @@ import pytest
 import ggml_ext
 from ggml_ext._encode import codec
 from ggml_ext._formats import gguf_file
-from ggml_ext._output import writer as _writer
-from ggml_ext._plan import plan
+from ggml_ext._formats.chunks import row_chunks
+from ggml_ext._formats.tensor_types import TARGET_TYPES
 from ggml_ext.quants import itq3_s
 from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import gaussian, read_tensors, write_gguf
@@ -60,7 +60,7 @@ def decoded(tensor):
 def test_chunks_of_rows(ne, n):
     """All rows in order, whole groups of 16, and a power of two of equal parts where chunks would be few."""
     tensor = gguf_file.Tensor("name", ne, 0, 0, 0)
-    chunks = list(_writer.row_chunks(tensor))
+    chunks = list(row_chunks(tensor))
     assert len(chunks) == n
     assert [first for first, _ in chunks] == np.cumsum([0, *(rows for _, rows in chunks[:-1])]).tolist()
     assert sum(rows for _, rows in chunks) == ne[1]
@@ -342,7 +342,7 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
 
 def test_every_type_name_of_the_library_is_known(lib):
     """A stock type of ours must be one that the library can make with the size that gguf knows."""
-    for qtype in plan.TARGET_TYPES.values():
+    for qtype in TARGET_TYPES.values():
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         assert lib.row_bytes(int(qtype), 4 * block_size) == 4 * block_bytes, qtype.name
 

@@ -76,7 +76,7 @@ def test_verify_finds_what_the_disk_changed(lib, source, tmp_path, capsys, monke
         flip(self.parts[0].partial, position)
 
     monkeypatch.setattr(Output, "complete", damage)
-    monkeypatch.setattr(verify, "same", lambda a, b: True)  # the bytes alone
+    monkeypatch.setattr(verify, "is_same", lambda a, b: True)  # the bytes alone
     before = files(tmp_path)
     parts = ("--verify", part, "differs from what was written")
     run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=parts)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ggml_ext._encode.accuracy import NAMES_KEY, VALUES_KEY, Accuracy, read_epsilons
-from ggml_ext._encode.codec import Codec, Guide
+from ggml_ext._encode.codec import Codec
+from ggml_ext._encode.tensor_calibration import TensorCalibration
 from ggml_ext._formats import gguf_file
 from ggml_ext.quants import ditto3
 from helpers.commands import quantize, run_quantize, tool
@@ -55,10 +56,10 @@ def inputs(draw, n: int) -> np.ndarray:
 def encode(codec: Codec, w: np.ndarray, importance: np.ndarray | None) -> tuple[np.ndarray, Accuracy]:
     """Blocks and accuracy, as the quantizer makes them."""
     tensor = gguf_file.Tensor("w", w.shape[::-1], gguf.GGMLQuantizationType.F32, 0, w.nbytes)
-    guide = Guide(importance)
+    calibration = TensorCalibration(importance)
     if codec.needs_codebook(tensor, DITTO3):
-        guide = Guide(importance, codec.codebook([(0, w)], tensor, guide))
-    return codec.convert(w.view(np.uint8), tensor, 0, DITTO3, guide)
+        calibration = TensorCalibration(importance, codec.codebook([(0, w)], tensor, calibration))
+    return codec.convert(w.view(np.uint8), tensor, 0, DITTO3, calibration)
 
 
 @pytest.mark.parametrize("codebook", ["block", "tensor"])

@@ -10,8 +10,9 @@ import pytest
 from ggml_ext import quants
 from ggml_ext._base.errors import UserError
 from ggml_ext._encode import codec
+from ggml_ext._encode.tensor_calibration import TensorCalibration
 from ggml_ext._formats import gguf_file, imatrix
-from ggml_ext._plan.plan import TARGET_TYPES
+from ggml_ext._formats.tensor_types import TARGET_TYPES
 from helpers.commands import quantize, run_quantize
 from helpers.errors import check_error, files, quantize_error
 from helpers.importances import (
@@ -135,7 +136,7 @@ def test_encoders_that_overflow_are_named(lib):
     importance = (10.0 ** np.random.default_rng(11).uniform(-38, 38, (1, 512))).astype(np.float32)
     tensor = gguf_file.Tensor(UP, (512, 4), gguf.GGMLQuantizationType.F32, 0, rows.nbytes)
     with pytest.raises(UserError, match=f"{UP}: rows 8 to 11 are not finite as iq4_nl"):
-        codec.Codec(lib).convert(rows.view(np.uint8), tensor, 8, gguf.GGMLQuantizationType.IQ4_NL, codec.Guide(importance))
+        codec.Codec(lib).convert(rows.view(np.uint8), tensor, 8, gguf.GGMLQuantizationType.IQ4_NL, TensorCalibration(importance))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_ext import TYPES, WEIGHT_TYPES
+from ggml_ext._formats.tensor_types import parse_type
 from ggml_ext._native import library
-from ggml_ext._plan.plan import parse_type
 from ggml_ext.quants import SIGNS, reference
 from ggml_ext.quants._metric import Metric, positions
 from helpers.forms import SEED, correlated, cost, masked, triangles

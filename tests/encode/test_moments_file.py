@@ -13,6 +13,7 @@ from ggml_ext._base.errors import UserError
 from ggml_ext._calibration.importance import open_importance
 from ggml_ext._encode import codec
 from ggml_ext._encode.accuracy import Accuracy
+from ggml_ext._encode.tensor_calibration import PerExpert, TensorCalibration
 from ggml_ext._formats import gguf_file, imatrix
 from ggml_ext._formats import hessians as _hessians
 from ggml_ext._formats.hessians import HessianFile, packed_size, quadratic_forms, token_warnings
@@ -229,7 +230,7 @@ def test_floor_changes_dead_columns_alone():
     found = imatrix.apply_floor(some)
     np.testing.assert_array_equal(imatrix.dead_columns(some), some != live)
     np.testing.assert_array_equal(found[some == live], live[some == live])
-    np.testing.assert_array_equal(codec.Guide(some).importances(1), found[1])
+    np.testing.assert_array_equal(TensorCalibration(some).importances(1), found[1])
     assert (found > 0).all() and (found[0, 256:300] == found[0, 299]).all() and (np.diff(imatrix.apply_floor(0 * live)) == 0).all()
 
 
@@ -244,7 +245,7 @@ def test_metrics_are_made_once_and_dropped():
             raise UserError("no")
         return object()
 
-    metrics = codec.PerExpert(make)
+    metrics = PerExpert(make)
 
     def get(expert):
         barrier.wait(10)
@@ -276,8 +277,8 @@ def codec_metric(tmp_path, lib, kind="block", effort="normal"):
     path, warnings = write_moments(tmp_path / "m.gguf", {UP: correlated(5000, 256)}, kind), []
     t = tensor(UP, 256, 8)
     found = moments_of(path, t)
-    guide = codec.Guide(moments=found, triangles=codec.PerExpert(found.triangles))
-    made = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, guide, 0, warnings.append)
+    calibration = TensorCalibration.from_hessian(None, found)
+    made = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, calibration, 0, warnings.append)
     return made, warnings
 
 
@@ -388,4 +389,4 @@ def test_moments_of_several_files(tmp_path):
     a = write_moments(tmp_path / "a.gguf", {UP: correlated(600, 256)}, "full")
     b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
     found = open_importance([a, b], "full")
-    assert set(found.moments.names()) == {UP, DOWN} and found.of(tensor(DOWN, 320, 8)).is_full
+    assert set(found.moments.names()) == {UP, DOWN} and found.hessian(tensor(DOWN, 320, 8)).is_full

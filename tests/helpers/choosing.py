@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ggml_ext import quantize as program
-from ggml_ext._allocation import inquiry, target
+from ggml_ext._allocation import error_measurement, target
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
 
 LAYERS = 4
@@ -40,7 +40,7 @@ class Folder:
         fake.chmod(0o755)
         for key, value in (("MODEL", self.model), ("COSTS", json.dumps(COSTS)), ("LOG", self.log)):
             monkeypatch.setenv(f"FAKE_PERPLEXITY_{key}", str(value))
-        monkeypatch.setattr(inquiry, "find_tool", lambda name: fake)
+        monkeypatch.setattr(error_measurement, "find_tool", lambda name: fake)
 
     def run(self, *flags, code=0, source=None):
         """Exit code checked; standard output and error."""

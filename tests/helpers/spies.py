@@ -17,9 +17,9 @@ class Spy:
             self.metrics.append((type_id, n_per_row, whole, moments.copy()))
             return len(self.metrics) - 1
 
-        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, passes=0, metric=None, sweeps=0):
+        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, trellis_passes=0, metric=None, stock_sweeps=0):
             self.used.setdefault(type_id, []).append((metric, len(rows)))
-            return plain(self_, type_id, rows, levels, importance, codebook, passes)
+            return plain(self_, type_id, rows, levels, importance, codebook, trellis_passes)
 
         monkeypatch.setattr(library.Library, "metric", metric)
         monkeypatch.setattr(library.Library, "quantize", quantize)

@@ -129,10 +129,10 @@ def test_the_second_stream_is_that_of_the_file(small, text, tmp_path, monkeypatc
 
     def record(sums):
         seen.update({p.weight: np.einsum("eii->ei", sums.h) for p in sums.group.products})
-        return importances(sums)
+        return mean_squares(sums)
 
-    importances = layers.importances
-    monkeypatch.setattr(layers, "importances", record)
+    mean_squares = layers.mean_squares
+    monkeypatch.setattr(layers, "mean_squares", record)
     out = tmp_path / "out.gguf"
     propagated(small, out, text)
     wanted = sums_of_squares(out, text, 512, tmp_path)
@@ -145,9 +145,9 @@ def test_rows_make_up_for_each_other(small, text, tmp_path, monkeypatch):
     """All of the layers' matrices but those of experts, whose rows stand alone; as many tokens as gradients were found of."""
     fed, tokens = [], []
 
-    def record(weights, *args):
+    def record(weights, *args, **options):
         fed.append(weights.shape)
-        return encode_fed(weights, *args)
+        return encode_fed(weights, *args, **options)
 
     def note(g, n_tokens):
         tokens.append(n_tokens)

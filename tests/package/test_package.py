@@ -18,8 +18,8 @@ import pytest
 import ggml_ext
 import wheel
 from ggml_ext._base.errors import UserError
+from ggml_ext._formats.tensor_types import IMATRIX_TYPES
 from ggml_ext._native import library, programs
-from ggml_ext._plan import plan
 from helpers.commands import tool
 from helpers.errors import own_mount_namespace
 from helpers.native import ROOT
@@ -176,4 +176,4 @@ def test_types_that_need_an_importance_matrix_agree_with_ggml(lib):
     requires = ctypes.CDLL(str(lib.path)).ggml_quantize_requires_imatrix
     requires.restype = ctypes.c_bool
     insists = {t for t in gguf.GGMLQuantizationType if requires(int(t))}
-    assert insists and insists <= set(plan.IMATRIX_TYPES)
+    assert insists and insists <= set(IMATRIX_TYPES)

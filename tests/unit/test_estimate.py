@@ -12,20 +12,18 @@ from ggml_ext._encode.codec import Codec
 from ggml_ext._encode.rate import Rate, measure
 from ggml_ext._formats.gguf_file import Tensor
 from ggml_ext._native import product
-from ggml_ext._plan.plan import Plan
+from ggml_ext._plan.plan import PlannedTensor, QuantizationPlan
 from helpers.commands import tool
 
 NAMES = ("ffn_down", "ffn_gate", "ffn_up", "attn_k", "attn_output", "attn_q", "attn_v")
 N = 4096
 
 
-def plan(importance: bool = True) -> Plan:
+def plan(importance: bool = True) -> QuantizationPlan:
     tensors = [Tensor(f"blk.{i}.{name}.weight", (N, N), T.F16, 0, 2 * N * N) for i in range(2) for name in NAMES]
     tensors.append(Tensor("token_embd.weight", (N, N), T.F16, 0, 2 * N * N))
-    made = Plan(tensors)
-    made.types = [T.ITQ3_T] * (len(tensors) - 1) + [T.Q6_K]
-    made.importance = {t.name for t in tensors[:-1]} if importance else set()
-    return made
+    planned = [PlannedTensor(t, T.ITQ3_T, T.ITQ3_T, uses_imatrix=importance) for t in tensors[:-1]]
+    return QuantizationPlan([*planned, PlannedTensor(tensors[-1], T.Q6_K, T.Q6_K)])
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def test_sum_over_a_plan(codec, monkeypatch, kind, known):
 
 def test_nothing_is_said_of_what_takes_seconds(codec):
     small = plan()
-    small.tensors, small.types = small.tensors[:2], small.types[:2]
+    small.tensors = small.tensors[:2]
     assert _estimate.estimate(small, codec, "block", 2) is None
     assert _estimate.estimate(plan(), Codec(None), "none", 2) is None  # numpy's encoders are not sampled
 

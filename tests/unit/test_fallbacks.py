@@ -274,9 +274,8 @@ def test_lines_of_large_models_fit_80_columns():
     f16, tensors = gguf.GGMLQuantizationType.F16, []
     for name, ne in (("token_embd.weight", (4096, 128256)), ("blk.31.ffn_gate_exps.weight", (4096, 14336, 8)), ("blk.31.attn_output.weight", (4096, 4096))):
         tensors.append(gguf_file.Tensor(name, ne, f16, 0, int(np.prod(ne)) * 2))
-    plan = _plan.Plan(tensors * 97)
-    for tensor in plan.tensors:
-        plan.add(tensor, gguf.GGMLQuantizationType.ITQ3_T, gguf.GGMLQuantizationType.ITQ3_T)
+    itq3_t = gguf.GGMLQuantizationType.ITQ3_T
+    plan = _plan.QuantizationPlan([_plan.PlannedTensor(t, itq3_t, itq3_t) for t in tensors * 97])
     lines = report.tensor_lines(plan, 80)
     assert lines[0] == "[  1/291] token_embd.weight         4096x128256  f16 -> itq3_t   1002 -> 192 MiB"
     assert lines[2] == "[  3/291] blk.31.attn_output.weight   4096x4096  f16 -> itq3_t  32.0 -> 6.12 MiB"

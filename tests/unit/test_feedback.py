@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, row_order, shrinkage
+from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, order_rows, shrinkage
 from ggml_ext._native.streams import ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import SINKS, RowSums
 
@@ -70,7 +70,7 @@ def test_order_of_rows():
     rng, n = np.random.default_rng(5), 2 * GROUP + 3
     root = rng.standard_normal((n, n))
     g = root @ root.T
-    order = list(row_order(g))
+    order = list(order_rows(g))
     assert sorted(order) == list(range(n))
     while order:
         last = order[(len(order) - 1) // GROUP * GROUP :]

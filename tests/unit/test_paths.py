@@ -9,8 +9,8 @@ import pytest
 
 from ggml_ext import export, quantize
 from ggml_ext._base.files import partial_path, write_atomically
-from ggml_ext._output import parts
-from ggml_ext._output.parts import Part, journal_of
+from ggml_ext._formats import reserved_paths
+from ggml_ext._output.parts import Part
 from helpers.commands import run_main
 from helpers.errors import check_error, files
 from helpers.importances import write_imatrix
@@ -127,5 +127,5 @@ def test_names_are_those_that_are_used(tmp_path):
     for path in (tmp_path / "out.gguf", tmp_path / ("x" * 240 + ".gguf")):
         with write_atomically(path) as part:
             part.touch()
-            names = [part, partial_path(path), journal_of(path), Part(path, 0, 1).replaced]
-        assert all(re.fullmatch(parts.UNFINISHED, p.name) for p in names) and not re.fullmatch(parts.UNFINISHED, path.name)
+            names = [part, partial_path(path), reserved_paths.journal_of(path), Part(path, 0, 1).replaced]
+        assert all(re.fullmatch(reserved_paths.UNFINISHED, p.name) for p in names) and not re.fullmatch(reserved_paths.UNFINISHED, path.name)

@@ -13,10 +13,12 @@ import pytest
 from ggml_ext import TYPES, WEIGHT_TYPES, quantize
 from ggml_ext._base.errors import UserError
 from ggml_ext._formats import gguf_file
+from ggml_ext._formats.tensor_types import TARGET_TYPES
 from ggml_ext._native import library
 from ggml_ext._plan import plan as _plan
 from ggml_ext._plan import rules as _rules
 from ggml_ext._plan.file_types import FILE_TYPES, STOCK_ALIASES, STOCK_FILES
+from ggml_ext._plan.planning import make_plan
 from helpers.commands import run_main, tool
 from helpers.errors import check_error
 from helpers.importances import types_in_log, write_imatrix
@@ -140,8 +142,8 @@ def test_every_architecture_gets_the_types_of_llama_quantize(rules, tmp_path):
         tensors = [t for t in tensors if (i % 2 or t.name != "output.weight") and (not n_expert or has_layer(t.name))]
         info = list(WEIGHT_TYPES.values())[i % 7]
         if expected := dry_run(path, arch, tensors, n_expert, info.name, kinds):
-            plan = _plan.make_plan(gguf_file.GGUFFile(path), _plan.Choices(FILE_TYPES[info.name]))
-            assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, info.name, n_expert)
+            plan = make_plan(gguf_file.GGUFFile(path), _plan.Choices(FILE_TYPES[info.name]))
+            assert {t.name: t.type.name.lower() for t in plan.tensors} == expected, (arch, info.name, n_expert)
             assert not plan.warnings
             compared.append(arch)
     print(f"{len(compared)} architectures compared")
@@ -169,8 +171,8 @@ def compare_stock(path, arch, name, kinds, n_layer, n_expert=0, tied=False, n_he
     expected = dry_run(path, arch, tensors, n_expert, name, kinds, options, block_count=n_layer, attention__head_count=n_head)
     if expected:
         choices = _plan.Choices(FILE_TYPES[name], overrides=tuple(map(_plan.Override.parse, overrides)))
-        plan = _plan.make_plan(gguf_file.GGUFFile(path), choices, imatrix is not None)
-        assert {t.name: q.name.lower() for t, q in zip(plan.tensors, plan.types)} == expected, (arch, name, n_layer, n_expert, n_head)
+        plan = make_plan(gguf_file.GGUFFile(path), choices, imatrix is not None)
+        assert {t.name: t.type.name.lower() for t in plan.tensors} == expected, (arch, name, n_layer, n_expert, n_head)
         assert not plan.warnings or name == "f16"  # which the file has already
     return bool(expected)
 
@@ -268,7 +270,7 @@ def test_stock_mixtures_need_the_library(monkeypatch):
 @pytest.mark.parametrize("n_per_row", [32, 64, 96, 100])
 def test_stock_types_fall_back_as_in_the_list(rules, n_per_row, monkeypatch):
     """The library is asked; the list without it says the same."""
-    block_of = {t: gguf.GGML_QUANT_SIZES[t][0] for t in _plan.TARGET_TYPES.values() if t.name.lower() not in TYPES}
+    block_of = {t: gguf.GGML_QUANT_SIZES[t][0] for t in TARGET_TYPES.values() if t.name.lower() not in TYPES}
     unfit = [t for t, block in block_of.items() if n_per_row % block]
     asked = [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
     monkeypatch.setattr(library, "load_rules", lambda: None)

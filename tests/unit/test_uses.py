@@ -5,9 +5,10 @@ import pytest
 
 from ggml_ext._base.errors import UserError
 from ggml_ext._formats.gguf_file import GGUFFile
-from ggml_ext._plan.effects import tell_options_without_effect
+from ggml_ext._plan.effects import report_options_without_effect
 from ggml_ext._plan.file_types import FILE_TYPES
-from ggml_ext._plan.plan import Choices, Override, make_plan
+from ggml_ext._plan.plan import Choices, Override
+from ggml_ext._plan.planning import make_plan
 from ggml_ext._plan.uses import PRODUCT, ROWS, Uses, n_layers_run
 from helpers.commands import run_quantize
 from helpers.errors import check_error
@@ -34,8 +35,8 @@ def choices(name="itq2_t", *overrides, **more):
 
 def types(file, asked, uses):
     plan = make_plan(file, asked, uses=uses)
-    tell_options_without_effect(plan, asked)
-    return {t.name: q.name.lower() for t, q in zip(file.tensors, plan.types, strict=True)}, plan
+    report_options_without_effect(plan, asked)
+    return {t.name: t.type.name.lower() for t in plan.tensors}, plan
 
 
 @pytest.mark.parametrize("name", ["itq2_t", "iq2_xs"])
@@ -45,7 +46,7 @@ def test_what_no_calibration_sees_has_a_floor_or_stays(lib, tmp_path, name):
     assert found[TABLE] == found["blk.0.ape.weight"] == found[HEAD] == "f16" and "f16" not in (found["token_embd.weight"], found["output.weight"])
     floor, *kept = plan.notes
     assert floor.startswith("2 tensors in 2 classes, which the model does not run on text") and floor.endswith(f"blk.1.attn_q.weight, {EH}")
-    assert len(kept) == 2 and plan.unseen == {"blk.1.attn_q.weight", EH}
+    assert len(kept) == 2 and {t.name for t in plan.tensors if t.is_unseen} == {"blk.1.attn_q.weight", EH}
 
 
 def test_layers_that_predict_tokens_are_known_by_the_metadata(lib, tmp_path):

@@ -1,4 +1,4 @@
-"""The matrices that a target chooses types for, and the types that each may get."""
+"""The matrices whose types allocation chooses, and the candidates for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._encode.codec import UNWEIGHTED_IN_NUMPY, Codec
 from .._formats.gguf_file import Tensor
-from .._plan.plan import IMATRIX_TYPES, OUTPUT, PER_LAYER_TOKEN_EMBD, SOURCE_TYPES, TOKEN_EMBD, Choices, Plan, fit_to_row
+from .._formats.tensor_types import IMATRIX_TYPES, SOURCE_TYPES
+from .._plan.plan import Choices, PlannedTensor, QuantizationPlan, deciding_option, fit_to_row
+from .._plan.rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 from .target import Target
 
 
@@ -19,64 +21,61 @@ from .target import Target
 class Item:
     """A weight matrix and the types that it may get."""
 
-    index: int  # in the plan
-    tensor: Tensor
+    planned: PlannedTensor
     types: list[GGMLQuantizationType]
-    is_named: bool = False  # by an option
+    is_named: bool = False  # an option names its type
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.planned.tensor
 
 
-def named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantizationType | None:
-    """The type that an option names for it. tied: the embeddings serve as the output matrix."""
+def find_named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantizationType | None:
+    """Return the type that an option names. tied: the embeddings serve as the output matrix, and take its option too."""
+    if option := deciding_option(tensor, choices):
+        return option[1]
     is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
-    by_pattern = next((o.type for o in choices.overrides if o.pattern.search(tensor.name)), None)
-    if is_embd and choices.token_embd is not None and not (tensor.name == PER_LAYER_TOKEN_EMBD and by_pattern is not None):
-        return choices.token_embd
-    if tensor.name == OUTPUT and choices.output is not None:
-        return choices.output
-    return choices.output if by_pattern is None and tied and is_embd else by_pattern
+    return choices.output if tied and is_embd else None
 
 
-def make_items(target: Target, plan: Plan, choices: Choices, codec: Codec) -> list[Item]:
-    """The matrices of a plan in which each that no option names has the type that stands for all."""
+def make_items(target: Target, plan: QuantizationPlan, choices: Choices, codec: Codec) -> list[Item]:
+    """List the matrices with the placeholder type, which no option names, and those whose type an option names."""
     tied = all(t.name != OUTPUT for t in plan.tensors)
     items = []
-    for i, (tensor, wanted, got) in enumerate(zip(plan.tensors, plan.wanted, plan.types, strict=True)):
-        named = named_type(tensor, choices, tied)
-        if named is not None and (wanted != tensor.type or got != tensor.type):
-            if named != wanted:  # the plan's embeddings do not follow the output
-                got = plan.wanted[i] = plan.types[i] = fit_to_row(tensor, named)
-            items += [Item(i, tensor, [got], True)] if got != tensor.type else []
-        elif wanted == choices.type:
-            keeps = [] if target.types_are_listed or tensor.type not in SOURCE_TYPES else [tensor.type]
-            items.append(Item(i, tensor, [*dict.fromkeys([*_fitting(tensor, target.types, codec), *keeps])]))
+    for t in plan.tensors:
+        named = find_named_type(t.tensor, choices, tied)
+        if named is not None and (t.requested != t.tensor.type or t.is_changed):
+            if named != t.requested:  # the plan's embeddings do not follow the output
+                t.set_type(fit_to_row(t.tensor, named))
+            items += [Item(t, [t.type], is_named=True)] if t.is_changed else []
+        elif t.requested == choices.type:
+            keeps = [] if target.types_are_listed or t.tensor.type not in SOURCE_TYPES else [t.tensor.type]
+            items.append(Item(t, [*dict.fromkeys([*_fit_types(t.tensor, target.types, codec), *keeps])]))
             if not items[-1].types:
-                raise _none_usable(tensor, target.types, f"with rows of {tensor.ne[0]}" if codec.lib else "with the numpy encoder")
+                reason = f"with rows of {t.tensor.ne[0]}" if codec.lib else "with the numpy encoder"
+                raise _none_usable(t.tensor, target.types, reason)
     return items
 
 
-def _none_usable(tensor: Tensor, types: Sequence[GGMLQuantizationType], why: str) -> UserError:
+def _none_usable(tensor: Tensor, types: Sequence[GGMLQuantizationType], reason: str) -> UserError:
     names = ", ".join(t.name.lower() for t in types)
-    return UserError(f"--target-types: tensor {tensor.name} can have none of {names} {why}: add a type, such as q8_0")
+    return UserError(f"--target-types: tensor {tensor.name} can have none of {names} {reason}: add a type, such as q8_0")
 
 
-def _fitting(tensor: Tensor, listed: Sequence[GGMLQuantizationType], codec: Codec) -> list[GGMLQuantizationType]:
-    found = []
-    for target in listed:
-        with contextlib.suppress(UserError):  # it fits no such row, and has no fallback that does
-            found.append(fit_to_row(tensor, target))
-    return [t for t in dict.fromkeys(found) if codec.can_encode(t)]
+def _fit_types(tensor: Tensor, types: Sequence[GGMLQuantizationType], codec: Codec) -> list[GGMLQuantizationType]:
+    fitting = []
+    for target in types:
+        with contextlib.suppress(UserError):  # neither it nor a fallback fits the rows
+            fitting.append(fit_to_row(tensor, target))
+    return [t for t in dict.fromkeys(fitting) if codec.can_encode(t)]
 
 
-def drop_unusable(items: list[Item], plan: Plan, codec: Codec) -> None:
-    """Leaves out what cannot be made with the importances that there are. UserError if that is all."""
+def drop_unusable(items: list[Item], codec: Codec) -> None:
+    """Drop the types that cannot be encoded with the imatrix or its lack. UserError if none is left."""
     for item in items:
-        weighted = item.tensor.name in plan.importance
-        usable = [
-            t
-            for t in item.types
-            if t == item.tensor.type
-            or not ((t in IMATRIX_TYPES and not weighted) or (weighted and codec.lib is None and t in UNWEIGHTED_IN_NUMPY))
-        ]
+        weighted = item.planned.uses_imatrix
+        unusable = UNWEIGHTED_IN_NUMPY if weighted and codec.lib is None else () if weighted else IMATRIX_TYPES
+        usable = [t for t in item.types if t == item.tensor.type or t not in unusable]
         if not usable:
             raise _none_usable(item.tensor, item.types, "with the numpy encoder" if weighted else "without an importance matrix")
         item.types = usable

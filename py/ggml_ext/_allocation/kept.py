@@ -1,4 +1,4 @@
-"""What was measured for a target, kept beside OUT as MODEL.choice.json for the next one."""
+"""Keep what was measured for a target next to OUT, as MODEL.choice.json, for the next one."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from pathlib import Path
 from .._base.errors import UserError
 from .._base.files import open_file, write_atomically
 from .._base.json import is_number, parse_json
-from .sensitivity import Measured, Probed
+from .sensitivity import MeasuredCosts, ProbedPart
 
 FORMAT = 1
-WRITING_SHARE = 0.05  # of the time in which errors are measured, for keeping them
+WRITING_SHARE = 0.05  # of the time in which errors are measured, to write them
 
 
-def _are_errors(found) -> bool:
-    """True for errors by name: finite, or infinite for zeros that are stored as anything else."""
-    return isinstance(found, dict) and all(v == math.inf or (is_number(v) and v >= 0) for v in found.values())
+def _are_errors(value: object) -> bool:
+    """Whether these are errors by name: finite, or infinite for zeros that are stored as anything else."""
+    return isinstance(value, dict) and all(v == math.inf or (is_number(v) and v >= 0) for v in value.values())
 
 
-def _is_cost(found, probe_errors: dict[str, float]) -> bool:
-    """True for a part's name, its tensors, whose errors are known, and its KL divergence."""
-    if not isinstance(found, list) or len(found) != 3:
+def _is_cost(value: object, probe_errors: dict[str, float]) -> bool:
+    """Whether this is a part's name, its tensors, whose errors are known, and its KL divergence."""
+    if not isinstance(value, list) or len(value) != 3:
         return False
-    name, tensors, cost = found
+    name, tensors, cost = value
     is_part = isinstance(name, str) and isinstance(tensors, list) and all(isinstance(t, str) and t in probe_errors for t in tensors)
     return is_part and is_number(cost)
 
 
 @dataclass
-class Kept:
+class ChoiceRecord:
     """Content of MODEL.choice.json."""
 
     made_from: dict
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor and type
-    text: dict = field(default_factory=dict)  # what the sensitivities were measured with
+    text: dict = field(default_factory=dict)  # that the sensitivities were measured with
     probe_errors: dict[str, float] = field(default_factory=dict)  # by tensor
     costs: list[list] = field(default_factory=list)  # name of a part, its tensors, its KL divergence
     format: int = FORMAT
 
     @classmethod
-    def read(cls, path: Path | None, made_from: dict) -> Kept:
-        """What is there of the same model, importances, options and version; empty if it is of others or cannot be read."""
+    def read(cls, path: Path | None, dependencies: dict) -> ChoiceRecord:
+        """Read the record of the same model, importances, options and version; else return an empty one."""
         try:
-            found = cls(**parse_json(path.read_text())) if path is not None else cls(made_from)
+            record = cls(**parse_json(path.read_text())) if path is not None else cls(dependencies)
         except (OSError, ValueError, TypeError):
-            return cls(made_from)
-        is_ours = (found.made_from, found.format) == (json.loads(json.dumps(made_from)), FORMAT)
-        return found if is_ours and found.is_sound() else cls(made_from)
+            return cls(dependencies)
+        is_same = (record.made_from, record.format) == (json.loads(json.dumps(dependencies)), FORMAT)
+        return record if is_same and record.is_sound() else cls(dependencies)
 
     def is_sound(self) -> bool:
-        """False if a value is of another kind than the program writes: the file may have been changed by anyone."""
+        """Whether all values are of the kinds that the program writes: anyone may have changed the file."""
         return (
             isinstance(self.text, dict)
             and isinstance(self.errors, dict)
@@ -63,6 +63,7 @@ class Kept:
         )
 
     def write(self, path: Path | None) -> None:
+        """Write the record, unless path is None. UserError if that fails."""
         if path is None:
             return
         try:
@@ -71,32 +72,32 @@ class Kept:
         except OSError as e:
             raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another folder") from e
 
-    def measured(self, used: dict) -> Measured:
-        """What errors cost, as far as it was measured with that text."""
-        if self.text != used:
-            return Measured()
-        return Measured(self.probe_errors, [(Probed(name, tuple(tensors)), cost) for name, tensors, cost in self.costs])
+    def costs_with(self, text: dict) -> MeasuredCosts:
+        """Return the costs of errors that were measured with that text."""
+        if self.text != text:
+            return MeasuredCosts()
+        return MeasuredCosts(self.probe_errors, [(ProbedPart(name, tuple(tensors)), cost) for name, tensors, cost in self.costs])
 
-    def set_measured(self, used: dict, found: Measured) -> None:
-        self.text, self.probe_errors = used, found.errors
-        self.costs = [[part.name, list(part.tensors), cost] for part, cost in found.costs]
+    def set_costs(self, text: dict, costs: MeasuredCosts) -> None:
+        self.text, self.probe_errors = text, costs.errors
+        self.costs = [[part.name, list(part.tensors), cost] for part, cost in costs.costs]
 
 
-class Keeper:
-    """Kept results with their file, for a run that may be killed at any time."""
+class RecordWriter:
+    """Writes a record again and again, for a run that may be killed at any time."""
 
-    def __init__(self, kept: Kept, path: Path | None):
-        """path: None where nothing is written."""
-        self.kept, self._path, self._next = kept, path, 0.0
+    def __init__(self, record: ChoiceRecord, path: Path | None):
+        """path: None to write nothing."""
+        self.record, self._path, self._next = record, path, 0.0
 
     def write(self) -> None:
-        """UserError if it cannot be written."""
-        began = time.monotonic()
-        self.kept.write(self._path)
+        """Write the record. UserError if that fails."""
+        started = time.monotonic()
+        self.record.write(self._path)
         now = time.monotonic()
-        self._next = now + (now - began) / WRITING_SHARE
+        self._next = now + (now - started) / WRITING_SHARE
 
     def write_now_and_then(self) -> None:
-        """The first time, and then so often that writing takes no more than its share of the time."""
+        """Write at first, and then so often that writing takes no more than its share of the time."""
         if time.monotonic() >= self._next:
             self.write()

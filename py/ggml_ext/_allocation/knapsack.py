@@ -64,8 +64,8 @@ def solve(items: Sequence[Sequence[tuple[float, float]]], limit: float, max_stat
     bound = sum(float((table[1] + price * table[0]).min()) for table in tables) - price * limit
     cost = sum(float(table[1, i]) for table, i in zip(tables, picks, strict=True))
     slack = cost - bound + ROUNDING * abs(cost)
-    left = [np.flatnonzero(r <= slack) for r in reduced]
-    better, exact = _search(tables, left, reduced, limit, price, slack, max_states)
+    remaining = [np.flatnonzero(r <= slack) for r in reduced]
+    better, exact = _search(tables, remaining, reduced, limit=limit, slack=slack, max_states=max_states)
     if better is not None:
         found = sum(float(table[1, i]) for table, i in zip(tables, better, strict=True))
         picks, cost = (better, found) if found < cost else (picks, cost)
@@ -94,29 +94,35 @@ def _relaxed(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
 
 
 def _search(
-    tables: list[np.ndarray], left: list[np.ndarray], reduced: list[np.ndarray], limit: float, price: float, slack: float,
-    max_states: int,
+    tables: list[np.ndarray], remaining: list[np.ndarray], reduced: list[np.ndarray], *, limit: float, slack: float, max_states: int
 ) -> tuple[list[int] | None, bool]:
-    """The best of the options left, None if there is none within the slack; and whether nothing was lost on the way.
+    """Search the remaining options; return the best picks, None if there are none within the slack, and whether no state was dropped.
 
-    left: of each item the options that the bound allows. A state is the weight and the cost of the options chosen so far, and
-    its reduced cost, which only grows and is at most `slack`.
+    A state is the weight and the cost of the options chosen so far, and its reduced cost, which only grows.
+
+    Args:
+        tables: weights and costs of the options of each item.
+        remaining: the options of each item that the bound allows.
+        reduced: the reduced costs of all options.
+        limit: of the weight.
+        slack: of the reduced cost.
+        max_states: to keep; the most promising ones.
     """
-    order = sorted((n for n in range(len(tables)) if len(left[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, left[n]])))
-    fixed = [n for n in range(len(tables)) if len(left[n]) == 1]
-    if any(len(of_item) == 0 for of_item in left):
+    order = sorted((n for n in range(len(tables)) if len(remaining[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, remaining[n]])))
+    fixed = [n for n in range(len(tables)) if len(remaining[n]) == 1]
+    if any(len(options) == 0 for options in remaining):
         return None, True
-    lightest = sum(float(tables[n][0, left[n]].min()) for n in order)
-    weights = np.array([sum(float(tables[n][0, left[n][0]]) for n in fixed)])
-    costs = np.array([sum(float(tables[n][1, left[n][0]]) for n in fixed)])
-    regrets = np.array([sum(float(reduced[n][left[n][0]]) for n in fixed)])
+    lightest = sum(float(tables[n][0, remaining[n]].min()) for n in order)
+    weights = np.array([sum(float(tables[n][0, remaining[n][0]]) for n in fixed)])
+    costs = np.array([sum(float(tables[n][1, remaining[n][0]]) for n in fixed)])
+    regrets = np.array([sum(float(reduced[n][remaining[n][0]]) for n in fixed)])
     history, exact = [], True
     for n in order:
-        of_item = left[n]
-        lightest -= float(tables[n][0, of_item].min())
-        w = (weights[:, None] + tables[n][0, of_item]).ravel()
-        c = (costs[:, None] + tables[n][1, of_item]).ravel()
-        r = (regrets[:, None] + reduced[n][of_item]).ravel()
+        options = remaining[n]
+        lightest -= float(tables[n][0, options].min())
+        w = (weights[:, None] + tables[n][0, options]).ravel()
+        c = (costs[:, None] + tables[n][1, options]).ravel()
+        r = (regrets[:, None] + reduced[n][options]).ravel()
         possible = np.flatnonzero((w + lightest <= limit) & (r <= slack))
         possible = possible[frontier(w[possible], c[possible])] if possible.size else possible
         if not possible.size:
@@ -125,11 +131,11 @@ def _search(
             exact = False
             possible = np.sort(possible[np.argpartition(r[possible], max_states)[:max_states]])
         weights, costs, regrets = w[possible], c[possible], r[possible]
-        history.append((possible // len(of_item)).astype(np.int32))
-        history.append((possible % len(of_item)).astype(np.int16))
-    picks = [int(of_item[0]) for of_item in left]
+        history.append((possible // len(options)).astype(np.int32))
+        history.append((possible % len(options)).astype(np.int16))
+    picks = [int(options[0]) for options in remaining]
     state = int(np.argmin(costs))
     for n, parents, chosen in zip(reversed(order), history[-2::-2], history[::-2], strict=True):
-        picks[n] = int(left[n][chosen[state]])
+        picks[n] = int(remaining[n][chosen[state]])
         state = int(parents[state])
     return picks, exact

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.types import WEIGHT_TYPES
-from .._plan.plan import parse_type
+from .._formats.tensor_types import parse_type
 
 AUTO = "auto"
 KINDS = ("size", "bpw", "kld")
@@ -92,8 +92,10 @@ def parse_target(
         )
     for flag in others:
         raise UserError(f"{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
-    parsed, text = parse_types(types, stock), limits[kind]
-    return Target(kind, parse_size(text) if kind == "size" else _parse_number(kind, text), text, parsed, types is not None, stock)
+    candidates, text = parse_types(types, stock), limits[kind]
+    assert text is not None
+    value = parse_size(text) if kind == "size" else _parse_number(kind, text)
+    return Target(kind, value, text, types=candidates, types_are_listed=types is not None, is_stock=stock)
 
 
 def _parse_number(kind: str, text: str) -> float:
@@ -108,6 +110,7 @@ def _parse_number(kind: str, text: str) -> float:
 
 def parse_types(text: str | None, stock: bool = False) -> tuple[GGMLQuantizationType, ...]:
     """Of --target-types; None: the default ones. UserError for one of ours with --stock."""
+    names: Sequence[str]
     if text is None:
         names = STOCK_TYPES if stock else DEFAULT_TYPES
     elif text.strip().lower() == "all":

@@ -1,4 +1,4 @@
-"""What is known of the inputs of the weights: nothing, mean squares, or second moments of blocks or of whole inputs."""
+"""Calibration statistics of the weights' inputs: none, diagonal (imatrix), block-diagonal or full Hessian."""
 
 from __future__ import annotations
 
@@ -10,80 +10,103 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
-from .._encode.codec import Codec, Guide, PerExpert
+from .._encode.codec import Codec
+from .._encode.tensor_calibration import Metric, MetricCache, PerExpert, TensorCalibration
 from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value
 from .._formats.hessians import HessianFile, TensorHessian, token_warnings
 from .._formats.imatrix import ImportanceMatrix, dead_columns
 from .._formats.names import list_tensors
-from .._native.library import Metric
-from .._plan.plan import Plan, metric_of, uses_metric
+from .._formats.tensor_types import metric_name, uses_metric
+from .._plan.plan import PlannedTensor, QuantizationPlan
 
 KINDS = ("none", "diagonal", "block", "full")
 BUILT_IN = "built-in"
 
 
+@dataclass(frozen=True)
+class DeadColumns:
+    """How many columns of a tensor's inputs are next to zero."""
+
+    n_dead: int
+    n_columns: int
+
+    @classmethod
+    def count(cls, diagonal: np.ndarray) -> DeadColumns:
+        """Count them in the diagonal of the Hessian, (n_experts, n_per_row)."""
+        dead = dead_columns(diagonal)
+        return cls(int(np.count_nonzero(dead)), dead.size)
+
+
 @dataclass
 class Importance:
-    """What the encoders get. kind: one of KINDS; calibration: name of the text, where this run or an earlier one chose it."""
+    """The calibration statistics of a model."""
 
-    kind: str = "none"
+    kind: str = "none"  # one of KINDS
     matrix: ImportanceMatrix | None = None
     moments: HessianFile | None = None
-    calibration: str | None = None
-    warnings: list[str] = field(default_factory=list)  # that came up while encoding
-    _last: tuple = (None, None)  # key and metric of the last tensor without experts
+    calibration: str | None = None  # name of the text, if this run or an earlier one calibrated
+    description: str | None = None  # for the summary, in place of the usual one
+    warnings: list[str] = field(default_factory=list)  # raised while encoding
 
-    def guide(self, tensor: Tensor) -> Guide:
-        """What is known of the inputs of a tensor."""
+    def read(self, tensor: Tensor) -> TensorCalibration:
+        """Return the statistics of a tensor, without a metric."""
         if self.matrix is None or tensor.name not in self.matrix:
-            return Guide()
-        moments = self.of(tensor)
-        return Guide(self.matrix.values(tensor), None, moments, moments and PerExpert(moments.triangles))
+            return TensorCalibration()
+        return TensorCalibration.from_hessian(self.matrix.values(tensor), self.hessian(tensor))
 
-    def of(self, tensor: Tensor) -> TensorHessian | None:
-        """Its second moments, if they are in use and it has some."""
+    def hessian(self, tensor: Tensor) -> TensorHessian | None:
+        """Return the Hessian of a tensor, if there is one and it is used."""
         return self.moments.for_tensor(tensor, self.kind) if self.moments and tensor.name in self.moments else None
 
-    def with_metrics(self, guide: Guide, tensor: Tensor, target: GGMLQuantizationType, codec: Codec) -> Guide:
-        """The guide with what the encoder of the target makes of the moments, if it makes anything of them."""
-        if guide.moments is None or not uses_metric(target):
-            return guide
-        key = self.moments.owner(tensor.name), metric_of(target)
+    def calibrate(self, planned: PlannedTensor, target: GGMLQuantizationType, codec: Codec, cache: MetricCache) -> TensorCalibration:
+        """Return what the encoder of the target needs.
 
-        def make(expert: int) -> Metric:
-            if guide.n_matrices > 1:
-                return codec.metric(tensor, target, guide, expert, self.warnings.append)
-            if self._last[0] != key:  # of gate and up, say, which share their input and follow each other
-                self._last = None, None  # memory for one
-                self._last = key, codec.metric(tensor, target, guide, expert, self.warnings.append)
-            return self._last[1]
+        Args:
+            planned: the tensor; the plan says whether it uses these statistics.
+            target: the type to encode to.
+            codec: factorizes the Hessian, if the encoder uses it.
+            cache: keeps the metric for the next tensor with the same input; one per thread that encodes whole tensors.
+        """
+        tensor, moments = planned.tensor, self.moments
+        calibration = self.read(tensor) if planned.uses_imatrix else TensorCalibration()
+        if moments is None or calibration.hessian is None or not uses_metric(target):
+            return calibration
 
-        return replace(guide, metrics=PerExpert(make))
+        def compute(expert: int) -> Metric:
+            return codec.metric(tensor, target, calibration, expert, self.warnings.append)
 
-    def dead_columns(self, plan: Plan) -> dict[str, tuple[int, int]]:
-        """Of each tensor that is encoded with importances: how many columns had no inputs to speak of, and how many it has."""
-        tensors = [t for t in plan.tensors if self.matrix is not None and t.name in plan.importance]
-        found = {t.name: dead_columns(self.matrix.values(t)) for t in tensors}
-        return {name: (int(np.count_nonzero(dead)), dead.size) for name, dead in found.items()}
+        if calibration.n_matrices > 1:
+            return replace(calibration, metrics=PerExpert(compute))
+        key = moments.owner(tensor.name), metric_name(target)
+        return replace(calibration, metrics=PerExpert(lambda expert: cache.get(key, lambda: compute(expert))))
+
+    def dead_columns(self, plan: QuantizationPlan) -> dict[str, DeadColumns]:
+        """Count the columns without inputs of each tensor that uses the imatrix."""
+        matrix = self.matrix
+        if matrix is None:
+            return {}
+        return {t.name: DeadColumns.count(matrix.values(t.tensor)) for t in plan.tensors if t.uses_imatrix}
 
     def paths(self) -> list[Path]:
-        """Files that the values come from."""
-        found = [] if self.matrix is None else [self.matrix.path]
-        return list(dict.fromkeys([*found, *(f.path for f in self.files())]))
+        """List the files that the values come from."""
+        matrix = [] if self.matrix is None else [self.matrix.path]
+        return list(dict.fromkeys([*matrix, *(f.path for f in self.files())]))
 
     def files(self) -> Sequence[GGUFFile]:
-        """Those that are read while tensors are encoded."""
+        """List the files that are read while tensors are encoded."""
         return self.moments.files if self.moments else []
 
     def describe(self) -> str:
-        """For the summary."""
+        """Describe the statistics for the summary."""
+        if self.description is not None:
+            return self.description
         if self.matrix is None:
             return self.kind
-        source = f" ({self.calibration} text)" if self.calibration == BUILT_IN else f" ({self.calibration})" if self.calibration else ""
-        return f"{self.kind}, of {self.matrix.path}{source}"
+        text = f"{self.calibration} text" if self.calibration == BUILT_IN else self.calibration
+        return f"{self.kind}, of {self.matrix.path}{f' ({text})' if text else ''}"
 
     def metadata(self) -> list[KeyValue]:
-        """Keys of llama-quantize about the importance matrix, and ours."""
+        """Make llama-quantize's keys about the imatrix, and ours."""
         out = [] if self.matrix is None else self.matrix.metadata()
         out.append(string_value("ggml_ext.importance", self.kind))
         if self.calibration:
@@ -92,9 +115,15 @@ class Importance:
 
 
 def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | None = None) -> Importance:
-    """Opens the file of --imatrix, or those of the passes of a calibration. kind: what to use, None for the most there is.
+    """Open the file of --imatrix, or those of the passes of a calibration.
 
-    UserError where a file is no importance matrix, or has no moments of that kind.
+    Args:
+        paths: the files.
+        kind: the statistics to use, None for the best there are.
+        calibration: name of the text that they were collected with.
+
+    Raises:
+        UserError: a file is no imatrix, or lacks that kind.
     """
     path, matrix = paths[0], ImportanceMatrix(paths[0])
     if kind == "diagonal":
@@ -116,35 +145,39 @@ def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | 
     return Importance(kind or moments.kind, matrix, moments, calibration)
 
 
-def plan_moments(plan: Plan, importance: Importance, explicit: bool) -> None:
-    """Checks the moments against the model and adds warnings. The kind becomes diagonal where no type uses moments.
+def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested: bool) -> None:
+    """Check the Hessians against the model and add warnings. The kind becomes diagonal if no type uses them.
 
-    explicit: the kind was asked for. UserError where the moments are for another model or damaged; of blocks all values are
-    read for that, those of whole matrices when they are used.
+    Args:
+        plan: the tensors and their types.
+        importance: the statistics.
+        is_requested: --importance names their kind.
+
+    Raises:
+        UserError: they are for another model or damaged. Blocks are all read here, full matrices when they are used.
     """
-    if importance.moments is None:
+    moments = importance.moments
+    if moments is None:
         return
-    using = [
-        t for t, q in zip(plan.tensors, plan.types, strict=True) if q != t.type and uses_metric(q) and t.name in plan.importance
-    ]
-    if not using:
-        if explicit:
+    tensors = [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
+    if not tensors:
+        if is_requested:
             plan.warnings.append(f"--importance {importance.kind}: no tensor gets a type that uses more than the diagonal")
         importance.kind, importance.moments = "diagonal", None
         return
-    found = {t.name: m for t in using if (m := importance.of(t))}
-    if not found:
+    hessians = {t.name: hessian for t in tensors if (hessian := importance.hessian(t))}
+    if not hessians:
         raise UserError(
-            f"--imatrix: {importance.moments.path} has moments of {len(importance.moments.names())} tensors, such as "
-            f"{importance.moments.names()[0]}, and none of a tensor that could use them, such as {using[0].name}; make them with "
+            f"--imatrix: {moments.path} has moments of {len(moments.names())} tensors, such as "
+            f"{moments.names()[0]}, and none of a tensor that could use them, such as {tensors[0].name}; make them with "
             "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
-    if not any(m.stored_full for m in found.values()):
-        for name in {importance.moments.owner(name): name for name in found}.values():
-            found[name].check()
-    if missing := [t.name for t in using if t.name not in found]:
+    if not any(h.stored_full for h in hessians.values()):
+        for name in {moments.owner(name): name for name in hessians}.values():
+            hessians[name].check()
+    if missing := [t.name for t in tensors if t.name not in hessians]:
         plan.warnings.append(
-            f"--imatrix: {importance.moments.path} has no second moments for {len(missing)} of {len(using)} tensors, for which the "
+            f"--imatrix: {moments.path} has no second moments for {len(missing)} of {len(tensors)} tensors, for which the "
             f"diagonal is used: {list_tensors(missing)}"
         )
-    plan.warnings += token_warnings(found)
+    plan.warnings += token_warnings(hessians)

@@ -1,7 +1,6 @@
-"""What runs in place of the model while it is calibrated: the same model in fewer bits, made for that time or given.
+"""Proxy models: the same model in fewer bits, which calibration runs if the model itself does not fit into memory.
 
-A model in F16 that does not fit into memory is read from the disk for every chunk. What a calibration with one of these loses is small
-(docs/results/calibration.md).
+A model in F16 that does not fit is read from the disk for every chunk. A proxy model costs little quality (docs/results/calibration.md).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from gguf import GGMLQuantizationType
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, temporary_directory
-from .._base.units import GIB, MIB
+from .._base.files import check_free_space, fingerprint, temporary_directory
+from .._base.units import GIB
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
 from .._native.programs import find_tool
@@ -32,32 +31,32 @@ TEMPORARY = ".stand-in-"
 
 @dataclass(frozen=True)
 class ProxyModel:
-    """file: given; None for one that is made of the model in a type, with a size that is reckoned."""
+    """A model in fewer bits."""
 
     type: str
-    n_bytes: int
-    file: GGUFFile | None = None
+    n_bytes: int  # estimated if there is no file
+    file: GGUFFile | None = None  # None: the model is quantized to the type
 
     @property
     def title(self) -> str:
-        """Within a sentence."""
+        """Name it within a sentence."""
         return f"in {self.type}" if self.file is None else f"as {self.file.path}"
 
     def product_type(self) -> GGMLQuantizationType:
-        """Of most weights, as near as an estimate needs it."""
+        """Return the type of most weights, as near as an estimate needs it."""
         if self.file is None:
             return GGMLQuantizationType[self.type.upper()]
         return max(self.file.tensors, key=lambda t: t.n_elements).type
 
-    def made_from(self) -> dict:
-        """What makes a result another one."""
+    def list_dependencies(self) -> dict:
+        """List what a calibration result depends on."""
         if self.file is None:
             return {"stand_in": self.type}
         return {"stand_in": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts]}
 
     @contextlib.contextmanager
-    def made(self, source: Path, folder: Path, n_threads: int, console: Console) -> Iterator[Path]:
-        """The file as long as this lasts. folder: where it is made. OSError and UserError where that fails."""
+    def provide(self, source: Path, folder: Path, n_threads: int, console: Console) -> Iterator[Path]:
+        """Provide the file, quantized in `folder` and removed at the end if there was none. OSError and UserError if that fails."""
         if self.file is not None:
             yield self.file.path
             return
@@ -65,28 +64,34 @@ class ProxyModel:
         if program is None:
             raise UserError(f"{FLAG}: llama-quantize is not in the package: reinstall ggml-ext, or pass {FLAG} {SOURCE}")
         with temporary_directory(folder, TEMPORARY, console.note) as temporary:
-            if (free := free_space(folder)) < self.n_bytes:
-                raise UserError(
-                    f"no space left on device: the model in {self.type} needs {self.n_bytes / MIB:,.0f} MiB in {folder} for the calibration, "
-                    f"{free / MIB:,.0f} MiB are free; free some space, or pass {FLAG} {SOURCE}, which reads the model itself"
-                )
+            what, way_out = f"the model in {self.type}", f"pass {FLAG} {SOURCE}, which reads the model itself"
+            check_free_space(folder, self.n_bytes, what, " for the calibration", way_out)
             out = temporary / f"{self.type}.gguf"
             with console.bar(f"model in {self.type}", 1, "file") as bar:
-                if wrong := requantize(program, source, out, TYPES[self.type][0], n_threads):
-                    raise UserError(f"{FLAG}: {wrong}; pass {FLAG} {SOURCE}")
+                if error := requantize(program, source, out, TYPES[self.type][0], n_threads):
+                    raise UserError(f"{FLAG}: {error}; pass {FLAG} {SOURCE}")
                 bar.update()
             yield out
 
 
 def check_name(name: str) -> None:
-    """UserError for what is no type and no file."""
+    """Raise UserError for what is neither a type nor a file."""
     if name not in (SOURCE, *TYPES) and not Path(name).is_file():
         raise UserError(f"{FLAG}: got {name!r}, must be {', '.join(TYPES)}, {SOURCE} or a GGUF file of the same model in fewer bits")
 
 
-def find(name: str | None, file: GGUFFile, memory: float, console: Console) -> ProxyModel | None:
-    """What is asked for by name; without a name nothing where the model fits into so many bytes of memory, else the largest that
-    does. UserError for a file of another model."""
+def find_proxy(name: str | None, file: GGUFFile, memory: float, console: Console) -> ProxyModel | None:
+    """Return the proxy model to calibrate with; None for the model itself.
+
+    Args:
+        name: of --calibrate-with. None: the largest proxy that fits into memory, if the model does not.
+        file: the model.
+        memory: bytes that may be used.
+        console: told of a proxy that the user did not name.
+
+    Raises:
+        UserError: the file is of another model.
+    """
     if name == SOURCE:
         return None
     if name in TYPES:
@@ -95,13 +100,13 @@ def find(name: str | None, file: GGUFFile, memory: float, console: Console) -> P
         return _of_file(Path(name), file)
     if file.n_bytes <= memory:
         return None
-    tried = [_of_type(file, name) for name in BY_ITSELF]
-    found = next((s for s in tried if s.n_bytes <= memory), tried[-1])
+    candidates = [_of_type(file, name) for name in BY_ITSELF]
+    proxy = next((c for c in candidates if c.n_bytes <= memory), candidates[-1])
     console.note(
         f"{file.n_bytes / GIB:.1f} GiB of the model do not fit into the {memory / GIB:.1f} GiB that may be used: calibrated with the model in "
-        f"{found.type}, {found.n_bytes / GIB:.1f} GiB; {FLAG} {SOURCE} takes the model itself"
+        f"{proxy.type}, {proxy.n_bytes / GIB:.1f} GiB; {FLAG} {SOURCE} takes the model itself"
     )
-    return found
+    return proxy
 
 
 def _of_type(file: GGUFFile, name: str) -> ProxyModel:
@@ -109,10 +114,10 @@ def _of_type(file: GGUFFile, name: str) -> ProxyModel:
 
 
 def _of_file(path: Path, file: GGUFFile) -> ProxyModel:
-    given = open_model(path)
-    theirs = {t.name: t for t in given.tensors}
+    model = open_model(path)
+    tensors = {t.name: t for t in model.tensors}
     for tensor in file.tensors:
-        other = theirs.get(tensor.name)
+        other = tensors.get(tensor.name)
         if other is None:
             raise UserError(f"{FLAG}: {path} has no tensor {tensor.name}: it is of another model than {file.path}; name one that was made from it")
         if tensor.ne != other.ne:
@@ -120,4 +125,4 @@ def _of_file(path: Path, file: GGUFFile) -> ProxyModel:
                 f"{FLAG}: tensor {tensor.name} is {list(other.ne)} in {path} and {list(tensor.ne)} in {file.path}: it is of another model; "
                 "name one that was made from it"
             )
-    return ProxyModel(path.name, given.n_bytes, given)
+    return ProxyModel(path.name, model.n_bytes, model)

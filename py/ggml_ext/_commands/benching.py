@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import free_space, temporary_directory
+from .._base.files import check_free_space, temporary_directory
 from .._base.option import option
 from .._base.package import __version__
 from .._base.text import format_table, shorten
@@ -143,11 +143,7 @@ def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: i
     needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
     try:
         with temporary_directory(folder, TEMPORARY, console.note) as temporary:
-            if (free := free_space(folder)) < needed:
-                raise UserError(
-                    f"no space left on device: {folder} needs {needed / MIB:,.0f} MiB for {', '.join(names)}, {free / MIB:,.0f} MiB are free: free "
-                    "some space, or pass --stock none, or files that you have as MODEL"
-                )
+            check_free_space(folder, needed, str(folder), f" for {', '.join(names)}", "pass --stock none, or files that you have as MODEL")
             made = {}
             with console.bar("llama-quantize", len(names), "file") as bar:
                 for name in names:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import fingerprint, free_space, temporary_directory
+from .._base.files import check_free_space, fingerprint, temporary_directory
 from .._base.option import option
 from .._base.package import FOLDER
 from .._base.text import format_duration
@@ -285,11 +285,7 @@ class _Runs:
     def _make_logits(self, text: Scored, base: GGUFFile, kept: Path, needed: int, made_from: dict) -> BaseLogits:
         """Compute the logits of the base and keep them. Raise OSError if they cannot be written."""
         with temporary_directory(kept.parent, TEMPORARY, self._console.note) as folder:
-            if (free := free_space(kept.parent)) < needed:
-                raise UserError(
-                    f"no space left on device: {kept} needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free: free some space, name "
-                    "another file with --base-logits, or pass a smaller --chunks"
-                )
+            check_free_space(kept.parent, needed, str(kept), "", "name another file with --base-logits, or pass a smaller --chunks")
             made, described = folder / "logits.bin", folder / "logits.json"
             figure, _ = self._runner.save_logits(base.path, text.path, text.n_chunks, made)
             require_finite(base.path, {PPL: figure})

@@ -1,4 +1,4 @@
-"""Turns a model with our types into one that stock llama.cpp loads: from checked settings to the file and what it cost."""
+"""Export a model with ggml-ext types to llama.cpp's own types: from checked settings to the file and the error that this adds."""
 
 from __future__ import annotations
 
@@ -17,43 +17,30 @@ from .._base.option import command_line, option
 from .._base.text import terminal_width
 from .._base.threads import check_threads, threads_option
 from .._base.types import TYPES, WEIGHT_TYPES
-from .._calibration.importance import Importance, open_importance, plan_moments
-from .._encode.accuracy import Accuracy
+from .._calibration.importance import Importance, check_hessians, open_importance
+from .._encode.accuracy import Accuracy, MeasuredTensor
 from .._encode.checks import check_known_encoders, check_numpy_encoders, check_source
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, Tensor, bits_per_weight, header_bytes, pack_header
 from .._formats.names import unknown_type_message
+from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_output
 from .._formats.split import open_model
+from .._formats.tensor_types import COPIED_TYPES, FLOAT_TYPES, IMATRIX_TYPES, TARGET_TYPES, type_info
 from .._native import library
 from .._native.blas import one_blas_thread
 from .._output.conversion import Conversion, stock_metadata, write_beside
 from .._output.output import Output
-from .._output.paths import Taken, check_beside, check_output
-from .._plan.effects import tell_options_without_effect
+from .._plan.effects import report_options_without_effect
 from .._plan.file_types import uniform_file_type
-from .._plan.plan import (
-    ACTIVATION_TYPES,
-    FLOAT_TYPES,
-    IMATRIX_TYPES,
-    INTEGER_TYPES,
-    OUTPUT,
-    PER_LAYER_TOKEN_EMBD,
-    TARGET_TYPES,
-    TOKEN_EMBD,
-    Override,
-    Plan,
-    check_fallbacks,
-    check_model,
-    fit_to_row,
-    plan_importance,
-)
-from .._plan.sizes import tensor_sizes
+from .._plan.imatrix_use import assign_imatrix
+from .._plan.plan import Override, PlannedTensor, QuantizationPlan, check_fallbacks, find_override, fit_to_row
+from .._plan.planning import check_model
+from .._plan.rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 from .._report.card import Card, describe_importance, recorded_importance
-from .._report.records import tensor_record, totals_record
+from .._report.results import Result, TensorResult, Totals
 from .._report.tables import summary, tensor_lines
 from .._source.source import list_input_files
-from .result import Result
-from .writing import Job, Written, tell_plan
+from .writing import WritingJob, WrittenFile, report_plan
 
 T = GGMLQuantizationType
 STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
@@ -81,7 +68,7 @@ class ExportOptions:
 
 
 def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
-    """UserError naming the flag for a type that is not llama.cpp's."""
+    """Return a type of llama.cpp's. UserError naming the flag for any other."""
     if name.lower() not in STOCK_TYPES:
         remark = ": it is a type of ggml-ext, which ggml-ext quantize makes" if name.lower() in WEIGHT_TYPES else ""
         raise UserError(unknown_type_message(flag, name, sorted(STOCK_TYPES), remark))
@@ -89,7 +76,7 @@ def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
 
 
 def is_ours(tensor: Tensor) -> bool:
-    return tensor.type.name.lower() in TYPES
+    return type_info(tensor.type) is not None
 
 
 @dataclass(frozen=True)
@@ -108,22 +95,18 @@ class StockChoices:
     def name(self) -> str:
         return self.type.name.lower()
 
-    def override_of(self, name: str) -> Override | None:
-        """The --tensor-type that counts for the tensor of that name."""
-        return next((o for o in self.overrides if o.pattern.search(name)), None)
-
     @property
-    def asked(self) -> str:
-        """What decides the types, for summary()."""
+    def options(self) -> str:
+        """The option that decides the types, for summary()."""
         return self.name
 
     def type_of(self, tensor: Tensor, tied: bool) -> GGMLQuantizationType:
-        """Of a quantized tensor, before its shape is looked at. tied: the file has no output.weight.
+        """Choose the type of a quantized tensor, regardless of its shape. tied: the file has no output.weight.
 
         Source of the rules for embeddings and output matrix: llama.cpp, src/llama-quant.cpp, llama_tensor_get_type_impl().
         """
         is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
-        if override := self.override_of(tensor.name):
+        if override := find_override(self.overrides, tensor.name):
             return override.type
         if self.pure or self.type in FLOAT_TYPES:
             return self.type
@@ -157,117 +140,135 @@ class ExportSettings:
         return cls(options, choices, n_threads)
 
 
-def make_plan(file: GGUFFile, choices: StockChoices) -> Plan:
-    """Target types of all tensors; UserError for files that have none of our types."""
+def make_plan(file: GGUFFile, choices: StockChoices) -> QuantizationPlan:
+    """Plan the types of all tensors. UserError for files without ggml-ext types."""
     if not any(map(is_ours, file.tensors)):
         raise UserError(
             f"{file.path} has no tensor in a type of ggml-ext: every llama.cpp loads it as it is; llama-quantize "
             "--allow-requantize changes its types"
         )
     tied = all(t.name != OUTPUT for t in file.tensors)
-    plan = Plan(file.tensors)
+    plan = QuantizationPlan()
     for tensor in file.tensors:
-        if tensor.type in (*FLOAT_TYPES, *INTEGER_TYPES, *ACTIVATION_TYPES, T.F64):
-            plan.add(tensor, tensor.type, tensor.type)
-            continue
-        wanted = choices.type_of(tensor, tied)
-        plan.add(tensor, wanted, fit_to_row(tensor, wanted))
-        plan.n_matrices += 1
+        if tensor.type in (*FLOAT_TYPES, *COPIED_TYPES):
+            plan.tensors.append(PlannedTensor(tensor, tensor.type, tensor.type, reason_kept=""))
+        else:
+            requested = choices.type_of(tensor, tied)
+            plan.tensors.append(PlannedTensor(tensor, requested, fit_to_row(tensor, requested)))
     for override in choices.overrides:
         if not any(override.pattern.search(t.name) for t in file.tensors):
-            plan.warnings.append(f"--tensor-type {override.pattern.pattern}={override.type.name.lower()} matches no tensor")
+            plan.warnings.append(f"{override.flag} matches no tensor")
     return plan
 
 
-def cost_lines(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
-    """For each of our types what its new types add to the error that it has by itself."""
+def cost_lines(tensors: Sequence[MeasuredTensor]) -> list[str]:
+    """Describe, for each ggml-ext type, the error that its new type adds to its own."""
     pairs: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], Accuracy] = {}
-    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
-        if is_ours(tensor):
-            pairs[tensor.type, target] = pairs.get((tensor.type, target), Accuracy()) + accuracy
+    for t in tensors:
+        before, after = t.planned.tensor.type, t.planned.type
+        if is_ours(t.planned.tensor):
+            pairs[before, after] = pairs.get((before, after), Accuracy()) + t.accuracy
     lines = []
-    for (ours, target), total in pairs.items():
-        name, usual = ours.name.lower(), WEIGHT_TYPES[ours.name.lower()].usual_rel_mse
+    for (before, after), total in pairs.items():
+        name, usual = before.name.lower(), WEIGHT_TYPES[before.name.lower()].usual_rel_mse
+        assert usual is not None
         lines.append(
-            f"{name} -> {target.name.lower()} adds a relative squared error of {total.relative:.3g} to what {name} lost before, "
+            f"{name} -> {after.name.lower()} adds a relative squared error of {total.relative:.3g} to what {name} lost before, "
             f"on Gaussian weights {usual:.3g}: about {1 + total.relative / usual:.3g} times the error"
         )
     return lines
 
 
+@dataclass(frozen=True)
+class ExportedFile(WritingJob):
+    """The output of export, ready to be written."""
+
+    header: bytes = b""
+
+    def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
+        return [self.header]
+
+    def list_dependencies(self, headers: Sequence[bytes]) -> dict:
+        return self.conversion.list_dependencies(types=hashlib.sha256(self.header).hexdigest())
+
+
 def export(settings: ExportSettings, console: Console) -> Result:
-    """Everything after the command line; UserError for what the user can change."""
+    """Export a model. UserError for everything that the user can change."""
     options, choices = settings.options, settings.choices
     with one_blas_thread(), contextlib.ExitStack() as stack:
-        taken = check_paths(options)
-        output = None if taken.out is None else stack.enter_context(Output(taken.out, options.force))
+        paths = reserve_paths(options)
+        output = None if paths.out is None else stack.enter_context(Output(paths.out, options.force))
         conversion = prepare(settings)
-        stack.enter_context(conversion.file.explain_errors())
-        plan, described = conversion.plan, conversion.importance.describe()
-        tell_plan(plan, console)
+        file, plan, importance = conversion.file, conversion.plan, conversion.importance
+        stack.enter_context(file.explain_errors())
+        report_plan(plan, console)
         lines = tensor_lines(plan, terminal_width()) if console.details else []
-        types = [[q] for q in plan.types]
-        check_source(conversion.file, plan.tensors, types, conversion.codec, settings.n_threads, console)
+        check_source(file, plan, conversion.codec, console, n_threads=settings.n_threads, candidates={})
         if output is None:
-            console.report("\n".join([*lines, summary(plan, choices, terminal_width(), described, dead=conversion.dead_columns())]))
-            tensors = [tensor_record(plan, i) for i in range(len(plan.tensors))]
-            return Result.of([], (choices.name, "", described), tensors, totals_record(plan, None), 0.0, console.warnings)
-        file = conversion.file
-        output.plan(tensor_sizes(plan), header_bytes(file), file.alignment, None, taken.reads)
-        metadata = stock_metadata(file, uniform_file_type(choices.type), conversion.importance)
-        header = pack_header(metadata, plan.tensors, plan.types, file.alignment)
-        job = Job(
-            output, conversion, choices.name, lambda _: [header],
-            lambda first: conversion.made_from(types=hashlib.sha256(first[0]).hexdigest()), lines,
+            table = summary(plan, choices, terminal_width(), importance=importance.describe(), dead=conversion.dead_columns())
+            console.report("\n".join([*lines, table]))
+            return Result.make(
+                map(TensorResult.make, plan.tensors), Totals.compute(plan), type=choices.name, options="", importance=importance.describe(),
+                warnings=console.warnings,
+            )
+        output.plan_parts(
+            [t.n_bytes for t in plan.tensors], n_header=header_bytes(file), alignment=file.alignment, max_bytes=None, find_read=paths.find_read
         )
-        return finish(settings, job, job.write(console), console)
+        metadata = stock_metadata(file, uniform_file_type(choices.type), importance)
+        header = pack_header(metadata, file.tensors, [t.type for t in plan.tensors], file.alignment)
+        writing = ExportedFile(output, conversion, choices.name, lines, header=header)
+        return finish(settings, writing, writing.write(console), console)
 
 
-def check_paths(options: ExportOptions) -> Taken:
-    """All files that are read and written; UserError if one of those to be written may not be."""
-    taken = Taken(list_input_files(options.input, {"--imatrix": options.imatrix}))
-    taken = taken if options.dry_run else check_output(taken, options.output, options.force)
+def reserve_paths(options: ExportOptions) -> ReservedPaths:
+    """Reserve all files that are read and written. UserError if one of those to be written may not be."""
+    paths = ReservedPaths(list_input_files(options.input, {"--imatrix": options.imatrix}))
+    paths = paths if options.dry_run else reserve_output(paths, options.output, options.force)
     if options.model_card is not None:
-        check_beside("--model-card", options.model_card, taken, options.force)
-    return taken
+        reserve_file("--model-card", options.model_card, paths, options.force)
+    return paths
 
 
 def prepare(settings: ExportSettings) -> Conversion:
-    """The model and what becomes of it."""
+    """Open the model and plan its types."""
     options = settings.options
     file = open_model(options.input)
     check_model(file)
     plan = make_plan(file, settings.choices)
-    tell_options_without_effect(plan, settings.choices)
+    report_options_without_effect(plan, settings.choices)
     check_fallbacks(plan, options.no_fallback)
     codec = Codec(library.load(), n_threads=settings.n_threads)
     check_known_encoders(codec, plan, {})
     importance = Importance() if options.imatrix is None else open_importance([options.imatrix], None)
-    plan_importance(plan, importance.matrix)
-    plan_moments(plan, importance, False)
+    assign_imatrix(plan, importance.matrix)
+    check_hessians(plan, importance, False)
     check_numpy_encoders(codec, plan, {})
     return Conversion(file, plan, codec, importance, settings.n_threads)
 
 
-def finish(settings: ExportSettings, job: Job, written: Written, console: Console) -> Result:
-    """Says what was done, and writes the card."""
-    options, choices, path = settings.options, settings.choices, job.output.path
-    file, plan, importance = job.conversion.file, job.conversion.plan, job.conversion.importance
-    dead = job.conversion.dead_columns()
-    report = summary(plan, choices, terminal_width(), importance.describe(), written.accuracies, written.seconds, dead=dead)
-    console.report("\n".join([report, *cost_lines(plan, written.accuracies)]))
+def finish(settings: ExportSettings, writing: ExportedFile, written: WrittenFile, console: Console) -> Result:
+    """Report what was done, and write the card."""
+    options, choices, path = settings.options, settings.choices, writing.output.path
+    file, plan, importance = writing.conversion.file, writing.conversion.plan, writing.conversion.importance
+    table = summary(
+        plan, choices, terminal_width(), importance=importance.describe(), tensors=written.tensors, seconds=written.seconds,
+        dead=writing.conversion.dead_columns(),
+    )
+    console.report("\n".join([table, *cost_lines(written.tensors)]))
     if options.model_card is not None:
         before = recorded_importance(file)
         card = Card(
-            [path],
-            file,
-            plan,
-            written.accuracies,
-            choices.name.upper(),
-            f"{describe_importance(importance)}{f'; of {file.path.name}, which it was made from: {before}' if before else ''}",
-            f"the weights as {file.path.name} holds them, which had lost something before against the original",
-            command_line(["python", "-m", "ggml_ext.export"], options),
+            outputs=[path],
+            source=file,
+            plan=plan,
+            tensors=written.tensors,
+            title=choices.name.upper(),
+            importance=f"{describe_importance(importance)}{f'; of {file.path.name}, which it was made from: {before}' if before else ''}",
+            errors_of=f"the weights as {file.path.name} holds them, which had lost something before against the original",
+            command=command_line(["python", "-m", "ggml_ext.export"], options),
         )
         write_beside("--model-card", options.model_card, card.text().encode(), path, options.force)
-    totals = totals_record(plan, written.accuracies)
-    return Result.of([path], (choices.name, "", importance.describe()), job.records(), totals, written.seconds, console.warnings)
+    return Result.make(
+        written.results, Totals.compute(plan, written.tensors), type=choices.name, options="", importance=importance.describe(),
+        warnings=console.warnings, paths=written.paths, seconds=written.seconds,
+    )

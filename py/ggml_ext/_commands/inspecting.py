@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,12 @@ from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.option import option
-from .._base.threads import check_threads, threads_option
+from .._base.threads import check_threads, map_in_order, threads_option
 from .._base.types import WEIGHT_TYPES
 from .._calibration.importance import KINDS, Importance, open_importance
 from .._encode.accuracy import Accuracy, read_epsilons
 from .._encode.codec import Codec
-from .._encode.compare import compare
+from .._encode.compare import FileTensor, compare_tensors
 from .._encode.histogram import Histogram
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import n_importances
@@ -143,7 +144,7 @@ def inspect(options: InspectOptions, begun: Callable[[list[Tensor], Importance],
         importance = load_importance(options, file)
         begun(tensors, importance)
         findings: list[Finding] = []
-        for finding in find(file, original, tensors, epsilons, importance, n_threads):
+        for finding in find(file, original, tensors, epsilons=epsilons, importance=importance, n_threads=n_threads):
             findings.append(finding)
             found(finding)
         total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
@@ -165,6 +166,7 @@ def find(
     """Findings in the order of the tensors, as they are made."""
     others = {} if original is None else {t.name: t for t in original.tensors}
     pool = ThreadPoolExecutor(n_threads)
+    run = partial(map_in_order, pool, n_ahead=2 * n_threads)
     try:
         codec = Codec(library.load())
         for tensor in tensors:
@@ -172,7 +174,8 @@ def find(
             if original is not None:
                 other = others[tensor.name]
                 finding.is_changed = tensor.type != other.type
-                finding.accuracy = compare(pool, 2 * n_threads, codec, file, tensor, original, other, importance.guide(tensor))
+                calibration = importance.read(tensor)
+                finding.accuracy = compare_tensors(FileTensor(file, tensor), FileTensor(original, other), codec, calibration, run)
             yield finding
     finally:
         pool.shutdown(cancel_futures=True)
@@ -195,7 +198,7 @@ def draw_picture(options: InspectOptions, inspection: Inspection) -> bool:
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
-    return picture.draw(errors, what, options.file.name, options.picture, options.force, inspection.stream_errors)
+    return picture.draw(errors, what, options.file.name, options.picture, options.force, stream_errors=inspection.stream_errors)
 
 
 def check_bounds(inspection: Inspection) -> None:

@@ -15,8 +15,9 @@ from .._base.types import TYPES
 from .._calibration.options import CalibrationOptions
 from .._encode.options import EncoderOptions
 from .._formats.names import unknown_type_message
-from .._plan.file_types import FILE_TYPES, FLOAT_TYPES, FileType
-from .._plan.plan import TARGET_TYPES, Choices, Override, parse_type
+from .._formats.tensor_types import FLOAT_TYPES, TARGET_TYPES, parse_type
+from .._plan.file_types import FILE_TYPES, FileType
+from .._plan.plan import Choices, Override
 from .._source.checkpoint import AS_STORED
 from .._source.source import SourceOptions
 from .options import OutputOptions, QuantizeOptions, TypeOptions

@@ -1,80 +1,93 @@
-"""What quantize and export do alike: they tell of a plan, and write it."""
+"""What quantize and export share: reporting a plan, and writing it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from .._base.console import Console
-from .._encode.accuracy import Accuracy
+from .._encode.accuracy import MeasuredTensor
 from .._output.conversion import Conversion
 from .._output.output import Output
-from .._output.run import run_once
-from .._output.verify import verify
+from .._output.verify import run_once, verify
 from .._output.writer import write_tensors
-from .._plan.plan import Plan
-from .._plan.sizes import possible_sizes
-from .._report.records import tensor_record
-from .._report.tables import fallback_lines
+from .._plan.plan import QuantizationPlan
+from .._report.results import TensorResult
 
 
-def tell_plan(plan: Plan, console: Console) -> None:
-    """Types other than those asked for, and the plan's warnings."""
-    for line in [] if console.quiet else fallback_lines(plan):
-        kind, text = line.split(": ", 1)
-        (console.warn if kind == "warning" else console.note)(text)
+def report_plan(plan: QuantizationPlan, console: Console) -> None:
+    """Report fallbacks, a note if they are no loss, and the plan's warnings."""
+    for fallback, names in {} if console.quiet else plan.fallbacks().items():
+        (console.warn if fallback.is_loss else console.note)(fallback.describe(names))
     for warning in plan.warnings:
         console.warn(warning)
 
 
 @dataclass(frozen=True)
-class Written:
-    """accuracies: by tensor; seconds: with those of an earlier run; n_before: tensors of that run; was_run: by --verify."""
+class WrittenFile:
+    """What was written."""
 
-    accuracies: list[Accuracy]
-    seconds: float
-    n_before: int
-    was_run: bool = False
+    paths: list[Path]
+    tensors: list[MeasuredTensor]
+    results: list[TensorResult]
+    seconds: float  # those of an earlier run included
+    n_before: int  # tensors of that run
+    was_run: bool = False  # by --verify
 
 
 @dataclass(frozen=True)
-class Job:
-    """A conversion that is written. headers: of the parts of OUT, as long with the accuracies as before they are known (None);
-    bound_to: what the bytes depend on, from the first headers; lines: what to report of each tensor, or nothing."""
+class WritingJob(ABC):
+    """A conversion that is ready to be written."""
 
     output: Output
     conversion: Conversion
     title: str
-    headers: Callable[[list[Accuracy] | None], list[bytes]]
-    bound_to: Callable[[list[bytes]], dict]
-    lines: list[str]
+    lines: Sequence[str] = field(default_factory=list)  # to report for each tensor; may be empty
     is_verified: bool = False
 
-    def record(self, i: int) -> dict:
-        """Of a finished tensor."""
-        done = self.output.finished[i]
-        return {**tensor_record(self.conversion.plan, i, done.accuracy), "seconds": round(done.seconds, 3), "sha256": done.sha256}
+    @abstractmethod
+    def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
+        """Pack the headers of the parts of OUT. Their length does not depend on the errors."""
 
-    def records(self) -> list[dict]:
-        return [self.record(i) for i in range(len(self.conversion.plan.tensors))]
+    @abstractmethod
+    def list_dependencies(self, headers: Sequence[bytes]) -> dict:
+        """List what the bytes depend on. headers: those before any error is known."""
 
-    def write(self, console: Console) -> Written:
-        """Writes OUT, or what an earlier run left to be written."""
-        started, output, of = time.monotonic(), self.output, self.conversion
-        first = self.headers(None)
-        output.begin(self.bound_to(first), first, possible_sizes(of.plan, of.fallback_above), console.note)
-        n_before, seconds_before = len(output.finished), sum(done.seconds for done in output.finished)
-        n = len(of.plan.tensors)
-        accuracies = write_tensors(
-            output, of, console, self.title, lambda i: console.report(self.lines[i]) if self.lines else None,
-            lambda i: console.event("tensor", {"index": i + 1, "of": n, **self.record(i)}),
+    def tensor_result(self, i: int) -> TensorResult:
+        """Return the result of a finished tensor."""
+        finished = self.output.finished[i]
+        return TensorResult.make(self.conversion.plan.tensors[i], finished.accuracy, finished.seconds, finished.sha256)
+
+    def write(self, console: Console) -> WrittenFile:
+        """Write OUT, or what an interrupted run left to be written."""
+        started, output, conversion = time.monotonic(), self.output, self.conversion
+        plan = conversion.plan
+        headers = self.pack_headers([MeasuredTensor(t) for t in plan.tensors])
+        possible = plan.possible_sizes(conversion.fallback_above)
+        output.begin(self.list_dependencies(headers), headers, possible, console.note)
+        n_before, seconds_before = len(output.finished), sum(finished.seconds for finished in output.finished)
+        n = len(plan.tensors)
+        write_tensors(
+            output, conversion, console, title=self.title,
+            before=lambda i: console.report(self.lines[i]) if self.lines else None,
+            after=lambda i: console.event("tensor", {"index": i + 1, "of": n, **self.tensor_result(i).record()}),
         )
-        final = self.headers(accuracies)
-        output.complete(final)
+        tensors = [MeasuredTensor(t, finished.accuracy) for t, finished in zip(plan.tensors, output.finished, strict=True)]
+        headers = self.pack_headers(tensors)
+        output.complete(headers)
         if self.is_verified:
-            verify(output, final, of, console)
-        of.check_unchanged()
-        was_run = self.is_verified and run_once(output, of.file, console)
+            verify(output, headers, conversion, console)
+        conversion.check_unchanged()
+        was_run = self.is_verified and run_once(output, conversion.file, console)
         output.publish()
-        return Written(accuracies, time.monotonic() - started + seconds_before, n_before, was_run)
+        return WrittenFile(
+            paths=[part.path for part in output.parts],
+            tensors=tensors,
+            results=[self.tensor_result(i) for i in range(n)],
+            seconds=time.monotonic() - started + seconds_before,
+            n_before=n_before,
+            was_run=was_run,
+        )

@@ -1,4 +1,4 @@
-"""Whether an encoder can make the types of a plan of the weights that there are, asked before anything is written."""
+"""Check, before anything is written, that the encoders can make the types of a plan from the weights of the model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .._base.threads import map_in_order
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import list_tensors
-from .._plan.plan import Plan, may_be_replaced, replacement_type
-from .codec import NO_WEIGHTS, UNWEIGHTED_IN_NUMPY, BadWeights, Codec, largest_weight
+from .._formats.tensor_types import COPIED_TYPES
+from .._plan.plan import QuantizationPlan, replacement_type
+from .codec import UNWEIGHTED_IN_NUMPY, BadWeights, Codec, largest_weight
 
-TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of the quantizer
+TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of quantize
 
 
-def check_encoders(codec: Codec, plan: Plan, may_replace: bool) -> None:
-    """UserError if it cannot make a type of the plan. may_replace: --fallback-above is given."""
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if codec.lib is None and may_replace and may_be_replaced(tensor, target):
-            fallback = replacement_type(tensor, target)
-            if not codec.can_encode(fallback):
+def check_encoders(codec: Codec, plan: QuantizationPlan, may_replace: bool) -> None:
+    """Raise UserError if a type of the plan has no encoder. may_replace: --fallback-above is given."""
+    if codec.lib is None and may_replace:
+        for t in plan.tensors:
+            if t.may_be_replaced and not codec.can_encode(fallback := replacement_type(t.tensor, t.type)):
                 raise UserError(
                     f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
                     "or leave the option out"
@@ -33,50 +33,64 @@ def check_encoders(codec: Codec, plan: Plan, may_replace: bool) -> None:
     check_known_encoders(codec, plan, TYPE_FLAGS)
 
 
-def check_known_encoders(codec: Codec, plan: Plan, flags: Mapping[str, str]) -> None:
-    """UserError where neither the library nor numpy makes a type. flags: those for the types of single tensors, by tensor."""
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if target != tensor.type and not codec.can_encode(target):
-            raise no_numpy_encoder(tensor, target, flags)
+def check_known_encoders(codec: Codec, plan: QuantizationPlan, flags: Mapping[str, str]) -> None:
+    """Raise UserError if neither the library nor numpy encodes a type. flags: for the types of single tensors, by tensor."""
+    for t in plan.changed:
+        if not codec.can_encode(t.type):
+            raise _no_numpy_encoder(t.tensor, t.type, flags)
 
 
-def check_source(
-    file: GGUFFile, tensors: Sequence[Tensor], types: Sequence[Sequence[GGMLQuantizationType]], codec: Codec, n_threads: int, console: Console
-) -> None:
-    """Reads every weight. types: that each tensor may get. UserError for weights that are not finite, or that a type cannot hold."""
-    bad: dict[str, str] = {}
-    with ThreadPoolExecutor(n_threads) as pool, console.bar("checking", sum(t.n_elements for t in tensors), "w", is_scaled=True) as bar:
-        for tensor, possible in zip(tensors, types, strict=True):
-            others = [t for t in possible if t != tensor.type]
-            strictest = min(others, key=largest_weight, default=tensor.type)
-
-            def check(chunk: tuple[int, int], tensor=tensor, strictest=strictest) -> None:
-                codec.check(file.rows(tensor, *chunk), tensor, chunk[0], strictest)
-
-            chunks = () if tensor.type in NO_WEIGHTS or file.is_hole(tensor) else row_chunks(tensor)
-            try:
-                for _ in map_in_order(pool, check, chunks, 2 * n_threads):
-                    pass
-            except BadWeights as e:
-                bad[tensor.name] = str(e)
-            bar.update(tensor.n_elements)
-    if bad:
-        first, *more = bad
-        others = f"; {len(more)} more tensor{'s have' if len(more) > 1 else ' has'} such weights: {list_tensors(more)}" if more else ""
-        raise UserError(f"{bad[first]}{others}")
+def check_numpy_encoders(codec: Codec, plan: QuantizationPlan, flags: Mapping[str, str]) -> None:
+    """Raise UserError if a numpy encoder cannot use the imatrix of its tensor. flags: as in check_known_encoders()."""
+    if codec.lib is not None:
+        return
+    for t in plan.changed:
+        if t.uses_imatrix and t.type in UNWEIGHTED_IN_NUMPY:
+            raise _no_numpy_encoder(t.tensor, t.type, flags, " with importances")
 
 
-def no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], what: str = "") -> UserError:
+def _no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], what: str = "") -> UserError:
     flag = f"{flags[tensor.name]} q8_0" if tensor.name in flags else f"--tensor-type '{re.escape(tensor.name)}=q8_0'"
     return UserError(
         f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{what} and the built library is not in use: build it, or pass {flag}"
     )
 
 
-def check_numpy_encoders(codec: Codec, plan: Plan, flags: Mapping[str, str]) -> None:
-    """UserError if a tensor has importances that its encoder cannot take. flags: as in check_known_encoders()."""
-    if codec.lib is not None:
-        return
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        if target != tensor.type and tensor.name in plan.importance and target in UNWEIGHTED_IN_NUMPY:
-            raise no_numpy_encoder(tensor, target, flags, " with importances")
+def check_source(
+    file: GGUFFile, plan: QuantizationPlan, codec: Codec, console: Console, *, n_threads: int,
+    candidates: Mapping[str, Sequence[GGMLQuantizationType]],
+) -> None:
+    """Read every weight and check that the types can hold it.
+
+    Args:
+        file: the model.
+        plan: its tensors and their types.
+        codec: decodes the weights.
+        console: gets the progress bar.
+        n_threads: that read.
+        candidates: types that allocation may choose, by tensor, in place of the planned one.
+
+    Raises:
+        UserError: naming the tensors with weights that are not finite or too large.
+    """
+    bad: dict[str, str] = {}
+    with ThreadPoolExecutor(n_threads) as pool, console.bar("checking", plan.n_elements(), "w", is_scaled=True) as bar:
+        for t in plan.tensors:
+            tensor = t.tensor
+            possible = [q for q in candidates.get(t.name, [t.type]) if q != tensor.type]
+            strictest = min(possible, key=largest_weight, default=tensor.type)
+
+            def check(chunk: tuple[int, int], tensor: Tensor = tensor, strictest: GGMLQuantizationType = strictest) -> None:
+                codec.check(file.rows(tensor, *chunk), tensor, chunk[0], strictest)
+
+            chunks = () if tensor.type in COPIED_TYPES or file.is_hole(tensor) else row_chunks(tensor)
+            try:
+                for _ in map_in_order(pool, check, chunks, 2 * n_threads):
+                    pass
+            except BadWeights as e:
+                bad[t.name] = str(e)
+            bar.update(tensor.n_elements)
+    if bad:
+        first, *others = bad
+        more = f"; {len(others)} more tensor{'s have' if len(others) > 1 else ' has'} such weights: {list_tensors(others)}" if others else ""
+        raise UserError(f"{bad[first]}{more}")

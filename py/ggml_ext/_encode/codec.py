@@ -1,14 +1,11 @@
-"""Rows of any type to float32 and back to any type, through the built library or in numpy."""
+"""Decode rows of any type to float32 and encode them to any type, through the built library or in numpy."""
 
 from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import gguf.quants
 import numpy as np
@@ -16,149 +13,59 @@ from gguf import GGMLQuantizationType
 
 from .. import quants
 from .._base.errors import UserError
-from .._base.types import TYPES
 from .._formats.gguf_file import Tensor
-from .._formats.hessians import TensorHessian
-from .._formats.imatrix import apply_floor
-from .._native.library import Library, Metric, NotPositiveDefinite
-from .._plan.plan import ACTIVATION_TYPES, FLOAT_TYPES, INTEGER_TYPES
+from .._formats.tensor_types import COPIED_TYPES, FLOAT_TYPES, type_info
+from .._native.library import Library, NotPositiveDefinite
 from ..quants import _metric
 from .accuracy import Accuracy
+from .tensor_calibration import Metric, TensorCalibration
 
 T = GGMLQuantizationType
 
 # Integers of the size of floats whose order is that of their magnitudes, once the sign is masked out.
 MAGNITUDES = {T.F32: ("<u4", 0x7FFFFFFF), T.F16: ("<u2", 0x7FFF), T.BF16: ("<u2", 0x7FFF)}
-NO_WEIGHTS = (T.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)  # copied as they are
 
 
 def largest_weight(qtype: GGMLQuantizationType) -> float:
-    """Largest magnitude that surely survives: scales of blocks are halves, up to 65504, or bytes, up to 240.
+    """Return the largest magnitude that is sure to survive: block scales are halves, up to 65504, or bytes, up to 240.
 
-    A rotated value is at most sqrt(block size), 16 or 8, times the largest weight, and the codes span twice that; encoders cut rotated
+    A rotated value is at most sqrt(block size), 16 or 8, times the largest weight, and the codes span twice that; encoders clip rotated
     values at eight times the largest half.
     """
     if qtype in (T.F32, T.BF16):
         return np.inf
-    info = TYPES.get(qtype.name.lower())
-    if info and info.rotated:
+    info = type_info(qtype)
+    if info and info.rotated and info.unpack_min is not None and info.unpack_max is not None:
         largest_scale = quants.E5M3_MAX if info.trellis_values else quants.HALF_MAX
         largest_value = min(float(largest_scale) * (info.unpack_max - info.unpack_min) / 2, 8 * float(quants.HALF_MAX))
         return largest_value / math.sqrt(info.block_size)
     return float(quants.HALF_MAX)
 
 
-EFFORTS = {"fast": 1, "normal": 0, "best": 6}  # scales that the trellis encoders try for each block; 0: as their defaults are
-# Weights that they decide together with second moments. Prototype, 2 bits, KL divergence: 0.0813 with 32, 0.0784 with 16 at
-# 1.3 times the time, 0.0762 with 8 at 2.2 times.
-SEGMENTS = {"fast": 32, "normal": 32, "best": 8}
+EFFORTS = {"fast": 1, "normal": 0, "best": 6}  # scale candidates per block of the trellis encoders; 0: their default
+SEGMENTS = {"fast": 32, "normal": 32, "best": 8}  # weights that they decide together under a Hessian
+STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the encoders of llama.cpp's types under a Hessian
 
-STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of stock types over a matrix of second moments
-
-# What gguf encodes in numpy without a regard to importances, and ggml in C with it.
+# gguf's numpy encoders ignore the imatrix, ggml's in C use it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
 
 CODEBOOKS = ("block", "tensor")
 ENCODERS = ("auto", "c", "numpy")
 
-Made = TypeVar("Made")
-
 
 class BadWeights(UserError):
-    """Weights that no type holds, or not the one that was asked for."""
-
-
-@dataclass(frozen=True)
-class Guide:
-    """What is known of a tensor before its rows are encoded."""
-
-    importance: np.ndarray | None = None  # float32 (n_experts or 1, n_per_row)
-    codebook: np.ndarray | None = None  # float32 (8,), for all blocks of DITTO3
-    moments: TensorHessian | None = None
-    triangles: PerExpert[np.ndarray] | None = None  # of the moments
-    metrics: PerExpert[Metric] | None = None  # where the encoder takes them
-
-    @property
-    def n_matrices(self) -> int:
-        """1 or the number of experts."""
-        if self.moments is not None:
-            return self.moments.n_matrices
-        return 1 if self.importance is None else len(self.importance)
-
-    def expert_rows(self, tensor: Tensor) -> int:
-        return tensor.ne[1] if self.n_matrices > 1 else tensor.n_rows
-
-    def slices(self, tensor: Tensor, first_row: int, n_rows: int) -> Iterator[tuple[slice, int]]:
-        """Parts of the rows first_row..first_row+n_rows-1, counted from first_row, with the expert of each."""
-        expert_rows, start = self.expert_rows(tensor), 0
-        while start < n_rows:
-            expert, done = divmod(first_row + start, expert_rows)
-            stop = min(n_rows, start + expert_rows - done)
-            yield slice(start, stop), expert % self.n_matrices
-            start = stop
-
-    def importances(self, expert: int) -> np.ndarray | None:
-        """What encoders get: float32 (n_per_row,)."""
-        return None if self.importance is None else apply_floor(self.importance[expert : expert + 1])[0]
-
-    def metric(self, expert: int) -> Metric | None:
-        return None if self.metrics is None else self.metrics.get(expert)
-
-    def written(self, tensor: Tensor, n_rows: int) -> None:
-        """The first n_rows rows are done: what was made for their experts is no longer needed."""
-        for made in filter(None, (self.triangles, self.metrics)):
-            made.drop_before(n_rows // self.expert_rows(tensor))
-
-    def measure(self, tensor: Tensor, first_row: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
-        """How far stored rows are from the originals, float32 (n_rows, n_per_row) each, from first_row of the tensor on."""
-        total = Accuracy()
-        for part, expert in self.slices(tensor, first_row, len(original)):
-            total += self._weigh(Accuracy.measure(original[part], stored[part]), expert, original[part], stored[part])
-        return total
-
-    def _weigh(self, accuracy: Accuracy, expert: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
-        """The accuracy of these rows with their weighted error: with the moments, else with the importances, else without."""
-        if self.moments is None and self.importance is None:
-            return accuracy
-        difference = stored - original
-        if self.moments is not None:
-            weighted = self.moments.weighted_energies(self.triangles.get(expert), difference, original)
-        else:
-            squares = (np.einsum("ij,ij->j", rows, rows, dtype=np.float64) for rows in (difference, original))
-            weighted = [float(s @ self.importance[expert]) for s in squares]
-        return replace(accuracy, weighted_error=weighted[0], weighted_energy=weighted[1], of_moments=self.moments is not None)
-
-
-class PerExpert(Generic[Made]):
-    """Something for each expert of a tensor: made by the first thread that needs it, shared by the others, dropped when the rows
-    of the expert are written."""
-
-    def __init__(self, make: Callable[[int], Made]):
-        self._make, self._made, self._lock = make, {}, threading.Lock()
-
-    def get(self, expert: int) -> Made:
-        """Raises in all threads what making it raised in one."""
-        with self._lock:
-            is_first = expert not in self._made
-            future = self._made.setdefault(expert, Future())
-        if is_first:
-            try:
-                future.set_result(self._make(expert))
-            except BaseException as e:
-                future.set_exception(e)
-        return future.result()
-
-    def drop_before(self, expert: int) -> None:
-        with self._lock:
-            for done in [e for e in self._made if e < expert]:
-                del self._made[done]
+    """Weights that no type can hold, or not the target."""
 
 
 class Codec:
-    """lib: the built library, or None to do all in numpy. itq3_levels: 8 or 3, for ITQ3_S alone.
+    """An encoder and decoder of all types, with the options that decide its bytes.
 
-    ditto_codebook: "block" or "tensor", what has a codebook of its own in DITTO3. effort: a name of EFFORTS. n_threads: that factorize a
-    matrix of second moments, for which those that encode wait.
+    Args:
+        lib: the built library; None for numpy alone.
+        itq3_levels: 8 or 3, of ITQ3_S.
+        ditto_codebook: "block" or "tensor", what has its own codebook in DITTO3.
+        effort: a name of EFFORTS.
+        n_threads: that factorize one Hessian while the encoding threads wait.
     """
 
     def __init__(
@@ -174,12 +81,12 @@ class Codec:
         self.stock_sweeps = STOCK_SWEEPS[effort]
 
     def with_one_thread(self) -> Codec:
-        """For tensors that threads measure beside each other."""
+        """Return a codec for threads that process different tensors at a time."""
         return Codec(self.lib, self.itq3_levels, self.ditto_codebook, self.effort)
 
     def can_encode(self, qtype: GGMLQuantizationType) -> bool:
-        """True for every type with the library; without it for those that have a numpy encoder."""
-        if self.lib is not None or qtype in FLOAT_TYPES or qtype.name.lower() in TYPES:
+        """Whether the type has an encoder: every type with the library, some in numpy."""
+        if self.lib is not None or qtype in FLOAT_TYPES or type_info(qtype):
             return True
         try:
             gguf.quants.quantize(np.zeros((1, gguf.GGML_QUANT_SIZES[qtype][0]), np.float32), qtype)
@@ -188,46 +95,63 @@ class Codec:
         return True
 
     def metric(
-        self, tensor: Tensor, target: GGMLQuantizationType, guide: Guide, expert: int, warn: Callable[[str], None]
-    ) -> Metric | _metric.Metric:
-        """The moments of an expert, damped and factorized for encode(). UserError naming the tensor if that cannot be done."""
-        moments = guide.moments
-        of_expert = f", matrix {expert}" if moments.n_matrices > 1 else ""
-        triangles, damping = guide.triangles.get(expert), moments.damping(expert, target.name.lower() not in TYPES)
+        self, tensor: Tensor, target: GGMLQuantizationType, calibration: TensorCalibration, expert: int, warn: Callable[[str], None]
+    ) -> Metric:
+        """Damp and factorize the Hessian of an expert for encode().
+
+        Args:
+            tensor: the matrix.
+            target: the type to encode to, which decides the form of the factor.
+            calibration: holds the Hessian.
+            expert: number of the matrix.
+            warn: called with a line if the usual damping was too small.
+
+        Raises:
+            UserError: naming the tensor, if the Hessian is not positive definite or memory runs out.
+        """
+        hessian, triangles = calibration.hessian, calibration.triangles
+        assert hessian is not None and triangles is not None
+        matrix = f", matrix {expert}" if hessian.n_matrices > 1 else ""
+        damping = hessian.damping(expert, type_info(target) is None)
         for factor in (1, 10):
             try:
-                made = self._make_metric(target, tensor.ne[0], triangles, moments.is_full, factor * damping)
+                metric = self._factorize(target, tensor.ne[0], triangles.get(expert), whole=hessian.is_full, damping=factor * damping)
             except NotPositiveDefinite:
                 continue
             except MemoryError:
-                way_out = "--importance block" if moments.is_full else "--importance diagonal, or a smaller --threads"
+                way_out = "--importance block" if hessian.is_full else "--importance diagonal, or a smaller --threads"
                 raise UserError(
-                    f"tensor {tensor.name}{of_expert}: no memory for the second moments of {moments.width:,} columns: pass {way_out}"
+                    f"tensor {tensor.name}{matrix}: no memory for the second moments of {hessian.width:,} columns: pass {way_out}"
                 ) from None
             if factor > 1:
-                warn(f"{moments.where}{of_expert}: the moments are not positive definite; damped ten times as much, with {10 * damping:g}")
-            return made
+                warn(f"{hessian.where}{matrix}: the moments are not positive definite; damped ten times as much, with {10 * damping:g}")
+            return metric
         raise UserError(
-            f"{moments.where}{of_expert}: the moments are not positive definite, even with {10 * damping:g} of their mean added to the "
+            f"{hessian.where}{matrix}: the moments are not positive definite, even with {10 * damping:g} of their mean added to the "
             "diagonal: the file is damaged; make it again with llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
 
-    def _make_metric(
-        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, whole: bool, damping: float
-    ) -> Metric | _metric.Metric:
-        info = TYPES.get(qtype.name.lower())
+    def _factorize(
+        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, *, whole: bool, damping: float
+    ) -> Metric:
+        info = type_info(qtype)
         segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
         if self.lib is not None:
-            return self.lib.metric(int(qtype), n_per_row, triangles, whole, damping, segment, self.n_threads)
+            return self.lib.metric(
+                int(qtype), n_per_row, triangles, whole=whole, damping=damping, segment=segment, n_threads=self.n_threads
+            )
+        assert info is not None
         try:
-            return _metric.Metric.of_moments(triangles, n_per_row, info.block_size, info.rotated, whole, damping, segment)
+            return _metric.Metric.of_moments(
+                triangles, n_per_row, info.block_size, info.rotated, whole=whole, damping=damping, segment=segment
+            )
         except ValueError as e:
             raise NotPositiveDefinite(str(e)) from e
 
     def decode(self, rows: np.ndarray, qtype: GGMLQuantizationType, n_per_row: int) -> np.ndarray:
-        """uint8 (n_rows, row_bytes) to contiguous float32 (n_rows, n_per_row). UserError if numpy lacks the type."""
+        """Decode uint8 (n_rows, row_bytes) to contiguous float32 (n_rows, n_per_row). UserError if numpy lacks the type."""
         if qtype == T.F32:
-            return np.require(rows.view("<f4"), requirements="CA")
+            return np.require(rows.view("<f4"), requirements=["C", "A"])
         if qtype == T.F16:
             return rows.view("<f2").astype(np.float32)
         if qtype == T.BF16:
@@ -245,55 +169,64 @@ class Codec:
         qtype: GGMLQuantizationType,
         importance: np.ndarray | None = None,
         codebook: np.ndarray | None = None,
-        metric: Metric | _metric.Metric | None = None,
+        metric: Metric | None = None,
     ) -> np.ndarray:
-        """float32 (n_rows, n_per_row) to uint8 (n_rows, row_bytes).
+        """Encode float32 (n_rows, n_per_row) to uint8 (n_rows, row_bytes).
 
-        importance: float32 (n_per_row,) or None. codebook: float32 (8,) for DITTO3, or None. metric: in place of importance.
+        Args:
+            rows: the weights.
+            qtype: the type to encode to.
+            importance: the diagonal of the Hessian, float32 (n_per_row,).
+            codebook: float32 (8,), for DITTO3.
+            metric: the factorized Hessian, in place of its diagonal.
         """
         if qtype in FLOAT_TYPES:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if self.lib is not None:
+            assert not isinstance(metric, _metric.Metric)
             return self.lib.quantize(
-                int(qtype), rows, self.itq3_levels, importance, codebook, self.trellis_passes, metric, self.stock_sweeps
+                int(qtype), rows, self.itq3_levels, importance, codebook, trellis_passes=self.trellis_passes, metric=metric,
+                stock_sweeps=self.stock_sweeps,
             )
-        if (info := TYPES.get(qtype.name.lower())) is None:
+        if (info := type_info(qtype)) is None:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
             importance = importance.reshape(-1, info.block_size)
             if not info.rotated:  # which know of rows
                 importance = np.tile(importance, (len(rows), 1))
-        if info.trellis_values:
-            options = {"passes": self.trellis_passes}
-        else:
-            options = {T.ITQ3_S: {"levels": self.itq3_levels}, T.DITTO3: {"codebook": codebook}}.get(qtype, {})
+        options: dict[str, Any] = {"passes": self.trellis_passes} if info.trellis_values else {}
+        if info.name == "itq3_s":
+            options = {"levels": self.itq3_levels}
+        elif info.name == "ditto3":
+            options = {"codebook": codebook}
         blocks = quants.reference(info.name).quantize_blocks(
             rows.reshape(-1, info.block_size), importance, metric=metric, **options)
         return blocks.reshape(len(rows), -1)
 
     def needs_codebook(self, tensor: Tensor, target: GGMLQuantizationType) -> bool:
-        """True if all rows must be seen before the first is encoded."""
-        return self.ditto_codebook == "tensor" and target == T.DITTO3 != tensor.type
+        """Whether all rows must be seen before the first is encoded."""
+        return self.ditto_codebook == "tensor" and target.name == "DITTO3" and target != tensor.type
 
-    def codebook(self, chunks: Iterable[tuple[int, np.ndarray]], tensor: Tensor, guide: Guide) -> np.ndarray:
-        """Codebook of a tensor for DITTO3, float32 (8,), from all its rows: (first row, float32 (n_rows, n_per_row))."""
+    def codebook(self, chunks: Iterable[tuple[int, np.ndarray]], tensor: Tensor, calibration: TensorCalibration) -> np.ndarray:
+        """Compute the codebook of a DITTO3 tensor, float32 (8,), from all its rows: (first row, float32 (n_rows, n_per_row))."""
         histogram = quants.ditto3.Histogram() if self.lib is None else self.lib.ditto3_histogram()
         for first_row, weights in chunks:
-            for rows, expert in guide.slices(tensor, first_row, len(weights)):
-                histogram.add_rows(weights[rows], guide.importances(expert))
+            for rows, expert in calibration.slices(tensor, first_row, len(weights)):
+                histogram.add_rows(weights[rows], calibration.importances(expert))
         return histogram.codebook()
 
     def weights(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> np.ndarray:
-        """Rows of a tensor in its own type, uint8, as float32 (n_rows, n_per_row). The first of them is row first_row.
+        """Decode rows of a tensor, uint8, from first_row on, and check that the target can hold them.
 
-        BadWeights naming the tensor and the position of a weight that is NaN, Inf or too large for the target.
+        Raises:
+            BadWeights: naming the tensor and the position of a weight that is NaN, infinite or too large.
         """
         weights = self.decode(rows, tensor.type, tensor.ne[0])
         check_weights(weights, tensor, first_row, target)
         return weights
 
     def check(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
-        """BadWeights as in weights(), of floats by their bits where none is bad."""
+        """Raise BadWeights as weights() does; sound floats are checked by their bits."""
         if tensor.type in MAGNITUDES:
             dtype, mask = MAGNITUDES[tensor.type]
             largest = (rows.view(dtype) & np.array(mask, dtype)).max(keepdims=True)
@@ -302,42 +235,45 @@ class Codec:
         self.weights(rows, tensor, first_row, target)
 
     def convert(
-        self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
+        self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
     ) -> tuple[np.ndarray, Accuracy]:
-        """Rows of a tensor in its own type, uint8, to the target type, and how far they are from the originals.
+        """Convert rows of a tensor, uint8, to the target type and measure their error.
 
-        BadWeights as in weights(), and UserError where the encoder makes no finite weights of these.
+        Args:
+            rows: in the tensor's own type.
+            tensor: the tensor.
+            first_row: number of the first of the rows in it.
+            target: the type to convert to.
+            calibration: statistics of the tensor's inputs.
+
+        Raises:
+            UserError: for weights that the target cannot hold.
         """
-        if tensor.type in NO_WEIGHTS:
+        if tensor.type in COPIED_TYPES:
             return rows, Accuracy()
         weights = self.weights(rows, tensor, first_row, target)
         if target == tensor.type:
             return rows, Accuracy()
-        return self.encode_rows(weights, tensor, first_row, target, guide)
+        data = self.encode_calibrated(weights, tensor, first_row, target, calibration)
+        stored = self.decode(data, target, tensor.ne[0])
+        return data, measure_stored(tensor, weights, stored, first_row=first_row, target=target, calibration=calibration)
 
-    def encode_rows(
-        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
-    ) -> tuple[np.ndarray, Accuracy]:
-        """float32 (n_rows, n_per_row) to the target type, and how far that is from them. The first is row first_row of the tensor."""
-        data = self.encode_guided(weights, tensor, first_row, target, guide)
-        return data, measured(tensor, first_row, weights, self.decode(data, target, tensor.ne[0]), target, guide)
-
-    def encode_guided(
-        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, guide: Guide
+    def encode_calibrated(
+        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
     ) -> np.ndarray:
-        """The data of encode_rows()."""
+        """Encode rows of a tensor, float32 (n_rows, n_per_row), from first_row on, each with the statistics of its expert."""
         parts = [
-            self.encode(weights[part], target, guide.importances(expert), guide.codebook, guide.metric(expert))
-            for part, expert in guide.slices(tensor, first_row, len(weights))
+            self.encode(weights[part], target, calibration.importances(expert), calibration.codebook, calibration.metric(expert))
+            for part, expert in calibration.slices(tensor, first_row, len(weights))
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def measured(
-    tensor: Tensor, first_row: int, weights: np.ndarray, stored: np.ndarray, target: GGMLQuantizationType, guide: Guide
+def measure_stored(
+    tensor: Tensor, weights: np.ndarray, stored: np.ndarray, *, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
 ) -> Accuracy:
-    """How far stored rows are from the weights, float32 (n_rows, n_per_row) each. UserError where they are not finite."""
-    accuracy = guide.measure(tensor, first_row, weights, stored)
+    """Measure the error of stored rows against the weights, float32 (n_rows, n_per_row) each. UserError if they are not finite."""
+    accuracy = calibration.measure(tensor, first_row, weights, stored)
     if not accuracy.is_finite:
         raise UserError(
             f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(weights) - 1:,} are not finite as "
@@ -347,7 +283,7 @@ def measured(
 
 
 def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
-    """BadWeights if a weight is NaN, Inf or, where the type changes, larger than the target can hold."""
+    """Raise BadWeights if a weight is NaN, infinite or, if the type changes, larger than the target can hold."""
     limit = np.inf if target == tensor.type else largest_weight(target)
     low, high = weights.min(), weights.max()  # NaN if there is one
     if -limit <= low and high <= limit and -np.inf < low and high < np.inf:

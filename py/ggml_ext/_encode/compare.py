@@ -1,55 +1,69 @@
-"""Differences of a stored tensor from its original."""
+"""Compare a stored tensor with its original."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from .._base.errors import UserError
-from .._base.threads import map_in_order
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.tensor_types import COPIED_TYPES
 from .accuracy import Accuracy
-from .codec import NO_WEIGHTS, Codec, Guide
+from .codec import Codec
+from .encode_tensor import Chunk, Run
+from .tensor_calibration import TensorCalibration
 
 
-def compare(
-    pool: ThreadPoolExecutor,
-    n_ahead: int,
-    codec: Codec,
-    file: GGUFFile,
-    tensor: Tensor,
-    original: GGUFFile,
-    other: Tensor,
-    guide: Guide,
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor and the file that holds it."""
+
+    file: GGUFFile
+    tensor: Tensor
+
+
+def compare_tensors(
+    stored: FileTensor, original: FileTensor, codec: Codec, calibration: TensorCalibration, run: Run = map
 ) -> Accuracy:
-    """Differences of a tensor from its original, weighed with what the guide knows of its inputs; UserError where one of them is not finite or cannot be compared."""
-    if tensor.type in NO_WEIGHTS or other.type in NO_WEIGHTS:
-        if tensor.type != other.type:
-            raise UserError(
-                f"tensor {tensor.name} is {tensor.type.name.lower()} in {file.path} and {other.type.name.lower()} in "
-                f"{original.path}, which cannot be compared: name the file it was made from"
-            )
+    """Measure the error of a stored tensor.
 
-    def measure(chunk: tuple[int, int]) -> Accuracy:
-        ours, theirs = file.rows(tensor, *chunk), original.rows(other, *chunk)
-        if tensor.type in NO_WEIGHTS:  # compared byte for byte
-            if not np.array_equal(ours, theirs):
-                raise UserError(f"tensor {tensor.name} differs from {original.path}: name the file it was made from")
+    Args:
+        stored: the tensor.
+        original: the same tensor of the file that it was made from.
+        codec: decodes both.
+        calibration: statistics of the inputs, for the weighted error.
+        run: map(), or that of a thread pool.
+
+    Raises:
+        UserError: one of them is not finite or cannot be compared.
+    """
+    tensor, other = stored.tensor, original.tensor
+    is_copied = tensor.type in COPIED_TYPES
+    if (is_copied or other.type in COPIED_TYPES) and tensor.type != other.type:
+        raise UserError(
+            f"tensor {tensor.name} is {tensor.type.name.lower()} in {stored.file.path} and {other.type.name.lower()} in "
+            f"{original.file.path}, which cannot be compared: name the file it was made from"
+        )
+
+    def measure(chunk: Chunk) -> Accuracy:
+        rows, original_rows = stored.file.rows(tensor, *chunk), original.file.rows(other, *chunk)
+        if is_copied:
+            if not np.array_equal(rows, original_rows):
+                raise UserError(f"tensor {tensor.name} differs from {original.file.path}: name the file it was made from")
             return Accuracy()
-        expected, stored = codec.decode(theirs, other.type, other.ne[0]), codec.decode(ours, tensor.type, tensor.ne[0])
-        accuracy = guide.measure(tensor, chunk[0], expected, stored)
+        weights, decoded = codec.decode(original_rows, other.type, other.ne[0]), codec.decode(rows, tensor.type, tensor.ne[0])
+        accuracy = calibration.measure(tensor, chunk[0], weights, decoded)
         if not accuracy.is_finite:
             raise UserError(
-                f"tensor {tensor.name}: rows {chunk[0]:,} to {sum(chunk) - 1:,} hold NaN or Inf in {file.path} or "
-                f"{original.path}: the file is damaged; quantize the model again"
+                f"tensor {tensor.name}: rows {chunk[0]:,} to {sum(chunk) - 1:,} hold NaN or Inf in {stored.file.path} or "
+                f"{original.file.path}: the file is damaged; quantize the model again"
             )
         return accuracy
 
-    total, done = Accuracy(), 0
-    for chunk, accuracy in zip(row_chunks(tensor), map_in_order(pool, measure, row_chunks(tensor), n_ahead)):
+    total, chunks = Accuracy(), list(row_chunks(tensor))
+    for (first, n_rows), accuracy in zip(chunks, run(measure, chunks), strict=True):
         total += accuracy
-        done += chunk[1]
-        guide.written(tensor, done)
+        calibration.release(tensor, first + n_rows)
     return total

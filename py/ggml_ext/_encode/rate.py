@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from .._formats.gguf_file import Tensor
 from .._formats.hessians import BLOCK, TensorHessian
-from .codec import Codec, Guide, PerExpert
+from .codec import Codec
+from .tensor_calibration import PerExpert, TensorCalibration
 
 COLUMNS, ROWS = 1024, 512  # of a sample; the former a multiple of all blocks, together a chunk as writers take it
 ENOUGH = 0.2  # seconds that a sample takes at the least
@@ -41,13 +42,14 @@ class Rate:
 def measure(codec: Codec, target: GGMLQuantizationType, kind: str, n_threads: int) -> Rate:
     """kind: of importance; "block" and "full" for types that make something of second moments alone."""
     if kind not in ("block", "full"):
-        importance = None if kind == "none" else np.ones((1, COLUMNS), np.float32)
-        return Rate(_seconds(codec, target, Guide(importance), n_threads))
-    guide, factorization = _with_moments(codec, target, kind == "full")
-    block = _seconds(codec, target, guide if kind == "block" else _with_moments(codec, target, False)[0], n_threads)
+        diagonal = None if kind == "none" else np.ones((1, COLUMNS), np.float32)
+        return Rate(_seconds(codec, target, TensorCalibration(diagonal), n_threads))
+    calibration, factorization = _sample_calibration(codec, target, kind == "full")
+    blocks = calibration if kind == "block" else _sample_calibration(codec, target, False)[0]
+    block = _seconds(codec, target, blocks, n_threads)
     if kind == "block":
         return Rate(block, 0.0, factorization / (COLUMNS // BLOCK * BLOCK**3 / 3))
-    column = max(_seconds(codec, target, guide, n_threads) - block, 0.0) / (COLUMNS - BLOCK)
+    column = max(_seconds(codec, target, calibration, n_threads) - block, 0.0) / (COLUMNS - BLOCK)
     return Rate(max(block - column * BLOCK, 0.0), column, factorization / (COLUMNS**3 / 3))
 
 
@@ -55,30 +57,32 @@ def _tensor(target: GGMLQuantizationType) -> Tensor:
     return Tensor("sample", (COLUMNS, ROWS), target, 0, 0)
 
 
-def _with_moments(codec: Codec, target: GGMLQuantizationType, whole: bool) -> tuple[Guide, float]:
-    """What the encoder gets, and the seconds that the factorization takes."""
+def _sample_calibration(codec: Codec, target: GGMLQuantizationType, whole: bool) -> tuple[TensorCalibration, float]:
+    """Make statistics with a metric, and time its factorization in seconds."""
     row, column = np.tril_indices(COLUMNS if whole else BLOCK)
     triangle = (CORRELATION ** np.abs(row - column)).astype(np.float32)
     stored = np.tile(triangle, 1 if whole else COLUMNS // BLOCK)[None]
-    moments = TensorHessian("sample", "full" if whole else "block", COLUMNS, np.full(1, 1e6, np.float32), stored, whole)
-    guide = Guide(np.ones((1, COLUMNS), np.float32), None, moments, PerExpert(moments.triangles))
+    tokens = np.full(1, 1e6, np.float32)
+    hessian = TensorHessian("sample", "full" if whole else "block", COLUMNS, tokens, stored, stored_full=whole)
+    calibration = TensorCalibration.from_hessian(np.ones((1, COLUMNS), np.float32), hessian)
     start = time.perf_counter()
-    metric = codec.metric(_tensor(target), target, guide, 0, lambda _: None)
+    metric = codec.metric(_tensor(target), target, calibration, 0, lambda _: None)
     seconds = time.perf_counter() - start
-    return Guide(guide.importance, None, moments, guide.triangles, PerExpert(lambda _: metric)), seconds
+    return replace(calibration, metrics=PerExpert(lambda _: metric)), seconds
 
 
-def _seconds(codec: Codec, target: GGMLQuantizationType, guide: Guide, n_threads: int) -> float:
-    """A weight's, with all threads at work: encoding, and the error of what comes out."""
+def _seconds(codec: Codec, target: GGMLQuantizationType, calibration: TensorCalibration, n_threads: int) -> float:
+    """Time encoding and measuring, in seconds per weight with all threads at work."""
     weights = (0.02 * np.random.default_rng(1).standard_normal((ROWS, COLUMNS))).astype(np.float32)
-    tensor, n = _tensor(target), n_threads
+    rows = weights.view(np.uint8)
+    source, n = Tensor("sample", (COLUMNS, ROWS), GGMLQuantizationType.F32, 0, 0), n_threads
     with ThreadPoolExecutor(n_threads) as pool:
 
         def encode(times: int) -> float:
             start = time.perf_counter()
-            list(pool.map(lambda _: codec.encode_rows(weights, tensor, 0, target, guide), range(times)))
+            list(pool.map(lambda _: codec.convert(rows, source, 0, target, calibration), range(times)))
             return time.perf_counter() - start
 
         while (seconds := encode(n)) < ENOUGH:
             n = max(2 * n, int(n * ENOUGH / max(seconds, 1e-3)))
-        return min(seconds, encode(n)) / (n * weights.size)  # the first may find a processor busy with what ran before
+        return min(seconds, encode(n)) / (n * weights.size)  # the first may find the CPU busy with what ran before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -44,18 +44,19 @@ class PerplexityRunner:
 
     def save_logits(self, model: Path, text: Path, n_chunks: int, out: Path) -> tuple[Figure, str]:
         """Write the base model's logits on a text; returns perplexity and log."""
-        log = self._run(f"logits of {model.name}", model, n_chunks, "chunk", "-f", text, "--chunks", n_chunks, "--kl-divergence-base", out)
+        flags = ["-f", text, "--chunks", n_chunks, "--kl-divergence-base", out]
+        log = self._run(f"logits of {model.name}", model, n_chunks, "chunk", flags)
         BaseLogits.read(out)
         return self._parse(model, "final estimate", parse_perplexity, log), log
 
     def perplexity(self, model: Path, text: Path, n_chunks: int) -> tuple[Figure, str]:
         """Measure the perplexity on a text; returns it and the log."""
-        log = self._run(model.name, model, n_chunks, "chunk", "-f", text, "--chunks", n_chunks)
+        log = self._run(model.name, model, n_chunks, "chunk", ["-f", text, "--chunks", n_chunks])
         return self._parse(model, "final estimate", parse_perplexity, log), log
 
     def compare(self, model: Path, base: BaseLogits) -> tuple[dict[str, Figure], str]:
         """Compare a model with the base; returns the statistics by name and the log."""
-        log = self._run(model.name, model, base.n_chunks, "chunk", "--kl-divergence", "--kl-divergence-base", base.path)
+        log = self._run(model.name, model, base.n_chunks, "chunk", ["--kl-divergence", "--kl-divergence-base", base.path])
         return require_finite(model, self._parse(model, "statistics", parse_statistics, log)), log
 
     def score(self, model: Path, kind: str, tasks: Path, n_tasks: int | None) -> Figure:
@@ -63,13 +64,14 @@ class PerplexityRunner:
         number = [] if n_tasks is None else [f"--{kind}-tasks", n_tasks]
         parallel = ["-np", N_ANSWERS] if kind == "multiple-choice" else []
         title, n_ctx = f"{kind} of {model.name}", max(self.n_ctx, TASK_CONTEXT)
-        log = self._run(title, model, n_tasks or 0, "task", f"--{kind}", TASKS[kind], tasks, *number, *parallel, n_ctx=n_ctx)
+        flags = [f"--{kind}", TASKS[kind], tasks, *number, *parallel]
+        log = self._run(title, model, n_tasks or 0, "task", flags, n_ctx=n_ctx)
         return self._parse(model, "score", parse_score, log)
 
-    def _run(self, title: str, model: Path, total: int, unit: str, *args: object, n_ctx: int | None = None) -> str:
+    def _run(self, title: str, model: Path, total: int, unit: str, flags: Sequence[object], n_ctx: int | None = None) -> str:
         """Run the program with a progress bar; returns its log."""
         n_ctx = n_ctx or self.n_ctx
-        command = [self.program, "-m", model, "-c", n_ctx, "-b", max(self.n_batch, n_ctx), "-t", self.n_threads, *self.options, *args]
+        command = [self.program, "-m", model, "-c", n_ctx, "-b", max(self.n_batch, n_ctx), "-t", self.n_threads, *self.options, *flags]
         first: tuple[float, int] | None = None  # time and count of the first update
         with self.console.bar(title, total or None, unit) as bar:
 

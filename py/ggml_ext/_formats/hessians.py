@@ -291,7 +291,7 @@ class HessianFile:
                 f"{needed:,} for {n_matrices:,} ({n_columns:,} columns): the file is for another model; make one with "
                 "llama-imatrix -m MODEL -f TEXT --moments block"
             )
-        return TensorHessian(where, kind, n_columns, entry.counts, StoredRows(entry.file, entry.values), entry.is_full)
+        return TensorHessian(where, kind, n_columns, entry.counts, StoredRows(entry.file, entry.values), stored_full=entry.is_full)
 
 
 def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:

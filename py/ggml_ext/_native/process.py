@@ -46,7 +46,7 @@ def run_logged(command: list[str], folder: Path, on_output: Callable[[str], None
     The output goes through a file, because llama-perplexity sometimes loses its last lines in a pipe.
     """
     with tempfile.NamedTemporaryFile() as log:
-        with start_program(command, folder, None, subprocess.DEVNULL, subprocess.STDOUT, log) as process:
+        with start_program(command, folder, None, subprocess.DEVNULL, subprocess.STDOUT, stdout=log) as process:
             code = _wait(process, lambda: None if on_output is None else on_output(_read_text(log)))
         return code, _read_text(log)
 
@@ -54,7 +54,7 @@ def run_logged(command: list[str], folder: Path, on_output: Callable[[str], None
 def run_captured(command: list[str], folder: Path) -> tuple[int, str, str]:
     """Run a program with OpenMP's default waiting, for timings; returns exit code, standard output and standard error."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as log:
-        with start_program(command, folder, dict(os.environ), subprocess.DEVNULL, log, out) as process:
+        with start_program(command, folder, dict(os.environ), subprocess.DEVNULL, log, stdout=out) as process:
             code = _wait(process, lambda: None)
         return code, _read_text(out), _read_text(log)
 

@@ -148,7 +148,7 @@ class LayerStreams:
                 self._log.seek(0)
                 log = self._log.read().decode(errors="replace")
                 less = f"pass fewer --calibration-chunks, or {WAY_OUT}"
-                raise UserError(FLAG + describe_failure("ggml-ext-streams", code, log, "", WAY_OUT, less))
+                raise UserError(FLAG + describe_failure("ggml-ext-streams", code, log, way_out=WAY_OUT, less_memory=less))
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)

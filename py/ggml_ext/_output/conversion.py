@@ -1,4 +1,4 @@
-"""What makes one model of another, for quantize and export alike: what it is made from, and files beside OUT."""
+"""What quantize and export share: the model that is converted, the metadata of upstream files, and files next to OUT."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from .._base.errors import UserError
 from .._base.files import fingerprint, open_file, write_atomically
 from .._base.package import __version__
-from .._calibration.importance import Importance
+from .._calibration.importance import DeadColumns, Importance
 from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, uint32_value
 from .._formats.split import SPLIT_KEYS
-from .._plan.plan import Plan
-from .._sequential.layers import Propagation
+from .._plan.plan import QuantizationPlan
+from .._sequential.layers import SequentialQuantizer
 
 QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 IMPORTANCE_KEYS = (
@@ -28,44 +28,42 @@ WAY_OUT = "pass --quiet if nobody reads it"
 
 @dataclass(frozen=True)
 class Conversion:
-    """A model and what becomes of it. fallback_above: errors above so many times a type's usual one make a tensor be stored in the
-    type's fallback; None: never. propagation: what makes the matrices of the layers, if they make up for the errors before them."""
+    """A model and what is made of it."""
 
     file: GGUFFile
-    plan: Plan
+    plan: QuantizationPlan
     codec: Codec
     importance: Importance
     n_threads: int
-    fallback_above: float | None = None
-    propagation: Propagation | None = None
+    fallback_above: float | None = None  # a tensor whose error is so many times the usual one gets its type's fallback
+    propagation: SequentialQuantizer | None = None  # encodes the layers, if they compensate the errors before them
 
-    def dead_columns(self) -> dict[str, tuple[int, int]]:
-        """As Importance.dead_columns(). Of layers that --propagate made in an earlier run nothing is known."""
+    def dead_columns(self) -> dict[str, DeadColumns]:
+        """As Importance.dead_columns(). Nothing is known about layers that --propagate finished in an earlier run."""
         return self.importance.dead_columns(self.plan) | (self.propagation.dead_columns if self.propagation else {})
 
     def check_unchanged(self) -> None:
-        """UserError if a file that was read while tensors were encoded is not what it was."""
+        """Raise UserError if a file that was read while tensors were encoded has changed."""
         for file in (self.file, *self.importance.files()):
             file.check_unchanged()
 
-    def made_from(self, **more) -> dict:
-        """What the bytes of the output depend on, by name, for Output.begin(). more: what the program's options add."""
+    def list_dependencies(self, **more: object) -> dict:
+        """List what the bytes of the output depend on, by name, for Output.begin(). more: what the command's options add."""
 
-        def identity(path: Path, n_header: int = 0) -> dict:
+        def identify(path: Path, n_header: int = 0) -> dict:
             return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
 
         return {
             "version": [__version__, "numpy" if self.codec.lib is None else fingerprint(self.codec.lib.path)],
-            "input": [identity(part.path, header_bytes(part)) for part in self.file.parts],
-            "importance": [self.importance.kind, [identity(p) for p in self.importance.paths()]],
-            **({} if self.propagation is None else {"propagation": self.propagation.run.made_from()}),
+            "input": [identify(part.path, header_bytes(part)) for part in self.file.parts],
+            "importance": [self.importance.kind, [identify(p) for p in self.importance.paths()]],
+            **({} if self.propagation is None else {"propagation": self.propagation.config.list_dependencies()}),
             **more,
         }
 
 
 def stock_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
-    """Of a file for every llama.cpp: the keys of the input without ours, and those that llama-quantize writes. file_type: of
-    general.file_type."""
+    """Make the metadata of an upstream file: the keys of the input without ours, and those that llama-quantize writes."""
     old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
     new = [
         *([] if importance.matrix is None else importance.matrix.metadata()),
@@ -76,7 +74,7 @@ def stock_metadata(file: GGUFFile, file_type: int, importance: Importance) -> di
 
 
 def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:
-    """UserError naming the flag if it cannot be written, or, without force, exists by now, which says that OUT is written."""
+    """Write a file next to OUT, which is written already. UserError naming the flag if that fails or, without force, the file exists."""
     path = Path(os.path.realpath(path))
     try:
         with write_atomically(path, force) as part, open_file(part) as f:

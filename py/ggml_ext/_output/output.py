@@ -1,10 +1,9 @@
-"""The file that a run makes, or the parts of a split one: locked, and written beside its place until it is whole.
+"""The output of a run: one file or the parts of a split one, locked, and written under hidden names until it is complete.
 
-Beside model.gguf lie meanwhile .model.gguf.partial, which becomes it, and .model.gguf.partial.json, the journal: a line of JSON
-about what the bytes depend on, then one for each finished tensor with the SHA-256 of its data. The run that writes them holds a
-lock (flock) on the journal, which ends with the process however that ends. A run that was stopped or failed at a tensor leaves both if
-one was finished, and the next one with the same input, options and version goes on after it. They are removed where what they hold is
-wrong: the input changed, or --verify found other data.
+Until then .model.gguf.partial, which becomes model.gguf, is next to .model.gguf.partial.json, the journal: a line of JSON with what the bytes
+depend on, then one for each finished tensor with the SHA-256 of its data. The run that writes them holds a lock (flock) on the journal, which
+ends with the process. A run that is interrupted or fails at a tensor leaves both if a tensor was finished, and the next one with the same
+input, options and version resumes. They are removed if what they hold is wrong: the input changed, or --verify read other data.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +27,7 @@ from .._base.files import (
     LOCK_ATTEMPTS,
     NO_SPACE,
     allocated_bytes,
-    free_space,
+    check_free_space,
     is_plain_file,
     move_into_place,
     open_file,
@@ -40,18 +39,19 @@ from .._base.signals import ignore_signals
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._formats.gguf_file import pad
-from .parts import Part, journal_of, keep_mode, split_parts, take_back
+from .._formats.reserved_paths import journal_of
+from .parts import Part, keep_mode, split_parts, take_back
 
 PIECE = 4 * MIB  # read at once
 JOURNAL_FORMAT = 2
 
 
 class Unfinished(UserError):
-    """An error of the end, after which the same command has little to do."""
+    """An error at the end, after which the same command has little to do."""
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedTensor:
     """A line of the journal: a tensor whose data are in the partial file."""
 
     tensor: int
@@ -63,23 +63,24 @@ class Finished:
     warnings: list[str]  # that came up while it was encoded
 
     @classmethod
-    def parse(cls, line: bytes) -> Finished:
-        """ValueError, TypeError or KeyError for what is no such line."""
-        found = cls(**parse_json(line))
-        found = replace(found, accuracy=Accuracy(**found.accuracy))
-        of_kinds = [(found.tensor, int), (found.type, str), (found.n_bytes, int), (found.sha256, str), (found.warnings, list)]
-        numbers = [found.seconds, *(v for v in asdict(found.accuracy).values() if type(v) is not bool)]
-        if not all(isinstance(value, kind) for value, kind in [*of_kinds, *((w, str) for w in found.warnings)]):
+    def parse(cls, line: bytes) -> FinishedTensor:
+        """Parse a line. ValueError, TypeError or KeyError if it is no such line."""
+        values = parse_json(line)
+        values["accuracy"] = Accuracy(**values["accuracy"])
+        finished = cls(**values)
+        kinds = [(finished.tensor, int), (finished.type, str), (finished.n_bytes, int), (finished.sha256, str), (finished.warnings, list)]
+        numbers = [finished.seconds, *(v for v in asdict(finished.accuracy).values() if type(v) is not bool)]
+        if not all(isinstance(value, kind) for value, kind in [*kinds, *((w, str) for w in finished.warnings)]):
             raise TypeError("a value of another kind")
-        if not all(map(is_number, numbers)) or found.seconds < 0:
+        if not all(map(is_number, numbers)) or finished.seconds < 0:
             raise ValueError("a number that was not measured")
-        return found
+        return finished
 
 
 class Output:
-    """What a run writes. As a context it holds the lock, and decides at its end what stays of partial files.
+    """The output of a run. As a context it holds the lock, and decides at its end which partial files stay.
 
-    Order of calls: plan(), begin(), for each tensor start(), write() and finish(), then complete() and publish().
+    Order of calls: plan_parts(), begin(), for each tensor start(), write() and finish(), then complete() and publish().
     """
 
     def __init__(self, path: Path, force: bool, is_split: bool = False):
@@ -87,9 +88,12 @@ class Output:
         self.path, self.force, self.is_split = path, force, is_split
         self.journal_path = journal_of(path)
         self.parts: list[Part] = []
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedTensor] = []
         self.n_bytes = 0
-        self._alignment, self._sizes, self._headers, self._possible = 1, [], [], []
+        self._alignment = 1
+        self._sizes: list[int] = []
+        self._headers: list[int] = []
+        self._possible: Sequence[Mapping[str, int]] = []
         self._journal: BinaryIO | None = None
         self._file: BinaryIO | None = None
         self._part = -1  # number of the part that is open
@@ -153,7 +157,7 @@ class Output:
         self._file = self._journal = None
 
     def describe_rest(self) -> str:
-        """For the message of a run that was stopped."""
+        """Describe what is left, for the message of an interrupted run."""
         n_files = len({self._part_of(f.tensor) for f in self.finished})
         more = f" and {n_files - 1} more" if n_files > 1 else ""
         return (
@@ -164,39 +168,42 @@ class Output:
     # --- before the first tensor ---
 
     def check_absent(self) -> None:
-        """UserError if one of the files exists and may not be replaced."""
+        """Raise UserError if one of the files exists and may not be replaced."""
         for path in [part.path for part in self.parts] or ([] if self.is_split else [self.path]):
             if not self.force and os.path.lexists(path):
                 raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
 
-    def plan(
-        self, sizes: Sequence[int], header_bytes: int, alignment: int, max_bytes: int | None, reads: Callable[[Path], str | None],
+    def plan_parts(
+        self, sizes: Sequence[int], *, n_header: int, alignment: int, max_bytes: int | None, find_read: Callable[[Path], str | None],
         largest: Sequence[int] | None = None,
     ) -> None:
-        """Decides the parts. sizes: bytes of the tensors, header_bytes: about those of the metadata; reads: says what a file
-        that is read is called; largest: bytes that tensors may get, where those are more, none of which makes a part too large.
+        """Decide the parts.
 
-        UserError if one of the files may not be written, or if there is no room for all.
+        Args:
+            sizes: bytes of the tensors.
+            n_header: bytes of the metadata, about.
+            alignment: of the tensors.
+            max_bytes: of a part; None for one file.
+            find_read: says what messages call a file that is read.
+            largest: bytes that tensors may get, if those are more; none of them makes a part too large.
+
+        Raises:
+            UserError: one of the files may not be written, or there is no room for all.
         """
         self._sizes, self._alignment = list(sizes), alignment
-        padded = [pad(n, alignment) for n in sizes]
         self.parts = split_parts(self.path, [pad(n, alignment) for n in largest or sizes], max_bytes)
         self.check_absent()
         for part in self.parts:
             if part.path.is_dir():
                 raise UserError(f"OUT: {part.path} is a directory: choose another name")
             for path in (part.path, part.partial, part.replaced):
-                if what := reads(path):
+                if what := find_read(path):
                     raise UserError(f"OUT: {path} is the same file as {what}: choose another name")
-        self.n_bytes = sum(padded) + header_bytes
+        self.n_bytes = sum(pad(n, alignment) for n in sizes) + n_header
         with self._errors():
-            left = {p.partial for p in self.parts} | set(self._left())  # written again, or to be removed
-            free = free_space(self.path.parent) + sum(map(allocated_bytes, left))
-        if free < self.n_bytes:
-            raise UserError(
-                f"no space left on device: {self._needed()}, {self.path.parent} has {free / MIB:,.2f} MiB free; "
-                "free some space or write to another disk"
-            )
+            removed = {p.partial for p in self.parts} | set(self._find_partials())  # written again, or removed
+            n_reusable = sum(map(allocated_bytes, removed))
+            check_free_space(self.path.parent, self.n_bytes, str(self.path), "", "write to another disk", n_reusable=n_reusable)
 
     def _needed(self) -> str:
         return f"{self.path} needs {self.n_bytes / MIB:,.2f} MiB"
@@ -204,16 +211,22 @@ class Output:
     def _part_of(self, tensor: int) -> int:
         return next(n for n, part in enumerate(self.parts) if tensor < part.last)
 
+    @property
+    def _lock_file(self) -> BinaryIO:
+        """The journal, which is open within the context."""
+        assert self._journal is not None
+        return self._journal
+
     def _lines(self) -> list[bytes]:
-        """Whole lines of the journal."""
-        self._journal.seek(0)
-        return [line for line in self._journal.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        """Read the complete lines of the journal."""
+        self._lock_file.seek(0)
+        return [line for line in self._lock_file.read().splitlines(keepends=True) if line.endswith(b"\n")]
 
     def _head(self) -> dict | None:
-        """The journal's first line; None for a new journal, {} for one that cannot be read."""
+        """Parse the journal's first line; None for a new journal, {} for one that cannot be read."""
         lines = self._lines()
         if not lines:
-            return None if not os.fstat(self._journal.fileno()).st_size else {}
+            return None if not os.fstat(self._lock_file.fileno()).st_size else {}
         try:
             head = parse_json(lines[0])
             good = head["format"] == JOURNAL_FORMAT and isinstance(head["made_from"], dict)
@@ -221,90 +234,91 @@ class Output:
         except (ValueError, TypeError, KeyError):
             return {}
 
-    def _left(self) -> list[Path]:
-        """Partial files of an earlier run on OUT that are there. Nothing else, whatever the journal says."""
+    def _find_partials(self) -> list[Path]:
+        """List the partial files of an earlier run on OUT. Nothing else, whatever the journal says."""
         names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
-        found = dict.fromkeys([*map(self.path.with_name, names), partial_path(self.path)])
-        return [p for p in found if is_plain_file(p)]
+        paths = dict.fromkeys([*map(self.path.with_name, names), partial_path(self.path)])
+        return [p for p in paths if is_plain_file(p)]
 
     def begin(
-        self, made_from: dict, headers: Sequence[bytes], possible: Sequence[Mapping[str, int]], say: Callable[[str], None]
+        self, dependencies: dict, headers: Sequence[bytes], possible: Sequence[Mapping[str, int]], note: Callable[[str], None]
     ) -> None:
-        """Finds what an earlier run left, and checks or removes it. made_from: what the bytes depend on, by name, for JSON.
-        headers: what stands before the data of each part; complete() gets the final ones, of the same lengths. possible: of each
-        tensor the types that it may have, and its bytes in them.
+        """Resume an interrupted run, or remove what it left. `finished` holds the tensors that need not be encoded again.
 
-        The tensors that need not be done again are in `finished`.
+        Args:
+            dependencies: what the bytes depend on, by name, for JSON.
+            headers: of each part; complete() gets the final ones, of the same lengths.
+            possible: the types that each tensor may have, and its bytes in them.
+            note: called with a line about the earlier run.
         """
         self._headers, self._possible = [len(h) for h in headers], possible
         with self._errors():
-            head, left = self._head(), self._left()
+            head, partials = self._head(), self._find_partials()
             self._begun = True
             files = [part.partial.name for part in self.parts]
-            if head and head["files"] == files and head["made_from"] == made_from:
+            if head and head["files"] == files and head["made_from"] == dependencies:
                 self._resume()
                 if self.finished:
-                    say(f"an earlier run was stopped: going on after {len(self.finished)} of {len(self._sizes)} tensors")
+                    note(f"an earlier run was stopped: going on after {len(self.finished)} of {len(self._sizes)} tensors")
                     return
-                say("an earlier run was stopped, and what it left is incomplete or changed: started anew")
-            elif head is not None or left:
-                changed = [key for key in made_from if made_from[key] != head["made_from"].get(key)] if head else []
-                why = f"not of the same {', '.join(changed)}" if changed else "of which too little is known"
-                what = ", ".join(p.name for p in left) or self.journal_path.name
-                say(f"an earlier run was stopped: started anew, what it left is {why} and was removed: {what}")
+                note("an earlier run was stopped, and what it left is incomplete or changed: started anew")
+            elif head is not None or partials:
+                changed = [key for key in dependencies if dependencies[key] != head["made_from"].get(key)] if head else []
+                reason = f"not of the same {', '.join(changed)}" if changed else "of which too little is known"
+                what = ", ".join(p.name for p in partials) or self.journal_path.name
+                note(f"an earlier run was stopped: started anew, what it left is {reason} and was removed: {what}")
             self._close_part()
-            for path in {*left, *(p.partial for p in self.parts)}:
+            for path in {*partials, *(p.partial for p in self.parts)}:
                 path.unlink(missing_ok=True)  # not written over: it may be a file that has its name already
-            self._journal.seek(0)
-            self._journal.truncate()
-            self._note({"format": JOURNAL_FORMAT, "made_from": made_from, "files": files})
+            self._lock_file.seek(0)
+            self._lock_file.truncate()
+            self._add_line({"format": JOURNAL_FORMAT, "made_from": dependencies, "files": files})
 
     def _resume(self) -> None:
-        """Takes over finished tensors as long as their data are what the journal says; cuts off what comes after."""
+        """Take over finished tensors as long as their data are what the journal says; cut off what comes after."""
         lines = self._lines()
         n_bytes = len(lines[0])
         for i, line in enumerate(lines[1:]):
             try:
-                found = Finished.parse(line)
+                finished = FinishedTensor.parse(line)
             except (ValueError, TypeError, KeyError):
                 break
-            is_next = found.tensor == i < len(self._sizes)
-            if not is_next or found.n_bytes != self._possible[i].get(found.type) or not self._holds(found):
+            is_next = finished.tensor == i < len(self._sizes)
+            if not is_next or finished.n_bytes != self._possible[i].get(finished.type) or not self._holds(finished):
                 break
-            self.finished.append(found)
+            self.finished.append(finished)
             n_bytes += len(line)
-        self._journal.seek(n_bytes)
-        self._journal.truncate()
+        self._lock_file.seek(n_bytes)
+        self._lock_file.truncate()
 
-    def _holds(self, found: Finished) -> bool:
-        """True if the partial file has the data of a tensor."""
-        self._open_part(self._part_of(found.tensor))
-        self._file.seek(self._end_of(self._part))
-        digest, left = hashlib.sha256(), found.n_bytes
-        while left and (piece := self._file.read(min(left, PIECE))):
+    def _holds(self, finished: FinishedTensor) -> bool:
+        """Whether the partial file has the data of a tensor."""
+        file = self._open_part(self._part_of(finished.tensor))
+        file.seek(self._end_of(self._part))
+        digest, n_left = hashlib.sha256(), finished.n_bytes
+        while n_left and (piece := file.read(min(n_left, PIECE))):
             digest.update(piece)
-            left -= len(piece)
-        return not left and digest.hexdigest() == found.sha256
+            n_left -= len(piece)
+        return not n_left and digest.hexdigest() == finished.sha256
 
     # --- tensors ---
 
     def data_of(self, tensor: int) -> np.ndarray | None:
-        """uint8 data of a finished tensor, or None."""
+        """Read the data of a finished tensor, uint8; None for another."""
         if tensor >= len(self.finished):
             return None
-        n, found = self._part_of(tensor), self.finished[tensor]
+        n, finished = self._part_of(tensor), self.finished[tensor]
         with self._errors(), open(self.parts[n].partial, "rb") as f:
             f.seek(self._offset(n, tensor))
-            return np.frombuffer(f.read(found.n_bytes), np.uint8)
+            return np.frombuffer(f.read(finished.n_bytes), np.uint8)
 
-    def _open_part(self, n: int) -> None:
-        if n == self._part:
-            return
-        if self._file is not None:
-            sync(self._file)
-        self._close_part()
-        self._part = n
-        self._file = open_file(self.parts[n].partial)
+    def _open_part(self, n: int) -> BinaryIO:
+        if n != self._part or self._file is None:
+            if self._file is not None:
+                sync(self._file)
+            self._close_part()
+            self._file, self._part = open_file(self.parts[n].partial), n
+        return self._file
 
     def _close_part(self) -> None:
         if self._file is not None:
@@ -312,58 +326,61 @@ class Output:
         self._file, self._part = None, -1
 
     def _end_of(self, n: int) -> int:
-        """Where the finished data of a part end."""
+        """Return where the finished data of a part end."""
         return self._offset(n, self.parts[n].last)
 
     def _offset(self, n: int, tensor: int) -> int:
-        """Where the finished data of a part's tensors before this one end."""
+        """Return where the finished data of a part's tensors before this one end."""
         return self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[self.parts[n].first : tensor])
 
     def start(self, tensor: int) -> None:
-        """What is written from here on is this tensor. It may be started again."""
+        """Start a tensor, or start it again: what is written from now on is its data."""
         assert tensor == len(self.finished)
         with self._errors():
-            self._open_part(self._part_of(tensor))
-            self._file.seek(self._end_of(self._part))
+            file = self._open_part(self._part_of(tensor))
+            file.seek(self._end_of(self._part))
             self._hash, self._written = hashlib.sha256(), 0
 
-    def write(self, data) -> None:
-        """Bytes or a contiguous array."""
+    def write(self, data: np.ndarray) -> None:
+        """Write data of the tensor, contiguous."""
         with self._errors():
-            self._file.write(data)
-        self._hash.update(data)
-        self._written += memoryview(data).nbytes
+            self._open_part(self._part).write(data.data)
+        self._hash.update(data.data)
+        self._written += data.nbytes
 
     def finish(self, type_name: str, accuracy: Accuracy, seconds: float, warnings: list[str]) -> None:
-        """The tensor that was started is whole."""
+        """Finish the tensor that was started."""
         with self._errors():
-            self._file.write(bytes(pad(self._written, self._alignment) - self._written))
-            self._file.flush()  # data first: the journal must not say more than there is
-            done = Finished(len(self.finished), type_name, self._written, self._hash.hexdigest(), seconds, accuracy, warnings)
-            self._note(asdict(done))
-            self.finished.append(done)
+            file = self._open_part(self._part)
+            file.write(bytes(pad(self._written, self._alignment) - self._written))
+            file.flush()  # data first: the journal must not say more than there is
+            finished = FinishedTensor(
+                tensor=len(self.finished), type=type_name, n_bytes=self._written, sha256=self._hash.hexdigest(), seconds=seconds,
+                accuracy=accuracy, warnings=warnings,
+            )
+            self._add_line(asdict(finished))
+            self.finished.append(finished)
 
-    def _note(self, line: dict) -> None:
-        self._journal.write(json.dumps(line).encode() + b"\n")
-        self._journal.flush()
+    def _add_line(self, line: dict) -> None:
+        self._lock_file.write(json.dumps(line).encode() + b"\n")
+        self._lock_file.flush()
 
     # --- the end ---
 
     def complete(self, headers: Sequence[bytes]) -> None:
-        """Writes all headers; the partial files are whole then."""
+        """Write all headers; the partial files are complete then."""
         assert len(self.finished) == len(self._sizes) and [len(h) for h in headers] == self._headers
         with self._errors():
             for n, header in enumerate(headers):
-                self._open_part(n)
-                self._file.seek(0)
-                self._file.write(header)
-                self._file.truncate(self._end_of(n))
-            sync(self._file)
+                file = self._open_part(n)
+                file.seek(0)
+                file.write(header)
+                file.truncate(self._end_of(n))
+                sync(file)
         self._is_whole = True
 
     def publish(self) -> None:
-        """Gives the files their names, all or none. Unfinished if one cannot get its own, or if one of them appeared in the
-        meantime: without force none is replaced."""
+        """Give the files their names, all or none. Unfinished if one cannot get its name, or exists by now without force."""
         ignore_signals()  # from here on the files are written, and saying otherwise would be wrong
         with self._errors():
             self._close_part()
@@ -388,7 +405,7 @@ class Output:
                 part.replaced.unlink()
 
     def _set_aside(self, part: Part) -> bool:
-        """True if there is a file that a part replaces, which has another name now. The replacement of one file needs none."""
+        """Rename the file that a part replaces; whether there was one. A single file needs no other name."""
         if len(self.parts) == 1 or not os.path.lexists(part.path) or part.path.is_dir():
             return False
         os.replace(part.path, part.replaced)
@@ -401,7 +418,7 @@ class Output:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Errors of the file system in one line."""
+        """Raise errors of the file system as UserError, in one line."""
         try:
             yield
         except BrokenPipeError:

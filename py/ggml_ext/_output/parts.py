@@ -15,9 +15,6 @@ from .._base.files import partial_path
 from .._formats.gguf_file import KeyValue, int32_value, uint16_value
 from .._formats.split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
 
-# Names of partial_path(), of its journal, of Part.replaced and of write_atomically().
-UNFINISHED = r"\..+\.(partial|partial\.json|replaced|\d+\.part)"
-
 
 def parse_split_size(text: str) -> int:
     """Bytes of N(M|G), powers of ten as in llama-gguf-split. UserError for anything else."""
@@ -43,11 +40,6 @@ class Part:
     def replaced(self) -> Path:
         """The name of the file that it replaces, until all parts have their names."""
         return self.partial.with_suffix(".replaced")
-
-
-def journal_of(path: Path) -> Path:
-    """The name of the journal of OUT."""
-    return partial_path(path).with_name(partial_path(path).name + ".json")
 
 
 def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list[Part]:

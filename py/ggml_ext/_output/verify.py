@@ -1,4 +1,4 @@
-"""--verify: what was written is read from the disk again, before it takes the name OUT."""
+"""--verify: before the output gets its name, it is read back from the disk, and llama.cpp runs one token with it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from .._base.console import Console
 from .._base.errors import UserError
+from .._base.threads import map_in_order
 from .._encode.accuracy import Accuracy
-from .._encode.codec import Guide
-from .._encode.compare import compare
+from .._encode.compare import FileTensor, compare_tensors
+from .._encode.encode_tensor import Run
+from .._encode.tensor_calibration import TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
+from .._native.graph import find_run_error
 from .conversion import Conversion
 from .output import Output
 
@@ -24,57 +28,75 @@ from .output import Output
 SUMS_DIFFER = 2.0**-33
 
 
-def verify(output: Output, headers: Sequence[bytes], of: Conversion, console: Console) -> None:
-    """Compares every byte with what was written, and the errors of the decoded weights with those found while writing. UserError naming
-    the tensor if something differs."""
-    pool = ThreadPoolExecutor(of.n_threads)
+def verify(output: Output, headers: Sequence[bytes], conversion: Conversion, console: Console) -> None:
+    """Compare every byte with what was written, and the errors of the decoded weights with those measured while writing.
+
+    Raises:
+        UserError: naming the first tensor that differs.
+    """
+    pool = ThreadPoolExecutor(conversion.n_threads)
+    run = partial(map_in_order, pool, n_ahead=2 * conversion.n_threads)
     try:
-        with console.bar("verify", of.plan.n_elements(), "w", is_scaled=True) as bar:
+        with console.bar("verify", conversion.plan.n_elements(), "w", is_scaled=True) as bar:
             for part, header in zip(output.parts, headers, strict=True):
-                forget(part.partial)
+                drop_from_cache(part.partial)
                 with open(part.partial, "rb") as f:
                     if f.read(len(header)) != header:
-                        raise differs(output, "the header")
-                written = GGUFFile(part.partial)
-                for stored, i in zip(written.tensors, range(part.first, part.last), strict=True):
-                    _verify_tensor(output, of, pool, written, stored, i)
-                    bar.update(stored.n_elements)
+                        raise _differs(output, "the header")
+                file = GGUFFile(part.partial)
+                for i, tensor in enumerate(file.tensors, part.first):
+                    _verify_tensor(output, conversion, FileTensor(file, tensor), i, run)
+                    bar.update(tensor.n_elements)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _verify_tensor(output: Output, of: Conversion, pool: ThreadPoolExecutor, written: GGUFFile, stored: Tensor, i: int) -> None:
-    """stored: tensor i of the plan as `written` has it."""
-    tensor, done = of.plan.tensors[i], output.finished[i]
-    expected = tensor.name, tensor.ne, of.plan.types[i]
-    if (stored.name, stored.ne, stored.type) != expected or digest(written, stored) != done.sha256:
-        raise differs(output, f"tensor {tensor.name}")
-    found = compare(pool, 2 * of.n_threads, of.codec, written, stored, of.file, tensor, Guide())
-    if not same(found, done.accuracy):
-        raise differs(output, f"tensor {tensor.name} decodes to other weights: it")
+def _verify_tensor(output: Output, conversion: Conversion, stored: FileTensor, i: int, run: Run) -> None:
+    """Verify tensor i of the plan."""
+    planned, finished = conversion.plan.tensors[i], output.finished[i]
+    expected = planned.name, planned.tensor.ne, planned.type
+    if (stored.tensor.name, stored.tensor.ne, stored.tensor.type) != expected or hash_data(stored.file, stored.tensor) != finished.sha256:
+        raise _differs(output, f"tensor {planned.name}")
+    accuracy = compare_tensors(stored, FileTensor(conversion.file, planned.tensor), conversion.codec, TensorCalibration(), run)
+    if not is_same(accuracy, finished.accuracy):
+        raise _differs(output, f"tensor {planned.name} decodes to other weights: it")
 
 
-def differs(output: Output, what: str) -> UserError:
+def _differs(output: Output, what: str) -> UserError:
     return UserError(
         f"--verify: {what} differs from what was written: the disk or the memory is at fault; {output.path} was not written, "
         "check them and run it again"
     )
 
 
-def same(a: Accuracy, b: Accuracy) -> bool:
+def is_same(a: Accuracy, b: Accuracy) -> bool:
     return a.max_abs == b.max_abs and math.isclose(a.error, b.error, rel_tol=SUMS_DIFFER)
 
 
-def digest(file: GGUFFile, tensor: Tensor) -> str:
-    """SHA-256 of the data of a tensor."""
-    found = hashlib.sha256()
+def hash_data(file: GGUFFile, tensor: Tensor) -> str:
+    """Return the SHA-256 of the data of a tensor."""
+    digest = hashlib.sha256()
     for first, n_rows in row_chunks(tensor):
-        found.update(file.rows(tensor, first, n_rows))
-    return found.hexdigest()
+        digest.update(file.rows(tensor, first, n_rows).data)
+    return digest.hexdigest()
 
 
-def forget(path: Path) -> None:
-    """Lets the system drop what it holds of a file that is on the disk, so that reading it asks the disk."""
+def drop_from_cache(path: Path) -> None:
+    """Make the system drop the pages of a file that is on the disk, so that reading it asks the disk."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError), open(path, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run_once(output: Output, source: GGUFFile, console: Console) -> bool:
+    """Run one token. Return False if the source does not run either; UserError if the output alone fails."""
+    reason = find_run_error([part.partial for part in output.parts])
+    if reason is None:
+        return True
+    if find_run_error([part.path for part in source.parts]) is None:
+        raise UserError(
+            f"--verify: {output.path} does not run where {source.path} does, and was not written: {reason}; keep the type of tensors that "
+            "--tensor-type names, or report this"
+        )
+    console.note(f"--verify: not run, since {source.path} does not run either: {reason}")
+    return False

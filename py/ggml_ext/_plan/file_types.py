@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from gguf import GGMLQuantizationType, LlamaFileType
 
 from .._base.types import TYPES, WEIGHT_TYPES
+from .._formats.tensor_types import FLOAT_TYPES
 from .recipes import RECIPES, Recipe
 
 T = GGMLQuantizationType
 
-FLOAT_TYPES = (T.F32, T.F16, T.BF16)
 # llama.cpp's rules do not mix files of these types.
 UNMIXED_TYPES = (*FLOAT_TYPES, T.Q8_0)
 
@@ -57,12 +57,12 @@ class FileType:
 
 def _stock() -> dict[str, FileType]:
     """Those that this gguf knows."""
-    found = {}
+    files = {}
     for name in STOCK_NAMES:
         base, file_type = STOCK_BASES.get(name, name).upper(), "ALL_F32" if name == "f32" else f"MOSTLY_{name.upper()}"
         if base in T.__members__ and file_type in LlamaFileType.__members__:
-            found[name] = FileType(name, int(LlamaFileType[file_type]), T[base])
-    return found
+            files[name] = FileType(name, int(LlamaFileType[file_type]), GGMLQuantizationType[base])
+    return files
 
 
 STOCK_FILES = _stock()

@@ -14,9 +14,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from .._base.errors import UserError
 from .._base.types import TYPES
 from .._formats.gguf_file import GGUFFile, Tensor
+from .._formats.tensor_types import FLOAT_TYPES
 from .._native import library
 from .._native.programs import library_conflict
-from .file_types import FLOAT_TYPES, FileType
+from .file_types import FileType
 
 T = GGMLQuantizationType
 OUTPUT = "output.weight"
@@ -133,9 +134,9 @@ def _listed_types(
             return output if tied and is_embd and output is not None else file_type.type
         if name == OUTPUT or (tied and is_embd):
             fits = tensor.ne[0] % info.block_size == 0  # Q8_0 also for rows that do not fit the file's own type
-            return output if output is not None else T[info.output.upper()] if fits else T.Q8_0
+            return output if output is not None else GGMLQuantizationType[str(info.output).upper()] if fits else T.Q8_0
         if is_embd:
-            return token_embd if token_embd is not None else T[info.token_embd.upper()]
+            return token_embd if token_embd is not None else GGMLQuantizationType[str(info.token_embd).upper()]
         return T.Q8_0 if n_expert == 8 and ATTENTION_K_V.search(name) else file_type.type
 
     return [listed(t) for t in tensors]

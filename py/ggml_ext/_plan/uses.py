@@ -39,7 +39,8 @@ def small_matrices(tensors: list[Tensor]) -> set[str]:
     for tensor in tensors:
         if (layer := layer_number(tensor.name)) is not None:
             in_layer[layer] = in_layer.get(layer, 0) + tensor.n_elements
-    return {t.name for t in tensors if t.n_elements < SMALL_PART * in_layer.get(layer_number(t.name), 0)}
+    layers = ((t, layer_number(t.name)) for t in tensors)
+    return {t.name for t, layer in layers if layer is not None and t.n_elements < SMALL_PART * in_layer.get(layer, 0)}
 
 
 @dataclass(frozen=True)

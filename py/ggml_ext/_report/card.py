@@ -19,11 +19,11 @@ from .._base.package import __version__
 from .._base.types import TYPES
 from .._base.units import MIB
 from .._calibration.importance import BUILT_IN, Importance
-from .._encode.accuracy import Accuracy
+from .._encode.accuracy import MeasuredTensor, sum_errors
 from .._formats.gguf_file import GGUFFile, bits_per_weight
 from .._formats.names import tensor_class
 from .._native import library
-from .._plan.plan import Plan
+from .._plan.plan import QuantizationPlan
 
 HUB = re.compile(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+?)(?:\.git)?/?$")
 YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
@@ -34,15 +34,15 @@ MODEL_KEYS = ("general.repo_url", "general.source.repo_url", "general.url", "gen
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of a file is made from. accuracies: of each tensor of the plan against `source`."""
+    """The model card of a file."""
 
     outputs: Sequence[Path]  # of a split file all parts, else one
     source: GGUFFile
-    plan: Plan
-    accuracies: list[Accuracy]
-    title: str  # what the type asked for is called
-    importance: str  # what was known of the inputs, in a sentence
-    errors_of: str  # what the errors are against
+    plan: QuantizationPlan
+    tensors: Sequence[MeasuredTensor]
+    title: str  # of the requested type
+    importance: str  # the calibration statistics, within a sentence
+    errors_of: str  # what the errors are measured against
     command: str
     repo: str | None = None  # ORG/NAME that the model came from, where the command says so
 
@@ -67,7 +67,7 @@ class Card:
         return [m[1] for url in urls if (m := HUB.match(url or ""))], False
 
     def _uses_ours(self) -> bool:
-        return any(q.name.lower() in TYPES for q in self.plan.types)
+        return any(t.type.name.lower() in TYPES for t in self.plan.tensors)
 
     def _front_matter(self) -> str:
         models, is_itself = self.base_models()
@@ -100,7 +100,7 @@ class Card:
         models, is_itself = self.base_models()
         plan = self.plan
         n_bytes = sum(path.stat().st_size for path in self.outputs)
-        blocks = plan.layers_bpw(plan.types)
+        blocks = plan.layers_bpw()
         in_blocks = "" if blocks is None else f"{blocks:.5g} bits a weight in the layers, "
         name = f"[{models[0]}](https://huggingface.co/{models[0]})" if is_itself else self._name()
         lines = [
@@ -121,19 +121,17 @@ class Card:
         return f"## Run\n\n{needs}\n\n    llama-server -m {first}\n    llama-cli -m {first}"
 
     def _table(self) -> str:
-        plan = self.plan
-        groups: dict[tuple[str, GGMLQuantizationType], list[int]] = {}
-        for i, (tensor, qtype) in enumerate(zip(plan.tensors, plan.types, strict=True)):
-            groups.setdefault((tensor_class(tensor.name), qtype), []).append(i)
-        is_weighted = any(a.weighted is not None for a in self.accuracies)
+        groups: dict[tuple[str, GGMLQuantizationType], list[MeasuredTensor]] = {}
+        for t in self.tensors:
+            groups.setdefault((tensor_class(t.planned.name), t.planned.type), []).append(t)
+        is_weighted = any(t.accuracy.weighted is not None for t in self.tensors)
         heads = ["tensors", "count", "weights", "type", "bits a weight", "relative squared error"]
         heads += ["weighted"] if is_weighted else []
         lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
         for (name, qtype), members in groups.items():
-            n = sum(plan.tensors[i].n_elements for i in members)
-            changed = [self.accuracies[i] for i in members if plan.tensors[i].type != qtype]
-            total = sum(changed, Accuracy())
-            error = f"{total.relative:.3g}" if changed else "as it was"
+            n = sum(t.planned.tensor.n_elements for t in members)
+            total = sum_errors(members)
+            error = f"{total.relative:.3g}" if any(t.planned.is_changed for t in members) else "as it was"
             cells = [_escaped(name), str(len(members)), f"{n:,}", qtype.name, f"{bits_per_weight(qtype):.5g}", error]
             if is_weighted:
                 cells.append("" if total.weighted is None else f"{total.weighted:.3g}")

@@ -12,7 +12,7 @@ from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._encode.histogram import Histogram
 from .._formats.gguf_file import Tensor
-from .records import error_record
+from .results import error_record
 
 T = GGMLQuantizationType
 N_LAYERS = 10  # whose errors of the stream are in the table; --json has all

@@ -17,7 +17,7 @@ from .._base.encoding import to_utf8
 from .._base.errors import UserError
 from .._base.files import write_atomically
 from .._base.package import install_command
-from .._output.paths import Taken, check_beside
+from .._formats.reserved_paths import ReservedPaths, reserve_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,10 +28,10 @@ CURVE = 1.2  # inches, the height of the stream's errors
 
 
 def check_picture(path: Path, force: bool, read: Mapping[Path, str]) -> None:
-    """UserError if it cannot be drawn or may not be written. read: see Taken."""
+    """UserError if it cannot be drawn or may not be written. read: as in ReservedPaths."""
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"--picture: got {path.name!r}, the name must end in {' or '.join(ENDINGS)}")
-    check_beside("--picture", path, Taken(read), force)
+    reserve_file("--picture", path, ReservedPaths(read), force)
     check_matplotlib()
 
 
@@ -68,7 +68,7 @@ def place(name: str) -> tuple[str, int | None]:
     return prefix + rest.removesuffix(".weight"), None if layer is None else int(layer)
 
 
-def table(errors: dict[str, float]) -> tuple[list[str], list[int | None], np.ndarray]:
+def format_table(errors: dict[str, float]) -> tuple[list[str], list[int | None], np.ndarray]:
     """Classes, in the order of their first tensor, layers, None first if there is one, and the errors of each, NaN for none."""
     places = {name: place(name) for name in errors}
     classes = list(dict.fromkeys(c for c, _ in places.values()))
@@ -106,7 +106,7 @@ def draw(errors: dict[str, float], what: str, title: str, path: Path, force: boo
     UserError if the file cannot be written, or, without force, exists by now.
     """
     with quiet_matplotlib() as caught:
-        _draw(errors, what, to_utf8(title), path, force, stream_errors)
+        _draw(errors, what, to_utf8(title), path, force, stream_errors=stream_errors)
     return path.suffix.lower() == ".svg" or not any("missing from font" in str(w.message) for w in caught)
 
 
@@ -115,7 +115,7 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    classes, layers, values = table(errors)
+    classes, layers, values = format_table(errors)
     shown = np.ma.masked_where(~(values > 0), values)  # as a logarithmic scale has no zero
     low, high = colour_range(shown, layers)
     style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,

@@ -1,43 +1,44 @@
-"""What quantize and export print: a line for each tensor, tables by class, and what came out of what was asked for.
+"""The tables of quantize and export: a line for each tensor, sizes and errors by class, and the outcome.
 
-Lines fit the terminal, or 80 columns where there is none or a narrower one, for types and sizes as models have them; long
-names are shortened in the middle.
+Lines fit the terminal, or 80 columns if there is none or a narrower one, for the usual types and sizes; long names are shortened in the
+middle.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from gguf import GGMLQuantizationType
 
+from .._allocation.allocation import Allocation
 from .._base.text import format_table, shorten
 from .._base.types import WEIGHT_TYPES
 from .._base.units import MIB
-from .._encode.accuracy import Accuracy
+from .._calibration.importance import DeadColumns
+from .._encode.accuracy import Accuracy, MeasuredTensor
 from .._formats.names import describe_tensors, short_class, tensor_class
-from .._plan.plan import Choices, Fallback, Plan, stock_fallback
-
-if TYPE_CHECKING:
-    from .._allocation.choice import Chosen
+from .._formats.tensor_types import stock_fallback
+from .._plan.plan import Fallback, QuantizationPlan, TypeChoices
 
 WARN_ABOVE = 3  # times the usual error of a type
 
 
 def _mib(n_bytes: int) -> str:
-    """Three significant digits, or three decimals."""
+    """Format three significant digits, or three decimals."""
     size = n_bytes / MIB
-    return f"{size:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"
+    n_decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
+    return f"{size:.{n_decimals}f}"
 
 
-def tensor_lines(plan: Plan, width: int) -> list[str]:
-    """"[ 12/291] blk.0.attn_q.weight      2048x2048  f16 -> itq3_t    8.00 -> 1.53 MiB" for each tensor."""
+def tensor_lines(plan: QuantizationPlan, width: int) -> list[str]:
+    """Make "[ 12/291] blk.0.attn_q.weight      2048x2048  f16 -> itq3_t    8.00 -> 1.53 MiB" for each tensor."""
     rows = []
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        types, sizes = tensor.type.name.lower(), f"{_mib(tensor.n_bytes)} MiB"
-        if target != tensor.type:
-            types += f" -> {target.name.lower()}"
-            sizes = f"{_mib(tensor.n_bytes)} -> {_mib(tensor.bytes_as(target))} MiB"
-        rows.append((tensor.name, "x".join(map(str, tensor.ne)), types, sizes))
+    for t in plan.tensors:
+        types, sizes = t.tensor.type.name.lower(), f"{_mib(t.tensor.n_bytes)} MiB"
+        if t.is_changed:
+            types += f" -> {t.type.name.lower()}"
+            sizes = f"{_mib(t.tensor.n_bytes)} -> {_mib(t.n_bytes)} MiB"
+        rows.append((t.name, "x".join(map(str, t.tensor.ne)), types, sizes))
     types_width, sizes_width = (max((len(row[i]) for row in rows), default=0) for i in (2, 3))
     digits = len(str(len(rows)))
     lines = []
@@ -48,12 +49,12 @@ def tensor_lines(plan: Plan, width: int) -> list[str]:
     return lines
 
 
-def _size_table(plan: Plan, width: int) -> list[str]:
-    """Counts and sizes by class and type."""
+def _size_table(plan: QuantizationPlan, width: int) -> list[str]:
+    """Count tensors and sizes by class and type."""
     classes: dict[tuple[str, str], list[int]] = {}
-    for tensor, target in zip(plan.tensors, plan.types, strict=True):
-        counts = classes.setdefault((tensor_class(tensor.name), target.name.lower()), [0, 0, 0])
-        counts[:] = counts[0] + 1, counts[1] + tensor.n_elements, counts[2] + tensor.bytes_as(target)
+    for t in plan.tensors:
+        counts = classes.setdefault((tensor_class(t.name), t.type.name.lower()), [0, 0, 0])
+        counts[:] = counts[0] + 1, counts[1] + t.tensor.n_elements, counts[2] + t.n_bytes
     rows = [
         (name, f"{type_name:<8} {count:5d} {weights:15,d} {size / MIB:10.3f} {size * 8 / weights:7.4g}")
         for (name, type_name), (count, weights, size) in classes.items()
@@ -61,79 +62,89 @@ def _size_table(plan: Plan, width: int) -> list[str]:
     return format_table("tensors", f"{'type':<8} {'count':>5} {'weights':>15} {'MiB':>10} {'bpw':>7}", rows, width)
 
 
-def _accuracy_table(plan: Plan, accuracies: list[Accuracy], width: int) -> list[str]:
-    """Errors of the tensors that changed their type, by class and type."""
+def _accuracy_table(tensors: Sequence[MeasuredTensor], width: int) -> list[str]:
+    """Add up the errors of the tensors that changed their type, by class and type."""
     classes: dict[tuple[str, str], Accuracy] = {}
-    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
-        if target != tensor.type:
-            key = tensor_class(tensor.name), target.name.lower()
-            classes[key] = classes.get(key, Accuracy()) + accuracy
+    for t in tensors:
+        if t.planned.is_changed:
+            key = tensor_class(t.planned.name), t.planned.type.name.lower()
+            classes[key] = classes.get(key, Accuracy()) + t.accuracy
     if not classes:
         return []
     is_weighted, has_targets = any(a.weighted is not None for a in classes.values()), any(a.to_target is not None for a in classes.values())
-    # shorter with a column more, so that usual names fit
-    title = "rel. sq. err." if is_weighted else "relative squared error"
+    title = "rel. sq. err." if is_weighted else "relative squared error"  # shorter with a column more, so that usual names fit
 
-    def columns_of(type_name: str, a: Accuracy) -> str:
-        more = [value for is_shown, value in ((is_weighted, a.weighted), (has_targets, a.to_target)) if is_shown]
-        shown = "".join(f" {'' if value is None else format(value, '.6f'):>9}" for value in more)
+    def format_columns(type_name: str, a: Accuracy) -> str:
+        optional = [value for is_shown, value in ((is_weighted, a.weighted), (has_targets, a.to_target)) if is_shown]
+        shown = "".join(f" {'' if value is None else format(value, '.6f'):>9}" for value in optional)
         return f"{type_name:<8} {a.relative:{len(title)}.6f}{shown} {a.epsilon:14.6g}"
 
-    rows = [(name, columns_of(type_name, a)) for (name, type_name), a in classes.items()]
+    rows = [(name, format_columns(type_name, a)) for (name, type_name), a in classes.items()]
     heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''}{' to target' if has_targets else ''} {'largest error':>14}"
     return format_table("tensors", heading, rows, width)
 
 
-def _dead_line(dead: dict[str, tuple[int, int]]) -> list[str]:
-    """"dead inputs = 1,024 of 3,072 columns of ffn_gate, ffn_up; ..." if there are any, by classes of tensors."""
-    classes: dict[str, tuple[int, int]] = {}
-    for name, (n, total) in dead.items():
-        key = short_class(name)
-        before = classes.get(key, (0, 0))
-        classes[key] = before[0] + n, before[1] + total
-    groups: dict[tuple[int, int], list[str]] = {}  # of classes that share their inputs
-    for name, counts in classes.items():
-        if counts[0]:
-            groups.setdefault(counts, []).append(name)
-    said = [f"{n:,} of {total:,} columns of {', '.join(names)}" for (n, total), names in groups.items()]
-    return [f"dead inputs = {'; '.join(said)}"] if said else []
+def _dead_line(dead: Mapping[str, DeadColumns]) -> list[str]:
+    """Make "dead inputs = 1,024 of 3,072 columns of ffn_gate, ffn_up; ..." if there are any, by classes of tensors."""
+    classes: dict[str, DeadColumns] = {}
+    for name, columns in dead.items():
+        total = classes.get(short_class(name), DeadColumns(0, 0))
+        classes[short_class(name)] = DeadColumns(total.n_dead + columns.n_dead, total.n_columns + columns.n_columns)
+    groups: dict[DeadColumns, list[str]] = {}  # of classes that share their inputs
+    for name, columns in classes.items():
+        if columns.n_dead:
+            groups.setdefault(columns, []).append(name)
+    parts = [f"{c.n_dead:,} of {c.n_columns:,} columns of {', '.join(names)}" for c, names in groups.items()]
+    return [f"dead inputs = {'; '.join(parts)}"] if parts else []
 
 
-def _outcome(plan: Plan, choices: Choices) -> list[str]:
-    """What was asked for and what came out; one line if they are the same."""
-    in_all = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in all"
-    asked, got = plan.layers_bpw(plan.wanted), plan.layers_bpw(plan.types)
-    blocks = "" if got is None else f"{got:.5g} bpw in the layers, "
-    if not plan.fallbacks and not plan.inaccurate:
-        return ["", f"{choices.asked} as asked: {blocks}{in_all}"]
-    lines = ["", f"asked for {choices.asked}{'' if asked is None else f', {asked:.5g} bpw'}; got {blocks}{in_all}"]
+def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
+    """Compare what was requested with what came out; one line if they are the same."""
+    total = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in all"
+    bpw, requested_bpw, replaced = plan.layers_bpw(), plan.requested_layers_bpw(), plan.replaced()
+    layers = "" if bpw is None else f"{bpw:.5g} bpw in the layers, "
+    if not plan.fallbacks() and not replaced:
+        return ["", f"{choices.asked} as asked: {layers}{total}"]
+    requested = "" if requested_bpw is None else f", {requested_bpw:.5g} bpw"
+    lines = ["", f"asked for {choices.asked}{requested}; got {layers}{total}"]
     lines += _fallback_outcomes(plan)
-    for (wanted, got), names in plan.inaccurate.items():
-        lines.append(describe_tensors(names, f": {got.name.lower()} instead of {wanted.name.lower()} for the errors"))
+    for (before, after), names in replaced.items():
+        lines.append(describe_tensors(names, f": {after.name.lower()} instead of {before.name.lower()} for the errors"))
     return lines
 
 
-def _fallback_outcomes(plan: Plan) -> list[str]:
-    """A line for each pair of our own types and one for all that fell back to stock types."""
+def _fallback_outcomes(plan: QuantizationPlan) -> list[str]:
+    """Make a line for each pair of ggml-ext types and one for all that fell back to llama.cpp's types."""
+    fallbacks = plan.fallbacks()
     groups: dict[str, list[Fallback]] = {}
-    for f in plan.fallbacks:
-        what = "fell back" if f.is_loss else f"took {f.got.name.lower()} in place of {f.wanted.name.lower()}"
+    for f in fallbacks:
+        what = "fell back" if f.is_loss else f"took {f.type.name.lower()} in place of {f.requested.name.lower()}"
         groups.setdefault(what, []).append(f)
     lines = []
-    for what, of_group in groups.items():
-        n = sum(len(plan.fallbacks[f]) for f in of_group)
-        lengths = ", ".join(map(str, sorted({f.n_per_row for f in of_group})))
-        refused = "" if all(f.is_same_code for f in of_group) else "; --no-fallback refuses that"
+    for what, group in groups.items():
+        n = sum(len(fallbacks[f]) for f in group)
+        lengths = ", ".join(map(str, sorted({f.n_per_row for f in group})))
+        refused = "" if all(f.is_same_code for f in group) else "; --no-fallback refuses that"
         lines.append(f"{n} of {plan.n_matrices} matrices {what} for their rows of {lengths}{refused}")
     return lines
 
 
 def summary(
-    plan: Plan, choices: Choices, width: int, importance: str, accuracies: list[Accuracy] | None = None, seconds: float = 0,
-    chosen: Chosen | None = None, dead: dict[str, tuple[int, int]] | None = None,
+    plan: QuantizationPlan, choices: TypeChoices, width: int, *, importance: str, tensors: Sequence[MeasuredTensor] | None = None,
+    seconds: float = 0, allocation: Allocation | None = None, dead: Mapping[str, DeadColumns],
 ) -> str:
-    """Tables by class and type of tensor, totals, and the outcome. importance: what was used; accuracies: None for a dry run;
-    chosen: what a target led to; dead: as Importance.dead_columns()."""
+    """Summarize a run: tables by class and type, totals, and the outcome.
+
+    Args:
+        plan: the tensors and their types.
+        choices: the options that choose types.
+        width: of the terminal.
+        importance: describes the calibration statistics.
+        tensors: with their errors; None for a dry run.
+        seconds: of writing.
+        allocation: with a target.
+        dead: the dead columns by tensor.
+    """
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
         *_size_table(plan, width),
@@ -141,33 +152,28 @@ def summary(
         f"model size  = {before / MIB:8.2f} MiB ({before * 8 / max(n, 1):.2f} BPW)",
         f"quant size  = {after / MIB:8.2f} MiB ({after * 8 / max(n, 1):.2f} BPW)",
         f"importance  = {importance}",
-        *_dead_line(dead or {}),
+        *_dead_line(dead),
     ]
-    if accuracies is not None:
-        lines += _accuracy_table(plan, accuracies, width)
+    if tensors is not None:
+        lines += _accuracy_table(tensors, width)
         lines.append(
             f"quantized {n / 1e6:,.1f} M weights in {seconds:.1f} s ({n / 1e6 / max(seconds, 1e-9):,.1f} M weights/s)"
         )
-    if chosen is not None:
-        lines += chosen.table(width)
-    return "\n".join(lines + _outcome(plan, choices) + (chosen.describe() if chosen is not None else []))
+    if allocation is not None:
+        lines += allocation.table(width)
+    return "\n".join(lines + _outcome(plan, choices) + (allocation.describe() if allocation is not None else []))
 
 
-def error_warnings(plan: Plan, accuracies: list[Accuracy]) -> list[str]:
-    """One line for each of our types that has tensors with errors far above the usual one."""
-    found: dict[GGMLQuantizationType, dict[str, float]] = {}
-    for tensor, target, accuracy in zip(plan.tensors, plan.types, accuracies, strict=True):
-        if target != tensor.type and accuracy.exceeds_usual(target, WARN_ABOVE):
-            found.setdefault(target, {})[tensor.name] = accuracy.judged
+def error_warnings(tensors: Sequence[MeasuredTensor]) -> list[str]:
+    """Make a line for each ggml-ext type that has tensors with errors far above the usual one."""
+    groups: dict[GGMLQuantizationType, dict[str, float]] = {}
+    for t in tensors:
+        if t.planned.is_changed and t.accuracy.exceeds_usual(t.planned.type, WARN_ABOVE):
+            groups.setdefault(t.planned.type, {})[t.planned.name] = t.accuracy.judged
     lines = []
-    for target, errors in found.items():
-        info = WEIGHT_TYPES[target.name.lower()]
-        said = f": relative squared error up to {max(errors.values()):.3g} as {info.name}, usual {info.usual_rel_mse:g}"
-        lines.append(f"{describe_tensors(list(errors), said)}; --fallback-above {WARN_ABOVE} stores such as "
-                     f"{stock_fallback(target).name.lower()}")
+    for qtype, errors in groups.items():
+        info = WEIGHT_TYPES[qtype.name.lower()]
+        described = f": relative squared error up to {max(errors.values()):.3g} as {info.name}, usual {info.usual_rel_mse:g}"
+        lines.append(f"{describe_tensors(list(errors), described)}; --fallback-above {WARN_ABOVE} stores such as "
+                     f"{stock_fallback(qtype).name.lower()}")
     return lines
-
-
-def fallback_lines(plan: Plan) -> list[str]:
-    """One line for each length of rows and pair of types: a note where it is no loss, else a warning."""
-    return [f"{'warning' if f.is_loss else 'note'}: {f.describe(names)}" for f, names in plan.fallbacks.items()]

@@ -1,38 +1,33 @@
-"""Errors of the residual stream by layer, as a file records them and as programs read them."""
+"""The errors of the residual stream by layer, as a file records them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from .._base.errors import UserError
-from .._encode.accuracy import Accuracy
-from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, floats_value
+from .._encode.accuracy import MeasuredTensor
+from .._formats.gguf_file import GGUFFile, KeyValue, floats_value
+from .._formats.names import layer_number
 
-# By layer, float32: energy of the difference of the streams behind it, as a part of that of the original model's; 0 where nothing is known.
+# By layer, float32: energy of the difference of the streams after it, as a part of that of the original model's; 0 if it is not known.
 KEY = "ggml_ext.propagation.errors"
 
 
-def layer_of(tensor: Tensor) -> int | None:
-    found = re.match(r"blk\.(\d+)\.", tensor.name)
-    return None if found is None else int(found[1])
-
-
-def stream_metadata(tensors: Sequence[Tensor], accuracies: Sequence[Accuracy] | None) -> list[KeyValue]:
-    """The key for the errors; none without layers. accuracies: None before they are known; the size does not depend on them."""
+def stream_metadata(tensors: Iterable[MeasuredTensor]) -> list[KeyValue]:
+    """Make the key for the errors; none without layers. Its size does not depend on the errors."""
     errors: dict[int, float] = {}
-    for tensor, accuracy in zip(tensors, accuracies or [Accuracy()] * len(tensors), strict=True):
-        if (layer := layer_of(tensor)) is not None:
-            errors[layer] = max(errors.get(layer, 0.0), accuracy.stream_error)
+    for t in tensors:
+        if (layer := layer_number(t.planned.name)) is not None:
+            errors[layer] = max(errors.get(layer, 0.0), t.accuracy.stream_error)
     if not errors:
         return []
     return [floats_value(KEY, np.array([errors.get(layer, 0.0) for layer in range(max(errors) + 1)], np.float32))]
 
 
 def read_stream_errors(file: GGUFFile) -> list[float]:
-    """By layer; empty if nothing is recorded. UserError if the key is not what stream_metadata() makes."""
+    """Read the errors by layer; none if nothing is recorded. UserError if the key is not what stream_metadata() makes."""
     if KEY not in file.metadata:
         return []
     errors = file.floats(KEY)

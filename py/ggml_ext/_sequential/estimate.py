@@ -1,4 +1,4 @@
-"""What --propagate runs, and what that costs."""
+"""Configure sequential quantization, and estimate its time and memory."""
 
 from __future__ import annotations
 
@@ -9,40 +9,63 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
-from .._calibration.calibration import Calibration, make_run
+from .._calibration.calibration import Calibration, configure_calibration
 from .._calibration.cost import Model
 from .._calibration.options import CalibrationOptions
 from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import ENOUGH_TOKENS
+from .._formats.names import layer_number
 from .._native.programs import find_tool
 from .._native.streams import FLAG, WAY_OUT
-from .errors import layer_of
-from .layers import ROWS_TOGETHER, Run
+from .layers import ROWS_TOGETHER, PropagationConfig
 
 # Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (stream-pair.cpp).
 PASSES = 4
-# Of so many chunks gradients are found: runs of the model forward, forward by layers and back, and by layers once more.
+# Chunks whose gradients are computed, and their runs of the model: forward, forward by layers and back, and by layers once more.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
 PROGRAM = "ggml-ext-streams"
 
 
-def make_propagation(wanted: CalibrationOptions, file: GGUFFile, folder: Path | None, n_threads: int, console: Console) -> Run:
-    """folder: of OUT, None for a dry run. UserError where the text does not serve, the program is missing, or memory is too little."""
+def configure_propagation(
+    options: CalibrationOptions, file: GGUFFile, folder: Path | None, n_threads: int, console: Console
+) -> PropagationConfig:
+    """Configure ggml-ext-streams.
+
+    Args:
+        options: the options of calibration.
+        file: the model.
+        folder: of OUT, None for a dry run.
+        n_threads: of the program.
+        console: gets a note if memory is short.
+
+    Raises:
+        UserError: the text does not serve, the program is missing, or memory is too little.
+    """
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
-    # the layers themselves are run here, one after the other: nothing stands in
-    run = make_run(replace(wanted, proxy_model=SOURCE), file, folder or Path(), n_threads, program, Console())
+    # the layers of the model itself are run, one at a time: no proxy model
+    options = replace(options, proxy_model=SOURCE)
+    run = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
     check_memory(run, file, console)
-    kind = wanted.kind or ("full" if run.n_tokens >= ENOUGH_TOKENS * run.model.widest else "block")
+    kind = options.kind or ("full" if run.n_tokens >= ENOUGH_TOKENS * run.model.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", run.n_context, "-b", run.n_context]
     command += ["--chunks", run.n_chunks, "-t", n_threads]
-    return Run(tuple(map(str, command)), kind, run.text, run.text_name, run.n_chunks, gradient_chunks(run.n_chunks), run.folder, describe(run, file, n_threads))
+    return PropagationConfig(
+        command=tuple(map(str, command)),
+        kind=kind,
+        text=run.text,
+        text_name=run.text_name,
+        n_chunks=run.n_chunks,
+        n_gradient_chunks=gradient_chunks(run.n_chunks),
+        folder=run.folder,
+        description=describe(run, file, n_threads),
+    )
 
 
 def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
-    """Time and memory, before it starts."""
+    """Describe time and memory, before the run starts."""
     n_tokens, n_learned = run.n_tokens, gradient_chunks(run.n_chunks) * run.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
     streams = embd * (8 * n_tokens + 2 * len(run.model.layers) * n_learned)
@@ -54,7 +77,7 @@ def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
 
 
 def check_memory(run: Calibration, file: GGUFFile, console: Console) -> None:
-    """UserError where the sums of a layer need more than may be used; a note where they and the model do."""
+    """Raise UserError if the sums of a layer need more memory than is allowed; note if they and the model do."""
     sums, allowed = sums_bytes(run.model, file), run.memory / GIB
     if sums > run.memory:
         raise UserError(
@@ -69,26 +92,26 @@ def gradient_chunks(n_chunks: int) -> int:
 
 
 def seconds(model: Model, n_tokens: int, n_learned: int, n_threads: int) -> float:
-    """Rough time of the passes and of the sums: of H, D and R for each input. n_learned: tokens of which gradients are found."""
+    """Estimate the time of the passes and of the sums H, D and R of each input. n_learned: tokens whose gradients are computed."""
     weights = 2.0 * model.n_weights_used
     sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
     return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / model.rate(n_threads)
 
 
 def sums_bytes(model: Model, file: GGUFFile) -> int:
-    """Of all sums of a layer."""
+    """Return the bytes of all sums of a layer."""
     return layer_bytes(model) + rows_bytes(file)
 
 
 def rows_bytes(file: GGUFFile) -> int:
-    """Of what the rows of a layer's matrices know of each other: its sums, its factor, and one more while that is made."""
+    """Return the bytes of the row statistics of a layer: sums, factor, and one more while that is computed."""
     by_layer: dict[int, int] = {}
     for tensor in file.tensors:
-        if (layer := layer_of(tensor)) is not None and len(tensor.ne) == 2:
+        if (layer := layer_number(tensor.name)) is not None and len(tensor.ne) == 2:
             by_layer[layer] = by_layer.get(layer, 0) + 3 * 4 * tensor.ne[1] * min(tensor.ne[1], ROWS_TOGETHER)
     return max(by_layer.values(), default=0)
 
 
 def layer_bytes(model: Model) -> int:
-    """Of the sums of one input, and of what they are solved with in double precision."""
+    """Return the bytes of the sums of one input, and of solving them in double precision."""
     return max((4 * 4 * i.n_matrices + 3 * 8) * i.n_columns**2 for i in model.inputs)

@@ -51,7 +51,7 @@ class RowSums:
             if not np.isfinite(lengths).all():
                 raise UserError(f"{FLAG}the gradients at the outputs of {name} are not finite; {WAY_OUT}")
             found = np.divide(found, lengths, out=np.zeros_like(found), where=lengths > 0)
-            self.n_tokens[name] += np.count_nonzero(lengths)
+            self.n_tokens[name] += int(np.count_nonzero(lengths))
             parts = [found[:, first : first + n] for first, n in self._parts(found.shape[1])]
             jobs += [(total, part, part) for total, part in zip(totals, parts, strict=True)]
         add_product(jobs, pool)
@@ -86,14 +86,15 @@ class Sums:
     def _routed(self, arrays: ChunkArrays, expert: int) -> tuple[np.ndarray, np.ndarray]:
         """x - x^ and x^ of the tokens that an expert gets in the model that is made. Where the original model sends one elsewhere, and
         each expert has an input of its own, there is no x to compare with, and the difference is 0."""
-        n_tokens, used = arrays.ids[1].shape
-        token, slot = np.nonzero(arrays.ids[1] == expert)
-        x, made = (a.reshape(n_tokens, -1, self.group.columns) for a in arrays.x)
+        assert arrays.ids is not None
+        original_ids, ids = arrays.ids
+        token, slot = np.nonzero(ids == expert)
+        x, x_hat = (a.reshape(len(ids), -1, self.group.columns) for a in arrays.x)
         if x.shape[1] == 1:  # all experts of a token have the same input
-            return x[token, 0] - made[token, 0], made[token, 0]
-        there = arrays.ids[0][token] == expert  # (tokens of the expert, used)
-        difference = x[token, there.argmax(axis=1)] - made[token, slot]
-        return np.where(there.any(axis=1)[:, None], difference, 0), made[token, slot]
+            return x[token, 0] - x_hat[token, 0], x_hat[token, 0]
+        is_same = original_ids[token] == expert  # (tokens of the expert, used)
+        difference = x[token, is_same.argmax(axis=1)] - x_hat[token, slot]
+        return np.where(is_same.any(axis=1)[:, None], difference, 0), x_hat[token, slot]
 
     def _add(self, i: int, missing: np.ndarray, x: np.ndarray, residuals: dict[str, np.ndarray], pool: ThreadPoolExecutor) -> None:
         jobs = [(self.h[i], x), (self.d[i], missing), *((self.r[name], rest) for name, rest in residuals.items())]
@@ -109,7 +110,7 @@ class Sums:
         return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True, is_fitted=True)
 
     def of_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """H and D of a matrix, blended with the mean of all as in TensorMoments where its tokens are fewer than its columns."""
+        """H and D of a matrix, blended with the mean of all as in TensorHessian where its tokens are fewer than its columns."""
         tokens, columns = float(self.counts[expert]), self.group.columns
         if len(self.h) == 1 or tokens >= columns:
             return self.h[expert], self.d[expert]

@@ -20,7 +20,7 @@ from typing import Any
 from .._base.console import Console
 from .._base.encoding import to_file_name, to_utf8
 from .._base.errors import UserError
-from .._base.files import free_space, move_into_place, temporary_directory
+from .._base.files import check_free_space, move_into_place, temporary_directory
 from .._base.package import FOLDER, install_command
 from .._base.units import MIB
 from .._native.process import describe_failure, run_streamed
@@ -226,13 +226,9 @@ def convert_checkpoint(
     files = check_checkpoint(folder)
     check_bits(folder / CONFIG, folder, allow_requantize)
     parent = parent if kept is None else kept.parent
-    size, free = converted_size(folder, files, outtype), free_space(parent)
+    size = converted_size(folder, files, outtype)
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
-    if free < size:
-        raise UserError(
-            f"no space left on device: the GGUF file of {folder} takes about {size / MIB:,.0f} MiB, {parent} has "
-            f"{free / MIB:,.0f} MiB free; free some space, or name an OUT or a --keep-gguf FILE on another disk"
-        )
+    check_free_space(parent, size, f"the GGUF file of {folder}", "", "name an OUT or a --keep-gguf FILE on another disk")
     with contextlib.ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_directory(parent, TEMPORARY, console.note))
@@ -270,7 +266,7 @@ def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
         way_out = "free some space" if "No space left" in error else _newer_transformers(folder, error) or "pass a GGUF file of it"
-        failure = describe_failure(CONVERTER.name, code, error.rstrip("."), "", way_out, f"free some memory, or {way_out}")
+        failure = describe_failure(CONVERTER.name, code, error.rstrip("."), way_out=way_out, less_memory=f"free some memory, or {way_out}")
         raise UserError(f"{folder} cannot be converted: {failure}")
 
 

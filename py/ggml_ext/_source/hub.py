@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from .._base.console import Console
 from .._base.errors import UserError
-from .._base.files import NO_SPACE, free_space
+from .._base.files import NO_SPACE, check_free_space
 from .._base.units import MIB
 from .._formats.split import part_names
 from .checkpoint import (
@@ -206,12 +206,7 @@ class _Cache:
 
         size = max(sum(self.files[n].size or 0 for n in names) - self._partial_bytes(), 0)
         folder = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
-        free = free_space(folder)
-        if free < size:
-            raise self.repo.error(
-                f"needs {size / MIB:,.0f} MiB in {HF_HUB_CACHE}, which has {free / MIB:,.0f} MiB free: free some space, or point "
-                "HF_HUB_CACHE to another disk"
-            )
+        check_free_space(folder, size, f"--hf-repo: {self.repo.name}", f" in {HF_HUB_CACHE}", "point HF_HUB_CACHE to another disk")
         self.log(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
 
     @property

@@ -14,9 +14,8 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.option import option
 from .._formats.gguf_file import GGUFFile
+from .._formats.reserved_paths import UNFINISHED, ReservedPaths, reserve_file
 from .._formats.split import model_stem, open_model, part_names
-from .._output.parts import UNFINISHED
-from .._output.paths import Taken, check_beside
 from . import hub
 from .checkpoint import AS_STORED, convert_checkpoint
 
@@ -92,14 +91,14 @@ def _directory_name(path: Path) -> str:
     return Path(os.path.abspath(path)).name
 
 
-def check_keep_gguf(kept: Path | None, taken: Taken) -> Taken:
+def reserve_kept_gguf(kept: Path | None, paths: ReservedPaths) -> ReservedPaths:
     """Return the reserved paths with that of --keep-gguf, if there is one. UserError if it cannot be written."""
     if kept is None:
-        return taken
+        return paths
     if kept.is_file() or not kept.absolute().parent.is_dir():
         problem = "exists: pass it as IN, or name another file" if kept.is_file() else "is in a directory that does not exist: create it first"
         raise UserError(f"--keep-gguf: {kept} {problem}")
-    return check_beside("--keep-gguf", kept, taken, force=False)
+    return reserve_file("--keep-gguf", kept, paths, force=False)
 
 
 @contextlib.contextmanager
@@ -119,5 +118,5 @@ def open_source(source: SourceOptions, output: Path | None, console: Console) ->
         return
     parent = Path(tempfile.gettempdir()) if output is None else output.parent
     kept = kept and kept.absolute()
-    with convert_checkpoint(path, name, parent, kept, console, source.outtype, source.allow_requantize) as file:
+    with convert_checkpoint(path, name, parent, kept, console, outtype=source.outtype, allow_requantize=source.allow_requantize) as file:
         yield open_model(file)

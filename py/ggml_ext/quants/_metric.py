@@ -145,7 +145,7 @@ class Metric:
             forms += matrix_forms
             gains += matrix_gains
             blocks += matrix_blocks
-        return cls(columns, segment, np.concatenate(forms), gains, blocks, [_invert_windows(block) for block in blocks])
+        return cls(columns, segment, np.concatenate(forms), gains=gains, blocks=blocks, windows=[_invert_windows(block) for block in blocks])
 
 
 def encode_rows(

@@ -116,21 +116,25 @@ def _six_bits(own: int) -> list[Bits]:
 
 _S8, _S16 = np.arange(8), np.arange(16)
 LAYOUTS: dict[GGMLQuantizationType, Layout] = {
-    T.Q2_K: Layout(16, 0, 3, [_pairs(16)], [80, 82], [Bits(_S16, 0 * _S16, 4)], [Bits(_S16, 0 * _S16 + 4, 4)], (0, 15), 15),
+    T.Q2_K: Layout(
+        16, 0, 3, [_pairs(16)], [80, 82], scales=[Bits(_S16, 0 * _S16, 4)], mins=[Bits(_S16, 0 * _S16 + 4, 4)], scale_range=(0, 15), min_high=15
+    ),
     T.Q3_K: Layout(
         16, -4, 3, [_pairs(32), _planes(0, 2)], [108],
-        [Bits(96 + _S16 % 8, _S16 // 8 * 4, 4), Bits(104 + _S16 % 4, _S16 // 4 * 2, 2, 4)], [], (-32, 31),
+        scales=[Bits(96 + _S16 % 8, _S16 // 8 * 4, 4), Bits(104 + _S16 % 4, _S16 // 4 * 2, 2, 4)], scale_range=(-32, 31),
     ),
-    T.Q4_K: Layout(32, 0, 15, [_nibbles_64(16)], [0, 2], _six_bits(0), _six_bits(4), (0, 63), 63),
-    T.Q5_K: Layout(32, 0, 31, [_nibbles_64(48), _planes(16, 4)], [0, 2], _six_bits(0), _six_bits(4), (0, 63), 63),
+    T.Q4_K: Layout(32, 0, 15, [_nibbles_64(16)], [0, 2], scales=_six_bits(0), mins=_six_bits(4), scale_range=(0, 63), min_high=63),
+    T.Q5_K: Layout(
+        32, 0, 31, [_nibbles_64(48), _planes(16, 4)], [0, 2], scales=_six_bits(0), mins=_six_bits(4), scale_range=(0, 63), min_high=63
+    ),
     T.Q6_K: Layout(
         16, -32, 31,
         [Bits(np.arange(256) // 128 * 64 + np.arange(256) % 64, np.arange(256) % 128 // 64 * 4, 4), _pairs(128, 4)],
-        [208], [Bits(192 + _S16, 0 * _S16, 8)], [], (-128, 127),
+        [208], scales=[Bits(192 + _S16, 0 * _S16, 8)], scale_range=(-128, 127),
     ),
     T.IQ4_XS: Layout(
-        32, 0, 15, [_nibbles(8, 256)], [0], [Bits(4 + _S8 // 2, _S8 % 2 * 4, 4), Bits(2 + _S8 // 4, _S8 % 4 * 2, 2, 4)], [],
-        (-32, 31), has_table=True,
+        32, 0, 15, [_nibbles(8, 256)], [0], scales=[Bits(4 + _S8 // 2, _S8 % 2 * 4, 4), Bits(2 + _S8 // 4, _S8 % 4 * 2, 2, 4)],
+        scale_range=(-32, 31), has_table=True,
     ),
     T.Q4_0: Layout(32, -8, 7, [_nibbles(2, 32)], [0]),
     T.Q4_1: Layout(32, 0, 15, [_nibbles(4, 32)], [0, 2]),
@@ -188,7 +192,7 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) 
             raise ValueError("moments are not positive definite")
         gains[k, :k], pivots[k] = row / pivot, pivot
         a[:k, :k] -= (row / pivot)[:, None] * row
-    return Matrix(first, damping, order, pivots, gains, form)
+    return Matrix(first, damping, order, pivots=pivots, gains=gains, form=form)
 
 
 class _Rows:

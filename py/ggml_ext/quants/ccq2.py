@@ -216,7 +216,7 @@ def _start(block: Block, s: np.ndarray) -> np.ndarray:
         here = slice(f, f + S)
         metric.feed_segment(block.first, f, errors, v)
         form = metric.forms[block.first + f : block.first + f + S]
-        _descend(form, s, True, code[:, f // 4 : (f + S) // 4], v[:, here], np.zeros((len(s), S), np.float32))
+        _descend(form, s, True, code=code[:, f // 4 : (f + S) // 4], v=v[:, here], g=np.zeros((len(s), S), np.float32))
         errors[:, here] = block.x[:, here] - v[:, here]
     return code
 
@@ -279,7 +279,7 @@ def _encode_form(x: np.ndarray, metric: Metric) -> np.ndarray:
             code = _start(block, s) if code is None else code
             v = s[:, GROUP_OF_STEP] * V[code].reshape(x.shape)
             g = form_times(block.form, block.target - v)
-            _descend(block.form, s, False, code, v, g)
+            _descend(block.form, s, False, code=code, v=v, g=g)
             cost = sum_lanes((block.target - v) * g)
             better = allowed & (cost < least)
             least[better], best_v[better] = cost[better], v[better]

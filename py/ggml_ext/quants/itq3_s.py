@@ -226,11 +226,11 @@ def _encode_eight_levels(x: np.ndarray, s: _Stats, best: _Best) -> None:
     for start in START_SCALES:
         d = start * s.sigma
         for shift in START_SHIFTS:
-            _refine(x, s.sum, d, np.float32(3.5) + shift - s.mean / d, best, (d > 0) & (d <= HALF_MAX))
+            _refine(x, s.sum, d, np.float32(3.5) + shift - s.mean / d, best=best, allowed=(d > 0) & (d <= HALF_MAX))
     d = (s.max - s.min) / np.float32(7)
     z = -s.min / d
     allowed = (d > 0) & (d <= HALF_MAX)
-    _refine(x, s.sum, d, z, best, allowed)
+    _refine(x, s.sum, d, z, best=best, allowed=allowed)
     best.try_scale(x, d, z, 8, allowed)
     z = np.where(s.max > 0, _ZERO, _ONE)
     best.try_scale(x, np.fmin(np.abs(s.max), HALF_MAX), z, 8, d == 0)

@@ -1,0 +1,224 @@
+"""Choose the type of each tensor under a limit: --target-size, --target-bpw, --target-kld (target.py).
+
+Each matrix has candidate types (items.py). The error of a type (error_measurement.py) times the sensitivity of the matrix (sensitivity.py)
+is its share of the KL divergence. knapsack.py finds the types with the least sum under a limit of bytes, or with the fewest bytes under a
+limit of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gguf import GGMLQuantizationType, LlamaFileType
+
+from .._base.errors import UserError
+from .._base.text import format_table
+from .._base.types import WEIGHT_TYPES
+from .._base.units import MIB
+from .._formats.gguf_file import GGUFFile, Tensor, header_bytes, pad
+from .._formats.names import tensor_class
+from .._plan.file_types import FILE_TYPES, FileType
+from .._plan.plan import QuantizationPlan
+from .error_measurement import ErrorMeasurement
+from .items import Item, drop_unusable
+from .knapsack import Solution, solve
+from .target import SENSITIVITIES, Target
+
+HEADER_ROOM = 4096  # bytes for keys that OUT has and the input lacks: names of files, options
+STAYS = "{} is enough for the types of the input: everything stays as it is"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The bytes that a target leaves for the items."""
+
+    target: Target
+    n_elements: int
+    n_fixed: int  # bytes of everything else
+    alignment: int  # of the data of tensors, if padding counts; else 1
+
+    @classmethod
+    def compute(cls, target: Target, plan: QuantizationPlan, items: list[Item], header: int, alignment: int) -> Limit:
+        """Subtract what is fixed. header: bytes of the file before its data."""
+        limit = cls(target, plan.n_elements(), 0, alignment if target.kind == "size" else 1)
+        names = {item.planned.name for item in items}
+        fixed = sum(limit.weight(t.tensor, t.type) for t in plan.tensors if t.name not in names)
+        return replace(limit, n_fixed=fixed + (header if target.kind == "size" else 0))
+
+    def weight(self, tensor: Tensor, qtype: GGMLQuantizationType) -> int:
+        """Return the bytes that count."""
+        return pad(tensor.bytes_as(qtype), self.alignment)
+
+    @property
+    def n_bytes(self) -> float:
+        """For the items; infinite if the target is no size."""
+        value = {"size": self.target.value, "bpw": self.target.value * self.n_elements / 8}.get(self.target.kind, math.inf)
+        return value - self.n_fixed
+
+    def describe(self, weight: float) -> str:
+        """Convert bytes of the items to the size of all tensors, in the target's unit."""
+        total = weight + self.n_fixed
+        if self.target.kind == "bpw":
+            return f"{math.ceil(total * 8 / self.n_elements * 1e4) / 1e4:g} bpw"
+        return f"{total / MIB:,.2f} MiB ({int(total):,} bytes)"
+
+    def smallest(self, items: list[Item]) -> int:
+        return sum(min(self.weight(item.tensor, t) for t in item.types) for item in items)
+
+    def check(self, items: list[Item], room: int = 0) -> None:
+        """Raise UserError if the target is below the smallest file. room: bytes that more keys may take."""
+        if (least := self.smallest(items)) > self.n_bytes:
+            named = ", or leave the types of single tensors out" if any(item.is_named for item in items) else ""
+            raise UserError(
+                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.describe(least + room)}: take that at "
+                f"the least, or add smaller types with --target-types{named}"
+            )
+
+
+@dataclass(frozen=True)
+class AllocatedType:
+    """The type chosen for an item."""
+
+    item: Item
+    type: GGMLQuantizationType
+    share: float = 0.0  # of the KL divergence
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The types of all items, and what they are predicted to cost."""
+
+    types: Sequence[AllocatedType]
+    is_measured: bool = True  # the sensitivities are the model's
+    gap: float = 0.0  # part of what was minimised that a better choice could save at most
+    notes: Sequence[str] = field(default_factory=list)
+
+    def apply(self, plan: QuantizationPlan) -> None:
+        """Give the tensors these types. Tensors that options name keep theirs, and alone have fallbacks from then on."""
+        named = {a.item.planned.name for a in self.types if a.item.is_named}
+        for a in self.types:
+            if not a.item.is_named:
+                a.item.planned.set_type(a.type)
+        for t in plan.tensors:
+            if t.name not in named:
+                t.requested = t.type
+
+    @property
+    def predicted(self) -> float:
+        """Predicted KL divergence."""
+        return math.fsum(a.share for a in self.types)
+
+    def table(self, width: int) -> list[str]:
+        """List what each class and type is predicted to cost."""
+        classes: dict[tuple[str, str], list[float]] = {}
+        for a in self.types:
+            classes.setdefault((tensor_class(a.item.planned.name), a.type.name.lower()), []).append(a.share)
+        rows = [
+            (name, f"{type_name:<8} {len(shares):5d} {math.fsum(shares):13.6f}") for (name, type_name), shares in classes.items()
+        ]
+        return format_table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
+
+    def record(self) -> dict:
+        """Return the values for JSON."""
+        return {
+            "predicted_kl_divergence": self.predicted,
+            "sensitivities": SENSITIVITIES[0 if self.is_measured else 1],
+            "optimality_gap": self.gap,
+        }
+
+    def describe(self) -> list[str]:
+        """Describe the prediction for the summary."""
+        remark = "" if self.is_measured else ", with the sensitivities of another model: it may be ten times too small or too large"
+        best = f"a better choice could save {self.gap:.2%} at most" if self.gap else "no choice of these types is better by the model"
+        return [f"predicted KL divergence {self.predicted:.4g}{remark}; {best}", *self.notes]
+
+    def file_type(self, placeholder: FileType, is_stock: bool) -> FileType:
+        """Return the file type of most weights of the layers: a ggml-ext type if there is any, else an upstream one.
+
+        placeholder: has been in its place; is_stock: the file is for every llama.cpp.
+        """
+        counts: dict[GGMLQuantizationType, int] = {}
+        for a in self.types:
+            is_in_layers = a.item.planned.name.startswith("blk.")
+            counts[a.type] = counts.get(a.type, 0) + (a.item.tensor.n_elements if is_in_layers else 0)
+        ours = {q: n for q, n in counts.items() if q.name.lower() in WEIGHT_TYPES and n}
+        if ours:
+            return FILE_TYPES[max(ours, key=lambda q: ours[q]).name.lower()]
+        qtype = max(counts, key=lambda q: counts[q]) if counts else GGMLQuantizationType.F16
+        name = qtype.name
+        members = (getattr(LlamaFileType, n, None) for n in (f"MOSTLY_{name}", f"MOSTLY_{name}_M", f"MOSTLY_{name}_S", f"ALL_{name}"))
+        file_type = int(next((f for f in members if f is not None), LlamaFileType.GUESSED))
+        return FileType(name.lower(), file_type, qtype) if is_stock else replace(placeholder, id=file_type)
+
+
+def allocate_without_measuring(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item]) -> Allocation | None:
+    """Allocate types if nothing needs to be measured: every tensor keeps its type. UserError if no file can be small enough."""
+    limit = Limit.compute(target, plan, items, header_bytes(file), file.alignment)
+    room = HEADER_ROOM if target.kind == "size" else 0
+    limit.check(items, room)
+    if not items:
+        return Allocation([], notes=["options name the types of all matrices: nothing is left to choose"])
+    fits = target.kind != "kld" and sum(limit.weight(item.tensor, item.tensor.type) for item in items) + room <= limit.n_bytes
+    if fits and all(item.tensor.type in item.types for item in items):
+        return Allocation([AllocatedType(item, item.tensor.type) for item in items], notes=[_describe_stay(target)])
+    return None
+
+
+def allocate_types(target: Target, items: list[Item], header: int, measurement: ErrorMeasurement) -> Allocation:
+    """Choose the types of the items.
+
+    Args:
+        target: the limit.
+        items: with their candidate types.
+        header: bytes of OUT before its data.
+        measurement: measures errors and sensitivities.
+
+    Raises:
+        UserError: the target cannot be reached.
+    """
+    drop_unusable(items, measurement.codec)
+    limit = Limit.compute(target, measurement.plan, items, header, measurement.file.alignment)
+    limit.check(items)
+    costs = measurement.measure(items)
+    options: list[list[tuple[float, float]]] = [
+        [(limit.weight(item.tensor, t), costs.share(item.planned.name, t)) for t in item.types] for item in items
+    ]
+    if target.kind == "kld":
+        solution = solve([[(cost, weight) for weight, cost in candidates] for candidates in options], target.value)
+    else:
+        solution = solve(options, limit.n_bytes)
+    if solution is None:  # limit.check() has raised for sizes
+        least = sum(min(cost for _, cost in candidates) for candidates in options)
+        raise UserError(
+            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: the types that may be chosen reach no less;"
+            " add better ones with --target-types, or leave it and types of single tensors out"
+        )
+    types = [
+        AllocatedType(item, item.types[i], candidates[i][1]) for item, i, candidates in zip(items, solution.picks, options, strict=True)
+    ]
+    return Allocation(types, costs.is_measured, solution.gap, _describe_limit(target, types, solution, options))
+
+
+def _round_up(value: float) -> str:
+    """Format four digits, rounded up."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
+    return f"{math.ceil(value / step) * step:.4g}"
+
+
+def _describe_stay(target: Target) -> str:
+    return STAYS.format(target.option.replace("=", " "))
+
+
+def _describe_limit(
+    target: Target, types: list[AllocatedType], solution: Solution, options: list[list[tuple[float, float]]]
+) -> list[str]:
+    """Say so if the target leaves room for the best types."""
+    if all(a.type == a.item.tensor.type for a in types):
+        return [_describe_stay(target)]
+    best = sum(min(cost for _, cost in candidates) for candidates in options)
+    reached = sum(candidates[i][1] for candidates, i in zip(options, solution.picks, strict=True))
+    if target.kind != "kld" and reached <= best:
+        return [f"{target.option.replace('=', ' ')} is enough for the best of the types in all tensors: OUT is smaller"]
+    return []

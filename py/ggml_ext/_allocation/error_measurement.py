@@ -1,0 +1,184 @@
+"""Measure what allocation needs: the error of each type in each matrix, and the sensitivity of the model to it.
+
+The NMSE is measured on a sample of the rows, under the Hessian if there is one; sensitivity.py measures what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf import GGMLQuantizationType
+
+from .._base.console import Console
+from .._base.files import fingerprint
+from .._base.package import __version__
+from .._base.signals import StopRequest
+from .._base.threads import map_in_order
+from .._calibration import calibration
+from .._calibration.importance import Importance
+from .._encode.codec import Codec
+from .._encode.encode_tensor import Chunk, SourceTensor, encode_tensor
+from .._encode.tensor_calibration import MetricCache
+from .._formats.cache_names import choice_cache_name
+from .._formats.gguf_file import GGUFFile, Tensor, header_bytes
+from .._formats.language_model import describe_other_model
+from .._formats.tensor_types import SOURCE_TYPES
+from .._native.programs import find_tool
+from .._plan.plan import PlannedTensor, QuantizationPlan
+from . import sensitivity
+from .items import Item
+from .kept import ChoiceRecord, RecordWriter
+from .sensitivity import MeasuredCosts, Probe
+from .target import SENSITIVITIES
+
+GROUPS, GROUP_ROWS = 4, 16  # of rows that represent a tensor, spread over it
+
+
+@dataclass(frozen=True)
+class ErrorCosts:
+    """What each type costs in each matrix."""
+
+    errors: Mapping[str, Mapping[str, float]]  # NMSE by tensor and name of the type
+    sensitivities: Mapping[str, float]  # KL divergence per NMSE, by tensor
+    is_measured: bool  # the sensitivities are the model's
+
+    def share(self, name: str, qtype: GGMLQuantizationType) -> float:
+        """Return the share of the KL divergence of a tensor in a type."""
+        return self.sensitivities[name] * self.errors[name][qtype.name.lower()]
+
+
+@dataclass(frozen=True)
+class ErrorMeasurement:
+    """What is measured, and with what."""
+
+    file: GGUFFile
+    plan: QuantizationPlan  # says which tensors use the imatrix
+    importance: Importance
+    codec: Codec
+    n_threads: int
+    console: Console
+    folder: Path | None  # of OUT with links resolved; None if a dry run names none
+    is_dry: bool  # run no model and keep nothing
+    runs_model: bool  # False with --no-calibration
+    text: Path | None  # of --imatrix-from
+    sensitivity: str  # of SENSITIVITIES
+
+    def measure(self, items: Sequence[Item]) -> ErrorCosts:
+        """Measure errors and sensitivities, or read those of an earlier run."""
+        path = None if self.folder is None else self.folder / choice_cache_name(self.file.stem)
+        record = ChoiceRecord.read(path, self._list_dependencies())
+        if self.importance.matrix is None:
+            self.console.warn("types are chosen by plain errors: nothing is known of the inputs of the matrices, which costs quality")
+        writer = RecordWriter(record, None if self.is_dry else path)
+        try:
+            self._measure_errors(items, writer)
+        except StopRequest:
+            writer.write()  # what was measured so far
+            raise
+        writer.write()
+        sensitivities, is_measured = self._find_sensitivities([item.planned for item in items], writer)
+        return ErrorCosts(record.errors, sensitivities, is_measured)
+
+    def _list_dependencies(self) -> dict:
+        matrix = self.importance.matrix
+        left_out = [sorted(matrix.excluded)] if matrix and matrix.excluded else []
+        return {
+            "version": __version__,
+            "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
+            "importance": [self.importance.kind, [fingerprint(p) for p in self.importance.paths()], *left_out],
+            "encoder": [self.codec.effort, self.codec.itq3_levels],
+        }
+
+    def _measure_sample(self, planned: PlannedTensor, target: GGMLQuantizationType, cache: MetricCache) -> float:
+        """Measure the NMSE of a sample of a tensor's rows."""
+        if target == planned.tensor.type:
+            return 0.0
+        codec = self.codec.with_one_thread()  # the other threads have tensors of their own
+        calibration = self.importance.calibrate(planned, target, codec, cache)
+        source = SourceTensor(self.file, planned.tensor, codec)
+        return encode_tensor(source, target, calibration, sample=choose_sample(planned.tensor)).best_known
+
+    def _measure_errors(self, items: Sequence[Item], writer: RecordWriter) -> None:
+        """Fill in the errors of all types of all items that the record lacks."""
+        errors = writer.record.errors
+        missing = [
+            (item.planned, types)
+            for item in items
+            if (types := [t for t in item.types if t.name.lower() not in errors.get(item.planned.name, {})])
+        ]
+        if not missing:
+            self.console.note("errors of all types were measured before: used again")
+            return
+        n_types = len({t for _, types in missing for t in types})
+        self.console.note(
+            f"errors of {n_types} type{'s' * (n_types > 1)} are measured on up to {GROUPS * GROUP_ROWS} rows of {len(missing)} tensors"
+        )
+
+        def measure(job: tuple[PlannedTensor, list[GGMLQuantizationType]]) -> dict[str, float]:
+            planned, types = job
+            cache = MetricCache()  # not shared between threads
+            return {t.name.lower(): self._measure_sample(planned, t, cache) for t in types}
+
+        with ThreadPoolExecutor(self.n_threads) as pool, self.console.bar("errors", len(missing), "tensor") as bar:
+            try:
+                for (planned, _), measured in zip(missing, map_in_order(pool, measure, missing, 2 * self.n_threads), strict=True):
+                    errors.setdefault(planned.name, {}).update(measured)
+                    writer.write_now_and_then()
+                    bar.update()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _find_sensitivities(self, tensors: Sequence[PlannedTensor], writer: RecordWriter) -> tuple[dict[str, float], bool]:
+        """Return the sensitivities by tensor, and whether they are this model's."""
+        usual = sensitivity.usual([t.name for t in tensors])
+        if self.sensitivity == SENSITIVITIES[1]:
+            return usual, False
+        text, program = self.text or calibration.TEXT, find_tool("llama-perplexity")
+        dependencies = {"text": fingerprint(text) if text.is_file() else {}, "chunks": sensitivity.N_CHUNKS}
+        known = writer.record.costs_with(dependencies)
+        if known.is_complete() and set(known.errors) >= {t.name for t in tensors}:
+            self.console.note("what errors cost was measured before: used again")
+            return sensitivity.fit(sensitivity.usual(list(known.errors)), known.errors, known.costs), True
+        reason = self._why_not_run([t.tensor for t in tensors], text, program)
+        if reason or program is None or self.folder is None:
+            (self.console.warn if program is None and not self.is_dry else self.console.note)(
+                f"what errors cost is taken from another model: {reason}"
+            )
+            return usual, False
+        probe = Probe(
+            file=self.file, tensors=tensors, importance=self.importance, codec=self.codec, program=program, text=text, folder=self.folder,
+            n_threads=self.n_threads,
+        )
+        self.console.note(probe.describe())
+
+        def keep(costs: MeasuredCosts) -> None:
+            writer.record.set_costs(dependencies, costs)
+            writer.write()
+
+        costs = probe.run(known, keep, self.console)
+        return sensitivity.fit(usual, costs.errors, costs.costs), True
+
+    def _why_not_run(self, tensors: Sequence[Tensor], text: Path, program: Path | None) -> str | None:
+        """Say why the model cannot be run, if so."""
+        other = describe_other_model(self.file)
+        reasons = (
+            (self.is_dry, "--dry-run runs no model"),
+            (not self.runs_model, "--no-calibration runs no model"),
+            (program is None, "llama-perplexity is not in the package"),
+            (other is not None, f"this one is {other} and has no KL divergence"),
+            (self.codec.lib is None, "the built library is not in use"),
+            (any(t.type not in SOURCE_TYPES for t in tensors), "tensors of the model are quantized already"),
+            (not text.is_file(), f"{text} is not there"),
+        )
+        return next((reason for applies, reason in reasons if applies), None)
+
+
+def choose_sample(tensor: Tensor) -> list[Chunk]:
+    """Choose the rows that represent a tensor: the middle of equal parts."""
+    n_groups = min(GROUPS, -(-tensor.n_rows // GROUP_ROWS))
+    starts = [max(0, (2 * i + 1) * tensor.n_rows // (2 * n_groups) - GROUP_ROWS // 2) for i in range(n_groups)]
+    return [(first, min(GROUP_ROWS, tensor.n_rows - first)) for first in starts]

@@ -1,0 +1,117 @@
+"""Encode a tensor: its codebook, its rows in chunks, and their error. Writing, measuring and sequential quantization all do it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from .._formats.chunks import row_chunks
+from .._formats.gguf_file import GGUFFile, Tensor
+from .accuracy import Accuracy
+from .codec import Codec, measure_stored
+from .tensor_calibration import TensorCalibration
+
+Chunk = tuple[int, int]  # first row and number of rows
+
+
+class Run(Protocol):
+    """A map() that may use threads; its results are in the order of the items."""
+
+    def __call__(self, function: Callable, items: Iterable, /) -> Iterable: ...
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the model, read from its file."""
+
+    file: GGUFFile
+    tensor: Tensor
+    codec: Codec
+
+    def read_weights(self, target: GGMLQuantizationType, run: Run) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row and the weights, float32 (n_rows, n_per_row), of all chunks in order."""
+
+        def read(chunk: Chunk) -> tuple[int, np.ndarray]:
+            return chunk[0], self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], target)
+
+        yield from run(read, row_chunks(self.tensor))
+
+    def encode_rows(self, chunk: Chunk, target: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
+        """Encode a chunk to uint8 (n_rows, row_bytes) and measure its error."""
+        return self.codec.convert(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], target, calibration)
+
+
+@dataclass(frozen=True)
+class CorrectedTensor(SourceTensor):
+    """A tensor whose weights were corrected for the errors of the matrices before it. corrected: float32 (n_rows, n_per_row)."""
+
+    corrected: np.ndarray
+
+    def read_weights(self, target: GGMLQuantizationType, run: Run) -> Iterator[tuple[int, np.ndarray]]:
+        yield 0, self.corrected
+
+    def encode_rows(self, chunk: Chunk, target: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
+        first, n_rows = chunk
+        data = self.codec.encode_calibrated(self.corrected[first : first + n_rows], self.tensor, first, target, calibration)
+        return data, self.measure(chunk, data, target, calibration)
+
+    def measure(self, chunk: Chunk, data: np.ndarray, target: GGMLQuantizationType, calibration: TensorCalibration) -> Accuracy:
+        """Measure the error of encoded rows against the model's weights and against the corrected ones."""
+        first, n_rows = chunk
+        stored = self.codec.decode(data, target, self.tensor.ne[0])
+        weights = self.codec.decode(self.file.rows(self.tensor, *chunk), self.tensor.type, self.tensor.ne[0])
+        to_corrected = calibration.measure(self.tensor, first, self.corrected[first : first + n_rows], stored)
+        accuracy = measure_stored(self.tensor, weights, stored, first_row=first, target=target, calibration=calibration)
+        return replace(accuracy, target_error=to_corrected.weighted_error, target_energy=to_corrected.weighted_energy)
+
+
+def add_codebook(source: SourceTensor, target: GGMLQuantizationType, calibration: TensorCalibration, run: Run = map) -> TensorCalibration:
+    """Compute the codebook of the tensor from all its rows, if the target has one for all blocks."""
+    if not source.codec.needs_codebook(source.tensor, target):
+        return calibration
+    codebook = source.codec.codebook(source.read_weights(target, run), source.tensor, calibration)
+    return replace(calibration, codebook=codebook)
+
+
+def encode_tensor(
+    source: SourceTensor,
+    target: GGMLQuantizationType,
+    calibration: TensorCalibration,
+    *,
+    run: Run = map,
+    store: Callable[[int, np.ndarray], None] | None = None,
+    sample: Sequence[Chunk] | None = None,
+) -> Accuracy:
+    """Encode the rows of a tensor and measure their error.
+
+    Args:
+        source: the tensor and its weights.
+        target: the type to encode to.
+        calibration: statistics of the inputs; what it holds for an expert is freed once the expert is done.
+        run: map(), or that of a thread pool; the result does not depend on it.
+        store: called in order with the first row of each chunk and its data, uint8 (n_rows, row_bytes).
+        sample: encode these chunks only, without a codebook of the tensor.
+
+    Returns:
+        The error of the encoded rows.
+
+    Raises:
+        UserError: naming a weight that the type cannot hold.
+    """
+    tensor = source.tensor
+    if sample is None:
+        calibration = add_codebook(source, target, calibration, run)
+    chunks = list(row_chunks(tensor)) if sample is None else sample
+    total = Accuracy()
+    encoded = run(lambda chunk: source.encode_rows(chunk, target, calibration), chunks)
+    for (first, n_rows), (data, accuracy) in zip(chunks, encoded, strict=True):
+        assert data.nbytes * tensor.n_rows == n_rows * tensor.bytes_as(target), tensor.name
+        if store is not None:
+            store(first, data)
+        total += accuracy
+        calibration.release(tensor, first + n_rows)
+    return total

@@ -1,0 +1,107 @@
+"""Decide which tensors are encoded with an imatrix, as llama-quantize does."""
+
+from __future__ import annotations
+
+import re
+
+from gguf import GGMLQuantizationType
+
+from .._base.errors import UserError
+from .._formats.gguf_file import Tensor
+from .._formats.imatrix import ImportanceMatrix, n_importances
+from .._formats.names import describe_tensors, list_experts, list_tensors, tensor_class
+from .._formats.tensor_types import FLOAT_TYPES, IMATRIX_TYPES, UNWEIGHTED_TYPES
+from .plan import PlannedTensor, QuantizationPlan
+from .rules import OUTPUT
+from .uses import OUTER
+
+
+def needs_imatrix(tensor: Tensor, qtype: GGMLQuantizationType, weighted_type: GGMLQuantizationType | None) -> bool:
+    """Whether the tensor cannot be encoded in that type without an imatrix. weighted_type: as in QuantizationPlan."""
+    return qtype in IMATRIX_TYPES or (qtype == weighted_type and tensor.name not in OUTER)
+
+
+def list_weighted_types(plan: QuantizationPlan) -> list[GGMLQuantizationType]:
+    """List the types of the tensors that calibration can help: llama-imatrix collects no inputs of embeddings and output matrix."""
+    return [t.type for t in plan.changed if t.type not in UNWEIGHTED_TYPES and t.name not in OUTER]
+
+
+def assign_imatrix(plan: QuantizationPlan, imatrix: ImportanceMatrix | None) -> None:
+    """Decide which tensors use the imatrix, and add warnings.
+
+    Raises:
+        UserError: the imatrix is for another model, or a type needs importances that it lacks.
+    """
+    encoded = [t for t in plan.changed if t.type not in FLOAT_TYPES]
+    if imatrix is not None:
+        _match(plan, encoded, imatrix)
+    lacking = [t for t in encoded if needs_imatrix(t.tensor, t.type, plan.weighted_type) and not t.uses_imatrix]
+    if not lacking:
+        return
+    qtype = lacking[0].type
+    names = [t.name for t in lacking if t.type == qtype]
+    way_out = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for {'it' if len(names) == 1 else 'them'}"
+    patterns = dict.fromkeys(re.escape(tensor_class(name)).replace(r"\*", r"\d+") for name in names)
+    raise UserError(
+        f"{describe_tensors(names)}: {qtype.name.lower()} needs an importance matrix: {way_out} (llama-imatrix makes "
+        f"one), or choose another type with --tensor-type '{re.escape(names[0]) if len(names) == 1 else '|'.join(patterns)}=TYPE'"
+    )
+
+
+def _match(plan: QuantizationPlan, encoded: list[PlannedTensor], imatrix: ImportanceMatrix) -> None:
+    """Mark the tensors that have an entry of their size. Entries that a type ignores may be missing, or of another size."""
+    missing: list[str] = []
+    experts: dict[str, list[int]] = {}  # without tokens, by tensor
+    for t in encoded:
+        is_weighted = t.type not in UNWEIGHTED_TYPES
+        if t.name not in imatrix:
+            is_expected = t.name in OUTER or t.name in imatrix.excluded or t.is_unseen
+            missing += [t.name] if is_weighted and not is_expected else []
+        elif imatrix.n_values(t.name) == n_importances(t.tensor):
+            t.uses_imatrix = True
+            if numbers := imatrix.experts_without_tokens(t.tensor):
+                experts[t.name] = numbers
+        elif is_weighted:
+            _report_other_size(plan, t.tensor, imatrix)
+    _report_missing(plan, imatrix, missing, len(encoded))
+    if experts:
+        n = sum(map(len, experts.values()))
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path}: {n} expert{'s' if n > 1 else ''} saw no token and get{'' if n > 1 else 's'} the mean of "
+            f"{'their layers' if n > 1 else 'its layer'}: {list_experts(experts)}"
+        )
+    names = {t.name for t in plan.tensors}
+    if unknown := [name for name in imatrix.names() if name not in names]:
+        plan.warnings.append(
+            f"--imatrix: {imatrix.path} has importances for {len(unknown)} tensors that the model lacks, such as "
+            f"{unknown[0]}: is it for another model?"
+        )
+
+
+def _report_other_size(plan: QuantizationPlan, tensor: Tensor, imatrix: ImportanceMatrix) -> None:
+    """Raise UserError, or warn for embeddings: only --process-output collects theirs."""
+    needed = n_importances(tensor)
+    message = (
+        f"--imatrix: {imatrix.path}: tensor {tensor.name} has {imatrix.n_values(tensor.name):,} importances, the model needs {needed:,} "
+        f"({needed // tensor.ne[0]:,} x {tensor.ne[0]:,} columns)"
+    )
+    if tensor.name not in OUTER or tensor.name == OUTPUT:
+        raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL -f TEXT, "
+                        f"or leave it out with --exclude-weights {tensor.name}")
+    plan.warnings.append(f"{message}: quantized without")
+
+
+def _report_missing(plan: QuantizationPlan, imatrix: ImportanceMatrix, missing: list[str], n_encoded: int) -> None:
+    """Warn about tensors without an entry; UserError if the model has none of the entries."""
+    if not missing:
+        return
+    names = {t.name for t in plan.tensors}
+    if not any(name in names for name in imatrix.names()):
+        raise UserError(
+            f"--imatrix: {imatrix.path} is for another model: it has {len(imatrix):,} entries, such as {imatrix.names()[0]}, "
+            f"and none for a tensor of this one, such as {missing[0]}; make one with llama-imatrix -m MODEL -f TEXT"
+        )
+    plan.warnings.append(
+        f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {n_encoded} tensors, which are "
+        f"quantized without: {list_tensors(missing)}"
+    )
