@@ -6,7 +6,7 @@ quantize_model(), evaluate_models(), export_model() and inspect_model() (api.py)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._base.errors import UserError
 from ._base.package import __version__
@@ -24,7 +24,7 @@ __all__ = [
 _FUNCTIONS = ("evaluate_models", "export_model", "inspect_model", "quantize_model")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
         from . import api
 

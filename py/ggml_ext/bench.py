@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ._commands.benching import STOCK, BenchOptions, bench
+from ._commands.benching import STOCK, BenchOptions, Speeds, bench
 from ._console import arguments
 from ._console.program import MeasuringOptions, run_measuring
 from ._console.terminal import Terminal
@@ -24,7 +24,7 @@ def build_parser(prog: str = "ggml-ext bench") -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str = "ggml-ext bench") -> int:
     """Entry point; see run_command() for the exit code."""
 
-    def run(args: argparse.Namespace, terminal: Terminal):
+    def run(args: argparse.Namespace, terminal: Terminal) -> Speeds:
         return bench(arguments.from_namespace(BenchOptions, args), terminal)
 
     return run_measuring(build_parser(prog), run, argv, "the stock files were removed")

@@ -9,6 +9,7 @@ from ._commands.evaluating import EvaluateOptions, evaluate
 from ._console import arguments
 from ._console.program import MeasuringOptions, run_measuring
 from ._console.terminal import Terminal
+from ._report.quality import Evaluation
 
 
 def build_parser(prog: str = "ggml-ext evaluate") -> argparse.ArgumentParser:
@@ -23,7 +24,7 @@ def build_parser(prog: str = "ggml-ext evaluate") -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str = "ggml-ext evaluate") -> int:
     """Entry point; see run_command() for the exit code."""
 
-    def run(args: argparse.Namespace, terminal: Terminal):
+    def run(args: argparse.Namespace, terminal: Terminal) -> Evaluation:
         return evaluate(arguments.from_namespace(EvaluateOptions, args), terminal)
 
     return run_measuring(build_parser(prog), run, argv, "logits of the base that are whole are kept")

@@ -96,7 +96,7 @@ class StockChoices:
         return self.type.name.lower()
 
     @property
-    def options(self) -> str:
+    def request(self) -> str:
         """The option that decides the types, for summary()."""
         return self.name
 

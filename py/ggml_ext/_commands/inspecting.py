@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.option import option
@@ -24,14 +23,13 @@ from .._encode.histogram import Histogram
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.imatrix import n_importances
 from .._formats.split import open_model
+from .._formats.tensor_types import DITTO3
 from .._native import library
 from .._native.blas import one_blas_thread
 from .._plan.plan import replacement_type
 from .._report import picture
 from .._report.findings import Finding, Inspection
 from .._sequential.errors import read_stream_errors
-
-T = GGMLQuantizationType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +116,7 @@ def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
 
 def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
     """UserError for a recorded epsilon that is no bound, or of no DITTO3 tensor or one that --fallback-above replaced."""
-    ditto3 = {t.name for t in file.tensors if t.type in (T.DITTO3, replacement_type(t, T.DITTO3))}
+    ditto3 = {t.name for t in file.tensors if t.type in (DITTO3, replacement_type(t, DITTO3))}
     for name, epsilon in epsilons.items():
         if name not in ditto3:
             raise UserError(f"{file.path} records an epsilon for {name}, which is no ditto3 tensor: quantize the model again")
@@ -147,7 +145,7 @@ def inspect(options: InspectOptions, begun: Callable[[list[Tensor], Importance],
         for finding in find(file, original, tensors, epsilons=epsilons, importance=importance, n_threads=n_threads):
             findings.append(finding)
             found(finding)
-        total = None if original is None else sum((f.accuracy for f in findings), Accuracy())
+        total = None if original is None else sum((f.accuracy for f in findings if f.accuracy is not None), Accuracy())
         histograms = count_codes(file, tensors) if options.histograms else None
         return Inspection(
             path=options.file, n_tensors=len(file.tensors), against=options.against, importance=importance.describe(),
@@ -192,21 +190,21 @@ def count_codes(file: GGUFFile, tensors: list[Tensor]) -> dict[str, Histogram]:
 
 def draw_picture(options: InspectOptions, inspection: Inspection) -> bool:
     """False if its font lacks characters of the names. UserError if there is nothing to draw or the file cannot be written."""
-    drawn = {f.tensor.name: f.accuracy for f in inspection.findings if f.is_changed}
-    if not drawn:
+    drawn = {f.tensor.name: f.accuracy for f in inspection.findings if f.is_changed and f.accuracy is not None}
+    if not drawn or options.picture is None:
         raise UserError(f"--picture: no tensor has another type than in {options.against}: there are no errors to draw")
     weighted = all(a.weighted is not None for a in drawn.values())
-    errors = {name: a.weighted if weighted else a.relative for name, a in drawn.items()}
+    errors = {name: a.relative if a.weighted is None or not weighted else a.weighted for name, a in drawn.items()}
     what = f"{'weighted ' if weighted else ''}relative squared error"
     return picture.draw(errors, what, options.file.name, options.picture, options.force, stream_errors=inspection.stream_errors)
 
 
 def check_bounds(inspection: Inspection) -> None:
     """UserError if an error is larger than its epsilon."""
-    if exceeded := [f for f in inspection.findings if not f.fits]:
+    if exceeded := [(f, f.accuracy) for f in inspection.findings if f.accuracy is not None and not f.fits]:
         more = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""
-        first, path = exceeded[0], inspection.path
+        (first, accuracy), path = exceeded[0], inspection.path
         raise UserError(
-            f"tensor {first.tensor.name}: its largest error is {first.accuracy.max_abs:.9g}, the recorded epsilon "
+            f"tensor {first.tensor.name}: its largest error is {accuracy.max_abs:.9g}, the recorded epsilon "
             f"{first.epsilon:.9g}{more}: {path} was not made from {inspection.against}, or was changed; quantize it again"
         )

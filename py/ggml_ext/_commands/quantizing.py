@@ -28,7 +28,7 @@ from .._encode.codec import Codec
 from .._formats.gguf_file import GGUFFile, KeyValue, header_bytes, pack_header, string_value, uint32_value
 from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_output
 from .._formats.split import SPLIT_KEYS
-from .._formats.tensor_types import metric_name
+from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, WAY_OUT
 from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
@@ -52,7 +52,6 @@ from .settings import Settings
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
-DITTO3 = GGMLQuantizationType["DITTO3"]
 PART_HEADER = 1024  # bytes of the header of a part but the first, besides the names of its tensors
 
 

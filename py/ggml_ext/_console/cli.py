@@ -26,7 +26,7 @@ DEBUG_VARIABLE = "GGML_EXT_DEBUG"
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are UserErrors. Names of files after -- may begin with a dash."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register("type", None, to_utf8)  # for all values but names of files
 
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 class _Version(argparse.Action):
     """Print the versions. The libraries are loaded for that alone."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         llama_cpp, ggml = library.upstream_versions()
         print(f"ggml-ext {__version__} (llama.cpp {llama_cpp}, ggml {ggml})")
         parser.exit()

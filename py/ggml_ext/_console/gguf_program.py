@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,7 @@ def check_header(path: Path) -> None:
         GGUFFile(path)
 
 
-def run_editor(edit, argv: list[str] | None, prog: str) -> int:
+def run_editor(edit: Callable[[], None], argv: list[str] | None, prog: str) -> int:
     """Run a program of gguf that changes metadata, and return the exit code of run_command(). edit: runs the program."""
     args, way_out = argparse.Namespace(), "run it with its output open"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
@@ -73,6 +74,6 @@ class Terminal(Console):
         return tqdm(total=total, desc=title, unit=unit, unit_scale=is_scaled, initial=done, disable=not self._shows_bars)
 
     @staticmethod
-    def _object(kind: str, **values) -> str:
+    def _object(kind: str, **values: Any) -> str:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         return to_json({"time": now, "event": kind, **values})

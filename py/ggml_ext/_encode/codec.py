@@ -15,6 +15,7 @@ from .. import quants
 from .._base.errors import UserError
 from .._formats.gguf_file import Tensor
 from .._formats.tensor_types import COPIED_TYPES, FLOAT_TYPES, type_info
+from .._native import library
 from .._native.library import Library, NotPositiveDefinite
 from ..quants import _metric
 from .accuracy import Accuracy
@@ -199,6 +200,7 @@ class Codec:
             options = {"levels": self.itq3_levels}
         elif info.name == "ditto3":
             options = {"codebook": codebook}
+        assert not isinstance(metric, library.Metric)
         blocks = quants.reference(info.name).quantize_blocks(
             rows.reshape(-1, info.block_size), importance, metric=metric, **options)
         return blocks.reshape(len(rows), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,7 +104,7 @@ class Histogram:
         return out + _bars(self.octaves, lambda first, last: f"2^{MIN_OCTAVE + first} to 2^{MIN_OCTAVE + last + 1}")
 
 
-def _bars(counts: np.ndarray, label) -> list[str]:
+def _bars(counts: np.ndarray, label: Callable[[int, int], str]) -> list[str]:
     """A line for each count between the first and the last that is not 0, or for several neighbours. label(first, last)."""
     used = np.flatnonzero(counts)
     if not used.size:

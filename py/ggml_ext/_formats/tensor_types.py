@@ -12,6 +12,7 @@ from .names import unknown_type_message
 
 _G = GGMLQuantizationType
 
+DITTO3 = GGMLQuantizationType["DITTO3"]
 FLOAT_TYPES = (_G.F32, _G.F16, _G.BF16)
 SOURCE_TYPES = (*FLOAT_TYPES, _G.Q8_0)  # quantizing from these loses next to nothing
 INTEGER_TYPES = (_G.I8, _G.I16, _G.I32, _G.I64)

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -130,14 +131,14 @@ class Output:
             self._journal.close()
         raise UserError(f"OUT: cannot lock {self.journal_path}, which others make and remove all the time: name another file")
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         stays = False
         if error is not None and self._begun:
             was_stopped = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
             is_sound = not self._is_whole and isinstance(error, UserError) and not isinstance(error, FileChanged)
             stays = (was_stopped or is_sound) and bool(self.finished)
             if stays:
-                error.kept = self.describe_rest()
+                error.kept = self.describe_rest()  # type: ignore[attr-defined]  # of any error, for the last line of the command
         elif not self._begun:  # what an earlier run left is not ours to judge yet
             stays = self._journal is not None and os.fstat(self._journal.fileno()).st_size > 0
         if not stays:

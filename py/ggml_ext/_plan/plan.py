@@ -66,7 +66,7 @@ class TypeChoices(Protocol):
     def leave_output(self) -> bool: ...
 
     @property
-    def asked(self) -> str: ...
+    def request(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Choices:
         return "auto" if self.target else self.file_type.name
 
     @property
-    def asked(self) -> str:
+    def request(self) -> str:
         """The option that decides the types. Upstream file types are named as by llama-quantize."""
         if self.target:
             return self.target.replace("=", " ")
@@ -103,7 +103,7 @@ class Choices:
     @property
     def title(self) -> str:
         """For a model card."""
-        return f"types chosen for {self.asked.removeprefix('target-')}" if self.target else self.name.upper()
+        return f"types chosen for {self.request.removeprefix('target-')}" if self.target else self.name.upper()
 
     def is_settled(self, name: str) -> bool:
         """Whether llama-quantize would not ask its rules about the tensor. --pure settles upstream types only: ours count nothing."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from gguf import GGMLQuantizationType
+from typing import Any
 
 from .._base.units import MIB
 from .._encode.accuracy import Accuracy
 from .._encode.histogram import Histogram
 from .._formats.gguf_file import Tensor
+from .._formats.tensor_types import DITTO3
 from .results import error_record
 
-T = GGMLQuantizationType
 N_LAYERS = 10  # whose errors of the stream are in the table; --json has all
 
 
@@ -74,7 +73,7 @@ class Inspection:
         tensors = [f.tensor for f in self.findings]
         n, n_bytes = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
         totals = {"tensors": len(tensors), "weights": n, "bytes": n_bytes, "bits_per_weight": n_bytes * 8 / max(n, 1)}
-        out = {"file": str(self.path), "tensors": [f.record() for f in self.findings], "total": totals}
+        out: dict[str, Any] = {"file": str(self.path), "tensors": [f.record() for f in self.findings], "total": totals}
         if self.total is not None:
             out |= {"against": str(self.against), "importance": self.importance}
             totals |= error_record(self.total)
@@ -122,7 +121,7 @@ def summary_lines(found: Inspection) -> list[str]:
     """Below the table."""
     tensors = [f.tensor for f in found.findings]
     n, n_bytes = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
-    of_ditto3 = [f for f in found.findings if f.tensor.type == T.DITTO3]
+    of_ditto3 = [f for f in found.findings if f.tensor.type == DITTO3]
     of_file = "" if len(tensors) == found.n_tensors else f" of {found.n_tensors}"
     lines = ["", f"{len(tensors)}{of_file} tensors, {n:,} weights, {n_bytes / MIB:,.2f} MiB, {n_bytes * 8 / max(n, 1):.4g} bpw"]
     if of_ditto3:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
     classes, layers, values = format_table(errors)
     shown = np.ma.masked_where(~(values > 0), values)  # as a logarithmic scale has no zero
     low, high = colour_range(shown, layers)
-    style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,
              "text.parse_math": False}  # names of files and tensors may hold dollars
     with matplotlib.rc_context(style):
         width, height = figure_size(classes, layers, title)

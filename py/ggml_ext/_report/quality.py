@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .._base.encoding import to_utf8
 from .._base.package import __version__
@@ -46,7 +47,7 @@ class Pair:
     ln_ratio: Figure
 
     def line(self) -> str:
-        value, error = self.ln_ratio
+        value, error = self.ln_ratio.value, self.ln_ratio.error or 0.0
         what = "no surer than chance" if abs(value) < 2 * error else "lower perplexity" if value < 0 else "higher perplexity"
         in_errors = f", {abs(value) / error:.1f} standard errors" if error else ""
         return f"{self.first} against {self.second}: ln(PPL ratio) {value:+.5f} +- {error:.5f}{in_errors}: {what}"
@@ -122,7 +123,7 @@ def _draw(points: Sequence[tuple[str, float, Figure]], title: str, path: Path, f
     import matplotlib
     from matplotlib.figure import Figure as Picture
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.size": 9, "text.parse_math": False}
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.size": 9, "text.parse_math": False}
     with matplotlib.rc_context(style):
         picture = Picture(figsize=(6, 4), layout="constrained")
         axes = picture.subplots()

@@ -104,9 +104,9 @@ def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
     bpw, requested_bpw, replaced = plan.layers_bpw(), plan.requested_layers_bpw(), plan.replaced()
     layers = "" if bpw is None else f"{bpw:.5g} bpw in the layers, "
     if not plan.fallbacks() and not replaced:
-        return ["", f"{choices.asked} as asked: {layers}{total}"]
+        return ["", f"{choices.request} as asked: {layers}{total}"]
     requested = "" if requested_bpw is None else f", {requested_bpw:.5g} bpw"
-    lines = ["", f"asked for {choices.asked}{requested}; got {layers}{total}"]
+    lines = ["", f"asked for {choices.request}{requested}; got {layers}{total}"]
     lines += _fallback_outcomes(plan)
     for (before, after), names in replaced.items():
         lines.append(describe_tensors(names, f": {after.name.lower()} instead of {before.name.lower()} for the errors"))

@@ -36,6 +36,7 @@ class Trellis:
     @property
     def k(self) -> int:
         """Bits per symbol."""
+        assert self.info.trellis_bits is not None  # a trellis type has bits
         return self.info.trellis_bits
 
     @property
@@ -226,7 +227,7 @@ class Trellis:
 
     def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
         """Find states for a block of each row under scales d (rows,), as trellis_search_feedback() in C does."""
-        metric, states, wish = block.metric, np.empty(block.x.shape, np.int64), block.wish.copy()
+        metric, states, wish = block.known_metric, np.empty(block.x.shape, np.int64), block.wish.copy()
         S, inverse = metric.segment, (np.float32(1) / d)[:, None]
         ahead = 24 if S < 16 else 16 if metric.windows else S
         for s in range(0, self.n, S):
@@ -241,7 +242,7 @@ class Trellis:
         """Return trellis_excess() of C, float32 (rows,)."""
         value = d[:, None] * self.values[states]
         r = block.wish - value
-        block.metric.feed_block(block.first, block.x - value, r)
+        block.known_metric.feed_block(block.first, block.x - value, r)
         z = value + r
         return sum_lanes(r * r) - ODD_FED[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
 
@@ -249,7 +250,8 @@ class Trellis:
         """Search the states of the rows again in windows, under scales d (rows,), as trellis_improve() in C does."""
         if not len(d):
             return states
-        metric, states, scale, inverse = block.metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
+        metric, states, scale, inverse = block.known_metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
+        assert metric.windows is not None  # with these passes the metric has them
         form, windows = metric.blocks[block.first // self.n], metric.windows[block.first // self.n]
         g = form_times(form, metric.aim(block.first, block.x, block.wish) - scale * self.values[states])
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
@@ -346,18 +348,24 @@ class Block:
     x: np.ndarray  # float32 (n_rows, n), rotated, by step
     wish: np.ndarray  # the same with what the errors of the row's earlier blocks ask for
 
+    @property
+    def known_metric(self) -> Metric:
+        """The metric of a search with error feedback."""
+        assert self.metric is not None
+        return self.metric
+
     def rows(self, which: np.ndarray) -> Block:
         return Block(self.metric, self.first, self.x[which], self.wish[which])
 
     def cost(self, v: np.ndarray | None = None, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the cost of the values d*v, or of zeros, and the change of d that would lower it most, as trellis_cost() does."""
         step, e, r = None, self.x, self.wish
-        if v is not None:
+        if v is not None and d is not None:
             e, r = e - d[:, None] * v, r - d[:, None] * v
         r = r.copy()
         if self.metric is not None:
             self.metric.feed_block(self.first, e, r)
-        if v is not None:
+        if v is not None and d is not None:
             b = form = v
             if self.metric is not None:
                 b = v.copy()
