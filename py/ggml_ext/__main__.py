@@ -22,7 +22,6 @@ COMMANDS = {
     "set-metadata": "run gguf-set-metadata: change the value of a key in a file",
     "libdir": "print the directory of the libraries, for programs that load libllama",
 }
-WAY_OUT = "run it with its output open"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,9 +46,9 @@ def explain(argv: list[str]) -> int:
         parser.parse_args(argv, args)
         if args.command is not None:
             raise UserError(f"unknown command {args.command!r}: needed one of {', '.join(COMMANDS)}")
-        print_text(parser.format_help().rstrip(), WAY_OUT)
+        print_text(parser.format_help().rstrip())
 
-    return run_command(run, lambda: "nothing was changed", WAY_OUT, args=args)
+    return run_command(run, lambda: "nothing was changed", args=args)
 
 
 def main(argv: list[str] | None = None) -> int:

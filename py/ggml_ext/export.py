@@ -9,7 +9,6 @@ from ._commands.exporting import STOCK_TYPES, ExportOptions, ExportSettings, exp
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import Terminal, TerminalOptions
-from ._output.conversion import WAY_OUT
 
 
 def build_parser(prog: str = "ggml-ext export") -> argparse.ArgumentParser:
@@ -27,7 +26,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext export") -> int:
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
         export(ExportSettings.parse(arguments.from_namespace(ExportOptions, args)), terminal)
 
-    return run_program(build_parser(prog), run, argv, WAY_OUT)
+    return run_program(build_parser(prog), run, argv)
 
 
 if __name__ == "__main__":

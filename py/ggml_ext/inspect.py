@@ -16,8 +16,6 @@ from ._console.cli import print_text, run_command
 from ._formats.gguf_file import Tensor
 from ._report.findings import Finding, columns_of, row_writer, shape_of
 
-WAY_OUT = "pass it to a program that reads it all"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrintOptions:
@@ -55,7 +53,7 @@ class Table:
 
     def _print(self, *columns: str) -> None:
         assert self._line_of is not None  # begin() comes first
-        print_text(self._line_of(*columns), WAY_OUT)
+        print_text(self._line_of(*columns))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     options, is_json = arguments.from_namespace(InspectOptions, args), arguments.from_namespace(PrintOptions, args).json
     table = Table(options.against is not None)
     inspection = inspect(options, *((lambda *_: None, lambda *_: None) if is_json else (table.begin, table.add)))
-    print_text(to_json(inspection.record(), 1) if is_json else "\n".join(inspection.lines()), WAY_OUT)
+    print_text(to_json(inspection.record(), 1) if is_json else "\n".join(inspection.lines()))
     if options.picture is not None and not draw_picture(options, inspection):
         print("note: --picture: the font has no characters for some names, and boxes in their place: name a .svg", file=sys.stderr)
     check_bounds(inspection)
@@ -73,7 +71,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext inspect") -> int:
     """Entry point; see run_command() for the exit code."""
     args = argparse.Namespace()
     return run_command(
-        lambda: run(build_parser(prog).parse_args(argv, args)), lambda: "nothing was changed", WAY_OUT, args=args
+        lambda: run(build_parser(prog).parse_args(argv, args)), lambda: "nothing was changed", args=args
     )
 
 

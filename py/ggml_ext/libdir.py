@@ -11,7 +11,6 @@ from ._base.errors import UserError
 from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
 from ._native import library as _lib
 
-WAY_OUT = "pass it to a program that reads it"
 # the name by which programs load libllama
 NAMES = {"darwin": "libllama.dylib", "win32": "llama.dll"}
 
@@ -31,7 +30,7 @@ def print_path(path: Path) -> None:
     """Print the bytes of a path. Raise UserError if writing fails."""
     if sys.stdout is None:
         return
-    with writing_to_stdout(WAY_OUT):
+    with writing_to_stdout():
         if hasattr(sys.stdout, "buffer"):
             sys.stdout.buffer.write(os.fsencode(path) + os.linesep.encode())
         else:  # in a notebook, say
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext libdir") -> int:
         parser.parse_args(argv, args)
         print_path(library_folder())
 
-    return run_command(run, lambda: "nothing was changed", WAY_OUT, args=args)
+    return run_command(run, lambda: "nothing was changed", args=args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from ._commands.settings import Settings
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import FormatOptions, Terminal
-from ._output.conversion import WAY_OUT
 from ._plan.file_types import STOCK_ALIASES, STOCK_FILES
 from ._plan.recipes import RECIPES
 
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext quantize") -> int:
     def run(args: argparse.Namespace, terminal: Terminal) -> None:
         quantize(Settings.parse(arguments.from_namespace(QuantizeOptions, args)), terminal)
 
-    return run_program(build_parser(prog), run, argv, WAY_OUT)
+    return run_program(build_parser(prog), run, argv)
 
 
 if __name__ == "__main__":

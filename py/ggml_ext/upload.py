@@ -10,8 +10,6 @@ from ._console import arguments
 from ._console.cli import print_text, run_command
 from ._console.terminal import QuietOptions, Terminal
 
-WAY_OUT = "run it with its output open"
-
 
 def build_parser(prog: str = "ggml-ext upload") -> argparse.ArgumentParser:
     return arguments.build_parser(
@@ -27,10 +25,10 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext upload") -> int:
 
     def run() -> None:
         build_parser(prog).parse_intermixed_args(argv, args)
-        terminal = Terminal(WAY_OUT, quiet=arguments.from_namespace(QuietOptions, args).quiet)
-        print_text(upload(arguments.from_namespace(UploadOptions, args), terminal), WAY_OUT)
+        terminal = Terminal(quiet=arguments.from_namespace(QuietOptions, args).quiet)
+        print_text(upload(arguments.from_namespace(UploadOptions, args), terminal))
 
-    return run_command(run, lambda: "files that are whole on the hub stay there", WAY_OUT, args=args)
+    return run_command(run, lambda: "files that are whole on the hub stay there", args=args)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from .._native import library
 
 DEBUG_VARIABLE = "GGML_EXT_DEBUG"
 
+STDOUT_HINT = "direct it to a file, or to a program that reads all of it"
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are UserErrors. Names of files after -- may begin with a dash."""
@@ -69,7 +71,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def writing_to_stdout(way_out: str) -> Iterator[None]:
+def writing_to_stdout() -> Iterator[None]:
     """Flush standard output at the end. Raise UserError if writing fails."""
     try:
         yield
@@ -78,7 +80,7 @@ def writing_to_stdout(way_out: str) -> Iterator[None]:
         raise
     except OSError as e:
         _discard_stdout()
-        raise UserError(f"cannot write to standard output: {e.strerror}; {way_out}") from e
+        raise UserError(f"cannot write to standard output: {e.strerror}; {STDOUT_HINT}") from e
 
 
 def _discard_stdout() -> None:
@@ -87,10 +89,10 @@ def _discard_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_text(text: str, way_out: str) -> None:
+def print_text(text: str) -> None:
     """Print above a progress bar, if there is a standard output. Raise UserError if writing fails."""
     if sys.stdout is not None:
-        with writing_to_stdout(way_out):
+        with writing_to_stdout():
             tqdm.write(escape_for(text, sys.stdout), file=sys.stdout)
 
 
@@ -102,7 +104,6 @@ def print_error(text: str, trace: str | None) -> None:
 def run_command(
     run: Callable[[], None],
     stopped: Callable[[], str],
-    way_out: str,
     show: Callable[[str, str | None], None] = print_error,
     args: argparse.Namespace | None = None,
 ) -> int:
@@ -111,7 +112,6 @@ def run_command(
     Args:
         run: the command. What an exception leaves of the work is in its attribute `kept`.
         stopped: describes the output of an interrupted command.
-        way_out: what to do if standard output cannot be written.
         show: prints the last line, without "error: ", and a traceback if there is one.
         args: where run() puts the command line, for --debug.
 
@@ -130,7 +130,7 @@ def run_command(
         error, message, code = e, f"interrupted, {stopped()}", 128 + e.number
     except BrokenPipeError as e:
         _discard_stdout()
-        error, message, code = e, f"standard output was closed; {way_out}", 1
+        error, message, code = e, f"standard output was closed; {STDOUT_HINT}", 1
     except MemoryError as e:
         error, message, code = e, "out of memory; pass a smaller --threads", 1
         trace = _trace(e, args)
@@ -174,4 +174,4 @@ def run_script(main: Callable[[], None]) -> int:
         except (RuntimeError, OSError, subprocess.SubprocessError) as e:
             raise UserError(str(e)) from e
 
-    return run_command(run, lambda: "the results are not complete", "run it with its output open")
+    return run_command(run, lambda: "the results are not complete")

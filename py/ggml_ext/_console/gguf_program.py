@@ -22,14 +22,14 @@ def check_header(path: Path) -> None:
 
 def run_editor(edit: Callable[[], None], argv: list[str] | None, prog: str) -> int:
     """Run a program of gguf that changes metadata, and return the exit code of run_command(). edit: runs the program."""
-    args, way_out = argparse.Namespace(), "run it with its output open"
+    args = argparse.Namespace()
 
     def run() -> None:
         parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
         add_common_options(parser)
         _, words = parser.parse_known_args(argv, args)
         bad_command_line = mock.patch.object(argparse.ArgumentParser, "error", Parser.error)
-        with bad_command_line, mock.patch.object(sys, "argv", [prog, *words]), writing_to_stdout(way_out):
+        with bad_command_line, mock.patch.object(sys, "argv", [prog, *words]), writing_to_stdout():
             try:
                 edit()
             except EOFError as e:  # it asks for a YES
@@ -39,4 +39,4 @@ def run_editor(edit: Callable[[], None], argv: list[str] | None, prog: str) -> i
             except (ValueError, LookupError, OverflowError) as e:  # a value does not fit its key
                 raise UserError(" ".join(str(e.args[0] if e.args else e).split())) from e
 
-    return run_command(run, lambda: "nothing was changed", way_out, args=args)
+    return run_command(run, lambda: "nothing was changed", args=args)

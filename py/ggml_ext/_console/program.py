@@ -17,7 +17,7 @@ from .terminal import FORMATS, FormatOptions, Terminal
 
 
 def run_program(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Terminal], object], argv: list[str] | None, way_out: str
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Terminal], object], argv: list[str] | None
 ) -> int:
     """Run a command that writes a model.
 
@@ -25,26 +25,25 @@ def run_program(
         parser: the parser of its command line.
         run: the command, with the parsed arguments.
         argv: the words of the command line; None for the process's.
-        way_out: what to do if standard output cannot be written.
 
     Returns:
         The exit code, as run_command() has it.
     """
     args = argparse.Namespace(output=None)
-    terminal = Terminal(way_out, format=find_format(argv) if parser.get_default("log_format") else FORMATS[0])
+    terminal = Terminal(format=find_format(argv) if parser.get_default("log_format") else FORMATS[0])
 
     def parse_and_run() -> None:
         nonlocal terminal
         parser.parse_intermixed_args(argv, args)  # OUT may stand after options
         options = from_namespace(FormatOptions, args)
-        terminal = Terminal(way_out, options.log_format, quiet=options.quiet, details=not options.summary, progress=options.progress)
+        terminal = Terminal(options.log_format, quiet=options.quiet, details=not options.summary, progress=options.progress)
         run(args, terminal)
 
     def stopped() -> str:
         is_out_alone = getattr(args, "hf_repo", None) is not None and args.output is None
         return f"{args.input if is_out_alone else args.output} was not written"
 
-    return run_command(parse_and_run, stopped, way_out, lambda text, trace: terminal.error(text, trace), args)
+    return run_command(parse_and_run, stopped, lambda text, trace: terminal.error(text, trace), args)
 
 
 def find_format(argv: list[str] | None) -> str:
@@ -79,12 +78,12 @@ def run_measuring(
     parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace, Terminal], Measurement], argv: list[str] | None, stopped: str
 ) -> int:
     """Run a command that measures models, and print its result. stopped: what to say of an interrupt."""
-    args, way_out = argparse.Namespace(), "pass it to a program that reads it all"
+    args = argparse.Namespace()
 
     def run() -> None:
         parser.parse_intermixed_args(argv, args)
         options = from_namespace(MeasuringOptions, args)
-        result = measure(args, Terminal(way_out, quiet=options.quiet, progress=options.progress))
-        print_text(to_json(result.record(), 1) if options.json else "\n".join(result.lines(terminal_width())), way_out)
+        result = measure(args, Terminal(quiet=options.quiet, progress=options.progress))
+        print_text(to_json(result.record(), 1) if options.json else "\n".join(result.lines(terminal_width())))
 
-    return run_command(run, lambda: stopped, way_out, args=args)
+    return run_command(run, lambda: stopped, args=args)

@@ -45,10 +45,10 @@ class Terminal(Console):
 
     is_terminal = True
 
-    def __init__(self, way_out: str, format: str = FORMATS[0], quiet: bool = False, details: bool = True, progress: bool = False):
-        """format: of FORMATS; way_out: what to do if writing fails; progress: show bars even if standard error is not a terminal."""
+    def __init__(self, format: str = FORMATS[0], quiet: bool = False, details: bool = True, progress: bool = False):
+        """format: of FORMATS; progress: show bars even if standard error is not a terminal."""
         super().__init__()
-        self.is_json, self.quiet, self.details, self._way_out = format == "json", quiet, details and not quiet, way_out
+        self.is_json, self.quiet, self.details = format == "json", quiet, details and not quiet
         self._shows_bars = not (quiet or self.is_json) and sys.stderr is not None and (progress or sys.stderr.isatty())
 
     def error(self, text: str, trace: str | None = None) -> None:
@@ -64,11 +64,11 @@ class Terminal(Console):
 
     def report(self, text: str) -> None:
         if not (self.quiet or self.is_json):
-            print_text(text, self._way_out)
+            print_text(text)
 
     def event(self, kind: str, values: dict) -> None:
         if self.is_json and not self.quiet:
-            print_text(self._object(kind, **values), self._way_out)
+            print_text(self._object(kind, **values))
 
     def bar(self, title: str, total: float | None, unit: str, is_scaled: bool = False, done: float = 0) -> Bar:
         return tqdm(total=total, desc=title, unit=unit, unit_scale=is_scaled, initial=done, disable=not self._shows_bars)
