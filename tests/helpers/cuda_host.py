@@ -1,4 +1,4 @@
-"""The device code of cuda/ as host code."""
+"""The device code of cuda/ compiled as host code (tests/cuda_host)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ggml_ext import TYPES
 from helpers import native
 from helpers.blocks import TYPE_NAMES
 
-# struct block_q8 of cuda/quantize.cuh: what the threads of a block of 256 or of two blocks of 64 multiply, their scales
+# struct block_q8 of cuda/quantize.cuh: the codes that the threads of one block of 256 or two blocks of 64 multiply, their scales
 # (bfloat16) and sums (int16)
 BLOCK_Q8 = {n: np.dtype([("qs", "i1", (t, 32)), ("sum_d", [("sum", "<i2"), ("d", "<u2")], t)]) for n, t in {256: 8, 64: 4}.items()}
 
@@ -28,10 +28,10 @@ def device() -> ctypes.CDLL:
 
 
 def pointer(array: np.ndarray) -> c_void_p:
-    return array.ctypes.data_as(c_void_p)  # holds the array
+    return array.ctypes.data_as(c_void_p)  # keeps the array alive
 
 
-def integers(values, ctype):
+def c_array(values, ctype):
     return (ctype * len(values))(*map(int, values))
 
 
@@ -39,45 +39,46 @@ def type_id(name: str) -> int:
     return int(TYPES[name].id)
 
 
-def quantized(name: str, x: np.ndarray, ne0: int | None = None, stride: int | None = None) -> np.ndarray:
-    """float32 (ne3, ne2, ne1, n) to BLOCK_Q8 (ne3, ne2, ne1, blocks or pairs of ne0), for weights of that type. ne0: as upstream
-    pads rows."""
+def quantize_q8(name: str, x: np.ndarray, ne0: int | None = None, stride: int | None = None) -> np.ndarray:
+    """Quantize float32 (ne3, ne2, ne1, n) to BLOCK_Q8 (ne3, ne2, ne1, blocks or pairs) for weights of a type; rows are padded to ne0."""
     ne3, ne2, ne1, n = x.shape
     ne0, stride = ne0 or (n + 511) // 512 * 512, stride or n
-    room = np.full((ne3, ne2, ne1, stride), 1e30, np.float32)
-    room[..., :n] = x
+    buffer = np.full((ne3, ne2, ne1, stride), 1e30, np.float32)
+    buffer[..., :n] = x
     out = np.full((ne3, ne2, ne1, ne0 // 32 * 36), 0x55, np.uint8)
     sizes = (n, stride, stride * ne1, stride * ne1 * ne2, ne0, ne1, ne2, ne3)
-    device().cuda_host_quantize(type_id(name), pointer(room), pointer(out), *map(c_int64, sizes))
+    device().cuda_host_quantize(type_id(name), pointer(buffer), pointer(out), *map(c_int64, sizes))
     return out.view(BLOCK_Q8[TYPES[name].block_size])
 
 
 def scales(y: np.ndarray) -> np.ndarray:
-    """float32 scales of BLOCK_Q8 (..., n), (..., n * threads): those of 32 values each."""
+    """Return the scales of BLOCK_Q8 (..., n), one per 32 values: float32 (..., n * threads)."""
     return (y["sum_d"]["d"].astype(np.uint32) << 16).view(np.float32).reshape(*y.shape[:-1], -1)
 
 
-def threads(x: np.ndarray, block_size: int) -> np.ndarray:
-    """(..., n) to (..., n/32 threads, 32): value L*g + 4*k + b of a block, L = block_size/8, to [k, 4*g + b]."""
+def split_by_thread(x: np.ndarray, block_size: int) -> np.ndarray:
+    """Reorder (..., n) to (..., n/32 threads, 32): value L*g + 4*k + b of a block, L = block_size/8, goes to [k, 4*g + b]."""
     shape = x.shape[:-1]
     return x.reshape(*shape, -1, 8, block_size // 32, 4).swapaxes(-3, -2).reshape(*shape, -1, 32)
 
 
-PAIRS = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in (2, 3) for n in ("", "64")}
+PAIR_DISTANCE = {"ditto3": 2, "ditto5": 1, "itq4_t": 1, "itq4_t64": 1} | {f"itq{k}_t{n}": 4 for k in (2, 3) for n in ("", "64")}
 
 
-def code_places(name: str) -> np.ndarray:
-    """int (32,): where a thread has the activation [4*g + b] of `threads`. Where a look-up leaves the codes of groups g and g + PAIRS side by
-    side, bytes 0 and 1 of both are in the first's word, 2 and 3 in the second's."""
+def code_positions(name: str) -> np.ndarray:
+    """Return int (32,): the position at which a thread has activation [4*g + b] of `split_by_thread`.
+
+    Types in PAIR_DISTANCE look up groups g and g + PAIR_DISTANCE together: bytes 0 and 1 of both are in the first word, 2 and 3 in the second.
+    """
     g, b = np.divmod(np.arange(32), 4)
-    if name not in PAIRS:
+    if name not in PAIR_DISTANCE:
         return 4 * g + b
-    second = g // PAIRS[name] % 2
-    return 4 * (g - second * PAIRS[name] + b // 2 * PAIRS[name]) + 2 * (b % 2) + second
+    second = g // PAIR_DISTANCE[name] % 2
+    return 4 * (g - second * PAIR_DISTANCE[name] + b // 2 * PAIR_DISTANCE[name]) + 2 * (b % 2) + second
 
 
-def rotated(lib, name: str, x: np.ndarray) -> np.ndarray:
-    """float32 (..., n) as the weights of that type want it."""
+def rotate_for(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """Rotate float32 (..., n) if the type is rotated."""
     info, x = TYPES[name], np.ascontiguousarray(x, np.float32)
     return lib.rotate(x.reshape(-1, info.block_size)).reshape(x.shape) if info.rotated else x
 
@@ -86,31 +87,30 @@ HAS_MINIMUM = {"itq3_s"}
 BLOCK_MMQ = np.dtype([("ds", "<u4", 4), ("qs", "i1", 128)])
 ROTATED = [name for name in TYPE_NAMES if TYPES[name].rotated]
 
-# types of results: their ids, and as what numpy reads them
+# result types: id and numpy dtype
 DST = {"f32": (gguf.GGMLQuantizationType.F32, np.float32), "f16": (gguf.GGMLQuantizationType.F16, np.float16),
        "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
 
 
-def decoded(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
+def dequantize_blocks(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """Dequantize uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
     info = TYPES[name]
     weights = lib.dequantize(int(info.id), np.ascontiguousarray(blocks).reshape(-1, info.block_bytes), info.block_size)
     return weights.reshape(*blocks.shape[:-2], -1)
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """float32 to the bits of bfloat16, to nearest even."""
+    """Round float32 to bfloat16, ties to even; return its bits."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def as_dst(x: np.ndarray, dst: str) -> np.ndarray:
+def to_dst(x: np.ndarray, dst: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         return bfloat16(x) if dst == "bf16" else x.astype(DST[dst][1])
 
 
-def assert_same(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
-    """Equal bits."""
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
     a, e = actual.view(np.uint8).reshape(*actual.shape, -1), expected.view(np.uint8).reshape(*expected.shape, -1)
     wrong = np.argwhere((a != e).any(-1))
-    assert not wrong.size, f"{what}: {len(wrong)} differ, the first at {wrong[0]}: {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"
+    assert not wrong.size, f"{what}: {len(wrong)} values differ, first at {wrong[0]}: {actual[tuple(wrong[0])]}, not {expected[tuple(wrong[0])]}"

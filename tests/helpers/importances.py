@@ -1,4 +1,4 @@
-"""Importance matrices as files."""
+"""imatrix files and comparisons of quantized files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UP, DOWN, EXPERTS = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight", "blk.0.ffn_g
 
 
 def importances(n_matrices: int, n_columns: int, seed: int = 3) -> np.ndarray:
-    """Sums of squares as they occur: float32 over some orders of magnitude."""
+    """Return realistic sums of squares: float32 over several orders of magnitude."""
     return np.random.default_rng(seed).lognormal(0, 2, (n_matrices, n_columns)).astype(np.float32)
 
 
 def write_imatrix(path: Path, entries: dict, keys=True, datasets=("some/text.txt", "other"), chunks: int = 7) -> Path:
-    """entries: name of a weight matrix to (sums (n_matrices, n_columns), counts (n_matrices,) or None)."""
+    """Write an imatrix file. entries: weight name -> (sums (n_matrices, n_columns), counts (n_matrices,) or None)."""
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
     if keys:
@@ -46,7 +46,7 @@ def llama_quantize(source, output, type_name, *flags):
 
 
 def types_in_log(log: str) -> dict[str, str]:
-    """Of a dry run of llama-quantize, by tensor."""
+    """Return the type of each tensor in the log of a dry run of llama-quantize."""
     lines = re.findall(r"^\[ *\d+/ *\d+\] +(\S+) +- \[.*?\], type = +(\w+), size = .*? MiB(?: -> .*\((\w+)\))?$", log, re.M)
     return {name: (after or before).lower() for name, before, after in lines}
 
@@ -59,13 +59,13 @@ def assert_same_tensors(ours: Path, theirs: Path) -> None:
 
 
 def differing(a: Path, b: Path) -> set[str]:
-    """Names of tensors with other bytes."""
+    """Return the names of tensors whose bytes differ."""
     a, b = read_tensors(a), read_tensors(b)
     return {name for name in a if not np.array_equal(a[name].data, b[name].data)}
 
 
 def moe_source(path: Path) -> Path:
-    """A header that llama-quantize takes, three experts of 40 rows and a row that only falls back."""
+    """Write a model that llama-quantize accepts: three experts of 40 rows, and rows of 320 that need a fallback."""
     def fill(writer):
         writer.add_context_length(64)
         writer.add_embedding_length(256)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Write tests/data/golden_<type>.npz: blocks with what they decode to, weights with what they encode to.
+"""Write tests/data/golden_<type>.npz: blocks and their dequantized values, weights and their encoded blocks.
 
     make_golden.py TYPE [--force]
 
-Changing a golden file that exists is a format break (decoder) or a change of every future file (encoder).
+Replacing a golden file means a format break (decoder) or different output for every user (encoder).
 """
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ weights = np.concatenate([rng.standard_normal((6, n)), rng.standard_t(4, (4, n))
                           np.zeros((1, n))]).astype(np.float32)
 encoded = lib.quantize(int(info.id), weights)
 blocks = rng.integers(0, 256, (16, info.block_bytes), np.uint8)
-# the first two halves of a block: ordinary, negative, subnormal, largest, zero
+# values of the first two halves of a block: ordinary, negative, subnormal, largest, zero
 pairs = np.array([(1, 3.5), (-0.25, 3.5), (6e-8, 1), (65504, -1), (0, 3), (0.01, 65504), (2, -6e-8), (-1, -0.0)], np.float16)
 blocks[:8, :4] = pairs.view(np.uint8)
 blocks = np.concatenate([blocks, encoded])

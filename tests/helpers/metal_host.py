@@ -1,4 +1,4 @@
-"""The device code of metal/ as host code."""
+"""The device code of metal/ compiled as host code (tests/metal_host)."""
 
 from __future__ import annotations
 

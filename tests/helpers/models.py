@@ -1,4 +1,4 @@
-"""Small GGUF files and where the reference model lies."""
+"""Small GGUF files, and the path of the reference model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = Path(os.environ.get("GGML_EXT_TEST_MODEL", ROOT / "data" / "model-f16.gg
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray], qtype: str = "F16", arch: str = "llama", fill=None) -> Path:
-    """A GGUF file of float32 arrays stored as qtype (vectors as F32). fill(writer) adds metadata."""
+    """Write a GGUF file of float32 arrays stored as qtype (vectors as F32); fill(writer) adds metadata."""
     writer = gguf.GGUFWriter(path, arch)
     if fill:
         fill(writer)
@@ -28,7 +28,7 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], qtype: str = "F16", a
 
 
 def gaussian(*shape: int, seed: int = 1) -> np.ndarray:
-    """Weights of a usual size, float32; shape in numpy's order, rows last."""
+    """Return float32 weights of realistic magnitude; shape in numpy's order."""
     return (0.02 * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
 
 
@@ -37,7 +37,7 @@ def read_tensors(path: Path) -> dict[str, gguf.ReaderTensor]:
 
 
 def write_gpt2(path: Path, n_positions: int) -> Path:
-    """A model of one layer with learned positions, and a vocabulary of bytes."""
+    """Write a one-layer GPT-2 with learned positions and a byte vocabulary."""
     n, tokens = 256, ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
 
     def fill(writer: gguf.GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""Files of second moments, written from known inputs, and a stand-in for llama-imatrix that writes them."""
+"""imatrix files with Hessians, written from known inputs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from ggml_ext._formats.hessians import BLOCK
 
 
 def correlated(n_tokens: int, n_columns: int, seed: int = 1) -> np.ndarray:
-    """Inputs as of a layer, float32 (n_tokens, n_columns): neighbours correlated, and of different sizes."""
+    """Return inputs like those of a layer, float32 (n_tokens, n_columns): correlated neighbours of unequal energy."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n_tokens, n_columns))
     return ((x + np.roll(x, 1, axis=1)) * rng.uniform(0.3, 3, n_columns)).astype(np.float32)
 
 
 def pack(h: np.ndarray, kind: str) -> np.ndarray:
-    """Triangles of a square matrix, as the format has them, entry by entry: float32 (n_values,)."""
+    """Pack the triangles of a square matrix as the file format stores them: float32 (n_values,)."""
     n, size = len(h), len(h) if kind == "full" else BLOCK
     return np.float32([h[i, j] for start in range(0, n, size) for i in range(start, min(start + size, n)) for j in range(start, i + 1)])
 
 
 def write_moments(path: Path, inputs: dict, kind: str = "block", sharing: dict | None = None, keys: dict | None = None,
                   tensors: dict | None = None, chunks: int = 2) -> Path:
-    """inputs: owner to float32 (n_tokens, n_columns), or to a list of them for experts. sharing: further weights to their owner.
+    """Write an imatrix file with Hessians.
 
-    keys and tensors replace what is written, or leave it out where they are None.
+    Args:
+        inputs: owner -> float32 (n_tokens, n_columns), or a list of them for experts.
+        kind: "diagonal", "block" or "full".
+        sharing: other weights -> the owner of their inputs.
+        keys, tensors: replace what is written; None leaves an entry out.
+        chunks: the number of chunks to record.
     """
     sharing = {owner: owner for owner in inputs} | (sharing or {})
     writer = gguf.GGUFWriter(path, "")

@@ -1,4 +1,4 @@
-"""The native libraries of a build: kernels per instruction set through ctypes or an emulator, ggml graphs, block layouts."""
+"""The native libraries of a build: kernels per instruction set, called by ctypes or under an emulator, ggml graphs and block layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ F32_U = 2.0**-24  # unit roundoff of float32
 
 
 def built(folder: Path, name: str) -> Path:
-    """A file of a build folder; skips if `make test` has not built it."""
+    """Return a file of a build directory, or skip the test if `make test` has not built it."""
     path = folder / "bin" / name
     if not path.exists():
         pytest.skip(f"{path} is not built: run make test, or scripts/build/build_tests.py")
@@ -53,35 +53,35 @@ def cpu_flags() -> set[str]:
     return set()
 
 
-# instruction set -> what its kernels say they are, and the processor's flags that they need
+# instruction set -> the name that its kernels report; below, the CPU flags that it needs
 ISA_NAMES = {"scalar": "scalar", "avx2": "avx2", "vnni": "avx2+vnni", "avx512": "avx512", "neon": "neon", "dotprod": "neon+dotprod"}
 _NEEDS = {"scalar": set(), "avx2": {"avx2", "fma", "f16c"}, "vnni": {"avx2", "fma", "f16c", "avx_vnni"},
           "avx512": {"avx2", "fma", "f16c", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni"}, "neon": {"asimd"},
           "dotprod": {"asimd", "asimddp"}}
 LOCAL_ISAS = [isa for isa, needs in _NEEDS.items() if needs <= cpu_flags()]
 
-# 64-bit ARM elsewhere: instruction set -> the processor to emulate. A Cortex-A72 has no dot product instructions.
+# 64-bit ARM on other machines: instruction set -> CPU to emulate. A Cortex-A72 has no dot product instructions.
 EMULATED_ISAS = {} if "asimd" in cpu_flags() else {"arm64-scalar": "max", "neon": "cortex-a72", "dotprod": "max"}
-# Sets of x86 that the processor may lack, with tests/simd_host in place of their intrinsics.
+# x86 instruction sets that this CPU may lack, run with the intrinsics of tests/simd_host
 HOST_ISAS = ["vnni-host", "avx512-host"] if "avx2" in LOCAL_ISAS else []
 ISAS = [*LOCAL_ISAS, *HOST_ISAS, *EMULATED_ISAS]
 
 
-def emulated(name: str, cpu: str) -> list[str | Path]:
-    """The start of a command that runs a program of the cross build; skips if it or the emulator is missing."""
+def emulator_command(name: str, cpu: str) -> list[str | Path]:
+    """Return the start of a command that runs a program of the cross build, or skip if it or the emulator is missing."""
     qemu = shutil.which("qemu-aarch64")
     if not qemu:
-        pytest.skip("qemu-aarch64 is missing: scripts/build/build_tests.py says what to install")
+        pytest.skip("qemu-aarch64 is missing: scripts/build/build_tests.py names the package")
     return [qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, built(AARCH64, name)]
 
 
 def n_groups(n: int) -> int:
-    """Blocks of 256 that n values take, the last perhaps in part."""
+    """Return the number of blocks of 256 in a row, counting a partial last one."""
     return -(-n // 256)
 
 
 def quantize_rows(from_float, x: np.ndarray, activation: str) -> np.ndarray:
-    """float32 (..., n) row by row to (..., n/256 rounded up) of an activation type."""
+    """Quantize float32 (..., n) row by row to an activation type, shape (..., n/256 rounded up)."""
     x = np.ascontiguousarray(x, np.float32)
     out = np.empty((*x.shape[:-1], n_groups(x.shape[-1])), ACTIVATIONS[activation])
     for index in np.ndindex(x.shape[:-1]):
@@ -89,11 +89,11 @@ def quantize_rows(from_float, x: np.ndarray, activation: str) -> np.ndarray:
     return out
 
 
-GROUPS_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # places of the groups of 32 in rotated activations: ggml_ext_group_offset()
+GROUPS_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # positions of the groups of 32 in rotated activations: ggml_ext_group_offset()
 
 
 def codes_and_scales(activations: np.ndarray, n: int, activation: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of (..., n_groups) quantised activations: codes in the order of the values and their scales, float64 (..., n) both."""
+    """Return codes, in the order of the values, and scales of quantized activations (..., n_groups), float64 (..., n) each."""
     if activation == "q8_kr64":
         codes = np.swapaxes(activations["qs"][..., GROUPS_AT, :, :], -2, -3)  # block, group, eight values
         scales = np.repeat(activations["d"], 64, axis=-1)
@@ -109,7 +109,7 @@ class Kernels:
     """The CPU kernels compiled for one instruction set, or those inside ggml-cpu ("native")."""
 
     def __init__(self, isa: str):
-        # ggml-base first, from the same build: the kernels need its symbols
+        # load ggml-base of the same build first: the kernels need its symbols
         ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
         name = "libggml-cpu.so" if isa == "native" else f"libggml-ext-kernels-{isa}.so"
         self.dll = ctypes.CDLL(str(built(BUILD, name)))
@@ -122,18 +122,18 @@ class Kernels:
         self.isa = self.dll.ggml_ext_cpu_isa().decode()
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, block_bytes) to the codes uint8 (n_blocks, block_size)."""
+        """Unpack uint8 (n_blocks, block_bytes) to codes uint8 (n_blocks, block_size)."""
         out = np.empty((len(blocks), TYPES[type_name].block_size), np.uint8)
         for block, codes in zip(np.ascontiguousarray(blocks), out, strict=True):
             assert self.dll.ggml_ext_cpu_unpack_block(TYPES[type_name].id, block.ctypes.data, codes.ctypes.data)
         return out
 
     def quantize_rotated(self, x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
-        """float32 (..., n) to Q8_KR or Q8_KR64 (..., n/256 rounded up)."""
+        """Rotate and quantize float32 (..., n) to Q8_KR or Q8_KR64 (..., n/256 rounded up)."""
         return quantize_rows(getattr(self.dll, f"ggml_ext_quantize_row_{activation}"), x, activation)
 
     def quantize_for(self, type_name: str, x: np.ndarray) -> np.ndarray:
-        """float32 (..., n) to the activation type of a weight type, (..., n/256 rounded up); of "native" alone."""
+        """Quantize float32 (..., n) to the activation type of a weight type; for "native" only."""
         class Traits(ctypes.Structure):
             _fields_ = [("from_float", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)), ("vec_dot", c_void_p),
                         ("vec_dot_type", c_int), ("nrows", c_int64)]
@@ -145,7 +145,7 @@ class Kernels:
         return quantize_rows(from_float, x, TYPES[type_name].activation)
 
     def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
-        """Row uint8 (n_blocks, block_bytes) times quantised activations."""
+        """Multiply a row uint8 (n_blocks, block_bytes) by quantized activations."""
         result = c_float(np.nan)
         getattr(self.dll, f"ggml_ext_vec_dot_{type_name}")(
             c_int(TYPES[type_name].block_size * len(row)), ctypes.byref(result), c_size_t(0), c_void_p(row.ctypes.data), c_size_t(0),
@@ -153,7 +153,7 @@ class Kernels:
         return result.value
 
     def dot_columns(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
-        """Rows uint8 (n_rows, n_blocks, block_bytes) times columns (n_cols, n_groups), at once: float32 (n_cols, n_rows)."""
+        """Multiply rows uint8 (n_rows, n_blocks, block_bytes) by several columns (n_cols, n_groups) at once: float32 (n_cols, n_rows)."""
         rows, activations = np.ascontiguousarray(rows), np.ascontiguousarray(activations)
         n_rows, n_blocks, block_bytes = rows.shape
         out = np.full((len(activations), n_rows), np.nan, np.float32)
@@ -165,12 +165,12 @@ class Kernels:
 
 
 def tiled_columns(type_name: str) -> int:
-    """The least number of columns that ggml's tiled GEMM takes; it is for x86 alone."""
+    """Return the smallest number of columns that ggml's tiled GEMM takes (x86 only)."""
     return kernels("native").dll.ggml_ext_cpu_tiled_columns(TYPES[type_name].id) if "avx" in kernels("native").isa else 1 << 60
 
 
-# Where the tiled GEMM begins differs between processors with VNNI and without. GGML_EXT_LIMITS_OF_VNNI=1 and 0 make a build for tests
-# do as either (docs/reference/formats.md, "Tests on another kind of processor").
+# The tiled GEMM starts at different sizes on CPUs with and without VNNI. GGML_EXT_LIMITS_OF_VNNI=1 or 0 makes a test build act as
+# either (docs/reference/formats.md, "Tests on another kind of processor").
 LIMITS_VARIABLE = "GGML_EXT_LIMITS_OF_VNNI"
 LIMITS_OF_VNNI = ("0", "1") if platform.machine() in ("x86_64", "AMD64") else (None,)
 
@@ -181,55 +181,55 @@ def limits_id(value: str | None) -> str:
 
 @contextlib.contextmanager
 def limits_of_vnni(value: str | None) -> Iterator[None]:
-    """Within it programs that are started have these limits. value: of LIMITS_OF_VNNI."""
+    """Run the programs started inside this context with the given limits, a value of LIMITS_OF_VNNI."""
     with pytest.MonkeyPatch.context() as patch:
         if value is not None:
             patch.setenv(LIMITS_VARIABLE, value)
         yield
 
 
-def request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:
-    """What kernels_driver.cpp reads."""
+def pack_request(op: str, type_name: str, n_blocks: int, *operands: bytes) -> bytes:
+    """Pack a request as kernels_driver.cpp reads it."""
     return b"".join([struct.pack("<iiq", ord(op), TYPES[type_name].id, n_blocks), *operands])
 
 
 class EmulatedKernels:
-    """The same of another processor: a program under an emulator that answers the requests of kernels_driver.cpp."""
+    """Kernels of another CPU: a program under an emulator that answers the requests of kernels_driver.cpp."""
 
     def __init__(self, isa: str):
-        command = emulated(f"ggml-ext-kernels-{isa.removeprefix('arm64-')}", EMULATED_ISAS[isa])
+        command = emulator_command(f"ggml-ext-kernels-{isa.removeprefix('arm64-')}", EMULATED_ISAS[isa])
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.isa = self._ask("i", "q8_kr", 0, 16).rstrip(b"\0").decode()
+        self.isa = self._request("i", "q8_kr", 0, 16).rstrip(b"\0").decode()
 
-    def _ask(self, op: str, type_name: str, n_blocks: int, n_bytes: int, *operands: np.ndarray) -> bytes:
-        assert self.process.poll() is None, f"{self.process.args} ended with {self.process.returncode}"
-        self.process.stdin.write(request(op, type_name, n_blocks, *(operand.tobytes() for operand in operands)))
+    def _request(self, op: str, type_name: str, n_blocks: int, n_bytes: int, *operands: np.ndarray) -> bytes:
+        assert self.process.poll() is None, f"{self.process.args} exited with {self.process.returncode}"
+        self.process.stdin.write(pack_request(op, type_name, n_blocks, *(operand.tobytes() for operand in operands)))
         self.process.stdin.flush()
         answer = self.process.stdout.read(n_bytes)
-        assert len(answer) == n_bytes, f"{self.process.args} ended with {self.process.wait()}"
+        assert len(answer) == n_bytes, f"{self.process.args} exited with {self.process.wait()}"
         return answer
 
     def unpack(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
-        codes = self._ask("u", type_name, len(blocks), TYPES[type_name].block_size * len(blocks), blocks)
+        codes = self._request("u", type_name, len(blocks), TYPES[type_name].block_size * len(blocks), blocks)
         return np.frombuffer(codes, np.uint8).reshape(len(blocks), -1)
 
     def quantize_rotated(self, x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
         dtype, n = ACTIVATIONS[activation], x.shape[-1]
-        row = lambda v: np.frombuffer(self._ask("q", activation, n // TYPES[activation].block_size,  # noqa: E731
+        row = lambda v: np.frombuffer(self._request("q", activation, n // TYPES[activation].block_size,  # noqa: E731
                                                 dtype.itemsize * n_groups(n), v), dtype)
         return np.stack([row(v) for v in x.astype("<f4").reshape(-1, n)]).reshape(*x.shape[:-1], -1)
 
     def vec_dot(self, type_name: str, row: np.ndarray, activations: np.ndarray) -> float:
-        return struct.unpack("<f", self._ask("v", type_name, len(row), 4, row, activations))[0]
+        return struct.unpack("<f", self._request("v", type_name, len(row), 4, row, activations))[0]
 
     def dot_columns(self, type_name: str, rows: np.ndarray, activations: np.ndarray) -> np.ndarray:
         shape = (len(activations), len(rows))
-        products = self._ask("c", type_name, rows.shape[1], 4 * shape[0] * shape[1], np.array(shape[::-1], "<i8"), rows, activations)
+        products = self._request("c", type_name, rows.shape[1], 4 * shape[0] * shape[1], np.array(shape[::-1], "<i8"), rows, activations)
         return np.frombuffer(products, "<f4").reshape(shape)
 
     def dequantize(self, type_name: str, blocks: np.ndarray) -> np.ndarray:
-        """uint8 (n_blocks, block_bytes) to float32 (n_blocks, block_size)."""
-        values = self._ask("d", type_name, len(blocks), 4 * TYPES[type_name].block_size * len(blocks), blocks)
+        """Dequantize uint8 (n_blocks, block_bytes) to float32 (n_blocks, block_size)."""
+        values = self._request("d", type_name, len(blocks), 4 * TYPES[type_name].block_size * len(blocks), blocks)
         return np.frombuffer(values, "<f4").reshape(len(blocks), -1)
 
 
@@ -238,14 +238,14 @@ def kernels(isa: str) -> Kernels | EmulatedKernels:
     return EmulatedKernels(isa) if isa in EMULATED_ISAS else Kernels(isa)
 
 
-def reference_rotated(x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
-    """The scalar reference of libggml-base: float32 (..., n) to Q8_KR or Q8_KR64 (..., n/256 rounded up)."""
+def quantize_reference(x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
+    """Quantize float32 (..., n) to Q8_KR or Q8_KR64 with the scalar reference of libggml-base."""
     dll = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     return quantize_rows(getattr(dll, f"ggml_ext_quantize_row_{activation}_ref"), x, activation)
 
 
 class Graph(ggml_graph.Graph):
-    """Operations on the libraries of the build folder."""
+    """A ggml graph on the libraries of the build directory."""
 
     def __init__(self, mem_bytes: int = 64 << 20):
         base = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
@@ -256,9 +256,11 @@ F32 = int(gguf.GGMLQuantizationType.F32)
 I32 = int(gguf.GGMLQuantizationType.I32)
 
 
-def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Unpack contract of uint8 (n_blocks, block_bytes) in float64: d * scale of each weight, q - offset and its bound
-    |q| + |offset|; each (n_blocks, block_size)."""
+def unpack_reference(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unpack uint8 (n_blocks, block_bytes) with the scalar reference.
+
+    Returns: float64 (n_blocks, block_size) each: d * scale of each weight, q - offset, and its bound |q| + |offset|.
+    """
     info = TYPES[type_name]
     parts = [lib.unpack_block(info.id, b) for b in np.ascontiguousarray(blocks)]
     scale = np.stack([np.repeat(p[1][: info.block_size // info.group], info.group) for p in parts]).astype(np.float64)
@@ -268,20 +270,22 @@ def unpacked(lib, type_name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Exact products and the bound for float32 kernels.
+    """Compute exact products and the error bound of float32 kernels.
 
-    rows: uint8 (n_rows, n_blocks, block_bytes); activations: (n_cols, n_groups) of the type's activation type.
-    Returns two float64 (n_cols, n_rows): the product of the decoded weights with the quantised activations, and the
-    largest error a kernel may have.
+    Args:
+        rows: uint8 (n_rows, n_blocks, block_bytes).
+        activations: (n_cols, n_groups) of the type's activation type.
 
-    Inside a block all sums are integers. Per block a kernel rounds the integer to float32 (where it passes 2^24: group
-    scales), d_w*d_y, that times the offset, and two accumulations; reducing the lanes and scaling the result adds at
-    most six more. Each rounding is at most u = 2^-24 of a partial sum, itself at most
-    M = sum |d_w scale d_y| (|q| + |offset|) |y|. So the error is at most (5 n_blocks + 6) u M.
+    Returns:
+        Two float64 (n_cols, n_rows): dequantized weights times quantized activations, and the largest error of a kernel.
+
+    All sums inside a block are integers. Per block a kernel rounds five times: the integer converted to float32 (above 2^24: group scales),
+    d_w*d_y, that times the offset, and two accumulations. Reducing the lanes and scaling the result add at most six roundings. Each is at
+    most u = 2^-24 of a partial sum, itself at most M = sum |d_w scale d_y| (|q| + |offset|) |y|. Hence the bound (5 n_blocks + 6) u M.
     """
     n_rows, n_blocks, _ = rows.shape
     s, v, magnitude = (a.reshape(n_rows, n_blocks, -1)
-                       for a in unpacked(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
+                       for a in unpack_reference(lib, type_name, rows.reshape(n_rows * n_blocks, -1)))
     flat = lambda a: a.reshape(n_rows, -1)  # noqa: E731
     codes, scales = codes_and_scales(activations, n_blocks * v.shape[-1], TYPES[type_name].activation)
     y = codes * scales
@@ -290,8 +294,8 @@ def dot_reference(lib, type_name: str, rows: np.ndarray, activations: np.ndarray
     return exact, (5 * n_blocks + 6) * F32_U * m
 
 
-def blocks_of(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Encoded Gaussian weights: uint8 (*shape[:-1], n_blocks, block_bytes) for logical shape (rows last)."""
+def random_blocks(lib, type_name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Encode Gaussian weights of a logical shape (rows last) to uint8 (*shape[:-1], n_blocks, block_bytes)."""
     info = TYPES[type_name]
     w = np.random.default_rng(seed).standard_normal((int(np.prod(shape[:-1])), shape[-1])).astype(np.float32)
     return lib.quantize(int(info.id), w).reshape(*shape[:-1], shape[-1] // info.block_size, info.block_bytes)

@@ -1,4 +1,4 @@
-"""A trained model with a layer that predicts further tokens (MTP, NextN) behind the others."""
+"""A model with a multi-token prediction layer (MTP, NextN)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 
 
-def with_prediction_layer(source: Path, out: Path) -> Path:
-    """A Llama as glm4moe with dense layers alone, the last one copied behind them."""
+def add_prediction_layer(source: Path, out: Path) -> Path:
+    """Rewrite a Llama model as glm4moe with dense layers; a copy of the last layer becomes the prediction layer."""
     reader = gguf.GGUFReader(source)
     n, width, n_ff, n_head, n_kv = (
         reader.fields[f"llama.{key}"].contents()
@@ -35,10 +35,10 @@ def with_prediction_layer(source: Path, out: Path) -> Path:
         if not name.startswith("blk."):
             writer.add_tensor(name, data)
     for layer in range(n + 1):
-        of = f"blk.{min(layer, n - 1)}."
+        prefix = f"blk.{min(layer, n - 1)}."
         for name, data in tensors.items():
-            if name.startswith(of):
-                writer.add_tensor(f"blk.{layer}.{name.removeprefix(of).replace('ffn_norm', 'post_attention_norm')}", data)
+            if name.startswith(prefix):
+                writer.add_tensor(f"blk.{layer}.{name.removeprefix(prefix).replace('ffn_norm', 'post_attention_norm')}", data)
         for name, size in (("q", width), ("k", n_kv * head), ("v", n_kv * head)):
             writer.add_tensor(f"blk.{layer}.attn_{name}.bias", np.zeros(size, np.float32))
     writer.add_tensor(f"blk.{n}.nextn.eh_proj.weight", np.tile(np.eye(width, dtype=np.float16), 2))

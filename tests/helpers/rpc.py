@@ -1,4 +1,4 @@
-"""An RPC server as a process."""
+"""A running RPC server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.commands import tool
 
 @contextlib.contextmanager
 def rpc_server(folder: Path):
-    """ggml-rpc-server of the package on one thread of the CPU; its endpoint. Stops it, and fails if it has ended by itself."""
+    """Run the package's ggml-rpc-server on one CPU thread and yield its endpoint; fail if the server exits by itself."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

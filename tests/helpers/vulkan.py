@@ -1,4 +1,4 @@
-"""The Vulkan backend on lavapipe, Mesa's driver for processors."""
+"""The Vulkan backend on lavapipe, Mesa's CPU driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHADERS = VULKAN / "llama" / "ggml" / "src" / "ggml-vulkan" / "vulkan-shaders.sp
 
 
 class Case(NamedTuple):
-    """One operation: tests/native/vulkan_driver.cpp says what these are."""
+    """An operation; tests/native/vulkan_driver.cpp documents the fields."""
 
     operation: str
     k: int
@@ -32,8 +32,8 @@ class Case(NamedTuple):
         return self.k * self.n * self.batch * self.r2
 
 
-class Outcome(NamedTuple):
-    """What the driver found: outputs, their largest error over |w| |x|, squared errors over squared outputs, values with other bits."""
+class CaseResult(NamedTuple):
+    """The driver's result: number of outputs, largest error over |w| |x|, NMSE, outputs with different bits."""
 
     values: int
     max_error: float
@@ -46,18 +46,18 @@ def library() -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of processes on lavapipe, whatever else the machine has; skips if it is not installed."""
+    """Return an environment in which lavapipe is the only Vulkan device, or skip if it is not installed."""
     drivers = glob.glob("/usr/share/vulkan/icd.d/lvp_icd*.json")
     if not drivers:
-        pytest.skip("lavapipe is missing: install mesa-vulkan-drivers (as Debian names it)")
-    # devices that are processors are left out unless they are named
+        pytest.skip("lavapipe is missing: install mesa-vulkan-drivers (Debian's name)")
+    # ggml ignores CPU devices unless they are selected
     return {**os.environ, "VK_ICD_FILENAMES": drivers[0], "VK_DRIVER_FILES": drivers[0], "GGML_VK_VISIBLE_DEVICES": "0", **more}
 
 
-def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case, Outcome | None]:
-    """The cases in one process, None where the device refuses; AssertionError with the driver's words if it fails.
+def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case, CaseResult | None]:
+    """Run cases in one process; a result is None where the device refuses.
 
-    Those with the most activations are first: lavapipe 22.3 corrupts its heap when their buffer grows, with stock types too.
+    Cases with the most activations run first: lavapipe 22.3 corrupts its heap when their buffer grows, with upstream types too.
     """
     cases = sorted(cases, key=Case.n_activations, reverse=True)
     lines = "".join(f"{type_name} {' '.join(map(str, case))}\n" for case in cases)
@@ -66,21 +66,21 @@ def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case,
     answers = done.stdout.splitlines()
     where = cases[len(answers)] if len(answers) < len(cases) else "the end"
     assert done.returncode == 0 and len(answers) == len(cases), f"{type_name}: exit code {done.returncode} at {where}: {done.stderr[-800:]}"
-    outcomes = {}
+    results = {}
     for case, answer in zip(cases, answers, strict=True):
-        assert answer != "guard", f"{type_name}: {case}: bytes behind the tensors were written"
+        assert answer != "guard", f"{type_name}: {case}: the kernel wrote past its tensors"
         words = answer.split()
-        outcomes[case] = None if answer == "refused" else Outcome(int(words[0]), float(words[1]), float(words[2]), int(words[3]))
-        print(f"{type_name} {case}: {outcomes[case]}")
-    return outcomes
+        results[case] = None if answer == "refused" else CaseResult(int(words[0]), float(words[1]), float(words[2]), int(words[3]))
+        print(f"{type_name} {case}: {results[case]}")
+    return results
 
 
 def perplexity(file: Path, text: Path, monkeypatch, *options, **variables: str) -> tuple[float, float]:
-    """Of two chunks of 128 tokens; and the MiB of weights on the Vulkan device."""
+    """Return the perplexity of two chunks of 128 tokens, and the MiB of weights on the Vulkan device."""
     def parse(log: str) -> tuple[float, float] | None:
-        found = re.search(r"Final estimate: PPL = ([\d.]+)", log)
+        match = re.search(r"Final estimate: PPL = ([\d.]+)", log)
         size = re.search(r"Vulkan0 model buffer size = +([\d.]+) MiB", log)
-        return found and (float(found[1]), float(size[1]) if size else 0.0)
+        return match and (float(match[1]), float(size[1]) if size else 0.0)
 
     with monkeypatch.context() as patch:
         for name, value in environment(**variables).items():

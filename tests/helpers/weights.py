@@ -1,4 +1,4 @@
-"""Weights, their errors and blocks that must be the same."""
+"""Weights, their errors and comparisons of blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ def relative_mse(actual: np.ndarray, expected: np.ndarray) -> float:
 def weighted_blocks(
     kind: str, n_blocks: int, decades: int, seed: int = 20240611, block_size: int = 256
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian weights float32 (n_blocks, block_size) and importances 10^-decades .. 10^decades, of the kind: "spread", seven
-    of ten "zeros", "all zero" or "huge"; with "ties" the weights are multiples of a quarter."""
+    """Return Gaussian weights float32 (n_blocks, block_size) and their importances.
+
+    Importances spread over 10^-decades .. 10^decades ("spread"), are zero for seven of ten ("zeros") or for all ("all zero"), or are
+    "huge"; with "ties" the weights are multiples of a quarter.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n_blocks, block_size)).astype(np.float32)
     importance = (10.0 ** rng.uniform(-decades, decades, x.shape)).astype(np.float32)
@@ -35,7 +38,7 @@ def weighted_blocks(
 
 
 def weighted_error_ratio(lib, type_name: str) -> float:
-    """Weighted squared error of Gaussian weights with importances over four decades: with them over without."""
+    """Return the weighted squared error with an imatrix over that without, for importances over four decades."""
     rng = np.random.default_rng(20240611)
     type_id, x = int(ggml_ext.TYPES[type_name].id), rng.standard_normal((1, 65536)).astype(np.float32)
     importance = (10.0 ** rng.uniform(-2, 2, x.shape)).astype(np.float32)
@@ -49,7 +52,7 @@ def weighted_error_ratio(lib, type_name: str) -> float:
 
 
 def assert_same_blocks(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
-    """Two uint8 (n_blocks, block_bytes) arrays; a failure names `what`, which says type and seed, block and bytes."""
+    """Assert equality of two uint8 (n_blocks, block_bytes) arrays; the message names `what`, the first different block and its bytes."""
     assert actual.shape == expected.shape, what
     different = np.flatnonzero((actual != expected).any(axis=1))
     if different.size:

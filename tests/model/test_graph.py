@@ -12,7 +12,7 @@ from helpers.architectures import make
 from helpers.commands import quantize, run_quantize
 from helpers.errors import check_error
 from helpers.models import read_tensors
-from helpers.prediction import with_prediction_layer
+from helpers.prediction import add_prediction_layer
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_what_llama_cpp_does_not_load(model, tmp_path):
 
 @pytest.mark.parametrize("flags", [["--type", "itq2_t"], ["--type", "iq2_xs"], ["--target-bpw", "4"]], ids=" ".join)
 def test_layers_that_predict_tokens_have_a_floor(model, tmp_path, flags):
-    source = with_prediction_layer(model, tmp_path / "in.gguf")
+    source = add_prediction_layer(model, tmp_path / "in.gguf")
     done = run_quantize(source, *flags, "--dry-run", "--calibration-chunks", "2")
     assert done.returncode == 0, done.stderr
     (line,) = re.findall(r"note: (\d tensors in \d classes, which the model does not run on text.*)", done.stderr)
