@@ -1,14 +1,14 @@
-"""CUDA without a GPU: nvcc's PTX interpreted in numpy, launched by upstream's own host code.
+"""CUDA without a GPU: interpret nvcc's PTX in numpy, launched by upstream's own host code.
 
-    parser.py     the text of a module to kernels and instructions
-    table.py      the table of instructions; what is not in it is refused
-    arithmetic.py, effects.py    what each instruction does, a line each
-    memory.py     global and shared memory, and all that is wrong with an access
-    machine.py    a launch: which threads go on, barriers, warps
-    device.py     what CUDA's runtime is to host code: memory, launches, libraries of build/ptx
-    compiled.py   what is compiled
-    build.py      compiles those libraries: host.cu, mmq.cu, others.cu, runtime.cpp and upstream's sources
+    parser.py     parses a module into kernels and instructions
+    table.py      the table of instructions; unknown opcodes are refused
+    arithmetic.py, effects.py    the instructions, about one line each
+    memory.py     global and shared memory, with checks of every access
+    machine.py    executes a launch: scheduling, barriers, warps
+    device.py     the CUDA runtime that host code sees: memory, launches, libraries of build/ptx
+    compiled.py   lists what is compiled
+    build.py      compiles the libraries: host.cu, common.cu, others.cu, runtime.cpp and upstream's sources
 
-Semantics are those of "Parallel Thread Execution ISA", version 9.0 (NVIDIA, 2025). Not shown: what ptxas makes of PTX, weak ordering of
-memory inside a warp, real scheduling, speed.
+The semantics are those of "Parallel Thread Execution ISA", version 9.0 (NVIDIA, 2025). Not covered: ptxas, weak memory ordering inside a
+warp, real scheduling, speed.
 """

@@ -1,4 +1,4 @@
-// What products of every type need of upstream, and their entry points.
+// The parts of upstream that products of every type share, and the entry points.
 #include "quantize.cu"
 #include "mmid.cu"
 #include "mmq.cu"

@@ -1,11 +1,10 @@
-"""CUDA's runtime for upstream's host code: a library of build/ptx calls here for memory and launches (runtime.cpp), and this interprets
-the kernels of the chosen architecture.
+"""The CUDA runtime that upstream's host code sees. runtime.cpp forwards memory and launches to this module, which interprets the kernels.
 
-    device = Device("90", folder, unit)                     # a library that build.py made
-    x, y = device.buffer(data), device.room(n_bytes)
-    device.call("ptx_dequantize", ...)                      # of host.cu or others.cu
-    device.memory.read(y, dtype, shape), device.launches    # results, and what was run
-"""
+    device = Device("90", folder, unit)                     # a library that build.py compiled
+    x, y = device.buffer(data), device.allocate(n_bytes)
+    device.call("ptx_dequantize", ...)                      # a function of host.cu or others.cu
+    device.memory.read(y, dtype, shape), device.launches    # results and finished launches
+    """
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ class Fusion(ctypes.Structure):
 
 
 @dataclass
-class Done:
-    """A launch that was run: the kernel's name, the values of its parameters, warp instructions by opcode."""
+class FinishedLaunch:
+    """A finished launch: kernel name, parameter values, warp instructions by opcode."""
     name: str
     parameters: list[int | bytes]
     programmatic: bool
@@ -55,18 +54,18 @@ class Done:
 
 
 def plain_name(mangled: str) -> str:
-    """The function's name without namespaces and parameters."""
-    at, name = re.match(r"_ZN?", mangled).end(), ""
-    while length := re.match(r"\d+", mangled[at:]):
-        at += length.end()
-        name = mangled[at:at + int(length[0])]
-        at += int(length[0])
+    """Return a function's name without namespaces and parameters."""
+    position, name = re.match(r"_ZN?", mangled).end(), ""
+    while length := re.match(r"\d+", mangled[position:]):
+        position += length.end()
+        name = mangled[position:position + int(length[0])]
+        position += int(length[0])
     return name
 
 
 @functools.cache
-def modules(folder: Path) -> dict[str, Path]:
-    """The file that each kernel of an architecture is in."""
+def kernel_files(folder: Path) -> dict[str, Path]:
+    """Map each kernel of an architecture to its file."""
     out = {}
     for path in sorted(folder.glob("*.ptx")):
         with open(path) as lines:
@@ -75,23 +74,27 @@ def modules(folder: Path) -> dict[str, Path]:
 
 
 @functools.cache
-def module(path: Path) -> Module:
+def load_module(path: Path) -> Module:
     return parse(path.read_text())
 
 
 @functools.cache
 def library(path: Path) -> ctypes.CDLL:
-    """Loaded so that functions nobody calls may be missing: products of other types."""
+    """Load a library lazily: products of other types stay undefined."""
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype, dlopen.argtypes = c_void_p, [c_char_p, c_int]
     handle = dlopen(os.fsencode(path), os.RTLD_LAZY | os.RTLD_LOCAL)
     if not handle:
-        raise OSError(f"{path} was not loaded")
+        raise OSError(f"cannot load {path}")
     return ctypes.CDLL(str(path), handle=handle)
 
 
 class Device:
-    """n_sm: multiprocessors, by which upstream divides products of tiles. mutate: a function of a module's text, for tests of tests."""
+    """A GPU of one architecture with its memory.
+
+    n_sm: multiprocessors, by which upstream splits products of tiles.
+    mutate: a function that edits a module's PTX, for mutation tests.
+    """
 
     def __init__(self, architecture: str, folder: Path, name: str, n_sm: int = 4, approximation: bool = False, seed: int = 0, mutate=None):
         self.architecture, self.folder, self.approximation, self.seed, self.mutate = architecture, folder, approximation, seed, mutate
@@ -99,7 +102,7 @@ class Device:
         self.symbols: dict[Path, dict[str, int]] = {}
         self.mutated: dict[Path, Module] = {}
         self.library = library(folder / f"{name}.so")
-        self.callbacks = Callbacks(LAUNCH(self.launch), ALLOC(self.memory.alloc), FREE(lambda p: None), WRITTEN(self.memory.wrote))
+        self.callbacks = Callbacks(LAUNCH(self.launch), ALLOC(self.memory.alloc), FREE(lambda p: None), WRITTEN(self.memory.mark_written))
         self.n_sm = n_sm
         self.runtime = ctypes.CDLL(str(folder / "libptx-runtime.so"))
 
@@ -110,22 +113,22 @@ class Device:
             grid = Grid(tuple(blocks[:3]), tuple(threads[:3]), shared, bool(programmatic), self.approximation, self.seed)
             self.run(name.decode(), grid, shared_limit, arguments)
             return 0
-        except BaseException as error:  # it is raised again where host code was called
+        except BaseException as error:  # call() raises it again
             self.error = error
             return 1
 
     def kernel(self, name: str) -> tuple[Kernel, Path]:
-        path = modules(self.folder / self.architecture)[name]
+        path = kernel_files(self.folder / self.architecture)[name]
         if self.mutate is None:
-            return module(path).kernels[name], path
+            return load_module(path).kernels[name], path
         if path not in self.mutated:
             self.mutated[path] = parse(self.mutate(path.read_text()))
         return self.mutated[path].kernels[name], path
 
-    def constants(self, path: Path, found: Module) -> dict[str, int]:
-        """Addresses of the module's tables in global memory."""
+    def constants(self, path: Path, module: Module) -> dict[str, int]:
+        """Return the addresses of the module's tables, which are copied to global memory on first use."""
         if path not in self.symbols:
-            self.symbols[path] = {name: self.memory.alloc(v.size, v.data or bytes(v.size)) for name, v in found.variables.items()
+            self.symbols[path] = {name: self.memory.alloc(v.size, v.data or bytes(v.size)) for name, v in module.variables.items()
                                   if v.space in ("global", "const")}
         return self.symbols[path]
 
@@ -133,34 +136,34 @@ class Device:
         kernel, path = self.kernel(name)
         n_threads = int(np.prod(grid.threads))
         if n_threads > min(MAX_THREADS, kernel.max_threads or MAX_THREADS):
-            raise Fault(f"{name}: {n_threads} threads, and launch bounds of {kernel.max_threads}")
+            raise Fault(f"{name}: {n_threads} threads exceed the launch bounds of {kernel.max_threads}")
         if any(n > most for n, most in zip(grid.blocks, MAX_GRID, strict=True)) or 0 in grid.blocks:
-            raise Fault(f"{name}: a grid of {grid.blocks}")
+            raise Fault(f"{name}: invalid grid {grid.blocks}")
         if grid.shared > shared_limit:
-            raise Fault(f"{name}: {grid.shared} bytes of shared memory, and the limit was set to {shared_limit}")
+            raise Fault(f"{name}: {grid.shared} bytes of shared memory exceed the limit of {shared_limit}")
         values = [ctypes.string_at(arguments[i], size) for i, (_, size) in enumerate(kernel.parameters.values())]
-        room = bytearray(max((offset + size for offset, size in kernel.parameters.values()), default=0) + 8)
+        parameters = bytearray(max((offset + size for offset, size in kernel.parameters.values()), default=0) + 8)
         for value, (offset, size) in zip(values, kernel.parameters.values(), strict=True):
-            room[offset:offset + size] = value
-        launch = Launch(kernel, self.memory, grid, bytes(room), self.constants(path, kernel.module))
+            parameters[offset:offset + size] = value
+        launch = Launch(kernel, self.memory, grid, bytes(parameters), self.constants(path, kernel.module))
         if launch.shared_size > SHARED_LIMIT[self.architecture]:
             raise Fault(f"{name}: {launch.shared_size} bytes of shared memory, sm_{self.architecture} has {SHARED_LIMIT[self.architecture]}")
         launch.run()
         plain = [int.from_bytes(value, "little") if len(value) <= 8 else value for value in values]
-        self.launches.append(Done(name, plain, grid.programmatic, dict(launch.executed), dict(launch.problems)))
+        self.launches.append(FinishedLaunch(name, plain, grid.programmatic, dict(launch.executed), dict(launch.problems)))
 
     # --- called by tests
 
     def buffer(self, data: np.ndarray, behind: int = 0) -> int:
-        """The address of a copy, with that many bytes of noise behind it that belong to the buffer."""
+        """Copy data to the device and append `behind` bytes of noise that belong to the buffer; return the address."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         return self.memory.alloc(len(raw) + behind, np.concatenate([raw, np.full(behind, 0xA5, np.uint8)]))
 
-    def room(self, n_bytes: int) -> int:
+    def allocate(self, n_bytes: int) -> int:
         return self.memory.alloc(n_bytes)
 
     def call(self, function: str, *arguments) -> None:
-        """A function of the library, whose arguments are of C already; raises what went wrong in a launch."""
+        """Call a function of the library with ctypes arguments; raise the error of a failed launch."""
         # the runtime knows one device at a time
         self.runtime.ptx_runtime(ctypes.byref(self.callbacks), c_int(int(self.architecture)))
         self.library.ptx_device(c_int(ARCHITECTURES.index(self.architecture)), c_int(10 * int(self.architecture)), c_int(self.n_sm),
@@ -172,5 +175,5 @@ class Device:
         assert failed == 0, function
 
     def problems(self) -> dict[tuple[str, str], str]:
-        """(kernel, what was wrong): the first instruction of it."""
-        return {(plain_name(done.name), what): text for done in self.launches for what, text in done.problems.items()}
+        """Map (kernel, problem) to the first instruction that caused it."""
+        return {(plain_name(launch.name), problem): text for launch in self.launches for problem, text in launch.problems.items()}

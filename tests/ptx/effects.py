@@ -1,4 +1,4 @@
-"""Instructions of more than values: memory, the way through the code, barriers, warps, tensor cores."""
+"""Instructions with effects: memory, control flow, barriers, warps, tensor cores."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 import numpy as np
 
 from .memory import SHARED, Fault
-from .parser import Vector, bytes_of
+from .parser import Vector, type_bytes
 from .table import ALL_LANES, dtype, entry
 
 MEMORY_TYPES = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
 
 
 def shape(parts) -> tuple[int, int]:
-    """Bytes of an element, and elements."""
-    return bytes_of(parts[-1]), next((int(p[1:]) for p in parts if re.fullmatch(r"v[248]", p)), 1)
+    """Return the bytes of an element and the number of elements."""
+    return type_bytes(parts[-1]), next((int(p[1:]) for p in parts if re.fullmatch(r"v[248]", p)), 1)
 
 
 def items(operand) -> tuple[str, ...]:
@@ -25,12 +25,12 @@ def items(operand) -> tuple[str, ...]:
 @entry(f"ld.param{{,.v2,.v4}}.{MEMORY_TYPES}")
 def _(launch, instruction, parts):
     size, n = shape(parts)
-    to, of = instruction.operands
-    if of.base not in launch.kernel.parameters:  # what a call returns, and calls are not done
+    destination, source = instruction.operands
+    if source.base not in launch.kernel.parameters:  # the result of a call; calls are not executed
         return lambda mask, full: None
-    at = launch.kernel.parameters[of.base][0] + of.offset
-    values = launch.parameters[at:at + n * size].view(dtype(parts[-1]))
-    puts = [launch.store(x) for x in items(to)]
+    offset = launch.kernel.parameters[source.base][0] + source.offset
+    values = launch.parameters[offset:offset + n * size].view(dtype(parts[-1]))
+    puts = [launch.store(x) for x in items(destination)]
 
     def run(mask, full):
         for put, value in zip(puts, values, strict=True):
@@ -41,8 +41,8 @@ def _(launch, instruction, parts):
 @entry(f"ld.{{global,global.nc,shared,local}}{{,.v2,.v4,.v8}}.{MEMORY_TYPES}")
 def _(launch, instruction, parts):
     size, n = shape(parts)
-    to, of = instruction.operands
-    puts, address, result = [launch.store(x) for x in items(to)], launch.address(of), dtype(parts[-1])
+    destination, source = instruction.operands
+    puts, address, result = [launch.store(x) for x in items(destination)], launch.address(source), dtype(parts[-1])
 
     def run(mask, full):
         if not mask.any():
@@ -59,8 +59,8 @@ def _(launch, instruction, parts):
 @entry(f"st.{{global,shared,local}}{{,.v2,.v4}}.{MEMORY_TYPES}")
 def _(launch, instruction, parts):
     size, _ = shape(parts)
-    to, of = instruction.operands
-    values, address = [launch.value(x, parts[-1]) for x in items(of)], launch.address(to)
+    destination, source = instruction.operands
+    values, address = [launch.value(x, parts[-1]) for x in items(source)], launch.address(destination)
 
     def run(mask, full):
         if mask.any():
@@ -74,7 +74,7 @@ def _(launch, instruction, parts):
     return lambda mask, full: None
 
 
-# --- the way through the code
+# --- control flow
 
 @entry("bra{,.uni}")
 def _(launch, instruction, parts):
@@ -102,7 +102,7 @@ def _(launch, instruction, parts):
 
 @entry("st.param.{b32,b64}")
 def _(launch, instruction, parts):
-    return lambda mask, full: None  # arguments of calls that are not done
+    return lambda mask, full: None  # arguments of calls, which are not executed
 
 
 # --- barriers and warps
@@ -138,7 +138,7 @@ SHUFFLES = {"bfly": lambda lane, b, first, last: (lane ^ b, np.less_equal, last)
 @entry("shfl.sync.{bfly,idx,down,up}.b32")
 def _(launch, instruction, parts):
     operands = instruction.operands
-    put, put_inside = launch.store(operands[0]), launch.store(operands[1]) if len(operands) == 6 else None
+    put, put_is_inside = launch.store(operands[0]), launch.store(operands[1]) if len(operands) == 6 else None
     a, b, c = (launch.value(x, "b32") for x in operands[-4:-1])
     lane, first_thread = np.arange(launch.n) % 32, np.arange(launch.n) // 32 * 32
 
@@ -146,24 +146,24 @@ def _(launch, instruction, parts):
         segment, clamp = (c() >> np.uint32(8) & np.uint32(31)).astype(int), (c() & np.uint32(31)).astype(int)
         shift = (b() & np.uint32(31)).astype(int)
         first, last = lane & segment, lane & segment | clamp & ~segment
-        source, inside, limit = SHUFFLES[parts[2]](lane, shift & ~segment if parts[2] == "idx" else shift, first, last)
-        ok = inside(source, limit)
-        source = np.where(ok, source, lane)
+        source, compare_lane, limit = SHUFFLES[parts[2]](lane, shift & ~segment if parts[2] == "idx" else shift, first, last)
+        is_inside = compare_lane(source, limit)
+        source = np.where(is_inside, source, lane)
         if not mask[first_thread + source][mask].all():
-            raise Fault(f"{launch.kernel.name}: {instruction.text}: a value of a lane that is not there")
+            raise Fault(f"{launch.kernel.name}: {instruction.text}: reads an inactive lane")
         put(a()[first_thread + source], mask, full)
-        if put_inside:
-            put_inside(ok, mask, full)
+        if put_is_inside:
+            put_is_inside(is_inside, mask, full)
     return run
 
 
-def of_warps(launch, instruction, function, put, value):
-    """A value for a whole warp from those of its lanes; with partial masks this is not known."""
+def reduce_warps(launch, instruction, function, put, value):
+    """Reduce the lanes of a full warp to one value; partial masks are not supported."""
     members = launch.value(instruction.operands[2], "u32")
 
     def run(mask, full):
         if (members()[mask] != ALL_LANES).any():
-            raise NotImplementedError(f"lanes left out: {instruction.text}")
+            raise NotImplementedError(f"partial warp: {instruction.text}")
         put(np.repeat(function(value().reshape(-1, 32)), 32), mask, full)
     return run
 
@@ -171,14 +171,14 @@ def of_warps(launch, instruction, function, put, value):
 @entry("redux.sync.{add,min,max}.{s32,u32}")
 def _(launch, instruction, parts):
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[parts[2]]
-    to, of, _ = instruction.operands
-    return of_warps(launch, instruction, lambda x: function.reduce(x, axis=1, dtype=x.dtype), launch.store(to), launch.value(of, parts[3]))
+    destination, source, _ = instruction.operands
+    return reduce_warps(launch, instruction, lambda x: function.reduce(x, axis=1, dtype=x.dtype), launch.store(destination), launch.value(source, parts[3]))
 
 
 @entry("vote.sync.{any,all}.pred")
 def _(launch, instruction, parts):
-    to, of, _ = instruction.operands
-    return of_warps(launch, instruction, lambda x: getattr(x, parts[2])(axis=1), launch.store(to), launch.value(of, "pred"))
+    destination, source, _ = instruction.operands
+    return reduce_warps(launch, instruction, lambda x: getattr(x, parts[2])(axis=1), launch.store(destination), launch.value(source, "pred"))
 
 
 # --- tensor cores
@@ -187,13 +187,13 @@ def _(launch, instruction, parts):
 def _(launch, instruction, parts):
     n = int(next(p for p in parts if re.fullmatch(r"x[124]", p))[1:])
     puts, address = [launch.store(x) for x in items(instruction.operands[0])], launch.address(instruction.operands[1])
-    generic, names_row = "shared" not in parts, np.arange(launch.n) % 32 < 8 * n
+    generic, has_row_address = "shared" not in parts, np.arange(launch.n) % 32 < 8 * n
 
     def run(mask, full):
         rows = np.zeros((launch.n, 2), np.uint64)
-        use = mask & names_row
-        rows[use] = launch.load("shared", address() - (SHARED if generic else 0), use, 16, False, instruction.text)
-        warps = rows.view(np.uint32).reshape(-1, 32, 4)  # of a warp, of a row: four words of eight halves
+        loads_row = mask & has_row_address
+        rows[loads_row] = launch.load("shared", address() - (SHARED if generic else 0), loads_row, 16, False, instruction.text)
+        warps = rows.view(np.uint32).reshape(-1, 32, 4)  # each row has four words of two halves
         for j, put in enumerate(puts):
             put(warps[:, 8 * j:8 * j + 8].reshape(-1), mask, full)
     return run
@@ -205,10 +205,10 @@ def _(launch, instruction, parts):
     puts = [launch.store(x) for x in items(instruction.operands[0])]
     a, b, c = ([launch.value(x, "b32") for x in items(operand)] for operand in instruction.operands[1:])
     lane, byte = np.arange(32)[:, None], np.arange(4)
-    # register r of a lane: its row, and the columns of its four bytes, of A; of C, one number
-    a_at = [(lane // 4 + 8 * (r % (m // 8)), 4 * (lane % 4) + 16 * (r // (m // 8)) + byte) for r in range(len(a))]
-    b_at = [(4 * (lane % 4) + 16 * r + byte, lane // 4) for r in range(len(b))]
-    c_at = [(lane[:, 0] // 4 + 8 * (r // 2), 2 * (lane[:, 0] % 4) + r % 2) for r in range(len(c))]
+    # each register of a lane holds four bytes of a row of A, or one number of C
+    a_places = [(lane // 4 + 8 * (r % (m // 8)), 4 * (lane % 4) + 16 * (r // (m // 8)) + byte) for r in range(len(a))]
+    b_places = [(4 * (lane % 4) + 16 * r + byte, lane // 4) for r in range(len(b))]
+    c_places = [(lane[:, 0] // 4 + 8 * (r // 2), 2 * (lane[:, 0] % 4) + r % 2) for r in range(len(c))]
 
     def matrix(registers, places, rows, columns):
         out = np.zeros((launch.n // 32, rows, columns), np.float32)  # holds sums of k products of bytes exactly
@@ -217,8 +217,8 @@ def _(launch, instruction, parts):
         return out
 
     def run(mask, full):
-        products = np.matmul(matrix(a, a_at, m, k), matrix(b, b_at, k, n)).astype(np.int32)
-        results = [products[:, row, column].reshape(-1) + value().view(np.int32) for (row, column), value in zip(c_at, c, strict=True)]
+        products = np.matmul(matrix(a, a_places, m, k), matrix(b, b_places, k, n)).astype(np.int32)
+        results = [products[:, row, column].reshape(-1) + value().view(np.int32) for (row, column), value in zip(c_places, c, strict=True)]
         for put, result in zip(puts, results, strict=True):
             put(result, mask, full)
     return run

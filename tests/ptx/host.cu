@@ -1,4 +1,5 @@
-// The entry points of products for Python, for a device that ptx_device() describes: upstream's own host code quantises activations, chooses kernels and launches them.
+// Entry points of products for Python. Upstream's host code quantizes activations, selects kernels and launches them on the device that
+// ptx_device() describes.
 #include "host.h"
 #include "mmq.cuh"
 #include "mmvq.cuh"
@@ -7,9 +8,9 @@
 static ggml_cuda_device_info info;
 
 const ggml_cuda_device_info & ggml_cuda_info() { return info; }
-// Upstream's pools hand out pieces of larger buffers, and its MMQ reads behind them: up to a tile of activations, 2 KB, where it reckons
-// what to leave by the columns of one expert's tokens, or of a batch of less than eight (docs/maintaining/upstream-bugs.md).
-struct plain_pool : ggml_cuda_pool {
+// Upstream's MMQ reads up to 2 KB (a tile of activations) past its buffers, for experts and for batches of less than eight columns.
+// Its pools hide that (docs/maintaining/upstream-bugs.md), so this one pads.
+struct padded_pool : ggml_cuda_pool {
     void * alloc(size_t size, size_t * actual_size) override {
         void * p = nullptr;
         CUDA_CHECK(cudaMalloc(&p, size + 2048));
@@ -18,12 +19,12 @@ struct plain_pool : ggml_cuda_pool {
     }
     void free(void * p, size_t) override { cudaFree(p); }
 };
-std::unique_ptr<ggml_cuda_pool> ggml_backend_cuda_context::new_pool_for_device(int, int) { return std::make_unique<plain_pool>(); }
+std::unique_ptr<ggml_cuda_pool> ggml_backend_cuda_context::new_pool_for_device(int, int) { return std::make_unique<padded_pool>(); }
 ggml_backend_cuda_context::~ggml_backend_cuda_context() {}
 
-int ptx_tile_columns; // J of the next mul_mat_q
+int ptx_tile_columns; // tile columns J of the next mul_mat_q
 
-// ggml_tensor's fields that the products look at.
+// The fields of ggml_tensor that products use.
 struct ptx_tensor {
     int64_t type, ne[4];
     size_t  nb[4];

@@ -1,8 +1,8 @@
-"""One launch of a kernel: every register is an array over all threads of the launch, each thread has its own place in the code.
+"""Execute one launch: a register is an array over all threads, and each thread has its own program counter.
 
-The threads at the least place run until a branch or a synchronisation, so that ways that part meet again by themselves. At a barrier
-threads wait for their block, at an instruction of a warp for the lanes that its mask names.
-"""
+The threads with the lowest program counter run until a branch or a synchronization, so that divergent paths reconverge. At a barrier threads
+wait for their block; at a warp instruction they wait for the lanes in its mask.
+    """
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import arithmetic, effects, table  # noqa: F401 the first two fill the third
+from . import arithmetic, effects, table  # noqa: F401 the first two register their instructions in the table
 from .memory import LOCAL, Fault, GlobalMemory, SharedMemory
 from .parser import Address, Instruction, Kernel, Variable, load
 
-OF_BLOCK = ("bar.sync",)
-OF_WARP = ("shfl.", "redux.", "vote.", "bar.warp.", "ldmatrix.", "mma.")
+BLOCK_INSTRUCTIONS = ("bar.sync",)
+WARP_INSTRUCTIONS = ("shfl.", "redux.", "vote.", "bar.warp.", "ldmatrix.", "mma.")
 NOWHERE = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a launch asks for. shared: bytes beside those the kernel declares. programmatic: it may begin before the one ahead of it
-    has ended. approximation: instructions that may be off in the last bit are, at random. seed: of that, and of unwritten memory."""
+    """The configuration of a launch.
+
+    shared: bytes of dynamic shared memory.
+    programmatic: the launch may start before the previous one ends.
+    approximation: approximate instructions err in the last bit, at random.
+    seed: of those errors and of uninitialized memory.
+    """
     blocks: tuple[int, int, int]
     threads: tuple[int, int, int]
     shared: int = 0
@@ -32,20 +37,24 @@ class Grid:
     seed: int = 0
 
 
-def placed(variables: dict[str, Variable], space: str) -> tuple[dict[str, int], int]:
-    """Offsets of the variables of that space, those without a size last, and the bytes of all."""
-    out, at = {}, 0
+def assign_offsets(variables: dict[str, Variable], space: str) -> tuple[dict[str, int], int]:
+    """Assign offsets to the variables of a space, unsized ones last; return the offsets and the total size."""
+    out, index = {}, 0
     for name, v in sorted(variables.items(), key=lambda item: item[1].size == 0):
         if v.space == space:
             align = v.align if v.size else max(v.align, 16)
-            at = (at + align - 1) // align * align
-            out[name] = at
-            at += v.size
-    return out, at
+            index = (index + align - 1) // align * align
+            out[name] = index
+            index += v.size
+    return out, index
 
 
 class Launch:
-    """problems: what is wrong although the result may be right, and the first instruction of it. executed: opcodes, in warps."""
+    """A launch in progress.
+
+    problems: defects that may still give the right result, with the first instruction that caused each.
+    executed: warp instructions by opcode.
+    """
 
     def __init__(self, kernel: Kernel, memory: GlobalMemory, grid: Grid, parameters: bytes, symbols: dict[str, int]):
         self.kernel, self.memory, self.grid = load(kernel), memory, grid
@@ -53,7 +62,7 @@ class Launch:
         self.executed = Counter()
         self.block_size, n_blocks = int(np.prod(grid.threads)), int(np.prod(grid.blocks))
         if self.block_size % 32:
-            raise NotImplementedError(f"{kernel.name}: blocks of {self.block_size} threads, which is no multiple of 32")
+            raise NotImplementedError(f"{kernel.name}: {self.block_size} threads per block is not a multiple of 32")
         self.n = n_blocks * self.block_size
         self.block = np.arange(self.n) // self.block_size
         self.parameters = np.frombuffer(parameters, np.uint8)
@@ -69,9 +78,9 @@ class Launch:
         self.cut_code()
 
     def place_variables(self) -> dict[str, int]:
-        """Offsets of the variables in shared and in local memory; what the launch adds to shared memory comes last."""
-        shared, declared = placed({**self.kernel.module.variables, **self.kernel.variables}, "shared")
-        local, self.local_size = placed(self.kernel.variables, "local")
+        """Assign offsets in shared and local memory; dynamic shared memory comes last."""
+        shared, declared = assign_offsets({**self.kernel.module.variables, **self.kernel.variables}, "shared")
+        local, self.local_size = assign_offsets(self.kernel.variables, "local")
         self.shared_size = declared + self.grid.shared
         return {**shared, **local}
 
@@ -85,7 +94,7 @@ class Launch:
         out["%laneid"] = np.arange(self.n) % 32
         return {name: value.astype(np.uint32) for name, value in out.items()}
 
-    # --- code: a label, what follows a branch, and every synchronisation begin a segment
+    # --- code: labels, branches and synchronizations separate segments
 
     def cut_code(self) -> None:
         self.segments: list[list[Instruction]] = [[]]
@@ -95,12 +104,12 @@ class Launch:
                 self.begin_segment()
                 self.labels[item] = len(self.segments) - 1
                 continue
-            if item.opcode.startswith(OF_BLOCK + OF_WARP):
+            if item.opcode.startswith(BLOCK_INSTRUCTIONS + WARP_INSTRUCTIONS):
                 self.begin_segment()
             self.segments[-1].append(item)
-            if item.opcode.startswith(OF_BLOCK + OF_WARP) or item.opcode.split(".")[0] in ("bra", "ret", "exit"):
+            if item.opcode.startswith(BLOCK_INSTRUCTIONS + WARP_INSTRUCTIONS) or item.opcode.split(".")[0] in ("bra", "ret", "exit"):
                 self.begin_segment()
-        self.made: list = [None] * len(self.segments)
+        self.compiled: list = [None] * len(self.segments)
 
     def begin_segment(self) -> None:
         if self.segments[-1]:
@@ -113,45 +122,45 @@ class Launch:
             for _ in range(max_steps):
                 if self.done.all():
                     return self
-                here = np.where(self.done | waiting, NOWHERE, self.pc)
-                at = int(here.min())
-                if at == NOWHERE:
-                    places = sorted({self.segments[p][0].text for p in self.pc[~self.done]})
-                    raise Fault(f"{self.kernel.name}: deadlock at {' and '.join(places)}")
-                mask = here == at
-                if not self.segments[at]:  # behind the last instruction
+                counters = np.where(self.done | waiting, NOWHERE, self.pc)
+                index = int(counters.min())
+                if index == NOWHERE:
+                    positions = sorted({self.segments[p][0].text for p in self.pc[~self.done]})
+                    raise Fault(f"{self.kernel.name}: deadlock at {' and '.join(positions)}")
+                mask = counters == index
+                if not self.segments[index]:  # after the last instruction
                     self.done |= mask
                     continue
-                ready = self.ready(self.segments[at][0], mask)
+                ready = self.select_ready(self.segments[index][0], mask)
                 waiting |= mask & ~ready
                 if ready.any():
                     waiting[:] = False
-                    self.step(at, ready)
-        raise Fault(f"{self.kernel.name}: not at an end after {max_steps} steps")
+                    self.step(index, ready)
+        raise Fault(f"{self.kernel.name}: did not end after {max_steps} steps")
 
-    def ready(self, first: Instruction, mask: np.ndarray) -> np.ndarray:
-        """Which of the threads may do that instruction now."""
-        if first.opcode.startswith(OF_BLOCK):
+    def select_ready(self, first: Instruction, mask: np.ndarray) -> np.ndarray:
+        """Return the threads that can execute this instruction now."""
+        if first.opcode.startswith(BLOCK_INSTRUCTIONS):
             return mask & (mask | self.done).reshape(-1, self.block_size).all(1)[self.block]
-        if not first.opcode.startswith(OF_WARP):
+        if not first.opcode.startswith(WARP_INSTRUCTIONS):
             return mask
-        named = self.lanes_named(first)
+        mask_lanes = self.lanes_in_mask(first)
         bits = lambda flags: np.packbits(flags.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).repeat(32)  # noqa: E731
-        if (named & bits(self.done))[mask].any():
-            raise Fault(f"{self.kernel.name}: {first.text}: lanes that the mask names have left")
-        return mask & (named & ~bits(mask) == 0)
+        if (mask_lanes & bits(self.done))[mask].any():
+            raise Fault(f"{self.kernel.name}: {first.text}: lanes in the mask have exited")
+        return mask & (mask_lanes & ~bits(mask) == 0)
 
-    def lanes_named(self, instruction: Instruction) -> np.ndarray:
+    def lanes_in_mask(self, instruction: Instruction) -> np.ndarray:
         if instruction.opcode.startswith(("ldmatrix.", "mma.")):
             return np.full(self.n, table.ALL_LANES, np.uint32)
         return self.value(instruction.operands[-1], "u32")()
 
-    def step(self, at: int, mask: np.ndarray) -> None:
-        if self.made[at] is None:
-            self.made[at] = [(table.made(self, instruction), instruction) for instruction in self.segments[at]]
+    def step(self, index: int, mask: np.ndarray) -> None:
+        if self.compiled[index] is None:
+            self.compiled[index] = [(table.compile_instruction(self, instruction), instruction) for instruction in self.segments[index]]
         full, n_warps = bool(mask.all()), int(mask.reshape(-1, 32).any(1).sum())
-        self.pc[mask] = at + 1
-        for run, instruction in self.made[at]:
+        self.pc[mask] = index + 1
+        for run, instruction in self.compiled[index]:
             self.executed[instruction.opcode] += n_warps
             if instruction.guard is None:
                 run(mask, full)
@@ -162,45 +171,45 @@ class Launch:
     # --- operands
 
     def value(self, operand: str, type_name: str):
-        """A function that gives the operand's values, an array over all threads; of a register that is wider, its low part."""
-        wanted = table.dtype(type_name)
+        """Return a function that reads an operand as an array over all threads; wider registers give their low part."""
+        result_type = table.dtype(type_name)
         if operand.startswith("!"):
             inner = self.value(operand[1:], type_name)
             return lambda: ~inner()
         if operand in self.register:
             register = self.register[operand]
-            size, room = np.dtype(wanted).itemsize, register.dtype.itemsize
-            if wanted is np.bool_ or size == room:
-                view = register.view(wanted)
+            size, width = np.dtype(result_type).itemsize, register.dtype.itemsize
+            if result_type is np.bool_ or size == width:
+                view = register.view(result_type)
                 return lambda: view
-            if room < size:
+            if width < size:
                 raise NotImplementedError(f"{operand} as {type_name}")
-            return lambda: register.astype(table.UNSIGNED[8 * size]).view(wanted)
-        array = self.constant(operand, type_name, wanted)
+            return lambda: register.astype(table.UNSIGNED[8 * size]).view(result_type)
+        array = self.constant(operand, type_name, result_type)
         return lambda: array
 
-    def constant(self, operand: str, type_name: str, wanted) -> np.ndarray:
+    def constant(self, operand: str, type_name: str, result_type) -> np.ndarray:
         if (operand, type_name) not in self.constants:
             if operand in self.special:
-                found = self.special[operand].astype(table.UNSIGNED[8 * np.dtype(wanted).itemsize]).view(wanted)
+                array = self.special[operand].astype(table.UNSIGNED[8 * np.dtype(result_type).itemsize]).view(result_type)
             else:
-                found = np.full(self.n, self.number(operand, wanted))
-            self.constants[operand, type_name] = found
+                array = np.full(self.n, self.number(operand, result_type))
+            self.constants[operand, type_name] = array
         return self.constants[operand, type_name]
 
-    def number(self, operand: str, wanted):
+    def number(self, operand: str, result_type):
         if operand.startswith(("0f", "0F")):
-            return np.array(int(operand[2:], 16), np.uint32).view(np.float32).astype(wanted)
+            return np.array(int(operand[2:], 16), np.uint32).view(np.float32).astype(result_type)
         if operand.startswith(("0d", "0D")):
-            return np.array(int(operand[2:], 16), np.uint64).view(np.float64).astype(wanted)
+            return np.array(int(operand[2:], 16), np.uint64).view(np.float64).astype(result_type)
         number = self.symbols[operand] if operand in self.symbols else 32 if operand == "WARP_SZ" else int(operand.rstrip("U"), 0)
-        if wanted is np.bool_:
+        if result_type is np.bool_:
             return np.bool_(number)
-        bits = 8 * np.dtype(wanted).itemsize
-        return np.array(number & (1 << bits) - 1, table.UNSIGNED[bits]).view(wanted)
+        bits = 8 * np.dtype(result_type).itemsize
+        return np.array(number & (1 << bits) - 1, table.UNSIGNED[bits]).view(result_type)
 
     def store(self, operand: str):
-        """A function of (values, mask, full) that keeps them; narrower ones are widened by their sign."""
+        """Return a function (values, mask, full) that writes an operand; narrower values are extended."""
         if operand == "_":
             return lambda values, mask, full: None
         register = self.register[operand]
@@ -227,13 +236,13 @@ class Launch:
 
     # --- memory
 
-    def fault(self, what: str, text: str, bad: np.ndarray, address: np.ndarray) -> None:
+    def fault(self, problem: str, text: str, bad: np.ndarray, address: np.ndarray) -> None:
         i = int(np.flatnonzero(bad)[0])
-        where = ", ".join(f"{name} {int(self.special[f'%{name}'][i])}" for name in ("tid.x", "tid.y", "ctaid.x", "ctaid.y"))
-        raise Fault(f"{self.kernel.name}: {what}: {text} at {int(address[i]):#x}, {where}")
+        place = ", ".join(f"{name} {int(self.special[f'%{name}'][i])}" for name in ("tid.x", "tid.y", "ctaid.x", "ctaid.y"))
+        raise Fault(f"{self.kernel.name}: {problem}: {text} at {int(address[i]):#x}, {place}")
 
     def locate(self, space: str, address: np.ndarray, mask: np.ndarray, size: int, text: str) -> np.ndarray:
-        """Indices into that memory of the threads of the mask."""
+        """Check an access and return the indices of the active threads in that memory."""
         if (bad := mask & (address % size != 0)).any():
             self.fault(f"misaligned for {size} bytes", text, bad, address)
         if space == "shared":
@@ -242,29 +251,29 @@ class Launch:
             return (address + self.block * self.shared.size)[mask]
         if (mask & ~self.waited).any():
             self.problems.setdefault("global memory before griddepcontrol.wait", text)
-        at, bad = self.memory.locate(address, size)
+        index, bad = self.memory.locate(address, size)
         if (bad := mask & bad).any():
             self.fault("outside of all buffers", text, bad, address)
-        return at[mask]
+        return index[mask]
 
     def local_span(self, address: np.ndarray, mask: np.ndarray, size: int, text: str) -> tuple[np.ndarray, np.ndarray]:
-        at = np.where(address >= LOCAL, address - LOCAL, address)
-        if (bad := mask & ((at < 0) | (at + size > self.local_size) | (at % size != 0))).any():
+        index = np.where(address >= LOCAL, address - LOCAL, address)
+        if (bad := mask & ((index < 0) | (index + size > self.local_size) | (index % size != 0))).any():
             self.fault("outside of local memory, or misaligned", text, bad, address)
-        return np.flatnonzero(mask)[:, None], at[mask][:, None] + np.arange(size)
+        return np.flatnonzero(mask)[:, None], index[mask][:, None] + np.arange(size)
 
     def load(self, space: str, address: np.ndarray, mask: np.ndarray, size: int, no_coherence: bool, text: str) -> np.ndarray:
         if space == "local":
             return self.local[self.local_span(address, mask, size, text)]
-        at, threads = self.locate(space, address, mask, size, text), np.flatnonzero(mask)
+        index, threads = self.locate(space, address, mask, size, text), np.flatnonzero(mask)
         if space == "shared":
-            return self.shared.load(at, size, threads, self.problems, text)
-        return self.memory.load(at, size, threads, self.block_size, no_coherence, self.problems, text)
+            return self.shared.load(index, size, threads, self.problems, text)
+        return self.memory.load(index, size, threads, self.block_size, no_coherence, self.problems, text)
 
     def save(self, space: str, address: np.ndarray, mask: np.ndarray, size: int, raw: np.ndarray, text: str) -> None:
         if space == "local":
             self.local[self.local_span(address, mask, size, text)] = raw
             return
-        at, threads = self.locate(space, address, mask, size, text), np.flatnonzero(mask)
+        index, threads = self.locate(space, address, mask, size, text), np.flatnonzero(mask)
         memory = self.shared if space == "shared" else self.memory
-        memory.store(at, size, threads, raw, self.problems, text)
+        memory.store(index, size, threads, raw, self.problems, text)

@@ -1,4 +1,4 @@
-// Everything of cuda/ but products: weights as floats, rows by index, copies, and activations as two columns.
+// Entry points of everything in cuda/ except products: dequantization, get_rows, and activations split into two columns.
 #include "host.h"
 #include "ggml-cuda/mmq.cuh"
 #include "cuda/dequantize.cuh"
@@ -6,21 +6,21 @@
 
 #include <type_traits>
 
-// f(a null pointer to a block of the type, a pointer to results of that type)
+// Call f(null pointer to a block of the type, pointer to results of the type).
 template <typename F> static void dispatch(int type, int dst_type, void * y, F f) {
     const auto result = [&](auto * block) {
         switch (dst_type) {
             case GGML_TYPE_F32:  return f(block, (float *) y);
             case GGML_TYPE_F16:  return f(block, (half *) y);
             case GGML_TYPE_BF16: return f(block, (nv_bfloat16 *) y);
-            default: GGML_ABORT("type %d is not a type of results", dst_type);
+            default: GGML_ABORT("type %d is not a result type", dst_type);
         }
     };
     switch (type) {
 #define CASE(NAME, name) case GGML_TYPE_##NAME: return result((const block_##name *) nullptr);
         GGML_EXT_WEIGHT_TYPES(CASE)
 #undef CASE
-        default: GGML_ABORT("type %d is not a type of weights", type);
+        default: GGML_ABORT("type %d is not a weight type", type);
     }
 }
 #define BLOCK_OF(block) std::remove_const_t<std::remove_pointer_t<decltype(block)>>
@@ -29,14 +29,14 @@ extern "C" {
 
 void ptx_device(int id, int, int, size_t) { ptx_device_id = id; }
 
-// n contiguous weights
+// Dequantize n contiguous weights.
 int ptx_dequantize(int type, const void * x, void * y, int dst_type, int64_t n) {
     return checked([&] {
         dispatch(type, dst_type, y, [&](auto * block, auto * out) { ggml_ext::dequantize_cuda<BLOCK_OF(block)>(x, out, n, nullptr); });
     });
 }
 
-// n_ids rows of ne00 weights, whose bytes are nb01
+// Dequantize n_ids rows of ne00 weights (nb01 bytes) by index.
 int ptx_get_rows(int type, const void * x, const int32_t * ids, void * y, int dst_type, int64_t ne00, size_t nb01, int64_t n_ids) {
     return checked([&] {
         dispatch(type, dst_type, y, [&](auto * block, auto * out) {
@@ -47,7 +47,7 @@ int ptx_get_rows(int type, const void * x, const int32_t * ids, void * y, int ds
     });
 }
 
-// n rows of ne00 floats, each to a rounded row and one of what is left
+// Split n rows of ne00 floats into a rounded row and a row of residuals each.
 int ptx_split(int type, int groups, const float * x, float * y, int64_t ne00, int64_t n) {
     return checked([&] {
         const ggml_ext::pair_strides to = {{0, 2*ne00, 2*ne00*n, 2*ne00*n}, ne00};
@@ -55,7 +55,7 @@ int ptx_split(int type, int groups, const float * x, float * y, int64_t ne00, in
     });
 }
 
-// n pairs of rows of ne0 results to their sums
+// Add n pairs of rows of ne0 results.
 int ptx_add_residuals(const float * y, float * sum, int64_t ne0, int64_t n) {
     return checked([&] {
         const ggml_ext::pair_strides from = {{0, 2*ne0, 2*ne0*n, 2*ne0*n}, ne0};

@@ -1,5 +1,5 @@
-// MMQ for tiles of the numbers of columns that are wanted, since a whole instance takes 13 seconds to compile for one architecture.
-// Which one a product takes is the caller's choice (ptx_tile_columns) in place of mul_mat_q_switch_J()'s.
+// MMQ instances for selected tile columns only: a full instance takes 13 seconds to compile per architecture. The caller selects the
+// tile (ptx_tile_columns), not mul_mat_q_switch_J().
 #pragma once
 
 #include "ggml-cuda/mmq.cuh"
@@ -8,11 +8,11 @@ extern int ptx_tile_columns;
 
 template <ggml_type type, bool fallback, int... J>
 static void launch_tile(ggml_backend_cuda_context & ctx, const mmq_args & args, cudaStream_t stream) {
-    const bool found = ((J == ptx_tile_columns && (launch_mul_mat_q<type, J, fallback>(ctx, args, stream), true)) || ...);
-    GGML_ASSERT(found && "tiles of that many columns were compiled");
+    const bool launched = ((J == ptx_tile_columns && (launch_mul_mat_q<type, J, fallback>(ctx, args, stream), true)) || ...);
+    GGML_ASSERT(launched && "no tile of that many columns is compiled");
 }
 
-// fallback: of rows that are no multiple of a tile's
+// fallback: the number of rows is not a multiple of the tile's
 #define PTX_TILES(type, fallback, ...)                                                                                              \
     template <> void mul_mat_q_switch_J<type, fallback>(ggml_backend_cuda_context & ctx, const mmq_args & args, cudaStream_t s) { \
         launch_tile<type, fallback, __VA_ARGS__>(ctx, args, s);                                                                   \

@@ -1,5 +1,5 @@
-// CUDA's runtime as far as upstream's launches need it, without a GPU: memory and launches are handed to Python, which interprets
-// the kernels (device.py). Host code of the sources under test runs as it is, so that grids, parameters and shared memory are its own.
+// The part of the CUDA runtime that upstream's launches need. Memory and launches go to Python, which interprets the kernels (device.py).
+// The host code under test runs unmodified, so grids, parameters and shared memory are its own.
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -8,16 +8,16 @@
 
 struct kernel_entry {
     std::string name;
-    int         shared_limit = 48*1024; // bytes that may be asked for without an attribute
+    int         shared_limit = 48*1024; // default limit of dynamic shared memory
 };
 
 struct callbacks {
-    // 0 if the launch was right; grid and block have three entries each
+    // Returns 0 on success; grid and block have three entries each.
     int (*launch)(const char * name, const unsigned * grid, const unsigned * block, size_t shared, int shared_limit, int programmatic,
                   void ** args);
     void * (*alloc)(size_t size);
     void (*free)(void * p);
-    void (*written)(const void * p, size_t size); // by the host
+    void (*written)(const void * p, size_t size); // the host wrote there
 };
 
 static callbacks python;
@@ -27,16 +27,16 @@ static std::unordered_map<const void *, kernel_entry> & kernels() {
     return map;
 }
 
-static struct { dim3 grid, block; size_t shared; } configuration; // of the launch that host code is about to do
+static struct { dim3 grid, block; size_t shared; } configuration; // of the next launch
 
 static cudaError_t launch(const void * function, dim3 grid, dim3 block, size_t shared, int programmatic, void ** args) {
-    const auto found = kernels().find(function);
-    if (found == kernels().end()) {
+    const auto kernel = kernels().find(function);
+    if (kernel == kernels().end()) {
         return cudaErrorInvalidDeviceFunction;
     }
     const unsigned g[3] = {grid.x, grid.y, grid.z}, b[3] = {block.x, block.y, block.z};
-    return python.launch(found->second.name.c_str(), g, b, shared, found->second.shared_limit, programmatic, args) ? cudaErrorLaunchFailure
-                                                                                                                   : cudaSuccess;
+    return python.launch(kernel->second.name.c_str(), g, b, shared, kernel->second.shared_limit, programmatic, args) ? cudaErrorLaunchFailure
+                                                                                                                     : cudaSuccess;
 }
 
 extern "C" {
@@ -62,7 +62,7 @@ cudaError_t __cudaPopCallConfiguration(dim3 * grid, dim3 * block, size_t * share
 cudaError_t cudaLaunchKernel(const void * f, dim3 grid, dim3 block, void ** args, size_t shared, cudaStream_t) {
     return launch(f, grid, block, shared, 0, args);
 }
-// what host code that nvcc 13 makes calls in place of that: a kernel is its function here
+// called by nvcc 13's host code instead of cudaLaunchKernel; here a kernel handle is its function
 cudaError_t __cudaGetKernel(cudaKernel_t * kernel, const void * f) { *kernel = (cudaKernel_t) f; return cudaSuccess; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void ** args, size_t shared, cudaStream_t) {
     return launch((const void *) kernel, grid, block, shared, 0, args);
@@ -94,7 +94,7 @@ cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, unsigned) { *s = (cudaStream_t) 1; return cudaSuccess; }
-const char * cudaGetErrorString(cudaError_t e) { return e == cudaErrorLaunchFailure ? "the kernel failed" : "an error of the runtime"; }
+const char * cudaGetErrorString(cudaError_t e) { return e == cudaErrorLaunchFailure ? "the kernel failed" : "CUDA runtime error"; }
 
 cudaError_t cudaMalloc(void ** p, size_t size) { *p = python.alloc(size); return *p ? cudaSuccess : cudaErrorMemoryAllocation; }
 cudaError_t cudaFree(void * p) { python.free(p); return cudaSuccess; }

@@ -1,7 +1,7 @@
-"""The table of instructions: an entry for each opcode, with all its modifiers. Any other one raises.
+"""The table of instructions, one entry per opcode with all its modifiers. Any other opcode raises.
 
-An entry makes, of a launch and an instruction, a function of (mask of threads, whether that is all of them). Values are arrays over
-all threads of the launch; what threads outside of the mask compute is not stored. arithmetic.py and effects.py fill the table.
+An entry is a compiler: from a launch and an instruction it makes a function (mask of threads, whether the mask is full). Values are arrays
+over all threads of the launch; those outside the mask are not stored. arithmetic.py and effects.py fill the table.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ def dtype(type_name: str):
 
 
 def expand(pattern: str) -> list[str]:
-    """"add.{s32,u32}" to both."""
+    """Expand "add.{s32,u32}" to both opcodes."""
     parts = re.split(r"\{(.*?)\}", pattern)
     return ["".join(p) for p in itertools.product(*(part.split(",") if i % 2 else [part] for i, part in enumerate(parts)))]
 
 
 def entry(pattern: str):
-    """Gives a maker, of (launch, instruction, parts of the opcode), to all opcodes of the pattern."""
-    def add(maker):
+    """Register a function (launch, instruction, parts of the opcode) for all opcodes of a pattern."""
+    def register(compiler):
         for opcode in expand(pattern):
             assert opcode not in TABLE, opcode
-            TABLE[opcode] = maker
-        return maker
-    return add
+            TABLE[opcode] = compiler
+        return compiler
+    return register
 
 
-def made(launch, instruction):
-    maker = TABLE.get(instruction.opcode)
-    if maker is None:
+def compile_instruction(launch, instruction):
+    compiler = TABLE.get(instruction.opcode)
+    if compiler is None:
         raise NotImplementedError(f"{launch.kernel.name}: no instruction {instruction.opcode}: {instruction.text}")
-    return maker(launch, instruction, instruction.opcode.split("."))
+    return compiler(launch, instruction, instruction.opcode.split("."))

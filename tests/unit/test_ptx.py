@@ -74,7 +74,7 @@ def test_threads_part_and_meet_again():
     ("ld.global.u32 %r4, [%rd3+256]; ret;", "outside of all buffers"),
     ("ld.global.u32 %r4, [%rd3+2]; ret;", "misaligned for 4 bytes"),
     ("ld.shared.u32 %r4, [%r3+256]; ret;", "outside of shared memory"),
-    ("setp.eq.u32 %p0, %r0, 5; @%p0 ret; shfl.sync.bfly.b32 %r4|%p1, %r0, 1, 31, -1; ret;", "have left"),
+    ("setp.eq.u32 %p0, %r0, 5; @%p0 ret; shfl.sync.bfly.b32 %r4|%p1, %r0, 1, 31, -1; ret;", "have exited"),
     ("setp.lt.u32 %p0, %r0, 5; @%p0 bra $a; bar.sync 0; ret; $a: shfl.sync.bfly.b32 %r4|%p1, %r0, 1, 31, -1; ret;", "deadlock"),
     ("trap;", "trap"),
 ])
@@ -141,7 +141,7 @@ def exactly(*terms) -> Fraction:
 @settings(max_examples=500)
 @given(floats, floats, floats)
 def test_fused_multiply_and_add_rounds_once(a, b, c):
-    got = arithmetic.fused(*(np.array([x], np.float32) for x in (a, b, c)))[0]
+    got = arithmetic.fma(*(np.array([x], np.float32) for x in (a, b, c)))[0]
     want = Fraction(a) * Fraction(b) + Fraction(c)
     spacing = Fraction(float(np.spacing(np.abs(got))))
     error = abs(Fraction(float(got)) - want)
@@ -151,6 +151,6 @@ def test_fused_multiply_and_add_rounds_once(a, b, c):
 @settings(max_examples=500)
 @given(floats, floats)
 def test_sums_toward_zero(a, b):
-    got = float(arithmetic.added_toward_zero(np.array([a], np.float32), np.array([b], np.float32))[0])
+    got = float(arithmetic.add_toward_zero(np.array([a], np.float32), np.array([b], np.float32))[0])
     want = exactly(a, b)
     assert abs(exactly(got)) <= abs(want) and (abs(want) - abs(exactly(got))) < exactly(np.spacing(np.float32(abs(got))))
