@@ -1,4 +1,4 @@
-"""The GPU check with programs that stand for the GPU's: what it runs, what it makes of failures, what it keeps."""
+"""The GPU check with fake programs: what it runs, how it reports failures, what it stores."""
 
 from __future__ import annotations
 
@@ -69,22 +69,22 @@ elif name == "ggml-ext-gpu-bench" and "--large" in args:
     print(json.dumps(dict(check="large", n=3, bytes=3, wrong=int(broken == "large"), first=-1)))
     sys.exit(broken == "large")
 elif name == "ggml-ext-gpu-bench":
-    for of in args[1].split(","):
+    for type_name in args[1].split(","):
         for shape in args[2:]:
             rows, cols, tokens, *experts = map(int, shape.split("x"))
-            print(json.dumps(dict(type=of, rows=rows, cols=cols, tokens=tokens, experts=0, us=9.0, bytes=6553600)))
+            print(json.dumps(dict(type=type_name, rows=rows, cols=cols, tokens=tokens, experts=0, us=9.0, bytes=6553600)))
 '''
 NAMES = ["nvidia-smi", "compute-sanitizer", "ncu", "ggml-ext-gpu-kernels", "test-backend-ops", "llama-quantize", "llama-perplexity",
          "llama-bench", "llama-batched-bench", "ggml-ext-gpu-bench", "ggml-ext-cuda-host-kernels"]
-FEW = ("--types", "itq3_s,itq3_t,itq2_t64")  # a check of one type is that of another
+FEW_TYPES = ("--types", "itq3_s,itq3_t,itq2_t64")  # checks of other types are alike
 SCRIPT = ROOT / "scripts" / "gpu" / "gpu_check.py"
-ALWAYS = {"nvidia-smi", "llama-bench"}  # what the machine is, and whether llama.cpp finds the GPU
-RIGHT = "correctness,perplexity,sanitizer,more"
+ALWAYS_RUN = {"nvidia-smi", "llama-bench"}  # programs that identify the machine and the GPU
+CORRECTNESS = "correctness,perplexity,sanitizer,more"
 
 
 @pytest.fixture
 def check(tmp_path, lib):
-    '''Runs the script with such programs; returns exit code, report, the commands that were run, and the page.'''
+    '''A function that runs the script with fake programs: returns exit code, report, commands and the page.'''
     programs, log = tmp_path / "bin", tmp_path / "log"
     programs.mkdir(parents=True)
     for name in NAMES:
@@ -110,11 +110,11 @@ def failures(report: dict, *statuses: str) -> list[str]:
     return [c["name"] for c in report["checks"] if c["status"] in (statuses or ("failed",))]
 
 
-def programs_of(log: list[str]) -> set[str]:
+def programs_run(log: list[str]) -> set[str]:
     return {line.split()[0] for line in log}
 
 
-def test_everything_passes_and_is_kept(check):
+def test_results_are_kept_and_reused(check):
     code, report, log, page = check()
     assert (code, report["passed"], failures(report, "failed", "slow", "not run", "unavailable")) == (0, True, [])
     figures = report["figures"]
@@ -127,18 +127,18 @@ def test_everything_passes_and_is_kept(check):
     assert {f"test-backend-ops {name}" for name in WEIGHT_TYPES} <= {c["name"] for c in report["checks"]}
     for words in ("Some GPU", "itq3_t", "x q3_K", "share of bandwidth", "64 sequences", "occupancy %", "checks passed"):
         assert words in page
-    # what is worth most comes first
+    # the most valuable parts come first
     order = [c["part"] for c in report["checks"]]
     assert list(dict.fromkeys(order)) == ["machine", "correctness", "perplexity", "speed", "sanitizer", "counters", "more"]
 
-    # again: nothing but what the machine is; what failed or was not asked for runs
-    again, same, log, _ = check()
-    assert again == 0 and same["figures"] == figures and programs_of(log) == ALWAYS
-    code, report, log, _ = check(*FEW, "--only", RIGHT, "--again", broken="ops")
+    # repeated, only the machine is identified again; failed and new checks run
+    code_again, repeated, log, _ = check()
+    assert code_again == 0 and repeated["figures"] == figures and programs_run(log) == ALWAYS_RUN
+    code, report, log, _ = check(*FEW_TYPES, "--only", CORRECTNESS, "--again", broken="ops")
     assert code == 1 and "test-backend-ops itq3_t" in failures(report) and "perplexity itq3_t" not in failures(report)
-    code, report, log, _ = check(*FEW, "--only", RIGHT)
-    of_sanitizers = {"compute-sanitizer", "ggml-ext-gpu-kernels"}  # which run test-backend-ops too
-    assert (code, failures(report)) == (0, []) and programs_of(log) == ALWAYS | {"test-backend-ops"} | of_sanitizers
+    code, report, log, _ = check(*FEW_TYPES, "--only", CORRECTNESS)
+    sanitizer_programs = {"compute-sanitizer", "ggml-ext-gpu-kernels"}  # they run test-backend-ops too
+    assert (code, failures(report)) == (0, []) and programs_run(log) == ALWAYS_RUN | {"test-backend-ops"} | sanitizer_programs
 
 
 @pytest.mark.parametrize("broken, part, expected", [
@@ -148,33 +148,33 @@ def test_everything_passes_and_is_kept(check):
     *((f"{tool}check", "sanitizer", f"compute-sanitizer {tool}check") for tool in ("mem", "race", "init", "sync")),
     ("ncu", "counters", "counters itq3_t"), ("no driver", "correctness", "machine"), ("no device", "correctness", "device"),
 ])
-def test_a_failing_check_fails_the_run(check, broken, part, expected):
-    code, report, _, page = check(*FEW, "--only", part, broken=broken)
+def test_failing_check_fails_the_run(check, broken, part, expected):
+    code, report, _, page = check(*FEW_TYPES, "--only", part, broken=broken)
     assert code == 1 and not report["passed"] and expected in failures(report)
     assert f"failed: {expected}: " in page
 
 
 @pytest.mark.parametrize("broken, expected", [("slow itq3_t", ["generation and prompts"]), ("slow ditto5", ["generation and prompts"]),
                                               ("rotation", ["share of the rotation"])])
-def test_a_slow_type_is_named(check, broken, expected):
+def test_slow_type_is_named(check, broken, expected):
     code, report, _, page = check("--types", "itq3_s,itq3_t,ditto5", "--only", "speed", broken=broken)
     assert (code, failures(report), failures(report, "slow")) == (1, [], expected)
-    assert f"slow: {expected[0]}: " in page and "sequences" in report["figures"]  # the rest was still measured
+    assert f"slow: {expected[0]}: " in page and "sequences" in report["figures"]  # the rest was measured
 
 
-def test_the_rehearsal_runs_all_of_it(check):
-    """As on the GPU, but for what is not there; slow types pass, wrong ones do not."""
-    code, report, log, page = check(*FEW, "--rehearse", broken="slow itq3_t")
+def test_rehearsal_runs_everything(check):
+    """Everything but what needs the GPU runs; slow types pass, wrong ones fail."""
+    code, report, log, page = check(*FEW_TYPES, "--rehearse", broken="slow itq3_t")
     assert (code, failures(report, "failed", "slow", "not run")) == (0, []) and "rehearsal" in report["environment"]["gpu"]
-    assert programs_of(log) == {"ggml-ext-cuda-host-kernels", "ggml-ext-gpu-bench", "test-backend-ops", "llama-quantize", "llama-perplexity",
+    assert programs_run(log) == {"ggml-ext-cuda-host-kernels", "ggml-ext-gpu-bench", "test-backend-ops", "llama-quantize", "llama-perplexity",
                                 "llama-bench", "llama-batched-bench"}
     assert any(line.startswith("test-backend-ops support -b CPU") for line in log) and "a rehearsal" in page
-    code, report, _, _ = check(*FEW, "--rehearse", "--only", "correctness,sanitizer", "--again", broken="kernels")
-    of_its_program = ["device code equals the scalar references", *(f"compute-sanitizer {tool}check" for tool in ("mem", "race", "init", "sync"))]
-    assert (code, failures(report)) == (1, of_its_program)
+    code, report, _, _ = check(*FEW_TYPES, "--rehearse", "--only", "correctness,sanitizer", "--again", broken="kernels")
+    kernel_checks = ["device code equals the scalar references", *(f"compute-sanitizer {tool}check" for tool in ("mem", "race", "init", "sync"))]
+    assert (code, failures(report)) == (1, kernel_checks)
 
 
-def test_what_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
+def test_timeout_kills_the_process_tree(tmp_path):
     from check_run import Failed, Run
 
     run = Run("cuda", "CUDA0", tmp_path, tmp_path / "out.json", types=[], shape="", n_layers=1)
@@ -185,19 +185,19 @@ def test_what_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
     child = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{child}/stat")
 
-    def runs() -> bool:
+    def is_running() -> bool:
         try:
             return state.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
         except OSError:
             return False
 
-    while runs() and time.monotonic() - start < 60:  # a signal takes its time to end a process
+    while is_running() and time.monotonic() - start < 60:  # a signal takes time to end a process
         time.sleep(0.05)
-    assert not runs()
+    assert not is_running()
 
 
-def test_the_program_of_the_gpu_as_host_code(lib):
-    """tests/gpu/kernels.cu: each check counts something and finds nothing wrong; two seconds."""
+def test_gpu_program_passes_as_host_code(lib):
+    """tests/gpu/kernels.cu finds nothing wrong, and every check counts something; two seconds."""
     done = subprocess.run([str(native.built(native.BUILD, "ggml-ext-cuda-host-kernels")), "--few"], capture_output=True, text=True, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     checks = {line["check"]: line for line in lines if "check" in line}
@@ -210,15 +210,15 @@ def test_the_program_of_the_gpu_as_host_code(lib):
         assert {f"dequantize {name} to bf16", f"dequantize {name} behind a kernel, graph", f"last of many rows of {name}"} <= checks.keys()
 
 
-def test_no_time_left_is_no_pass(check):
+def test_exhausted_time_fails_the_run(check):
     code, report, _, page = check("--only", "correctness", "--minutes", "0")
     assert code == 1 and failures(report, "not run") == ["machine"] and "the time is over" in page and "repeat the command" in page
 
 
-def test_optional_tools_are_named_and_not_required(check, tmp_path):
+def test_missing_optional_tools_are_reported(check, tmp_path):
     for name in ("compute-sanitizer", "ncu"):
         (tmp_path / "bin" / name).unlink()
-    code, report, _, page = check(*FEW, "--only", "sanitizer,counters")
+    code, report, _, page = check(*FEW_TYPES, "--only", "sanitizer,counters")
     assert code == 0 and "compute-sanitizer is not on this machine" in page and "counters itq3_t" in failures(report, "unavailable")
 
 
@@ -226,12 +226,12 @@ def test_optional_tools_are_named_and_not_required(check, tmp_path):
     (("--only", "build"), "--only: unknown build; choose from correctness"), (("--types", "q4_k"), "--types: unknown q4_k"),
     (("--backend", "rocm"), "--backend: unknown rocm"), (("--inject", "hang"), "--inject needs --rehearse"),
 ])
-def test_wrong_arguments(args, message):
+def test_wrong_arguments_are_refused(args, message):
     done = subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_a_gpu_one_line_says_so(tmp_path):
+def test_missing_gpu_gives_one_line(tmp_path):
     env = {**os.environ, "PATH": str(Path(sys.executable).parent)}
     done = subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path / "out.json")], capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1 and "error: nvidia-smi names no GPU" in done.stderr and "Traceback" not in done.stderr

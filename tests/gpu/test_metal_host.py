@@ -1,7 +1,7 @@
-"""Upstream's Metal backend with its own kernels and those of metal/ as host code (metal_host/), against exact references.
+"""Upstream's Metal backend with its own kernels and those of metal/, compiled as host code (metal_host/), against exact references.
 
-What Apple's compiler and a GPU alone can show is in scripts/gpu/metal_check.py. The kernels run in three orders of threads; what
-lies between two barriers of a command buffer runs in reverse; buffers end, or begin, where readable memory does.
+scripts/gpu/metal_check.py covers what needs Apple's compiler or a GPU. Kernels run in three thread orders, work between two barriers of a
+command buffer runs in reverse, and buffers end or start at the limits of readable memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def configure(order: int = 0, broken_barrier: int = 0, front: bool = False, libr
     device().metal_host_set(c_int(order), c_int(broken_barrier), c_bool(front), c_bool(library), c_bool(simdgroup_mm))
 
 
-class Refused(Exception):
-    """supports_op said no."""
+class UnsupportedError(Exception):
+    """supports_op returned false."""
 
 
 class Graph(ggml_graph.Graph):
-    """Operations on the Metal backend. Tensors have memory only while they are computed."""
+    """A graph on the Metal backend. Tensors have memory only while they are computed."""
 
     def __init__(self):
         base = ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
@@ -60,12 +60,12 @@ class Graph(ggml_graph.Graph):
         return t
 
     def run(self, graph: c_void_p, *nodes: c_void_p) -> None:
-        """nodes: all of them, views too, in their order."""
+        """Compute nodes: all of them in order, including views."""
         leaves = (c_void_p * len(self.leaves))(*(t.value for t, _ in self.leaves))
         data = (c_void_p * len(self.leaves))(*(a.ctypes.data for _, a in self.leaves))
         if not device().metal_host_compute(leaves, data, c_int(len(leaves)), (c_void_p * len(nodes))(*(n.value for n in nodes)),
                                            c_int(len(nodes)), graph):
-            raise Refused
+            raise UnsupportedError
 
     def read(self, node: c_void_p, shape: tuple[int, ...]) -> np.ndarray:
         out = np.empty(shape, np.float32)
@@ -73,15 +73,18 @@ class Graph(ggml_graph.Graph):
         device().metal_host_read(node, c_void_p(out.ctypes.data))
         return out
 
-    def behind(self, node: c_void_p, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-        """float32 in the room behind a result."""
+    def read_after(self, node: c_void_p, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Read float32 from the memory after a result."""
         data = (ctypes.c_float * int(np.prod(shape))).from_address(self.base.ggml_get_data(node) + offset)
         return np.array(data, np.float32).reshape(shape)
 
 
 def mul_mat(type_id: int, weights: np.ndarray, shape: tuple[int, ...], x: np.ndarray, ids: np.ndarray | None = None,
             precise: bool = False) -> np.ndarray:
-    """weights: bytes of logical `shape` (rows last); x float32 (..., columns, n). With ids, (tokens, used), x is (tokens, 1 or used, n)."""
+    """Multiply weights, bytes of a logical shape (rows last), by x, float32 (..., columns, n).
+
+    With ids (tokens, used), x is (tokens, 1 or used, n).
+    """
     with Graph() as g:
         w, y = g.tensor(type_id, weights, shape), g.tensor(F32, x, x.shape)
         if ids is None:
@@ -96,8 +99,8 @@ def mul_mat(type_id: int, weights: np.ndarray, shape: tuple[int, ...], x: np.nda
         return g.read(node, result)
 
 
-def in_every_order(compute) -> np.ndarray:
-    """compute() in three orders of threads, whose bits have to be equal."""
+def run_in_all_orders(compute) -> np.ndarray:
+    """Run compute() in three thread orders, which must give equal bits."""
     results = []
     for order in ORDERS:
         configure(order=order, front=order == 1)
@@ -107,11 +110,11 @@ def in_every_order(compute) -> np.ndarray:
     return results[0]
 
 
-# --- upstream's kernels: what validates the runtime ---
+# --- upstream's kernels, which validate the runtime
 
 
 def stock_rows(lib, name: str, n_rows: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """Type id, bytes (n_rows, row bytes) and the float32 (n_rows, n) that ggml makes of them."""
+    """Return type id, bytes (n_rows, row bytes) and the float32 (n_rows, n) that ggml dequantizes."""
     kind = gguf.GGMLQuantizationType[name.upper()]
     base = ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     base.ggml_row_size.restype = base.ggml_quantize_chunk.restype = c_size_t
@@ -125,61 +128,68 @@ def stock_rows(lib, name: str, n_rows: int, n: int) -> tuple[int, np.ndarray, np
 
 @pytest.mark.parametrize("n_columns", [1, 13])
 @pytest.mark.parametrize("name", STOCK)
-def test_upstreams_kernels_run_unmodified(lib, name, n_columns):
-    """mul_mv multiplies in float, with partial sums of several times the magnitude of terms (minima, offsets); mul_mm rounds weights
-    and activations to half first."""
+def test_upstreams_kernels_match_the_reference(lib, name, n_columns):
+    """mul_mv multiplies in float, with partial sums several times the terms' magnitude (minima, offsets).
+
+    mul_mm first rounds weights and activations to half.
+    """
     n_rows, n = 40, 1024
     kind, rows, w = stock_rows(lib, name, n_rows, n)
     x = np.random.default_rng(2).standard_normal((n_columns, n)).astype(np.float32)
-    actual = in_every_order(lambda: mul_mat(kind, rows, (n_rows, n), x))
+    actual = run_in_all_orders(lambda: mul_mat(kind, rows, (n_rows, n), x))
     exact, magnitude = x.astype(np.float64) @ w.T, np.abs(x).astype(np.float64) @ np.abs(w).T
     assert (np.abs(actual - exact) <= (2.1 * HALF_U if n_columns > 8 else 4 * n / 32 * F32_U) * magnitude).all()
 
 
-# --- ours ---
+# --- our kernels
 
 
 def type_id(name: str) -> int:
     return int(TYPES[name].id)
 
 
-def lengths(name: str, *of_64: int) -> list[int]:
-    """Row lengths: 768, and for blocks of 64 some that end in the middle of 256 weights."""
+def row_lengths(name: str, *of_64: int) -> list[int]:
+    """Return row lengths: 768, and for blocks of 64 some that end inside 256 weights."""
     return [768, *(of_64 if TYPES[name].block_size == 64 else ())]
 
 
 def types_and_lengths(*of_64: int) -> list[tuple[str, int]]:
-    return [(name, n) for name in TYPE_NAMES for n in lengths(name, *of_64)]
+    return [(name, n) for name in TYPE_NAMES for n in row_lengths(name, *of_64)]
 
 
-def rotated(lib, name: str, x: np.ndarray) -> np.ndarray:
-    """float32 (..., n) as the weights of that type want it: the reference rotation."""
+def rotate_for(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """Rotate float32 (..., n) with the reference if the type is rotated."""
     info, x = TYPES[name], np.ascontiguousarray(x, np.float32)
     return lib.rotate(x.reshape(-1, info.block_size).copy()).reshape(x.shape) if info.rotated else x
 
 
-def decoded(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """uint8 (..., n_blocks, block_bytes) to float32 (..., n), rotated back."""
+def dequantize_blocks(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """Dequantize uint8 (..., n_blocks, block_bytes) to float32 (..., n), with the inverse rotation."""
     info = TYPES[name]
     flat = np.ascontiguousarray(blocks).reshape(-1, info.block_bytes)
     return lib.dequantize(type_id(name), flat, info.block_size).reshape(*blocks.shape[:-2], -1)
 
 
-def factors(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """The same as products see it: float32 scale times code minus offset, not rotated back."""
+def dequantize_rotated(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """Dequantize as products do, without the inverse rotation: float32 scale times code minus offset."""
     flat = np.ascontiguousarray(blocks).reshape(-1, TYPES[name].block_bytes)
-    scale, value, _ = native.unpacked(lib, name, flat)
+    scale, value, _ = native.unpack_reference(lib, name, flat)
     return (scale.astype(np.float32) * value.astype(np.float32)).reshape(*blocks.shape[:-2], -1)
 
 
 def assert_product(lib, name: str, actual: np.ndarray, weights: np.ndarray, x: np.ndarray, in_halves: bool) -> None:
-    """actual (..., columns, rows), weights float32 (..., rows, n) of factors(), x float32 (..., columns, n).
+    """Compare products with float64.
 
-    mul_mv: a term is rounded by the code minus a zero point, its product, eight additions in a lane's block, the scale and its
-    product, an addition for every 256 weights and five over the lanes: at most u = 2^-24 of a sum that is at most the sum of
-    magnitudes, each. mul_mm: products of halves are exact in float, and n of them are added.
+    Args:
+        actual: (..., columns, rows).
+        weights: float32 (..., rows, n) of dequantize_rotated().
+        x: float32 (..., columns, n).
+        in_halves: the kernel is mul_mm, whose products of halves are exact in float; n of them are added.
+
+    mul_mv rounds a term 17 times: the code minus a zero point, its product, eight additions in a lane's block, the scale and its product,
+    and five additions over the lanes; further an addition per 256 weights. Each is at most u = 2^-24 of the sum of magnitudes.
     """
-    n, y = x.shape[-1], rotated(lib, name, x)
+    n, y = x.shape[-1], rotate_for(lib, name, x)
     if in_halves:
         weights, y, n_roundings = weights.astype(np.float16), y.astype(np.float16), n
     else:
@@ -191,12 +201,12 @@ def assert_product(lib, name: str, actual: np.ndarray, weights: np.ndarray, x: n
 
 
 @pytest.mark.parametrize("name, n", types_and_lengths(64, 576, 1344))
-def test_rows_by_index_are_bit_equal(lib, name, n):
-    """In a batch of two with indices of its own: dequantisation of every byte's values, and the rotation back."""
-    n = 2048 if n == 768 else n  # several threadgroups a row
+def test_get_rows_is_bit_equal(lib, name, n):
+    """A batch of two with separate indices: dequantization of all byte values, and the inverse rotation."""
+    n = 2048 if n == 768 else n  # several threadgroups per row
     info = TYPES[name]
     corners = corner_blocks(lib, name)
-    blocks = np.concatenate([corners, native.blocks_of(lib, name, (4, n), 1).reshape(-1, info.block_bytes)])
+    blocks = np.concatenate([corners, native.random_blocks(lib, name, (4, n), 1).reshape(-1, info.block_bytes)])
     n_rows = 2 * (len(blocks) // (2 * (n // info.block_size)))
     rows = blocks[: n_rows * (n // info.block_size)].reshape(2, n_rows // 2, -1, info.block_bytes)
     ids = np.random.default_rng(2).integers(0, n_rows // 2, (2, 9)).astype(np.int32)
@@ -207,76 +217,75 @@ def test_rows_by_index_are_bit_equal(lib, name, n):
             g.run(g.plan(node), node)
             return g.read(node, (2, 9, n))
 
-    expected = np.stack([decoded(lib, name, rows[i][ids[i]]) for i in range(2)])
-    actual = in_every_order(compute)
+    expected = np.stack([dequantize_blocks(lib, name, rows[i][ids[i]]) for i in range(2)])
+    actual = run_in_all_orders(compute)
     wrong = np.argwhere((actual.view(np.uint32) != expected.view(np.uint32)) & ~((actual == 0) & (expected == 0)))
     assert not wrong.size, f"{name}: {len(wrong)} of {actual.size} differ, the first at {wrong[0]}"
 
 
 @pytest.mark.parametrize("name, n", [(name, n) for name, n in types_and_lengths(64, 576, 1344) if TYPES[name].rotated])
 def test_rotation_is_bit_equal(lib, name, n):
-    """Activations with strides of their own, into the room behind the result."""
-    room = np.random.default_rng(3).standard_normal((2, 3, 5, n)).astype(np.float32)
-    x = room.transpose(1, 2, 0, 3)
+    """Strided activations, rotated into the memory after the result."""
+    buffer = np.random.default_rng(3).standard_normal((2, 3, 5, n)).astype(np.float32)
+    x = buffer.transpose(1, 2, 0, 3)
     with Graph() as g:
-        view = g.node("permute", g.tensor(F32, room, room.shape), *map(c_int, (0, 2, 3, 1)))
-        node = g.node("mul_mat", g.tensor(type_id(name), native.blocks_of(lib, name, (7, n), 4), (7, n)), view)
+        view = g.node("permute", g.tensor(F32, buffer, buffer.shape), *map(c_int, (0, 2, 3, 1)))
+        node = g.node("mul_mat", g.tensor(type_id(name), native.random_blocks(lib, name, (7, n), 4), (7, n)), view)
         g.run(g.plan(node), view, node)
-        actual = g.behind(node, (7 * x[..., 0].size * 4 + 31) // 32 * 32, x.shape)
-    assert np.array_equal(actual.view(np.uint32), rotated(lib, name, x).view(np.uint32))
+        actual = g.read_after(node, (7 * x[..., 0].size * 4 + 31) // 32 * 32, x.shape)
+    assert np.array_equal(actual.view(np.uint32), rotate_for(lib, name, x).view(np.uint32))
 
 
-# rows around those of a simdgroup (4) and of a threadgroup (8 or 16); columns around passes of four and the step to mul_mm
+# rows around those of a simdgroup (4) and of a threadgroup (8 or 16); columns around passes of four and the switch to mul_mm
 @pytest.mark.parametrize("name, n", types_and_lengths(64, 832))
-def test_products_with_few_columns(lib, name, n):
+def test_products_of_few_columns(lib, name, n):
     for n_rows, n_columns in ((1, 1), (5, 2), (17, 3), (33, 4), (7, 5), (9, 6), (16, 7), (12, 8)):
-        blocks = native.blocks_of(lib, name, (n_rows, n), n_rows)
+        blocks = native.random_blocks(lib, name, (n_rows, n), n_rows)
         x = np.random.default_rng(n_columns).standard_normal((n_columns, n)).astype(np.float32)
-        actual = in_every_order(lambda: mul_mat(type_id(name), blocks, (n_rows, n), x))
-        assert_product(lib, name, actual, factors(lib, name, blocks), x, in_halves=False)
+        actual = run_in_all_orders(lambda: mul_mat(type_id(name), blocks, (n_rows, n), x))
+        assert_product(lib, name, actual, dequantize_rotated(lib, name, blocks), x, in_halves=False)
 
 
 @pytest.mark.parametrize("name", TYPE_NAMES)
 def test_products_without_simdgroup_matrices(lib, name):
-    """Older GPUs take mul_mv for any number of columns."""
+    """Older GPUs use mul_mv for any number of columns."""
     n_rows, n = 10, 256
-    blocks = native.blocks_of(lib, name, (n_rows, n), 5)
+    blocks = native.random_blocks(lib, name, (n_rows, n), 5)
     x = np.random.default_rng(6).standard_normal((33, n)).astype(np.float32)
     configure(simdgroup_mm=False)
-    assert_product(lib, name, mul_mat(type_id(name), blocks, (n_rows, n), x), factors(lib, name, blocks), x, in_halves=False)
+    assert_product(lib, name, mul_mat(type_id(name), blocks, (n_rows, n), x), dequantize_rotated(lib, name, blocks), x, in_halves=False)
 
 
 @pytest.mark.parametrize("name, n", types_and_lengths(64, 832))
-def test_products_with_many_columns(lib, name, n):
-    """Around tiles of 64 rows and 32 columns."""
+def test_products_of_many_columns(lib, name, n):
+    """Shapes around tiles of 64 rows and 32 columns."""
     for n_rows, n_columns in ((64, 32), (70, 9), (5, 33)):
-        blocks = native.blocks_of(lib, name, (n_rows, n), n_rows)
+        blocks = native.random_blocks(lib, name, (n_rows, n), n_rows)
         x = np.random.default_rng(n_columns).standard_normal((n_columns, n)).astype(np.float32)
-        actual = in_every_order(lambda: mul_mat(type_id(name), blocks, (n_rows, n), x))
-        assert_product(lib, name, actual, factors(lib, name, blocks), x, in_halves=True)
+        actual = run_in_all_orders(lambda: mul_mat(type_id(name), blocks, (n_rows, n), x))
+        assert_product(lib, name, actual, dequantize_rotated(lib, name, blocks), x, in_halves=True)
 
 
 @pytest.mark.parametrize("n_columns", [2, 9])
 @pytest.mark.parametrize("name", TYPE_NAMES)
 def test_products_of_batches(lib, name, n_columns):
-    """Weights that serve two and three batches each, of which dims 2 and 3 of the activations are."""
+    """Weights broadcast over dimensions 2 and 3 of the activations, two and three batches each."""
     n_rows, n = 6, 256
-    blocks = native.blocks_of(lib, name, (2, 2, n_rows, n), 7)
+    blocks = native.random_blocks(lib, name, (2, 2, n_rows, n), 7)
     x = np.random.default_rng(8).standard_normal((6, 4, n_columns, n)).astype(np.float32)
     actual = mul_mat(type_id(name), blocks, (2, 2, n_rows, n), x)
-    weights = np.repeat(np.repeat(factors(lib, name, blocks), 3, axis=0), 2, axis=1)
+    weights = np.repeat(np.repeat(dequantize_rotated(lib, name, blocks), 3, axis=0), 2, axis=1)
     assert_product(lib, name, actual, weights, x, in_halves=n_columns > 8)
 
 
 @pytest.mark.parametrize("n_columns", [1, 17])
 @pytest.mark.parametrize("name", TYPE_NAMES)
-def test_corner_scales(lib, name, n_columns):
-    """Every scale, a block a row: zero, subnormal, negative, the largest. Beyond the range of halves mul_mm has Inf or NaN, as with
-    upstream's types."""
+def test_extreme_scales(lib, name, n_columns):
+    """Zero, subnormal, negative and largest scales, one block per row. Beyond the range of half, mul_mm gives Inf or NaN, as upstream's do."""
     rows = corner_blocks(lib, name)[:, None]
     x = np.random.default_rng(9).standard_normal((n_columns, TYPES[name].block_size)).astype(np.float32)
     actual = mul_mat(type_id(name), rows, (len(rows), x.shape[1]), x)
-    weights = factors(lib, name, rows)
+    weights = dequantize_rotated(lib, name, rows)
     if n_columns > 8:
         fits = (np.abs(weights) < 65000).all(-1)
         assert fits.sum() > 150
@@ -284,12 +293,12 @@ def test_corner_scales(lib, name, n_columns):
     assert_product(lib, name, actual, weights, x, in_halves=n_columns > 8)
 
 
-def experts_case(lib, name: str, n: int, n_tokens: int, shared: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks (4 experts, 20 rows, blocks, bytes), activations (tokens, 1 or 2, n), ids (tokens, 2)."""
+def make_experts_case(lib, name: str, n: int, n_tokens: int, shared: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return blocks (4 experts, 20 rows, blocks, bytes), activations (tokens, 1 or 2, n), ids (tokens, 2)."""
     rng = np.random.default_rng(10)
     x = rng.standard_normal((n_tokens, 1 if shared else 2, n)).astype(np.float32)
     ids = np.stack([rng.permutation(4)[:2] for _ in range(n_tokens)]).astype(np.int32)
-    return native.blocks_of(lib, name, (4, 20, n), 11), x, ids
+    return native.random_blocks(lib, name, (4, 20, n), 11), x, ids
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -298,25 +307,27 @@ def experts_case(lib, name: str, n: int, n_tokens: int, shared: bool) -> tuple[n
 def test_products_of_experts(lib, name, n_tokens, shared):
     """mul_mv_id, and from 32 tokens on upstream's sorted mul_mm_id."""
     n = 320 if TYPES[name].block_size == 64 else 512
-    blocks, x, ids = experts_case(lib, name, n, n_tokens, shared)
-    actual = in_every_order(lambda: mul_mat(type_id(name), blocks, (4, 20, n), x, ids))
-    weights = factors(lib, name, blocks)[ids]  # (tokens, used, rows, n)
+    blocks, x, ids = make_experts_case(lib, name, n, n_tokens, shared)
+    actual = run_in_all_orders(lambda: mul_mat(type_id(name), blocks, (4, 20, n), x, ids))
+    weights = dequantize_rotated(lib, name, blocks)[ids]  # (tokens, used, rows, n)
     columns = np.broadcast_to(x, (n_tokens, 2, n))[:, :, None]
     assert_product(lib, name, actual[:, :, None], weights, columns, in_halves=n_tokens >= 32)
 
 
 @pytest.mark.parametrize("name", TYPE_NAMES)
-def test_experts_with_large_activations(lib, name):
-    """Asked for precision, upstream scales activations by a power of two that it takes from their largest magnitude: of the rotated
-    ones, where rotated weights multiply them. Each value alone fits in a half, those of a block together do not."""
+def test_experts_scale_large_rotated_activations(lib, name):
+    """With GGML_PREC_F32 upstream scales activations by a power of two of their largest magnitude, here the rotated one.
+
+    Each value alone fits in a half, a rotated block does not.
+    """
     n = TYPES[name].block_size
-    blocks, x, ids = experts_case(lib, name, n, 40, True)
+    blocks, x, ids = make_experts_case(lib, name, n, 40, True)
     signs = np.sign(lib.rotate_back(np.eye(n, dtype=np.float32)[:1]))[0] if TYPES[name].rotated else np.ones(n, np.float32)
     x[0, 0] = 60000 * signs  # rotated: 60000 sqrt(n) in one place
     actual = mul_mat(type_id(name), blocks, (4, 20, n), x, ids, precise=True)
-    y = rotated(lib, name, x)
+    y = rotate_for(lib, name, x)
     scale = 2.0 ** max(0, np.ceil(np.log2(np.abs(y).max())) - 15)
-    weights = factors(lib, name, blocks).astype(np.float16).astype(np.float64)[ids]
+    weights = dequantize_rotated(lib, name, blocks).astype(np.float16).astype(np.float64)[ids]
     halves = (y / np.float32(scale)).astype(np.float16).astype(np.float64) * scale
     exact = np.einsum("tun,turn->tur", np.broadcast_to(halves, (40, 2, n)), weights)
     magnitude = np.einsum("tun,turn->tur", np.broadcast_to(np.abs(halves), (40, 2, n)), np.abs(weights))
@@ -324,11 +335,11 @@ def test_experts_with_large_activations(lib, name):
     assert (np.abs(actual - exact) <= n * F32_U * magnitude).all()
 
 
-# --- what the host code says about our types ---
+# --- what the host code reports about our types
 
 
 def supports(name: str, op: str, x_type: int = F32, n_used: int = 2, permuted: bool = False) -> bool:
-    """Whether the backend takes ggml_<op> with weights of that type, rows of 256."""
+    """Return whether the backend supports ggml_<op> with weights of a type, rows of 256."""
     n, info = 256, TYPES[name]
 
     def weights(g: Graph, *rows: int) -> c_void_p:
@@ -351,11 +362,11 @@ def supports(name: str, op: str, x_type: int = F32, n_used: int = 2, permuted: b
 
 
 @pytest.mark.parametrize("name", TYPE_NAMES)
-def test_supported_is_exactly_what_exists(name):
+def test_supported_operations_have_kernels(name):
     for op in ("get_rows", "mul_mat", "mul_mat_id"):
         configure()
         assert supports(name, op), op
-        configure(library=False)  # it did not compile
+        configure(library=False)  # as if it did not compile
         assert not supports(name, op), op
     configure()
     assert not supports(name, "mul_mat", F16) and not supports(name, "mul_mat_id", F16)
@@ -367,8 +378,8 @@ def test_supported_is_exactly_what_exists(name):
 
 
 @pytest.mark.parametrize("name", TYPE_NAMES)
-def test_room_for_rotated_activations(name):
-    """Behind the result and what upstream's mul_mat_id keeps there."""
+def test_allocation_holds_rotated_activations(name):
+    """It follows the result and upstream's own data of mul_mat_id."""
     n, n_rows, info = 768, 10, TYPES[name]
     row = np.zeros((n // info.block_size, info.block_bytes), np.uint8)
     with Graph() as g:
@@ -376,20 +387,20 @@ def test_room_for_rotated_activations(name):
         product = g.node("mul_mat", w, g.tensor(F32, np.zeros((3, n), np.float32), (3, n)))
         experts = g.tensor(type_id(name), np.stack([np.stack([row] * n_rows)] * 4), (4, n_rows, n))
         x = g.tensor(F32, np.zeros((5, 2, n), np.float32), (5, 2, n))
-        of_experts = g.node("mul_mat_id", experts, x, g.tensor(I32, np.zeros((5, 2), np.int32), (5, 2)))
-        for node, n_bytes, n_values in ((product, 4 * 3 * n_rows, 3 * n), (of_experts, 4 * 5 * 2 * n_rows + 4 * 4 + 4 * 4 * 5 + 8 + 4 * 256, 10 * n)):
-            room = (n_bytes + 31) // 32 * 32 + 4 * n_values
-            assert device().metal_host_alloc_size(node) == (room if info.rotated else n_bytes)
+        expert_product = g.node("mul_mat_id", experts, x, g.tensor(I32, np.zeros((5, 2), np.int32), (5, 2)))
+        for node, n_bytes, n_values in ((product, 4 * 3 * n_rows, 3 * n), (expert_product, 4 * 5 * 2 * n_rows + 4 * 4 + 4 * 4 * 5 + 8 + 4 * 256, 10 * n)):
+            buffer = (n_bytes + 31) // 32 * 32 + 4 * n_values
+            assert device().metal_host_alloc_size(node) == (buffer if info.rotated else n_bytes)
 
 
-# --- the runtime notices what it is for ---
+# --- the runtime detects errors
 
 
 @pytest.mark.parametrize("name, n_columns", [("itq3_t", 1), ("itq2_t64", 1), ("itq3_s", 33)])
-def test_missing_barriers_are_noticed(lib, name, n_columns):
-    """Each barrier of the threadgroup that a product passes, left out: its result is wrong or depends on the order of threads."""
+def test_missing_barriers_are_detected(lib, name, n_columns):
+    """Without any one of its barriers a product is wrong or depends on the thread order."""
     n_rows, n = 70, 512
-    blocks = native.blocks_of(lib, name, (n_rows, n), 12)
+    blocks = native.random_blocks(lib, name, (n_rows, n), 12)
     x = np.random.default_rng(13).standard_normal((n_columns, n)).astype(np.float32)
     lines = (c_int * 16)()
     device().metal_host_barriers(lines, c_int(16))
@@ -404,8 +415,8 @@ def test_missing_barriers_are_noticed(lib, name, n_columns):
         assert changed, f"line {line}"
 
 
-def test_every_kernel_of_ours_is_used():
-    """By the tests above, which the backend's own code asked for by name."""
+def test_every_kernel_is_used():
+    """The tests above make the backend request each kernel by name."""
     ours = {k for k in device().metal_host_kernels(False).decode().split()
             if k.startswith("kernel_ext_") or any(re.search(rf"_{name}(_f32|$)", k) for name in TYPE_NAMES)}
     assert len(ours) == 2 + 8 * len(TYPE_NAMES)

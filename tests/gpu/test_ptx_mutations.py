@@ -1,7 +1,7 @@
-"""Mistakes put into the compiled kernels on purpose: the checks of test_ptx_products.py and test_ptx_others.py notice them.
+"""Mutation tests: the checks of test_ptx_products.py and test_ptx_others.py detect errors in the compiled kernels.
 
-Each is an edit of one kernel's PTX. What notices it is part of the table: `fault`, where a GPU may stop too; `problem`, what may give right
-results on a GPU by luck; `result`, a product that is not within its bound.
+Each mutation edits one kernel's PTX, and the table says how it is detected: `fault`, at which a GPU would stop too; `problem`, which may
+give the right result by luck; `result`, outside the error bound.
 """
 
 from __future__ import annotations
@@ -14,40 +14,48 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from helpers.cuda_host import DST, decoded
-from helpers.ptx_products import BY_DESIGN, Bench, columns_of, exact, exact_in_tiles, inputs, weights
+from helpers.cuda_host import DST, dequantize_blocks
+from helpers.ptx_products import (
+    ALLOWED_PROBLEMS,
+    ProductRunner,
+    expected_product,
+    expected_tiled_product,
+    random_inputs,
+    random_weights,
+    row_length,
+)
 from ptx.memory import Fault
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """The nth match of `pattern` in kernels whose mangled name has `kernel` becomes `replacement`."""
+    """An edit that replaces the nth match of `pattern` in kernels whose mangled name contains `kernel`."""
     kernel: str
-    what: str
+    edit_name: str
     pattern: str
     replacement: str | Callable
-    noticed: str
+    detection: str
     nth: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kernel}-{self.what}".replace(" ", "-")
+        return f"{self.kernel}-{self.edit_name}".replace(" ", "-")
 
     def apply(self, text: str) -> str:
         parts = re.split(r"(?m)^(?=\.(?:visible |weak )?\.?entry|\.entry)", text)
-        return "".join(self.edit(part) if self.kernel in part.split("(")[0] else part for part in parts)
+        return "".join(self.edit_kernel(part) if self.kernel in part.split("(")[0] else part for part in parts)
 
-    def edit(self, kernel: str) -> str:
+    def edit_kernel(self, kernel: str) -> str:
         places = list(re.finditer(self.pattern, kernel))
-        if len(places) <= self.nth:  # a kernel of another shape, which is not launched: a test fails if that was the one
+        if len(places) <= self.nth:  # a variant that is not launched; if it were, the test would fail
             return kernel
-        at = places[self.nth]
-        return kernel[:at.start()] + (self.replacement(at) if callable(self.replacement) else at.expand(self.replacement)) + kernel[at.end():]
+        match = places[self.nth]
+        return kernel[:match.start()] + (self.replacement(match) if callable(self.replacement) else match.expand(self.replacement)) + kernel[match.end():]
 
 
-# of a load: its register and address; of a shuffle: all that comes before the distance of lanes
+# a load's register and address; a shuffle up to its lane distance
 LOAD, SHUFFLE = r"({}\s+%\w+), \[(%rd\d+)\]", r"(shfl\.sync\.bfly\.b32\s+%r\d+\|%p\d+, %r\d+), %?\w+"
 TWO_BYTES_OFF = r"\1, [\2+2]"
-WEIGHTS = LOAD.replace(r"\s+", " ").format(r"ld\.global\.nc\.u32")  # of __ldg(): what nvcc itself makes has a tab
+WEIGHTS = LOAD.replace(r"\s+", " ").format(r"ld\.global\.nc\.u32")  # __ldg(); nvcc's own loads have a tab
 INPUTS = LOAD.format(r"ld\.global\.[uf]32")
 BARRIER, WAIT = r"bar\.sync\s+0;", r"griddepcontrol\.wait;"
 
@@ -59,11 +67,11 @@ VECTORS = [
     Mutation("mul_mat_vec_q", "no wait", WAIT, "", "problem"),
     Mutation("quantize_q8", "inputs two bytes off", INPUTS, TWO_BYTES_OFF, "fault"),
     Mutation("quantize_q8", "a wrong lane", SHUFFLE, r"\1, 4", "result"),
-    Mutation("quantize_q8", "another thread's scale", r"(st\.global\.u32\s+\[%rd\d+)\+256\]", r"\1+260]", "problem"),  # two write one place
+    Mutation("quantize_q8", "another thread's scale", r"(st\.global\.u32\s+\[%rd\d+)\+256\]", r"\1+260]", "problem"),  # a write conflict
     Mutation("quantize_q8", "no wait", WAIT, "", "problem"),
 ]
 TILES = [
-    # those before the 3rd are of experts, and of a tile's columns, which others behind them order too
+    # barriers 0 to 2 belong to experts and columns, which later barriers order too
     *(Mutation("mul_mat_q", f"no barrier {nth}", BARRIER, "", "problem", nth) for nth in (3, 4, 5, 6)),
     Mutation("mul_mat_q", "weights two bytes off", WEIGHTS, TWO_BYTES_OFF, "fault"),
     Mutation("mul_mat_q", "rows of another lane", LOAD.format(r"ldmatrix\S+").replace(r"%\w+", r"\{.*?\}"), r"\1, [\2+16]", "result"),
@@ -80,61 +88,61 @@ ROWS = [
 ]
 
 
-def judge(bench: Bench, run, right, allowed=frozenset()) -> str:
-    """What notices a mistake: run() computes, right(result) says whether it is right."""
+def detect(runner: ProductRunner, run, is_right, allowed=frozenset()) -> str:
+    """Return how an error is detected: run() computes a result and is_right(result) checks it."""
     try:
         result = run()
     except Fault:
         return "fault"
-    if set(bench.device.problems()) - allowed:
+    if set(runner.device.problems()) - allowed:
         return "problem"
-    return "nothing" if right(result) else "result"
+    return "nothing" if is_right(result) else "result"
 
 
-def product(lib, name: str, mutation: Mutation | None, n_rows: int, n: int, run, bound, allowed=frozenset()) -> str:
-    """run: the product, of (bench, weights, inputs); bound: what it should be and how far it may be off, as `exact` says."""
-    w, x = weights(lib, name, n_rows, columns_of(name)), inputs(n, columns_of(name))
-    bench = Bench(name, "90", mutate=mutation and mutation.apply)
+def detect_in_product(lib, name: str, mutation: Mutation | None, n_rows: int, n: int, run, bound, allowed=frozenset()) -> str:
+    """Judge a product: run(runner, weights, inputs) computes it, bound returns the expected result and the error bound."""
+    w, x = random_weights(lib, name, n_rows, row_length(name)), random_inputs(n, row_length(name))
+    runner = ProductRunner(name, "90", mutate=mutation and mutation.apply)
 
-    def right(got):
-        y = bench.activations(w, n)
+    def is_right(actual):
+        y = runner.activations(w, n)
         try:
             y.check(lib, name, x)
         except AssertionError:
             return False
-        want, most = bound(w, 0, y)
-        return bool((np.abs(got - want) <= most).all())
-    return judge(bench, lambda: run(bench, w, x), right, allowed)
+        expected, tolerance = bound(w, 0, y)
+        return bool((np.abs(actual - expected) <= tolerance).all())
+    return detect(runner, lambda: run(runner, w, x), is_right, allowed)
 
 
-def vectors(lib, name: str, mutation: Mutation | None) -> str:
-    return product(lib, name, mutation, 36, 1, Bench.vectors, exact)
+def detect_in_vectors(lib, name: str, mutation: Mutation | None) -> str:
+    return detect_in_product(lib, name, mutation, 36, 1, ProductRunner.multiply_vectors, expected_product)
 
 
-def tiles(lib, name: str, mutation: Mutation | None) -> str:
-    return product(lib, name, mutation, 128, 13, lambda bench, w, x: bench.tiles(w, x, 8), exact_in_tiles, BY_DESIGN)
+def detect_in_tiles(lib, name: str, mutation: Mutation | None) -> str:
+    return detect_in_product(lib, name, mutation, 128, 13, lambda runner, w, x: runner.multiply_tiles(w, x, 8), expected_tiled_product, ALLOWED_PROBLEMS)
 
 
-def rows(lib, name: str, mutation: Mutation | None) -> str:
-    w = weights(lib, name, 5, columns_of(name))
-    bench = Bench(name, "90", "others", mutate=mutation and mutation.apply)
-    want = decoded(lib, name, w.blocks[0]).reshape(-1)
+def detect_in_rows(lib, name: str, mutation: Mutation | None) -> str:
+    w = random_weights(lib, name, 5, row_length(name))
+    runner = ProductRunner(name, "90", "others", mutate=mutation and mutation.apply)
+    expected = dequantize_blocks(lib, name, w.blocks[0]).reshape(-1)
 
     def run():
-        y = bench.device.room(want.nbytes)
-        bench.device.call("ptx_dequantize", c_int(w.type_id), c_void_p(bench.weights(w).data), c_void_p(y), c_int(DST["f32"][0]), c_int64(want.size))
-        return bench.device.memory.read(y, np.float32, want.shape)
-    return judge(bench, run, lambda got: np.array_equal(got, want))
+        y = runner.device.allocate(expected.nbytes)
+        runner.device.call("ptx_dequantize", c_int(w.type_id), c_void_p(runner.weights(w).data), c_void_p(y), c_int(DST["f32"][0]), c_int64(expected.size))
+        return runner.device.memory.read(y, np.float32, expected.shape)
+    return detect(runner, run, lambda actual: np.array_equal(actual, expected))
 
 
-CASES = [(family, m) for family, mutations in ((vectors, VECTORS), (tiles, TILES), (rows, ROWS)) for m in mutations]
+CASES = [(detect_family, m) for detect_family, mutations in ((detect_in_vectors, VECTORS), (detect_in_tiles, TILES), (detect_in_rows, ROWS)) for m in mutations]
 
 
-@pytest.mark.parametrize("family", [vectors, tiles, rows])
-def test_without_a_mistake_nothing_is_noticed(lib, family):
-    assert family(lib, "itq3_t", None) == "nothing"
+@pytest.mark.parametrize("detect_family", [detect_in_vectors, detect_in_tiles, detect_in_rows])
+def test_unmutated_kernels_pass(lib, detect_family):
+    assert detect_family(lib, "itq3_t", None) == "nothing"
 
 
-@pytest.mark.parametrize("family,mutation", CASES, ids=[str(m) for _, m in CASES])
-def test_a_mistake_is_noticed(lib, family, mutation):
-    assert family(lib, "itq3_t", mutation) == mutation.noticed
+@pytest.mark.parametrize("detect_family,mutation", CASES, ids=[str(m) for _, m in CASES])
+def test_mutation_is_detected(lib, detect_family, mutation):
+    assert detect_family(lib, "itq3_t", mutation) == mutation.detection
