@@ -1,4 +1,4 @@
-"""CPU kernels of every weight type: unpack, vec_dot, tiled GEMM, mul_mat_id, get_rows against exact references."""
+"""CPU kernels of every weight type against exact references: unpack, vec_dot, tiled GEMM, mul_mat_id, get_rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 
 from ggml_ext import TYPES
 from helpers import native
-from helpers.blocks import TYPE_NAMES, corner_blocks, every_code_everywhere
+from helpers.blocks import TYPE_NAMES, bit_coverage_blocks, corner_blocks
 from helpers.native import EMULATED_ISAS, F32, I32, ISAS, dot_reference, kernels
 
 
-def activations_for(isa: str, type_name: str, x: np.ndarray) -> np.ndarray:
-    """By the kernels of isa, rotated whether the type wants it or not: products do not care."""
+def quantize_activations(isa: str, type_name: str, x: np.ndarray) -> np.ndarray:
+    """Quantize with the kernels of isa. All rows are rotated; products do not depend on whether the type is."""
     return kernels(isa).quantize_rotated(x, "q8_kr64" if TYPES[type_name].block_size == 64 else "q8_kr")
 
 
 def row_lengths(type_name: str, blocks: list[int]) -> list[int]:
-    """Of rows of 256s, and for blocks of 64 the same and one to three blocks less."""
+    """Return row lengths of n*256; for blocks of 64 also those one to three blocks shorter."""
     return [256 * n - less for n in blocks for less in ([0, 64, 128, 192] if TYPES[type_name].block_size == 64 else [0])]
 
 
@@ -31,51 +31,51 @@ ALL_ISAS = [*ISAS, "native"]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_isa_is_what_it_is_called(isa):
-    """Else a test of "avx2" might run the portable code."""
+def test_kernels_report_their_instruction_set(isa):
+    """Otherwise a test of "avx2" could run the portable code."""
     assert kernels(isa).isa == native.ISA_NAMES[isa.removeprefix("arm64-").removesuffix("-host")]
 
 
 @pytest.mark.extra_build
 @pytest.mark.parametrize("isa", [isa for isa in ["avx2", "avx512"] if isa in native.LOCAL_ISAS])
-def test_host_intrinsics_equal_the_processors(isa):
-    """What takes the place of intrinsics that the processor may lack, against those it has."""
+def test_emulated_intrinsics_equal_native_ones(isa):
+    """tests/simd_host emulates intrinsics that this CPU may lack; here it is compared with those it has."""
     done = subprocess.run([native.built(native.BUILD, f"ggml-ext-simd-host-{isa}")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_native_build_uses_what_the_processor_has():
+def test_native_build_uses_the_best_instruction_set():
     assert kernels("native").isa.startswith(native.ISA_NAMES[native.LOCAL_ISAS[-1]])
 
 
 @pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "neon"])
-def test_emulator_refuses_what_the_processor_lacks(cpu):
-    """Else "neon" might use dot product instructions unnoticed."""
+def test_emulator_refuses_instructions_that_the_cpu_lacks(cpu):
+    """Otherwise "neon" could use dot product instructions unnoticed."""
     name = TYPE_NAMES[0]
-    operands = native.request("v", name, 1, bytes(TYPES[name].block_bytes), bytes(native.ACTIVATIONS[TYPES[name].activation].itemsize))
-    lacking = subprocess.run(native.emulated("ggml-ext-kernels-dotprod", cpu), input=operands, capture_output=True)
+    operands = native.pack_request("v", name, 1, bytes(TYPES[name].block_bytes), bytes(native.ACTIVATIONS[TYPES[name].activation].itemsize))
+    lacking = subprocess.run(native.emulator_command("ggml-ext-kernels-dotprod", cpu), input=operands, capture_output=True)
     assert lacking.returncode == -signal.SIGILL
 
 
 @pytest.mark.parametrize("isa", ALL_ISAS)
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_unpack_equals_scalar(lib, type_name, isa):
-    """Codes are functions of single bits, so every bit alone, its complement and random bytes cover them."""
-    blocks = every_code_everywhere(type_name)
+def test_unpack_equals_the_scalar_reference(lib, type_name, isa):
+    """Codes are functions of single bits: each bit alone, its complement and random bytes cover them."""
+    blocks = bit_coverage_blocks(type_name)
     expected = np.stack([lib.unpack_block(TYPES[type_name].id, b)[0] for b in blocks]).astype(np.uint8)
     actual = kernels(isa).unpack(type_name, blocks)
     wrong = np.argwhere(actual != expected)
     assert not wrong.size, f"{type_name} on {isa}: block {wrong[0][0]}, weight {wrong[0][1]}: {blocks[wrong[0][0]].tobytes().hex()}"
 
 
-# Below the least normal float32 a rounding is 2^-150 at most, whatever the magnitude; a product has eight.
+# below the smallest normal float32 a rounding is at most 2^-150; a product has eight of them
 SUBNORMAL = 8 * 2.0**-150
 
 
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_corner_scales_in_products(lib, type_name, tiled):
-    """One column and the tiled GEMM with every corner scale, a block a row."""
+def test_mul_mat_with_extreme_scales(lib, type_name, tiled):
+    """One column and the tiled GEMM, one block per row."""
     n_cols = min(native.tiled_columns(type_name), 513) if tiled else 1
     rows = corner_blocks(lib, type_name)[:, None]
     x = np.random.default_rng(10).standard_normal((n_cols, TYPES[type_name].block_size)).astype(np.float32)
@@ -87,9 +87,11 @@ def test_corner_scales_in_products(lib, type_name, tiled):
 
 
 @pytest.mark.parametrize("type_name", [name for name in TYPE_NAMES if TYPES[name].block_size == 64])
-def test_scales_far_apart_in_a_tile(lib, type_name):
-    """A tile of 256 weights has one float and integers for its four blocks: scales that are no such multiples of each other
-    take further passes. Rows of 5 to 8 blocks with scales of all magnitudes, and with one that is not finite."""
+def test_tiles_with_scales_far_apart(lib, type_name):
+    """A tile of 256 weights has one float scale and an integer for each of its four blocks.
+
+    Scales that are not such multiples of each other take further passes. Rows of 5 to 8 blocks with scales of all magnitudes, one not finite.
+    """
     n_cols = min(native.tiled_columns(type_name), 128)
     for n_blocks in (5, 6, 7, 8):
         rows = corner_blocks(lib, type_name)[:200]
@@ -103,24 +105,24 @@ def test_scales_far_apart_in_a_tile(lib, type_name):
 
         exact, bound = dot_reference(lib, type_name, rows, kernels("native").quantize_for(type_name, x))
         assert (np.abs(product() - exact) <= bound + SUBNORMAL).all()
-        for at in range(4):
+        for block in range(4):
             for d in (0xF8, 0xFF):  # Inf and NaN
-                rows[3 + at, at, 0] = d
-                assert np.isnan(product()[:, 3 + at]).all(), f"{d:#x} in block {at}"
+                rows[3 + block, block, 0] = d
+                assert np.isnan(product()[:, 3 + block]).all(), f"{d:#x} in block {block}"
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_vec_dot_with_corner_scales(lib, type_name, isa):
+def test_vec_dot_with_extreme_scales(lib, type_name, isa):
     rows = corner_blocks(lib, type_name)[:, None]
-    activations = activations_for(isa, type_name, np.random.default_rng(10).standard_normal((1, TYPES[type_name].block_size)))
+    activations = quantize_activations(isa, type_name, np.random.default_rng(10).standard_normal((1, TYPES[type_name].block_size)))
     exact, bound = dot_reference(lib, type_name, rows, activations)
     actual = np.array([[kernels(isa).vec_dot(type_name, r, activations[0]) for r in rows]], np.float64)
     assert (np.abs(actual - exact) <= bound + SUBNORMAL).all()
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_corner_scales(lib, type_name):
+def test_extreme_scales_dequantize_as_in_numpy(lib, type_name):
     """C and numpy decode to the same floats."""
     info = TYPES[type_name]
     blocks = corner_blocks(lib, type_name)
@@ -132,10 +134,10 @@ def test_corner_scales(lib, type_name):
 
 @pytest.mark.parametrize("isa", EMULATED_ISAS)
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_decoded_rows_equal_those_of_this_processor(lib, type_name, isa):
-    """Another compiler and processor: the same floats, signs of zero included."""
+def test_emulated_cpu_dequantizes_to_the_same_bits(lib, type_name, isa):
+    """Equal bits, including signs of zero, from another compiler and CPU."""
     n = TYPES[type_name].block_size
-    blocks = np.concatenate([corner_blocks(lib, type_name), native.blocks_of(lib, type_name, (50, n), 11)[:, 0]])
+    blocks = np.concatenate([corner_blocks(lib, type_name), native.random_blocks(lib, type_name, (50, n), 11)[:, 0]])
     expected = lib.dequantize(int(TYPES[type_name].id), blocks, n)
     np.testing.assert_array_equal(kernels(isa).dequantize(type_name, blocks).view(np.uint32), expected.view(np.uint32))
 
@@ -146,21 +148,21 @@ def test_non_finite_scales_are_refused(lib, type_name, bad):
     info = TYPES[type_name]
     good = lib.quantize(int(info.id), np.random.default_rng(9).standard_normal((1, info.block_size)).astype(np.float32))
     assert lib.validate(info.id, good)
-    for at in range(0, info.block_bytes, 2):
+    for offset in range(0, info.block_bytes, 2):
         block = good.copy()
-        block[0, at : at + 2] = np.array([bad], np.float16).view(np.uint8)
+        block[0, offset : offset + 2] = np.array([bad], np.float16).view(np.uint8)
         finite = np.isfinite(lib.dequantize(int(info.id), block, info.block_size)).all()
-        assert lib.validate(info.id, block) == finite, f"{type_name}: {bad} in bytes {at}, {at + 1}"
+        assert lib.validate(info.id, block) == finite, f"{type_name}: {bad} in bytes {offset}, {offset + 1}"
 
 
 @pytest.mark.parametrize("isa", ALL_ISAS)
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 7, 16, 33])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_vec_dot(lib, type_name, n_blocks, isa):
+def test_vec_dot_matches_the_reference(lib, type_name, n_blocks, isa):
     seed = 100 + n_blocks
     for n in row_lengths(type_name, [n_blocks]):
-        rows = native.blocks_of(lib, type_name, (5, n), seed)
-        activations = activations_for(isa, type_name, np.random.default_rng(seed + 1).standard_normal((3, n)))
+        rows = native.random_blocks(lib, type_name, (5, n), seed)
+        activations = quantize_activations(isa, type_name, np.random.default_rng(seed + 1).standard_normal((3, n)))
         exact, bound = dot_reference(lib, type_name, rows, activations)
         actual = np.array([[kernels(isa).vec_dot(type_name, r, a) for r in rows] for a in activations], np.float64)
         worst = np.unravel_index(np.argmax(np.abs(actual - exact) / bound), exact.shape)
@@ -171,8 +173,8 @@ def test_vec_dot(lib, type_name, n_blocks, isa):
 
 @pytest.mark.parametrize("isa", ALL_ISAS)
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_vec_dot_at_the_largest_sums(lib, type_name, isa):
-    """All codes at their largest magnitude against activations of +-127: nothing saturates."""
+def test_vec_dot_does_not_saturate(lib, type_name, isa):
+    """All codes at their largest magnitude and activations of +-127: no sum saturates."""
     info = TYPES[type_name]
     block = np.full(info.block_bytes, 0xFF, np.uint8)
     block[:4] = np.array([1, 0], np.float16).view(np.uint8)
@@ -195,19 +197,21 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("isa", ALL_ISAS)
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_columns_at_once_equal_columns_one_by_one(lib, type_name, isa):
-    """The same floats, bit for bit, whatever the other columns are: with 1 column to two more than are taken at once twice, rows
-    ragged in blocks of 64, rows longer than the kernels lay out at once (of one column 64 blocks of 256, of eight columns eight),
-    and more of them than are taken at once (64)."""
-    k = kernels(isa)
+def test_several_columns_equal_single_columns(lib, type_name, isa):
+    """Equal bits whatever the other columns are.
+
+    Column counts reach past twice the number that a kernel takes at once. Rows are ragged in blocks of 64, longer than the kernels lay out
+    at once (64 blocks of 256 for one column, eight for eight) and more than the 64 taken at once.
+    """
+    selected = kernels(isa)
     for n_rows, n in [*((5, n) for n in row_lengths(type_name, [1, 2, 3])), (67, 512), (2, 256 * 9), (2, 256 * 66)]:
-        rows = native.blocks_of(lib, type_name, (n_rows, n), n)
-        activations = activations_for(isa, type_name, np.random.default_rng(n + 1).standard_normal((18, n)) * np.arange(1, 19)[:, None])
-        single = np.array([[k.vec_dot(type_name, r, a) for r in rows] for a in activations], np.float32)
-        assert len(np.unique(single, axis=0)) == len(single) and len(np.unique(single, axis=1).T) == n_rows  # none for another
+        rows = native.random_blocks(lib, type_name, (n_rows, n), n)
+        activations = quantize_activations(isa, type_name, np.random.default_rng(n + 1).standard_normal((18, n)) * np.arange(1, 19)[:, None])
+        single = np.array([[selected.vec_dot(type_name, r, a) for r in rows] for a in activations], np.float32)
+        assert len(np.unique(single, axis=0)) == len(single) and len(np.unique(single, axis=1).T) == n_rows  # so that a swap is visible
         for n_cols in range(1, 19) if n_rows == 5 else [1, 3, 8, 17]:
             first = n_cols % 3 if n_cols < 16 else 0
-            actual = k.dot_columns(type_name, rows, activations[first : first + n_cols])
+            actual = selected.dot_columns(type_name, rows, activations[first : first + n_cols])
             wrong = np.argwhere(actual.view(np.uint32) != single[first : first + n_cols].view(np.uint32))
             assert not wrong.size, f"{type_name} on {isa}, rows of {n}, {n_cols} columns: column {wrong[0][0]}, row {wrong[0][1]}"
 
@@ -215,11 +219,13 @@ def test_columns_at_once_equal_columns_one_by_one(lib, type_name, isa):
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
-    """Columns of mul_mat below the tiled GEMM's least number, here up to 18, equal the products of one column in every bit; two
-    matrices, each for two more, so that a chunk of columns crosses from one to another."""
+    """Column counts below the tiled GEMM, here up to 18, give the bits of single columns.
+
+    Two matrices serve two batches each, so that a chunk of columns crosses from one to the other.
+    """
     n_max = min(native.tiled_columns(type_name) - 1, 18)
     n_rows, n = 70, row_lengths(type_name, [3])[-1]
-    rows = native.blocks_of(lib, type_name, (2, n_rows, n), 21)
+    rows = native.random_blocks(lib, type_name, (2, n_rows, n), 21)
     x = np.random.default_rng(22).standard_normal((4, n_max, n)).astype(np.float32)
 
     def product(x):
@@ -237,9 +243,9 @@ def test_mul_mat_does_not_depend_on_the_batch(lib, type_name, n_threads):
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_mul_mat_id_does_not_depend_on_the_batch(lib, type_name, n_threads):
-    """Experts of 0 to 11 tokens, or to as many as the tiled GEMM does not take, in bits equal to each token alone."""
+    """Experts of 0 to 11 tokens, below the tiled GEMM, give the bits of each token alone."""
     n_rows, n, n_expert = 70, row_lengths(type_name, [2])[-1], min(native.tiled_columns(type_name), 12)
-    experts = native.blocks_of(lib, type_name, (n_expert, n_rows, n), 23)
+    experts = native.random_blocks(lib, type_name, (n_expert, n_rows, n), 23)
     rng = np.random.default_rng(24)
     ids = rng.permutation(np.repeat(np.arange(n_expert), np.arange(n_expert))).astype(np.int32)[:, None]
     x = rng.standard_normal((len(ids), 1, n)).astype(np.float32)
@@ -255,18 +261,18 @@ def test_mul_mat_id_does_not_depend_on_the_batch(lib, type_name, n_threads):
         assert same_bits(together[token : token + 1], product(slice(token, token + 1))), f"{type_name}: token {token}"
 
 
-# Edges of the kernels without tiles: eight columns. Of the tiled GEMM: microtiles of 16, windows of 256; 65 and 130 rows are
-# ragged in both and in the 64-row groups of mul_mat_id.
+# Around eight columns, where kernels without tiles change; around microtiles of 16 and windows of 256 of the tiled GEMM. 65 and 130 rows
+# are ragged in both and in mul_mat_id's groups of 64 rows.
 COLUMNS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 512, 513, 528, 529]
 
 
 @pytest.mark.parametrize("n_cols", COLUMNS)
 @pytest.mark.parametrize("n_rows, n_blocks", [(65, 1), (16, 2), (7, 3), (130, 5)])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
+def test_mul_mat_matches_the_reference(lib, type_name, n_rows, n_blocks, n_cols):
     seed = 1000 * n_cols + n_rows
     n = row_lengths(type_name, [n_blocks])[seed % len(row_lengths(type_name, [n_blocks]))]
-    rows = native.blocks_of(lib, type_name, (n_rows, n), seed)
+    rows = native.random_blocks(lib, type_name, (n_rows, n), seed)
     x = np.random.default_rng(seed + 1).standard_normal((n_cols, n)).astype(np.float32)
     before = kernels("native").dll.ggml_ext_cpu_n_tiles()
     with native.Graph() as g:
@@ -280,11 +286,11 @@ def test_mul_mat(lib, type_name, n_rows, n_blocks, n_cols):
 
 @pytest.mark.parametrize("n_tokens", [1, 3, 40, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_mul_mat_id(lib, type_name, n_tokens):
-    """Experts without a token, with one and with many; each token uses two of five experts, never expert 3."""
+def test_mul_mat_id_matches_the_reference(lib, type_name, n_tokens):
+    """Experts with no token, one and many; each token uses two of five experts, none uses expert 3."""
     n_expert, n_used, n_rows, n = 5, 2, 70, row_lengths(type_name, [2])[-1]
     rng = np.random.default_rng(n_tokens)
-    experts = native.blocks_of(lib, type_name, (n_expert, n_rows, n), n_tokens)
+    experts = native.random_blocks(lib, type_name, (n_expert, n_rows, n), n_tokens)
     x = rng.standard_normal((n_tokens, 1, n)).astype(np.float32)
     ids = np.stack([rng.permutation([0, 1, 2, 4])[:n_used] for _ in range(n_tokens)]).astype(np.int32)
     before = kernels("native").dll.ggml_ext_cpu_n_tiles()
@@ -301,10 +307,10 @@ def test_mul_mat_id(lib, type_name, n_tokens):
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_get_rows(lib, type_name):
-    """Embedding look-up decodes with the inverse rotation: the same floats as the row decoder."""
+def test_get_rows_equals_dequantize(lib, type_name):
+    """Embedding look-up applies the inverse rotation and gives the bits of the row decoder."""
     n = row_lengths(type_name, [3])[-1]
-    rows = native.blocks_of(lib, type_name, (9, n), 3)
+    rows = native.random_blocks(lib, type_name, (9, n), 3)
     ids = np.array([8, 0, 3, 3], np.int32)
     with native.Graph() as g:
         actual = g.compute("get_rows", g.tensor(TYPES[type_name].id, rows, (9, n)), g.tensor(I32, ids, ids.shape),
@@ -314,14 +320,14 @@ def test_get_rows(lib, type_name):
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_all_paths_agree_with_decoded_weights(lib, type_name):
-    """mul_mat against get_rows: a path that forgets the rotation is off by the size of the result itself.
+def test_mul_mat_agrees_with_get_rows(lib, type_name):
+    """mul_mat against get_rows: without the rotation the error would be as large as the result.
 
-    The difference is the 8-bit rounding of the activations, at most half a step d_y each: |error| <= sum |w| d_y/2, in the
-    domain in which the weights are stored.
+    The difference is the 8-bit rounding of the activations, at most half a step d_y each: |error| <= sum |w| d_y/2, in the domain of the
+    stored weights.
     """
     n_rows, n = 32, row_lengths(type_name, [4])[-1]
-    rows = native.blocks_of(lib, type_name, (n_rows, n), 5)
+    rows = native.random_blocks(lib, type_name, (n_rows, n), 5)
     x = np.random.default_rng(6).standard_normal((20, n)).astype(np.float32)
     decoded = lib.dequantize(int(TYPES[type_name].id), np.ascontiguousarray(rows.reshape(n_rows, -1)), n).astype(np.float64)
     stored = decoded
@@ -338,7 +344,7 @@ def test_all_paths_agree_with_decoded_weights(lib, type_name):
         assert np.abs(actual).max() > 20 * error.max()  # the bound is not vacuous
 
 
-# One type of each kind of kernel; half a minute each, so the others are for the night.
+# one type per kind of kernel; the others take half a minute each and run in make nightly
 BACKEND_OPS = ("ccq2", "itq3_t64")
 
 
@@ -348,26 +354,28 @@ BACKEND_OPS = ("ccq2", "itq3_t64")
     *[pytest.param("test-backend-ops", ["test", "-b", "CPU", "-p", f"={name}"], marks=[] if name in BACKEND_OPS else pytest.mark.nightly)
       for name in TYPE_NAMES],
 ])
-def test_upstream_suite(binary, arguments):
-    """ggml's own tests with our types in their lists. On the CPU, test-backend-ops compares the tiled GEMM, here with any number of
-    columns, with the kernels that it has no tiles for."""
+def test_upstream_suite_passes(binary, arguments):
+    """ggml's own tests with ggml-ext types in their lists.
+
+    On the CPU, test-backend-ops compares the tiled GEMM, here forced for any number of columns, with the other kernels.
+    """
     result = subprocess.run([native.built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900,
                             env={**os.environ, "GGML_CPU_TILED_MM_FORCE": "1"})
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     for name in TYPE_NAMES:
-        wanted = f"{name} dot product error" if binary == "test-quantize-fns" else f"type_a={name}"
+        expected_text = f"{name} dot product error" if binary == "test-quantize-fns" else f"type_a={name}"
         if name in "".join(arguments) or binary == "test-quantize-fns":
-            assert wanted in result.stdout, f"{binary} did not test {name}"
+            assert expected_text in result.stdout, f"{binary} did not test {name}"
     assert "FAIL" not in result.stdout
 
 
-# Prints the number of tiles that a product of 48 columns is made from.
+# prints the number of tiles of a product of 48 columns
 COUNT_TILES = """
 import numpy as np
 from helpers import native
 from ggml_ext import TYPES
 from ggml_ext._native import library
-rows = native.blocks_of(library.load(), "itq3_t", (64, 256), 1)
+rows = native.random_blocks(library.load(), "itq3_t", (64, 256), 1)
 x = np.ones((48, 256), np.float32)
 with native.Graph() as g:
     g.compute("mul_mat", g.tensor(TYPES["itq3_t"].id, rows, (64, 256)), g.tensor(native.F32, x, x.shape), shape=(48, 64))
@@ -376,15 +384,15 @@ print(native.kernels("native").dll.ggml_ext_cpu_n_tiles())
 
 
 def count_tiles(**env: str) -> tuple[int, str]:
-    """And what is said on standard error."""
+    """Return the number of tiles and standard error."""
     done = subprocess.run([sys.executable, "-c", COUNT_TILES], cwd=os.path.dirname(__file__), check=True, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env})
     return int(done.stdout), done.stderr
 
 
-@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM is for x86 alone")
-def test_limits_of_the_tiled_gemm(lib):
-    """For trellis types it begins at 57 columns with VNNI, at 33 without it; a build for tests does as either."""
+@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM needs x86")
+def test_tiled_gemm_starts_earlier_without_vnni(lib):
+    """It takes trellis types from 57 columns on with VNNI, from 33 without; a test build can act as either."""
     limits = native.LIMITS_VARIABLE
     assert count_tiles(**{limits: "0"})[0] > 0 == count_tiles(**{limits: "1"})[0]
     if limits not in os.environ:
@@ -392,12 +400,12 @@ def test_limits_of_the_tiled_gemm(lib):
         assert (count_tiles()[0] == 0) == has_vnni
 
 
-@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM is for x86 alone")
+@pytest.mark.skipif("avx2" not in native.LOCAL_ISAS, reason="the tiled GEMM needs x86")
 def test_tiled_gemm_can_be_switched_off(lib):
-    """GGML_CPU_TILED_MM=0 reaches our types as it does the stock ones; what is no number changes nothing, with a warning."""
+    """GGML_CPU_TILED_MM=0 applies to ggml-ext types as to upstream ones; a value that is no number changes nothing, with a warning."""
     limits = {native.LIMITS_VARIABLE: "0"}
     assert count_tiles(GGML_CPU_TILED_MM="0", **limits) == (0, "")
-    as_usual, said = count_tiles(GGML_CPU_TILED_MM="1", **limits)
-    assert as_usual > 0 and not said
+    n_tiles, warning = count_tiles(GGML_CPU_TILED_MM="1", **limits)
+    assert n_tiles > 0 and not warning
     for value in ("abc", "", "1x"):
-        assert count_tiles(GGML_CPU_TILED_MM=value, **limits) == (as_usual, f'GGML_CPU_TILED_MM: got "{value}", needs 0 or 1: taken as 1\n')
+        assert count_tiles(GGML_CPU_TILED_MM=value, **limits) == (n_tiles, f'GGML_CPU_TILED_MM: got "{value}", needs 0 or 1: taken as 1\n')

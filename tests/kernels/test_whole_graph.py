@@ -1,4 +1,4 @@
-"""The reference model through llama.cpp's programs: perplexity, a served completion, the stock check."""
+"""The reference model in llama.cpp's programs: perplexity, a served completion, the upstream llama-cli."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from ggml_ext import WEIGHT_TYPES
 from helpers.blocks import EACH_KIND
 from helpers.commands import quantize, tool
-from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, built, emulated
+from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, built, emulator_command
 from helpers.perplexity_record import N_CHUNKS, assert_recorded_perplexity, perplexity_tolerance
 from perplexity_run import UNIFORM, perplexity, run_tool
 
@@ -28,7 +28,7 @@ TEXT = ROOT / "data" / "heldout.txt"
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory, model) -> dict[str, Path]:
-    """The reference model in every weight type: block matrices of that type, embeddings Q8_0."""
+    """The reference model in every weight type: block weights of that type, embeddings Q8_0."""
     folder = tmp_path_factory.mktemp("models")
     out = {"f16": model}
     for name in sorted(WEIGHT_TYPES):
@@ -39,34 +39,34 @@ def files(tmp_path_factory, model) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_KIND)
-def test_paths_agree_on_perplexity(files, name, monkeypatch):
-    """vec_dot alone (no tiled GEMM) on the whole graph; test_perplexity_script.py has the default path."""
+def test_vec_dot_gives_the_recorded_perplexity(files, name, monkeypatch):
+    """vec_dot without the tiled GEMM on the full graph; test_perplexity_script.py covers the default path."""
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
-    found = perplexity(files[name], TEXT, n_chunks=N_CHUNKS, threads=1).value
-    assert_recorded_perplexity(name, found)
+    value = perplexity(files[name], TEXT, n_chunks=N_CHUNKS, threads=1).value
+    assert_recorded_perplexity(name, value)
 
 
-# One pass of four sequences: 20 s a type and core under the emulator.
+# one pass of four sequences: 20 s per type and core under the emulator
 N_CHUNKS_EMULATED = 4
 
 
-@pytest.mark.nightly  # its llama-perplexity takes minutes to build; test_kernels.py has the products of all types under the emulator
+@pytest.mark.nightly  # its llama-perplexity takes minutes to build; test_kernels.py covers products of all types under the emulator
 @pytest.mark.parametrize("cpu", [cpu for isa, cpu in EMULATED_ISAS.items() if isa == "dotprod"])
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_neon_gives_the_same_perplexity(files, name, cpu, tmp_path, monkeypatch):
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")  # NEON has no tiled GEMM
     text = tmp_path / "text.txt"
-    text.write_bytes(TEXT.read_bytes()[: 16 * 256 * N_CHUNKS_EMULATED])  # all of it would be tokenized; 16 bytes a token are plenty
-    here = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED).value
-    there = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED, program=emulated("llama-perplexity", cpu)).value
-    print(f"{name}: perplexity {here:.4f} here, {there:.4f} on the emulated {cpu}")
-    assert abs(math.log(there / here)) <= perplexity_tolerance(N_CHUNKS_EMULATED)
+    text.write_bytes(TEXT.read_bytes()[: 16 * 256 * N_CHUNKS_EMULATED])  # the start is enough and saves time; no token has more than 16 bytes
+    native = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED).value
+    emulated = perplexity(files[name], text, n_chunks=N_CHUNKS_EMULATED, program=emulator_command("llama-perplexity", cpu)).value
+    print(f"{name}: perplexity {native:.4f} here, {emulated:.4f} on the emulated {cpu}")
+    assert abs(math.log(emulated / native)) <= perplexity_tolerance(N_CHUNKS_EMULATED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_KIND)
-def test_embeddings_may_have_the_type_too(files, name, tmp_path, model):
-    """token_embd goes through get_rows and, tied, through mul_mat: both must know the rotation."""
+def test_embeddings_can_have_the_type(files, name, tmp_path, model):
+    """token_embd goes through get_rows and, tied, through mul_mat: both must apply the rotation."""
     out = tmp_path / "all.gguf"
     quantize(model, out, "--type", name, "--pure", "--token-embedding-type", name)
     assert perplexity(out, TEXT, n_chunks=10).value < 1.5 * perplexity(files[name], TEXT, n_chunks=10).value
@@ -80,14 +80,14 @@ def test_llama_bench_and_completion_name_the_type(files, name):
     command = [tool("llama-completion"), "-m", files[name], "-p", "def add(a, b):", "-n", "16", "--temp", "0", "-no-cnv", "-lv", "4"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0 and f"type {name}" in done.stdout + done.stderr
-    # the code model knows that a body is indented; a model with broken weights does not
+    # the code model indents a function body; a model with broken weights does not
     assert re.search(r"def add\(a, b\):\n    \S", done.stdout), done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_server_completes(files, name):
-    """llama-server, as its users start it: one completion over HTTP, then a clean stop."""
+    """Start llama-server, request a completion over HTTP and stop the server cleanly."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -96,8 +96,8 @@ def test_server_completes(files, name):
     try:
         deadline = time.monotonic() + 60
         while True:
-            assert server.poll() is None, "llama-server stopped by itself"
-            assert time.monotonic() < deadline, "llama-server did not get ready"
+            assert server.poll() is None, "llama-server exited"
+            assert time.monotonic() < deadline, "llama-server is not ready after 60 s"
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as r:
                     if r.status == 200:
@@ -107,47 +107,47 @@ def test_server_completes(files, name):
         body = json.dumps({"prompt": "import os\nimport", "n_predict": 12, "temperature": 0}).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as r:
-            answer = json.load(r)
-        assert answer["tokens_predicted"] == 12 and answer["content"].strip()
+            completion = json.load(r)
+        assert completion["tokens_predicted"] == 12 and completion["content"].strip()
     finally:
         server.terminate()
         assert server.wait(timeout=30) == 0
 
 
-def run_cli(program: Path, model: Path, library_path: Path | None = None) -> subprocess.CompletedProcess:
-    """llama-cli, greedily, with its own libraries or with those of library_path before them."""
+def run_llama_cli(program: Path, model: Path, library_path: Path | None = None) -> subprocess.CompletedProcess:
+    """Run llama-cli with greedy sampling, with its own libraries or with those of library_path."""
     env = {**os.environ, **({"LD_LIBRARY_PATH": str(library_path)} if library_path else {})}
     return subprocess.run([program, "-m", model, "-p", "import os", "-n", "24", "--temp", "0", "-st", "-t", "2",
                            "--chat-template", "chatml"], env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
-def answer(result: subprocess.CompletedProcess) -> str:
-    """What the model said: between the echo of the prompt and the speeds."""
+def extract_answer(result: subprocess.CompletedProcess) -> str:
+    """Return the model's answer, between the echo of the prompt and the speeds."""
     return result.stdout.split("> import os", 1)[1].split("[ Prompt:")[0].strip()
 
 
 @pytest.mark.extra_build
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
-def test_stock_llama_cli_with_our_ggml(files, name, tmp_path):
-    """Only the ggml libraries are ours: a stock program and a stock libllama run the file, and say what ours say."""
+def test_upstream_llama_cli_runs_with_the_packages_ggml(files, name, tmp_path):
+    """An upstream program and libllama with the package's ggml libraries run the file and give the package's answer."""
     for lib in (BUILD / "bin").glob("libggml*.so*"):
         if "kernels" not in lib.name:
             shutil.copy(lib, tmp_path / lib.name)
-    stock, ours = run_cli(built(STOCK, "llama-cli"), files[name], tmp_path), run_cli(tool("llama-cli"), files[name])
-    assert stock.returncode == 0 == ours.returncode, stock.stdout[-500:] + stock.stderr[-2000:]
-    assert answer(stock) == answer(ours) != ""
+    upstream, package = run_llama_cli(built(STOCK, "llama-cli"), files[name], tmp_path), run_llama_cli(tool("llama-cli"), files[name])
+    assert upstream.returncode == 0 == package.returncode, upstream.stdout[-500:] + upstream.stderr[-2000:]
+    assert extract_answer(upstream) == extract_answer(package) != ""
 
 
 @pytest.mark.extra_build
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
-def test_stock_llama_cli_refuses(files, name):
-    """With its own ggml it says why and fails, instead of reading our blocks as something else."""
-    result = run_cli(built(STOCK, "llama-cli"), files[name])
+def test_upstream_llama_cli_refuses_the_type(files, name):
+    """With its own ggml it fails with a reason instead of misreading the blocks."""
+    result = run_llama_cli(built(STOCK, "llama-cli"), files[name])
     assert result.returncode != 0
     assert f"invalid ggml type {int(WEIGHT_TYPES[name].id)}" in result.stdout + result.stderr
 
 
 @pytest.mark.extra_build
-def test_stock_llama_cli_is_stock(files):
-    assert run_cli(built(STOCK, "llama-cli"), files["f16"]).returncode == 0
+def test_upstream_llama_cli_is_unpatched(files):
+    assert run_llama_cli(built(STOCK, "llama-cli"), files["f16"]).returncode == 0
     assert not hasattr(ctypes.CDLL(str(built(STOCK, "libggml-base.so"))), "ggml_ext_abi_version")
