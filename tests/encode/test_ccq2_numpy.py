@@ -1,4 +1,4 @@
-"""The numpy reference of CCQ2: format, encoder, and its equality with the C encoder byte for byte."""
+"""The numpy reference of CCQ2: the format, the encoder, and equality with the C encoder byte for byte."""
 
 import numpy as np
 import pytest
@@ -12,22 +12,22 @@ TYPE_ID = int(TYPES["ccq2"].id)
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
-def test_same_bytes_as_c(lib, corpus):
+def test_equals_c(lib, corpus):
     x = CORPORA[corpus]
     assert_same_blocks(ccq2.quantize_blocks(x), lib.quantize(TYPE_ID, x), f"ccq2, {corpus}, seed {SEED}")
 
 
 @pytest.mark.parametrize("kind", ["spread", "zeros", "all zero", "huge"])
-def test_same_bytes_as_c_with_importance(lib, kind):
-    """One row of many blocks: the importance matrix has a value for each column."""
+def test_equals_c_with_importances(lib, kind):
+    """One row of many blocks, since an imatrix has a value per column."""
     x, importance = weighted_blocks(kind, 64, decades=3)
     expected = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=importance.ravel()).reshape(64, -1)
     with np.errstate(over="ignore", invalid="ignore"):
         assert_same_blocks(ccq2.quantize_blocks(x, importance), expected, f"ccq2 with importance, {kind}, seed {SEED}")
 
 
-def test_a_flat_importance_changes_nothing(lib):
-    """Equal up to the rounding of its factor: a power of two less the floor of 1/1024 is none."""
+def test_equal_importances_change_almost_nothing(lib):
+    """Equal up to the rounding of the factor: a power of two minus the floor of 1/1024 is not a power of two."""
     x = np.random.default_rng(SEED).standard_normal((8, 1024)).astype(np.float32)
     flat = lib.quantize(TYPE_ID, x, imatrix=np.ones(1024, np.float32))
     assert (flat == lib.quantize(TYPE_ID, x)).mean() > 0.99
@@ -37,8 +37,8 @@ def test_importance_lowers_the_weighted_error(lib):
     assert weighted_error_ratio(lib, "ccq2") < 0.5
 
 
-def test_every_code_under_every_scale():
-    """All bytes and all 65536 values of the scale information against the formula of the format, one weight at a time."""
+def test_all_codes_and_scales_follow_the_formula():
+    """All bytes and all 65536 scale words against the format's formula, one weight at a time."""
     info = np.arange(1 << 16)
     blocks = np.zeros((1 << 16, 66), np.uint8)
     blocks[:, 0], blocks[:, 1] = info & 255, info >> 8
@@ -56,8 +56,8 @@ def test_every_code_under_every_scale():
     assert len(np.unique(blocks[:, 2:])) == 256
 
 
-def test_neighbours_share_three_bits():
-    """The convolutional code of the paper: L = 6 bits a value, S = 3 new ones a step."""
+def test_neighbouring_codes_share_three_bits():
+    """The paper's convolutional code: L = 6 bits per value, S = 3 new ones per step."""
     q = ccq2.CODES
     for k in range(3):
         np.testing.assert_array_equal(q[:, k] & 7, q[:, k + 1] >> 3)

@@ -1,4 +1,4 @@
-"""DITTO3's clusters: one codebook for a whole tensor, and the best ones of a block where importances are given."""
+"""DITTO3's codebooks: one per tensor, and optimal ones per block under importances."""
 
 import itertools
 
@@ -30,46 +30,46 @@ SAMPLES = {
 SAMPLES = {name: x.astype(np.float32) for name, x in SAMPLES.items()}
 
 
-def histograms(lib):
+def both_histograms(lib):
     return lib.ditto3_histogram(), ditto3.Histogram()
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "importance"])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_codebook_of_a_tensor_is_the_same_in_c_and_numpy(lib, name, weighted):
-    """Bit by bit, also where rows come in several calls, and so are the blocks made with it."""
+def test_tensor_codebook_is_equal_in_c_and_numpy(lib, name, weighted):
+    """Equal bits, also if rows arrive in several calls, and equal blocks encoded with it."""
     x = SAMPLES[name]
     importance = importances(1, x.shape[1], SEED)[0] if weighted else None
-    for histogram in (pair := histograms(lib)):
+    for histogram in (both := both_histograms(lib)):
         for rows in np.array_split(x, min(3, len(x))):
             histogram.add_rows(np.ascontiguousarray(rows), importance)
-    np.testing.assert_array_equal(pair[0].sums, pair[1].sums)
-    codebook = pair[0].codebook()
-    assert codebook.tobytes() == pair[1].codebook().tobytes(), (name, SEED)
+    np.testing.assert_array_equal(both[0].sums, both[1].sums)
+    codebook = both[0].codebook()
+    assert codebook.tobytes() == both[1].codebook().tobytes(), (name, SEED)
     blocks = lib.quantize(TYPE_ID, x, imatrix=importance, ditto3_codebook=codebook).reshape(-1, 106)
     assert_same_blocks(ditto3.quantize_blocks(x.reshape(-1, 256), codebook=codebook), blocks, f"ditto3, {name}, seed {SEED}")
     assert (blocks[:, :10] == blocks[0, :10]).all()
-    # 7-bit integers times a half: half a step and the rounding of the half, or the smallest subnormal half
+    # stored as 7-bit integers times a half: half a step and the rounding of the half, or the smallest subnormal half
     stored = ditto3.scales_to_float32(blocks[:1, :2])[0] * ((blocks[0, 2:10] & 127).astype(np.float64) - 64)
     top = np.abs(codebook).max()
     np.testing.assert_allclose(stored, codebook, rtol=0, atol=top * (0.51 / 63 + 2.0**-11) + 63 * 2.0**-25)
 
 
-def test_codebook_of_a_gaussian(lib):
-    """At most 0.035; the best eight levels without a code lose 0.03454 (J. Max, 1960). One codebook a block: 0.033."""
+def test_gaussian_codebook_is_near_the_optimum(lib):
+    """The best eight levels lose 0.03454 (J. Max, 1960), so at most 0.035; a codebook per block loses 0.033."""
     x = np.random.default_rng(42).standard_normal((256, 4096)).astype(np.float32)
     histogram = lib.ditto3_histogram()
     histogram.add_rows(x)
     codebook = histogram.codebook()
     np.testing.assert_allclose(codebook, [-2.152, -1.344, -0.756, -0.245, 0.245, 0.756, 1.344, 2.152], atol=0.02)
     error = relative_mse(lib.dequantize(TYPE_ID, lib.quantize(TYPE_ID, x, ditto3_codebook=codebook), x.shape[1]), x)
-    print(f"ditto3 per tensor, gaussian: relative squared error {error:.5f}")
+    print(f"ditto3 per tensor, gaussian: NMSE {error:.5f}")
     assert error <= 0.035
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("gaussian", 0.905), ("student_t", 0.85), ("importances", 0.75)])
-def test_best_clusters_of_blocks_beat_the_papers_loop(lib, kind, limit):
-    """Measured 0.90, 0.79 and 0.72 times its error: in 256 weights the loop ends in a local minimum."""
+def test_optimal_block_codebooks_beat_the_papers_loop(lib, kind, limit):
+    """Measured 0.90, 0.79 and 0.72 times its error: with 256 weights the loop ends in a local minimum."""
     rng = np.random.default_rng(42)
     x = (rng.standard_t(3, (1024, 256)) if kind == "student_t" else rng.standard_normal((1024, 256))).astype(np.float32)
     w = 10.0 ** rng.uniform(-2, 2, x.shape) if kind == "importances" else np.ones(x.shape)
@@ -84,8 +84,8 @@ def test_best_clusters_of_blocks_beat_the_papers_loop(lib, kind, limit):
     assert ratio <= limit
 
 
-def test_bins_lose_nothing(lib):
-    """The loop over bins of float32 ends with the error of the loop over the weights themselves."""
+def test_bins_lose_no_accuracy(lib):
+    """Lloyd's loop over float32 bins reaches the error of the loop over the weights."""
     x = np.sort(SAMPLES["gaussian"].ravel())
     histogram = lib.ditto3_histogram()
     histogram.add_rows(x[None])
@@ -103,15 +103,15 @@ def test_bins_lose_nothing(lib):
     assert error(histogram.codebook().astype(np.float64)) <= 1.0001 * error(c)
 
 
-def test_importances_move_the_codebook_of_a_tensor(lib):
-    """A column without importance does not count; a row with none at all counts as if all had the same."""
+def test_importances_weigh_the_tensor_codebook(lib):
+    """A column of zero importance does not count; a row of zeros counts as if all columns were equal."""
     x = np.tile(np.repeat(np.float32([1, 2, 3, 4, 5, 6, 7, 8, 50]), 32)[:256], (4, 1))
     x[:, 250:] = 50
     importance = (x[0] < 50).astype(np.float32)
-    for histogram in histograms(lib):
+    for histogram in both_histograms(lib):
         histogram.add_rows(x, importance)
         np.testing.assert_array_equal(histogram.codebook(), np.arange(1, 9))
-    a, b = histograms(lib)
+    a, b = both_histograms(lib)
     a.add_rows(x, np.zeros(256, np.float32))
     b.add_rows(x)
     np.testing.assert_array_equal(a.sums, b.sums)
@@ -127,14 +127,14 @@ def test_bad_codebooks_are_refused(lib, codebook):
 
 
 def test_empty_histograms_are_refused(lib):
-    for histogram in histograms(lib):
+    for histogram in both_histograms(lib):
         histogram.add_rows(np.full((1, 256), np.nan, np.float32))
         with pytest.raises(ValueError, match="no weights"):
             histogram.codebook()
 
 
-def test_clusters_with_importances_are_the_best_there_are():
-    """Against all ways to cut 13 samples into eight clusters: the dynamic programme finds the least error."""
+def test_clusters_with_importances_are_optimal():
+    """The dynamic programme against all ways to cut 13 samples into eight clusters."""
     rng = np.random.default_rng(SEED)
     for _ in range(5):
         x = np.sort(rng.standard_normal(13))
@@ -151,7 +151,7 @@ def test_clusters_with_importances_are_the_best_there_are():
 
 
 @pytest.mark.parametrize("kind", ["zeros", "all_zero", "constant", "nan", "huge"])
-def test_odd_importances_are_the_same_in_c_and_numpy(lib, kind):
+def test_extreme_importances_equal_c(lib, kind):
     x = RNG.standard_normal((32, 256)).astype(np.float32)
     importance = importances(32, 256, SEED)
     if kind == "zeros":
@@ -168,7 +168,7 @@ def test_odd_importances_are_the_same_in_c_and_numpy(lib, kind):
     blocks = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=importance.ravel()).reshape(32, 106)
     assert_same_blocks(ditto3.quantize_blocks(x, importance), blocks, f"ditto3, {kind}, seed {SEED}")
     assert np.isfinite(ditto3.dequantize_blocks(blocks)).all()
-    if kind == "all_zero":  # as if there were no importance
+    if kind == "all_zero":  # the same as without importances
         assert_same_blocks(blocks[::2], lib.quantize(TYPE_ID, np.ascontiguousarray(x[::2])), "without importance")
 
 
@@ -179,8 +179,8 @@ def source(tmp_path):
 
 
 @pytest.mark.parametrize("with_imatrix", [False, True], ids=["", "imatrix"])
-def test_one_codebook_a_tensor_on_request(lib, source, tmp_path, with_imatrix):
-    """The same file from C and numpy, at any number of threads; another codebook for each tensor."""
+def test_codebook_per_tensor_on_request(lib, source, tmp_path, with_imatrix):
+    """C and numpy write the same file with any number of threads, with a separate codebook per tensor."""
     flags = ["--ditto-codebook", "tensor", "--pure"]
     if with_imatrix:
         entries = {UP: (importances(1, 512), [3]), EXPERTS: (importances(3, 256), [1, 0, 2])}
@@ -190,16 +190,16 @@ def test_one_codebook_a_tensor_on_request(lib, source, tmp_path, with_imatrix):
         quantize(source, tmp_path / name, "--type", "ditto3", *flags, *more)
         outputs.append((tmp_path / name).read_bytes())
     assert outputs[0] == outputs[1] == outputs[2]
-    heads = {n: t.data.reshape(-1, 106)[:, :10] for n, t in read_tensors(tmp_path / "c").items()}
-    assert all((head == head[0]).all() for head in heads.values())
-    assert len({head[0].tobytes() for head in heads.values()}) == 3
+    codebooks = {n: t.data.reshape(-1, 106)[:, :10] for n, t in read_tensors(tmp_path / "c").items()}
+    assert all((codebook_bytes == codebook_bytes[0]).all() for codebook_bytes in codebooks.values())
+    assert len({codebook_bytes[0].tobytes() for codebook_bytes in codebooks.values()}) == 3
     for name, tensor in read_tensors(source).items():
         histogram, experts = ditto3.Histogram(), tensor.data.astype(np.float32).reshape(-1, *tensor.data.shape[-2:])
         for i, expert in enumerate(experts):
             sums, counts = entries.get(name, (None, [])) if with_imatrix else (None, [])
             means = {j: sums[j] / np.float32(n) for j, n in enumerate(counts) if n}
-            of_others = sum(np.float64(counts[j]) * mean for j, mean in means.items())
-            histogram.add_rows(expert, None if sums is None else means[i] if i in means else (of_others / sum(counts)).astype(np.float32))
+            pooled = sum(np.float64(counts[j]) * mean for j, mean in means.items())
+            histogram.add_rows(expert, None if sums is None else means[i] if i in means else (pooled / sum(counts)).astype(np.float32))
         expected = ditto3.quantize_blocks(experts.reshape(-1, 256), codebook=histogram.codebook())
         assert_same_blocks(read_tensors(tmp_path / "c")[name].data.reshape(-1, 106), expected, name)
     assert gguf.GGUFReader(tmp_path / "c").fields["ggml_ext.options"].contents() == "ditto-codebook=tensor pure"
@@ -209,7 +209,7 @@ def test_one_codebook_a_tensor_on_request(lib, source, tmp_path, with_imatrix):
     assert (blocks[:, :10] != blocks[0, :10]).any()
 
 
-def test_bad_flag(source, tmp_path):
+def test_unknown_codebook_kind_is_refused(source, tmp_path):
     result = run_quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--ditto-codebook", "row")
     check_error(result, "--ditto-codebook", "'row'", "block or tensor")
 

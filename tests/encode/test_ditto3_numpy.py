@@ -1,4 +1,4 @@
-"""The numpy reference of DITTO3: format, encoder, and its equality with the C encoder byte for byte."""
+"""The numpy reference of DITTO3: the format, the encoder, and equality with the C encoder byte for byte."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ TYPE_ID = int(TYPES["ditto3"].id)
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
-def test_same_bytes_as_c(lib, corpus):
+def test_equals_c(lib, corpus):
     x = CORPORA[corpus]
     assert_same_blocks(ditto3.quantize_blocks(x), lib.quantize(TYPE_ID, x), f"ditto3, {corpus}, seed {SEED}")
 
 
 @pytest.mark.parametrize("kind", ["spread", "zeros", "ties"])
-def test_same_bytes_as_c_with_importance(lib, kind):
-    """One row of many blocks: the importance matrix has a value for each column."""
+def test_equals_c_with_importances(lib, kind):
+    """One row of many blocks, since an imatrix has a value per column."""
     x, importance = weighted_blocks(kind, 64, decades=3)
     expected = lib.quantize(TYPE_ID, x.reshape(1, -1), imatrix=importance.ravel()).reshape(64, -1)
     assert_same_blocks(ditto3.quantize_blocks(x, importance), expected, f"ditto3 with importance, {kind}, seed {SEED}")
@@ -29,18 +29,18 @@ def test_importance_lowers_the_weighted_error(lib):
     assert weighted_error_ratio(lib, "ditto3") < 0.73  # measured 0.685
 
 
-def test_the_papers_example():
-    """Section 3.2: three well separated groups of weights come out as their means. Here eight, of 32 weights each."""
+def test_the_papers_example_is_reproduced():
+    """Section 3.2: well separated groups of weights become their means. Here eight groups of 32 weights."""
     centres = np.arange(8, dtype=np.float32) * 4 - 14
     x = np.repeat(centres, 32) + np.tile(np.float32([-0.25, 0.25]), 128)
     blocks = ditto3.quantize_blocks(x[None])
     q, d = ditto3.unpack(blocks)
-    # d and the codebook round the means by half a step of 14/63 at most, d itself by 2^-11 of them
+    # d and the codebook round the means by at most half a step of 14/63, and d itself by 2^-11 of them
     np.testing.assert_allclose((d[:, None] * q).ravel(), np.repeat(centres, 32), atol=14 / 63 / 2 + 14 * 2.0**-11)
 
 
-def test_unpack_every_code_at_every_position():
-    """Against the formula of the format, one weight at a time."""
+def test_unpack_follows_the_formula():
+    """Against the format's formula, one weight at a time."""
     rng = np.random.default_rng(SEED)
     blocks = rng.integers(0, 256, (20, 106), dtype=np.uint8)
     q, _ = ditto3.unpack(blocks)

@@ -1,4 +1,4 @@
-"""Encoders: error on Gaussian and heavy-tailed samples and on a fixed piece of real weights; golden blocks."""
+"""Errors of the encoders on Gaussian, heavy-tailed and real weights; golden blocks."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ def round_trip(lib, type_name: str, x: np.ndarray, **options) -> np.ndarray:
 
 @pytest.mark.parametrize("source", ["gaussian", "student_t4"])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_error_on_samples(lib, type_name, source):
+def test_error_on_samples_is_as_recorded(lib, type_name, source):
     rng = np.random.default_rng(42)
     x = (rng.standard_normal((256, 4096)) if source == "gaussian" else rng.standard_t(4, (256, 4096))).astype(np.float32)
     error = relative_mse(round_trip(lib, type_name, x), x)
-    print(f"{type_name} {source}: relative squared error {error:.5f}")
+    print(f"{type_name} {source}: NMSE {error:.5f}")
     info = TYPES[type_name]
-    if source == "gaussian":  # recorded to three or four digits; of 2^20 samples the standard error is near 1e-4 of the value
+    if source == "gaussian":  # recorded to 3 or 4 digits; the standard error of 2^20 samples is about 1e-4 of the value
         assert abs(error - info.usual_rel_mse) <= min(2e-4, 0.01 * info.usual_rel_mse)
     else:
         assert error <= info.student_t4_rel_mse
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_error_on_real_weights(lib, type_name):
+def test_error_on_real_weights_is_as_recorded(lib, type_name):
     """minilm_ffn_down.npy: 64 rows of each of the six feed-forward down projections of all-MiniLM-L6-v2 (Apache 2.0)."""
     x = np.load(DATA / "minilm_ffn_down.npy").astype(np.float32)
     error = relative_mse(round_trip(lib, type_name, x), x)
-    print(f"{type_name} real weights: relative squared error {error:.5f}")
+    print(f"{type_name} real weights: NMSE {error:.5f}")
     assert error <= TYPES[type_name].fixture_rel_mse
 
 
-def test_papers_ternary_costs_what_the_documentation_says(lib):
-    """Three of eight codes with the printed scale lose seven times as much: 0.26."""
+def test_papers_ternary_has_the_documented_error(lib):
+    """Three of eight codes with the printed scale lose 0.26, seven times as much."""
     x = np.random.default_rng(43).standard_normal((64, 4096)).astype(np.float32)
     assert 0.255 < relative_mse(round_trip(lib, "itq3_s", x, itq3_levels=3), x) < 0.27
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_deterministic_on_threads(lib, type_name):
+def test_result_does_not_depend_on_threads(lib, type_name):
     x = np.random.default_rng(44).standard_normal((64, 1024)).astype(np.float32)
     type_id = int(TYPES[type_name].id)
-    whole = lib.quantize(type_id, x)
+    expected = lib.quantize(type_id, x)
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(lambda rows: lib.quantize(type_id, np.ascontiguousarray(rows)), np.array_split(x, 9)))
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_extreme_blocks_are_finite(lib, type_name):
+def test_extreme_blocks_stay_finite(lib, type_name):
     rng = np.random.default_rng(45)
     type_id, n = int(TYPES[type_name].id), TYPES[type_name].block_size
     x = np.stack([np.zeros(n), np.full(n, 3.5), np.full(n, -1e-3), np.eye(n)[17] * 1e4, np.r_[rng.standard_normal(n - 1), 3e38],
@@ -80,7 +80,7 @@ def test_extreme_blocks_are_finite(lib, type_name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_non_finite_weights_make_an_invalid_row(lib, type_name, bad, capfd):
-    """So that llama-quantize, which validates what it encoded, refuses them."""
+    """llama-quantize validates encoded rows and so refuses such weights."""
     type_id, n = int(TYPES[type_name].id), TYPES[type_name].block_size
     x = np.ones((3, n), np.float32)
     x[1, n - 5] = bad
@@ -89,8 +89,8 @@ def test_non_finite_weights_make_an_invalid_row(lib, type_name, bad, capfd):
 
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
-def test_golden_blocks(lib, type_name):
-    """Checked in by tests/helpers/make_golden.py. The decoder may never change; the encoder only on purpose."""
+def test_golden_blocks_are_unchanged(lib, type_name):
+    """tests/helpers/make_golden.py wrote them. The decoder must never change, the encoder only on purpose."""
     golden = np.load(DATA / f"golden_{type_name}.npz")
     type_id = int(TYPES[type_name].id)
     decoded = lib.dequantize(type_id, golden["blocks"], TYPES[type_name].block_size)
@@ -98,10 +98,10 @@ def test_golden_blocks(lib, type_name):
     assert_same_blocks(lib.quantize(type_id, golden["weights"]), golden["encoded"], f"{type_name}, golden weights")
 
 
-@pytest.mark.skipif(not shutil.which("gcc") or platform.machine() != "x86_64", reason="of GCC on x86-64")
+@pytest.mark.skipif(not shutil.which("gcc") or platform.machine() != "x86_64", reason="needs GCC on x86-64")
 @pytest.mark.parametrize("c_library", ["glibc", "musl"])
-def test_clones_for_newer_processors_need_glibc(c_library):
-    """They are chosen by IFUNC, which musl lacks: GCC ends with an error there. A header of glibc's comes first, which nothing includes again."""
+def test_function_clones_need_glibc(c_library):
+    """IFUNC selects them, which musl lacks: GCC fails there. The test undefines __GLIBC__ after the header that defines it."""
     built(BUILD, "libggml-base.so")
     undefine = "#undef __GLIBC__\n" if c_library == "musl" else ""
     code = f'#include <features.h>\n{undefine}#include "encode/encode.h"\nEXT_CLONES void encode(void);\n'

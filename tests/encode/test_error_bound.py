@@ -1,4 +1,4 @@
-"""The error bound of Ditto (section 3.2.4, equation 1) as a property, and epsilon in the metadata."""
+"""Ditto's error bound (section 3.2.4, equation 1) as a property, and epsilon in the metadata."""
 
 import subprocess
 
@@ -25,7 +25,7 @@ UP, DOWN = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"
 
 @st.composite
 def matrices(draw) -> np.ndarray:
-    """float32 (n_rows, n): Gaussian, heavy-tailed, constant, sparse, with outliers, tiny or large, or free values."""
+    """Draw float32 (n_rows, n): Gaussian, heavy-tailed, constant, sparse, with outliers, tiny, large or arbitrary."""
     shape = draw(st.integers(1, 4)), 256 * draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = draw(st.sampled_from(["gaussian", "student_t", "constant", "sparse", "outliers", "free"]))
@@ -44,7 +44,7 @@ def matrices(draw) -> np.ndarray:
 
 @st.composite
 def inputs(draw, n: int) -> np.ndarray:
-    """float64 (n,): Gaussian, one column alone, or signs."""
+    """Draw float64 (n,): Gaussian, one column, or signs."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = draw(st.sampled_from(["gaussian", "one", "signs"]))
     if kind == "one":
@@ -54,7 +54,7 @@ def inputs(draw, n: int) -> np.ndarray:
 
 
 def encode(codec: Codec, w: np.ndarray, importance: np.ndarray | None) -> tuple[np.ndarray, Accuracy]:
-    """Blocks and accuracy, as the quantizer makes them."""
+    """Return blocks and accuracy as the quantizer computes them."""
     tensor = gguf_file.Tensor("w", w.shape[::-1], gguf.GGMLQuantizationType.F32, 0, w.nbytes)
     calibration = TensorCalibration(importance)
     if codec.needs_codebook(tensor, DITTO3):
@@ -66,7 +66,7 @@ def encode(codec: Codec, w: np.ndarray, importance: np.ndarray | None) -> tuple[
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_outputs_stay_within_the_bound(lib, codebook, data):
-    """|W x - W' x|_inf <= epsilon |x|_1, with every x drawn, and with the x that makes it as large as it gets."""
+    """|W x - W' x|_inf <= epsilon |x|_1 for drawn inputs x and for the worst ones."""
     w = data.draw(matrices())
     n = w.shape[1]
     importance = np.random.default_rng(n).lognormal(0, 2, (1, n)).astype(np.float32) if data.draw(st.booleans()) else None
@@ -75,12 +75,12 @@ def test_outputs_stay_within_the_bound(lib, codebook, data):
     stored = ditto3.dequantize_blocks(blocks.reshape(-1, 106)).reshape(w.shape).astype(np.float64)
     difference = w.astype(np.float64) - stored
     assert np.isfinite(stored).all() and np.abs(difference).max() <= epsilon
-    # float64 rounds the sums: n products and additions of at most max |w| |x|
+    # float64 sums round n products and additions, each at most max |w| |x|
     row, column = np.unravel_index(np.abs(difference).argmax(), w.shape)
     for x in (data.draw(inputs(n)), np.eye(n)[column], np.sign(difference[row])):
         rounding = 2 * n * 2.0**-53 * (np.abs(w).astype(np.float64) + np.abs(stored)).dot(np.abs(x)).max()
         assert np.abs(w.astype(np.float64) @ x - stored @ x).max() <= epsilon * np.abs(x).sum() + rounding
-    # and no larger than it must be: the next smaller float32 but one would not hold
+    # epsilon is tight: two float32 steps less would not hold
     if epsilon:
         below = np.nextafter(np.nextafter(accuracy.epsilon, np.float32(0)), np.float32(0))
         assert np.abs(difference).max() > below
@@ -89,7 +89,7 @@ def test_outputs_stay_within_the_bound(lib, codebook, data):
 @pytest.mark.parametrize("codebook", ["block", "tensor"])
 @pytest.mark.parametrize("seed", range(4))
 def test_ggmls_products_stay_within_the_bound(lib, codebook, seed):
-    """ggml rounds the input to Q8_K first: x'. Then |y - y'| <= epsilon |x|_1 + |W'(x - x')| + float32 roundings."""
+    """ggml first rounds the input to Q8_K, x'. Then |y - y'| <= epsilon |x|_1 + |W'(x - x')| + float32 roundings."""
     rng = np.random.default_rng(seed)
     w, x = rng.standard_t(4, (24, 768)).astype(np.float32), rng.standard_normal((3, 768)).astype(np.float32)
     blocks, accuracy = encode(Codec(lib, ditto_codebook=codebook), w, None)
@@ -98,12 +98,12 @@ def test_ggmls_products_stay_within_the_bound(lib, codebook, seed):
         actual = graph.compute("mul_mat", weights, graph.tensor(F32, x, x.shape), shape=(3, 24)).astype(np.float64)
     w, x = w.astype(np.float64), x.astype(np.float64)
     stored = np.abs(ditto3.dequantize_blocks(blocks.reshape(-1, 106)).reshape(w.shape).astype(np.float64))
-    # Q8_K: 127 steps to the largest value of a block, rounded to the nearest; its scale is a float32
+    # Q8_K rounds to the nearest of 127 steps up to a block's largest value; its scale is a float32
     step = np.repeat(np.abs(x).reshape(3, -1, 256).max(axis=2) / 127, 256, axis=1)
     slack = 0.51 * step @ stored.T + 64 * 2.0**-24 * np.abs(x) @ stored.T
     bound = float(accuracy.epsilon) * np.abs(x).sum(axis=1, keepdims=True)
     assert (np.abs(actual - x @ w.T) <= bound + slack).all()
-    assert (slack < bound).all()  # or it would hide a wrong epsilon
+    assert (slack < bound).all()  # a larger slack would hide a wrong epsilon
 
 
 @pytest.mark.parametrize("value", [0, 1e-45, 1.0, 1 + 2.0**-24, 0.1, 65504.0, 3e38])
@@ -119,8 +119,8 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("codebook", ["block", "tensor"])
-def test_epsilon_in_the_metadata(lib, source, tmp_path, codebook):
-    """Read by gguf alone: for every DITTO3 tensor, and what numpy finds in the file."""
+def test_metadata_has_the_largest_error(lib, source, tmp_path, codebook):
+    """gguf alone reads an epsilon for every DITTO3 tensor, equal to the error in the file."""
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "ditto3", "--ditto-codebook", codebook)
     fields = gguf.GGUFReader(out).fields
@@ -128,8 +128,8 @@ def test_epsilon_in_the_metadata(lib, source, tmp_path, codebook):
     assert list(epsilons) == [UP, DOWN]
     originals, stored = read_tensors(source), read_tensors(out)
     for name, epsilon in epsilons.items():
-        found = np.abs(gguf.quants.dequantize(stored[name].data, DITTO3).astype(np.float64) - originals[name].data).max()
-        assert found <= epsilon <= found * (1 + 2.0**-22), name
+        largest_error = np.abs(gguf.quants.dequantize(stored[name].data, DITTO3).astype(np.float64) - originals[name].data).max()
+        assert largest_error <= epsilon <= largest_error * (1 + 2.0**-22), name
         assert f"{epsilon:.6g}" in result.stdout
     quantize(source, tmp_path / "numpy.gguf", "--type", "ditto3", "--ditto-codebook", codebook, "--encoder", "numpy",
              "--tensor-type", "attn_q=f16")
@@ -143,27 +143,27 @@ def test_no_epsilon_without_ditto3(source, tmp_path):
 
 
 def test_epsilon_follows_the_tensor(lib, source, tmp_path):
-    """What is DITTO3 already is copied with its epsilon; what becomes something else loses it."""
+    """A DITTO3 tensor is copied with its epsilon; a tensor that changes its type loses it."""
     quantize(source, tmp_path / "first.gguf", "--type", "ditto3")
     first = read_epsilons(gguf_file.GGUFFile(tmp_path / "first.gguf"))
-    again = ["--allow-requantize", "--tensor-type", "ffn_down=itq3_s", "--tensor-type", "attn_q=f16"]
-    quantize(tmp_path / "first.gguf", tmp_path / "second.gguf", "--type", "ditto3", *again)
+    requantize = ["--allow-requantize", "--tensor-type", "ffn_down=itq3_s", "--tensor-type", "attn_q=f16"]
+    quantize(tmp_path / "first.gguf", tmp_path / "second.gguf", "--type", "ditto3", *requantize)
     assert read_epsilons(gguf_file.GGUFFile(tmp_path / "second.gguf")) == {UP: first[UP]}
-    quantize(tmp_path / "second.gguf", tmp_path / "third.gguf", "--type", "itq3_s", *again)
+    quantize(tmp_path / "second.gguf", tmp_path / "third.gguf", "--type", "itq3_s", *requantize)
     assert read_epsilons(gguf_file.GGUFFile(tmp_path / "third.gguf")) == {}
 
 
-def test_stock_tools_take_the_keys(model, lib, tmp_path):
-    """llama-quantize, which loads and copies all metadata."""
+def test_llama_quantize_copies_the_keys(model, lib, tmp_path):
+    """llama-quantize loads and copies all metadata."""
     quantize(model, tmp_path / "out.gguf", "--type", "ditto3", "--pure")
     subprocess.run([tool("llama-quantize"), "--allow-requantize", tmp_path / "out.gguf", tmp_path / "copy.gguf", "COPY"],
                    check=True, capture_output=True)
-    kept = read_epsilons(gguf_file.GGUFFile(tmp_path / "copy.gguf"))
-    assert kept == read_epsilons(gguf_file.GGUFFile(tmp_path / "out.gguf")) and len(kept) == 57
+    copied = read_epsilons(gguf_file.GGUFFile(tmp_path / "copy.gguf"))
+    assert copied == read_epsilons(gguf_file.GGUFFile(tmp_path / "out.gguf")) and len(copied) == 57
 
 
 @pytest.mark.parametrize("values", [np.float32([1.0]), None, "text"], ids=["length", "missing", "type"])
-def test_damaged_records_are_named(tmp_path, values):
+def test_damaged_epsilon_keys_are_reported(tmp_path, values):
     def fill(writer):
         writer.add_array(NAMES_KEY, [UP, DOWN])
         if values is not None:

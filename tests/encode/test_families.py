@@ -1,7 +1,7 @@
-"""Blocks with structure are no worst cases of the rotated types: for every family the error stays near that of a Gaussian.
+"""Structured blocks are not worst cases of the rotated types: the error of every family stays near that of a Gaussian.
 
-Rows of sixteen blocks of one family: at most 1.3 times the type's usual error (types.toml). Single blocks vary more, Gaussian
-ones too: no block may be a tenth worse than the worst of 8192 Gaussian blocks, of which a family's are another sample.
+Sixteen blocks of a family have on average at most 1.3 times the type's usual error (types.toml). Single blocks vary more, Gaussian ones
+too: none may exceed the worst of 8192 Gaussian blocks by more than a tenth.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def sparse(n: int, seed: int, n_values: int) -> np.ndarray:
 
 
 def families(n: int) -> dict[str, st.SearchStrategy]:
-    """Blocks of n weights, float64."""
-    seeds, j, at = st.integers(0, 2**32 - 1), np.arange(n), st.integers(0, n - 1)
+    """Return strategies for blocks of n weights, float64."""
+    seeds, j, positions = st.integers(0, 2**32 - 1), np.arange(n), st.integers(0, n - 1)
     frequencies, phases = st.floats(0.001, np.pi), st.floats(0, np.pi)
     return {
         "constant": st.builds(lambda: np.ones(n)),
-        "impulse": st.builds(lambda i: np.eye(n)[i], at),
-        "impulse with noise": st.builds(lambda i, seed, size: np.eye(n)[i] + size * noise(n, seed), at, seeds, st.floats(0, 1)),
+        "impulse": st.builds(lambda i: np.eye(n)[i], positions),
+        "impulse with noise": st.builds(lambda i, seed, size: np.eye(n)[i] + size * noise(n, seed), positions, seeds, st.floats(0, 1)),
         "ramp": st.builds(lambda start: j - start, st.floats(-1000, 1000)),
         "cosine": st.builds(lambda f, phase: np.cos(f * j + phase), frequencies, phases),
         "cosine on a mean": st.builds(lambda f, phase, m: m + np.cos(f * j + phase), frequencies, phases, st.floats(-4, 4)),
@@ -52,16 +52,16 @@ def families(n: int) -> dict[str, st.SearchStrategy]:
 
 
 FAMILIES = {n: families(n) for n in (256, 64)}
-SCALES = st.floats(-4, 2).map(lambda e: 10.0**e)  # what weights are; smaller and larger below
+SCALES = st.floats(-4, 2).map(lambda e: 10.0**e)  # realistic magnitudes; the last test covers smaller ones
 
 
 @functools.cache
-def worst_of_gaussians(lib, name: str) -> float:
-    return float(errors(lib, name, np.random.default_rng(8192).standard_normal((8192, TYPES[name].block_size)).astype(np.float32)).max())
+def worst_gaussian_error(lib, name: str) -> float:
+    return float(nmse_per_block(lib, name, np.random.default_rng(8192).standard_normal((8192, TYPES[name].block_size)).astype(np.float32)).max())
 
 
-def errors(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """Relative squared error of each block, float32 (n_blocks, block_size)."""
+def nmse_per_block(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """Return the NMSE of each block of float32 (n_blocks, block_size)."""
     type_id = int(TYPES[name].id)
     stored = lib.dequantize(type_id, lib.quantize(type_id, blocks), blocks.shape[1]).astype(np.float64)
     return ((stored - blocks) ** 2).sum(1) / (blocks.astype(np.float64) ** 2).sum(1)
@@ -70,33 +70,33 @@ def errors(lib, name: str, blocks: np.ndarray) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES[256])
 @pytest.mark.parametrize("name", ROTATED)
-def test_error_of_structured_blocks_is_near_the_usual_one(lib, name, family):
+def test_structured_blocks_have_the_usual_error(lib, name, family):
     usual, worst = TYPES[name].usual_rel_mse, [0.0, 0.0]
 
     @settings(max_examples=40, deadline=None, derandomize=True)
     @given(st.lists(FAMILIES[TYPES[name].block_size][family], min_size=N_BLOCKS, max_size=N_BLOCKS), SCALES)
     def check(blocks, scale):
         x = np.array([block * (scale / np.sqrt(np.mean(block**2))) for block in blocks]).astype(np.float32)
-        found = errors(lib, name, x)
-        worst[:] = max(worst[0], found.mean()), max(worst[1], found.max())
-        assert found.mean() <= FACTOR * usual and found.max() <= 1.1 * worst_of_gaussians(lib, name), f"{name}, {family}: {found.round(4)}"
+        block_errors = nmse_per_block(lib, name, x)
+        worst[:] = max(worst[0], block_errors.mean()), max(worst[1], block_errors.max())
+        assert block_errors.mean() <= FACTOR * usual and block_errors.max() <= 1.1 * worst_gaussian_error(lib, name), f"{name}, {family}: {block_errors.round(4)}"
 
     check()
     print(f"{name}, {family}: rows {worst[0]:.4f}, blocks {worst[1]:.4f}, usual {usual}")
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("at", [0, 1, 100, 255])
-def test_impulse_of_itq3_s_is_stored_exactly(lib, at, sign):
-    """Rotated, it has one magnitude, in the first place one value: as exact as the scale, a half."""
-    x = (sign * 3 * np.eye(256)[[at]]).astype(np.float32)
-    assert errors(lib, "itq3_s", x)[0] <= (2.0**-11) ** 2
+@pytest.mark.parametrize("position", [0, 1, 100, 255])
+def test_impulse_of_itq3_s_is_stored_exactly(lib, position, sign):
+    """Rotated, it has a single magnitude, so only the rounding of the scale to half remains."""
+    x = (sign * 3 * np.eye(256)[[position]]).astype(np.float32)
+    assert nmse_per_block(lib, "itq3_s", x)[0] <= (2.0**-11) ** 2
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
-def test_scales_reach_down_to_subnormal_halves(lib, name):
-    """Half of the usual precision where steps of the scale are a quarter of it, and weights of 5e-9 become zeros, not noise."""
+def test_subnormal_scales_keep_accuracy(lib, name):
+    """Where the scale's steps are a quarter of it the error may grow by half; weights of 5e-9 become zeros, not noise."""
     x = np.random.default_rng(3).standard_normal((4096 // TYPES[name].block_size, TYPES[name].block_size)).astype(np.float32)
     tiny = x * np.float32(1e-5)
-    assert errors(lib, name, tiny).mean() <= 1.5 * errors(lib, name, x).mean()
-    assert (errors(lib, name, x * np.float32(5e-9)) <= 1).all()
+    assert nmse_per_block(lib, name, tiny).mean() <= 1.5 * nmse_per_block(lib, name, x).mean()
+    assert (nmse_per_block(lib, name, x * np.float32(5e-9)) <= 1).all()

@@ -1,4 +1,4 @@
-"""Histograms, --json, --tensor and --picture of python -m ggml_ext.inspect."""
+"""Histograms, --json, --tensor and --picture of ggml-ext inspect."""
 
 import os
 import re
@@ -27,7 +27,7 @@ UP, NORM = "blk.0.ffn_up.weight", "blk.0.attn_norm.weight"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """out.gguf with a tensor of each of our types, one of a stock type and a norm."""
+    """out.gguf with a tensor of each ggml-ext type, one of an upstream type and a norm."""
     folder = tmp_path_factory.mktemp("histograms")
     tensors = {f"blk.{i}.{part}.weight": gaussian(8, 256, seed=3 * i + k) for i in range(3) for k, part in enumerate(("attn_q", "ffn_up"))}
     tensors |= {f"blk.0.{name}_x.weight": gaussian(16, 512, seed=20 + k) for k, name in enumerate(WEIGHT_TYPES)}
@@ -39,55 +39,55 @@ def folder(tmp_path_factory):
 
 
 def inspect_process(*args, env: dict | None = None) -> subprocess.CompletedProcess:
-    """Where stderr gets what libraries say."""
+    """Run inspect as a process, whose stderr includes messages of libraries."""
     command = [sys.executable, "-m", "ggml_ext.inspect", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | (env or {}))
 
 
-def scalar_fields(lib, info, block):
-    """Codes and scales of one block by the library's unpack contract."""
+def unpack_scalar(lib, info, block):
+    """Return the codes and scales of a block by the library's unpack contract."""
     q, scale, d, offset = lib.unpack_block(int(info.id), block)
-    if info.name == "ditto3":  # whose codes are the values of the codebook, without an offset
+    if info.name == "ditto3":  # its codes are signed values of the codebook
         q = q.astype(int) - int(offset)
     return q, d * scale[: info.block_size // info.group] if info.name == "ccq2" else np.array([d])
 
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
-def test_counts_are_those_of_the_blocks(folder, lib, name):
-    """One by one through the library."""
+def test_counts_match_the_blocks(folder, lib, name):
+    """Against blocks unpacked one by one by the library."""
     info = TYPES[name]
     stored = read_tensors(folder / "out.gguf")[f"blk.0.{name}_x.weight"]
     assert stored.tensor_type.name.lower() == name
-    fields = [scalar_fields(lib, info, np.array(b)) for b in stored.data.reshape(-1, info.block_bytes)]
+    fields = [unpack_scalar(lib, info, np.array(b)) for b in stored.data.reshape(-1, info.block_bytes)]
     codes = Counter(int(c) for q, _ in fields for c in q)
-    scales = np.array([float(s) for _, of_block in fields for s in of_block])
+    scales = np.array([float(s) for _, block_scales in fields for s in block_scales])
     octaves = Counter(int(np.floor(np.log2(abs(s)))) for s in scales if s)
 
-    found = inspect_json(folder / "out.gguf", "--histograms", "--tensor", f"{name}_x")["histograms"]
-    assert list(found) == [name]
-    found = found[name]
-    assert found["weights"] == found["weights_read"] == 16 * 512 == sum(codes.values())
-    assert found["codes"] == {str(c): n for c, n in sorted(codes.items())}
-    assert found["scale_octaves"] == {str(o): n for o, n in sorted(octaves.items())}
-    assert found["scales"] == {"number": scales.size, "zero": int((scales == 0).sum()), "negative": int((scales < 0).sum()), "not_finite": 0}
+    result = inspect_json(folder / "out.gguf", "--histograms", "--tensor", f"{name}_x")["histograms"]
+    assert list(result) == [name]
+    result = result[name]
+    assert result["weights"] == result["weights_read"] == 16 * 512 == sum(codes.values())
+    assert result["codes"] == {str(c): n for c, n in sorted(codes.items())}
+    assert result["scale_octaves"] == {str(o): n for o, n in sorted(octaves.items())}
+    assert result["scales"] == {"number": scales.size, "zero": int((scales == 0).sum()), "negative": int((scales < 0).sum()), "not_finite": 0}
     share = np.array(list(codes.values())) / 8192
-    assert abs(found["code_entropy"] + (share * np.log2(share)).sum()) < 1e-6  # it is printed with six decimals
+    assert abs(result["code_entropy"] + (share * np.log2(share)).sum()) < 1e-6  # printed with six decimals
 
 
-def test_bars_of_the_terminal(folder):
+def test_terminal_bars_show_the_shares(folder):
     done = inspect_here(folder / "out.gguf", "--histograms", "--tensor", "itq3_s_x|token_embd")
     assert done.returncode == 0, done.stderr
-    text = done.stdout[done.stdout.index("itq3_s: codes") :].splitlines()
-    assert text[0].startswith("itq3_s: codes of all 8,192 weights, entropy 2.")
-    bars = [line.split() for line in text[1:9]]
+    lines = done.stdout[done.stdout.index("itq3_s: codes") :].splitlines()
+    assert lines[0].startswith("itq3_s: codes of all 8,192 weights, entropy 2.")
+    bars = [line.split() for line in lines[1:9]]
     assert [b[0] for b in bars] == [str(c) for c in range(8)]
     shares = [float(b[1]) for b in bars]
-    assert abs(sum(shares) - 100) < 0.5 and max(len(b[3]) for b in bars) == 40  # eight numbers rounded to a tenth; the longest bar
+    assert abs(sum(shares) - 100) < 0.5 and max(len(b[3]) for b in bars) == 40  # eight values rounded to a tenth; the longest bar
     assert [len(b[3]) if len(b) > 3 else 0 for b in bars] == pytest.approx([40 * s / max(shares) for s in shares], abs=0.6)
-    assert text[10] == "itq3_s: magnitudes of 32 scales" and all(line.split()[0].startswith("2^-") for line in text[11:])
+    assert lines[10] == "itq3_s: magnitudes of 32 scales" and all(line.split()[0].startswith("2^-") for line in lines[11:])
     assert "q8_0:" not in done.stdout
-    none = inspect_here(folder / "out.gguf", "--histograms", "--tensor", "token_embd").stdout
-    assert none.endswith("no histogram: no tensor has a type of ggml-ext\n")
+    empty = inspect_here(folder / "out.gguf", "--histograms", "--tensor", "token_embd").stdout
+    assert empty.endswith("no histogram: no tensor has a type of ggml-ext\n")
 
 
 def test_many_codes_share_a_bar():
@@ -96,8 +96,8 @@ def test_many_codes_share_a_bar():
     assert histogram._bars(np.zeros(5, int), str) == []
 
 
-def sparse_file(path, ne, qtype):
-    """One tensor of zeros."""
+def write_sparse_file(path, ne, qtype):
+    """Write a sparse file with one tensor of zeros."""
     tensor = gguf_file.Tensor(UP, ne, qtype, 0, 0)
     n_bytes = gguf_file.row_bytes(qtype, ne[0]) * tensor.n_rows
     header = gguf_file.pack_header({}, [tensor], [qtype], 32)
@@ -108,31 +108,31 @@ def sparse_file(path, ne, qtype):
 
 
 def test_large_tensors_are_sampled_in_little_memory(tmp_path):
-    """2^33 weights; a run of 1 to 2 GB would hold the tensor, one of a few MB a piece."""
-    path = sparse_file(tmp_path / "in.gguf", (1 << 16, 1 << 17), gguf.GGMLQuantizationType.ITQ2_T)
+    """2^33 weights: loading the tensor would take gigabytes, pieces take a few MB."""
+    path = write_sparse_file(tmp_path / "in.gguf", (1 << 16, 1 << 17), gguf.GGMLQuantizationType.ITQ2_T)
     code = ("import resource, sys; from ggml_ext import inspect; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
             "assert inspect.main(sys.argv[1:]) == 0; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
     done = subprocess.run([sys.executable, "-c", code, path, "--histograms"], capture_output=True, text=True, check=True)
-    *text, grown = done.stdout.splitlines()
-    assert int(grown) * (1 if sys.platform == "darwin" else 1024) < 64 << 20
-    assert f"itq2_t: codes of {100 * histogram.SAMPLE_WEIGHTS / 2**33:.2g} % of the {2**33:,} weights" in "\n".join(text)
-    assert f"itq2_t: magnitudes of {histogram.SAMPLE_WEIGHTS // 256:,} scales, {histogram.SAMPLE_WEIGHTS // 256:,} zero" in "\n".join(text)
+    *lines, growth = done.stdout.splitlines()
+    assert int(growth) * (1 if sys.platform == "darwin" else 1024) < 64 << 20
+    assert f"itq2_t: codes of {100 * histogram.SAMPLE_WEIGHTS / 2**33:.2g} % of the {2**33:,} weights" in "\n".join(lines)
+    assert f"itq2_t: magnitudes of {histogram.SAMPLE_WEIGHTS // 256:,} scales, {histogram.SAMPLE_WEIGHTS // 256:,} zero" in "\n".join(lines)
 
 
-def test_a_sample_reaches_from_the_first_block_to_the_last(tmp_path):
+def test_sample_covers_the_tensor_evenly(tmp_path):
     qtype = gguf.GGMLQuantizationType.ITQ3_S
-    path = sparse_file(tmp_path / "in.gguf", (1 << 12, 1 << 10), qtype)
+    path = write_sparse_file(tmp_path / "in.gguf", (1 << 12, 1 << 10), qtype)
     file = gguf_file.GGUFFile(path)
     (tensor,) = file.tensors
     n_blocks = tensor.n_elements // 256
     data = np.memmap(path, np.uint8, "r+", tensor.offset, (n_blocks, 100))
-    data[:, :4] = np.arange(n_blocks, dtype="<u4").view(np.uint8).reshape(-1, 4)  # numbers in place of scales
+    data[:, :4] = np.arange(n_blocks, dtype="<u4").view(np.uint8).reshape(-1, 4)  # block numbers in place of scales
     data.flush()
     pieces = [b[:, :4].copy().view("<u4").ravel() for b in histogram.sample_blocks(file, tensor)]
-    seen = np.concatenate(pieces)
-    assert len(pieces) == 16 and seen.size * 256 == histogram.SAMPLE_WEIGHTS == np.unique(seen).size * 256
-    assert seen[0] == 0 and seen[-1] == n_blocks - 1
-    assert np.ptp(np.diff([p[0] for p in pieces])) <= 1  # evenly
+    sampled = np.concatenate(pieces)
+    assert len(pieces) == 16 and sampled.size * 256 == histogram.SAMPLE_WEIGHTS == np.unique(sampled).size * 256
+    assert sampled[0] == 0 and sampled[-1] == n_blocks - 1
+    assert np.ptp(np.diff([p[0] for p in pieces])) <= 1  # evenly spaced
 
 
 def test_damaged_scales_are_counted(folder, tmp_path):
@@ -143,28 +143,28 @@ def test_damaged_scales_are_counted(folder, tmp_path):
         data[start + 100 * block : start + 100 * block + 2] = np.float16(value).tobytes()
     (tmp_path / "out.gguf").write_bytes(data)
     args = tmp_path / "out.gguf", "--histograms", "--tensor", "itq3_s_x"
-    found = inspect_json(*args)["histograms"]["itq3_s"]["scales"]
-    assert found == {"number": 32, "zero": 1, "negative": 1, "not_finite": 2}
+    result = inspect_json(*args)["histograms"]["itq3_s"]["scales"]
+    assert result == {"number": 32, "zero": 1, "negative": 1, "not_finite": 2}
     assert "magnitudes of 32 scales, 1 zero, 1 negative, 2 not finite\n" in inspect_here(*args).stdout
 
 
-def test_json_says_what_the_table_says(folder, tmp_path):
+def test_json_matches_the_table(folder, tmp_path):
     out, original = folder / "out.gguf", folder / "in.gguf"
-    found = inspect_json(out, "--against", original)
+    result = inspect_json(out, "--against", original)
     rows = {line.split()[0]: line.split() for line in inspect_here(out, "--against", original).stdout.splitlines() if line}
-    assert [t["name"] for t in found["tensors"]] == list(read_tensors(out)) and "histograms" not in found
-    for t in found["tensors"]:
+    assert [t["name"] for t in result["tensors"]] == list(read_tensors(out)) and "histograms" not in result
+    for t in result["tensors"]:
         row = rows[t["name"]]
         assert " x ".join(map(str, t["shape"])) in " ".join(row) and t["type"] in row and f"{t['bits_per_weight']:.4g}" in row
         assert row[-3:] == [f"{t['relative_squared_error']:.6f}", f"{t['largest_error']:.6g}", "ok"]
         assert t["within_epsilon"] and (("epsilon" in t) == (t["type"] == "ditto3"))
-    assert found["total"]["weights"] == sum(int(np.prod(t["shape"])) for t in found["tensors"])
-    assert found["against"] == str(original) and found["importance"] == "none"
+    assert result["total"]["weights"] == sum(int(np.prod(t["shape"])) for t in result["tensors"])
+    assert result["against"] == str(original) and result["importance"] == "none"
     alone = inspect_json(out, "--tensor", NORM)
     assert [t["name"] for t in alone["tensors"]] == [NORM] and "against" not in alone and "largest_error" not in alone["tensors"][0]
 
 
-def test_one_tensor_or_a_pattern(folder):
+def test_tensor_selects_by_name_or_pattern(folder):
     def names(pattern):
         return [t["name"] for t in inspect_json(folder / "out.gguf", "--tensor", pattern)["tensors"]]
 
@@ -179,7 +179,7 @@ def svg_texts(path) -> list[str]:
     return [e.text for e in ElementTree.parse(path).iter() if e.tag.endswith("text") and e.text]
 
 
-def test_picture_by_layer_and_class(folder, tmp_path):
+def test_picture_shows_layers_and_classes(folder, tmp_path):
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture"]
     for name in ("a.svg", "b.svg", "c.png"):
         done = inspect_here(*args, tmp_path / name)
@@ -188,14 +188,14 @@ def test_picture_by_layer_and_class(folder, tmp_path):
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     texts = svg_texts(tmp_path / "a.svg")
     assert {"attn_q", "ffn_up", "token_embd", "none", "0", "1", "2", "relative squared error", "out.gguf"} <= {*texts}
-    assert "attn_norm" not in texts  # copied
+    assert "attn_norm" not in texts  # it was copied
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "b.svg", "c.png"]
     check_error(inspect_here(*args, tmp_path / "a.svg"), "a.svg exists", "--force")
     assert inspect_here(*args, tmp_path / "a.svg", "--force", "--tensor", "attn_q").returncode == 0
     assert "ffn_up" not in svg_texts(tmp_path / "a.svg")
 
 
-def test_a_picture_replaces_nothing_that_is_read_and_no_link(folder, tmp_path):
+def test_picture_does_not_replace_inputs_or_links(folder, tmp_path):
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture"]
     (tmp_path / "model.svg").symlink_to(folder / "in.gguf")
     check_error(inspect_here(*args, tmp_path / "model.svg", "--force"), "--picture", "model.svg is the same file as --against")
@@ -207,23 +207,23 @@ def test_a_picture_replaces_nothing_that_is_read_and_no_link(folder, tmp_path):
     assert len([*tmp_path.iterdir()]) == 4
 
 
-def test_picture_of_weighted_errors(folder, tmp_path):
+def test_picture_shows_weighted_errors_if_all_tensors_have_them(folder, tmp_path):
     inputs = {f"blk.{i}.{part}.weight": correlated(600, 256, seed=i) for i in range(3) for part in ("attn_q", "ffn_up")}
     imatrix = write_moments(tmp_path / "m.gguf", inputs)
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--imatrix", imatrix, "--picture"]
-    for pattern, what in (("attn_q|ffn_up", "weighted relative squared error"), ("attn_q|token_embd", "relative squared error")):
+    for pattern, label in (("attn_q|ffn_up", "weighted relative squared error"), ("attn_q|token_embd", "relative squared error")):
         done = inspect_here(*args, tmp_path / "a.svg", "--force", "--tensor", pattern)
-        assert done.returncode == 0 and what in svg_texts(tmp_path / "a.svg"), done.stderr
+        assert done.returncode == 0 and label in svg_texts(tmp_path / "a.svg"), done.stderr
 
 
-def test_places_and_colours():
+def test_picture_table_and_colour_range():
     errors = {"blk.10.attn_q.weight": 0.5, "blk.2.attn_q.weight": 0.25, "output.weight": 0.001, "enc.blk.2.attn_q.weight": 0.4}
     classes, layers, values = _picture.table(errors)
     assert classes == ["attn_q", "output", "enc.attn_q"] and layers == [None, 2, 10]
     np.testing.assert_array_equal(values, [[np.nan, 0.25, 0.5], [0.001, np.nan, np.nan], [np.nan, 0.4, np.nan]])
     shown = np.ma.masked_invalid(values)
     assert _picture.colour_range(shown, layers) == (0.25, 0.5)
-    assert _picture.colour_range(shown[:, :1], layers[:1]) == (0.001, 0.00125)  # nothing of layers; equal errors
+    assert _picture.colour_range(shown[:, :1], layers[:1]) == (0.001, 0.00125)  # no layers; equal errors
     assert _picture.colour_range(np.ma.masked_all((1, 2)), [0, 1]) == (0.1, 1.0)
 
 
@@ -236,34 +236,34 @@ def test_places_and_colours():
     (["--against", "out.gguf", "--picture", "a.svg"], ("--picture", "no tensor has another type")),
     (["--against", "in.gguf", "--picture", "dir.svg"], ("--picture", "not a regular file")),
 ])
-def test_bad_input(folder, flags, parts, monkeypatch):
+def test_bad_flags_are_reported(folder, flags, parts, monkeypatch):
     (folder / "dir.svg").mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     check_error(inspect_here("out.gguf", *flags), *parts)
     assert not (folder / "a.svg").exists()
 
 
-def test_without_matplotlib(folder, tmp_path):
-    """As where the extra is not installed."""
+def test_missing_matplotlib_is_reported(folder, tmp_path):
+    """The optional dependency is not installed."""
     code = "import sys; sys.modules['matplotlib'] = None; from ggml_ext import inspect; sys.exit(inspect.main(sys.argv[1:]))"
     args = [str(folder / "out.gguf"), "--against", str(folder / "in.gguf"), "--picture", str(tmp_path / "a.svg")]
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     check_error(done, "--picture needs matplotlib", "pip install 'matplotlib>=")
 
 
-@pytest.mark.parametrize(("end", "notes"), [("svg", 0), ("png", 1)])
-def test_names_that_the_font_lacks(folder, tmp_path, end, notes):
-    """Boxes in a .png, which one note tells; no warning of matplotlib's, nor of a layout that does not fit."""
+@pytest.mark.parametrize(("suffix", "notes"), [("svg", 0), ("png", 1)])
+def test_characters_missing_in_the_font_are_noted(folder, tmp_path, suffix, notes):
+    """A .png shows boxes and one note says so; matplotlib does not warn, not even about the layout."""
     named = tmp_path / "\u65e5\u672c.gguf"
     named.write_bytes((folder / "out.gguf").read_bytes())
-    picture = tmp_path / f"a.{end}"
+    picture = tmp_path / f"a.{suffix}"
     done = inspect_process(named, "--against", folder / "in.gguf", "--picture", picture, "--tensor", "blk.0.attn_q.weight")
     assert done.returncode == 0 and picture.stat().st_size
     assert done.stderr.count("\n") == done.stderr.count("note: --picture: the font has no characters") == notes, done.stderr
-    if end == "svg":
+    if suffix == "svg":
         texts = svg_texts(picture)
         assert named.name in texts and not any("math" in text for text in texts)
-        assert any(re.fullmatch(r"0\.\d+", text) for text in texts)  # of the colour bar
+        assert any(re.fullmatch(r"0\.\d+", text) for text in texts)  # labels of the colour bar
 
 
 @pytest.mark.parametrize(("env", "part"), [
@@ -272,8 +272,8 @@ def test_names_that_the_font_lacks(folder, tmp_path, end, notes):
     ({"MPLCONFIGDIR": "odd"}, None),
     ({"MPLBACKEND": "nonsense"}, "--picture: matplotlib cannot be loaded"),
 ], ids=["no folder", "no home", "odd settings", "no backend"])
-def test_matplotlib_in_an_odd_environment(folder, tmp_path, env, part):
-    """The picture is drawn without a word, or one line says why not."""
+def test_unusual_matplotlib_environments(folder, tmp_path, env, part):
+    """The picture is drawn without a message, or one line names the reason."""
     (tmp_path / "file").write_text("")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "matplotlibrc").write_text("no.such.key: 3\nfont.sans-serif: No Such Font\n")
@@ -286,8 +286,8 @@ def test_matplotlib_in_an_odd_environment(folder, tmp_path, env, part):
     assert done.returncode == 0 and done.stderr == "" and "attn_q" in svg_texts(tmp_path / "a.svg")
 
 
-def test_full_disk(folder, tmp_path):
-    """The picture is the one file that is written."""
+def test_full_disk_is_reported(folder, tmp_path):
+    """The picture is the only file written."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # noqa: E731
     code = "import signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from ggml_ext import inspect; sys.exit(inspect.main(sys.argv[1:]))"
     args = [str(folder / "out.gguf"), "--against", str(folder / "in.gguf"), "--picture", str(tmp_path / "a.svg")]

@@ -1,4 +1,4 @@
-"""The numpy reference of ITQ3_S: format, rotation, encoder, and its equality with the C encoder byte for byte."""
+"""The numpy reference of ITQ3_S: the format, the rotation, the encoder, and equality with the C encoder byte for byte."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ TYPE_ID = int(TYPES["itq3_s"].id)
 LEVELS = pytest.mark.parametrize("levels", [8, 3])
 
 
-def test_unpack_every_code_at_every_position():
-    """Against the formula of the format, one weight at a time."""
+def test_unpack_follows_the_formula():
+    """Against the format's formula, one weight at a time."""
     rng = np.random.default_rng(SEED)
     for code in range(8):
         blocks = rng.integers(0, 256, (BLOCK_SIZE, 100), dtype=np.uint8)
@@ -30,7 +30,7 @@ def test_unpack_every_code_at_every_position():
 
 def test_pack_is_the_inverse_of_unpack():
     blocks = np.random.default_rng(SEED).integers(0, 256, (500, 100), dtype=np.uint8)
-    blocks[:, 1] &= 0x7B  # finite scales: the payload of a NaN need not survive the conversion to float32
+    blocks[:, 1] &= 0x7B  # finite scales: a NaN's payload may not survive the conversion to float32
     blocks[:, 3] &= 0x7B
     q, d, z = itq3_s.unpack(blocks)
     assert_same_blocks(itq3_s.pack(q.astype(np.uint8), d, z), blocks, f"itq3_s, seed {SEED}")
@@ -41,16 +41,16 @@ def test_pack_refuses_codes_above_seven():
         itq3_s.pack(np.full((1, BLOCK_SIZE), 8, np.uint8), np.ones(1, np.float32), np.ones(1, np.float32))
 
 
-def test_dequantize_is_the_reconstruction_formula():
+def test_dequantize_follows_the_formula():
     blocks = itq3_s.quantize_blocks(CORPORA["gaussian"])
     q, d, z = itq3_s.unpack(blocks)
     v = d[:, None].astype(np.float64) * (q - z[:, None].astype(np.float64))
-    # two roundings for v, then 8 levels of additions
+    # two roundings for v, then eight levels of additions
     bound = 10 * np.finfo(np.float32).eps / 2 * (np.abs(v) @ np.abs(rotation(256)))
     assert (np.abs(itq3_s.dequantize_blocks(blocks) - v @ rotation(256)) <= bound).all()
 
 
-def test_ternary_uses_three_codes_and_costs_what_the_paper_hides():
+def test_ternary_uses_three_codes_and_has_the_predicted_error():
     x = CORPORA["gaussian"]
     blocks = itq3_s.quantize_blocks(x, levels=3)
     assert set(np.unique(itq3_s.unpack(blocks)[0])) == {0, 1, 2}
@@ -68,7 +68,7 @@ def test_encoder_refuses_other_levels_and_shapes():
         itq3_s.quantize_blocks(np.zeros((2, 128), np.float32))
 
 
-def test_not_finite_weights_give_not_finite_scales():
+def test_non_finite_weights_give_non_finite_scales():
     x = CORPORA["not_finite"]
     _, d, z = itq3_s.unpack(itq3_s.quantize_blocks(x))
     bad = ~np.isfinite(x).all(axis=1)
@@ -78,7 +78,7 @@ def test_not_finite_weights_give_not_finite_scales():
 
 @LEVELS
 @pytest.mark.parametrize("corpus", CORPORA)
-def test_same_bytes_as_c(lib, corpus, levels):
+def test_equals_c(lib, corpus, levels):
     x = CORPORA[corpus]
     assert_same_blocks(
         itq3_s.quantize_blocks(x, levels=levels),
@@ -100,7 +100,7 @@ def test_same_bytes_as_c(lib, corpus, levels):
         ),
     )
 )
-def test_same_bytes_as_c_on_generated_blocks(lib, levels, x):
+def test_equals_c_on_generated_blocks(lib, levels, x):
     assert_same_blocks(itq3_s.quantize_blocks(x, levels=levels), lib.quantize(TYPE_ID, x, itq3_levels=levels), f"itq3_s, {levels} levels")
 
 
@@ -111,25 +111,25 @@ def test_c_default_is_eight_levels(lib):
         lib.quantize(TYPE_ID, x, 5)
 
 
-def test_same_weights_as_c(lib):
-    blocks = np.random.default_rng(SEED).integers(0, 256, (2000, 100), dtype=np.uint8)  # NaN and Inf scales among them
+def test_dequantize_equals_c(lib):
+    blocks = np.random.default_rng(SEED).integers(0, 256, (2000, 100), dtype=np.uint8)  # includes NaN and Inf scales
     assert np.array_equal(itq3_s.dequantize_blocks(blocks), lib.dequantize(TYPE_ID, blocks, BLOCK_SIZE), equal_nan=True)
 
 
-def test_same_unpack_as_c(lib):
+def test_unpack_equals_c(lib):
     blocks = np.random.default_rng(SEED).integers(0, 256, (300, 100), dtype=np.uint8)
     q, d, z = itq3_s.unpack(blocks)
     for i, block in enumerate(blocks):
         c_q, c_scale, c_d, c_z = lib.unpack_block(TYPE_ID, block)
-        where = f"itq3_s, seed {SEED}, block {i}: {block.tobytes().hex()}"
-        assert np.array_equal(q[i], c_q), where
-        assert c_scale[0] == 1, where
-        assert np.array_equal([d[i], z[i]], np.float32([c_d, c_z]), equal_nan=True), where
+        place = f"itq3_s, seed {SEED}, block {i}: {block.tobytes().hex()}"
+        assert np.array_equal(q[i], c_q), place
+        assert c_scale[0] == 1, place
+        assert np.array_equal([d[i], z[i]], np.float32([c_d, c_z]), equal_nan=True), place
 
 
 @pytest.mark.parametrize("position", [1, 3], ids=["d", "z"])
 @pytest.mark.parametrize("byte", [0x7C, 0x7E, 0xFC])
-def test_row_validation_refuses_scales_that_are_not_finite(lib, position, byte):
+def test_validation_refuses_non_finite_scales(lib, position, byte):
     blocks = itq3_s.quantize_blocks(CORPORA["gaussian"][:4])
     assert lib.validate(TYPE_ID, blocks)
     blocks[2, position] = byte

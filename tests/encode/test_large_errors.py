@@ -1,4 +1,4 @@
-"""Tensors that a type serves badly: one warning, and --fallback-above."""
+"""Tensors with unusually large errors: one warning, and --fallback-above."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from helpers.errors import check_error
 from helpers.inspecting import inspect
 from helpers.models import gaussian, read_tensors, write_gguf
 
-# large weights among small ones are what CCQ2 serves worst
+# CCQ2 is worst for a few large weights among small ones
 OUTLIERS = ["blk.0.ffn_up.weight", "blk.1.ffn_up.weight"]
 
 
-def outlier_model(path):
+def write_outlier_model(path):
     bad = gaussian(4, 512)
     bad[:, ::64] = 50
     return write_gguf(path, {name: bad for name in OUTLIERS} | {"blk.0.attn_q.weight": gaussian(4, 512), "output_norm.weight": gaussian(512)})
@@ -23,7 +23,7 @@ def outlier_model(path):
 
 @pytest.fixture
 def source(tmp_path):
-    return outlier_model(tmp_path / "in.gguf")
+    return write_outlier_model(tmp_path / "in.gguf")
 
 
 def warnings(result) -> list[str]:
@@ -31,7 +31,7 @@ def warnings(result) -> list[str]:
 
 
 @pytest.mark.parametrize("quiet", [[], ["--quiet"]])
-def test_large_errors_are_one_warning(source, tmp_path, quiet):
+def test_large_errors_give_one_warning(source, tmp_path, quiet):
     result = quantize(source, tmp_path / "out.gguf", "--type", "ccq2", *quiet)
     (line,) = warnings(result)
     assert line.startswith("2 tensors in 1 class: relative squared error up to 0.")
@@ -39,50 +39,50 @@ def test_large_errors_are_one_warning(source, tmp_path, quiet):
     assert {t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items() if n.startswith("blk")} == {"CCQ2"}
 
 
-def test_usual_errors_are_none(tmp_path):
+def test_usual_errors_give_no_warning(tmp_path):
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": gaussian(8, 1024)})
     for name in WEIGHT_TYPES:
         assert warnings(quantize(source, tmp_path / f"{name}.gguf", "--type", name)) == []
 
 
-def test_fallback_above_replaces_those_tensors_alone(source, tmp_path):
+def test_fallback_above_replaces_only_those_tensors(source, tmp_path):
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "ccq2", "--fallback-above", "3")
     assert warnings(result) == []
     assert f"2 tensors in 1 class: iq4_nl instead of ccq2 for the errors: {', '.join(OUTLIERS)}" in result.stdout
-    assert "asked for ccq2, 2.0625 bpw; got 3.6875 bpw in the layers" in result.stdout  # two of three matrices have 4.5
+    assert "asked for ccq2, 2.0625 bpw; got 3.6875 bpw in the layers" in result.stdout  # two of three matrices have 4.5 bpw
     types = {name: t.tensor_type.name for name, t in read_tensors(out).items()}
     assert types == {"blk.0.attn_q.weight": "CCQ2", **dict.fromkeys(OUTLIERS, "IQ4_NL"), "output_norm.weight": "F32"}
-    # the same bytes as when asked for
-    quantize(source, tmp_path / "asked.gguf", "--type", "ccq2", "--tensor-type", "ffn_up=iq4_nl")
-    for name, tensor in read_tensors(tmp_path / "asked.gguf").items():
+    # the same bytes as with --tensor-type
+    quantize(source, tmp_path / "explicit.gguf", "--type", "ccq2", "--tensor-type", "ffn_up=iq4_nl")
+    for name, tensor in read_tensors(tmp_path / "explicit.gguf").items():
         np.testing.assert_array_equal(tensor.data, read_tensors(out)[name].data)
 
 
-def stock_fallback(type_name: str) -> str:
-    """The stock type at the end of its chain of fallbacks."""
+def upstream_fallback(type_name: str) -> str:
+    """Return the upstream type at the end of a type's fallbacks."""
     while type_name in TYPES:
         type_name = TYPES[type_name].fallback
     return type_name
 
 
 @pytest.mark.parametrize("type_name", WEIGHT_TYPES)
-def test_the_replacement_is_a_stock_type(lib, tmp_path, type_name):
-    """No type of 64, whose scales reach no further: weights of 1e-9 are noise to both. Also where rows of 576 have it."""
+def test_the_replacement_is_an_upstream_type(lib, tmp_path, type_name):
+    """The 64-block types have the same range of scales, and weights of 1e-9 are noise to both. Rows of 576 use them."""
     names = {n: f"blk.{i}.ffn_up.weight" for i, n in enumerate((512, 576))}
     tensors = {name: 1e-9 * gaussian(4, n) for n, name in names.items()} | {"blk.0.attn_q.weight": gaussian(4, 576)}
     source = write_gguf(tmp_path / "in.gguf", tensors, "F32")
     result = quantize(source, tmp_path / "out.gguf", "--type", type_name, "--fallback-above", "1")
     types = {name: t.tensor_type.name for name, t in read_tensors(tmp_path / "out.gguf").items()}
-    stock = stock_fallback(type_name)
-    assert [types[name] for name in names.values()] == [stock.upper()] * 2
-    of_576 = TYPES[type_name].fallback if TYPES[type_name].block_size == 256 else type_name
-    for before in {type_name, of_576} - {stock}:
-        assert f": {stock} instead of {before} for the errors" in result.stdout
+    replacement = upstream_fallback(type_name)
+    assert [types[name] for name in names.values()] == [replacement.upper()] * 2
+    type_for_576 = TYPES[type_name].fallback if TYPES[type_name].block_size == 256 else type_name
+    for original in {type_name, type_for_576} - {replacement}:
+        assert f": {replacement} instead of {original} for the errors" in result.stdout
 
 
-def test_epsilon_covers_what_fell_back(tmp_path):
-    """The header keeps its size, and its bound holds for the fallback's weights too."""
+def test_epsilon_covers_replaced_tensors(tmp_path):
+    """The header keeps its size, and the bound holds for the fallback's weights too."""
     source = write_gguf(tmp_path / "in.gguf", {OUTLIERS[0]: (50 * gaussian(4, 512)) ** 7, "blk.0.attn_q.weight": gaussian(4, 512)})
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "ditto3", "--ditto-codebook", "tensor", "--fallback-above", "1.01")
@@ -93,12 +93,12 @@ def test_epsilon_covers_what_fell_back(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["0.5", "nan", "inf", "-1"])
-def test_senseless_limits_are_refused(source, tmp_path, value):
+def test_limits_below_one_are_refused(source, tmp_path, value):
     result = run_quantize(source, tmp_path / "out.gguf", "--type", "ccq2", "--fallback-above", value)
     check_error(result, "--fallback-above", "must be at least 1")
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_numpy_alone_has_no_fallback_type(source, tmp_path):
+def test_numpy_refuses_a_fallback_it_cannot_encode(source, tmp_path):
     result = run_quantize(source, tmp_path / "out.gguf", "--type", "ccq2", "--fallback-above", "3", "--encoder", "numpy")
     check_error(result, "--fallback-above: iq4_nl has no numpy encoder")

@@ -1,4 +1,4 @@
-"""Importance matrices in llama-imatrix's old format, and experts that saw no token."""
+"""imatrix files in llama-imatrix's old format, and experts without tokens."""
 
 import struct
 import subprocess
@@ -32,19 +32,19 @@ def run_quantize(*args) -> subprocess.CompletedProcess:
 
 
 def quantize(*args) -> subprocess.CompletedProcess:
-    """run_quantize() that has to succeed, without calibration."""
+    """Run the quantizer without calibration and require success."""
     done = run_quantize(*args, *([] if "--imatrix" in args else ["--importance", "none"]))
     assert done.returncode == 0, done.stderr
     return done
 
 
-def entry(name: bytes, n_calls: int, sums: np.ndarray) -> bytes:
+def pack_entry(name: bytes, n_calls: int, sums: np.ndarray) -> bytes:
     return struct.pack("<i", len(name)) + name + struct.pack("<ii", n_calls, sums.size) + sums.astype("<f4").tobytes()
 
 
 def write_old(path, entries: dict, end: bytes = struct.pack("<ii", 7, 8) + b"some.txt"):
-    """entries: name to (sums, calls). end: chunks and dataset, as llama-imatrix writes them."""
-    path.write_bytes(struct.pack("<i", len(entries)) + b"".join(entry(n.encode(), calls, s) for n, (s, calls) in entries.items()) + end)
+    """Write an old imatrix file. entries: name -> (sums, calls); end: chunks and dataset, as llama-imatrix writes them."""
+    path.write_bytes(struct.pack("<i", len(entries)) + b"".join(pack_entry(n.encode(), calls, s) for n, (s, calls) in entries.items()) + end)
     return path
 
 
@@ -53,27 +53,27 @@ def source(tmp_path):
     return moe_source(tmp_path / "in.gguf")
 
 
-# 256 and 320 columns; the calls are no powers of two, so that dividing rounds
+# 256 and 320 columns; the calls are not powers of two, so that division rounds
 ENTRIES = {EXPERTS: (importances(3, 256), 5), UP: (importances(1, 320), 3), DOWN: (importances(1, 256), 7)}
 
 
 @pytest.mark.parametrize("end", [struct.pack("<ii", 7, 8) + b"some.txt", struct.pack("<i", 7), b""], ids=["dataset", "chunks", "nothing"])
-def test_same_tensors_and_keys_as_llama_quantize(lib, source, tmp_path, end):
-    """Experts too. The name has an odd length, so that the sums lie at odd places."""
+def test_tensors_and_keys_equal_llama_quantizes(lib, source, tmp_path, end):
+    """Experts too. The odd length of a name puts the sums at odd offsets."""
     path = write_old(tmp_path / "old.dat", ENTRIES, end)
-    theirs = llama_quantize(source, tmp_path / "theirs.gguf", "ditto3", "--imatrix", path)
+    reference = llama_quantize(source, tmp_path / "theirs.gguf", "ditto3", "--imatrix", path)
     done = quantize(source, tmp_path / "ours.gguf", "--type", "ditto3", "--imatrix", path)
     assert done.stderr.count("warning") == 0 and f"diagonal, of {path}" in done.stdout
-    assert_same_tensors(tmp_path / "ours.gguf", theirs)
+    assert_same_tensors(tmp_path / "ours.gguf", reference)
     ours, expected = ({k: v.contents() for k, v in gguf.GGUFReader(p).fields.items() if k.startswith("quantize.imatrix.")}
-                      for p in (tmp_path / "ours.gguf", theirs))
+                      for p in (tmp_path / "ours.gguf", reference))
     assert ours == expected | {"quantize.imatrix.file": path.name}  # there a path
     quantize(source, tmp_path / "plain.gguf", "--type", "ditto3")
     assert differing(tmp_path / "ours.gguf", tmp_path / "plain.gguf") == {EXPERTS, UP, DOWN}
 
 
-def test_what_llama_imatrix_makes_of_it(lib, source, tmp_path):
-    """It merges old files into a GGUF file, whose experts have one count."""
+def test_file_converted_by_llama_imatrix(lib, source, tmp_path):
+    """It merges old files into a GGUF file, in which experts have one count."""
     path = write_old(tmp_path / "old.dat", ENTRIES)
     subprocess.run([tool("llama-imatrix"), "--in-file", path, "-o", tmp_path / "new.gguf"], check=True, capture_output=True)
     for name in (path.name, "new.gguf"):
@@ -81,8 +81,8 @@ def test_what_llama_imatrix_makes_of_it(lib, source, tmp_path):
     assert differing(tmp_path / "old.dat.out", tmp_path / "new.gguf.out") == set()
 
 
-def test_a_file_of_llama_imatrix(tmp_path):
-    """Its old format out of the other one: it rounds twice more, and has ones for an expert that saw no token."""
+def test_old_file_written_by_llama_imatrix(tmp_path):
+    """The old format rounds twice more and has ones for an expert without tokens."""
     entries = {EXPERTS: (importances(3, 256), [700, 0, 2000]), UP: (importances(1, 320), [700]), DOWN: (importances(1, 256), [513])}
     command = [tool("llama-imatrix"), "--in-file", write_imatrix(tmp_path / "new.gguf", entries), "-o", tmp_path / "old.dat", "--output-format", "dat"]
     subprocess.run(command, check=True, capture_output=True)
@@ -95,22 +95,22 @@ def test_a_file_of_llama_imatrix(tmp_path):
         np.testing.assert_allclose(old.values(t)[seen], new.values(t)[seen], rtol=4 * 2.0**-24)
 
 
-def test_calls_that_are_none(tmp_path):
-    """The sums are then taken as they are."""
+def test_non_positive_call_counts_are_ignored(tmp_path):
+    """Sums are then used as they are."""
     path = write_old(tmp_path / "old.dat", {UP: (importances(1, 320), 0), DOWN: (importances(1, 256), -2)})
     matrix = imatrix.ImportanceMatrix(path)
     for name, (n, _) in {UP: (320, 0), DOWN: (256, -2)}.items():
         np.testing.assert_array_equal(matrix.values(tensor_of(name, n, 8)), importances(1, n))
 
 
-def test_errors_are_weighed_with_it(lib, source, tmp_path):
+def test_old_importances_weight_the_errors(lib, source, tmp_path):
     path = write_old(tmp_path / "old.dat", ENTRIES)
     quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path)
-    found = inspect_json(tmp_path / "out.gguf", "--against", source, "--imatrix", path)["tensors"]
-    assert all(0 < t["weighted_relative_squared_error"] < 0.05 for t in found) and len(found) == 3
+    values = inspect_json(tmp_path / "out.gguf", "--against", source, "--imatrix", path)["tensors"]
+    assert all(0 < t["weighted_relative_squared_error"] < 0.05 for t in values) and len(values) == 3
 
 
-SOUND = entry(UP.encode(), 4, np.ones(320))
+VALID_ENTRY = pack_entry(UP.encode(), 4, np.ones(320))
 
 
 @pytest.mark.parametrize(("content", "parts"), [
@@ -120,55 +120,55 @@ SOUND = entry(UP.encode(), 4, np.ones(320))
     (struct.pack("<ii", 1, 64) + bytes(500), ("is no importance matrix", "is 64, must be 1 to 63")),
     (struct.pack("<ii", 1, -1) + bytes(500), ("is no importance matrix", "is -1")),
     (struct.pack("<ii", 1, 4) + b"a\0\xffb" + bytes(50), ("is no importance matrix", "the name of entry 1 of 1 is b'a")),
-    (struct.pack("<i", 1) + SOUND[:-3], ("is no importance matrix", "entry 1 of 1, blk.0.ffn_up.weight, needs")),
-    (struct.pack("<i", 2) + SOUND + SOUND[:40], ("truncated or damaged", "entry 2 of 2")),
-    (struct.pack("<i", 2) + SOUND + SOUND, ("truncated or damaged", "which is a duplicate")),
-    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.ones(0)), ("the number of sums of entry 1 of 1, blk.0.ffn_up.weight, is 0",)),
-    (struct.pack("<i", 2) + SOUND + entry(b"x", 4, np.ones(5))[:-20] + b"", ("truncated or damaged", "needs")),
+    (struct.pack("<i", 1) + VALID_ENTRY[:-3], ("is no importance matrix", "entry 1 of 1, blk.0.ffn_up.weight, needs")),
+    (struct.pack("<i", 2) + VALID_ENTRY + VALID_ENTRY[:40], ("truncated or damaged", "entry 2 of 2")),
+    (struct.pack("<i", 2) + VALID_ENTRY + VALID_ENTRY, ("truncated or damaged", "which is a duplicate")),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.ones(0)), ("the number of sums of entry 1 of 1, blk.0.ffn_up.weight, is 0",)),
+    (struct.pack("<i", 2) + VALID_ENTRY + pack_entry(b"x", 4, np.ones(5))[:-20] + b"", ("truncated or damaged", "needs")),
     (struct.pack("<i", 1) + struct.pack("<i", 1) + b"x" + struct.pack("<ii", 4, 2**31 - 1), ("entry 1 of 1, x, needs 8,589,934,",)),
-    (struct.pack("<i", 1) + SOUND + struct.pack("<ii", 7, 9) + b"some.txt", ("truncated or damaged", "the dataset's name needs")),
-    (struct.pack("<i", 1) + SOUND + b"\1\2", ("truncated or damaged", "the number of chunks needs")),
-    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.float32([1, np.nan])), (UP, "value 1 of", "nan, must be finite")),
-    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.float32([1, -1])), (UP, "-1, must be finite and not negative")),
-    (struct.pack("<i", 1) + entry(UP.encode(), 1, np.float32([1, 1e16])), (UP, "an importance is 1e+16")),
-    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.zeros(320)), ("only zeros",)),
-    (struct.pack("<i", 1) + entry(UP.encode(), 4, np.ones(256)), (UP, "256 importances, the model needs 320", "another model")),
+    (struct.pack("<i", 1) + VALID_ENTRY + struct.pack("<ii", 7, 9) + b"some.txt", ("truncated or damaged", "the dataset's name needs")),
+    (struct.pack("<i", 1) + VALID_ENTRY + b"\1\2", ("truncated or damaged", "the number of chunks needs")),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.float32([1, np.nan])), (UP, "value 1 of", "nan, must be finite")),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.float32([1, -1])), (UP, "-1, must be finite and not negative")),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 1, np.float32([1, 1e16])), (UP, "an importance is 1e+16")),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.zeros(320)), ("only zeros",)),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.ones(256)), (UP, "256 importances, the model needs 320", "another model")),
 ])
-def test_bad_files(tmp_path, source, content, parts):
+def test_bad_files_are_reported(tmp_path, source, content, parts):
     (tmp_path / "old.dat").write_bytes(content)
     done = run_quantize(source, "--type", "ditto3", "--dry-run", "--imatrix", tmp_path / "old.dat")
     check_error(done, "--imatrix: ", "old.dat", *parts)
 
 
-def test_second_moments_are_not_in_it(source, tmp_path):
+def test_old_files_have_no_hessians(source, tmp_path):
     path = write_old(tmp_path / "old.dat", ENTRIES)
     done = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", "block")
     check_error(done, "old.dat holds no second moments", "llama-imatrix --moments block")
     assert not (tmp_path / "out.gguf").exists()
 
 
-# --- experts that saw no token ----------------------------------------------------------------------------------------
+# --- experts without tokens
 
 def test_experts_without_tokens_get_the_mean_of_their_layer(lib, source, tmp_path):
-    """Per token of the others; the file is as if that were in the matrix. They are named."""
+    """The mean per token of the others. The result is that of an imatrix with this mean, and a warning names the experts."""
     sums = importances(3, 256)
     path = write_imatrix(tmp_path / "im.gguf", {EXPERTS: (sums, [5, 0, 2])})
     mean = (sums[0].astype(np.float64) + sums[2]) / 7
-    found = imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3))
-    np.testing.assert_array_equal(found[[0, 2]], [sums[0] / np.float32(5), sums[2] / np.float32(2)])
-    np.testing.assert_allclose(found[1], mean, rtol=3 * 2.0**-24)  # two means of experts and theirs, rounded to float32
+    values = imatrix.ImportanceMatrix(path).values(tensor_of(EXPERTS, 256, 40, 3))
+    np.testing.assert_array_equal(values[[0, 2]], [sums[0] / np.float32(5), sums[2] / np.float32(2)])
+    np.testing.assert_allclose(values[1], mean, rtol=3 * 2.0**-24)  # the means of two experts and of both, rounded to float32
     done = quantize(source, tmp_path / "ours.gguf", "--type", "ditto3", "--imatrix", path)
     assert f"1 expert saw no token and gets the mean of its layer: {EXPERTS} (1)\n" in done.stderr
-    filled = write_imatrix(tmp_path / "filled.gguf", {EXPERTS: (np.float32([sums[0], found[1], sums[2]]), [5, 1, 2])})
+    filled = write_imatrix(tmp_path / "filled.gguf", {EXPERTS: (np.float32([sums[0], values[1], sums[2]]), [5, 1, 2])})
     quantize(source, tmp_path / "filled.out", "--type", "ditto3", "--imatrix", filled)
     assert differing(tmp_path / "ours.gguf", tmp_path / "filled.out") == set()
-    ones = write_imatrix(tmp_path / "ones.gguf", {EXPERTS: (np.float32([sums[0], np.ones(256), sums[2]]), [5, 1, 2])})
-    quantize(source, tmp_path / "ones.out", "--type", "ditto3", "--imatrix", ones)
+    with_ones = write_imatrix(tmp_path / "ones.gguf", {EXPERTS: (np.float32([sums[0], np.ones(256), sums[2]]), [5, 1, 2])})
+    quantize(source, tmp_path / "ones.out", "--type", "ditto3", "--imatrix", with_ones)
     assert differing(tmp_path / "ours.gguf", tmp_path / "ones.out") == {EXPERTS}
 
 
-def test_old_files_have_ones_for_them(source, tmp_path):
-    """And one number of calls, so that the others count alike."""
+def test_ones_in_old_files_mean_no_tokens(source, tmp_path):
+    """They have one number of calls, so all other experts weigh the same."""
     sums = importances(3, 256)
     sums[1] = 5
     path = write_old(tmp_path / "old.dat", {EXPERTS: (sums, 5)})
@@ -177,24 +177,24 @@ def test_old_files_have_ones_for_them(source, tmp_path):
     np.testing.assert_allclose(matrix.values(experts)[1], (sums[0].astype(np.float64) + sums[2]) / 10, rtol=3 * 2.0**-24)
     assert f"1 expert saw no token and gets the mean of its layer: {EXPERTS} (1)\n" in run_quantize(
         source, "--type", "ditto3", "--dry-run", "--imatrix", path).stderr
-    assert matrix.experts_without_tokens(tensor_of(EXPERTS, 768, 40)) == []  # no experts
+    assert matrix.experts_without_tokens(tensor_of(EXPERTS, 768, 40)) == []  # not an expert tensor
     write_old(path, {EXPERTS: (np.full((3, 256), 5), 5)})
     matrix = imatrix.ImportanceMatrix(path)
     assert matrix.experts_without_tokens(experts) == [] and (matrix.values(experts) == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])
-def test_they_are_named_with_second_moments_too(lib, source, tmp_path, kind):
-    """Which tests/encode/test_moments_file.py finds to be the mean of their layer."""
-    xs = [correlated(n, 256, seed=n) if n else np.zeros((0, 256), np.float32) for n in (600, 0, 300)]
-    path = write_moments(tmp_path / "m.gguf", {EXPERTS: xs}, kind)
+def test_experts_without_tokens_are_named_with_hessians_too(lib, source, tmp_path, kind):
+    """test_hessian_file.py checks that they get the mean of their layer."""
+    expert_inputs = [correlated(n, 256, seed=n) if n else np.zeros((0, 256), np.float32) for n in (600, 0, 300)]
+    path = write_moments(tmp_path / "m.gguf", {EXPERTS: expert_inputs}, kind)
     done = run_quantize(source, "--type", "itq3_t", "--dry-run", "--imatrix", path, "--importance", kind)
     assert done.returncode == 0
     assert f"1 expert saw no token and gets the mean of its layer: {EXPERTS} (1)\n" in done.stderr
     assert f"1 experts of 1 tensors saw fewer tokens than they have columns and get a blend with the mean of their layer, most in {EXPERTS}" in done.stderr
 
 
-def test_lists_of_experts_stay_on_a_line():
-    found = names.list_experts({f"blk.{i}.ffn_up_exps.weight": list(range(20)) for i in range(40)})
-    assert found.startswith("blk.0.ffn_up_exps.weight (0, 1, 2, 3, 4, 5, 6, 7 and 12 more), blk.1.") and found.endswith(" and 36 tensors more")
+def test_lists_of_experts_are_shortened():
+    values = names.list_experts({f"blk.{i}.ffn_up_exps.weight": list(range(20)) for i in range(40)})
+    assert values.startswith("blk.0.ffn_up_exps.weight (0, 1, 2, 3, 4, 5, 6, 7 and 12 more), blk.1.") and values.endswith(" and 36 tensors more")
     assert names.list_experts({"a": [3], "b": [1, 2]}) == "a (3), b (1, 2)"

@@ -1,4 +1,4 @@
-"""The rotation, signs and a Walsh-Hadamard transform of 256 or 64 points, and the activation type that carries it."""
+"""The rotation (signs and a Walsh-Hadamard transform of 256 or 64 points) and its activation types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = pytest.mark.parametrize("n", [256, 64])
 
 @SIZES
 def test_rotation_equals_its_matrix(lib, n):
-    """log2(n) rounded stages: each output is off by at most log2(n) u sum|x_j|/sqrt(n) (u = 2^-24)."""
+    """log2(n) stages round: each output errs by at most log2(n) u sum|x_j|/sqrt(n), u = 2^-24."""
     x = np.random.default_rng(1).standard_normal((50, n)).astype(np.float32)
     bound = np.log2(n) * F32_U * np.abs(x.astype(np.float64)).sum(1, keepdims=True) / np.sqrt(n)
     assert (np.abs(lib.rotate(x) - x.astype(np.float64) @ rotation(n).T) <= bound).all()
@@ -33,8 +33,8 @@ def test_rotation_of_unit_vectors_is_exact(lib, n):
 
 
 @SIZES
-def test_rotation_is_undone_and_keeps_norms_and_products(lib, n):
-    """Sums of n integers below 1000 are exact in float32, and so is the factor: no tolerance."""
+def test_rotation_is_orthogonal(lib, n):
+    """Sums of n integers below 1000 and the factor are exact in float32, so there is no tolerance."""
     x, y = np.random.default_rng(2).integers(-1000, 1000, (2, 64, n)).astype(np.float32)
     rx, ry = lib.rotate(x), lib.rotate(y)
     np.testing.assert_array_equal(lib.rotate_back(rx), x)
@@ -43,11 +43,11 @@ def test_rotation_is_undone_and_keeps_norms_and_products(lib, n):
 
 
 @SIZES
-def test_numpy_rotation_is_bit_equal(lib, n):
+def test_numpy_rotation_equals_c(lib, n):
     x = np.random.default_rng(3).standard_normal((50, n)).astype(np.float32)
-    x[0, ::3] = 0  # of either sign
-    for ours, theirs in ((quants.rotate, lib.rotate), (quants.rotate_back, lib.rotate_back)):
-        np.testing.assert_array_equal(ours(x).view(np.uint32), theirs(x).view(np.uint32))
+    x[0, ::3] = 0  # zeros of both signs
+    for numpy_function, c_function in ((quants.rotate, lib.rotate), (quants.rotate_back, lib.rotate_back)):
+        np.testing.assert_array_equal(numpy_function(x).view(np.uint32), c_function(x).view(np.uint32))
 
 
 BAD_BLOCKS = [np.zeros(256, np.float32), np.zeros((1, 255), np.float32), np.zeros((2, 512), np.float32),
@@ -63,56 +63,56 @@ def test_numpy_rotation_refuses_other_shapes_and_dtypes(function, x):
 
 def activation_rows() -> np.ndarray:
     rng = np.random.default_rng(4)
-    special = np.zeros((9, 512), np.float32)
-    special[6, [5, 300]] = np.nan, 1
-    special[7, 40] = np.inf
-    special[8] = -3e38               # finite, but not its rotation
-    special[1, 3] = 1e-38            # its rotation is subnormal
-    special[2] = np.tile(quants.SIGNS, 2)  # one rotated value, all others exactly zero
-    special[3, :256] = 3e30
-    special[4] = rng.standard_normal(512) * 1e-42
-    special[5, ::2] = -7.5
-    # rotated, and exactly so: the largest is 127, so that codes are the values themselves, all others ties of rounding
+    extreme = np.zeros((9, 512), np.float32)
+    extreme[6, [5, 300]] = np.nan, 1
+    extreme[7, 40] = np.inf
+    extreme[8] = -3e38               # finite, but its rotation is not
+    extreme[1, 3] = 1e-38            # its rotation is subnormal
+    extreme[2] = np.tile(quants.SIGNS, 2)  # its rotation has a single nonzero value
+    extreme[3, :256] = 3e30
+    extreme[4] = rng.standard_normal(512) * 1e-42
+    extreme[5, ::2] = -7.5
+    # exact after rotation: the largest is 127, so codes are the values themselves, and all others are ties
     ties = rng.integers(-127, 127, (2, 256)).astype(np.float32) + np.float32(0.5)
     ties[:, 9] = 127
     random = rng.standard_normal((40, 512)) * 10.0 ** rng.integers(-6, 6, (40, 1))
-    return np.concatenate([special, random, quants.rotate_back(ties).reshape(1, 512)]).astype(np.float32)
+    return np.concatenate([extreme, random, quants.rotate_back(ties).reshape(1, 512)]).astype(np.float32)
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "native"])
 @pytest.mark.parametrize("activation", ["q8_kr", "q8_kr64"])
-def test_fused_quantisation_is_bit_equal(isa, activation):
+def test_fused_quantization_equals_the_reference(isa, activation):
     for n in [512, 448, 384, 320, 64] if activation == "q8_kr64" else [512]:
         rows = activation_rows()[:, :n]
-        actual, expected = kernels(isa).quantize_rotated(rows, activation), native.reference_rotated(rows, activation)
+        actual, expected = kernels(isa).quantize_rotated(rows, activation), native.quantize_reference(rows, activation)
         for field in expected.dtype.names:
             np.testing.assert_array_equal(actual[field], expected[field], err_msg=f"{field} on {isa}, rows of {n}")
 
 
 def test_non_finite_activations_give_nan():
-    """As in float: a NaN or Inf in a block must not come out as an ordinary number."""
-    q = native.reference_rotated(activation_rows()[6:9])
+    """As in float: NaN or Inf must not become an ordinary number."""
+    q = native.quantize_reference(activation_rows()[6:9])
     np.testing.assert_array_equal(np.isnan(q["d"]), [[True, False], [True, False], [True, True]])
     assert not q["qs"][np.isnan(q["d"])].any()
 
 
-def test_q8_kr_reference(lib):
-    """d is the largest rotated magnitude over 127, codes are within half a step, bsums are what they say."""
+def test_q8_kr_reference_is_accurate(lib):
+    """d is the largest rotated magnitude over 127, codes err by half a step, bsums are sums of codes."""
     rows = activation_rows()[9:]
-    q = native.reference_rotated(rows)
+    q = native.quantize_reference(rows)
     codes = native.codes_and_scales(q, rows.shape[1], "q8_kr")[0].reshape(*q.shape, 256)
     rotated = lib.rotate(np.ascontiguousarray(rows.reshape(-1, 256))).reshape(*q.shape, 256).astype(np.float64)
     np.testing.assert_array_equal(q["d"], (np.abs(rotated).max(-1).astype(np.float32) / np.float32(127)))
     d = q["d"][..., None].astype(np.float64)
-    # half a step, plus the roundings of 127/amax, of amax/127 and of the product: at most 127 * 3 u steps
+    # half a step, plus the roundings of 127/amax, amax/127 and the product: at most 127 * 3 u steps
     assert (np.abs(codes * d - rotated) <= d * (0.5 + 127 * 3 * F32_U)).all()
     np.testing.assert_array_equal(q["bsums"], q["qs"].reshape(*q.shape, 16, 16).sum(-1))
 
 
-def test_q8_kr64_reference(lib):
-    """As Q8_KR, of blocks of 64 in groups of four under one scale; zero behind the end of a row."""
+def test_q8_kr64_reference_is_accurate(lib):
+    """Like Q8_KR, with blocks of 64 in groups of four under one scale and zeros after the end of a row."""
     rows = np.ascontiguousarray(activation_rows()[9:, :448])
-    q = native.reference_rotated(rows, "q8_kr64")
+    q = native.quantize_reference(rows, "q8_kr64")
     rotated = lib.rotate(rows.reshape(-1, 64)).reshape(len(rows), 448).astype(np.float64)
     codes, d = native.codes_and_scales(q, 448, "q8_kr64")
     largest = np.stack([np.abs(rotated[:, :256]).max(1), np.abs(rotated[:, 256:]).max(1)], axis=1).astype(np.float32)
@@ -123,21 +123,21 @@ def test_q8_kr64_reference(lib):
 
 
 @pytest.mark.parametrize("n", [256, 64])
-def test_signs_leave_no_smooth_row_worse_than_the_worst_gaussian(n):
-    """Under the uniform quantizer of scripts/studies/rotation_signs.py; without the signs these families have up to 0.84."""
+def test_signs_keep_smooth_rows_below_the_worst_gaussian(n):
+    """For the uniform quantizer of scripts/studies/rotation_signs.py; without signs these families reach 0.84."""
     signs = quants.SIGNS[:n]
     gaussian = np.random.default_rng(6).standard_normal((8192, n)).astype(np.float32)
     gaussian *= np.sqrt(n) / np.linalg.norm(gaussian, axis=1, keepdims=True)
     limit = rotation_signs.errors(gaussian).max()
     for name, blocks in rotation_signs.families(n, 128, seed=2).items():
-        found = rotation_signs.errors((blocks * signs) @ rotation_signs.hadamard(n)).max()
-        assert found <= limit, f"{name}: {found:.4f}, of Gaussian blocks {limit:.4f}"
+        largest = rotation_signs.errors((blocks * signs) @ rotation_signs.hadamard(n)).max()
+        assert largest <= limit, f"{name}: {largest:.4f}, of Gaussian blocks {limit:.4f}"
 
 
-def test_search_for_signs(capsys):
-    """A second of it: better than any of the random patterns that it tried, and written as the table has them."""
+def test_sign_search_beats_random_patterns(capsys):
+    """One second of search beats its random patterns and prints the table's notation."""
     signs = rotation_signs.search(1.0, seed=3)
-    tried = re.search(r"random patterns: ([\d.]+) to", capsys.readouterr().out)
-    assert set(np.unique(signs)) == {-1, 1} and signs.shape == (256,) and tried
+    match = re.search(r"random patterns: ([\d.]+) to", capsys.readouterr().out)
+    assert set(np.unique(signs)) == {-1, 1} and signs.shape == (256,) and match
     np.testing.assert_array_equal(rotation_signs.from_hex(rotation_signs.to_hex(signs)), signs)
     np.testing.assert_array_equal(rotation_signs.from_hex(ROTATION_SIGNS.hex()), quants.SIGNS)

@@ -19,7 +19,7 @@ CORPORA = {n: corpora(n) for n in (256, 64)}
 
 @EACH
 @pytest.mark.parametrize("corpus", CORPORA[64])
-def test_same_bytes_as_c(lib, name, corpus):
+def test_equals_c(lib, name, corpus):
     n = TYPES[name].block_size
     x = CORPORA[n][corpus][: 24 * 256 // n]
     assert_same_blocks(reference(name).quantize_blocks(x), lib.quantize(int(TYPES[name].id), x), f"{name}, {corpus}, seed {SEED}")
@@ -28,8 +28,8 @@ def test_same_bytes_as_c(lib, name, corpus):
 @EACH
 @pytest.mark.parametrize("kind", ["spread", "zeros", "all zero", "huge"])
 @pytest.mark.parametrize("passes", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_same_bytes_as_c_with_importance(lib, name, kind, passes):
-    """One row of many blocks: the importance matrix has a value for each column."""
+def test_equals_c_with_importances(lib, name, kind, passes):
+    """One row of many blocks, since an imatrix has a value per column."""
     x, importance = weighted_blocks(kind, 24, decades=2, block_size=TYPES[name].block_size)
     x[3] = 0
     expected = lib.quantize(int(TYPES[name].id), x.reshape(1, -1), imatrix=importance.ravel(), trellis_passes=passes)
@@ -38,21 +38,21 @@ def test_same_bytes_as_c_with_importance(lib, name, kind, passes):
 
 
 @pytest.mark.parametrize("name", ["itq4_t", "itq3_t", "itq2_t"])
-@pytest.mark.parametrize("given", ["nothing", "before", "after", "both"])
-def test_same_search_as_c(name, given):
-    """Up to the largest weights: their costs pass 65535 where they are not lowered in time."""
+@pytest.mark.parametrize("known_ends", ["nothing", "before", "after", "both"])
+def test_search_equals_c(name, known_ends):
+    """Up to the largest weights, whose costs pass 65535 unless they are lowered in time."""
     ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     dll = ctypes.CDLL(str(built(BUILD, "libggml-ext-trellis.so")))
     trellis, rng, (n_rows, n) = reference(name), np.random.default_rng(SEED), (12, 256)
     x = (rng.standard_normal((n_rows, n)) * trellis.rms * np.geomspace(0.1, 10, n_rows)[:, None]).astype(np.float32)
-    x[0], x[1, ::2], x[2] = np.float32(200), np.float32(-200), np.float32(-200)  # held at 80
+    x[0], x[1, ::2], x[2] = np.float32(200), np.float32(-200), np.float32(-200)  # clamped to 80
     x[3, n // 2 :], x[4, : n // 2] = np.inf, -np.inf
     states, groups = (rng.integers(0, n_states, n_rows).astype(np.int32) for n_states in (4096, trellis.n_groups))
-    before, after = (states if given in ("before", "both") else None), (groups if given in ("after", "both") else None)
-    found = np.empty((n_rows, n), np.uint16)
+    before, after = (states if known_ends in ("before", "both") else None), (groups if known_ends in ("after", "both") else None)
+    actual = np.empty((n_rows, n), np.uint16)
     pointers = [None if a is None else ctypes.c_void_p(a.ctypes.data) for a in (before, after)]
-    dll.trellis_driver_search(trellis.k, ctypes.c_void_p(x.ctypes.data), n_rows, n, *pointers, ctypes.c_void_p(found.ctypes.data))
-    np.testing.assert_array_equal(found, trellis.search(x, before, after))
+    dll.trellis_driver_search(trellis.k, ctypes.c_void_p(x.ctypes.data), n_rows, n, *pointers, ctypes.c_void_p(actual.ctypes.data))
+    np.testing.assert_array_equal(actual, trellis.search(x, before, after))
 
 
 @pytest.mark.parametrize(("name", "limit"), [("itq4_t", 0.54), ("itq3_t", 0.54), ("itq2_t", 0.43), ("itq4_t64", 0.72), ("itq3_t64", 0.72),
@@ -62,18 +62,18 @@ def test_importance_lowers_the_weighted_error(lib, name, limit):
 
 
 @EACH
-def test_the_code_of_every_state(name):
-    """The sliding window of 12 bits, written out a bit at a time, and what C decodes."""
+def test_codes_follow_the_formula(name):
+    """The sliding window of 12 bits, written out bit by bit, and the codes that C unpacks."""
     trellis, info = reference(name), TYPES[name]
     k, (values0, values1) = trellis.k, info.trellis_values
     for state in range(4096):
-        c = [[state >> k * i + bit & 1 for bit in range(k)] for i in range(12 // k)]  # c[i][bit] of the symbol i steps ago
+        c = [[state >> k * i + bit & 1 for bit in range(k)] for i in range(12 // k)]  # c[i][bit]: the symbol i steps ago
         if k == 4:
             i0, i1 = [c[0][b] ^ c[2][b] for b in range(4)], c[1]
         elif k == 3:
-            first, *others = ([c[i + 1][0], c[i + 1][1], c[i][0], c[i][1]] for i in range(3))
-            i0 = [x ^ y ^ z for x, y, z in zip(first, *others, strict=True)]
-            i1 = [x ^ c[3 - i][2] for i, x in enumerate(first)]
+            window, *others = ([c[i + 1][0], c[i + 1][1], c[i][0], c[i][1]] for i in range(3))
+            i0 = [x ^ y ^ z for x, y, z in zip(window, *others, strict=True)]
+            i1 = [x ^ c[3 - i][2] for i, x in enumerate(window)]
         else:
             i0, i1 = [c[1][0] ^ c[5][0], c[1][1] ^ c[5][1], c[0][0] ^ c[4][0], c[0][1] ^ c[4][1]], [*c[3], *c[2]]
         q = values0[sum(x << i for i, x in enumerate(i0))] + values1[sum(x << i for i, x in enumerate(i1))]
@@ -82,8 +82,8 @@ def test_the_code_of_every_state(name):
 
 
 @EACH
-def test_every_state_at_every_place(lib, name):
-    """Scalar C against numpy, which builds the states of a block from its bytes: all 4096 states, all start bytes."""
+def test_unpack_equals_c_for_every_state(lib, name):
+    """C against numpy, which builds a block's states from its bytes: all 4096 states, all start bytes."""
     trellis, rng = reference(name), np.random.default_rng(SEED)
     n = TYPES[name].block_size
     n_blocks = 4096 * 256 // n
@@ -91,24 +91,24 @@ def test_every_state_at_every_place(lib, name):
     blocks[:, 0] = 60
     blocks[:, 1] = np.arange(n_blocks) & 255
     states = trellis.states(blocks)
-    seen = np.zeros((4096, 8), bool)  # a state at each group of n/8
-    seen[states, np.broadcast_to(np.arange(n) % 8, states.shape)] = True
-    assert seen.all()
+    covered = np.zeros((4096, 8), bool)  # each state at each position modulo 8
+    covered[states, np.broadcast_to(np.arange(n) % 8, states.shape)] = True
+    assert covered.all()
     q, _, _ = trellis.unpack(blocks)
     for block, expected in zip(blocks, q, strict=True):
         np.testing.assert_array_equal(lib.unpack_block(TYPES[name].id, block)[0], expected)
 
 
 @EACH
-def test_pack_is_the_inverse(name):
+def test_pack_is_the_inverse_of_states(name):
     trellis, rng = reference(name), np.random.default_rng(SEED)
     blocks = rng.integers(0, 256, (64, TYPES[name].block_bytes), dtype=np.uint8)
     np.testing.assert_array_equal(trellis.pack(trellis.states(blocks), blocks[:, 0]), blocks)
 
 
 @EACH
-def test_the_search_is_the_best_path(name):
-    """Against all paths of three steps from all starts: the first three weights of a block whose others are zero costs."""
+def test_search_finds_an_exact_path(name):
+    """A path's own values are recovered without error."""
     trellis = reference(name)
     k, rng = trellis.k, np.random.default_rng(SEED)
     path = rng.integers(0, 1 << k, TYPES[name].block_size)
@@ -119,15 +119,15 @@ def test_the_search_is_the_best_path(name):
     blocks = trellis.pack(np.array([states]), np.array([60], np.uint8))
     # the values of a path are found again without error
     values = trellis.values[np.array([states])]
-    found = trellis.search(values)
-    np.testing.assert_array_equal(trellis.values[found], values)
+    actual = trellis.search(values)
+    np.testing.assert_array_equal(trellis.values[actual], values)
     np.testing.assert_array_equal(trellis.states(blocks), [states])
 
 
 @pytest.mark.parametrize("name", ["itq3_t", "itq2_t"])
 @pytest.mark.parametrize("follows", [False, True])
-def test_the_search_does_not_overflow(name, follows):
-    """Its integers of 16 bits, brought back every other step, against sums of 64 bits from which nothing is taken off."""
+def test_search_does_not_overflow(name, follows):
+    """16-bit costs, normalized every other step, against 64-bit sums that are not."""
     trellis, rng = reference(name), np.random.default_rng(SEED)
     k, groups, n, steps = trellis.k, trellis.n_groups, 12, 256
     x = np.where(rng.random((n, steps)) < 0.5, -1, 1) * rng.choice([20, 63.5, 64, 80, 1e9, np.inf], (n, steps))
@@ -140,25 +140,25 @@ def test_the_search_does_not_overflow(name, follows):
     unit = trellis.info.trellis_unit
     fixed = np.floor(np.clip(x, -MAX_UNITS, MAX_UNITS).astype(np.float64) * unit + 0.5).astype(np.int64)
     values = (trellis.values * unit).astype(np.int64)
-    least = np.full((n, groups), 1 << 40)
+    lowest_cost = np.full((n, groups), 1 << 40)
     if follows:
-        least[np.arange(n), before % groups] = 0
+        lowest_cost[np.arange(n), before % groups] = 0
     else:
-        least[:, :256] = 0
-    for t in range(steps):  # state s comes from group s >> k and leads to group s % groups
+        lowest_cost[:, :256] = 0
+    for t in range(steps):  # state s is reached from group s >> k and leads to group s % groups
         cost = (fixed[:, t, None] - values) ** 2 >> 16
-        least = (least[:, np.arange(4096) >> k] + cost).reshape(n, 1 << k, groups).min(axis=1)
-    assert (least.min(axis=1) > 65535).any()
-    found = ((fixed - values[states]) ** 2 >> 16).sum(axis=1)
-    np.testing.assert_array_equal(found, least.min(axis=1))
+        lowest_cost = (lowest_cost[:, np.arange(4096) >> k] + cost).reshape(n, 1 << k, groups).min(axis=1)
+    assert (lowest_cost.min(axis=1) > 65535).any()
+    actual = ((fixed - values[states]) ** 2 >> 16).sum(axis=1)
+    np.testing.assert_array_equal(actual, lowest_cost.min(axis=1))
     np.testing.assert_array_equal(states[:, 1:] >> k, states[:, :-1] % groups)
     assert ((states[:, 0] >> k == before % groups) if follows else (states[:, 0] >> k < 256)).all()
 
 
 @pytest.mark.slow
 @EACH
-def test_same_bytes_as_c_beyond_the_search(lib, name):
-    """Rotated weights far beyond the values of the code, where the search holds them."""
+def test_equals_c_beyond_the_search_range(lib, name):
+    """Rotated weights far beyond the code's values, where the search clamps them."""
     n, rng = TYPES[name].block_size, np.random.default_rng(SEED)
     rotated = rng.standard_normal((32, n)).astype(np.float32)
     rotated[np.arange(32), rng.integers(0, n, 32)] = np.geomspace(3, 3000, 32) * np.where(np.arange(32) % 2, -1, 1)
@@ -171,7 +171,7 @@ def test_same_bytes_as_c_beyond_the_search(lib, name):
 
 @EACH
 def test_more_passes_are_never_worse(lib, name):
-    """Of blocks like a bell: for others fewer passes may lead to other scales, and better ones."""
+    """For bell-shaped blocks; others may reach better scales with fewer passes."""
     n = TYPES[name].block_size
     x = np.random.default_rng(SEED).standard_normal((64, n)).astype(np.float32)
     errors = []
@@ -181,4 +181,4 @@ def test_more_passes_are_never_worse(lib, name):
     print(name, [float(e.sum() / (x.astype(np.float64) ** 2).sum()) for e in errors])
     for a, b in zip(errors, errors[1:]):
         bell = b <= reference(name).odd * (x.astype(np.float64) ** 2).sum(axis=1)
-        assert (bell | (b <= a * (1 + 1e-5))).all() and bell.mean() > 0.9  # the encoder compares float32 sums of the rotated errors
+        assert (bell | (b <= a * (1 + 1e-5))).all() and bell.mean() > 0.9  # the encoder compares float32 sums of rotated errors

@@ -1,4 +1,4 @@
-"""scripts/studies/trellis_search.py on samples far too small to find anything: that it climbs, and what it prints."""
+"""scripts/studies/trellis_search.py on tiny samples: it improves, and its output has the right form."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 
 @needs_compiler
 @EACH
-def test_search(monkeypatch, capsys, k):
+def test_search_improves_and_prints_toml(monkeypatch, capsys, k):
     monkeypatch.setattr(trellis_search, "TEST_BLOCKS", 16)
     monkeypatch.setattr(trellis_search, "JUDGE_BLOCKS", 24)
     assert trellis_search.main(["--bits", str(k), "--seeds", "2", "--steps", "60,20", "--blocks", "12,12"]) == 0
@@ -34,16 +34,16 @@ def test_search(monkeypatch, capsys, k):
     assert len(climbs) == 2
     assert all(float(after) < 1.1 * float(before) and float(judged) < 1.3 * float(after) for before, after, judged in climbs), out
 
-    found = tomllib.loads(out[out.index("\n#"):])
-    values = np.array(found["trellis_values"])
+    printed = tomllib.loads(out[out.index("\n#"):])
+    values = np.array(printed["trellis_values"])
     assert values.shape == (2, 16) and values.dtype == int
     assert (values.min(1) == 0).all()
     assert values.max(1).sum() <= 127
-    assert type(found["trellis_offset"]) is float and found["trellis_offset"] % 1 == 0
+    assert type(printed["trellis_offset"]) is float and printed["trellis_offset"] % 1 == 0
 
 
 @needs_compiler
-def test_maps(monkeypatch, capsys):
+def test_maps_prints_a_row_per_map(monkeypatch, capsys):
     monkeypatch.setattr(trellis_search, "JUDGE_BLOCKS", 8)
     assert trellis_search.main(["--maps", "--bits", "4", "--steps", "5,2", "--blocks", "4,4"]) == 0
     rows = re.findall(r"^\| (c.*?) \| (0\.\d+) \|$", capsys.readouterr().out, re.M)
@@ -51,24 +51,24 @@ def test_maps(monkeypatch, capsys):
 
 
 @EACH
-def test_every_map_looks_at_all_bits(k):
-    """And its two indices have no fewer than 256 values together."""
-    for of_map in trellis_search.MAPS[k]:
-        i0, i1 = trellis_search.indices(k, of_map)
+def test_every_map_uses_all_bits(k):
+    """Its two indices together take all 256 values."""
+    for name in trellis_search.MAPS[k]:
+        i0, i1 = trellis_search.indices(k, name)
         assert len(set(zip(i0.tolist(), i1.tolist(), strict=True))) == 256
         assert all((i0 != i0[np.arange(4096) ^ 1 << bit]).any() or (i1 != i1[np.arange(4096) ^ 1 << bit]).any() for bit in range(12))
 
 
-@pytest.mark.parametrize("bad", ["p0", "p0|p9", "p0^|p1", "c0|c1"])
-def test_a_map_of_other_fields_is_refused(capsys, bad):
+@pytest.mark.parametrize("argument", ["p0", "p0|p9", "p0^|p1", "c0|c1"])
+def test_invalid_maps_are_refused(capsys, argument):
     with pytest.raises(SystemExit):
-        trellis_search.main(["--bits", "3", "--map", bad])
-    assert f"--map: {bad!r} is no map of 3 bits" in capsys.readouterr().err
+        trellis_search.main(["--bits", "3", "--map", argument])
+    assert f"--map: {argument!r} is no map of 3 bits" in capsys.readouterr().err
 
 
 @EACH
-def test_code_of_the_types(k):
-    """The states' code is the one that the types decode."""
+def test_code_equals_the_types(k):
+    """The study's code equals the one that the types use."""
     code = trellis_search.shipped(k)
     codes = reference(f"itq{k}_t").codes
     np.testing.assert_array_equal(code - code.min(), codes - float(codes.min()))
@@ -76,14 +76,14 @@ def test_code_of_the_types(k):
 
 @needs_compiler
 @EACH
-def test_errors_of_the_types(k):
+def test_errors_are_ordered_as_expected(k):
     encoder, x, code = trellis_search.Encoder(k), trellis_search.sample(501, 64, scaled=True), trellis_search.shipped(k)
     errors = encoder.errors(x, code)
     assert errors["free start"] <= errors["start byte"] < errors["zero start"]
     assert errors[trellis_search.FORMAT] <= errors["2 tries"] <= errors["E5M3, 1 try"]
-    assert k == 4 or errors[trellis_search.FORMAT] < errors["circle"]  # of K = 4 a byte names all starts
+    assert k == 4 or errors[trellis_search.FORMAT] < errors["circle"]  # for K = 4 a byte holds every start
     assert errors[trellis_search.FORMAT] < LIMITS[k] * 1.03
-    # neighbours along a path share all bits but K; in a circle the last state and the first do too
+    # neighbours on a path share all bits but K; in a circle so do the last and first state
     states = encoder.paths(x, code * 0.05, trellis_search.STATES).astype(int)
     np.testing.assert_array_equal(states[:, 1:] >> k, states[:, :-1] & (4096 >> k) - 1)
     states = encoder.encode(x, code, "circle")[1].astype(int)
@@ -91,7 +91,7 @@ def test_errors_of_the_types(k):
 
 
 @needs_compiler
-def test_compare(monkeypatch, capsys):
+def test_compare_prints_the_expected_errors(monkeypatch, capsys):
     monkeypatch.setattr(trellis_search, "TEST_BLOCKS", 8)
     assert trellis_search.main(["--compare"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
@@ -100,7 +100,7 @@ def test_compare(monkeypatch, capsys):
     assert all(0.5 * limit < float(cell) < 1.5 * limit for row, limit in zip(rows[2:], LIMITS.values(), strict=True) for cell in row[1:])
 
 
-def test_without_a_compiler(tmp_path):
+def test_missing_compiler_is_reported(tmp_path):
     result = subprocess.run([sys.executable, str(ROOT / "scripts" / "studies" / "trellis_search.py"), "--compare"], capture_output=True,
                             text=True, env={"PATH": str(tmp_path)})
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""Second moments in importance matrices: what is read, blended, weighed and handed to the encoders, and bad files."""
+"""Hessians in imatrix files: reading, blending, weighing, the encoders' use of them, and bad files."""
 
 import json
 import threading
@@ -25,38 +25,38 @@ from helpers.moments_files import correlated, pack, write_moments
 from helpers.spies import Spy
 
 UP, GATE, DOWN, EXPERTS = (f"blk.0.ffn_{name}.weight" for name in ("up", "gate", "down", "gate_exps"))
-U = 2.0**-24  # of float32
+U = 2.0**-24  # unit roundoff of float32
 
 
-def tensor(name: str, *ne: int) -> gguf_file.Tensor:
+def make_tensor(name: str, *ne: int) -> gguf_file.Tensor:
     return gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
 
 
-def moments_of(path, t, kind=None):
-    moments = HessianFile([gguf_file.GGUFFile(path)])
-    return moments.for_tensor(t, kind or moments.kind)
+def read_hessian(path, t, kind=None):
+    file = HessianFile([gguf_file.GGUFFile(path)])
+    return file.for_tensor(t, kind or file.kind)
 
 
 @pytest.mark.parametrize("n", [64, 256, 320, 576])
 @pytest.mark.parametrize(("stored", "used"), [("block", "block"), ("full", "full"), ("full", "block")])
-def test_triangles(tmp_path, n, stored, used):
-    """A file of whole matrices serves blocks too. The owner's entry is that of all that share it."""
+def test_reads_triangles_of_blocks_and_full_hessians(tmp_path, n, stored, used):
+    """A file with full Hessians also serves blocks. All sharers get the owner's Hessian."""
     x = correlated(700, n)
     path = write_moments(tmp_path / "m.gguf", {GATE: x}, stored, {UP: GATE})
     h = x.T.astype(np.float64) @ x
     for name in (UP, GATE):
-        found = moments_of(path, tensor(name, n, 8), used)
-        assert found.triangles(0).shape == (packed_size(n, used == "full"),)
-        np.testing.assert_array_equal(found.triangles(0), pack(h, used))
-        assert found.tokens(0) == 700 and found.width == (n if used == "full" else min(n, 256))
-    diagonal = found.stored[0][_hessians.diagonal_indices(n, stored == "full")]
+        hessian = read_hessian(path, make_tensor(name, n, 8), used)
+        assert hessian.triangles(0).shape == (packed_size(n, used == "full"),)
+        np.testing.assert_array_equal(hessian.triangles(0), pack(h, used))
+        assert hessian.tokens(0) == 700 and hessian.width == (n if used == "full" else min(n, 256))
+    diagonal = hessian.stored[0][_hessians.diagonal_indices(n, stored == "full")]
     np.testing.assert_array_equal(diagonal, np.diag(h).astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])
 @pytest.mark.parametrize("n", [64, 256, 320, 768])
-def test_quadratic_forms(kind, n):
-    """Against float64; products and sums in float32 of n values each round by at most n u of the sum of magnitudes."""
+def test_quadratic_forms_match_float64(kind, n):
+    """Against float64. Products and sums of n float32 values round by at most n u of the sum of magnitudes each."""
     x, rows = correlated(300, n), gaussian(5, n)
     h = (x.T.astype(np.float64) @ x).astype(np.float32).astype(np.float64)
     if kind == "block":
@@ -66,29 +66,29 @@ def test_quadratic_forms(kind, n):
     assert (abs(quadratic_forms(pack(h, kind), rows, kind == "full") - expected) <= bound).all()
 
 
-def test_wide_whole_matrices_weigh_a_sample_of_rows(tmp_path, monkeypatch):
+def test_wide_full_hessians_weigh_a_sample_of_rows(tmp_path, monkeypatch):
     path = write_moments(tmp_path / "m.gguf", {DOWN: correlated(700, 320)}, "full")
-    found, rows = moments_of(path, tensor(DOWN, 320, 8)), gaussian(8, 320)
-    h = found.triangles(0)
-    exact = found.weighted_energies(h, rows)[0]
+    hessian, rows = read_hessian(path, make_tensor(DOWN, 320, 8)), gaussian(8, 320)
+    h = hessian.triangles(0)
+    exact = hessian.weighted_energies(h, rows)[0]
     monkeypatch.setattr(_hessians, "WIDEST_EXACT", 100)  # every fourth row
-    assert found.weighted_energies(h, rows)[0] == pytest.approx(4 * sum(found.weighted_energies(h, r[None])[0] for r in rows[::4]))
-    assert exact != found.weighted_energies(h, rows)[0]
+    assert hessian.weighted_energies(h, rows)[0] == pytest.approx(4 * sum(hessian.weighted_energies(h, r[None])[0] for r in rows[::4]))
+    assert exact != hessian.weighted_energies(h, rows)[0]
 
 
 def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
-    """Weight t / (t + 256) for an expert of t tokens, the mean over all tokens of all experts for the rest."""
-    xs = [correlated(n, 320, seed=n) if n else np.zeros((0, 320), np.float32) for n in (600, 100, 0)]
-    path = write_moments(tmp_path / "m.gguf", {EXPERTS: xs})
-    found = moments_of(path, tensor(EXPERTS, 320, 8, 3))
-    hs = [x.T.astype(np.float64) @ x for x in xs]
+    """An expert of t tokens has weight t / (t + 256); the mean over all tokens of all experts has the rest."""
+    expert_inputs = [correlated(n, 320, seed=n) if n else np.zeros((0, 320), np.float32) for n in (600, 100, 0)]
+    path = write_moments(tmp_path / "m.gguf", {EXPERTS: expert_inputs})
+    hessian = read_hessian(path, make_tensor(EXPERTS, 320, 8, 3))
+    hs = [x.T.astype(np.float64) @ x for x in expert_inputs]
     mean, share = sum(hs) / 700, 100 / 356
     expected = [hs[0], share * hs[1] / 100 + (1 - share) * mean, mean]
     for expert, h in enumerate(expected):
-        # at most some ten roundings of what is of the size of the diagonal
-        np.testing.assert_allclose(found.triangles(expert), pack(h, "block"), rtol=10 * U, atol=10 * U * np.diag(h).max())
-    assert [found.is_blended(e) for e in range(3)] == [False, True, True] and [found.tokens(e) for e in range(3)] == [600, 700, 700]
-    (line,) = token_warnings({EXPERTS: found})
+        # at most about ten roundings of values as large as the diagonal
+        np.testing.assert_allclose(hessian.triangles(expert), pack(h, "block"), rtol=10 * U, atol=10 * U * np.diag(h).max())
+    assert [hessian.is_blended(e) for e in range(3)] == [False, True, True] and [hessian.tokens(e) for e in range(3)] == [600, 700, 700]
+    (line,) = token_warnings({EXPERTS: hessian})
     assert "2 experts of 1 tensors" in line and f"{EXPERTS} (2 of 3)" in line
 
 
@@ -96,19 +96,19 @@ def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
     ("block", 16 * 256, 0.01), ("block", 16 * 256 - 1, 0.1), ("full", 16 * 320, 0.03), ("full", 16 * 320 - 1, 0.1)])
 def test_damping_follows_tokens_and_columns(tmp_path, kind, tokens, damping):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(4, 320)}, kind, tensors={f"{UP}.moment_counts": np.array([[tokens]])})
-    assert moments_of(path, tensor(UP, 320, 8)).damping(0) == damping
+    assert read_hessian(path, make_tensor(UP, 320, 8)).damping(0) == damping
 
 
-def test_too_few_tokens_are_warned_about(tmp_path):
+def test_too_few_tokens_give_a_warning(tmp_path):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256 - 1, 320)})
-    found = moments_of(path, tensor(UP, 320, 8))
-    (line,) = token_warnings({UP: found})
-    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line and found.damping(0) == 0.1
+    hessian = read_hessian(path, make_tensor(UP, 320, 8))
+    (line,) = token_warnings({UP: hessian})
+    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line and hessian.damping(0) == 0.1
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256, 320)})
-    assert token_warnings({UP: moments_of(path, tensor(UP, 320, 8))}) == []
+    assert token_warnings({UP: read_hessian(path, make_tensor(UP, 320, 8))}) == []
 
 
-# --- bad files, by the quantizer
+# --- bad files, as the quantizer reports them
 
 @pytest.fixture
 def source(tmp_path):
@@ -119,8 +119,8 @@ def inputs(**replaced) -> dict:
     return {UP: correlated(600, 256), DOWN: correlated(600, 512), EXPERTS: [correlated(300, 256, seed=i) for i in range(3)]} | replaced
 
 
-def with_value(kind: str, index: int, value: float) -> dict:
-    """DOWN's moments with one value replaced."""
+def replace_value(kind: str, index: int, value: float) -> dict:
+    """Return DOWN's Hessian with one value replaced."""
     x = inputs()[DOWN]
     values = pack(x.T.astype(np.float64) @ x, kind)[None]
     values[0, index] = value
@@ -137,9 +137,9 @@ COUNTS = f"{DOWN}.moment_counts"
      (DOWN, "32,896 values for 1 matrices", "needs 65,792 for 1 (512 columns)", "another model", "llama-imatrix -m MODEL -f TEXT --moments block")),
     ({"tensors": {f"{EXPERTS}.in_moments": np.ones((2, MATRIX)), f"{EXPERTS}.moment_counts": np.ones((2, 1))}},
      (EXPERTS, "for 2 matrices", "for 3")),
-    ({"tensors": with_value("block", 17, np.nan)}, (DOWN, "value 17", "nan", "finite")),
-    ({"tensors": with_value("block", MATRIX + 1, np.inf)}, (DOWN, "value 32,897", "inf")),
-    ({"tensors": with_value("block", MATRIX + 2, -4.0)}, (DOWN, "column 257", "-4", "not negative")),
+    ({"tensors": replace_value("block", 17, np.nan)}, (DOWN, "value 17", "nan", "finite")),
+    ({"tensors": replace_value("block", MATRIX + 1, np.inf)}, (DOWN, "value 32,897", "inf")),
+    ({"tensors": replace_value("block", MATRIX + 2, -4.0)}, (DOWN, "column 257", "-4", "not negative")),
     ({"tensors": {COUNTS: np.array([[0]])}}, (DOWN, "no token")),
     ({"tensors": {COUNTS: np.array([[np.nan]])}}, (DOWN, "count 0 is nan")),
     ({"tensors": {COUNTS: np.array([[3], [4]])}}, (DOWN, "Hessians of 1 matrices and counts of 2")),
@@ -154,13 +154,13 @@ COUNTS = f"{DOWN}.moment_counts"
      ("moments of 1 tensors", "blk.7.attn_q.weight", UP, "--importance diagonal")),
 ], ids=["width", "size", "experts", "nan", "inf", "negative", "no_tokens", "nan_count", "counts", "no_counts", "no_moments", "f16", "lists",
         "no_list", "kind", "block_size", "names"])
-def test_bad_files(tmp_path, source, options, parts):
+def test_bad_files_are_reported(tmp_path, source, options, parts):
     options = {"inputs": {}} | options
     path = write_moments(tmp_path / "m.gguf", inputs(**options.pop("inputs")), **options)
     quantize_error(tmp_path, source, "m.gguf", *parts, flags=["--type", "itq3_t", "--imatrix", path])
 
 
-def test_truncated_and_without_moments(tmp_path, source):
+def test_truncated_files_and_missing_hessians_are_reported(tmp_path, source):
     path = write_moments(tmp_path / "m.gguf", inputs())
     path.write_bytes(path.read_bytes()[:-1000])
     quantize_error(tmp_path, source, "m.gguf", "truncated", flags=["--type", "itq3_t", "--imatrix", path])
@@ -173,143 +173,142 @@ def test_truncated_and_without_moments(tmp_path, source):
                    flags=["--type", "itq3_t", "--imatrix", path, "--importance", "full"])
 
 
-def test_whole_matrices_are_checked_when_they_are_used(tmp_path):
+def test_full_hessians_are_checked_on_use(tmp_path):
     for index, value, part in ((17, np.nan, "value 17"), (packed_size(512, True) - 1, -1, "column 511")):
-        path = write_moments(tmp_path / "m.gguf", inputs(), "full", tensors=with_value("full", index, value))
+        path = write_moments(tmp_path / "m.gguf", inputs(), "full", tensors=replace_value("full", index, value))
         for kind in ("block", "full"):
             with pytest.raises(UserError, match=f"{DOWN}: .*{part}"):
-                moments_of(path, tensor(DOWN, 512, 8), kind).triangles(0)
+                read_hessian(path, make_tensor(DOWN, 512, 8), kind).triangles(0)
 
 
-def test_zero_columns_are_fine(tmp_path):
-    """Dead inputs: damping keeps the matrix positive."""
+def test_zero_columns_are_accepted(tmp_path):
+    """Dead inputs: damping keeps the Hessian positive definite."""
     x = correlated(600, 256)
     x[:, 3:90] = 0
-    found = moments_of(write_moments(tmp_path / "m.gguf", {UP: x}), tensor(UP, 256, 8))
-    found.check()
+    hessian = read_hessian(write_moments(tmp_path / "m.gguf", {UP: x}), make_tensor(UP, 256, 8))
+    hessian.check()
     h = np.zeros((256, 256))
-    h[np.tril_indices(256)] = found.triangles(0)
+    h[np.tril_indices(256)] = hessian.triangles(0)
     h += np.tril(h, -1).T
-    np.linalg.cholesky(h + found.damping(0) * np.diag(h).mean() * np.eye(256))
+    np.linalg.cholesky(h + hessian.damping(0) * np.diag(h).mean() * np.eye(256))
     with pytest.raises(np.linalg.LinAlgError):
         np.linalg.cholesky(h)
 
 
-# By name of a matrix its type, of every kind of encoder that takes importances.
-TAKING = dict(zip((f"blk.{i}.ffn_up.weight" for i in range(12)), (
+# tensor -> type: every kind of encoder that takes importances
+TYPE_OF_TENSOR = dict(zip((f"blk.{i}.ffn_up.weight" for i in range(12)), (
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q5_0", "iq4_nl", "iq3_s", "iq2_xs", "itq3_t", "ditto3")))
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "block", "full"])
-def test_dead_columns_are_not_erased(tmp_path, lib, kind):
-    """A block of zeros, and a part of another one that is next to nothing: their errors are those that types make where nothing is known of
-    the inputs. The summary counts them."""
+def test_dead_columns_keep_the_usual_error(tmp_path, lib, kind):
+    """A block of zeros and a nearly dead part keep the errors that they have without an imatrix; the summary counts them."""
     x = correlated(600, 512)
     x[:, :256], x[:, 320:384] = 0, 1e-6 * x[:, 320:384]
     dead = np.r_[:256, 320:384]
-    source = write_gguf(tmp_path / "in.gguf", {name: gaussian(16, 512) for name in TAKING})
-    path = write_moments(tmp_path / "m.gguf", dict.fromkeys(TAKING, x), "full" if kind == "full" else "block")
-    flags = [part for name, target in TAKING.items() for part in ("--tensor-type", f"{name}={target}")]
+    source = write_gguf(tmp_path / "in.gguf", {name: gaussian(16, 512) for name in TYPE_OF_TENSOR})
+    path = write_moments(tmp_path / "m.gguf", dict.fromkeys(TYPE_OF_TENSOR, x), "full" if kind == "full" else "block")
+    flags = [part for name, target in TYPE_OF_TENSOR.items() for part in ("--tensor-type", f"{name}={target}")]
     report = tmp_path / "report.json"
     done = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", kind, "--report", report, *flags)
     assert f"dead inputs = {12 * len(dead):,} of {12 * 512:,} columns of ffn_up" in done.stdout
-    assert json.loads(report.read_text())["dead_columns"] == dict.fromkeys(TAKING, len(dead))
+    assert json.loads(report.read_text())["dead_columns"] == dict.fromkeys(TYPE_OF_TENSOR, len(dead))
     original = gaussian(16, 512).astype(np.float16).astype(np.float32)
     for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
         stored = lib.dequantize(int(t.tensor_type), np.ascontiguousarray(t.data).reshape(16, -1), 512)
         plain = lib.dequantize(int(t.tensor_type), lib.quantize(int(t.tensor_type), original, imatrix=np.ones(512, np.float32)), 512)
-        error, usual = (((made - original)[:, dead] ** 2).sum() for made in (stored, plain))
-        assert error < 1.5 * usual, (TAKING[t.name], error / usual)
+        error, plain_error = (((weights - original)[:, dead] ** 2).sum() for weights in (stored, plain))
+        assert error < 1.5 * plain_error, (TYPE_OF_TENSOR[t.name], error / plain_error)
 
 
-def test_floor_changes_dead_columns_alone():
+def test_floor_changes_only_dead_columns():
     live = np.random.default_rng(1).lognormal(0, 2, (2, 576)).astype(np.float32)
     np.testing.assert_array_equal(imatrix.apply_floor(live), live)
-    some = live.copy()
-    some[0, :300], some[1, 570:] = 0, 1e-12
-    found = imatrix.apply_floor(some)
-    np.testing.assert_array_equal(imatrix.dead_columns(some), some != live)
-    np.testing.assert_array_equal(found[some == live], live[some == live])
-    np.testing.assert_array_equal(TensorCalibration(some).importances(1), found[1])
-    assert (found > 0).all() and (found[0, 256:300] == found[0, 299]).all() and (np.diff(imatrix.apply_floor(0 * live)) == 0).all()
+    partly_dead = live.copy()
+    partly_dead[0, :300], partly_dead[1, 570:] = 0, 1e-12
+    floored = imatrix.apply_floor(partly_dead)
+    np.testing.assert_array_equal(imatrix.dead_columns(partly_dead), partly_dead != live)
+    np.testing.assert_array_equal(floored[partly_dead == live], live[partly_dead == live])
+    np.testing.assert_array_equal(TensorCalibration(partly_dead).importances(1), floored[1])
+    assert (floored > 0).all() and (floored[0, 256:300] == floored[0, 299]).all() and (np.diff(imatrix.apply_floor(0 * live)) == 0).all()
 
 
-# --- what encoders get
+# --- what the encoders receive
 
-def test_metrics_are_made_once_and_dropped():
-    made, barrier = [], threading.Barrier(4)
+def test_metrics_are_computed_once_and_dropped():
+    created, barrier = [], threading.Barrier(4)
 
     def make(expert):
-        made.append(expert)
+        created.append(expert)
         if expert == 9:
             raise UserError("no")
         return object()
 
     metrics = PerExpert(make)
 
-    def get(expert):
+    def get_waiting(expert):
         barrier.wait(10)
         return metrics.get(expert)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(get, [2, 2, 3, 3]))
-        assert found[0] is found[1] and found[2] is found[3] and found[0] is not found[2] and sorted(made) == [2, 3]
+        results = list(pool.map(get_waiting, [2, 2, 3, 3]))
+        assert results[0] is results[1] and results[2] is results[3] and results[0] is not results[2] and sorted(created) == [2, 3]
         metrics.drop_before(3)
-        assert metrics.get(3) is found[2] and metrics.get(2) is not found[0]
-        failed = [pool.submit(get, 9) for _ in range(4)]
-        assert all(isinstance(f.exception(), UserError) for f in failed) and made.count(9) == 1
+        assert metrics.get(3) is results[2] and metrics.get(2) is not results[0]
+        failures = [pool.submit(get_waiting, 9) for _ in range(4)]
+        assert all(isinstance(f.exception(), UserError) for f in failures) and created.count(9) == 1
 
 
 class FakeLibrary:
-    """Library.metric(), failing as told, and what it was asked."""
+    """Library.metric() that returns or raises the given results and records its arguments."""
 
     def __init__(self, *results):
-        self.results, self.asked = list(results), []
+        self.results, self.calls = list(results), []
 
     def metric(self, type_id, n_per_row, moments, whole, damping, segment, n_threads):
-        self.asked.append((type_id, n_per_row, moments, whole, damping, segment))
+        self.calls.append((type_id, n_per_row, moments, whole, damping, segment))
         if isinstance(result := self.results.pop(0), type):
             raise result
         return result
 
 
-def codec_metric(tmp_path, lib, kind="block", effort="normal"):
+def compute_metric(tmp_path, lib, kind="block", effort="normal"):
     path, warnings = write_moments(tmp_path / "m.gguf", {UP: correlated(5000, 256)}, kind), []
-    t = tensor(UP, 256, 8)
-    found = moments_of(path, t)
-    calibration = TensorCalibration.from_hessian(None, found)
-    made = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, calibration, 0, warnings.append)
-    return made, warnings
+    t = make_tensor(UP, 256, 8)
+    hessian = read_hessian(path, t)
+    calibration = TensorCalibration.from_hessian(None, hessian)
+    created = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, calibration, 0, warnings.append)
+    return created, warnings
 
 
-def test_matrices_that_are_not_positive_are_damped_more_once(tmp_path):
+def test_non_positive_hessians_are_damped_once_more(tmp_path):
     metric = object()
     lib = FakeLibrary(metric)
-    assert codec_metric(tmp_path, lib) == (metric, [])
-    assert [lib.asked[0][i] for i in (0, 1, 3, 4, 5)] == [int(TYPES["itq3_t"].id), 256, False, 0.01, 32]
+    assert compute_metric(tmp_path, lib) == (metric, [])
+    assert [lib.calls[0][i] for i in (0, 1, 3, 4, 5)] == [int(TYPES["itq3_t"].id), 256, False, 0.01, 32]
     lib = FakeLibrary(library.NotPositiveDefinite, metric)
-    made, (warning,) = codec_metric(tmp_path, lib, effort="best")
-    assert made is metric and [a[4:] for a in lib.asked] == [(0.01, 8), (0.1, 8)]
+    created, (warning,) = compute_metric(tmp_path, lib, effort="best")
+    assert created is metric and [a[4:] for a in lib.calls] == [(0.01, 8), (0.1, 8)]
     assert UP in warning and "not positive definite" in warning and "0.1" in warning
     with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 0.1.*--importance diagonal"):
-        codec_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
+        compute_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
     with pytest.raises(UserError, match=f"{UP}.*no memory.*256 columns.*--importance block"):
-        codec_metric(tmp_path, FakeLibrary(MemoryError), "full")
+        compute_metric(tmp_path, FakeLibrary(MemoryError), "full")
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])
-def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
-    """And Q8_0 with none; the summary and the metadata say what was used."""
+def test_every_expert_has_its_own_metric(tmp_path, source, lib, monkeypatch, capsys, kind):
+    """Q8_0 gets none; the summary and the metadata say what was used."""
     from ggml_ext._formats import chunks
 
     spy = Spy(monkeypatch, lib)
-    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 3 * 256)  # chunks that end inside an expert
-    xs = inputs()
-    path = write_moments(tmp_path / "m.gguf", xs, kind)
+    monkeypatch.setattr(chunks, "CHUNK_WEIGHTS", 3 * 256)  # chunks end inside an expert
+    layer_inputs = inputs()
+    path = write_moments(tmp_path / "m.gguf", layer_inputs, kind)
     spy.run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--tensor-type", "ffn_up=q8_0", "--imatrix", path)
     assert {type_id for type_id, *_ in spy.metrics} == {int(TYPES["itq3_t"].id)} and len(spy.metrics) == 4
-    hs = [x.T.astype(np.float64) @ x for x in xs[EXPERTS]]
-    for h in hs:  # whole and block are the same for 256 columns
+    hs = [x.T.astype(np.float64) @ x for x in layer_inputs[EXPERTS]]
+    for h in hs:  # block and full are equal for 256 columns
         assert any(np.array_equal(m, pack(h, kind)) for _, n, whole, m in spy.metrics if n == 256 and whole == (kind == "full"))
     by_metric = {}
     for metric, n_rows in spy.used[int(TYPES["itq3_t"].id)]:
@@ -322,8 +321,8 @@ def test_every_expert_is_encoded_with_its_metric(tmp_path, source, lib, monkeypa
     assert f"importance  = {kind}, of {path}" in out and "weighted" in out
 
 
-def test_tensors_that_share_their_input_share_its_metric(tmp_path, lib, monkeypatch):
-    """One after the other and of the same type: of gate, up and down, two metrics; with another type between them three."""
+def test_tensors_with_a_common_input_share_its_metric(tmp_path, lib, monkeypatch):
+    """gate, up and down in a row need two metrics; three if up has another type."""
     source = write_gguf(tmp_path / "in.gguf", {GATE: gaussian(8, 256), UP: gaussian(8, 256), DOWN: gaussian(8, 256)})
     path = write_moments(tmp_path / "m.gguf", {GATE: correlated(600, 256), DOWN: correlated(600, 256, seed=2)}, sharing={UP: GATE})
     for flags, n in (([], 2), (["--tensor-type", "ffn_up=itq2_t"], 3)):
@@ -333,8 +332,8 @@ def test_tensors_that_share_their_input_share_its_metric(tmp_path, lib, monkeypa
         monkeypatch.undo()
 
 
-def test_stock_types_share_the_metric_of_their_input(tmp_path, lib, monkeypatch):
-    """Which is of no type: q4_k and q6_k, as a mixed file has them, need one."""
+def test_upstream_types_share_the_metric_of_their_input(tmp_path, lib, monkeypatch):
+    """Their metric does not depend on the type: q4_k and q6_k in a quant mix need one."""
     source = write_gguf(tmp_path / "in.gguf", {GATE: gaussian(8, 256), UP: gaussian(8, 256)})
     path = write_moments(tmp_path / "m.gguf", {GATE: correlated(600, 256)}, sharing={UP: GATE})
     spy = Spy(monkeypatch, lib)
@@ -342,8 +341,8 @@ def test_stock_types_share_the_metric_of_their_input(tmp_path, lib, monkeypatch)
     assert len(spy.metrics) == 1 and [m for used in spy.used.values() for m, _ in used] == [0, 0]
 
 
-def test_errors_are_weighed_with_the_moments(tmp_path, source, lib, monkeypatch, capsys):
-    """As float64 finds them in the written file, with the tolerance of test_quadratic_forms and that of the printed digits."""
+def test_reported_errors_are_weighted_with_the_hessian(tmp_path, source, lib, monkeypatch, capsys):
+    """Against float64 errors of the written file, up to the printed digits."""
     Spy(monkeypatch, lib).run(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", write_moments(tmp_path / "m.gguf", inputs()))
     x = inputs()[DOWN].astype(np.float64)
     x = x.reshape(600, 2, 256)
@@ -356,8 +355,8 @@ def test_errors_are_weighed_with_the_moments(tmp_path, source, lib, monkeypatch,
     assert float(line.split()[3]) == pytest.approx(energy[0] / energy[1], rel=1e-4, abs=1e-6)
 
 
-def test_doubled_plain_errors_are_no_warning():
-    """Encoders with moments trade plain error for weighted error: the latter is held against the usual one."""
+def test_only_weighted_errors_give_a_warning():
+    """Encoders with Hessians trade plain error for weighted error, so the latter is compared with the usual one."""
     itq3_t = gguf.GGMLQuantizationType.ITQ3_T
     traded = Accuracy(error=0.06, energy=1, weighted_error=0.012, weighted_energy=1, of_moments=True)
     assert not traded.exceeds_usual(itq3_t, 3)
@@ -366,8 +365,8 @@ def test_doubled_plain_errors_are_no_warning():
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])
-def test_numpy_writes_the_same_bytes(tmp_path, source, lib, kind):
-    """And other bytes than with the diagonal."""
+def test_numpy_equals_c(tmp_path, source, lib, kind):
+    """With the diagonal the bytes differ."""
     path = write_moments(tmp_path / "m.gguf", inputs(), kind)
     data = {}
     for name, flags in (("c", []), ("numpy", ["--encoder", "numpy"]), ("diagonal", ["--importance", "diagonal"])):
@@ -376,7 +375,7 @@ def test_numpy_writes_the_same_bytes(tmp_path, source, lib, kind):
     assert data["c"] == data["numpy"] and all(data["c"][name] != data["diagonal"][name] for name in (UP, DOWN, EXPERTS))
 
 
-def test_types_without_a_metric_take_the_diagonal(tmp_path, source, lib):
+def test_types_without_a_metric_use_the_diagonal(tmp_path, source, lib):
     path = write_moments(tmp_path / "m.gguf", inputs())
     quantize(source, tmp_path / "a.gguf", "--type", "ditto3", "--tensor-type", "ffn=tq2_0", "--imatrix", path)
     assert gguf.GGUFReader(tmp_path / "a.gguf").fields["ggml_ext.importance"].contents() == "diagonal"
@@ -384,9 +383,9 @@ def test_types_without_a_metric_take_the_diagonal(tmp_path, source, lib):
     assert "--importance block: no tensor gets a type that uses more than the diagonal" in result.stderr
 
 
-def test_moments_of_several_files(tmp_path):
-    """As the passes over layers leave them."""
+def test_hessians_of_several_files(tmp_path):
+    """Passes over layers write several files."""
     a = write_moments(tmp_path / "a.gguf", {UP: correlated(600, 256)}, "full")
     b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
-    found = open_importance([a, b], "full")
-    assert set(found.moments.names()) == {UP, DOWN} and found.hessian(tensor(DOWN, 320, 8)).is_full
+    importance = open_importance([a, b], "full")
+    assert set(importance.moments.names()) == {UP, DOWN} and importance.hessian(make_tensor(DOWN, 320, 8)).is_full
