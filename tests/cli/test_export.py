@@ -26,7 +26,7 @@ from helpers.commands import quantize as quantized
 from helpers.importances import write_imatrix
 from helpers.models import ROOT, gaussian, read_tensors, write_gguf
 from helpers.moments_files import correlated, write_moments
-from helpers.native import STOCK, built
+from helpers.native import STOCK, require_built
 from helpers.weights import relative_mse
 from perplexity_run import UNIFORM, perplexity
 
@@ -280,7 +280,7 @@ def test_stock_llama_cpp_runs_it(model, tmp_path, capsys):
     # in wrong places costs whole units.
     assert max(found) / min(found) < 1.01
     for path in (f16, q8):
-        command = [built(STOCK, "llama-cli"), "-m", path, "-p", "import os", "-n", "4", "--temp", "0", "-st", "-t", "1"]
+        command = [require_built(STOCK, "llama-cli"), "-m", path, "-p", "import os", "-n", "4", "--temp", "0", "-st", "-t", "1"]
         done = subprocess.run([*command, "--chat-template", "chatml"], capture_output=True, text=True, timeout=300,
                               stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr[-2000:]

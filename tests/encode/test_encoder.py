@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES, WEIGHT_TYPES
-from helpers.native import BUILD, ROOT, built
+from helpers.native import BUILD, ROOT, require_built
 from helpers.weights import assert_same_blocks, relative_mse
 
 DATA = Path(__file__).parents[1] / "data"
@@ -102,7 +102,7 @@ def test_golden_blocks_are_unchanged(lib, type_name):
 @pytest.mark.parametrize("c_library", ["glibc", "musl"])
 def test_function_clones_need_glibc(c_library):
     """IFUNC selects them, which musl lacks: GCC fails there. The test undefines __GLIBC__ after the header that defines it."""
-    built(BUILD, "libggml-base.so")
+    require_built(BUILD, "libggml-base.so")
     undefine = "#undef __GLIBC__\n" if c_library == "musl" else ""
     code = f'#include <features.h>\n{undefine}#include "encode/encode.h"\nEXT_CLONES void encode(void);\n'
     include = [f"-I{folder}" for folder in (ROOT / "ggml_ext", BUILD / "llama.cpp/ggml/include", BUILD / "llama.cpp/ggml/src")]

@@ -14,7 +14,7 @@ from ggml_ext._native import library
 from ggml_ext.quants import SIGNS, reference
 from ggml_ext.quants._metric import Metric, positions
 from helpers.hessians import SEED, correlated_hessian, keep_blocks, output_error, pack_triangles
-from helpers.native import BUILD, built
+from helpers.native import BUILD, require_built
 from helpers.weights import assert_same_blocks
 
 TRELLIS = [name for name, info in TYPES.items() if info.trellis_values]
@@ -49,7 +49,7 @@ def test_equals_c(lib, name, n, full, segment):
     expected = lib.quantize(int(TYPES[name].id), x, metric=c_metric)
     blocks = x.reshape(-1, TYPES[name].block_size)
     actual = numpy_encoder(name)(blocks, metric=numpy_metric)
-    assert_same_blocks(actual, expected.reshape(len(blocks), -1), f"{name}, rows of {n}, whole {full}, segment {segment}, seed {SEED}")
+    assert_same_blocks(actual, expected.reshape(len(blocks), -1), f"{name}, rows of {n}, full {full}, segment {segment}, seed {SEED}")
 
 
 @pytest.mark.parametrize("name", ["itq3_t", "q4_k"])
@@ -230,8 +230,8 @@ def test_arguments_are_checked(lib):
 
 def test_out_of_memory_is_reported_as_such():
     """Whichever allocation fails: one of the metric or one of the four of each of its matrices."""
-    ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-    driver = ctypes.CDLL(str(built(BUILD, "libggml-ext-metric.so")))
+    ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    driver = ctypes.CDLL(str(require_built(BUILD, "libggml-ext-metric.so")))
     hessian = pack_triangles(correlated_hessian(768, 2000), False)
     n_metric, n_matrices = 5, 3 * 4
     actual = [

@@ -9,7 +9,7 @@ from ggml_ext import TYPES
 from ggml_ext.quants import reference
 from ggml_ext.quants._trellis import MAX_UNITS
 from helpers.corpora import SEED, corpora
-from helpers.native import BUILD, built
+from helpers.native import BUILD, require_built
 from helpers.weights import assert_same_blocks, weighted_blocks, weighted_error_ratio
 
 NAMES = [name for name, info in TYPES.items() if info.trellis_values]
@@ -41,8 +41,8 @@ def test_equals_c_with_importances(lib, name, kind, passes):
 @pytest.mark.parametrize("known_ends", ["nothing", "before", "after", "both"])
 def test_search_equals_c(name, known_ends):
     """Up to the largest weights, whose costs pass 65535 unless they are lowered in time."""
-    ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-    dll = ctypes.CDLL(str(built(BUILD, "libggml-ext-trellis.so")))
+    ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(require_built(BUILD, "libggml-ext-trellis.so")))
     trellis, rng, (n_rows, n) = reference(name), np.random.default_rng(SEED), (12, 256)
     x = (rng.standard_normal((n_rows, n)) * trellis.rms * np.geomspace(0.1, 10, n_rows)[:, None]).astype(np.float32)
     x[0], x[1, ::2], x[2] = np.float32(200), np.float32(-200), np.float32(-200)  # clamped to 80

@@ -198,7 +198,7 @@ def test_timeout_kills_the_process_tree(tmp_path):
 
 def test_gpu_program_passes_as_host_code(lib):
     """tests/gpu/kernels.cu finds nothing wrong, and every check counts something; two seconds."""
-    done = subprocess.run([str(native.built(native.BUILD, "ggml-ext-cuda-host-kernels")), "--few"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([str(native.require_built(native.BUILD, "ggml-ext-cuda-host-kernels")), "--few"], capture_output=True, text=True, timeout=600)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     checks = {line["check"]: line for line in lines if "check" in line}
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,7 @@ class Graph(ggml_graph.Graph):
     """A graph on the Metal backend. Tensors have memory only while they are computed."""
 
     def __init__(self):
-        base = ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+        base = ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
         super().__init__(base, native.kernels("native").dll)
         for name in ("ggml_permute", "ggml_dup", "ggml_cont"):
             getattr(base, name).restype = c_void_p
@@ -116,7 +116,7 @@ def run_in_all_orders(compute) -> np.ndarray:
 def stock_rows(lib, name: str, n_rows: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
     """Return type id, bytes (n_rows, row bytes) and the float32 (n_rows, n) that ggml dequantizes."""
     kind = gguf.GGMLQuantizationType[name.upper()]
-    base = ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    base = ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     base.ggml_row_size.restype = base.ggml_quantize_chunk.restype = c_size_t
     w = np.random.default_rng(1).standard_normal((n_rows, n)).astype(np.float32)
     rows = np.empty((n_rows, base.ggml_row_size(c_int(kind), c_int64(n))), np.uint8)

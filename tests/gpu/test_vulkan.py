@@ -21,7 +21,7 @@ from ggml_ext import TYPES, WEIGHT_TYPES
 from helpers import vulkan
 from helpers.blocks import EACH_KIND, nightly_except
 from helpers.commands import quantize
-from helpers.native import BUILD, F32_U, ROOT, built
+from helpers.native import BUILD, F32_U, ROOT, require_built
 from helpers.perplexity_record import perplexity_tolerance
 from helpers.vulkan import Case
 from server import running_server
@@ -124,7 +124,7 @@ def test_trellis_types_need_more_than_16_kb_of_shared_memory():
 
 
 def backend_ops(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([built(BUILD, "test-backend-ops"), *arguments, "-b", "Vulkan0"], capture_output=True, text=True, timeout=600,
+    return subprocess.run([require_built(BUILD, "test-backend-ops"), *arguments, "-b", "Vulkan0"], capture_output=True, text=True, timeout=600,
                           env=vulkan.environment(GGML_BACKEND_PATH=str(vulkan.library())))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 
-from helpers.native import BUILD, built
+from helpers.native import BUILD, require_built
 
 BASE = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127)), "\u2581"]
 ARRAY = gguf.GGUFValueType.ARRAY
@@ -18,7 +18,7 @@ def make(architecture: str, folder: Path) -> list[Path]:
     raw = folder / "raw"
     raw.mkdir()
     chosen = [] if architecture == "all" else ["-a", architecture]
-    subprocess.run([built(BUILD, "test-llama-archs"), *chosen, "-o", f"{raw}/"], check=True, capture_output=True, timeout=300)
+    subprocess.run([require_built(BUILD, "test-llama-archs"), *chosen, "-o", f"{raw}/"], check=True, capture_output=True, timeout=300)
     return [with_vocabulary(path, folder / path.name) for path in sorted(raw.glob("*.gguf")) if has_embeddings(path)]
 
 

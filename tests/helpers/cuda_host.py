@@ -20,8 +20,8 @@ BLOCK_Q8 = {n: np.dtype([("qs", "i1", (t, 32)), ("sum_d", [("sum", "<i2"), ("d",
 
 @functools.cache
 def device() -> ctypes.CDLL:
-    ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-    dll = ctypes.CDLL(str(native.built(native.BUILD, "libggml-ext-cuda-host.so")))
+    ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-ext-cuda-host.so")))
     dll.cuda_host_vec_dot.restype = c_float
     dll.cuda_host_copy.restype = dll.cuda_host_quantize_mmq.restype = ctypes.c_bool
     return dll

@@ -11,8 +11,8 @@ from helpers import native
 
 @functools.cache
 def device() -> ctypes.CDLL:
-    ctypes.CDLL(str(native.built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
-    dll = ctypes.CDLL(str(native.built(native.BUILD, "libggml-ext-metal-host.so")))
+    ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-ext-metal-host.so")))
     dll.metal_host_kernels.restype = c_char_p
     dll.metal_host_alloc_size.restype = c_size_t
     for name in ("metal_host_supports", "metal_host_compute"):

@@ -35,7 +35,7 @@ assert all(dtype.itemsize == TYPES[name].block_bytes for name, dtype in ACTIVATI
 F32_U = 2.0**-24  # unit roundoff of float32
 
 
-def built(folder: Path, name: str) -> Path:
+def require_built(folder: Path, name: str) -> Path:
     """Return a file of a build directory, or skip the test if `make test` has not built it."""
     path = folder / "bin" / name
     if not path.exists():
@@ -72,7 +72,7 @@ def emulator_command(name: str, cpu: str) -> list[str | Path]:
     qemu = shutil.which("qemu-aarch64")
     if not qemu:
         pytest.skip("qemu-aarch64 is missing: scripts/build/build_tests.py names the package")
-    return [qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, built(AARCH64, name)]
+    return [qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, require_built(AARCH64, name)]
 
 
 def n_groups(n: int) -> int:
@@ -110,9 +110,9 @@ class Kernels:
 
     def __init__(self, isa: str):
         # load ggml-base of the same build first: the kernels need its symbols
-        ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
         name = "libggml-cpu.so" if isa == "native" else f"libggml-ext-kernels-{isa}.so"
-        self.dll = ctypes.CDLL(str(built(BUILD, name)))
+        self.dll = ctypes.CDLL(str(require_built(BUILD, name)))
         self.dll.ggml_ext_cpu_isa.restype = c_char_p
         self.dll.ggml_ext_cpu_n_tiles.restype = c_int64
         self.dll.ggml_ext_cpu_unpack_block.argtypes = [c_int, c_void_p, c_void_p]
@@ -170,7 +170,7 @@ def tiled_columns(type_name: str) -> int:
 
 
 # The tiled GEMM starts at different sizes on CPUs with and without VNNI. GGML_EXT_LIMITS_OF_VNNI=1 or 0 makes a test build act as
-# either (docs/reference/formats.md, "Tests on another kind of processor").
+# either (docs/maintaining/tests.md).
 LIMITS_VARIABLE = "GGML_EXT_LIMITS_OF_VNNI"
 LIMITS_OF_VNNI = ("0", "1") if platform.machine() in ("x86_64", "AMD64") else (None,)
 
@@ -240,7 +240,7 @@ def kernels(isa: str) -> Kernels | EmulatedKernels:
 
 def quantize_reference(x: np.ndarray, activation: str = "q8_kr") -> np.ndarray:
     """Quantize float32 (..., n) to Q8_KR or Q8_KR64 with the scalar reference of libggml-base."""
-    dll = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+    dll = ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
     return quantize_rows(getattr(dll, f"ggml_ext_quantize_row_{activation}_ref"), x, activation)
 
 
@@ -248,7 +248,7 @@ class Graph(ggml_graph.Graph):
     """A ggml graph on the libraries of the build directory."""
 
     def __init__(self, mem_bytes: int = 64 << 20):
-        base = ctypes.CDLL(str(built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
+        base = ctypes.CDLL(str(require_built(BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
         super().__init__(base, kernels("native").dll, mem_bytes)
 
 

@@ -113,7 +113,7 @@ class ProductRunner:
         nb = [block[1], block[1] * ne[0] // block[0]]
         nb += [nb[1] * ne[1], nb[1] * ne[1] * ne[2]]
         size = nb[3] * ne[3]
-        address = self.device.allocate(size) if data is None else self.device.buffer(data, behind=-data.nbytes % 4)
+        address = self.device.allocate(size) if data is None else self.device.buffer(data, padding=-data.nbytes % 4)
         return Tensor(type_id, (c_int64 * 4)(*ne), (c_size_t * 4)(*nb), address)
 
     def weights(self, w: Weights, padded: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import perplexity_run
-from helpers.native import ROOT, built
+from helpers.native import ROOT, require_built
 
 VULKAN = Path(os.environ.get("GGML_EXT_TEST_VULKAN", ROOT / "build" / "vulkan"))
 SHADERS = VULKAN / "llama" / "ggml" / "src" / "ggml-vulkan" / "vulkan-shaders.spv"
@@ -42,7 +42,7 @@ class CaseResult(NamedTuple):
 
 
 def library() -> Path:
-    return built(VULKAN, "libggml-vulkan.so")
+    return require_built(VULKAN, "libggml-vulkan.so")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def run_cases(type_name: str, cases: list[Case], **variables: str) -> dict[Case,
     """
     cases = sorted(cases, key=Case.n_activations, reverse=True)
     lines = "".join(f"{type_name} {' '.join(map(str, case))}\n" for case in cases)
-    done = subprocess.run([built(VULKAN, "ggml-ext-vulkan-driver"), library()], input=lines, capture_output=True, text=True,
+    done = subprocess.run([require_built(VULKAN, "ggml-ext-vulkan-driver"), library()], input=lines, capture_output=True, text=True,
                           env=environment(**variables))
     answers = done.stdout.splitlines()
     where = cases[len(answers)] if len(answers) < len(cases) else "the end"

@@ -40,7 +40,7 @@ def test_kernels_report_their_instruction_set(isa):
 @pytest.mark.parametrize("isa", [isa for isa in ["avx2", "avx512"] if isa in native.LOCAL_ISAS])
 def test_emulated_intrinsics_equal_native_ones(isa):
     """tests/simd_host emulates intrinsics that this CPU may lack; here it is compared with those it has."""
-    done = subprocess.run([native.built(native.BUILD, f"ggml-ext-simd-host-{isa}")], capture_output=True, text=True)
+    done = subprocess.run([native.require_built(native.BUILD, f"ggml-ext-simd-host-{isa}")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -359,7 +359,7 @@ def test_upstream_suite_passes(binary, arguments):
 
     On the CPU, test-backend-ops compares the tiled GEMM, here forced for any number of columns, with the other kernels.
     """
-    result = subprocess.run([native.built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900,
+    result = subprocess.run([native.require_built(native.BUILD, binary), *arguments], capture_output=True, text=True, timeout=900,
                             env={**os.environ, "GGML_CPU_TILED_MM_FORCE": "1"})
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     for name in TYPE_NAMES:

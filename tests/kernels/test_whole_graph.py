@@ -19,7 +19,7 @@ import pytest
 from ggml_ext import WEIGHT_TYPES
 from helpers.blocks import EACH_KIND
 from helpers.commands import quantize, tool
-from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, built, emulator_command
+from helpers.native import BUILD, EMULATED_ISAS, ROOT, STOCK, emulator_command, require_built
 from helpers.perplexity_record import N_CHUNKS, assert_recorded_perplexity, perplexity_tolerance
 from perplexity_run import UNIFORM, perplexity, run_tool
 
@@ -133,7 +133,7 @@ def test_upstream_llama_cli_runs_with_the_packages_ggml(files, name, tmp_path):
     for lib in (BUILD / "bin").glob("libggml*.so*"):
         if "kernels" not in lib.name:
             shutil.copy(lib, tmp_path / lib.name)
-    upstream, package = run_llama_cli(built(STOCK, "llama-cli"), files[name], tmp_path), run_llama_cli(tool("llama-cli"), files[name])
+    upstream, package = run_llama_cli(require_built(STOCK, "llama-cli"), files[name], tmp_path), run_llama_cli(tool("llama-cli"), files[name])
     assert upstream.returncode == 0 == package.returncode, upstream.stdout[-500:] + upstream.stderr[-2000:]
     assert extract_answer(upstream) == extract_answer(package) != ""
 
@@ -142,12 +142,12 @@ def test_upstream_llama_cli_runs_with_the_packages_ggml(files, name, tmp_path):
 @pytest.mark.parametrize("name", sorted(WEIGHT_TYPES))
 def test_upstream_llama_cli_refuses_the_type(files, name):
     """With its own ggml it fails with a reason instead of misreading the blocks."""
-    result = run_llama_cli(built(STOCK, "llama-cli"), files[name])
+    result = run_llama_cli(require_built(STOCK, "llama-cli"), files[name])
     assert result.returncode != 0
     assert f"invalid ggml type {int(WEIGHT_TYPES[name].id)}" in result.stdout + result.stderr
 
 
 @pytest.mark.extra_build
 def test_upstream_llama_cli_is_unpatched(files):
-    assert run_llama_cli(built(STOCK, "llama-cli"), files["f16"]).returncode == 0
-    assert not hasattr(ctypes.CDLL(str(built(STOCK, "libggml-base.so"))), "ggml_ext_abi_version")
+    assert run_llama_cli(require_built(STOCK, "llama-cli"), files["f16"]).returncode == 0
+    assert not hasattr(ctypes.CDLL(str(require_built(STOCK, "libggml-base.so"))), "ggml_ext_abi_version")

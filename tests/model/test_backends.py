@@ -57,7 +57,7 @@ def foreign(patched, tmp_path_factory) -> ctypes.CDLL:
     """tests/native/foreign_device.cpp on the libggml-base of the build."""
     if shutil.which("c++") is None:
         pytest.skip("no c++")
-    out, base = tmp_path_factory.mktemp("foreign") / "foreign.so", native.built(native.BUILD, "libggml-base.so")
+    out, base = tmp_path_factory.mktemp("foreign") / "foreign.so", native.require_built(native.BUILD, "libggml-base.so")
     subprocess.run(["c++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", "-I", patched / "ggml/include", "-I", patched / "ggml/src",
                     "-I", ROOT / "ggml_ext" / "hooks", ROOT / "tests/native/foreign_device.cpp", base, f"-Wl,-rpath,{base.parent}", "-o", out], check=True)
     lib = ctypes.CDLL(str(out))

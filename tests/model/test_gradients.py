@@ -13,7 +13,7 @@ from ggml_ext._native.streams import LayerStreams
 from helpers import architectures
 from helpers.commands import tool
 from helpers.models import ROOT, read_tensors
-from helpers.native import BUILD, built
+from helpers.native import BUILD, require_built
 
 # of the tree's architectures: halves of one product as gate, norms of heads, a bound on scores, no norm before the products, layers
 # in parallel with biases, one product for q, k and v, with a bound, experts with one that all share
@@ -32,7 +32,7 @@ BENT = 0.5
 
 def of_layers(model) -> list[dict]:
     """What backward_driver.cpp prints."""
-    done = subprocess.run([built(BUILD, "ggml-ext-backward"), model], check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([require_built(BUILD, "ggml-ext-backward"), model], check=True, capture_output=True, text=True, timeout=300)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -79,7 +79,7 @@ def test_all_matrices(shape, tmp_path, lib):
 
 def test_rows_and_columns_exchanged():
     """Which gives gradients whose first dimension is not contiguous; most operations need it so."""
-    done = subprocess.run([built(BUILD, "ggml-ext-backward"), "--transposed"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([require_built(BUILD, "ggml-ext-backward"), "--transposed"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert [float(line) for line in done.stdout.split()] == [0, 4, 8, 2, 6, 10]
 

@@ -15,7 +15,7 @@ import pytest
 import synth_model
 from helpers.commands import tool
 from helpers.models import ROOT, read_tensors
-from helpers.native import BUILD, F32_U, built, cpu_flags
+from helpers.native import BUILD, F32_U, cpu_flags, require_built
 
 Q, K, DOWN = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.ffn_down.weight"
 BLOCK = 256
@@ -40,7 +40,7 @@ def n_values(n_cols: int, kind: str) -> int:
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    dll = ctypes.CDLL(str(built(BUILD, "libggml-ext-moments.so")))
+    dll = ctypes.CDLL(str(require_built(BUILD, "libggml-ext-moments.so")))
     floats = np.ctypeslib.ndpointer(np.float32)
     dll.ggml_ext_test_add_moments.argtypes = [floats, c_int64, c_int64, c_int64, c_bool, c_int, floats]
     dll.ggml_ext_test_n_moments.argtypes, dll.ggml_ext_test_n_moments.restype = [c_int64, c_bool], c_int64

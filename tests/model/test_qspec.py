@@ -23,7 +23,7 @@ import pytest
 from ggml_ext import WEIGHT_TYPES
 from helpers.commands import quantize, tool
 from helpers.models import gaussian, write_gguf
-from helpers.native import BUILD, ROOT, built
+from helpers.native import BUILD, ROOT, require_built
 from perplexity_run import run_tool
 from server import running_server
 
@@ -57,7 +57,7 @@ def drive(path: Path, monkeypatch, environment: dict[str, str], **options) -> di
     """What qspec_driver.cpp prints."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    command = [built(BUILD, "ggml-ext-qspec"), path, TEXT, *(f"{name}={value}" for name, value in options.items())]
+    command = [require_built(BUILD, "ggml-ext-qspec"), path, TEXT, *(f"{name}={value}" for name, value in options.items())]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -10,11 +10,11 @@ import pytest
 from ggml_ext import WEIGHT_TYPES
 from helpers.commands import quantize
 from helpers.models import gaussian, write_gguf
-from helpers.native import ASAN, built
+from helpers.native import ASAN, require_built
 
 
 def run_sanitized(name: str, *args) -> subprocess.CompletedProcess:
-    result = subprocess.run([built(ASAN, name), *map(str, args)], capture_output=True, text=True, errors="replace", timeout=600,
+    result = subprocess.run([require_built(ASAN, name), *map(str, args)], capture_output=True, text=True, errors="replace", timeout=600,
                             env={"ASAN_OPTIONS": "allocator_may_return_null=1"})
     assert result.returncode == 0, f"{name} {args[:2]}: {result.stderr[-3000:]}"
     return result

@@ -25,9 +25,9 @@ NOWHERE = {"PATH": "/usr/bin:/bin"}  # no project, no toolkit, no virtual enviro
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
     """An unpacked bundle of the package's programs, with the Vulkan backend if that is built."""
-    programs = native.built(native.BUILD, "test-backend-ops").parent
+    programs = native.require_built(native.BUILD, "test-backend-ops").parent
     for name in (*gpu_build.PROGRAMS, *gpu_build.HOST_PROGRAMS):
-        native.built(native.BUILD, name)
+        native.require_built(native.BUILD, name)
     folder = tmp_path_factory.mktemp("gpu")
     copy = folder / "programs"
     shutil.copytree(programs, copy, symlinks=True)

@@ -154,10 +154,10 @@ class Device:
 
     # --- called by tests
 
-    def buffer(self, data: np.ndarray, behind: int = 0) -> int:
-        """Copy data to the device and append `behind` bytes of noise that belong to the buffer; return the address."""
+    def buffer(self, data: np.ndarray, padding: int = 0) -> int:
+        """Copy data to the device and append `padding` bytes of noise that belong to the buffer; return the address."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        return self.memory.alloc(len(raw) + behind, np.concatenate([raw, np.full(behind, 0xA5, np.uint8)]))
+        return self.memory.alloc(len(raw) + padding, np.concatenate([raw, np.full(padding, 0xA5, np.uint8)]))
 
     def allocate(self, n_bytes: int) -> int:
         return self.memory.alloc(n_bytes)
