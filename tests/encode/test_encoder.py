@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ggml_ext import TYPES, WEIGHT_TYPES
+from ggml_ext import TYPES
+from helpers.blocks import TYPE_NAMES
 from helpers.native import BUILD, ROOT, require_built
 from helpers.weights import assert_same_blocks, relative_mse
 
 DATA = Path(__file__).parents[1] / "data"
-TYPE_NAMES = sorted(WEIGHT_TYPES)
 
 
 def round_trip(lib, type_name: str, x: np.ndarray, **options) -> np.ndarray:

@@ -16,11 +16,11 @@ from ggml_ext._formats import gguf_file
 from ggml_ext.quants import ditto3
 from helpers.commands import quantize, run_quantize, tool
 from helpers.errors import check_error
+from helpers.importances import DOWN, UP
 from helpers.models import gaussian, read_tensors, write_gguf
 from helpers.native import F32, Graph
 
 DITTO3 = gguf.GGMLQuantizationType.DITTO3
-UP, DOWN = "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"
 
 
 @st.composite

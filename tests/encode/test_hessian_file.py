@@ -20,16 +20,13 @@ from ggml_ext._formats.hessians import HessianFile, packed_size, quadratic_forms
 from ggml_ext._native import library
 from helpers.commands import quantize
 from helpers.errors import quantize_error
+from helpers.importances import tensor_of
 from helpers.models import gaussian, write_gguf
 from helpers.moments_files import correlated, pack, write_moments
 from helpers.spies import Spy
 
 UP, GATE, DOWN, EXPERTS = (f"blk.0.ffn_{name}.weight" for name in ("up", "gate", "down", "gate_exps"))
 U = 2.0**-24  # unit roundoff of float32
-
-
-def make_tensor(name: str, *ne: int) -> gguf_file.Tensor:
-    return gguf_file.Tensor(name, ne, gguf.GGMLQuantizationType.F16, 0, 0)
 
 
 def read_hessian(path, t, kind=None):
@@ -45,7 +42,7 @@ def test_reads_triangles_of_blocks_and_full_hessians(tmp_path, n, stored, used):
     path = write_moments(tmp_path / "m.gguf", {GATE: x}, stored, {UP: GATE})
     h = x.T.astype(np.float64) @ x
     for name in (UP, GATE):
-        hessian = read_hessian(path, make_tensor(name, n, 8), used)
+        hessian = read_hessian(path, tensor_of(name, n, 8), used)
         assert hessian.triangles(0).shape == (packed_size(n, used == "full"),)
         np.testing.assert_array_equal(hessian.triangles(0), pack(h, used))
         assert hessian.tokens(0) == 700 and hessian.width == (n if used == "full" else min(n, 256))
@@ -68,7 +65,7 @@ def test_quadratic_forms_match_float64(kind, n):
 
 def test_wide_full_hessians_weigh_a_sample_of_rows(tmp_path, monkeypatch):
     path = write_moments(tmp_path / "m.gguf", {DOWN: correlated(700, 320)}, "full")
-    hessian, rows = read_hessian(path, make_tensor(DOWN, 320, 8)), gaussian(8, 320)
+    hessian, rows = read_hessian(path, tensor_of(DOWN, 320, 8)), gaussian(8, 320)
     h = hessian.triangles(0)
     exact = hessian.weighted_energies(h, rows)[0]
     monkeypatch.setattr(_hessians, "WIDEST_EXACT", 100)  # every fourth row
@@ -80,7 +77,7 @@ def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
     """An expert of t tokens has weight t / (t + 256); the mean over all tokens of all experts has the rest."""
     expert_inputs = [correlated(n, 320, seed=n) if n else np.zeros((0, 320), np.float32) for n in (600, 100, 0)]
     path = write_moments(tmp_path / "m.gguf", {EXPERTS: expert_inputs})
-    hessian = read_hessian(path, make_tensor(EXPERTS, 320, 8, 3))
+    hessian = read_hessian(path, tensor_of(EXPERTS, 320, 8, 3))
     hs = [x.T.astype(np.float64) @ x for x in expert_inputs]
     mean, share = sum(hs) / 700, 100 / 356
     expected = [hs[0], share * hs[1] / 100 + (1 - share) * mean, mean]
@@ -96,16 +93,16 @@ def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
     ("block", 16 * 256, 0.01), ("block", 16 * 256 - 1, 0.1), ("full", 16 * 320, 0.03), ("full", 16 * 320 - 1, 0.1)])
 def test_damping_follows_tokens_and_columns(tmp_path, kind, tokens, damping):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(4, 320)}, kind, tensors={f"{UP}.moment_counts": np.array([[tokens]])})
-    assert read_hessian(path, make_tensor(UP, 320, 8)).damping(0) == damping
+    assert read_hessian(path, tensor_of(UP, 320, 8)).damping(0) == damping
 
 
 def test_too_few_tokens_give_a_warning(tmp_path):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256 - 1, 320)})
-    hessian = read_hessian(path, make_tensor(UP, 320, 8))
+    hessian = read_hessian(path, tensor_of(UP, 320, 8))
     (line,) = token_warnings({UP: hessian})
     assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line and hessian.damping(0) == 0.1
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256, 320)})
-    assert token_warnings({UP: read_hessian(path, make_tensor(UP, 320, 8))}) == []
+    assert token_warnings({UP: read_hessian(path, tensor_of(UP, 320, 8))}) == []
 
 
 # --- bad files, as the quantizer reports them
@@ -178,14 +175,14 @@ def test_full_hessians_are_checked_on_use(tmp_path):
         path = write_moments(tmp_path / "m.gguf", inputs(), "full", tensors=replace_value("full", index, value))
         for kind in ("block", "full"):
             with pytest.raises(UserError, match=f"{DOWN}: .*{part}"):
-                read_hessian(path, make_tensor(DOWN, 512, 8), kind).triangles(0)
+                read_hessian(path, tensor_of(DOWN, 512, 8), kind).triangles(0)
 
 
 def test_zero_columns_are_accepted(tmp_path):
     """Dead inputs: damping keeps the Hessian positive definite."""
     x = correlated(600, 256)
     x[:, 3:90] = 0
-    hessian = read_hessian(write_moments(tmp_path / "m.gguf", {UP: x}), make_tensor(UP, 256, 8))
+    hessian = read_hessian(write_moments(tmp_path / "m.gguf", {UP: x}), tensor_of(UP, 256, 8))
     hessian.check()
     h = np.zeros((256, 256))
     h[np.tril_indices(256)] = hessian.triangles(0)
@@ -274,7 +271,7 @@ class FakeLibrary:
 
 def compute_metric(tmp_path, lib, kind="block", effort="normal"):
     path, warnings = write_moments(tmp_path / "m.gguf", {UP: correlated(5000, 256)}, kind), []
-    t = make_tensor(UP, 256, 8)
+    t = tensor_of(UP, 256, 8)
     hessian = read_hessian(path, t)
     calibration = TensorCalibration.from_hessian(None, hessian)
     created = codec.Codec(lib, effort=effort).metric(t, gguf.GGMLQuantizationType.ITQ3_T, calibration, 0, warnings.append)
@@ -388,4 +385,4 @@ def test_hessians_of_several_files(tmp_path):
     a = write_moments(tmp_path / "a.gguf", {UP: correlated(600, 256)}, "full")
     b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
     importance = open_importance([a, b], "full")
-    assert set(importance.moments.names()) == {UP, DOWN} and importance.hessian(make_tensor(DOWN, 320, 8)).is_full
+    assert set(importance.moments.names()) == {UP, DOWN} and importance.hessian(tensor_of(DOWN, 320, 8)).is_full

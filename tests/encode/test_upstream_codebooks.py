@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from helpers.hessians import correlated_hessian
+from helpers.hessians import correlated_hessian, pack_triangles
 
 SEED = 33
 DAMPING = 0.01
@@ -21,8 +21,7 @@ def split_blocks(hessian: np.ndarray, full: bool) -> list[np.ndarray]:
 
 
 def make_metric(lib, name: str, hessian: np.ndarray, full: bool, damping: float = DAMPING):
-    triangles = np.concatenate([p[np.tril_indices(len(p))] for p in split_blocks(hessian, full)]).astype(np.float32)
-    return lib.metric(int(T[name]), len(hessian), triangles, full, damping)
+    return lib.metric(int(T[name]), len(hessian), pack_triangles(hessian, full), full, damping)
 
 
 def diagonal(hessian: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import pytest
 
 from ggml_ext import TYPES
 from helpers import native
-from helpers.blocks import TYPE_NAMES, bit_coverage_blocks, corner_blocks
+from helpers.blocks import TYPE_NAMES, bit_coverage_blocks, corner_blocks, dequantize_blocks, rotate_for, type_id
 from helpers.cuda_host import (
     BLOCK_MMQ,
     BLOCK_Q8,
@@ -26,15 +26,12 @@ from helpers.cuda_host import (
     assert_same_bits,
     c_array,
     code_positions,
-    dequantize_blocks,
     device,
     pointer,
     quantize_q8,
-    rotate_for,
     scales,
     split_by_thread,
     to_dst,
-    type_id,
 )
 
 assert BLOCK_Q8[256].itemsize == 2 * BLOCK_Q8[64].itemsize == 8 * 36  # eight block_q8_1

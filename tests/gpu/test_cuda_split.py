@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES
+from helpers.blocks import rotate_for, type_id
 from helpers.cuda_host import (
     BLOCK_MMQ,
     HAS_MINIMUM,
@@ -20,10 +21,8 @@ from helpers.cuda_host import (
     device,
     pointer,
     quantize_q8,
-    rotate_for,
     scales,
     split_by_thread,
-    type_id,
 )
 
 THREADS_BF16, FLOAT_32, HALF_32, HALF_64 = range(4)  # enum split_groups

@@ -17,7 +17,7 @@ import pytest
 import ggml_graph
 from ggml_ext import TYPES
 from helpers import native
-from helpers.blocks import TYPE_NAMES, corner_blocks
+from helpers.blocks import TYPE_NAMES, corner_blocks, dequantize_blocks, rotate_for, type_id
 from helpers.metal_host import device
 from helpers.native import F32, F32_U, I32
 
@@ -144,10 +144,6 @@ def test_upstreams_kernels_match_the_reference(lib, name, n_columns):
 # --- our kernels
 
 
-def type_id(name: str) -> int:
-    return int(TYPES[name].id)
-
-
 def row_lengths(name: str, *of_64: int) -> list[int]:
     """Return row lengths: 768, and for blocks of 64 some that end inside 256 weights."""
     return [768, *(of_64 if TYPES[name].block_size == 64 else ())]
@@ -155,19 +151,6 @@ def row_lengths(name: str, *of_64: int) -> list[int]:
 
 def types_and_lengths(*of_64: int) -> list[tuple[str, int]]:
     return [(name, n) for name in TYPE_NAMES for n in row_lengths(name, *of_64)]
-
-
-def rotate_for(lib, name: str, x: np.ndarray) -> np.ndarray:
-    """Rotate float32 (..., n) with the reference if the type is rotated."""
-    info, x = TYPES[name], np.ascontiguousarray(x, np.float32)
-    return lib.rotate(x.reshape(-1, info.block_size).copy()).reshape(x.shape) if info.rotated else x
-
-
-def dequantize_blocks(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """Dequantize uint8 (..., n_blocks, block_bytes) to float32 (..., n), with the inverse rotation."""
-    info = TYPES[name]
-    flat = np.ascontiguousarray(blocks).reshape(-1, info.block_bytes)
-    return lib.dequantize(type_id(name), flat, info.block_size).reshape(*blocks.shape[:-2], -1)
 
 
 def dequantize_rotated(lib, name: str, blocks: np.ndarray) -> np.ndarray:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from helpers.cuda_host import DST, dequantize_blocks
+from helpers.blocks import dequantize_blocks
+from helpers.cuda_host import DST
 from helpers.ptx_products import (
     ALLOWED_PROBLEMS,
     ProductRunner,

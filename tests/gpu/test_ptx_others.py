@@ -7,7 +7,8 @@ from ctypes import c_int, c_int64, c_size_t, c_void_p
 import numpy as np
 import pytest
 
-from helpers.cuda_host import DST, assert_same_bits, dequantize_blocks, rotate_for, to_dst
+from helpers.blocks import dequantize_blocks, rotate_for
+from helpers.cuda_host import DST, assert_same_bits, to_dst
 from helpers.ptx_products import HAS_MINIMUM, ProductRunner, Weights, random_inputs, random_weights, row_length, type_architecture_params
 from ptx.compiled import ARCHITECTURES
 

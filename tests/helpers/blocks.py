@@ -47,3 +47,20 @@ def corner_blocks(lib, type_name: str) -> np.ndarray:
     valid = np.array([lib.validate(TYPES[type_name].id, b[None]) for b in blocks])
     assert valid.sum() > 200
     return blocks[valid]
+
+
+def type_id(name: str) -> int:
+    return int(TYPES[name].id)
+
+
+def rotate_for(lib, name: str, x: np.ndarray) -> np.ndarray:
+    """Rotate float32 (..., n) if the type is rotated."""
+    info, x = TYPES[name], np.ascontiguousarray(x, np.float32)
+    return lib.rotate(x.reshape(-1, info.block_size)).reshape(x.shape) if info.rotated else x
+
+
+def dequantize_blocks(lib, name: str, blocks: np.ndarray) -> np.ndarray:
+    """Dequantize uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
+    info = TYPES[name]
+    weights = lib.dequantize(int(info.id), np.ascontiguousarray(blocks).reshape(-1, info.block_bytes), info.block_size)
+    return weights.reshape(*blocks.shape[:-2], -1)

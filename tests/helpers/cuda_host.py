@@ -11,7 +11,7 @@ import numpy as np
 
 from ggml_ext import TYPES
 from helpers import native
-from helpers.blocks import TYPE_NAMES
+from helpers.blocks import TYPE_NAMES, type_id
 
 # struct block_q8 of cuda/quantize.cuh: the codes that the threads of one block of 256 or two blocks of 64 multiply, their scales
 # (bfloat16) and sums (int16)
@@ -33,10 +33,6 @@ def pointer(array: np.ndarray) -> c_void_p:
 
 def c_array(values, ctype):
     return (ctype * len(values))(*map(int, values))
-
-
-def type_id(name: str) -> int:
-    return int(TYPES[name].id)
 
 
 def quantize_q8(name: str, x: np.ndarray, ne0: int | None = None, stride: int | None = None) -> np.ndarray:
@@ -77,12 +73,6 @@ def code_positions(name: str) -> np.ndarray:
     return 4 * (g - second * PAIR_DISTANCE[name] + b // 2 * PAIR_DISTANCE[name]) + 2 * (b % 2) + second
 
 
-def rotate_for(lib, name: str, x: np.ndarray) -> np.ndarray:
-    """Rotate float32 (..., n) if the type is rotated."""
-    info, x = TYPES[name], np.ascontiguousarray(x, np.float32)
-    return lib.rotate(x.reshape(-1, info.block_size)).reshape(x.shape) if info.rotated else x
-
-
 HAS_MINIMUM = {"itq3_s"}
 BLOCK_MMQ = np.dtype([("ds", "<u4", 4), ("qs", "i1", 128)])
 ROTATED = [name for name in TYPE_NAMES if TYPES[name].rotated]
@@ -90,13 +80,6 @@ ROTATED = [name for name in TYPE_NAMES if TYPES[name].rotated]
 # result types: id and numpy dtype
 DST = {"f32": (gguf.GGMLQuantizationType.F32, np.float32), "f16": (gguf.GGMLQuantizationType.F16, np.float16),
        "bf16": (gguf.GGMLQuantizationType.BF16, np.uint16)}
-
-
-def dequantize_blocks(lib, name: str, blocks: np.ndarray) -> np.ndarray:
-    """Dequantize uint8 (..., n_blocks, block_bytes) to float32 (..., n_blocks * block_size)."""
-    info = TYPES[name]
-    weights = lib.dequantize(int(info.id), np.ascontiguousarray(blocks).reshape(-1, info.block_bytes), info.block_size)
-    return weights.reshape(*blocks.shape[:-2], -1)
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:

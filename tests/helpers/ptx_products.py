@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ggml_ext import TYPES, WEIGHT_TYPES
-from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, code_positions, rotate_for
+from helpers.blocks import rotate_for
+from helpers.cuda_host import BLOCK_MMQ, BLOCK_Q8, HAS_MINIMUM, code_positions
 from helpers.native import BUILD, F32, F32_U, I32, random_blocks, unpack_reference
 from helpers.type_kinds import TYPE_KINDS
 from ptx.compiled import ARCHITECTURES, MAIN
