@@ -67,7 +67,7 @@ def test_tensors_and_keys_equal_llama_quantizes(lib, source, tmp_path, end):
     assert_same_tensors(tmp_path / "ours.gguf", reference)
     ours, expected = ({k: v.contents() for k, v in gguf.GGUFReader(p).fields.items() if k.startswith("quantize.imatrix.")}
                       for p in (tmp_path / "ours.gguf", reference))
-    assert ours == expected | {"quantize.imatrix.file": path.name}  # there a path
+    assert ours == expected | {"quantize.imatrix.file": path.name}  # llama-quantize writes its path
     quantize(source, tmp_path / "plain.gguf", "--type", "ditto3")
     assert differing(tmp_path / "ours.gguf", tmp_path / "plain.gguf") == {EXPERTS, UP, DOWN}
 

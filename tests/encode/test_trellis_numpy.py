@@ -1,4 +1,4 @@
-"""The numpy references of the trellis types: the code, the encoder, and its equality with C byte for byte."""
+"""The numpy references of the trellis types: the code, the encoder, and equality with the C encoder byte for byte."""
 
 import ctypes
 
@@ -117,7 +117,7 @@ def test_search_finds_an_exact_path(name):
         state = (state << k | int(c)) & 4095
         states.append(state)
     blocks = trellis.pack(np.array([states]), np.array([60], np.uint8))
-    # the values of a path are found again without error
+    # the search recovers the values of a path exactly
     values = trellis.values[np.array([states])]
     actual = trellis.search(values)
     np.testing.assert_array_equal(trellis.values[actual], values)

@@ -123,7 +123,6 @@ def test_vec_dot_with_extreme_scales(lib, type_name, isa):
 
 @pytest.mark.parametrize("type_name", TYPE_NAMES)
 def test_extreme_scales_dequantize_as_in_numpy(lib, type_name):
-    """C and numpy decode to the same floats."""
     info = TYPES[type_name]
     blocks = corner_blocks(lib, type_name)
     assert lib.validate(info.id, blocks)
