@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from ggml_ext._native import library
 from ggml_ext._formats.tensor_types import SCALAR_TYPES
+from ggml_ext._native import library
 from ggml_ext.quants import _stock
 from helpers.hessians import correlated_hessian, keep_blocks, pack_triangles
 

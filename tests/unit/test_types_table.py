@@ -9,7 +9,7 @@ import pytest
 from ggml_ext import TYPES, WEIGHT_TYPES
 from ggml_ext._base.upstream import LLAMA_CPP_VERSION
 from ggml_ext.quants import reference
-from helpers.blocks import every_code_everywhere
+from helpers.blocks import bit_coverage_blocks
 from helpers.models import ROOT
 
 FILES = ("ggml_ext/ggml-ext-types.h", "ggml_ext/types/all.h", "ggml_ext/cpu/all.h", "py/ggml_ext/_base/types.py")
@@ -184,7 +184,7 @@ def test_a_document_without_markers_is_an_error(tree, text):
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
 def test_types_agree_with_the_references(name):
     """Size of the blocks, how many weights they have, and the range of the codes, of which tables of values use a part."""
-    info, module, blocks = TYPES[name], reference(name), every_code_everywhere(name)
+    info, module, blocks = TYPES[name], reference(name), bit_coverage_blocks(name)
     codes = module.unpack(blocks)[0]
     assert codes.shape == (len(blocks), info.block_size) == module.dequantize_blocks(blocks).shape
     used, span = int(codes.max()) - int(codes.min()), info.unpack_max - info.unpack_min  # some references subtract the offset
