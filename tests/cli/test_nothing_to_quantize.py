@@ -41,7 +41,7 @@ def test_what_has_its_types_already_is_copied(tmp_path, lib):
     source, once, twice = write_gguf(tmp_path / "in.gguf", tensors), tmp_path / "1.gguf", tmp_path / "2.gguf"
     assert quantize(source, once, "--type", "itq3_s").stderr == ""
     again = quantize(once, twice, "--type", "itq3_s")
-    assert again.stderr == "warning: all 2 matrices have the types asked for already: copied as they are\n"
+    assert again.stderr == "warning: all 2 matrices already have the requested types: copied unchanged\n"
     assert "itq3_s as asked" in again.stdout
     first, second = read_tensors(once), read_tensors(twice)
     assert all(np.array_equal(first[name].data, second[name].data) for name in tensors)

@@ -196,7 +196,7 @@ def test_rows_that_do_not_fit(models, tmp_path, name):
 
 
 def test_a_type_without_a_fallback(models, tmp_path):
-    expect_error(tmp_path, [models["odd"][0], tmp_path / "out.gguf", "--type", "q1_0"], "tensor blk.", "no multiple of 128 as q1_0 needs", "--tensor-type")
+    expect_error(tmp_path, [models["odd"][0], tmp_path / "out.gguf", "--type", "q1_0"], "tensor blk.", "do not fit q1_0, which needs a multiple of 128", "--tensor-type")
 
 
 # --- what importances are used ----------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_a_model_that_is_quantized_already(models, tmp_path):
     expect_error(tmp_path, [source, tmp_path / "out.gguf", "--type", "q5_k"], "is already quantized to q", "F32, F16, BF16 or Q8_0", "--allow-requantize")
     compare(tmp_path, source, "q5_k", ["--allow-requantize"], ["--allow-requantize"])
     done = quantize(source, tmp_path / "same.gguf", "--type", "q4_k")
-    assert "matrices have the types asked for already: copied as they are" in done.stderr
+    assert "matrices already have the requested types: copied unchanged" in done.stderr
 
 
 def test_a_model_of_ours(models, tmp_path):
@@ -303,7 +303,7 @@ def test_a_model_of_ours(models, tmp_path):
     expect_error(tmp_path, [source, out, "--type", "q4_k"], "is already quantized to ditto3", "--allow-requantize")
     flags = ["--type", "q4_k", "--allow-requantize"]
     expect_error(tmp_path, [source, out, *flags, "--leave-output-tensor"],
-                 "tensor output.weight, in types of ggml-ext, kept as they are; --type q4_k_m makes a file that every llama.cpp loads", "ggml-ext export")
+                 "tensor output.weight, in ggml-ext types; --type q4_k_m writes a file that every llama.cpp loads", "ggml-ext export")
     quantize(source, out, *flags)
     assert not {t.tensor_type.name.lower() for t in read_tensors(out).values()} & {*TYPES}
     assert [k for k in fields(source) if k.startswith("ggml_ext.")] and not [k for k in fields(out) if k.startswith("ggml_ext.")]

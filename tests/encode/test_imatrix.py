@@ -227,7 +227,7 @@ def test_embeddings_of_another_size_are_ignored(tmp_path, lib):
     source = write_gguf(tmp_path / "in.gguf", {"token_embd.weight": gaussian(32, 256), UP: gaussian(8, 256)})
     path = write_imatrix(tmp_path / "im.gguf", {UP: GOOD[UP], "token_embd.weight": (importances(1, 32), [1])})
     result = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
-    assert "token_embd.weight has 32 importances, the model needs 256 (1 x 256 columns): quantized without" in result.stderr
+    assert "token_embd.weight has 32 importances, the model needs 256 (1 x 256 columns): quantized without it" in result.stderr
 
 
 def test_unused_entries_may_have_another_size(tmp_path, source):

@@ -9,7 +9,7 @@ from ggml_ext._plan.effects import report_options_without_effect
 from ggml_ext._plan.file_types import FILE_TYPES
 from ggml_ext._plan.plan import Choices, Override
 from ggml_ext._plan.planning import make_plan
-from ggml_ext._plan.uses import PRODUCT, ROWS, Uses, n_layers_run
+from ggml_ext._plan.uses import PRODUCT, ROWS, GraphUses, n_layers_run
 from helpers.commands import run_quantize
 from helpers.errors import check_error
 from helpers.models import gaussian, write_gguf
@@ -41,7 +41,7 @@ def types(file, asked, uses):
 
 @pytest.mark.parametrize("name", ["itq2_t", "iq2_xs"])
 def test_what_no_calibration_sees_has_a_floor_or_stays(lib, tmp_path, name):
-    found, plan = types(model(tmp_path), choices(name), Uses(FOUND))
+    found, plan = types(model(tmp_path), choices(name), GraphUses(FOUND))
     assert found[Q] == name and found["blk.1.attn_q.weight"] == found[EH] == "q5_k"
     assert found[TABLE] == found["blk.0.ape.weight"] == found[HEAD] == "f16" and "f16" not in (found["token_embd.weight"], found["output.weight"])
     floor, *kept = plan.notes
@@ -52,24 +52,24 @@ def test_what_no_calibration_sees_has_a_floor_or_stays(lib, tmp_path, name):
 def test_layers_that_predict_tokens_are_known_by_the_metadata(lib, tmp_path):
     file = model(tmp_path)
     assert n_layers_run(file) == 1
-    found, _ = types(file, choices(), Uses(None, 1))
+    found, _ = types(file, choices(), GraphUses(None, 1))
     assert found[EH] == "q5_k" and found[Q] == found[TABLE] == found[HEAD] == "itq2_t"
 
 
 def test_a_target_leaves_them_alone(lib, tmp_path):
     """They are no items of its choice: those have the type that stands for all."""
-    found, _ = types(model(tmp_path), choices("itq3_t", pure=True, target="target-bpw=3"), Uses(FOUND))
+    found, _ = types(model(tmp_path), choices("itq3_t", pure=True, target="target-bpw=3"), GraphUses(FOUND))
     assert [n for n, q in found.items() if q == "itq3_t"] == ["token_embd.weight", Q, "output.weight"]
 
 
 def test_what_is_measured_or_named_or_better_has_no_floor(lib, tmp_path):
     file = model(tmp_path)
-    assert types(file, choices(), Uses(FOUND, measured=frozenset({EH, HEAD})))[0][EH] == "itq2_t"
-    found, plan = types(file, choices("itq2_t", "eh_proj=itq2_t", "cls=q4_k", "ple_norm=q8_0"), Uses(FOUND))
+    assert types(file, choices(), GraphUses(FOUND, measured=frozenset({EH, HEAD})))[0][EH] == "itq2_t"
+    found, plan = types(file, choices("itq2_t", "eh_proj=itq2_t", "cls=q4_k", "ple_norm=q8_0"), GraphUses(FOUND))
     assert found[EH] == "itq2_t" and found[HEAD] == "q4_k" and found[TABLE] == "f16"
-    assert plan.warnings == [f"--tensor-type ple_norm=q8_0 does not change tensor {TABLE}, with which the model's graph multiplies nothing: kept"]
-    assert types(file, choices("q8_0"), Uses(FOUND))[0][EH] == "q8_0"
-    assert types(file, choices("q4_k_m"), Uses(FOUND))[0][EH] == "q4_k"  # as llama-quantize: no importances are needed
+    assert plan.warnings == [f"--tensor-type ple_norm=q8_0 does not change tensor {TABLE}, not used in matrix products: kept"]
+    assert types(file, choices("q8_0"), GraphUses(FOUND))[0][EH] == "q8_0"
+    assert types(file, choices("q4_k_m"), GraphUses(FOUND))[0][EH] == "q4_k"  # as llama-quantize: no importances are needed
 
 
 @pytest.mark.parametrize(("asked", "got"), [
@@ -80,31 +80,31 @@ def test_small_matrices_have_a_floor(lib, tmp_path, asked, got):
     small, large = "blk.0.ssm_alpha.weight", "blk.0.ffn_up.weight"
     file = model(tmp_path, (), **{large: gaussian(2047, 256), small: gaussian(2, 256), "blk.1.ffn_up.weight": gaussian(2046, 256),
                                   "blk.1.ssm_alpha.weight": gaussian(2, 256)})
-    found, plan = types(file, asked, Uses())
+    found, plan = types(file, asked, GraphUses())
     assert found[small] == got and found["blk.1.ssm_alpha.weight"] != "q8_0" and found[large] != "q8_0"
-    told = [f"tensor {small}, with less than a thousandth of their layer's weights each: q8_0 at the least; --tensor-type names another type"]
+    told = [f"tensor {small}, with less than a thousandth of their layer's weights each: at least q8_0; --tensor-type sets another type"]
     assert plan.notes == (told if got == "q8_0" else [])
 
 
 def test_classes_of_a_layer_that_is_not_run(lib, tmp_path):
     later = TABLE.replace("0", "1")
-    assert types(model(tmp_path, (*NAMES, later)), choices(), Uses(FOUND))[0][later] == "f16"
+    assert types(model(tmp_path, (*NAMES, later)), choices(), GraphUses(FOUND))[0][later] == "f16"
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
     (["ffn_gate_inp=q8_0"], "--tensor-type ffn_gate_inp=q8_0 does not change tensor blk.0.ffn_gate_inp.weight, kept by llama.cpp's rules"),
     (["attn_norm=f16"], "--tensor-type attn_norm=f16 does not change tensor blk.0.attn_norm.weight, kept by llama.cpp's rules"),
-    (["attn=q8_0", "attn_q=q6_k"], "--tensor-type attn_q=q6_k changes nothing: other options name the types of all tensors that it matches"),
+    (["attn=q8_0", "attn_q=q6_k"], "--tensor-type attn_q=q6_k changes nothing: other options set the types of all tensors that it matches"),
     (["atn=q8_0"], "--tensor-type atn=q8_0 matches no tensor"),
 ])
 def test_types_without_effect(lib, tmp_path, overrides, said):
     file = model(tmp_path, ("token_embd.weight", Q, "blk.0.ffn_gate_inp.weight"), **{"blk.0.attn_norm.weight": gaussian(256)})
-    assert types(file, choices("itq3_t", *overrides), Uses())[1].warnings == [said]
+    assert types(file, choices("itq3_t", *overrides), GraphUses())[1].warnings == [said]
 
 
 def test_what_stays_beside_what_changes_is_a_note(lib, tmp_path):
     file = model(tmp_path, (Q, "blk.0.ffn_gate.weight", "blk.0.ffn_gate_inp.weight"), **{"blk.0.ffn_gate_norm.weight": gaussian(256)})
-    plan = types(file, choices("itq3_t", "ffn_gate=q8_0"), Uses())[1]
+    plan = types(file, choices("itq3_t", "ffn_gate=q8_0"), GraphUses())[1]
     assert not plan.warnings and plan.notes == [
         "--tensor-type ffn_gate=q8_0 does not change tensor blk.0.ffn_gate_inp.weight, kept by llama.cpp's rules"]
 
@@ -112,7 +112,7 @@ def test_what_stays_beside_what_changes_is_a_note(lib, tmp_path):
 @pytest.mark.parametrize(("more", "said"), [
     ({"leave_output": True}, "--leave-output-tensor"), ({"output": T.Q6_K, "token_embd": T.Q6_K}, "--output-tensor-type")])
 def test_options_of_the_output_without_effect(lib, tmp_path, more, said):
-    (warning,) = types(model(tmp_path, ("token_embd.weight", Q)), choices("itq3_t", **more), Uses())[1].warnings
+    (warning,) = types(model(tmp_path, ("token_embd.weight", Q)), choices("itq3_t", **more), GraphUses())[1].warnings
     assert warning.startswith(f"{said} changes nothing: the model has no output.weight")
 
 
@@ -132,11 +132,11 @@ def test_a_target_keeps_what_is_quantized_already(lib, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     file = GGUFFile(tmp_path / "in.gguf")
-    found, plan = types(file, asked, Uses())
+    found, plan = types(file, asked, GraphUses())
     assert found == {Q: "itq3_t", exps: "q4_0"} and plan.notes == [
-        f"tensor {exps}, quantized already: kept; --allow-requantize lets the target choose other types"]
+        f"tensor {exps}, already quantized: kept; --allow-requantize lets the target choose other types"]
     with pytest.raises(UserError, match="is already quantized to q4_0, .*keep it with --tensor-type 'exps=q4_0', or pass --allow-requantize"):
         make_plan(file, choices("itq3_t"))
-    assert types(file, choices("itq3_t", "exps=q4_0"), Uses())[0][exps] == "q4_0"
+    assert types(file, choices("itq3_t", "exps=q4_0"), GraphUses())[0][exps] == "q4_0"
     with pytest.raises(UserError, match="is already quantized to q4_0"):  # nothing is left to choose
         make_plan(model(tmp_path, (Q,), "Q4_0"), asked)

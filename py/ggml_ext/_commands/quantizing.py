@@ -38,7 +38,7 @@ from .._plan.effects import report_options_without_effect
 from .._plan.imatrix_use import assign_imatrix
 from .._plan.plan import Choices, QuantizationPlan, check_fallbacks
 from .._plan.planning import check_model, make_plan
-from .._plan.uses import Uses
+from .._plan.uses import GraphUses
 from .._report.card import Card, describe_importance
 from .._report.results import Result, TensorResult, Totals
 from .._report.tables import error_warnings, summary, tensor_lines
@@ -170,7 +170,7 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
     """Decide the types of all tensors, and collect the statistics for their encoders."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.importance)
-    plan = make_plan(model.file, choices, has_imatrix, Uses.read(model.file, settings.importance.given_names()))
+    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.importance.given_names()))
     report_options_without_effect(plan, choices)
     for note in plan.notes:
         console.note(note)

@@ -1,1 +1,1 @@
-"""Which type each tensor gets."""
+"""Plan the type of each tensor."""

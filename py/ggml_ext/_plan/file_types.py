@@ -1,4 +1,4 @@
-"""What --type names: types of ours, mixed files, and the stock types of llama-quantize by its names."""
+"""The file types of --type: ggml-ext types, quant mixes, and upstream file types under llama-quantize's names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .recipes import RECIPES, Recipe
 
 T = GGMLQuantizationType
 
-# llama.cpp's rules do not mix files of these types.
+# llama.cpp's rules use one type in these files
 UNMIXED_TYPES = (*FLOAT_TYPES, T.Q8_0)
 
-# llama_ftype_get_default_type() of llama.cpp's src/llama-quant.cpp: by the name of the file the type that its rules start from, where
-# that is not the one of the same name. Those with one base are in the order of their sizes.
+# llama_ftype_get_default_type() of llama.cpp's src/llama-quant.cpp, for file types whose base type has another name. File types with
+# the same base are in order of size.
 STOCK_BASES = {
     "q2_k": "q2_k", "q2_k_s": "q2_k", "q3_k_s": "q3_k", "q3_k_m": "q3_k", "q3_k_l": "q3_k", "q4_k_s": "q4_k", "q4_k_m": "q4_k",
     "q5_k_s": "q5_k", "q5_k_m": "q5_k", "iq2_s": "iq2_xs", "iq2_m": "iq2_s", "iq3_xs": "iq3_s", "iq3_m": "iq3_s", "mxfp4_moe": "mxfp4",
@@ -31,32 +31,31 @@ STOCK_ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 
 @dataclass(frozen=True)
 class FileType:
-    """A --type. name: in lower case; id: general.file_type; type: what most matrices of the layers get; recipe: of a mixed file of
-    ours."""
+    """A --type."""
 
-    name: str
-    id: int
-    type: GGMLQuantizationType
-    recipe: Recipe | None = None
+    name: str  # lower case
+    id: int  # general.file_type
+    type: GGMLQuantizationType  # of most matrices in the layers
+    recipe: Recipe | None = None  # the ggml-ext quant mix
 
     @property
     def is_stock(self) -> bool:
-        """Every llama.cpp loads it: the types of its tensors are llama.cpp's own, and so are the rules that mix them."""
+        """Whether every llama.cpp loads the file: it has upstream types only, chosen by llama.cpp's rules."""
         return self.type.name.lower() not in TYPES
 
     @property
     def is_mixed_by_rules(self) -> bool:
-        """Whether llama.cpp's rules have to be asked."""
+        """Whether llama.cpp's rules choose the types."""
         return self.is_stock and self.type not in UNMIXED_TYPES
 
     @property
     def weighted_type(self) -> GGMLQuantizationType | None:
-        """The type that needs importances in this file and in no other: tensor_requires_imatrix() of llama-quant.cpp."""
+        """The type that needs an imatrix in this file only: tensor_requires_imatrix() of llama-quant.cpp."""
         return T.Q2_K if self.id == LlamaFileType.MOSTLY_Q2_K_S else None
 
 
-def _stock() -> dict[str, FileType]:
-    """Those that this gguf knows."""
+def _list_stock_files() -> dict[str, FileType]:
+    """List the upstream file types that the installed gguf package knows."""
     files = {}
     for name in STOCK_NAMES:
         base, file_type = STOCK_BASES.get(name, name).upper(), "ALL_F32" if name == "f32" else f"MOSTLY_{name.upper()}"
@@ -65,7 +64,7 @@ def _stock() -> dict[str, FileType]:
     return files
 
 
-STOCK_FILES = _stock()
+STOCK_FILES = _list_stock_files()
 FILE_TYPES: dict[str, FileType] = {
     **{name: FileType(name, int(info.id), T(int(info.id))) for name, info in WEIGHT_TYPES.items()},
     **{r.name: FileType(r.name, int(TYPES[r.base].id), T(int(TYPES[r.base].id)), r) for r in RECIPES.values()},
@@ -75,9 +74,8 @@ FILE_TYPES: dict[str, FileType] = {
 
 
 def uniform_file_type(qtype: GGMLQuantizationType) -> int:
-    """general.file_type of a file with one type for all, which llama-quantize names by a mixture: that of its own name, else the
-    smallest that starts from it."""
-    of_type = [f for f in STOCK_FILES.values() if f.type == qtype]
-    if of_type:
-        return next((f for f in of_type if f.name == qtype.name.lower()), of_type[0]).id
+    """Return general.file_type of a file with one upstream type: the file type of the same name, else the smallest with that base."""
+    candidates = [f for f in STOCK_FILES.values() if f.type == qtype]
+    if candidates:
+        return next((f for f in candidates if f.name == qtype.name.lower()), candidates[0]).id
     return int(LlamaFileType[f"MOSTLY_{qtype.name}"])

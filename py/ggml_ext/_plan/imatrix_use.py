@@ -17,24 +17,24 @@ from .uses import OUTER
 
 
 def needs_imatrix(tensor: Tensor, qtype: GGMLQuantizationType, weighted_type: GGMLQuantizationType | None) -> bool:
-    """Whether the tensor cannot be encoded in that type without an imatrix. weighted_type: as in QuantizationPlan."""
+    """Whether the type needs an imatrix to encode the tensor. weighted_type: as in QuantizationPlan."""
     return qtype in IMATRIX_TYPES or (qtype == weighted_type and tensor.name not in OUTER)
 
 
 def list_weighted_types(plan: QuantizationPlan) -> list[GGMLQuantizationType]:
-    """List the types of the tensors that calibration can help: llama-imatrix collects no inputs of embeddings and output matrix."""
+    """List the types of the tensors that an imatrix can improve. It does not cover the embeddings and the output matrix."""
     return [t.type for t in plan.changed if t.type not in UNWEIGHTED_TYPES and t.name not in OUTER]
 
 
 def assign_imatrix(plan: QuantizationPlan, imatrix: ImportanceMatrix | None) -> None:
-    """Decide which tensors use the imatrix, and add warnings.
+    """Mark the tensors that use the imatrix, and add warnings.
 
     Raises:
-        UserError: the imatrix is for another model, or a type needs importances that it lacks.
+        UserError: the imatrix is for another model, or a type needs values that it lacks.
     """
     encoded = [t for t in plan.changed if t.type not in FLOAT_TYPES]
     if imatrix is not None:
-        _match(plan, encoded, imatrix)
+        _match_entries(plan, encoded, imatrix)
     lacking = [t for t in encoded if needs_imatrix(t.tensor, t.type, plan.weighted_type) and not t.uses_imatrix]
     if not lacking:
         return
@@ -48,10 +48,10 @@ def assign_imatrix(plan: QuantizationPlan, imatrix: ImportanceMatrix | None) -> 
     )
 
 
-def _match(plan: QuantizationPlan, encoded: list[PlannedTensor], imatrix: ImportanceMatrix) -> None:
-    """Mark the tensors that have an entry of their size. Entries that a type ignores may be missing, or of another size."""
+def _match_entries(plan: QuantizationPlan, encoded: list[PlannedTensor], imatrix: ImportanceMatrix) -> None:
+    """Mark the tensors with an entry of their size. A type without calibration ignores missing and mismatched entries."""
     missing: list[str] = []
-    experts: dict[str, list[int]] = {}  # without tokens, by tensor
+    experts: dict[str, list[int]] = {}  # those without tokens, by tensor
     for t in encoded:
         is_weighted = t.type not in UNWEIGHTED_TYPES
         if t.name not in imatrix:
@@ -79,7 +79,7 @@ def _match(plan: QuantizationPlan, encoded: list[PlannedTensor], imatrix: Import
 
 
 def _report_other_size(plan: QuantizationPlan, tensor: Tensor, imatrix: ImportanceMatrix) -> None:
-    """Raise UserError, or warn for embeddings: only --process-output collects theirs."""
+    """Raise UserError; for embeddings, which only --process-output collects, add a warning."""
     needed = n_importances(tensor)
     message = (
         f"--imatrix: {imatrix.path}: tensor {tensor.name} has {imatrix.n_values(tensor.name):,} importances, the model needs {needed:,} "
@@ -88,11 +88,11 @@ def _report_other_size(plan: QuantizationPlan, tensor: Tensor, imatrix: Importan
     if tensor.name not in OUTER or tensor.name == OUTPUT:
         raise UserError(f"{message}: it is for another model; make one with llama-imatrix -m MODEL -f TEXT, "
                         f"or leave it out with --exclude-weights {tensor.name}")
-    plan.warnings.append(f"{message}: quantized without")
+    plan.warnings.append(f"{message}: quantized without it")
 
 
 def _report_missing(plan: QuantizationPlan, imatrix: ImportanceMatrix, missing: list[str], n_encoded: int) -> None:
-    """Warn about tensors without an entry; UserError if the model has none of the entries."""
+    """Warn about tensors without an entry. Raise UserError if no entry is for this model."""
     if not missing:
         return
     names = {t.name for t in plan.tensors}

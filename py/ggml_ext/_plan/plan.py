@@ -1,6 +1,6 @@
-"""The plan of a quantization: each tensor of the model, the type it gets and why.
+"""The plan of a quantization: the type of each tensor, and why.
 
-planning.py makes it from llama.cpp's rules and the options; imatrix_use.py decides which tensors use an imatrix.
+planning.py makes the plan from llama.cpp's rules and the options; imatrix_use.py decides which tensors use an imatrix.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Override:
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
+        """The option, as on the command line."""
         return f"--tensor-type {self.pattern.pattern}={self.type.name.lower()}"
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Parse REGEX=TYPE; UserError if it is malformed."""
+        """Parse REGEX=TYPE. Raise UserError if it is malformed."""
         regex, separator, type_name = text.rpartition("=")
         if not (regex and separator and type_name):
             raise UserError(f"--tensor-type: got {text!r}, need REGEX=TYPE, for example attn_v=q8_0")
@@ -46,12 +46,12 @@ class Override:
 
 
 def find_override(overrides: Sequence[Override], name: str) -> Override | None:
-    """Return the --tensor-type that decides the type of the tensor with that name: the first that matches."""
+    """Return the first override that matches the name of a tensor."""
     return next((o for o in overrides if o.pattern.search(name)), None)
 
 
 class TypeChoices(Protocol):
-    """What quantize and export have in common: the options that choose types."""
+    """The type options that quantize and export share."""
 
     @property
     def overrides(self) -> tuple[Override, ...]: ...
@@ -71,7 +71,7 @@ class TypeChoices(Protocol):
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of quantize that choose types."""
+    """The type options of quantize."""
 
     file_type: FileType
     pure: bool = False
@@ -90,28 +90,28 @@ class Choices:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The value of --type."""
         return "auto" if self.target else self.file_type.name
 
     @property
     def request(self) -> str:
-        """The option that decides the types. Upstream file types are named as by llama-quantize."""
+        """The option that decides the types; upstream file types under llama-quantize's names."""
         if self.target:
             return self.target.replace("=", " ")
         return self.name.upper() if self.file_type.is_stock else self.name
 
     @property
     def title(self) -> str:
-        """For a model card."""
+        """The name in a model card."""
         return f"types chosen for {self.request.removeprefix('target-')}" if self.target else self.name.upper()
 
     def is_settled(self, name: str) -> bool:
-        """Whether llama-quantize would not ask its rules about the tensor. --pure settles upstream types only: ours count nothing."""
+        """Whether the options alone choose the type. --pure does so for upstream file types only."""
         return find_override(self.overrides, name) is not None or (self.pure and self.file_type.is_stock)
 
 
 def deciding_option(tensor: Tensor, options: TypeChoices) -> tuple[str, GGMLQuantizationType] | None:
-    """Return the option that names the type of a weight matrix, as on the command line, and that type."""
+    """Return the option that sets the type of a weight matrix, as on the command line, and the type."""
     name, override = tensor.name, find_override(options.overrides, tensor.name)
     is_embd = name == TOKEN_EMBD or (name == PER_LAYER_TOKEN_EMBD and not override)
     if is_embd and options.token_embd is not None:
@@ -123,7 +123,7 @@ def deciding_option(tensor: Tensor, options: TypeChoices) -> tuple[str, GGMLQuan
 
 @dataclass(frozen=True)
 class Fallback:
-    """A type that replaces the requested one because that does not fit the row size."""
+    """A replacement for a requested type that does not fit the row size."""
 
     n_per_row: int
     requested: GGMLQuantizationType
@@ -131,19 +131,19 @@ class Fallback:
 
     @property
     def is_loss(self) -> bool:
-        """False for a ggml-ext type with shorter blocks: about as many bits and no larger errors."""
+        """Whether the replacement costs bits or accuracy: not so for a ggml-ext type with shorter blocks."""
         return type_info(self.type) is None
 
     @property
     def is_same_code(self) -> bool:
-        """True for itq3_t64 in place of itq3_t and the like: the same code in shorter blocks."""
+        """Whether the replacement is the same code in shorter blocks, such as itq3_t64 for itq3_t."""
         requested, replacement = type_info(self.requested), type_info(self.type)
         if requested is None or replacement is None or not replacement.trellis_values:
             return False
         return requested.trellis_values == replacement.trellis_values
 
     def describe(self, names: list[str]) -> str:
-        """Describe it on one line, for the tensors with these names."""
+        """Describe the replacement of these tensors on one line."""
         name, requested, rows = self.type.name.lower(), self.requested.name.lower(), f", rows of {self.n_per_row}"
         if info := type_info(self.type):
             return describe_tensors(names, f"{rows}: {name} ({info.bpw:g} bpw) in place of {requested}")
@@ -158,11 +158,11 @@ class PlannedTensor:
     """A tensor of the model and the type it gets."""
 
     tensor: Tensor
-    requested: GGMLQuantizationType  # chosen before the row size was looked at
-    type: GGMLQuantizationType  # what it is stored in
-    reason_kept: str | None = None  # why it keeps its type; empty if that needs no word, None for a matrix that gets a type
-    reason_raised: str | None = None  # why a matrix has more bits than were chosen for it
-    is_unseen: bool = False  # no calibration sees its inputs
+    requested: GGMLQuantizationType  # before the row size is considered
+    type: GGMLQuantizationType  # in the output file
+    reason_kept: str | None = None  # why the tensor keeps its type; None for a matrix that gets a type
+    reason_raised: str | None = None  # why a matrix gets more bits than chosen
+    is_unseen: bool = False  # calibration does not see its inputs
     uses_imatrix: bool = False
     inaccurate_type: GGMLQuantizationType | None = None  # the type that --fallback-above replaced
 
@@ -187,7 +187,7 @@ class PlannedTensor:
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether --fallback-above applies: the tensor is encoded here, in a ggml-ext type."""
+        """Whether --fallback-above applies: the tensor is encoded in a ggml-ext type."""
         return self.is_changed and type_info(self.type) is not None
 
     @property
@@ -195,17 +195,17 @@ class PlannedTensor:
         return self.tensor.bytes_as(self.type)
 
     def set_type(self, qtype: GGMLQuantizationType) -> None:
-        """Give the tensor a type that fits it, as if it had been requested."""
+        """Set the requested type to one that fits the rows."""
         self.requested = self.type = qtype
 
     def replace_inaccurate(self) -> None:
-        """Replace the type by its fallback, after encoding showed too large an error."""
+        """Replace the type by its fallback because its error is too large."""
         self.inaccurate_type, self.type = self.type, replacement_type(self.tensor, self.type)
 
 
 @dataclass
 class QuantizationPlan:
-    """All tensors in the order of the file, and what to tell the user about them."""
+    """All tensors in the order of the file, with warnings and notes."""
 
     tensors: list[PlannedTensor] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -214,7 +214,7 @@ class QuantizationPlan:
 
     @property
     def n_matrices(self) -> int:
-        """Number of weight matrices, which get the type chosen for them."""
+        """Number of weight matrices that get a type."""
         return sum(t.reason_kept is None for t in self.tensors)
 
     @property
@@ -244,7 +244,7 @@ class QuantizationPlan:
         return groups
 
     def possible_sizes(self, fallback_above: float | None) -> list[dict[str, int]]:
-        """List the types that each tensor may get, the planned one first, and the bytes of its data in them."""
+        """List the possible types of each tensor, the planned one first, with the size of its data."""
         sizes = []
         for t in self.tensors:
             types = [t.type]
@@ -272,7 +272,7 @@ class QuantizationPlan:
 
 
 def _layers_bpw(tensors: Iterable[tuple[Tensor, GGMLQuantizationType]]) -> float | None:
-    """As in ggml-ext-ftype.h."""
+    """Compute bits per weight as ggml-ext-ftype.h does."""
     n_bits = n_weights = 0.0
     for tensor, qtype in tensors:
         if tensor.n_dims >= 2 and "blk." in tensor.name and tensor.name.endswith("weight"):
@@ -293,19 +293,19 @@ def replacement_type(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantiz
 
 
 def fit_to_row(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Return the type or, where the row is no multiple of its block, its fallback; UserError if none fits."""
+    """Return the type, or its fallback if the row size is not a multiple of its block. Raise UserError if none fits."""
     types = [qtype, *fallback_chain(qtype)]
     fitting = next((t for t in types if _fits(tensor, t)), None) or stock_fallback_type(types[-1], tensor.ne[0])
     if fitting is None:
         raise UserError(
-            f"tensor {tensor.name}: rows of {tensor.ne[0]} are no multiple of {GGML_QUANT_SIZES[qtype][0]} as "
-            f"{qtype.name.lower()} needs: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
+            f"tensor {tensor.name}: rows of {tensor.ne[0]} do not fit {qtype.name.lower()}, which "
+            f"needs a multiple of {GGML_QUANT_SIZES[qtype][0]}: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
         )
     return fitting
 
 
 def check_fallbacks(plan: QuantizationPlan, are_refused: bool) -> None:
-    """Raise UserError for the first fallback that --no-fallback refuses, if that is given (are_refused)."""
+    """Raise UserError for the first fallback, if --no-fallback refuses them (are_refused)."""
     refused = next((f.describe(names) for f, names in plan.fallbacks().items() if not f.is_same_code), None)
     if are_refused and refused:
         raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")

@@ -1,8 +1,8 @@
 """Make the plan of quantize: the type of each tensor, as llama-quantize chooses it for the same file type and options.
 
-llama.cpp's rules (rules.py) say which tensors are quantized and what their role asks for: in a ggml-ext file its row in the table of types,
-in an upstream file the quant mix. Then follow the options, in the order of llama_tensor_get_type() in llama.cpp's src/llama-quant.cpp,
-quant mixes of ggml-ext, and `fallback` of the table until a type fits the rows.
+llama.cpp's rules (rules.py) choose the tensors to quantize and their types by role. The options override them, in the order of
+llama_tensor_get_type() in llama.cpp's src/llama-quant.cpp, then the quant mixes of ggml-ext. Last comes `fallback` of the table of types,
+until a type fits the rows.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from .file_types import FileType
 from .imatrix_use import needs_imatrix
 from .plan import Choices, PlannedTensor, QuantizationPlan, deciding_option, fit_to_row
 from .rules import OUTPUT, rule_types
-from .uses import FLOOR, SMALL_FLOOR, Uses, small_matrices
+from .uses import FLOOR, SMALL_FLOOR, GraphUses, small_matrices
 
-# why a matrix keeps its type whatever is requested
+# reasons to keep the type of a matrix
 OF_RULES, OF_LEAVE_OUTPUT, NO_WEIGHTS = "kept by llama.cpp's rules", "kept by --leave-output-tensor", ": holds no weights: kept"
-NO_PRODUCT = "with which the model's graph multiplies nothing: kept"
-OUTSIDE = "outside of the layers, where no calibration sees inputs: kept"
-QUANTIZED = "quantized already: kept; --allow-requantize lets the target choose other types"
+NO_PRODUCT = "not used in matrix products: kept"
+OUTSIDE = "outside of the layers, where calibration collects no inputs: kept"
+QUANTIZED = "already quantized: kept; --allow-requantize lets the target choose other types"
 NOTED = (NO_PRODUCT, OUTSIDE, QUANTIZED)
 
-# why a matrix has more bits than were requested
-UNSEEN = f"which the model does not run on text, so that nothing says what errors in them cost: {FLOOR.name.lower()}"
-SMALL = f"with less than a thousandth of their layer's weights each: {SMALL_FLOOR.name.lower()}"
+# reasons for more bits than requested
+UNSEEN = f"which the model does not run on text, so that their sensitivity is unknown: at least {FLOOR.name.lower()}"
+SMALL = f"with less than a thousandth of their layer's weights each: at least {SMALL_FLOOR.name.lower()}"
 
 
-def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses: Uses | None = None) -> QuantizationPlan:
+def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses: GraphUses | None = None) -> QuantizationPlan:
     """Plan the types of all tensors.
 
     Args:
         file: the model.
         choices: the options.
         has_imatrix: whether an imatrix will be used.
-        uses: what the model's graph does with its tensors; None if that is not known.
+        uses: how the model's graph uses its tensors; None if unknown.
 
     Raises:
-        UserError: for models and types that cannot be handled.
+        UserError: the model or a type is not supported.
     """
-    file_type, uses = choices.file_type, uses or Uses()
+    file_type, uses = choices.file_type, uses or GraphUses()
     rules, warnings = rule_types(
         file, file_type, token_embd=choices.token_embd, output=choices.output, named=[choices.is_settled(t.name) for t in file.tensors],
         has_imatrix=has_imatrix,
@@ -60,12 +60,12 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         else:
             plan.tensors.append(_plan_matrix(tensor, choices, rule, is_unseen=uses.is_unseen(tensor.name), is_small=tensor.name in small))
     _check_plan(plan, file, file_type)
-    _describe(plan)
+    _add_notes(plan)
     return plan
 
 
-def find_reason_to_keep(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType | None, uses: Uses) -> str | None:
-    """Say why a tensor keeps its type; None for a matrix that gets the type chosen for it."""
+def find_reason_to_keep(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType | None, uses: GraphUses) -> str | None:
+    """Return why a tensor keeps its type; None for a matrix that gets a type."""
     is_named = deciding_option(tensor, choices) is not None
     if rule is None:
         return OF_RULES
@@ -92,7 +92,7 @@ def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) ->
 
 
 def _plan_matrix(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *, is_unseen: bool, is_small: bool) -> PlannedTensor:
-    """Plan a weight matrix; UserError if it was quantized before, to another type."""
+    """Plan a weight matrix. Raise UserError if it is already quantized, to another type."""
     chosen = requested = choose_type(tensor, choices, rule)
     if is_unseen or is_small:
         requested = _raise_to_floor(tensor, chosen, choices, FLOOR if is_unseen else SMALL_FLOOR)
@@ -106,7 +106,7 @@ def _plan_matrix(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *
 def _raise_to_floor(
     tensor: Tensor, chosen: GGMLQuantizationType, choices: Choices, floor: GGMLQuantizationType
 ) -> GGMLQuantizationType:
-    """Return the chosen type or, if that has fewer bits, the floor. Upstream files follow llama.cpp's rules unless that needs an imatrix."""
+    """Return the chosen type, or the floor if that has more bits. Upstream files keep llama.cpp's choice unless it needs an imatrix."""
     follows_rules = choices.file_type.is_stock and not needs_imatrix(tensor, chosen, choices.file_type.weighted_type)
     if deciding_option(tensor, choices) or follows_rules or bits_per_weight(chosen) >= bits_per_weight(floor):
         return chosen
@@ -115,31 +115,31 @@ def _raise_to_floor(
 
 def _check_plan(plan: QuantizationPlan, file: GGUFFile, file_type: FileType) -> None:
     """Raise UserError for upstream files with ggml-ext types and for models without matrices to quantize."""
-    ours = [t.name for t in plan.tensors if type_info(t.type)]
-    if file_type.is_stock and ours:
+    names = [t.name for t in plan.tensors if type_info(t.type)]
+    if file_type.is_stock and names:
         raise UserError(
-            f"{describe_tensors(ours, ', in types of ggml-ext, kept as they are')}; --type {file_type.name} makes a file that every "
-            "llama.cpp loads: make stock types of them with ggml-ext export, or with --tensor-type and without --leave-output-tensor"
+            f"{describe_tensors(names, ', in ggml-ext types')}; --type {file_type.name} writes a file that every llama.cpp loads: convert "
+            "the tensors with ggml-ext export, or with --tensor-type and without --leave-output-tensor"
         )
     if plan.n_matrices:
         return
     if quantized := next((t for t in plan.tensors if t.reason_kept == QUANTIZED), None):
         raise _already_quantized(quantized.tensor)
-    what = f"has only vectors and small tensors ({len(file.tensors)})" if file.tensors else "has no tensors"
-    raise UserError(f"{file.path} {what}: nothing to quantize; pass a model with weight matrices")
+    content = f"has only vectors and small tensors ({len(file.tensors)})" if file.tensors else "has no tensors"
+    raise UserError(f"{file.path} {content}: nothing to quantize; pass a model with weight matrices")
 
 
-def _describe(plan: QuantizationPlan) -> None:
-    """Add notes and warnings about matrices that keep their type or have more bits than were requested."""
+def _add_notes(plan: QuantizationPlan) -> None:
+    """Add notes and warnings about matrices that keep their type or get more bits than requested."""
     if not plan.changed:
-        plan.warnings.append(f"all {plan.n_matrices} matrices have the types asked for already: copied as they are")
+        plan.warnings.append(f"all {plan.n_matrices} matrices already have the requested types: copied unchanged")
     raised: dict[str, list[str]] = {}
     kept: dict[str, list[str]] = {}
     for t in plan.tensors:
         for groups, reason in ((raised, t.reason_raised), (kept, t.reason_kept)):
             if reason:
                 groups.setdefault(reason, []).append(t.name)
-    plan.notes += [describe_tensors(names, f", {reason} at the least; --tensor-type names another type") for reason, names in raised.items()]
+    plan.notes += [describe_tensors(names, f", {reason}; --tensor-type sets another type") for reason, names in raised.items()]
     for reason, names in kept.items():
         if reason in NOTED:
             plan.notes.append(describe_tensors(names, f", {reason}"))
@@ -159,10 +159,10 @@ def _already_quantized(tensor: Tensor) -> UserError:
 def check_model(file: GGUFFile) -> None:
     """Raise UserError for GGUF files that are not models."""
     kind, arch = file.value("general.type"), file.value("general.architecture")
-    for is_one, what in (
+    for is_match, description in (
         (kind == "adapter", "a LoRA adapter (general.type is adapter)"),
         (arch == "controlvector", "a control vector (general.architecture is controlvector)"),
-        (kind == "imatrix", "an importance matrix (general.type is imatrix), which goes after --imatrix"),
+        (kind == "imatrix", "an importance matrix (general.type is imatrix), for --imatrix"),
     ):
-        if is_one:
-            raise UserError(f"{file.path} is {what}, no model: nothing to quantize; pass the model that it was made for")
+        if is_match:
+            raise UserError(f"{file.path} is {description}: nothing to quantize; pass the model that it belongs to")

@@ -1,6 +1,6 @@
-"""Mixed files: a type for most matrices of the layers and a better one for the sensitive parts.
+"""Quant mixes: one type for most matrices of the layers, a better one for the sensitive ones.
 
-The sensitive parts are those whose better type lowers the KL divergence most for its bits (docs/results/encoders.md, "Mixed files").
+A matrix is sensitive if a better type lowers the KL divergence most for its bits (docs/results/encoders.md, "Mixed files").
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of the layers whose name holds one of `parts` get the type; with first_layer, of the first layer alone."""
+    """A type for the tensors of all layers, or of the first layer only, whose name contains one of `parts`."""
 
     parts: tuple[str, ...]
     type: str
@@ -19,7 +19,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A --type of its own: the type of the table it starts from, and rules, of which the first that matches counts."""
+    """A quant mix: a base type, and rules of which the first that matches applies."""
 
     name: str
     base: str
@@ -27,7 +27,7 @@ class Recipe:
     about: str
 
     def type_of(self, tensor_name: str) -> str | None:
-        """The better type of a tensor, or None."""
+        """Return the type of a tensor, None for the base type."""
         for rule in self.rules:
             prefix = "blk.0." if rule.first_layer else "blk."
             if tensor_name.startswith(prefix) and any(part in tensor_name for part in rule.parts):

@@ -1,7 +1,7 @@
-"""Which tensors llama-quantize changes and to which types: asked of the built libllama, or of a short list where there is none.
+"""llama-quantize's rules: the tensors that it quantizes, and their types. They come from the built libllama, or from a short list.
 
-The list knows the small matrices by name, output matrix and embeddings, and the attention of models with eight experts; of rules
-for one architecture it has none, and none that mix stock files. tests/unit/test_rules.py says where it differs.
+The list covers small matrices by name, the output matrix, the embeddings, and the attention of models with eight experts. It has no rules for
+single architectures or for quant mixes. tests/unit/test_rules.py pins the differences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STOCK_FALLBACKS = {
 
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
-WITHOUT_LAYERS = "clip"  # of which llama.cpp reads no numbers
+WITHOUT_LAYERS = "clip"  # the architecture whose numbers llama.cpp does not read
 
 
 def rule_types(
@@ -50,33 +50,43 @@ def rule_types(
     named: Sequence[bool] | None = None,
     has_imatrix: bool = False,
 ) -> tuple[list[T | None], list[str]]:
-    """Type of each tensor in a file of that type, None for those that keep theirs, and warnings.
+    """Choose the type of each tensor by the rules. Overrides, ggml-ext quant mixes and row sizes are applied later.
 
-    Overrides, mixtures of ours and the length of rows come after that. token_embd, output: what the options of that name say. named:
-    tensors whose type other options name, which the rules do not count; has_imatrix: importances are used, to which rules of stock
-    files look. UserError where llama-quantize would refuse the model too, and where stock types are to be mixed without the library.
+    Args:
+        file: the model.
+        file_type: of the output.
+        token_embd: type of --token-embedding-type.
+        output: type of --output-tensor-type.
+        named: by tensor, whether other options set its type, so that the rules do not count it.
+        has_imatrix: whether an imatrix is used; rules for upstream files depend on it.
+
+    Returns:
+        The types, None for a tensor that keeps its type, and warnings.
+
+    Raises:
+        UserError: llama-quantize would refuse the model, or a quant mix needs the library, which is missing.
     """
     named = [False] * len(file.tensors) if named is None else named
-    asks = file_type.is_mixed_by_rules and not all(named)
-    model = _rule_model(file, file_type, asks)
+    needs_rules = file_type.is_mixed_by_rules and not all(named)
+    model = _read_rule_model(file, file_type, needs_rules)
     try:
-        rules, why = library.load_rules(), ""
+        rules, problem = library.load_rules(), ""
     except OSError as e:
-        rules, why = None, str(e)
-    if rules is None and asks:
+        rules, problem = None, str(e)
+    if rules is None and needs_rules:
         raise UserError(
-            f"--type {file_type.name}: llama.cpp's rules mix the types of such a file, and {why or 'libllama is not in the package'}: "
+            f"--type {file_type.name}: llama.cpp's rules mix the types of such a file, and {problem or 'libllama is not in the package'}: "
             f"{library_conflict() or 'reinstall ggml-ext'}, or pass --pure"
         )
     if rules is None:
         listed = _listed_types(file.tensors, file_type, model.n_expert, token_embd, output)
-        return listed, [f"{why}: a short list of names says what keeps its type"] if why else []
-    is_float = file_type.type in FLOAT_TYPES  # the library answers for quantized files alone, which change the same tensors
-    asked = library.RuleFile(int(LlamaFileType.MOSTLY_Q8_0) if is_float else file_type.id, token_embd, output, has_imatrix)
+        return listed, [f"{problem}: a short list of names decides which tensors keep their type"] if problem else []
+    is_float = file_type.type in FLOAT_TYPES  # the library covers quantized files only; float files change the same tensors
+    output_file = library.RuleFile(int(LlamaFileType.MOSTLY_Q8_0) if is_float else file_type.id, token_embd, output, has_imatrix)
     try:
-        types, is_known = rules.types(model, asked, [t.name for t in file.tensors], [t.ne for t in file.tensors], named)
+        types, is_known = rules.types(model, output_file, [t.name for t in file.tensors], [t.ne for t in file.tensors], named)
     except ValueError as e:
-        raise UserError(f"{file.path}: llama.cpp's rules for types refuse it: {e}; convert the model again") from e
+        raise UserError(f"{file.path}: llama.cpp's rules for types refuse the model: {e}; convert the model again") from e
     warnings = [] if is_known else [
         f"this llama.cpp does not know the architecture {model.arch[:80]!r} and will not load the file; its general rules choose the "
         "types"
@@ -84,26 +94,27 @@ def rule_types(
     return [None if t is None else file_type.type if is_float else T(t) for t in types], warnings
 
 
-def _rule_model(file: GGUFFile, file_type: FileType, asks: bool) -> library.RuleModel:
-    """What llama.cpp would read of the model. asks: its rules mix the types; UserError if they would count layers that are not there.
+def _read_rule_model(file: GGUFFile, file_type: FileType, needs_rules: bool) -> library.RuleModel:
+    """Read the metadata that the rules use. A number that is missing or damaged is 0, as in llama.cpp.
 
-    Other numbers that are missing or damaged are 0, as in llama.cpp those that are missing.
+    Raises:
+        UserError: the rules count layers (needs_rules), and their number is not valid.
     """
     arch = str(file.value("general.architecture", ""))
     n_expert = _number(file.value(f"{arch}.expert_count"))
     if not file_type.is_stock or arch == WITHOUT_LAYERS:
         return library.RuleModel(arch, n_expert=0 if file_type.is_stock else n_expert)
-    if not asks:
+    if not needs_rules:
         return library.RuleModel(arch, MAX_LAYERS, n_expert=n_expert)
-    found = file.value(f"{arch}.block_count")
-    if not 1 <= _number(found) <= MAX_LAYERS:
+    n_layers = file.value(f"{arch}.block_count")
+    if not 1 <= _number(n_layers) <= MAX_LAYERS:
         raise UserError(
-            f"{file.path}: {arch[:80]}.block_count is {'missing' if found is None else repr(found)}, must be 1 to {MAX_LAYERS}: llama.cpp's "
+            f"{file.path}: {arch[:80]}.block_count is {'missing' if n_layers is None else repr(n_layers)}, must be 1 to {MAX_LAYERS}: llama.cpp's "
             f"rules for {file_type.name} count layers; convert the model again, or pass --pure"
         )
     n_head = _first_number(file, f"{arch}.attention.head_count", 0)
     n_head_kv = _first_number(file, f"{arch}.attention.head_count_kv", n_head)
-    return library.RuleModel(arch, _number(found), n_head, n_head_kv, n_expert)
+    return library.RuleModel(arch, _number(n_layers), n_head, n_head_kv, n_expert)
 
 
 def _number(value: object) -> int:
@@ -111,21 +122,21 @@ def _number(value: object) -> int:
 
 
 def _first_number(file: GGUFFile, key: str, default: int) -> int:
-    """A number, or the first of an array with one for each layer; the default where there is no such key."""
+    """Read a number, or the first of an array by layer; the default if the key is missing."""
     if key not in file.metadata:
         return default
-    found = file.integers(key)
-    return _number(found[0]) if found else _number(file.value(key))
+    numbers = file.integers(key)
+    return _number(numbers[0]) if numbers else _number(file.value(key))
 
 
 def _listed_types(
     tensors: Iterable[Tensor], file_type: FileType, n_expert: int, token_embd: T | None, output: T | None
 ) -> list[T | None]:
-    """Without the library. Of stock files they are those of one type."""
+    """Choose the types without the library; an upstream file gets one type."""
     tied = all(t.name != OUTPUT for t in tensors)
     info = TYPES.get(file_type.type.name.lower())
 
-    def listed(tensor: Tensor) -> T | None:
+    def choose(tensor: Tensor) -> T | None:
         name = tensor.name
         is_embd = name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
         if tensor.n_dims < 2 or not name.endswith("weight") or KEPT.search(name):
@@ -133,24 +144,24 @@ def _listed_types(
         if info is None:
             return output if tied and is_embd and output is not None else file_type.type
         if name == OUTPUT or (tied and is_embd):
-            fits = tensor.ne[0] % info.block_size == 0  # Q8_0 also for rows that do not fit the file's own type
+            fits = tensor.ne[0] % info.block_size == 0  # else Q8_0, also for rows that do not fit the base type
             return output if output is not None else GGMLQuantizationType[str(info.output).upper()] if fits else T.Q8_0
         if is_embd:
             return token_embd if token_embd is not None else GGMLQuantizationType[str(info.token_embd).upper()]
         return T.Q8_0 if n_expert == 8 and ATTENTION_K_V.search(name) else file_type.type
 
-    return [listed(t) for t in tensors]
+    return [choose(t) for t in tensors]
 
 
 def stock_fallback_type(target: T, n_per_row: int) -> T | None:
-    """What takes the place of a stock type in rows that are no multiple of its block; None if llama.cpp has no rule for it."""
+    """Return the type that replaces an upstream type whose block does not divide the row; None if llama.cpp has no rule."""
     try:
         rules = library.load_rules()
     except OSError:
         rules = None
     if rules is not None:
-        found = rules.fallback(int(target), n_per_row)
-        return None if found is None else T(found)
+        replacement = rules.fallback(int(target), n_per_row)
+        return None if replacement is None else T(replacement)
     block_size = GGML_QUANT_SIZES[target][0]
     if target not in STOCK_FALLBACKS and block_size > 32:
         return None

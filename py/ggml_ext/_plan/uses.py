@@ -1,9 +1,9 @@
-"""What becomes of matrices whose inputs no calibration sees, by what the model's graph does with them.
+"""How the model's graph uses its tensors, and so what a matrix gets whose inputs calibration does not see.
 
-A matrix that the graph does not multiply with (a table that it adds, say) keeps its type: other operations take few types, or none. So
-does one whose product lies outside of the layers (the head of a reranker), where llama-imatrix collects nothing. One of a layer that the
-graph leaves out (those that predict further tokens) gets FLOOR at the least: no importance says what errors in it cost, and no probe of
-the model notices them. Small matrices have a floor too, for they cost next to nothing.
+- A matrix that the graph does not multiply with, such as a table that it adds, keeps its type: other operations take few types.
+- A matrix outside of the layers, such as the head of a reranker, keeps its type: llama-imatrix collects nothing there.
+- A matrix in a layer that the graph skips, because the layer predicts further tokens, gets at least FLOOR: its sensitivity is unknown.
+- Small matrices have a floor because they add almost nothing to the size.
 """
 
 from __future__ import annotations
@@ -18,63 +18,65 @@ from .._formats.names import layer_number, tensor_class
 from .._native.graph import PRODUCT, ROWS, read_uses
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD
 
-OUTER = (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)  # whose inputs llama-imatrix collects if --process-output asks for it, or never
-FLOOR = GGMLQuantizationType.Q5_K  # needs no importances; 0.1 % of the squares of the weights are lost
-# Matrices with less than this part of their layer's weights get Q8_0 at the least, which adds at most 0.005 bits per weight to the layer. Among
-# them are those that steer a layer: decay and input gate of linear attention (ssm_alpha, ssm_beta, ssm_ba), hc_*_inject of hyper-connections.
+OUTER = (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD, OUTPUT)  # llama-imatrix collects their inputs with --process-output, or never
+FLOOR = GGMLQuantizationType.Q5_K  # needs no imatrix; NMSE 0.1 %
+# Matrices below this part of their layer's weights get at least Q8_0, for at most 0.005 bits per weight of the layer. Some of them control the
+# layer: decay and input gate of linear attention (ssm_alpha, ssm_beta, ssm_ba), hc_*_inject of hyper-connections.
 SMALL_PART, SMALL_FLOOR = 1 / 1024, GGMLQuantizationType.Q8_0
 IN_LAYERS = re.compile(r"(^|\.)blk\.\d+\.")
 
 
 def n_layers_run(file: GGUFFile) -> int | None:
-    """Layers before those that predict further tokens (MTP, NextN); None where the metadata name none of these."""
+    """Count the layers before those that predict further tokens (MTP, NextN); None if the metadata have none of these."""
     arch = file.value("general.architecture", "")
     n_layers, n_more = (file.value(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     return n_layers - n_more if type(n_layers) is int and type(n_more) is int and 0 < n_more < n_layers else None
 
 
 def small_matrices(tensors: list[Tensor]) -> set[str]:
-    """Names of those below SMALL_PART."""
-    in_layer: dict[int, int] = {}
+    """Return the names of the matrices below SMALL_PART of their layer."""
+    layer_sizes: dict[int, int] = {}
     for tensor in tensors:
         if (layer := layer_number(tensor.name)) is not None:
-            in_layer[layer] = in_layer.get(layer, 0) + tensor.n_elements
+            layer_sizes[layer] = layer_sizes.get(layer, 0) + tensor.n_elements
     layers = ((t, layer_number(t.name)) for t in tensors)
-    return {t.name for t, layer in layers if layer is not None and t.n_elements < SMALL_PART * in_layer.get(layer, 0)}
+    return {t.name for t, layer in layers if layer is not None and t.n_elements < SMALL_PART * layer_sizes.get(layer, 0)}
 
 
 @dataclass(frozen=True)
-class Uses:
-    """found: by name of a tensor what the graph does with it, None where that is not known; n_layers: see n_layers_run(); measured: names
-    of tensors whose importances are given."""
+class GraphUses:
+    """How the model's graph uses its tensors."""
 
-    found: dict[str, set[str]] | None = None
-    n_layers: int | None = None
-    measured: frozenset[str] = frozenset()
-    _others: frozenset[str] = field(default=frozenset(), init=False)  # classes of tensors that are no matrices of products
+    operations: dict[str, set[str]] | None = None  # by tensor; None if unknown
+    n_layers: int | None = None  # n_layers_run()
+    measured: frozenset[str] = frozenset()  # tensors with an entry in the imatrix
+    _others: frozenset[str] = field(default=frozenset(), init=False)  # classes of tensors with operations other than products
 
     def __post_init__(self) -> None:
-        others = {tensor_class(name) for name, uses in (self.found or {}).items() if uses - {PRODUCT, ROWS}}
+        others = {tensor_class(name) for name, uses in (self.operations or {}).items() if uses - {PRODUCT, ROWS}}
         object.__setattr__(self, "_others", frozenset(others))
 
     @classmethod
-    def read(cls, file: GGUFFile, measured: frozenset[str] = frozenset()) -> Uses:
+    def read(cls, file: GGUFFile, measured: frozenset[str] = frozenset()) -> GraphUses:
+        """Read them from the graph that llama.cpp builds for the file."""
         return cls(read_uses([part.path for part in file.parts]), n_layers_run(file), measured)
 
     def is_no_product(self, name: str) -> bool:
-        """Whether the graph does something else with the tensor, or with those of its class, than to multiply with it. Outside of the
-        layers rows may be looked up in it: embeddings."""
-        is_table = IN_LAYERS.search(name) is not None and self.found is not None and self.found.get(name) == {ROWS}
+        """Whether the graph uses the tensor, or one of its class, other than in a matrix product.
+
+        Looking up rows counts in the layers only: outside of them it is an embedding.
+        """
+        is_table = IN_LAYERS.search(name) is not None and self.operations is not None and self.operations.get(name) == {ROWS}
         return name not in OUTER and (is_table or tensor_class(name) in self._others)
 
     def is_outside(self, name: str) -> bool:
         """Whether the graph multiplies with the tensor outside of the layers, where llama-imatrix collects no inputs."""
         is_measured = name in self.measured or name in OUTER or IN_LAYERS.search(name)
-        return not is_measured and self.found is not None and PRODUCT in self.found.get(name, ())
+        return not is_measured and self.operations is not None and PRODUCT in self.operations.get(name, ())
 
     def is_unseen(self, name: str) -> bool:
-        """Whether the graph leaves a matrix of a layer out. Where it is not known, those of layers that predict further tokens."""
+        """Whether the graph skips a matrix of a layer; if the graph is unknown, whether its layer predicts further tokens."""
         layer = layer_number(name)
         if layer is None or name in self.measured:
             return False
-        return name not in self.found if self.found is not None else self.n_layers is not None and layer >= self.n_layers
+        return name not in self.operations if self.operations is not None else self.n_layers is not None and layer >= self.n_layers
