@@ -25,7 +25,7 @@ def test_sensitivities_are_measured_and_types_follow_them(fresh):
     assert bits_in_all(folder.out) <= 4
     kept = json.loads(folder.kept.read_text())
     parts = [(sensitivity.ProbedPart(name, tuple(tensors)), cost) for name, tensors, cost in kept["costs"]]
-    found = sensitivity.fit(sensitivity.usual(FREE), kept["probe_errors"], parts)
+    found = sensitivity.fit_sensitivities(sensitivity.usual_sensitivities(FREE), kept["probe_errors"], parts)
     # the copies are floats of 16 bits, which changes errors of 0.06 by 2^-11 at most and the costs, printed with 9 digits, by less
     assert found == pytest.approx(COSTS, rel=1e-3)
     # every part once, each alone: what was changed was put back
@@ -42,7 +42,7 @@ def test_sensitivities_are_measured_and_types_follow_them(fresh):
     predicted = sum(found[n] * kept["errors"][n][types[n]] for n in FREE)
     assert report["predicted_kl_divergence"] == pytest.approx(predicted)
     assert report["optimality_gap"] == 0 and report["sensitivities"] == "measured" and report["type"] == "auto"
-    assert f"predicted KL divergence {predicted:.4g}; no choice of these types is better by the model" in out
+    assert f"predicted KL divergence {predicted:.4g}; optimal for these types" in out
     assert "target-bpw 4 as asked" in out
     assert gguf.GGUFReader(folder.out).fields["ggml_ext.options"].contents().split()[0] == "target-bpw=4"
 
@@ -108,11 +108,11 @@ def test_a_size_below_the_smallest_says_what_that_is(folder):
 def test_a_size_that_is_enough_leaves_everything(fresh):
     folder = fresh
     out, err = folder.run("--target-size", "1GB")
-    assert "target-size 1GB is enough for the types of the input: everything stays as it is" in out
+    assert "target-size 1GB: the input is within the target; no type changes" in out
     assert set(folder.types().values()) == {"f16", "f32"} and not folder.runs() and not folder.kept.exists()
     assert gguf.GGUFReader(folder.out).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_F16
     out, _ = folder.run("--target-bpw", "12", "--target-types", "itq2_t,q6_k", "--sensitivity", "usual")
-    assert "target-bpw 12 is enough for the best of the types in all tensors: OUT is smaller" in out
+    assert "target-bpw 12 exceeds what the best types need: OUT is smaller" in out
     assert set(folder.types().values()) == {"q6_k", "f32"}
     assert gguf.GGUFReader(folder.out).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q6_K
 
@@ -130,7 +130,7 @@ def test_types_of_single_tensors_come_first(folder):
 
 def test_below_what_single_tensors_take(fresh):
     line = fresh.error("--target-bpw", "4", "--tensor-type", ".=q8_0")
-    assert "is below the smallest possible, 8.5" in line and "leave the types of single tensors out" in line
+    assert "is below the smallest possible, 8.5" in line and "drop the options that fix types" in line
 
 
 def test_types_that_were_asked_for_are_no_fallbacks(folder):
@@ -141,21 +141,21 @@ def test_types_that_were_asked_for_are_no_fallbacks(folder):
 
 def test_nothing_is_left_to_choose(fresh):
     out, _ = fresh.run("--target-kld", "0.1", "--tensor-type", ".=f16")
-    assert "nothing is left to choose" in out and not fresh.runs() and set(fresh.types().values()) == {"f16", "f32"}
+    assert "options fix the types of all matrices" in out and not fresh.runs() and set(fresh.types().values()) == {"f16", "f32"}
 
 
 def test_a_quantized_model_is_not_measured(fresh):
     fresh.run("--type", "itq3_s", "--pure")
     source = fresh.out.rename(fresh.path / "small-itq3s.gguf")
     _, err = fresh.run("--target-bpw", "2.5", "--allow-requantize", source=source)
-    assert "what errors cost is taken from another model: tensors of the model are quantized already" in err and not fresh.runs()
+    assert "using the sensitivities of another model: the model is quantized already" in err and not fresh.runs()
 
 
 def test_the_end_of_a_text():
     n = sensitivity.TEXT_BYTES
-    assert sensitivity.end_of(b"one line") == b"one line" and sensitivity.end_of(b"a\nb\n") == b"a\nb\n"
-    assert sensitivity.end_of(b"x" * (2 * n)) == b"x" * n
-    assert sensitivity.end_of(b"x" * n + b"\n" + b"y" * (n - 9)) == b"y" * (n - 9)
+    assert sensitivity.cut_text(b"one line") == b"one line" and sensitivity.cut_text(b"a\nb\n") == b"a\nb\n"
+    assert sensitivity.cut_text(b"x" * (2 * n)) == b"x" * n
+    assert sensitivity.cut_text(b"x" * n + b"\n" + b"y" * (n - 9)) == b"y" * (n - 9)
 
 
 def test_costs_that_are_measured_as_less_than_nothing():
@@ -163,7 +163,7 @@ def test_costs_that_are_measured_as_less_than_nothing():
     names = [f"blk.{i}.ffn_up.weight" for i in range(3)]
     parts = [(sensitivity.ProbedPart("blk.*.ffn_up.weight", tuple(names)), 1e-5)]
     parts += [(sensitivity.ProbedPart(f"blk.{i}", (name,)), cost) for i, (name, cost) in enumerate(zip(names, (2e-5, -3e-5, -1e-5), strict=True))]
-    found = sensitivity.fit(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
+    found = sensitivity.fit_sensitivities(dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.07), parts)
     total = sum(0.07 * s for s in found.values())
     assert abs(total - 1e-5) < 1e-9 and min(found.values()) > 1e-8 and max(found.values()) < 1e-5 / 0.07 * 1.001
 
@@ -173,8 +173,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(fresh, measured):
     before = files(folder.path)
     out, err = folder.run("--target-bpw", "3.3", "--dry-run")
     assert files(folder.path) == before and not folder.runs()
-    assert "what errors cost is taken from another model: --dry-run runs no model" in err
-    assert "predicted KLD" in out and "with the sensitivities of another model" in out and "target-bpw 3.3 as asked" in out
+    assert "using the sensitivities of another model: --dry-run runs no model" in err
+    assert "predicted KLD" in out and "sensitivities of another model" in out and "target-bpw 3.3 as asked" in out
     folder.kept.write_text(measured)
     out, _ = folder.run("--target-bpw", "3.3", "--dry-run")
     assert "of another model" not in out and files(folder.out.parent) == {folder.kept.name: measured.encode()}
@@ -193,7 +193,7 @@ def test_second_moments_weigh_the_errors(folder):
     moments = write_moments(folder.path / "moments.gguf", inputs)
     plain = json.loads(folder.kept.read_text())["errors"]
     _, err = folder.run("--target-bpw", "4", "--imatrix", moments, "--target-types", "itq2_t,iq2_xxs,q4_k", "--sensitivity", "usual")
-    assert "plain errors" not in err
+    assert "unweighted error" not in err
     weighted = json.loads(folder.kept.read_text())["errors"]
     name = "blk.1.ffn_up.weight"
     assert weighted[name]["itq2_t"] < 0.9 * plain[name]["itq2_t"]  # error feedback: the weighted error is what the encoder minimises
@@ -206,7 +206,7 @@ def test_a_failing_run_of_the_model_leaves_the_errors_alone(fresh, monkeypatch, 
     monkeypatch.setenv("FAKE_PERPLEXITY_DO", do)
     line = folder.error("--target-bpw", "4")
     assert part in line and "--sensitivity usual" in line
-    assert "errors of all types were measured before" in folder.run("--target-bpw", "4", "--sensitivity", "usual")[1]
+    assert "reusing cached errors of all types" in folder.run("--target-bpw", "4", "--sensitivity", "usual")[1]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_failing_run_of_the_model_leaves_the_errors_alone(fresh, monkeypatch, 
         (["--target-kld", "nan"], ["--target-kld: got 'nan'", "above 0"]),
         (["--target-kld", "small"], ["--target-kld: got 'small'"]),
         (["--target-bpw", "3", "--target-types", "itq2_t,q9"], ["--target-types: unknown type 'q9'"]),
-        (["--type", "itq3_t", "--target-types", "itq2_t"], ["--target-types belongs to --target-size"]),
+        (["--type", "itq3_t", "--target-types", "itq2_t"], ["--target-types needs --target-size"]),
         (["--target-bpw", "3", "--pure"], ["--pure and --target-bpw"]),
         (["--target-bpw", "3", "--fallback-above", "3"], ["--fallback-above and --target-bpw"]),
         (["--target-bpw", "3", "--sensitivity", "guessed"], ["--sensitivity: got 'guessed'", "measured or usual"]),
@@ -258,7 +258,7 @@ def test_parts_of_a_deep_model():
     assert [p.name for p in layers] == ["blk.0", "blk.1", "blk.2-8", "blk.9-15", "blk.16-22", "blk.23-30", "blk.31"]
     assert sorted(n for p in layers for n in p.tensors) == sorted(names[:-1])
     assert [len(p.tensors) for p in sensitivity.class_parts(names)] == [32, 32, 1]
-    usual = sensitivity.usual(names)
+    usual = sensitivity.usual_sensitivities(names)
     assert sum(usual[n] for n in names if "ffn_down_exps" in n) == pytest.approx(sensitivity.USUAL["ffn_down"])
     assert usual["blk.0.attn_q.weight"] == 8 * usual["blk.1.attn_q.weight"] > 0 and usual["output.weight"] == sensitivity.USUAL["output"]
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ggml_ext._allocation import kept as results
+from ggml_ext._allocation import choice_record as results
 from ggml_ext._allocation import sensitivity
 from ggml_ext._allocation.error_measurement import ErrorMeasurement
 from ggml_ext._base.signals import StopRequest
@@ -22,9 +22,9 @@ fresh, measured, folder = choosing.fresh, choosing.measured, choosing.folder
 
 def test_a_second_target_uses_what_was_measured(folder, measured):
     _, err = folder.run("--target-kld", "0.05")
-    assert not folder.runs() and err.count("used again") == 2 and folder.kept.read_text() == measured
+    assert not folder.runs() and err.count("reusing cached") == 2 and folder.kept.read_text() == measured
     _, err = folder.run("--target-bpw", "3", "--target-types", "itq2_t,q2_k,q4_k")
-    assert not folder.runs() and "errors of 1 type are" in err  # q2_k
+    assert not folder.runs() and "measuring errors: 1 type," in err  # q2_k
     assert set(folder.types().values()) <= {"itq2_t", "q2_k", "q4_k", "f32"} and bits_in_all(folder.out) <= 3
     assert len(json.loads(folder.kept.read_text())["errors"][FREE[0]]) == len(json.loads(measured)["errors"][FREE[0]]) + 1
 
@@ -35,7 +35,7 @@ def test_what_is_kept_of_others_or_damaged_is_not_used(folder, measured, change)
     content = contents.get(change, measured)
     folder.kept.write_text(content)
     _, err = folder.run("--target-bpw", "4", "--dry-run", *(["--effort", "fast"] if change == "another effort" else []))
-    assert "used again" not in err and ALL_ANEW in err and folder.kept.read_text() == content
+    assert "reusing cached" not in err and ALL_ANEW in err and folder.kept.read_text() == content
 
 
 def change(measured: str, *path, value) -> str:
@@ -64,7 +64,7 @@ def test_kept_results_with_values_of_the_wrong_kind_are_not_used(folder, measure
     content = change(measured, *path, value=value)
     folder.kept.write_text(content)
     _, err = folder.run("--target-bpw", "4", "--dry-run")
-    assert "used again" not in err and ALL_ANEW in err and folder.kept.read_text() == content
+    assert "reusing cached" not in err and ALL_ANEW in err and folder.kept.read_text() == content
 
 
 def test_kept_results_that_are_nested_too_deeply_are_not_used(folder):
@@ -76,7 +76,7 @@ def test_costs_below_nothing_and_errors_without_end_are_used(folder, measured):
     """Noise may say the one of a cost; zeros that are stored as something else have the other."""
     content = change(change(measured, "costs", 0, 2, value=-1e-5), "errors", FREE[1], "itq2_t", value=float("inf"))
     folder.kept.write_text(content)
-    assert folder.run("--target-bpw", "4", "--dry-run")[1].count("used again") == 2
+    assert folder.run("--target-bpw", "4", "--dry-run")[1].count("reusing cached") == 2
 
 
 def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
@@ -170,9 +170,9 @@ def test_an_interrupt_keeps_the_parts_that_are_measured(half, measured):
     assert [name for name, *_ in json.loads(half.kept.read_text())["costs"]] == [name for name, *_ in json.loads(measured)["costs"]][:3]
     # three parts are not taken for all
     _, err = half.run("--target-bpw", "4", "--dry-run")
-    assert "what errors cost is taken from another model: --dry-run runs no model" in err
+    assert "using the sensitivities of another model: --dry-run runs no model" in err
     _, err = half.run("--target-bpw", "4")
-    assert "note: an earlier run was stopped: going on after 3 of 8 parts\n" in err
+    assert "note: resuming after 3 of 8 parts\n" in err
     assert [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
 
 
@@ -188,7 +188,7 @@ def test_parts_that_were_measured_with_something_else_are_measured_again(half, m
     half.kept.write_text(change(half.kept.read_text(), *path, value=value))
     half.log.unlink()
     _, err = half.run("--target-bpw", "4")
-    assert "going on after" not in err and [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
+    assert "resuming after" not in err and [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
 
 
 def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
@@ -202,7 +202,7 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
     keeper = results.RecordWriter(SimpleNamespace(write=write), tmp_path / "x.choice.json")
     monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
     for _ in range(1000):
-        keeper.write_now_and_then()
+        keeper.write_if_due()
         now[0] += 0.5
     assert written[0] == 0 and 20 <= len(written) <= 30
 

@@ -265,7 +265,7 @@ def test_a_target_of_stock_types(models, tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "parts"), [
-    (["--type", "q4_k", "--stock"], ["--stock belongs to --target-size", "q4_k_m"]),
+    (["--type", "q4_k", "--stock"], ["--stock needs --target-size", "q4_k_m"]),
     ([*TARGET, "--target-types", "q4_k,ITQ3_T"], ["--target-types: ITQ3_T is a type of ggml-ext", "leave it or --stock out"]),
     ([*TARGET, "--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --stock makes a file", "leave it out"]),
 ], ids=["type", "list", "tensor"])

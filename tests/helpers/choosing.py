@@ -22,7 +22,7 @@ FREE = [name for name in MATRICES if "norm" not in name]
 OF_CLASS, OF_LAYER = {"attn_v": 3.0, "ffn_up": 0.2, "ffn_down": 1.0}, (4.0, 1.0, 0.5, 2.0)
 COSTS = {f"blk.{i}.{name}.weight": OF_CLASS[name] * OF_LAYER[i] for i in range(LAYERS) for name in SHAPES} | {"token_embd.weight": 1.5}
 # said where nothing was measured before: the default types, which rows of 256 can all have, and F16, the source's own
-ALL_ANEW = f"errors of {len(target.DEFAULT_TYPES) + 1} types"
+ALL_ANEW = f"measuring errors: {len(target.DEFAULT_TYPES) + 1} types"
 
 
 class Folder:

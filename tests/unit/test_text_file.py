@@ -113,7 +113,7 @@ def test_the_end_of_a_text_without_lines_begins_with_a_character():
     n = sensitivity.TEXT_BYTES
     text = ("€" * n).encode()
     for cut in range(3):
-        end = sensitivity.end_of(text + b"x" * cut)
+        end = sensitivity.cut_text(text + b"x" * cut)
         assert set(end.decode()) <= set("€x") and n - 3 < len(end) <= n
 
 

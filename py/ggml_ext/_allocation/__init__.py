@@ -1,1 +1,1 @@
-"""A size or a quality in place of a type: types chosen by measured errors."""
+"""Choose types by measured errors, to reach a target size or quality."""

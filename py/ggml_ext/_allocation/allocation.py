@@ -1,8 +1,7 @@
 """Choose the type of each tensor under a limit: --target-size, --target-bpw, --target-kld (target.py).
 
-Each matrix has candidate types (items.py). The error of a type (error_measurement.py) times the sensitivity of the matrix (sensitivity.py)
-is its share of the KL divergence. knapsack.py finds the types with the least sum under a limit of bytes, or with the fewest bytes under a
-limit of the sum.
+Each matrix has candidate types (items.py). Its predicted KL divergence is the NMSE of a type (error_measurement.py) times the matrix's
+sensitivity (sensitivity.py). knapsack.py minimizes the sum under a limit of bytes, or the bytes under a limit of the sum.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from .items import Item, drop_unusable
 from .knapsack import Solution, solve
 from .target import SENSITIVITIES, Target
 
-HEADER_ROOM = 4096  # bytes for keys that OUT has and the input lacks: names of files, options
-STAYS = "{} is enough for the types of the input: everything stays as it is"
+HEADER_ROOM = 4096  # bytes for the keys that quantizing adds: file names, options
+UNCHANGED = "{}: the input is within the target; no type changes"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The bytes that a target leaves for the items."""
+    """A target, converted to bytes for the items."""
 
     target: Target
     n_elements: int
-    n_fixed: int  # bytes of everything else
-    alignment: int  # of the data of tensors, if padding counts; else 1
+    n_fixed: int  # bytes of everything but the items
+    alignment: int  # of tensor data if padding counts, else 1
 
     @classmethod
     def compute(cls, target: Target, plan: QuantizationPlan, items: list[Item], header: int, alignment: int) -> Limit:
-        """Subtract what is fixed. header: bytes of the file before its data."""
+        """Subtract the tensors whose types are fixed. header: bytes of the file before its data."""
         limit = cls(target, plan.n_elements(), 0, alignment if target.kind == "size" else 1)
         names = {item.planned.name for item in items}
         fixed = sum(limit.weight(t.tensor, t.type) for t in plan.tensors if t.name not in names)
         return replace(limit, n_fixed=fixed + (header if target.kind == "size" else 0))
 
     def weight(self, tensor: Tensor, qtype: GGMLQuantizationType) -> int:
-        """Return the bytes that count."""
+        """Return the bytes of a tensor in a type, as the target counts them."""
         return pad(tensor.bytes_as(qtype), self.alignment)
 
     @property
     def n_bytes(self) -> float:
-        """For the items; infinite if the target is no size."""
+        """Bytes for the items; infinite for a target without a size."""
         value = {"size": self.target.value, "bpw": self.target.value * self.n_elements / 8}.get(self.target.kind, math.inf)
         return value - self.n_fixed
 
@@ -68,12 +67,12 @@ class Limit:
         return sum(min(self.weight(item.tensor, t) for t in item.types) for item in items)
 
     def check(self, items: list[Item], room: int = 0) -> None:
-        """Raise UserError if the target is below the smallest file. room: bytes that more keys may take."""
+        """Raise UserError if the target is below the smallest possible file. room: bytes for keys that quantizing adds."""
         if (least := self.smallest(items)) > self.n_bytes:
-            named = ", or leave the types of single tensors out" if any(item.is_named for item in items) else ""
+            named = ", or drop the options that fix types" if any(item.is_named for item in items) else ""
             raise UserError(
-                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.describe(least + room)}: take that at "
-                f"the least, or add smaller types with --target-types{named}"
+                f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.describe(least + room)}: raise it "
+                f"to that, or add smaller types with --target-types{named}"
             )
 
 
@@ -83,20 +82,20 @@ class AllocatedType:
 
     item: Item
     type: GGMLQuantizationType
-    share: float = 0.0  # of the KL divergence
+    share: float = 0.0  # of the predicted KL divergence
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The types of all items, and what they are predicted to cost."""
+    """The types of all items and their predicted KL divergence."""
 
     types: Sequence[AllocatedType]
-    is_measured: bool = True  # the sensitivities are the model's
-    gap: float = 0.0  # part of what was minimised that a better choice could save at most
+    is_measured: bool = True  # sensitivities were measured on this model
+    gap: float = 0.0  # optimality gap, relative
     notes: Sequence[str] = field(default_factory=list)
 
     def apply(self, plan: QuantizationPlan) -> None:
-        """Give the tensors these types. Tensors that options name keep theirs, and alone have fallbacks from then on."""
+        """Set the types of the plan. Only tensors whose type an option names count as fallbacks afterwards."""
         named = {a.item.planned.name for a in self.types if a.item.is_named}
         for a in self.types:
             if not a.item.is_named:
@@ -111,7 +110,7 @@ class Allocation:
         return math.fsum(a.share for a in self.types)
 
     def table(self, width: int) -> list[str]:
-        """List what each class and type is predicted to cost."""
+        """Tabulate the predicted KL divergence by class and type."""
         classes: dict[tuple[str, str], list[float]] = {}
         for a in self.types:
             classes.setdefault((tensor_class(a.item.planned.name), a.type.name.lower()), []).append(a.share)
@@ -130,14 +129,14 @@ class Allocation:
 
     def describe(self) -> list[str]:
         """Describe the prediction for the summary."""
-        remark = "" if self.is_measured else ", with the sensitivities of another model: it may be ten times too small or too large"
-        best = f"a better choice could save {self.gap:.2%} at most" if self.gap else "no choice of these types is better by the model"
+        remark = "" if self.is_measured else " (sensitivities of another model; may be off by a factor of ten)"
+        best = f"within {self.gap:.2%} of the optimum" if self.gap else "optimal for these types"
         return [f"predicted KL divergence {self.predicted:.4g}{remark}; {best}", *self.notes]
 
     def file_type(self, placeholder: FileType, is_stock: bool) -> FileType:
-        """Return the file type of most weights of the layers: a ggml-ext type if there is any, else an upstream one.
+        """Return the file type of most block weights: a ggml-ext type if there is any, else an upstream type.
 
-        placeholder: has been in its place; is_stock: the file is for every llama.cpp.
+        placeholder: the file type during planning; is_stock: the target has --stock.
         """
         counts: dict[GGMLQuantizationType, int] = {}
         for a in self.types:
@@ -154,15 +153,15 @@ class Allocation:
 
 
 def allocate_without_measuring(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item]) -> Allocation | None:
-    """Allocate types if nothing needs to be measured: every tensor keeps its type. UserError if no file can be small enough."""
+    """Keep all types if the target allows that; return None if errors must be measured. UserError if no file can be small enough."""
     limit = Limit.compute(target, plan, items, header_bytes(file), file.alignment)
     room = HEADER_ROOM if target.kind == "size" else 0
     limit.check(items, room)
     if not items:
-        return Allocation([], notes=["options name the types of all matrices: nothing is left to choose"])
+        return Allocation([], notes=["options fix the types of all matrices"])
     fits = target.kind != "kld" and sum(limit.weight(item.tensor, item.tensor.type) for item in items) + room <= limit.n_bytes
     if fits and all(item.tensor.type in item.types for item in items):
-        return Allocation([AllocatedType(item, item.tensor.type) for item in items], notes=[_describe_stay(target)])
+        return Allocation([AllocatedType(item, item.tensor.type) for item in items], notes=[_describe_unchanged(target)])
     return None
 
 
@@ -192,8 +191,8 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
     if solution is None:  # limit.check() has raised for sizes
         least = sum(min(cost for _, cost in candidates) for candidates in options)
         raise UserError(
-            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: the types that may be chosen reach no less;"
-            " add better ones with --target-types, or leave it and types of single tensors out"
+            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: raise it, add larger types with "
+            "--target-types, or drop the options that fix types"
         )
     types = [
         AllocatedType(item, item.types[i], candidates[i][1]) for item, i, candidates in zip(items, solution.picks, options, strict=True)
@@ -207,18 +206,18 @@ def _round_up(value: float) -> str:
     return f"{math.ceil(value / step) * step:.4g}"
 
 
-def _describe_stay(target: Target) -> str:
-    return STAYS.format(target.option.replace("=", " "))
+def _describe_unchanged(target: Target) -> str:
+    return UNCHANGED.format(target.option.replace("=", " "))
 
 
 def _describe_limit(
     target: Target, types: list[AllocatedType], solution: Solution, options: list[list[tuple[float, float]]]
 ) -> list[str]:
-    """Say so if the target leaves room for the best types."""
+    """Note whether the target is larger than the best types need."""
     if all(a.type == a.item.tensor.type for a in types):
-        return [_describe_stay(target)]
+        return [_describe_unchanged(target)]
     best = sum(min(cost for _, cost in candidates) for candidates in options)
     reached = sum(candidates[i][1] for candidates, i in zip(options, solution.picks, strict=True))
     if target.kind != "kld" and reached <= best:
-        return [f"{target.option.replace('=', ' ')} is enough for the best of the types in all tensors: OUT is smaller"]
+        return [f"{target.option.replace('=', ' ')} exceeds what the best types need: OUT is smaller"]
     return []

@@ -1,6 +1,6 @@
-"""Measure what allocation needs: the error of each type in each matrix, and the sensitivity of the model to it.
+"""Measure the NMSE of each type in each matrix, and the model's sensitivity to it.
 
-The NMSE is measured on a sample of the rows, under the Hessian if there is one; sensitivity.py measures what it costs.
+The NMSE is measured on a sample of rows, under the Hessian if there is one. sensitivity.py runs the model.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .._formats.tensor_types import SOURCE_TYPES
 from .._native.programs import find_tool
 from .._plan.plan import PlannedTensor, QuantizationPlan
 from . import sensitivity
+from .choice_record import ChoiceRecord, RecordWriter
 from .items import Item
-from .kept import ChoiceRecord, RecordWriter
 from .sensitivity import MeasuredCosts, Probe
 from .target import SENSITIVITIES
 
-GROUPS, GROUP_ROWS = 4, 16  # of rows that represent a tensor, spread over it
+GROUPS, GROUP_ROWS = 4, 16  # sample of a tensor: groups of consecutive rows, evenly spaced
 
 
 @dataclass(frozen=True)
 class ErrorCosts:
-    """What each type costs in each matrix."""
+    """The predicted KL divergence of each type in each matrix."""
 
     errors: Mapping[str, Mapping[str, float]]  # NMSE by tensor and name of the type
     sensitivities: Mapping[str, float]  # KL divergence per NMSE, by tensor
-    is_measured: bool  # the sensitivities are the model's
+    is_measured: bool  # sensitivities were measured on this model
 
     def share(self, name: str, qtype: GGMLQuantizationType) -> float:
         """Return the share of the KL divergence of a tensor in a type."""
@@ -52,31 +52,31 @@ class ErrorCosts:
 
 @dataclass(frozen=True)
 class ErrorMeasurement:
-    """What is measured, and with what."""
+    """A measurement of a model for a target."""
 
     file: GGUFFile
-    plan: QuantizationPlan  # says which tensors use the imatrix
+    plan: QuantizationPlan  # knows which tensors use the imatrix
     importance: Importance
     codec: Codec
     n_threads: int
     console: Console
-    folder: Path | None  # of OUT with links resolved; None if a dry run names none
-    is_dry: bool  # run no model and keep nothing
+    folder: Path | None  # directory of OUT with links resolved; None in a dry run without OUT
+    is_dry: bool  # do not run the model and do not write the cache
     runs_model: bool  # False with --no-calibration
     text: Path | None  # of --imatrix-from
     sensitivity: str  # of SENSITIVITIES
 
     def measure(self, items: Sequence[Item]) -> ErrorCosts:
-        """Measure errors and sensitivities, or read those of an earlier run."""
+        """Measure errors and sensitivities, except those in the cache."""
         path = None if self.folder is None else self.folder / choice_cache_name(self.file.stem)
         record = ChoiceRecord.read(path, self._list_dependencies())
         if self.importance.matrix is None:
-            self.console.warn("types are chosen by plain errors: nothing is known of the inputs of the matrices, which costs quality")
+            self.console.warn("no imatrix: choosing types by unweighted error, which costs quality")
         writer = RecordWriter(record, None if self.is_dry else path)
         try:
             self._measure_errors(items, writer)
         except StopRequest:
-            writer.write()  # what was measured so far
+            writer.write()
             raise
         writer.write()
         sensitivities, is_measured = self._find_sensitivities([item.planned for item in items], writer)
@@ -84,11 +84,11 @@ class ErrorMeasurement:
 
     def _list_dependencies(self) -> dict:
         matrix = self.importance.matrix
-        left_out = [sorted(matrix.excluded)] if matrix and matrix.excluded else []
+        excluded = [sorted(matrix.excluded)] if matrix and matrix.excluded else []
         return {
             "version": __version__,
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
-            "importance": [self.importance.kind, [fingerprint(p) for p in self.importance.paths()], *left_out],
+            "importance": [self.importance.kind, [fingerprint(p) for p in self.importance.paths()], *excluded],
             "encoder": [self.codec.effort, self.codec.itq3_levels],
         }
 
@@ -96,13 +96,13 @@ class ErrorMeasurement:
         """Measure the NMSE of a sample of a tensor's rows."""
         if target == planned.tensor.type:
             return 0.0
-        codec = self.codec.with_one_thread()  # the other threads have tensors of their own
+        codec = self.codec.with_one_thread()  # tensors are measured in parallel
         calibration = self.importance.calibrate(planned, target, codec, cache)
         source = SourceTensor(self.file, planned.tensor, codec)
         return encode_tensor(source, target, calibration, sample=choose_sample(planned.tensor)).best_known
 
     def _measure_errors(self, items: Sequence[Item], writer: RecordWriter) -> None:
-        """Fill in the errors of all types of all items that the record lacks."""
+        """Measure the errors that the record lacks."""
         errors = writer.record.errors
         missing = [
             (item.planned, types)
@@ -110,11 +110,11 @@ class ErrorMeasurement:
             if (types := [t for t in item.types if t.name.lower() not in errors.get(item.planned.name, {})])
         ]
         if not missing:
-            self.console.note("errors of all types were measured before: used again")
+            self.console.note("reusing cached errors of all types")
             return
         n_types = len({t for _, types in missing for t in types})
         self.console.note(
-            f"errors of {n_types} type{'s' * (n_types > 1)} are measured on up to {GROUPS * GROUP_ROWS} rows of {len(missing)} tensors"
+            f"measuring errors: {n_types} type{'s' * (n_types > 1)}, {len(missing)} tensors, up to {GROUPS * GROUP_ROWS} rows each"
         )
 
         def measure(job: tuple[PlannedTensor, list[GGMLQuantizationType]]) -> dict[str, float]:
@@ -126,27 +126,28 @@ class ErrorMeasurement:
             try:
                 for (planned, _), measured in zip(missing, map_in_order(pool, measure, missing, 2 * self.n_threads), strict=True):
                     errors.setdefault(planned.name, {}).update(measured)
-                    writer.write_now_and_then()
+                    writer.write_if_due()
                     bar.update()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def _find_sensitivities(self, tensors: Sequence[PlannedTensor], writer: RecordWriter) -> tuple[dict[str, float], bool]:
-        """Return the sensitivities by tensor, and whether they are this model's."""
-        usual = sensitivity.usual([t.name for t in tensors])
+        """Return the sensitivities by tensor, and whether they were measured on this model."""
+        usual = sensitivity.usual_sensitivities([t.name for t in tensors])
         if self.sensitivity == SENSITIVITIES[1]:
             return usual, False
         text, program = self.text or calibration.TEXT, find_tool("llama-perplexity")
         dependencies = {"text": fingerprint(text) if text.is_file() else {}, "chunks": sensitivity.N_CHUNKS}
         known = writer.record.costs_with(dependencies)
         if known.is_complete() and set(known.errors) >= {t.name for t in tensors}:
-            self.console.note("what errors cost was measured before: used again")
-            return sensitivity.fit(sensitivity.usual(list(known.errors)), known.errors, known.costs), True
-        reason = self._why_not_run([t.tensor for t in tensors], text, program)
+            self.console.note("reusing cached sensitivities")
+            start = sensitivity.usual_sensitivities(list(known.errors))
+            return sensitivity.fit_sensitivities(start, known.errors, known.costs), True
+        reason = self._find_obstacle([t.tensor for t in tensors], text, program)
         if reason or program is None or self.folder is None:
             (self.console.warn if program is None and not self.is_dry else self.console.note)(
-                f"what errors cost is taken from another model: {reason}"
+                f"using the sensitivities of another model: {reason}"
             )
             return usual, False
         probe = Probe(
@@ -160,25 +161,25 @@ class ErrorMeasurement:
             writer.write()
 
         costs = probe.run(known, keep, self.console)
-        return sensitivity.fit(usual, costs.errors, costs.costs), True
+        return sensitivity.fit_sensitivities(usual, costs.errors, costs.costs), True
 
-    def _why_not_run(self, tensors: Sequence[Tensor], text: Path, program: Path | None) -> str | None:
-        """Say why the model cannot be run, if so."""
+    def _find_obstacle(self, tensors: Sequence[Tensor], text: Path, program: Path | None) -> str | None:
+        """Return why the model cannot be run; None if it can."""
         other = describe_other_model(self.file)
         reasons = (
             (self.is_dry, "--dry-run runs no model"),
             (not self.runs_model, "--no-calibration runs no model"),
             (program is None, "llama-perplexity is not in the package"),
-            (other is not None, f"this one is {other} and has no KL divergence"),
-            (self.codec.lib is None, "the built library is not in use"),
-            (any(t.type not in SOURCE_TYPES for t in tensors), "tensors of the model are quantized already"),
-            (not text.is_file(), f"{text} is not there"),
+            (other is not None, f"this one is {other} and predicts no tokens"),
+            (self.codec.lib is None, "the native library is not in use"),
+            (any(t.type not in SOURCE_TYPES for t in tensors), "the model is quantized already"),
+            (not text.is_file(), f"{text} does not exist"),
         )
         return next((reason for applies, reason in reasons if applies), None)
 
 
 def choose_sample(tensor: Tensor) -> list[Chunk]:
-    """Choose the rows that represent a tensor: the middle of equal parts."""
+    """Choose the sampled rows of a tensor: the middle of each of GROUPS equal parts."""
     n_groups = min(GROUPS, -(-tensor.n_rows // GROUP_ROWS))
     starts = [max(0, (2 * i + 1) * tensor.n_rows // (2 * n_groups) - GROUP_ROWS // 2) for i in range(n_groups)]
     return [(first, min(GROUP_ROWS, tensor.n_rows - first)) for first in starts]

@@ -19,7 +19,7 @@ from .target import Target
 
 @dataclass
 class Item:
-    """A weight matrix and the types that it may get."""
+    """A weight matrix and its candidate types."""
 
     planned: PlannedTensor
     types: list[GGMLQuantizationType]
@@ -31,7 +31,7 @@ class Item:
 
 
 def find_named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantizationType | None:
-    """Return the type that an option names. tied: the embeddings serve as the output matrix, and take its option too."""
+    """Return the type that an option names. tied: the embeddings are the output matrix too, and follow its option."""
     if option := deciding_option(tensor, choices):
         return option[1]
     is_embd = tensor.name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
@@ -39,18 +39,18 @@ def find_named_type(tensor: Tensor, choices: Choices, tied: bool) -> GGMLQuantiz
 
 
 def make_items(target: Target, plan: QuantizationPlan, choices: Choices, codec: Codec) -> list[Item]:
-    """List the matrices with the placeholder type, which no option names, and those whose type an option names."""
+    """List the matrices that allocation decides, and those whose type an option names, with that single candidate."""
     tied = all(t.name != OUTPUT for t in plan.tensors)
     items = []
     for t in plan.tensors:
         named = find_named_type(t.tensor, choices, tied)
         if named is not None and (t.requested != t.tensor.type or t.is_changed):
-            if named != t.requested:  # the plan's embeddings do not follow the output
+            if named != t.requested:  # tied embeddings follow --output-tensor-type here, not in the plan
                 t.set_type(fit_to_row(t.tensor, named))
             items += [Item(t, [t.type], is_named=True)] if t.is_changed else []
         elif t.requested == choices.type:
-            keeps = [] if target.types_are_listed or t.tensor.type not in SOURCE_TYPES else [t.tensor.type]
-            items.append(Item(t, [*dict.fromkeys([*_fit_types(t.tensor, target.types, codec), *keeps])]))
+            source_type = [] if target.types_are_listed or t.tensor.type not in SOURCE_TYPES else [t.tensor.type]
+            items.append(Item(t, [*dict.fromkeys([*_fit_types(t.tensor, target.types, codec), *source_type])]))
             if not items[-1].types:
                 reason = f"with rows of {t.tensor.ne[0]}" if codec.lib else "with the numpy encoder"
                 raise _none_usable(t.tensor, target.types, reason)
@@ -59,23 +59,23 @@ def make_items(target: Target, plan: QuantizationPlan, choices: Choices, codec: 
 
 def _none_usable(tensor: Tensor, types: Sequence[GGMLQuantizationType], reason: str) -> UserError:
     names = ", ".join(t.name.lower() for t in types)
-    return UserError(f"--target-types: tensor {tensor.name} can have none of {names} {reason}: add a type, such as q8_0")
+    return UserError(f"--target-types: tensor {tensor.name} fits none of {names} {reason}: add a type such as q8_0")
 
 
 def _fit_types(tensor: Tensor, types: Sequence[GGMLQuantizationType], codec: Codec) -> list[GGMLQuantizationType]:
     fitting = []
     for target in types:
-        with contextlib.suppress(UserError):  # neither it nor a fallback fits the rows
+        with contextlib.suppress(UserError):  # no fallback fits either
             fitting.append(fit_to_row(tensor, target))
     return [t for t in dict.fromkeys(fitting) if codec.can_encode(t)]
 
 
 def drop_unusable(items: list[Item], codec: Codec) -> None:
-    """Drop the types that cannot be encoded with the imatrix or its lack. UserError if none is left."""
+    """Drop the types that cannot be encoded with, or without, the imatrix. UserError if none remains."""
     for item in items:
         weighted = item.planned.uses_imatrix
         unusable = UNWEIGHTED_IN_NUMPY if weighted and codec.lib is None else () if weighted else IMATRIX_TYPES
         usable = [t for t in item.types if t == item.tensor.type or t not in unusable]
         if not usable:
-            raise _none_usable(item.tensor, item.types, "with the numpy encoder" if weighted else "without an importance matrix")
+            raise _none_usable(item.tensor, item.types, "with the numpy encoder" if weighted else "without an imatrix")
         item.types = usable

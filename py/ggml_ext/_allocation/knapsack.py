@@ -1,9 +1,8 @@
-"""The multiple-choice knapsack: one option of each item, least cost in all, with a limit on what the options take up.
+"""Solve the multiple-choice knapsack: choose one option per item with the least total cost under a limit of the total weight.
 
-The relaxation, in which fractions of options may be mixed, is solved along the lower convex hulls of the items. It gives a first
-solution, a bound below which none can lie, and a price for what is taken up; whatever that price rules out is dropped. Dynamic
-programming over the rest (Nemhauser and Ullmann, Management Science 15, 1969: lists of states of which none is better in both
-respects) finds the best solution.
+The linear relaxation is solved along the lower convex hulls of the items. It gives a first solution, a lower bound and a price per
+unit of weight, which rules out most options. Dynamic programming over Pareto-optimal states (Nemhauser and Ullmann, Management
+Science 15, 1969) searches the others.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MAX_STATES = 100_000  # of a list; longer ones lose those that promise least, and the solution may then not be the best
-ROUNDING = 1e-9  # of the cost: what sums of floats may differ by
+MAX_STATES = 100_000  # per item; beyond, the least promising states are dropped and the solution may not be optimal
+ROUNDING = 1e-9  # relative rounding error of summed costs
 
 
 @dataclass(frozen=True)
 class Solution:
+    """The chosen options."""
+
     picks: list[int]  # index of the option of each item
     weight: float
     cost: float
@@ -26,19 +27,19 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much of the cost a better solution could save at most, as a part of it; 0 where this is the best."""
+        """Upper bound of the relative cost that a better solution could save; 0 for an optimal solution."""
         return max(0.0, self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
 
 
 def frontier(weights: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Indices of the options that none beats in both, lightest first; of equal ones the first. int64 (n,)."""
+    """Return the indices of the Pareto-optimal options, lightest first, without duplicates. int64 (n,)."""
     order = np.lexsort((np.arange(len(weights)), costs, weights))
     best = np.minimum.accumulate(costs[order])
     return order[np.concatenate([[True], best[1:] < best[:-1]])]
 
 
 def _hull(weights: np.ndarray, costs: np.ndarray) -> list[int]:
-    """Corners of the lower convex hull of a frontier."""
+    """Return the corners of the lower convex hull of a frontier."""
     corners: list[int] = []
     for i in range(len(weights)):
         while len(corners) > 1:
@@ -51,14 +52,14 @@ def _hull(weights: np.ndarray, costs: np.ndarray) -> list[int]:
 
 
 def solve(items: Sequence[Sequence[tuple[float, float]]], limit: float, max_states: int = MAX_STATES) -> Solution | None:
-    """items: the (weight, cost) of each option of each item. None if even the lightest options together exceed the limit."""
+    """Solve the knapsack; return None if even the lightest options exceed the limit. items: (weight, cost) of each option of each item."""
     tables = [np.array(options, np.float64).reshape(-1, 2).T for options in items]
-    kept = [frontier(*table) for table in tables]
-    tables = [table[:, k] for table, k in zip(tables, kept, strict=True)]
+    frontiers = [frontier(*table) for table in tables]
+    tables = [table[:, indices] for table, indices in zip(tables, frontiers, strict=True)]
     lightest = sum(float(table[0, 0]) for table in tables)
     if lightest > limit:
         return None
-    picks, price = _relaxed(tables, limit)
+    picks, price = _solve_relaxation(tables, limit)
     reduced = [table[1] + price * table[0] for table in tables]
     reduced = [r - r.min() for r in reduced]
     bound = sum(float((table[1] + price * table[0]).min()) for table in tables) - price * limit
@@ -67,15 +68,15 @@ def solve(items: Sequence[Sequence[tuple[float, float]]], limit: float, max_stat
     remaining = [np.flatnonzero(r <= slack) for r in reduced]
     better, exact = _search(tables, remaining, reduced, limit=limit, slack=slack, max_states=max_states)
     if better is not None:
-        found = sum(float(table[1, i]) for table, i in zip(tables, better, strict=True))
-        picks, cost = (better, found) if found < cost else (picks, cost)
+        better_cost = sum(float(table[1, i]) for table, i in zip(tables, better, strict=True))
+        picks, cost = (better, better_cost) if better_cost < cost else (picks, cost)
     weight = sum(float(table[0, i]) for table, i in zip(tables, picks, strict=True))
-    return Solution([int(k[i]) for k, i in zip(kept, picks, strict=True)], weight, cost, cost if exact else min(bound, cost))
+    return Solution([int(indices[i]) for indices, i in zip(frontiers, picks, strict=True)], weight, cost, cost if exact else min(bound, cost))
 
 
-def _relaxed(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
-    """A good solution, and the cost that a unit of weight saves where the limit falls."""
-    steps = []  # saved a unit, item, corner that it leads to
+def _solve_relaxation(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
+    """Round the relaxed solution down; return its picks and the cost that one more unit of weight would save."""
+    steps = []  # (saving per unit of weight, item, from corner, to corner)
     for n, (weights, costs) in enumerate(tables):
         corners = _hull(weights, costs)
         for a, b in zip(corners, corners[1:]):
@@ -85,7 +86,7 @@ def _relaxed(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
     for saved, n, a, b in steps:
         added = tables[n][0, b] - tables[n][0, a]
         if picks[n] != a:
-            continue  # a step before it did not fit
+            continue  # an earlier step of this item did not fit
         if used + added > limit:
             price = price or float(saved)
             continue
@@ -96,9 +97,9 @@ def _relaxed(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
 def _search(
     tables: list[np.ndarray], remaining: list[np.ndarray], reduced: list[np.ndarray], *, limit: float, slack: float, max_states: int
 ) -> tuple[list[int] | None, bool]:
-    """Search the remaining options; return the best picks, None if there are none within the slack, and whether no state was dropped.
+    """Search the remaining options. Return the best picks, None if none is within the slack, and whether the search was exhaustive.
 
-    A state is the weight and the cost of the options chosen so far, and its reduced cost, which only grows.
+    A state is the weight, cost and reduced cost of the options chosen so far. The reduced cost only grows.
 
     Args:
         tables: weights and costs of the options of each item.
@@ -106,7 +107,7 @@ def _search(
         reduced: the reduced costs of all options.
         limit: of the weight.
         slack: of the reduced cost.
-        max_states: to keep; the most promising ones.
+        max_states: number of states to keep.
     """
     order = sorted((n for n in range(len(tables)) if len(remaining[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, remaining[n]])))
     fixed = [n for n in range(len(tables)) if len(remaining[n]) == 1]

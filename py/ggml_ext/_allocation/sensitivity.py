@@ -1,10 +1,8 @@
-"""The sensitivity of the model to errors in a matrix: KL divergence per unit of NMSE.
+"""Measure the sensitivity of each matrix: KL divergence per unit of NMSE.
 
-The cost model is linear: KL divergence = sum over matrices of sensitivity * NMSE, the latter under the Hessian if there is one. That small
-independent errors add up so is the linearity theorem of HIGGS (Malinovskii et al., arXiv 2411.17525) for the perplexity and the plain NMSE;
-HIGGS measures the factor of each layer with noise. Here parts of the model are stored in two bits, and llama-perplexity measures what each
-costs: one part for each class of tensors, one for each range of layers. The sensitivity of a matrix is the product of a factor of its class
-and one of its layer.
+The model is linear: KL divergence = sum over matrices of sensitivity * NMSE, as in the linearity theorem of HIGGS (Malinovskii et al., arXiv
+2411.17525). HIGGS adds noise to each layer; here one part of the model at a time is stored in two bits, and llama-perplexity measures the KL
+divergence. A part is a class of tensors or a range of layers. A matrix's sensitivity is a factor of its class times a factor of its layer.
 """
 
 from __future__ import annotations
@@ -38,46 +36,45 @@ from .._native.process import describe_failure, last_error, run_logged
 from .._native.text_file import read_end
 from .._plan.plan import PlannedTensor, fit_to_row
 
-PROBE = GGMLQuantizationType["ITQ2_T"]  # that the parts are stored in: its errors are large enough to measure, and do not ruin the model
-N_CHUNKS = 8  # of N_CONTEXT tokens, the second half of each counts: 2,048 tokens give the mean KL divergence to some 3 %
-TEXT_BYTES = N_CHUNKS * N_CONTEXT * 8  # from the end of the text, which calibration reads from its beginning; a token has some 4
-INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # of UTF-8, all bytes but the first
-FEW_LAYERS = 8  # up to which each is a part of its own
-ROUNDS = 100  # of fitting factors of classes and of layers in turn; it converges within a few
-LEAST_COST = 1e-7  # of a part: what is lost in the 16 bits of the logits may be measured as nothing, or as less
-ERRORS_DIFFER = 1e-6  # of two runs that encode the same
+PROBE = GGMLQuantizationType["ITQ2_T"]  # type of the probed part: errors large enough to measure, small enough to keep the model working
+N_CHUNKS = 8  # of N_CONTEXT tokens; the scored 2,048 tokens give the mean KL divergence to about 3 %
+TEXT_BYTES = N_CHUNKS * N_CONTEXT * 8  # from the end of the text, because calibration reads its beginning; about 4 bytes per token
+INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
+FEW_LAYERS = 8  # up to this many, each layer is a part
+ROUNDS = 100  # of fitting class and layer factors in turn; converges within a few
+LEAST_COST = 1e-7  # of a part: logits have 16 bits, so small divergences may be measured as zero or negative
+ERRORS_DIFFER = 1e-6  # relative tolerance between two runs that encode the same
 TEMPORARY = ".sensitivity-"
 
-# Without a measurement: KL divergence for an NMSE of 1 in all matrices of a class, by the end of its name. Of the reference model with full
-# Hessians: the cost of each class over its mean error.
+# KL divergence for an NMSE of 1 in all matrices of a class, measured on the reference model with full Hessians.
 USUAL = {
     "attn_q": 0.33, "attn_k": 0.55, "attn_v": 0.86, "attn_output": 1.03, "ffn_gate": 0.48, "ffn_up": 0.31, "ffn_down": 0.64,
     "token_embd": 2.1, "output": 2.1,
 }
 OTHERS = 0.6
-FIRST_LAYER = 8  # times as much as in each of the others; there they are alike, the last has 1.2 times the mean
+FIRST_LAYER = 8  # sensitivity of the first layer over that of the others, which are alike
 
 
 @dataclass(frozen=True)
 class ProbedPart:
-    """Tensors that get their errors together, a class or a range of layers."""
+    """Tensors that are probed together: a class, or a range of layers."""
 
     name: str
     tensors: tuple[str, ...]
 
     @property
-    def is_of_layers(self) -> bool:
-        """True for blk.2-8, False for blk.*.attn_q.weight."""
+    def is_layer_range(self) -> bool:
+        """Whether it is a range such as blk.2-8 and not a class such as blk.*.attn_q.weight."""
         return re.match(r"blk\.\d", self.name) is not None
 
 
 def class_name(name: str) -> str:
-    """"attn_q" of blk.3.attn_q.weight, "ffn_down" of its experts too."""
+    """Return the key of USUAL: "attn_q" for blk.3.attn_q.weight; experts count as the dense matrix."""
     return re.sub(r"_(ch|sh)?exps?$", "", tensor_class(name).removeprefix("blk.*.").removesuffix(".weight"))
 
 
-def usual(names: Sequence[str]) -> dict[str, float]:
-    """Sensitivities where none were measured."""
+def usual_sensitivities(names: Sequence[str]) -> dict[str, float]:
+    """Return default sensitivities, for a model that is not measured."""
     totals: dict[str, int] = {}
 
     def share(name: str) -> int:
@@ -92,11 +89,11 @@ def class_parts(names: Sequence[str]) -> list[ProbedPart]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(tensor_class(name), []).append(name)
-    return [ProbedPart(name, tuple(of_class)) for name, of_class in groups.items()]
+    return [ProbedPart(name, tuple(members)) for name, members in groups.items()]
 
 
 def layer_parts(names: Sequence[str]) -> list[ProbedPart]:
-    """Ranges of layers: each alone where they are few, else the first two, four equal ranges and the last."""
+    """Return ranges of layers: each layer if they are few, else the first two, four equal ranges and the last."""
     layers = sorted({n for n in map(layer_number, names) if n is not None})
     n = len(layers)
     if n <= FEW_LAYERS:
@@ -105,29 +102,29 @@ def layer_parts(names: Sequence[str]) -> list[ProbedPart]:
         starts = [0, 1, *(2 + (n - 3) * i // 4 for i in range(4)), n - 1]
     parts = []
     for start, end in zip(starts, [*starts[1:], n]):
-        inside = layers[start:end]
-        title = f"blk.{inside[0]}" if len(inside) == 1 else f"blk.{inside[0]}-{inside[-1]}"
-        parts.append(ProbedPart(title, tuple(name for name in names if layer_number(name) in inside)))
+        numbers = layers[start:end]
+        title = f"blk.{numbers[0]}" if len(numbers) == 1 else f"blk.{numbers[0]}-{numbers[-1]}"
+        parts.append(ProbedPart(title, tuple(name for name in names if layer_number(name) in numbers)))
     return parts
 
 
 def make_parts(names: Sequence[str]) -> list[ProbedPart]:
-    """All that are measured: each class, then ranges of layers."""
+    """Return all parts: the classes, then the ranges of layers."""
     return [*class_parts(names), *layer_parts(names)]
 
 
 @dataclass
 class MeasuredCosts:
-    """The costs of a model's parts: the first ones, as long as a run is not through them."""
+    """The measured costs of a model's parts, the first ones if a run was interrupted."""
 
-    errors: dict[str, float] = field(default_factory=dict)  # NMSE by tensor, in the type of the probe
+    errors: dict[str, float] = field(default_factory=dict)  # NMSE by tensor in PROBE
     costs: list[tuple[ProbedPart, float]] = field(default_factory=list)  # KL divergence of each part
 
     def is_complete(self) -> bool:
         return [part for part, _ in self.costs] == make_parts(list(self.errors))
 
-    def continued(self, errors: dict[str, float], parts: Sequence[ProbedPart]) -> MeasuredCosts:
-        """Return the costs that a run with these errors can resume from: none if it measured other parts or has other errors."""
+    def resume_with(self, errors: dict[str, float], parts: Sequence[ProbedPart]) -> MeasuredCosts:
+        """Return the costs that a run with these errors and parts can reuse."""
         are_same = list(self.errors) == list(errors) and all(
             math.isclose(self.errors[name], error, rel_tol=ERRORS_DIFFER) for name, error in errors.items()
         )
@@ -135,8 +132,8 @@ class MeasuredCosts:
         return MeasuredCosts(self.errors, list(self.costs)) if are_same and are_first else MeasuredCosts(errors)
 
 
-def end_of(text: bytes) -> bytes:
-    """Return the last TEXT_BYTES, from the beginning of a line if that leaves half of them, else of a character."""
+def cut_text(text: bytes) -> bytes:
+    """Return the last TEXT_BYTES, cut at a line if that keeps half of them, else at a character."""
     if len(text) <= TEXT_BYTES:
         return text
     end = text[-TEXT_BYTES:]
@@ -144,21 +141,21 @@ def end_of(text: bytes) -> bytes:
     return lines if 2 * len(lines) > len(end) else end.lstrip(INSIDE_CHARACTERS)
 
 
-def fit(
+def fit_sensitivities(
     start: Mapping[str, float], errors: Mapping[str, float], costs: Sequence[tuple[ProbedPart, float]]
 ) -> dict[str, float]:
-    """Fit sensitivities, by tensor, to the costs of the parts, nearest to the ratios of `start`.
+    """Fit sensitivities to the measured costs of the parts by iterative proportional fitting.
 
     Args:
-        start: sensitivities to begin with.
+        start: initial sensitivities by tensor; their ratios within a part stay.
         errors: NMSE of the tensors when their parts were measured.
-        costs: of all classes, then of ranges of layers. The latter are scaled to the sum of the former.
+        costs: KL divergence of classes and ranges of layers. The latter are scaled to the sum of the former.
     """
     out = dict(start)
-    layers = [(p, max(c, LEAST_COST)) for p, c in costs if p.is_of_layers]
-    classes = [(p, max(c, LEAST_COST)) for p, c in costs if not p.is_of_layers]
-    inside = {name for p, _ in layers for name in p.tensors}
-    total = sum(c for p, c in classes if inside.issuperset(p.tensors))
+    layers = [(p, max(c, LEAST_COST)) for p, c in costs if p.is_layer_range]
+    classes = [(p, max(c, LEAST_COST)) for p, c in costs if not p.is_layer_range]
+    block_weights = {name for p, _ in layers for name in p.tensors}
+    total = sum(c for p, c in classes if block_weights.issuperset(p.tensors))
     scale = total / sum(c for _, c in layers) if layers else 1.0
     for _ in range(ROUNDS):
         for part, cost in [*((p, c * scale) for p, c in layers), *classes]:
@@ -171,7 +168,7 @@ def fit(
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A copy of the model, whose tensors are overwritten part by part."""
+    """A copy of the model, in which one part at a time is overwritten."""
 
     first: Path  # the file to load
     places: Mapping[str, tuple[Path, int]]  # file and offset of each tensor
@@ -188,10 +185,10 @@ class ModelCopy:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measures the costs of a model of floats, part by part, with llama-perplexity."""
+    """Measures the cost of each part of a float model with llama-perplexity."""
 
     file: GGUFFile
-    tensors: Sequence[PlannedTensor]  # all that may get errors
+    tensors: Sequence[PlannedTensor]  # those to probe
     importance: Importance
     codec: Codec
     program: Path  # llama-perplexity
@@ -201,36 +198,36 @@ class Probe:
 
     @property
     def n_context(self) -> int:
-        """Tokens of a chunk."""
+        """Tokens per chunk."""
         return context_length(self.file)
 
     @property
     def n_chunks(self) -> int:
-        """N_CHUNKS, or more that are shorter."""
+        """N_CHUNKS, or more if chunks are shorter."""
         return N_CHUNKS * N_CONTEXT // self.n_context
 
     def parts(self) -> list[ProbedPart]:
         return make_parts([t.name for t in self.tensors])
 
     def bytes_needed(self) -> int:
-        """Return the disk space: a copy of the model, the matrices in two bits, and logits, two bytes for each token of the vocabulary."""
+        """Return the disk space for a copy of the model, the matrices in PROBE, and logits in 16 bits."""
         n_vocab = next((t.n_rows for t in self.file.tensors if t.name == "token_embd.weight"), 1 << 18)
         packed = sum(_packed_bytes(t.tensor) for t in self.tensors)
         return sum(p.n_bytes for p in self.file.parts) + packed + self.n_chunks * self.n_context // 2 * 2 * (n_vocab + 8)
 
     def describe(self) -> str:
         return (
-            f"sensitivity: llama-perplexity runs {len(self.parts()) + 1} times over {self.n_chunks} chunks of {self.n_context} tokens, with "
-            f"{self.bytes_needed() / MIB:,.0f} MiB of the disk in between; --sensitivity usual leaves it out"
+            f"sensitivity: {len(self.parts()) + 1} runs of llama-perplexity, {self.n_chunks} chunks of {self.n_context} tokens, "
+            f"{self.bytes_needed() / MIB:,.0f} MiB of temporary files; --sensitivity usual skips this"
         )
 
     def run(self, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
-        """Measure what is not known from an interrupted run.
+        """Measure the parts that an interrupted run did not.
 
         Args:
             known: the costs that it measured.
             keep: called after each part with all costs so far.
-            console: gets notes and the progress bar.
+            console: for notes and the progress bar.
 
         Raises:
             UserError: the disk or llama-perplexity fails.
@@ -238,24 +235,24 @@ class Probe:
         try:
             with temporary_directory(self.folder, TEMPORARY, console.note) as folder:
                 way_out = "pass --sensitivity usual"
-                check_free_space(self.folder, self.bytes_needed(), str(self.folder), " to measure what errors cost", way_out)
+                check_free_space(self.folder, self.bytes_needed(), str(self.folder), " to measure the sensitivity", way_out)
                 return self._run(folder, known, keep, console)
         except OSError as e:
             raise UserError(
-                f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another folder, or pass --sensitivity usual"
+                f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another directory, or pass --sensitivity usual"
             ) from e
 
     def _run(self, folder: Path, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
         text, logits = folder / "text.txt", folder / "logits.bin"
-        text.write_bytes(end_of(read_end(self.text, TEXT_BYTES + 1)))
+        text.write_bytes(cut_text(read_end(self.text, TEXT_BYTES + 1)))
         copy, tensors, parts = ModelCopy.make(self.file, folder), {t.name: t.tensor for t in self.tensors}, self.parts()
         with console.bar("sensitivity", len(parts) + 2, "run") as bar:
             self._perplexity(copy.first, ["-f", text, "--chunks", self.n_chunks, "--kl-divergence-base", logits])
             bar.update()
             errors, packed = self._encode(folder / "packed.bin")
-            costs = known.continued(errors, parts)
+            costs = known.resume_with(errors, parts)
             if costs.costs:
-                console.note(f"an earlier run was stopped: going on after {len(costs.costs)} of {len(parts)} parts")
+                console.note(f"resuming after {len(costs.costs)} of {len(parts)} parts")
             bar.update(1 + len(costs.costs))
             for part in parts[len(costs.costs) :]:
                 for name in part.tensors:
@@ -268,7 +265,7 @@ class Probe:
         return costs
 
     def _encode(self, path: Path) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """Encode all tensors in the type of the probe; return their errors and their rows, uint8 (n_rows, row_bytes), mapped from a file."""
+        """Encode all tensors in PROBE. Return their errors and their rows, uint8 (n_rows, row_bytes), mapped from a file."""
         errors, packed = {}, {}
         file = np.memmap(path, np.uint8, "w+", shape=(sum(_packed_bytes(t.tensor) for t in self.tensors),))
         position, cache = 0, MetricCache()
@@ -288,7 +285,7 @@ class Probe:
         return errors, packed
 
     def _write(self, tensor: Tensor, path: Path, offset: int, packed: np.ndarray | None) -> None:
-        """Write a tensor of the copy as it decodes from its packed rows, or as it was."""
+        """Write a tensor of the copy: decoded from its packed rows, or the original weights without them."""
         with open(path, "r+b") as f:
             f.seek(offset)
             for start, n_rows in row_chunks(tensor):
@@ -302,7 +299,7 @@ class Probe:
         command = [self.program, "-m", model, "-c", self.n_context, "-b", self.n_context, "-t", self.n_threads, *args]
         code, log = run_logged([*map(str, command)], model.parent)
         if code:
-            without = "pass --sensitivity usual to go on without"
+            without = "pass --sensitivity usual to skip this"
             files = f"for {self.file.path} and {self.text}"
             raise UserError("sensitivity: " + describe_failure("llama-perplexity", code, log, files, way_out=without, less_memory=without))
         return log
@@ -312,7 +309,7 @@ class Probe:
         match = re.search(r"Mean\s+KLD:\s+(-?[\w.]+)", log)
         if match is None or not np.isfinite(float(match[1])):
             raise UserError(
-                f"sensitivity: llama-perplexity gave no KL divergence of {self.file.path}: {last_error(log)}; pass another text with "
+                f"sensitivity: llama-perplexity printed no KL divergence for {self.file.path}: {last_error(log)}; pass another text with "
                 "--imatrix-from, or --sensitivity usual"
             )
         return float(match[1])

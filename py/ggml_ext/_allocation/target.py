@@ -1,4 +1,4 @@
-"""What the quantizer's --target-size, --target-bpw and --target-kld say: the limit, and the types to choose from (choice.py)."""
+"""Parse --target-size, --target-bpw and --target-kld, and the types that they choose from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .._formats.tensor_types import parse_type
 
 AUTO = "auto"
 KINDS = ("size", "bpw", "kld")
-PLACEHOLDER = "itq3_t"  # in the plan, for types that are still to be chosen
-# What lies on or near the frontier of error against bits; the others cost time to measure. The type of the input joins them.
+PLACEHOLDER = "itq3_t"  # type in the plan until allocation has chosen one
+# The types near the Pareto frontier of error and size; measuring others takes time. Allocation adds the type of the input.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
-# The same with --stock: what ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c make, which every llama.cpp loads.
+# With --stock: the upstream types that ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c encode.
 STOCK_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
     *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
@@ -29,13 +29,13 @@ SIZE_UNITS = {"": 0, "B": 0, "BYTES": 0, "K": 1, "KB": 1, "M": 2, "MB": 2, "G": 
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "10.5GiB", "800 MB", "1e9"; K, M, G and T alone are powers of ten as in llama-gguf-split. UserError for others."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = found[2].upper() if found else ""
-    if found and unit in SIZE_UNITS:
-        size = float(found[1]) * 1000 ** SIZE_UNITS[unit]
-    elif found and unit[1:] == "IB" and unit[0] in "KMGT":
-        size = float(found[1]) * 1024 ** SIZE_UNITS[unit[0]]
+    """Parse a size such as "10.5GiB", "800 MB" or "1e9"; K, M, G and T are powers of ten as in llama-gguf-split."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    unit = match[2].upper() if match else ""
+    if match and unit in SIZE_UNITS:
+        size = float(match[1]) * 1000 ** SIZE_UNITS[unit]
+    elif match and unit[1:] == "IB" and unit[0] in "KMGT":
+        size = float(match[1]) * 1024 ** SIZE_UNITS[unit[0]]
     else:
         size = 0.0
     if not 1 <= size < 1e18:
@@ -45,15 +45,14 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """kind: "size" (bytes of the file), "bpw" (bits a weight of all tensors) or "kld" (KL divergence). text: as it was given.
-    types: to choose from, which that of the input joins where no option lists them. is_stock: the file is for every llama.cpp."""
+    """A limit of size or quality, and the candidate types."""
 
-    kind: str
+    kind: str  # of KINDS: bytes of the file, bits per weight over all tensors, or KL divergence
     value: float
-    text: str
+    text: str  # the option's value, as typed
     types: tuple[GGMLQuantizationType, ...]
-    types_are_listed: bool
-    is_stock: bool = False
+    types_are_listed: bool  # by --target-types; else the type of the input is a candidate too
+    is_stock: bool = False  # --stock: upstream types only
 
     @property
     def option(self) -> str:
@@ -63,17 +62,26 @@ class Target:
 def parse_target(
     type_name: str | None, limits: Mapping[str, str | None], types: str | None, others: Sequence[str], stock: bool = False
 ) -> Target | None:
-    """The target of the options, None where there is none; UserError naming the flag. type_name: of --type; limits: by kind of target
-    what is given; types: of --target-types; others: flags that are given and choose types themselves; stock: --stock is given."""
-    given = [kind for kind in KINDS if limits[kind] is not None]
+    """Parse the options of a target; return None without one.
+
+    Args:
+        type_name: --type.
+        limits: the options' values by kind of target.
+        types: --target-types.
+        others: flags on the command line that conflict with a target.
+        stock: --stock.
+
+    Raises:
+        UserError: naming the flag.
+    """
+    kinds = [kind for kind in KINDS if limits[kind] is not None]
     auto = type_name is not None and type_name.lower() == AUTO
-    if not given:
+    if not kinds:
         if types is not None:
-            raise UserError("--target-types belongs to --target-size, --target-bpw or --target-kld, and none is given")
+            raise UserError("--target-types needs --target-size, --target-bpw or --target-kld")
         if stock:
             raise UserError(
-                "--stock belongs to --target-size, --target-bpw or --target-kld, and none is given; --type with the name of a stock type, such "
-                "as q4_k_m, makes a stock file by itself"
+                "--stock needs --target-size, --target-bpw or --target-kld; without a target, a standard type such as --type q4_k_m is enough"
             )
         if auto:
             raise UserError("--type auto: pass --target-size, --target-bpw or --target-kld, which choose the types")
@@ -82,16 +90,16 @@ def parse_target(
                 "the following arguments are required: --type, or one of --target-size, --target-bpw and --target-kld; see --help"
             )
         return None
-    if len(given) > 1:
-        raise UserError(f"--target-{given[0]} and --target-{given[1]}: pass one of them")
-    kind = given[0]
+    if len(kinds) > 1:
+        raise UserError(f"--target-{kinds[0]} and --target-{kinds[1]}: pass one of them")
+    kind = kinds[0]
     if type_name is not None and not auto:
         raise UserError(
             f"--type {type_name} and --target-{kind}: pass one of them, or --type auto; --target-types {type_name} limits the "
             "choice"
         )
     for flag in others:
-        raise UserError(f"{flag} and --target-{kind}: a target chooses the type of each tensor; leave one out")
+        raise UserError(f"{flag} and --target-{kind}: a target chooses the type of each tensor; pass one of them")
     candidates, text = parse_types(types, stock), limits[kind]
     assert text is not None
     value = parse_size(text) if kind == "size" else _parse_number(kind, text)
@@ -109,7 +117,7 @@ def _parse_number(kind: str, text: str) -> float:
 
 
 def parse_types(text: str | None, stock: bool = False) -> tuple[GGMLQuantizationType, ...]:
-    """Of --target-types; None: the default ones. UserError for one of ours with --stock."""
+    """Parse --target-types; None for the default types. UserError for a ggml-ext type with --stock."""
     names: Sequence[str]
     if text is None:
         names = STOCK_TYPES if stock else DEFAULT_TYPES
@@ -118,5 +126,5 @@ def parse_types(text: str | None, stock: bool = False) -> tuple[GGMLQuantization
     else:
         names = [name.strip() for name in text.split(",")]
     if stock and (ours := [name for name in names if name.lower() in WEIGHT_TYPES]):
-        raise UserError(f"--target-types: {ours[0]} is a type of ggml-ext, which a stock file cannot hold: leave it or --stock out")
+        raise UserError(f"--target-types: {ours[0]} is a ggml-ext type, and --stock allows standard types only: drop one of them")
     return tuple(dict.fromkeys(parse_type(name, "--target-types") for name in names))

@@ -1,1 +1,1 @@
-"""The files that are written."""
+"""Write output files, and verify them."""

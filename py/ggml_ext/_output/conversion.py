@@ -1,4 +1,4 @@
-"""What quantize and export share: the model that is converted, the metadata of upstream files, and files next to OUT."""
+"""Shared by quantize and export: the conversion, metadata of upstream files, and the files written next to OUT."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ IMPORTANCE_KEYS = (
     "ggml_ext.importance",
     "ggml_ext.calibration",
 )
-OURS = "ggml_ext."  # our keys begin with it
+OURS = "ggml_ext."  # prefix of our keys
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A model and what is made of it."""
+    """A model, the plan for it, and what encoding needs."""
 
     file: GGUFFile
     plan: QuantizationPlan
     codec: Codec
     importance: Importance
     n_threads: int
-    fallback_above: float | None = None  # a tensor whose error is so many times the usual one gets its type's fallback
-    propagation: SequentialQuantizer | None = None  # encodes the layers, if they compensate the errors before them
+    fallback_above: float | None = None  # a tensor whose error exceeds this multiple of the usual NMSE gets a fallback type
+    propagation: SequentialQuantizer | None = None  # encodes the layers with --propagate
 
     def dead_columns(self) -> dict[str, DeadColumns]:
-        """As Importance.dead_columns(). Nothing is known about layers that --propagate finished in an earlier run."""
+        """Count dead columns by tensor; those of layers that an interrupted --propagate run finished are unknown."""
         return self.importance.dead_columns(self.plan) | (self.propagation.dead_columns if self.propagation else {})
 
     def check_unchanged(self) -> None:
-        """Raise UserError if a file that was read while tensors were encoded has changed."""
+        """Raise UserError if an input file changed during the run."""
         for file in (self.file, *self.importance.files()):
             file.check_unchanged()
 
     def list_dependencies(self, **more: object) -> dict:
-        """List what the bytes of the output depend on, by name, for Output.begin(). more: what the command's options add."""
+        """List what the output's bytes depend on, by name, for Output.begin(). more: dependencies of the command."""
 
         def identify(path: Path, n_header: int = 0) -> dict:
             return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
@@ -62,7 +62,7 @@ class Conversion:
 
 
 def stock_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
-    """Make the metadata of an upstream file: the keys of the input without ours, and those that llama-quantize writes."""
+    """Make the metadata that llama-quantize would write: the keys of the input without ours, and its own."""
     old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
     new = [
         *([] if importance.matrix is None else importance.matrix.metadata()),
@@ -73,12 +73,12 @@ def stock_metadata(file: GGUFFile, file_type: int, importance: Importance) -> di
 
 
 def write_beside(flag: str, path: Path, data: bytes, output: Path, force: bool) -> None:
-    """Write a file next to OUT, which is written already. UserError naming the flag if that fails or, without force, the file exists."""
+    """Write a file next to the finished OUT. UserError naming the flag if that fails or, without force, the file exists."""
     path = Path(os.path.realpath(path))
     try:
         with write_atomically(path, force) as part, open_file(part) as f:
             f.write(data)
     except FileExistsError as e:
-        raise UserError(f"{flag}: {path} appeared meanwhile, and was left as it is; {output} is written") from e
+        raise UserError(f"{flag}: {path} appeared during the run and was not overwritten; {output} is written") from e
     except OSError as e:
         raise UserError(f"{flag}: cannot write {path}: {e.strerror}; {output} is written") from e

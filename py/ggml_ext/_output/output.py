@@ -1,9 +1,9 @@
-"""The output of a run: one file or the parts of a split one, locked, and written under hidden names until it is complete.
+"""The output of a run: one file or the parts of a split model, locked, and written under hidden names until complete.
 
-Until then .model.gguf.partial, which becomes model.gguf, is next to .model.gguf.partial.json, the journal: a line of JSON with what the bytes
-depend on, then one for each finished tensor with the SHA-256 of its data. The run that writes them holds a lock (flock) on the journal, which
-ends with the process. A run that is interrupted or fails at a tensor leaves both if a tensor was finished, and the next one with the same
-input, options and version resumes. They are removed if what they hold is wrong: the input changed, or --verify read other data.
+The data go to .model.gguf.partial. The journal .model.gguf.partial.json has a JSON line with the dependencies of the bytes, then one per
+finished tensor with the SHA-256 of its data. A run holds a lock (flock) on the journal, which ends with the process. An interrupted run keeps
+both files if a tensor is finished, and a run with the same input, options and version resumes. If the data are wrong, because the input
+changed or --verify failed, both are removed.
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ from .._formats.gguf_file import pad
 from .._formats.reserved_paths import journal_of
 from .parts import Part, keep_mode, split_parts, take_back
 
-PIECE = 4 * MIB  # read at once
+PIECE = 4 * MIB  # bytes per read
 JOURNAL_FORMAT = 2
 
 
 class Unfinished(UserError):
-    """An error at the end, after which the same command has little to do."""
+    """An error after which the partial files remain, so that repeating the command finishes quickly."""
 
 
 @dataclass(frozen=True)
 class FinishedTensor:
-    """A line of the journal: a tensor whose data are in the partial file."""
+    """A line of the journal: a tensor whose data are in a partial file."""
 
     tensor: int
-    type: str  # which --fallback-above may have changed
+    type: str  # after --fallback-above
     n_bytes: int  # without padding
     sha256: str
     seconds: float
     accuracy: Accuracy
-    warnings: list[str]  # that came up while it was encoded
+    warnings: list[str]  # raised while encoding
 
     @classmethod
     def parse(cls, line: bytes) -> FinishedTensor:
-        """Parse a line. ValueError, TypeError or KeyError if it is no such line."""
+        """Parse a line. ValueError, TypeError or KeyError if it is invalid."""
         values = parse_json(line)
         values["accuracy"] = Accuracy(**values["accuracy"])
         finished = cls(**values)
         kinds = [(finished.tensor, int), (finished.type, str), (finished.n_bytes, int), (finished.sha256, str), (finished.warnings, list)]
         numbers = [finished.seconds, *(v for v in asdict(finished.accuracy).values() if type(v) is not bool)]
         if not all(isinstance(value, kind) for value, kind in [*kinds, *((w, str) for w in finished.warnings)]):
-            raise TypeError("a value of another kind")
+            raise TypeError("a value has the wrong type")
         if not all(map(is_number, numbers)) or finished.seconds < 0:
-            raise ValueError("a number that was not measured")
+            raise ValueError("a number is out of range")
         return finished
 
 
 class Output:
-    """The output of a run. As a context it holds the lock, and decides at its end which partial files stay.
+    """The output of a run. As a context manager it holds the lock, and at the end keeps or removes the partial files.
 
     Order of calls: plan_parts(), begin(), for each tensor start(), write() and finish(), then complete() and publish().
     """
 
     def __init__(self, path: Path, force: bool, is_split: bool = False):
-        """path: OUT with links resolved; force: it may exist; is_split: parts with names made from it take its place."""
+        """path: OUT with links resolved; force: replace existing files; is_split: write parts of a split model."""
         self.path, self.force, self.is_split = path, force, is_split
         self.journal_path = journal_of(path)
         self.parts: list[Part] = []
@@ -98,7 +98,7 @@ class Output:
         self._journal: BinaryIO | None = None
         self._file: BinaryIO | None = None
         self._part = -1  # number of the part that is open
-        self._begun = self._is_whole = False
+        self._begun = self._is_complete = False
         self._hash, self._written = hashlib.sha256(), 0
 
     # --- the lock ---
@@ -107,7 +107,7 @@ class Output:
         with self._errors():
             self._lock()
         try:
-            self.check_absent()  # it may have been written between the first look and the lock
+            self.check_absent()  # again: another run may have written it before the lock
         except UserError:
             self._close()
             raise
@@ -121,27 +121,27 @@ class Output:
                     fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     self._journal.close()
-                    raise UserError(f"OUT: another run is writing {self.path}: wait for its end, or name another file") from None
+                    raise UserError(f"OUT: another run is writing {self.path}: wait until it ends, or name another file") from None
                 except OSError:
                     return  # a file system without locks
-            # the run that held the lock may have removed the file in the meantime
+            # the previous holder of the lock may have removed the file
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._journal.fileno()), os.lstat(self.journal_path)):
                     return
             self._journal.close()
-        raise UserError(f"OUT: cannot lock {self.journal_path}, which others make and remove all the time: name another file")
+        raise UserError(f"OUT: cannot lock {self.journal_path}, other runs keep creating and removing it: name another file")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        stays = False
+        keeps = False
         if error is not None and self._begun:
-            was_stopped = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
-            is_sound = not self._is_whole and isinstance(error, UserError) and not isinstance(error, FileChanged)
-            stays = (was_stopped or is_sound) and bool(self.finished)
-            if stays:
-                error.kept = self.describe_rest()  # type: ignore[attr-defined]  # of any error, for the last line of the command
-        elif not self._begun:  # what an earlier run left is not ours to judge yet
-            stays = self._journal is not None and os.fstat(self._journal.fileno()).st_size > 0
-        if not stays:
+            was_interrupted = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
+            is_valid = not self._is_complete and isinstance(error, UserError) and not isinstance(error, FileChanged)
+            keeps = (was_interrupted or is_valid) and bool(self.finished)
+            if keeps:
+                error.kept = self.describe_resume()  # type: ignore[attr-defined]  # run_command() prints it
+        elif not self._begun:  # leave the files of an interrupted run alone
+            keeps = self._journal is not None and os.fstat(self._journal.fileno()).st_size > 0
+        if not keeps:
             self._remove([part.partial for part in self.parts] if self._begun else [])
         self._close()
 
@@ -154,22 +154,22 @@ class Output:
         for f in (self._file, self._journal):
             if f is not None:
                 with contextlib.suppress(OSError):
-                    f.close()  # which writes what a buffer holds
+                    f.close()  # may fail while flushing
         self._file = self._journal = None
 
-    def describe_rest(self) -> str:
-        """Describe what is left, for the message of an interrupted run."""
+    def describe_resume(self) -> str:
+        """Return how to resume, for the message of an interrupted run."""
         n_files = len({self._part_of(f.tensor) for f in self.finished})
         more = f" and {n_files - 1} more" if n_files > 1 else ""
         return (
-            f"the same command goes on after {len(self.finished)} of {len(self._sizes)} tensors, which are in "
-            f"{self.parts[0].partial}{more}"
+            f"repeat the command to resume after {len(self.finished)} of {len(self._sizes)} tensors (in "
+            f"{self.parts[0].partial}{more})"
         )
 
     # --- before the first tensor ---
 
     def check_absent(self) -> None:
-        """Raise UserError if one of the files exists and may not be replaced."""
+        """Raise UserError if one of the files exists, without force."""
         for path in [part.path for part in self.parts] or ([] if self.is_split else [self.path]):
             if not self.force and os.path.lexists(path):
                 raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
@@ -178,18 +178,18 @@ class Output:
         self, sizes: Sequence[int], *, n_header: int, alignment: int, max_bytes: int | None, find_read: Callable[[Path], str | None],
         largest: Sequence[int] | None = None,
     ) -> None:
-        """Decide the parts.
+        """Assign tensors to parts, and check the files and the free space.
 
         Args:
             sizes: bytes of the tensors.
-            n_header: bytes of the metadata, about.
-            alignment: of the tensors.
-            max_bytes: of a part; None for one file.
-            find_read: says what messages call a file that is read.
-            largest: bytes that tensors may get, if those are more; none of them makes a part too large.
+            n_header: approximate bytes of the metadata.
+            alignment: of tensor data.
+            max_bytes: maximum size of a part; None for one file.
+            find_read: returns the name of an input file for messages, None for other files.
+            largest: maximum bytes of the tensors if --fallback-above may enlarge them; parts have room for these.
 
         Raises:
-            UserError: one of the files may not be written, or there is no room for all.
+            UserError: a file may not be written, or the disk is too full.
         """
         self._sizes, self._alignment = list(sizes), alignment
         self.parts = split_parts(self.path, [pad(n, alignment) for n in largest or sizes], max_bytes)
@@ -202,7 +202,7 @@ class Output:
                     raise UserError(f"OUT: {path} is the same file as {what}: choose another name")
         self.n_bytes = sum(pad(n, alignment) for n in sizes) + n_header
         with self._errors():
-            removed = {p.partial for p in self.parts} | set(self._find_partials())  # written again, or removed
+            removed = {p.partial for p in self.parts} | set(self._find_partials())  # their space is available
             n_reusable = sum(map(allocated_bytes, removed))
             check_free_space(self.path.parent, self.n_bytes, str(self.path), "", "write to another disk", n_reusable=n_reusable)
 
@@ -214,7 +214,7 @@ class Output:
 
     @property
     def _lock_file(self) -> BinaryIO:
-        """The journal, which is open within the context."""
+        """The open journal."""
         assert self._journal is not None
         return self._journal
 
@@ -236,7 +236,7 @@ class Output:
             return {}
 
     def _find_partials(self) -> list[Path]:
-        """List the partial files of an earlier run on OUT. Nothing else, whatever the journal says."""
+        """List the partial files of an interrupted run. Names in the journal are not trusted: only .*.partial next to OUT."""
         names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
         paths = dict.fromkeys([*map(self.path.with_name, names), partial_path(self.path)])
         return [p for p in paths if is_plain_file(p)]
@@ -244,13 +244,13 @@ class Output:
     def begin(
         self, dependencies: dict, headers: Sequence[bytes], possible: Sequence[Mapping[str, int]], note: Callable[[str], None]
     ) -> None:
-        """Resume an interrupted run, or remove what it left. `finished` holds the tensors that need not be encoded again.
+        """Resume an interrupted run, or discard its files. `finished` then lists the tensors that need no encoding.
 
         Args:
             dependencies: what the bytes depend on, by name, for JSON.
-            headers: of each part; complete() gets the final ones, of the same lengths.
-            possible: the types that each tensor may have, and its bytes in them.
-            note: called with a line about the earlier run.
+            headers: preliminary headers of the parts; complete() gets the final ones, of the same lengths.
+            possible: for each tensor, its possible types and its bytes in them.
+            note: called with a line about the interrupted run.
         """
         self._headers, self._possible = [len(h) for h in headers], possible
         with self._errors():
@@ -260,23 +260,23 @@ class Output:
             if head and head["files"] == files and head["made_from"] == dependencies:
                 self._resume()
                 if self.finished:
-                    note(f"an earlier run was stopped: going on after {len(self.finished)} of {len(self._sizes)} tensors")
+                    note(f"resuming after {len(self.finished)} of {len(self._sizes)} tensors")
                     return
-                note("an earlier run was stopped, and what it left is incomplete or changed: started anew")
+                note("discarding stale partial output: incomplete or changed")
             elif head is not None or partials:
                 changed = [key for key in dependencies if dependencies[key] != head["made_from"].get(key)] if head else []
-                reason = f"not of the same {', '.join(changed)}" if changed else "of which too little is known"
-                what = ", ".join(p.name for p in partials) or self.journal_path.name
-                note(f"an earlier run was stopped: started anew, what it left is {reason} and was removed: {what}")
+                reason = f"different {', '.join(changed)}" if changed else "no valid journal"
+                names = ", ".join(p.name for p in partials) or self.journal_path.name
+                note(f"discarding stale partial output ({reason}): {names}")
             self._close_part()
             for path in {*partials, *(p.partial for p in self.parts)}:
-                path.unlink(missing_ok=True)  # not written over: it may be a file that has its name already
+                path.unlink(missing_ok=True)  # do not overwrite: it may be hard-linked to a published file
             self._lock_file.seek(0)
             self._lock_file.truncate()
             self._add_line({"format": JOURNAL_FORMAT, "made_from": dependencies, "files": files})
 
     def _resume(self) -> None:
-        """Take over finished tensors as long as their data are what the journal says; cut off what comes after."""
+        """Take over finished tensors while their data match the journal; truncate the journal after them."""
         lines = self._lines()
         n_bytes = len(lines[0])
         for i, line in enumerate(lines[1:]):
@@ -285,27 +285,27 @@ class Output:
             except (ValueError, TypeError, KeyError):
                 break
             is_next = finished.tensor == i < len(self._sizes)
-            if not is_next or finished.n_bytes != self._possible[i].get(finished.type) or not self._holds(finished):
+            if not is_next or finished.n_bytes != self._possible[i].get(finished.type) or not self._has_data(finished):
                 break
             self.finished.append(finished)
             n_bytes += len(line)
         self._lock_file.seek(n_bytes)
         self._lock_file.truncate()
 
-    def _holds(self, finished: FinishedTensor) -> bool:
-        """Whether the partial file has the data of a tensor."""
+    def _has_data(self, finished: FinishedTensor) -> bool:
+        """Check the data of a tensor against their checksum."""
         file = self._open_part(self._part_of(finished.tensor))
         file.seek(self._end_of(self._part))
-        digest, n_left = hashlib.sha256(), finished.n_bytes
-        while n_left and (piece := file.read(min(n_left, PIECE))):
+        digest, n_missing = hashlib.sha256(), finished.n_bytes
+        while n_missing and (piece := file.read(min(n_missing, PIECE))):
             digest.update(piece)
-            n_left -= len(piece)
-        return not n_left and digest.hexdigest() == finished.sha256
+            n_missing -= len(piece)
+        return not n_missing and digest.hexdigest() == finished.sha256
 
     # --- tensors ---
 
     def data_of(self, tensor: int) -> np.ndarray | None:
-        """Read the data of a finished tensor, uint8; None for another."""
+        """Read the data of a finished tensor, uint8; None if it is not finished."""
         if tensor >= len(self.finished):
             return None
         n, finished = self._part_of(tensor), self.finished[tensor]
@@ -327,15 +327,15 @@ class Output:
         self._file, self._part = None, -1
 
     def _end_of(self, n: int) -> int:
-        """Return where the finished data of a part end."""
+        """Return the end of a part's finished data."""
         return self._offset(n, self.parts[n].last)
 
     def _offset(self, n: int, tensor: int) -> int:
-        """Return where the finished data of a part's tensors before this one end."""
+        """Return the end of a part's finished data before a tensor."""
         return self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[self.parts[n].first : tensor])
 
     def start(self, tensor: int) -> None:
-        """Start a tensor, or start it again: what is written from now on is its data."""
+        """Start or restart a tensor."""
         assert tensor == len(self.finished)
         with self._errors():
             file = self._open_part(self._part_of(tensor))
@@ -343,18 +343,18 @@ class Output:
             self._hash, self._written = hashlib.sha256(), 0
 
     def write(self, data: np.ndarray) -> None:
-        """Write data of the tensor, contiguous."""
+        """Append contiguous data to the current tensor."""
         with self._errors():
             self._open_part(self._part).write(data.data)
         self._hash.update(data.data)
         self._written += data.nbytes
 
     def finish(self, type_name: str, accuracy: Accuracy, seconds: float, warnings: list[str]) -> None:
-        """Finish the tensor that was started."""
+        """Finish the current tensor and add it to the journal."""
         with self._errors():
             file = self._open_part(self._part)
             file.write(bytes(pad(self._written, self._alignment) - self._written))
-            file.flush()  # data first: the journal must not say more than there is
+            file.flush()  # before the journal, which must not run ahead of the data
             finished = FinishedTensor(
                 tensor=len(self.finished), type=type_name, n_bytes=self._written, sha256=self._hash.hexdigest(), seconds=seconds,
                 accuracy=accuracy, warnings=warnings,
@@ -369,7 +369,7 @@ class Output:
     # --- the end ---
 
     def complete(self, headers: Sequence[bytes]) -> None:
-        """Write all headers; the partial files are complete then."""
+        """Write the final headers. The partial files are complete afterwards."""
         assert len(self.finished) == len(self._sizes) and [len(h) for h in headers] == self._headers
         with self._errors():
             for n, header in enumerate(headers):
@@ -378,11 +378,11 @@ class Output:
                 file.write(header)
                 file.truncate(self._end_of(n))
                 sync(file)
-        self._is_whole = True
+        self._is_complete = True
 
     def publish(self) -> None:
-        """Give the files their names, all or none. Unfinished if one cannot get its name, or exists by now without force."""
-        ignore_signals()  # from here on the files are written, and saying otherwise would be wrong
+        """Rename the partial files, all or none. Unfinished if a name cannot be taken or, without force, exists by now."""
+        ignore_signals()  # an interrupt would report a written file as not written
         with self._errors():
             self._close_part()
         named, aside = [], []
@@ -391,7 +391,7 @@ class Output:
                 if self.force:
                     keep_mode(part)
                     aside += [part] if self._set_aside(part) else []
-                move_into_place(part.partial, part.path, self.force)  # the other name of a link goes with the journal
+                move_into_place(part.partial, part.path, self.force)  # may hard-link; the partial name is removed with the journal
                 named.append(part)
         except OSError as e:
             for done in named:
@@ -406,7 +406,7 @@ class Output:
                 part.replaced.unlink()
 
     def _set_aside(self, part: Part) -> bool:
-        """Rename the file that a part replaces; whether there was one. A single file needs no other name."""
+        """Rename the file that a part replaces, and return whether there was one. Without parts, renaming over it is atomic."""
         if len(self.parts) == 1 or not os.path.lexists(part.path) or part.path.is_dir():
             return False
         os.replace(part.path, part.replaced)
@@ -414,12 +414,12 @@ class Output:
 
     def _not_named(self, error: OSError) -> str:
         if isinstance(error, FileExistsError) and not self.force:
-            return "appeared while it was made, and was left as it is: move it away, or pass --force to replace it"
-        return f"could not be put in its place: {error.strerror}; make way for it"
+            return "appeared during the run and was not overwritten: move it away, or pass --force to replace it"
+        return f"cannot be written: {error.strerror}; move whatever is there away"
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of the file system as UserError, in one line."""
+        """Convert file system errors to UserError."""
         try:
             yield
         except BrokenPipeError:
@@ -429,6 +429,6 @@ class Output:
                 raise Unfinished(
                     f"no space left on device ({e.strerror}): {self._needed()}; free some space or write to another disk"
                 ) from e
-            raise UserError(f"cannot write {self.path}: {e.strerror}; choose a folder that may be written") from e
+            raise UserError(f"cannot write {self.path}: {e.strerror}; choose a writable directory") from e
 
 

@@ -1,4 +1,4 @@
-"""The files that OUT consists of: one, or the parts of a split model, and their names."""
+"""The parts of an output: their names, tensors and metadata."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .._formats.split import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, part_name
 
 
 def parse_split_size(text: str) -> int:
-    """Bytes of N(M|G), powers of ten as in llama-gguf-split. UserError for anything else."""
-    found = re.fullmatch(r"([0-9]{1,9})([MG])", text)
-    if not found or not int(found[1]):
+    """Parse N(M|G) to bytes; M and G are powers of ten as in llama-gguf-split."""
+    match = re.fullmatch(r"([0-9]{1,9})([MG])", text)
+    if not match or not int(match[1]):
         raise UserError(f"--split-max-size: got {text!r}, must be a number above 0 and M (1,000,000 bytes) or G, such as 2G")
-    return int(found[1]) * 10 ** {"M": 6, "G": 9}[found[2]]
+    return int(match[1]) * 10 ** {"M": 6, "G": 9}[match[2]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file that is made: its name in the end, and its tensors first..last-1 of the model's."""
+    """An output file: its final path, and the range first..last-1 of its tensors."""
 
     path: Path
     first: int
@@ -38,15 +38,14 @@ class Part:
 
     @property
     def replaced(self) -> Path:
-        """The name of the file that it replaces, until all parts have their names."""
+        """Temporary name of the file that it replaces, until all parts are renamed."""
         return self.partial.with_suffix(".replaced")
 
 
 def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list[Part]:
-    """Which tensors go into which file. sizes: bytes of each tensor, padded. max_bytes: of the tensors of a file, None for one
-    file with the name `path`. A tensor that is larger has a file of its own.
+    """Assign tensors to files as llama-gguf-split does, which ignores the size of metadata. A larger tensor gets its own file.
 
-    Rule: llama.cpp, tools/gguf-split, which counts no metadata either.
+    path: of the model; sizes: padded bytes of each tensor; max_bytes: of the tensors in a file, None for one file.
     """
     if max_bytes is None:
         return [Part(path, 0, len(sizes))]
@@ -65,14 +64,14 @@ def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list
 
 
 def part_metadata(metadata: dict[str, KeyValue], parts: list[Part], n: int) -> dict[str, KeyValue]:
-    """Keys of part n of a split model: all in the first, in the others those that its loader needs."""
+    """Return the metadata of part n of a split model: all in the first part, those that the loader needs in the others."""
     ours = [uint16_value(NUMBER_KEY, n), uint16_value(COUNT_KEY, len(parts)), int32_value(TENSORS_KEY, parts[-1].last)]
-    kept = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
-    return kept | {kv.key: kv for kv in ours}
+    shared = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
+    return shared | {kv.key: kv for kv in ours}
 
 
 def take_back(part: Part) -> None:
-    """Undoes that a part was given its name. Without hard links, and with force, the partial file itself got it."""
+    """Undo the rename of a part. Where it was a hard link, the partial file still exists."""
     if os.path.lexists(part.partial):
         part.path.unlink()
     else:
@@ -80,6 +79,6 @@ def take_back(part: Part) -> None:
 
 
 def keep_mode(part: Part) -> None:
-    """A file that is replaced leaves its permissions to the new one."""
+    """Copy the permissions of the file that a part replaces."""
     with contextlib.suppress(OSError):
         os.chmod(part.partial, stat.S_IMODE(os.stat(part.path).st_mode))

@@ -1,4 +1,4 @@
-"""--verify: before the output gets its name, it is read back from the disk, and llama.cpp runs one token with it."""
+"""Verify the output before it is renamed (--verify): read it back from the disk, and run one token with llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .._native.graph import find_run_error
 from .conversion import Conversion
 from .output import Output
 
-# The same sums of at most 2**19 squares, split at other rows: they differ by less than 2**19 * 2**-53 of their size.
+# Relative rounding error of a sum of 2**19 squares that is split differently: below 2**19 * 2**-53.
 SUMS_DIFFER = 2.0**-33
 
 
 def verify(output: Output, headers: Sequence[bytes], conversion: Conversion, console: Console) -> None:
-    """Compare every byte with what was written, and the errors of the decoded weights with those measured while writing.
+    """Compare the file with the checksums, and the errors of the decoded weights with those measured during encoding.
 
     Raises:
-        UserError: naming the first tensor that differs.
+        UserError: a tensor differs; the message names the first.
     """
     pool = ThreadPoolExecutor(conversion.n_threads)
     run = partial(map_in_order, pool, n_ahead=2 * conversion.n_threads)
@@ -42,7 +42,7 @@ def verify(output: Output, headers: Sequence[bytes], conversion: Conversion, con
                 drop_from_cache(part.partial)
                 with open(part.partial, "rb") as f:
                     if f.read(len(header)) != header:
-                        raise _differs(output, "the header")
+                        raise _make_error(output, "the header")
                 file = GGUFFile(part.partial)
                 for i, tensor in enumerate(file.tensors, part.first):
                     _verify_tensor(output, conversion, FileTensor(file, tensor), i, run)
@@ -56,16 +56,16 @@ def _verify_tensor(output: Output, conversion: Conversion, stored: FileTensor, i
     planned, finished = conversion.plan.tensors[i], output.finished[i]
     expected = planned.name, planned.tensor.ne, planned.type
     if (stored.tensor.name, stored.tensor.ne, stored.tensor.type) != expected or hash_data(stored.file, stored.tensor) != finished.sha256:
-        raise _differs(output, f"tensor {planned.name}")
+        raise _make_error(output, f"tensor {planned.name}")
     accuracy = compare_tensors(stored, FileTensor(conversion.file, planned.tensor), conversion.codec, TensorCalibration(), run)
     if not is_same(accuracy, finished.accuracy):
-        raise _differs(output, f"tensor {planned.name} decodes to other weights: it")
+        raise _make_error(output, f"the decoded tensor {planned.name}")
 
 
-def _differs(output: Output, what: str) -> UserError:
+def _make_error(output: Output, part: str) -> UserError:
     return UserError(
-        f"--verify: {what} differs from what was written: the disk or the memory is at fault; {output.path} was not written, "
-        "check them and run it again"
+        f"--verify: {part} differs from what was written, so disk or memory is faulty; {output.path} was not written. "
+        "Check the hardware and run it again"
     )
 
 
@@ -82,7 +82,7 @@ def hash_data(file: GGUFFile, tensor: Tensor) -> str:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Make the system drop the pages of a file that is on the disk, so that reading it asks the disk."""
+    """Drop a file from the page cache, so that it is read from the disk."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError), open(path, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -95,8 +95,8 @@ def run_once(output: Output, source: GGUFFile, console: Console) -> bool:
         return True
     if find_run_error([part.path for part in source.parts]) is None:
         raise UserError(
-            f"--verify: {output.path} does not run where {source.path} does, and was not written: {reason}; keep the type of tensors that "
-            "--tensor-type names, or report this"
+            f"--verify: {output.path} does not run where {source.path} does, and was not written: {reason}; drop --tensor-type, or "
+            "report this"
         )
-    console.note(f"--verify: not run, since {source.path} does not run either: {reason}")
+    console.note(f"--verify: cannot run a token: {source.path} does not run either: {reason}")
     return False

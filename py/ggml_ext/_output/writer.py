@@ -1,4 +1,4 @@
-"""Write the tensors: encode them with worker threads and stream their rows, in order, into the output (output.py)."""
+"""Encode tensors with worker threads and stream their rows, in order, to the output."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .output import Output
 def write_tensors(
     output: Output, conversion: Conversion, console: Console, *, title: str, before: Callable[[int], None], after: Callable[[int], None]
 ) -> None:
-    """Write the data of the tensors that the output lacks; their errors are in output.finished.
+    """Write the tensors that are not finished; output.finished gets their errors.
 
-    A tensor whose error is too large is written again in its type's fallback, which the plan holds then.
+    With --fallback-above, a tensor with too large an error is written again in a fallback type, and the plan updated.
 
     Args:
-        output: holds what an earlier run finished.
+        output: with the tensors that an interrupted run finished.
         conversion: the model and its plan.
-        console: gets the progress bar, which starts where an earlier run stopped.
+        console: for the progress bar.
         title: of the bar.
         before: called with the index of each tensor before it is written.
-        after: called with it when the tensor is finished.
+        after: called with the index of each tensor when it is finished.
 
     Raises:
-        UserError: a tensor holds weights that cannot be stored.
+        UserError: a tensor has weights that cannot be stored.
     """
     tensors, importance = conversion.plan.tensors, conversion.importance
     n_finished = len(output.finished)
-    for finished in output.finished:  # by an earlier run
+    for finished in output.finished:
         if finished.type != tensors[finished.tensor].type.name:
             tensors[finished.tensor].replace_inaccurate()
         importance.warnings += finished.warnings
@@ -76,13 +76,13 @@ class _Writer:
     cache: MetricCache = field(default_factory=MetricCache)
 
     def write(self, i: int, planned: PlannedTensor) -> Accuracy:
-        """Write a tensor in its planned type or, if its error is too large, in the fallback."""
+        """Write a tensor in its planned type, or in the fallback type if its error is too large."""
         self.output.start(i)
         accuracy, limit = self._encode(planned), self.conversion.fallback_above
         if limit is not None and planned.is_changed and accuracy.exceeds_usual(planned.type, limit):
             planned.replace_inaccurate()
             self.bar.update(-planned.tensor.n_elements)
-            self.output.start(i)  # the fallback has more bytes
+            self.output.start(i)
             accuracy = self._encode(planned)
         return accuracy
 

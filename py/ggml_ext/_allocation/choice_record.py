@@ -1,4 +1,4 @@
-"""Keep what was measured for a target next to OUT, as MODEL.choice.json, for the next one."""
+"""Cache the errors and costs measured for a target in MODEL.choice.json next to OUT, for the next target."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .._base.json import is_number, parse_json
 from .sensitivity import MeasuredCosts, ProbedPart
 
 FORMAT = 1
-WRITING_SHARE = 0.05  # of the time in which errors are measured, to write them
+WRITING_SHARE = 0.05  # of the measuring time that writing may take
 
 
 def _are_errors(value: object) -> bool:
-    """Whether these are errors by name: finite, or infinite for zeros that are stored as anything else."""
+    """Whether these are errors by name. The NMSE is infinite if zeros are stored as another value."""
     return isinstance(value, dict) and all(v == math.inf or (is_number(v) and v >= 0) for v in value.values())
 
 
 def _is_cost(value: object, probe_errors: dict[str, float]) -> bool:
-    """Whether this is a part's name, its tensors, whose errors are known, and its KL divergence."""
+    """Whether this is a part's name, its tensors with known errors, and its KL divergence."""
     if not isinstance(value, list) or len(value) != 3:
         return False
     name, tensors, cost = value
@@ -33,18 +33,18 @@ def _is_cost(value: object, probe_errors: dict[str, float]) -> bool:
 
 @dataclass
 class ChoiceRecord:
-    """Content of MODEL.choice.json."""
+    """The content of MODEL.choice.json."""
 
     made_from: dict
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor and type
-    text: dict = field(default_factory=dict)  # that the sensitivities were measured with
+    text: dict = field(default_factory=dict)  # identifies the text of the sensitivities
     probe_errors: dict[str, float] = field(default_factory=dict)  # by tensor
-    costs: list[list] = field(default_factory=list)  # name of a part, its tensors, its KL divergence
+    costs: list[list] = field(default_factory=list)  # [name, tensors, KL divergence] of each part
     format: int = FORMAT
 
     @classmethod
     def read(cls, path: Path | None, dependencies: dict) -> ChoiceRecord:
-        """Read the record of the same model, importances, options and version; else return an empty one."""
+        """Read a record with these dependencies; return an empty record if there is none."""
         try:
             record = cls(**parse_json(path.read_text())) if path is not None else cls(dependencies)
         except (OSError, ValueError, TypeError):
@@ -53,7 +53,7 @@ class ChoiceRecord:
         return record if is_same and record.is_sound() else cls(dependencies)
 
     def is_sound(self) -> bool:
-        """Whether all values are of the kinds that the program writes: anyone may have changed the file."""
+        """Whether all values have valid types: users may edit the file."""
         return (
             isinstance(self.text, dict)
             and isinstance(self.errors, dict)
@@ -70,10 +70,10 @@ class ChoiceRecord:
             with write_atomically(path) as part, open_file(part) as f:
                 f.write(json.dumps(self.__dict__, indent=1).encode() + b"\n")
         except OSError as e:
-            raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another folder") from e
+            raise UserError(f"cannot write {path}: {e.strerror}; write OUT to another directory") from e
 
     def costs_with(self, text: dict) -> MeasuredCosts:
-        """Return the costs of errors that were measured with that text."""
+        """Return the costs that were measured with a text."""
         if self.text != text:
             return MeasuredCosts()
         return MeasuredCosts(self.probe_errors, [(ProbedPart(name, tuple(tensors)), cost) for name, tensors, cost in self.costs])
@@ -84,7 +84,7 @@ class ChoiceRecord:
 
 
 class RecordWriter:
-    """Writes a record again and again, for a run that may be killed at any time."""
+    """Writes a growing record repeatedly, because the run may be killed at any time."""
 
     def __init__(self, record: ChoiceRecord, path: Path | None):
         """path: None to write nothing."""
@@ -97,7 +97,7 @@ class RecordWriter:
         now = time.monotonic()
         self._next = now + (now - started) / WRITING_SHARE
 
-    def write_now_and_then(self) -> None:
-        """Write at first, and then so often that writing takes no more than its share of the time."""
+    def write_if_due(self) -> None:
+        """Write if writing takes no more than WRITING_SHARE of the time."""
         if time.monotonic() >= self._next:
             self.write()
