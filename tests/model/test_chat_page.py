@@ -1,4 +1,4 @@
-"""llama-server's chat page in headless Chromium with one of our files, and what scripts/tools/server.py does with bad input."""
+"""llama-server's chat page in headless Chromium with an ITQ3 file, and errors of scripts/tools/server.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from helpers.commands import quantize, tool
 from server import running_server
 
-# the reference model knows no chats
+# The reference model has no chat template.
 OPTIONS = ("--chat-template", "chatml", "--ctx-size", 512, "--n-predict", 24, "--temp", 0)
 
 
@@ -27,10 +27,10 @@ def quantized(model, tmp_path_factory) -> Path:
 
 
 def get(url: str) -> urllib.request.Request:
-    return urllib.request.Request(url, headers={"Accept-Encoding": "gzip"})  # the page is there in no other form
+    return urllib.request.Request(url, headers={"Accept-Encoding": "gzip"})  # the server has only the compressed page
 
 
-def page_is_in(url: str) -> bool:
+def has_page(url: str) -> bool:
     try:
         return urllib.request.urlopen(get(url + "/"), timeout=10).status == 200
     except urllib.error.HTTPError as e:
@@ -38,14 +38,14 @@ def page_is_in(url: str) -> bool:
         return False
 
 
-def test_a_message_is_answered_on_the_page(quantized):
+def test_page_shows_the_answer_to_a_message(quantized):
     for program in ("chromium", "chromedriver"):
         if not shutil.which(program):
             pytest.skip(f"{program} is not installed (Debian's chromium and chromium-driver)")
     from chat_screenshot import ask, browser
 
     with running_server(quantized, *OPTIONS) as url:
-        if not page_is_in(url):
+        if not has_page(url):
             pytest.skip("llama-server was built without its chat page (npm)")
         with browser() as driver:
             answer = ask(driver, url, "def read_lines(path):", seconds=120)
@@ -54,7 +54,7 @@ def test_a_message_is_answered_on_the_page(quantized):
             assert "model-itq3_s" in driver.find_element("tag name", "body").text
 
 
-def test_a_server_that_is_ended_with_its_block(quantized):
+def test_exception_in_the_block_stops_the_server(quantized):
     with pytest.raises(ZeroDivisionError):
         with running_server(quantized, *OPTIONS) as url:
             1 / 0  # noqa: B018
@@ -62,27 +62,27 @@ def test_a_server_that_is_ended_with_its_block(quantized):
         urllib.request.urlopen(url + "/health", timeout=10)
 
 
-def test_a_busy_port(quantized):
-    """The server's own line, and at once."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port, start = taken.getsockname()[1], time.monotonic()
+def test_busy_port_is_reported(quantized):
+    """Checks that the server's own error line arrives without waiting for the timeout."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port, start = listener.getsockname()[1], time.monotonic()
         with pytest.raises(RuntimeError, match=f"couldn't bind HTTP server socket, hostname: 127.0.0.1, port: {port}"):
             with running_server(quantized, port=port):
                 pass
         assert time.monotonic() - start < 30
 
 
-def test_a_port_that_another_server_has(quantized):
-    """Its answers must not be taken for those of the server that could not start."""
+def test_answers_of_another_server_are_ignored(quantized):
+    """Another server on the port answers while the new one fails to start."""
     with running_server(quantized, *OPTIONS) as url:
         with pytest.raises(RuntimeError, match="couldn't bind"):
             with running_server(quantized, *OPTIONS, port=int(url.rsplit(":", 1)[1])):
                 pass
 
 
-def test_a_model_that_does_not_load(tmp_path):
+def test_model_that_does_not_load_is_reported(tmp_path):
     tool("llama-server")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(RuntimeError, match="llama-server ended with exit code 1: .*failed to load model"):
@@ -91,7 +91,7 @@ def test_a_model_that_does_not_load(tmp_path):
     assert "failed to load" in (tmp_path / "log").read_text()
 
 
-def test_a_server_that_takes_too_long(quantized):
+def test_slow_start_is_reported(quantized):
     with pytest.raises(RuntimeError, match="did not load .* within 0 s"):
         with running_server(quantized, seconds=0):
             pass

@@ -1,4 +1,4 @@
-"""scripts/tools/demo.py: the chat model answers; what cannot be had or fails is one line, and the rest goes on."""
+"""scripts/tools/demo.py: the chat model answers, and a part that fails costs one line while the rest continues."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import demo
 import pinned
 from helpers.models import ROOT
 
-# one thread: beside another test two wait for each other most of the time
+# One thread: two wait for each other while another test runs.
 SHORT = ("--chunks", "4", "--layers", "1", "--types", "f16,q3_k,itq3_s", "--threads", "1")
-# no package registry answers there
+# No package registry answers at this address.
 OFFLINE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull,
            "PIP_FIND_LINKS": "", "PIP_NO_INDEX": "0"}
 
@@ -28,7 +28,7 @@ def run_demo(*args, **env) -> subprocess.CompletedProcess:
     return done
 
 
-def test_a_type_without_a_row_is_refused_first():
+def test_unknown_type_is_refused_first():
     done = subprocess.run([sys.executable, demo.__file__, "--types", "f16,itq4"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("demo.py: error: argument --types: no row of the table has itq4; known types: f16, q5_k,")
@@ -36,7 +36,7 @@ def test_a_type_without_a_row_is_refused_first():
 
 @pytest.fixture
 def small_package(tmp_path, monkeypatch):
-    """A cache folder that holds a stand-in for the model's package; returns its file."""
+    """Fill a cache directory with a small substitute for the model's package and return its file."""
     archive = tmp_path / demo.SMOLLM2["archive"]
     with zipfile.ZipFile(archive, "w") as wheel:
         wheel.writestr(demo.SMOLLM2["member"], b"GGUF and so on")
@@ -46,7 +46,7 @@ def small_package(tmp_path, monkeypatch):
 
 
 def test_chat_model_answers(tmp_path):
-    """The real package, quantized and asked through llama-server."""
+    """Quantizes the model of the real package and asks it through llama-server."""
     try:
         source = demo.chat_model(tmp_path)
     except pinned.Failure as e:
@@ -63,14 +63,14 @@ def test_model_is_unpacked_from_the_cached_package(tmp_path, small_package):
     assert (path.name, path.read_bytes()) == ("SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF and so on")
 
 
-def test_changed_package_is_refused(tmp_path, small_package):
+def test_package_with_wrong_checksum_is_refused(tmp_path, small_package):
     small_package.write_bytes(small_package.read_bytes() + b"x")
     with pytest.raises(pinned.Failure, match=f"{small_package.name}: SHA-256 is [0-9a-f]{{64}}, needed [0-9a-f]{{64}}; remove the file"):
         demo.chat_model(tmp_path)
 
 
-def test_without_a_network_the_cause_is_named(tmp_path, monkeypatch):
-    """And not that there is no such package, as pip has it."""
+def test_missing_network_is_named(tmp_path, monkeypatch):
+    """The message must name the network, where pip says that there is no such package."""
     for name, value in (OFFLINE | {"GGML_EXT_CACHE_DIR": str(tmp_path), "PIP_RETRIES": "1"}).items():
         monkeypatch.setenv(name, value)
     pin = {"package": "foo", "version": "1.0", "archive": "foo-1.0.tar.gz", "sha256": "0" * 64}
@@ -78,7 +78,7 @@ def test_without_a_network_the_cause_is_named(tmp_path, monkeypatch):
         pinned.fetch(pin)
 
 
-def test_without_the_package_the_embedded_model_serves(tmp_path):
+def test_embedded_model_replaces_a_missing_package(tmp_path):
     done = run_demo(GGML_EXT_CACHE_DIR=str(tmp_path), **OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     reason, then = done.stdout.partition("not here: ")[2].splitlines()[:2]
@@ -90,8 +90,8 @@ def test_without_the_package_the_embedded_model_serves(tmp_path):
     assert "[   1/" not in done.stdout  # no line for each tensor
 
 
-def test_parts_that_fail_are_named_and_the_rest_goes_on(tmp_path, small_package, monkeypatch, capsys):
-    """The model's package holds no model, and a row breaks."""
+def test_failed_parts_are_named_and_the_rest_continues(tmp_path, small_package, monkeypatch, capsys):
+    """The model's package holds no model, and one row of the table fails."""
     measure_row = demo.quality
 
     def quality(row, *args):

@@ -1,4 +1,4 @@
-"""ggml-ext-graph: what models' graphs do with their tensors, types that follow from it, and files that do not run."""
+"""ggml-ext-graph: what a model's graph does with each tensor, the types that follow, and files that do not run."""
 
 import re
 import subprocess
@@ -21,20 +21,20 @@ def program():
         pytest.skip(f"{PROGRAM} is not built into the installed package")
 
 
-def test_uses_of_a_model(model):
-    found, tensors = read_uses([model]), read_tensors(model)
-    assert all(found[n] == {"product"} for n, t in tensors.items() if n.startswith("blk.") and len(t.shape) > 1)
-    assert "rows" in found["token_embd.weight"] and found["output_norm.weight"] == {"MUL"}
+def test_graph_lists_uses_of_tensors(model):
+    uses, tensors = read_uses([model]), read_tensors(model)
+    assert all(uses[n] == {"product"} for n, t in tensors.items() if n.startswith("blk.") and len(t.shape) > 1)
+    assert "rows" in uses["token_embd.weight"] and uses["output_norm.weight"] == {"MUL"}
     assert find_run_error([model]) is None
 
 
-def test_what_llama_cpp_does_not_load(model, tmp_path):
+def test_truncated_file_has_no_uses(model, tmp_path):
     (tmp_path / "in.gguf").write_bytes(model.read_bytes()[:100_000])
     assert read_uses([tmp_path / "in.gguf"]) is None and "exited with 1: " in find_run_error([tmp_path / "in.gguf"])
 
 
 @pytest.mark.parametrize("flags", [["--type", "itq2_t"], ["--type", "iq2_xs"], ["--target-bpw", "4"]], ids=" ".join)
-def test_layers_that_predict_tokens_have_a_floor(model, tmp_path, flags):
+def test_prediction_layers_have_a_minimum_type(model, tmp_path, flags):
     source = add_prediction_layer(model, tmp_path / "in.gguf")
     done = run_quantize(source, *flags, "--dry-run", "--calibration-chunks", "2")
     assert done.returncode == 0, done.stderr
@@ -44,10 +44,10 @@ def test_layers_that_predict_tokens_have_a_floor(model, tmp_path, flags):
 
 
 def test_verify_runs_a_token(model, tmp_path, monkeypatch):
-    """A matrix that the graph adds element by element, in four bits, where nothing has told that."""
+    """A matrix in four bits that the graph adds element by element fails, if the plan does not know its use."""
     (source,) = make("qwen4exp", tmp_path)
-    done = quantize(source, tmp_path / "good.gguf", "--type", "q4_0", "--verify")
-    assert "as they were written, and one token run" in done.stdout and "ple_norm_key, ple_norm_query, ple_norm_conv, ple_conv1d in layer 0" in done.stderr
+    result = quantize(source, tmp_path / "good.gguf", "--type", "q4_0", "--verify")
+    assert "as they were written, and one token run" in result.stdout and "ple_norm_key, ple_norm_query, ple_norm_conv, ple_conv1d in layer 0" in result.stderr
     monkeypatch.setattr(_uses, "read_uses", lambda parts: None)
     check_error(run_quantize(source, tmp_path / "bad.gguf", "--type", "q4_0", "--verify"), "--verify: ", "does not run where", PROGRAM)
     assert not (tmp_path / "bad.gguf").exists()
@@ -56,18 +56,18 @@ def test_verify_runs_a_token(model, tmp_path, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["itq2_t", "q4_k_m"])
 def test_every_architecture_is_quantized_and_runs(tmp_path, name):
-    """With calibration, and a chunk of text whose perplexity is a number."""
-    models, wrong = make("all", tmp_path), {}
+    """Quantizes with calibration and computes the perplexity of one chunk."""
+    models, failures = make("all", tmp_path), {}
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 120)
     for source in models:
         out = tmp_path / "out.gguf"
         done = run_quantize(source, out, "--force", "--type", name, "--imatrix-from", text, "--calibration-chunks", "2", "--verify", "-t", "2")
         if done.returncode or "one token run" not in done.stdout:
-            wrong[source.stem] = done.stderr.splitlines()[-1:]
+            failures[source.stem] = done.stderr.splitlines()[-1:]
             continue
-        ran = subprocess.run([find_tool("llama-perplexity"), "-m", out, "-f", text, "-c", "128", "--chunks", "1", "-t", "2"], capture_output=True, text=True)
-        if not re.search(r"Final estimate: PPL = \d", ran.stdout + ran.stderr):
-            wrong[source.stem] = (ran.stdout + ran.stderr).splitlines()[-1:]
-    print(f"{len(models) - len(wrong)} of {len(models)} pass as {name}")
-    assert not wrong
+        done = subprocess.run([find_tool("llama-perplexity"), "-m", out, "-f", text, "-c", "128", "--chunks", "1", "-t", "2"], capture_output=True, text=True)
+        if not re.search(r"Final estimate: PPL = \d", done.stdout + done.stderr):
+            failures[source.stem] = (done.stdout + done.stderr).splitlines()[-1:]
+    print(f"{len(models) - len(failures)} of {len(models)} pass as {name}")
+    assert not failures

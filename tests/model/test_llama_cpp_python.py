@@ -1,4 +1,4 @@
-"""llama-cpp-python with this package's libllama: the version whose source distribution holds the pinned llama.cpp."""
+"""llama-cpp-python with this package's libllama, at the version whose source distribution holds the pinned llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from perplexity_run import run_tool
 
 PROMPT, N_TOKENS = "def add(a, b):", 24
 
-# In a process of its own, as the package reads the environment when it is imported. Prints JSON.
+# Runs in its own process: the package reads the environment on import. Prints JSON.
 USER = """
 import ctypes, json, sys
 import llama_cpp, llama_cpp.mtmd_cpp
@@ -60,12 +60,12 @@ print(json.dumps({
 
 @pytest.fixture(scope="module", autouse=True)
 def package() -> None:
-    """PyPI's package, found by its metadata, as a module of this suite has its name."""
+    """Check the version of PyPI's package in its metadata: a module of this suite has the same name."""
     try:
-        found = importlib.metadata.version("llama-cpp-python")
+        version = importlib.metadata.version("llama-cpp-python")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llama-cpp-python is not installed: pip install -r tests/requirements.txt")
-    assert found == PIN["version"], f"tests/requirements.txt: {PIN['version']} has the structs of the pinned llama.cpp"
+    assert version == PIN["version"], f"tests/requirements.txt: {PIN['version']} has the structs of the pinned llama.cpp"
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,10 @@ def quantized(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", params=native.LIMITS_OF_VNNI, ids=native.limits_id)
-def said(request, quantized) -> Iterator[dict]:
-    """What a user's program gets; within the test other programs have its limits too."""
+def user_output(request, quantized) -> Iterator[dict]:
+    """Run a user's program; other programs of the test have the same limits."""
     with native.limits_of_vnni(request.param):
-        yield run_with_ours(quantized)
+        yield run_with_package(quantized)
 
 
 def run_user(quantized: Path, **variables) -> dict:
@@ -89,15 +89,15 @@ def run_user(quantized: Path, **variables) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def our_libraries() -> dict[str, str]:
-    """What a user sets."""
+def library_variables() -> dict[str, str]:
+    """Return the environment variables that a user sets."""
     folder = subprocess.run([sys.executable, "-m", "ggml_ext.libdir"], capture_output=True, text=True, check=True).stdout.strip()
     return {"LLAMA_CPP_LIB_PATH": folder, "MTMD_CPP_LIB": folder}
 
 
-def run_with_ours(quantized: Path) -> dict:
-    ours = our_libraries()
-    return run_user(quantized, **ours) | {"folder": ours["LLAMA_CPP_LIB_PATH"]}
+def run_with_package(quantized: Path) -> dict:
+    variables = library_variables()
+    return run_user(quantized, **variables) | {"folder": variables["LLAMA_CPP_LIB_PATH"]}
 
 
 PRECISION = """
@@ -111,65 +111,65 @@ print(get(llm._ctx.ctx))
 
 
 @pytest.mark.parametrize(("variables", "expected"), [({}, "0"), ({"LLAMA_ARG_ACT_PREC": "q8"}, "0"), ({"LLAMA_ARG_ACT_PREC": "f16"}, "1")])
-def test_the_precision_of_activations_comes_from_the_environment(quantized, variables, expected):
-    env = {**os.environ, **our_libraries(), **variables}
+def test_environment_sets_activation_precision(quantized, variables, expected):
+    env = {**os.environ, **library_variables(), **variables}
     done = subprocess.run([sys.executable, "-c", PRECISION, quantized], env=env, capture_output=True, text=True, timeout=60,
                           cwd=quantized.parent)
     assert done.stdout.strip() == expected, done.stderr[-2000:]
 
 
-def test_it_is_our_library(said):
-    assert Path(said["library"]) == Path(said["folder"]) / libdir.NAMES.get(sys.platform, "libllama.so")
-    assert re.search(r"llama_model_loader: - type +itq3_t: +\d+ tensors", said["log"])
+def test_library_of_the_package_is_loaded(user_output):
+    assert Path(user_output["library"]) == Path(user_output["folder"]) / libdir.NAMES.get(sys.platform, "libllama.so")
+    assert re.search(r"llama_model_loader: - type +itq3_t: +\d+ tensors", user_output["log"])
 
 
 def assert_greedy(model: Path, prompt: str, text: str) -> None:
-    """llama-completion goes on like that. Without flash attention, which llama-cpp-python leaves off by default: its sums are others."""
+    """Check that llama-completion gives the same text. Flash attention, off by default in llama-cpp-python, sums in another order."""
     options = ("-n", N_TOKENS, "--temp", 0, "-no-cnv", "-sp", "-c", 512, "-t", 1, "-fa", "off")
     log = run_tool("llama-completion", "-m", model, "-p", prompt, *options)
     assert text.strip() and prompt + text in log, (prompt + text, log)
 
 
-def test_completion_has_the_tokens_of_llama_completion(said, quantized):
-    assert said["completion"]["usage"]["completion_tokens"] == N_TOKENS
-    text = said["completion"]["choices"][0]["text"]
+def test_completion_matches_llama_completion(user_output, quantized):
+    assert user_output["completion"]["usage"]["completion_tokens"] == N_TOKENS
+    text = user_output["completion"]["choices"][0]["text"]
     assert_greedy(quantized, PROMPT, text)
-    assert said["streamed"] == text
+    assert user_output["streamed"] == text
 
 
-def test_chat_completion_too(said, quantized):
-    message = said["chat"]["choices"][0]["message"]
+def test_chat_completion_matches_llama_completion(user_output, quantized):
+    message = user_output["chat"]["choices"][0]["message"]
     assert message["role"] == "assistant"
-    assert "import os" in said["prompt"]
-    assert_greedy(quantized, said["prompt"], message["content"])
+    assert "import os" in user_output["prompt"]
+    assert_greedy(quantized, user_output["prompt"], message["content"])
 
 
 @pytest.mark.nightly  # compiles llama.cpp
-def test_stock_files_in_the_package_as_the_index_has_it(model, tmp_path):
-    """Its own libraries, which know nothing of ours, run what the encoders with second moments make."""
+def test_upstream_types_run_in_unmodified_package(model, tmp_path):
+    """PyPI's own libraries run files in upstream types that were encoded with Hessians."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir", "--target", tmp_path / "site"]
     done = subprocess.run([*install, f"llama-cpp-python=={PIN['version']}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("q4_k_m", "iq3_s"):
         quantized = tmp_path / f"model-{name}.gguf"
         quantize(model, quantized, "--type", name, "--effort", "fast")
-        said = run_user(quantized, PYTHONPATH=str(tmp_path / "site"))
-        assert Path(said["library"]).is_relative_to(tmp_path / "site")
-        assert "ggml_ext" not in said["log"]
-        assert_greedy(quantized, PROMPT, said["completion"]["choices"][0]["text"])
+        user_output = run_user(quantized, PYTHONPATH=str(tmp_path / "site"))
+        assert Path(user_output["library"]).is_relative_to(tmp_path / "site")
+        assert "ggml_ext" not in user_output["log"]
+        assert_greedy(quantized, PROMPT, user_output["completion"]["choices"][0]["text"])
 
 
-# --- the folder ---
+# --- the directory ---
 
 
-def test_a_build_of_ggml_alone_is_refused(tmp_path, monkeypatch, lib):
+def test_build_without_libllama_is_refused(tmp_path, monkeypatch, lib):
     (tmp_path / lib.path.name).symlink_to(lib.path)
     monkeypatch.setattr("ggml_ext._native.library.load", lambda: type(lib)(tmp_path / lib.path.name))
     with pytest.raises(UserError, match=f"{tmp_path} has no libllama.so, only the libraries of ggml"):
         libdir.library_folder()
 
 
-def test_without_libraries_one_line_says_so(monkeypatch, capsys):
+def test_missing_libraries_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr("ggml_ext._native.library.load", lambda: None)
     assert libdir.main([]) == 1
     assert capsys.readouterr().err == (

@@ -1,4 +1,4 @@
-"""llama-imatrix --moments: the sums, who shares them, merging of files, and one clear line for what is wrong."""
+"""llama-imatrix --moments: the sums, shared inputs, merging of files, and errors."""
 
 import ctypes
 import functools
@@ -21,18 +21,18 @@ Q, K, DOWN = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.ffn_down.weigh
 BLOCK = 256
 
 
-def blocks_of(n_cols: int, kind: str) -> list[slice]:
+def block_slices(n_cols: int, kind: str) -> list[slice]:
     size = BLOCK if kind == "block" else n_cols
     return [slice(i, min(i + size, n_cols)) for i in range(0, n_cols, size)]
 
 
-def triangles(matrix: np.ndarray, kind: str) -> np.ndarray:
-    """Symmetric (n, n) as the file has it."""
-    return np.concatenate([matrix[b, b][np.tril_indices(b.stop - b.start)] for b in blocks_of(len(matrix), kind)])
+def pack_triangles(matrix: np.ndarray, kind: str) -> np.ndarray:
+    """Pack a symmetric matrix (n, n) as the file stores it."""
+    return np.concatenate([matrix[b, b][np.tril_indices(b.stop - b.start)] for b in block_slices(len(matrix), kind)])
 
 
 def n_values(n_cols: int, kind: str) -> int:
-    return sum((b.stop - b.start) * (b.stop - b.start + 1) // 2 for b in blocks_of(n_cols, kind))
+    return sum((b.stop - b.start) * (b.stop - b.start + 1) // 2 for b in block_slices(n_cols, kind))
 
 
 # --- the kernel ---------------------------------------------------------------------------------------------------------------
@@ -50,27 +50,29 @@ def driver() -> ctypes.CDLL:
 
 
 def sum_bound(magnitudes: np.ndarray, n_rows: int, n_adds: int) -> np.ndarray:
-    """Largest error of n_rows products summed in float32 in pieces of 512, and of n_adds additions to the totals: each of the
-    roundings on a product's way is at most u of the sum of magnitudes, (1 + u)^n - 1 <= 1.01 n u for these n."""
+    """Bound the error of n_rows products summed in float32 in pieces of 512, with n_adds additions to the totals.
+
+    Each rounding of a product is at most u of the sum of magnitudes, and (1 + u)^n - 1 <= 1.01 n u for these n.
+    """
     return 1.01 * (min(n_rows, 512) + 1 + n_adds) * F32_U * magnitudes
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])
 @pytest.mark.parametrize("n_cols", [1, 16, 17, 64, 255, 256, 257, 576, 768])
 @pytest.mark.parametrize(("n_rows", "gap", "n_threads"), [(1, 0, 1), (33, 3, 2), (512, 0, 3), (1037, 1, 2)])
-def test_sums_against_numpy(n_cols, kind, n_rows, gap, n_threads):
-    """Rows that lie apart, odd numbers of them, more than one piece; totals that hold something already."""
+def test_kernel_sums_match_numpy(n_cols, kind, n_rows, gap, n_threads):
+    """Rows with gaps, odd row counts, more than one piece, and totals that are not zero at the start."""
     rng = np.random.default_rng(n_cols + n_rows)
     stored = np.full((n_rows, n_cols + gap), np.nan, np.float32)
     stored[:, :n_cols] = x = (rng.standard_normal((n_rows, n_cols)) * 10.0 ** rng.uniform(-2, 2, n_cols)).astype(np.float32)
     assert driver().ggml_ext_test_n_moments(n_cols, kind == "full") == n_values(n_cols, kind)
     before = rng.standard_normal(n_values(n_cols, kind)).astype(np.float32)
-    totals = np.concatenate([before, np.float32([7, 7])])  # and nothing behind them changes
+    totals = np.concatenate([before, np.float32([7, 7])])  # the values after the totals must stay
     driver().ggml_ext_test_add_moments(stored, n_rows, n_cols + gap, n_cols, kind == "full", n_threads, totals)
     assert (totals[-2:] == 7).all()
     x = x.astype(np.float64)
-    exact = triangles(x.T @ x, kind) + before
-    bound = sum_bound(triangles(np.abs(x.T) @ np.abs(x), kind) + np.abs(before), n_rows, -(-n_rows // 512))
+    exact = pack_triangles(x.T @ x, kind) + before
+    bound = sum_bound(pack_triangles(np.abs(x.T) @ np.abs(x), kind) + np.abs(before), n_rows, -(-n_rows // 512))
     worst = np.argmax(np.abs(totals[:-2] - exact) - bound)
     assert (np.abs(totals[:-2] - exact) <= bound).all(), f"value {worst}: {totals[worst]}, not {exact[worst]} +- {bound[worst]}"
 
@@ -79,7 +81,7 @@ SYRK_NEEDS = {"any": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f"}}
 
 
 @pytest.mark.parametrize("isa", [isa for isa, needs in SYRK_NEEDS.items() if needs <= cpu_flags()])
-def test_each_instruction_set(isa):
+def test_kernel_sums_match_on_each_instruction_set(isa):
     a, b = np.random.default_rng(1).standard_normal((2, 65, 16)).astype(np.float32)
     sums = np.empty((16, 16), np.float32)
     pointers = [m.ctypes.data_as(ctypes.POINTER(c_float)) for m in (a, b)]
@@ -98,14 +100,14 @@ def run_imatrix(*args, **kwargs) -> subprocess.CompletedProcess:
 
 
 def imatrix(*args) -> str:
-    """What the program says; it has to succeed."""
+    """Run the program, which must succeed, and return its output."""
     done = run_imatrix(*args)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 
 
 class Moments:
-    """The second moments of a file: .kind, .owner (matrix -> the one its moments are under), .sums and .counts by owner."""
+    """The Hessians of a file: .kind, .owner (matrix -> the one its sums are stored under), .sums and .counts by owner."""
 
     def __init__(self, path: Path):
         reader = gguf.GGUFReader(path)
@@ -120,14 +122,14 @@ class Moments:
         assert sum(n.endswith((".in_moments", ".moment_counts")) for n in self.tensors) == 2 * len(owners)
 
     def squares(self, name: str) -> np.ndarray:
-        """What llama-imatrix collects by itself: (n_mat, n_cols)."""
+        """Return llama-imatrix's own sums of squares: (n_mat, n_cols)."""
         return self.tensors[f"{name}.in_sum2"].data.reshape(len(self.counts[self.owner[name]]), -1)
 
     def matrix(self, name: str, index: int = 0) -> np.ndarray:
-        """(n_cols, n_cols) float64, zero outside of the blocks."""
+        """Return H as (n_cols, n_cols) float64, zero outside the blocks."""
         n, start = self.squares(name).shape[1], 0
         out = np.zeros((n, n))
-        for b in blocks_of(n, self.kind):
+        for b in block_slices(n, self.kind):
             rows, cols = np.tril_indices(b.stop - b.start)
             out[rows + b.start, cols + b.start] = self.sums[self.owner[name]][index, start : start + len(rows)]
             start += len(rows)
@@ -148,39 +150,39 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def collected(model, text, tmp_path_factory):
-    """Of the reference model: kind -> (file, what the program said)."""
+    """Collect on the reference model: kind -> (file, the program's output)."""
     folder = tmp_path_factory.mktemp("moments")
     return {kind: (folder / f"{kind}.gguf", imatrix("-m", model, "-f", text, *RUN, "--moments", kind, "-o", folder / f"{kind}.gguf"))
             for kind in ("block", "full")}
 
 
-def assert_diagonals(found: Moments) -> None:
-    """Both are float32 sums of the same squares in another order; llama-imatrix adds the tokens one by one."""
-    for name, owner in found.owner.items():
-        counts = found.counts[owner]
-        assert np.array_equal(counts, found.tensors[f"{name}.counts"].data.ravel()), name
-        for i, squares in enumerate(found.squares(name).astype(np.float64)):
+def assert_diagonals(moments: Moments) -> None:
+    """Check the diagonals against llama-imatrix's sums of the same squares, which it adds token by token."""
+    for name, owner in moments.owner.items():
+        counts = moments.counts[owner]
+        assert np.array_equal(counts, moments.tensors[f"{name}.counts"].data.ravel()), name
+        for i, squares in enumerate(moments.squares(name).astype(np.float64)):
             n = int(counts[i])
             bound = sum_bound(squares, n, n // 512 + 1) + 1.01 * n * F32_U * squares
-            assert (np.abs(np.diag(found.matrix(name, i)) - squares) <= bound).all(), f"{name}, matrix {i}"
+            assert (np.abs(np.diag(moments.matrix(name, i)) - squares) <= bound).all(), f"{name}, matrix {i}"
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])
-def test_of_the_reference_model(collected, kind):
-    path, said = collected[kind]
-    found = Moments(path)
-    assert found.kind == kind
-    assert {n: (c.size, c[0]) for n, c in found.counts.items()} == dict.fromkeys(found.counts, (1, N_TOKENS))
-    n_layers = len(found.owner) // 7
+def test_reference_model_has_all_sums(collected, kind):
+    path, output = collected[kind]
+    moments = Moments(path)
+    assert moments.kind == kind
+    assert {n: (c.size, c[0]) for n, c in moments.counts.items()} == dict.fromkeys(moments.counts, (1, N_TOKENS))
+    n_layers = len(moments.owner) // 7
     shared = {"attn_q": "attn_q", "attn_k": "attn_q", "attn_v": "attn_q", "attn_output": "attn_output", "ffn_gate": "ffn_gate",
               "ffn_up": "ffn_gate", "ffn_down": "ffn_down"}
-    owner = {n.replace("ffn_up", "ffn_gate"): o.replace("ffn_up", "ffn_gate") for n, o in found.owner.items()}  # either comes first
+    owner = {n.replace("ffn_up", "ffn_gate"): o.replace("ffn_up", "ffn_gate") for n, o in moments.owner.items()}  # the graph may run either first
     assert owner == {f"blk.{i}.{n}.weight": f"blk.{i}.{o}.weight" for i in range(n_layers) for n, o in shared.items() if n != "ffn_up"}
-    assert {n for n in found.tensors if n.endswith(".in_sum2")} == {f"{n}.in_sum2" for n in found.owner}  # of all that it collects
-    mib = sum(4 * n_values(found.squares(n).shape[1], kind) for n in set(found.owner.values())) / 2**20
-    assert f"second moments of {4 * n_layers} inputs ({kind}): {mib:.1f} MiB" in said
-    assert said.index("second moments of") < said.index("seconds per pass")
-    assert_diagonals(found)
+    assert {n for n in moments.tensors if n.endswith(".in_sum2")} == {f"{n}.in_sum2" for n in moments.owner}  # all that llama-imatrix collects
+    mib = sum(4 * n_values(moments.squares(n).shape[1], kind) for n in set(moments.owner.values())) / 2**20
+    assert f"second moments of {4 * n_layers} inputs ({kind}): {mib:.1f} MiB" in output
+    assert output.index("second moments of") < output.index("seconds per pass")
+    assert_diagonals(moments)
 
 
 def test_block_and_full_agree(collected):
@@ -188,30 +190,30 @@ def test_block_and_full_agree(collected):
     assert block.owner == full.owner
     for name in set(full.owner.values()):
         matrix = full.matrix(name)
-        np.testing.assert_array_equal(triangles(matrix, "block"), block.sums[name][0])  # the same sums in the same order
-    outside = full.matrix(DOWN)[BLOCK : 2 * BLOCK, :BLOCK]  # zero in none of the places that block lacks
+        np.testing.assert_array_equal(pack_triangles(matrix, "block"), block.sums[name][0])  # the same sums in the same order
+    outside = full.matrix(DOWN)[BLOCK : 2 * BLOCK, :BLOCK]  # H is not zero where block-diagonal sums have nothing
     assert (outside != 0).all() and np.linalg.eigvalsh(full.matrix(DOWN)).min() > -1e-4 * np.trace(full.matrix(DOWN))
 
 
-def test_layers(model, text, collected, tmp_path):
+def test_layers_limit_what_is_collected(model, text, collected, tmp_path):
     imatrix("-m", model, "-f", text, *RUN, "--moments", "block", "--layers", "1-2", "--process-output", "-o", tmp_path / "out.gguf")
-    found, everything = Moments(tmp_path / "out.gguf"), Moments(collected["block"][0])
-    assert found.owner == {n: o for n, o in everything.owner.items() if n.split(".")[1] in "12"}
-    for name, sums in found.sums.items():
-        np.testing.assert_array_equal(sums, everything.sums[name])
-    # what is left, and the output matrix with the last layer
-    last = len(everything.owner) // 7 - 1
+    part, full = Moments(tmp_path / "out.gguf"), Moments(collected["block"][0])
+    assert part.owner == {n: o for n, o in full.owner.items() if n.split(".")[1] in "12"}
+    for name, sums in part.sums.items():
+        np.testing.assert_array_equal(sums, full.sums[name])
+    # The remaining layers, and the output matrix with the last one.
+    last = len(full.owner) // 7 - 1
     imatrix("-m", model, "-f", text, *RUN, "--moments", "block", "--layers", f"3-{last}", "--process-output", "--in-file",
             tmp_path / "out.gguf", "-o", tmp_path / "more.gguf")
     more = Moments(tmp_path / "more.gguf")
     has_output = "output.weight.in_sum2" in more.tensors
-    assert more.owner == {n: o for n, o in everything.owner.items() if n.split(".")[1] != "0"} | (
+    assert more.owner == {n: o for n, o in full.owner.items() if n.split(".")[1] != "0"} | (
         {"output.weight": "output.weight"} if has_output else {})
     for name in set(more.owner.values()) - {"output.weight"}:
-        np.testing.assert_array_equal(more.sums[name], everything.sums[name])
+        np.testing.assert_array_equal(more.sums[name], full.sums[name])
 
 
-def test_a_run_goes_on(model, text, collected, tmp_path):
+def test_in_file_adds_to_earlier_sums(model, text, collected, tmp_path):
     path, _ = collected["block"]
     imatrix("-m", model, "-f", text, *RUN, "--moments", "block", "--in-file", path, "-o", tmp_path / "out.gguf")
     once, twice = Moments(path), Moments(tmp_path / "out.gguf")
@@ -222,47 +224,47 @@ def test_a_run_goes_on(model, text, collected, tmp_path):
     assert_diagonals(twice)
 
 
-def test_experts(tmp_path, text, monkeypatch):
-    """Each expert has the tokens it saw. Every token goes to two, so all experts together have twice what the router sees."""
+def test_each_expert_sums_its_own_tokens(tmp_path, text, monkeypatch):
+    """Every token goes to two experts, so the sum over all experts is twice the router's."""
     monkeypatch.setitem(synth_model.SHAPES, "tiny", (320, 192, 64, 4, 2, 5, 2))
     synth_model.write_model("f16", tmp_path / "moe.gguf", "tiny", 2)
     file = gguf.GGUFReader(tmp_path / "moe.gguf", "r+")
     for tensor in file.tensors:
-        if "up_exps" in tensor.name:  # it makes all experts alike
+        if "up_exps" in tensor.name:  # write_model makes all experts equal
             tensor.data[:] *= np.arange(1, 6, dtype=np.float16).reshape(5, 1, 1)
     file.data.flush()
     imatrix("-m", tmp_path / "moe.gguf", "-f", text, *RUN, "--moments", "full", "-o", tmp_path / "out.gguf")
-    found = Moments(tmp_path / "out.gguf")
-    assert_diagonals(found)
+    moments = Moments(tmp_path / "out.gguf")
+    assert_diagonals(moments)
     for layer in range(2):
         gate, up, down, router = (f"blk.{layer}.ffn_{n}.weight" for n in ("gate_exps", "up_exps", "down_exps", "gate_inp"))
-        assert found.owner[gate] == found.owner[up] and found.owner[down] == down
-        counts = found.counts[found.owner[gate]]
-        assert counts.size == 5 and counts.sum() == 2 * N_TOKENS and np.array_equal(counts, found.counts[down])
-        together, whole = sum(found.matrix(gate, i) for i in range(5)), found.matrix(router)
-        scale = np.sqrt(np.outer(np.diag(whole), np.diag(whole)))  # bounds the sum of magnitudes
-        assert (np.abs(together - 2 * whole) <= sum_bound(2 * scale, N_TOKENS, 4) + sum_bound(2 * scale, N_TOKENS, 4)).all()
+        assert moments.owner[gate] == moments.owner[up] and moments.owner[down] == down
+        counts = moments.counts[moments.owner[gate]]
+        assert counts.size == 5 and counts.sum() == 2 * N_TOKENS and np.array_equal(counts, moments.counts[down])
+        experts, router_sums = sum(moments.matrix(gate, i) for i in range(5)), moments.matrix(router)
+        scale = np.sqrt(np.outer(np.diag(router_sums), np.diag(router_sums)))  # bounds the sum of magnitudes
+        assert (np.abs(experts - 2 * router_sums) <= sum_bound(2 * scale, N_TOKENS, 4) + sum_bound(2 * scale, N_TOKENS, 4)).all()
 
 
-def test_intermediate_files(model, text, tmp_path):
-    """They hold no moments, and the program says so once; the last file does."""
-    said = imatrix("-m", model, "-f", text, *RUN, "-b", 64, "--moments", "block", "--output-frequency", 1, "--save-frequency", 2,
+def test_intermediate_files_have_no_moments(model, text, tmp_path):
+    """The program says so once, and the last file has them."""
+    output = imatrix("-m", model, "-f", text, *RUN, "-b", 64, "--moments", "block", "--output-frequency", 1, "--save-frequency", 2,
                    "-o", tmp_path / "out.gguf")
     assert {p.name for p in tmp_path.iterdir()} == {"out.gguf", "out.gguf.at_2", "out.gguf.at_4"}
-    assert said.count("intermediate files hold no second moments") == 1
+    assert output.count("intermediate files hold no second moments") == 1
     assert_diagonals(Moments(tmp_path / "out.gguf"))
     for name in ("out.gguf.at_2", "out.gguf.at_4"):
         assert "imatrix.moments" not in gguf.GGUFReader(tmp_path / name).fields
         assert {n.rpartition(".")[2] for n in read_tensors(tmp_path / name)} == {"in_sum2", "counts"}
 
 
-def test_without_the_option(model, text, collected, tmp_path):
-    """The file is what it was, and what is not of ours stays the same with it."""
+def test_moments_leave_other_tensors_unchanged(model, text, collected, tmp_path):
+    """Compares with a file that was written without --moments."""
     imatrix("-m", model, "-f", text, *RUN, "-o", tmp_path / "out.gguf")
-    plain, ours = read_tensors(tmp_path / "out.gguf"), read_tensors(collected["block"][0])
-    assert {n for n in ours if n not in plain} == {n for n in ours if n.endswith((".in_moments", ".moment_counts"))}
+    plain, extended = read_tensors(tmp_path / "out.gguf"), read_tensors(collected["block"][0])
+    assert {n for n in extended if n not in plain} == {n for n in extended if n.endswith((".in_moments", ".moment_counts"))}
     for name, tensor in plain.items():
-        np.testing.assert_array_equal(tensor.data, ours[name].data)
+        np.testing.assert_array_equal(tensor.data, extended[name].data)
     assert not any("moments" in key for key in gguf.GGUFReader(tmp_path / "out.gguf").fields)
 
 
@@ -271,8 +273,19 @@ def test_without_the_option(model, text, collected, tmp_path):
 
 def write_moments(path: Path, kind: str = "block", seed: int = 1, owner=None, n_cols: int = 300, counts=(6.0, 0.0), change=None,
                   block: int = BLOCK, width: int = 300) -> Path:
-    """A file as the program writes it, of attn_q, attn_k with its input, and ffn_down. kind "": without moments. change(name, data)
-    returns what becomes of a tensor. n_cols: of the moments; width: of llama-imatrix's own sums, whose check comes first."""
+    """Write a file of attn_q, attn_k with the same input, and ffn_down, as the program does.
+
+    Args:
+        path: the file to write.
+        kind: "block", "full", or "" for no moments.
+        seed: of the random sums.
+        owner: matrix -> the one its sums are stored under.
+        n_cols: the columns that the sums are made for.
+        counts: tokens of each expert.
+        change: change(name, data) returns what is written for a tensor.
+        block: the block size to write.
+        width: the columns of llama-imatrix's own sums, which it checks first.
+    """
     rng, owner = np.random.default_rng(seed), owner or {Q: Q, K: Q, DOWN: DOWN}
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
@@ -303,8 +316,8 @@ def merge(tmp_path: Path, *files: Path, options=(), **kwargs) -> subprocess.Comp
 
 @pytest.mark.parametrize("kind", ["block", "full"])
 @pytest.mark.parametrize("options", [(), ("--moments",)], ids=["alone", "option"])
-def test_files_are_merged(tmp_path, kind, options):
-    """Sums and counts; a matrix that only one file has stays as it is."""
+def test_merge_adds_sums_and_counts(tmp_path, kind, options):
+    """A matrix that only one file has stays unchanged."""
     other = "blk.1.attn_q.weight"
     a = write_moments(tmp_path / "a.gguf", kind, 1)
     b = write_moments(tmp_path / "b.gguf", kind, 2, {Q: Q, K: Q, other: other}, counts=(5.0, 3.0))
@@ -318,17 +331,17 @@ def test_files_are_merged(tmp_path, kind, options):
     np.testing.assert_array_equal(out.sums[DOWN], a.sums[DOWN])
 
 
-def assert_error(done: subprocess.CompletedProcess, folder: Path, *parts) -> None:
-    """Exit code 1, one line that begins with error: and has the parts, and nothing is written."""
+def assert_error(done: subprocess.CompletedProcess, directory: Path, *parts) -> None:
+    """Check for exit code 1, one line that begins with "error: " and has the parts, and no output."""
     assert done.returncode == 1, done.stderr
     lines = [x for x in (done.stdout + done.stderr).splitlines() if "error" in x.lower()]
     assert len(lines) == 1 and "error: " in lines[0], lines
     for part in parts:
         assert part in lines[0], f"{part!r} is not in: {lines[0]}"
-    assert not list(folder.glob("out.gguf*"))
+    assert not list(directory.glob("out.gguf*"))
 
 
-def with_nan(name, data):
+def put_nan(name, data):
     if name == f"{DOWN}.in_moments":
         data[1, 77] = np.nan
     return data
@@ -346,44 +359,44 @@ def with_nan(name, data):
         ({}, dict(owner={Q: Q, K: DOWN}), ("b.gguf", f"tensor {K}", DOWN)),
         ({}, dict(kind="half"), ("b.gguf", "imatrix.moments")),
         ({}, dict(block=128), ("b.gguf", "imatrix.moments.block_size", "256")),
-        ({}, dict(change=with_nan), ("b.gguf", f"tensor {DOWN}", "not finite")),
+        ({}, dict(change=put_nan), ("b.gguf", f"tensor {DOWN}", "not finite")),
         ({}, dict(counts=(1.0, -1.0)), ("b.gguf", f"tensor {Q}", "not finite")),
         ({}, dict(counts=(1.0, np.inf)), ("b.gguf", f"tensor {Q}", "not finite")),
     ],
     ids=["kind", "second_without", "first_without", "columns", "experts", "sharing", "not_listed", "word", "block_size", "nan", "negative",
          "inf"],
 )
-def test_files_that_do_not_fit(tmp_path, first, second, parts):
+def test_merge_refuses_files_that_do_not_match(tmp_path, first, second, parts):
     files = [write_moments(tmp_path / f"{n}.gguf", **({"kind": "block"} | options)) for n, options in (("a", first), ("b", second))]
-    if second.get("kind") == "half":  # as long as block
+    if second.get("kind") == "half":  # a word of the same length
         data = write_moments(files[1]).read_bytes()
         files[1].write_bytes(data.replace(b"\5" + bytes(7) + b"block", b"\5" + bytes(7) + b"bluck"))
     assert_error(merge(tmp_path, *files), tmp_path, *parts)
 
 
-def test_two_entries_missing(tmp_path):
+def test_missing_counts_are_refused(tmp_path):
     path = write_moments(tmp_path / "a.gguf", change=lambda n, d: d.astype(np.float16) if n == f"{DOWN}.moment_counts" else d)
     assert_error(merge(tmp_path, path), tmp_path, "a.gguf", f"tensor {DOWN}", ".moment_counts in F32")
 
 
-def test_files_without_moments_are_merged_as_ever(tmp_path):
+def test_merge_without_moments_is_unchanged(tmp_path):
     done = merge(tmp_path, write_moments(tmp_path / "a.gguf", ""), write_moments(tmp_path / "b.gguf", ""))
     assert done.returncode == 0, done.stderr
     assert {n.rpartition(".")[2] for n in read_tensors(tmp_path / "out.gguf")} == {"in_sum2", "counts"}
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_an_interruption_leaves_the_old_file(tmp_path, killed):
-    """A limit on the size of files ends the program in the middle of the file, or makes writing fail."""
+def test_interrupted_write_keeps_the_old_file(tmp_path, killed):
+    """A file size limit kills the program while it writes, or makes the write fail."""
     path = write_moments(tmp_path / "a.gguf")
     out = tmp_path / "out.gguf"
     out.write_bytes(b"old")
 
-    def limit():
+    def limit_file_size():
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL if killed else signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
-    done = merge(tmp_path, path, preexec_fn=limit)
+    done = merge(tmp_path, path, preexec_fn=limit_file_size)
     assert done.returncode == (-signal.SIGXFSZ if killed else 1)
     assert out.read_bytes() == b"old"
     if not killed:
@@ -408,22 +421,22 @@ def test_an_interruption_leaves_the_old_file(tmp_path, killed):
         (["--moments", "full", "--output-format", "dat"], ("--moments full", "--output-format dat")),
     ],
 )
-def test_bad_options(tmp_path, text, model, options, parts):
+def test_bad_options_are_refused(tmp_path, text, model, options, parts):
     assert_error(run_imatrix("-m", model, "-f", text, "-o", tmp_path / "out.gguf", *options), tmp_path, *parts)
 
 
-def test_layers_without_a_text(tmp_path):
+def test_layers_need_a_text(tmp_path):
     done = merge(tmp_path, write_moments(tmp_path / "a.gguf"), options=["--moments", "block", "--layers", "0-1"])
     assert_error(done, tmp_path, "--layers 0-1", "-f FILE")
 
 
-def test_layers_beyond_the_model(model, text, tmp_path):
+def test_layers_beyond_the_model_are_refused(model, text, tmp_path):
     done = run_imatrix("-m", model, "-f", text, *RUN, "--moments", "block", "--layers", "2-8", "-o", tmp_path / "out.gguf")
     assert_error(done, tmp_path, "--layers 2-8", "the model has 8 layers, 0-7")
 
 
 @pytest.mark.parametrize(
-    ("options", "made", "parts"),
+    ("options", "contents", "parts"),
     [
         ([], {}, ("a.gguf", "second moments (block)", "add --moments block")),
         (["--moments", "full"], {}, ("a.gguf", '"block"', "--moments", '"full"')),
@@ -433,13 +446,13 @@ def test_layers_beyond_the_model(model, text, tmp_path):
     ],
     ids=["option_missing", "kind", "size", "sharing", "without"],
 )
-def test_a_run_on_files_that_do_not_fit(model, text, tmp_path, options, made, parts):
-    path = write_moments(tmp_path / "a.gguf", **{"width": 256, "owner": {Q: Q, K: Q}} | made)
+def test_in_file_that_does_not_match_is_refused(model, text, tmp_path, options, contents, parts):
+    path = write_moments(tmp_path / "a.gguf", **{"width": 256, "owner": {Q: Q, K: Q}} | contents)
     assert_error(run_imatrix("-m", model, "-f", text, *RUN, *options, "--in-file", path, "-o", tmp_path / "out.gguf"), tmp_path, *parts)
 
 
-def test_too_little_memory(text, tmp_path, monkeypatch):
-    """A matrix as wide as it takes to exceed this machine's memory."""
+def test_too_little_memory_is_refused(text, tmp_path, monkeypatch):
+    """One matrix is wide enough to exceed this machine's memory."""
     if not Path("/proc/meminfo").exists():
         pytest.skip("the system does not say what memory is available")
     kib = next(int(x.split()[1]) for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemTotal"))
@@ -451,7 +464,7 @@ def test_too_little_memory(text, tmp_path, monkeypatch):
     assert_error(done, tmp_path, "--moments full", f"--moments block takes {block:.1f} MiB", "--layers A-B")
 
 
-def test_help(model):
-    said = run_imatrix("--help").stdout
+def test_help_lists_the_flags(model):
+    output = run_imatrix("--help").stdout
     for part in ("--moments {block,full}", "--layers A-B"):
-        assert part in said
+        assert part in output

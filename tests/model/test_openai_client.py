@@ -1,4 +1,4 @@
-"""The OpenAI client for Python against llama-server with a file of the quantizer: answers, streams, tool calls."""
+"""The OpenAI client for Python against llama-server with a quantized file: answers, streams, tool calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from helpers import native
 from helpers.commands import quantize, tool
 from server import running_server
 
-# The reference model knows no chats and calls no tools by itself. With tool_choice the server holds a model to a call by a
-# grammar, which allows any text before the call and more calls after it: so calls begin with a word of one token in this template, and
-# logit_bias makes the model choose that and, where the grammar allows an end, the end; no token joins ";" and a letter. Every
-# argument ends by its schema.
+# The reference model knows no chats and no tools. With tool_choice the server constrains it to a call by a grammar, which allows
+# text before the call and more calls after it. So a call begins with a word of one token in this template, and logit_bias makes
+# the model choose that token and, where the grammar allows it, the end. No token joins ";" and a letter. The schema ends arguments.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
@@ -54,57 +53,59 @@ def client(request, model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def forced(client, model) -> dict:
-    """Options with which the answer is a call."""
+def call_options(client, model) -> dict:
+    """Return options that force a tool call."""
     (token,) = client.post("/../tokenize", body={"content": "import"}, cast_to=object)["tokens"]
     end = gguf.GGUFReader(model).fields["tokenizer.ggml.eos_token_id"].contents()
     return {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200,
             "logit_bias": {str(token): 50, str(end): 100}}
 
 
-def create(client, **options):
-    """An answer whose prompt is computed anew, in the same batches and in the same cells of the one slot's cache. The last bits of a
-    product depend on the columns beside it and those of attention on the cells that other slots hold: answers of which one has its
-    prompt from the cache, or comes from another slot, need not be the same."""
+def create_completion(client, **options):
+    """Compute an answer without the prompt cache.
+
+    The last bits of a product depend on the columns of the batch, those of attention on the cells of other slots. Answers with a
+    cached prompt or from another slot may differ.
+    """
     return client.chat.completions.create(model=NAME, messages=CHAT, temperature=0, seed=1, extra_body={"cache_prompt": False}, **options)
 
 
-def test_the_server_names_its_model(client):
+def test_server_lists_its_model(client):
     assert [m.id for m in client.models.list().data] == [NAME]
 
 
-def test_a_stream_is_the_answer_in_pieces(client):
-    whole = create(client, max_tokens=24)
-    assert whole.usage.completion_tokens == 24 and whole.choices[0].finish_reason == "length"
-    parts = [part.choices[0] for part in create(client, max_tokens=24, stream=True) if part.choices]
+def test_stream_equals_the_complete_answer(client):
+    answer = create_completion(client, max_tokens=24)
+    assert answer.usage.completion_tokens == 24 and answer.choices[0].finish_reason == "length"
+    parts = [part.choices[0] for part in create_completion(client, max_tokens=24, stream=True) if part.choices]
     pieces = [part.delta.content for part in parts if part.delta.content]
-    assert len(pieces) > 1 and "".join(pieces) == whole.choices[0].message.content
+    assert len(pieces) > 1 and "".join(pieces) == answer.choices[0].message.content
     assert parts[-1].finish_reason == "length"
 
 
 def check_call(name: str, arguments: str) -> None:
-    found = json.loads(arguments)
-    assert name == "weather" and found["place"] in PLACES and isinstance(found["celsius"], bool) and len(found) == 2
+    values = json.loads(arguments)
+    assert name == "weather" and values["place"] in PLACES and isinstance(values["celsius"], bool) and len(values) == 2
 
 
-def test_a_tool_is_called(client, forced):
-    found = create(client, **forced).choices[0]
-    assert found.finish_reason == "tool_calls"
-    (call,) = found.message.tool_calls
+def test_tool_call_follows_its_schema(client, call_options):
+    choice = create_completion(client, **call_options).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
     check_call(call.function.name, call.function.arguments)
 
 
-def test_a_call_in_a_stream(client, forced):
+def test_streamed_tool_call_follows_its_schema(client, call_options):
     name, arguments = "", ""
-    for part in create(client, stream=True, **forced):
+    for part in create_completion(client, stream=True, **call_options):
         for call in part.choices[0].delta.tool_calls or [] if part.choices else []:
             name += call.function.name or ""
             arguments += call.function.arguments or ""
     check_call(name, arguments)
 
 
-def test_an_answer_by_a_schema(client):
+def test_answer_follows_its_schema(client):
     schema = TOOL["function"]["parameters"]
-    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
-    answer = create(client, response_format=wanted, max_tokens=200)
+    response_format = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    answer = create_completion(client, response_format=response_format, max_tokens=200)
     check_call("weather", answer.choices[0].message.content)

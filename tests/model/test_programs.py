@@ -1,4 +1,4 @@
-"""llama.cpp's smaller programs of the package on files with our types."""
+"""llama.cpp's smaller programs on files with ggml-ext types."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ TEXT = "def add(a, b):"
 WEIGHT = "blk.0.attn_q.weight"
 
 
-def run(name: str, *args) -> str:
-    """Standard output of a run that has to succeed."""
+def run_program(name: str, *args) -> str:
+    """Run a program, which must succeed, and return its standard output."""
     done = subprocess.run([tool(name), *map(str, args)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def ours(model, tmp_path_factory) -> Path:
+def quantized(model, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("programs") / "model-itq3_t.gguf"
     quantize(model, path, "--type", "itq3_t", "--effort", "fast")
     return path
 
 
-def test_tokens(model, ours):
-    of_ours, of_model = (run("llama-tokenize", "-m", path, "-p", TEXT, "--ids", "--log-disable") for path in (ours, model))
-    assert of_ours == of_model and len(json.loads(of_ours)) > 3
+def test_tokenize_matches_the_source(model, quantized):
+    tokens, source_tokens = (run_program("llama-tokenize", "-m", path, "-p", TEXT, "--ids", "--log-disable") for path in (quantized, model))
+    assert tokens == source_tokens and len(json.loads(tokens)) > 3
 
 
-def test_embeddings(model, ours):
-    """Of our file close to those of the original, and those of another text further away."""
+def test_embedding_stays_close_to_the_source(model, quantized):
+    """The embedding of the quantized file is closer to the source's than that of another text."""
     def embed(path: Path, text: str) -> np.ndarray:
-        said = run("llama-embedding", "-m", path, "-p", text, "--pooling", "mean", "--embd-output-format", "json", "-t", 1, "--log-verbosity", 0)
-        return np.array(json.loads(said)["data"][0]["embedding"])
+        output = run_program("llama-embedding", "-m", path, "-p", text, "--pooling", "mean", "--embd-output-format", "json", "-t", 1, "--log-verbosity", 0)
+        return np.array(json.loads(output)["data"][0]["embedding"])
 
-    one, same, other = embed(model, TEXT), embed(ours, TEXT), embed(model, "import os")
+    one, same, other = embed(model, TEXT), embed(quantized, TEXT), embed(model, "import os")
     assert one @ one == pytest.approx(1, abs=1e-3) and one @ same > 0.95 and one @ same > one @ other
 
 
-def test_speed_of_several_sequences(ours):
-    said = run("llama-batched-bench", "-m", ours, "-c", 128, "-npp", 16, "-ntg", 4, "-npl", "1,2", "-t", 1, "--output-format", "jsonl")
-    assert [json.loads(line)["pl"] for line in said.splitlines() if line.startswith("{")] == [1, 2]
+def test_batched_bench_runs(quantized):
+    output = run_program("llama-batched-bench", "-m", quantized, "-c", 128, "-npp", 16, "-ntg", 4, "-npl", "1,2", "-t", 1, "--output-format", "jsonl")
+    assert [json.loads(line)["pl"] for line in output.splitlines() if line.startswith("{")] == [1, 2]
 
 
-def test_an_adapter_is_merged_into_our_types(ours, tmp_path):
-    tensor = read_tensors(ours)[WEIGHT]
+def test_export_lora_merges_into_ggml_ext_types(quantized, tmp_path):
+    tensor = read_tensors(quantized)[WEIGHT]
     (n_in, n_out), rank, alpha = map(int, tensor.shape), 4, 8.0
     a, b = gaussian(rank, n_in), gaussian(n_out, rank, seed=2)
-    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", gguf.GGUFReader(ours).get_field("general.architecture").contents())
+    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", gguf.GGUFReader(quantized).get_field("general.architecture").contents())
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
@@ -63,7 +63,7 @@ def test_an_adapter_is_merged_into_our_types(ours, tmp_path):
         writer.add_tensor(f"{WEIGHT}.{name}", values)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
-    run("llama-export-lora", "-m", ours, "--lora", tmp_path / "adapter.gguf", "-o", tmp_path / "merged.gguf", "-t", 1)
+    run_program("llama-export-lora", "-m", quantized, "--lora", tmp_path / "adapter.gguf", "-o", tmp_path / "merged.gguf", "-t", 1)
     merged = read_tensors(tmp_path / "merged.gguf")[WEIGHT]
     expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type) + alpha / rank * b @ a
     assert merged.tensor_type == gguf.GGMLQuantizationType.F16

@@ -1,9 +1,9 @@
-"""--spec-type qspec: what it emits is sampled from precise logits over a cache of precise entries alone.
+"""--spec-type qspec: emitted tokens are sampled from precise logits over a cache of precise entries.
 
-1. Replay: the same batches without drafts give the same bytes of logits and of the cache, so drafts leave nothing behind.
-2. Where no product depends on the batch (BATCHES_ALIKE) the tokens are those of decoding one by one with precise activations.
-3. Elsewhere tokens differ only where the two best logits lie closer than batch sizes move two logits.
-4. Sampling with a seed under 2 gives the same tokens.
+1. Replay: the same batches without drafts give the same bytes of logits and cache, so drafts leave no trace.
+2. Where no product depends on the batch (BATCHES_ALIKE), the tokens equal those of decoding one by one with precise activations.
+3. Elsewhere tokens differ only where the two best logits are closer than batch sizes move two logits.
+4. Sampling with a seed gives the same tokens under 2.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from server import running_server
 
 TEXT = ROOT / "data" / "heldout.txt"
 TYPES = ("itq3_s", "itq3_t", "q3_k")
-# What makes sums of one column depend on how many there are: tiled GEMM. The rest holds by itself: the output matrix is Q6_K (F16
-# and Q8_0 go through tinyBLAS), no type is one that is repacked, flash attention is on, and the cache has fewer than 512 cells (from
-# there on single queries split it).
+# The tiled GEMM makes a column's sums depend on the number of columns. Nothing else does: the output matrix is Q6_K (F16 and Q8_0
+# use tinyBLAS), no type is repacked, flash attention is on, and the cache has fewer than 512 cells (above that single queries
+# split it).
 BATCHES_ALIKE = {"GGML_CPU_TILED_MM": "0"}
-# Drafts of 8 bits are nearly always right, and a cache that they stay in passes for a precise one: with activations of 2 bits most
-# are rejected.
+# Drafts of 8 bits are nearly always right, so a cache that keeps them looks precise. With activations of 2 bits most are rejected.
 POOR_DRAFTS = {"GGML_EXT_ACT_BITS": "2"}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, model) -> dict[str, Path]:
-    """The reference model with the matrices of its blocks in a type and the embeddings, which are the output matrix, in Q6_K."""
+    """Quantize the blocks of the reference model, with the embeddings, which are also the output matrix, in Q6_K."""
     folder = tmp_path_factory.mktemp("qspec")
     out = {}
     for name in TYPES:
@@ -53,56 +52,55 @@ def files(tmp_path_factory, model) -> dict[str, Path]:
     return out
 
 
-def drive(path: Path, monkeypatch, environment: dict[str, str], **options) -> dict:
-    """What qspec_driver.cpp prints."""
+def run_driver(path: Path, monkeypatch, environment: dict[str, str], **options) -> dict:
+    """Run qspec_driver.cpp and return its JSON."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     command = [require_built(BUILD, "ggml-ext-qspec"), path, TEXT, *(f"{name}={value}" for name, value in options.items())]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     print(done.stdout)
-    assert found["drafted"] > 0 and found["state_bytes"] > 0 and found["emitted"] >= options.get("tokens", 96)
-    return found
+    assert report["drafted"] > 0 and report["state_bytes"] > 0 and report["emitted"] >= options.get("tokens", 96)
+    return report
 
 
-def assert_replayed(found: dict) -> None:
-    assert found["different_logits"] == 0 and found["same_state"]
+def assert_replayed(report: dict) -> None:
+    assert report["different_logits"] == 0 and report["same_state"]
 
 
 @pytest.mark.parametrize("layout", [{}, {"sequences": 3}, {"sequences": 3, "unified": 0}, {"flash_attn": 0}, {"ctx": 256, "gamma": 7}],
                          ids=lambda layout: " ".join(f"{k}={v}" for k, v in layout.items()) or "default")
 @pytest.mark.parametrize("name", TYPES)
-def test_drafts_leave_nothing_in_the_cache(files, name, layout, monkeypatch):
-    found = drive(files[name], monkeypatch, POOR_DRAFTS, **layout)
-    assert_replayed(found)
-    assert found["rejected"] > 5, "drafts of 2 bits were all right: this proves nothing"
+def test_drafts_leave_no_trace_in_the_cache(files, name, layout, monkeypatch):
+    report = run_driver(files[name], monkeypatch, POOR_DRAFTS, **layout)
+    assert_replayed(report)
+    assert report["rejected"] > 5, "drafts of 2 bits were all right: this proves nothing"
 
 
 @pytest.mark.parametrize("gamma", (1, 3, 6))
 @pytest.mark.parametrize("temp", (0, 0.8), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("name", TYPES)
-def test_tokens_are_those_of_decoding_one_by_one(files, name, temp, gamma, monkeypatch):
-    found = drive(files[name], monkeypatch, BATCHES_ALIKE | POOR_DRAFTS, gamma=gamma, temp=temp, tokens=200)
-    assert_replayed(found)
-    assert found["batch_difference"] == 0 and found["divergences"] == []
-    assert found["rejected"] > 5
+def test_tokens_equal_those_of_decoding_one_by_one(files, name, temp, gamma, monkeypatch):
+    report = run_driver(files[name], monkeypatch, BATCHES_ALIKE | POOR_DRAFTS, gamma=gamma, temp=temp, tokens=200)
+    assert_replayed(report)
+    assert report["batch_difference"] == 0 and report["divergences"] == []
+    assert report["rejected"] > 5
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_where_batches_differ_tokens_differ_only_between_near_equal_logits(files, name, monkeypatch):
-    found = drive(files[name], monkeypatch, POOR_DRAFTS, sequences=3, gamma=5, prompt=200, tokens=200, ctx=1024)
-    assert_replayed(found)
-    # Both of the two best logits may move, each by the difference; it is taken over all logits of all positions, replayed without
-    # drafts, against decoding one by one.
-    assert all(d["gap"] <= 2 * found["batch_difference"] for d in found["divergences"])
-    assert 0 < found["batch_difference"] < 0.5  # of logits whose spread is about 3
-    print(f"{name}: {len(found['divergences'])} of {found['emitted']} tokens differ from decoding one by one")
+def test_batch_sizes_change_tokens_only_between_near_equal_logits(files, name, monkeypatch):
+    report = run_driver(files[name], monkeypatch, POOR_DRAFTS, sequences=3, gamma=5, prompt=200, tokens=200, ctx=1024)
+    assert_replayed(report)
+    # Each of the two best logits may move by the difference between replayed and single decoding, over all logits and positions.
+    assert all(d["gap"] <= 2 * report["batch_difference"] for d in report["divergences"])
+    assert 0 < report["batch_difference"] < 0.5  # the spread of logits is about 3
+    print(f"{name}: {len(report['divergences'])} of {report['emitted']} tokens differ from decoding one by one")
 
 
-def test_drafts_of_8_bits_are_nearly_always_right(files, monkeypatch):
-    found = drive(files["itq3_t"], monkeypatch, {}, gamma=3, tokens=200)
-    assert found["rejected"] < 0.1 * found["drafted"]
+def test_8_bit_drafts_are_nearly_always_accepted(files, monkeypatch):
+    report = run_driver(files["itq3_t"], monkeypatch, {}, gamma=3, tokens=200)
+    assert report["rejected"] < 0.1 * report["drafted"]
 
 
 # --- through llama-server ----------------------------------------------------------------------------------------------
@@ -111,34 +109,34 @@ OPTIONS = ("--ctx-size", 480, "--parallel", 1, "--threads", 1, "--no-webui", "--
 PROMPTS = ("import os\nimport", "def add(a, b):\n", "class Reader:\n    def __init__(self")
 
 
-def ask(url: str, prompt: str, **body) -> dict:
+def complete(url: str, prompt: str, **body) -> dict:
     request = urllib.request.Request(url + "/completion", json.dumps({"prompt": prompt, "n_predict": 96, **body}).encode(),
                                      {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
-def metrics(url: str) -> dict[str, float]:
+def read_metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
         lines = re.findall(r'^llamacpp:(\S+) (\S+)$', answer.read().decode(), re.M)
     return {name: float(value) for name, value in lines}
 
 
-def server(path: Path, *args, **kwargs):
+def run_server(path: Path, *args, **kwargs):
     return running_server(path, *OPTIONS, *args, program=tool("llama-server"), **kwargs)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 42}], ids=("greedy", "sampled"))
-def test_server_says_what_precise_activations_say(files, sampling, monkeypatch, tmp_path):
+def test_server_matches_precise_activations(files, sampling, monkeypatch, tmp_path):
     for name, value in (BATCHES_ALIKE | POOR_DRAFTS).items():
         monkeypatch.setenv(name, value)
     path = files["itq3_t"]
-    with server(path, "--act-prec", "f16") as url:
-        expected = [ask(url, prompt, **sampling)["content"] for prompt in PROMPTS]
-    # the precision of the command line does not matter
-    with server(path, "--spec-type", "qspec", "--spec-draft-n-max", 4, "--act-prec", "q8", "--metrics", "-lv", 4, log=tmp_path / "log") as url:
-        answers = [ask(url, prompt, **sampling) for prompt in PROMPTS]
-        counted = metrics(url)
+    with run_server(path, "--act-prec", "f16") as url:
+        expected = [complete(url, prompt, **sampling)["content"] for prompt in PROMPTS]
+    # The precision on the command line has no effect.
+    with run_server(path, "--spec-type", "qspec", "--spec-draft-n-max", 4, "--act-prec", "q8", "--metrics", "-lv", 4, log=tmp_path / "log") as url:
+        answers = [complete(url, prompt, **sampling) for prompt in PROMPTS]
+        counted = read_metrics(url)
     assert [a["content"] for a in answers] == expected
     assert all(0 < a["timings"]["draft_n_accepted"] < a["timings"]["draft_n"] for a in answers)
     assert counted["spec_decode_num_draft_tokens_total"] == sum(a["timings"]["draft_n"] for a in answers)
@@ -147,17 +145,17 @@ def test_server_says_what_precise_activations_say(files, sampling, monkeypatch, 
     assert re.search(r"statistics +qspec: .*#acc rate/pos = \(", (tmp_path / "log").read_text())
 
 
-def test_server_with_several_slots_and_an_ngram_type_beside(files, monkeypatch):
-    """Slots that draft, slots that read prompts and drafts from n-grams in the same batches."""
+def test_server_combines_slots_and_ngram_drafts(files, monkeypatch):
+    """Slots that draft, slots that read prompts and drafts from n-grams share batches."""
     for name, value in (BATCHES_ALIKE | POOR_DRAFTS).items():
         monkeypatch.setenv(name, value)
     path, greedy = files["itq3_s"], {"temperature": 0}
-    with server(path, "--act-prec", "f16") as url:
-        expected = [ask(url, prompt, **greedy)["content"] for prompt in PROMPTS]
+    with run_server(path, "--act-prec", "f16") as url:
+        expected = [complete(url, prompt, **greedy)["content"] for prompt in PROMPTS]
     options = ("--spec-type", "qspec,ngram-simple", "--spec-ngram-simple-size-n", 4, "--spec-ngram-simple-size-m", 6)
-    with server(path, *options, "--parallel", 3, "--kv-unified") as url, concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = [*pool.map(lambda prompt: ask(url, prompt, **greedy)["content"], PROMPTS)]
-    assert found == expected
+    with run_server(path, *options, "--parallel", 3, "--kv-unified") as url, concurrent.futures.ThreadPoolExecutor(3) as pool:
+        report = [*pool.map(lambda prompt: complete(url, prompt, **greedy)["content"], PROMPTS)]
+    assert report == expected
 
 
 def copy_vocabulary(writer: gguf.GGUFWriter, model: Path, architecture: dict[str, object]) -> None:
@@ -170,7 +168,7 @@ def copy_vocabulary(writer: gguf.GGUFWriter, model: Path, architecture: dict[str
 
 
 def write_tiny(path: Path, model: Path, arch: str) -> Path:
-    """A model of random weights, one block of 64 values: Mamba, which is recurrent, or Gemma 2, whose window slides."""
+    """Write a model of random weights with one block of 64 values: Mamba, which is recurrent, or Gemma 2, with a sliding window."""
     d, n_vocab = 64, 4096
     tensors = {"token_embd.weight": gaussian(n_vocab, d), "output_norm.weight": np.ones(d, np.float32)}
     common = {"context_length": 1024, "embedding_length": d, "block_count": 2, "vocab_size": n_vocab, "attention.layer_norm_rms_epsilon": 1e-5}
@@ -192,8 +190,8 @@ def write_tiny(path: Path, model: Path, arch: str) -> Path:
     return write_gguf(path, tensors, "F32", arch, lambda writer: copy_vocabulary(writer, model, common | fields))
 
 
-def refusal(program: str, path: Path, *args) -> str:
-    """The one line of an error after which the program ends with exit code 1."""
+def start_error(program: str, path: Path, *args) -> str:
+    """Return the one error line of a program that must exit with 1."""
     done = subprocess.run([*map(str, [tool(program), "-m", path, *args])], capture_output=True, text=True, timeout=120,
                           stdin=subprocess.DEVNULL)
     lines = re.findall(r"error: .*", done.stdout + done.stderr)
@@ -202,7 +200,7 @@ def refusal(program: str, path: Path, *args) -> str:
 
 
 @pytest.mark.parametrize("program", ("llama-server", "llama-cli"))
-@pytest.mark.parametrize("args,said", [
+@pytest.mark.parametrize("args,message", [
     (("--spec-draft-n-max", 0), "--spec-draft-n-max 0 drafts no tokens; it needs 1 or more"),
     (("--spec-draft-n-max", 64, "--batch-size", 64, "--parallel", 1), "1 slots verify up to 65 tokens at once, a batch holds 64"),
     (("--spec-draft-n-max", 31, "--batch-size", 64, "--parallel", 3), "3 slots verify up to 96 tokens at once, a batch holds 64"),
@@ -210,30 +208,30 @@ def refusal(program: str, path: Path, *args) -> str:
     (("--spec-type", "draft-mtp"), "'draft-mtp' drafts with a context of its own"),
     (("--spec-draft-model", "itself"), "the model drafts for itself: leave --spec-draft-model out"),
 ], ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)))
-def test_refused_options(files, program, args, said):
+def test_unsupported_options_are_refused(files, program, args, message):
     path = files["itq3_t"]
     args = [path if a == "itself" else a for a in args]
-    assert said in refusal(program, path, "--spec-type", "qspec", "--ctx-size", 512, *args)
+    assert message in start_error(program, path, "--spec-type", "qspec", "--ctx-size", 512, *args)
 
 
-@pytest.mark.parametrize("arch,said", [("mamba", "the model is recurrent"), ("gemma2", "sliding window of 64 tokens")])
-def test_refused_models(arch, said, model, tmp_path):
+@pytest.mark.parametrize("arch,message", [("mamba", "the model is recurrent"), ("gemma2", "sliding window of 64 tokens")])
+def test_unsupported_models_are_refused(arch, message, model, tmp_path):
     path = write_tiny(tmp_path / f"{arch}.gguf", model, arch)
-    assert said in refusal("llama-server", path, "--spec-type", "qspec", "--ctx-size", 512)
-    with server(path) as url:  # which load otherwise
-        ask(url, PROMPTS[0], n_predict=4)
+    assert message in start_error("llama-server", path, "--spec-type", "qspec", "--ctx-size", 512)
+    with run_server(path) as url:  # the model loads without qspec
+        complete(url, PROMPTS[0], n_predict=4)
 
 
-def test_a_sliding_window_kept_as_a_whole_is_taken(model, tmp_path):
+def test_full_size_sliding_window_is_accepted(model, tmp_path):
     path = write_tiny(tmp_path / "gemma2.gguf", model, "gemma2")
-    with server(path, "--spec-type", "qspec", "--swa-full") as url:
-        assert ask(url, PROMPTS[0], n_predict=90, ignore_eos=True)["timings"]["draft_n"] > 0
+    with run_server(path, "--spec-type", "qspec", "--swa-full") as url:
+        assert complete(url, PROMPTS[0], n_predict=90, ignore_eos=True)["timings"]["draft_n"] > 0
 
 
-def test_a_request_for_sampling_on_the_backend_is_refused(files):
-    with server(files["itq3_t"], "--spec-type", "qspec") as url:
+def test_backend_sampling_request_is_refused(files):
+    with run_server(files["itq3_t"], "--spec-type", "qspec") as url:
         with pytest.raises(urllib.error.HTTPError) as error:
-            ask(url, PROMPTS[0], backend_sampling=True)
+            complete(url, PROMPTS[0], backend_sampling=True)
         answer = json.load(error.value)["error"]
         assert error.value.code == 400 and "backend_sampling does not work with --spec-type qspec" in answer["message"]
-        assert ask(url, PROMPTS[0])["tokens_predicted"] > 0  # it lives on
+        assert complete(url, PROMPTS[0])["tokens_predicted"] > 0  # the server still runs

@@ -1,4 +1,4 @@
-"""Quantizing behind quantized layers: the streams against llama-imatrix, the bytes, and one clear line for what is wrong."""
+"""Sequential quantization: the streams against llama-imatrix, the bytes, and errors."""
 
 import os
 import random
@@ -24,14 +24,13 @@ from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import ROOT, read_tensors
 
 HELDOUT = ROOT / "data" / "heldout.txt"
-# of the tree's architectures, those whose graphs have another form; a mixture of experts, a state-space model, layers in parallel, norms
-# behind the products, compressed keys
+# Architectures with different graphs: experts, a state-space model, parallel layers, norms after the products, compressed keys.
 CUT = ("gemma2", "gptneox", "command-r", "deepseek2", "mamba", "falcon-h1", "granitemoe", "qwen3moe")
-# Why the others are refused.
+# Why the other architectures are refused.
 NOT_CUT = {"deepseek4": "no tensor l_out-0", "nemotron_h": "no tensor l_out-0", "nemotron_h_moe": "no tensor l_out-0", "plamo2": "no tensor l_out-0",
            "qwen4exp": "no tensor l_out-0", "hrm_text": "needs the product with blk.0.ffn_down.weight of an earlier one",
            "hy_v4": "attends to the keys of layer 0"}
-# Sums of squares of two programs: each float32, of products of which each has an error of some units of the last place, in another order.
+# Tolerance between float32 sums of squares of two programs: another order, and some units in the last place for each product.
 SAME = 1e-4
 
 
@@ -50,201 +49,201 @@ def text(tmp_path_factory):
 
 
 def sums_of_squares(model, text, context, folder) -> dict[str, np.ndarray]:
-    """By weight matrix, of llama-imatrix."""
+    """Return llama-imatrix's sums of squares by weight matrix."""
     out = folder / "imatrix.gguf"
     command = [tool("llama-imatrix"), "-m", model, "-f", text, "-c", context, "-b", context, "-t", 2, "--process-output", "-o", out]
     subprocess.run(list(map(str, command)), check=True, capture_output=True, timeout=300)
     return {n.removesuffix(".in_sum2"): t.data.reshape(-1, t.shape[0]) for n, t in read_tensors(out).items() if n.endswith(".in_sum2")}
 
 
-def streams(model, text, context, folder) -> LayerStreams:
+def start_streams(model, text, context, folder) -> LayerStreams:
     command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", context, "-b", context, "-t", 2]
     return LayerStreams(list(map(str, command)), folder)
 
 
 def check_streams(model, text, context, folder) -> None:
-    """All inputs are those of whole graphs, and nothing differs between two streams of one model."""
-    wanted, n_compared = sums_of_squares(model, text, context, folder), 0
-    with streams(model, text, context, folder) as both, ThreadPoolExecutor(2) as pool:
-        for k, groups in enumerate(both.layers):
-            both.enter_layer(k)
+    """Check that all inputs equal those of the complete graph, and that two streams of one model agree."""
+    expected, n_compared = sums_of_squares(model, text, context, folder), 0
+    with start_streams(model, text, context, folder) as layer_streams, ThreadPoolExecutor(2) as pool:
+        for k, groups in enumerate(layer_streams.layers):
+            layer_streams.enter_layer(k)
             for g, group in enumerate(groups):
                 sums = Sums(group)
-                for chunk in range(both.n_chunks):
-                    sums.add(both.inputs(k, g, chunk, g == len(groups) - 1), pool)
+                for chunk in range(layer_streams.n_chunks):
+                    sums.add(layer_streams.inputs(k, g, chunk, g == len(groups) - 1), pool)
                 assert not sums.d.any() and not any(r.any() for r in sums.r.values())
-                found = np.einsum("eii->ei", sums.h)
+                squares = np.einsum("eii->ei", sums.h)
                 for product in group.products:
-                    if product.weight not in wanted:  # of embeddings that serve as the output matrix, too
+                    if product.weight not in expected:  # embeddings that are also the output matrix
                         assert product.weight == "token_embd.weight"
                         continue
                     n_compared += 1
-                    exact = wanted[product.weight]
-                    assert np.abs(found - exact).max() <= SAME * exact.max(), product.weight
-            if k + 1 < len(both.layers):
-                assert both.advance() == 0
-    assert n_compared >= len(both.layers)
+                    exact = expected[product.weight]
+                    assert np.abs(squares - exact).max() <= SAME * exact.max(), product.weight
+            if k + 1 < len(layer_streams.layers):
+                assert layer_streams.advance() == 0
+    assert n_compared >= len(layer_streams.layers)
 
 
 @pytest.mark.parametrize("architecture", CUT)
-def test_graphs_are_cut_at_their_layers(architecture, letters, tmp_path):
+def test_graph_is_cut_into_layers(architecture, letters, tmp_path):
     for model in architectures.make(architecture, tmp_path):
         check_streams(model, letters, 128, tmp_path)
 
 
-def name_of(path) -> str:
+def architecture_of(path) -> str:
     return path.stem.rpartition("-")[0]
 
 
 @pytest.mark.nightly
-def test_all_architectures(letters, tmp_path):
-    found = {}
+def test_all_architectures_are_cut_or_refused(letters, tmp_path):
+    errors = {}
     for model in architectures.make("all", tmp_path):
-        if name_of(model) == "glm5-next":
-            continue  # which ends llama-imatrix
+        if architecture_of(model) == "glm5-next":
+            continue  # ends llama-imatrix
         try:
             check_streams(model, letters, 128, tmp_path)
         except UserError as e:
-            found[name_of(model)] = str(e)
-    assert found.keys() == NOT_CUT.keys() and all(NOT_CUT[name] in line for name, line in found.items()), found
+            errors[architecture_of(model)] = str(e)
+    assert errors.keys() == NOT_CUT.keys() and all(NOT_CUT[name] in line for name, line in errors.items()), errors
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-experts", "tiny-ragged"])
 def small(request, tmp_path_factory, lib):
-    """A synthetic model of two layers whose experts differ."""
+    """Write a synthetic model of two layers with different experts."""
     path = tmp_path_factory.mktemp("model") / f"{request.param}.gguf"
     synth_model.write_model("f16", path, request.param, 2)
     return path
 
 
-def propagated(model, out, text, **options):
+def quantize_sequentially(model, out, text, **options):
     return ggml_ext.quantize_model(
         model, out, **{"type": "itq2_t", "effort": "fast", "threads": 2, "propagate": True, "imatrix_from": text, "force": True, **options}
     )
 
 
-def test_the_second_stream_is_that_of_the_file(small, text, tmp_path, monkeypatch):
-    """What each matrix was encoded for is what it meets in the file: the products before it are those with the file's matrices."""
-    seen = {}
+def test_second_stream_matches_the_written_file(small, text, tmp_path, monkeypatch):
+    """The Hessian of each matrix was measured behind the quantized matrices before it."""
+    squares = {}
 
     def record(sums):
-        seen.update({p.weight: np.einsum("eii->ei", sums.h) for p in sums.group.products})
+        squares.update({p.weight: np.einsum("eii->ei", sums.h) for p in sums.group.products})
         return mean_squares(sums)
 
     mean_squares = layers.mean_squares
     monkeypatch.setattr(layers, "mean_squares", record)
     out = tmp_path / "out.gguf"
-    propagated(small, out, text)
-    wanted = sums_of_squares(out, text, 512, tmp_path)
-    assert len(seen) == 2 * 7 + 1 - ("output.weight" not in read_tensors(out))
-    for name, found in seen.items():
-        assert np.abs(found - wanted[name]).max() <= SAME * wanted[name].max(), name
+    quantize_sequentially(small, out, text)
+    expected = sums_of_squares(out, text, 512, tmp_path)
+    assert len(squares) == 2 * 7 + 1 - ("output.weight" not in read_tensors(out))
+    for name, actual in squares.items():
+        assert np.abs(actual - expected[name]).max() <= SAME * expected[name].max(), name
 
 
-def test_rows_make_up_for_each_other(small, text, tmp_path, monkeypatch):
-    """All of the layers' matrices but those of experts, whose rows stand alone; as many tokens as gradients were found of."""
-    fed, tokens = [], []
+def test_rows_use_error_feedback(small, text, tmp_path, monkeypatch):
+    """Covers all matrices of the layers except experts, whose rows are encoded separately."""
+    shapes, tokens = [], []
 
     def record(weights, *args, **options):
-        fed.append(weights.shape)
+        shapes.append(weights.shape)
         return encode_fed(weights, *args, **options)
 
-    def note(g, n_tokens):
+    def record_tokens(g, n_tokens):
         tokens.append(n_tokens)
         return make_rows(g, n_tokens)
 
     encode_fed, make_rows = layers.encode_fed, layers.make_rows
     monkeypatch.setattr(layers, "encode_fed", record)
-    monkeypatch.setattr(layers, "make_rows", note)
-    propagated(small, tmp_path / "out.gguf", text, calibration_chunks=3)
+    monkeypatch.setattr(layers, "make_rows", record_tokens)
+    quantize_sequentially(small, tmp_path / "out.gguf", text, calibration_chunks=3)
     plain = [t for name, t in read_tensors(small).items() if name.startswith("blk.") and t.data.ndim == 2 and "ffn_gate_inp" not in name]
-    assert sorted(fed) == sorted(t.data.shape for t in plain)
+    assert sorted(shapes) == sorted(t.data.shape for t in plain)
     assert tokens.count(3 * (512 - SINKS)) == len(plain) == len(tokens) - tokens.count(0)  # the router has no gradients
 
 
-def test_a_graph_that_cannot_be_differentiated(letters, tmp_path, lib):
+def test_graph_without_gradients_is_quantized_without_feedback(letters, tmp_path, lib):
     (model,) = architectures.make("mamba", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "q4_0", "--propagate", "--imatrix-from", long)
     assert done.returncode == 0 and "rows do not make up for each other: gradients of SSM_SCAN" in done.stderr
 
 
-def test_same_bytes_on_any_number_of_threads(small, text, tmp_path):
+def test_number_of_threads_leaves_bytes_unchanged(small, text, tmp_path):
     for n_threads in (1, 2, 3):
-        propagated(small, tmp_path / f"{n_threads}.gguf", text, threads=n_threads)
+        quantize_sequentially(small, tmp_path / f"{n_threads}.gguf", text, threads=n_threads)
     assert len({(tmp_path / f"{n}.gguf").read_bytes() for n in (1, 2, 3)}) == 1
 
 
 @pytest.mark.parametrize("options", [{"type": "q3_k_s"}, {"type": "iq2_xxs"}, {"type": "q4_k", "importance": "block"}, {"encoder": "numpy", "token_embedding_type": "q8_0", "output_tensor_type": "q8_0"},
                                      {"type": "ditto3", "ditto_codebook": "tensor"}, {"split_max_size": "1M"}])
-def test_other_types_and_options(options, text, tmp_path, lib):
+def test_other_types_and_options_run(options, text, tmp_path, lib):
     model = tmp_path / "model.gguf"
     synth_model.write_model("f16", model, "tiny", 2)
-    result = propagated(model, tmp_path / "out.gguf", text, **options)
+    result = quantize_sequentially(model, tmp_path / "out.gguf", text, **options)
     assert all(path.is_file() for path in result.paths)
 
 
-def test_errors_are_made_up_for(model, text, tmp_path, monkeypatch, lib):
-    """Of the last layer's stream, with targets and without."""
+def test_correction_reduces_the_stream_error(model, text, tmp_path, monkeypatch, lib):
+    """Compares the error after the last layer with and without corrected targets."""
     errors = []
     for strength in (1, 0):
         monkeypatch.setattr(layers, "correction", lambda *args, s=strength: s * CORRECTION(*args))
-        propagated(model, tmp_path / "out.gguf", text)
+        quantize_sequentially(model, tmp_path / "out.gguf", text)
         errors.append(ggml_ext.inspect_model(tmp_path / "out.gguf").record()["stream_errors"])
     assert 0 < errors[0][-1] < 0.8 * errors[1][-1]
     n_layers = gguf.GGUFReader(model).fields["llama.block_count"].contents()
-    assert [len(of_run) for of_run in errors] == [n_layers] * 2 and all(e > 0 for of_run in errors for e in of_run)
+    assert [len(run_errors) for run_errors in errors] == [n_layers] * 2 and all(e > 0 for run_errors in errors for e in run_errors)
 
 
 CORRECTION = layers.correction
 
 
-def test_matrices_that_the_processor_keeps_in_another_order(text, tmp_path, lib):
-    """Q4_0 lies repacked in a buffer of its own on processors with AVX2 or NEON, and F16 too on those with AMX; ours lie beside it."""
-    model, packed, ours = (tmp_path / name for name in ("model.gguf", "packed.gguf", "ours.gguf"))
+def test_repacked_matrix_is_replaced(text, tmp_path, lib):
+    """Q4_0 is repacked on CPUs with AVX2 or NEON, F16 on those with AMX; the new matrix is kept next to it."""
+    model, packed, quantized = (tmp_path / name for name in ("model.gguf", "packed.gguf", "ours.gguf"))
     synth_model.write_model("f16", model, "tiny", 2)
     assert quantize(model, packed, "--type", "q4_0").returncode == 0
-    assert quantize(model, ours, "--type", "itq2_t").returncode == 0
+    assert quantize(model, quantized, "--type", "itq2_t").returncode == 0
     name, errors = "blk.0.ffn_down.weight", []
-    with streams(packed, text, 512, tmp_path) as both:
+    with start_streams(packed, text, 512, tmp_path) as layer_streams:
         for replaced in (False, True):
-            both.enter_layer(0)
+            layer_streams.enter_layer(0)
             if replaced:
-                both.replace(name, "itq2_t", read_tensors(ours)[name].data)
-            errors.append(both.advance())
+                layer_streams.replace(name, "itq2_t", read_tensors(quantized)[name].data)
+            errors.append(layer_streams.advance())
     assert errors[0] == 0 < errors[1]
 
 
 @pytest.mark.parametrize("options", [{"type": "itq3_t"}, {"type": "q4_k_m"}, {"type": "ditto3"}, {"type": "ditto3", "ditto_codebook": "tensor"},
                                      {"effort": "best", "propagate": None, "split_max_size": "1M"}])
-def test_errors_are_those_against_the_source(options, text, tmp_path, lib):
-    """As --verify and inspect find them; DITTO3's epsilon bounds them. Those against the moved targets have a name of their own."""
+def test_reported_errors_are_against_the_source(options, text, tmp_path, lib):
+    """The report matches --verify and inspect, within DITTO3's epsilon. Errors against corrected targets have a separate name."""
     model = tmp_path / "model.gguf"
     synth_model.write_model("f16", model, "tiny", 2)
-    result = propagated(model, tmp_path / "out.gguf", text, verify=True, calibration_chunks=2, **options)
-    found = {t["name"]: t for t in ggml_ext.inspect_model(result.paths[0], against=model).record()["tensors"]}
+    result = quantize_sequentially(model, tmp_path / "out.gguf", text, verify=True, calibration_chunks=2, **options)
+    inspected = {t["name"]: t for t in ggml_ext.inspect_model(result.paths[0], against=model).record()["tensors"]}
     for tensor in (t for t in result.tensors if t.largest_error is not None):
-        there = found[tensor.name]
-        assert tensor.largest_error == there["largest_error"] and there["within_epsilon"]
-        assert ("epsilon" in there) == (tensor.type == "ditto3")
-        assert tensor.relative_squared_error == pytest.approx(there["relative_squared_error"], rel=1e-9)
+        tensor_record = inspected[tensor.name]
+        assert tensor.largest_error == tensor_record["largest_error"] and tensor_record["within_epsilon"]
+        assert ("epsilon" in tensor_record) == (tensor.type == "ditto3")
+        assert tensor.relative_squared_error == pytest.approx(tensor_record["relative_squared_error"], rel=1e-9)
         if tensor.name.startswith("blk."):
             assert 0 < tensor.target_error < tensor.weighted_relative_squared_error
         else:
             assert tensor.name != "token_embd.weight" or tensor.target_error is None
 
 
-def test_the_table_has_errors_to_targets(text, tmp_path, lib):
+def test_table_has_errors_to_targets(text, tmp_path, lib):
     model = tmp_path / "model.gguf"
     synth_model.write_model("f16", model, "tiny", 2)
     table = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--calibration-chunks", "2").stdout
     assert re.search(r"rel\. sq\. err\.  weighted to target  largest error\n(?:.*\n)+?blk\.\*\.attn_k\.weight +itq2_t +0\.\d{6}  0\.\d{6}  0\.\d{6} ", table), table
 
 
-def test_a_stopped_run_goes_on(small, text, tmp_path):
-    wanted, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+def test_resume_continues_after_interrupt(small, text, tmp_path):
+    uninterrupted, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     arguments = ["--type", "itq2_t", "--effort", "best", "-t", "2", "--propagate", "--imatrix-from", text]
-    assert quantize(small, wanted, *arguments).returncode == 0
+    assert quantize(small, uninterrupted, *arguments).returncode == 0
     done = subprocess.Popen(quantize_command(small, out, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     journal, until = tmp_path / ".out.gguf.partial.json", time.monotonic() + 120
     while time.monotonic() < until and not (journal.is_file() and journal.read_bytes().count(b"\n") > 8):
@@ -252,28 +251,28 @@ def test_a_stopped_run_goes_on(small, text, tmp_path):
     done.send_signal(signal.SIGTERM)
     done.wait(60)
     assert done.returncode and not out.exists() and not list(tmp_path.glob(".propagation-*"))
-    again = quantize(small, out, *arguments)
-    assert again.returncode == 0 and "going on after" in again.stderr
-    assert out.read_bytes() == wanted.read_bytes()
+    resumed = quantize(small, out, *arguments)
+    assert resumed.returncode == 0 and "going on after" in resumed.stderr
+    assert out.read_bytes() == uninterrupted.read_bytes()
 
 
-@pytest.mark.parametrize(("flags", "does"), [
+@pytest.mark.parametrize(("flags", "propagates"), [
     ({"effort": "best"}, True),
     ({"effort": "best", "propagate": False}, False),
-    ({"effort": "best", "type": "q8_0"}, False),  # whose encoder takes no moments
+    ({"effort": "best", "type": "q8_0"}, False),  # its encoder takes no Hessian
     ({"effort": "best", "imatrix_from": None, "no_calibration": True}, False),
     ({"effort": "normal"}, False),
 ])
-def test_best_effort_does_so_by_itself(flags, does, text, tmp_path, lib):
+def test_best_effort_propagates(flags, propagates, text, tmp_path, lib):
     model, out = tmp_path / "model.gguf", tmp_path / "out.gguf"
     synth_model.write_model("f16", model, "tiny", 2)
-    asked = {"type": "itq2_t", "threads": 2, "imatrix_from": text, **flags}
-    result = ggml_ext.quantize_model(model, out, **asked)
-    assert ("propagate" in result.options.split()) == does
-    assert ("stream_errors" in ggml_ext.inspect_model(out).record()) == does
+    options = {"type": "itq2_t", "threads": 2, "imatrix_from": text, **flags}
+    result = ggml_ext.quantize_model(model, out, **options)
+    assert ("propagate" in result.options.split()) == propagates
+    assert ("stream_errors" in ggml_ext.inspect_model(out).record()) == propagates
 
 
-def test_best_effort_does_without_where_a_graph_has_no_layers(letters, tmp_path, lib):
+def test_best_effort_skips_propagation_without_layers(letters, tmp_path, lib):
     (model,) = architectures.make("hrm_text", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--effort", "best", "--imatrix-from", long)
@@ -281,7 +280,7 @@ def test_best_effort_does_without_where_a_graph_has_no_layers(letters, tmp_path,
     assert "behind quantized layers" not in done.stdout + done.stderr
 
 
-# --- what is wrong ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(("flags", "parts"), [
@@ -290,15 +289,15 @@ def test_best_effort_does_without_where_a_graph_has_no_layers(letters, tmp_path,
     (["--importance", "diagonal"], ["--propagate", "second moments", "diagonal"]),
     (["--fallback-above", "3"], ["--propagate and --fallback-above"]),
 ])
-def test_bad_options(flags, parts, model, text, tmp_path):
+def test_bad_options_are_refused(flags, parts, model, text, tmp_path):
     flags = [str(text) if f == "FILE" else f for f in flags]
     done = run_quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", *flags)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and all(p in done.stderr.splitlines()[0] for p in parts), done.stderr
     assert not (tmp_path / "out.gguf").exists()
 
 
-def fails(model, out, text, *flags, env=None) -> str:
-    """The one error line of a run that leaves nothing."""
+def quantize_error(model, out, text, *flags, env=None) -> str:
+    """Return the error line of a run that must fail without output."""
     command = quantize_command(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "-q", *flags)
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     assert done.returncode == 1 and not out.exists() and not list(out.parent.glob(".*")), done.stderr
@@ -306,28 +305,28 @@ def fails(model, out, text, *flags, env=None) -> str:
     return line
 
 
-def test_a_dry_run_says_what_it_costs(model, text, tmp_path, lib):
+def test_dry_run_reports_the_cost(model, text, tmp_path, lib):
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--dry-run")
     assert done.returncode == 0 and not list(tmp_path.iterdir())
     assert "propagation: 8 layers" in done.stdout and "beside encoding" in done.stdout and "MiB of memory" in done.stdout
 
 
-def test_too_little_memory(model, text, tmp_path, lib):
+def test_too_little_memory_is_refused(model, text, tmp_path, lib):
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
-    line = fails(model, out, text, "--memory", "0.001")
+    line = quantize_error(model, out, text, "--memory", "0.001")
     assert "the sums of a layer take 0.0" in line and "0.00 GiB may be used" in line and "--memory" in line
     done = quantize(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--memory", "0.05")
     assert done.returncode == 0 and "this may be slow" in done.stderr
 
 
-def test_a_graph_without_layers(letters, tmp_path, lib):
+def test_graph_without_layers_is_refused(letters, tmp_path, lib):
     (model,) = architectures.make("hrm_text", tmp_path)
     text = tmp_path / "long.txt"
     text.write_text(letters.read_text() * 3)
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
-    assert "hrm_text" not in fails(model, out, text) and "layer 3 needs the product with blk.0.ffn_down.weight" in fails(model, out, text)
+    assert "hrm_text" not in quantize_error(model, out, text) and "layer 3 needs the product with blk.0.ffn_down.weight" in quantize_error(model, out, text)
 
 
 @pytest.mark.parametrize(("name", "weight", "first"), [
@@ -335,29 +334,29 @@ def test_a_graph_without_layers(letters, tmp_path, lib):
     ("blk.1.ffn_norm.weight", 1e25, "ffn_(gate|up|swiglu)-1 of "),
     ("output_norm.weight", 3e38, "result_norm of "),
 ])
-def test_the_first_tensor_that_is_not_finite(name, weight, first, text, tmp_path, lib):
-    """Weights are finite, and what is computed with them is not: the gradients of no layer are finite then."""
+def test_first_non_finite_tensor_is_named(name, weight, first, text, tmp_path, lib):
+    """Finite weights whose products overflow: the gradients of no layer are finite then."""
     model, out = tmp_path / "model.gguf", tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
     synth_model.write_model("f16", model, "tiny", 3)
     reader = gguf.GGUFReader(model, "r+")
     next(t for t in reader.tensors if t.name == name).data[:] = weight
     reader.data.flush()
-    line = fails(model, out, text)
+    line = quantize_error(model, out, text)
     assert re.search(f"values that are not finite, the first in {first}", line) and "--no-calibration" in line and "leave out" not in line
-    if "blk" in name:  # without gradients the streams find it
-        with streams(model, text, 512, tmp_path) as both, pytest.raises(UserError, match=f"the first in {first}"):
+    if "blk" in name:  # without gradients the streams notice it
+        with start_streams(model, text, 512, tmp_path) as both, pytest.raises(UserError, match=f"the first in {first}"):
             for layer in range(2):
                 both.enter_layer(layer)
                 both.advance()
 
 
-def test_too_few_tokens_are_a_warning(model, text, tmp_path, lib):
-    result = propagated(model, tmp_path / "out.gguf", text, calibration_chunks=2, importance="full")
+def test_too_few_tokens_warn(model, text, tmp_path, lib):
+    result = quantize_sequentially(model, tmp_path / "out.gguf", text, calibration_chunks=2, importance="full")
     assert [w for w in result.warnings if "tokens" in w and "columns" in w]
 
 
-def test_without_the_program(model, text, tmp_path, lib, monkeypatch):
+def test_missing_program_is_refused(model, text, tmp_path, lib, monkeypatch):
     monkeypatch.setenv("GGML_EXT_LIB_DIR", str(tmp_path))
     for name in os.listdir(tool("llama-imatrix").parent):
         if "streams" not in name:
@@ -366,11 +365,11 @@ def test_without_the_program(model, text, tmp_path, lib, monkeypatch):
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "ggml-ext-streams" in done.stderr.splitlines()[0]
 
 
-def test_numbers_that_do_not_exist(text, tmp_path, lib):
-    """The program answers with a line, and goes on."""
+def test_invalid_indices_are_answered_with_an_error(text, tmp_path, lib):
+    """The program prints one line and continues."""
     model = tmp_path / "model.gguf"
     synth_model.write_model("f16", model, "tiny", 2)
-    with streams(model, text, 128, tmp_path) as both:
+    with start_streams(model, text, 128, tmp_path) as both:
         last = both.n_chunks
         for line in ("layer -1", "layer 3", f"inputs 0 {last} 0", "inputs 0 -1 0", "inputs 9 0 0", "inputs -1 0 0", f"advance {last}", "advance -1",
                      "learn 0", f"learn {last + 1}", "backward 0", "gradients 0"):
@@ -381,24 +380,24 @@ def test_numbers_that_do_not_exist(text, tmp_path, lib):
             with pytest.raises(UserError, match="there is no chunk "):
                 both._ask(line)
         both.enter_layer(2)
-        for line in ("advance 0", "gradients 0"):  # behind the last layer nothing is kept
+        for line in ("advance 0", "gradients 0"):  # nothing is kept after the last layer
             with pytest.raises(UserError, match="there is no layer 2 of 2"):
                 both._ask(line)
         both.enter_layer(0)
         assert both.inputs(0, 0, last - 1, True).x[0].shape[0] == 128
 
 
-def test_a_text_shorter_than_a_chunk(tmp_path, lib):
+def test_text_shorter_than_a_chunk_is_refused(tmp_path, lib):
     model, text = tmp_path / "model.gguf", tmp_path / "text.txt"
     synth_model.write_model("f16", model, "tiny", 2)
     text.write_text("Short.")
-    with pytest.raises(UserError, match="the text has . tokens, but a chunk takes 128"), streams(model, text, 128, tmp_path):
+    with pytest.raises(UserError, match="the text has . tokens, but a chunk takes 128"), start_streams(model, text, 128, tmp_path):
         pass
 
 
-def test_a_full_disk_and_a_file_that_is_there(model, text, tmp_path):
+def test_full_disk_and_existing_output_are_refused(model, text, tmp_path):
     command = list(map(str, [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", 512, "-b", 512, "-o", tmp_path / "streams"]))
-    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash", *command]  # files of one block, to stand for a full disk
+    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "bash", *command]  # a limit of one block stands for a full disk
     with pytest.raises(UserError, match="no room for .* MiB in .*streams"), LayerStreams(limited, tmp_path):
         pass
     (tmp_path / "streams").write_text("of another")

@@ -1,4 +1,4 @@
-"""scripts/build/web_ui.py with stand-ins for npm: every failure ends in one line and leaves nothing, a built page is kept."""
+"""scripts/build/web_ui.py with a fake npm: every failure ends in one line and leaves no files, a built page is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import web_ui
 from helpers.native import ROOT
 
 SCRIPT = ROOT / "scripts" / "build" / "web_ui.py"
-# writes what a page consists of; argv: folder
+# Defines write_page(directory), which writes a complete page.
 PAGE = """
 def write_page(folder):
     for name in ("index.html", "manifest.webmanifest", "sw.js", "build.json", "_app/version.json", "_app/bundle.1.js",
@@ -40,8 +40,8 @@ npm error A complete log of this run can be found in: /somewhere/debug-0.log
 """
 
 
-class Place:
-    """A llama.cpp tree with a page to build, a cache, and a folder of programs that is the whole PATH."""
+class PageBuild:
+    """A llama.cpp tree with a page to build, a cache, and a directory of programs that is the only entry of PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self.cache, self.programs, self.calls = (folder / n for n in ("tree", "cache", "programs", "calls"))
@@ -54,7 +54,7 @@ class Place:
                     "HOME": str(folder)}
 
     def npm(self, ci: str = "Path('node_modules').mkdir()", build: str = "write_page(os.environ['LLAMA_UI_OUT_DIR'])") -> None:
-        """Stands in for npm: runs the Python code of the step in the folder where npm would run it."""
+        """Install a fake npm that runs the Python code of the step in the directory where npm would run it."""
         path = self.programs / "npm"
         path.write_text(f"#!{sys.executable}\nimport os, subprocess, sys, time\nfrom pathlib import Path\n{PAGE}\n"
                         f"with open({str(self.calls)!r}, 'a') as calls: print(sys.argv[1], file=calls)\n"
@@ -98,45 +98,45 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path) -> Place:
-    return Place(tmp_path)
+def page_build(tmp_path) -> PageBuild:
+    return PageBuild(tmp_path)
 
 
-def test_a_page_is_built_once_and_nothing_else_stays(place):
-    place.npm()
-    page = place.build()
-    assert [p.name for p in place.cache.iterdir()] == [page.parent.name]
+def test_page_is_built_once_and_leaves_nothing_else(page_build):
+    page_build.npm()
+    page = page_build.build()
+    assert [p.name for p in page_build.cache.iterdir()] == [page.parent.name]
     assert sorted(p.name for p in page.parent.iterdir()) == ["files.sha256", "page"]
-    assert not (place.tree / "tools" / "ui" / "node_modules").exists()
-    assert place.build() == page and place.n_calls() == 2  # ci and build, once
-    (place.programs / "npm").unlink()
-    assert place.build() == page
+    assert not (page_build.tree / "tools" / "ui" / "node_modules").exists()
+    assert page_build.build() == page and page_build.n_calls() == 2  # ci and build ran once
+    (page_build.programs / "npm").unlink()
+    assert page_build.build() == page
 
 
-def test_other_sources_make_another_page(place):
-    place.npm()
-    first = place.build()
-    (place.tree / "tools" / "ui" / "src" / "app.html").write_text("another page")
-    assert place.build() != first and first.exists()
+def test_changed_sources_build_another_page(page_build):
+    page_build.npm()
+    first = page_build.build()
+    (page_build.tree / "tools" / "ui" / "src" / "app.html").write_text("another page")
+    assert page_build.build() != first and first.exists()
 
 
-def test_the_pinned_tree_goes_by_its_version(place, monkeypatch):
-    monkeypatch.setenv("GGML_EXT_CACHE_DIR", str(place.cache))
+def test_cache_of_the_pinned_tree_has_its_version(page_build, monkeypatch):
+    monkeypatch.setenv("GGML_EXT_CACHE_DIR", str(page_build.cache))
     monkeypatch.delenv("GGML_EXT_LLAMA_CPP_DIR", raising=False)
-    assert web_ui.cache_entry(place.tree) == place.cache / f"llama-ui-{web_ui.PIN['version']}"
+    assert web_ui.cache_entry(page_build.tree) == page_build.cache / f"llama-ui-{web_ui.PIN['version']}"
 
 
-def test_a_page_that_the_owner_of_the_tree_has_built_is_taken(place):
-    own = place.tree / "tools" / "ui" / "dist"
+def test_page_in_the_tree_is_used(page_build):
+    own = page_build.tree / "tools" / "ui" / "dist"
     own.mkdir()
     (own / "index.html").write_text("index.html")
-    assert place.build() == own
+    assert page_build.build() == own
 
 
 @pytest.mark.parametrize("damage", ["cut", "a file less", "no record", "a bad record", "a file in its place"])
-def test_a_damaged_cache_is_built_again(place, damage):
-    place.npm()
-    page = place.build()
+def test_damaged_cache_is_rebuilt(page_build, damage):
+    page_build.npm()
+    page = page_build.build()
     if damage == "cut":
         (page / "workbox-1.js").write_text("work")
     elif damage == "a file less":
@@ -146,9 +146,9 @@ def test_a_damaged_cache_is_built_again(place, damage):
     elif damage == "a bad record":
         (page.parent / "files.sha256").write_bytes(b"\xff\0")
     else:
-        os.rename(page.parent, place.cache / "aside")
+        os.rename(page.parent, page_build.cache / "aside")
         page.parent.touch()
-    assert place.build() == page and place.n_calls() == 4
+    assert page_build.build() == page and page_build.n_calls() == 4
     assert web_ui.is_complete(page.parent)
 
 
@@ -165,51 +165,51 @@ def test_a_damaged_cache_is_built_again(place, damage):
     ("build", "write_page(os.environ['LLAMA_UI_OUT_DIR']); (Path(os.environ['LLAMA_UI_OUT_DIR']) / 'sw.js').write_text('')",
      ["incomplete", "sw.js"]),
 ], ids=["old node", "offline", "no node", "silent", "vite", "half a page", "no page", "empty file"])
-def test_a_failing_npm_is_one_line_and_leaves_nothing(place, step, code, words):
-    place.npm(**{step: code})
-    place.assert_fails(*words)
+def test_npm_failure_is_one_line_and_leaves_nothing(page_build, step, code, words):
+    page_build.npm(**{step: code})
+    page_build.assert_fails(*words)
 
 
-def test_without_npm(place):
-    place.assert_fails("npm is not installed", "install Node.js")
+def test_missing_npm_is_reported(page_build):
+    page_build.assert_fails("npm is not installed", "install Node.js")
 
 
-def test_a_program_that_cannot_run_in_place_of_npm(place):
-    (place.programs / "npm").write_text("#!/nowhere/node\n")
-    (place.programs / "npm").chmod(0o755)
-    place.assert_fails(f"npm ci failed: {place.programs / 'npm'}")
+def test_npm_that_cannot_run_is_reported(page_build):
+    (page_build.programs / "npm").write_text("#!/nowhere/node\n")
+    (page_build.programs / "npm").chmod(0o755)
+    page_build.assert_fails(f"npm ci failed: {page_build.programs / 'npm'}")
 
 
-def test_a_tree_without_the_page(place):
-    (place.tree / "tools" / "ui" / "package-lock.json").unlink()
-    place.npm()
-    place.assert_fails("no sources", "tools/ui/package-lock.json")
+def test_tree_without_page_sources_is_refused(page_build):
+    (page_build.tree / "tools" / "ui" / "package-lock.json").unlink()
+    page_build.npm()
+    page_build.assert_fails("no sources", "tools/ui/package-lock.json")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/sys is where not even root may create a folder")
-def test_a_cache_that_cannot_be_written(place):
-    place.npm()
-    place.env["GGML_EXT_CACHE_DIR"] = "/sys/ggml-ext"
-    place.assert_fails("/sys/ggml-ext", "GGML_EXT_CACHE_DIR")
+def test_read_only_cache_is_reported(page_build):
+    page_build.npm()
+    page_build.env["GGML_EXT_CACHE_DIR"] = "/sys/ggml-ext"
+    page_build.assert_fails("/sys/ggml-ext", "GGML_EXT_CACHE_DIR")
 
 
-def test_a_file_where_the_cache_should_be(place):
-    place.npm()
-    place.cache.touch()
-    place.assert_fails(str(place.cache), "GGML_EXT_CACHE_DIR")
+def test_file_in_place_of_the_cache_is_reported(page_build):
+    page_build.npm()
+    page_build.cache.touch()
+    page_build.assert_fails(str(page_build.cache), "GGML_EXT_CACHE_DIR")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_stopped_build_leaves_no_files_and_no_processes(place, name):
-    """Also none of the processes that npm started."""
-    pids = place.programs / "pids"
-    place.npm(ci="Path('node_modules').mkdir()\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
+def test_stopped_build_leaves_no_files_and_processes(page_build, name):
+    """Includes the processes that npm started."""
+    pids = page_build.programs / "pids"
+    page_build.npm(ci="Path('node_modules').mkdir()\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
                  f"Path('{pids}.part').write_text(f'{{os.getpid()}} {{child.pid}}'); os.rename('{pids}.part', '{pids}')\n"
                  "time.sleep(120)")
-    process = place.start()
-    place.wait_for(pids)
+    process = page_build.start()
+    page_build.wait_for(pids)
     process.send_signal(getattr(signal, name))
-    place.assert_failed(place.end(process), f"stopped by {name}")
+    page_build.assert_failed(page_build.end(process), f"stopped by {name}")
     deadline = time.monotonic() + 10
     for pid in map(int, pids.read_text().split()):
         while is_running(pid):
@@ -219,58 +219,58 @@ def test_a_stopped_build_leaves_no_files_and_no_processes(place, name):
 
 def is_running(pid: int) -> bool:
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state not in ("", "Z")  # a zombie has ended, whoever inherits it
+    return state not in ("", "Z")  # a zombie has ended
 
 
-def test_an_npm_that_does_not_end(place, monkeypatch):
-    place.npm(ci="time.sleep(120)")
-    for name, value in place.env.items():
+def test_npm_times_out(page_build, monkeypatch):
+    page_build.npm(ci="time.sleep(120)")
+    for name, value in page_build.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(web_ui, "LIMIT_S", 0.5)
     with pytest.raises(web_ui.Failure, match="npm ci did not end within 0.5 s"):
         web_ui.build()
-    assert not list(place.cache.iterdir())
+    assert not list(page_build.cache.iterdir())
 
 
-def test_what_a_killed_build_left_is_removed_by_the_next(place):
-    place.npm(ci="Path('node_modules').mkdir(); time.sleep(120)")
-    process = place.start()
-    place.wait_for(place.calls)
+def test_next_build_removes_files_of_a_killed_one(page_build):
+    page_build.npm(ci="Path('node_modules').mkdir(); time.sleep(120)")
+    process = page_build.start()
+    page_build.wait_for(page_build.calls)
     process.kill()
-    place.end(process)
-    assert list(place.cache.glob(f"{web_ui.WORK}*"))
-    place.npm()
-    page = place.build()
-    assert list(place.cache.iterdir()) == [page.parent]
+    page_build.end(process)
+    assert list(page_build.cache.glob(f"{web_ui.WORK}*"))
+    page_build.npm()
+    page = page_build.build()
+    assert list(page_build.cache.iterdir()) == [page.parent]
 
 
-def test_two_builds_at_once(place):
-    place.npm(ci="time.sleep(1)")
-    processes = [place.start(), place.start()]
-    done = [place.end(process) for process in processes]
+def test_concurrent_builds_run_npm_once(page_build):
+    page_build.npm(ci="time.sleep(1)")
+    processes = [page_build.start(), page_build.start()]
+    done = [page_build.end(process) for process in processes]
     assert [(d.returncode, d.stderr) for d in done] == [(0, "")] * 2 and done[0].stdout == done[1].stdout
-    assert place.n_calls() == 2  # the second waited for the first
-    assert len(list(place.cache.iterdir())) == 1
+    assert page_build.n_calls() == 2  # the second waited for the first
+    assert len(list(page_build.cache.iterdir())) == 1
 
 
-def test_another_process_was_faster_and_there_are_no_locks(place, monkeypatch):
-    """On a file system without them both build; the later one must not fail."""
-    place.npm()
-    for name, value in place.env.items():
+def test_later_build_without_locks_succeeds(page_build, monkeypatch):
+    """Without file locks both processes build; the later one must not fail."""
+    page_build.npm()
+    for name, value in page_build.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(web_ui, "fcntl", None)
     first = web_ui.build()
     monkeypatch.setattr(web_ui, "is_complete", lambda entry: False)
     assert web_ui.build() == first
-    assert len(list(place.cache.iterdir())) == 1
+    assert len(list(page_build.cache.iterdir())) == 1
 
 
-def test_the_build_says_in_one_line_what_became_of_the_page(place, tmp_path, monkeypatch):
-    """One folder, so that each configuration meets what another has left."""
+def test_configure_reports_the_page_in_one_line(page_build, tmp_path, monkeypatch):
+    """One build directory, so that each configuration follows another one."""
     tree = llama_cpp.pristine_tree()
     monkeypatch.setenv("GGML_EXT_LLAMA_CPP_DIR", str(tree))
-    monkeypatch.setenv("GGML_EXT_CACHE_DIR", str(place.cache))
-    monkeypatch.setenv("PATH", f"{place.programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("GGML_EXT_CACHE_DIR", str(page_build.cache))
+    monkeypatch.setenv("PATH", f"{page_build.programs}{os.pathsep}{os.environ['PATH']}")
     copied = tmp_path / "build" / "llama.cpp" / "tools" / "ui" / "dist" / "index.html"
 
     def configure(*options: str) -> tuple[bool, str]:
@@ -280,13 +280,13 @@ def test_the_build_says_in_one_line_what_became_of_the_page(place, tmp_path, mon
         assert len(lines) == 1, done.stdout + done.stderr
         return done.returncode == 0, lines[0].strip()
 
-    place.npm(ci="sys.exit('no such luck')")
+    page_build.npm(ci="sys.exit('no such luck')")
     assert configure() == (True, "-- chat page: left out, npm ci failed: no such luck") and not copied.exists()
     done, line = configure("-DGGML_EXT_UI=ON")
     assert not done and line.startswith("chat page: npm ci failed: no such luck")
-    assert place.n_calls() == 2
-    place.npm()
-    assert configure("-UGGML_EXT_UI") == (True, "-- chat page: in llama-server")  # as an older version has left the folder
+    assert page_build.n_calls() == 2
+    page_build.npm()
+    assert configure("-UGGML_EXT_UI") == (True, "-- chat page: in llama-server")  # as an older version configured the directory
     assert copied.read_text() == "index.html"
     assert configure("-DGGML_EXT_UI=OFF") == (True, "-- chat page: left out, GGML_EXT_UI=OFF")
-    assert place.n_calls() == 4 and not copied.exists()
+    assert page_build.n_calls() == 4 and not copied.exists()
