@@ -1,5 +1,5 @@
-"""The GPU check's bundle: its files are complete, and it runs where there is nothing but Python with numpy. The CUDA backend, which takes an
-hour to build, is left out of it here."""
+"""The bundle of the GPU check: its files are complete, and it runs with only Python and numpy. Without the CUDA backend, which takes an
+hour to build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOWHERE = {"PATH": "/usr/bin:/bin"}  # no project, no toolkit, no virtual enviro
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    """An unpacked bundle of the package's programs, with the Vulkan backend if that is built."""
+    """Unpack a bundle of the package's programs, with the Vulkan backend if that is built."""
     programs = native.require_built(native.BUILD, "test-backend-ops").parent
     for name in (*gpu_build.PROGRAMS, *gpu_build.HOST_PROGRAMS):
         native.require_built(native.BUILD, name)
@@ -40,7 +40,7 @@ def bundle(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:
-    """A Python with numpy and nothing else."""
+    """Create a Python environment that has only numpy."""
     environment = tmp_path_factory.mktemp("python")
     venv.create(environment, symlinks=True)
     packages = next((environment / "lib").glob("python3*")) / "site-packages"
@@ -49,8 +49,8 @@ def python(tmp_path_factory) -> Path:
     return environment / "bin" / "python"
 
 
-def gpu_check(bundle: Path, python: Path, tmp_path: Path, *args: str) -> tuple[int, dict, str]:
-    """Exit code, report and standard output of ./gpu-check --rehearse."""
+def run_gpu_check(bundle: Path, python: Path, tmp_path: Path, *args: str) -> tuple[int, dict, str]:
+    """Run ./gpu-check --rehearse and return exit code, report and standard output."""
     done = subprocess.run([bundle / "gpu-check", "--rehearse", *args], cwd=tmp_path, capture_output=True, text=True, timeout=1200,
                           env={**NOWHERE, "PYTHON": str(python)})
     print(done.stdout + done.stderr)
@@ -59,8 +59,8 @@ def gpu_check(bundle: Path, python: Path, tmp_path: Path, *args: str) -> tuple[i
     return done.returncode, json.loads((tmp_path / "gpu-check.json").read_text()), done.stdout
 
 
-def test_every_library_is_in_the_bundle(bundle):
-    """By ldd with the bundle's directory alone: what is not there is what each such machine has, or the compiler's, of which lib/ has a copy."""
+def test_bundle_has_every_library(bundle):
+    """Checks with ldd: a library outside the bundle is one of every such machine, or the compiler's, which lib/ has too."""
     programs = [path for path in (bundle / "bin").iterdir() if path.is_file()]
     assert {*gpu_build.PROGRAMS, *gpu_build.HOST_PROGRAMS} <= {path.name for path in programs}
     for program in programs:
@@ -70,25 +70,25 @@ def test_every_library_is_in_the_bundle(bundle):
             assert outside or Path(path).parent == bundle / "bin", f"{program.name} needs {name}, which is {path}"
 
 
-def test_the_bundle_runs_on_an_old_system(bundle, tmp_path):
+def test_bundle_runs_on_an_old_system(bundle, tmp_path):
     assert gpu_bundle.newest_glibc(bundle) <= gpu_bundle.MAX_GLIBC
-    # lib/ has the compiler's libraries for a system without them
+    # lib/ has the compiler's libraries for a system without them.
     assert {"libstdc++.so.6", "libgcc_s.so.1"} <= {path.name for path in (bundle / "lib").iterdir()}
 
 
-def test_a_missing_program_is_named(tmp_path):
+def test_missing_program_is_named(tmp_path):
     with pytest.raises(gpu_build.BuildError, match="has no llama-bench, "):
         gpu_bundle.assemble(tmp_path, tmp_path / "bundle", ["90"])
 
 
-def test_without_numpy_one_line_says_so(bundle):
+def test_missing_numpy_is_one_line(bundle):
     done = subprocess.run([bundle / "gpu-check"], capture_output=True, text=True, env={**NOWHERE, "PYTHON": "/bin/false"})
     assert done.returncode == 1 and done.stderr.startswith("error: no Python 3.10 or later with numpy") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_one_type_is_rehearsed(bundle, python, tmp_path):
-    code, report, _ = gpu_check(bundle, python, tmp_path, "--backend", "cuda", "--types", "itq3_s")
+def test_rehearsal_of_one_type_passes(bundle, python, tmp_path):
+    code, report, _ = run_gpu_check(bundle, python, tmp_path, "--backend", "cuda", "--types", "itq3_s")
     assert code == 0 and report["cuda"]["passed"] and {c["part"] for c in report["cuda"]["checks"]} == {
         "machine", "correctness", "perplexity", "speed", "sanitizer", "counters", "more"}
 
@@ -99,8 +99,8 @@ def test_one_type_is_rehearsed(bundle, python, tmp_path):
     ("hang", "perplexity itq3_s", "llama-perplexity took longer than"), ("out-of-memory", "perplexity itq3_s", "llama-perplexity exited with"),
     ("wrong-value", "perplexity itq3_s", "expected"),
 ])
-def test_a_fault_fails_its_check_alone(bundle, python, tmp_path, fault, check, words):
-    code, report, output = gpu_check(bundle, python, tmp_path, "--backend", "cuda", "--types", "itq3_s,itq3_t", "--only", "correctness,perplexity",
+def test_fault_fails_only_its_check(bundle, python, tmp_path, fault, check, words):
+    code, report, output = run_gpu_check(bundle, python, tmp_path, "--backend", "cuda", "--types", "itq3_s,itq3_t", "--only", "correctness,perplexity",
                                      "--inject", fault)
     checks = {c["name"]: c for c in report["cuda"]["checks"]}
     assert code == 1 and [name for name, c in checks.items() if c["status"] != "passed"] == [check]
@@ -110,11 +110,11 @@ def test_a_fault_fails_its_check_alone(bundle, python, tmp_path, fault, check, w
 
 
 @pytest.mark.nightly
-def test_everything_is_rehearsed(bundle, python, tmp_path):
-    """CUDA's checks on the CPU and Vulkan's on lavapipe. The Vulkan tests' library lacks the standard types that speeds are compared with."""
+def test_rehearsal_of_all_checks(bundle, python, tmp_path):
+    """Runs CUDA's checks on the CPU, Vulkan's on lavapipe. Vulkan's test library lacks the standard types that speeds are compared with."""
     vulkan.environment()
-    code, report, _ = gpu_check(bundle, python, tmp_path, "--minutes", "60")
+    code, report, _ = run_gpu_check(bundle, python, tmp_path, "--minutes", "60")
     assert report["cuda"]["passed"]
     failed = {c["name"] for c in report["vulkan"]["checks"] if c["status"] != "passed"}
-    of_standard_types = {"perplexity q3_k", "generation and prompts", "sequences", "single products", "products of experts", "mixture of experts"}
-    assert code == 1 and failed == of_standard_types
+    needs_standard_types = {"perplexity q3_k", "generation and prompts", "sequences", "single products", "products of experts", "mixture of experts"}
+    assert code == 1 and failed == needs_standard_types

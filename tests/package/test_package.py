@@ -36,19 +36,19 @@ BIN = Path(ggml_ext.__file__).parent / "bin"
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_run(name):
     result = subprocess.run([Path(sys.executable).parent / name, "--help"], capture_output=True, text=True, timeout=60)
-    # rpc-server and llama-quantize print their help and exit with 1; the converter of adapters needs the extra hf
+    # rpc-server and llama-quantize print their help and exit with 1; the converter of adapters needs the extra hf.
     assert result.returncode in ((0, 1) if name in ("rpc-server", "llama-quantize", "convert_lora_to_gguf.py") else (0,))
-    said = result.stdout + result.stderr
-    assert "usage" in said.lower() or "convert_lora_to_gguf.py needs torch" in said
+    output = result.stdout + result.stderr
+    assert "usage" in output.lower() or "convert_lora_to_gguf.py needs torch" in output
 
 
 @pytest.mark.parametrize("name", [n for n in COMMANDS if n.startswith("ggml-ext-")])
-def test_version_names_the_llama_cpp_underneath(name, tmp_path):
-    """What the built libraries say, and the pin where there are none."""
+def test_version_names_llama_cpp(name, tmp_path):
+    """The version is that of the built libraries, or the pin if there are none."""
     pin = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text())
     version, command = metadata.version("ggml-ext"), [Path(sys.executable).parent / name, "--version"]
-    without = {**os.environ, "GGML_EXT_LIB_DIR": str(tmp_path)}
-    assert subprocess.run(command, capture_output=True, text=True, env=without).stdout == (
+    no_libraries = {**os.environ, "GGML_EXT_LIB_DIR": str(tmp_path)}
+    assert subprocess.run(command, capture_output=True, text=True, env=no_libraries).stdout == (
         f"ggml-ext {version} (llama.cpp {pin['llama_cpp']}, ggml {pin['ggml']})\n"
     )
     libraries = [ctypes.CDLL(str(next(BIN.glob(f"lib{n}.*")))) for n in ("llama", "ggml-base")]
@@ -59,8 +59,8 @@ def test_version_names_the_llama_cpp_underneath(name, tmp_path):
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"ggml-ext {version} (llama.cpp {llama_cpp}, ggml {ggml})\n"
 
 
-def test_versions_of_other_libraries_are_asked(monkeypatch, tmp_path):
-    """A package built from another llama.cpp than the pinned one says so."""
+def test_version_follows_other_libraries(monkeypatch, tmp_path):
+    """A package that is built from another llama.cpp reports that version."""
     for name, function, value in (("llama", "llama_version", "9.1"), ("ggml-base", "ggml_version", "9.2")):
         code = f'const char * {function}(void) {{ return "{value}"; }}'
         subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", tmp_path / f"lib{name}.so.0"], input=code, text=True, check=True)
@@ -68,12 +68,12 @@ def test_versions_of_other_libraries_are_asked(monkeypatch, tmp_path):
     assert library.upstream_versions() == ("9.1", "9.2")
 
 
-def test_programs_are_of_the_build_whose_libraries_are_used(monkeypatch, tmp_path, lib):
-    """Not the package's beside the libraries of GGML_EXT_LIB_DIR, which may be of another build."""
+def test_programs_come_from_the_library_directory(monkeypatch, tmp_path, lib):
+    """With GGML_EXT_LIB_DIR the package's programs are not used: they may be from another build."""
     assert programs.find_tool("llama-cli") == BIN / "llama-cli" and programs.find_tool("no-such-program") is None
     (tmp_path / "build").mkdir()
     monkeypatch.chdir(tmp_path)
-    for folder in (str(tmp_path / "build"), "build"):  # programs are started in other folders
+    for folder in (str(tmp_path / "build"), "build"):  # programs are started in other directories
         monkeypatch.setenv("GGML_EXT_LIB_DIR", folder)
         with pytest.raises(UserError, match="GGML_EXT_LIB_DIR is .*build, which has no llama-imatrix: .* unset it"):
             programs.find_tool("llama-imatrix")
@@ -87,25 +87,25 @@ def test_programs_are_of_the_build_whose_libraries_are_used(monkeypatch, tmp_pat
     assert "usage" in subprocess.run([name, "--help"], capture_output=True, text=True, timeout=60).stdout
 
 
-def test_llama_quantize_lists_our_types():
+def test_llama_quantize_lists_ggml_ext_types():
     text = subprocess.run([tool("llama-quantize"), "--help"], capture_output=True, text=True).stdout
     for info in ggml_ext.WEIGHT_TYPES.values():
         assert f"{int(info.id)}  or  {info.name.upper()}" in text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF run paths")
-def test_everything_finds_its_libraries_beside_itself():
-    """An $ORIGIN run path and no other: another llama.cpp on the machine cannot get in, and the folder can move."""
+def test_run_paths_are_relative():
+    """The only run path is $ORIGIN: another llama.cpp is never loaded, and the directory can move."""
     assert len([p for p in BIN.iterdir() if p.is_file()]) > 15
     assert not wheel.foreign_run_paths(BIN)
     maps = subprocess.run(["ldd", BIN / "llama-server"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}).stdout
-    ours = [line for line in maps.splitlines() if "libggml" in line or "libllama" in line]
-    assert ours and all(str(BIN) in line for line in ours)
+    libraries = [line for line in maps.splitlines() if "libggml" in line or "libllama" in line]
+    assert libraries and all(str(BIN) in line for line in libraries)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_LIBRARY_PATH")
-def test_libraries_that_programs_point_to_do_not_get_in(tmp_path):
-    """Programs that start llama-server, and modules that are loaded, set LD_LIBRARY_PATH to libraries of their own."""
+def test_library_path_of_other_programs_is_ignored(tmp_path):
+    """Programs that start llama-server, and imported modules, set LD_LIBRARY_PATH to their own libraries."""
     names = [path.name for path in BIN.glob("lib*.so.0")]
     assert "libllama.so.0" in names and "libggml-base.so.0" in names
     for name in names:
@@ -115,12 +115,11 @@ def test_libraries_that_programs_point_to_do_not_get_in(tmp_path):
     for command in (["llama-server", "--version"], ["llama-quantize", "--help"], [sys.executable, "-c", code]):
         path = Path(sys.executable).parent / command[0]
         done = subprocess.run([path, *command[1:]], env=env, capture_output=True, text=True, timeout=60)
-        assert "undefined symbol" not in done.stderr and any(said in done.stdout + done.stderr for said in ("version: ", "usage", "True")), done
+        assert "undefined symbol" not in done.stderr and any(word in done.stdout + done.stderr for word in ("version: ", "usage", "True")), done
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the script of docs/using/programs.md for Linux")
-def test_the_script_in_place_of_another_llama_server(tmp_path):
-    """It drops a backend of the program's own."""
+def test_replacement_script_drops_foreign_backends(tmp_path):
     text = (ROOT / "docs" / "using" / "programs.md").read_text()
     script = tmp_path / "llama-server"
     server = str(Path(sys.executable).parent / "llama-server")
@@ -134,20 +133,20 @@ def test_the_script_in_place_of_another_llama_server(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF")
 @pytest.mark.parametrize("name", ["llama", "mtmd"])
-def test_libraries_by_name_are_files_of_their_own(name):
-    """Links would not survive a wheel, nor a second copy of the code a program that loads both names."""
+def test_unversioned_libraries_are_small_files(name):
+    """A wheel cannot hold links, and a program that loads both names must not get two copies of the code."""
     path = BIN / f"lib{name}.so"
     assert not path.is_symlink() and path.stat().st_size < 100_000
     assert f"lib{name}.so.0" in wheel.dynamic_section(path)[0]
 
 
-def test_licences_of_the_programs_come_along():
+def test_licences_of_the_programs_are_installed():
     assert "MIT" in (BIN.parent / "licenses" / "llama.cpp" / "LICENSE").read_text()
 
 
 @pytest.mark.slow
-def test_a_source_tree_that_cannot_be_written(tmp_path):
-    """With the option of docs/using/install.md pip gets as far as CMake's own refusal of GGML_HIP."""
+def test_read_only_source_tree_builds(tmp_path):
+    """With the option of docs/using/wheel.md pip reaches CMake's error for GGML_HIP."""
     prefix = own_mount_namespace()
     if prefix is None or find_spec("scikit_build_core") is None:
         pytest.skip("a shell that may mount, and scikit-build-core")
@@ -159,7 +158,7 @@ def test_a_source_tree_that_cannot_be_written(tmp_path):
     assert done.returncode == 1 and "the GPU kernels of ggml-ext are for CUDA alone" in done.stderr + done.stdout
 
 
-def test_portable_switch_also_in_a_folder_configured_before(tmp_path):
+def test_portable_switch_changes_a_configured_directory(tmp_path):
     def configure(portable: str) -> dict[str, str]:
         subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}",
                         f"-DGGML_EXT_PORTABLE={portable}", "-DGGML_EXT_UI=OFF"], check=True, capture_output=True)
@@ -171,9 +170,8 @@ def test_portable_switch_also_in_a_folder_configured_before(tmp_path):
         assert (cache["GGML_NATIVE"], cache["GGML_BACKEND_DL"], cache["GGML_CPU_ALL_VARIANTS"]) == (native, portable, portable)
 
 
-def test_types_that_need_an_importance_matrix_agree_with_ggml(lib):
-    """The quantizer's list holds at least those that ggml itself insists on."""
+def test_imatrix_types_include_those_of_ggml(lib):
     requires = ctypes.CDLL(str(lib.path)).ggml_quantize_requires_imatrix
     requires.restype = ctypes.c_bool
-    insists = {t for t in gguf.GGMLQuantizationType if requires(int(t))}
-    assert insists and insists <= set(IMATRIX_TYPES)
+    required = {t for t in gguf.GGMLQuantizationType if requires(int(t))}
+    assert required and required <= set(IMATRIX_TYPES)

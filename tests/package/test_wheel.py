@@ -1,4 +1,4 @@
-"""scripts/build/wheel.py with programs that stand for pip, auditwheel and pytest: what it refuses, and what it leaves. Nothing is built."""
+"""scripts/build/wheel.py with fake pip, auditwheel and pytest: what it refuses, and which files it leaves. Nothing is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIST = '''if (GGML_CPU_ALL_VARIANTS)
     elseif (GGML_SYSTEM_ARCH STREQUAL "PowerPC")
 '''
 
-# python -m venv, pip, auditwheel, pytest. BROKEN names the one that fails.
+# python -m venv, pip, auditwheel and pytest in one. BROKEN names the one that fails.
 FAKE = r'''#!{python}
 import os, re, shutil, sys, zipfile
 from pathlib import Path
@@ -73,8 +73,8 @@ elif module == "pytest":
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch, capfd):
-    """Runs main() with one program broken: exit code, output, errors."""
+def make_wheel(tmp_path, monkeypatch, capfd):
+    """Return a function that runs main() with one program broken and returns exit code, output and errors."""
     python, root = tmp_path / "bin" / "python", tmp_path / "checkout"
     python.parent.mkdir()
     python.write_text(FAKE.format(python=sys.executable, log=str(tmp_path / "log"), list=LIST, root=str(root)))
@@ -99,12 +99,12 @@ def make(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_a_tested_wheel_gets_into_dist(make):
-    make.dist.mkdir()
-    (make.dist / "ggml_ext-0.0.9-py3-none-manylinux_2_35_x86_64.whl").touch()
-    code, out, err = make()
+def test_tested_wheel_is_moved_to_dist(make_wheel):
+    make_wheel.dist.mkdir()
+    (make_wheel.dist / "ggml_ext-0.0.9-py3-none-manylinux_2_35_x86_64.whl").touch()
+    code, out, err = make_wheel()
     assert (code, err) == (0, "")
-    assert [p.name for p in make.dist.iterdir()] == ["ggml_ext-0.1.0-py3-none-manylinux_2_35_x86_64.whl"]
+    assert [p.name for p in make_wheel.dist.iterdir()] == ["ggml_ext-0.1.0-py3-none-manylinux_2_35_x86_64.whl"]
     assert out.splitlines()[-1] == "==== 9 passed in 0.1s ====" and "2 CPU variants" in out
 
 
@@ -120,53 +120,52 @@ def test_a_tested_wheel_gets_into_dist(make):
     ("pip install", "error: pip install of the wheel failed; the complete log is build/wheel.log"),
     ("suite", ""),
 ])
-def test_a_failure_says_what_and_leaves_dist_alone(make, broken, message):
-    make.dist.mkdir()
-    (make.dist / "ggml_ext-0.0.9-py3-none-manylinux_2_35_x86_64.whl").touch()
-    code, _, err = make(broken)
+def test_failure_names_its_cause_and_keeps_dist(make_wheel, broken, message):
+    make_wheel.dist.mkdir()
+    (make_wheel.dist / "ggml_ext-0.0.9-py3-none-manylinux_2_35_x86_64.whl").touch()
+    code, _, err = make_wheel(broken)
     assert code == 1 and "Traceback" not in err
     assert message in err.strip().rsplit("\n", 1)[-1]
-    assert [p.name for p in make.dist.iterdir()] == ["ggml_ext-0.0.9-py3-none-manylinux_2_35_x86_64.whl"]
+    assert [p.name for p in make_wheel.dist.iterdir()] == ["ggml_ext-0.0.9-py3-none-manylinux_2_35_x86_64.whl"]
     if broken in ("pip wheel", "auditwheel"):
         assert "the compiler's last words" in err
 
 
-def test_a_build_folder_of_another_version_is_removed(make, monkeypatch):
-    make.build.mkdir()
-    (make.build / "CMakeCache.txt").write_text("of an earlier version")
-    assert make()[0] == 0
-    assert not (make.build / "CMakeCache.txt").exists()
-    (make.build / "CMakeCache.txt").touch()
-    assert make()[0] == 0
-    assert (make.build / "CMakeCache.txt").exists()
+def test_build_directory_of_another_version_is_removed(make_wheel, monkeypatch):
+    make_wheel.build.mkdir()
+    (make_wheel.build / "CMakeCache.txt").write_text("of an earlier version")
+    assert make_wheel()[0] == 0
+    assert not (make_wheel.build / "CMakeCache.txt").exists()
+    (make_wheel.build / "CMakeCache.txt").touch()
+    assert make_wheel()[0] == 0
+    assert (make_wheel.build / "CMakeCache.txt").exists()
     monkeypatch.setitem(wheel.OPTIONS, "GGML_RPC", "OFF")
-    assert make()[0] == 0
-    assert not (make.build / "CMakeCache.txt").exists()
+    assert make_wheel()[0] == 0
+    assert not (make_wheel.build / "CMakeCache.txt").exists()
 
 
-def test_what_vulkan_is_built_with_may_be_missing(make):
-    """Another build follows, without the backend."""
-    assert make()[0] == 0 and make(vulkan=False)[0] == 0
-    code, _, err = make("vulkan", vulkan=False)
+def test_missing_vulkan_sdk_builds_without_the_backend(make_wheel):
+    assert make_wheel()[0] == 0 and make_wheel(vulkan=False)[0] == 0
+    code, _, err = make_wheel("vulkan", vulkan=False)
     assert code == 1 and "libggml-vulkan.so is left over from an earlier build" in err
 
 
-def test_flags_of_this_machine_stay_out(make, monkeypatch):
+def test_compiler_flags_of_the_environment_are_ignored(make_wheel, monkeypatch):
     monkeypatch.setenv("CFLAGS", "-march=native")
-    assert make()[0] == 0
-    assert "pip wheel \n" in make.log.read_text()
+    assert make_wheel()[0] == 0
+    assert "pip wheel \n" in make_wheel.log.read_text()
 
 
-@pytest.mark.parametrize(("where", "message"), [("darwin", "make wheel is for Linux, not darwin"), ("linux", "not riscv64")])
-def test_other_machines_are_refused_in_one_line(make, where, message, monkeypatch):
-    monkeypatch.setattr(sys, "platform", where)
+@pytest.mark.parametrize(("system", "message"), [("darwin", "make wheel is for Linux, not darwin"), ("linux", "not riscv64")])
+def test_unsupported_platform_is_refused_in_one_line(make_wheel, system, message, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    code, out, err = make()
+    code, out, err = make_wheel()
     assert (code, out) == (1, "") and message in err and err.count("\n") == 1
-    assert not make.log.exists()
+    assert not make_wheel.log.exists()
 
 
-def test_variants_are_read_from_the_list_of_llama_cpp():
+def test_variants_are_read_from_llama_cpp():
     assert wheel.variants(LIST, "x86_64") == {"x64": [], "haswell": ["SSE42", "AVX2"]}
     assert wheel.variants(LIST, "aarch64") == {"armv8.2_1": ["DOTPROD"]}
     with pytest.raises(Failure, match="has it moved"):
@@ -175,7 +174,7 @@ def test_variants_are_read_from_the_list_of_llama_cpp():
     assert len(pinned) > 10 and pinned["x64"] == [] and "AVX2" not in pinned["sandybridge"] and "AMX_INT8" in pinned["sapphirerapids"]
 
 
-def test_wheel_names():
+def test_platforms_are_read_from_wheel_names():
     assert wheel.platforms("ggml_ext-0.1.0-py3-none-manylinux_2_34_x86_64.manylinux_2_35_x86_64.whl") == [
         "manylinux_2_34_x86_64", "manylinux_2_35_x86_64"]
     with pytest.raises(Failure, match="cp311-cp311, needed py3-none"):
@@ -183,7 +182,7 @@ def test_wheel_names():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF run paths")
-def test_run_paths_that_lead_elsewhere_are_found(tmp_path):
+def test_foreign_run_paths_are_listed(tmp_path):
     def build(name: str, *options: str) -> None:
         subprocess.run(["cc", "-shared", "-x", "c", os.devnull, "-Wl,--no-as-needed", "-o", tmp_path / name, "-L", tmp_path, *options], check=True)
 
