@@ -1,4 +1,4 @@
-"""Tensors that no sound model has, for every weight type: finite blocks, the error reported, never NaN."""
+"""Tensors that no sound model has, for every weight type: finite blocks and a reported error, never NaN."""
 
 import re
 
@@ -33,7 +33,7 @@ TENSORS = {
     "constant_rows": np.repeat(RNG.standard_normal((8, 1)), N, axis=1),
     "two_values": np.where(RNG.random((8, N)) < 0.5, 0.25, -3.0),
     "one_weight": np.eye(8, N, 17) * 5,
-    "outlier_high": one_outlier(6e4 / 16),  # rotation spreads it over its block
+    "outlier_high": one_outlier(6e4 / 16),  # the rotation spreads it over its block
     "outlier_low": one_outlier(-6e4 / 16),
     "outlier_largest": one_outlier(14000.0),
     "subnormal": RNG.standard_normal((8, N)) * 1e-43,
@@ -48,14 +48,14 @@ NAMES = {kind: f"blk.{i}.ffn_up.weight" for i, kind in enumerate(TENSORS)}
 
 
 def tensors_for(type_name: str) -> dict[str, np.ndarray]:
-    """TENSORS, with the largest weights that the type is sure to hold."""
+    """Return TENSORS with the largest weights that the type can hold."""
     limit = largest_weight(GGMLQuantizationType[type_name.upper()])
     return {kind: np.clip(w, -limit, limit).astype(np.float32) for kind, w in TENSORS.items()}
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """type -> file with tensors_for() it."""
+    """Return a function that writes a file of tensors_for() a type."""
     folder, files = tmp_path_factory.mktemp("bad"), {}
 
     def source(type_name: str):
@@ -67,7 +67,7 @@ def sources(tmp_path_factory):
     return source
 
 
-# importances as bad as the weights: none at all, one column, many orders of magnitude
+# Importances as unusual as the weights: none, one column, many orders of magnitude.
 IMPORTANCES = {
     "zero": np.zeros((1, N)),
     "one": np.eye(1, N, 300),
@@ -77,7 +77,7 @@ IMPORTANCES = {
 
 def imatrix_flags(folder, kind: str) -> list:
     entries = {name: (IMPORTANCES[kind].astype(np.float32), [1]) for name in NAMES.values()}
-    entries["output.weight"] = np.ones((1, N), np.float32), [1]  # a file of zeros is refused
+    entries["output.weight"] = np.ones((1, N), np.float32), [1]  # a file of only zeros is refused
     return ["--imatrix", write_imatrix(folder / "im.gguf", entries)]
 
 
@@ -87,7 +87,7 @@ CASES = [pytest.param(name, options, marks=() if name in TYPE_KINDS or options =
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("type_name", "options"), CASES)
-def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, type_name, options):
+def test_output_is_finite_and_its_error_is_reported(lib, sources, tmp_path, type_name, options):
     source = sources(type_name)
     flags = ["--ditto-codebook", "tensor"] if options == "tensor" else []
     if options in IMPORTANCES:
@@ -95,8 +95,8 @@ def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, t
     out, from_numpy = tmp_path / "out.gguf", tmp_path / "numpy.gguf"
     report = quantize(source, out, "--type", type_name, *flags).stdout
     assert "nan" not in report.lower()
-    found = re.findall(r"^blk\.\*\.ffn_up\.weight +\w+ +([\d.]+)(?: +[\d.]+)? +([\d.e+-]+)$", report, re.M)
-    assert len(found) == 1 and all(np.isfinite(float(v)) for v in found[0]), report
+    summary_rows = re.findall(r"^blk\.\*\.ffn_up\.weight +\w+ +([\d.]+)(?: +[\d.]+)? +([\d.e+-]+)$", report, re.M)
+    assert len(summary_rows) == 1 and all(np.isfinite(float(v)) for v in rows[0]), report
     quantize(source, from_numpy, "--type", type_name, "--encoder", "numpy", *flags)
     assert out.read_bytes() == from_numpy.read_bytes()
 
@@ -118,9 +118,9 @@ def test_every_output_is_finite_and_its_error_reported(lib, sources, tmp_path, t
 
 
 @pytest.mark.parametrize("type_name", [name for name, info in WEIGHT_TYPES.items() if info.rotated])
-def test_the_largest_weights_survive_as_one_rotated_value(lib, type_name):
-    """Of sqrt(block size) times their magnitude: as well as small ones of this pattern, the hardest. Twice as large ones are
-    cut by the trellis types, whose codes lie around zero."""
+def test_largest_rotated_value_keeps_its_precision(lib, type_name):
+    """The weights rotate to one value, sqrt(block size) times their magnitude, and keep the precision of small ones. Trellis types,
+    whose codes lie around zero, clip twice as large ones."""
     info = TYPES[type_name]
     x = largest_weight(GGMLQuantizationType[type_name.upper()]) * quants.SIGNS[None, : info.block_size]
 
@@ -133,8 +133,8 @@ def test_the_largest_weights_survive_as_one_rotated_value(lib, type_name):
 
 @pytest.mark.parametrize("options", ["", *IMPORTANCES])
 @pytest.mark.parametrize("stock", ["iq4_nl", "q3_k", "q6_k"])
-def test_stock_types_of_our_files_stay_finite_too(lib, sources, tmp_path, stock, options):
-    """Fallback, embeddings and output matrix."""
+def test_upstream_types_stay_finite(lib, sources, tmp_path, stock, options):
+    """Covers the fallback, the embeddings and the output matrix."""
     source = sources("ditto3")
     flags = ["--tensor-type", f"blk={stock}"]
     if options:

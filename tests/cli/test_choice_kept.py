@@ -1,4 +1,4 @@
-"""Targets: what was measured is kept for the next run, whole or in part, and what is kept of others is not used."""
+"""Targets: measurements are cached for the next run, complete or partial, and foreign caches are ignored."""
 
 import json
 import os
@@ -15,37 +15,37 @@ from ggml_ext._allocation import sensitivity
 from ggml_ext._allocation.error_measurement import ErrorMeasurement
 from ggml_ext._base.signals import StopRequest
 from helpers import choosing
-from helpers.choosing import ALL_ANEW, FREE, LAYERS, SHAPES, bits_in_all
+from helpers.choosing import ALL_TYPES_MEASURED, FREE, LAYERS, SHAPES, bits_per_weight
 
-fresh, measured, folder = choosing.fresh, choosing.measured, choosing.folder
+fresh, measurements, workspace = choosing.fresh, choosing.measurements, choosing.workspace
 
 
-def test_a_second_target_uses_what_was_measured(folder, measured):
-    _, err = folder.run("--target-kld", "0.05")
-    assert not folder.runs() and err.count("reusing cached") == 2 and folder.kept.read_text() == measured
-    _, err = folder.run("--target-bpw", "3", "--target-types", "itq2_t,q2_k,q4_k")
-    assert not folder.runs() and "measuring errors: 1 type," in err  # q2_k
-    assert set(folder.types().values()) <= {"itq2_t", "q2_k", "q4_k", "f32"} and bits_in_all(folder.out) <= 3
-    assert len(json.loads(folder.kept.read_text())["errors"][FREE[0]]) == len(json.loads(measured)["errors"][FREE[0]]) + 1
+def test_second_target_reuses_measurements(workspace, measurements):
+    _, err = workspace.run("--target-kld", "0.05")
+    assert not workspace.runs() and err.count("reusing cached") == 2 and workspace.cache.read_text() == measurements
+    _, err = workspace.run("--target-bpw", "3", "--target-types", "itq2_t,q2_k,q4_k")
+    assert not workspace.runs() and "errors of 1 type are" in err  # q2_k
+    assert set(workspace.types().values()) <= {"itq2_t", "q2_k", "q4_k", "f32"} and bits_per_weight(workspace.out) <= 3
+    assert len(json.loads(workspace.cache.read_text())["errors"][FREE[0]]) == len(json.loads(measurements)["errors"][FREE[0]]) + 1
 
 
 @pytest.mark.parametrize("change", ["half", "a list", "another model", "another effort"])
-def test_what_is_kept_of_others_or_damaged_is_not_used(folder, measured, change):
-    contents = {"half": measured[: len(measured) // 2], "a list": "[]", "another model": measured.replace('"sha256": "', '"sha256": "0')}
-    content = contents.get(change, measured)
-    folder.kept.write_text(content)
-    _, err = folder.run("--target-bpw", "4", "--dry-run", *(["--effort", "fast"] if change == "another effort" else []))
-    assert "reusing cached" not in err and ALL_ANEW in err and folder.kept.read_text() == content
+def test_foreign_or_damaged_cache_is_ignored(workspace, measurements, change):
+    contents = {"half": measurements[: len(measurements) // 2], "a list": "[]", "another model": measurements.replace('"sha256": "', '"sha256": "0')}
+    content = contents.get(change, measurements)
+    workspace.cache.write_text(content)
+    _, err = workspace.run("--target-bpw", "4", "--dry-run", *(["--effort", "fast"] if change == "another effort" else []))
+    assert "reusing cached" not in err and ALL_TYPES_MEASURED in err and workspace.cache.read_text() == content
 
 
-def change(measured: str, *path, value) -> str:
-    """The kept results with another value at a place; keys and indices lead there."""
-    kept = json.loads(measured)
-    inside = kept
+def change(measurements: str, *path, value) -> str:
+    """Return the cached results with another value at a path of keys and indices."""
+    cache = json.loads(measurements)
+    inside = cache
     for key in path[:-1]:
         inside = inside[key]
     inside[path[-1]] = value
-    return json.dumps(kept)
+    return json.dumps(cache)
 
 
 @pytest.mark.parametrize(
@@ -60,48 +60,48 @@ def change(measured: str, *path, value) -> str:
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_kept_results_with_values_of_the_wrong_kind_are_not_used(folder, measured, path, value):
-    content = change(measured, *path, value=value)
-    folder.kept.write_text(content)
-    _, err = folder.run("--target-bpw", "4", "--dry-run")
-    assert "reusing cached" not in err and ALL_ANEW in err and folder.kept.read_text() == content
+def test_cache_with_wrong_value_types_is_ignored(workspace, measurements, path, value):
+    content = change(measurements, *path, value=value)
+    workspace.cache.write_text(content)
+    _, err = workspace.run("--target-bpw", "4", "--dry-run")
+    assert "reusing cached" not in err and ALL_TYPES_MEASURED in err and workspace.cache.read_text() == content
 
 
-def test_kept_results_that_are_nested_too_deeply_are_not_used(folder):
-    folder.kept.write_text("[" * 100_000)
-    assert ALL_ANEW in folder.run("--target-bpw", "4", "--dry-run")[1]
+def test_too_deeply_nested_cache_is_ignored(workspace):
+    workspace.cache.write_text("[" * 100_000)
+    assert ALL_TYPES_MEASURED in workspace.run("--target-bpw", "4", "--dry-run")[1]
 
 
-def test_costs_below_nothing_and_errors_without_end_are_used(folder, measured):
-    """Noise may say the one of a cost; zeros that are stored as something else have the other."""
-    content = change(change(measured, "costs", 0, 2, value=-1e-5), "errors", FREE[1], "itq2_t", value=float("inf"))
-    folder.kept.write_text(content)
-    assert folder.run("--target-bpw", "4", "--dry-run")[1].count("reusing cached") == 2
+def test_negative_costs_and_infinite_errors_are_reused(workspace, measurements):
+    """Noise can make a cost negative; tensors of zeros that are stored otherwise have an infinite error."""
+    content = change(change(measurements, "costs", 0, 2, value=-1e-5), "errors", FREE[1], "itq2_t", value=float("inf"))
+    workspace.cache.write_text(content)
+    assert workspace.run("--target-bpw", "4", "--dry-run")[1].count("reusing cached") == 2
 
 
-def test_an_interrupt_keeps_the_errors_that_are_measured(fresh, monkeypatch):
-    folder, sample, done = fresh, ErrorMeasurement._measure_sample, []
+def test_interrupt_keeps_measured_errors(fresh, monkeypatch):
+    workspace, sample, done = fresh, ErrorMeasurement._measure_sample, []
 
     def stop(self, tensor, *others):
         if tensor.name == FREE[-1] and not done:
             done.append(tensor.name)
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)  # the main thread hears of it
+            time.sleep(1)  # until the main thread handles the signal
         return sample(self, tensor, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(ErrorMeasurement, "_measure_sample", stop)
-        _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual", code=128 + signal.SIGTERM)
+        _, err = workspace.run("--target-bpw", "4", "--sensitivity", "usual", code=128 + signal.SIGTERM)
     assert "error: interrupted" in err
-    kept = json.loads(folder.kept.read_text())["errors"]
-    assert kept and set(kept) < set(FREE) and {p.name for p in folder.out.parent.iterdir()} == {folder.kept.name}
-    _, err = folder.run("--target-bpw", "4", "--sensitivity", "usual")
-    assert f"rows of {len(FREE) - len(kept)} tensors" in err
+    cache = json.loads(workspace.cache.read_text())["errors"]
+    assert cache and set(cache) < set(FREE) and {p.name for p in workspace.out.parent.iterdir()} == {workspace.cache.name}
+    _, err = workspace.run("--target-bpw", "4", "--sensitivity", "usual")
+    assert f"{len(FREE) - len(cache)} tensors, up to" in err
 
 
 PARTS = [[n for n in FREE if name in n] for name in (*SHAPES, "token_embd")] + [[n for n in FREE if f"blk.{i}." in n] for i in range(LAYERS)]
-# A run that is killed as its 8th tensor or its 4th part begins: of those before the first at least has its place in the file by then,
-# as the thread begins a tensor when the one two before it is dealt with.
+# Kills a run as its 8th tensor or its 4th part begins. The first of them is in the file by then: a thread begins a tensor after the
+# one two before it was handled.
 KILL = """
 import os, signal, sys
 from pathlib import Path
@@ -128,29 +128,29 @@ sys.exit(quantize.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_comes_to_the_same_end(fresh):
+def test_repeated_kills_reach_the_same_result(fresh):
     """No part is measured twice."""
-    folder = fresh
-    folder.run("--target-bpw", "4", "--threads", "1")
-    expected, kept, runs = folder.out.read_bytes(), folder.kept.read_text(), folder.runs()
-    for path in (folder.out, folder.kept, folder.log):
+    workspace = fresh
+    workspace.run("--target-bpw", "4", "--threads", "1")
+    expected, cache, runs = workspace.out.read_bytes(), workspace.cache.read_text(), workspace.runs()
+    for path in (workspace.out, workspace.cache, workspace.log):
         path.unlink()
-    command = [sys.executable, "-c", KILL, folder.path / "llama-perplexity", folder.model, folder.out, "--importance", "none"]
+    command = [sys.executable, "-c", KILL, workspace.path / "llama-perplexity", workspace.model, workspace.out, "--importance", "none"]
     command += ["--target-bpw", "4", "--threads", "1"]
     codes, before = [], ""
     while not codes or codes[-1] == -signal.SIGKILL:
         codes.append(subprocess.run([*map(str, command)], capture_output=True, timeout=120).returncode)
-        now = folder.kept.read_text()
+        now = workspace.cache.read_text()
         assert now != before or codes[-1] == 0, "a run kept nothing"
         before = now
-    assert codes[-1] == 0 and 4 <= len(codes) <= 12  # 13 tensors and 8 parts; on a slow machine one of them a run
-    assert folder.out.read_bytes() == expected and folder.kept.read_text() == kept
-    assert [r for r in folder.runs() if r] == [r for r in runs if r] == PARTS
+    assert codes[-1] == 0 and 4 <= len(codes) <= 12  # 13 tensors and 8 parts; on a slow machine one per run
+    assert workspace.out.read_bytes() == expected and workspace.cache.read_text() == cache
+    assert [r for r in workspace.runs() if r] == [r for r in runs if r] == PARTS
 
 
 @pytest.fixture
-def half(fresh, monkeypatch):
-    """An interrupt came after three parts."""
+def interrupted(fresh, monkeypatch):
+    """Return a workspace after an interrupt behind three parts."""
     kld, count = sensitivity.Probe._kld, []
 
     def stop(self, *args):
@@ -162,18 +162,18 @@ def half(fresh, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sensitivity.Probe, "_kld", stop)
         fresh.run("--target-bpw", "4", code=128 + signal.SIGINT)
-    assert fresh.runs() == [[], *PARTS[:3]] and {p.name for p in fresh.out.parent.iterdir()} == {fresh.kept.name}
+    assert fresh.runs() == [[], *PARTS[:3]] and {p.name for p in fresh.out.parent.iterdir()} == {fresh.cache.name}
     return fresh
 
 
-def test_an_interrupt_keeps_the_parts_that_are_measured(half, measured):
-    assert [name for name, *_ in json.loads(half.kept.read_text())["costs"]] == [name for name, *_ in json.loads(measured)["costs"]][:3]
-    # three parts are not taken for all
-    _, err = half.run("--target-bpw", "4", "--dry-run")
+def test_interrupt_keeps_measured_parts(interrupted, measurements):
+    assert [name for name, *_ in json.loads(interrupted.cache.read_text())["costs"]] == [name for name, *_ in json.loads(measurements)["costs"]][:3]
+    # Three parts are not complete.
+    _, err = interrupted.run("--target-bpw", "4", "--dry-run")
     assert "using the sensitivities of another model: --dry-run runs no model" in err
-    _, err = half.run("--target-bpw", "4")
-    assert "note: resuming after 3 of 8 parts\n" in err
-    assert [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
+    _, err = interrupted.run("--target-bpw", "4")
+    assert "note: an earlier run was stopped: going on after 3 of 8 parts\n" in err
+    assert [r for r in interrupted.runs() if r] == PARTS and interrupted.cache.read_text() == measurements
 
 
 @pytest.mark.slow
@@ -183,16 +183,16 @@ def test_an_interrupt_keeps_the_parts_that_are_measured(half, measured):
      (("costs", 1), ["blk.0", FREE[:3], 0.1])],
     ids=str,
 )
-def test_parts_that_were_measured_with_something_else_are_measured_again(half, measured, path_and_value):
+def test_parts_of_other_inputs_are_measured_again(interrupted, measurements, path_and_value):
     path, value = path_and_value
-    half.kept.write_text(change(half.kept.read_text(), *path, value=value))
-    half.log.unlink()
-    _, err = half.run("--target-bpw", "4")
-    assert "resuming after" not in err and [r for r in half.runs() if r] == PARTS and half.kept.read_text() == measured
+    interrupted.cache.write_text(change(interrupted.cache.read_text(), *path, value=value))
+    interrupted.log.unlink()
+    _, err = interrupted.run("--target-bpw", "4")
+    assert "going on after" not in err and [r for r in interrupted.runs() if r] == PARTS and interrupted.cache.read_text() == measurements
 
 
-def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
-    """However long the list is: a write that takes a second is followed by some without."""
+def test_cache_is_written_rarely(tmp_path, monkeypatch):
+    """After a write that takes a second, the next ones are skipped, for any length of the list."""
     now, written = [0.0], []
 
     def write(path):
@@ -207,22 +207,22 @@ def test_writing_takes_a_small_part_of_the_time(tmp_path, monkeypatch):
     assert written[0] == 0 and 20 <= len(written) <= 30
 
 
-def test_two_runs_that_keep_results_at_once(fresh, monkeypatch):
-    """The second writes while the first does; what the last one kept is whole."""
-    path, pid = fresh.kept, os.getpid()
+def test_concurrent_runs_leave_a_valid_cache(fresh, monkeypatch):
+    """The second run writes during the first; the last cache is complete."""
+    path, pid = fresh.cache, os.getpid()
     first, second = (results.ChoiceRecord({"by": n}) for n in (1, 2))
     open_file = results.open_file
 
-    def open_and_be_overtaken(part):
+    def open_after_the_other_run(part):
         monkeypatch.setattr(results, "open_file", open_file)
-        found = open_file(part)
+        stream = open_file(part)
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         second.write(path)
         assert results.ChoiceRecord.read(path, {"by": 2}) == second
         monkeypatch.setattr(os, "getpid", lambda: pid)
-        return found
+        return stream
 
-    monkeypatch.setattr(results, "open_file", open_and_be_overtaken)
+    monkeypatch.setattr(results, "open_file", open_after_the_other_run)
     first.write(path)
     assert json.loads(path.read_text())["made_from"] == {"by": 1}
     assert [*path.parent.iterdir()] == [path]

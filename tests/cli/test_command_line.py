@@ -1,4 +1,4 @@
-"""What all commands share: tracebacks on request, names of files as the system allows them."""
+"""Common to all commands: tracebacks on request and file names of any bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def source(tmp_path):
     return write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)})
 
 
-def where_it_fails(*_, **__):
+def raise_unexpected(*_, **__):
     return {}["no such key"]
 
 
-def commands(source) -> dict:
-    """Of each command main(), what it calls early, and a good command line."""
+def list_commands(source) -> dict:
+    """Return for each command main(), a function that it calls early, and a valid command line."""
     out = source.with_name("out.gguf")
     return {
         "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
@@ -45,9 +45,9 @@ def commands(source) -> dict:
 
 
 @pytest.mark.parametrize("name", ["quantize", "export", "inspect", "libdir"])
-def test_tracebacks_of_unexpected_errors_on_request(source, monkeypatch, name):
-    module, called, args, owner = commands(source)[name]
-    monkeypatch.setattr(owner, called, where_it_fails)
+def test_unexpected_error_has_a_traceback_on_request(source, monkeypatch, name):
+    module, called, args, owner = list_commands(source)[name]
+    monkeypatch.setattr(owner, called, raise_unexpected)
     line = "error: unexpected KeyError: 'no such key'; please report it with the traceback"
     done = run_main(module.main, *args)
     assert done.returncode == 1 and done.stderr == f"{line} that --debug shows\n"
@@ -60,9 +60,9 @@ def test_tracebacks_of_unexpected_errors_on_request(source, monkeypatch, name):
     assert not source.with_name("out.gguf").exists()
 
 
-def test_a_traceback_in_json(source, monkeypatch):
-    module, called, args, owner = commands(source)["quantize"]
-    monkeypatch.setattr(owner, called, where_it_fails)
+def test_json_has_the_traceback(source, monkeypatch):
+    module, called, args, owner = list_commands(source)["quantize"]
+    monkeypatch.setattr(owner, called, raise_unexpected)
     (line,) = run_main(module.main, *args, "--log-format", "json", "--debug").stderr.splitlines()
     told = json.loads(line)
     assert told["event"] == "error" and told["text"].endswith("the traceback above") and "in where_it_fails" in told["traceback"]
@@ -70,7 +70,7 @@ def test_a_traceback_in_json(source, monkeypatch):
     assert "traceback" not in json.loads(line)
 
 
-def test_errors_of_the_user_have_a_traceback_where_another_error_is_behind(source, monkeypatch):
+def test_user_error_has_the_traceback_of_its_cause(source, monkeypatch):
     def missing(*_):
         try:
             open(source.with_name("missing"))
@@ -94,11 +94,11 @@ def test_errors_of_the_user_have_a_traceback_where_another_error_is_behind(sourc
     ["--type", "itq3_s", "./-in.gguf", "--", "-out.gguf"],
     ["--", "-in.gguf", "-out.gguf", "--type", "itq3_s"],
 ], ids=["last", "OUT last", "beside IN", "options too"])
-def test_names_that_begin_with_a_dash(source, monkeypatch, order):
+def test_names_may_begin_with_a_dash(source, monkeypatch, order):
     monkeypatch.chdir(source.parent)
     source.rename("-in.gguf")
     done = run_main(quantize.main, "--importance", "none", *order)
-    if order[-1] == "itq3_s":  # all after -- are names
+    if order[-1] == "itq3_s":  # every argument after -- is a name
         assert done.returncode == 1 and "unrecognized arguments: " in done.stderr and "itq3_s" in done.stderr
         return
     assert done.returncode == 0, done.stderr
@@ -110,8 +110,7 @@ def test_names_that_begin_with_a_dash(source, monkeypatch, order):
         assert done.returncode == 0 and "itq3_s" in done.stdout, done.stderr
 
 
-def test_what_a_card_says_of_names_that_begin_with_a_dash(source, monkeypatch):
-    """Its commands are to be copied."""
+def test_card_commands_work_with_names_that_begin_with_a_dash(source, monkeypatch):
     monkeypatch.chdir(source.parent)
     source.rename("-in.gguf")
     done = run_main(quantize.main, "--type", "itq3_s", "--importance", "none", "--model-card", "card.md", "--", "-in.gguf", "-out.gguf")
@@ -120,13 +119,13 @@ def test_what_a_card_says_of_names_that_begin_with_a_dash(source, monkeypatch):
     assert "llama-server -m ./-out.gguf" in card and "ggml_ext.quantize ./-in.gguf ./-out.gguf --type itq3_s" in card
 
 
-def test_an_option_still_needs_its_value(source):
+def test_option_without_a_value_is_refused(source):
     done = run_main(quantize.main, source, "--type", "--", "-out.gguf")
     assert done.returncode == 1 and "--type: expected one argument" in done.stderr
 
 
-def run(module: str, *args, env: dict, code: int = 0) -> tuple[bytes, bytes]:
-    """Both streams of a command as a process of its own; its exit code is checked."""
+def run_command(module: str, *args, env: dict, code: int = 0) -> tuple[bytes, bytes]:
+    """Run a command as a process, check its exit code, and return both streams."""
     command = [sys.executable, "-m", f"ggml_ext.{module}", *args]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONIOENCODING"} | env
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
@@ -135,71 +134,71 @@ def run(module: str, *args, env: dict, code: int = 0) -> tuple[bytes, bytes]:
 
 
 def read_json(data: bytes):
-    """What is JSON to every reader: UTF-8 without lone surrogates."""
-    found = json.loads(data.decode())
-    json.dumps(found, ensure_ascii=False).encode()
-    return found
+    """Parse JSON that every reader accepts: UTF-8 without lone surrogates."""
+    value = json.loads(data.decode())
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no names that are not UTF-8")
 @pytest.mark.slow
 @pytest.mark.parametrize("locale", LOCALES)
-def test_names_that_are_no_utf8(source, locale):
+def test_names_need_not_be_utf8(source, locale):
     env, shown = LOCALES[locale], "d\\xff\u00e9"
     folder = source.parent / os.fsdecode(b"d\xff\xc3\xa9")
     folder.mkdir()
     path = source.rename(folder / os.fsdecode(b"in\xff\xc3\xa9.gguf"))
-    ours, stock, report, card, picture = (folder / os.fsdecode(b"\xff\xc3\xa9" + end) for end in (b"o.gguf", b"s.gguf", b".json", b".md", b".svg"))
-    args = [path, ours, "--type", "itq3_s", "--importance", "none", "--report", report, "--model-card", card, "--verify"]
-    out, err = run("quantize", *args, "--log-format", "json", env=env)
+    quantized, stock, report, card, picture = (folder / os.fsdecode(b"\xff\xc3\xa9" + end) for end in (b"o.gguf", b"s.gguf", b".json", b".md", b".svg"))
+    args = [path, quantized, "--type", "itq3_s", "--importance", "none", "--report", report, "--model-card", card, "--verify"]
+    out, err = run_command("quantize", *args, "--log-format", "json", env=env)
     assert read_json(report.read_bytes())["input"] == f"{source.parent}/{shown}/in\\xff\u00e9.gguf"
     assert read_json(out.splitlines()[-1])["output"][0]["path"].endswith(f"/{shown}/\\xff\u00e9o.gguf")
-    assert all(b"--verify: not run" in line for line in err.splitlines())  # nor does the source
+    assert all(b"--verify: not run" in line for line in err.splitlines())  # the source has none either
     assert "ggml_ext.quantize 'in\\xff\u00e9.gguf'" in card.read_text("utf-8")
-    _, err = run("quantize", *args, "--log-format", "json", env=env, code=1)
+    _, err = run_command("quantize", *args, "--log-format", "json", env=env, code=1)
     assert f"/{shown}/\\xff\u00e9o.gguf exists: choose another name" in read_json(err)["text"]
-    assert b"d\\xff" in run("quantize", *args, env=env, code=1)[1]
-    assert b"as asked" in run("quantize", *args, "--force", env=env)[0]
-    run("quantize", path, folder / os.fsdecode(b"\xffsplit.gguf"), *args[2:6], "--split-max-size", "1M", "--quiet", env=env)
-    run("export", ours, stock, "--type", "q8_0", env=env)
-    out, _ = run("inspect", ours, "--against", path, "--json", "--picture", picture, env=env)
+    assert b"d\\xff" in run_command("quantize", *args, env=env, code=1)[1]
+    assert b"as asked" in run_command("quantize", *args, "--force", env=env)[0]
+    run_command("quantize", path, folder / os.fsdecode(b"\xffsplit.gguf"), *args[2:6], "--split-max-size", "1M", "--quiet", env=env)
+    run_command("export", quantized, stock, "--type", "q8_0", env=env)
+    out, _ = run_command("inspect", quantized, "--against", path, "--json", "--picture", picture, env=env)
     assert read_json(out)["file"].endswith("\\xff\u00e9o.gguf") and picture.stat().st_size
 
 
-def test_streams_of_ascii(tmp_path):
-    """They show what they lack by its number; options mean what was typed, and files hold it."""
+def test_ascii_streams_escape_characters(tmp_path):
+    """Streams escape what they cannot show; options and files keep it."""
 
     def names(writer: gguf.GGUFWriter) -> None:
         writer.add_string("general.\u00f6", "\u65e5")
 
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.gr\u00f6\u00dfe.weight": gaussian(8, 256)}, fill=names)
     args = [source, tmp_path / "out.gguf", "--type", "itq3_s", "--importance", "none", "--tensor-type", "gr\u00f6\u00dfe=itq3_t".encode()]
-    out, err = run("quantize", *args, env=ASCII)
+    out, err = run_command("quantize", *args, env=ASCII)
     assert b"gr\\xf6\\xdfe.weight" in out and b"itq3_t" in out and not err
     assert "gr\u00f6\u00dfe=itq3_t" in gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents()
     for module, *flags in (["inspect"], ["inspect", "--json"]):
-        out, _ = run(module, tmp_path / "out.gguf", *flags, env=ASCII)
+        out, _ = run_command(module, tmp_path / "out.gguf", *flags, env=ASCII)
         assert out.isascii() and (b"\\u00f6" in out if flags else b"gr\\xf6\\xdfe" in out), out
-    out, _ = run("inspect", tmp_path / "out.gguf", "--tensor", "gr\u00f6\u00dfe".encode(), env=ASCII)
+    out, _ = run_command("inspect", tmp_path / "out.gguf", "--tensor", "gr\u00f6\u00dfe".encode(), env=ASCII)
     assert b"1 tensors" in out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no names that are not UTF-8")
 @pytest.mark.parametrize("locale", LOCALES)
-def test_the_folder_of_the_libraries_is_printed_as_it_is(tmp_path, lib, locale):
+def test_library_directory_is_printed_unchanged(tmp_path, lib, locale):
     link = tmp_path / os.fsdecode(b"d\xff\xc3\xa9")
     link.symlink_to(lib.path.parent)
-    out, _ = run("libdir", env=LOCALES[locale] | {"GGML_EXT_LIB_DIR": os.fspath(link)})
+    out, _ = run_command("libdir", env=LOCALES[locale] | {"GGML_EXT_LIB_DIR": os.fspath(link)})
     assert out == os.fsencode(link) + b"\n"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows removes no folder that is in use")
-def test_a_current_folder_that_was_removed(source):
-    """Whole paths work; a relative one is an error that says why."""
+def test_removed_current_directory_is_reported(source):
+    """Absolute paths work; a relative path is an error with its cause."""
     whole, gone = source.with_name("out.gguf"), source.with_name("gone")
 
-    def run_there(module, *args) -> subprocess.CompletedProcess:
+    def run_in_removed_directory(module, *args) -> subprocess.CompletedProcess:
         gone.mkdir()
         line = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", f"ggml_ext.{module}", *map(str, args)]
         return subprocess.run(line, cwd=gone, capture_output=True, text=True, timeout=120)
@@ -210,20 +209,20 @@ def test_a_current_folder_that_was_removed(source):
         ["export", whole, source.with_name("stock.gguf"), "--type", "q8_0"], ["inspect", whole, "--against", source],
         ["libdir"],
     ):
-        done = run_there(module, *args)
+        done = run_in_removed_directory(module, *args)
         assert done.returncode == 0, done.stderr
     for module, *args in (
         ["quantize", source, "out.gguf", *flags], ["quantize", ".", whole, *flags, "--force"],
         ["quantize", source, whole, *flags, "--force", "--report", "report.json"], ["export", whole, "stock.gguf", "--type", "q8_0"],
     ):
-        done = run_there(module, *args)
+        done = run_in_removed_directory(module, *args)
         assert done.returncode == 1 and done.stderr.startswith("error: the current directory was removed: change to"), done.stderr
     for module, *args in ["inspect", "in.gguf"], ["quantize", "in.gguf", "--dry-run", *flags]:
-        done = run_there(module, *args)
+        done = run_in_removed_directory(module, *args)
         assert done.returncode == 1 and done.stderr.startswith("error: cannot read in.gguf"), done.stderr
 
 
-def test_encoding_of_names():
+def test_names_are_encoded_for_streams():
     assert encoding.to_utf8("a\u65e5\U0001f600") == "a\u65e5\U0001f600"
     assert encoding.to_utf8("\ud800") == "\\ud800"
     assert encoding.to_utf8("\udcc3\udca9 \udcff") == "\u00e9 \\xff"
@@ -234,7 +233,7 @@ def test_encoding_of_names():
 # --- one command for all
 
 def test_every_command_is_a_subcommand():
-    """By its own name in --help, and the rest of the words handed on."""
+    """Each has its own name in --help and gets the remaining arguments."""
     listed = run_main(everything.main)
     assert listed.returncode == 0 and all(name in listed.stdout for name in everything.COMMANDS)
     for name in set(everything.COMMANDS) - {"serve"}:
@@ -246,7 +245,7 @@ def test_every_command_is_a_subcommand():
     assert run_main(everything.main, "--version").stdout.startswith("ggml-ext ")
 
 
-def test_serve_is_the_server():
+def test_serve_runs_llama_server():
     tool("llama-server")
     done = subprocess.run([sys.executable, "-m", "ggml_ext", "serve", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and "version" in done.stderr + done.stdout

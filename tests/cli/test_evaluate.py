@@ -1,4 +1,4 @@
-"""ggml-ext evaluate on the reference model: what it prints, keeps and refuses."""
+"""ggml-ext evaluate on the reference model: what it prints, caches and refuses."""
 
 from __future__ import annotations
 
@@ -46,57 +46,57 @@ def evaluate(*args) -> subprocess.CompletedProcess:
     return run_main(evaluator.main, *args)
 
 
-def record(*args) -> dict:
+def evaluate_json(*args) -> dict:
     done = evaluate(*args, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_against_the_original(folder):
-    """Figures are those of llama-perplexity; the logits are kept and used again."""
+def test_evaluate_against_the_original(folder):
+    """The figures are llama-perplexity's; the logits are cached and reused."""
     first = evaluate(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS)
     assert first.returncode == 0 and "kept in" in first.stderr and "built-in text" in first.stderr, first.stderr
     assert all(name in first.stdout for name in ("f16.gguf", "q4.gguf", "q2.gguf", "KL divergence", "q2.gguf against q4.gguf"))
     logits = folder / "f16.logits.bin"
     assert BaseLogits.read(logits).n_chunks == 4
-    made = logits.stat().st_mtime_ns
+    written_at = logits.stat().st_mtime_ns
     done = evaluate(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS, "--json")
-    assert "used again" in done.stderr and logits.stat().st_mtime_ns == made
-    found = json.loads(done.stdout)
-    four, two = (m["statistics"] for m in found["models"])
+    assert "used again" in done.stderr and logits.stat().st_mtime_ns == written_at
+    report = json.loads(done.stdout)
+    four, two = (m["statistics"] for m in report["models"])
     assert 0 < four[KLD][0] < 0.1 * two[KLD][0] and four[SAME_TOP][0] > two[SAME_TOP][0]
-    assert found["base"]["statistics"][PPL][0] == pytest.approx(four[PPL][0] / math.exp(four[LN_RATIO][0]), rel=1e-4)
-    # the pair telescopes to the difference of what both have against the base: five decimals each
-    (pair,) = found["paired"]
+    assert report["base"]["statistics"][PPL][0] == pytest.approx(four[PPL][0] / math.exp(four[LN_RATIO][0]), rel=1e-4)
+    # The paired difference telescopes to that of both against the base: five decimals each.
+    (pair,) = report["paired"]
     assert pair["ln_ratio"][0] == pytest.approx(two[LN_RATIO][0] - four[LN_RATIO][0], abs=2e-5)
     command = [tool("llama-perplexity"), "-m", folder / "q4.gguf", "-c", 64, "-b", 64, "--kl-divergence", "--kl-divergence-base", logits]
     code, log = run_logged([*map(str, command)], folder)
     assert code == 0 and f"Mean    KLD: {four[KLD][0]:10.6f}" in log
-    # those of another text are made again, and such a file serves alone
+    # Logits of another text are computed again, and such a file suffices without the base.
     again = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "-c", 64, "--chunks", 5)
     assert again.returncode == 0 and "used again" not in again.stderr and BaseLogits.read(logits).n_chunks == 5
-    alone = record(folder / "q4.gguf", "--base-logits", logits)
+    alone = evaluate_json(folder / "q4.gguf", "--base-logits", logits)
     assert alone["chunks"] == 5 and alone["ctx_size"] == 64 and alone["base"] is None and alone["models"][0]["statistics"][KLD][0] > 0
 
 
 @pytest.mark.slow
-def test_without_an_original(folder):
-    found = record(folder / "f16.gguf", folder / "q2.gguf", *CHUNKS)
-    f16, two = (m["statistics"][PPL][0] for m in found["models"])
-    assert found["text"]["name"] == "built-in" and f16 < two
-    assert found["paired"][0]["ln_ratio"][0] == pytest.approx(math.log(two / f16), abs=1e-3)  # four decimals of perplexities about 70
+def test_evaluate_without_an_original(folder):
+    report = evaluate_json(folder / "f16.gguf", folder / "q2.gguf", *CHUNKS)
+    f16, two = (m["statistics"][PPL][0] for m in report["models"])
+    assert report["text"]["name"] == "built-in" and f16 < two
+    assert report["paired"][0]["ln_ratio"][0] == pytest.approx(math.log(two / f16), abs=1e-3)  # perplexities about 70 with four decimals
 
 
-def hellaswag(path, n):
+def write_hellaswag(path, n):
     path.write_text("".join(f"Making a cake: She opens the oven and\n{i % 4}\n" + "".join(f"takes out cake number {e} of {i}.\n" for e in range(4)) for i in range(n)))
 
 
-def winogrande(path, n):
+def write_winogrande(path, n):
     path.write_text("".join(f'{i},"The cup does not fit into the box because _ is too large.",the cup,the box,{1 + i % 2}\n' for i in range(n)))
 
 
-def multiple_choice(path, n):
+def write_multiple_choice(path, n):
     def text(t: str) -> bytes:
         return struct.pack("<I", len(t)) + t.encode()
 
@@ -109,15 +109,15 @@ def multiple_choice(path, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [hellaswag, winogrande, multiple_choice], ids=lambda f: f.__name__)
-def test_tasks(folder, tmp_path, write):
-    """Alone they are all that runs."""
-    kind = write.__name__.replace("_", "-")
+@pytest.mark.parametrize("write", [write_hellaswag, write_winogrande, write_multiple_choice], ids=lambda f: f.__name__.removeprefix("write_"))
+def test_tasks_are_scored(folder, tmp_path, write):
+    """Only the tasks run."""
+    kind = write.__name__.removeprefix("write_").replace("_", "-")
     write(tmp_path / "tasks", 12)
-    found = record(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks")
-    (model,) = found["models"]
+    report = evaluate_json(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks")
+    (model,) = report["models"]
     value, error = model["scores"][kind]
-    shares = [100 * right / n for n in (11, 12) for right in range(n + 1)]  # winogrande leaves out what it cannot decide
+    shares = [100 * right / n for n in (11, 12) for right in range(n + 1)]  # winogrande skips what it cannot decide
     assert model["statistics"] == {} and min(abs(value - share) for share in shares) < 1e-4
     assert any(error == pytest.approx(math.sqrt(value * (100 - value) / (n - 1)), abs=1e-6) for n in (11, 12))
     done = evaluate(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks")
@@ -125,14 +125,14 @@ def test_tasks(folder, tmp_path, write):
 
 
 @pytest.mark.slow
-def test_bad_tasks(folder, tmp_path):
+def test_bad_tasks_are_refused(folder, tmp_path):
     (tmp_path / "tasks").write_text("one line\n")
     for kind, part in (("hellaswag", "not a multiple of 6"), ("winogrande", "winogrande_score"), ("multiple-choice", "multiple_choice_score")):
         check_error(evaluate(folder / "f16.gguf", f"--{kind}", tmp_path / "tasks", "-q"), "f16.gguf", part)
     check_error(evaluate(folder / "f16.gguf", "--hellaswag", tmp_path / "no"), "--hellaswag", "no such file")
 
 
-def test_bad_command_lines(folder, tmp_path):
+def test_bad_command_lines_are_refused(folder, tmp_path):
     f16 = folder / "f16.gguf"
     check_error(evaluate(tmp_path / "no.gguf"), "no.gguf")
     check_error(evaluate(f16, "--against", tmp_path / "no.gguf"), "no.gguf")
@@ -146,14 +146,14 @@ def test_bad_command_lines(folder, tmp_path):
     check_error(evaluate(), "MODEL")
 
 
-def test_a_short_text(folder, tmp_path):
+def test_short_text_is_refused(folder, tmp_path):
     (tmp_path / "short.txt").write_text("def f(x):\n    return x\n" * 10)
     check_error(evaluate(folder / "f16.gguf", "-f", tmp_path / "short.txt", "-c", 512), "short.txt", "two chunks of 512 need 1,024", "longer text")
     few = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "-c", 64, "--chunks", 3)
     check_error(few, "3 chunks of 64 tokens score 93", "needs 100", "--chunks")
 
 
-def test_another_vocabulary(folder, tmp_path):
+def test_other_vocabulary_is_refused(folder, tmp_path):
     def tokens(writer):
         writer.add_token_list(["a", "b"])
 
@@ -167,8 +167,8 @@ def test_another_vocabulary(folder, tmp_path):
     ("bert", {}, "an encoder (bert)"), ("gemma-embedding", {}, "an encoder (gemma-embedding)"),
     ("lfm2", {"attention.causal": False, "pooling_type": 2}, "an encoder (lfm2)"), ("qwen3", {"pooling_type": 4}, "a reranker (qwen3)"),
 ])
-def test_other_than_language_models(tmp_path, arch, keys, what):
-    """Said before anything runs, not after it as if the file were damaged."""
+def test_other_models_than_language_models_are_refused(tmp_path, arch, keys, what):
+    """The refusal comes before anything runs, and does not call the file damaged."""
     def fill(writer):
         writer.add_token_list(["a", "b"])
         for key, value in keys.items():
@@ -180,8 +180,8 @@ def test_other_than_language_models(tmp_path, arch, keys, what):
 
 
 @pytest.mark.parametrize(("arch", "keys"), [("dream", {"attention.causal": False}), ("qwen3", {"pooling_type": 3}), ("llama", {})])
-def test_language_models(tmp_path, arch, keys):
-    """Also those for text by diffusion, and those that embed with the last token of a language model."""
+def test_language_models_are_accepted(tmp_path, arch, keys):
+    """Includes models for text diffusion, and embedding models that use the last token of a language model."""
     def fill(writer):
         for key, value in keys.items():
             writer.add_bool(f"{arch}.{key}", value) if value is False else writer.add_uint32(f"{arch}.{key}", value)
@@ -190,23 +190,22 @@ def test_language_models(tmp_path, arch, keys):
     assert describe_other_model(GGUFFile(path)) is None
 
 
-def test_the_table_has_what_json_has():
-    """With --base-logits alone there is no row of a base, and a KL divergence all the same."""
+def test_table_has_the_figures_of_json():
+    """With only --base-logits there is a KL divergence but no row of the base."""
     figures = {PPL: Figure(20.0, 0.5), KLD: Figure(0.01234, 0.0005), SAME_TOP: Figure(91.5, 0.3)}
     _, heading, row, *_ = Evaluation({}, 64, 5, None, [Quality(Path("q.gguf"), "q.gguf", 1 << 20, 2.1, {"q2_k": 1}, figures)], []).lines(80)
     assert "KL divergence" in heading and "0.01234 +- 0.00050" in row and "91.50 %" in row
 
 
-def test_logits_of_somebody_else_stay(folder, tmp_path):
-    """Neither replaced nor used."""
-    mine = tmp_path / "mine.bin"
-    mine.write_bytes(b"mine")
+def test_foreign_logits_are_neither_replaced_nor_used(folder, tmp_path):
+    foreign = tmp_path / "mine.bin"
+    foreign.write_bytes(b"mine")
     before = files(tmp_path)
-    check_error(evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", mine), "mine.bin exists", "--base-logits")
+    check_error(evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", foreign), "mine.bin exists", "--base-logits")
     assert files(tmp_path) == before
 
 
-def test_a_full_disk(folder, tmp_path, monkeypatch):
+def test_full_disk_is_refused(folder, tmp_path, monkeypatch):
     fill_disk(monkeypatch, 1000)
     done = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "logits.bin", "-q")
     check_error(done, "no space left on device", "MiB are free", "--chunks")
@@ -214,8 +213,8 @@ def test_a_full_disk(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up(folder, tmp_path):
-    """By a limit on the size of files, which llama-perplexity does not notice or dies of."""
+def test_disk_that_fills_up_is_reported(folder, tmp_path):
+    """A limit of the file size, which llama-perplexity ignores or dies of, stands for it."""
     command = [sys.executable, "-m", "ggml_ext.evaluate", folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "l.bin", *CHUNKS, "-q"]
     done = subprocess.run(["bash", "-c", 'ulimit -f 500; exec "$@"', "-", *map(str, command)], capture_output=True, text=True)
     check_error(done, "llama-perplexity" if re.search("exited|was ended by signal", done.stderr) else "its disk is full")
@@ -223,8 +222,7 @@ def test_a_disk_that_fills_up(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted(folder, tmp_path):
-    """Nothing is left of logits that are not whole, nor a program that runs on."""
+def test_interrupt_removes_partial_logits_and_ends_the_program(folder, tmp_path):
     command = [sys.executable, "-m", "ggml_ext.evaluate", folder / "q4.gguf", "--against", folder / "f16.gguf", "--base-logits", tmp_path / "l.bin"]
     with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as process:
         for _ in range(600):
@@ -239,7 +237,7 @@ def test_interrupted(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_picture(folder, tmp_path):
+def test_picture_is_written(folder, tmp_path):
     pytest.importorskip("matplotlib")
     done = evaluate(folder / "q4.gguf", folder / "q2.gguf", *CHUNKS, "--picture", tmp_path / "p.svg", "-q")
     assert done.returncode == 0, done.stderr
@@ -249,32 +247,31 @@ def test_picture(folder, tmp_path):
 
 # --- parsing
 
-def test_sums_of_chunks():
-    """Cumulative means become sums, of both kinds of logs."""
+def test_cumulative_means_become_sums():
+    """Covers both kinds of logs."""
     assert chunk_sums("x\n[1]2.0000,[2]4.0000,\n") == pytest.approx([math.log(2), 2 * math.log(4)])
     log = "".join(f"{n:4d}       5.0000 ±    0.1000       {0.01 * n:8.5f} ±    0.00100       0.00500 ±    0.00010     1.000 ±  0.100 %    90.000 ±  0.500 %\n" for n in (1, 2, 3))
     assert chunk_sums(log) == pytest.approx([0.01, 0.04, 0.09])
 
 
-def test_paired_differences():
+def test_paired_differences_cancel_common_noise():
     rng = np.random.default_rng(1)
     common, noise = rng.normal(3, 0.5, 400), rng.normal(0.02, 0.01, 400)
-    found = compare_paired(np.cumsum(common + noise), np.cumsum(common))
-    assert found.value == pytest.approx(noise.mean(), abs=1e-9) and found.error == pytest.approx(noise.std(ddof=1) / 20, rel=1e-6)
+    difference = compare_paired(np.cumsum(common + noise), np.cumsum(common))
+    assert difference.value == pytest.approx(noise.mean(), abs=1e-9) and difference.error == pytest.approx(noise.std(ddof=1) / 20, rel=1e-6)
     assert compare_paired([1.0], [1.0]) is None and compare_paired([1.0, 2.0], [1.0]) is None
 
 
-def test_labels():
-    """As short as tells them apart."""
+def test_labels_are_short_and_distinct():
     assert label_models([Path("a/x.gguf"), Path("b/y.gguf")]) == ["x.gguf", "y.gguf"]
     assert label_models([Path("/m/a/x.gguf"), Path("/m/b/x.gguf")]) == ["a/x.gguf", "b/x.gguf"]
     assert label_models([Path("x.gguf"), Path("x.gguf")]) == ["x.gguf", "x.gguf"]
 
 
-def test_scores():
+def test_scores_are_parsed():
     assert parse_score("1\t100.00000000%\t[20.6543%, 100.0000%]\n2\t50.00000000%\t[9.4531%, 90.5469%]\n") == (50.0, 50.0)
     assert parse_score("nothing") is None
 
 
-def test_the_default_text_is_there():
+def test_default_text_is_installed():
     assert TEXT.stat().st_size > 150_000

@@ -1,4 +1,4 @@
-"""--hf-repo with the real client of the Hugging Face hub, against a server on this machine."""
+"""--hf-repo with the real Hugging Face hub client and a local server."""
 
 import socket
 import subprocess
@@ -11,27 +11,27 @@ from ggml_ext._base import files as base_files
 from ggml_ext._base.errors import UserError
 from ggml_ext._source import hub as _hub
 from helpers.commands import tool
-from helpers.hub_client import IS_OLD, REPO, Client, install_beside
+from helpers.hub_client import IS_OLD, REPO, Client, install_other_version
 from helpers.hub_server import TOKEN, Repository, serving
 from helpers.models import gaussian, write_gguf
 
 FILE = "some-model-BF16.gguf"
 PIECE = 10 * 1024 * 1024  # huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE
 
-pytestmark = pytest.mark.extra_build  # of the extra hf, and other clients
+pytestmark = pytest.mark.extra_build  # needs the extra hf, and other clients
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
-    """Of a GGUF file in BF16, of 0.6 MB."""
+    """Return a GGUF file in BF16, 0.6 MB."""
     weights = {"blk.0.ffn_up.weight": gaussian(1024, 256)}
     return write_gguf(tmp_path_factory.mktemp("hub") / "in.gguf", weights, "BF16").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    """A folder with the client that this environment does not have."""
-    return install_beside(tmp_path_factory.mktemp("other"), "huggingface-hub>=1" if IS_OLD else "huggingface-hub<1")
+def other_client(tmp_path_factory):
+    """Install the client version that the environment lacks and return its directory."""
+    return install_other_version(tmp_path_factory.mktemp("other"), "huggingface-hub>=1" if IS_OLD else "huggingface-hub<1")
 
 
 @pytest.fixture(params=["installed", "other"])
@@ -40,7 +40,7 @@ def client(request, tmp_path):
         yield Client(hub, tmp_path, request.getfixturevalue("other") if request.param == "other" else None)
 
 
-def test_downloaded_once(client, content):
+def test_file_is_downloaded_once(client, content):
     others = {"some-model-Q4_K_M.gguf": b"GGUF", "mmproj-BF16.gguf": b"GGUF", "config.json": b"{}"}
     client.hub.repositories[REPO] = Repository({FILE: content, **others})
     done = client.succeed()
@@ -51,8 +51,8 @@ def test_downloaded_once(client, content):
     assert client.hub.downloads == [] and client.out.read_bytes() == first
 
 
-def test_one_file_of_a_revision_in_parts(client, tmp_path, content):
-    """The parts lie in a folder of the repository; the cache has links to files with other names."""
+def test_split_file_of_a_revision_is_downloaded(client, tmp_path, content):
+    """The parts are in a directory of the repository; the cache has links to files with other names."""
     write_gguf(tmp_path / "in.gguf", {f"blk.{i}.ffn_up.weight": gaussian(8, 256, seed=i) for i in range(2)})
     command = [tool("llama-gguf-split"), "--split", "--split-max-tensors", "1", tmp_path / "in.gguf", tmp_path / "model-q8"]
     subprocess.run(command, check=True, capture_output=True)
@@ -63,17 +63,17 @@ def test_one_file_of_a_revision_in_parts(client, tmp_path, content):
     assert len(client.weights()) == 2
 
 
-def test_repository_that_does_not_exist(client):
+def test_missing_repository_is_reported(client):
     client.error(f"{REPO} does not exist at {client.hub.url}", "--hf-token")
     client.error("got 'not/a/repository', must be ORG/NAME", repo="not/a/repository")
 
 
-def test_revision_that_does_not_exist(client, content):
+def test_missing_revision_is_reported(client, content):
     client.hub.repositories[REPO] = Repository({FILE: content})
     client.error("has no revision v7", flags=["--revision", "v7"])
 
 
-def test_gated(client, content):
+def test_gated_repository_needs_a_token(client, content):
     client.hub.repositories[REPO] = Repository({FILE: content}, gated=True)
     client.error(f"{REPO} is gated", "HF_TOKEN or --hf-token")
     client.error("refuses the token", HF_TOKEN="hf_wrong")
@@ -83,25 +83,25 @@ def test_gated(client, content):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Longer than two pieces of the client's, of which a broken connection costs the last."""
+    """Return a file of more than two pieces of the client; a broken connection costs the last one."""
     weights = {"blk.0.ffn_up.weight": np.tile(gaussian(256, 1024), (42, 1))}
     content = write_gguf(tmp_path_factory.mktemp("hub") / "in.gguf", weights).read_bytes()
     assert len(content) > 2 * PIECE
     return content
 
 
-def test_connection_that_breaks_once(client, large):
+def test_broken_download_continues(client, large):
     client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000])
     done = client.succeed("--dry-run")
-    if client.is_old:  # newer clients go on by themselves
+    if client.is_old:  # newer clients continue by themselves
         assert f"trying again to get the rest of {FILE}" in done.stderr
     assert client.hub.downloads == [(FILE, 0), (FILE, PIECE)]
     assert [p.read_bytes() for p in client.blobs()] == [large]
 
 
 @pytest.mark.slow
-def test_connection_that_breaks_again_and_again(client, large):
-    tries = _hub.N_TRIES * (1 if client.is_old else 6)  # newer clients try five times more for each of ours
+def test_repeatedly_broken_download_fails(client, large):
+    tries = _hub.N_TRIES * (1 if client.is_old else 6)  # newer clients try five times more for each of the quantizer's
     repo = client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000, *[1000] * (tries - 1)])
     then = "the download resumes" if client.is_old else "complete files are kept"
     client.error("failed", f"{_hub.N_TRIES} times for {FILE}", f"run it again, {then}", flags=["--dry-run"])
@@ -113,15 +113,15 @@ def test_connection_that_breaks_again_and_again(client, large):
     assert [p.read_bytes() for p in client.blobs()] == [large]
 
 
-def test_server_that_is_not_there(client):
-    client.hub.url = "http://127.0.0.1:9"  # the port of discard, where nobody listens
+def test_unreachable_server_is_reported(client):
+    client.hub.url = "http://127.0.0.1:9"  # the discard port, where no server listens
     no_copy = f"{client.cache / 'hub'} has no copy of it"
     client.error(f"{REPO}: the connection to http://127.0.0.1:9 failed (Connection refused), and {no_copy}: check the network")
     client.error(f"{REPO}: HF_HUB_OFFLINE is set, and {no_copy}: unset it, or pass a GGUF file", HF_HUB_OFFLINE="1")
 
 
-def test_copy_in_the_cache_without_a_connection(client, content):
-    """Of a branch or a commit; what was not downloaded is not there."""
+def test_cached_copy_works_offline(client, content):
+    """Works for a branch or a commit; a file that was not downloaded is missing."""
     repo = client.hub.repositories[REPO] = Repository({FILE: content, "other-F16.gguf": content})
     client.succeed()
     first, url = client.out.read_bytes(), client.hub.url
@@ -137,15 +137,15 @@ def test_copy_in_the_cache_without_a_connection(client, content):
         client.error(f"{why}, and ", " has no copy of revision v2: ", flags=["--revision", "v2", "--force"], **env)
 
 
-def test_checkpoint_in_the_cache_that_is_not_whole(client):
+def test_incomplete_cached_checkpoint_is_refused(client):
     client.hub.repositories[REPO] = Repository({f"model-0000{i}-of-00002.safetensors": b"x" * 1000 for i in (1, 2)} | {"config.json": b"{}"})
-    client.run()  # the shards are no model
+    client.run()  # shards alone are no model
     client.cached("model-00002-of-00002.safetensors").unlink()
     client.error("its copy in the cache lacks model-00002-of-00002.safetensors, of 2 files", "download it while there is a connection", HF_HUB_OFFLINE="1")
 
 
-def test_cause_of_a_failed_connection():
-    """As requests and urllib3 wrap what the system says; httpx raises one from the other."""
+def test_connection_error_names_its_cause():
+    """requests and urllib3 wrap the system's message; httpx chains exceptions."""
     system = socket.gaierror(-2, "Name or service not known")
     layer = Exception("<urllib3.connection.HTTPSConnection object at 0x7f>: Failed to resolve 'huggingface.co'")
     layer.__cause__ = system
@@ -159,20 +159,19 @@ def test_cause_of_a_failed_connection():
     OSError("HTTPSConnectionPool(host='huggingface.co', port=443)" * 9),
     RuntimeError("I/O error: " + "x" * 400),
 ])
-def test_long_messages_say_that_they_are_cut(error):
+def test_long_messages_are_marked_as_cut(error):
     assert len(_hub.first_line(error)) <= 300 and _hub.first_line(error).endswith(" ...")
 
 
-def test_by_the_xet_protocol(client, content):
+def test_xet_protocol_downloads(client, content):
     pytest.importorskip("hf_xet")
     client.hub.repositories[REPO] = Repository({FILE: content}, xet=True)
     client.succeed("--dry-run")
     assert not client.hub.downloads and "/xorb" in client.hub.xet.asked
-    assert content in [p.read_bytes() for p in client.blobs()]  # beside them newer clients write what the cache's version is
+    assert content in [p.read_bytes() for p in client.blobs()]  # newer clients also store the cache's version
 
 
-def test_xet_protocol_that_breaks(client, content):
-    """The other protocol gets the file."""
+def test_broken_xet_protocol_falls_back_to_http(client, content):
     pytest.importorskip("hf_xet")
     client.hub.repositories[REPO] = Repository({FILE: content}, xet=True)
     client.hub.xet.is_broken = True
@@ -182,14 +181,14 @@ def test_xet_protocol_that_breaks(client, content):
     assert client.hub.downloads == [(FILE, 0)]
 
 
-def test_full_disk_behind_the_xet_protocol():
-    """hf_xet has the system's words in a text of its own; no other try helps."""
-    with pytest.raises(UserError, match="No space left on device; point HF_HUB_CACHE to another directory") as found, _hub.explain_errors(_hub.Repo(REPO, None, None)):
+def test_full_disk_is_recognized_in_xet_errors():
+    """hf_xet wraps the system's message in its own text; a retry is useless."""
+    with pytest.raises(UserError, match="No space left on device; point HF_HUB_CACHE to another directory") as error, _hub.explain_errors(_hub.Repo(REPO, None, None)):
         raise OSError("I/O error: IO Error: No space left on device (os error 28)")
-    assert not isinstance(found.value, _hub.ConnectionBroken)
+    assert not isinstance(error.value, _hub.ConnectionBroken)
 
 
-def test_checksum_that_does_not_match(client, content):
+def test_wrong_checksum_is_refused(client, content):
     repo = client.hub.repositories[REPO] = Repository({FILE: content}, damaged=True)
     client.error(f"damaged {FILE}", "checksum", "run it again")
     assert not client.blobs()
@@ -197,7 +196,7 @@ def test_checksum_that_does_not_match(client, content):
     client.succeed("--dry-run")
 
 
-def test_no_space_for_the_download(monkeypatch):
+def test_missing_space_for_the_download_is_refused(monkeypatch):
     file = SimpleNamespace(rfilename=FILE, size=3 * 2**20, lfs=None, blob_id=None)
     cache = _hub._Cache(_hub.Repo(REPO, None, None), "0" * 40, {FILE: file}, print)
     monkeypatch.setattr(base_files, "free_space", lambda path: 2 * 2**20)
@@ -205,7 +204,7 @@ def test_no_space_for_the_download(monkeypatch):
         cache.download([FILE])
 
 
-def test_what_the_next_run_goes_on_with(monkeypatch, tmp_path):
+def test_partial_download_counts_as_present(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     blobs = tmp_path / "models--some-org--Some-Model" / "blobs"
     blobs.mkdir(parents=True)
@@ -217,7 +216,7 @@ def test_what_the_next_run_goes_on_with(monkeypatch, tmp_path):
     assert cache._partial_bytes() == 5
 
 
-def test_shard_that_is_missing(client):
+def test_missing_shard_is_reported(client):
     shards = {f"model-0000{i}-of-00003.safetensors": b"x" * 1000 for i in (1, 3)}
     client.hub.repositories[REPO] = Repository({"config.json": b"{}", **shards})
     client.error("lacks model-00002-of-00003.safetensors, of 3 files")
@@ -228,7 +227,7 @@ def test_shard_that_is_missing(client):
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted", "found"),
+    ("names", "file", "expected"),
     [
         (["a-F16.gguf", "a-BF16.gguf", "a-f32.gguf", "config.json", "model.safetensors"], None, ["a-BF16.gguf"]),
         (["a.fp16.gguf", "a-Q8_0.gguf", "config.json", "model.safetensors"], None, ["a.fp16.gguf"]),
@@ -247,11 +246,11 @@ def test_shard_that_is_missing(client):
         (["a-f16-00001-of-00002.gguf"], None, "lacks a-f16-00002-of-00002.gguf"),
     ],
 )
-def test_which_file_is_taken(names, wanted, found):
+def test_file_is_chosen_from_the_repository(names, file, expected):
     repo = _hub.Repo(REPO, None, None)
-    if isinstance(found, list):
-        assert _hub.choose_gguf(repo, names, wanted) == found
+    if isinstance(expected, list):
+        assert _hub.choose_gguf(repo, names, file) == expected
     else:
         with pytest.raises(UserError) as e:
-            _hub.choose_gguf(repo, names, wanted)
-        assert REPO in str(e.value) and found in str(e.value)
+            _hub.choose_gguf(repo, names, file)
+        assert REPO in str(e.value) and expected in str(e.value)

@@ -1,4 +1,4 @@
-"""python -m ggml_ext.inspect as a real process: what it lists, checks and refuses."""
+"""python -m ggml_ext.inspect in a real process: what it lists, checks and refuses."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_lists_tensors_types_and_bits(folder):
+def test_inspect_lists_tensors_types_and_bits(folder):
     epsilons = read_epsilons(gguf_file.GGUFFile(folder / "out.gguf"))
     rows = inspect(folder / "out.gguf")
     assert list(rows)[:6] == ["tensor", *TENSORS]
@@ -50,8 +50,8 @@ def test_lists_tensors_types_and_bits(folder):
 
 
 @pytest.mark.parametrize("numpy_only", [False, True], ids=["library", "numpy"])
-def test_against_the_original(folder, monkeypatch, numpy_only, capsys):
-    """Errors as numpy finds them in the file, in chunks of a few rows."""
+def test_errors_match_numpy(folder, monkeypatch, numpy_only, capsys):
+    """Reads the file in chunks of a few rows."""
     from ggml_ext import inspect as program
     from ggml_ext._formats import chunks
     from ggml_ext._native import library
@@ -70,13 +70,13 @@ def test_against_the_original(folder, monkeypatch, numpy_only, capsys):
         assert rows[name][-3:] == [f"{relative_mse(a, b):.6f}", f"{largest:.6g}", "ok"], name
 
 
-def test_a_file_against_itself(folder):
+def test_file_against_itself_has_no_errors(folder):
     rows = inspect(folder / "out.gguf", "--against", folder / "out.gguf")
     assert all(rows[name][-3:] == ["0.000000", "0", "ok"] for name in TENSORS)
 
 
-def changed(folder, tmp_path, change):
-    """A copy of out.gguf with bytes changed in place: change(data, file)."""
+def write_changed(folder, tmp_path, change):
+    """Copy out.gguf and change its bytes by change(data, file)."""
     data = bytearray((folder / "out.gguf").read_bytes())
     change(data, gguf_file.GGUFFile(folder / "out.gguf"))
     path = tmp_path / "changed.gguf"
@@ -84,61 +84,61 @@ def changed(folder, tmp_path, change):
     return path
 
 
-def tensor_of(file, name):
+def find_tensor(file, name):
     return next(t for t in file.tensors if t.name == name)
 
 
-def test_an_epsilon_that_is_too_small(folder, tmp_path):
-    """By one float32: the bound is tight."""
+def test_too_small_epsilon_is_reported(folder, tmp_path):
+    """A single float32 step is noticed: the bound is tight."""
     values = gguf_file.GGUFFile(folder / "out.gguf").floats(VALUES_KEY)
 
     def change(data, file):
-        at = data.index(file.metadata[VALUES_KEY].raw) + 16
-        data[at : at + 4] = np.nextafter(np.nextafter(values[0], np.float32(0)), np.float32(0)).tobytes()
+        offset = data.index(file.metadata[VALUES_KEY].raw) + 16
+        data[offset : offset + 4] = np.nextafter(np.nextafter(values[0], np.float32(0)), np.float32(0)).tobytes()
 
-    path = changed(folder, tmp_path, change)
+    path = write_changed(folder, tmp_path, change)
     inspect(path)
     result = run_inspect(path, "--against", folder / "in.gguf")
     check_error(result, UP, "largest error", "recorded epsilon", "in.gguf")
     assert [line.split()[-1] for line in result.stdout.splitlines() if line.startswith("blk.0.ffn_up")] == ["EXCEEDED"]
-    assert "relative squared error of all weights" in result.stdout  # the whole table is there
+    assert "relative squared error of all weights" in result.stdout  # the table is complete
 
 
-def test_changed_blocks_are_found(folder, tmp_path):
+def test_changed_blocks_are_reported(folder, tmp_path):
     def change(data, file):
-        start = tensor_of(file, UP).offset
+        start = find_tensor(file, UP).offset
         data[start + 2 : start + 10] = np.full(8, 127, np.int8).tobytes()
 
-    check_error(run_inspect(changed(folder, tmp_path, change), "--against", folder / "in.gguf"), UP, "largest error")
+    check_error(run_inspect(write_changed(folder, tmp_path, change), "--against", folder / "in.gguf"), UP, "largest error")
 
 
-def test_damaged_scales_are_found(folder, tmp_path):
+def test_damaged_scales_are_reported(folder, tmp_path):
     def change(data, file):
-        start = tensor_of(file, DOWN).offset
+        start = find_tensor(file, DOWN).offset
         data[start : start + 2] = np.float16(np.nan).tobytes()
 
-    check_error(run_inspect(changed(folder, tmp_path, change), "--against", folder / "in.gguf"), DOWN, "rows 0 to 23", "NaN or Inf")
+    check_error(run_inspect(write_changed(folder, tmp_path, change), "--against", folder / "in.gguf"), DOWN, "rows 0 to 23", "NaN or Inf")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
-def test_epsilons_that_bound_nothing(folder, tmp_path, value):
+def test_invalid_epsilon_is_refused(folder, tmp_path, value):
     def change(data, file):
-        at = data.index(file.metadata[VALUES_KEY].raw) + 16
-        data[at : at + 4] = np.float32(value).tobytes()
+        offset = data.index(file.metadata[VALUES_KEY].raw) + 16
+        data[offset : offset + 4] = np.float32(value).tobytes()
 
-    check_error(run_inspect(changed(folder, tmp_path, change)), UP, "recorded epsilon")
+    check_error(run_inspect(write_changed(folder, tmp_path, change)), UP, "recorded epsilon")
 
 
-def test_an_epsilon_of_another_tensor(folder, tmp_path):
+def test_epsilon_of_another_tensor_is_refused(folder, tmp_path):
     def change(data, file):
-        at = data.index(UP.encode())  # in the metadata, before the tensors' own names
-        data[at : at + len(UP)] = DOWN.encode().ljust(len(UP), b"x")[: len(UP)]
+        offset = data.index(UP.encode())  # in the metadata, before the tensors' names
+        data[offset : offset + len(UP)] = DOWN.encode().ljust(len(UP), b"x")[: len(UP)]
 
-    check_error(run_inspect(changed(folder, tmp_path, change)), "records an epsilon for blk.0.ffn_down", "no ditto3 tensor")
+    check_error(run_inspect(write_changed(folder, tmp_path, change)), "records an epsilon for blk.0.ffn_down", "no ditto3 tensor")
 
 
 @pytest.mark.parametrize("other", ["missing", "more", "shape", "type"])
-def test_another_file_as_original(folder, tmp_path, other):
+def test_other_file_as_original_is_refused(folder, tmp_path, other):
     tensors = dict(TENSORS)
     name = UP
     if other == "missing":
@@ -151,14 +151,14 @@ def test_another_file_as_original(folder, tmp_path, other):
     path = write_gguf(tmp_path / "other.gguf", tensors)
     if other == "type":
         data = path.read_bytes()
-        at = data.index(UP.encode()) + len(UP) + 4 + 16
-        assert data[at] == 1  # f16, as large as i16
-        path.write_bytes(data[:at] + bytes([25]) + data[at + 1 :])
+        offset = data.index(UP.encode()) + len(UP) + 4 + 16
+        assert data[offset] == 1  # f16, the size of i16
+        path.write_bytes(data[:offset] + bytes([25]) + data[offset + 1 :])
     parts = {"shape": ("[512, 40]", "[1024, 20]"), "type": ("ditto3", "i16", "cannot be compared")}.get(other, ("is not in",))
     check_error(run_inspect(folder / "out.gguf", "--against", path), name, "other.gguf", *parts)
 
 
-def test_bad_files_and_flags(folder, tmp_path):
+def test_bad_files_and_flags_are_refused(folder, tmp_path):
     check_error(run_inspect(tmp_path / "missing.gguf"), "missing.gguf", "No such file")
     check_error(run_inspect(folder / "out.gguf", "--against", tmp_path / "missing.gguf"), "missing.gguf")
     check_error(run_inspect(folder), "directory")
@@ -168,7 +168,7 @@ def test_bad_files_and_flags(folder, tmp_path):
     check_error(run_inspect(tmp_path / "text.gguf"), "not a GGUF file")
 
 
-def test_closed_standard_output(folder):
+def test_closed_standard_output_is_ignored(folder):
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run([sys.executable, "-m", "ggml_ext.inspect", folder / "out.gguf"], stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -177,8 +177,8 @@ def test_closed_standard_output(folder):
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "block"])
-def test_weighted_errors(tmp_path, lib, kind):
-    """As the quantizer's summary has them, of experts too."""
+def test_weighted_errors_match_the_summary(tmp_path, lib, kind):
+    """Includes experts."""
     experts = "blk.0.ffn_gate_exps.weight"
     inputs = {UP: correlated(600, 512), experts: [correlated(600, 256, seed=i) for i in range(3)]}
     imatrix = write_moments(tmp_path / "m.gguf", inputs)
@@ -203,7 +203,7 @@ def test_weighted_errors(tmp_path, lib, kind):
     (["--against", "in.gguf", "--imatrix", "width.gguf"], (UP, "256 importances", "needs 512", "another model")),
     (["--against", "in.gguf", "--imatrix", "names.gguf"], ("names.gguf", "no tensor", "another model")),
 ])
-def test_bad_importance(folder, flags, parts):
+def test_bad_importance_is_refused(folder, flags, parts):
     write_moments(folder / "m.gguf", {UP: correlated(600, 512)})
     write_moments(folder / "width.gguf", {UP: correlated(600, 256)})
     write_moments(folder / "names.gguf", {"blk.9.ffn_up.weight": correlated(600, 256)})

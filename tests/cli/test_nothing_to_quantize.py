@@ -1,4 +1,4 @@
-"""GGUF files without weight matrices are refused by name; what has its type already is copied."""
+"""GGUF files without weight matrices are refused by name; a file with the requested types is copied."""
 
 import numpy as np
 import pytest
@@ -27,16 +27,16 @@ def with_type(name):
     ids=["lora", "control_vector", "imatrix", "vectors", "routing"],
 )
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=["", "dry_run"])
-def test_refused_by_name(tmp_path, tensors, arch, fill, parts, flags):
+def test_file_without_matrices_is_refused_by_name(tmp_path, tensors, arch, fill, parts, flags):
     source = write_gguf(tmp_path / "in.gguf", tensors, "F32", arch, fill)
     quantize_error(tmp_path, source, "in.gguf", "nothing to quantize", *parts, flags=flags)
 
 
-def test_a_vocabulary_is_refused(tmp_path):
+def test_vocabulary_is_refused(tmp_path):
     quantize_error(tmp_path, raw_gguf(tmp_path / "in.gguf"), "in.gguf has no tensors: nothing to quantize")
 
 
-def test_what_has_its_types_already_is_copied(tmp_path, lib):
+def test_file_with_the_requested_types_is_copied(tmp_path, lib):
     tensors = {"blk.0.ffn_up.weight": MATRIX, "blk.1.ffn_up.weight": gaussian(8, 256, seed=2), "blk.0.attn_norm.weight": VECTOR}
     source, once, twice = write_gguf(tmp_path / "in.gguf", tensors), tmp_path / "1.gguf", tmp_path / "2.gguf"
     assert quantize(source, once, "--type", "itq3_s").stderr == ""

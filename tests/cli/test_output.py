@@ -1,6 +1,6 @@
-"""What becomes of OUT: nothing is lost, a stopped run goes on, two runs do not meet.
+"""OUT: nothing is lost, interrupted runs resume, two runs do not interfere.
 
-In this process where that shows the same: a program starts in a second, and there are many cases.
+Most tests run in this process: a program takes a second to start.
 """
 
 import errno
@@ -25,10 +25,10 @@ from ggml_ext._output import output as _output
 from ggml_ext._output.output import Output
 from helpers import writing
 from helpers.commands import quantize_command
-from helpers.errors import check_error, files, own_mount_namespace
+from helpers.errors import check_error, files, mount_namespace_prefix
 from helpers.importances import importances, write_imatrix
 from helpers.models import read_tensors
-from helpers.writing import FLAGS, NAMES, encoded, only_out, part_files, run_badly, run_well
+from helpers.writing import FLAGS, NAMES, is_only_output, part_files, record_encoded, run_failing, run_successfully
 
 small_chunks, source, small_parts = writing.small_chunks, writing.source, writing.small_parts
 
@@ -52,10 +52,10 @@ sys.exit(quantize.main(sys.argv[3:]))
 
 
 def run_and_stop(n_finished: int, number: int, *args) -> subprocess.CompletedProcess:
-    """A process that gets a signal inside the tensor after n_finished, with a part of it written."""
+    """Run a process that gets a signal inside the tensor after n_finished, when a part of it is written."""
     command = [sys.executable, "-c", STOP, n_finished, int(number), *args]
 
-    def default_signals():  # shells ignore SIGINT in the background
+    def default_signals():  # background jobs of a shell ignore SIGINT
         for n in SIGNALS:
             signal.signal(n, signal.SIG_DFL)
 
@@ -64,8 +64,8 @@ def run_and_stop(n_finished: int, number: int, *args) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("flags", [(), ("--split-max-size", "1M")], ids=["whole", "split"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
-def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys, monkeypatch, number, flags):
-    """Epsilons in the header and a fallback among what was done before."""
+def test_resumed_run_writes_the_same_bytes(lib, source, tmp_path, capsys, monkeypatch, number, flags):
+    """The header has epsilons, and the finished tensors include a fallback."""
     flags = (*FLAGS, *flags)
     (tmp_path / "whole").mkdir()
     is_split = "--split-max-size" in flags
@@ -73,18 +73,18 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys
         monkeypatch.setattr(options, "parse_split_size", lambda text: 8000)
         smaller = "options.parse_split_size = lambda text: 8000\nsys.exit"
         monkeypatch.setattr(sys.modules[__name__], "STOP", STOP.replace("sys.exit", smaller))
-    run_well(capsys, source, tmp_path / "whole" / "out.gguf", *flags)
+    run_successfully(capsys, source, tmp_path / "whole" / "out.gguf", *flags)
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "out.gguf"
     result = run_and_stop(5, number, source, out, *flags)
-    left = sorted(p.name for p in out.parent.iterdir())
-    assert all(name.startswith(".out") for name in left) and ".out.gguf.partial.json" in left
+    leftovers = sorted(p.name for p in out.parent.iterdir())
+    assert all(name.startswith(".out") for name in leftovers) and ".out.gguf.partial.json" in leftovers
     if number == signal.SIGINT:
         check_error(result, "interrupted, ", "was not written; the same command goes on after 5 of 9 tensors", code=130)
     else:
         assert result.returncode == -signal.SIGKILL
-    with encoded(monkeypatch) as names:
-        stdout, err = run_well(capsys, source, out, *flags)
+    with record_encoded(monkeypatch) as names:
+        stdout, err = run_successfully(capsys, source, out, *flags)
     assert sorted(set(names)) == sorted(NAMES[5:])
     assert "note: an earlier run was stopped: going on after 5 of 9 tensors\n" in err
     assert "iq4_nl instead of ditto3 for the errors" in stdout
@@ -92,17 +92,17 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(lib, source, tmp_path, capsys
     assert len(files(out.parent)) == (3 if is_split else 1)
 
 
-def test_stopped_in_the_first_tensor_nothing_is_left(lib, source, tmp_path):
+def test_interrupt_in_the_first_tensor_leaves_nothing(lib, source, tmp_path):
     before = files(tmp_path)
     check_error(run_and_stop(0, signal.SIGTERM, source, tmp_path / "out.gguf", *FLAGS), "out.gguf was not written", code=143)
     assert files(tmp_path) == before
 
 
 @pytest.fixture
-def stopped(lib, source, tmp_path, capsys, monkeypatch):
-    """What a killed run of FLAGS left after five tensors: OUT, and what it has to become."""
+def killed_run(lib, source, tmp_path, capsys, monkeypatch):
+    """Kill a run of FLAGS after five tensors; return OUT and the bytes that it must get."""
     expected = tmp_path / "expected.gguf"
-    run_well(capsys, source, expected, *FLAGS)
+    run_successfully(capsys, source, expected, *FLAGS)
     out = tmp_path / "out.gguf"
 
     def kill(self, *args):
@@ -131,22 +131,22 @@ def stopped(lib, source, tmp_path, capsys, monkeypatch):
         ("no data", 0),
     ],
 )
-def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, damage, n_left):
-    """After a power cut, say."""
-    out, expected = stopped
+def test_damaged_tensors_are_written_again(source, killed_run, capsys, monkeypatch, damage, n_left):
+    """A power cut can damage them."""
+    out, expected = killed_run
     partial, journal = partial_path(out), partial_path(out).with_name(partial_path(out).name + ".json")
     lines = journal.read_text().splitlines(keepends=True)
     assert len(lines) == 6
     if damage == "data":
         data = bytearray(partial.read_bytes())
-        # in the third tensor: the last bytes of what is finished are behind it
+        # In the third tensor: the last finished bytes come after it.
         data[-sum(json.loads(line)["n_bytes"] for line in lines[4:]) - 6000] ^= 1
         partial.write_bytes(data)
     elif damage == "cut journal":
         journal.write_text("".join(lines)[:-20])
     elif damage == "cut data":
         with open(partial, "r+b") as f:
-            f.truncate(partial.stat().st_size - 2 * (12 * 512 * 106 // 256))  # the sixth tensor, and of the fifth
+            f.truncate(partial.stat().st_size - 2 * (12 * 512 * 106 // 256))  # the sixth tensor, and a part of the fifth
     elif damage == "no journal":
         journal.unlink()
     elif damage == "empty journal":
@@ -156,11 +156,11 @@ def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, dam
         journal.write_text(json.dumps(head) + "\n" + "".join(lines[1:]))
     else:
         partial.unlink()
-    with encoded(monkeypatch) as names:
-        _, err = run_well(capsys, source, out, *FLAGS)
+    with record_encoded(monkeypatch) as names:
+        _, err = run_successfully(capsys, source, out, *FLAGS)
     n_done = len(NAMES) - len(set(names))
     assert n_done == n_left
-    assert out.read_bytes() == expected and only_out(out) and source.exists()
+    assert out.read_bytes() == expected and is_only_output(out) and source.exists()
     assert ("started anew" in err) == (n_done == 0)
 
 
@@ -169,88 +169,88 @@ def test_what_is_damaged_is_made_again(source, stopped, capsys, monkeypatch, dam
     [
         {"n_bytes": "12"}, {"n_bytes": -1}, {"tensor": "2"}, {"sha256": 7}, {"seconds": "a"}, {"seconds": float("nan")},
         {"accuracy": {"error": "x"}}, {"accuracy": 3}, {"warnings": "none"}, {"warnings": [1]}, {"type": ["IQ4_NL"]},
-        {"type": "DITTO3"},  # in which it has another size
+        {"type": "DITTO3"},  # it has another size in this type
     ],
     ids=str,
 )
-def test_a_journal_with_values_of_the_wrong_kind_counts_up_to_them(source, stopped, capsys, monkeypatch, wrong):
-    """Of the tensor in IQ4_NL."""
-    out, expected = stopped
+def test_journal_is_used_up_to_the_first_wrong_value(source, killed_run, capsys, monkeypatch, wrong):
+    """The wrong values belong to the tensor in IQ4_NL."""
+    out, expected = killed_run
     journal = partial_path(out).with_name(partial_path(out).name + ".json")
     lines = journal.read_text().splitlines()
     assert json.loads(lines[3])["type"] == "IQ4_NL"
     lines[3] = json.dumps(json.loads(lines[3]) | wrong)
     journal.write_text("\n".join(lines) + "\n")
-    with encoded(monkeypatch) as names:
-        _, err = run_well(capsys, source, out, *FLAGS)
+    with record_encoded(monkeypatch) as names:
+        _, err = run_successfully(capsys, source, out, *FLAGS)
     assert "going on after 2 of 9" in err and len(set(names)) == 7
-    assert out.read_bytes() == expected and only_out(out)
+    assert out.read_bytes() == expected and is_only_output(out)
 
 
 @pytest.mark.parametrize("head", ["[" * 100_000, "[]", '{"format": 2, "made_from": {}, "files": 5}', '{"format": 2, "made_from": [], "files": []}',
                                   json.dumps({"format": 2, "made_from": {}, "files": [".é" + "x" * 300 + ".partial", ".\ud800.partial"]})],
                          ids=["nested", "list", "files", "made_from", "names"])
-def test_a_journal_that_is_none_starts_anew(source, stopped, capsys, head):
-    out, expected = stopped
+def test_invalid_journal_restarts(source, killed_run, capsys, head):
+    out, expected = killed_run
     journal = partial_path(out).with_name(partial_path(out).name + ".json")
     journal.write_text("\n".join([head, *journal.read_text().splitlines()[1:], ""]))
-    _, err = run_well(capsys, source, out, *FLAGS)
-    assert "started anew" in err and out.read_bytes() == expected and only_out(out)
+    _, err = run_successfully(capsys, source, out, *FLAGS)
+    assert "started anew" in err and out.read_bytes() == expected and is_only_output(out)
 
 
-def test_a_run_of_something_else_starts_anew_and_says_so(source, stopped, capsys, monkeypatch, tmp_path):
-    out, expected = stopped
-    left = {p: p.read_bytes() for p in tmp_path.glob(".out*")}
+def test_run_with_other_inputs_restarts_with_a_note(source, killed_run, capsys, monkeypatch, tmp_path):
+    out, expected = killed_run
+    partial_files = {p: p.read_bytes() for p in tmp_path.glob(".out*")}
     imatrix = write_imatrix(tmp_path / "im.gguf", {n: (np.ones((1, 512), np.float32), [1]) for n in NAMES if "ffn" in n})
     weights = source.read_bytes()
 
-    def again(*flags, what):
-        for path, data in left.items():
+    def rerun(*flags, reason):
+        for path, data in partial_files.items():
             path.write_bytes(data)
-        with encoded(monkeypatch) as names:
-            _, err = run_well(capsys, source, out, "--force", *flags)
+        with record_encoded(monkeypatch) as names:
+            _, err = run_successfully(capsys, source, out, "--force", *flags)
         note = re.search(r": started anew, what it left is not of the same (.*) and was removed: .out.gguf.partial$", err, re.M)
-        assert note and what in note[1].split(", "), err
-        assert set(names) == set(NAMES) and only_out(out)
+        assert note and reason in note[1].split(", "), err
+        assert set(names) == set(NAMES) and is_only_output(out)
         return out.read_bytes()
 
-    # first while the input is as it was, or that would differ too
-    assert again(*FLAGS[:-4], "-t", "1", what="options") != expected
-    assert again("--type", "ditto3", "--imatrix", imatrix, "--fallback-above", "3", what="importance") != expected
+    # First, while the input is unchanged, or that would differ too.
+    assert rerun(*FLAGS[:-4], "-t", "1", reason="options") != expected
+    assert rerun("--type", "ditto3", "--imatrix", imatrix, "--fallback-above", "3", reason="importance") != expected
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "__version__", "0.0.9")
-        again(*FLAGS, what="version")
+        rerun(*FLAGS, reason="version")
     source.write_bytes(weights[:-4] + np.float32(0.5).tobytes())
-    assert again(*FLAGS, what="input") != expected
+    assert rerun(*FLAGS, reason="input") != expected
 
 
-def test_another_imatrix_of_the_same_name_starts_anew(lib, source, tmp_path, capsys, monkeypatch):
+def test_other_imatrix_of_the_same_name_restarts(lib, source, tmp_path, capsys, monkeypatch):
     """Values of the importance matrix are in no header."""
     out, imatrix = tmp_path / "out.gguf", tmp_path / "im.gguf"
     flags = ("--type", "ditto3", "--imatrix", imatrix, "-t", "1")
     write_imatrix(imatrix, {n: (importances(1, 512, seed=7), [4]) for n in NAMES if "ffn" in n})
     result = run_and_stop(4, signal.SIGKILL, source, out, *flags)
     assert result.returncode == -signal.SIGKILL
-    run_well(capsys, source, tmp_path / "first.gguf", *flags)
+    run_successfully(capsys, source, tmp_path / "first.gguf", *flags)
     write_imatrix(imatrix, {n: (importances(1, 512, seed=8), [4]) for n in NAMES if "ffn" in n})
-    _, err = run_well(capsys, source, out, *flags)
+    _, err = run_successfully(capsys, source, out, *flags)
     assert "not of the same importance and was removed" in err
-    run_well(capsys, source, tmp_path / "second.gguf", *flags)
+    run_successfully(capsys, source, tmp_path / "second.gguf", *flags)
     assert out.read_bytes() == (tmp_path / "second.gguf").read_bytes() != (tmp_path / "first.gguf").read_bytes()
 
 
-def test_two_runs_on_one_out(lib, source, tmp_path, capsys):
+def test_second_run_on_the_same_out_is_refused(lib, source, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     with Output(out, force=False):
-        run_badly(capsys, source, out, *FLAGS, "--force", parts=("another run is writing", "out.gguf", "wait for its end"))
-        run_well(capsys, source, tmp_path / "other.gguf", *FLAGS)
+        run_failing(capsys, source, out, *FLAGS, "--force", parts=("another run is writing", "out.gguf", "wait for its end"))
+        run_successfully(capsys, source, tmp_path / "other.gguf", *FLAGS)
     assert not out.exists()
-    run_well(capsys, source, out, *FLAGS)
-    assert only_out(out)
+    run_successfully(capsys, source, out, *FLAGS)
+    assert is_only_output(out)
 
 
-def test_the_lock_is_of_the_file_that_has_the_name(tmp_path, monkeypatch):
-    """A run may end, and remove the journal, between another's opening it and locking it."""
+def test_lock_is_taken_on_the_current_journal(tmp_path, monkeypatch):
+    """Another run may end and remove the journal between opening and locking it."""
     out, opened = tmp_path / "out.gguf", []
 
     def open_file(path):
@@ -271,7 +271,7 @@ def test_the_lock_is_of_the_file_that_has_the_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
-def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys, monkeypatch, links):
+def test_file_that_appears_during_the_run_is_kept(lib, source, tmp_path, capsys, monkeypatch, links):
     out, complete = tmp_path / "out.gguf", Output.complete
 
     def appear(self, headers):
@@ -285,17 +285,17 @@ def test_a_file_that_appears_meanwhile_is_not_lost(lib, source, tmp_path, capsys
         monkeypatch.setattr(os, "link", no_links)
     with monkeypatch.context() as patch:
         patch.setattr(Output, "complete", appear)
-        run_badly(capsys, source, out, *FLAGS, parts=("out.gguf appeared", "--force", "goes on after 9 of 9 tensors"))
+        run_failing(capsys, source, out, *FLAGS, parts=("out.gguf appeared", "--force", "goes on after 9 of 9 tensors"))
     assert out.read_text() == "precious"
-    run_badly(capsys, source, out, *FLAGS, parts=("exists",))
-    assert out.read_text() == "precious" and partial_path(out).exists()  # what is done is not lost either
-    with encoded(monkeypatch) as names:
-        run_well(capsys, source, out, *FLAGS, "--force")
-    assert not names and list(read_tensors(out)) == NAMES and only_out(out)
+    run_failing(capsys, source, out, *FLAGS, parts=("exists",))
+    assert out.read_text() == "precious" and partial_path(out).exists()  # the finished tensors are kept too
+    with record_encoded(monkeypatch) as names:
+        run_successfully(capsys, source, out, *FLAGS, "--force")
+    assert not names and list(read_tensors(out)) == NAMES and is_only_output(out)
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["", "no hard links"])
-def test_a_part_that_appears_meanwhile_costs_no_other_part(lib, source, tmp_path, capsys, monkeypatch, small_parts, links):
+def test_part_that_appears_during_the_run_keeps_the_others(lib, source, tmp_path, capsys, monkeypatch, small_parts, links):
     parts, complete = part_files(tmp_path), Output.complete
 
     def appear(self, headers):
@@ -310,18 +310,18 @@ def test_a_part_that_appears_meanwhile_costs_no_other_part(lib, source, tmp_path
     out = tmp_path / "out.gguf"
     with monkeypatch.context() as patch:
         patch.setattr(Output, "complete", appear)
-        run_badly(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "goes on after 9 of 9 tensors"))
+        run_failing(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "goes on after 9 of 9 tensors"))
     assert parts[1].read_text() == "precious" and not parts[0].exists() and not parts[2].exists()
     parts[1].unlink()
-    with encoded(monkeypatch) as names:
-        run_well(capsys, source, out, *small_parts)
+    with record_encoded(monkeypatch) as names:
+        run_successfully(capsys, source, out, *small_parts)
     assert not names and [n for p in parts for n in read_tensors(p)] == NAMES
     assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in parts)}
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
-def test_replacing_is_for_all_parts_or_none(lib, source, tmp_path, capsys, monkeypatch, small_parts, is_split):
-    """One that cannot be replaced leaves the old files as they were, and what was made for the next run."""
+def test_parts_are_replaced_all_or_none(lib, source, tmp_path, capsys, monkeypatch, small_parts, is_split):
+    """If one part cannot be replaced, the old files stay and the new ones remain for the next run."""
     out, replace_file, refused = tmp_path / "out.gguf", os.replace, []
     flags, olds = (small_parts, part_files(tmp_path)) if is_split else (FLAGS, [out])
     for i, path in enumerate(olds):
@@ -335,17 +335,17 @@ def test_replacing_is_for_all_parts_or_none(lib, source, tmp_path, capsys, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
-        said = (f"OUT: {olds[-1]} could not be put in its place: Device or resource busy", "the same command goes on after 9 of 9 tensors")
-        run_badly(capsys, source, out, *flags, "--force", parts=said)
+        message = (f"OUT: {olds[-1]} could not be put in its place: Device or resource busy", "the same command goes on after 9 of 9 tensors")
+        run_failing(capsys, source, out, *flags, "--force", parts=message)
     assert [path.read_text() for path in olds] == [f"old {i}" for i in range(len(olds))]
-    with encoded(monkeypatch) as names:
-        run_well(capsys, source, out, *flags, "--force")
+    with record_encoded(monkeypatch) as names:
+        run_successfully(capsys, source, out, *flags, "--force")
     assert not names and [n for p in olds for n in read_tensors(p)] == NAMES
     assert {p.name for p in tmp_path.iterdir()} == {source.name, *(p.name for p in olds)}
 
 
 @pytest.mark.parametrize("flag", ["--report", "--model-card"])
-def test_what_appears_in_place_of_a_report_is_not_lost(lib, source, tmp_path, capsys, monkeypatch, flag):
+def test_file_in_place_of_a_report_is_kept(lib, source, tmp_path, capsys, monkeypatch, flag):
     out, beside, publish = tmp_path / "out.gguf", tmp_path / "about.json", Output.publish
 
     def appear(self):
@@ -353,65 +353,65 @@ def test_what_appears_in_place_of_a_report_is_not_lost(lib, source, tmp_path, ca
         beside.write_text("precious")
 
     monkeypatch.setattr(Output, "publish", appear)
-    run_badly(capsys, source, out, *FLAGS, flag, beside, parts=(flag, "about.json appeared meanwhile", "out.gguf is written"))
+    run_failing(capsys, source, out, *FLAGS, flag, beside, parts=(flag, "about.json appeared meanwhile", "out.gguf is written"))
     assert beside.read_text() == "precious" and list(read_tensors(out)) == NAMES
     assert {p.name for p in tmp_path.iterdir()} == {source.name, "out.gguf", "about.json"}
-    run_well(capsys, source, out, *FLAGS, flag, beside, "--force")
+    run_successfully(capsys, source, out, *FLAGS, flag, beside, "--force")
     assert beside.read_text() != "precious"
 
 
-def test_permissions_of_a_replaced_file_stay(lib, source, tmp_path, capsys):
+def test_permissions_of_a_replaced_file_are_kept(lib, source, tmp_path, capsys):
     out = tmp_path / "out.gguf"
-    run_well(capsys, source, out, *FLAGS)
+    run_successfully(capsys, source, out, *FLAGS)
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~mask
     out.chmod(0o640)
-    run_well(capsys, source, out, *FLAGS, "--force")
+    run_successfully(capsys, source, out, *FLAGS, "--force")
     assert stat.S_IMODE(out.stat().st_mode) == 0o640
 
 
-def test_killed_between_two_names_the_first_is_not_written_to(lib, source, tmp_path, capsys):
-    """The partial file is OUT by another name then."""
+def test_finished_file_with_two_names_is_not_written_to(lib, source, tmp_path, capsys):
+    """A run that was killed between linking OUT and removing the partial name leaves one file with two names."""
     out = tmp_path / "out.gguf"
-    run_well(capsys, source, out, *FLAGS)
+    run_successfully(capsys, source, out, *FLAGS)
     os.link(out, partial_path(out))
     other = tmp_path / "kept.gguf"
     os.link(out, other)
     before = other.read_bytes()
-    run_well(capsys, source, out, "--type", "itq3_s", "--importance", "none", "--force")
+    run_successfully(capsys, source, out, "--type", "itq3_s", "--importance", "none", "--force")
     assert other.read_bytes() == before != out.read_bytes()
 
 
 def test_links_in_place_of_partial_files_are_not_followed(lib, source, tmp_path, capsys):
-    """Their names can be guessed."""
+    """Others can guess the names."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     partial_path(tmp_path / "out.gguf").symlink_to(precious)
     journal = partial_path(tmp_path / "out.gguf").with_name(".out.gguf.partial.json")
     journal.symlink_to(precious)
-    run_badly(capsys, source, tmp_path / "out.gguf", *FLAGS, parts=("cannot write",))
+    run_failing(capsys, source, tmp_path / "out.gguf", *FLAGS, parts=("cannot write",))
     journal.unlink()
-    run_well(capsys, source, tmp_path / "out.gguf", *FLAGS)
+    run_successfully(capsys, source, tmp_path / "out.gguf", *FLAGS)
     assert precious.read_text() == "precious" and not (tmp_path / "out.gguf").is_symlink()
 
 
-def test_a_disk_that_gets_full_half_way(lib, source, tmp_path, capsys):
-    """A limit of the file size stands for it: the file system itself says there is room."""
-    out, limit = tmp_path / "out.gguf", 12_000  # of 20 kB
+def test_full_disk_keeps_finished_tensors(lib, source, tmp_path, capsys):
+    """A limit of the file size stands for it: the file system reports enough room."""
+    out, limit = tmp_path / "out.gguf", 12_000  # OUT has 20 kB
     command = quantize_command(source, out, *FLAGS)
     set_limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
     result = subprocess.run(command, capture_output=True, text=True, preexec_fn=set_limit)
     check_error(result, "no space left on device", "out.gguf needs 0.02 MiB", "free some space", "goes on after 5 of 9 tensors")
-    _, err = run_well(capsys, source, out, *FLAGS)
-    assert "going on after 5 of 9" in err and only_out(out)
+    _, err = run_successfully(capsys, source, out, *FLAGS)
+    assert "going on after 5 of 9" in err and is_only_output(out)
 
 
-def test_a_folder_on_a_read_only_file_system(lib, source, tmp_path, capsys, monkeypatch):
-    """A real one where the machine lets us mount one: before any work, in one line."""
+def test_read_only_file_system_is_refused_first(lib, source, tmp_path, capsys, monkeypatch):
+    """Uses a real one where the machine allows mounting."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if prefix := own_mount_namespace():
+    if prefix := mount_namespace_prefix():
         script = f'mount -t tmpfs -o ro tmpfs "{folder}"; exec "$@"'
         command = quantize_command(source, folder / "out.gguf", *FLAGS)
         result = subprocess.run([*prefix, script, "sh", *command], capture_output=True, text=True)
@@ -421,5 +421,5 @@ def test_a_folder_on_a_read_only_file_system(lib, source, tmp_path, capsys, monk
             raise OSError(errno.EROFS, "Read-only file system", path)
 
         monkeypatch.setattr(_output, "open_file", refuse)
-        run_badly(capsys, source, folder / "out.gguf", *FLAGS, parts=("cannot write", "Read-only file system"))
+        run_failing(capsys, source, folder / "out.gguf", *FLAGS, parts=("cannot write", "Read-only file system"))
     assert not any(folder.iterdir())

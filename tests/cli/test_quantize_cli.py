@@ -1,4 +1,4 @@
-"""python -m ggml_ext.quantize as a real process: what it writes, keeps, prints and needs."""
+"""python -m ggml_ext.quantize in a real process: what it writes, keeps, prints and needs."""
 
 import hashlib
 import struct
@@ -19,9 +19,9 @@ from helpers.commands import quantize, quantize_command, run_quantize, tool
 from helpers.models import gaussian, read_tensors, write_gguf
 from helpers.weights import relative_mse
 
-# Eight uniform levels on a Gaussian lose 0.0374 of its energy (J. Max, 1960); the encoder fits d and z to every block.
+# Eight uniform levels lose 0.0374 of a Gaussian's energy (J. Max, 1960); the encoder fits d and z to every block.
 ITQ3_S_BOUND = 0.0374
-# What has no numpy encoder by default
+# Types without a numpy encoder by default.
 NUMPY_ONLY = ("--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0")
 OURS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options",
         "ggml_ext.importance"}
@@ -37,7 +37,7 @@ MATRICES = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A small model with an output matrix and experts."""
+    """Write a small model with an output matrix and experts."""
     return write_gguf(tmp_path_factory.mktemp("small") / "in.gguf", MATRICES)
 
 
@@ -48,17 +48,17 @@ def quantized(model, lib, tmp_path_factory):
     return path
 
 
-def types_of(path):
+def read_types(path):
     return {name: t.tensor_type.name.lower() for name, t in read_tensors(path).items()}
 
 
-def decoded(tensor):
+def decode(tensor):
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
 @pytest.mark.parametrize(("ne", "n"), [((256, 8), 1), ((256, 256), 2), ((768, 256), 4), ((768, 1536), 16), ((4096, 4096), 32), ((1 << 20, 3), 3)])
-def test_chunks_of_rows(ne, n):
-    """All rows in order, whole groups of 16, and a power of two of equal parts where chunks would be few."""
+def test_rows_are_split_into_chunks(ne, n):
+    """Covers all rows in order, groups of 16, and a power of two of equal parts where there would be few chunks."""
     tensor = gguf_file.Tensor("name", ne, 0, 0, 0)
     chunks = list(row_chunks(tensor))
     assert len(chunks) == n
@@ -87,7 +87,7 @@ def test_tensors_keep_order_and_shape_and_get_their_types(model, quantized):
     assert list(before) == list(after)
     for name, tensor in after.items():
         assert tensor.shape.tolist() == before[name].shape.tolist()
-        # the reference model has no output.weight: its embeddings are the output matrix
+        # The reference model has no output.weight: its embeddings are the output matrix.
         matrix = "q6_k" if name == "token_embd.weight" else "itq3_s"
         assert tensor.tensor_type.name.lower() == ("f32" if name.endswith("_norm.weight") else matrix), name
 
@@ -95,16 +95,16 @@ def test_tensors_keep_order_and_shape_and_get_their_types(model, quantized):
 def test_decoded_weights_are_close(model, quantized):
     before, after = read_tensors(model), read_tensors(quantized)
     for name, tensor in after.items():
-        error = relative_mse(decoded(tensor), decoded(before[name]))
-        # q6_k: 64 levels over some 5 sigma of each 16 weights, a squared error of (10/64)^2/12 = 0.002 at most
+        error = relative_mse(decode(tensor), decode(before[name]))
+        # q6_k: 64 levels over about 5 sigma of each 16 weights, a squared error of at most (10/64)^2/12 = 0.002.
         bound = {"F32": 0.0, "ITQ3_S": ITQ3_S_BOUND, "Q6_K": 0.002}[tensor.tensor_type.name]
         assert error <= bound, name
 
 
-def test_bytes_are_the_encoders(model, quantized):
+def test_file_has_the_bytes_of_the_encoder(model, quantized):
     before, after = read_tensors(model), read_tensors(quantized)
     name = "blk.3.ffn_down.weight"
-    expected = itq3_s.quantize_blocks(decoded(before[name]).reshape(-1, 256))
+    expected = itq3_s.quantize_blocks(decode(before[name]).reshape(-1, 256))
     assert np.array_equal(after[name].data.reshape(-1, 100), expected)
 
 
@@ -120,26 +120,26 @@ def test_c_and_numpy_write_the_same_file(model, lib, tmp_path, levels):
     assert len(digests) == 1
 
 
-def test_threads_do_not_change_the_file(small, lib, tmp_path):
+def test_number_of_threads_leaves_the_file_unchanged(small, lib, tmp_path):
     for n in ("1", "7"):
         quantize(small, tmp_path / n, "--type", "itq3_s", "--threads", n)
     assert (tmp_path / "1").read_bytes() == (tmp_path / "7").read_bytes()
 
 
 @pytest.mark.parametrize("qtype", ["F32", "F16", "BF16", "Q8_0"])
-def test_source_types(tmp_path, qtype):
+def test_every_float_source_type_is_read(tmp_path, qtype):
     source = write_gguf(tmp_path / "in.gguf", MATRICES, qtype)
     quantize(source, tmp_path / "out.gguf", "--type", "itq3_s", "--pure")
     before, after = read_tensors(source), read_tensors(tmp_path / "out.gguf")
     for name, tensor in after.items():
-        weights = decoded(before[name])
+        weights = decode(before[name])
         expected = weights if weights.ndim == 1 else gguf.quants.quantize(weights, gguf.GGMLQuantizationType(160))
         assert np.array_equal(tensor.data, expected), name
 
 
-def test_output_and_embeddings_by_default(small, lib, tmp_path):
+def test_output_and_embeddings_have_default_types(small, lib, tmp_path):
     quantize(small, tmp_path / "out.gguf", "--type", "itq3_s")
-    assert types_of(tmp_path / "out.gguf") == {
+    assert read_types(tmp_path / "out.gguf") == {
         "token_embd.weight": "q3_k",
         "blk.0.attn_norm.weight": "f32",
         "blk.0.attn_k.weight": "itq3_s",
@@ -165,9 +165,9 @@ def test_output_and_embeddings_by_default(small, lib, tmp_path):
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_type_flags(small, tmp_path, flags, expected):
+def test_type_flags_choose_types(small, tmp_path, flags, expected):
     quantize(small, tmp_path / "out.gguf", "--type", "itq3_s", *flags)
-    actual = types_of(tmp_path / "out.gguf")
+    actual = read_types(tmp_path / "out.gguf")
     assert {name: actual[name] for name in expected} == expected
 
 
@@ -192,7 +192,7 @@ def test_options_are_recorded(small, tmp_path):
 
 
 def test_odd_metadata_and_shapes_survive(tmp_path):
-    """Every value type, empty strings and arrays, a large alignment, tensors of one to four dimensions."""
+    """Covers every value type, empty strings and arrays, a large alignment, and tensors of one to four dimensions."""
 
     def fill(writer):
         writer.add_custom_alignment(128)
@@ -207,7 +207,7 @@ def test_odd_metadata_and_shapes_survive(tmp_path):
 
     shapes = {"a.weight": (300,), "b.weight": (3, 256), "c.weight": (2, 3, 256), "d.weight": (2, 2, 3, 256)}
     source = write_gguf(tmp_path / "in.gguf", {n: gaussian(*s) for n, s in shapes.items()}, "F32", fill=fill)
-    # gguf's writer cannot make an empty array: add one by hand, in front of the other keys
+    # gguf's writer cannot write an empty array: insert one by hand before the other keys.
     data = source.read_bytes()
     key = b"test.nothing"
     raw = (
@@ -229,7 +229,7 @@ def test_odd_metadata_and_shapes_survive(tmp_path):
     assert after.alignment == 128 and all(t.data_offset % 128 == 0 for t in after.tensors)
     assert [t.shape.tolist() for t in after.tensors] == [t.shape.tolist() for t in before.tensors]
     assert [t.tensor_type.name for t in after.tensors] == ["F32", "ITQ3_S", "ITQ3_S", "ITQ3_S"]
-    assert relative_mse(decoded(after.tensors[3]), before.tensors[3].data) <= ITQ3_S_BOUND
+    assert relative_mse(decode(after.tensors[3]), before.tensors[3].data) <= ITQ3_S_BOUND
 
 
 def test_dry_run_writes_nothing_and_shows_what_a_run_shows(small, lib, tmp_path):
@@ -242,7 +242,7 @@ def test_dry_run_writes_nothing_and_shows_what_a_run_shows(small, lib, tmp_path)
     assert real.stdout.startswith(table) and real.stdout.endswith(f"\n\n{outcome}\n") and dry.stdout == dry_named.stdout
 
 
-def test_report(small, lib, tmp_path):
+def test_report_is_written(small, lib, tmp_path):
     result = quantize(small, tmp_path / "out.gguf", "--type", "itq3_s")
     lines = result.stdout.splitlines()
     assert lines[3] == "[4/6] blk.0.ffn_up.weight              512x24  f16 -> itq3_s  0.023 -> 0.005 MiB"
@@ -277,26 +277,26 @@ def test_force_replaces_and_links_are_followed(small, tmp_path):
     target.write_text("old")
     link.symlink_to(target)
     quantize(small, link, "--type", "itq3_s", "--pure", "--force")
-    assert link.is_symlink() and types_of(target)["output.weight"] == "itq3_s"
+    assert link.is_symlink() and read_types(target)["output.weight"] == "itq3_s"
 
 
-def test_requantizing_on_request(small, lib, tmp_path):
+def test_requantization_on_request(small, lib, tmp_path):
     quantize(small, tmp_path / "q4.gguf", "--type", "itq3_s", "--pure", "--tensor-type", "ffn_up=q4_0")
     quantize(tmp_path / "q4.gguf", tmp_path / "out.gguf", "--type", "itq3_s", "--pure", "--allow-requantize")
     first, second = read_tensors(tmp_path / "q4.gguf"), read_tensors(tmp_path / "out.gguf")
-    assert types_of(tmp_path / "out.gguf")["blk.0.ffn_up.weight"] == "itq3_s"
-    # what has the type already is copied
+    assert read_types(tmp_path / "out.gguf")["blk.0.ffn_up.weight"] == "itq3_s"
+    # A tensor that has the type is copied.
     assert np.array_equal(first["output.weight"].data, second["output.weight"].data)
 
 
-def test_a_pattern_without_a_match_is_warned_about(small, tmp_path):
+def test_pattern_without_a_match_warns(small, tmp_path):
     result = quantize(small, tmp_path / "out.gguf", "--type", "itq3_s", "--pure", "--tensor-type", "atn_k=q8_0")
     assert result.stderr == "warning: --tensor-type atn_k=q8_0 matches no tensor\n"
 
 
 @pytest.mark.slow
-def test_peak_memory(lib, tmp_path):
-    """Below the largest tensor in F32 plus 500 MB, for a file whose sum of tensors is above it."""
+def test_peak_memory_is_bounded(lib, tmp_path):
+    """The bound is the largest tensor in F32 plus 500 MB, and the file is larger."""
     ne, n_tensors = (8192, 4096), 14
     tensors = [
         gguf_file.Tensor(f"blk.{i}.ffn_up.weight", ne, gguf.GGMLQuantizationType.F16, 0, 0) for i in range(n_tensors)
@@ -308,8 +308,8 @@ def test_peak_memory(lib, tmp_path):
     with open(tmp_path / "in.gguf", "wb") as f:  # zeros, sparse
         f.write(header)
         f.truncate(len(header) + n_bytes)
-    # A child's peak starts at that of the process that starts it (until exec they share its memory), and this process
-    # may have held more than the bound in an earlier test: a small one stands between
+    # A small process starts the quantizer: a child's peak begins at its parent's, since they share memory until exec, and this process
+    # may have exceeded the bound in an earlier test.
     between = (
         "import resource, subprocess, sys; subprocess.check_call(sys.argv[1:]);"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -330,7 +330,7 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
     theirs = llama_quantize(model, tmp_path / "theirs.gguf", *flags)
     quantize(model, tmp_path / "ours.gguf", "--type", "itq3_s", *flags)
     expected, actual = read_tensors(theirs), read_tensors(tmp_path / "ours.gguf")
-    assert types_of(tmp_path / "ours.gguf") == types_of(theirs)
+    assert read_types(tmp_path / "ours.gguf") == read_types(theirs)
     for name, tensor in expected.items():
         assert np.array_equal(actual[name].data, tensor.data), name
     for key in ("general.file_type", "general.quantization_version"):
@@ -340,20 +340,20 @@ def test_same_tensors_as_llama_quantize(model, lib, tmp_path, flags):
         )
 
 
-def test_every_type_name_of_the_library_is_known(lib):
-    """A stock type of ours must be one that the library can make with the size that gguf knows."""
+def test_library_knows_every_upstream_type(lib):
+    """The library must encode each with the size that gguf knows."""
     for qtype in TARGET_TYPES.values():
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         assert lib.row_bytes(int(qtype), 4 * block_size) == 4 * block_bytes, qtype.name
 
 
 @pytest.mark.parametrize("qtype", ["Q4_0", "Q5_1", "Q8_0", "F16", "BF16"])
-def test_stock_types_are_the_same_in_c_and_numpy(lib, qtype):
+def test_upstream_types_agree_in_c_and_numpy(lib, qtype):
     qtype = gguf.GGMLQuantizationType[qtype]
     rows = gaussian(16, 512)
     assert np.array_equal(codec.Codec(lib).encode(rows, qtype), codec.Codec(None).encode(rows, qtype))
 
 
-def test_help_says_which_types_embeddings_and_output_get():
+def test_help_names_the_types_of_embeddings_and_output():
     result = run_quantize("--help")
     assert "token embeddings q3_k, output matrix q6_k" in result.stdout

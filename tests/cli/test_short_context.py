@@ -1,4 +1,4 @@
-"""Models with fewer positions than a chunk usually has tokens: llama.cpp ends where it is asked for more than there are."""
+"""Models with a shorter context than a chunk: llama.cpp fails if it is asked for more positions."""
 
 import json
 
@@ -17,27 +17,27 @@ def folder(tmp_path_factory):
     tool("llama-imatrix")
     folder = tmp_path_factory.mktemp("short")
     write_gpt2(folder / "f16.gguf", N)
-    # characters are tokens
+    # Characters are tokens.
     (folder / "text.txt").write_text((ROOT / "docs" / "using" / "quick-start.md").read_text()[:8 * 512 + 1])
     return folder
 
 
 @pytest.mark.parametrize("flags", [("--target-bpw", 4.5), ("--type", "itq3_t", "--propagate")], ids=["target", "propagate"])
-def test_calibration(folder, flags):
-    """Of a target also what errors cost."""
+def test_calibration_uses_short_chunks(folder, flags):
+    """Covers the sensitivity runs of a target."""
     done = quantize(folder / "f16.gguf", folder / "out.gguf", *flags, "--imatrix-from", folder / "text.txt", "--force", "-t", 1)
     assert f" chunks of {N} tokens of text.txt" in done.stderr
 
 
-def test_evaluate(folder):
+def test_evaluate_uses_short_chunks(folder):
     args = folder / "f16.gguf", "-f", folder / "text.txt", "-t", 1
     done = run_main(evaluate.main, *args, "--chunks", 4, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["ctx_size"] == N, done.stderr
     check_error(run_main(evaluate.main, *args, "-c", 512), f"--ctx-size: got chunks of 512 tokens, {folder}/f16.gguf has positions for {N}: pass --ctx-size {N}")
 
 
-def test_bench(folder):
+def test_bench_uses_short_prompts(folder):
     done = run_main(bench.main, folder / "f16.gguf", "--stock", "none", "-r", 1, "-t", 1, "--json")
     assert f"note: positions for {N} tokens: no more are read or written" in done.stderr
-    found = json.loads(done.stdout)
-    assert (found["n_prompt"], found["n_gen"]) == (N, 32)
+    report = json.loads(done.stdout)
+    assert (report["n_prompt"], report["n_gen"]) == (N, 32)

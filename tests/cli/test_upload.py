@@ -1,4 +1,4 @@
-"""ggml-ext upload and quantize --upload with the real client of the Hugging Face hub, against a server on this machine."""
+"""ggml-ext upload and quantize --upload with the real Hugging Face hub client and a local server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.models import gaussian, write_gguf
 
 REPO = "some-org/made-here"
 
-pytestmark = pytest.mark.extra_build  # of the extra hf, and other clients
+pytestmark = pytest.mark.extra_build  # needs the extra hf, and other clients
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def upload(client, *args, token: str | None = TOKEN):
     return subprocess.run(command, capture_output=True, text=True, env=client.environment(), timeout=300)
 
 
-def test_file_and_card(client, model, tmp_path):
-    """Both arrive as they are; a file that is there is not sent again."""
+def test_file_and_card_are_uploaded(client, model, tmp_path):
+    """A file that the repository has is not sent again."""
     (tmp_path / "card.md").write_text("---\nlicense: mit\n---\n\n# Model\n")
     done = upload(client, model, REPO, "--model-card", tmp_path / "card.md")
     assert done.returncode == 0 and f"{client.hub.url}/{REPO}" in done.stdout, done.stderr
@@ -48,7 +48,7 @@ def test_file_and_card(client, model, tmp_path):
     assert (client.hub.sent or by_xet) == [model.stat().st_size]
 
 
-def test_by_the_xet_protocol(client, model):
+def test_xet_protocol_uploads(client, model):
     pytest.importorskip("hf_xet")
     client.hub.takes_xet = True
     done = upload(client, model, REPO)
@@ -56,20 +56,20 @@ def test_by_the_xet_protocol(client, model):
     assert not client.hub.sent and client.hub.repositories[REPO].files == {"model-q8.gguf": model.read_bytes()}
 
 
-def test_a_connection_that_breaks(client, model):
+def test_broken_upload_is_retried(client, model):
     client.hub.drop_sent = 2
     done = upload(client, model, REPO)
     assert done.returncode == 0, done.stderr
     assert client.hub.repositories[REPO].files["model-q8.gguf"] == model.read_bytes()
 
 
-def test_without_a_connection(client, model):
+def test_unreachable_server_is_reported(client, model):
     done = subprocess.run([sys.executable, "-m", "ggml_ext", "upload", model, REPO, "-q"], capture_output=True, text=True, env=client.environment(HF_HUB_OFFLINE="1"))
     check_error(done, f"{REPO}: HF_HUB_OFFLINE is set: unset it")
 
 
-def test_bad_tokens(client, model, tmp_path):
-    """Known before the work begins; nothing is written."""
+def test_bad_tokens_are_refused_first(client, model, tmp_path):
+    """Nothing is written."""
     check_error(upload(client, model, REPO, token=READER), REPO, "refuses to write there (403)", "--hf-token")
     check_error(upload(client, model, REPO, token="hf_wrong"), "refuses to write there (401)")
     check_error(upload(client, model, REPO, token=None), "--hf-token")
@@ -79,7 +79,7 @@ def test_bad_tokens(client, model, tmp_path):
     assert not (tmp_path / "out.gguf").exists() and client.hub.repositories == {}
 
 
-def test_bad_names(client, model, tmp_path):
+def test_bad_names_are_refused(client, model, tmp_path):
     check_error(upload(client, model, "a b/c"), "ORG/NAME", "a b/c")
     check_error(upload(client, tmp_path / "no.gguf", REPO), "no.gguf")
     check_error(upload(client, model, REPO, "--model-card", tmp_path / "no.md"), "--model-card", "no.md")
@@ -88,7 +88,7 @@ def test_bad_names(client, model, tmp_path):
 
 
 def test_quantize_uploads(client, tmp_path):
-    """The file and a card with what was measured."""
+    """The card has the measured figures."""
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": gaussian(64, 256)})
     out = tmp_path / "out.gguf"
     done = run_quantize(source, out, "--type", "itq3_s", "--upload", REPO, "--hf-token", TOKEN, env=client.environment())
@@ -97,13 +97,13 @@ def test_quantize_uploads(client, tmp_path):
     assert files["out.gguf"] == out.read_bytes() and "relative squared error" in files["README.md"].decode() and TOKEN not in files["README.md"].decode()
 
 
-def test_quality_in_the_card(tmp_path):
+def test_card_has_the_quality(tmp_path):
     def row(label, **figures):
         return {"label": label, "bpw": 3.06, "statistics": figures}
 
-    found = {"base": row("f16.gguf", **{"Mean PPL(Q)": [11.0, 0.1]}), "models": [row("q.gguf", **{"Mean PPL(Q)": [11.2, 0.1], "Mean KLD": [0.01234, 0.0001]})],
+    report = {"base": row("f16.gguf", **{"Mean PPL(Q)": [11.0, 0.1]}), "models": [row("q.gguf", **{"Mean PPL(Q)": [11.2, 0.1], "Mean KLD": [0.01234, 0.0001]})],
              "chunks": 90, "ctx_size": 512, "text": {"name": "built-in"}}
-    (tmp_path / "q.json").write_text(json.dumps(found))
+    (tmp_path / "q.json").write_text(json.dumps(report))
     section = quality_section(tmp_path / "q.json")
     assert "| q.gguf | 3.06 | 11.200 ± 0.100 | 0.01234 ± 0.00010 |  |" in section and "90 chunks of 512 tokens of built-in text of ggml-ext" in section
     (tmp_path / "card.md").write_text("# Card\n")

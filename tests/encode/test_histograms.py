@@ -18,7 +18,7 @@ from ggml_ext._formats import gguf_file
 from ggml_ext._report import picture as _picture
 from helpers.commands import quantize
 from helpers.errors import check_error
-from helpers.inspecting import inspect_here, inspect_json
+from helpers.inspecting import inspect_in_process, inspect_json
 from helpers.models import gaussian, read_tensors, write_gguf
 from helpers.moments_files import correlated, write_moments
 
@@ -74,8 +74,8 @@ def test_counts_match_the_blocks(folder, lib, name):
     assert abs(result["code_entropy"] + (share * np.log2(share)).sum()) < 1e-6  # printed with six decimals
 
 
-def test_terminal_bars_show_the_shares(folder):
-    done = inspect_here(folder / "out.gguf", "--histograms", "--tensor", "itq3_s_x|token_embd")
+def test_bars_of_the_terminal(folder):
+    done = inspect_in_process(folder / "out.gguf", "--histograms", "--tensor", "itq3_s_x|token_embd")
     assert done.returncode == 0, done.stderr
     lines = done.stdout[done.stdout.index("itq3_s: codes") :].splitlines()
     assert lines[0].startswith("itq3_s: codes of all 8,192 weights, entropy 2.")
@@ -86,8 +86,8 @@ def test_terminal_bars_show_the_shares(folder):
     assert [len(b[3]) if len(b) > 3 else 0 for b in bars] == pytest.approx([40 * s / max(shares) for s in shares], abs=0.6)
     assert lines[10] == "itq3_s: magnitudes of 32 scales" and all(line.split()[0].startswith("2^-") for line in lines[11:])
     assert "q8_0:" not in done.stdout
-    empty = inspect_here(folder / "out.gguf", "--histograms", "--tensor", "token_embd").stdout
-    assert empty.endswith("no histogram: no tensor has a type of ggml-ext\n")
+    none = inspect_in_process(folder / "out.gguf", "--histograms", "--tensor", "token_embd").stdout
+    assert none.endswith("no histogram: no tensor has a type of ggml-ext\n")
 
 
 def test_many_codes_share_a_bar():
@@ -143,15 +143,15 @@ def test_damaged_scales_are_counted(folder, tmp_path):
         data[start + 100 * block : start + 100 * block + 2] = np.float16(value).tobytes()
     (tmp_path / "out.gguf").write_bytes(data)
     args = tmp_path / "out.gguf", "--histograms", "--tensor", "itq3_s_x"
-    result = inspect_json(*args)["histograms"]["itq3_s"]["scales"]
-    assert result == {"number": 32, "zero": 1, "negative": 1, "not_finite": 2}
-    assert "magnitudes of 32 scales, 1 zero, 1 negative, 2 not finite\n" in inspect_here(*args).stdout
+    found = inspect_json(*args)["histograms"]["itq3_s"]["scales"]
+    assert found == {"number": 32, "zero": 1, "negative": 1, "not_finite": 2}
+    assert "magnitudes of 32 scales, 1 zero, 1 negative, 2 not finite\n" in inspect_in_process(*args).stdout
 
 
 def test_json_matches_the_table(folder, tmp_path):
     out, original = folder / "out.gguf", folder / "in.gguf"
     result = inspect_json(out, "--against", original)
-    rows = {line.split()[0]: line.split() for line in inspect_here(out, "--against", original).stdout.splitlines() if line}
+    rows = {line.split()[0]: line.split() for line in inspect_in_process(out, "--against", original).stdout.splitlines() if line}
     assert [t["name"] for t in result["tensors"]] == list(read_tensors(out)) and "histograms" not in result
     for t in result["tensors"]:
         row = rows[t["name"]]
@@ -171,7 +171,7 @@ def test_tensor_selects_by_name_or_pattern(folder):
     assert names("blk.1.attn_q.weight") == ["blk.1.attn_q.weight"]
     assert names("attn_q") == [f"blk.{i}.attn_q.weight" for i in range(3)]
     assert names(r"^token|blk\.2\.") == ["blk.2.attn_q.weight", "blk.2.ffn_up.weight", "token_embd.weight"]
-    text = inspect_here(folder / "out.gguf", "--tensor", "attn_q").stdout
+    text = inspect_in_process(folder / "out.gguf", "--tensor", "attn_q").stdout
     assert f"\n3 of {len(read_tensors(folder / 'out.gguf'))} tensors, 6,144 weights, " in text
 
 
@@ -182,7 +182,7 @@ def svg_texts(path) -> list[str]:
 def test_picture_shows_layers_and_classes(folder, tmp_path):
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture"]
     for name in ("a.svg", "b.svg", "c.png"):
-        done = inspect_here(*args, tmp_path / name)
+        done = inspect_in_process(*args, tmp_path / name)
         assert done.returncode == 0 and done.stderr == "", done.stderr
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
@@ -190,20 +190,20 @@ def test_picture_shows_layers_and_classes(folder, tmp_path):
     assert {"attn_q", "ffn_up", "token_embd", "none", "0", "1", "2", "relative squared error", "out.gguf"} <= {*texts}
     assert "attn_norm" not in texts  # it was copied
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "b.svg", "c.png"]
-    check_error(inspect_here(*args, tmp_path / "a.svg"), "a.svg exists", "--force")
-    assert inspect_here(*args, tmp_path / "a.svg", "--force", "--tensor", "attn_q").returncode == 0
+    check_error(inspect_in_process(*args, tmp_path / "a.svg"), "a.svg exists", "--force")
+    assert inspect_in_process(*args, tmp_path / "a.svg", "--force", "--tensor", "attn_q").returncode == 0
     assert "ffn_up" not in svg_texts(tmp_path / "a.svg")
 
 
 def test_picture_does_not_replace_inputs_or_links(folder, tmp_path):
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--picture"]
     (tmp_path / "model.svg").symlink_to(folder / "in.gguf")
-    check_error(inspect_here(*args, tmp_path / "model.svg", "--force"), "--picture", "model.svg is the same file as --against")
+    check_error(inspect_in_process(*args, tmp_path / "model.svg", "--force"), "--picture", "model.svg is the same file as --against")
     (tmp_path / "link.svg").symlink_to("target.svg")
-    assert inspect_here(*args, tmp_path / "link.svg").returncode == 0
+    assert inspect_in_process(*args, tmp_path / "link.svg").returncode == 0
     assert (tmp_path / "link.svg").is_symlink() and svg_texts(tmp_path / "target.svg")
     (tmp_path / "link.png").symlink_to("none/target.png")
-    check_error(inspect_here(*args, tmp_path / "link.png"), "--picture", "folder", "none does not exist")
+    check_error(inspect_in_process(*args, tmp_path / "link.png"), "--picture", "folder", "none does not exist")
     assert len([*tmp_path.iterdir()]) == 4
 
 
@@ -211,14 +211,14 @@ def test_picture_shows_weighted_errors_if_all_tensors_have_them(folder, tmp_path
     inputs = {f"blk.{i}.{part}.weight": correlated(600, 256, seed=i) for i in range(3) for part in ("attn_q", "ffn_up")}
     imatrix = write_moments(tmp_path / "m.gguf", inputs)
     args = [folder / "out.gguf", "--against", folder / "in.gguf", "--imatrix", imatrix, "--picture"]
-    for pattern, label in (("attn_q|ffn_up", "weighted relative squared error"), ("attn_q|token_embd", "relative squared error")):
-        done = inspect_here(*args, tmp_path / "a.svg", "--force", "--tensor", pattern)
-        assert done.returncode == 0 and label in svg_texts(tmp_path / "a.svg"), done.stderr
+    for pattern, what in (("attn_q|ffn_up", "weighted relative squared error"), ("attn_q|token_embd", "relative squared error")):
+        done = inspect_in_process(*args, tmp_path / "a.svg", "--force", "--tensor", pattern)
+        assert done.returncode == 0 and what in svg_texts(tmp_path / "a.svg"), done.stderr
 
 
 def test_picture_table_and_colour_range():
     errors = {"blk.10.attn_q.weight": 0.5, "blk.2.attn_q.weight": 0.25, "output.weight": 0.001, "enc.blk.2.attn_q.weight": 0.4}
-    classes, layers, values = _picture.table(errors)
+    classes, layers, values = _picture.format_table(errors)
     assert classes == ["attn_q", "output", "enc.attn_q"] and layers == [None, 2, 10]
     np.testing.assert_array_equal(values, [[np.nan, 0.25, 0.5], [0.001, np.nan, np.nan], [np.nan, 0.4, np.nan]])
     shown = np.ma.masked_invalid(values)
@@ -239,7 +239,7 @@ def test_picture_table_and_colour_range():
 def test_bad_flags_are_reported(folder, flags, parts, monkeypatch):
     (folder / "dir.svg").mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
-    check_error(inspect_here("out.gguf", *flags), *parts)
+    check_error(inspect_in_process("out.gguf", *flags), *parts)
     assert not (folder / "a.svg").exists()
 
 

@@ -1,4 +1,4 @@
-"""Small models of llama.cpp's architectures with random weights, as its test-llama-archs makes them, with a vocabulary of characters."""
+"""Small models of llama.cpp's architectures, as its test-llama-archs writes them with random weights, with a vocabulary of characters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ BASE = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127)), "\u2581"]
 ARRAY = gguf.GGUFValueType.ARRAY
 
 
-def make(architecture: str, folder: Path) -> list[Path]:
-    """Models of an architecture, or of all ("all"), made in a folder; those without token embeddings are left out."""
-    raw = folder / "raw"
+def write_models(architecture: str, directory: Path) -> list[Path]:
+    """Write the models of an architecture, or of all ("all"), except those without token embeddings."""
+    raw = directory / "raw"
     raw.mkdir()
-    chosen = [] if architecture == "all" else ["-a", architecture]
-    subprocess.run([require_built(BUILD, "test-llama-archs"), *chosen, "-o", f"{raw}/"], check=True, capture_output=True, timeout=300)
-    return [with_vocabulary(path, folder / path.name) for path in sorted(raw.glob("*.gguf")) if has_embeddings(path)]
+    selection = [] if architecture == "all" else ["-a", architecture]
+    subprocess.run([require_built(BUILD, "test-llama-archs"), *selection, "-o", f"{raw}/"], check=True, capture_output=True, timeout=300)
+    return [add_vocabulary(path, directory / path.name) for path in sorted(raw.glob("*.gguf")) if has_embeddings(path)]
 
 
 def has_embeddings(path: Path) -> bool:
     return any(t.name == "token_embd.weight" for t in gguf.GGUFReader(path).tensors)
 
 
-def with_vocabulary(source: Path, out: Path) -> Path:
+def add_vocabulary(source: Path, out: Path) -> Path:
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():

@@ -1,4 +1,4 @@
-"""A folder in which the quantizer calibrates with a stand-in for llama-imatrix."""
+"""A directory in which the quantizer calibrates with a fake llama-imatrix."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LAYERS = 4
 MATRICES = {f"blk.{i}.ffn_{name}.weight": gaussian(8, n, seed=i) for i in range(LAYERS) for name, n in (("gate", 256), ("up", 256), ("down", 512))}
 
 
-class Folder:
-    """A model, a text, and the quantizer in this process with the stand-in."""
+class Workspace:
+    """A model, a text, and the quantizer in this process with the fake program."""
 
     def __init__(self, path, monkeypatch, capsys):
         self.path, self.capsys = path, capsys
         self.model = write_gguf(path / "small-f16.gguf", MATRICES)
         self.text, self.built_in = path / "some.txt", path / "calibration.txt"
-        # long enough for 100 chunks, were each byte a token: the model has no vocabulary
+        # Long enough for 100 chunks with one byte per token: the model has no vocabulary.
         self.text.write_text("Some words in a row. " * 3000)
         self.built_in.write_text("The text of the package. " * 3000)
         self.log, self.out = path / "log", path / "out" / "out.gguf"
         self.out.parent.mkdir()
-        self.kept = path / "out" / "small-f16.imatrix.gguf"
+        self.cache = path / "out" / "small-f16.imatrix.gguf"
         fake = path / "llama-imatrix"
         search = os.pathsep.join([str(ROOT / "tests"), *sys.path])
         fake.write_text(f"#!/bin/sh\nPYTHONPATH='{search}' exec '{sys.executable}' '{ROOT / 'tests' / 'helpers' / 'fake_imatrix.py'}' \"$@\"\n")
@@ -40,11 +40,11 @@ class Folder:
         monkeypatch.setattr(calibration, "TEXT", self.built_in)
 
     def run(self, *flags, code=0, type_name="ditto3", source=None):
-        """Exit code checked; standard output and error."""
-        where = [] if "--dry-run" in flags else [str(self.out), "--force"]
-        found = program.main([str(source or self.model), *where, "--type", type_name, "--threads", "2", *map(str, flags)])
+        """Run the quantizer, check its exit code, and return standard output and error."""
+        output_args = [] if "--dry-run" in flags else [str(self.out), "--force"]
+        exit_code = program.main([str(source or self.model), *output_args, "--type", type_name, "--threads", "2", *map(str, flags)])
         out, err = self.capsys.readouterr()
-        assert found == code, err
+        assert exit_code == code, err
         return out, err
 
     def error(self, *parts, flags=(), type_name="ditto3"):
@@ -55,7 +55,7 @@ class Folder:
         assert files(self.out.parent) == before
 
     def runs(self) -> list[dict]:
-        """Options of the runs of llama-imatrix so far."""
+        """Return the options of each run of llama-imatrix."""
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
     def fields(self) -> dict:
@@ -63,5 +63,5 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, capsys, lib):
-    return Folder(tmp_path, monkeypatch, capsys)
+def workspace(tmp_path, monkeypatch, capsys, lib):
+    return Workspace(tmp_path, monkeypatch, capsys)

@@ -1,4 +1,4 @@
-"""Small checkpoints as transformers write them: config.json, safetensors written by hand, a tokenizer."""
+"""Small checkpoints as transformers writes them: config.json, safetensors, a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and 0123456789 sheep look o
 
 
 def tensors(n_experts: int = 0) -> dict[str, np.ndarray]:
-    """Weights by their names in transformers, float32."""
+    """Return random float32 weights by their names in transformers."""
     out = {"model.embed_tokens.weight": (N_VOCAB, N_EMBD), "model.norm.weight": (N_EMBD,), "lm_head.weight": (N_VOCAB, N_EMBD)}
     for i in range(N_LAYERS):
         layer = f"model.layers.{i}"
@@ -45,7 +45,7 @@ def tensors(n_experts: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_safetensors(path: Path, values: dict[str, np.ndarray]) -> None:
-    """float32 arrays as BF16, cut off: 8 bytes with the length of a JSON header, which says where each lies after it."""
+    """Write float32 arrays truncated to BF16: the length of a JSON header (8 bytes), the header with the offsets, the data."""
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, value in values.items():
         raw = (value.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
@@ -55,8 +55,8 @@ def write_safetensors(path: Path, values: dict[str, np.ndarray]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def tokenizer() -> bytes:
-    """A small tokenizer.model, with pieces for all bytes."""
+def train_tokenizer() -> bytes:
+    """Train a small tokenizer.model with pieces for all bytes."""
     import sentencepiece
 
     out = io.BytesIO()
@@ -67,8 +67,8 @@ def tokenizer() -> bytes:
     return out.getvalue()
 
 
-def tokenizer_of_5() -> dict[str, bytes]:
-    """Files of a tokenizer as transformers 5 saves one that has no class of its own: pieces of sentencepiece in tokenizer.json."""
+def tokenizer_backend_files() -> dict[str, bytes]:
+    """Return the tokenizer files that transformers 5 saves without a class of its own: sentencepiece's pieces in tokenizer.json."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *(chr(c) for c in range(33, 127))]
     pieces += [f"\u2581{chr(c)}" for c in range(97, 123)]
     special = [
@@ -88,18 +88,18 @@ def tokenizer_of_5() -> dict[str, bytes]:
     return {"tokenizer.json": json.dumps(tokenizer).encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
-def write_checkpoint(folder: Path, n_shards: int = 1, n_experts: int = 0, **config) -> Path:
-    """A Llama, or with experts a Mixtral; config: what is different in config.json."""
-    folder.mkdir(parents=True)
+def write_checkpoint(directory: Path, n_shards: int = 1, n_experts: int = 0, **config) -> Path:
+    """Write a Llama checkpoint, or with experts a Mixtral one. config: changed values of config.json."""
+    directory.mkdir(parents=True)
     values = tensors(n_experts)
     names = [f"model-{i + 1:05}-of-{n_shards:05}.safetensors" for i in range(n_shards)] if n_shards > 1 else ["model.safetensors"]
-    places = {name: names[i * n_shards // len(values)] for i, name in enumerate(values)}
+    shard_of = {name: names[i * n_shards // len(values)] for i, name in enumerate(values)}
     for file in names:
-        write_safetensors(folder / file, {name: value for name, value in values.items() if places[name] == file})
+        write_safetensors(directory / file, {name: value for name, value in values.items() if shard_of[name] == file})
     if n_shards > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
     config = CONFIG | (MIXTRAL if n_experts else {}) | config
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.model").write_bytes(tokenizer())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}))
-    return folder
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.model").write_bytes(train_tokenizer())
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}))
+    return directory

@@ -1,4 +1,4 @@
-"""A checkpoint in a folder that tests may spoil, and the quantizer in this process."""
+"""A copy of a checkpoint that tests may change, and the quantizer in this process."""
 
 import json
 import shutil
@@ -20,8 +20,8 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("hub") / NAME, n_shards=2)
 
 
-class Folder:
-    """The quantizer in this process; source is a copy of the checkpoint that a test may spoil."""
+class Workspace:
+    """The quantizer in this process; source is a copy of the checkpoint that a test may change."""
 
     def __init__(self, path, checkpoint, capsys):
         self.path, self.capsys, self.source = path, capsys, path / "source"
@@ -30,9 +30,9 @@ class Folder:
         self.out.parent.mkdir()
 
     def run(self, *flags, code=0):
-        found = program.main([str(self.source), str(self.out), "--type", "itq3_s", "--importance", "none", *map(str, flags)])
+        exit_code = program.main([str(self.source), str(self.out), "--type", "itq3_s", "--importance", "none", *map(str, flags)])
         err = self.capsys.readouterr().err
-        assert found == code, err
+        assert exit_code == code, err
         return err
 
     def error(self, *parts, flags=(), code=1):
@@ -46,9 +46,9 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path, checkpoint, capsys):
-    return Folder(tmp_path, checkpoint, capsys)
+def workspace(tmp_path, checkpoint, capsys):
+    return Workspace(tmp_path, checkpoint, capsys)
 
 
-def decoded(path) -> dict[str, np.ndarray]:
+def read_weights(path) -> dict[str, np.ndarray]:
     return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}

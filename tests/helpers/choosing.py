@@ -1,4 +1,4 @@
-"""Choosing types for a target: a small model, and the quantizer in this process with a stand-in for llama-perplexity."""
+"""Choosing types for a target: a small model, and the quantizer in this process with a fake llama-perplexity."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MATRICES = {
     f"blk.{i}.{name}.weight": gaussian(*shape, seed=10 * i + k) for i in range(LAYERS) for k, (name, shape) in enumerate(SHAPES.items())
 } | {"token_embd.weight": gaussian(32, 256, seed=99), "blk.0.attn_norm.weight": gaussian(256)}
 FREE = [name for name in MATRICES if "norm" not in name]
-# what an error costs: a factor for each class and one for each layer
-OF_CLASS, OF_LAYER = {"attn_v": 3.0, "ffn_up": 0.2, "ffn_down": 1.0}, (4.0, 1.0, 0.5, 2.0)
-COSTS = {f"blk.{i}.{name}.weight": OF_CLASS[name] * OF_LAYER[i] for i in range(LAYERS) for name in SHAPES} | {"token_embd.weight": 1.5}
-# said where nothing was measured before: the default types, which rows of 256 can all have, and F16, the source's own
-ALL_ANEW = f"measuring errors: {len(target.DEFAULT_TYPES) + 1} types"
+# The cost of an error: a factor for each class and one for each layer.
+CLASS_COST, LAYER_COST = {"attn_v": 3.0, "ffn_up": 0.2, "ffn_down": 1.0}, (4.0, 1.0, 0.5, 2.0)
+COSTS = {f"blk.{i}.{name}.weight": CLASS_COST[name] * LAYER_COST[i] for i in range(LAYERS) for name in SHAPES} | {"token_embd.weight": 1.5}
+# Printed if nothing was measured before: the default types, which all fit rows of 256, and F16, the source's type.
+ALL_TYPES_MEASURED = f"measuring errors: {len(target.DEFAULT_TYPES) + 1} types"
 
 
-class Folder:
-    """A model, and the quantizer in this process with a stand-in for llama-perplexity."""
+class Workspace:
+    """A model, and the quantizer in this process with a fake llama-perplexity."""
 
     def __init__(self, path, monkeypatch, capsys):
         self.path, self.capsys = path, capsys
         self.model = write_gguf(path / "small-f16.gguf", MATRICES)
         self.out, self.log = path / "out" / "out.gguf", path / "log"
-        self.kept = path / "out" / "small-f16.choice.json"
+        self.cache = path / "out" / "small-f16.choice.json"
         self.out.parent.mkdir()
         fake = path / "llama-perplexity"
         search = os.pathsep.join([str(ROOT / "tests"), *sys.path])
@@ -43,22 +43,22 @@ class Folder:
         monkeypatch.setattr(error_measurement, "find_tool", lambda name: fake)
 
     def run(self, *flags, code=0, source=None):
-        """Exit code checked; standard output and error."""
+        """Run the quantizer, check its exit code, and return standard output and error."""
         importance = [] if any(str(f).startswith("--imatrix") for f in flags) else ["--importance", "none"]
-        found = program.main([str(source or self.model), str(self.out), "--force", "--threads", "2", *importance, *map(str, flags)])
+        exit_code = program.main([str(source or self.model), str(self.out), "--force", "--threads", "2", *importance, *map(str, flags)])
         out, err = self.capsys.readouterr()
-        assert found == code, err
+        assert exit_code == code, err
         return out, err
 
     def error(self, *flags):
-        """The one line of it; nothing changed in the folder but kept results."""
+        """Return the one error line; the run may leave only cached results."""
         _, err = self.run(*flags, code=1)
         (line,) = [line for line in err.splitlines() if not line.startswith(("note: ", "warning: "))]
-        assert line.startswith("error: ") and {p.name for p in self.out.parent.iterdir()} <= {self.kept.name}
+        assert line.startswith("error: ") and {p.name for p in self.out.parent.iterdir()} <= {self.cache.name}
         return line
 
     def runs(self) -> list[list[str]]:
-        """The tensors with errors in each run of llama-perplexity so far."""
+        """Return the tensors with errors in each run of llama-perplexity."""
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
     def types(self) -> dict[str, str]:
@@ -67,26 +67,26 @@ class Folder:
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch, capsys, lib):
-    """Nothing was measured."""
-    return Folder(tmp_path, monkeypatch, capsys)
+    """Return a workspace without cached results."""
+    return Workspace(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory, lib):
-    """What a run on the model keeps."""
+def measurements(tmp_path_factory, lib):
+    """Return the results that a run on the model caches."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        folder = Folder(tmp_path_factory.mktemp("measured"), monkeypatch, None)
-        assert program.main([str(folder.model), str(folder.out), "--importance", "none", "--target-bpw", "4", "--quiet"]) == 0
-        return folder.kept.read_text()
+        workspace = Workspace(tmp_path_factory.mktemp("measured"), monkeypatch, None)
+        assert program.main([str(workspace.model), str(workspace.out), "--importance", "none", "--target-bpw", "4", "--quiet"]) == 0
+        return workspace.cache.read_text()
 
 
 @pytest.fixture
-def folder(fresh, measured):
-    """An earlier run measured what there is to measure."""
-    fresh.kept.write_text(measured)
+def workspace(fresh, measurements):
+    """Return a workspace with the cached results of an earlier run."""
+    fresh.cache.write_text(measurements)
     return fresh
 
 
-def bits_in_all(path):
+def bits_per_weight(path):
     tensors = read_tensors(path).values()
     return 8 * sum(t.n_bytes for t in tensors) / sum(t.n_elements for t in tensors)

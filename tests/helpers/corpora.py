@@ -14,14 +14,14 @@ from helpers.native import ROOT
 
 
 def sylvester(n: int) -> np.ndarray:
-    """H by its definition, float64: H[i][j] = (-1)^popcount(i & j)/sqrt(n)."""
+    """Return H by its definition, float64: H[i][j] = (-1)^popcount(i & j)/sqrt(n)."""
     i = np.arange(n)
     bits = (i[:, None] & i[None, :])
     return (1 - 2 * (np.array([bin(v).count("1") for v in bits.ravel()]).reshape(n, n) % 2)) / np.sqrt(n)
 
 
 def rotation(n: int) -> np.ndarray:
-    """R = H S by its definition, float64; the signs, the first n, from the text of the table."""
+    """Return R = H S by its definition, float64, with the first n signs of types.toml."""
     words = int.from_bytes(bytes.fromhex(tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["rotation"]["signs"]), "little")
     return sylvester(n) * np.array([-1.0 if words >> j & 1 else 1.0 for j in range(n)])
 
@@ -30,7 +30,7 @@ SEED = 20240611
 
 
 def corpora(block_size: int = BLOCK_SIZE) -> dict[str, np.ndarray]:
-    """float32 (n_blocks, block_size) each: usual weights and every odd shape of a block."""
+    """Return float32 blocks (n_blocks, block_size) by name: usual weights and every unusual shape of a block."""
     rng = np.random.default_rng(SEED)
     n = 512
     gaussian = rng.standard_normal((n, block_size))

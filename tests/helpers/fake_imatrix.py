@@ -1,6 +1,6 @@
-"""A stand-in for llama-imatrix: notes its arguments, prints what the program prints and writes moments of random inputs.
+"""A fake llama-imatrix: records its arguments, prints llama-imatrix's lines and writes moments of random inputs.
 
-FAKE_IMATRIX_LOG: file that gets the arguments, a line of JSON for each run. FAKE_IMATRIX_DO: what to do instead of ending well.
+FAKE_IMATRIX_LOG: the file that gets the arguments, one line of JSON per run. FAKE_IMATRIX_DO: the failure to simulate.
 """
 
 import json

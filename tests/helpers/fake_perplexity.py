@@ -1,7 +1,7 @@
-"""A stand-in for llama-perplexity: the KL divergence is the sum of the tensors' relative squared errors, each times what it costs.
+"""A fake llama-perplexity: its KL divergence is the sum over tensors of NMSE times cost.
 
-FAKE_PERPLEXITY_MODEL: the model without errors. FAKE_PERPLEXITY_COSTS: JSON, costs by tensor. FAKE_PERPLEXITY_LOG: file that gets a
-line for each run, the tensors that differ. FAKE_PERPLEXITY_DO: what to do instead of ending well.
+FAKE_PERPLEXITY_MODEL: the model without errors. FAKE_PERPLEXITY_COSTS: JSON, costs by tensor. FAKE_PERPLEXITY_LOG: the file that gets
+one line per run, the tensors that differ. FAKE_PERPLEXITY_DO: the failure to simulate.
 """
 
 import json

@@ -15,12 +15,12 @@ from helpers.commands import run_quantize
 from helpers.errors import check_error, files
 
 REPO = "some-org/Some-Model"
-# transformers 4 needs a client 0.x, transformers 5 a newer one, and the extra takes both.
+# transformers 4 needs a client 0.x, transformers 5 a newer one; the extra accepts both.
 IS_OLD = metadata.version("huggingface-hub").startswith("0.")
 
 
-def install_beside(folder: Path, requirement: str) -> Path:
-    """The folder, with another version of a package than that of this environment."""
+def install_other_version(folder: Path, requirement: str) -> Path:
+    """Install a package into a directory of its own, for a version other than the environment's, and return the directory."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", folder, requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -29,7 +29,7 @@ def install_beside(folder: Path, requirement: str) -> Path:
 
 
 class Client:
-    """The quantizer as a process that knows this server and a cache of its own. packages: a folder to import from first, or None."""
+    """The quantizer as a process that uses the local hub and its own cache. packages: a directory to import from first, or None."""
 
     def __init__(self, hub, folder, packages=None):
         self.hub, self.folder, self.cache, self.packages = hub, folder, folder / "cache", packages
@@ -53,7 +53,7 @@ class Client:
         return done
 
     def error(self, *parts, flags=(), **kwargs):
-        """One error line after the notes; no output, no file of the cache that stands for a whole one."""
+        """Check for one error line after the notes, no output, and no incomplete file in the cache."""
         before, done = files(self.out.parent), self.run("-q", *flags, **kwargs)
         check_error(done, *parts)
         assert files(self.out.parent) == before and not done.stdout
@@ -63,8 +63,8 @@ class Client:
         return [t.data.tobytes() for t in gguf.GGUFReader(self.out).tensors]
 
     def cached(self, name: str) -> Path:
-        (found,) = self.cache.rglob(f"snapshots/*/{name}")
-        return found
+        (path,) = self.cache.rglob(f"snapshots/*/{name}")
+        return path
 
     def blobs(self):
         return [p for p in self.cache.rglob("blobs/*") if p.is_file()]

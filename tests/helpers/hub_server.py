@@ -1,6 +1,6 @@
-"""A server on this machine that speaks as much of the Hugging Face hub's protocol as its client needs to download and to upload, and
-that can misbehave. Routes and headers: huggingface_hub's hf_api.py (model_info, create_repo, create_commit), _commit_api.py, lfs.py,
-file_download.py and utils/_http.py (errors)."""
+"""A local server for the parts of the Hugging Face hub's protocol that downloads and uploads need, with failures on request. Routes and
+headers: huggingface_hub's hf_api.py (model_info, create_repo, create_commit), _commit_api.py, lfs.py, file_download.py and
+utils/_http.py (errors)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 from .xet_server import XetHandler, XetStore
 
-LARGE = (".gguf", ".safetensors")  # in git's large file storage, named by SHA-256
-TOKEN, READER = "hf_right", "hf_reader"  # the latter may not write
+LARGE = (".gguf", ".safetensors")  # in git's large file storage, by SHA-256
+TOKEN, READER = "hf_right", "hf_reader"  # the reader may not write
 
 
 @dataclass
@@ -27,9 +27,9 @@ class Repository:
     files: dict[str, bytes]
     gated: bool = False
     drop_after: list[int] = field(default_factory=list)  # bytes after which the next downloads of large files break off
-    damaged: bool = False  # large files arrive with one bit changed
+    damaged: bool = False  # one bit of large files is changed
     revisions: tuple[str, ...] = ("main",)
-    xet: bool = False  # large files are to be had by the xet protocol
+    xet: bool = False  # large files use the xet protocol
 
     @property
     def commit(self) -> str:
@@ -43,9 +43,11 @@ def checksum(name: str, content: bytes) -> str:
 
 
 class Hub:
-    """repositories: by ORG/NAME. downloads: what was asked for, as (file, first byte). stored: large files that were sent, by SHA-256;
-    sent: their sizes, one for each time; drop_sent: that many of the next break off; xet: what is sent by that protocol, where the
-    client can and takes_xet is set."""
+    """The state of the server.
+
+    repositories: by ORG/NAME. downloads: (file, first byte) of each download. stored: uploaded large files by SHA-256. sent: the size of
+    each upload. drop_sent: how many of the next uploads break off. xet: the store of the xet protocol. takes_xet: whether uploads use it.
+    """
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}
@@ -78,18 +80,18 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def say(self, what: dict, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        said = json.dumps(what).encode()
+    def send_json(self, content: dict, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(body)
 
     def do_PUT(self) -> None:
-        """A large file, named by its SHA-256."""
+        """Store a large file under its SHA-256."""
         if self.hub.drop_sent:
             self.hub.drop_sent -= 1
             self.rfile.read(1000)
@@ -102,7 +104,7 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
             self.refuse(400)
             return
         self.hub.stored[self.path.rpartition("/")[2]] = content
-        self.say({})
+        self.send_json({})
 
     def do_POST(self) -> None:
         path, body = unquote(urlsplit(self.path).path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -114,33 +116,33 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
         elif self.xet_post(path, body):
             pass
         elif path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}"
             is_new = name not in self.hub.repositories
             self.hub.repositories.setdefault(name, Repository({}))
-            self.say({"url": f"{self.hub.url}/{name}"}, 200 if is_new else 409)
-        elif path == "/api/validate-yaml":  # the front matter of a card
-            self.say({"errors": [], "warnings": []})
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", path):
-            if found[2] not in self.hub.repositories[found[1]].revisions:
+            self.send_json({"url": f"{self.hub.url}/{name}"}, 200 if is_new else 409)
+        elif path == "/api/validate-yaml":  # checks the front matter of a card
+            self.send_json({"errors": [], "warnings": []})
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", path):
+            if match[2] not in self.hub.repositories[match[1]].revisions:
                 self.refuse(404, "RevisionNotFound")
                 return
             modes = [
                 {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LARGE) else "regular", "shouldIgnore": False}
                 for f in json.loads(body)["files"]
             ]
-            self.say({"files": modes})
+            self.send_json({"files": modes})
         elif path.endswith(".git/info/lfs/objects/batch"):
-            asked = json.loads(body)
+            request = json.loads(body)
             objects = [
                 {"oid": o["oid"], "size": o["size"]}
                 | ({} if o["oid"] in self.hub.stored else {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{o['oid']}"}}})
-                for o in asked["objects"]
+                for o in request["objects"]
             ]
-            is_xet = self.hub.takes_xet and "xet" in asked["transfers"]
-            self.say({"transfer": "xet" if is_xet else "basic", "objects": objects})
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", path):
-            self.commit(self.hub.repositories[found[1]], [json.loads(line) for line in body.splitlines()])
+            is_xet = self.hub.takes_xet and "xet" in request["transfers"]
+            self.send_json({"transfer": "xet" if is_xet else "basic", "objects": objects})
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", path):
+            self.commit(self.hub.repositories[match[1]], [json.loads(line) for line in body.splitlines()])
         else:
             self.refuse(404)
 
@@ -151,7 +153,7 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
                 repo.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 repo.files[value["path"]] = (self.hub.stored | self.hub.xet.sent)[value["oid"]]
-        self.say({"success": True, "commitUrl": f"{self.hub.url}/org/name/commit/{repo.commit}", "commitOid": repo.commit, "hookOutput": ""})
+        self.send_json({"success": True, "commitUrl": f"{self.hub.url}/org/name/commit/{repo.commit}", "commitOid": repo.commit, "hookOutput": ""})
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -165,7 +167,7 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if self.xet_get(path):
             return
-        if not (api or file):  # newer clients ask for other things too
+        if not (api or file):  # newer clients use other routes too
             self.refuse(404)
             return
         name, revision = (api or file).group(1, 2)
@@ -193,12 +195,12 @@ class Handler(XetHandler, BaseHTTPRequestHandler):
             if file.endswith(LARGE):
                 siblings[-1]["lfs"] = {"sha256": checksum(file, content), "size": len(content), "pointerSize": 130}
         info = {"id": name, "sha": repo.commit, "private": False, "gated": repo.gated, "tags": [], "siblings": siblings}
-        self.say(info)
+        self.send_json(info)
 
     def send_file(self, repo: Repository, name: str, body: bool) -> None:
         content, start = repo.files[name], 0
-        if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(found[1])
+        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(match[1])
         self.send_response(206 if start else 200)
         self.send_header("X-Repo-Commit", repo.commit)
         self.send_header("ETag", f'"{checksum(name, content)}"')

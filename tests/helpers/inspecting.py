@@ -1,4 +1,4 @@
-"""ggml-ext inspect, as a process or in this one."""
+"""ggml-ext inspect, as a process or in this process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def run_inspect(*args, **kwargs) -> subprocess.CompletedProcess:
 
 
 def inspect(*args, **kwargs) -> dict[str, list[str]]:
-    """Columns by first column, of a run that has to succeed."""
+    """Run inspect, which must succeed, and return the columns of each line by the first column."""
     result = run_inspect(*args, **kwargs)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     return {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
 
 
-def inspect_here(*args) -> subprocess.CompletedProcess:
+def inspect_in_process(*args) -> subprocess.CompletedProcess:
     return run_main(program.main, *args)
 
 
 def inspect_json(*args) -> dict:
-    done = inspect_here(*args, "--json")
+    done = inspect_in_process(*args, "--json")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return json.loads(done.stdout)

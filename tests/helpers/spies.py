@@ -1,4 +1,4 @@
-"""What the quantizer hands to the library."""
+"""Calls of the quantizer to the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ggml_ext._native import library
 
 
 class Spy:
-    """The quantizer in this process, its encoder replaced by one that notes its metrics and encodes without."""
+    """The quantizer in this process with an encoder that records its metrics and encodes without them."""
 
     def __init__(self, monkeypatch, lib):
         self.metrics, self.used = [], {}

@@ -1,4 +1,4 @@
-"""A model whose writing tests can stop, damage and split, and the quantizer in this process."""
+"""A model to write with interruptions, damage and parts, and the quantizer in this process."""
 
 import contextlib
 import subprocess
@@ -17,7 +17,7 @@ NAMES = [f"blk.{i}.{part}.weight" for i in range(3) for part in ("attn_norm", "f
 
 @pytest.fixture
 def source(tmp_path):
-    """Matrices of two chunks; the second's weights are below what DITTO3's scales reach."""
+    """Write a model with matrices of two chunks; the weights of one are too small for DITTO3's scales."""
     tensors = {}
     for i, name in enumerate(NAMES):
         tensors[name] = gaussian(256, seed=i) if "norm" in name else gaussian(12, 512, seed=i) * (1e-9 if name == NAMES[2] else 1)
@@ -33,49 +33,49 @@ FLAGS = ("--type", "ditto3", "--importance", "none", "--fallback-above", "3", "-
 
 
 def run(capsys, *args) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the quantizer."""
+    """Run the quantizer and return exit code, standard output and standard error."""
     capsys.readouterr()
     code = program.main([str(a) for a in args])
     return code, *capsys.readouterr()
 
 
-def run_well(capsys, *args) -> tuple[str, str]:
+def run_successfully(capsys, *args) -> tuple[str, str]:
     code, out, err = run(capsys, *args)
     assert code == 0, err
     return out, err
 
 
-def run_badly(capsys, *args, parts=(), code=1) -> str:
-    found, _, err = run(capsys, *args)
-    check_error(subprocess.CompletedProcess([], found, "", err), *parts, code=code)
+def run_failing(capsys, *args, parts=(), code=1) -> str:
+    exit_code, _, err = run(capsys, *args)
+    check_error(subprocess.CompletedProcess([], exit_code, "", err), *parts, code=code)
     return err
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Flags for parts of about three tensors of `source`."""
+    """Return flags for parts of about three tensors of `source`."""
     monkeypatch.setattr(options, "parse_split_size", lambda text: 8000)
     return *FLAGS, "--split-max-size", "1M"
 
 
-def part_files(folder) -> list:
-    return [folder / f"out-{i}-of-00003.gguf" for i in ("00001", "00002", "00003")]
+def part_files(directory) -> list:
+    return [directory / f"out-{i}-of-00003.gguf" for i in ("00001", "00002", "00003")]
 
 
 @contextlib.contextmanager
-def encoded(monkeypatch):
-    """Names of the tensors that are encoded within it."""
+def record_encoded(monkeypatch):
+    """Record the names of the tensors that are encoded in the block."""
     names = []
     convert = Codec.convert
 
-    def note(self, rows, tensor, *others):
+    def record_name(self, rows, tensor, *others):
         names.append(tensor.name)
         return convert(self, rows, tensor, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Codec, "convert", note)
+        patch.setattr(Codec, "convert", record_name)
         yield names
 
 
-def only_out(out) -> bool:
+def is_only_output(out) -> bool:
     return [p.name for p in out.parent.iterdir() if "out" in p.name] == [out.name]

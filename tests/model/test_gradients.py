@@ -58,7 +58,7 @@ def check_layers(layers: list[dict]) -> None:
 
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_gradients_match_finite_differences(architecture, tmp_path):
-    for model in architectures.make(architecture, tmp_path):
+    for model in architectures.write_models(architecture, tmp_path):
         n_layers = gguf.GGUFReader(model).fields[f"{architecture}.block_count"].contents()
         layers = compare_layers(scale_gates(model))
         assert [f["layer"] for f in layers] == list(range(1, n_layers + 1))
@@ -87,7 +87,7 @@ def test_gradients_of_transposed_operands():
 @pytest.mark.nightly
 def test_gradients_of_all_architectures(tmp_path):
     known = 0
-    for model in architectures.make("all", tmp_path):
+    for model in architectures.write_models("all", tmp_path):
         if any(name in model.stem for name in NOT_CUT):
             continue
         layers = compare_layers(model)
@@ -102,7 +102,7 @@ def test_gradients_of_all_architectures(tmp_path):
 
 @pytest.mark.parametrize("architecture", UNKNOWN)
 def test_operation_without_gradient_is_named(architecture, tmp_path):
-    (model,) = architectures.make(architecture, tmp_path)
+    (model,) = architectures.write_models(architecture, tmp_path)
     assert UNKNOWN[architecture] in compare_layers(model)[-1]["refused"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from ggml_ext._native.graph import PROGRAM, find_run_error, read_uses
 from ggml_ext._native.programs import find_tool
 from ggml_ext._plan import uses as _uses
-from helpers.architectures import make
+from helpers.architectures import write_models
 from helpers.commands import quantize, run_quantize
 from helpers.errors import check_error
 from helpers.models import read_tensors
@@ -45,7 +45,7 @@ def test_prediction_layers_have_a_minimum_type(model, tmp_path, flags):
 
 def test_verify_runs_a_token(model, tmp_path, monkeypatch):
     """A matrix in four bits that the graph adds element by element fails, if the plan does not know its use."""
-    (source,) = make("qwen4exp", tmp_path)
+    (source,) = write_models("qwen4exp", tmp_path)
     result = quantize(source, tmp_path / "good.gguf", "--type", "q4_0", "--verify")
     assert "as they were written, and one token run" in result.stdout and "ple_norm_key, ple_norm_query, ple_norm_conv, ple_conv1d in layer 0" in result.stderr
     monkeypatch.setattr(_uses, "read_uses", lambda parts: None)
@@ -57,7 +57,7 @@ def test_verify_runs_a_token(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["itq2_t", "q4_k_m"])
 def test_every_architecture_is_quantized_and_runs(tmp_path, name):
     """Quantizes with calibration and computes the perplexity of one chunk."""
-    models, failures = make("all", tmp_path), {}
+    models, failures = write_models("all", tmp_path), {}
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 120)
     for source in models:

@@ -87,7 +87,7 @@ def check_streams(model, text, context, folder) -> None:
 
 @pytest.mark.parametrize("architecture", CUT)
 def test_graph_is_cut_into_layers(architecture, letters, tmp_path):
-    for model in architectures.make(architecture, tmp_path):
+    for model in architectures.write_models(architecture, tmp_path):
         check_streams(model, letters, 128, tmp_path)
 
 
@@ -98,7 +98,7 @@ def architecture_of(path) -> str:
 @pytest.mark.nightly
 def test_all_architectures_are_cut_or_refused(letters, tmp_path):
     errors = {}
-    for model in architectures.make("all", tmp_path):
+    for model in architectures.write_models("all", tmp_path):
         if architecture_of(model) == "glm5-next":
             continue  # ends llama-imatrix
         try:
@@ -162,7 +162,7 @@ def test_rows_use_error_feedback(small, text, tmp_path, monkeypatch):
 
 
 def test_graph_without_gradients_is_quantized_without_feedback(letters, tmp_path, lib):
-    (model,) = architectures.make("mamba", tmp_path)
+    (model,) = architectures.write_models("mamba", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "q4_0", "--propagate", "--imatrix-from", long)
     assert done.returncode == 0 and "rows do not make up for each other: gradients of SSM_SCAN" in done.stderr
@@ -273,7 +273,7 @@ def test_best_effort_propagates(flags, propagates, text, tmp_path, lib):
 
 
 def test_best_effort_skips_propagation_without_layers(letters, tmp_path, lib):
-    (model,) = architectures.make("hrm_text", tmp_path)
+    (model,) = architectures.write_models("hrm_text", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--effort", "best", "--imatrix-from", long)
     assert done.returncode == 0 and "done without --propagate" in done.stderr and "layer 3 needs the product" in done.stderr
@@ -321,7 +321,7 @@ def test_too_little_memory_is_refused(model, text, tmp_path, lib):
 
 
 def test_graph_without_layers_is_refused(letters, tmp_path, lib):
-    (model,) = architectures.make("hrm_text", tmp_path)
+    (model,) = architectures.write_models("hrm_text", tmp_path)
     text = tmp_path / "long.txt"
     text.write_text(letters.read_text() * 3)
     out = tmp_path / "out" / "model.gguf"

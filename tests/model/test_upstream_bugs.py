@@ -31,7 +31,7 @@ def letters(tmp_path):
 
 
 def test_imatrix_accepts_nodes_without_a_source(letters, tmp_path):
-    (model,) = architectures.make("glm5-next", tmp_path)
+    (model,) = architectures.write_models("glm5-next", tmp_path)
     for options in ([], ["--moments", "block"]):
         done = run_program("llama-imatrix", "-m", model, "-f", letters, "-c", 128, "-t", 2, "-o", tmp_path / "imatrix.gguf", *options)
         assert done.returncode == 0, done.stderr[-1000:]

@@ -21,7 +21,7 @@ from ggml_ext._base.errors import UserError
 from ggml_ext._formats.tensor_types import IMATRIX_TYPES
 from ggml_ext._native import library, programs
 from helpers.commands import tool
-from helpers.errors import own_mount_namespace
+from helpers.errors import mount_namespace_prefix
 from helpers.native import ROOT
 
 try:
@@ -147,7 +147,7 @@ def test_licences_of_the_programs_are_installed():
 @pytest.mark.slow
 def test_read_only_source_tree_builds(tmp_path):
     """With the option of docs/using/wheel.md pip reaches CMake's error for GGML_HIP."""
-    prefix = own_mount_namespace()
+    prefix = mount_namespace_prefix()
     if prefix is None or find_spec("scikit_build_core") is None:
         pytest.skip("a shell that may mount, and scikit-build-core")
     (option,) = re.findall(r"pip install \. (-C build-dir=)\S+", (ROOT / "docs" / "using" / "wheel.md").read_text())

@@ -324,7 +324,7 @@ def test_print_table(results, default_perplexity, capsys):
     rows = []
     for variant, figures_of_variant in results.items():
         if variant in RUNNABLE:
-            figures = [f"{found[k]:.{d}f}" if k in figures_of_variant else "-" for k, d in (*((name, 3) for name in default_perplexity),
+            figures = [f"{figures_of_variant[k]:.{d}f}" if k in figures_of_variant else "-" for k, d in (*((name, 3) for name in default_perplexity),
                                                                              ("decode itq3_s", 0), ("decode itq3_t", 0))]
             rows.append([variant, figures_of_variant.get("kernels", "-"), *figures])
         else:

@@ -1,4 +1,4 @@
-"""Threads: -t says how many, and numpy's BLAS adds none of its own."""
+"""Threads: -t sets their number, and numpy's BLAS adds none."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from helpers.models import gaussian, write_gguf
 
 @pytest.fixture
 def blas():
-    """The functions that return and set the number of threads, which is 2 meanwhile."""
-    found = _blas.openblas_threads()
-    if found is None:
+    """Return BLAS's functions that get and set its threads, set to 2 during the test."""
+    functions = _blas.openblas_threads()
+    if functions is None:
         pytest.skip("numpy has another BLAS than OpenBLAS")
-    before = found[0]()
-    found[1](2)
-    yield found
-    found[1](before)
+    before = functions[0]()
+    functions[1](2)
+    yield functions
+    functions[1](before)
 
 
-def test_the_programs_take_no_threads_of_blas(blas, lib, tmp_path, monkeypatch, capsys):
-    """Where errors are measured, in the threads of -t."""
-    source, ours, stock = (tmp_path / f"{name}.gguf" for name in ("in", "ours", "stock"))
+def test_commands_limit_blas_to_one_thread(blas, lib, tmp_path, monkeypatch, capsys):
+    """Checked where the threads of -t measure errors."""
+    source, quantized, stock = (tmp_path / f"{name}.gguf" for name in ("in", "ours", "stock"))
     write_gguf(source, {"blk.0.ffn_up.weight": gaussian(8, 512)})
-    measure, seen = Accuracy.measure, []
+    measure, thread_counts = Accuracy.measure, []
 
     def note(*args):
-        seen.append(blas[0]())
+        thread_counts.append(blas[0]())
         return measure(*args)
 
     monkeypatch.setattr(Accuracy, "measure", staticmethod(note))
     for program, *args in (
-        (quantize, source, ours, "--type", "itq3_s", "--importance", "none"), (export, ours, stock, "--type", "q8_0"),
-        (inspect, ours, "--against", source),
+        (quantize, source, quantized, "--type", "itq3_s", "--importance", "none"), (export, quantized, stock, "--type", "q8_0"),
+        (inspect, quantized, "--against", source),
     ):
-        seen.clear()
+        thread_counts.clear()
         assert program.main([*map(str, args)]) == 0, capsys.readouterr().err
-        assert seen and set(seen) == {1} and blas[0]() == 2
+        assert thread_counts and set(thread_counts) == {1} and blas[0]() == 2
 
 
-def test_the_number_is_set_again_after_an_error(blas, tmp_path, capsys):
+def test_threads_are_restored_after_an_error(blas, tmp_path, capsys):
     assert quantize.main([str(tmp_path / "missing.gguf"), str(tmp_path / "out.gguf"), "--type", "itq3_s"]) == 1
     assert "missing.gguf" in capsys.readouterr().err and blas[0]() == 2
 
 
-def test_programs_side_by_side(blas):
-    """In threads of one process: the number is set again when the last has ended, whichever that is."""
+def test_threads_are_restored_after_the_last_command(blas):
+    """Commands may run in threads of one process and end in any order."""
     first, second = _blas.one_blas_thread(), _blas.one_blas_thread()
     first.__enter__()
     second.__enter__()

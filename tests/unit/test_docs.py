@@ -1,4 +1,4 @@
-"""Commands, flags, files and links that documents and errors name."""
+"""Commands, flags, files and links in documents and errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ except ModuleNotFoundError:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def texts() -> dict[str, str]:
-    """Documents and sources by their path."""
+def read_texts() -> dict[str, str]:
+    """Return documents and sources by path."""
     command = ["git", "-C", ROOT, "ls-files", "*.md", "py/*.py", "scripts/*.py", "tests/*.py", "Makefile"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -28,13 +28,13 @@ def texts() -> dict[str, str]:
     return {name: (ROOT / name).read_text("utf-8") for name in done.stdout.split() if (ROOT / name).is_file()}
 
 
-def test_nothing_is_installed_by_a_name_that_no_index_has():
+def test_no_text_installs_an_unregistered_name():
     """Anybody could register the name ggml-ext."""
     name = "ggml-ext" + "["
-    assert [path for path, text in texts().items() if name in text] == []
+    assert [path for path, text in read_texts().items() if name in text] == []
 
 
-def test_an_extra_is_installed_by_its_requirements(monkeypatch):
+def test_extra_is_installed_by_its_requirements(monkeypatch):
     command = package.install_command("hf", ["torch"])
     assert command.startswith("pip install ") and "extra" not in command and "matplotlib" not in command
     for requirement in PROJECT["optional-dependencies"]["hf"]:
@@ -49,31 +49,31 @@ def test_an_extra_is_installed_by_its_requirements(monkeypatch):
     assert package.install_command("hf", ["torch", "sentencepiece"]) == "pip install torch sentencepiece"
 
 
-def test_packages_of_an_extra_can_be_installed_alone():
-    """A reader need not compile llama.cpp again, as pip install '.[hf]' does."""
+def test_documents_list_the_packages_of_an_extra():
+    """pip install '.[hf]' would compile llama.cpp again."""
     requirements = PROJECT["optional-dependencies"]["hf"]
     assert f"    pip install {' '.join(map(repr, requirements))}\n" in (ROOT / "docs/using/inputs.md").read_text("utf-8")
 
 
-def test_every_program_is_built_a_command_and_listed():
-    (built,) = re.findall(r"set\(tools (.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.S)
+def test_every_program_is_built_installed_and_listed():
+    (tools,) = re.findall(r"set\(tools (.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.S)
     commands = {name for name in PROJECT["scripts"] if not name.startswith("ggml-ext")}
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "using" / "programs.md").read_text("utf-8"), re.M)
     assert commands == set(re.findall(r"`([^`]+)`", " ".join(rows)))
-    assert commands == {*built.split(), "rpc-server", "convert_lora_to_gguf.py"} - {"ggml-rpc-server"}
+    assert commands == {*tools.split(), "rpc-server", "convert_lora_to_gguf.py"} - {"ggml-rpc-server"}
 
 
-# Paths of this repository in running text, with or without back quotes.
+# Paths of this repository in running text, with or without backquotes.
 PATHS = r"`((?:ggml_ext|cuda|metal|vulkan|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
 
 
 def documents() -> dict[str, str]:
-    """All Markdown files by their path."""
-    return {path: text for path, text in texts().items() if path.endswith(".md")}
+    """Return all Markdown files by path."""
+    return {path: text for path, text in read_texts().items() if path.endswith(".md")}
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub makes of the headings."""
+    """Return the anchors that GitHub derives from the headings."""
     heads = re.findall(r"^#+ (.+)$", text, re.M)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
@@ -96,13 +96,13 @@ def test_documents_name_files_and_headings_that_exist():
 
 
 @pytest.mark.parametrize("text", ["`docs/no.md`", "[x](docs/no.md)", "[x](docs/README.md#no)", "[x](#no)", "scripts/tools/no.py"])
-def test_a_broken_link_is_noticed(text):
+def test_broken_link_is_noticed(text):
     assert len(find_broken("README.md", f"# Head\n{text}\n", {"README.md": "# Head"})) >= 1
     assert find_broken("README.md", "[x](#head) [y](docs/README.md)", {"README.md": "# Head"}) == []
 
 
 def test_sources_name_documents_that_exist():
-    sources = {path: text for path, text in texts().items() if path.endswith(".py") and path != "tests/unit/test_docs.py"}
+    sources = {path: text for path, text in read_texts().items() if path.endswith(".py") and path != "tests/unit/test_docs.py"}
     named = {(path, page) for path, text in sources.items() for page in re.findall(r"(?<![\w/])docs/\w+/[\w-]+\.md", text)}
     assert named and [(path, page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
 
@@ -130,12 +130,12 @@ def test_readme_is_a_landing_page():
 
 
 def code_lines() -> list[tuple[str, str]]:
-    """(document, line) of all code blocks."""
+    """Return (document, line) of all code blocks."""
     return [(path, line) for path, text in documents().items() for line in re.findall(r"^ {4,}(.+)$", text, re.M)]
 
 
 def commands() -> set[tuple[str, str]]:
-    """(document, command) of every command in a code block whose name looks like one of this project."""
+    """Return (document, command) of every command in a code block that may be one of this project."""
     begins = ((path, begin.split(" ")[0]) for path, line in code_lines() for begin in re.split(r"&& |\| |; |\$\(", line))
     return {(path, name) for path, name in begins if name.startswith(("llama-", "ggml-", "rpc-"))}
 

@@ -1,4 +1,4 @@
-"""Rows that a type does not fit: what the quantizer says and refuses, and what the loader and llama-bench call the file."""
+"""Rows that do not fit a type: what the quantizer reports and refuses, and the file's name in the loader and llama-bench."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ from helpers.inspecting import inspect
 from helpers.models import gaussian, read_tensors, write_gguf
 from helpers.weights import relative_mse
 
-# Rows of 320 take blocks of 64, rows of 96 fall back to IQ4_NL, rows of 100 to F16.
+# Rows of 320 use blocks of 64, rows of 96 fall back to IQ4_NL, rows of 100 to F16.
 TENSORS = {
     "token_embd.weight": gaussian(16, 512),
     "blk.0.ffn_down.weight": gaussian(8, 256),
@@ -51,7 +51,7 @@ def source(tmp_path_factory):
 
 
 def layers_bpw(path) -> float:
-    """Of the matrices of the layers."""
+    """Return the bits per weight of the block weights."""
     tensors = [t for n, t in read_tensors(path).items() if n.startswith("blk.") and len(t.shape) > 1]
     return sum(t.n_bytes for t in tensors) * 8 / sum(t.n_elements for t in tensors)
 
@@ -61,17 +61,17 @@ def all_bpw(path) -> float:
     return sum(t.n_bytes for t in tensors) * 8 / sum(t.n_elements for t in tensors)
 
 
-def types_of(path) -> dict[str, str]:
-    """By name without layer and suffix."""
+def read_types(path) -> dict[str, str]:
+    """Return types by name without layer and suffix."""
     return {re.sub(r"blk\.\d\.|\.weight", "", name): t.tensor_type.name for name, t in read_tensors(path).items()}
 
 
-def test_lines_are_grouped_and_the_summary_compares(lib, source, tmp_path):
+def test_lines_are_grouped_and_summary_compares(lib, source, tmp_path):
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "itq3_t")
     assert result.stderr == LINES
     of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
-    assert types_of(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
+    assert read_types(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
     assert result.stdout.splitlines()[-3:] == [
         f"asked for itq3_t, 3.0625 bpw; got {layers_bpw(out):.5g} bpw in the layers, {all_bpw(out):.2f} bpw in all",
         "4 of 10 matrices took itq3_t64 in place of itq3_t for their rows of 320",
@@ -92,27 +92,27 @@ def test_lines_are_grouped_and_the_summary_compares(lib, source, tmp_path):
         ("itq2_t64", "ITQ2_T64", "IQ4_NL"),
     ],
 )
-def test_what_takes_the_place_of_each_type(lib, source, tmp_path, type_name, of_320, of_96):
-    """With --pure too. What the file says it is stays the type asked for."""
+def test_each_type_has_its_fallbacks(lib, source, tmp_path, type_name, of_320, of_96):
+    """Holds with --pure too. The file keeps the name of the requested type."""
     for flags in ([], ["--pure"]):
         out = tmp_path / f"out{len(flags)}.gguf"
         result = quantize(source, out, "--type", type_name, *flags)
-        types = types_of(out)
-        found = [types[n] for n in ("ffn_down", "ffn_up", "attn_q", "attn_k", "attn_v")]
-        assert found == [type_name.upper(), of_320, of_320, of_96, "F16"]
+        types = read_types(out)
+        types_of_320 = [types[n] for n in ("ffn_down", "ffn_up", "attn_q", "attn_k", "attn_v")]
+        assert types_of_320 == [type_name.upper(), of_320, of_320, of_96, "F16"]
         assert gguf.GGUFReader(out).fields["general.file_type"].contents() == WEIGHT_TYPES[type_name].id
-        ours = of_320.lower() in WEIGHT_TYPES  # blocks of 64 are a note
-        assert ("note: " in result.stderr) == (ours and type_name != of_320.lower())
-        assert result.stderr.count("warning: ") == (2 if ours else 3)
+        is_note = of_320.lower() in WEIGHT_TYPES  # blocks of 64 are a note
+        assert ("note: " in result.stderr) == (is_note and type_name != of_320.lower())
+        assert result.stderr.count("warning: ") == (2 if is_note else 3)
     assert types["token_embd"] == type_name.upper()
 
 
-def test_better_types_of_a_recipe_take_blocks_of_64_too(lib, tmp_path):
+def test_better_types_of_a_mix_use_blocks_of_64(lib, tmp_path):
     names = ["blk.0.ffn_up", "blk.1.ffn_up", "blk.0.attn_q", "blk.0.attn_v"]
     source = write_gguf(tmp_path / "in.gguf", {f"{name}.weight": gaussian(8, 576) for name in names})
     result = quantize(source, tmp_path / "out.gguf", "--type", "itq2_t_m")
-    found = read_tensors(tmp_path / "out.gguf")
-    assert [found[f"{name}.weight"].tensor_type.name for name in names] == ["ITQ3_T64", "ITQ2_T64", "ITQ3_T64", "Q5_0"]
+    tensors = read_tensors(tmp_path / "out.gguf")
+    assert [tensors[f"{name}.weight"].tensor_type.name for name in names] == ["ITQ3_T64", "ITQ2_T64", "ITQ3_T64", "Q5_0"]
     assert result.stderr.splitlines() == [
         "note: 2 tensors in 2 classes, rows of 576: itq3_t64 (3.25 bpw) in place of itq3_t: blk.0.ffn_up.weight, "
         "blk.0.attn_q.weight",
@@ -123,9 +123,9 @@ def test_better_types_of_a_recipe_take_blocks_of_64_too(lib, tmp_path):
 
 @pytest.mark.parametrize(("tied", "name"), [(True, "token_embd.weight"), (False, "output.weight")])
 @pytest.mark.parametrize("type_name", ["itq3_t", "itq3_t64", "itq2_t64"])
-def test_output_of_rows_of_576(lib, tmp_path, tied, name, type_name):
-    """llama-quantize compares with the block of the file's type: Q8_0 at once for 256; of 64 the output's K-quant, which then
-    falls back, to Q8_0 from Q6_K and to Q5_1 from Q5_K."""
+def test_output_matrix_with_rows_of_576_falls_back(lib, tmp_path, tied, name, type_name):
+    """llama-quantize compares with the block of the file's type: Q8_0 at once for 256; for 64 the output's K-quant, which then
+    falls back to Q8_0 from Q6_K and to Q5_1 from Q5_K."""
     tensors = {n: gaussian(8, 576) for n in (name, "blk.0.ffn_up.weight", *([] if tied else ["token_embd.weight"]))}
     result = quantize(write_gguf(tmp_path / "in.gguf", tensors), tmp_path / "out.gguf", "--type", type_name)
     types = {n: t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items()}
@@ -136,15 +136,15 @@ def test_output_of_rows_of_576(lib, tmp_path, tied, name, type_name):
     assert read_tensors(tmp_path / "pure.gguf")[name].tensor_type.name == f"{type_name.removesuffix('64')}64".upper()
 
 
-def narrow_matrices(folder, n: int):
+def write_narrow_matrices(folder, n: int):
     return write_gguf(folder / "in.gguf", {"blk.0.ffn_up.weight": gaussian(8, n)})
 
 
-def test_no_fallback_takes_the_same_code_in_blocks_of_64(lib, tmp_path):
-    source = narrow_matrices(tmp_path, 576)
+def test_no_fallback_accepts_blocks_of_64(lib, tmp_path):
+    source = write_narrow_matrices(tmp_path, 576)
     for type_name in ("itq3_t", "itq2_t"):
         result = quantize(source, tmp_path / "out.gguf", "--type", type_name, "--no-fallback", "--force")
-        assert types_of(tmp_path / "out.gguf") == {"ffn_up": f"{type_name}64".upper()}
+        assert read_types(tmp_path / "out.gguf") == {"ffn_up": f"{type_name}64".upper()}
         assert gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents() == "effort=normal"
         assert result.stderr.startswith("note: tensor blk.0.ffn_up.weight, rows of 576: ") and result.stderr.count("\n") == 1
         outcome = result.stdout.splitlines()[-1]
@@ -152,7 +152,7 @@ def test_no_fallback_takes_the_same_code_in_blocks_of_64(lib, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("type_name", "n", "got"),
+    ("type_name", "n", "fallback"),
     [
         ("itq3_s", 576, "itq3_t64"),
         ("ditto3", 576, "itq3_t64"),
@@ -163,24 +163,24 @@ def test_no_fallback_takes_the_same_code_in_blocks_of_64(lib, tmp_path):
         ("itq3_t", 100, "f16"),
     ],
 )
-def test_no_fallback_refuses_another_code(lib, tmp_path, type_name, n, got):
-    source = narrow_matrices(tmp_path, n)
+def test_no_fallback_refuses_another_type(lib, tmp_path, type_name, n, fallback):
+    source = write_narrow_matrices(tmp_path, n)
     result = run_quantize(source, tmp_path / "out.gguf", "--type", type_name, "--no-fallback")
-    check_error(result, "--no-fallback", f"blk.0.ffn_up.weight, rows of {n}: {got}", type_name, "leave out --no-fallback")
+    check_error(result, "--no-fallback", f"blk.0.ffn_up.weight, rows of {n}: {fallback}", type_name, "leave out --no-fallback")
     assert not (tmp_path / "out.gguf").exists()
     outcome = quantize(source, tmp_path / "out.gguf", "--type", type_name).stdout.splitlines()[-1]
     assert outcome.startswith("1 of 1 matrices ") and outcome.endswith(f" for their rows of {n}; --no-fallback refuses that")
 
 
-@pytest.mark.parametrize(("n", "got"), [(32, "iq4_nl"), (64, "itq3_t64"), (100, "f16"), (256, "itq3_t")])
-def test_the_smallest_rows(lib, tmp_path, n, got):
-    """One block, or none: a line that names the tensor, and weights that come back."""
+@pytest.mark.parametrize(("n", "fallback"), [(32, "iq4_nl"), (64, "itq3_t64"), (100, "f16"), (256, "itq3_t")])
+def test_smallest_rows_fall_back(lib, tmp_path, n, fallback):
+    """One block or none: one line names the tensor, and the weights are kept."""
     source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": gaussian(2, n)}, "F32")
     result = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t")
     tensor = read_tensors(tmp_path / "out.gguf")["blk.0.attn_q.weight"]
-    assert tensor.tensor_type.name.lower() == got
+    assert tensor.tensor_type.name.lower() == fallback
     assert relative_mse(gguf.quants.dequantize(tensor.data, tensor.tensor_type), gaussian(2, n)) < 0.03
-    line = r"" if got == "itq3_t" else rf"\w+: tensor blk\.0\.attn_q\.weight, rows of {n}: {got} .*\n"
+    line = r"" if fallback == "itq3_t" else rf"\w+: tensor blk\.0\.attn_q\.weight, rows of {n}: {fallback} .*\n"
     assert re.fullmatch(line, result.stderr)
 
 
@@ -195,7 +195,7 @@ def test_bad_weights_in_blocks_of_64_are_named(lib, tmp_path, value):
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_who_gets_what_was_asked_for_reads_one_line(lib, tmp_path):
+def test_model_without_fallbacks_has_a_short_summary(lib, tmp_path):
     source = write_gguf(tmp_path / "in.gguf", {n: t for n, t in TENSORS.items() if t.shape[-1] in (256, 512)})
     for flags in ([], ["--no-fallback"]):
         out = tmp_path / f"out{len(flags)}.gguf"
@@ -204,8 +204,8 @@ def test_who_gets_what_was_asked_for_reads_one_line(lib, tmp_path):
         assert result.stderr == ""
 
 
-def test_a_recipe_is_compared_with_itself(lib, source, tmp_path):
-    """Where nothing falls back it would be 3.0625 but for attn_k and attn_v, a q4_k."""
+def test_mix_is_compared_with_its_own_size(lib, source, tmp_path):
+    """Without fallbacks it would have 3.0625 bpw plus attn_k and attn_v in q4_k."""
     result = quantize(source, "--type", "itq3_t_m", "--dry-run")
     assert "tensor blk.1.attn_v.weight, rows of 100: f16 instead of q4_k, which needs a multiple of 256" in result.stderr
     n, n_v = sum(t.size for name, t in TENSORS.items() if name.startswith("blk.") and t.ndim > 1), 8 * (100 + 96 + 96)
@@ -222,47 +222,47 @@ def test_no_fallback_refuses_in_one_line(lib, source, tmp_path):
     quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--no-fallback", "--tensor-type", "attn_[kv]=f16")
 
 
-def test_quiet_is_quiet_about_fallbacks_alone(lib, source, tmp_path):
+def test_quiet_hides_only_fallbacks(lib, source, tmp_path):
     result = quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "-q", "--tensor-type", "nothing=f16")
     assert result.stdout == "" and result.stderr == "warning: --tensor-type nothing=f16 matches no tensor\n"
 
 
-def test_summary_alone(lib, source, tmp_path):
+def test_dry_run_shows_the_summary(lib, source, tmp_path):
     whole = quantize(source, "--type", "itq3_t", "--dry-run").stdout
     short = quantize(source, "--type", "itq3_t", "--dry-run", "--summary").stdout
     assert whole.startswith("[ 1/11] token_embd.weight") and whole.endswith(short) and "[" not in short
     assert quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--summary").stderr == LINES
 
 
-def test_of_many_classes_some_are_listed():
+def test_long_lists_of_classes_are_shortened():
     names = [f"blk.{i}.part{k}.weight" for i in range(2) for k in range(12)]
     assert _names.describe_tensors(names, " x") == (
         "24 tensors in 12 classes x: part0, part1, part2, part3, part4, part5, part6, part7 and 4 more in layers 0-1"
     )
 
 
-@pytest.mark.parametrize(("layers", "said"), [
+@pytest.mark.parametrize(("layers", "message"), [
     ({"attn_q": [1], "attn_k": [1], "ffn_up": [1]}, "attn_q, attn_k, ffn_up in layer 1"),
     ({"attn_q": [0, 1, 2, 7, 9, 10]}, "attn_q in layers 0-2, 7, 9-10"),
     ({"attn_q": [3, 4, 5], "ffn_down": [5], "attn_k": [3, 4, 5]}, "attn_q, attn_k in layers 3-5; ffn_down in layer 5"),
     ({"attn_q": range(0, 40, 2)}, "attn_q in layers 0, 2, 4, 6, 8, 10 and 14 more"),
     ({f"part{i}": [i] for i in range(6)}, "part0 in layer 0; part1 in layer 1; part2 in layer 2; part3 in layer 3 and 2 classes more"),
 ])
-def test_layers_of_classes_are_listed(layers, said):
+def test_layers_of_classes_are_listed(layers, message):
     names = [f"blk.{i}.{name}.weight" for name, of_class in layers.items() for i in of_class]
-    assert _names.list_tensors(names) == said
-    assert _names.list_tensors(["output.weight", *names]) == (f"output; {said}" if "more" not in said or len(layers) == 1 else
+    assert _names.list_tensors(names) == message
+    assert _names.list_tensors(["output.weight", *names]) == (f"output; {message}" if "more" not in message or len(layers) == 1 else
                                                              "output; part0 in layer 0; part1 in layer 1; part2 in layer 2 and 3 classes more")
 
 
-def wide_source(folder):
-    """Names and numbers as large models have them, and one name of the greatest length."""
+def write_wide_source(folder):
+    """Write names and numbers of large models, with one name of the maximum length."""
     names = ["blk.15.attn_output.weight", "blk.15.ffn_gate_exps.weight", "per_layer_token_embd.weight", f"blk.15.{'long_' * 9}norm.weight"]
     return write_gguf(folder / "in.gguf", {name: gaussian(2, 4, 256) for name in names})
 
 
 def test_lines_fit_80_columns(lib, tmp_path):
-    result = quantize(wide_source(tmp_path), tmp_path / "out.gguf", "--type", "itq3_t")
+    result = quantize(write_wide_source(tmp_path), tmp_path / "out.gguf", "--type", "itq3_t")
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) == 80
     assert lines[0].startswith("[1/4] blk.15.attn_output.weight ") and lines[0].endswith("256x4x2  f16 -> itq3_t  0.004 -> 0.001 MiB")
@@ -270,7 +270,7 @@ def test_lines_fit_80_columns(lib, tmp_path):
 
 
 def test_lines_of_large_models_fit_80_columns():
-    """Mixtral's and Llama's matrices, from the header alone."""
+    """Plans Mixtral's and Llama's matrices from the header."""
     f16, tensors = gguf.GGMLQuantizationType.F16, []
     for name, ne in (("token_embd.weight", (4096, 128256)), ("blk.31.ffn_gate_exps.weight", (4096, 14336, 8)), ("blk.31.attn_output.weight", (4096, 4096))):
         tensors.append(gguf_file.Tensor(name, ne, f16, 0, int(np.prod(ne)) * 2))
@@ -284,11 +284,11 @@ def test_lines_of_large_models_fit_80_columns():
 
 
 def test_wide_terminals_are_used(lib, tmp_path):
-    """A pseudo-terminal of 120 columns."""
+    """Runs in a pseudo-terminal of 120 columns."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
-    command = quantize_command(wide_source(tmp_path), "--type", "itq3_t", "--dry-run")
+    command = quantize_command(write_wide_source(tmp_path), "--type", "itq3_t", "--dry-run")
     subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, env=env, check=True)
     os.close(writer)
     text = os.read(reader, 1 << 16).decode()
@@ -298,7 +298,7 @@ def test_wide_terminals_are_used(lib, tmp_path):
 
 
 def write_narrow_model(model, path, n: int, head: int):
-    """A model of two blocks that loads, with random weights in rows of n, n/head heads, and of 768."""
+    """Write a model of two blocks that loads, with random weights in rows of n, n/head heads, and of 768."""
     file = gguf_file.GGUFFile(model)
     sizes = {"llama.embedding_length": n, "llama.block_count": 2, "llama.attention.head_count": n // head,
              "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": head}
@@ -318,8 +318,8 @@ def write_narrow_model(model, path, n: int, head: int):
     return path
 
 
-def names_of(path) -> set[str]:
-    """What llama-bench and the loader's log call the file."""
+def read_names(path) -> set[str]:
+    """Return the names of the file in llama-bench and in the loader's log."""
     bench = subprocess.run([tool("llama-bench"), "-m", path, "-p", "1", "-n", "0", "-r", "1", "-t", "1", "-ngl", "0", "-o", "json"],
                            capture_output=True, text=True, timeout=300, check=True)
     log = subprocess.run([tool("llama-completion"), "-m", path, "-p", "a", "-n", "1", "-no-cnv", "-lv", "4", "-ngl", "0"],
@@ -342,15 +342,15 @@ def names_of(path) -> set[str]:
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_the_loader_counts_the_bits_of_the_file(lib, model, tmp_path, flags, name):
+def test_loader_shows_the_bits_of_the_file(lib, model, tmp_path, flags, name):
     out = tmp_path / "out.gguf"
     quantize(model, out, "--effort", "fast", "-q", *flags)
-    assert names_of(out) == {name.format(blocks=layers_bpw(out), all=all_bpw(out))}
+    assert read_names(out) == {name.format(blocks=layers_bpw(out), all=all_bpw(out))}
 
 
 MIXED = "{type}, mixed - {blocks:.2f} bpw, {all:.2f} in all"
 NARROW = [
-    (320, "itq3_t", "ITQ3_T - {blocks:.2f} bpw"),  # with blocks of 64, the same code
+    (320, "itq3_t", "ITQ3_T - {blocks:.2f} bpw"),  # with blocks of 64
     (320, "itq2_t", "ITQ2_T - {blocks:.2f} bpw"),
     (320, "itq3_t64", "ITQ3_T64 - 3.25 bpw"),
     (320, "itq2_t64", "ITQ2_T64 - 2.25 bpw"),
@@ -367,8 +367,8 @@ NARROW = [
 @pytest.mark.parametrize(("n", "type_name", "name", "flags"), [
     *((*case, []) for case in NARROW),
     *(pytest.param(*case, ["--pure"], marks=() if i % 4 == 0 else pytest.mark.nightly) for i, case in enumerate(NARROW))])
-def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_path, n, type_name, name, flags):
-    """Its chain of fallbacks, its output matrix, its bytes; and what the loader calls both files."""
+def test_fallbacks_match_llama_quantize(lib, model, tmp_path, n, type_name, name, flags):
+    """Compares the chain of fallbacks, the output matrix, the bytes and the loader's name of both files."""
     write_narrow_model(model, tmp_path / "in.gguf", n, {320: 64, 96: 32}[n])
     ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     command = [tool("llama-quantize"), *flags, tmp_path / "in.gguf", theirs, type_name.upper()]
@@ -382,24 +382,24 @@ def test_same_tensors_as_llama_quantize_where_rows_fall_back(lib, model, tmp_pat
     fell_back = set(re.findall(r"^warning: blk\S+ .*falling back to +(\S+)$", log.stdout + log.stderr, re.M))
     assert fell_back == ({of_64 if n == 320 else "iq4_nl"} - {type_name})
     name = name.format(type=type_name.upper(), blocks=layers_bpw(ours), all=all_bpw(ours))
-    assert names_of(ours) == names_of(theirs) == {name}
+    assert read_names(ours) == read_names(theirs) == {name}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["itq2_t_m", "itq3_sx", "itq3_s_" + "m" * 40, "itq3_s_\n[31m"])
-def test_a_recipe_of_another_type_is_not_believed(lib, model, tmp_path, value):
-    """llama-quantize keeps the key of the file it reads; other programs may write anything."""
+def test_recorded_mix_of_another_type_is_ignored(lib, model, tmp_path, value):
+    """llama-quantize copies the key from its input; other programs may write any value."""
     quantize(model, tmp_path / "in.gguf", "--type", "itq3_s", "--tensor-type", "attn_v=q8_0")
     file = gguf_file.GGUFFile(tmp_path / "in.gguf")
     metadata = file.metadata | {"ggml_ext.type": gguf_file.string_value("ggml_ext.type", value)}
     out = tmp_path / "out.gguf"
     header = gguf_file.pack_header(metadata, file.tensors, [t.type for t in file.tensors], file.alignment)
     out.write_bytes(header + (tmp_path / "in.gguf").read_bytes()[min(t.offset for t in file.tensors) :])
-    assert names_of(out) == {f"ITQ3_S, mixed - {layers_bpw(out):.2f} bpw, {all_bpw(out):.2f} in all"}
+    assert read_names(out) == {f"ITQ3_S, mixed - {layers_bpw(out):.2f} bpw, {all_bpw(out):.2f} in all"}
 
 
-def test_titles_name_their_type_and_bits():
-    """The loader takes the name before the blank from them."""
+def test_titles_have_type_and_bits():
+    """The loader uses the part before the first space as the name."""
     for info in WEIGHT_TYPES.values():
         assert info.title == f"{info.name.upper()} - {info.bpw:g} bpw"
 

@@ -1,4 +1,4 @@
-"""Tables and pictures of the documents are made from docs/measured.json."""
+"""Tables and pictures of the documents, which figures.py makes from docs/measured.json."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ MEASURED = json.loads(figures.MEASURED.read_text())
 TYPES, QUALITY = figures.read_types(MEASURED), figures.quality(MEASURED)
 
 
-def test_checked_in_tables_are_fresh():
+def test_committed_tables_are_up_to_date():
     done = subprocess.run([sys.executable, figures.__file__, "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_every_type_is_measured_and_what_has_a_divergence_is_drawn():
+def test_every_type_is_measured_and_drawn():
     assert set(WEIGHT_TYPES) <= {t.name for t in TYPES}
     picture = figures.PICTURE.read_text()
     rows = {name for name, row in QUALITY.items() if "hessian" in row and (name.lower() in WEIGHT_TYPES or "upstream" in row)}
     assert len(rows) == 14 and all(picture.count(f">{name}<") == 1 for name in rows)
 
 
-def test_the_same_figures_make_the_same_picture(tmp_path):
+def test_picture_is_reproducible(tmp_path):
     for name in ("a.svg", "b.svg"):
         figures.draw(QUALITY, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_a_row_that_failed_has_empty_cells():
+def test_failed_row_has_empty_cells():
     rows = {"Q3_K": {"type": "q3_k", "bpw": 3.4375, "perplexity": 11.5}}
     assert figures.render_rows(rows).splitlines()[-1] == "| Q3_K | 3.438 | 11.500 |  |  |  |  |  |"
 
@@ -45,12 +45,12 @@ MARKERS = [figures.marker("measured", end) for end in ("begin", "end")]
 
 
 @pytest.mark.parametrize("text", ["no markers", "\n".join(reversed(MARKERS)), "\n".join(MARKERS * 2)])
-def test_a_document_without_markers_is_named(tmp_path, text):
+def test_document_without_markers_is_named(tmp_path, text):
     with pytest.raises(RuntimeError, match="x.md: needs one"):
         figures.replace_table(tmp_path / "x.md", text, "table")
 
 
-# Numbers in README's own words that are no measurements: versions, licences, names, sizes.
+# Numbers in README that are no measurements: versions, licences, names, sizes.
 PLAIN = re.compile(r"Apache 2\.0|Python 3\.\d+|pip 23\.1|glibc 2\.35|nvcc \d+|Qwen2\.5-0\.5B|SmolLM2-135M|Llama-3\.2-1B|F16|F32|BF16|Q8_0|MiniLM-L6-v2"
                    r"|multiple of (?:64|256)|below four bits fall back to 4\.5\s+bits|64-bit|x86-64|AVX-512|AVX2")
 
@@ -61,26 +61,26 @@ def claims_outside(text: str) -> list[str]:
         begin, end = (figures.marker(name, where) for where in ("begin", "end"))
         text = text.split(begin)[0] + text.split(end)[1]
     measured = json.loads(figures.MEASURED.read_text())
-    for said in (measured["model"].removeprefix("a code model of "), f"F16 {measured['rows']['F16']['perplexity']:.2f}",
+    for claim in (measured["model"].removeprefix("a code model of "), f"F16 {measured['rows']['F16']['perplexity']:.2f}",
                  f"F16 {measured['smollm2']['f16']:g}"):
-        assert said in text
-        text = text.replace(said, "")
-    text = re.sub(r"^    .*$|`[^`]*`|\]\([^)]*\)", "", text, flags=re.M)  # commands, names, links
+        assert claim in text
+        text = text.replace(claim, "")
+    text = re.sub(r"^    .*$|`[^`]*`|\]\([^)]*\)", "", text, flags=re.M)  # code, names, links
     return re.findall(r"\d+\.\d+|\d+ ?%|\d+ times", PLAIN.sub("", text))
 
 
-def test_every_figure_of_readme_is_measured():
-    """They come from docs/measured.json, except those that PLAIN names."""
+def test_figures_of_readme_are_measured():
+    """PLAIN names the exceptions."""
     assert not claims_outside((ROOT / "README.md").read_text())
 
 
 @pytest.mark.parametrize("claim", ["decodes 1.3 times as fast", "is 30 % smaller", "2 times everywhere"])
-def test_a_claim_without_a_measurement_is_found(claim):
+def test_claim_without_a_measurement_is_found(claim):
     assert claims_outside((ROOT / "README.md").read_text() + f"\nIt {claim}.\n")
 
 
-def test_figures_of_the_documents_are_those_of_readme():
-    """README, docs/results and docs/using/install.md quote the same figures."""
+def test_documents_quote_the_figures_of_readme():
+    """Covers docs/results and docs/using/install.md."""
     measured, text = json.loads(figures.MEASURED.read_text()), (RESULTS / "measurements.md").read_text()
     for name, (bpw, perplexity, kld) in measured["smollm2"]["rows"].items():
         row = rf"\| \**{name.upper()}\**(?:, full Hessian)? \| {bpw} \| {perplexity:.2f} / {kld:.3f} \|"
@@ -100,7 +100,7 @@ def test_figures_of_the_documents_are_those_of_readme():
 def test_every_script_is_listed():
     text = (ROOT / "scripts" / "README.md").read_text()
     named = set(re.findall(r"`(\w+\.py)`", text))
-    shared = {"perplexity_run.py", "ggml_graph.py", "gemv.py"}  # parts of others, as check_*.py are of gpu_check.py
+    shared = {"perplexity_run.py", "ggml_graph.py", "gemv.py"}  # imported by others, as check_*.py are by gpu_check.py
     assert {p.name for p in (ROOT / "scripts").glob("*/*.py") if not p.name.startswith("check_")} - shared == named
 
 

@@ -1,4 +1,4 @@
-"""What `import ggml_ext` teaches the gguf package."""
+"""What `import ggml_ext` adds to the gguf package."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ def test_file_types_are_known(info):
     assert gguf.LlamaFileType(int(info.id)).name == f"MOSTLY_{info.name.upper()}"
 
 
-def test_stock_types_are_untouched():
+def test_upstream_types_are_unchanged():
     assert gguf.GGMLQuantizationType(14).name == "Q6_K"
     with pytest.raises(ValueError, match="159"):
         gguf.GGMLQuantizationType(159)
@@ -58,7 +58,7 @@ def test_extending_again_changes_nothing():
 
 
 @pytest.mark.parametrize(("name", "value"), [("ONE", 3), ("THREE", 1)])
-def test_a_clash_with_gguf_is_refused(name, value):
+def test_clash_with_gguf_is_refused(name, value):
     enum = IntEnum("Numbers", {"ONE": 1})
     with pytest.raises(ImportError, match="clashes with"):
         gguf_types.add_enum_member(enum, name, value)
@@ -66,7 +66,7 @@ def test_a_clash_with_gguf_is_refused(name, value):
 
 @pytest.mark.parametrize("info", WEIGHT_TYPES.values(), ids=lambda t: t.name)
 def test_gguf_quants_know_every_block_size(info):
-    """Rows of three blocks, through gguf's own functions; one weight less is refused."""
+    """Quantizes rows of three blocks with gguf's functions; a row with one weight less is refused."""
     qtype, n = gguf.GGMLQuantizationType(int(info.id)), info.block_size
     x = gaussian(2, 3 * n)
     data = gguf.quants.quantize(x, qtype)
@@ -110,7 +110,7 @@ def test_reader_without_the_import_refuses_the_file(quantized):
     assert result.returncode != 0 and "160" in result.stderr
 
 
-def test_gguf_dump(quantized):
+def test_gguf_dump_lists_the_types(quantized):
     result = subprocess.run([sys.executable, "-c", "import ggml_ext; from gguf.scripts.gguf_dump import main; main()", str(quantized)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "ITQ3_S" in result.stdout and "ggml_ext.type = 'itq3_s'" in result.stdout

@@ -1,4 +1,4 @@
-"""The layers of the Python package: no import cycle, no upward import, short functions and files. And who sees which C headers."""
+"""Layers of the Python package (no cycle, no upward import, small functions and files), and the C headers that each target sees."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ def test_modules_import_only_packages_below_them():
     assert done.returncode == 0 and "no import cycle" in done.stdout, done.stdout
 
 
-def test_cycles_and_upward_imports_are_found(tmp_path):
+def test_cycles_and_upward_imports_are_reported(tmp_path):
     for package in ("_base", "_plan"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -46,7 +46,7 @@ def n_parameters(function: ast.FunctionDef) -> int:
     return n - bool(a.args and a.args[0].arg in ("self", "cls"))
 
 
-def too_large(text: str) -> list[str]:
+def list_large_parts(text: str) -> list[str]:
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     lines = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
     return [f.name for f in functions if lines[f.name] > MAX_LINES or n_parameters(f) > MAX_PARAMETERS]
@@ -54,39 +54,39 @@ def too_large(text: str) -> list[str]:
 
 def test_functions_and_files_are_small():
     files = {p.relative_to(PACKAGE): p.read_text() for p in PACKAGE.rglob("*.py") if "convert" not in p.parts}
-    assert files and {str(p): found for p, text in files.items() if (found := too_large(text))} == {}
+    assert files and {str(p): large for p, text in files.items() if (large := list_large_parts(text))} == {}
     assert [str(p) for p, text in files.items() if text.count("\n") > MAX_FILE] == []
 
 
 def test_large_functions_are_noticed():
-    assert too_large("def f(" + ", ".join("abcdefghi") + "): pass") == ["f"]
-    assert too_large("class A:\n    def f(self, " + ", ".join("abcdefgh") + "): pass") == []
-    assert too_large("def f():\n" + "    x = 1\n" * MAX_LINES) == ["f"]
+    assert list_large_parts("def f(" + ", ".join("abcdefghi") + "): pass") == ["f"]
+    assert list_large_parts("class A:\n    def f(self, " + ", ".join("abcdefgh") + "): pass") == []
+    assert list_large_parts("def f():\n" + "    x = 1\n" * MAX_LINES) == ["f"]
 
 
 def test_command_lines_stay_in_the_console():
-    """Only the commands and _console use argparse."""
+    """Only the commands and _console import argparse."""
     users = {p.relative_to(PACKAGE).parts[0] for p in PACKAGE.rglob("*.py") if "import argparse" in p.read_text() and "convert" not in p.parts}
     commands = {f"{name}.py" for name in ("__main__", "bench", "evaluate", "export", "inspect", "libdir", "quantize", "upload")}
     assert users == {"_console", *commands}
 
 
-# --- C: which targets see which headers
+# --- C headers of each target
 
-# All others see hooks/ alone, so that no file of upstream's can include simd.h or all.h by accident.
+# All other targets see only hooks/, so that no upstream file can include simd.h or all.h by accident.
 SEES_BASE = ("ggml-base", "llama-common", "server-context", "llama-imatrix", "ggml-cuda", "ggml-metal", "ggml-vulkan")
-SEES_ALL = ("ggml-cpu", "ggml-ext-", "fuzz-")  # how their names begin: the CPU backend's variants, and what tests build
+SEES_ALL = ("ggml-cpu", "ggml-ext-", "fuzz-")  # prefixes: variants of the CPU backend, and test programs
 
 
 def test_headers_reach_only_the_targets_that_need_them():
     commands = BUILD / "compile_commands.json"
     if not commands.exists():
         pytest.skip(f"{commands} is not there: make install writes it")
-    seen: dict[str, set[str]] = {}
+    directories: dict[str, set[str]] = {}
     for entry in json.loads(commands.read_text()):
         target = re.search(r"CMakeFiles/([^/]+)\.dir", entry["output"] if "output" in entry else entry["command"])[1]
-        seen.setdefault(target, set()).update(re.findall(r"-I\S*?/(ggml_ext(?:/cpu)?)(?=\s)", entry["command"]))
-    assert len(seen) > 20 and seen["ggml-base"] == {"ggml_ext"}
-    for target, folders in seen.items():
+        directories.setdefault(target, set()).update(re.findall(r"-I\S*?/(ggml_ext(?:/cpu)?)(?=\s)", entry["command"]))
+    assert len(directories) > 20 and directories["ggml-base"] == {"ggml_ext"}
+    for target, folders in directories.items():
         allowed = {"ggml_ext", "ggml_ext/cpu"} if target.startswith(SEES_ALL) else {"ggml_ext"} if target in SEES_BASE else set()
         assert folders <= allowed, f"{target} sees {folders - allowed}"

@@ -1,4 +1,4 @@
-"""What the process may use of memory and processors, where files of proc and sys say so."""
+"""Limits of memory and CPUs in the files of /proc and /sys."""
 
 import os
 
@@ -10,12 +10,19 @@ from ggml_ext._base.units import GIB
 
 V2 = ("cgroup2", "")
 OLD_MEMORY, OLD_CPU = ("memory", "memory"), ("cpu,cpuacct", "cpu,cpuacct")
-NO_LIMIT = 9223372036854771712  # of version 1
+NO_LIMIT = 9223372036854771712  # in cgroup version 1
 
 
 def fake_root(root, path: str, mount: tuple[str, str], mounted: str, files: dict[str, object]):
-    """A machine with 50 GiB of free memory. path: of the process's group; mounted: the group that the process sees as the root of all;
-    files: content by their place below that."""
+    """Create a machine with 50 GiB of free memory.
+
+    Args:
+        root: the directory that replaces /.
+        path: the control group of the process.
+        mount: type and place of the cgroup file system.
+        mounted: the group that the process sees as the root.
+        files: contents by path below that place.
+    """
     folder, controllers = mount
     point = "/sys/fs/cgroup" + ("" if mount == V2 else f"/{folder}")
     kind = "cgroup2 cgroup2 rw,nsdelegate" if mount == V2 else f"cgroup cgroup rw,{controllers}"
@@ -37,40 +44,40 @@ def fake_root(root, path: str, mount: tuple[str, str], mounted: str, files: dict
     ({"memory.max": 16 * GIB, "memory.current": 15 * GIB}, 1),
     ({"memory.max": 16 * GIB, "memory.high": 12 * GIB, "memory.current": 5 * GIB}, 7),
     ({"memory.max": 16 * GIB}, 50),
-    # a model of 14 GiB was read: its pages are dropped where memory is asked for
+    # A model of 14 GiB was read: the kernel drops its pages when memory is needed.
     ({"memory.max": 16 * GIB, "memory.current": 15 * GIB, "memory.stat": f"anon 5\ninactive_file {14 * GIB}\nactive_file 3\n"}, 15),
     ({"memory.max": 16 * GIB, "memory.current": 17 * GIB, "memory.stat": "anon 5\n"}, 0),
     ({"memory.max": 999 * GIB, "memory.current": GIB, "memory.stat": "inactive_file 0\n"}, 50),
 ])
-def test_memory_of_a_container(tmp_path, group, n_gib):
-    """Of the machine, and of the control group, in which the page cache counts as used."""
+def test_memory_is_limited_by_the_container(tmp_path, group, n_gib):
+    """The page cache counts as used in a control group."""
     assert available_memory(fake_root(tmp_path, "/", V2, "/", group)) == n_gib * GIB
 
 
-def limited(folder: str, limit: object, used: int) -> dict[str, object]:
-    """Of a group of version 2."""
+def group_v2(folder: str, limit: object, used: int) -> dict[str, object]:
+    """Return the files of a cgroup version 2."""
     return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used}
 
 
-def limited_old(folder: str, limit: int, used: int, n_file: int = 0) -> dict[str, object]:
+def group_v1(folder: str, limit: int, used: int, n_file: int = 0) -> dict[str, object]:
     stat = f"inactive_file 7\ntotal_inactive_file {n_file}"
     return {f"{folder}/memory.limit_in_bytes": limit, f"{folder}/memory.usage_in_bytes": used, f"{folder}/memory.stat": stat}
 
 
 @pytest.mark.parametrize(("path", "mount", "mounted", "groups", "n_gib"), [
-    # a scope of systemd without a limit in a slice with one
-    ("/user.slice/a.scope", V2, "/", limited("user.slice", 8 * GIB, 2 * GIB) | limited("user.slice/a.scope", "max", GIB), 6),
-    # Slurm: of a step, within that of a job
-    ("/slurm/job_7/step_0", V2, "/", limited("slurm/job_7", 32 * GIB, GIB) | limited("slurm/job_7/step_0", 4 * GIB, GIB), 3),
-    ("/slurm/uid_1/job_7/step_0", OLD_MEMORY, "/", limited_old("slurm/uid_1/job_7", 5 * GIB, 2 * GIB, GIB) | limited_old(".", NO_LIMIT, 9 * GIB), 4),
-    # containers of version 1, which see their own group as the root, and groups in them
-    ("/docker/c0ffee", OLD_MEMORY, "/docker/c0ffee", limited_old(".", 3 * GIB, GIB), 2),
-    ("/docker/c0ffee/job", OLD_MEMORY, "/docker/c0ffee", limited_old(".", 9 * GIB, GIB) | limited_old("job", 3 * GIB, GIB), 2),
-    ("/../other", V2, "/", limited(".", 3 * GIB, GIB), 2),
-    # nobody's group is another's
-    ("/a", V2, "/", limited("b", 3 * GIB, GIB), 50),
+    # A systemd scope without a limit in a slice with one.
+    ("/user.slice/a.scope", V2, "/", group_v2("user.slice", 8 * GIB, 2 * GIB) | group_v2("user.slice/a.scope", "max", GIB), 6),
+    # Slurm: a step within a job.
+    ("/slurm/job_7/step_0", V2, "/", group_v2("slurm/job_7", 32 * GIB, GIB) | group_v2("slurm/job_7/step_0", 4 * GIB, GIB), 3),
+    ("/slurm/uid_1/job_7/step_0", OLD_MEMORY, "/", group_v1("slurm/uid_1/job_7", 5 * GIB, 2 * GIB, GIB) | group_v1(".", NO_LIMIT, 9 * GIB), 4),
+    # Containers of version 1, which see their own group as the root, and groups in them.
+    ("/docker/c0ffee", OLD_MEMORY, "/docker/c0ffee", group_v1(".", 3 * GIB, GIB), 2),
+    ("/docker/c0ffee/job", OLD_MEMORY, "/docker/c0ffee", group_v1(".", 9 * GIB, GIB) | group_v1("job", 3 * GIB, GIB), 2),
+    ("/../other", V2, "/", group_v2(".", 3 * GIB, GIB), 2),
+    # Limits of unrelated groups do not count.
+    ("/a", V2, "/", group_v2("b", 3 * GIB, GIB), 50),
 ])
-def test_memory_of_nested_groups(tmp_path, path, mount, mounted, groups, n_gib):
+def test_memory_is_limited_by_all_parent_groups(tmp_path, path, mount, mounted, groups, n_gib):
     assert available_memory(fake_root(tmp_path, path, mount, mounted, groups)) == n_gib * GIB
 
 
@@ -83,11 +90,11 @@ def test_memory_of_nested_groups(tmp_path, path, mount, mounted, groups, n_gib):
     (OLD_CPU, {"a/cpu.cfs_quota_us": 300000, "a/cpu.cfs_period_us": 50000, "a/b/cpu.cfs_quota_us": -1, "a/b/cpu.cfs_period_us": 50000}, 6),
 ])
 def test_threads_follow_quotas(tmp_path, monkeypatch, mount, files, n):
-    """On a machine with 64 processors."""
+    """The machine has 64 CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
     assert usable_cores(fake_root(tmp_path, "/a/b", mount, "/", files)) == n
 
 
-def test_other_systems_have_no_groups(tmp_path, monkeypatch):
+def test_other_systems_have_no_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3), raising=False)
     assert usable_cores(tmp_path) == 3

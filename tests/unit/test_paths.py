@@ -1,4 +1,4 @@
-"""Files that are written never take the place of those that are read, kept beside OUT or not yet whole: refused before anything runs."""
+"""Outputs never replace inputs, caches or partial files: refused before anything runs."""
 
 import os
 import re
@@ -20,8 +20,8 @@ NAME = "blk.0.ffn_up.weight"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, lib):
-    """With a model, an importance matrix under several names, a text, and a file that is older than all of it."""
+def directory(tmp_path, monkeypatch, lib):
+    """Fill a directory with a model, an importance matrix under several names, a text, and a file that is older."""
     monkeypatch.chdir(tmp_path)
     write_gguf(tmp_path / "in.gguf", {NAME: gaussian(8, 256)})
     write_imatrix(tmp_path / "im.gguf", {NAME: (np.ones((1, 256), np.float32), [4])})
@@ -33,12 +33,12 @@ def folder(tmp_path, monkeypatch, lib):
     return tmp_path
 
 
-def refused(folder, main, *args, parts):
-    """One line, and nothing in the folder is another than before."""
-    before = files(folder), sorted(p.name for p in folder.iterdir())
+def expect_refusal(directory, main, *args, parts):
+    """Check for one error line and an unchanged directory."""
+    before = files(directory), sorted(p.name for p in directory.iterdir())
     result = run_main(main, *args)
     check_error(subprocess.CompletedProcess([], result.returncode, "", result.stderr), *parts)
-    assert (files(folder), sorted(p.name for p in folder.iterdir())) == before
+    assert (files(directory), sorted(p.name for p in directory.iterdir())) == before
 
 
 IMATRIX, TEXT, NONE = ["--imatrix", "im.gguf"], ["--imatrix-from", "text.txt"], ["--importance", "none"]
@@ -60,26 +60,26 @@ IMATRIX, TEXT, NONE = ["--imatrix", "im.gguf"], ["--imatrix-from", "text.txt"], 
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else v,
 )
-def test_what_is_read_is_not_replaced(folder, out, flags, part):
-    refused(folder, quantize.main, "in.gguf", out, "--type", "itq3_s", "--force", *flags, parts=(part,))
+def test_output_may_not_replace_an_input(directory, out, flags, part):
+    expect_refusal(directory, quantize.main, "in.gguf", out, "--type", "itq3_s", "--force", *flags, parts=(part,))
 
 
-def test_a_part_of_a_split_model_does_not_replace_the_importance_matrix(folder):
-    (folder / "im.gguf").rename("out-00001-of-00001.gguf")
+def test_part_may_not_replace_the_importance_matrix(directory):
+    (directory / "im.gguf").rename("out-00001-of-00001.gguf")
     flags = ("--type", "itq3_s", "--force", "--split-max-size", "1G", "--imatrix", "out-00001-of-00001.gguf")
-    refused(folder, quantize.main, "in.gguf", "out.gguf", *flags, parts=("OUT: ", "out-00001-of-00001.gguf is the same file as --imatrix"))
+    expect_refusal(directory, quantize.main, "in.gguf", "out.gguf", *flags, parts=("OUT: ", "out-00001-of-00001.gguf is the same file as --imatrix"))
 
 
 @pytest.mark.parametrize("name", ["out-00007-of-00009.gguf", "out.gguf"])
-def test_nothing_has_a_name_of_the_parts(folder, name):
+def test_other_outputs_may_not_have_the_name_of_a_part(directory, name):
     flags = ("--type", "itq3_s", "--force", "--split-max-size", "1G", *NONE, "--report", name)
-    refused(folder, quantize.main, "in.gguf", "out.gguf", *flags, parts=(f"--report: {name} is the same file as OUT",))
+    expect_refusal(directory, quantize.main, "in.gguf", "out.gguf", *flags, parts=(f"--report: {name} is the same file as OUT",))
 
 
 @pytest.mark.parametrize("args", [("im.gguf",), ("out.gguf", "--model-card", "second.gguf")], ids=" ".join)
-def test_an_export_does_not_replace_what_it_reads(folder, args):
+def test_export_may_not_replace_an_input(directory, args):
     run_main(quantize.main, "in.gguf", "ours.gguf", "--type", "itq3_s", *NONE)
-    refused(folder, export.main, "ours.gguf", *args, "--type", "q4_0", "--force", *IMATRIX, parts=("is the same file as --imatrix",))
+    expect_refusal(directory, export.main, "ours.gguf", *args, "--type", "q4_0", "--force", *IMATRIX, parts=("is the same file as --imatrix",))
 
 
 KEPT = ["in.imatrix.gguf", "in.imatrix.json", "in.imatrix.layers-0-3.gguf", "in.imatrix.layers-0-3.json", "in.choice.json"]
@@ -87,16 +87,16 @@ KEPT = ["in.imatrix.gguf", "in.imatrix.json", "in.imatrix.layers-0-3.gguf", "in.
 
 @pytest.mark.parametrize("flag", ["OUT", "--report", "--model-card"])
 @pytest.mark.parametrize("name", KEPT)
-def test_nothing_has_the_name_of_kept_results(folder, name, flag):
+def test_outputs_may_not_have_the_name_of_a_cache(directory, name, flag):
     args = [name] if flag == "OUT" else ["out.gguf", flag, name]
     parts = (f"{flag}: {name} is where ", "of in is kept: ")
-    refused(folder, quantize.main, "in.gguf", *args, "--target-bpw", "4", "--force", *NONE, "--sensitivity", "usual", parts=parts)
+    expect_refusal(directory, quantize.main, "in.gguf", *args, "--target-bpw", "4", "--force", *NONE, "--sensitivity", "usual", parts=parts)
 
 
-def test_kept_results_of_others_and_elsewhere_are_no_matter(folder):
+def test_unused_cache_names_are_free(directory):
     flags = ("--type", "itq3_s", *NONE, "--report", "sub/in.choice.json", "--model-card", "out.choice.json")
     assert run_main(quantize.main, "in.gguf", "other.imatrix.gguf", *flags).returncode == 0
-    assert sorted(p.name for p in (folder / "sub").iterdir()) == ["in.choice.json"]
+    assert sorted(p.name for p in (directory / "sub").iterdir()) == ["in.choice.json"]
 
 
 UNFINISHED = [".out.gguf.partial", ".out.gguf.partial.json", ".out-00001-of-00001.gguf.partial", ".out-00001-of-00001.gguf.replaced",
@@ -105,25 +105,25 @@ UNFINISHED = [".out.gguf.partial", ".out.gguf.partial.json", ".out-00001-of-0000
 
 @pytest.mark.parametrize("flag", ["OUT", "--report", "--model-card"])
 @pytest.mark.parametrize("name", UNFINISHED)
-def test_nothing_has_the_name_of_an_unfinished_file(folder, name, flag):
+def test_outputs_may_not_have_the_name_of_a_partial_file(directory, name, flag):
     args = [name] if flag == "OUT" else ["out.gguf", flag, name]
     parts = (f"{flag}: {name}: such names are those of files that are not yet whole",)
-    refused(folder, quantize.main, "in.gguf", *args, "--type", "itq3_s", *NONE, parts=parts)
-    (folder / name).write_text("of another run")
-    refused(folder, quantize.main, "in.gguf", *args, "--type", "itq3_s", "--force", *NONE, parts=parts)
+    expect_refusal(directory, quantize.main, "in.gguf", *args, "--type", "itq3_s", *NONE, parts=parts)
+    (directory / name).write_text("of another run")
+    expect_refusal(directory, quantize.main, "in.gguf", *args, "--type", "itq3_s", "--force", *NONE, parts=parts)
 
 
 @pytest.mark.parametrize("what", ["IN", "--imatrix", "--imatrix-from"])
 @pytest.mark.parametrize("name", [".out.gguf.partial", ".out.gguf.partial.json", ".out-00001-of-00001.gguf.partial"])
-def test_what_is_read_is_no_unfinished_file_of_out(folder, name, what):
+def test_input_may_not_be_a_partial_file_of_out(directory, name, what):
     flag = "--split-max-size 1G" if "-of-" in name else "--pure"
     os.rename({"IN": "in.gguf", "--imatrix": "im.gguf", "--imatrix-from": "text.txt"}[what], name)
-    source, given = (name, NONE) if what == "IN" else ("in.gguf", [what, name])
-    refused(folder, quantize.main, source, "out.gguf", "--type", "itq3_s", *flag.split(), *given, "--force", parts=("OUT: ", what, name))
+    source, flags = (name, NONE) if what == "IN" else ("in.gguf", [what, name])
+    expect_refusal(directory, quantize.main, source, "out.gguf", "--type", "itq3_s", *flag.split(), *flags, "--force", parts=("OUT: ", what, name))
 
 
-def test_names_are_those_that_are_used(tmp_path):
-    """The long ones too."""
+def test_reserved_names_are_the_names_in_use(tmp_path):
+    """Includes names that are shortened."""
     for path in (tmp_path / "out.gguf", tmp_path / ("x" * 240 + ".gguf")):
         with write_atomically(path) as part:
             part.touch()

@@ -1,4 +1,4 @@
-"""The interpreter of PTX (tests/ptx) on kernels of a few lines: what it must refuse, what it must notice, and arithmetic that is easily wrong."""
+"""The PTX interpreter (tests/ptx) on small kernels: what it refuses, what it reports, and arithmetic that is easy to get wrong."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HEAD = """
 """
 
 
-def run(code: str, n: int = 64, n_bytes: int = 256, blocks: int = 1, **grid) -> tuple[np.ndarray, Launch]:
-    """The code with %rd3 at this thread's word of the input, 0, 1, 2, ..., %rd4 at that of the output, %r3 at that of shared memory."""
+def run_kernel(code: str, n: int = 64, n_bytes: int = 256, blocks: int = 1, **grid) -> tuple[np.ndarray, Launch]:
+    """Run code with %rd3 at this thread's word of the input 0, 1, 2, ..., %rd4 at its word of the output, %r3 at that of shared memory."""
     memory = GlobalMemory(1 << 14)
     x, y = memory.alloc(n_bytes, np.arange(n_bytes // 4, dtype=np.uint32)), memory.alloc(n_bytes)
     launch = Launch(parse(HEAD + code + "\n}\n").kernels["k"], memory, Grid((blocks, 1, 1), (n, 1, 1), **grid), struct.pack("<QQ", x, y), {})
@@ -48,14 +48,14 @@ def run(code: str, n: int = 64, n_bytes: int = 256, blocks: int = 1, **grid) -> 
 COPY = "ld.global.u32 %r4, [%rd3]; st.global.u32 [%rd4], %r4; ret;"
 
 
-def test_a_copy():
-    y, launch = run(COPY)
+def test_copy_kernel():
+    y, launch = run_kernel(COPY)
     assert np.array_equal(y, np.arange(64)) and not launch.problems
-    assert launch.executed["ld.global.u32"] == 2  # warps
+    assert launch.executed["ld.global.u32"] == 2  # counts warps
 
 
-def test_threads_part_and_meet_again():
-    y, _ = run("""
+def test_threads_diverge_and_reconverge():
+    y, _ = run_kernel("""
         and.b32 %r5, %r0, 3;
         mov.u32 %r6, 0;
     $loop:
@@ -78,9 +78,9 @@ def test_threads_part_and_meet_again():
     ("setp.lt.u32 %p0, %r0, 5; @%p0 bra $a; bar.sync 0; ret; $a: shfl.sync.bfly.b32 %r4|%p1, %r0, 1, 31, -1; ret;", "deadlock"),
     ("trap;", "trap"),
 ])
-def test_what_a_gpu_would_stop_at(code, what):
+def test_illegal_instructions_are_refused(code, what):
     with pytest.raises(Fault, match=what):
-        run(code)
+        run_kernel(code)
 
 
 @pytest.mark.parametrize("code,what", [
@@ -91,20 +91,20 @@ def test_what_a_gpu_would_stop_at(code, what):
     ("st.global.u32 [%rd1], %r0; ret;", "two threads write one place"),
     ("st.global.u32 [%rd4], %r0; ld.global.nc.u32 %r4, [%rd4]; ret;", "ld.global.nc of what this launch wrote"),
 ])
-def test_what_may_be_right_by_luck(code, what):
-    _, launch = run(code)
+def test_undefined_behaviour_is_reported(code, what):
+    _, launch = run_kernel(code)
     assert list(launch.problems) == [what]
 
 
 @pytest.mark.parametrize("fence", ["bar.sync 0;", "bar.warp.sync -1;"])
-def test_barriers_order(fence):
-    """Between lanes of a warp either will do."""
-    _, launch = run(f"st.shared.u32 [%r3], %r0; {fence} xor.b32 %r5, %r3, 4; ld.shared.u32 %r4, [%r5]; ret;")
+def test_barriers_order_memory(fence):
+    """Within a warp either barrier suffices."""
+    _, launch = run_kernel(f"st.shared.u32 [%r3], %r0; {fence} xor.b32 %r5, %r3, 4; ld.shared.u32 %r4, [%r5]; ret;")
     assert not launch.problems
 
 
-def test_a_warps_barrier_does_not_order_warps():
-    _, launch = run("st.shared.u32 [%r3], %r0; bar.warp.sync -1; xor.b32 %r5, %r3, 128; ld.shared.u32 %r4, [%r5]; ret;")
+def test_warp_barrier_does_not_order_warps():
+    _, launch = run_kernel("st.shared.u32 [%r3], %r0; bar.warp.sync -1; xor.b32 %r5, %r3, 128; ld.shared.u32 %r4, [%r5]; ret;")
     assert list(launch.problems) == ["race, read after write"]
 
 
@@ -112,13 +112,13 @@ def test_a_warps_barrier_does_not_order_warps():
     (COPY, ["global memory before griddepcontrol.wait"]),
     ("griddepcontrol.wait; " + COPY, []),
 ])
-def test_a_launch_that_may_begin_early(code, problems):
-    assert list(run(code, programmatic=True)[1].problems) == problems
+def test_dependent_launch_must_wait(code, problems):
+    assert list(run_kernel(code, programmatic=True)[1].problems) == problems
 
 
-def test_blocks_do_not_see_each_other():
-    """The second block reads what the first one wrote: right only in this order."""
-    _, launch = run("""
+def test_blocks_may_not_read_each_other():
+    """The second block reads what the first one wrote, which is right only in this order."""
+    _, launch = run_kernel("""
         mov.u32 %r5, %ctaid.x; setp.eq.u32 %p0, %r5, 1; @%p0 bra $b;
         st.global.u32 [%rd4], %r0; ret;
     $b: ld.global.u32 %r4, [%rd4]; ret;""", blocks=2)
@@ -126,9 +126,9 @@ def test_blocks_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("code", ["bfind.u32 %r4, %r0; ret;", "add.sat.s32 %r4, %r0, 1; ret;", "barrier.cluster.arrive; ret;"])
-def test_what_is_not_known_is_refused(code):
+def test_unknown_instruction_is_refused(code):
     with pytest.raises(NotImplementedError, match="no instruction"):
-        run(code)
+        run_kernel(code)
 
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
@@ -140,17 +140,17 @@ def exactly(*terms) -> Fraction:
 
 @settings(max_examples=500)
 @given(floats, floats, floats)
-def test_fused_multiply_and_add_rounds_once(a, b, c):
-    got = arithmetic.fma(*(np.array([x], np.float32) for x in (a, b, c)))[0]
+def test_fused_multiply_add_rounds_once(a, b, c):
+    result = arithmetic.fma(*(np.array([x], np.float32) for x in (a, b, c)))[0]
     want = Fraction(a) * Fraction(b) + Fraction(c)
-    spacing = Fraction(float(np.spacing(np.abs(got))))
-    error = abs(Fraction(float(got)) - want)
-    assert error * 2 <= spacing, (got, float(want))
+    spacing = Fraction(float(np.spacing(np.abs(result))))
+    error = abs(Fraction(float(result)) - want)
+    assert error * 2 <= spacing, (result, float(want))
 
 
 @settings(max_examples=500)
 @given(floats, floats)
-def test_sums_toward_zero(a, b):
-    got = float(arithmetic.add_toward_zero(np.array([a], np.float32), np.array([b], np.float32))[0])
+def test_addition_rounds_toward_zero(a, b):
+    result = float(arithmetic.add_toward_zero(np.array([a], np.float32), np.array([b], np.float32))[0])
     want = exactly(a, b)
-    assert abs(exactly(got)) <= abs(want) and (abs(want) - abs(exactly(got))) < exactly(np.spacing(np.float32(abs(got))))
+    assert abs(exactly(result)) <= abs(want) and (abs(want) - abs(exactly(result))) < exactly(np.spacing(np.float32(abs(result))))

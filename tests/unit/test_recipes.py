@@ -1,4 +1,4 @@
-"""Mixed files: which tensors get the better type, their size, and --effort."""
+"""Quant mixes: which tensors get the better type, their size, and --effort."""
 
 import numpy as np
 import pytest
@@ -23,24 +23,24 @@ def model_file(tmp_path_factory):
     ("itq2_t_m", ["ITQ3_T", "ITQ3_T", "Q4_K", "ITQ3_T", "ITQ2_T", "ITQ2_T", "ITQ2_T"]),
 ])
 @pytest.mark.parametrize("options", [[], ["--pure"]])
-def test_types_of_a_mixed_file(tmp_path, model_file, lib, name, expected, options):
+def test_mix_assigns_types(tmp_path, model_file, lib, name, expected, options):
     quantize(model_file, tmp_path / "out.gguf", "--type", name, *options)
-    found = read_tensors(tmp_path / "out.gguf")
+    tensors = read_tensors(tmp_path / "out.gguf")
     for i in range(3):
         types = [t if not (i == 0 and name == "itq2_t_m" and t == "ITQ2_T") else "ITQ3_T" for t in expected]
-        assert [found[f"blk.{i}.{n}.weight"].tensor_type.name for n in NAMES] == types
+        assert [tensors[f"blk.{i}.{n}.weight"].tensor_type.name for n in NAMES] == types
     base = TYPES[RECIPES[name].base]
-    embd = base.name if options else base.output  # without output.weight the embeddings serve as it
-    assert found["token_embd.weight"].tensor_type.name == embd.upper()
-    assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+    embd = base.name if options else base.output  # without output.weight the embeddings are the output matrix
+    assert tensors["token_embd.weight"].tensor_type.name == embd.upper()
+    assert tensors["blk.0.attn_norm.weight"].tensor_type.name == "F32"
 
 
-def test_an_override_comes_first(tmp_path, model_file, lib):
+def test_override_has_priority(tmp_path, model_file, lib):
     quantize(model_file, tmp_path / "out.gguf", "--type", "itq2_t_m", "--tensor-type", "attn_v=q8_0")
     assert read_tensors(tmp_path / "out.gguf")["blk.1.attn_v.weight"].tensor_type.name == "Q8_0"
 
 
-def test_the_file_says_what_it_is(tmp_path, model_file, lib):
+def test_file_records_its_mix(tmp_path, model_file, lib):
     import gguf
 
     quantize(model_file, tmp_path / "out.gguf", "--type", "ITQ2_T_M", "--effort", "fast")
@@ -61,7 +61,7 @@ def test_effort_changes_the_error(tmp_path, model_file, lib):
 
 
 @pytest.mark.parametrize("options", [["--type", "itq2_t_x"], ["--type", "itq2_t", "--effort", "hard"]])
-def test_bad_input(tmp_path, model_file, options):
+def test_bad_input_is_refused(tmp_path, model_file, options):
     done = run_quantize(model_file, tmp_path / "out.gguf", *options)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and options[-1] in done.stderr
     assert ("itq2_t_m" if len(options) == 2 else "fast, normal, best") in done.stderr

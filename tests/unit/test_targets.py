@@ -1,4 +1,4 @@
-"""Weights that make up for errors before them: the closed form against least squares, and the sums that it is made from."""
+"""Corrected target weights: the closed form against least squares, and the sums that it uses."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,8 +13,8 @@ COLUMNS, ROWS, TOKENS = 24, 10, 400
 NAMES = ("blk.0.attn_output.weight", "blk.0.other.weight")
 
 
-def streams(seed: int = 0):
-    """x, x^, r, r^ and weights, float32."""
+def make_streams(seed: int = 0):
+    """Return x, x^, r, r^ and weights, float32."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((TOKENS, COLUMNS)) @ rng.standard_normal((COLUMNS, COLUMNS))
     r = rng.standard_normal((TOKENS, ROWS))
@@ -23,19 +23,19 @@ def streams(seed: int = 0):
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_the_output_is_as_near_as_it_can_be(with_residual):
-    x, x_made, r, r_made, w = streams()
+def test_correction_minimizes_the_output_error(with_residual):
+    x, x_made, r, r_made, w = make_streams()
     h, d, rest = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
-    got = w + correction(w, h, d, rest if with_residual else None, ridge=0)
-    wanted = x.astype(np.float64) @ w.T + (r - r_made if with_residual else 0)
-    best = np.linalg.lstsq(x_made.astype(np.float64), wanted, rcond=None)[0].T
-    # The sums are float32, each with a relative error of TOKENS roundings at most; the solution's is that times the condition number.
+    corrected = w + correction(w, h, d, rest if with_residual else None, ridge=0)
+    expected = x.astype(np.float64) @ w.T + (r - r_made if with_residual else 0)
+    best = np.linalg.lstsq(x_made.astype(np.float64), expected, rcond=None)[0].T
+    # The sums are float32, each with a relative error of at most TOKENS roundings; the solution's is that times the condition number.
     bound = TOKENS * 2**-24 * np.linalg.cond(h.astype(np.float64)) * np.abs(best).max()
-    assert bound < 0.5 * np.abs(best - w).max() and np.abs(got - best).max() <= bound
+    assert bound < 0.5 * np.abs(best - w).max() and np.abs(corrected - best).max() <= bound
 
 
-def test_the_ridge_leads_back_to_the_weights():
-    x, x_made, r, r_made, w = streams()
+def test_ridge_shrinks_the_correction():
+    x, x_made, r, r_made, w = make_streams()
     h, d, rest = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
     assert not correction(w, h, np.zeros_like(d), np.zeros_like(rest), 0.1).any()
     sizes = [np.abs(correction(w, h, d, rest, ridge=ridge)).sum() for ridge in (0, 0.03, 1, 1e6)]
@@ -45,48 +45,48 @@ def test_the_ridge_leads_back_to_the_weights():
     np.testing.assert_allclose(both, correction(w, h, d, rest, 0.1), rtol=0, atol=1e-5 * np.abs(both).max())  # it is linear; float32
 
 
-def test_ridge_of_noise():
-    """As much as there are columns for a token; of few tokens, whose sums are blended with others, as of one for each column."""
+def test_ridge_follows_columns_per_token():
+    """With few tokens, whose sums are blended with others, it is that of one token per column."""
     assert ridge_of(256, 25600) == pytest.approx(2 * ridge_of(256, 51200)) == pytest.approx(ridge_of(512, 51200))
     assert ridge_of(64, 0) == ridge_of(64, 64) and ridge_of(64, 1e9) == LEAST_RIDGE
 
 
-def test_a_singular_matrix_is_an_error():
+def test_singular_matrix_raises():
     with pytest.raises(np.linalg.LinAlgError):
         h = np.diag([1.0, 0.0])
         correction(np.ones((1, 2), np.float32), h, np.ones((2, 2)), None, ridge=0)
 
 
-def arrays_of(seed: int) -> ChunkArrays:
-    x, x_made, r, r_made, _ = streams(seed)
+def make_arrays(seed: int) -> ChunkArrays:
+    x, x_made, r, r_made, _ = make_streams(seed)
     return ChunkArrays((x, x_made), None, {NAMES[0]: (r, r_made)})
 
 
-def test_sums_over_chunks():
+def test_sums_over_chunks_match_numpy():
     group = ProductGroup(COLUMNS, TOKENS, 0, 0, (WeightProduct(NAMES[0], ROWS, 1.0), WeightProduct(NAMES[1], ROWS, 0.0)))
-    assert group.n_bytes(TOKENS) == sum(a.nbytes for pair in (arrays_of(0).x, arrays_of(0).residuals[NAMES[0]]) for a in pair)
-    found = []
+    assert group.n_bytes(TOKENS) == sum(a.nbytes for pair in (make_arrays(0).x, make_arrays(0).residuals[NAMES[0]]) for a in pair)
+    arrays = []
     for n_threads in (1, 3):
         with ThreadPoolExecutor(n_threads) as pool:
             sums = Sums(group)
             for seed in (0, 1):
-                sums.add(arrays_of(seed), pool)
-            found.append(sums)
-    chunks = [streams(seed) for seed in (0, 1)]
+                sums.add(make_arrays(seed), pool)
+            arrays.append(sums)
+    chunks = [make_streams(seed) for seed in (0, 1)]
     x, x_made, r, r_made = (np.concatenate([c[i] for c in chunks]).astype(np.float64) for i in range(4))
-    wanted = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
-    for got, exact in zip((sums.h[0], sums.d[0], sums.r[NAMES[0]]), wanted, strict=True):
-        # float32: TOKENS products and two additions, each rounded
-        assert np.abs(got - exact).max() <= (TOKENS + 2) * 2**-24 * np.abs(x_made).max() * (np.abs(x).max() + np.abs(r).max()) * 2 * TOKENS
-        assert np.corrcoef(got.ravel(), exact.ravel())[0, 1] > 0.999999
+    expected = x_made.T @ x_made, (x - x_made).T @ x_made, (r - r_made).T @ x_made
+    for actual, exact in zip((sums.h[0], sums.d[0], sums.r[NAMES[0]]), expected, strict=True):
+        # Float32: TOKENS products and two additions, each rounded.
+        assert np.abs(actual - exact).max() <= (TOKENS + 2) * 2**-24 * np.abs(x_made).max() * (np.abs(x).max() + np.abs(r).max()) * 2 * TOKENS
+        assert np.corrcoef(actual.ravel(), exact.ravel())[0, 1] > 0.999999
     assert sums.counts.tolist() == [2 * TOKENS] and list(sums.r) == [NAMES[0]]
     for field in ("h", "d", "counts"):
-        assert getattr(found[0], field).tobytes() == getattr(found[1], field).tobytes()
+        assert getattr(arrays[0], field).tobytes() == getattr(arrays[1], field).tobytes()
 
 
 @pytest.mark.parametrize("own_inputs", [False, True])
-def test_sums_of_experts(own_inputs):
-    """own_inputs: each expert of a token has one, as ffn_down_exps."""
+def test_sums_of_experts_match_numpy(own_inputs):
+    """own_inputs: each expert of a token has its own input, as ffn_down_exps."""
     rng = np.random.default_rng(2)
     n_tokens, used, n_experts = 50, 2, 5
     ids = [np.array([rng.permutation(n_experts - 1)[:used] for _ in range(n_tokens)], np.int32) for _ in range(2)]  # the last gets none
@@ -98,17 +98,17 @@ def test_sums_of_experts(own_inputs):
     h, d, counts = np.zeros((n_experts, 4, 4)), np.zeros((n_experts, 4, 4)), np.zeros(n_experts)
     for token in range(n_tokens):
         for slot, expert in enumerate(ids[1][token]):
-            made = x[1][token * used + slot if own_inputs else token]
-            there = np.flatnonzero(ids[0][token] == expert)
-            at = token if not own_inputs else token * used + there[0] if there.size else None
-            h[expert] += np.outer(made, made)
-            d[expert] += 0 if at is None else np.outer(x[0][at] - made, made)
+            x_made = x[1][token * used + slot if own_inputs else token]
+            matches = np.flatnonzero(ids[0][token] == expert)
+            row = token if not own_inputs else token * used + matches[0] if matches.size else None
+            h[expert] += np.outer(x_made, x_made)
+            d[expert] += 0 if row is None else np.outer(x[0][row] - x_made, x_made)
             counts[expert] += 1
     np.testing.assert_allclose(sums.h, h, atol=1e-4)  # 100 products of values below 5, rounded to float32
     np.testing.assert_allclose(sums.d, d, atol=1e-4)
     assert sums.counts.tolist() == counts.tolist() and counts[-1] == 0
     mean = [a.sum(axis=0) / counts.sum() for a in (h, d)]
-    for got, exact in zip(sums.of_expert(n_experts - 1), mean, strict=True):  # without tokens the mean of all
-        np.testing.assert_allclose(got, exact, atol=1e-5)
-    for got, exact in zip(sums.of_expert(0), (h[0], d[0]), strict=True):  # more tokens than columns: its own
-        np.testing.assert_allclose(got, exact, atol=1e-4)
+    for actual, exact in zip(sums.of_expert(n_experts - 1), mean, strict=True):  # no tokens: the mean of all
+        np.testing.assert_allclose(actual, exact, atol=1e-5)
+    for actual, exact in zip(sums.of_expert(0), (h[0], d[0]), strict=True):  # more tokens than columns: its own sums
+        np.testing.assert_allclose(actual, exact, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The text that is calibrated with: what is refused before a program runs, its end, and its tokens as llama-imatrix counts them."""
+"""The calibration text: what is refused before a program runs, its end, and its tokens as llama-imatrix counts them."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from helpers.errors import check_error, files
 from helpers.models import ROOT
 from helpers.native import BUILD
 
-folder = calibration_folder.folder  # the fixture
+workspace = calibration_folder.workspace  # the fixture
 
 WORDS = "Ein paar Wörter für jeden Tag, und déjà vu. " * 100
 
 
-def refused(path, *parts):
+def expect_refusal(path, *parts):
     with pytest.raises(UserError) as error:
         check_text(path)
     (line,) = str(error.value).splitlines()
@@ -43,28 +43,28 @@ def refused(path, *parts):
     (b"x" * (text_file.PIECE - 1) + "ö".encode()[:1] + b"x", ("byte 1,048,575 is 0xc3", "iconv -f LATIN1")),
     (b"\x7fELF" + bytes(range(1, 256)) * 20, ("not in UTF-8",)),
 ], ids=["utf-16", "utf-16-be", "utf-32", "utf-32-be", "utf-16-without-mark", "zero", "latin-1", "cut", "between-pieces", "binary"])
-def test_what_is_no_text_in_utf_8(tmp_path, content, parts):
+def test_text_must_be_utf8(tmp_path, content, parts):
     path = tmp_path / "some.txt"
     path.write_bytes(content)
-    refused(path, *parts)
+    expect_refusal(path, *parts)
 
 
-def test_what_is_no_file(tmp_path):
-    """None of them is opened: a pipe would wait for its writer, a device has no end."""
+def test_special_files_are_refused(tmp_path):
+    """None is opened: a pipe would wait for its writer, a device has no end."""
     os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "is a pipe", "into a file")
-    refused(tmp_path, "is a directory")
-    refused(tmp_path / "missing", "cannot read", "No such file")
+    expect_refusal(tmp_path / "pipe", "is a pipe", "into a file")
+    expect_refusal(tmp_path, "is a directory")
+    expect_refusal(tmp_path / "missing", "cannot read", "No such file")
     if os.path.exists("/dev/zero"):
         (tmp_path / "link").symlink_to("/dev/zero")
-        refused(tmp_path / "link", "is a device")
+        expect_refusal(tmp_path / "link", "is a device")
 
 
-def test_more_than_llama_cpp_takes(tmp_path):
-    """A file with a hole, of which nothing is read."""
+def test_too_long_text_is_refused(tmp_path):
+    """The file is sparse, and nothing of it is read."""
     with open(tmp_path / "large.txt", "wb") as f:
         f.truncate(text_file.MAX_BYTES + 1)
-    refused(tmp_path / "large.txt", "2,147,483,646 bytes", "a part of it")
+    expect_refusal(tmp_path / "large.txt", "2,147,483,646 bytes", "a part of it")
 
 
 @pytest.mark.parametrize(("content", "n"), [
@@ -72,12 +72,12 @@ def test_more_than_llama_cpp_takes(tmp_path):
     (b" " * text_file.PIECE + b"ab" + b" " * text_file.PIECE, 2), (b" " + b"x" * 2 * text_file.PIECE + b"\n\n", 2 * text_file.PIECE),
     (b"x" * (text_file.PIECE - 1) + "ö".encode(), text_file.PIECE + 1),
 ])
-def test_bytes_without_blanks_at_the_ends(tmp_path, content, n):
+def test_blanks_at_the_ends_do_not_count(tmp_path, content, n):
     (tmp_path / "a.txt").write_bytes(content)
     assert check_text(tmp_path / "a.txt") == n == len(content.strip())
 
 
-def test_a_long_text_is_not_held_in_memory(tmp_path):
+def test_long_text_is_not_held_in_memory(tmp_path):
     (tmp_path / "long.txt").write_bytes(b"word " * 8_000_000)
     tracemalloc.start()
     try:
@@ -87,29 +87,29 @@ def test_a_long_text_is_not_held_in_memory(tmp_path):
         tracemalloc.stop()
 
 
-def test_the_quantizer_refuses_it_before_anything_runs(folder):
-    folder.text.write_text(WORDS, "utf-16")
+def test_quantizer_refuses_the_text_before_running(workspace):
+    workspace.text.write_text(WORDS, "utf-16")
     for flags in ([], ["--dry-run"]):
-        _, err = folder.run("--imatrix-from", folder.text, *flags, code=1)
+        _, err = workspace.run("--imatrix-from", workspace.text, *flags, code=1)
         assert "some.txt is in UTF-16" in err
-    assert not folder.runs() and not list(folder.out.parent.iterdir())
+    assert not workspace.runs() and not list(workspace.out.parent.iterdir())
 
 
-def test_a_link_to_a_text_of_another_name(folder):
-    """llama-imatrix runs in the folder of the text itself."""
-    (folder.path / "elsewhere").mkdir()
-    (link := folder.path / "elsewhere" / "link.txt").symlink_to(folder.text)
-    folder.run("--imatrix-from", link)
-    assert folder.fields()["ggml_ext.calibration"] == "link.txt" and folder.runs()[0]["-f"] == folder.text.name
+def test_text_may_be_a_link(workspace):
+    """llama-imatrix runs in the directory of the link's target."""
+    (workspace.path / "elsewhere").mkdir()
+    (link := workspace.path / "elsewhere" / "link.txt").symlink_to(workspace.text)
+    workspace.run("--imatrix-from", link)
+    assert workspace.fields()["ggml_ext.calibration"] == "link.txt" and workspace.runs()[0]["-f"] == workspace.text.name
 
 
-def test_the_end_of_a_file(tmp_path):
+def test_end_of_a_file_is_read(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789")
     assert [read_end(tmp_path / "a.txt", n) for n in (3, 10, 11)] == [b"789", b"0123456789", b"0123456789"]
 
 
-def test_the_end_of_a_text_without_lines_begins_with_a_character():
-    """Half of one would end llama-perplexity."""
+def test_end_of_a_text_begins_with_a_character():
+    """llama-perplexity would stop at a partial character."""
     n = sensitivity.TEXT_BYTES
     text = ("€" * n).encode()
     for cut in range(3):
@@ -119,19 +119,19 @@ def test_the_end_of_a_text_without_lines_begins_with_a_character():
 
 # --- tokens
 
-def test_params_are_those_of_llama_h():
-    """By name and order, in the tree that the package is built from."""
+def test_params_match_llama_h():
+    """Compares names and order with the tree that the package is built from."""
     header = BUILD / "llama.cpp" / "include" / "llama.h"
     if not header.is_file():
         pytest.skip(f"{header} is missing: build the package")
     text = re.search(r"struct llama_model_params \{(.*?)\n    \};", header.read_text(), re.S)[1]
     fields = re.findall(r"^\s+([\w ]+?[\s*]+)(\w+);", re.sub(r"//.*", "", text), re.M)
-    ours = {"bool": _count_tokens.c_bool, "int32_t": _count_tokens.c_int32}
+    ctypes_by_name = {"bool": _count_tokens.c_bool, "int32_t": _count_tokens.c_int32}
 
     def ctype(declared: str):
         if "*" in declared or "callback" in declared:
             return _count_tokens.c_void_p
-        return ours.get(declared.strip(), _count_tokens.c_int)  # enums
+        return ctypes_by_name.get(declared.strip(), _count_tokens.c_int)  # enums
 
     assert [(name, ctype(declared)) for declared, name in fields] == _count_tokens.ModelParams._fields_
 
@@ -141,22 +141,22 @@ HELDOUT = (ROOT / "data" / "heldout.txt").read_bytes()
 
 @pytest.mark.parametrize("content", [HELDOUT[:2500], HELDOUT[:2501] + b"\n", HELDOUT[:2000] + b"\n\n\n", b"\xef\xbb\xbf" + WORDS[:900].encode(),
                                      b"<|endoftext|></s><s>" * 40], ids=["plain", "newline", "newlines", "mark", "special"])
-def test_tokens_are_those_of_llama_imatrix(model, lib, tmp_path, content):
-    """Of texts that are too short for it, it says how many tokens they have."""
+def test_tokens_match_llama_imatrix(model, lib, tmp_path, content):
+    """llama-imatrix prints the number of tokens of a text that is too short."""
     (path := tmp_path / "a.txt").write_bytes(content)
-    found = count_tokens(model, path, 1 << 20)
-    said = subprocess.run([tool("llama-imatrix"), "-m", model, "-f", path, "-o", tmp_path / "o.gguf"], capture_output=True, text=True, cwd=tmp_path)
-    assert f"tokenizes to only {found} tokens" in said.stdout + said.stderr and found > 100
+    count = count_tokens(model, path, 1 << 20)
+    done = subprocess.run([tool("llama-imatrix"), "-m", model, "-f", path, "-o", tmp_path / "o.gguf"], capture_output=True, text=True, cwd=tmp_path)
+    assert f"tokenizes to only {count} tokens" in done.stdout + done.stderr and count > 100
 
 
-def test_of_a_long_text_the_beginning_is_enough(model, lib):
+def test_counting_stops_at_the_limit(model, lib):
     text = ROOT / "data" / "heldout.txt"
     whole = count_tokens(model, text, 1 << 20)
     assert 5 * 512 < count_tokens(model, text, 5 * 512) < whole / 4
 
 
-def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
-    """None, for a model without one, a program that does not run, and a package without libllama."""
+def test_count_is_none_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
+    """Also None for a program that fails and a package without libllama."""
     text = ROOT / "data" / "heldout.txt"
     assert count_tokens(text, text, 512) is None
     monkeypatch.setattr(text_file, "COUNTER", tmp_path / "missing.py")
@@ -166,9 +166,9 @@ def test_without_a_vocabulary(model, lib, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_text_shorter_than_asked_for(model, lib, tmp_path):
-    """What is said, chosen by and recorded are the chunks that llama-imatrix runs. Whichever larger number was asked for, the result
-    serves, that of an earlier version too, which recorded what was asked for."""
+def test_short_text_limits_the_chunks(model, lib, tmp_path):
+    """The output, the choice and the record use the chunks that llama-imatrix runs. The cache serves every larger request, as does that of
+    an earlier version, which recorded the requested number."""
     tool("llama-imatrix")
     (text := tmp_path / "nine.txt").write_bytes(HELDOUT[:9000])
     dry = quantize(model, "--type", "itq2_t", "--imatrix-from", text, "--dry-run")
@@ -191,8 +191,8 @@ def test_a_text_shorter_than_asked_for(model, lib, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="no /dev/stdin")
-def test_a_file_as_standard_input(model, lib):
-    """The programs that are run have another one."""
+def test_text_may_be_standard_input(model, lib):
+    """The programs have another standard input."""
     tool("llama-imatrix")
     path = ROOT / "data" / "heldout.txt"
     with open(path, "rb") as f:
@@ -202,7 +202,7 @@ def test_a_file_as_standard_input(model, lib):
     assert of_stdin.stdout.replace("tokens of stdin", "tokens of heldout.txt") == of_path.stdout
 
 
-def test_a_text_of_less_than_two_chunks(model, lib, tmp_path):
+def test_text_of_less_than_two_chunks_is_refused(model, lib, tmp_path):
     tool("llama-imatrix")
     (text := tmp_path / "short.txt").write_bytes(HELDOUT[:2600])
     before = files(tmp_path)

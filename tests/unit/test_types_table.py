@@ -1,4 +1,4 @@
-"""The types table and the files that scripts/build/gen_types.py makes from it."""
+"""The table of types and the files that scripts/build/gen_types.py generates from it."""
 
 import shutil
 import subprocess
@@ -51,7 +51,7 @@ def generate(root, *args):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the table and its files, fresh."""
+    """Copy the table and its generated files."""
     for name in ("ggml_ext/types.toml", PIN, *FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -65,7 +65,7 @@ def append(path, text):
     path.write_text(path.read_text() + text)
 
 
-def test_checked_in_files_are_fresh():
+def test_committed_files_are_up_to_date():
     result = generate(ROOT, "--check")
     assert result.returncode == 0, result.stderr
 
@@ -87,7 +87,7 @@ def test_check_names_the_stale_file_and_writes_nothing(tree, name):
     assert (tree / name).read_bytes() == stale
 
 
-def test_a_new_row_reaches_every_file(tree):
+def test_new_row_reaches_every_file(tree):
     append(tree / "ggml_ext/types.toml", NEW_TYPE)
     result = generate(tree, "--check")
     assert result.returncode == 1 and all(name in result.stderr for name in GENERATED)
@@ -104,7 +104,7 @@ def test_a_new_row_reaches_every_file(tree):
     ):
         assert text in header
     namespace = {"__name__": "types_of_the_copy"}
-    sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look their module up
+    sys.modules["types_of_the_copy"] = type(sys)("types_of_the_copy")  # dataclasses look up their module
     exec((tree / MODULE).read_text(), namespace)
     info = namespace["WEIGHT_TYPES"]["test_w"]
     assert (info.id, info.block_size, info.block_bytes, info.bpw, info.about) == (189, 64, 18, 2.25, 'a "quoted" description')
@@ -140,7 +140,7 @@ def test_errors_in_the_table_are_named(tree, old, new, message):
     assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_new_pin_reaches_the_package(tree):
+def test_new_pin_reaches_the_package(tree):
     pin = tree / PIN
     pin.write_text(pin.read_text().replace('llama_cpp = "', 'llama_cpp = "9.'))
     result = generate(tree, "--check")
@@ -171,7 +171,7 @@ def test_errors_of_a_trellis_are_named(tree, old, new, message):
 
 
 @pytest.mark.parametrize("text", [None, "no markers\n", "<!-- types:end -->\n<!-- types:begin -->\n"])
-def test_a_document_without_markers_is_an_error(tree, text):
+def test_document_without_markers_is_refused(tree, text):
     (tree / "docs/reference/formats.md").unlink()
     if text is not None:
         (tree / "docs/reference/formats.md").write_text(text)
@@ -183,7 +183,7 @@ def test_a_document_without_markers_is_an_error(tree, text):
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
 def test_types_agree_with_the_references(name):
-    """Size of the blocks, how many weights they have, and the range of the codes, of which tables of values use a part."""
+    """Compares block size, weights per block and the range of codes, of which value tables use a part."""
     info, module, blocks = TYPES[name], reference(name), bit_coverage_blocks(name)
     codes = module.unpack(blocks)[0]
     assert codes.shape == (len(blocks), info.block_size) == module.dequantize_blocks(blocks).shape
