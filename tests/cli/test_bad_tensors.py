@@ -96,7 +96,7 @@ def test_output_is_finite_and_its_error_is_reported(lib, sources, tmp_path, type
     report = quantize(source, out, "--type", type_name, *flags).stdout
     assert "nan" not in report.lower()
     summary_rows = re.findall(r"^blk\.\*\.ffn_up\.weight +\w+ +([\d.]+)(?: +[\d.]+)? +([\d.e+-]+)$", report, re.M)
-    assert len(summary_rows) == 1 and all(np.isfinite(float(v)) for v in rows[0]), report
+    assert len(summary_rows) == 1 and all(np.isfinite(float(v)) for v in summary_rows[0]), report
     quantize(source, from_numpy, "--type", type_name, "--encoder", "numpy", *flags)
     assert out.read_bytes() == from_numpy.read_bytes()
 

@@ -56,7 +56,7 @@ def test_unexpected_error_has_a_traceback_on_request(source, monkeypatch, name):
         done = run_main(module.main, *args, *flags)
         *trace, last = done.stderr.splitlines()
         assert done.returncode == 1 and last == f"{line} above"
-        assert trace[0].startswith("Traceback") and any("in where_it_fails" in t for t in trace), trace
+        assert trace[0].startswith("Traceback") and any("in raise_unexpected" in t for t in trace), trace
     assert not source.with_name("out.gguf").exists()
 
 
@@ -65,7 +65,7 @@ def test_json_has_the_traceback(source, monkeypatch):
     monkeypatch.setattr(owner, called, raise_unexpected)
     (line,) = run_main(module.main, *args, "--log-format", "json", "--debug").stderr.splitlines()
     told = json.loads(line)
-    assert told["event"] == "error" and told["text"].endswith("the traceback above") and "in where_it_fails" in told["traceback"]
+    assert told["event"] == "error" and told["text"].endswith("the traceback above") and "in raise_unexpected" in told["traceback"]
     (line,) = run_main(module.main, *args, "--log-format", "json").stderr.splitlines()
     assert "traceback" not in json.loads(line)
 

@@ -146,7 +146,7 @@ def test_licences_of_the_programs_are_installed():
 
 @pytest.mark.slow
 def test_read_only_source_tree_builds(tmp_path):
-    """With the option of docs/using/wheel.md pip reaches CMake's error for GGML_HIP."""
+    """With the option of docs/using/install.md pip reaches CMake's error for GGML_HIP."""
     prefix = mount_namespace_prefix()
     if prefix is None or find_spec("scikit_build_core") is None:
         pytest.skip("a shell that may mount, and scikit-build-core")
