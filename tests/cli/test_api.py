@@ -169,7 +169,7 @@ def test_next_call_resumes_after_a_callback_raised(lib, source, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == [".out.gguf.partial", ".out.gguf.partial.json"]
     messages = []
     ggml_ext.quantize_model(source, folder / "out.gguf", log=lambda kind, line: messages.append(line), **FLAGS)
-    assert any("going on after 3 of 6 tensors" in line for line in messages) and [p.name for p in folder.iterdir()] == ["out.gguf"]
+    assert any("resuming after 3 of 6 tensors" in line for line in messages) and [p.name for p in folder.iterdir()] == ["out.gguf"]
     ggml_ext.quantize_model(source, tmp_path / "whole.gguf", **FLAGS)
     assert (folder / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 

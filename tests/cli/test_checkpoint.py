@@ -299,8 +299,7 @@ def test_name_conflicts_are_refused_before_conversion(workspace, write_converter
     workspace.error(*parts, flags=["--keep-gguf", workspace.out.parent / kept, *flags])
 
 
-def test_resume_continues_in_the_checkpoint_directory(workspace, write_converter, monkeypatch):
-    """The partial files are no part of the checkpoint."""
+def test_partial_output_is_no_part_of_the_checkpoint(workspace, write_converter, monkeypatch):
     write_converter()
     workspace.out = workspace.source / "out.gguf"
     finish = Output.finish
@@ -313,7 +312,7 @@ def test_resume_continues_in_the_checkpoint_directory(workspace, write_converter
         patch.setattr(Output, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             workspace.run()
-    assert partial_path(workspace.out).exists() and "an earlier run was stopped" in workspace.run() and workspace.out.exists()
+    assert partial_path(workspace.out).exists() and "stale partial output" in workspace.run() and workspace.out.exists()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_second_target_reuses_measurements(workspace, measurements):
     _, err = workspace.run("--target-kld", "0.05")
     assert not workspace.runs() and err.count("reusing cached") == 2 and workspace.cache.read_text() == measurements
     _, err = workspace.run("--target-bpw", "3", "--target-types", "itq2_t,q2_k,q4_k")
-    assert not workspace.runs() and "errors of 1 type are" in err  # q2_k
+    assert not workspace.runs() and "measuring errors: 1 type," in err  # q2_k
     assert set(workspace.types().values()) <= {"itq2_t", "q2_k", "q4_k", "f32"} and bits_per_weight(workspace.out) <= 3
     assert len(json.loads(workspace.cache.read_text())["errors"][FREE[0]]) == len(json.loads(measurements)["errors"][FREE[0]]) + 1
 
@@ -172,7 +172,7 @@ def test_interrupt_keeps_measured_parts(interrupted, measurements):
     _, err = interrupted.run("--target-bpw", "4", "--dry-run")
     assert "using the sensitivities of another model: --dry-run runs no model" in err
     _, err = interrupted.run("--target-bpw", "4")
-    assert "note: an earlier run was stopped: going on after 3 of 8 parts\n" in err
+    assert "note: resuming after 3 of 8 parts\n" in err
     assert [r for r in interrupted.runs() if r] == PARTS and interrupted.cache.read_text() == measurements
 
 
@@ -188,7 +188,7 @@ def test_parts_of_other_inputs_are_measured_again(interrupted, measurements, pat
     interrupted.cache.write_text(change(interrupted.cache.read_text(), *path, value=value))
     interrupted.log.unlink()
     _, err = interrupted.run("--target-bpw", "4")
-    assert "going on after" not in err and [r for r in interrupted.runs() if r] == PARTS and interrupted.cache.read_text() == measurements
+    assert "resuming after" not in err and [r for r in interrupted.runs() if r] == PARTS and interrupted.cache.read_text() == measurements
 
 
 def test_cache_is_written_rarely(tmp_path, monkeypatch):

@@ -224,9 +224,9 @@ def test_resumed_export_writes_the_same_bytes(quantized, tmp_path, capsys, monke
     with monkeypatch.context() as patch:
         patch.setattr(Output, "finish", stop)
         code, _, err = run(capsys, quantized, out, "--type", "q4_k", "--quiet")
-    assert code == 130 and "the same command goes on after 2 of 4 tensors" in err and not out.exists()
+    assert code == 130 and "repeat the command to resume after 2 of 4 tensors" in err and not out.exists()
     _, err = run_successfully(capsys, quantized, out, "--type", "q4_k", "--summary")
-    assert "going on after 2 of 4 tensors" in err and out.read_bytes() == whole.read_bytes()
+    assert "resuming after 2 of 4 tensors" in err and out.read_bytes() == whole.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.gguf", "whole.gguf"]
 
 

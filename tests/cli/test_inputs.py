@@ -102,7 +102,7 @@ def test_error_keeps_finished_tensors(lib, source, tmp_path, capsys, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Codec, "convert", fail)
-        run_failing(capsys, source, out, *FLAGS, parts=("no memory", "goes on after 5 of 9 tensors"))
+        run_failing(capsys, source, out, *FLAGS, parts=("no memory", "resume after 5 of 9 tensors"))
     with record_encoded(monkeypatch) as names:
         run_successfully(capsys, source, out, *FLAGS)
     assert set(names) == set(NAMES[5:]) and is_only_output(out)

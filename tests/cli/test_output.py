@@ -80,13 +80,13 @@ def test_resumed_run_writes_the_same_bytes(lib, source, tmp_path, capsys, monkey
     leftovers = sorted(p.name for p in out.parent.iterdir())
     assert all(name.startswith(".out") for name in leftovers) and ".out.gguf.partial.json" in leftovers
     if number == signal.SIGINT:
-        check_error(result, "interrupted, ", "was not written; the same command goes on after 5 of 9 tensors", code=130)
+        check_error(result, "interrupted, ", "was not written; repeat the command to resume after 5 of 9 tensors", code=130)
     else:
         assert result.returncode == -signal.SIGKILL
     with record_encoded(monkeypatch) as names:
         stdout, err = run_successfully(capsys, source, out, *flags)
     assert sorted(set(names)) == sorted(NAMES[5:])
-    assert "note: an earlier run was stopped: going on after 5 of 9 tensors\n" in err
+    assert "note: resuming after 5 of 9 tensors\n" in err
     assert "iq4_nl instead of ditto3 for the errors" in stdout
     assert files(out.parent) == files(tmp_path / "whole")
     assert len(files(out.parent)) == (3 if is_split else 1)
@@ -161,7 +161,7 @@ def test_damaged_tensors_are_written_again(source, killed_run, capsys, monkeypat
     n_done = len(NAMES) - len(set(names))
     assert n_done == n_left
     assert out.read_bytes() == expected and is_only_output(out) and source.exists()
-    assert ("started anew" in err) == (n_done == 0)
+    assert ("discarding stale partial output" in err) == (n_done == 0)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_journal_is_used_up_to_the_first_wrong_value(source, killed_run, capsys,
     journal.write_text("\n".join(lines) + "\n")
     with record_encoded(monkeypatch) as names:
         _, err = run_successfully(capsys, source, out, *FLAGS)
-    assert "going on after 2 of 9" in err and len(set(names)) == 7
+    assert "resuming after 2 of 9" in err and len(set(names)) == 7
     assert out.read_bytes() == expected and is_only_output(out)
 
 
@@ -195,7 +195,7 @@ def test_invalid_journal_restarts(source, killed_run, capsys, head):
     journal = partial_path(out).with_name(partial_path(out).name + ".json")
     journal.write_text("\n".join([head, *journal.read_text().splitlines()[1:], ""]))
     _, err = run_successfully(capsys, source, out, *FLAGS)
-    assert "started anew" in err and out.read_bytes() == expected and is_only_output(out)
+    assert "discarding stale partial output" in err and out.read_bytes() == expected and is_only_output(out)
 
 
 def test_run_with_other_inputs_restarts_with_a_note(source, killed_run, capsys, monkeypatch, tmp_path):
@@ -209,7 +209,7 @@ def test_run_with_other_inputs_restarts_with_a_note(source, killed_run, capsys, 
             path.write_bytes(data)
         with record_encoded(monkeypatch) as names:
             _, err = run_successfully(capsys, source, out, "--force", *flags)
-        note = re.search(r": started anew, what it left is not of the same (.*) and was removed: .out.gguf.partial$", err, re.M)
+        note = re.search(r"discarding stale partial output \(different (.*)\): .out.gguf.partial$", err, re.M)
         assert note and reason in note[1].split(", "), err
         assert set(names) == set(NAMES) and is_only_output(out)
         return out.read_bytes()
@@ -234,7 +234,7 @@ def test_other_imatrix_of_the_same_name_restarts(lib, source, tmp_path, capsys, 
     run_successfully(capsys, source, tmp_path / "first.gguf", *flags)
     write_imatrix(imatrix, {n: (importances(1, 512, seed=8), [4]) for n in NAMES if "ffn" in n})
     _, err = run_successfully(capsys, source, out, *flags)
-    assert "not of the same importance and was removed" in err
+    assert "stale partial output (different importance)" in err
     run_successfully(capsys, source, tmp_path / "second.gguf", *flags)
     assert out.read_bytes() == (tmp_path / "second.gguf").read_bytes() != (tmp_path / "first.gguf").read_bytes()
 
@@ -242,7 +242,7 @@ def test_other_imatrix_of_the_same_name_restarts(lib, source, tmp_path, capsys, 
 def test_second_run_on_the_same_out_is_refused(lib, source, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     with Output(out, force=False):
-        run_failing(capsys, source, out, *FLAGS, "--force", parts=("another run is writing", "out.gguf", "wait for its end"))
+        run_failing(capsys, source, out, *FLAGS, "--force", parts=("another run is writing", "out.gguf", "wait until it ends"))
         run_successfully(capsys, source, tmp_path / "other.gguf", *FLAGS)
     assert not out.exists()
     run_successfully(capsys, source, out, *FLAGS)
@@ -285,7 +285,7 @@ def test_file_that_appears_during_the_run_is_kept(lib, source, tmp_path, capsys,
         monkeypatch.setattr(os, "link", no_links)
     with monkeypatch.context() as patch:
         patch.setattr(Output, "complete", appear)
-        run_failing(capsys, source, out, *FLAGS, parts=("out.gguf appeared", "--force", "goes on after 9 of 9 tensors"))
+        run_failing(capsys, source, out, *FLAGS, parts=("out.gguf appeared", "--force", "resume after 9 of 9 tensors"))
     assert out.read_text() == "precious"
     run_failing(capsys, source, out, *FLAGS, parts=("exists",))
     assert out.read_text() == "precious" and partial_path(out).exists()  # the finished tensors are kept too
@@ -310,7 +310,7 @@ def test_part_that_appears_during_the_run_keeps_the_others(lib, source, tmp_path
     out = tmp_path / "out.gguf"
     with monkeypatch.context() as patch:
         patch.setattr(Output, "complete", appear)
-        run_failing(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "goes on after 9 of 9 tensors"))
+        run_failing(capsys, source, out, *small_parts, parts=("out-00002-of-00003.gguf appeared", "resume after 9 of 9 tensors"))
     assert parts[1].read_text() == "precious" and not parts[0].exists() and not parts[2].exists()
     parts[1].unlink()
     with record_encoded(monkeypatch) as names:
@@ -335,7 +335,7 @@ def test_parts_are_replaced_all_or_none(lib, source, tmp_path, capsys, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
-        message = (f"OUT: {olds[-1]} could not be put in its place: Device or resource busy", "the same command goes on after 9 of 9 tensors")
+        message = (f"OUT: {olds[-1]} cannot be written: Device or resource busy", "repeat the command to resume after 9 of 9 tensors")
         run_failing(capsys, source, out, *flags, "--force", parts=message)
     assert [path.read_text() for path in olds] == [f"old {i}" for i in range(len(olds))]
     with record_encoded(monkeypatch) as names:
@@ -353,7 +353,7 @@ def test_file_in_place_of_a_report_is_kept(lib, source, tmp_path, capsys, monkey
         beside.write_text("precious")
 
     monkeypatch.setattr(Output, "publish", appear)
-    run_failing(capsys, source, out, *FLAGS, flag, beside, parts=(flag, "about.json appeared meanwhile", "out.gguf is written"))
+    run_failing(capsys, source, out, *FLAGS, flag, beside, parts=(flag, "about.json appeared during the run", "out.gguf is written"))
     assert beside.read_text() == "precious" and list(read_tensors(out)) == NAMES
     assert {p.name for p in tmp_path.iterdir()} == {source.name, "out.gguf", "about.json"}
     run_successfully(capsys, source, out, *FLAGS, flag, beside, "--force")
@@ -402,9 +402,9 @@ def test_full_disk_keeps_finished_tensors(lib, source, tmp_path, capsys):
     command = quantize_command(source, out, *FLAGS)
     set_limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
     result = subprocess.run(command, capture_output=True, text=True, preexec_fn=set_limit)
-    check_error(result, "no space left on device", "out.gguf needs 0.02 MiB", "free some space", "goes on after 5 of 9 tensors")
+    check_error(result, "no space left on device", "out.gguf needs 0.02 MiB", "free some space", "resume after 5 of 9 tensors")
     _, err = run_successfully(capsys, source, out, *FLAGS)
-    assert "going on after 5 of 9" in err and is_only_output(out)
+    assert "resuming after 5 of 9" in err and is_only_output(out)
 
 
 def test_read_only_file_system_is_refused_first(lib, source, tmp_path, capsys, monkeypatch):
@@ -415,7 +415,7 @@ def test_read_only_file_system_is_refused_first(lib, source, tmp_path, capsys, m
         script = f'mount -t tmpfs -o ro tmpfs "{folder}"; exec "$@"'
         command = quantize_command(source, folder / "out.gguf", *FLAGS)
         result = subprocess.run([*prefix, script, "sh", *command], capture_output=True, text=True)
-        check_error(result, "cannot write", "out.gguf", "Read-only file system", "choose a folder that may be written")
+        check_error(result, "cannot write", "out.gguf", "Read-only file system", "choose a writable directory")
     else:
         def refuse(path, *args):
             raise OSError(errno.EROFS, "Read-only file system", path)

@@ -96,7 +96,7 @@ def test_verify_notices_wrong_errors(lib, source, tmp_path, capsys, monkeypatch)
         return data, accuracy
 
     monkeypatch.setattr(Codec, "convert", encode_wrongly)
-    run_failing(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=(f"tensor {NAMES[4]} decodes to other weights",))
+    run_failing(capsys, source, tmp_path / "out.gguf", *FLAGS, "--verify", parts=(f"the decoded tensor {NAMES[4]} differs",))
 
 
 def test_json_log_has_one_object_per_line(lib, source, tmp_path, capsys):

@@ -252,7 +252,7 @@ def test_resume_continues_after_interrupt(small, text, tmp_path):
     done.wait(60)
     assert done.returncode and not out.exists() and not list(tmp_path.glob(".propagation-*"))
     resumed = quantize(small, out, *arguments)
-    assert resumed.returncode == 0 and "going on after" in resumed.stderr
+    assert resumed.returncode == 0 and "resuming after" in resumed.stderr
     assert out.read_bytes() == uninterrupted.read_bytes()
 
 
