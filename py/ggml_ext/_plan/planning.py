@@ -165,4 +165,4 @@ def check_model(file: GGUFFile) -> None:
         (kind == "imatrix", "an importance matrix (general.type is imatrix), for --imatrix"),
     ):
         if is_match:
-            raise UserError(f"{file.path} is {description}: nothing to quantize; pass the model that it belongs to")
+            raise UserError(f"{file.path} is {description}, not a model: nothing to quantize; pass the model that it belongs to")
