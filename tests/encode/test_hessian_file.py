@@ -163,10 +163,10 @@ def test_truncated_files_and_missing_hessians_are_reported(tmp_path, source):
     quantize_error(tmp_path, source, "m.gguf", "truncated", flags=["--type", "itq3_t", "--imatrix", path])
     write_moments(path, inputs(), "diagonal", keys={"imatrix.moments": None})
     for kind in ("block", "full"):
-        quantize_error(tmp_path, source, f"--importance {kind}", "holds no second moments", f"llama-imatrix --moments {kind}",
+        quantize_error(tmp_path, source, f"--importance {kind}", "has no Hessians", f"llama-imatrix --moments {kind}",
                        flags=["--type", "itq3_t", "--imatrix", path, "--importance", kind])
     write_moments(path, inputs())
-    quantize_error(tmp_path, source, "--importance full", "holds second moments of blocks", "--importance block",
+    quantize_error(tmp_path, source, "--importance full", "has block-diagonal Hessians", "--importance block",
                    flags=["--type", "itq3_t", "--imatrix", path, "--importance", "full"])
 
 
@@ -355,10 +355,10 @@ def test_reported_errors_are_weighted_with_the_hessian(tmp_path, source, lib, mo
 def test_only_weighted_errors_give_a_warning():
     """Encoders with Hessians trade plain error for weighted error, so the latter is compared with the usual one."""
     itq3_t = gguf.GGMLQuantizationType.ITQ3_T
-    traded = Accuracy(error=0.06, energy=1, weighted_error=0.012, weighted_energy=1, of_moments=True)
+    traded = Accuracy(error=0.06, energy=1, weighted_error=0.012, weighted_energy=1, has_hessian=True)
     assert not traded.exceeds_usual(itq3_t, 3)
     assert Accuracy(error=0.06, energy=1, weighted_error=0.012, weighted_energy=1).exceeds_usual(itq3_t, 3)
-    assert Accuracy(error=0.01, energy=1, weighted_error=0.06, weighted_energy=1, of_moments=True).exceeds_usual(itq3_t, 3)
+    assert Accuracy(error=0.01, energy=1, weighted_error=0.06, weighted_energy=1, has_hessian=True).exceeds_usual(itq3_t, 3)
 
 
 @pytest.mark.parametrize("kind", ["block", "full"])

@@ -128,10 +128,10 @@ def test_second_stream_matches_the_written_file(small, text, tmp_path, monkeypat
 
     def record(sums):
         squares.update({p.weight: np.einsum("eii->ei", sums.h) for p in sums.group.products})
-        return mean_squares(sums)
+        return hessian_diagonal(sums)
 
-    mean_squares = layers.mean_squares
-    monkeypatch.setattr(layers, "mean_squares", record)
+    hessian_diagonal = layers.hessian_diagonal
+    monkeypatch.setattr(layers, "hessian_diagonal", record)
     out = tmp_path / "out.gguf"
     quantize_sequentially(small, out, text)
     expected = sums_of_squares(out, text, 512, tmp_path)
@@ -165,7 +165,7 @@ def test_graph_without_gradients_is_quantized_without_feedback(letters, tmp_path
     (model,) = architectures.write_models("mamba", tmp_path)
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "q4_0", "--propagate", "--imatrix-from", long)
-    assert done.returncode == 0 and "rows do not make up for each other: gradients of SSM_SCAN" in done.stderr
+    assert done.returncode == 0 and "no error feedback between rows: gradients of SSM_SCAN" in done.stderr
 
 
 def test_number_of_threads_leaves_bytes_unchanged(small, text, tmp_path):
@@ -277,16 +277,16 @@ def test_best_effort_skips_propagation_without_layers(letters, tmp_path, lib):
     (long := tmp_path / "long.txt").write_text(letters.read_text() * 3)
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--effort", "best", "--imatrix-from", long)
     assert done.returncode == 0 and "done without --propagate" in done.stderr and "layer 3 needs the product" in done.stderr
-    assert "behind quantized layers" not in done.stdout + done.stderr
+    assert "from quantized layers" not in done.stdout + done.stderr
 
 
 # --- errors ---
 
 
 @pytest.mark.parametrize(("flags", "parts"), [
-    (["--imatrix", "FILE"], ["--imatrix", "behind quantized layers", "--imatrix-from"]),
+    (["--imatrix", "FILE"], ["--imatrix", "from quantized layers", "--imatrix-from"]),
     (["--no-calibration"], ["--propagate and --no-calibration"]),
-    (["--importance", "diagonal"], ["--propagate", "second moments", "diagonal"]),
+    (["--importance", "diagonal"], ["--propagate", "Hessians", "diagonal"]),
     (["--fallback-above", "3"], ["--propagate and --fallback-above"]),
 ])
 def test_bad_options_are_refused(flags, parts, model, text, tmp_path):
@@ -308,7 +308,7 @@ def quantize_error(model, out, text, *flags, env=None) -> str:
 def test_dry_run_reports_the_cost(model, text, tmp_path, lib):
     done = quantize(model, tmp_path / "out.gguf", "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--dry-run")
     assert done.returncode == 0 and not list(tmp_path.iterdir())
-    assert "propagation: 8 layers" in done.stdout and "beside encoding" in done.stdout and "MiB of memory" in done.stdout
+    assert "propagation: 8 layers" in done.stdout and "besides encoding" in done.stdout and "MiB of memory" in done.stdout
 
 
 def test_too_little_memory_is_refused(model, text, tmp_path, lib):

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.targets import LEAST_RIDGE, correction, ridge_of
+from ggml_ext._encode.targets import LEAST_RIDGE, choose_ridge, correction
 from ggml_ext._native.streams import ChunkArrays, ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import Sums
 
@@ -47,8 +47,8 @@ def test_ridge_shrinks_the_correction():
 
 def test_ridge_follows_columns_per_token():
     """With few tokens, whose sums are blended with others, it is that of one token per column."""
-    assert ridge_of(256, 25600) == pytest.approx(2 * ridge_of(256, 51200)) == pytest.approx(ridge_of(512, 51200))
-    assert ridge_of(64, 0) == ridge_of(64, 64) and ridge_of(64, 1e9) == LEAST_RIDGE
+    assert choose_ridge(256, 25600) == pytest.approx(2 * choose_ridge(256, 51200)) == pytest.approx(choose_ridge(512, 51200))
+    assert choose_ridge(64, 0) == choose_ridge(64, 64) and choose_ridge(64, 1e9) == LEAST_RIDGE
 
 
 def test_singular_matrix_raises():
@@ -108,7 +108,7 @@ def test_sums_of_experts_match_numpy(own_inputs):
     np.testing.assert_allclose(sums.d, d, atol=1e-4)
     assert sums.counts.tolist() == counts.tolist() and counts[-1] == 0
     mean = [a.sum(axis=0) / counts.sum() for a in (h, d)]
-    for actual, exact in zip(sums.of_expert(n_experts - 1), mean, strict=True):  # no tokens: the mean of all
+    for actual, exact in zip(sums.expert_sums(n_experts - 1), mean, strict=True):  # no tokens: the mean of all
         np.testing.assert_allclose(actual, exact, atol=1e-5)
-    for actual, exact in zip(sums.of_expert(0), (h[0], d[0]), strict=True):  # more tokens than columns: its own sums
+    for actual, exact in zip(sums.expert_sums(0), (h[0], d[0]), strict=True):  # more tokens than columns: its own sums
         np.testing.assert_allclose(actual, exact, atol=1e-4)

@@ -1,1 +1,1 @@
-"""From weights to blocks and back, and the error that this makes."""
+"""Encode tensors and measure their errors."""

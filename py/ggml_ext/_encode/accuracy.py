@@ -1,6 +1,6 @@
-"""The error of stored weights, and the bound on outputs that follows from it for DITTO3.
+"""The error of stored weights, and DITTO3's bound on the outputs (Ditto, section 3.2.4, equation 1):
 
-Source: Ditto, section 3.2.4, equation 1: |W x - W' x|_inf <= epsilon * |x|_1, with epsilon the largest |w - w'|.
+    |W x - W' x|_inf <= epsilon * |x|_1, with epsilon the largest |w - w'|.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ NAMES_KEY, VALUES_KEY = "ggml_ext.ditto3.epsilon.tensors", "ggml_ext.ditto3.epsi
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The error of weights w stored as w'. The sum of two is that of both."""
+    """The error of weights w stored as w'. Two errors add up."""
 
     max_abs: float = 0.0  # largest |w - w'|
     error: float = 0.0  # sum of (w - w')^2
     energy: float = 0.0  # sum of w^2
-    # sums of (w - w')^T H (w - w') and of w^T H w over the rows; 0 without calibration statistics H
+    # sums of (w - w')^T H (w - w') and w^T H w over the rows; 0 without calibration
     weighted_error: float = 0.0
     weighted_energy: float = 0.0
-    of_moments: bool = False  # H is more than a diagonal
-    stream_error: float = 0.0  # of the residual stream after the layer, with --propagate (_sequential/errors.py)
-    # sums of (t - w')^T H (t - w') and of t^T H t for the corrected weights t that --propagate encodes (targets.py)
+    has_hessian: bool = False  # H is more than a diagonal
+    stream_error: float = 0.0  # of the residual stream after the layer, under --propagate (_sequential/errors.py)
+    # sums of (t - w')^T H (t - w') and t^T H t; t: the corrected weights of --propagate (targets.py)
     target_error: float = 0.0
     target_energy: float = 0.0
 
@@ -52,7 +52,7 @@ class Accuracy:
             energy=self.energy + other.energy,
             weighted_error=self.weighted_error + other.weighted_error,
             weighted_energy=self.weighted_energy + other.weighted_energy,
-            of_moments=self.of_moments or other.of_moments,
+            has_hessian=self.has_hessian or other.has_hessian,
             stream_error=max(self.stream_error, other.stream_error),
             target_error=self.target_error + other.target_error,
             target_energy=self.target_energy + other.target_energy,
@@ -60,7 +60,7 @@ class Accuracy:
 
     @property
     def relative(self) -> float:
-        """NMSE; 0 for zeros stored as zeros, infinite for zeros stored as anything else."""
+        """NMSE; infinite if all weights are 0 and a stored one is not."""
         if self.energy:
             return self.error / self.energy
         return np.inf if self.error else 0.0
@@ -77,19 +77,19 @@ class Accuracy:
 
     @property
     def judged(self) -> float:
-        """The error to compare with the type's usual one: encoders double the plain one on purpose under a Hessian or for corrected weights."""
+        """The NMSE to compare with the type's usual one. Under a Hessian or for corrected weights, encoders accept a larger plain one."""
         if self.to_target is not None:
             return self.to_target
-        return self.weighted if self.of_moments and self.weighted is not None else self.relative
+        return self.weighted if self.has_hessian and self.weighted is not None else self.relative
 
     def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:
-        """Whether the judged error is more than `factor` times what a ggml-ext type has on Gaussian weights."""
+        """Whether the judged error is above `factor` times the error of a ggml-ext type on Gaussian weights."""
         info = WEIGHT_TYPES.get(qtype.name.lower())
         return info is not None and info.usual_rel_mse is not None and self.judged > factor * info.usual_rel_mse
 
     @property
     def best_known(self) -> float:
-        """The error that allocation compares: under the Hessian if there is one."""
+        """The NMSE that allocation compares: weighted by H if there is one."""
         return float(self.relative if self.weighted is None else self.weighted)
 
     @property
@@ -98,7 +98,7 @@ class Accuracy:
 
     @property
     def epsilon(self) -> np.float32:
-        """max_abs, rounded up twice: the difference of two float32 was rounded to float64, which is rounded to float32."""
+        """max_abs, rounded up twice: for the rounding of the difference to float64, and of that to float32."""
         if self.max_abs == 0:
             return np.float32(0)
         above = np.nextafter(self.max_abs, np.inf)
@@ -108,19 +108,19 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class MeasuredTensor:
-    """A planned tensor and the error it has as stored: none before it is written."""
+    """A planned tensor and its error, empty before it is written."""
 
     planned: PlannedTensor
     accuracy: Accuracy = Accuracy()
 
 
 def sum_errors(tensors: Iterable[MeasuredTensor]) -> Accuracy:
-    """Add up the errors of the tensors that changed their type."""
+    """Sum the errors of the tensors whose type changed."""
     return sum((t.accuracy for t in tensors if t.planned.is_changed), Accuracy())
 
 
 def epsilon_metadata(epsilons: Mapping[str, float]) -> list[KeyValue]:
-    """Make the keys for epsilon by tensor; none without tensors. Their size depends on the names only."""
+    """Make the metadata for epsilon by tensor, none without tensors. Its size depends on the names only."""
     if not epsilons:
         return []
     return [
@@ -130,7 +130,7 @@ def epsilon_metadata(epsilons: Mapping[str, float]) -> list[KeyValue]:
 
 
 def read_epsilons(file: GGUFFile) -> dict[str, float]:
-    """Read epsilon by tensor; UserError if the keys are not what epsilon_metadata() makes."""
+    """Read epsilon by tensor. Raise UserError if the metadata is not as epsilon_metadata() makes it."""
     if NAMES_KEY not in file.metadata and VALUES_KEY not in file.metadata:
         return {}
     names, values = file.strings(NAMES_KEY), file.floats(VALUES_KEY)

@@ -1,4 +1,4 @@
-"""Check, before anything is written, that the encoders can make the types of a plan from the weights of the model."""
+"""Check before writing that the types of a plan have encoders and can hold the model's weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_encoders(codec: Codec, plan: QuantizationPlan, may_replace: bool) -> N
 
 
 def check_known_encoders(codec: Codec, plan: QuantizationPlan, flags: Mapping[str, str]) -> None:
-    """Raise UserError if neither the library nor numpy encodes a type. flags: for the types of single tensors, by tensor."""
+    """Raise UserError if neither the library nor numpy encodes a type. flags: the type options of single tensors, by tensor."""
     for t in plan.changed:
         if not codec.can_encode(t.type):
             raise _no_numpy_encoder(t.tensor, t.type, flags)
@@ -49,10 +49,10 @@ def check_numpy_encoders(codec: Codec, plan: QuantizationPlan, flags: Mapping[st
             raise _no_numpy_encoder(t.tensor, t.type, flags, " with importances")
 
 
-def _no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], what: str = "") -> UserError:
+def _no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], use: str = "") -> UserError:
     flag = f"{flags[tensor.name]} q8_0" if tensor.name in flags else f"--tensor-type '{re.escape(tensor.name)}=q8_0'"
     return UserError(
-        f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{what} and the built library is not in use: build it, or pass {flag}"
+        f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{use} and the built library is not in use: build it, or pass {flag}"
     )
 
 
@@ -60,18 +60,18 @@ def check_source(
     file: GGUFFile, plan: QuantizationPlan, codec: Codec, console: Console, *, n_threads: int,
     candidates: Mapping[str, Sequence[GGMLQuantizationType]],
 ) -> None:
-    """Read every weight and check that the types can hold it.
+    """Check that the planned types can hold every weight.
 
     Args:
         file: the model.
         plan: its tensors and their types.
         codec: decodes the weights.
         console: gets the progress bar.
-        n_threads: that read.
-        candidates: types that allocation may choose, by tensor, in place of the planned one.
+        n_threads: of reading.
+        candidates: by tensor, the types that allocation may choose instead of the planned one.
 
     Raises:
-        UserError: naming the tensors with weights that are not finite or too large.
+        UserError: weights are not finite or too large; it names the tensors.
     """
     bad: dict[str, str] = {}
     with ThreadPoolExecutor(n_threads) as pool, console.bar("checking", plan.n_elements(), "w", is_scaled=True) as bar:

@@ -23,15 +23,14 @@ from .tensor_calibration import Metric, TensorCalibration
 
 T = GGMLQuantizationType
 
-# Integers of the size of floats whose order is that of their magnitudes, once the sign is masked out.
+# Without the sign bit, the bits of floats as integers have the order of the magnitudes.
 MAGNITUDES = {T.F32: ("<u4", 0x7FFFFFFF), T.F16: ("<u2", 0x7FFF), T.BF16: ("<u2", 0x7FFF)}
 
 
 def largest_weight(qtype: GGMLQuantizationType) -> float:
-    """Return the largest magnitude that is sure to survive: block scales are halves, up to 65504, or bytes, up to 240.
+    """Return the largest magnitude that the type is sure to hold: block scales are halves, up to 65504, or bytes, up to 240.
 
-    A rotated value is at most sqrt(block size), 16 or 8, times the largest weight, and the codes span twice that; encoders clip rotated
-    values at eight times the largest half.
+    Rotation multiplies the largest weight by at most sqrt(block size). Encoders clip rotated values at eight times the largest half.
     """
     if qtype in (T.F32, T.BF16):
         return np.inf
@@ -44,8 +43,8 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
 
 
 EFFORTS = {"fast": 1, "normal": 0, "best": 6}  # scale candidates per block of the trellis encoders; 0: their default
-SEGMENTS = {"fast": 32, "normal": 32, "best": 8}  # weights that they decide together under a Hessian
-STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the encoders of llama.cpp's types under a Hessian
+SEGMENTS = {"fast": 32, "normal": 32, "best": 8}  # weights that trellis encoders search at once under a Hessian
+STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the upstream encoders under a Hessian
 
 # gguf's numpy encoders ignore the imatrix, ggml's in C use it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
@@ -55,7 +54,7 @@ ENCODERS = ("auto", "c", "numpy")
 
 
 class BadWeights(UserError):
-    """Weights that no type can hold, or not the target."""
+    """Weights that the target type, or every type, cannot hold."""
 
 
 class Codec:
@@ -63,10 +62,10 @@ class Codec:
 
     Args:
         lib: the built library; None for numpy alone.
-        itq3_levels: 8 or 3, of ITQ3_S.
-        ditto_codebook: "block" or "tensor", what has its own codebook in DITTO3.
+        itq3_levels: number of levels of ITQ3_S, 8 or 3.
+        ditto_codebook: of DITTO3, one per "block" or per "tensor".
         effort: a name of EFFORTS.
-        n_threads: that factorize one Hessian while the encoding threads wait.
+        n_threads: of the factorization of one Hessian, for which the encoding threads wait.
     """
 
     def __init__(
@@ -82,11 +81,11 @@ class Codec:
         self.stock_sweeps = STOCK_SWEEPS[effort]
 
     def with_one_thread(self) -> Codec:
-        """Return a codec for threads that process different tensors at a time."""
+        """Return a codec for threads that each encode a tensor of their own."""
         return Codec(self.lib, self.itq3_levels, self.ditto_codebook, self.effort)
 
     def can_encode(self, qtype: GGMLQuantizationType) -> bool:
-        """Whether the type has an encoder: every type with the library, some in numpy."""
+        """Whether the type has an encoder. The library has all, numpy some."""
         if self.lib is not None or qtype in FLOAT_TYPES or type_info(qtype):
             return True
         try:
@@ -98,17 +97,17 @@ class Codec:
     def metric(
         self, tensor: Tensor, target: GGMLQuantizationType, calibration: TensorCalibration, expert: int, warn: Callable[[str], None]
     ) -> Metric:
-        """Damp and factorize the Hessian of an expert for encode().
+        """Damp and factorize the Hessian of an expert.
 
         Args:
             tensor: the matrix.
             target: the type to encode to, which decides the form of the factor.
             calibration: holds the Hessian.
-            expert: number of the matrix.
-            warn: called with a line if the usual damping was too small.
+            expert: its number, 0 for a tensor without experts.
+            warn: called with a line if the usual damping is too small.
 
         Raises:
-            UserError: naming the tensor, if the Hessian is not positive definite or memory runs out.
+            UserError: the Hessian is not positive definite, or memory runs out.
         """
         hessian, triangles = calibration.hessian, calibration.triangles
         assert hessian is not None and triangles is not None
@@ -122,21 +121,21 @@ class Codec:
             except MemoryError:
                 way_out = "--importance block" if hessian.is_full else "--importance diagonal, or a smaller --threads"
                 raise UserError(
-                    f"tensor {tensor.name}{matrix}: no memory for the second moments of {hessian.width:,} columns: pass {way_out}"
+                    f"tensor {tensor.name}{matrix}: not enough memory for the Hessian of {hessian.width:,} columns: pass {way_out}"
                 ) from None
             if factor > 1:
-                warn(f"{hessian.where}{matrix}: the moments are not positive definite; damped ten times as much, with {10 * damping:g}")
+                warn(f"{hessian.where}{matrix}: the Hessian is not positive definite; increasing the damping tenfold, to {10 * damping:g}")
             return metric
         raise UserError(
-            f"{hessian.where}{matrix}: the moments are not positive definite, even with {10 * damping:g} of their mean added to the "
-            "diagonal: the file is damaged; make it again with llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
+            f"{hessian.where}{matrix}: the Hessian is not positive definite, even with damping {10 * damping:g}: "
+            "the file is damaged; make it again with llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
 
     def _factorize(
         self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, *, whole: bool, damping: float
     ) -> Metric:
         info = type_info(qtype)
-        segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # the others gain at most 1.5 % by finer ones
+        segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # others gain little from shorter ones
         if self.lib is not None:
             return self.lib.metric(
                 int(qtype), n_per_row, triangles, whole=whole, damping=damping, segment=segment, n_threads=self.n_threads
@@ -150,7 +149,7 @@ class Codec:
             raise NotPositiveDefinite(str(e)) from e
 
     def decode(self, rows: np.ndarray, qtype: GGMLQuantizationType, n_per_row: int) -> np.ndarray:
-        """Decode uint8 (n_rows, row_bytes) to contiguous float32 (n_rows, n_per_row). UserError if numpy lacks the type."""
+        """Decode uint8 (n_rows, row_bytes) to contiguous float32 (n_rows, n_per_row). Raise UserError if numpy lacks the type."""
         if qtype == T.F32:
             return np.require(rows.view("<f4"), requirements=["C", "A"])
         if qtype == T.F16:
@@ -193,7 +192,7 @@ class Codec:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)
         if importance is not None:
             importance = importance.reshape(-1, info.block_size)
-            if not info.rotated:  # which know of rows
+            if not info.rotated:  # these references take blocks without their rows
                 importance = np.tile(importance, (len(rows), 1))
         options: dict[str, Any] = {"passes": self.trellis_passes} if info.trellis_values else {}
         if info.name == "itq3_s":
@@ -206,11 +205,11 @@ class Codec:
         return blocks.reshape(len(rows), -1)
 
     def needs_codebook(self, tensor: Tensor, target: GGMLQuantizationType) -> bool:
-        """Whether all rows must be seen before the first is encoded."""
+        """Whether the tensor needs a codebook of all its rows before encoding."""
         return self.ditto_codebook == "tensor" and target.name == "DITTO3" and target != tensor.type
 
     def codebook(self, chunks: Iterable[tuple[int, np.ndarray]], tensor: Tensor, calibration: TensorCalibration) -> np.ndarray:
-        """Compute the codebook of a DITTO3 tensor, float32 (8,), from all its rows: (first row, float32 (n_rows, n_per_row))."""
+        """Compute the codebook of a DITTO3 tensor, float32 (8,), from chunks (first row, float32 (n_rows, n_per_row)) of all its rows."""
         histogram = quants.ditto3.Histogram() if self.lib is None else self.lib.ditto3_histogram()
         for first_row, weights in chunks:
             for rows, expert in calibration.slices(tensor, first_row, len(weights)):
@@ -221,14 +220,14 @@ class Codec:
         """Decode rows of a tensor, uint8, from first_row on, and check that the target can hold them.
 
         Raises:
-            BadWeights: naming the tensor and the position of a weight that is NaN, infinite or too large.
+            BadWeights: a weight is NaN, infinite or too large; it names the tensor and the position.
         """
         weights = self.decode(rows, tensor.type, tensor.ne[0])
         check_weights(weights, tensor, first_row, target)
         return weights
 
     def check(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
-        """Raise BadWeights as weights() does; sound floats are checked by their bits."""
+        """Raise BadWeights as weights() does; the bits of floats often suffice."""
         if tensor.type in MAGNITUDES:
             dtype, mask = MAGNITUDES[tensor.type]
             largest = (rows.view(dtype) & np.array(mask, dtype)).max(keepdims=True)
@@ -244,12 +243,12 @@ class Codec:
         Args:
             rows: in the tensor's own type.
             tensor: the tensor.
-            first_row: number of the first of the rows in it.
+            first_row: number of the first row.
             target: the type to convert to.
             calibration: statistics of the tensor's inputs.
 
         Raises:
-            UserError: for weights that the target cannot hold.
+            UserError: the target cannot hold the weights.
         """
         if tensor.type in COPIED_TYPES:
             return rows, Accuracy()
@@ -263,7 +262,7 @@ class Codec:
     def encode_calibrated(
         self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
     ) -> np.ndarray:
-        """Encode rows of a tensor, float32 (n_rows, n_per_row), from first_row on, each with the statistics of its expert."""
+        """Encode rows of a tensor, float32 (n_rows, n_per_row), from first_row on, with the statistics of their experts."""
         parts = [
             self.encode(weights[part], target, calibration.importances(expert), calibration.codebook, calibration.metric(expert))
             for part, expert in calibration.slices(tensor, first_row, len(weights))
@@ -274,7 +273,7 @@ class Codec:
 def measure_stored(
     tensor: Tensor, weights: np.ndarray, stored: np.ndarray, *, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
 ) -> Accuracy:
-    """Measure the error of stored rows against the weights, float32 (n_rows, n_per_row) each. UserError if they are not finite."""
+    """Measure the error of stored rows, float32 (n_rows, n_per_row). Raise UserError if they are not finite."""
     accuracy = calibration.measure(tensor, first_row, weights, stored)
     if not accuracy.is_finite:
         raise UserError(
@@ -285,7 +284,7 @@ def measure_stored(
 
 
 def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
-    """Raise BadWeights if a weight is NaN, infinite or, if the type changes, larger than the target can hold."""
+    """Raise BadWeights if a weight is NaN, infinite or larger than a new type can hold."""
     limit = np.inf if target == tensor.type else largest_weight(target)
     low, high = weights.min(), weights.max()  # NaN if there is one
     if -limit <= low and high <= limit and -np.inf < low and high < np.inf:

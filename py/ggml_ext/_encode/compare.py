@@ -31,13 +31,13 @@ def compare_tensors(
 
     Args:
         stored: the tensor.
-        original: the same tensor of the file that it was made from.
+        original: the same tensor in the file that was quantized.
         codec: decodes both.
         calibration: statistics of the inputs, for the weighted error.
         run: map(), or that of a thread pool.
 
     Raises:
-        UserError: one of them is not finite or cannot be compared.
+        UserError: one of them is not finite, or they cannot be compared.
     """
     tensor, other = stored.tensor, original.tensor
     is_copied = tensor.type in COPIED_TYPES

@@ -1,4 +1,4 @@
-"""Encode a tensor: its codebook, its rows in chunks, and their error. Writing, measuring and sequential quantization all do it here."""
+"""Encode a tensor in chunks of rows and measure its error, for writing, sensitivity and sequential quantization alike."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Chunk = tuple[int, int]  # first row and number of rows
 
 
 class Run(Protocol):
-    """A map() that may use threads; its results are in the order of the items."""
+    """A map() that may use threads and keeps the order of the items."""
 
     def __call__(self, function: Callable, items: Iterable, /) -> Iterable: ...
 
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the model, read from its file."""
+    """A tensor in the model's file."""
 
     file: GGUFFile
     tensor: Tensor
@@ -47,9 +47,9 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class CorrectedTensor(SourceTensor):
-    """A tensor whose weights were corrected for the errors of the matrices before it. corrected: float32 (n_rows, n_per_row)."""
+    """A tensor whose weights compensate the errors of the matrices before it."""
 
-    corrected: np.ndarray
+    corrected: np.ndarray  # float32 (n_rows, n_per_row)
 
     def read_weights(self, target: GGMLQuantizationType, run: Run) -> Iterator[tuple[int, np.ndarray]]:
         yield 0, self.corrected
@@ -70,7 +70,7 @@ class CorrectedTensor(SourceTensor):
 
 
 def add_codebook(source: SourceTensor, target: GGMLQuantizationType, calibration: TensorCalibration, run: Run = map) -> TensorCalibration:
-    """Compute the codebook of the tensor from all its rows, if the target has one for all blocks."""
+    """Add the codebook of the tensor, if the target has one per tensor."""
     if not source.codec.needs_codebook(source.tensor, target):
         return calibration
     codebook = source.codec.codebook(source.read_weights(target, run), source.tensor, calibration)
@@ -91,16 +91,16 @@ def encode_tensor(
     Args:
         source: the tensor and its weights.
         target: the type to encode to.
-        calibration: statistics of the inputs; what it holds for an expert is freed once the expert is done.
-        run: map(), or that of a thread pool; the result does not depend on it.
-        store: called in order with the first row of each chunk and its data, uint8 (n_rows, row_bytes).
-        sample: encode these chunks only, without a codebook of the tensor.
+        calibration: statistics of the inputs; those of an expert are freed when it is encoded.
+        run: map(), or that of a thread pool, with the same result.
+        store: called for each chunk in order, with its first row and its data, uint8 (n_rows, row_bytes).
+        sample: the chunks to encode, without a codebook per tensor; None for all.
 
     Returns:
         The error of the encoded rows.
 
     Raises:
-        UserError: naming a weight that the type cannot hold.
+        UserError: the type cannot hold a weight.
     """
     tensor = source.tensor
     if sample is None:

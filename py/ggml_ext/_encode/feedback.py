@@ -1,15 +1,15 @@
 """Error feedback between the rows of a matrix: each row compensates the errors of the rows before it.
 
-Errors E of a matrix, float (rows, columns), cost trace(G E H E^T), with G = E[g g^T] of the gradients g at its outputs and H = E[x x^T] of its
-inputs (YAQA: Tseng et al. 2025, arXiv 2505.22988; their Kronecker factors). With G = U U^T, U upper triangular, the rows b in their order cost
-the form H of
+The loss of errors E, float (rows, columns), is trace(G E H E^T). G = E[g g^T] has the gradients g at the outputs of the matrix, H = E[x x^T]
+its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). With G = U U^T, U upper triangular, rows b add the form
+H of
 
-    U_bb^T E_b + sum over rows a before them of U_ab^T E_a,
+    U_bb^T E_b + sum over earlier rows a of U_ab^T E_a.
 
-so that W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) is encoded in place of W_b, Q_a being the stored values of the rows a.
+The encoder therefore gets W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) instead of W_b. Q_a are the stored values of the rows a.
 
-GROUP rows are encoded at once and do not compensate each other. Neighbours in attn_q and attn_k are alike, so groups of them would leave much
-undone: order_rows() chooses which rows go together, and when.
+GROUP rows are encoded at once and cannot compensate each other. Neighbouring rows of attn_q and attn_k are correlated, so order_rows()
+chooses the groups.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Rows encoded together: the encoders take so many at a time.
+# Rows encoded at once: the encoders process as many together.
 GROUP = 16
-# Least part of the mean on the diagonal, however many the tokens: rows may be equal.
+# Least shrinkage, however many tokens: equal rows make G singular.
 SMALLEST = 0.01
 
 
@@ -30,16 +30,16 @@ class Rows:
     """Rows first .. first + len(factor) - 1 of a matrix, which compensate each other's errors."""
 
     first: int
-    order: np.ndarray  # int (rows,), the first to be encoded first
+    order: np.ndarray  # of encoding, int (rows,)
     factor: np.ndarray  # U of the rows in that order, float32 (rows, rows)
 
     def targets(self, start: int, weights: np.ndarray, errors: np.ndarray) -> np.ndarray:
-        """Compute what to encode for the next GROUP rows, from row `start` of the order.
+        """Compute the corrected weights of the next GROUP rows, from row `start` of the order.
 
         Args:
-            start: number of rows that are encoded.
-            weights: of the matrix, float32 (rows, columns), these rows in their order.
-            errors: weights less stored values, of the rows before `start`.
+            start: number of encoded rows.
+            weights: of the matrix, float32 (rows, columns), in the order of encoding.
+            errors: W - Q of the rows before `start`.
         """
         u, stop = self.factor, min(start + GROUP, len(self.factor))
         targets = weights[self.first + start : self.first + stop].copy()
@@ -49,11 +49,11 @@ class Rows:
 
 
 def shrinkage(g: np.ndarray, n_tokens: float) -> float:
-    """Return which part of G, 0 to 1, to replace by its mean on the diagonal, since it is a sum over n_tokens tokens only.
+    """Compute the shrinkage, 0 to 1, of G from n_tokens tokens towards its mean on the diagonal.
 
     OAS of Chen, Wiesel, Eldar and Hero 2010, arXiv 0907.4698, equation 23.
     """
-    p = int(np.count_nonzero(np.diag(g)))  # rows of zeros, as padding has them, have no gradients
+    p = int(np.count_nonzero(np.diag(g)))  # padding rows have no gradients
     squares, square = float(np.vdot(g, g)), float(np.trace(g)) ** 2
     excess = squares - square / max(p, 1)
     if excess <= 0:
@@ -62,10 +62,10 @@ def shrinkage(g: np.ndarray, n_tokens: float) -> float:
 
 
 def order_rows(g: np.ndarray) -> np.ndarray:
-    """Choose the order in which rows are encoded, int (rows,), by GROUP. g: G, float64 (rows, rows), positive definite.
+    """Choose the order of encoding, int (rows,), in groups of GROUP rows. g: G, float64 (rows, rows), positive definite.
 
-    Nothing after a group can compensate its errors. So the last group has the rows with the least diagonal, the one before it those with the
-    least of what remains of G once the last are eliminated, and so on.
+    Later rows compensate the errors of earlier ones, so the last group has the rows of least diagonal, whose errors cost least. Its rows
+    are eliminated from G, and the group before it is chosen in the same way.
     """
     remaining, groups = np.arange(len(g)), []
     while len(remaining):
@@ -77,15 +77,15 @@ def order_rows(g: np.ndarray) -> np.ndarray:
     return np.concatenate(groups[::-1])
 
 
-def make_rows(moments: Sequence[np.ndarray], n_tokens: float) -> list[Rows]:
+def make_rows(statistics: Sequence[np.ndarray], n_tokens: float) -> list[Rows]:
     """Factorize G of each part of a matrix.
 
     Args:
-        moments: G of consecutive rows, float32 (rows, rows), finite, of any scale.
-        n_tokens: that they are sums over.
+        statistics: G of consecutive rows, float32 (rows, rows), finite, of any scale.
+        n_tokens: number of tokens in the sums.
     """
     parts, first = [], 0
-    for g in moments:
+    for g in statistics:
         part, n = shrinkage(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
         mean = float(np.trace(g)) / n or 1.0
         damped = (1 - part) * g.astype(np.float64) + max(part, SMALLEST) * mean * np.eye(len(g))
@@ -111,14 +111,14 @@ def encode_fed(
         rows: its parts.
         encode: encodes rows to bytes.
         decode: decodes them.
-        n_parts: that run() processes at a time; the result does not depend on it.
+        n_parts: number of parts that run() processes at once; it does not change the result.
         run: map() of a pool.
 
     Returns:
         Bytes, uint8 (rows, row_bytes), and decoded values, float32 (rows, columns).
     """
     order = np.concatenate([r.first + r.order for r in rows])
-    weights = weights[order]  # like the errors in the order of encoding
+    weights = weights[order]  # in the order of encoding, as the errors are
     values, errors = np.empty_like(weights), np.zeros_like(weights)
     data = np.empty((len(weights), 0), np.uint8)
     size = max(1, GROUP // max(1, n_parts // len(rows)))

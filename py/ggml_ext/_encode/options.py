@@ -1,4 +1,4 @@
-"""Options of the encoders."""
+"""Options of the encoders, and the codec that they select."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRELLIS_TYPES = [name for name, info in WEIGHT_TYPES.items() if info.trellis_val
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """How weights become codes."""
+    """The options of the encoders."""
 
     itq3_levels: int = option(
         8, choices=(8, 3), record=1, record_for=["itq3_s"], help="itq3_s: number of levels; 3 is the paper's ternary (default: 8)"
@@ -33,7 +33,7 @@ class EncoderOptions:
     )
 
     def load(self, n_threads: int) -> Codec:
-        """Make the codec, for so many threads. Raise UserError if --encoder c asks for a library that is missing."""
+        """Make the codec. Raise UserError if --encoder c needs the library, which is missing."""
         lib = None if self.encoder == "numpy" else library.load()
         if lib is None and self.encoder == "c":
             raise UserError(

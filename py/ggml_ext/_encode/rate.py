@@ -1,4 +1,4 @@
-"""How long encoding takes on this machine: some Gaussian rows are encoded with all threads at once."""
+"""Measure the speed of encoding on this machine, with Gaussian rows on all threads."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from .._formats.hessians import BLOCK, TensorHessian
 from .codec import Codec
 from .tensor_calibration import PerExpert, TensorCalibration
 
-COLUMNS, ROWS = 1024, 512  # of a sample; the former a multiple of all blocks, together a chunk as writers take it
-ENOUGH = 0.2  # seconds that a sample takes at the least
-CORRELATION = 0.98  # of neighbours among the inputs; with 0.9 encoding is slower than on models by a quarter
+COLUMNS, ROWS = 1024, 512  # of the sample: as large as a chunk of the writers; the columns fit all types
+ENOUGH = 0.2  # least seconds per measurement
+CORRELATION = 0.98  # of neighbouring inputs: gives the speed of encoding on models
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one type and kind of importance, all threads together.
+    """The time to encode to one type with one kind of calibration statistics."""
 
-    weight: seconds a weight; column: what each column that is decided together with it adds; factorization: seconds, of one thread, for
-    n^3/3 of a matrix of second moments.
-    """
+    weight: float  # seconds per weight, all threads together
+    column: float = 0.0  # seconds per weight and column of its Hessian
+    factorization: float = 0.0  # seconds of one thread per n^3/3 of a Hessian with n columns
 
-    weight: float
-    column: float = 0.0
-    factorization: float = 0.0
+    def seconds(self, n_weights: int, n_columns: int, is_full: bool) -> float:
+        """Estimate the time to encode, without factorization."""
+        return n_weights * (self.weight + self.column * (n_columns if is_full else BLOCK))
 
-    def seconds(self, n_weights: int, n_columns: int, whole: bool) -> float:
-        return n_weights * (self.weight + self.column * (n_columns if whole else BLOCK))
-
-    def factorizing(self, n_columns: int, whole: bool) -> float:
-        widths = [n_columns] if whole else [BLOCK] * (n_columns // BLOCK) + [n_columns % BLOCK]
+    def factorizing(self, n_columns: int, is_full: bool) -> float:
+        """Estimate the time to factorize the Hessian."""
+        widths = [n_columns] if is_full else [BLOCK] * (n_columns // BLOCK) + [n_columns % BLOCK]
         return self.factorization * sum(n**3 / 3 for n in widths)
 
 
 def measure(codec: Codec, target: GGMLQuantizationType, kind: str, n_threads: int) -> Rate:
-    """kind: of importance; "block" and "full" for types that make something of second moments alone."""
+    """Measure the rate. kind: of the statistics; "block" and "full" only for types that use Hessians."""
     if kind not in ("block", "full"):
         diagonal = None if kind == "none" else np.ones((1, COLUMNS), np.float32)
         return Rate(_seconds(codec, target, TensorCalibration(diagonal), n_threads))
@@ -57,13 +55,13 @@ def _tensor(target: GGMLQuantizationType) -> Tensor:
     return Tensor("sample", (COLUMNS, ROWS), target, 0, 0)
 
 
-def _sample_calibration(codec: Codec, target: GGMLQuantizationType, whole: bool) -> tuple[TensorCalibration, float]:
+def _sample_calibration(codec: Codec, target: GGMLQuantizationType, is_full: bool) -> tuple[TensorCalibration, float]:
     """Make statistics with a metric, and time its factorization in seconds."""
-    row, column = np.tril_indices(COLUMNS if whole else BLOCK)
+    row, column = np.tril_indices(COLUMNS if is_full else BLOCK)
     triangle = (CORRELATION ** np.abs(row - column)).astype(np.float32)
-    stored = np.tile(triangle, 1 if whole else COLUMNS // BLOCK)[None]
+    stored = np.tile(triangle, 1 if is_full else COLUMNS // BLOCK)[None]
     tokens = np.full(1, 1e6, np.float32)
-    hessian = TensorHessian("sample", "full" if whole else "block", COLUMNS, tokens, stored, stored_full=whole)
+    hessian = TensorHessian("sample", "full" if is_full else "block", COLUMNS, tokens, stored, stored_full=is_full)
     calibration = TensorCalibration.from_hessian(np.ones((1, COLUMNS), np.float32), hessian)
     start = time.perf_counter()
     metric = codec.metric(_tensor(target), target, calibration, 0, lambda _: None)
@@ -72,7 +70,7 @@ def _sample_calibration(codec: Codec, target: GGMLQuantizationType, whole: bool)
 
 
 def _seconds(codec: Codec, target: GGMLQuantizationType, calibration: TensorCalibration, n_threads: int) -> float:
-    """Time encoding and measuring, in seconds per weight with all threads at work."""
+    """Time encoding and error measurement on all threads, in seconds per weight."""
     weights = (0.02 * np.random.default_rng(1).standard_normal((ROWS, COLUMNS))).astype(np.float32)
     rows = weights.view(np.uint8)
     source, n = Tensor("sample", (COLUMNS, ROWS), GGMLQuantizationType.F32, 0, 0), n_threads
@@ -85,4 +83,4 @@ def _seconds(codec: Codec, target: GGMLQuantizationType, calibration: TensorCali
 
         while (seconds := encode(n)) < ENOUGH:
             n = max(2 * n, int(n * ENOUGH / max(seconds, 1e-3)))
-        return min(seconds, encode(n)) / (n * weights.size)  # the first may find the CPU busy with what ran before
+        return min(seconds, encode(n)) / (n * weights.size)  # the first one may compete with earlier work

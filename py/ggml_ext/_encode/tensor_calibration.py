@@ -1,4 +1,4 @@
-"""What an encoder knows about the inputs of one tensor: the Hessian H = X^T X, or its diagonal."""
+"""The calibration statistics of one tensor: the Hessian H = X^T X of its inputs, or the diagonal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class PerExpert(Generic[Value]):
-    """A value for each expert of a tensor: computed by the first thread that needs it, shared, dropped once the expert is written."""
+    """A value per expert of a tensor: the first thread that needs it computes it, the others wait for it."""
 
     def __init__(self, compute: Callable[[int], Value]):
         self._compute = compute
@@ -30,7 +30,7 @@ class PerExpert(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, expert: int) -> Value:
-        """Return the value; an exception of its computation is raised in all threads."""
+        """Return the value. If computing it fails, all threads get the exception."""
         with self._lock:
             is_first = expert not in self._values
             future = self._values.setdefault(expert, Future())
@@ -43,28 +43,27 @@ class PerExpert(Generic[Value]):
 
     def drop_before(self, expert: int) -> None:
         with self._lock:
-            for done in [e for e in self._values if e < expert]:
-                del self._values[done]
+            self._values = {e: value for e, value in self._values.items() if e >= expert}
 
 
 class MetricCache:
-    """The factorized Hessian of the last matrix: matrices with one input, such as gate and up, follow each other."""
+    """The last factorized Hessian: neighbouring matrices with the same input, such as gate and up, share it."""
 
     def __init__(self) -> None:
         self._key: Hashable = None
         self._metric: Metric | None = None
 
     def get(self, key: Hashable, compute: Callable[[], Metric]) -> Metric:
-        """Return the metric with that key, computed if the last one had another."""
+        """Return the metric of the key; compute it if the last key differs."""
         if self._metric is None or self._key != key:
-            self._metric = None  # there is memory for one
+            self._metric = None  # frees it first: memory holds one
             self._metric, self._key = compute(), key
         return self._metric
 
 
 @dataclass(frozen=True)
 class TensorCalibration:
-    """The calibration statistics of a tensor, as its encoder takes them. Empty: nothing is known about the inputs."""
+    """The calibration statistics of a tensor, empty without calibration."""
 
     diagonal: np.ndarray | None = None  # of H, float32 (n_experts or 1, n_per_row)
     codebook: np.ndarray | None = None  # float32 (8,), for all blocks of DITTO3
@@ -74,12 +73,12 @@ class TensorCalibration:
 
     @classmethod
     def from_hessian(cls, diagonal: np.ndarray | None, hessian: TensorHessian | None) -> TensorCalibration:
-        """Make the statistics without a metric."""
+        """Make statistics without a metric."""
         return cls(diagonal, None, hessian, None if hessian is None else PerExpert(hessian.triangles))
 
     @property
     def n_matrices(self) -> int:
-        """1 or the number of experts."""
+        """The number of experts, or 1."""
         if self.hessian is not None:
             return self.hessian.n_matrices
         return 1 if self.diagonal is None else len(self.diagonal)
@@ -88,7 +87,7 @@ class TensorCalibration:
         return tensor.ne[1] if self.n_matrices > 1 else tensor.n_rows
 
     def slices(self, tensor: Tensor, first_row: int, n_rows: int) -> Iterator[tuple[slice, int]]:
-        """Split n_rows rows from first_row on by expert: yield slices, counted from first_row, and their experts."""
+        """Split n_rows rows from first_row on by expert. Yield slices relative to first_row, and their experts."""
         expert_rows, start = self.expert_rows(tensor), 0
         while start < n_rows:
             expert, done = divmod(first_row + start, expert_rows)
@@ -97,27 +96,27 @@ class TensorCalibration:
             start = stop
 
     def importances(self, expert: int) -> np.ndarray | None:
-        """Return the diagonal as encoders take it: float32 (n_per_row,)."""
+        """Return the diagonal for the encoder, float32 (n_per_row,), with its floor."""
         return None if self.diagonal is None else apply_floor(self.diagonal[expert : expert + 1])[0]
 
     def metric(self, expert: int) -> Metric | None:
         return None if self.metrics is None else self.metrics.get(expert)
 
     def release(self, tensor: Tensor, n_rows: int) -> None:
-        """Free what was computed for the experts of the first n_rows rows."""
+        """Free the values of the experts in the first n_rows rows."""
         for per_expert in (self.triangles, self.metrics):
             if per_expert is not None:
                 per_expert.drop_before(n_rows // self.expert_rows(tensor))
 
     def measure(self, tensor: Tensor, first_row: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
-        """Measure the error of stored rows, float32 (n_rows, n_per_row), from first_row of the tensor on."""
+        """Measure the error of stored rows, float32 (n_rows, n_per_row), from first_row on."""
         total = Accuracy()
         for part, expert in self.slices(tensor, first_row, len(original)):
             total += self._weigh(Accuracy.measure(original[part], stored[part]), expert, original[part], stored[part])
         return total
 
     def _weigh(self, accuracy: Accuracy, expert: int, original: np.ndarray, stored: np.ndarray) -> Accuracy:
-        """Add the weighted error of these rows, under the Hessian or else its diagonal."""
+        """Add the error weighted by the Hessian, else by the diagonal."""
         difference = stored - original
         if self.hessian is not None and self.triangles is not None:
             weighted = self.hessian.weighted_energies(self.triangles.get(expert), difference, original)
@@ -126,4 +125,4 @@ class TensorCalibration:
             weighted = [float(s @ self.diagonal[expert]) for s in squares]
         else:
             return accuracy
-        return replace(accuracy, weighted_error=weighted[0], weighted_energy=weighted[1], of_moments=self.hessian is not None)
+        return replace(accuracy, weighted_error=weighted[0], weighted_energy=weighted[1], has_hessian=self.hessian is not None)

@@ -1,1 +1,1 @@
-"""Quantizing behind quantized layers: each matrix makes up for the errors before it."""
+"""Sequential quantization: each matrix compensates the errors of earlier ones."""

@@ -1,4 +1,4 @@
-"""The errors of the residual stream by layer, as a file records them."""
+"""The errors of the residual stream by layer, in the metadata of the output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .._encode.accuracy import MeasuredTensor
 from .._formats.gguf_file import GGUFFile, KeyValue, floats_value
 from .._formats.names import layer_number
 
-# By layer, float32: energy of the difference of the streams after it, as a part of that of the original model's; 0 if it is not known.
+# NMSE of the residual stream after each layer, float32; 0 if unknown.
 KEY = "ggml_ext.propagation.errors"
 
 
 def stream_metadata(tensors: Iterable[MeasuredTensor]) -> list[KeyValue]:
-    """Make the key for the errors; none without layers. Its size does not depend on the errors."""
+    """Make the metadata, none without layers. Its size does not depend on the errors."""
     errors: dict[int, float] = {}
     for t in tensors:
         if (layer := layer_number(t.planned.name)) is not None:
@@ -27,7 +27,7 @@ def stream_metadata(tensors: Iterable[MeasuredTensor]) -> list[KeyValue]:
 
 
 def read_stream_errors(file: GGUFFile) -> list[float]:
-    """Read the errors by layer; none if nothing is recorded. UserError if the key is not what stream_metadata() makes."""
+    """Read the errors by layer, none if there is no key. Raise UserError if it is not as stream_metadata() makes it."""
     if KEY not in file.metadata:
         return []
     errors = file.floats(KEY)

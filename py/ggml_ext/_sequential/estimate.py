@@ -20,9 +20,9 @@ from .._native.programs import find_tool
 from .._native.streams import FLAG, WAY_OUT
 from .layers import ROWS_TOGETHER, PropagationConfig
 
-# Runs of the model, at most: each layer once and up to the input of each of its groups of matrices, in both streams (stream-pair.cpp).
+# Most runs of the model: in both streams, each layer once, and up to the input of each group of matrices (stream-pair.cpp).
 PASSES = 4
-# Chunks whose gradients are computed, and their runs of the model: forward, forward by layers and back, and by layers once more.
+# Chunks with gradients, and their runs of the model: forward, then by layers forward, back and forward again.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
 PROGRAM = "ggml-ext-streams"
 
@@ -30,22 +30,22 @@ PROGRAM = "ggml-ext-streams"
 def configure_propagation(
     options: CalibrationOptions, file: GGUFFile, folder: Path | None, n_threads: int, console: Console
 ) -> PropagationConfig:
-    """Configure ggml-ext-streams.
+    """Configure sequential quantization.
 
     Args:
         options: the options of calibration.
         file: the model.
-        folder: of OUT, None for a dry run.
-        n_threads: of the program.
+        folder: directory of OUT, None for a dry run.
+        n_threads: of ggml-ext-streams.
         console: gets a note if memory is short.
 
     Raises:
-        UserError: the text does not serve, the program is missing, or memory is too little.
+        UserError: the text cannot be used, the program is missing, or memory does not suffice.
     """
     program = find_tool(PROGRAM)
     if program is None:
         raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
-    # the layers of the model itself are run, one at a time: no proxy model
+    # the program runs the model itself, one layer at a time
     options = replace(options, proxy_model=SOURCE)
     run = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
     check_memory(run, file, console)
@@ -65,26 +65,27 @@ def configure_propagation(
 
 
 def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
-    """Describe time and memory, before the run starts."""
+    """Describe the run, with its estimated time and memory."""
     n_tokens, n_learned = run.n_tokens, gradient_chunks(run.n_chunks) * run.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
     streams = embd * (8 * n_tokens + 2 * len(run.model.layers) * n_learned)
     return (
         f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {run.n_context} tokens of "
-        f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, an estimated {format_duration(seconds(run.model, n_tokens, n_learned, n_threads))} "
-        f"on {n_threads} threads beside encoding, {(run.model.n_bytes + sums_bytes(run.model, file) + streams) / MIB:,.0f} MiB of memory"
+        f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, estimate "
+        f"{format_duration(seconds(run.model, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
+        f"{(run.model.n_bytes + sums_bytes(run.model, file) + streams) / MIB:,.0f} MiB of memory"
     )
 
 
 def check_memory(run: Calibration, file: GGUFFile, console: Console) -> None:
-    """Raise UserError if the sums of a layer need more memory than is allowed; note if they and the model do."""
+    """Raise UserError if the sums of a layer exceed the memory limit. Add a note if they and the model do."""
     sums, allowed = sums_bytes(run.model, file), run.memory / GIB
     if sums > run.memory:
         raise UserError(
-            f"{FLAG}the sums of a layer take {sums / GIB:.2f} GiB, {allowed:.2f} GiB may be used: pass a larger --memory, or {WAY_OUT}"
+            f"{FLAG}the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {WAY_OUT}"
         )
     if (needed := run.model.n_bytes + sums) > run.memory:
-        console.note(f"{needed / GIB:.1f} GiB are needed for the model and a layer's sums, {allowed:.1f} may be used: this may be slow")
+        console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
 
 
 def gradient_chunks(n_chunks: int) -> int:
@@ -92,19 +93,19 @@ def gradient_chunks(n_chunks: int) -> int:
 
 
 def seconds(model: Model, n_tokens: int, n_learned: int, n_threads: int) -> float:
-    """Estimate the time of the passes and of the sums H, D and R of each input. n_learned: tokens whose gradients are computed."""
+    """Estimate the time of the passes and of the sums H, D and R of each input. n_learned: tokens with gradients."""
     weights = 2.0 * model.n_weights_used
     sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
     return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / model.rate(n_threads)
 
 
 def sums_bytes(model: Model, file: GGUFFile) -> int:
-    """Return the bytes of all sums of a layer."""
+    """Return the memory of the sums of a layer, in bytes."""
     return layer_bytes(model) + rows_bytes(file)
 
 
 def rows_bytes(file: GGUFFile) -> int:
-    """Return the bytes of the row statistics of a layer: sums, factor, and one more while that is computed."""
+    """Return the bytes of the row statistics of a layer: sums, factor, and a copy during factorization."""
     by_layer: dict[int, int] = {}
     for tensor in file.tensors:
         if (layer := layer_number(tensor.name)) is not None and len(tensor.ne) == 2:
@@ -113,5 +114,5 @@ def rows_bytes(file: GGUFFile) -> int:
 
 
 def layer_bytes(model: Model) -> int:
-    """Return the bytes of the sums of one input, and of solving them in double precision."""
+    """Return the bytes of the sums of one input, and of solving with them in double precision."""
     return max((4 * 4 * i.n_matrices + 3 * 8) * i.n_columns**2 for i in model.inputs)

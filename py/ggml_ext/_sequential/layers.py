@@ -1,6 +1,6 @@
-"""Sequential quantization: matrices in the order of the graph, each encoded for the inputs that the matrices before it leave.
+"""Sequential quantization: encode the matrices in the order of the graph.
 
-Each compensates the errors of those before it, as GPTAQ and QEP do (_encode/targets.py).
+Each matrix gets its inputs from the quantized ones before it and compensates their errors, as in GPTAQ and QEP (_encode/targets.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
 from .._encode.encode_tensor import CorrectedTensor, add_codebook, encode_tensor
 from .._encode.feedback import Rows, encode_fed, make_rows
-from .._encode.targets import correction, ridge_of
+from .._encode.targets import choose_ridge, correction
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -36,7 +36,7 @@ from .._plan.rules import TOKEN_EMBD
 from .sums import RowSums, Sums
 
 TEMPORARY = ".propagation-"
-# Rows that compensate each other's errors: time and memory of their statistics grow with it.
+# Rows with common statistics, which compensate each other's errors: time and memory grow with it.
 ROWS_TOGETHER = 1024
 
 
@@ -50,24 +50,24 @@ class EncodedTensor:
 
 @dataclass(frozen=True)
 class PropagationConfig:
-    """What ggml-ext-streams runs."""
+    """The configuration of ggml-ext-streams."""
 
     command: tuple[str, ...]
     kind: str  # of the Hessians, "block" or "full"
     text: Path  # to calibrate with
-    text_name: str  # for people
+    text_name: str  # for messages
     n_chunks: int
-    n_gradient_chunks: int  # the first chunks, whose gradients are computed
-    folder: Path  # for temporary files
-    description: str  # time and memory
+    n_gradient_chunks: int  # number of first chunks with gradients
+    folder: Path  # of temporary files
+    description: str  # with estimated time and memory
 
     def list_dependencies(self) -> list:
-        """List what the bytes depend on."""
+        """List what the encoded bytes depend on."""
         return [self.kind, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks]
 
     def importance(self) -> Importance:
-        """Make the record for the tensors whose inputs the streams do not reach."""
-        description = f"{self.kind}, behind quantized layers ({self.text_name} text)"
+        """Describe the statistics in the output's metadata."""
+        description = f"{self.kind}, from quantized layers ({self.text_name} text)"
         return Importance(self.kind, calibration=self.text_name, description=description)
 
 
@@ -80,7 +80,7 @@ def check_cut(config: PropagationConfig, note: Callable[[str], None]) -> None:
 
 @dataclass
 class SequentialQuantizer:
-    """Quantizes the layers of a model one after the other. As a context it ends the program that it started."""
+    """Quantizer of a model, layer by layer. As a context manager it ends the program that it starts."""
 
     config: PropagationConfig
     file: GGUFFile
@@ -91,11 +91,11 @@ class SequentialQuantizer:
     console: Console
     dead_columns: dict[str, DeadColumns] = field(default_factory=dict)  # by tensor
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _layer: int = 0  # the next
-    _n_gradients: int = 0  # chunks whose gradients are known
-    _encoded: dict[str, EncodedTensor] = field(default_factory=dict)  # not yet taken
-    _rows: dict[str, list[Rows]] = field(default_factory=dict)  # of the layer's matrices
-    _tokens: dict[str, TensorHessian] = field(default_factory=dict)  # without their values
+    _layer: int = 0  # the next one
+    _n_gradients: int = 0  # chunks with gradients
+    _encoded: dict[str, EncodedTensor] = field(default_factory=dict)  # until take()
+    _rows: dict[str, list[Rows]] = field(default_factory=dict)  # row statistics of the layer's matrices
+    _tokens: dict[str, TensorHessian] = field(default_factory=dict)  # token counts of the Hessians
 
     def __post_init__(self) -> None:
         self._changed = {t.name: t for t in self.plan.changed}
@@ -107,12 +107,12 @@ class SequentialQuantizer:
         self._stack.close()
 
     def open(self) -> None:
-        """Start the program, and compute gradients if it can differentiate the graph. UserError if that has no layers."""
+        """Start the program, and compute gradients if it can differentiate the graph. Raise UserError if the graph has no layers."""
         folder = self._stack.enter_context(temporary_directory(self.config.folder, TEMPORARY, self.console.note)).resolve()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
         self._streams = streams = self._stack.enter_context(LayerStreams([*self.config.command, "-o", str(folder / "streams")], folder))
         if streams.no_gradients:
-            self.console.note(f"rows do not make up for each other: {streams.no_gradients}")
+            self.console.note(f"no error feedback between rows: {streams.no_gradients}")
             return
         self._n_gradients = min(self.config.n_gradient_chunks, streams.n_chunks)
         with self.console.bar("gradients", self._n_gradients, "chunk") as bar:
@@ -123,7 +123,7 @@ class SequentialQuantizer:
         """Encode the token embeddings, before the first layer.
 
         Args:
-            read_finished: returns the bytes of a tensor that an earlier run finished, or None.
+            read_finished: returns the data of a tensor that an earlier run encoded, or None.
             bar: counts encoded weights.
 
         Raises:
@@ -134,14 +134,14 @@ class SequentialQuantizer:
         for t in self._changed.values():
             if t.type in IMATRIX_TYPES and t.name not in self._reached:
                 raise UserError(
-                    f"--propagate: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, and its input is not known; "
+                    f"--propagate: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, but its input is unknown; "
                     f"{WAY_OUT}"
                 )
         if (embd := self._changed.get(TOKEN_EMBD)) is not None:
             self._encode_embeddings(embd)
 
     def _encode_embeddings(self, planned: PlannedTensor) -> None:
-        """They have no inputs."""
+        """Encode the token embeddings, which have no inputs."""
         data = self._read_finished(planned.name)
         if data is None:
             weights = self._read_weights(planned.tensor, planned.type)
@@ -150,17 +150,17 @@ class SequentialQuantizer:
         self._streams.replace(planned.name, planned.type.name, data)
 
     def covers(self, planned: PlannedTensor) -> bool:
-        """Whether the tensor is encoded here."""
+        """Whether this quantizer encodes the tensor."""
         return planned.name in self._changed and planned.name in self._reached
 
     def take(self, planned: PlannedTensor) -> EncodedTensor:
-        """Return the encoded tensor; its layer and all before are encoded for that."""
+        """Return the encoded tensor, after encoding all layers up to its own."""
         while planned.name not in self._encoded:
             self._encode_layer()
         return self._encoded.pop(planned.name)
 
     def _matrices(self, group: ProductGroup) -> list[PlannedTensor]:
-        """List the matrices of a group that are to be encoded."""
+        """List the matrices of a group to encode."""
         return [self._changed[p.weight] for p in group.products if p.weight != TOKEN_EMBD and p.weight in self._changed]
 
     def _encode_layer(self) -> None:
@@ -178,7 +178,7 @@ class SequentialQuantizer:
             for g, matrices in enumerate(groups):
                 if matrices:
                     self._encode_group(k, g, matrices, is_last=g == last)
-        if k + 1 < len(streams.layers):  # behind the last there is no stream
+        if k + 1 < len(streams.layers):  # the last layer has no stream after it
             error = streams.advance()
             for name in self._encoded.keys() & finished.keys():
                 encoded = self._encoded[name]
@@ -189,7 +189,7 @@ class SequentialQuantizer:
                 self.warn(line)
 
     def _compute_rows(self, k: int) -> dict[str, list[Rows]]:
-        """Factorize the row statistics of layer k, by matrix. The output matrix has none: its rows are tokens."""
+        """Factorize the row statistics of layer k, by matrix. The rows of the output matrix are tokens and have none."""
         if not self._n_gradients or k + 1 == len(self._streams.layers):
             return {}
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
@@ -203,8 +203,8 @@ class SequentialQuantizer:
         for chunk in range(streams.n_chunks):
             sums.add(streams.inputs(k, g, chunk, is_last), self._pool)
         scales = {p.weight: p.scale for p in group.products}
-        hessian = sums.moments(f"--propagate: layer {k}", self.config.kind)
-        diagonal = mean_squares(sums)
+        hessian = sums.hessian(f"--propagate: layer {k}", self.config.kind)
+        diagonal = hessian_diagonal(sums)
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
         for t in matrices:
             self._tokens[t.name] = replace(hessian, stored=np.empty(0))
@@ -215,7 +215,7 @@ class SequentialQuantizer:
             if (name := metric_name(t.type)) is not None:
                 if name not in metrics:
                     metrics[name] = PerExpert(self._metric_maker(t, calibration))
-                calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))  # the next matrix needs them too
+                calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))  # keeps them for the next matrix
             corrected = self._correct(t, sums, scales[t.name])
             self._encoded[t.name] = encoded = self._encode(t, corrected, calibrated)
             streams.replace(t.name, t.type.name, encoded.data)
@@ -229,7 +229,7 @@ class SequentialQuantizer:
         return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
 
     def _correct(self, planned: PlannedTensor, sums: Sums, scale: float) -> np.ndarray:
-        """Correct the weights for the errors before them: float32 (n_rows, n_per_row). UserError if they are not finite."""
+        """Return the corrected weights, float32 (n_rows, n_per_row). Raise UserError if they are not finite."""
         tensor = planned.tensor
         weights = self._read_weights(tensor, planned.type)
         n_rows = tensor.n_rows // len(sums.h)
@@ -237,14 +237,14 @@ class SequentialQuantizer:
         def correct(expert: int) -> None:
             part = weights[expert * n_rows : (expert + 1) * n_rows]
             r = sums.r[tensor.name] / np.float32(scale) if tensor.name in sums.r else None
-            part += correction(part, *sums.of_expert(expert), r, ridge_of(sums.group.columns, sums.counts[expert]))
+            part += correction(part, *sums.expert_sums(expert), r, choose_ridge(sums.group.columns, sums.counts[expert]))
 
         try:
             list(self._pool.map(correct, range(len(sums.h))))
         except np.linalg.LinAlgError as e:
-            raise UserError(f"--propagate: tensor {tensor.name}: the second moments of its inputs cannot be inverted: {e}; {WAY_OUT}") from e
+            raise UserError(f"--propagate: tensor {tensor.name}: the Hessian of its inputs cannot be inverted: {e}; {WAY_OUT}") from e
         if not np.isfinite(weights).all():
-            raise UserError(f"--propagate: tensor {tensor.name}: no finite weights make up for the errors before it; {WAY_OUT}")
+            raise UserError(f"--propagate: tensor {tensor.name}: the corrected weights are not finite; {WAY_OUT}")
         return weights
 
     def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:
@@ -280,8 +280,8 @@ class SequentialQuantizer:
         return EncodedTensor(data, sum(accuracies, Accuracy()))
 
 
-def mean_squares(sums: Sums) -> np.ndarray:
-    """Return the diagonal of the Hessians, float32 (matrices, columns): of experts without tokens the mean of all."""
+def hessian_diagonal(sums: Sums) -> np.ndarray:
+    """Return the diagonals of the Hessians, float32 (matrices, columns). Experts without tokens get the mean."""
     squares = np.einsum("eii->ei", sums.h) / np.maximum(sums.counts, 1)[:, None]
     squares[sums.counts == 0] = squares.mean(axis=0) if len(squares) > 1 else 1
     return squares.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Sums over tokens of the products of inputs, which targets are made from."""
+"""Sums over tokens: the statistics that sequential quantization corrects weights with."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from .._base.errors import UserError
 from .._formats.hessians import TensorHessian, packed_size
 from .._native.streams import FLAG, WAY_OUT, ChunkArrays, ProductGroup, dense_products
 
-# First positions, to which all others attend: they have up to 92 % of the energy of the gradients of attn_v in SmolLM2-135M-Instruct, and
-# inputs of their own.
+# First positions, left out of the row statistics: all others attend to them, so they dominate the gradients.
 SINKS = 1
-PANEL = 256  # columns whose sums one thread computes; bytes do not depend on how many there are
+PANEL = 256  # columns per thread; fixed, so that the bytes do not depend on the threads
 
 
 def add_product(jobs: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], pool: ThreadPoolExecutor) -> None:
-    """total += left^T right for each (total, left, right)."""
+    """Add left^T right to total for each (total, left, right)."""
 
     def panel(job: tuple[np.ndarray, np.ndarray, np.ndarray, int]) -> None:
         total, left, right, first = job
@@ -30,9 +29,15 @@ def add_product(jobs: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], pool:
 
 
 class RowSums:
-    """Of the plain matrices of a layer, by name: E[u u^T] of the directions u = g/|g| of the gradients g at their outputs, times tokens,
-    float32, of each `together` rows that know of each other, one after the other. Lengths differ so much between tokens that a few would
-    decide. n_tokens: by name, of the tokens with a gradient. The first positions of chunks are left out."""
+    """Row statistics G of the dense matrices of a layer.
+
+    G is the sum of u u^T over tokens, with u = g/|g| for the gradient g at the outputs: lengths would give a few tokens all the weight. The
+    first positions of chunks are left out.
+
+    Attributes:
+        g: by matrix, G of each `together` consecutive rows, float32 (rows, rows).
+        n_tokens: by matrix, the number of tokens with a gradient.
+    """
 
     def __init__(self, groups: Sequence[ProductGroup], together: int):
         self._together = together
@@ -43,30 +48,29 @@ class RowSums:
         return [(first, min(self._together, n_rows - first)) for first in range(0, n_rows, self._together)]
 
     def add(self, gradients: dict[str, np.ndarray], pool: ThreadPoolExecutor) -> None:
-        """A chunk; arrays float32 (tokens, rows). UserError where they are not finite."""
+        """Add the gradients of a chunk, float32 (tokens, rows). Raise UserError if they are not finite."""
         jobs = []
         for name, totals in self.g.items():
-            found = gradients[name][SINKS:]
-            lengths = np.linalg.norm(found, axis=1, keepdims=True)
+            directions = gradients[name][SINKS:]
+            lengths = np.linalg.norm(directions, axis=1, keepdims=True)
             if not np.isfinite(lengths).all():
                 raise UserError(f"{FLAG}the gradients at the outputs of {name} are not finite; {WAY_OUT}")
-            found = np.divide(found, lengths, out=np.zeros_like(found), where=lengths > 0)
+            directions = np.divide(directions, lengths, out=np.zeros_like(directions), where=lengths > 0)
             self.n_tokens[name] += int(np.count_nonzero(lengths))
-            parts = [found[:, first : first + n] for first, n in self._parts(found.shape[1])]
+            parts = [directions[:, first : first + n] for first, n in self._parts(directions.shape[1])]
             jobs += [(total, part, part) for total, part in zip(totals, parts, strict=True)]
         add_product(jobs, pool)
 
 
 @dataclass
 class Sums:
-    """Of a group, by matrix: H, D float32 (matrices, columns, columns) and R float32 (rows, columns), as targets.py names them, times
-    tokens. counts: of these."""
+    """Sums H, D and R (_encode/targets.py) of a group of matrices with the same input; a matrix is an expert or the only one."""
 
     group: ProductGroup
-    h: np.ndarray = field(init=False)
-    d: np.ndarray = field(init=False)
-    r: dict[str, np.ndarray] = field(init=False)
-    counts: np.ndarray = field(init=False)
+    h: np.ndarray = field(init=False)  # float32 (matrices, columns, columns)
+    d: np.ndarray = field(init=False)  # float32 (matrices, columns, columns)
+    r: dict[str, np.ndarray] = field(init=False)  # by tensor, float32 (rows, columns)
+    counts: np.ndarray = field(init=False)  # tokens of each matrix
 
     def __post_init__(self) -> None:
         n, columns = max(1, self.group.experts), self.group.columns
@@ -75,17 +79,19 @@ class Sums:
         self.counts = np.zeros(n, np.float32)
 
     def add(self, arrays: ChunkArrays, pool: ThreadPoolExecutor) -> None:
-        """A chunk."""
+        """Add the inputs of a chunk."""
         if self.group.experts:
             for expert in range(self.group.experts):
                 self._add(expert, *self._routed(arrays, expert), {}, pool)
             return
-        missing = {name: r - r_made for name, (r, r_made) in arrays.residuals.items()}
+        missing = {name: r - r_hat for name, (r, r_hat) in arrays.residuals.items()}
         self._add(0, arrays.x[0] - arrays.x[1], arrays.x[1], missing, pool)
 
     def _routed(self, arrays: ChunkArrays, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """x - x^ and x^ of the tokens that an expert gets in the model that is made. Where the original model sends one elsewhere, and
-        each expert has an input of its own, there is no x to compare with, and the difference is 0."""
+        """Return x - x^ and x^ of the tokens of an expert in the quantized model.
+
+        The difference is 0 for a token that the original model does not send to the expert, if experts have inputs of their own.
+        """
         assert arrays.ids is not None
         original_ids, ids = arrays.ids
         token, slot = np.nonzero(ids == expert)
@@ -101,16 +107,16 @@ class Sums:
         add_product(((total, left, x) for total, left in jobs), pool)
         self.counts[i] += len(x)
 
-    def moments(self, where: str, kind: str) -> TensorHessian:
-        """H as the encoders take it."""
+    def hessian(self, where: str, kind: str) -> TensorHessian:
+        """Return H for the encoders. where: its name in messages."""
         columns = self.group.columns
         packed = np.empty((len(self.h), packed_size(columns, True)), np.float32)
         for i in range(columns):
             packed[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2] = self.h[:, i, : i + 1]
         return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True, is_fitted=True)
 
-    def of_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """H and D of a matrix, blended with the mean of all as in TensorHessian where its tokens are fewer than its columns."""
+    def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return H and D of a matrix. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""
         tokens, columns = float(self.counts[expert]), self.group.columns
         if len(self.h) == 1 or tokens >= columns:
             return self.h[expert], self.d[expert]
@@ -121,5 +127,5 @@ class Sums:
 
     @cached_property
     def _totals(self) -> tuple[np.ndarray, np.ndarray]:
-        """H and D of all matrices, once everything is added."""
+        """The sums of H and D over all matrices."""
         return self.h.sum(axis=0), self.d.sum(axis=0)
