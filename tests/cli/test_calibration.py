@@ -43,7 +43,7 @@ def test_calibration_runs_by_default_and_is_reused(workspace):
     (options,) = workspace.runs()
     assert {k: options[k] for k in ("-c", "--chunks", "-t", "-f")} == {"-c": "512", "--chunks": "100", "-t": "2", "-f": "calibration.txt"}
     assert options["-m"] == str(workspace.model) and "--moments" not in options and "--layers" not in options
-    assert "note: calibration: mean squares of 8 inputs, 100 chunks" in err and "built-in text" in err and "takes about 2 minutes" in err
+    assert "note: calibration: diagonal Hessians of 8 inputs, 100 chunks" in err and "built-in text" in err and "takes about 2 minutes" in err
     assert sorted(p.name for p in workspace.out.parent.iterdir()) == ["out.gguf", "small-f16.imatrix.gguf", "small-f16.imatrix.json"]
     assert f"importance  = diagonal, of {workspace.cache} (built-in text)" in out
     fields = workspace.fields()
@@ -52,7 +52,7 @@ def test_calibration_runs_by_default_and_is_reused(workspace):
     assert (fields["quantize.imatrix.entries_count"], fields["quantize.imatrix.chunks_count"]) == (12, 100)
     # Another type reuses it and gives the bytes of --imatrix, except for the metadata.
     _, err = workspace.run("--importance", "diagonal", type_name="ccq2")
-    assert f"{workspace.cache} is of this model and text: used again" in err and len(workspace.runs()) == 1
+    assert f"reusing {workspace.cache}: same model and text" in err and len(workspace.runs()) == 1
     tensors = {t.name: t.data.tobytes() for t in gguf.GGUFReader(workspace.out).tensors}
     workspace.run("--imatrix", workspace.cache, type_name="ccq2")
     assert tensors == {t.name: t.data.tobytes() for t in gguf.GGUFReader(workspace.out).tensors}
@@ -99,14 +99,14 @@ def test_other_text_model_or_chunks_calibrate_again(workspace, tmp_path):
     workspace.run()
     for i, flags in enumerate((["--imatrix-from", workspace.text], ["--calibration-chunks", "7"], []), 2):
         _, err = workspace.run(*flags)
-        assert len(workspace.runs()) == i and "made again" in err, flags
+        assert len(workspace.runs()) == i and "computing it again" in err, flags
     # The same size and name, but one weight differs.
     content = bytearray(workspace.model.read_bytes())
     content[-2] ^= 1
     (tmp_path / "other").mkdir()
     (other := tmp_path / "other" / workspace.model.name).write_bytes(content)
     _, err = workspace.run(source=other)
-    assert len(workspace.runs()) == 5 and "made again" in err
+    assert len(workspace.runs()) == 5 and "computing it again" in err
     assert workspace.fields()["ggml_ext.calibration"] == "built-in"
 
 
@@ -125,7 +125,7 @@ def test_cache_with_more_than_needed_is_reused(workspace, monkeypatch, lib):
 
 def test_foreign_files_are_kept(workspace):
     workspace.cache.write_bytes(b"mine")
-    workspace.error(str(workspace.cache), "was not made by a calibration", "--imatrix")
+    workspace.error(str(workspace.cache), "is not from a calibration", "--imatrix")
     workspace.cache.unlink()
     workspace.run()
     workspace.cache.write_bytes(b"mine")  # instead of the described file
@@ -136,7 +136,7 @@ def test_foreign_files_are_kept(workspace):
 def test_dry_run_shows_the_calibration(workspace):
     before = files(workspace.path)
     out, err = workspace.run("--dry-run", "--calibration-chunks", "12", type_name="itq3_t")
-    assert "importance  = block, by a calibration: second moments of blocks of 8 inputs, 12 chunks of 512 tokens of the built-in" in out
+    assert "importance  = block, by a calibration: block-diagonal Hessians of 8 inputs, 12 chunks of 512 tokens of the built-in" in out
     assert "MiB of memory" in out and files(workspace.path) == before
     # Types that need importances are accepted: the calibration would provide them.
     workspace.run("--dry-run", "--tensor-type", "ffn_up=iq2_xxs", type_name="itq3_t")
@@ -294,7 +294,7 @@ def test_concurrent_calibrations_run_once(workspace, monkeypatch):
 
     monkeypatch.setattr(Terminal, "note", until_waiting)
     _, err = workspace.run()
-    assert "waiting for its end" in err and len(workspace.runs()) == 1
+    assert "waiting for it" in err and len(workspace.runs()) == 1
     _, err = workspace.run()
     assert "waiting" not in err and len(workspace.runs()) == 1
 
@@ -319,7 +319,7 @@ def test_full_hessians_are_collected_in_passes(workspace, monkeypatch, lib):
     assert "2 passes over layers" in err and "exited with 3" in err
     monkeypatch.delenv("FAKE_IMATRIX_DO")
     _, err = workspace.run("--importance", "full", "--memory", memory_for(workspace, 1.5), code=0, type_name="itq3_t")
-    assert "1 finished passes over layers are used again" in err
+    assert "reusing 1 finished passes over layers" in err
     assert [r.get("--layers") for r in workspace.runs()] == ["0-1", "2-3", "2-2", "3-3"]
     assert len(spy.metrics) == len(MATRICES) and all(whole for _, _, whole, _ in spy.metrics)
     assert workspace.fields()["ggml_ext.importance"] == "full"
@@ -328,7 +328,7 @@ def test_full_hessians_are_collected_in_passes(workspace, monkeypatch, lib):
 
 
 def test_missing_memory_for_full_hessians_is_refused(workspace):
-    workspace.error("--importance full", "whole matrices of layer 0", "--memory", "--importance block, which takes",
+    workspace.error("--importance full", "full Hessians of layer 0", "--memory", "--importance block, which needs",
                  flags=["--importance", "full", "--memory", memory_for(workspace, 0.5)], type_name="itq3_t")
     assert not workspace.runs()
 
@@ -385,7 +385,7 @@ def test_requested_full_hessians_may_exceed_memory(workspace, monkeypatch, lib):
     monkeypatch.setattr(Model, "factorization_bytes", lambda self, n_threads, n_types: 7 * GIB)
     flags = ["--importance", "full", "--memory", "2"]
     _, err = workspace.run(*flags, type_name="itq3_t")
-    assert "note: factorizing whole matrices takes 7.0 GiB, 2.0 GiB may be used" in err and "--importance block" in err
+    assert "note: factorizing full Hessians needs 7.0 GiB, the limit is 2.0 GiB" in err and "--importance block" in err
     monkeypatch.undo()
 
 
@@ -398,9 +398,9 @@ def test_cost_of_a_model_is_read_from_its_tensors(tmp_path):
     model_cost = Model.read(GGUFFile(path))
     assert model_cost.inputs == (Input(0, 256, 1, 1), Input(0, 320, 4, 2)) and model_cost.n_weights_used == 3 * 8 * 256 + 2 * 8 * 320  # the embeddings are also the output matrix
     small = 256 * 257 // 2
-    assert model_cost.moments_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
-    assert model_cost.moments_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
-    assert model_cost.moments_bytes("diagonal") == 4 * (256 + 4 * 320)
+    assert model_cost.hessian_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
+    assert model_cost.hessian_bytes("full") == 4 * (small + 256 + 4 * (320 * 321 // 2 + 320))
+    assert model_cost.hessian_bytes("diagonal") == 4 * (256 + 4 * 320)
 
 
 def test_damaged_records_are_ignored(tmp_path):
@@ -451,7 +451,7 @@ def test_real_passes_give_the_bytes_of_one_pass(model, lib, tmp_path):
         pytest.skip("llama-imatrix collects no second moments")
     flags = ["--type", "itq3_t", "--imatrix-from", ROOT / "data" / "heldout.txt", "--calibration-chunks", "2", "--effort", "fast"]
     cost = Model.read(GGUFFile(model))
-    memory = (cost.n_bytes + 4.5 * cost.moments_bytes("full", cost.layers[:1])) / GIB
+    memory = (cost.n_bytes + 4.5 * cost.hessian_bytes("full", cost.layers[:1])) / GIB
     for name, more in (("one", []), ("passes", ["--memory", memory])):
         (tmp_path / name).mkdir()
         quantize(model, tmp_path / name / "out.gguf", *flags, "--importance", "full", *more)
@@ -460,7 +460,7 @@ def test_real_passes_give_the_bytes_of_one_pass(model, lib, tmp_path):
     one, passes = ({t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / name / "out.gguf").tensors} for name in ("one", "passes"))
     assert one == passes
     result = quantize(model, tmp_path / "one" / "blocks.gguf", *flags, "--importance", "block")
-    assert "used again" in result.stderr
+    assert "reusing" in result.stderr
     data = {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / "one" / "blocks.gguf").tensors}
     # Only the down projections have more than 256 columns; damping differs too.
     assert data["blk.0.ffn_down.weight"] != one["blk.0.ffn_down.weight"]

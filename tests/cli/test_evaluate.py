@@ -62,7 +62,7 @@ def test_evaluate_against_the_original(folder):
     assert BaseLogits.read(logits).n_chunks == 4
     written_at = logits.stat().st_mtime_ns
     done = evaluate(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS, "--json")
-    assert "used again" in done.stderr and logits.stat().st_mtime_ns == written_at
+    assert "reusing" in done.stderr and logits.stat().st_mtime_ns == written_at
     report = json.loads(done.stdout)
     four, two = (m["statistics"] for m in report["models"])
     assert 0 < four[KLD][0] < 0.1 * two[KLD][0] and four[SAME_TOP][0] > two[SAME_TOP][0]
@@ -75,7 +75,7 @@ def test_evaluate_against_the_original(folder):
     assert code == 0 and f"Mean    KLD: {four[KLD][0]:10.6f}" in log
     # Logits of another text are computed again, and such a file suffices without the base.
     again = evaluate(folder / "q4.gguf", "--against", folder / "f16.gguf", "-c", 64, "--chunks", 5)
-    assert again.returncode == 0 and "used again" not in again.stderr and BaseLogits.read(logits).n_chunks == 5
+    assert again.returncode == 0 and "reusing" not in again.stderr and BaseLogits.read(logits).n_chunks == 5
     alone = evaluate_json(folder / "q4.gguf", "--base-logits", logits)
     assert alone["chunks"] == 5 and alone["ctx_size"] == 64 and alone["base"] is None and alone["models"][0]["statistics"][KLD][0] > 0
 

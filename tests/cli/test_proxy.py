@@ -32,7 +32,7 @@ def read_record(workspace) -> dict:  # noqa: F811
 
 def test_proxy_exists_only_during_calibration(workspace, quantizer):  # noqa: F811
     _, err = workspace.run("--calibrate-with", "q8_0")
-    assert "by the model in q8_0" in err
+    assert "proxy model q8_0" in err
     (call,) = quantizer.read_text().splitlines()
     assert call.startswith(f"--allow-requantize {workspace.model} ") and call.endswith(" Q8_0 2")
     (run,) = workspace.runs()
@@ -52,7 +52,7 @@ def test_proxy_exists_only_during_calibration(workspace, quantizer):  # noqa: F8
 def test_existing_proxy_file_is_used(workspace, quantizer):  # noqa: F811
     proxy = write_gguf(workspace.path / "given.gguf", MATRICES, "Q8_0")
     _, err = workspace.run("--calibrate-with", proxy)
-    assert f"by the model as {proxy}" in err and workspace.runs()[0]["-m"] == str(proxy) and not quantizer.exists()
+    assert f"proxy model {proxy}" in err and workspace.runs()[0]["-m"] == str(proxy) and not quantizer.exists()
     assert read_record(workspace)["stand_in"][0]["bytes"] == proxy.stat().st_size
 
 
@@ -74,7 +74,7 @@ def test_proxy_is_chosen_if_the_model_does_not_fit(workspace, quantizer):  # noq
         workspace.cache.unlink(missing_ok=True)
         workspace.cache.with_suffix(".json").unlink(missing_ok=True)
         _, err = workspace.run("--memory", repr(share * size / GIB), type_name="itq3_t")
-        assert f"calibrated with the model in {name}" in err and "--calibrate-with source" in err, err
+        assert f"calibrating with the proxy model {name}" in err and "--calibrate-with source" in err, err
     n = len(workspace.runs())
     workspace.run("--memory", repr(0.1 * size / GIB), "--calibrate-with", "source", type_name="itq3_t")
     assert len(workspace.runs()) == n + 1 and workspace.runs()[-1]["-m"] == str(workspace.model)
@@ -82,7 +82,7 @@ def test_proxy_is_chosen_if_the_model_does_not_fit(workspace, quantizer):  # noq
 
 def test_dry_run_writes_no_proxy(workspace, quantizer):  # noqa: F811
     out, _ = workspace.run("--dry-run", "--calibrate-with", "q8_0")
-    assert "by the model in q8_0" in out and not quantizer.exists() and not workspace.runs()
+    assert "proxy model q8_0" in out and not quantizer.exists() and not workspace.runs()
 
 
 def test_missing_space_for_the_proxy_is_refused(workspace, quantizer, monkeypatch):  # noqa: F811

@@ -231,7 +231,7 @@ def test_rules_know_whether_calibration_will_run(layers_workspace, monkeypatch, 
     assert re.search(rf"blk\.\*\.ffn_down\.weight +{without.lower()} ", out)
     monkeypatch.setattr(calibration, "find_tool", lambda name: None)
     _, err = layers_workspace.run(type_name=name)
-    assert first_down(layers_workspace) == without and "llama-imatrix is not in the package: quantized without" in err
+    assert first_down(layers_workspace) == without and "llama-imatrix is not in the package: quantizing without" in err
 
 
 def test_8_bit_types_skip_calibration(layers_workspace):
@@ -242,7 +242,7 @@ def test_8_bit_types_skip_calibration(layers_workspace):
 def test_requested_hessians_are_used(layers_workspace):
     _, err = layers_workspace.run("--importance", "full", type_name="q4_0")
     (options,) = layers_workspace.runs()
-    assert "note: calibration: second moments" in err and options["--moments"] == "full"
+    assert "note: calibration: full Hessians" in err and options["--moments"] == "full"
 
 
 # --- a target -----------------------------------------------------------------------------------------------------------

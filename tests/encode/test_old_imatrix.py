@@ -143,7 +143,7 @@ def test_bad_files_are_reported(tmp_path, source, content, parts):
 def test_old_files_have_no_hessians(source, tmp_path):
     path = write_old(tmp_path / "old.dat", ENTRIES)
     done = run_quantize(source, tmp_path / "out.gguf", "--type", "itq3_t", "--imatrix", path, "--importance", "block")
-    check_error(done, "old.dat holds no second moments", "llama-imatrix --moments block")
+    check_error(done, "old.dat has no Hessians", "llama-imatrix --moments block")
     assert not (tmp_path / "out.gguf").exists()
 
 

@@ -87,7 +87,7 @@ def test_quantized_file_reuses_saved_logits(results, model, logits_dir, tmp_path
     before = [(p.name, p.stat().st_mtime_ns) for p in logits_dir.iterdir()]
     done = run_script("-m", model, "--types", path, "--chunks", N_CHUNKS, "-t", 1, "--logits-dir", logits_dir, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "used again" in done.stderr and before == [(p.name, p.stat().st_mtime_ns) for p in logits_dir.iterdir()]
+    assert "reusing" in done.stderr and before == [(p.name, p.stat().st_mtime_ns) for p in logits_dir.iterdir()]
     figures = json.loads((tmp_path / "out" / "perplexity.json").read_text())["types"]["mine"]
     assert {f: figures[f] for f in perplexity.FIGURES} == {f: results["types"]["itq3_s"][f] for f in perplexity.FIGURES}
 

@@ -127,14 +127,14 @@ def test_calibration_reads_parts(model, tmp_path, linked, quantize):
             part.rename(tmp_path / f"{i}.blob")
             part.symlink_to(tmp_path / f"{i}.blob")
     flags = ("--type", "itq3_s", "--importance", "diagonal", "--calibration-chunks", "2", "--threads", "1", "--force")
-    assert "calibration: mean squares" in quantize(parts[1], tmp_path / "out.gguf", *flags)
+    assert "calibration: diagonal Hessians" in quantize(parts[1], tmp_path / "out.gguf", *flags)
     cache = tmp_path / "made.imatrix.gguf"
-    assert cache.is_file() and "used again" in quantize(parts[0], tmp_path / "again.gguf", *flags)
+    assert cache.is_file() and "reusing" in quantize(parts[0], tmp_path / "again.gguf", *flags)
     # One weight of the last part differs.
     content = bytearray(parts[-1].read_bytes())
     content[-2] ^= 1
     parts[-1].write_bytes(content)
-    assert "made again" in quantize(parts[0], tmp_path / "again.gguf", *flags)
+    assert "computing it again" in quantize(parts[0], tmp_path / "again.gguf", *flags)
 
 
 def test_missing_part_is_refused(parts, tmp_path, expect_error):

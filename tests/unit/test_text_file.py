@@ -174,7 +174,7 @@ def test_short_text_limits_the_chunks(model, lib, tmp_path):
     dry = quantize(model, "--type", "itq2_t", "--imatrix-from", text, "--dry-run")
     n_chunks = int(re.search(r"(\d+) chunks of 512 tokens of nine\.txt", dry.stdout)[1])
     assert n_chunks * 512 < 5376
-    assert "note: second moments of blocks: whole matrices of 768 columns need 5,376 tokens" in dry.stderr
+    assert "note: block-diagonal Hessians: full Hessians of 768 columns need 5,376 tokens" in dry.stderr
 
     def run(*more) -> str:
         one_matrix = ["--tensor-type", "blk.0.attn_q=ditto3", "--tensor-type", ".*=f16"]
@@ -185,9 +185,9 @@ def test_short_text_limits_the_chunks(model, lib, tmp_path):
     assert f"{n_chunks}/{n_chunks}" in first and f"{n_chunks} chunks of 512" in first
     record = tmp_path / "model-f16.imatrix.json"
     assert json.loads(record.read_text())["made_from"]["chunks"] == n_chunks
-    assert "used again" in run("--calibration-chunks", 1_000_000) and "used again" in run("--calibration-chunks", n_chunks)
+    assert "reusing" in run("--calibration-chunks", 1_000_000) and "reusing" in run("--calibration-chunks", n_chunks)
     record.write_text(record.read_text().replace(f'"chunks": {n_chunks}', '"chunks": 100'))
-    assert "used again" in run() and "made again" in run("--calibration-chunks", n_chunks - 1)
+    assert "reusing" in run() and "computing it again" in run("--calibration-chunks", n_chunks - 1)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="no /dev/stdin")
@@ -207,5 +207,5 @@ def test_text_of_less_than_two_chunks_is_refused(model, lib, tmp_path):
     (text := tmp_path / "short.txt").write_bytes(HELDOUT[:2600])
     before = files(tmp_path)
     result = run_quantize(model, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix-from", text)
-    check_error(result, "--imatrix-from: ", "short.txt has ", " tokens: 1,024 tokens are needed at the least")
+    check_error(result, "--imatrix-from: ", "short.txt has ", " tokens, llama-imatrix needs 1,024 tokens")
     assert files(tmp_path) == before

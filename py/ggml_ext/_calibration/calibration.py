@@ -1,7 +1,7 @@
-"""Calibration: run llama-imatrix on the model that is to be quantized, and keep its result next to the output for the next type.
+"""Calibration: run llama-imatrix on the model, and cache the result next to the output for the next type.
 
-It keeps MODEL.imatrix.gguf, an imatrix like any other, and MODEL.imatrix.json, which records what it was computed from. Full Hessians that
-do not fit into memory at once are collected in passes over ranges of layers, one file each.
+The cache is MODEL.imatrix.gguf, a usual imatrix, and MODEL.imatrix.json, the record of its inputs. Full Hessians that exceed the memory are
+collected in passes over ranges of layers, one file each.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ PROGRAM = "llama-imatrix"
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibration that can be run, and where its results are kept."""
+    """A configured calibration."""
 
     file: GGUFFile
     model: Model
-    folder: Path
+    folder: Path  # of the cached results
     text: Path
     text_name: str
     kind: str
     n_chunks: int
-    text_chunks: int  # chunks of the text, if they are no more than n_chunks; else more than that
+    text_chunks: int  # chunks in the text, counted up to one more than n_chunks
     n_threads: int
     memory: float
     program: Path
@@ -65,19 +65,19 @@ class Calibration:
 
     @property
     def n_context(self) -> int:
-        """Tokens of a chunk."""
+        """Tokens per chunk."""
         return context_length(self.file)
 
     @property
     def n_tokens(self) -> int:
         return self.n_chunks * self.n_context
 
-    def kept(self, layers: list[int] | None) -> Path:
-        """Return the path of the result for a range of layers, None for all."""
+    def cache_path(self, layers: list[int] | None) -> Path:
+        """Return the path of the cached result for a range of layers, None for all."""
         return self.folder / imatrix_cache_name(self.file.stem, layers)
 
     def list_dependencies(self) -> dict:
-        """List what a result depends on, besides kind and layers."""
+        """List what a result depends on, except kind and layers."""
         return {
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
             "text": fingerprint(self.text),
@@ -85,33 +85,34 @@ class Calibration:
             "context": self.n_context,
         } | ({} if self.proxy_model is None else self.proxy_model.list_dependencies())
 
-    def open_kept(self) -> Importance | None:
-        """Open the result of an earlier run, if it serves."""
-        record = Record.read(kept := self.kept(None))
-        serves = record is not None and record.layers is None and record.serves(self, self.list_dependencies())
-        return open_importance([kept], self.kind, self.text_name) if serves else None
+    def open_cache(self) -> Importance | None:
+        """Open the cached result, if it is valid for this run."""
+        record = Record.read(cache := self.cache_path(None))
+        is_valid = record is not None and record.layers is None and record.serves(self, self.list_dependencies())
+        return open_importance([cache], self.kind, self.text_name) if is_valid else None
 
     def memory_needed(self, layers: list[int] | None = None) -> int:
-        return self.model.n_bytes + self.model.moments_bytes(self.kind, layers)
+        return self.model.n_bytes + self.model.hessian_bytes(self.kind, layers)
 
     @property
     def text_title(self) -> str:
-        """Name the text within a sentence."""
+        """The name of the text in a sentence."""
         return "the built-in text" if self.text_name == BUILT_IN else self.text_name
 
     def describe(self) -> str:
-        what = {"diagonal": "mean squares", "block": "second moments of blocks", "full": "second moments"}[self.kind]
+        """Describe the run, with its estimated time and memory."""
+        statistics = {"diagonal": "diagonal Hessians", "block": "block-diagonal Hessians", "full": "full Hessians"}[self.kind]
         seconds = self.model.seconds(self.kind, self.n_tokens, self.n_threads)
         return (
-            f"calibration: {what} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
-            f"{self.text_title}{'' if self.proxy_model is None else f', by the model {self.proxy_model.title}'}, an estimated {format_duration(seconds)} on "
-            f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration leaves it out"
+            f"calibration: {statistics} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
+            f"{self.text_title}{'' if self.proxy_model is None else f', proxy model {self.proxy_model.title}'}, estimate {format_duration(seconds)} on "
+            f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration skips it"
         )
 
 
 @dataclass(frozen=True)
 class Record:
-    """Content of MODEL.imatrix.json: what a kept result was computed from, and how to recognise it."""
+    """The content of MODEL.imatrix.json: the inputs of a cached result, and its fingerprint."""
 
     made_from: dict
     kind: str
@@ -119,64 +120,59 @@ class Record:
     result: dict  # fingerprint
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no record: anyone may have written the file."""
+        """Raise ValueError if the content is not a record: the file may be the user's."""
         are_layers = isinstance(self.layers, list) and self.layers and all(type(n) is int for n in self.layers)
         if not isinstance(self.made_from, dict) or self.kind not in KINDS or not (self.layers is None or are_layers):
-            raise ValueError("no record of a calibration")
+            raise ValueError("not a record of a calibration")
 
     @classmethod
-    def read(cls, kept: Path) -> Record | None:
-        """Read the record of a kept file; None if there is none, or if it describes another file."""
-        return read_record(cls, record_path(kept), kept)
+    def read(cls, cache: Path) -> Record | None:
+        """Read the record of a cached file; None if there is none, or if it describes another file."""
+        return read_record(cls, record_path(cache), cache)
 
     def serves(self, run: Calibration, dependencies: dict) -> bool:
-        """Whether the result serves a run. A record with more chunks than the text has is of the full text.
-
-        dependencies: of the run.
-        """
-        theirs = dict(self.made_from)
-        if isinstance(theirs.get("chunks"), int):
-            theirs["chunks"] = min(theirs["chunks"], run.text_chunks)
-        if "stand_in" not in theirs:  # of the model itself, which is better
+        """Whether the result is valid for a run with these dependencies."""
+        recorded = dict(self.made_from)
+        if isinstance(recorded.get("chunks"), int):
+            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)  # more than the text has means all of it
+        if "stand_in" not in recorded:  # the model itself is better than a proxy
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
-        return theirs == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind)
+        return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind)
 
 
-def record_path(kept: Path) -> Path:
-    return kept.with_suffix(".json")
+def record_path(cache: Path) -> Path:
+    return cache.with_suffix(".json")
 
 
 def calibrate(run: Calibration, console: Console) -> list[Path]:
-    """Run llama-imatrix, or find kept results that serve, and return the files. UserError if llama-imatrix fails.
+    """Run llama-imatrix, or reuse cached results, and return the files. Raise UserError if llama-imatrix fails.
 
-    One run at a time in a folder: the next one may use what it keeps, and does not replace it meanwhile.
+    One run at a time uses a directory, so that the next one can reuse its results.
     """
     try:
-        with lock_directory(run.folder, lambda: console.note(f"another run calibrates in {run.folder}: waiting for its end")):
+        with lock_directory(run.folder, lambda: console.note(f"another run calibrates in {run.folder}: waiting for it")):
             return _calibrate(run, console)
     except OSError as e:
-        raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
+        raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another directory, or pass --no-calibration") from e
 
 
 def _calibrate(run: Calibration, console: Console) -> list[Path]:
     dependencies = run.list_dependencies()
-    kept = run.kept(None)
-    record = Record.read(kept)
+    cache = run.cache_path(None)
+    record = Record.read(cache)
     if record and record.layers is None and record.serves(run, dependencies):
-        console.note(f"{kept} is of this model and text: used again")
-        return [kept]
-    if kept.exists() and record is None:
-        raise UserError(
-            f"{kept} exists and was not made by a calibration of this program, or was changed: pass it with --imatrix, or move it away"
-        )
+        console.note(f"reusing {cache}: same model and text")
+        return [cache]
+    if cache.exists() and record is None:
+        raise UserError(f"{cache} is not from a calibration by ggml-ext, or was changed: pass it with --imatrix, or move it away")
     passes, results = _plan_passes(run, dependencies, console)
     if record:
-        console.note(f"{kept} is of another model, text or number of chunks, or holds less: made again")
+        console.note(f"{cache} does not match this model, text, number of chunks or --importance; computing it again")
     console.note(run.describe())
     if len(passes) > 1:
-        console.note(f"{len(passes)} passes over layers, each as long as that; finished ones are kept if this is interrupted")
+        console.note(f"{len(passes)} passes over layers, each as long as that; an interrupted run resumes after the last finished pass")
     with contextlib.ExitStack() as stack:
-        # a link is not followed: beside its target there may be no parts of a split model
+        # keep a link: the parts of a split model may be next to it, not next to its target
         model = Path(os.path.abspath(run.file.path))
         if run.proxy_model is not None:
             model = stack.enter_context(run.proxy_model.provide(model, run.folder, run.n_threads, console))
@@ -187,24 +183,24 @@ def _calibrate(run: Calibration, console: Console) -> list[Path]:
 
 
 def _plan_passes(run: Calibration, dependencies: dict, console: Console) -> tuple[Sequence[list[int] | None], list[Path]]:
-    """Split the layers into passes that fit into memory (None: all at once); return them and the results of finished ones."""
+    """Split the layers into passes that fit into memory (None: all at once). Return the passes to run and the files of finished ones."""
     if run.memory_needed() <= run.memory:
         return [None], []
     if run.kind == "full":
         results, layers = find_finished_passes(run, dependencies)
         passes = split_layers(run.model, layers, run.memory)
         if results:
-            console.note(f"{len(results)} finished passes over layers are used again, such as {results[0]}")
+            console.note(f"reusing {len(results)} finished passes over layers, such as {results[0]}")
         return passes, results
     if run.kind == "block":
-        console.note(f"{run.memory_needed() / GIB:.1f} GiB are needed for model and moments, {run.memory / GIB:.1f} may be used: this may be slow")
+        console.note(f"model and Hessians need {run.memory_needed() / GIB:.1f} GiB, the limit is {run.memory / GIB:.1f} GiB: this may be slow")
     return [None], []
 
 
 def find_finished_passes(run: Calibration, dependencies: dict) -> tuple[list[Path], list[int]]:
-    """Return kept files of an earlier run that serve, and the layers that they lack."""
+    """Return the valid files of an earlier run, and the layers that they lack."""
     results, missing = [], run.model.layers
-    for path in sorted(run.folder.glob(f"{glob.escape(run.kept(None).stem)}.layers-*.gguf")):
+    for path in sorted(run.folder.glob(f"{glob.escape(run.cache_path(None).stem)}.layers-*.gguf")):
         record = Record.read(path)
         if record and (layers := record.layers) and record.serves(run, dependencies):
             results.append(path)
@@ -215,13 +211,25 @@ def find_finished_passes(run: Calibration, dependencies: dict) -> tuple[list[Pat
 def collect(
     run: Calibration, model: Path, layers: list[int] | None, *, dependencies: dict, title: str, console: Console
 ) -> Path:
-    """Run llama-imatrix once, on the model or its proxy, and keep its result with a record; a failed run leaves nothing.
+    """Run llama-imatrix once and cache its result with a record. A failed run leaves nothing.
 
-    layers: those to collect, None for all; title: of the progress bar.
+    Args:
+        run: the calibration.
+        model: the file to run, the model or its proxy.
+        layers: the layers to collect, None for all.
+        dependencies: of the run.
+        title: of the progress bar.
+        console: gets notes and the progress bar.
+
+    Returns:
+        The cached file.
+
+    Raises:
+        UserError: llama-imatrix fails, or the result cannot be written.
     """
-    kept, needed = run.kept(layers), run.model.moments_bytes(run.kind, layers)
-    check_free_space(run.folder, needed, "calibration", f" for {kept}", "pass --importance block or diagonal")
-    # -b: logits of one chunk at a time; --output-frequency: no copies of unfinished results
+    cache, needed = run.cache_path(layers), run.model.hessian_bytes(run.kind, layers)
+    check_free_space(run.folder, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
+    # -b: logits of one chunk at a time; --output-frequency: no intermediate results
     command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
@@ -229,22 +237,22 @@ def collect(
     try:
         with temporary_directory(run.folder, TEMPORARY, console.note) as folder:
             result = folder.resolve() / "imatrix.gguf"
-            # the text by its name alone: the file records it
+            # the file records the text's path as given, so pass the name only
             run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
             if not result.is_file():
-                raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to go on without")
+                raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to skip it")
             record = Record(dependencies, run.kind, layers, fingerprint(result))
             record_file = folder / "record.json"
             record_file.write_text(json.dumps(asdict(record), indent=1) + "\n")
-            os.replace(record_file, record_path(kept))
-            os.replace(result, kept)
+            os.replace(record_file, record_path(cache))
+            os.replace(result, cache)
     except OSError as e:
-        raise UserError(f"calibration: cannot write {kept}: {e.strerror}; write OUT to another folder, or pass --no-calibration") from e
-    return kept
+        raise UserError(f"calibration: cannot write {cache}: {e.strerror}; write OUT to another directory, or pass --no-calibration") from e
+    return cache
 
 
 def run_program(command: list[str], folder: Path, run: Calibration, title: str, console: Console) -> None:
-    """Run llama-imatrix with a progress bar. UserError with its last error line if it fails."""
+    """Run llama-imatrix with a progress bar. Raise UserError with its last error line if it fails."""
     has_estimate = False
     with console.bar(title, run.n_chunks, "chunk") as bar:
 
@@ -260,23 +268,23 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
         code, log = run_streamed(command, folder, on_output)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        without = "an importance matrix with --imatrix, or --no-calibration to go on without"
+        without = "an importance matrix with --imatrix, or --no-calibration to skip it"
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
             way_out=f"{devices}pass another text with --imatrix-from, {without}",
-            less_memory=f"it was to use at most {run.memory / GIB:.1f} GiB, pass a smaller --memory, {without}",
+            less_memory=f"its limit was {run.memory / GIB:.1f} GiB, pass a smaller --memory, {without}",
         ))
 
 
 def expects_importance(options: CalibrationOptions) -> bool:
-    """Whether prepare() will provide statistics if a plan has a use for them: llama.cpp's rules for upstream files ask before."""
+    """Whether prepare() will provide statistics for a plan that uses them; llama.cpp's rules need to know before."""
     if options.kind == "none" or options.imatrix is not None:
         return options.kind != "none"
     return options.runs_model and _find_missing(options) is None
 
 
 def _find_missing(options: CalibrationOptions) -> str | None:
-    """Name what the package lacks for a calibration, as the beginning of a sentence."""
+    """Name what the package lacks for a calibration, with its verb."""
     if find_tool(PROGRAM) is None:
         return "llama-imatrix is"
     return "the built-in text is" if options.text is None and not TEXT.is_file() else None
@@ -284,30 +292,30 @@ def _find_missing(options: CalibrationOptions) -> str | None:
 
 @dataclass(frozen=True)
 class PreparedImportance:
-    """The statistics for the encoders. is_pending: a dry run has none yet, only their kind and description."""
+    """The statistics for the encoders."""
 
     importance: Importance
-    is_pending: bool = False
+    is_pending: bool = False  # in a dry run: only kind and description are known
 
 
 def prepare(
     options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, folder: Path | None, *, is_dry: bool, n_threads: int, n_types: int,
     console: Console,
 ) -> PreparedImportance:
-    """Provide the calibration statistics: from --imatrix, from a calibration that is run here, or none.
+    """Provide the calibration statistics: from --imatrix, from a calibration, or none.
 
     Args:
         options: the options of calibration.
         file: the model.
         plan: the types of its tensors.
-        folder: where results are kept, that of OUT; None if a dry run names none.
-        is_dry: use results of an earlier run, but run nothing.
+        folder: of the cached results, the directory of OUT; None for a dry run without OUT.
+        is_dry: run nothing; cached results are used.
         n_threads: of llama-imatrix.
         n_types: types with a Hessian that a target compares; 0 without a target.
         console: gets notes and the progress bar.
 
     Raises:
-        UserError: for everything that the user can change.
+        UserError: the options, the text, the model or the memory do not allow it, or llama-imatrix fails.
     """
     if options.kind == "none":
         return PreparedImportance(Importance())
@@ -316,37 +324,37 @@ def prepare(
     types = list_weighted_types(plan)
     if not options.runs_model:
         if types:
-            console.warn(f"--no-calibration: quantized without importance data, which costs quality: {COST}")
+            console.warn(f"--no-calibration: quantizing without an imatrix costs quality: {COST}")
         return PreparedImportance(Importance())
     is_requested = options.text is not None or options.kind is not None
     if not types and not is_requested:
         return PreparedImportance(Importance())
     program = find_tool(PROGRAM)
-    if (what := _find_missing(options)) or program is None:
+    if (missing := _find_missing(options)) or program is None:
         if is_requested:
-            raise UserError(f"calibration: {what} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
+            raise UserError(f"calibration: {missing} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
         console.warn(
-            f"{what} not in the package: quantized without importance data, which costs quality ({COST}); --imatrix FILE passes some"
+            f"{missing} not in the package: quantizing without an imatrix costs quality ({COST}); pass one with --imatrix FILE"
         )
         return PreparedImportance(Importance())
     run = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
     run = replace(run, kind=_choose_kind(options, run, types, n_types, console))
     if not is_dry:
         return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
-    if folder is not None and (kept := run.open_kept()) is not None:
-        return PreparedImportance(kept)
+    if folder is not None and (cached := run.open_cache()) is not None:
+        return PreparedImportance(cached)
     return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe()}"), is_pending=True)
 
 
 def configure_calibration(
     options: CalibrationOptions, file: GGUFFile, folder: Path, *, n_threads: int, program: Path, console: Console
 ) -> Calibration:
-    """Configure a calibration whose kind is still to be chosen. UserError for a text that does not serve."""
+    """Configure a calibration, except its kind. Raise UserError if the text or the model cannot be used."""
     text, text_name = (TEXT, BUILT_IN) if options.text is None else (options.text, options.text.name)
     n_bytes = check_text(text)
     model = Model.read(file)
     if not model.inputs:
-        raise UserError(f"calibration: {file.path} has no blocks that llama-imatrix could collect inputs of: pass --no-calibration")
+        raise UserError(f"calibration: {file.path} has no layers for llama-imatrix to collect inputs of: pass --no-calibration")
     n_chunks = options.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_length(file)
     text_chunks = count_chunks(file, text, n_bytes, n_chunks)
     memory = options.memory * GIB if options.memory else MEMORY_SHARE * available_memory()
@@ -357,7 +365,7 @@ def configure_calibration(
         file=file,
         model=model,
         folder=folder,
-        text=Path(os.path.realpath(text)),  # llama-imatrix gets the name alone, and runs in the folder of the file itself
+        text=Path(os.path.realpath(text)),  # llama-imatrix runs in the directory of the file itself
         text_name=text_name,
         kind=KINDS[0],
         n_chunks=min(n_chunks, text_chunks),
@@ -371,33 +379,33 @@ def configure_calibration(
 
 
 def _choose_kind(options: CalibrationOptions, run: Calibration, types: Sequence[GGMLQuantizationType], n_types: int, console: Console) -> str:
-    """Choose one of KINDS. types: those that importances help; n_types: as in prepare()."""
+    """Choose one of KINDS. types: list_weighted_types(); n_types: as in prepare()."""
     if options.kind is None and not any(map(uses_metric, types)):
         return "diagonal"
     if options.kind is None:
         kind, reason = choose_importance(run.model, run.n_tokens, run.memory, run.n_threads, n_types)
         if reason:
-            console.note(f"second moments of blocks: {reason}; --importance full asks for more")
+            console.note(f"block-diagonal Hessians: {reason}; --importance full overrides this")
         return kind
     if options.kind == "full" and (needed := run.model.factorization_bytes(run.n_threads, n_types)) > run.memory:
         fewer = ", fewer --threads" if n_types else ""
         console.note(
-            f"factorizing whole matrices takes {needed / GIB:.1f} GiB, {run.memory / GIB:.1f} GiB may be used: this may be slow, or "
-            f"fail; --importance block{fewer} takes less"
+            f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {run.memory / GIB:.1f} GiB: this may be slow, or "
+            f"fail; --importance block{fewer} needs less"
         )
     return options.kind
 
 
 def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_requested: int) -> int:
-    """Count the chunks of a text as llama-imatrix does; of a long text more than n_requested, and not all.
+    """Count the chunks of a text as llama-imatrix does, up to n_requested + 1.
 
-    If the vocabulary cannot be asked, each byte counts as a token.
+    Without access to the vocabulary, each byte counts as a token.
 
     Args:
-        file: the model, whose vocabulary counts.
+        file: the model, for its vocabulary.
         text: the file.
         n_bytes: its size.
-        n_requested: chunks that are needed.
+        n_requested: number of chunks to calibrate with.
 
     Raises:
         UserError: the text is too short.
@@ -413,4 +421,4 @@ def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_requested: int) -> 
 
 
 def _too_short(text: Path, size: str, needed: int) -> UserError:
-    return UserError(f"{FLAG}: {text} has {size}: {needed:,} tokens are needed at the least; pass a text of some 100 kB")
+    return UserError(f"{FLAG}: {text} has {size}, llama-imatrix needs {needed:,} tokens; pass a text of some 100 kB")

@@ -1,4 +1,4 @@
-"""What a calibration costs in time and memory, and which second moments are worth it."""
+"""Time and memory of a calibration, and the choice between block-diagonal and full Hessians."""
 
 from __future__ import annotations
 
@@ -16,60 +16,58 @@ from .._native.product import product_rate
 from .._plan.rules import OUTPUT, TOKEN_EMBD
 from .._plan.uses import n_layers_run
 
-# Operations a second of llama.cpp's products on an AVX2 core, where they are not measured: of small models, whose calibration takes
-# a minute.
+# Operations per second of llama.cpp's matrix products on an AVX2 core, for models too small to measure them.
 FLOPS_A_THREAD = 40e9
 SMALL = 1 << 28  # bytes
-# Of the rate of a single product, what a whole graph reaches, with attention, norms and the sums of moments.
+# Part of the rate of a single product that the full graph with attention, norms and Hessians reaches.
 GRAPH_SHARE = 0.85
 MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
-# n^3/3 a second and thread of encode/metric.c, in double precision: 14e9 and 20e9 measured on a core of a Zen 4 EPYC, n 2048 and 4096, and
-# with two cores 17e9 and 28e9 in all.
+# n^3/3 per second and thread of encode/metric.c, in double precision: a cautious value (docs/results/cost.md).
 FACTORIZATION_RATE = 1e10
-# Bytes for each pair of columns while a matrix is factorized: the matrix in double precision, and for llama.cpp's types two of single
-# precision; ours take half of one.
+# Bytes per pair of columns during factorization: the Hessian in double precision, for upstream types also two in single precision.
 FACTORIZATION_BYTES = 16
-# Matrices that are multiplied with the same input, by the one that stands for them.
+# Matrices with the same input, by the one that represents them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
 
 
 def shared_input(name: str) -> str:
-    """The matrix whose input that of a tensor of a layer is: "attn_q" for attn_k and attn_v."""
+    """Return the matrix that represents the input of a tensor, such as "attn_q" for attn_k and attn_v."""
     stem = name.removesuffix(".weight").rpartition(".")[2]
     return SHARED.get(stem, stem)
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of weight matrices whose moments are collected."""
+    """An input of weight matrices, whose Hessian is collected."""
 
     layer: int
     n_columns: int
     n_matrices: int  # 1 or the number of experts
-    n_used: int  # of them for a token
+    n_used: int  # of these per token
 
     def n_bytes(self, kind: str) -> int:
-        """Of the moments, in memory and in the file; sums for the diagonal included."""
+        """Return the bytes of the Hessians and their diagonals, in memory and in the file."""
         values = 0 if kind == "diagonal" else packed_size(self.n_columns, kind == "full")
         return 4 * self.n_matrices * (values + self.n_columns)
 
     def flops(self, kind: str) -> float:
-        """A token's."""
+        """Return the operations per token that collecting the Hessians takes."""
         return 0 if kind == "diagonal" else 2.0 * self.n_used * packed_size(self.n_columns, kind == "full")
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a calibration costs follows from these."""
+    """The properties of a model that its calibration costs depend on."""
 
     n_bytes: int
     inputs: tuple[Input, ...]
-    n_weights_used: int  # by a token, in matrix products
-    factorization: float  # n^3/3 of whole matrices, once for each weight matrix
+    n_weights_used: int  # per token, in matrix products
+    factorization: float  # sum of n^3/3 of the full Hessians of all weight matrices
     type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights
 
     @classmethod
     def read(cls, file: GGUFFile) -> Model:
+        """Read the properties from the header of a model."""
         arch = file.value("general.architecture", "")
         n_used = file.value(f"{arch}.expert_used_count", 0)
         sizes = {t.name: t.n_elements for t in file.tensors}
@@ -101,66 +99,78 @@ class Model:
         """Columns of the widest input."""
         return max(i.n_columns for i in self.inputs)
 
-    def moments_bytes(self, kind: str, layers: list[int] | None = None) -> int:
+    def hessian_bytes(self, kind: str, layers: list[int] | None = None) -> int:
         return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
 
     def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
-        """Time of the collection in one pass."""
+        """Estimate the time of one pass, in seconds."""
         flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
         return flops * n_tokens / self.rate(n_threads)
 
     def rate(self, n_threads: int) -> float:
-        """Operations a second of llama.cpp on the model's products, measured where the model is large enough for that to matter."""
+        """Return the operations per second of llama.cpp's matrix products; for large models they are measured."""
         measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads)
         return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
     def factorization_seconds(self, n_threads: int, n_types: int) -> float:
-        """Rough time, at most, of all threads: once for OUT.
+        """Estimate the longest time of all factorizations on all threads, in seconds.
 
-        n_types: with a target, those of its types that take moments. Measuring errors there takes a factorization for each of them, by
-        each thread of a matrix of its own; measuring what errors cost takes one more.
+        n_types: number of types with Hessians that a target compares, 0 without a target. Each type takes one more factorization, and so
+        does the sensitivity.
         """
         return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_types if n_types else 1)
 
     def factorization_bytes(self, n_threads: int, n_types: int) -> int:
-        """Of memory, at most: for the widest matrix, with a target for one in each thread."""
+        """Return the most memory of factorization: the widest Hessian, with a target one per thread."""
         return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_types else 1)
 
 
 def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int, n_types: int) -> tuple[str, str]:
-    """"full" or "block", and for the latter why not full. n_types: as in Model.factorization_seconds().
+    """Choose full Hessians if they are affordable, else block-diagonal ones.
 
-    Full where the moments of all layers fit into memory beside the model, and after that what factorizing them takes; where the text
-    has 7 tokens for each column of the widest input, below which whole matrices do not surely win on other text; where collecting
-    them at most doubles the time of running the model; and where factorizing them stays within 15 minutes.
+    Full Hessians need:
+    - memory for the model and the Hessians of all layers, and later for their factorization;
+    - ENOUGH_TOKENS tokens per column of the widest input, else they may not generalize to other text;
+    - at most twice the time of running the model;
+    - at most 15 minutes of factorization.
+
+    Args:
+        model: the model.
+        n_tokens: of the text.
+        memory: limit in bytes.
+        n_threads: that calibrate and factorize.
+        n_types: as in Model.factorization_seconds().
+
+    Returns:
+        "full" or "block", and why not full.
     """
-    needed = max(model.n_bytes + model.moments_bytes("full"), model.factorization_bytes(n_threads, n_types))
+    needed = max(model.n_bytes + model.hessian_bytes("full"), model.factorization_bytes(n_threads, n_types))
     collecting = sum(i.flops("full") for i in model.inputs)
     factorization = model.factorization_seconds(n_threads, n_types)
     if needed > memory:
-        return "block", f"whole matrices need {needed / GIB:.1f} GiB at once, {memory / GIB:.1f} are there"
+        return "block", f"full Hessians need {needed / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB"
     if n_tokens < ENOUGH_TOKENS * model.widest:
-        return "block", f"whole matrices of {model.widest:,} columns need {ENOUGH_TOKENS * model.widest:,} tokens"
+        return "block", f"full Hessians of {model.widest:,} columns need {ENOUGH_TOKENS * model.widest:,} tokens"
     if collecting > 2.0 * model.n_weights_used:
-        return "block", "whole matrices would more than double the time of calibration"
+        return "block", "full Hessians would more than double the time of calibration"
     if factorization > MAX_FACTORIZATION_SECONDS:
-        return "block", f"whole matrices would take {factorization / 60:.0f} minutes to factorize"
+        return "block", f"full Hessians would take {factorization / 60:.0f} minutes to factorize"
     return "full", ""
 
 
 def split_layers(model: Model, layers: list[int], memory: float) -> list[list[int]]:
-    """The layers in runs of neighbours, each as long as its whole matrices fit beside the model. UserError if one does not."""
+    """Split layers into ranges whose full Hessians fit into memory with the model. Raise UserError if a single layer does not fit."""
     passes: list[list[int]] = []
     for layer in layers:
-        if passes and passes[-1][-1] == layer - 1 and model.n_bytes + model.moments_bytes("full", [*passes[-1], layer]) <= memory:
+        if passes and passes[-1][-1] == layer - 1 and model.n_bytes + model.hessian_bytes("full", [*passes[-1], layer]) <= memory:
             passes[-1].append(layer)
             continue
-        needed = model.n_bytes + model.moments_bytes("full", [layer])
+        needed = model.n_bytes + model.hessian_bytes("full", [layer])
         if needed > memory:
-            block = model.n_bytes + model.moments_bytes("block")
+            block = model.n_bytes + model.hessian_bytes("block")
             raise UserError(
-                f"--importance full: the model and the whole matrices of layer {layer} take {needed / GIB:.2f} GiB, "
-                f"{memory / GIB:.2f} GiB may be used; pass a larger --memory, or --importance block, which takes {block / GIB:.2f} GiB"
+                f"--importance full: the model and the full Hessians of layer {layer} need {needed / GIB:.2f} GiB, "
+                f"the limit is {memory / GIB:.2f} GiB; pass a larger --memory, or --importance block, which needs {block / GIB:.2f} GiB"
             )
         passes.append([layer])
     return passes

@@ -1,4 +1,4 @@
-"""Calibration statistics of the weights' inputs: none, diagonal (imatrix), block-diagonal or full Hessian."""
+"""Calibration statistics of a model: none, diagonal (imatrix), block-diagonal or full Hessians."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True)
 class DeadColumns:
-    """How many columns of a tensor's inputs are next to zero."""
+    """The number of columns of a tensor whose inputs are almost zero."""
 
     n_dead: int
     n_columns: int
 
     @classmethod
     def count(cls, diagonal: np.ndarray) -> DeadColumns:
-        """Count them in the diagonal of the Hessian, (n_experts, n_per_row)."""
+        """Count the dead columns in the diagonal of the Hessian, (n_experts, n_per_row)."""
         dead = dead_columns(diagonal)
         return cls(int(np.count_nonzero(dead)), dead.size)
 
@@ -43,10 +43,10 @@ class Importance:
 
     kind: str = "none"  # one of KINDS
     matrix: ImportanceMatrix | None = None
-    moments: HessianFile | None = None
-    calibration: str | None = None  # name of the text, if this run or an earlier one calibrated
-    description: str | None = None  # for the summary, in place of the usual one
-    warnings: list[str] = field(default_factory=list)  # raised while encoding
+    hessians: HessianFile | None = None
+    calibration: str | None = None  # name of the text, if ggml-ext calibrated
+    description: str | None = None  # replaces the usual one in the summary
+    warnings: list[str] = field(default_factory=list)  # from encoding
 
     def read(self, tensor: Tensor) -> TensorCalibration:
         """Return the statistics of a tensor, without a metric."""
@@ -55,21 +55,21 @@ class Importance:
         return TensorCalibration.from_hessian(self.matrix.values(tensor), self.hessian(tensor))
 
     def hessian(self, tensor: Tensor) -> TensorHessian | None:
-        """Return the Hessian of a tensor, if there is one and it is used."""
-        return self.moments.for_tensor(tensor, self.kind) if self.moments and tensor.name in self.moments else None
+        """Return the Hessian of a tensor, None without one."""
+        return self.hessians.for_tensor(tensor, self.kind) if self.hessians and tensor.name in self.hessians else None
 
     def calibrate(self, planned: PlannedTensor, target: GGMLQuantizationType, codec: Codec, cache: MetricCache) -> TensorCalibration:
-        """Return what the encoder of the target needs.
+        """Return the statistics for the encoder of a type.
 
         Args:
-            planned: the tensor; the plan says whether it uses these statistics.
+            planned: the tensor; the plan decides whether it uses the imatrix.
             target: the type to encode to.
-            codec: factorizes the Hessian, if the encoder uses it.
-            cache: keeps the metric for the next tensor with the same input; one per thread that encodes whole tensors.
+            codec: factorizes the Hessian if the encoder uses it.
+            cache: keeps the metric for the next tensor with the same input.
         """
-        tensor, moments = planned.tensor, self.moments
+        tensor, hessians = planned.tensor, self.hessians
         calibration = self.read(tensor) if planned.uses_imatrix else TensorCalibration()
-        if moments is None or calibration.hessian is None or not uses_metric(target):
+        if hessians is None or calibration.hessian is None or not uses_metric(target):
             return calibration
 
         def compute(expert: int) -> Metric:
@@ -77,24 +77,24 @@ class Importance:
 
         if calibration.n_matrices > 1:
             return replace(calibration, metrics=PerExpert(compute))
-        key = moments.owner(tensor.name), metric_name(target)
+        key = hessians.owner(tensor.name), metric_name(target)
         return replace(calibration, metrics=PerExpert(lambda expert: cache.get(key, lambda: compute(expert))))
 
     def dead_columns(self, plan: QuantizationPlan) -> dict[str, DeadColumns]:
-        """Count the columns without inputs of each tensor that uses the imatrix."""
+        """Count the dead columns of each tensor that uses the imatrix."""
         matrix = self.matrix
         if matrix is None:
             return {}
         return {t.name: DeadColumns.count(matrix.values(t.tensor)) for t in plan.tensors if t.uses_imatrix}
 
     def paths(self) -> list[Path]:
-        """List the files that the values come from."""
+        """List the files of the statistics."""
         matrix = [] if self.matrix is None else [self.matrix.path]
         return list(dict.fromkeys([*matrix, *(f.path for f in self.files())]))
 
     def files(self) -> Sequence[GGUFFile]:
-        """List the files that are read while tensors are encoded."""
-        return self.moments.files if self.moments else []
+        """List the files that are read during encoding."""
+        return self.hessians.files if self.hessians else []
 
     def describe(self) -> str:
         """Describe the statistics for the summary."""
@@ -106,7 +106,7 @@ class Importance:
         return f"{self.kind}, of {self.matrix.path}{f' ({text})' if text else ''}"
 
     def metadata(self) -> list[KeyValue]:
-        """Make llama-quantize's keys about the imatrix, and ours."""
+        """Make the metadata of llama-quantize and of ggml-ext about the imatrix."""
         out = [] if self.matrix is None else self.matrix.metadata()
         out.append(string_value("ggml_ext.importance", self.kind))
         if self.calibration:
@@ -115,15 +115,15 @@ class Importance:
 
 
 def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | None = None) -> Importance:
-    """Open the file of --imatrix, or those of the passes of a calibration.
+    """Open the imatrix file, or the files of the passes of a calibration.
 
     Args:
         paths: the files.
-        kind: the statistics to use, None for the best there are.
-        calibration: name of the text that they were collected with.
+        kind: the statistics to use, None for the best in the files.
+        calibration: name of the text, if ggml-ext calibrated.
 
     Raises:
-        UserError: a file is no imatrix, or lacks that kind.
+        UserError: a file is not an imatrix, or lacks that kind.
     """
     path, matrix = paths[0], ImportanceMatrix(paths[0])
     if kind == "diagonal":
@@ -133,16 +133,16 @@ def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | 
         if kind is None:
             return Importance("diagonal", matrix, None, calibration)
         raise UserError(
-            f"--importance {kind}: {path} holds no second moments: llama-imatrix --moments {kind} makes them; or pass "
+            f"--importance {kind}: {path} has no Hessians: make them with llama-imatrix --moments {kind}, or pass "
             "--importance diagonal"
         )
-    moments = HessianFile(files)
-    if kind == "full" and moments.kind != kind:
+    hessians = HessianFile(files)
+    if kind == "full" and hessians.kind != kind:
         raise UserError(
-            f"--importance full: {path} holds second moments of blocks: llama-imatrix --moments full makes whole matrices; or "
+            f"--importance full: {path} has block-diagonal Hessians: make full ones with llama-imatrix --moments full, or "
             "pass --importance block"
         )
-    return Importance(kind or moments.kind, matrix, moments, calibration)
+    return Importance(kind or hessians.kind, matrix, hessians, calibration)
 
 
 def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested: bool) -> None:
@@ -151,33 +151,33 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
     Args:
         plan: the tensors and their types.
         importance: the statistics.
-        is_requested: --importance names their kind.
+        is_requested: whether --importance sets the kind.
 
     Raises:
-        UserError: they are for another model or damaged. Blocks are all read here, full matrices when they are used.
+        UserError: the Hessians are for another model or damaged. Block-diagonal ones are all read here, full ones when they are used.
     """
-    moments = importance.moments
-    if moments is None:
+    hessian_file = importance.hessians
+    if hessian_file is None:
         return
     tensors = [t.tensor for t in plan.changed if uses_metric(t.type) and t.uses_imatrix]
     if not tensors:
         if is_requested:
             plan.warnings.append(f"--importance {importance.kind}: no tensor gets a type that uses more than the diagonal")
-        importance.kind, importance.moments = "diagonal", None
+        importance.kind, importance.hessians = "diagonal", None
         return
     hessians = {t.name: hessian for t in tensors if (hessian := importance.hessian(t))}
     if not hessians:
         raise UserError(
-            f"--imatrix: {moments.path} has moments of {len(moments.names())} tensors, such as "
-            f"{moments.names()[0]}, and none of a tensor that could use them, such as {tensors[0].name}; make them with "
+            f"--imatrix: {hessian_file.path} has Hessians of {len(hessian_file.names())} tensors, such as "
+            f"{hessian_file.names()[0]}, and none of a tensor that could use them, such as {tensors[0].name}; make them with "
             "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
     if not any(h.stored_full for h in hessians.values()):
-        for name in {moments.owner(name): name for name in hessians}.values():
+        for name in {hessian_file.owner(name): name for name in hessians}.values():
             hessians[name].check()
     if missing := [t.name for t in tensors if t.name not in hessians]:
         plan.warnings.append(
-            f"--imatrix: {moments.path} has no second moments for {len(missing)} of {len(tensors)} tensors, for which the "
-            f"diagonal is used: {list_tensors(missing)}"
+            f"--imatrix: {hessian_file.path} has no Hessians for {len(missing)} of {len(tensors)} tensors, which use the "
+            f"diagonal: {list_tensors(missing)}"
         )
     plan.warnings += token_warnings(hessians)

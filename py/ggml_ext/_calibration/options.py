@@ -15,14 +15,14 @@ from .._native.devices import DeviceOptions
 from . import proxy
 from .importance import KINDS, Importance
 
-DEFAULT_CHUNKS = 100  # of N_CONTEXT tokens; of as many tokens where chunks are shorter
-MEMORY_SHARE = 0.7  # of what is available
+DEFAULT_CHUNKS = 100  # of N_CONTEXT tokens; more if the model's context is shorter
+MEMORY_SHARE = 0.7  # of the available memory
 COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 with it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """The statistics of the inputs that encoders get, and how they are collected. propagates_by_effort: --effort best adds --propagate."""
+    """The calibration statistics to use, and how to collect them."""
 
     imatrix: Path | None = option(None, metavar="FILE", help="importance matrix of llama-imatrix (GGUF), with or without Hessians")
     included: Sequence[str] = option(
@@ -51,7 +51,7 @@ class CalibrationOptions:
         None, record=9, help="quantize layer by layer, so that each corrects the errors of those before it (default: with --effort best)"
     )
     devices: DeviceOptions = field(default_factory=DeviceOptions)
-    propagates_by_effort: bool = False
+    propagates_by_effort: bool = False  # --effort best adds --propagate
 
     @property
     def runs_model(self) -> bool:
@@ -63,11 +63,11 @@ class CalibrationOptions:
 
     @property
     def may_do_without(self) -> bool:
-        """Whether --propagate may be skipped where it cannot be done."""
+        """Whether --propagate is skipped if the model does not support it."""
         return self.propagate is None
 
     def check(self) -> None:
-        """Raise UserError for options that do not go together."""
+        """Raise UserError for options that exclude each other."""
         if self.memory is not None and not 0 < self.memory < float("inf"):
             raise UserError(f"--memory: got {self.memory:g}, must be a number of GiB above 0")
         for flag, is_given in (("--imatrix", self.imatrix is not None), ("--no-calibration", self.no_calibration)):
@@ -76,12 +76,12 @@ class CalibrationOptions:
         if self.proxy_model is not None:
             proxy.check_name(self.proxy_model)
             if self.imatrix is not None or self.no_calibration:
-                raise UserError(f"{proxy.FLAG}: no model is run with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
+                raise UserError(f"{proxy.FLAG}: does not go with {'--imatrix' if self.imatrix else '--no-calibration'}: leave one of them out")
         if self.included and self.excluded:
             raise UserError("--include-weights and --exclude-weights: pass one of them")
         if self.selects and (self.kind == "none" or (self.no_calibration and self.imatrix is None)):
             unused = "--importance none" if self.kind == "none" else "--no-calibration"
-            raise UserError(f"{self.selects}: no importances are used with {unused}: leave one of them out")
+            raise UserError(f"{self.selects}: does not go with {unused}: leave one of them out")
         if self.propagates:
             self._check_propagates()
         if self.kind == "none" and (file := self.imatrix or self.text):
@@ -89,32 +89,32 @@ class CalibrationOptions:
 
     def _check_propagates(self) -> None:
         if self.selects:
-            raise UserError(f"--propagate and {self.selects}: pass one of them; the former uses the importances of all matrices")
+            raise UserError(f"--propagate and {self.selects}: pass one of them; the former uses the inputs of all matrices")
         if self.imatrix is not None:
             raise UserError(
-                f"--propagate: collects the inputs itself, behind quantized layers, and {self.imatrix} holds those of the model as it is: "
-                "pass the text that it was made from with --imatrix-from, and leave --imatrix out"
+                f"--propagate: collects the inputs from quantized layers, {self.imatrix} has those of the original model: "
+                "pass its text with --imatrix-from instead of --imatrix"
             )
         if self.no_calibration:
             raise UserError("--propagate and --no-calibration: pass one of them; the former runs the model")
         if self.kind in ("none", "diagonal"):
-            raise UserError(f"--propagate: needs second moments: pass --importance block or full, not {self.kind}")
+            raise UserError(f"--propagate: needs Hessians: pass --importance block or full, not {self.kind}")
 
     def can_propagate(self) -> bool:
-        """Whether no option here contradicts --propagate."""
+        """Whether no option excludes --propagate."""
         return not (self.imatrix or self.no_calibration or self.selects or self.kind in ("none", "diagonal"))
 
     @property
     def selects(self) -> str:
-        """The flag that leaves importances out, or an empty text."""
+        """The flag that selects tensors by name, or an empty string."""
         return "--include-weights" if self.included else "--exclude-weights" if self.excluded else ""
 
-    def given_names(self) -> frozenset[str]:
-        """The names of the tensors that --imatrix has importances of."""
+    def imatrix_names(self) -> frozenset[str]:
+        """Return the names of the tensors in --imatrix."""
         return frozenset() if self.imatrix is None else frozenset(ImportanceMatrix(self.imatrix).names())
 
     def select(self, importance: Importance) -> None:
-        """Leave importances out by name, as llama-quantize does. Raise UserError if a name matches none, or none remains."""
+        """Select imatrix entries by name, as llama-quantize does. Raise UserError if a name matches none, or none remains."""
         matrix = importance.matrix
         if matrix is None or not self.selects:
             return

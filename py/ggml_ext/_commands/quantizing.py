@@ -170,7 +170,7 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
     """Decide the types of all tensors, and collect the statistics for their encoders."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.importance)
-    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.importance.given_names()))
+    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.importance.imatrix_names()))
     report_options_without_effect(plan, choices)
     for note in plan.notes:
         console.note(note)
