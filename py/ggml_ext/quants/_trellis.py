@@ -16,7 +16,7 @@ from ._blocks import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotat
 from ._metric import WINDOW, Metric, encode_rows, form_times, positions
 
 N_STATES = 4096
-N_STARTS = 256  # states that `start` can name
+N_STARTS = 256  # states that a start byte can encode
 # constants of encode/trellis.c
 MAX_PASSES = 6
 ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
@@ -29,14 +29,14 @@ NIBBLES = np.array([0, 4], np.uint8).reshape(2, 1)
 
 @dataclass(frozen=True)
 class Trellis:
-    """Reference of a trellis type, by its row of the table."""
+    """The reference of a trellis type."""
 
     info: TypeInfo
 
     @property
     def k(self) -> int:
         """Bits per symbol."""
-        assert self.info.trellis_bits is not None  # a trellis type has bits
+        assert self.info.trellis_bits is not None
         return self.info.trellis_bits
 
     @property
@@ -50,12 +50,12 @@ class Trellis:
 
     @property
     def odd(self) -> np.float32:
-        """Error (NMSE) above which the encoder tries further scales for a block."""
+        """NMSE above which the encoder tries more scales for a block."""
         return ODD_ABOVE[self.n] * np.float32(self.info.usual_rel_mse)
 
     @property
     def n_groups(self) -> int:
-        """Number of states, counting those that differ only in the newest symbol once."""
+        """Number of states without their newest symbol."""
         return N_STATES >> self.k
 
     @cached_property
@@ -135,7 +135,7 @@ class Trellis:
     def pack(self, states: np.ndarray, d: np.ndarray) -> np.ndarray:
         """Pack the states by step, int64 (n_blocks, n), and the bytes of the scales, uint8 (n_blocks,).
 
-        A start byte must be able to name the state before step 0.
+        A start byte must be able to encode the state before step 0.
         """
         symbols = np.empty(states.shape, np.uint8)
         symbols[:, self.positions] = states & (1 << self.k) - 1
@@ -153,11 +153,10 @@ class Trellis:
         """Encode weights to the bytes that the C encoder writes.
 
         Args:
-            weights: float32 (n_blocks, n). A block with NaN or Inf gets a d that row validation refuses.
-            importance: weights of the squared errors of a row, float32 (row_blocks, n), the same for every row. A block of zeros
-                counts as ones.
+            weights: float32 (n_blocks, n). A block with NaN or Inf gets an invalid d, which row validation refuses.
+            importance: diagonal of the Hessian, float32 (row_blocks, n), for every row. A block of zeros counts as ones.
             passes: scale candidates per block; 0: the default.
-            metric: error metric of full rows, in place of importance.
+            metric: factorized Hessian of full rows; replaces importance.
 
         Returns:
             uint8 (n_blocks, block_bytes).
@@ -168,8 +167,8 @@ class Trellis:
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
                 metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
-            of_importance = metric is not None and metric.windows is None
-            passes = passes or (MAX_PASSES if of_importance else 2 if self.n == 256 else 3)
+            is_diagonal = metric is not None and metric.windows is None
+            passes = passes or (MAX_PASSES if is_diagonal else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
             def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
@@ -191,7 +190,7 @@ class Trellis:
 
         Args:
             x: targets in units of d, float32 (n, steps).
-            before: states before the first step, int64 (n,); None: any that a start byte can name.
+            before: states before the first step, int64 (n,); None: any that a start byte can encode.
             after: last states without their oldest symbol, int64 (n,); None: any.
 
         Returns:
@@ -226,20 +225,20 @@ class Trellis:
         return states
 
     def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
-        """Find states for a block of each row under scales d (rows,), as trellis_search_feedback() in C does."""
+        """Search the states of a block of each row with error feedback, under scales d (rows,), as trellis_search_feedback() in C does."""
         metric, states, wish = block.known_metric, np.empty(block.x.shape, np.int64), block.wish.copy()
         S, inverse = metric.segment, (np.float32(1) / d)[:, None]
         ahead = 24 if S < 16 else 16 if metric.windows else S
         for s in range(0, self.n, S):
             z = wish[:, s : s + S + ahead] * inverse
-            found = self.search(z, states[:, s - 1] if s else None)[:, :S]
-            states[:, s : s + S] = found
-            errors = block.x[:, s : s + S] - d[:, None] * self.values[found]
+            segment = self.search(z, states[:, s - 1] if s else None)[:, :S]
+            states[:, s : s + S] = segment
+            errors = block.x[:, s : s + S] - d[:, None] * self.values[segment]
             metric.feed_later(block.first, s, errors, wish)
         return states
 
     def _excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Return trellis_excess() of C, float32 (rows,)."""
+        """Return how far the error exceeds ODD_FED, float32 (rows,), as trellis_excess() in C does."""
         value = d[:, None] * self.values[states]
         r = block.wish - value
         block.known_metric.feed_block(block.first, block.x - value, r)
@@ -251,32 +250,37 @@ class Trellis:
         if not len(d):
             return states
         metric, states, scale, inverse = block.known_metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
-        assert metric.windows is not None  # with these passes the metric has them
+        assert metric.windows is not None
         form, windows = metric.blocks[block.first // self.n], metric.windows[block.first // self.n]
         g = form_times(form, metric.aim(block.first, block.x, block.wish) - scale * self.values[states])
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
             here, end = slice(s, s + WINDOW), s + WINDOW
             old = self.values[states[:, here]]
             z = old + form_times(windows[i], g[:, here]) * inverse
-            found = self.search(
+            window = self.search(
                 z, states[:, s - 1] if s else None, states[:, end - 1] & self.n_groups - 1 if end < self.n else None
             )
-            by = scale * (self.values[found] - old)
-            terms = by * (np.float32(0.5) * form_times(form[here, here], by) - g[:, here])
+            change = scale * (self.values[window] - old)
+            terms = change * (np.float32(0.5) * form_times(form[here, here], change) - g[:, here])
             cost = np.zeros_like(d)
             for j in range(WINDOW):
                 cost += terms[:, j]
-            kept = np.flatnonzero(cost < 0)
+            better = np.flatnonzero(cost < 0)
             for j in range(WINDOW):
-                g[kept] -= form[s + j] * by[kept, j, None]
-            states[kept, here] = found[kept]
+                g[better] -= form[s + j] * change[better, j, None]
+            states[better, here] = window[better]
         return states
 
     def _encode(self, block: Block, passes: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Encode a block of each row, as trellis_encode() of encode/trellis.c does.
 
+        Args:
+            block: the rows to encode.
+            passes: scale candidates.
+            rows: bool (n_rows,), True for the rows that block has.
+
         Returns:
-            States (n_rows, n) and bytes of the scales (n_rows,), zero where rows, bool (n_rows,), is False: block has only the others.
+            States (n_rows, n) and bytes of the scales (n_rows,), zero for rows that are not in block.
         """
         n, metric = len(block.x), block.metric
         error, _ = block.cost()
@@ -287,7 +291,7 @@ class Trellis:
         tried = np.zeros((n, 256), bool)
 
         def try_scale(active: np.ndarray, d: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
-            """Encode the rows `active` under the scales d; return the scales that suit them best, and the squared errors."""
+            """Encode the rows `active` under the scales d. Return the best scales for the resulting states, and the squared errors."""
             scale, here = e5m3_to_float32(d.astype(np.uint8)), block.rows(active)
             if feed_back:
                 states = self.search_feedback(here, scale)
@@ -295,43 +299,43 @@ class Trellis:
                 states = self.search(here.wish * (np.float32(1) / scale)[:, None])
             v = self.values[states]
             e = here.wish - scale[:, None] * v
-            found, step = here.cost(v, scale)
-            better = found < error[active]
-            error[active[better]] = found[better]
+            cost, step = here.cost(v, scale)
+            better = cost < error[active]
+            error[active[better]] = cost[better]
             best_d[active[better]] = d[better]
             best_states[active[better]] = states[better]
             return scale + step, sum_lanes(e * e)
 
-        def next_scales(active: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            d = _next_scale(want[active], tried[active])
+        def next_scales(active: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            d = _next_scale(scales[active], tried[active])
             return active[d > 0], d[d > 0]
 
-        want, look, active = first * np.float32(self.info.trellis_gain), np.zeros(n, np.float32), np.arange(n)
-        at = np.zeros(n, np.int64)
-        moments = metric is not None and metric.windows is not None
-        if metric is not None and not moments:
-            looking, d = next_scales(active, want)
-            if len(looking):
-                want[looking], look[looking] = try_scale(looking, d, False)
+        aim, excess, active = first * np.float32(self.info.trellis_gain), np.zeros(n, np.float32), np.arange(n)
+        base = np.zeros(n, np.int64)  # the best scale so far
+        has_hessian = metric is not None and metric.windows is not None
+        if metric is not None and not has_hessian:
+            searched, d = next_scales(active, aim)
+            if len(searched):
+                aim[searched], excess[searched] = try_scale(searched, d, False)
         for _ in range(passes):
-            d = _next_scale(want[active], tried[active])
-            d = np.where((d < 0) & (at[active] > 0), _scale_beside(at[active], tried[active]), d)
+            d = _next_scale(aim[active], tried[active])
+            d = np.where((d < 0) & (base[active] > 0), _scale_beside(base[active], tried[active]), d)
             active, d = active[d > 0], d[d > 0]
             if not len(active):
                 break
-            suits, _ = try_scale(active, d, metric is not None)
+            best_scales, _ = try_scale(active, d, metric is not None)
             tried[active, d] = True
-            better = (at[active] == 0) | (best_d[active] == d)
-            at[active[better]], want[active[better]] = d[better], suits[better]
-        if moments:
-            look, bell = self._excess(block, e5m3_to_float32(best_d), best_states), np.zeros_like(bell)
+            better = (base[active] == 0) | (best_d[active] == d)
+            base[active[better]], aim[active[better]] = d[better], best_scales[better]
+        if has_hessian:
+            excess, bell = self._excess(block, e5m3_to_float32(best_d), best_states), np.zeros_like(bell)
         top = np.abs(self.values).max()
         for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(block.x).max(axis=1, initial=0) / top):
-            active, d = next_scales(np.flatnonzero((error if metric is None else look) > bell), odd)
+            active, d = next_scales(np.flatnonzero((error if metric is None else excess) > bell), odd)
             if len(active):
                 try_scale(active, d, metric is not None)
                 tried[active, d] = True
-        if moments:
+        if has_hessian:
             here = np.flatnonzero(best_d)
             best_states[here] = self._improve(block.rows(here), e5m3_to_float32(best_d[here]), best_states[here])
         all_d, all_states = np.zeros(len(rows), np.uint8), np.zeros((len(rows), self.n), np.int64)
@@ -346,11 +350,11 @@ class Block:
     metric: Metric | None
     first: int  # step of the row at which the block begins
     x: np.ndarray  # float32 (n_rows, n), rotated, by step
-    wish: np.ndarray  # the same with what the errors of the row's earlier blocks ask for
+    wish: np.ndarray  # x corrected for the errors of the row's earlier blocks
 
     @property
     def known_metric(self) -> Metric:
-        """The metric of a search with error feedback."""
+        """The metric, where error feedback needs one."""
         assert self.metric is not None
         return self.metric
 
@@ -358,7 +362,7 @@ class Block:
         return Block(self.metric, self.first, self.x[which], self.wish[which])
 
     def cost(self, v: np.ndarray | None = None, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the cost of the values d*v, or of zeros, and the change of d that would lower it most, as trellis_cost() does."""
+        """Return the cost of the values d*v, or of zeros, and the best change of d, as trellis_cost() does."""
         step, e, r = None, self.x, self.wish
         if v is not None and d is not None:
             e, r = e - d[:, None] * v, r - d[:, None] * v
@@ -376,14 +380,14 @@ class Block:
         return sum_lanes(r * (r if self.metric is None else self.metric.apply_forms(self.first, r))), step
 
 
-def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Return the byte of the scale to try next, int64 (n,), or -1: trellis_next_scale() of encode/trellis.c."""
+def _next_scale(aim: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """Choose the byte of the scale to try next, int64 (n,), or -1, as trellis_next_scale() does."""
     values = e5m3_to_float32(np.arange(LAST_SCALE + 1, dtype=np.uint8))
-    below = np.maximum(np.searchsorted(values, want, side="right") - 1, 0)
-    lo = np.where(want < values[-1], below, LAST_SCALE)
+    below = np.maximum(np.searchsorted(values, aim, side="right") - 1, 0)
+    lo = np.where(aim < values[-1], below, LAST_SCALE)
     up = np.minimum(lo + 1, LAST_SCALE)
-    up_first = values[up] - want < want - values[lo]
-    choice = np.full(len(want), -1)
+    up_first = values[up] - aim < aim - values[lo]
+    choice = np.full(len(aim), -1)
     for d in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
         free = (d > 0) & ~tried[np.arange(len(d)), d]
         choice[free] = d[free]
@@ -391,7 +395,7 @@ def _next_scale(want: np.ndarray, tried: np.ndarray) -> np.ndarray:
 
 
 def _scale_beside(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Return a byte next to those of scale, int64 (n,), to try next, or -1: trellis_scale_beside() of encode/trellis.c."""
+    """Choose a byte next to that of the scale, int64 (n,), or -1, as trellis_scale_beside() does."""
     choice = np.full(len(scale), -1)
     for d, allowed in (scale - 1, scale > 1), (scale + 1, scale < LAST_SCALE):  # the larger one last: it wins
         free = allowed & ~tried[np.arange(len(d)), d]
