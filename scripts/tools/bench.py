@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Decode and prefill speed of our types against stock types, on a synthetic model of Llama-3.2-1B's block shape.
+"""Compare decode and prefill speed of ggml-ext and upstream types on a synthetic model with Llama-3.2-1B's block shape.
 
-    bench.py --gemv ...     single products against unpack plus OpenBLAS: see gemv.py
     bench.py [--types itq3_s,q3_k,...] [--baseline q3_k] [--rounds 5] [--threads 2] [--json FILE]
+    bench.py --gemv ...     time single products against unpack plus OpenBLAS: see gemv.py
 
-llama-bench runs once per type and round, the types in turn, so that drift of the machine's speed falls on all of them.
-Prints the median over the rounds in tokens a second, and the median of the per-round ratios to each baseline: ratios
-hold on other machines, tokens a second do not. Takes about 10 s a type and round, and 2 GB in --models.
+llama-bench runs once per type and round. Types alternate, so that drift of the machine's speed affects all of them. Print the median tokens/s
+over the rounds and the median of the ratios to each baseline in the same round. Ratios hold on other machines, tokens/s do not. A type takes
+about 10 s per round; the models take 2 GB.
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def print_table(rows: list[dict], baselines: list[str], n_prompt: int) -> None:
     print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
     for row in rows:
         cells = [row["type"].upper()]
-        for what in ("decode", "prefill"):
-            cells += [f"{row[what]:.1f}"] + [f"{row[f'{what}/{b}']:.2f}" for b in baselines]
+        for phase in ("decode", "prefill"):
+            cells += [f"{row[phase]:.1f}"] + [f"{row[f'{phase}/{b}']:.2f}" for b in baselines]
         print("| " + " | ".join(cells) + " |")
 
 
@@ -43,15 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=DEFAULT_TYPES, help=f"default: {DEFAULT_TYPES}")
     parser.add_argument("--baseline", default="q3_k,iq3_s,q2_k,iq2_xxs",
-                        help="types the ratios refer to (default: q3_k,iq3_s,q2_k,iq2_xxs)")
+                        help="types to compute ratios to (default: q3_k,iq3_s,q2_k,iq2_xxs)")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill run (default: 128)")
-    parser.add_argument("--gen", type=int, default=32, help="tokens of the decode run (default: 32)")
-    parser.add_argument("--bin", type=Path, help="folder of llama-bench (default: the package's; for comparing builds)")
-    parser.add_argument("--models", type=Path, help="folder to keep the models in (default: a temporary one)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per type (default: 5)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="default: all usable cores")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens to prefill (default: 128)")
+    parser.add_argument("--gen", type=int, default=32, help="tokens to decode (default: 32)")
+    parser.add_argument("--bin", type=Path, help="directory of llama-bench, to compare builds (default: the package's)")
+    parser.add_argument("--models", type=Path, help="directory to keep the models in (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write every sample and the summary to this file")
     args = parser.parse_args()
     types, baselines = args.types.lower().split(","), args.baseline.lower().split(",")
@@ -59,11 +59,11 @@ def main() -> None:
         parser.error(f"--baseline {','.join(missing)} is not among --types {args.types}")
 
     with tempfile.TemporaryDirectory() as tmp:
-        folder = args.models or Path(tmp)
-        folder.mkdir(parents=True, exist_ok=True)
+        directory = args.models or Path(tmp)
+        directory.mkdir(parents=True, exist_ok=True)
         models = {}
         for name in types:
-            models[name] = folder / f"{args.shape}-{args.layers}-{name}.gguf"
+            models[name] = directory / f"{args.shape}-{args.layers}-{name}.gguf"
             if not models[name].exists():
                 print(f"writing {models[name].name}", file=sys.stderr)
                 write_model(name, models[name], args.shape, args.layers)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Ask a model a question on llama-server's chat page, in headless Chromium, and take a picture of the page with the answer.
+"""Ask a model a question on llama-server's chat page in headless Chromium, and take a screenshot of the answer.
 
     chat_screenshot.py -m model.gguf -o docs/chat-page.png "What is the capital of France?" [llama-server's options]
 
-It needs the Python packages selenium and pillow, and Debian's packages chromium and chromium-driver, or such programs of those names.
+Requires the Python packages selenium and pillow, and the programs chromium and chromedriver (Debian: chromium, chromium-driver).
 """
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from server import running_server
 
 ANSWER = '[aria-label="Assistant message with actions"] .markdown-content'
 STOP = '[aria-label="Stop generation"]'
-# no calls home, and a screen that is not there
+# headless, without background network traffic
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars")
 
 
 @contextlib.contextmanager
 def browser(width: int = 1000, height: int = 700) -> Iterator[WebDriver]:
-    """A headless Chromium that ends with the block and leaves nothing. RuntimeError if there is none."""
+    """Run a headless Chromium with a temporary profile for the duration of the block; RuntimeError if it is not installed."""
     programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    absent = [name for name, path in programs.items() if not path]
-    if absent:
-        raise RuntimeError(f"{' and '.join(absent)} not found; install chromium and chromium-driver (as Debian names them)")
-    os.environ["SE_OFFLINE"] = "true"  # or selenium asks its own servers for a newer browser
+    missing = [name for name, path in programs.items() if not path]
+    if missing:
+        raise RuntimeError(f"{' and '.join(missing)} not found; install chromium and chromium-driver (Debian's package names)")
+    os.environ["SE_OFFLINE"] = "true"  # otherwise selenium looks for a newer browser online
     options = webdriver.ChromeOptions()
     options.binary_location = programs["chromium"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -59,9 +59,9 @@ def browser(width: int = 1000, height: int = 700) -> Iterator[WebDriver]:
 
 
 def ask(driver: WebDriver, url: str, question: str, seconds: float = 60) -> str:
-    """The answer that the page shows, when it is complete. RuntimeError if none comes within the seconds."""
-    def find(what: str) -> list:
-        return driver.find_elements(By.CSS_SELECTOR, what)
+    """Ask the question on the page at `url` and return the complete answer; RuntimeError if it takes longer than `seconds`."""
+    def find(selector: str) -> list:
+        return driver.find_elements(By.CSS_SELECTOR, selector)
 
     wait = WebDriverWait(driver, seconds, poll_frequency=0.1, ignored_exceptions=[StaleElementReferenceException])
     missing = "a field for a message"
@@ -70,7 +70,7 @@ def ask(driver: WebDriver, url: str, question: str, seconds: float = 60) -> str:
         field = wait.until(lambda _: [e for e in find("textarea") if e.is_displayed() and e.is_enabled()])[0]
         missing = "an answer"
         field.send_keys(question, Keys.ENTER)
-        # complete: the page has counted its tokens, and the button that stops it is gone
+        # a complete answer has its token count, and the stop button is gone
         return wait.until(lambda _: not find(STOP) and " ".join(e.text.strip() for e in find(ANSWER)))
     except WebDriverException as e:
         detail = "" if isinstance(e, TimeoutException) else f": {(e.msg or type(e).__name__).splitlines()[0]}"
@@ -78,7 +78,7 @@ def ask(driver: WebDriver, url: str, question: str, seconds: float = 60) -> str:
 
 
 def save_screenshot(driver: WebDriver, path: Path) -> None:
-    """As PNG with a palette, a third of the size."""
+    """Save a screenshot as PNG with a palette, which takes a third of the size."""
     with Image.open(io.BytesIO(driver.get_screenshot_as_png())) as image:
         image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, "PNG", optimize=True)
 
@@ -86,14 +86,14 @@ def save_screenshot(driver: WebDriver, path: Path) -> None:
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the picture, PNG")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="PNG file to write")
     parser.add_argument("--size", type=int, nargs=2, default=(1000, 700), metavar=("WIDTH", "HEIGHT"))
-    parser.add_argument("--seconds", type=float, default=120, help="for the answer (default: 120)")
+    parser.add_argument("--seconds", type=float, default=120, help="time limit of the answer (default: 120)")
     parser.add_argument("question")
     args, options = parser.parse_known_args()
     with running_server(args.model, "--temp", 0, *options) as url, browser(*args.size) as driver:
         print(ask(driver, url, args.question, args.seconds))
-        time.sleep(1)  # for the page's fading in and out
+        time.sleep(1)  # until the page's animations end
         save_screenshot(driver, args.output)
     print(f"{args.output}: {args.output.stat().st_size / 1e3:.0f} kB")
 

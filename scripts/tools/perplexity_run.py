@@ -27,7 +27,7 @@ STOCK_TYPES = {name: name.upper() for name in (
     "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
 )} | {"iq2_s": "IQ2_M"}
 OUR_TYPES = (*WEIGHT_TYPES, *RECIPES)
-# refused, or poor, without an importance matrix
+# llama-quantize refuses them without an imatrix, or they are poor
 NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 # one type for all block weights, so that files differ in nothing else
 UNIFORM = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
@@ -65,14 +65,14 @@ def run_perplexity(what: str, parse: Callable[[str], Result | None], model: Path
     # the exit code is 0 after these errors
     if errors := re.findall(r"^\S+ E ((?:perplexity|kl_divergence)\s*: .*)", log, re.M):
         raise RuntimeError(f"llama-perplexity on {model}: " + " / ".join(errors))
-    if (found := parse(log)) is None:
+    if (result := parse(log)) is None:
         raise RuntimeError(f"llama-perplexity gave no {what} for {model}; it ends with " + last_lines(log))
-    return found
+    return result
 
 
 def perplexity(model: Path, text: Path, n_ctx: int = 256, n_chunks: int = 600, threads: int = 2,
                program: list | None = None) -> Figure:
-    """Perplexity of a model on a text; RuntimeError if llama-perplexity fails or gives no final estimate."""
+    """Measure the perplexity of a model on a text; RuntimeError if llama-perplexity fails or gives no final estimate."""
     return run_perplexity("final estimate", parse_perplexity, model, n_ctx, threads, "-f", text, "--chunks", n_chunks, program=program)
 
 
@@ -80,11 +80,11 @@ def save_base_logits(model: Path, text: Path, out: Path, n_ctx: int, n_chunks: i
     """Run the model on the text and write its log-probabilities to `out`, completely or not at all."""
     part = out.with_name(out.name + ".part")
 
-    def started(_: str) -> bool | None:
+    def has_header(_: str) -> bool | None:
         return (part.exists() and part.stat().st_size >= BaseLogits.HEADER.size) or None
 
     try:
-        run_perplexity("logits", started, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
+        run_perplexity("logits", has_header, model, n_ctx, threads, "-f", text, "--chunks", n_chunks,
                        "--kl-divergence-base", part)
         BaseLogits.read(part)
         os.replace(part, out)
@@ -98,16 +98,16 @@ def kl_divergence(model: Path, base: BaseLogits, threads: int) -> dict[str, Figu
 
     RuntimeError if a figure is missing, UserError if one is NaN.
     """
-    found = run_perplexity("statistics", parse_statistics, model, base.n_ctx, threads, "--kl-divergence",
-                           "--kl-divergence-base", base.path)
-    return require_finite(model, found)
+    statistics = run_perplexity("statistics", parse_statistics, model, base.n_ctx, threads, "--kl-divergence",
+                                "--kl-divergence-base", base.path)
+    return require_finite(model, statistics)
 
 
-def split_text(text: Path, folder: Path) -> tuple[Path, Path]:
-    """Split a text into the part to score and the part for calibration, as files in `folder`."""
+def split_text(text: Path, directory: Path) -> tuple[Path, Path]:
+    """Split a text into the part to score and the part for calibration, as files in `directory`."""
     content = text.read_bytes().decode("utf-8", "surrogateescape")
     cut = int(len(content) * SCORED)
-    scored, rest = folder / "scored.txt", folder / "rest.txt"
+    scored, rest = directory / "scored.txt", directory / "rest.txt"
     for path, part in (scored, content[:cut]), (rest, content[cut:]):
         path.write_bytes(part.encode("utf-8", "surrogateescape"))
     return scored, rest

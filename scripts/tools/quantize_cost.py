@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Quantize a file of a real model's shapes and say what that took: time, peak memory, size.
+"""Quantize a file with the shapes of a real model, and print the time, peak memory and size.
 
     quantize_cost.py llama-3.1-70b --layers 1 --type itq3_t --threads 2 [--random] [--folder DIR] [-- --importance none ...]
 
-The file is sparse: zeros that take no room on the disk, but are encoded like any weights. --random fills every tensor with 64
-random rows, repeated, which takes the room of an F16 model: encoders are faster with zeros. What follows -- goes to the
-quantizer, which gets --importance none unless they say where importances come from. Everything is removed at the end.
+The source is a sparse file of zeros, which takes no disk space. Encoders are faster with zeros, so --random repeats 64 random rows in each
+tensor; the file then takes as much space as an F16 model. Options after -- go to `ggml-ext quantize`, which runs with --importance none unless they
+name an imatrix or an importance. All files are removed at the end.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import numpy as np
 from ggml_ext._console.cli import run_script
 from ggml_ext._formats.gguf_file import Tensor, pack_header, pad, row_bytes, string_value
 
-# embedding, feed-forward, key-value columns, layers, vocabulary, own output matrix
+# embedding size, feed-forward size, key-value columns, layers, vocabulary size, whether the output matrix is separate
 SHAPES = {
     "llama-3.2-1b": (2048, 8192, 512, 16, 128256, False),
     "llama-3.1-8b": (4096, 14336, 1024, 32, 128256, True),
@@ -34,25 +34,25 @@ DISTINCT_ROWS = 64
 
 
 def tensors(shape: str, n_layers: int | None = None, embeddings: bool = True) -> list[Tensor]:
-    """Of the whole model, or of fewer layers."""
+    """List the tensors of a model, or of its first n_layers layers."""
     d, ff, kv, layers, vocabulary, has_output = SHAPES[shape]
     outer = [("token_embd", (d, vocabulary)), *([("output", (d, vocabulary))] if has_output else [])]
-    found = [(f"{name}.weight", ne, F16) for name, ne in outer if embeddings]
+    rows = [(f"{name}.weight", ne, F16) for name, ne in outer if embeddings]
     for i in range(n_layers or layers):
         blocks = {"attn_q": (d, d), "attn_k": (d, kv), "attn_v": (d, kv), "attn_output": (d, d)}
         blocks |= {"ffn_gate": (d, ff), "ffn_up": (d, ff), "ffn_down": (ff, d)}
-        found += [(f"blk.{i}.{name}.weight", ne, F16) for name, ne in blocks.items()]
-        found += [(f"blk.{i}.{name}_norm.weight", (d,), F32) for name in ("attn", "ffn")]
-    return [Tensor(name, ne, t, 0, row_bytes(t, ne[0]) * int(np.prod(ne[1:], dtype=np.int64))) for name, ne, t in found]
+        rows += [(f"blk.{i}.{name}.weight", ne, F16) for name, ne in blocks.items()]
+        rows += [(f"blk.{i}.{name}_norm.weight", (d,), F32) for name in ("attn", "ffn")]
+    return [Tensor(name, ne, t, 0, row_bytes(t, ne[0]) * int(np.prod(ne[1:], dtype=np.int64))) for name, ne, t in rows]
 
 
-def write_model(path: Path, of: list[Tensor], random: bool = False) -> None:
-    """Zeros, or random weights of a usual size."""
-    header = pack_header({"general.architecture": string_value("general.architecture", "llama")}, of, [t.type for t in of], 32)
+def write_model(path: Path, model: list[Tensor], random: bool = False) -> None:
+    """Write a GGUF file of zeros, or of random weights with a realistic magnitude."""
+    header = pack_header({"general.architecture": string_value("general.architecture", "llama")}, model, [t.type for t in model], 32)
     rng = np.random.default_rng(0)
     with open(path, "wb") as f:
         f.write(header)
-        for t in of:
+        for t in model:
             start = f.tell()
             if random and t.type == F16:
                 rows = (rng.standard_normal((DISTINCT_ROWS, t.ne[0])) * 0.02).astype(np.float16)
@@ -65,15 +65,15 @@ def write_model(path: Path, of: list[Tensor], random: bool = False) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--type", default="itq3_t")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--random", action="store_true")
-    parser.add_argument("--folder", type=Path, help="for both files; default: the one for temporary files")
+    parser.add_argument("--type", default="itq3_t", help="default: itq3_t")
+    parser.add_argument("--layers", type=int, help="default: all")
+    parser.add_argument("--threads", type=int, default=2, help="default: 2")
+    parser.add_argument("--random", action="store_true", help="random weights instead of zeros")
+    parser.add_argument("--folder", type=Path, help="directory for both files (default: the system's temporary directory)")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        source, output = Path(folder) / "in.gguf", Path(folder) / "out.gguf"
+    with tempfile.TemporaryDirectory(dir=args.folder) as tmp:
+        source, output = Path(tmp) / "in.gguf", Path(tmp) / "out.gguf"
         model = tensors(args.shape, args.layers)
         write_model(source, model, args.random)
         command = [sys.executable, "-m", "ggml_ext.quantize", source, output, "--type", args.type, "-t", args.threads, "-q"]
@@ -88,7 +88,7 @@ def main() -> None:
         print(
             f"{args.shape}, {n / 1e9:.2f} G weights, {source.stat().st_size / 1e9:.2f} GB in F16, "
             f"{output.stat().st_size / 1e9:.2f} GB as {args.type}: {seconds:.0f} s on {args.threads} threads ({cpu:.0f} s of "
-            f"processor time, {n / cpu / 1e6:.2f} M weights a second and thread), peak memory {peak / 1e6:,.0f} MB"
+            f"CPU time, {n / cpu / 1e6:.2f} M weights per second and thread), peak memory {peak / 1e6:,.0f} MB"
         )
 
 

@@ -1,4 +1,4 @@
-"""Runs the package's llama-server for as long as a `with` block lasts: for scripts and tests.
+"""Run the package's llama-server for the duration of a `with` block, for scripts and tests.
 
     with running_server(model, "--ctx-size", 512) as url:
         urllib.request.urlopen(url + "/health")
@@ -22,9 +22,9 @@ from ggml_ext._native.programs import tool_path
 
 
 def last_lines(log: Path, n: int = 3) -> str:
-    """In one line."""
+    """Return the last n lines of a log, joined into one."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-n:]) or "it printed nothing"
+    return " / ".join(lines[-n:]) or "no output"
 
 
 def is_healthy(url: str) -> bool:
@@ -36,7 +36,7 @@ def is_healthy(url: str) -> bool:
 
 
 def end_with_parent() -> None:
-    """In a new process: ask Linux to end it when the process that started it is killed."""
+    """Ask Linux to end this process when its parent is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
@@ -50,7 +50,7 @@ def stop(process: subprocess.Popen, seconds: float = 10) -> None:
 
 
 class Address(str):
-    """Of a server, with its process."""
+    """The URL of a server, with its process."""
 
     process: subprocess.Popen
 
@@ -58,10 +58,17 @@ class Address(str):
 @contextlib.contextmanager
 def running_server(model: Path | str, *args, program: Path | None = None, port: int = 0, log: Path | None = None,
                    seconds: float = 120) -> Iterator[Address]:
-    """The address of a llama-server on the loopback interface that has loaded the model; it ends with the block.
+    """Start llama-server on the loopback interface, wait until it has loaded the model, and end it with the block.
 
-    port 0: the system chooses a free one. Its output goes into the file log, if there is one. RuntimeError with the last
-    lines of that output if it ends early or has not loaded the model within the seconds.
+    Args:
+        args: further options of llama-server.
+        program: the server to run (default: the package's).
+        port: 0 for a free port that the system chooses.
+        log: file for the server's output (default: a temporary one).
+        seconds: time limit for loading the model.
+
+    Raises:
+        RuntimeError: the server ended or did not load the model in time; the message has its last lines.
     """
     with contextlib.ExitStack() as stack:
         if log is None:
@@ -73,7 +80,7 @@ def running_server(model: Path | str, *args, program: Path | None = None, port: 
         stack.callback(stop, process)
         deadline = time.monotonic() + seconds
         while True:
-            # the server's own word for it: on a busy port another server might answer in its place
+            # from the log, because on a busy port another server could answer
             address = re.search(r"listening on (http://\S+)", log.read_text(errors="replace"))
             if address and is_healthy(address[1]):
                 break

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Write a synthetic Llama of one weight type, for speed runs only: random weights in the block shapes of a real model.
+"""Write a synthetic model of one weight type for speed measurements: random weights with the block shapes of a real model.
 
     synth_model.py TYPE OUT.gguf [--shape llama-3.2-1b] [--layers 8]
-    shapes: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for rehearsals
+    shapes: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b, olmoe-1b-7b, gpt-oss-20b, qwen2.5-0.5b; tiny, tiny-experts, tiny-ragged for tests
 
-gpt-oss, Qwen and tiny-ragged have rows that are no multiple of 256, all or some: they get the type's fallback, as from the quantizer.
+The row sizes of gpt-oss, Qwen and tiny-ragged are not all multiples of 256. Such rows get the type's fallback, as in `ggml-ext quantize`.
 
-Encoding hundreds of millions of weights would take minutes in some stock types and no kernel's speed depends on their
-values, so 64 distinct rows are encoded and repeated. Embeddings and output stay F16 with the small vocabulary of the
-embedded model, whose tokenizer is copied: they are read once a token and are the same for every type.
+The model repeats 64 encoded rows, because encoding all rows takes minutes in some upstream types and speed does not depend on the values.
+Embeddings and output are F16 in every type. The tokenizer, with its small vocabulary, is that of the reference model.
 """
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-import ggml_ext  # noqa: F401  teaches gguf our types
+import ggml_ext  # noqa: F401  registers the types in gguf
 from ggml_ext._console.cli import run_script
 from ggml_ext._formats.gguf_file import Tensor
 from ggml_ext._formats.tensor_types import parse_type
@@ -28,7 +27,7 @@ from ggml_ext._native import library
 from ggml_ext._plan.plan import Fallback, fit_to_row
 
 ROOT = Path(__file__).resolve().parents[2]
-# embedding, feed-forward (of an expert), head size, heads, key-value heads, experts, experts of a token
+# embedding size, feed-forward size (of an expert), head size, heads, key-value heads, experts, experts per token
 SHAPES = {"llama-3.2-1b": (2048, 8192, 64, 32, 8, 0, 0), "llama-3.1-8b": (4096, 14336, 128, 32, 8, 0, 0),
           "llama-3.1-70b": (8192, 28672, 128, 64, 8, 0, 0), "qwen3-30b-a3b": (2048, 768, 128, 32, 4, 128, 8),
           "olmoe-1b-7b": (2048, 1024, 128, 16, 16, 64, 8), "gpt-oss-20b": (2880, 2880, 64, 64, 8, 32, 4),
@@ -38,7 +37,7 @@ DISTINCT_ROWS = 64
 
 
 def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers: int = 8) -> None:
-    """Write the model, and a line for each length of rows in another type; UserError for unknown names of types."""
+    """Write the model, and report the rows that get a fallback; UserError if the type is unknown."""
     d, ff, head, n_head, n_kv, n_experts, n_used = SHAPES[shape]
     qtype = parse_type(type_name, "TYPE")
     lib = library.load()
@@ -46,13 +45,13 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
 
     fallbacks: dict[Fallback, list[str]] = {}
 
-    def type_of(name: str, n_rows: int, n_per_row: int) -> gguf.GGMLQuantizationType:
-        got = fit_to_row(Tensor(name, (n_per_row, n_rows), gguf.GGMLQuantizationType.F16, 0, 0), qtype)
-        if got != qtype:
-            fallbacks.setdefault(Fallback(n_per_row, qtype, got), []).append(name)
-        return got
+    def choose_type(name: str, n_rows: int, n_per_row: int) -> gguf.GGMLQuantizationType:
+        fitting = fit_to_row(Tensor(name, (n_per_row, n_rows), gguf.GGMLQuantizationType.F16, 0, 0), qtype)
+        if fitting != qtype:
+            fallbacks.setdefault(Fallback(n_per_row, qtype, fitting), []).append(name)
+        return fitting
 
-    @functools.cache  # blocks share their bytes: files are larger than memory
+    @functools.cache  # layers share their bytes, because models may exceed memory
     def rows(n_rows: int, n_per_row: int, qtype: gguf.GGMLQuantizationType) -> np.ndarray:
         base = (rng.standard_normal((DISTINCT_ROWS, n_per_row)) * 0.02).astype(np.float32)
         if qtype == gguf.GGMLQuantizationType.F16:
@@ -95,12 +94,12 @@ def write_model(type_name: str, out: Path, shape: str = "llama-3.2-1b", n_layers
         for name, (n_rows, n_per_row) in matrices.items():
             is_expert = n_experts and name.startswith("ffn")
             full_name = f"blk.{layer}.{name}{'_exps' if is_expert else ''}.weight"
-            of_row = type_of(full_name, n_rows, n_per_row)
+            row_type = choose_type(full_name, n_rows, n_per_row)
             if is_expert:
-                experts = rows(n_experts * n_rows, n_per_row, of_row).reshape(n_experts, n_rows, -1)
-                writer.add_tensor(full_name, experts, raw_dtype=of_row)
+                experts = rows(n_experts * n_rows, n_per_row, row_type).reshape(n_experts, n_rows, -1)
+                writer.add_tensor(full_name, experts, raw_dtype=row_type)
             else:
-                writer.add_tensor(full_name, rows(n_rows, n_per_row, of_row), raw_dtype=of_row)
+                writer.add_tensor(full_name, rows(n_rows, n_per_row, row_type), raw_dtype=row_type)
         if n_experts:
             router = (rng.standard_normal((n_experts, d)) * 0.02).astype(np.float32)
             writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
@@ -117,7 +116,7 @@ def main() -> None:
     parser.add_argument("type")
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8, help="default: 8")
     args = parser.parse_args()
     write_model(args.type, args.out, args.shape, args.layers)
 

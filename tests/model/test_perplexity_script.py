@@ -207,7 +207,7 @@ def test_short_text_is_refused(tmp_path, model, lib):
 def test_quantized_model_is_refused(tmp_path, model, lib):
     quantize(model, tmp_path / "q.gguf", "--type", "itq3_s")
     line = script_error("-m", tmp_path / "q.gguf", "--out", tmp_path / "out")
-    assert "has matrices in itq3_s; needed F16, BF16 or F32" in line
+    assert "has block weights in itq3_s; needed F16, BF16 or F32" in line
 
 
 def test_statistics_are_parsed():
