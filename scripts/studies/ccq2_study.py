@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The searches behind the constants of CCQ2 (ggml_ext/types/ccq2.h): alpha and beta, the split of the scale bits.
+"""Search the constants of CCQ2 (ggml_ext/types/ccq2.h): alpha, beta and the split of the scale bits.
 
     ccq2_study.py [--blocks 200]
 
-Relative squared errors of random weights and of tests/data/minilm_ffn_down.npy. Vectors of four weights under one scale
-choose alpha and beta; whole blocks under every combination of the scales that a split offers compare the splits.
+Print the NMSE of random weights and of tests/data/minilm_ffn_down.npy. Alpha and beta are compared on vectors of four weights with one scale,
+splits on full blocks with the best of all scales that the split can represent.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from ggml_ext._console.cli import run_script
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "minilm_ffn_down.npy"
-# name -> multipliers of a group under the super scale, super scales an octave
+# name -> multipliers of the group scales, super scales per octave
 SPLITS = {
     "half, no group scales": ([1], 32),
     "E5M3 + 4x2 bits, {5, 6, 7, 8}": ([5 / 8, 6 / 8, 7 / 8, 1], 8),
@@ -28,24 +28,25 @@ SPLITS = {
 
 
 def codebook(alpha: float, beta: float) -> np.ndarray:
-    """Values float32 (256, 4) of all bytes."""
+    """Return the four values of each byte, float32 (256, 4)."""
     c = np.clip(np.floor(alpha * np.arange(256) + beta + 0.5), 0, 2**15 - 1).astype(int)
     return (((c[:, None] >> np.array([9, 6, 3, 0])) & 63) - 32).astype(np.float32)
 
 
 def squared_error(x: np.ndarray, values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Least squared errors (n,) of vectors x (n, 4) under scales (4,)."""
+    """Return the smallest squared errors (n,) of vectors x (n, 4) with the scales (4,)."""
     v = values * scale
     return ((v * v).sum(1) - 2 * x @ v.T).min(1) + (x * x).sum(1)
 
 
-def under_one_scale(x: np.ndarray, alpha: float, beta: float) -> float:
+def codebook_error(x: np.ndarray, alpha: float, beta: float) -> float:
+    """Return the NMSE of vectors x (n, 4) with the best common scale."""
     values = codebook(alpha, beta)
     return min(float(squared_error(x, values, np.full(4, s, np.float32)).sum()) for s in np.arange(0.05, 0.0751, 0.0025)) / float((x * x).sum())
 
 
 def split_error(blocks: np.ndarray, multipliers: list[float], steps: int, values: np.ndarray) -> float:
-    """Relative squared error of blocks (n, 256) under the best scales of every block."""
+    """Return the NMSE of blocks (n, 256), each with its best scales."""
     total = 0.0
     for block in blocks:
         pairs = block.reshape(2, 4, 32).transpose(0, 2, 1)  # vectors of the two halves, over groups 0, 1 and 2, 3
@@ -65,16 +66,16 @@ def split_error(blocks: np.ndarray, multipliers: list[float], steps: int, values
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=200, help="blocks of each sample (default: 200)")
+    parser.add_argument("--blocks", type=int, default=200, help="blocks per sample (default: 200)")
     args = parser.parse_args()
     rng = np.random.default_rng(1)
 
     vectors = rng.standard_normal((16384, 4)).astype(np.float32)
-    print("alpha, beta: relative squared error of Gaussian vectors under one scale")
+    print("alpha, beta: NMSE of Gaussian vectors with one scale")
     for alpha in (118, 119, 120, 120.5, 121, 121.5, 122, 124):
-        found = min((under_one_scale(vectors, alpha, beta), beta) for beta in range(800, 1601, 100) if 255 * alpha + beta < 2**15)
-        print(f"  {alpha:6}, {found[1]:5}: {found[0]:.4f}")
-    print(f"     121,  1178: {under_one_scale(vectors, 121, 1178):.4f}\n   128.5,     0: {under_one_scale(vectors, 128.498, 0):.4f}")
+        error, beta = min((codebook_error(vectors, alpha, beta), beta) for beta in range(800, 1601, 100) if 255 * alpha + beta < 2**15)
+        print(f"  {alpha:6}, {beta:5}: {error:.4f}")
+    print(f"     121,  1178: {codebook_error(vectors, 121, 1178):.4f}\n   128.5,     0: {codebook_error(vectors, 128.498, 0):.4f}")
 
     real = np.load(DATA).astype(np.float32).reshape(-1, 256)
     samples = {"Gaussian": rng.standard_normal((args.blocks, 256)).astype(np.float32),

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""A llama model in F16 with its width padded by zeros to a multiple of 256, so that types of 256 weights can be compared on it.
+"""Convert a Llama model to F16 and pad its width with zeros to a multiple of 256, for types with blocks of 256 weights.
 
     padded_model.py MODEL.gguf OUT.gguf [--dither SEED] [--no-pad]
 
-Stock types below four bits fall back to 4.5 bits where rows are no multiple of 256; SmolLM2-135M-Instruct has rows of 576. Padded
-to 768 it gives the same logits but for rounding: new heads of attention have keys, queries and values of zero, and as the root mean
-square is taken over more values, epsilon and the squares of the gains take the part of the width that is in use. Groups of heads
-stay as large as they were, so the padded width has to be a whole number of groups.
+Upstream types below four bits fall back to 4.5 bits for rows that are not a multiple of 256. SmolLM2-135M-Instruct has rows of 576. Padded to
+768, it computes the same logits except for rounding:
 
---dither: weights that come from Q4_1 get noise of up to half a step, uniform: another model, as good as the Q4_1 file, whose weights
-are no longer levels that types of four and five bits can store exactly. --no-pad leaves the width as it is.
+- The new attention heads have queries, keys and values of zero. Groups of heads keep their size, so the padded width must be a multiple of it.
+- RMSNorm averages over more values. Its epsilon is scaled by the used share of the width, its gains by the square root of that share.
+
+--dither adds uniform noise of up to half a step to weights from Q4_1. Otherwise types of four and five bits could store these weights exactly.
 """
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ BLOCK = 256
 
 
 def pad(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Append zeros up to the shape."""
     return np.pad(a, [(0, n - m) for m, n in zip(a.shape, shape, strict=True)])
 
 
-def steps(t: gguf.ReaderTensor) -> np.ndarray:
-    """Between the levels of each weight of a Q4_1 tensor, float32 of its shape: blocks of 32 are half d, half m and 16 bytes."""
+def quantization_steps(t: gguf.ReaderTensor) -> np.ndarray:
+    """Return the step d of each weight of a Q4_1 tensor. A block of 32 weights has half d, half m and 16 bytes of codes."""
     blocks = t.data.reshape(-1, 20)
     return np.repeat(blocks[:, :2].copy().view(np.float16).astype(np.float32), 32, axis=1).reshape(t.shape[::-1])
 
@@ -40,8 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--dither", type=int, metavar="SEED")
-    parser.add_argument("--no-pad", action="store_true")
+    parser.add_argument("--dither", type=int, metavar="SEED", help="add noise to weights from Q4_1")
+    parser.add_argument("--no-pad", action="store_true", help="keep the width")
     args = parser.parse_args()
     reader = gguf.GGUFReader(args.model)
     value = {name: field.contents() for name, field in reader.fields.items()}
@@ -51,7 +52,7 @@ def main() -> None:
     head, group = width // heads, heads // kv_heads
     padded = width if args.no_pad else -(-width // BLOCK) * BLOCK
     if padded % (head * group):
-        raise UserError(f"{args.model}: a width of {padded} is no whole number of groups of {group} heads of {head}; no way to pad it")
+        raise UserError(f"{args.model}: the padded width {padded} must be a multiple of {head * group} ({group} heads of {head} in a group); choose another model")
     changed = {
         "embedding_length": padded, "attention.head_count": padded // head, "attention.head_count_kv": padded // head // group,
         "attention.layer_norm_rms_epsilon": value["llama.attention.layer_norm_rms_epsilon"] * width / padded,
@@ -69,9 +70,9 @@ def main() -> None:
     for t in reader.tensors:
         w = gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32)
         if args.dither is not None and t.tensor_type == gguf.GGMLQuantizationType.Q4_1:
-            w += steps(t) * (noise.random(w.shape, np.float32) - np.float32(0.5))
-        rows_too = not t.name.startswith(("token_embd", "output."))  # a vocabulary of the width's size is no width
-        w = pad(w, tuple(sizes.get(n, n) if rows_too or i == w.ndim - 1 else n for i, n in enumerate(w.shape)))
+            w += quantization_steps(t) * (noise.random(w.shape, np.float32) - np.float32(0.5))
+        pads_rows = not t.name.startswith(("token_embd", "output."))  # their rows are the vocabulary, whatever its size
+        w = pad(w, tuple(sizes.get(n, n) if pads_rows or i == w.ndim - 1 else n for i, n in enumerate(w.shape)))
         if t.name.endswith("_norm.weight"):
             w *= np.float32(np.sqrt(width / padded))
         writer.add_tensor(t.name, w if w.ndim == 1 else w.astype(np.float16))

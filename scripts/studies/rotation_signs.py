@@ -29,7 +29,7 @@ BLOCK, SHORT = 256, 64
 
 
 def hadamard(n: int) -> np.ndarray:
-    """The normalised Walsh-Hadamard matrix in Sylvester order, float32 (n, n)."""
+    """Return the normalized Walsh-Hadamard matrix in Sylvester order, float32 (n, n)."""
     h = np.ones((1, 1), np.float32)
     while len(h) < n:
         h = np.block([[h, h], [h, -h]])
@@ -37,7 +37,7 @@ def hadamard(n: int) -> np.ndarray:
 
 
 def errors(y: np.ndarray) -> np.ndarray:
-    """Relative squared errors of blocks of norm sqrt(n) under eight uniform levels with the best of several scales."""
+    """Return the NMSE of blocks of norm sqrt(n) under eight uniform levels with the best of several scales."""
     best = np.full(len(y), np.inf, np.float32)
     for d in (0.35, 0.42, 0.5, 0.56, 0.62, 0.7, 0.8, 0.95):
         q = np.clip(np.floor(y / np.float32(d)), -4, 3) + np.float32(0.5)
@@ -71,44 +71,44 @@ def families(n: int, n_waves: int, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: (x * (np.sqrt(n) / np.linalg.norm(x, axis=1, keepdims=True))).astype(np.float32) for name, x in blocks.items()}
 
 
-def sizes(n_waves: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(blocks, transform) of both sizes."""
+def make_cases(n_waves: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (blocks, transform) for both block sizes."""
     return [(np.concatenate(list(families(n, n_waves).values())), hadamard(n)) for n in (BLOCK, SHORT)]
 
 
-def score(signs: np.ndarray, of: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """What is minimised: the worst and, to tell equals apart, the mean error; shorter blocks vary more and count for less."""
+def score(signs: np.ndarray, cases: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Return the objective to minimize: the worst error plus means, which break ties. Short blocks vary more and have half the weight."""
     total = 0.0
-    for (blocks, h), share in zip(of, (1.0, 0.5)):
-        found = errors((blocks * signs[: len(h)]) @ h)
-        total += share * (found.max() + 0.2 * np.sort(found)[-len(found) // 20 :].mean() + found.mean())
+    for (blocks, h), share in zip(cases, (1.0, 0.5)):
+        nmse = errors((blocks * signs[: len(h)]) @ h)
+        total += share * (nmse.max() + 0.2 * np.sort(nmse)[-len(nmse) // 20 :].mean() + nmse.mean())
     return total
 
 
 def search(seconds: float, seed: int) -> np.ndarray:
-    """Signs float32 (256,): the best of random ones, then flips of one to three signs as long as they help."""
+    """Draw random signs for a quarter of the time, then flip one to three of the best; return float32 (256,)."""
     rng = np.random.default_rng(seed)
-    coarse, fine = sizes(24), sizes(96)
+    coarse, fine = make_cases(24), make_cases(96)
     start = time.monotonic()
-    tried = []
+    candidates = []
     while time.monotonic() - start < seconds / 4:
         signs = rng.choice(np.float32([-1, 1]), BLOCK)
-        tried.append((score(signs, coarse), tuple(signs)))
-    print(f"{len(tried)} random patterns: {min(tried)[0]:.4f} to {max(tried)[0]:.4f}", flush=True)
-    best = np.array(min(tried)[1], np.float32)
+        candidates.append((score(signs, coarse), tuple(signs)))
+    print(f"{len(candidates)} random patterns: {min(candidates)[0]:.4f} to {max(candidates)[0]:.4f}", flush=True)
+    best = np.array(min(candidates)[1], np.float32)
     least, n_steps = score(best, fine), 0
     while time.monotonic() - start < seconds:
         new = best.copy()
         new[rng.choice(BLOCK, rng.integers(1, 4), replace=False)] *= -1
         n_steps += 1
-        if (found := score(new, fine)) < least:
-            best, least = new, found
+        if (value := score(new, fine)) < least:
+            best, least = new, value
     print(f"{n_steps} changes tried: {least:.4f}", flush=True)
     return best
 
 
 def to_hex(signs: np.ndarray) -> str:
-    """Bit j % 8 of byte j / 8 is set where sign j is negative."""
+    """Format signs as in types.toml: bit j % 8 of byte j / 8 is set where sign j is negative."""
     return np.packbits(signs < 0, bitorder="little").tobytes().hex()
 
 
@@ -117,27 +117,28 @@ def from_hex(text: str) -> np.ndarray:
     return 1 - 2 * bits.astype(np.float32)
 
 
-def show(signs: np.ndarray) -> None:
+def print_errors(signs: np.ndarray) -> None:
+    """Print the NMSE of each family with and without the signs."""
     print("| family | blocks of 256: worst, mean | no signs | blocks of 64: worst, mean | no signs |\n|" + " --- |" * 5)
-    of = {n: families(n, 256, seed=1) for n in (BLOCK, SHORT)}
-    for name in of[BLOCK]:
+    blocks = {n: families(n, 256, seed=1) for n in (BLOCK, SHORT)}
+    for name in blocks[BLOCK]:
         cells = []
         for n in (BLOCK, SHORT):
             for pattern in (signs[:n], np.ones(n, np.float32)):
-                found = errors((of[n][name] * pattern) @ hadamard(n))
-                cells.append(f"{found.max():.4f}, {found.mean():.4f}")
+                nmse = errors((blocks[n][name] * pattern) @ hadamard(n))
+                cells.append(f"{nmse.max():.4f}, {nmse.mean():.4f}")
         print(f"| {name} | {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--seconds", type=float, default=240, help="duration of the search (default: 240)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--show", action="store_true", help="show the errors with the signs of types.toml")
     args = parser.parse_args()
     signs = from_hex(tomllib.loads(TABLE.read_text())["rotation"]["signs"]) if args.show else search(args.seconds, args.seed)
     print(to_hex(signs))
-    show(signs)
+    print_errors(signs)
 
 
 if __name__ == "__main__":

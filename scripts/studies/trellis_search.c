@@ -1,7 +1,7 @@
-// Viterbi's algorithm over 4096 states for trellis_search.py: the path of least error under any code of the states.
+// Viterbi search over 4096 states for trellis_search.py: finds the path with the smallest squared error for any code of the states.
 //
-// As in ggml_ext/encode/trellis-search.h a step keeps the least costs before its symbol and no pointers, and states lie in planes by
-// the newest symbol, so that loops run over neighbours. Unlike there, any states may begin a block, and the last may be given.
+// As in ggml_ext/encode/trellis-search.h, each step stores the minimum costs but no predecessors. States are grouped by their newest symbol,
+// so that loops access consecutive elements. Unlike there, a block may start in any state and its last state may be fixed.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -10,26 +10,26 @@
 enum { BLOCK = 256, STATES = 4096, MAX_GROUPS = STATES/4 };
 
 struct work {
-    float code[STATES]; // plane a, place j is state j << K | a
+    float code[STATES]; // state j << K | a is element j of plane a
     float planes[MAX_GROUPS], least[BLOCK][MAX_GROUPS];
 };
 
-// State of least cost among states `from`, `from` + step, ...; the first of equals.
-static inline int best_state(int k, const struct work * w, const float * least, float x, int from, int step) {
-    float best = INFINITY;
-    int   at   = from;
-    for (int state = from; state < STATES; state += step) {
+// Returns the cheapest of the states first, first + step, ...; of equals the first one.
+static inline int best_state(int k, const struct work * w, const float * least, float x, int first, int step) {
+    float best_cost = INFINITY;
+    int   best      = first;
+    for (int state = first; state < STATES; state += step) {
         const float e = x - w->code[(state & ((1 << k) - 1))*(STATES >> k) + (state >> k)];
         const float c = least[state >> k] + e*e;
-        if (c < best) {
-            best = c;
-            at   = state;
+        if (c < best_cost) {
+            best_cost = c;
+            best      = state;
         }
     }
-    return at;
+    return best;
 }
 
-// Inlined for each K: with constant bounds of its loops compilers vectorise it.
+// Inlined for each K: compilers vectorize the loops when their bounds are constants.
 static inline __attribute__((always_inline)) void search(int k, struct work * w, const float x[BLOCK], int n_starts,
                                                          const uint16_t * end, uint16_t states[BLOCK]) {
     const int n_symbols = 1 << k, n_groups = STATES >> k, n = n_groups >> k;
@@ -61,8 +61,8 @@ static inline __attribute__((always_inline)) void search(int k, struct work * w,
     }
 }
 
-// The states of blocks x under the code of K = k. Paths follow one of the first n_starts states before the block; or, where
-// `ends` is not NULL, they are circles: a block follows the state that ends it, which is given. 0, or 1 without memory.
+// Finds the states of blocks x for a code with k bits per symbol. The state before a block is one of the first n_starts states or, if `ends` is
+// not NULL, the block's own last state, which `ends` fixes (a tail-biting path). Returns 0, or 1 if memory is exhausted.
 int trellis_search(int k, const float code[STATES], const float * x, int64_t n_blocks, int n_starts, const uint16_t * ends,
                    uint16_t * states) {
     struct work * w = malloc(sizeof(*w));

@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""The search behind the codes of ITQ4_T, ITQ3_T and ITQ2_T: trellis_values and trellis_offset of ggml_ext/types.toml.
+"""Search the codes of ITQ4_T, ITQ3_T and ITQ2_T: trellis_values and trellis_offset of ggml_ext/types.toml.
 
     trellis_search.py [--bits 4|3|2] [--map 'p0^p1^p2|p0^e'] [--seeds 4] [--steps 8000,4000] [--blocks 64,320]
     trellis_search.py --maps [--bits 4|3|2] [--steps 3000,1000]
     trellis_search.py --compare
 
-ggml_ext/types/trellis.h says what the tables and the indices mean. For each seed values are annealed, first on a small sample of Gaussian
-blocks, then on a larger one: two of them change places, one is nudged, or all are fitted to the paths that the blocks take, and a worse
-code is kept with a chance that falls from step to step. The large sample matters: on 48 blocks alone annealing finds what suits these
-blocks. The score is the relative squared error of the best paths through the trellis, with any state before a block and one scale for
-all; that of other blocks chooses among the seeds. Values are scaled and rounded to integers whose greatest sum is at most 127. A seed
-takes a core of a Zen 4 EPYC four minutes. Needs a C compiler, `cc`.
+ggml_ext/types/trellis.h defines the tables and their indices. The search is simulated annealing with several seeds, first on a small sample of
+Gaussian blocks, then on a larger one, because a small sample alone leads to overfitting. A step swaps two values, changes one, or fits all values to
+the blocks' current paths. The objective is the NMSE of the best paths, with any state before a block and one scale for all blocks. Other blocks
+choose among the seeds. The values are then scaled and rounded to integers with sums up to 127. A seed takes four minutes on one core of a Zen 4
+EPYC. Requires a C compiler, `cc`.
 
---map takes another pair of indices, of p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. --maps compares those
-that decoders make with few operations, one seed each. --compare: errors of the codes of types.toml with other starts and scales.
+--map searches with another pair of indices: p0 = pair(t), p1 = pair(t-1) ..., e = quad(t), or for four bits c0, c1, c2. --maps compares maps that
+decoders can compute with few operations, with one seed each. --compare prints the NMSE of the codes of types.toml with other starts and scales.
 """
 from __future__ import annotations
 
@@ -39,52 +38,51 @@ SOURCE = Path(__file__).with_suffix(".c")
 COMPILE = ("cc", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 BLOCK, STATES, BITS = 256, 4096, (4, 3, 2)
 TEST_BLOCKS = 4096  # a million weights
-JUDGE_BLOCKS = 1024  # that choose among seeds
+JUDGE_BLOCKS = 1024  # choose among seeds
 MAX_CODE = 127
-FIRST_TABLES, FIRST_FITS = 12, 3  # random ones, each fitted so often, of which the best is where annealing begins
+FIRST_TABLES, FIRST_FITS = 12, 3  # random tables and fits of each; annealing starts from the best
 QUANTILES = np.array([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
-# The first table's part of the energy at the beginning, by bits a symbol, and the code's spread: large values cost bits that small
-# errors would need, the more of them there are.
+# By bits per symbol: range of the first table's initial share of the energy, and initial standard deviation of the code. With more bits,
+# larger values are worth their cost.
 SHARES, SPREADS = {4: (0.75, 0.97), 3: (0.5, 0.8), 2: (0.5, 0.8)}, {4: 1.15, 3: 1.03, 2: 1.03}
-# How much worse a code may be, of its error, for a chance of 1/e: at the first step, at the first on the larger sample, at the last
+# Relative increase of the error that is accepted with probability 1/e: first step, first step on the larger sample, last step
 HEAT = (0.03, 0.002, 0.0002)
-SWAP, NUDGE = 0.75, 0.9   # odds of the changes, cumulative; the others are fits
+SWAP, NUDGE = 0.75, 0.9   # cumulative probabilities; the remaining changes are fits
 
-# The two indices of the types, then others that were tried. A shift of a field to another group's costs no decoder much, nor does an
-# exclusive or of whole words.
+# The map of each type, then alternatives. Shifting a field and XORing full words are cheap in every decoder.
 MAPS = {
     4: ("c0^c2|c1", "c0|c1^c2", "c0^c1|c1^c2", "c0^c2|c0^c1"),
     3: ("p0^p1^p2|p0^e", "p0^p1^p2|p2^e", "p0^p1^p2|p1^e", "p0^p2|p0^e", "p0^p2|p1^e", "p0|p2^e", "p0^p1|p2^e", "p1^p2|p0^e", "p0^e|p1^p2"),
     2: ("p0^p4|p2", "p0^p4|p1^p3", "p0^p4|p0^p2", "p0^p4|p0^p2^p4", "p0^p4|p0^p1^p3", "p0^p2^p4|p1^p3", "p0^p3^p4|p1^p2", "p0^p3|p2^p4"),
 }
 
-# States that may stand before a block: all, zero, those of a start byte, or in a circle the block's own last one.
+# Number of states that may precede a block: all, zero, those of a start byte; circle: only the block's own last state.
 N_STARTS = {"free": STATES, "zero": 1, "byte": 256, "circle": 0}
-# column -> (start, scale of one byte, scales tried); the last is the format
+# column -> (start, E5M3 scale, scale candidates); the last is the format
 COLUMNS = {"free start": ("free", False, 2), "zero start": ("zero", False, 2), "circle": ("circle", False, 2),
            "start byte": ("byte", False, 2), "E5M3, 1 try": ("byte", True, 1), "2 tries": ("byte", True, 2),
            "3 tries": ("byte", True, 3)}
 FORMAT = "3 tries"
 
-Tables = list[np.ndarray]  # two of 16
+Tables = list[np.ndarray]  # two tables of 16 values
 
 
 class CompilerError(Exception):
-    """There is no C compiler, or it fails."""
+    """The C compiler is missing or fails."""
 
 
 @functools.cache
 def load():
-    """trellis_search() of the C file."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "trellis_search.so"
+    """Compile and load trellis_search() of the C file."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        path = Path(tmp) / "trellis_search.so"
         try:
             subprocess.run([*COMPILE, str(SOURCE), "-o", str(path), "-lm"], capture_output=True, text=True, check=True)
         except OSError as e:
             raise CompilerError(f"cannot run the C compiler {COMPILE[0]!r}: {e.strerror}") from e
         except subprocess.CalledProcessError as e:
-            why = next((line for line in e.stderr.splitlines() if "error" in line), f"exit code {e.returncode}")
-            raise CompilerError(f"the C compiler {COMPILE[0]!r} fails on {SOURCE.name}: {why}") from e
+            reason = next((line for line in e.stderr.splitlines() if "error" in line), f"exit code {e.returncode}")
+            raise CompilerError(f"the C compiler {COMPILE[0]!r} fails on {SOURCE.name}: {reason}") from e
         function = ctypes.CDLL(str(path)).trellis_search
     p = ctypes.c_void_p
     function.argtypes = [ctypes.c_int, p, p, ctypes.c_int64, ctypes.c_int, p, p]
@@ -92,13 +90,13 @@ def load():
 
 
 def sample(seed: int, n: int, scaled: bool = False) -> np.ndarray:
-    """Gaussian blocks float32 (n, 256); if `scaled` under scales over two octaves, for scales of one byte to show."""
+    """Draw Gaussian blocks, float32 (n, 256); if `scaled`, with scales over two octaves, which shows the rounding of E5M3 scales."""
     x = np.random.default_rng(seed).standard_normal((n, BLOCK)).astype(np.float32)
     return x * np.exp2(np.random.default_rng(seed + 1).uniform(-1, 1, (n, 1))).astype(np.float32) if scaled else x
 
 
-def e5m3_beside(v: np.ndarray, tried: list[np.ndarray]) -> np.ndarray:
-    """The scales of three mantissa bits next to v (n,): the nearer one, if it was not tried, or else the other."""
+def nearest_e5m3(v: np.ndarray, tried: list[np.ndarray]) -> np.ndarray:
+    """Return the nearest scale with three mantissa bits to each v (n,), or its other neighbour if that was tried."""
     mantissa, exponent = np.frexp(v)
     lo = np.ldexp(np.floor(mantissa * 16) / 16, exponent)
     up = lo + np.ldexp(1 / 16, exponent)
@@ -108,14 +106,14 @@ def e5m3_beside(v: np.ndarray, tried: list[np.ndarray]) -> np.ndarray:
 
 
 class Encoder:
-    """Best paths of blocks through the trellis of K bits a weight."""
+    """Finds the best paths of blocks through the trellis of K bits per weight."""
 
     def __init__(self, k: int):
         self.k = k
         self._search = load()
 
     def paths(self, x: np.ndarray, code: np.ndarray, n_starts: int, ends: np.ndarray | None = None) -> np.ndarray:
-        """States (n, 256) of blocks x (n, 256) in units of the code (4096,)."""
+        """Return the states (n, 256) of blocks x (n, 256), which are in units of the code (4096,)."""
         x, code = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(code, np.float32)
         ends = ends if ends is None else np.ascontiguousarray(ends, np.uint16)
         states = np.empty(x.shape, np.uint16)
@@ -126,23 +124,30 @@ class Encoder:
 
     def encode(self, x: np.ndarray, code: np.ndarray, start: str = "free", e5m3: bool = False,
                n_tries: int = 1) -> tuple[float, np.ndarray, np.ndarray]:
-        """Relative squared error of blocks x, and states and scales of the last try.
+        """Return the NMSE of blocks x, and the states and scales of the last candidate.
 
-        The first scale tried gives the code the block's energy, each next one is the least-squares scale of the path found.
+        The first scale candidate gives the code the block's energy. Each next one is the least-squares scale of the last path.
+
+        Args:
+            x: blocks, float32 (n, 256).
+            code: values of the states.
+            start: key of N_STARTS.
+            e5m3: round scales to E5M3.
+            n_tries: number of scale candidates.
         """
         energy = (x.astype(np.float64) ** 2).sum(1)
         best, tried = energy.copy(), []
-        want = np.sqrt(energy / BLOCK) / code.std()
+        ideal = np.sqrt(energy / BLOCK) / code.std()
         for _ in range(n_tries):
-            d = e5m3_beside(want, tried) if e5m3 else want
+            d = nearest_e5m3(ideal, tried) if e5m3 else ideal
             tried.append(d)
             y = x * (1 / d).astype(np.float32)[:, None]
-            # Where a circle closes is taken from a search with the joint in the middle.
+            # the state that closes a circle comes from a search with the joint in the middle of the block
             ends = self.paths(np.roll(y, BLOCK // 2, 1), code, STATES)[:, BLOCK // 2 - 1] if start == "circle" else None
             states = self.paths(y, code, N_STARTS[start], ends)
             v = code[states]
-            want = (x * v).sum(1) / (v * v).sum(1)
-            d = d if e5m3 else want
+            ideal = (x * v).sum(1) / (v * v).sum(1)
+            d = d if e5m3 else ideal
             best = np.minimum(best, ((x - d[:, None] * v) ** 2).sum(1))
         return float(best.sum() / energy.sum()), states, d
 
@@ -150,11 +155,11 @@ class Encoder:
         return self.encode(x, code, *args)[0]
 
     def errors(self, x: np.ndarray, code: np.ndarray) -> dict[str, float]:
-        return {name: self.error(x, code, *how) for name, how in COLUMNS.items()}
+        return {name: self.error(x, code, *options) for name, options in COLUMNS.items()}
 
 
-def indices(k: int, of_map: str) -> Tables:
-    """Indices into the two value tables of all states. ValueError for a map that names no field."""
+def indices(k: int, map_text: str) -> Tables:
+    """Return the indices of all states into the two value tables; ValueError if the map is malformed."""
     c = [np.arange(STATES) >> k * i & (1 << k) - 1 for i in range(12 // k)]
     if k == 4:
         fields = {f"c{i}": symbols for i, symbols in enumerate(c)}
@@ -162,32 +167,33 @@ def indices(k: int, of_map: str) -> Tables:
         fields = {f"p{i}": (c[i] & 3) << 2 | c[i + 1] & 3 for i in range(len(c) - 1)}
     if k == 3:
         fields["e"] = sum((c[i] >> 2) << 3 - i for i in range(4))
-    sides = [side.strip().split("^") for side in of_map.split("|")]
+    sides = [side.strip().split("^") for side in map_text.split("|")]
     if len(sides) != 2 or not fields.keys() >= {name for side in sides for name in side}:
-        raise ValueError(f"{of_map!r} is no map of {k} bits: two sides with | between them, each of {', '.join(fields)} with ^ between them")
+        raise ValueError(f"{map_text!r} is not a map of {k} bits; needed two sides separated by |, each of {', '.join(fields)} separated by ^")
     return [functools.reduce(np.bitwise_xor, (fields[name] for name in side)) for side in sides]
 
 
-def code_of(index: Tables, values: Tables) -> np.ndarray:
+def make_code(index: Tables, values: Tables) -> np.ndarray:
+    """Return the values of all states."""
     return values[0][index[0]] + values[1][index[1]]
 
 
 def fit(x: np.ndarray, states: np.ndarray, index: Tables) -> Tables:
-    """Least-squares values for the paths that blocks take."""
-    at, target = [i[states].ravel() for i in index], x.ravel()
+    """Fit the values to the paths of blocks by least squares."""
+    entries, target = [i[states].ravel() for i in index], x.ravel()
     normal, right = np.zeros((32, 32)), np.zeros(32)
     for p in range(2):
-        right[16 * p:16 * p + 16] = np.bincount(at[p], target, 16)
+        right[16 * p:16 * p + 16] = np.bincount(entries[p], target, 16)
         for q in range(2):
-            normal[16 * p:16 * p + 16, 16 * q:16 * q + 16] = np.bincount(at[p] * 16 + at[q], minlength=256).reshape(16, 16)
-    normal += 1e-3 * np.eye(32)  # what one table gains the other may lose: no unique solution
+            normal[16 * p:16 * p + 16, 16 * q:16 * q + 16] = np.bincount(entries[p] * 16 + entries[q], minlength=256).reshape(16, 16)
+    normal += 1e-3 * np.eye(32)  # singular without it: a constant can move from one table to the other
     solution = np.linalg.solve(normal, right)
     return [solution[:16], solution[16:]]
 
 
 @dataclass
 class Code:
-    """Values on a sample: the error, and the states of the paths, from which the next fit is made."""
+    """Values with their error on a sample and the states of its paths, for the next fit."""
 
     values: Tables
     error: float
@@ -195,32 +201,32 @@ class Code:
 
 
 class Search:
-    """Annealing of the values of one map."""
+    """Simulated annealing of the values of one map."""
 
-    def __init__(self, k: int, of_map: str, seed: int, n_blocks: tuple[int, int]):
-        self.encoder, self.index, self.rng = Encoder(k), indices(k, of_map), np.random.default_rng(seed)
+    def __init__(self, k: int, map_text: str, seed: int, n_blocks: tuple[int, int]):
+        self.encoder, self.index, self.rng = Encoder(k), indices(k, map_text), np.random.default_rng(seed)
         self.samples = [sample(300 + seed + 1000 * i, n) for i, n in enumerate(n_blocks)]
         x = self.samples[0]
-        self.best = self.now = min((self._first(x) for _ in range(FIRST_TABLES)), key=lambda code: code.error)
+        self.best = self.current = min((self._random_code(x) for _ in range(FIRST_TABLES)), key=lambda code: code.error)
         self.first_error = self.best.error
 
-    def _measured(self, x: np.ndarray, values: Tables) -> Code:
-        code = code_of(self.index, values)
+    def _measure(self, x: np.ndarray, values: Tables) -> Code:
+        code = make_code(self.index, values)
         states = self.encoder.paths(x, code, STATES)
         return Code(values, float(((x - code[states]) ** 2).mean(dtype=np.float64) / (x.astype(np.float64) ** 2).mean()), states)
 
-    def _first(self, x: np.ndarray) -> Code:
+    def _random_code(self, x: np.ndarray) -> Code:
         share, spread = self.rng.uniform(*SHARES[self.encoder.k]), SPREADS[self.encoder.k]
         values = [spread * np.sqrt(part) * self.rng.permutation(QUANTILES) for part in (share, 1 - share)]
         for _ in range(FIRST_FITS):
-            values = fit(x, self._measured(x, values).states, self.index)
-        return self._measured(x, values)
+            values = fit(x, self._measure(x, values).states, self.index)
+        return self._measure(x, values)
 
-    def _changed(self, x: np.ndarray) -> Tables:
+    def _change_values(self, x: np.ndarray) -> Tables:
         rng, odds = self.rng, self.rng.random()
         if odds >= NUDGE:
-            return fit(x, self.now.states, self.index)
-        values = [table.copy() for table in self.now.values]
+            return fit(x, self.current.states, self.index)
+        values = [table.copy() for table in self.current.values]
         table = values[rng.integers(2)]
         if odds < SWAP:
             i, j = rng.choice(16, 2, False)
@@ -230,13 +236,13 @@ class Search:
         return values
 
     def anneal(self, x: np.ndarray, n_steps: int, hot: float, cold: float) -> None:
-        """On blocks x, whose errors count from now on."""
-        self.best = self.now = self._measured(x, self.best.values)
+        """Run n_steps on blocks x, with temperatures from `hot` to `cold`."""
+        self.best = self.current = self._measure(x, self.best.values)
         for step in range(n_steps):
-            limit = self.now.error * hot * (cold / hot) ** (step / n_steps)
-            code = self._measured(x, self._changed(x))
-            if code.error < self.now.error or self.rng.random() < np.exp((self.now.error - code.error) / limit):
-                self.now = code
+            limit = self.current.error * hot * (cold / hot) ** (step / n_steps)
+            code = self._measure(x, self._change_values(x))
+            if code.error < self.current.error or self.rng.random() < np.exp((self.current.error - code.error) / limit):
+                self.current = code
                 self.best = min(self.best, code, key=lambda c: c.error)
 
     def run(self, n_steps: tuple[int, int]) -> None:
@@ -244,112 +250,115 @@ class Search:
             self.anneal(x, n_steps[i], *HEAT[i:i + 2])
 
     def error(self, x: np.ndarray) -> float:
-        """Of the best values on other blocks."""
-        return self._measured(x, self.best.values).error
+        """Return the NMSE of the best values on other blocks."""
+        return self._measure(x, self.best.values).error
 
 
-def rounded(search: Search, x: np.ndarray) -> tuple[Tables, float]:
-    """Values as integers from 0, and the offset: of several widths the one of least error."""
+def round_values(search: Search, x: np.ndarray) -> tuple[Tables, float]:
+    """Round the values to integers from 0 with the best of several scales; return them and the offset."""
     values, best = search.best.values, None
     width, least = sum(np.ptp(t) for t in values), sum(t.min() for t in values)
     for factor in np.linspace(0.9, 1.0, 21) * MAX_CODE / width:
         integers = [np.round(factor * (t - t.min())).astype(int) for t in values]
         if sum(t.max() for t in integers) > MAX_CODE:
             continue
-        offset = float(np.round(-least * factor))  # whole: CUDA's tiles hold code - offset in a byte
-        error = search.encoder.error(x, code_of(search.index, integers) - offset)
+        offset = float(np.round(-least * factor))  # an integer, because CUDA's tiles hold code - offset in a byte
+        error = search.encoder.error(x, make_code(search.index, integers) - offset)
         if best is None or error < best[0]:
             best = error, integers, offset
     return best[1:]
 
 
 def toml(values: Tables, offset: float) -> str:
-    """Rows of types.toml."""
+    """Format the values as lines of types.toml."""
     return f"trellis_values = [{values[0].tolist()},\n{' ' * 18}{values[1].tolist()}]\ntrellis_offset = {offset}"
 
 
-def search(k: int, of_map: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+def search_code(k: int, map_text: str, n_seeds: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+    """Search with several seeds and print the best code."""
     best, judge = None, sample(302, JUDGE_BLOCKS)
-    print(f"K = {k}, {of_map}: relative squared errors of {blocks[0]} blocks at first, of {blocks[1]} when annealed, of {JUDGE_BLOCKS} others")
+    print(f"K = {k}, {map_text}: NMSE of {blocks[0]} blocks before annealing, of {blocks[1]} after it, of {JUDGE_BLOCKS} others")
     for seed in range(1, n_seeds + 1):
-        found = Search(k, of_map, seed, blocks)
-        found.run(n_steps)
-        error = found.error(judge)
-        print(f"  seed {seed:2}   {found.first_error:.5f} -> {found.best.error:.5f}   {error:.5f}", flush=True)
+        search = Search(k, map_text, seed, blocks)
+        search.run(n_steps)
+        error = search.error(judge)
+        print(f"  seed {seed:2}   {search.first_error:.5f} -> {search.best.error:.5f}   {error:.5f}", flush=True)
         if best is None or error < best[0]:
-            best = error, seed, found
-    _, seed, found = best
-    values, offset = rounded(found, judge)
+            best = error, seed, search
+    _, seed, search = best
+    values, offset = round_values(search, judge)
     test = sample(401, TEST_BLOCKS, scaled=True)
-    errors = found.encoder.errors(test, code_of(found.index, values) - offset)
-    before = found.encoder.error(test, code_of(found.index, found.best.values), *COLUMNS[FORMAT])
-    print(f"\n# seed {seed}; errors of {TEST_BLOCKS} other blocks: format {errors[FORMAT]:.5f}, before rounding {before:.5f}")
+    errors = search.encoder.errors(test, make_code(search.index, values) - offset)
+    unrounded = search.encoder.error(test, make_code(search.index, search.best.values), *COLUMNS[FORMAT])
+    print(f"\n# seed {seed}; NMSE of {TEST_BLOCKS} other blocks: format {errors[FORMAT]:.5f}, before rounding {unrounded:.5f}")
     print("# " + ", ".join(f"{name} {error:.5f}" for name, error in errors.items()))
     print(toml(values, offset))
 
 
 def compare_maps(k: int, n_steps: tuple[int, int], blocks: tuple[int, int]) -> None:
+    """Search with each map of MAPS and print the NMSE."""
     test = sample(501, JUDGE_BLOCKS)
-    print(f"| K = {k} | relative squared error of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
-    for of_map in MAPS[k]:
-        found = Search(k, of_map, 1, blocks)
-        found.run(n_steps)
-        print(f"| {of_map.replace('|', ', ')} | {found.error(test):.5f} |", flush=True)
+    print(f"| K = {k} | NMSE of {JUDGE_BLOCKS} Gaussian blocks, any start, one scale |\n| --- | --- |")
+    for map_text in MAPS[k]:
+        search = Search(k, map_text, 1, blocks)
+        search.run(n_steps)
+        print(f"| {map_text.replace('|', ', ')} | {search.error(test):.5f} |", flush=True)
 
 
 def shipped(k: int) -> np.ndarray:
-    """The code of types.toml, without its offset."""
+    """Return the values of the states in types.toml, with the offset subtracted."""
     rows = tomllib.loads((ROOT / "ggml_ext" / "types.toml").read_text())["type"]
     row = next(r for r in rows if r["name"] == f"itq{k}_t")
-    return code_of(indices(k, MAPS[k][0]), [np.array(t) for t in row["trellis_values"]]) - row["trellis_offset"]
+    return make_code(indices(k, MAPS[k][0]), [np.array(t) for t in row["trellis_values"]]) - row["trellis_offset"]
 
 
-def compare() -> None:
+def compare_options() -> None:
+    """Print the NMSE of the codes of types.toml with each of COLUMNS."""
     test = sample(501, TEST_BLOCKS, scaled=True)
-    print(f"Relative squared errors of {TEST_BLOCKS} Gaussian blocks. Four columns with exact scales, two tries; then E5M3\n"
-          f"scales with a start byte, of which {FORMAT} are the format.\n")
+    print(f"NMSE of {TEST_BLOCKS} Gaussian blocks. The first four columns have exact scales with two candidates, the others E5M3\n"
+          f"scales with a start byte; {FORMAT} are the format.\n")
     print(f"| code | {' | '.join(COLUMNS)} |\n|" + " --- |" * (1 + len(COLUMNS)))
     for k in BITS:
         cells = [f"{error:.5f}" for error in Encoder(k).errors(test, shipped(k)).values()]
         print(f"| ITQ{k}_T | {' | '.join(cells)} |", flush=True)
 
 
-def two_counts(text: str) -> tuple[int, int]:
+def parse_counts(text: str) -> tuple[int, int]:
     try:
         small, large = map(int, text.split(","))
     except ValueError:
         small = large = 0
     if min(small, large) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two positive numbers with a comma between them")
+        raise argparse.ArgumentTypeError(f"{text!r} must be two positive numbers separated by a comma")
     return small, large
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", type=int, choices=BITS, default=3, help="new bits a weight (default: 3)")
-    parser.add_argument("--map", help="indices of the search (default: those of the type)")
-    parser.add_argument("--seeds", type=int, default=4, help="searches, of which the best counts (default: 4)")
-    parser.add_argument("--steps", type=two_counts, default=(8000, 4000), metavar="SMALL,LARGE",
-                        help="changes tried on the two samples (default: 8000,4000)")
-    parser.add_argument("--blocks", type=two_counts, default=(64, 320), metavar="SMALL,LARGE",
+    parser.add_argument("--bits", type=int, choices=BITS, default=3, help="bits per weight (default: 3)")
+    parser.add_argument("--map", help="indices to search with (default: those of the type)")
+    parser.add_argument("--seeds", type=int, default=4, help="number of searches; the best is printed (default: 4)")
+    parser.add_argument("--steps", type=parse_counts, default=(8000, 4000), metavar="SMALL,LARGE",
+                        help="annealing steps on the two samples (default: 8000,4000)")
+    parser.add_argument("--blocks", type=parse_counts, default=(64, 320), metavar="SMALL,LARGE",
                         help="blocks of the two samples (default: 64,320)")
-    parser.add_argument("--maps", action="store_true", help="a search of each map instead, and their errors")
-    parser.add_argument("--compare", action="store_true", help="no search: errors of the codes of types.toml")
+    parser.add_argument("--maps", action="store_true", help="search with each map instead and compare their NMSE")
+    parser.add_argument("--compare", action="store_true", help="print the NMSE of the codes of types.toml instead")
     args = parser.parse_args(argv)
     if args.seeds < 1:
-        parser.error("--seeds must be positive")
+        parser.error(f"--seeds {args.seeds}: needed at least 1")
     try:
-        of_map = args.map or MAPS[args.bits][0]
-        indices(args.bits, of_map)
+        map_text = args.map or MAPS[args.bits][0]
+        indices(args.bits, map_text)
     except ValueError as e:
         parser.error(f"--map: {e}")
     try:
         if args.compare:
-            compare()
+            compare_options()
         elif args.maps:
             compare_maps(args.bits, args.steps, args.blocks)
         else:
-            search(args.bits, of_map, args.seeds, args.steps, args.blocks)
+            search_code(args.bits, map_text, args.seeds, args.steps, args.blocks)
     except CompilerError as e:
         print(f"trellis_search.py: {e}", file=sys.stderr)
         return 1

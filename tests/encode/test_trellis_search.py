@@ -63,7 +63,7 @@ def test_every_map_uses_all_bits(k):
 def test_invalid_maps_are_refused(capsys, argument):
     with pytest.raises(SystemExit):
         trellis_search.main(["--bits", "3", "--map", argument])
-    assert f"--map: {argument!r} is no map of 3 bits" in capsys.readouterr().err
+    assert f"--map: {argument!r} is not a map of 3 bits" in capsys.readouterr().err
 
 
 @EACH
