@@ -1,5 +1,5 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
-// Unpack on the device of every weight type.
+// CUDA unpack of all weight types.
 #pragma once
 
 #include "itq3_s.cuh"

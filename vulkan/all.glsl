@@ -1,5 +1,5 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
-// Unpack of the type that a shader is compiled for.
+// Unpacks the type that a shader is compiled for.
 #if defined(EXT_TRELLIS_K)
 #include "trellis.glsl"
 #elif defined(DATA_A_ITQ3_S)

@@ -1,5 +1,5 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
-// Blocks and constants of the type that a shader is compiled for: unpack.glsl.
+// Block struct and constants of the type that a shader is compiled for, used by unpack.glsl.
 #if defined(DATA_A_ITQ3_S)
 #define DATA_A_GGML_EXT
 #define QUANT_K 256

@@ -1,5 +1,5 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
-// Unpack over the SIMD primitives of every weight type.
+// SIMD unpack of all weight types.
 #pragma once
 
 #include "itq3_s.h"

@@ -1,5 +1,5 @@
 // Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
-// Block structs and scalar unpack of every weight type.
+// Block structs and scalar unpack of all weight types.
 #pragma once
 
 #include "itq3_s.h"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write the tables that are made from docs/measured.json, between markers in README.md and docs/results, and docs/types.svg.
+"""Generate docs/types.svg and the tables between markers in README.md and docs/results from docs/measured.json.
 
     figures.py            write them
     figures.py --check    write nothing; exit 1 if a table is stale
 
-`demo.py --full --json docs/measured.json` writes the rows of docs/measured.json and leaves its other sections, which have figures of other
-processors and models. Needs matplotlib.
+`demo.py --full --json docs/measured.json` writes the rows of docs/measured.json. Its other sections have figures of other CPUs and models.
+Requires matplotlib.
 """
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED, PICTURE = ROOT / "docs" / "measured.json", ROOT / "docs" / "types.svg"
-OUR_COLOUR, STOCK_COLOUR = "#c2410c", "#64748b"
+EXT_COLOUR, UPSTREAM_COLOUR = "#c2410c", "#64748b"
 
 
 def measured_text(measured: dict) -> str:
-    """JSON of docs/measured.json with one row per line."""
+    """Format docs/measured.json with one row per line."""
     def section(value: object) -> str:
         if not isinstance(value, dict):
             return json.dumps(value)
@@ -38,12 +38,12 @@ class Type:
     """Figures of a type without calibration, with an imatrix and with a block-diagonal Hessian."""
 
     def __init__(self, name: str, rows: dict[str, dict]):
-        found = [rows.get(name.upper() + how) for how in ("", ", with imatrix", ", with block moments")]
-        row = next(filter(None, found))
+        variants = [rows.get(name.upper() + suffix) for suffix in ("", ", with imatrix", ", with block moments")]
+        row = next(filter(None, variants))
         f16 = rows["F16"]["perplexity"]
-        self.name, self.bpw, self.is_ours = name, row["bpw"], name in WEIGHT_TYPES
+        self.name, self.bpw, self.is_ext = name, row["bpw"], name in WEIGHT_TYPES
         self.decode, self.prefill = row.get("decode/q3_k"), row.get("prefill/q3_k")  # None: not measured
-        self.over = [r and r["perplexity"] / f16 - 1 for r in found]  # perplexity over F16's, as a fraction
+        self.increases = [r and r["perplexity"] / f16 - 1 for r in variants]  # of perplexity relative to F16
 
 
 def read_types(measured: dict) -> list[Type]:
@@ -52,56 +52,58 @@ def read_types(measured: dict) -> list[Type]:
 
 
 def ratio_cell(value: float | None) -> str:
-    """Empty for what was not measured."""
+    """Format a ratio; an empty cell if it was not measured."""
     return "" if value is None else f"{value:.2f}"
 
 
 def render_types(types: list[Type]) -> str:
-    """One line a type."""
+    """Render one line per type."""
     lines = ["| type | bits per weight | perplexity over F16 | imatrix | block-diagonal Hessian | decode, x Q3_K | prefill, x Q3_K |", "|" + " --- |" * 7]
     for t in types:
-        name = f"**{t.name.upper()}**" if t.is_ours else t.name.upper()
-        over = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.over)
+        name = f"**{t.name.upper()}**" if t.is_ext else t.name.upper()
+        increases = " | ".join("" if value is None else f"{100 * value:.1f} %" for value in t.increases)
         speed = " | ".join(ratio_cell(value) for value in (t.decode, t.prefill))
-        lines.append(f"| {name} | {t.bpw:g} | {over} | {speed} |")
+        lines.append(f"| {name} | {t.bpw:g} | {increases} | {speed} |")
     return "\n".join(lines)
 
 
 def render_rows(rows: dict[str, dict]) -> str:
-    """Every row as the demo measured it; cells of what failed are empty."""
+    """Render all rows of the demo; cells are empty if their measurement failed."""
     lines = ["| type | bpw of the layers | perplexity | over F16 | decode t/s | x Q3_K | prefill t/s | x Q3_K |", "|" + " --- |" * 8]
     for name, row in rows.items():
-        over = f"{100 * (row['perplexity'] / rows['F16']['perplexity'] - 1):.1f} %" if "F16" in rows else ""
+        increase = f"{100 * (row['perplexity'] / rows['F16']['perplexity'] - 1):.1f} %" if "F16" in rows else ""
         forms = {"decode": ".1f", "decode/q3_k": ".2f", "prefill": ".0f", "prefill/q3_k": ".2f"}
         cells = [f"{row[key]:{form}}" if key in row else "" for key, form in forms.items()]
-        lines.append(f"| {name} | {row['bpw']:.4g} | {row['perplexity']:.3f} | {over} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {row['bpw']:.4g} | {row['perplexity']:.3f} | {increase} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def quality(measured: dict) -> dict[str, dict]:
-    """By type, most bits first: bpw, and the KL divergences that were measured, as text: on the reference model of llama-quantize's file
-    with an imatrix (upstream), with full Hessians (hessian), with sequential quantization too (sequential); on SmolLM2 (smollm2) of
-    standard types the first, of ours the second."""
+    """Collect bits per weight and KL divergences (as text) by type, most bits first.
+
+    Keys of the reference model: `upstream` (llama-quantize with an imatrix), `hessian` (ggml-ext with full Hessians), `sequential` (also with
+    --propagate). `smollm2` is the SmolLM2 model. Keys are missing if the file was not measured.
+    """
     bpw = {row["type"].upper(): row["bpw"] for row in measured["rows"].values()}
-    stock, propagated = measured["stock_moments"], measured["propagate"]["reference"]
-    rows: dict[str, dict] = {name: {} for name in (*stock["rows"], *stock["ours"], *propagated)}
-    for name, (upstream, own) in stock["rows"].items():
-        rows[name] |= {"upstream": upstream, "hessian": own}
-    for name, own in stock["ours"].items():
-        rows[name] |= {"hessian": own}
-    for name, (without, sequential) in propagated.items():
-        rows[name] = {"hessian": without} | rows[name] | {"sequential": sequential}
+    full, propagated = measured["stock_moments"], measured["propagate"]["reference"]
+    rows: dict[str, dict] = {name: {} for name in (*full["rows"], *full["ours"], *propagated)}
+    for name, (upstream, hessian) in full["rows"].items():
+        rows[name] |= {"upstream": upstream, "hessian": hessian}
+    for name, hessian in full["ours"].items():
+        rows[name] |= {"hessian": hessian}
+    for name, (hessian, sequential) in propagated.items():
+        rows[name] = {"hessian": hessian} | rows[name] | {"sequential": sequential}
     for name, (_, _, kld) in measured["smollm2"]["rows"].items():
         rows[name.upper()]["smollm2"] = kld
     order = sorted(rows, key=lambda name: (-bpw[name], name))
     return {name: {"bpw": bpw[name], **rows[name]} for name in order}
 
 
-QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K", "ITQ2_T")  # what README has, of all
+QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K", "ITQ2_T")  # types in README
 
 
 def render_quality(measured: dict) -> str:
-    """KL divergence by type and way to make the file."""
+    """Render the KL divergence by type and method."""
     columns = {"upstream": "llama-quantize", "hessian": "ggml-ext", "sequential": "ggml-ext with `--propagate`", "smollm2": "SmolLM2-135M"}
     lines = [f"| type | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
     for name, row in quality(measured).items():
@@ -112,25 +114,25 @@ def render_quality(measured: dict) -> str:
 
 
 def render_gains(measured: dict) -> str:
-    """What a reader gains, for the top of README."""
+    """Render the claims at the top of README."""
     q, smollm2 = quality(measured), measured["propagate"]["smollm2"]["the built-in text"]
-    ours, upstream = q["ITQ3_T"], q["Q3_K"]
-    faster = f"{measured['avx512']['decode/q3_k']['itq3_t']:.2f}"
+    itq3_t, q3_k = q["ITQ3_T"], q["Q3_K"]
+    speed = f"{measured['avx512']['decode/q3_k']['itq3_t']:.2f}"
     return "\n".join([
         "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. In Q4_K",
         f"  its KL divergence from F16 is {q['Q4_K']['hessian']}, on the reference model; llama-quantize's file of the same size has {q['Q4_K']['upstream']}.",
-        f"- **Smaller types that are more accurate.** ITQ3_T has {ours['bpw']:.2f} bits per weight and a KL divergence of {ours['hessian']}. Q3_K by llama-quantize has",
-        f"  {upstream['bpw']:.2f} and {upstream['upstream']}. ITQ3_T runs in the llama.cpp of this package, where it generates {faster} times as fast as Q3_K.",
+        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. Q3_K by llama-quantize has",
+        f"  {q3_k['bpw']:.2f} and {q3_k['upstream']}. ITQ3_T runs in the llama.cpp of this package, where it generates {speed} times as fast as Q3_K.",
         "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
 
 
-SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # what README's table of speeds has, of all
+SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # types in README's table of speeds
 
 
 def speed_table(measured: dict) -> list[str]:
-    """Decode and prefill over Q3_K's."""
+    """Render decode and prefill speed relative to Q3_K."""
     names, avx512 = SPEEDS, measured["avx512"]
     lines = [f"| speed relative to Q3_K, {avx512['processor']} | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
     for ratio in ("decode/q3_k", "prefill/q3_k"):
@@ -138,7 +140,7 @@ def speed_table(measured: dict) -> list[str]:
     return lines
 
 
-# What a user may want, the option for it, and its bits per weight in words where they depend on the model.
+# (what a user may want, --type, bits per weight if they depend on the model)
 CHOICES = (
     ("a file for every llama.cpp, Ollama and LM Studio", "q4_k_m", "about 4.8"),
     ("almost no loss", "ditto5", None),
@@ -151,7 +153,7 @@ CHOICES = (
 
 
 def render_choice(measured: dict) -> str:
-    """Which type to take, and the size of a model of 7 billion weights."""
+    """Render the recommended types with the size of a model of 7 billion weights."""
     sizes, q3_k = measured["seven_b"]["gib"], measured["rows"]["Q3_K"]["bpw"]
     lines = ["| you want | option | bits per weight | Llama-2-7B |", "| --- | --- | --- | --- |"]
     for want, name, bits in CHOICES:
@@ -162,7 +164,7 @@ def render_choice(measured: dict) -> str:
 
 
 def render_cost(measured: dict) -> str:
-    """Time and memory for a model of 7 billion weights."""
+    """Render time and memory for large models, and the speed without AVX2."""
     run = measured["seven_b"]
     calibration, encoding, slow = run["calibration"], run["encoding"], measured["without_avx2"]
     return (
@@ -177,36 +179,35 @@ def marker(name: str, end: str) -> str:
 
 
 def replace_table(path: Path, text: str, table: str, name: str = "measured") -> str:
-    """The text of a document with the lines between the markers of that name replaced; RuntimeError if there is not one pair of them."""
+    """Replace the lines between the markers of this name in a document's text; RuntimeError unless it has one pair of markers."""
     begin, end = marker(name, "begin"), marker(name, "end")
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise RuntimeError(f"{path}: needs one {begin} and, after it, one {end}")
+        raise RuntimeError(f"{path}: needs one {begin} and one {end} after it")
     return f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}"
 
 
 def place_labels(axes, points: list[tuple[float, float, str, str]], others: list[tuple[float, float]] = ()) -> None:
-    """A label (x, y, text, colour) beside each point, on the side where it covers least of these and the other points, and of
-    the labels."""
+    """Label each point (x, y, text, colour) on the side where the label covers the fewest points and labels."""
     from matplotlib.transforms import Bbox
 
     renderer = axes.figure.canvas.get_renderer()
-    taken = [Bbox.from_bounds(*(axes.transData.transform((x, y)) - 5), 10, 10) for x, y, *_ in [*points, *others]]
+    occupied = [Bbox.from_bounds(*(axes.transData.transform((x, y)) - 5), 10, 10) for x, y, *_ in [*points, *others]]
     for x, y, text, colour in points:
-        tries = []
+        candidates = []
         for dx, dy, align in ((8, -3.5, "left"), (-8, -3.5, "right"), (0, 7, "center"), (0, -14, "center")):
             label = axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", ha=align, color=colour, fontsize=9)
             box = label.get_window_extent(renderer)
-            tries.append((sum(box.overlaps(other) for other in taken), len(tries), label, box))
-        *_, best, box = min(tries, key=lambda found: found[:2])
-        for *_, label, _ in tries:
+            candidates.append((sum(box.overlaps(other) for other in occupied), len(candidates), label, box))
+        *_, best, box = min(candidates, key=lambda candidate: candidate[:2])
+        for *_, label, _ in candidates:
             if label is not best:
                 label.remove()
-        taken.append(box)
+        occupied.append(box)
 
 
 def start_drawing() -> ModuleType:
-    """pyplot, set up: text as text, and the same bytes for the same figures."""
-    import matplotlib  # here, since the demo has the tables without it
+    """Set up pyplot: text stays text, and equal figures give equal bytes."""
+    import matplotlib  # imported here, because the demo works without it
 
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -216,22 +217,22 @@ def start_drawing() -> ModuleType:
 
 
 def save(figure: object, path: Path) -> None:
-    """A matplotlib figure as the format that the path's ending names."""
-    beside = path.with_name(path.name + ".part")
-    figure.savefig(beside, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
-    os.replace(beside, path)
+    """Save a matplotlib figure in the format of the path's suffix."""
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
+    os.replace(part, path)
 
 
-SERIES = {  # of the picture: what of quality(), which types, label, marker, colour
-    "upstream": (False, "standard types by llama-quantize, imatrix", "o", STOCK_COLOUR),
+SERIES = {  # key of quality() -> types (True: ggml-ext, False: upstream, None: all), label, marker, colour
+    "upstream": (False, "standard types by llama-quantize, imatrix", "o", UPSTREAM_COLOUR),
     "hessian": (False, "standard types by ggml-ext", "s", "#2563eb"),
-    "own": (True, "types of ggml-ext", "D", OUR_COLOUR),
+    "own": (True, "types of ggml-ext", "D", EXT_COLOUR),
     "sequential": (None, "with --propagate", "v", "#16a34a"),
 }
 
 
 def draw(rows: dict[str, dict], path: Path) -> None:
-    """The picture of quality(), as the format that the path's ending names."""
+    """Draw the result of quality() in the format of the path's suffix."""
     pyplot = start_drawing()
     from matplotlib.ticker import NullLocator
 
@@ -241,10 +242,10 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     labels, others = [], []
-    for key, (own, label, marker, colour) in SERIES.items():
+    for key, (is_ext, label, marker, colour) in SERIES.items():
         column = "hessian" if key == "own" else key
         points = [(row["bpw"], float(row[column]), name) for name, row in rows.items()
-                  if column in row and own in (None, name.lower() in WEIGHT_TYPES)]
+                  if column in row and is_ext in (None, name.lower() in WEIGHT_TYPES)]
         axes.scatter([p[0] for p in points], [p[1] for p in points], s=36, marker=marker, c=colour, zorder=3, label=label)
         named = key in ("upstream", "own")
         (labels if named else others).extend((*p[:2], p[2], colour) if named else p[:2] for p in points)
@@ -259,7 +260,7 @@ def draw(rows: dict[str, dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is stale")
     args = parser.parse_args()
     measured = json.loads(MEASURED.read_text())
     types = read_types(measured)
@@ -274,7 +275,7 @@ def main() -> None:
         for title, table in parts.items():
             new = replace_table(path, new, table, title)
         if args.check and new != path.read_text():
-            raise RuntimeError(f"{name}: its table is stale: run scripts/build/figures.py")
+            raise RuntimeError(f"{name}: a table is stale; run scripts/build/figures.py")
         if not args.check:
             path.write_text(new)
     if not args.check:

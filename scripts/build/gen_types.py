@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Write the checked-in lists that follow from ggml_ext/types.toml, and what the package knows of ggml_ext/upstream.toml.
+"""Generate the checked-in lists of types from ggml_ext/types.toml, and the pinned versions from ggml_ext/upstream.toml.
 
     python scripts/build/gen_types.py            write the files that changed
     python scripts/build/gen_types.py --check    write nothing; name every stale file and exit 1
 
-The head of types.toml lists the files. py/ggml_ext/_base/upstream.py follows from upstream.toml.
+types.toml lists the files at its top. upstream.toml determines py/ggml_ext/_base/upstream.py.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PIN_MODULE = "py/ggml_ext/_base/upstream.py"
 FORMATS = "docs/reference/formats.md"
 MARKERS = ("<!-- types:begin -->", "<!-- types:end -->")
 NOTICE = f"Generated from {TABLE} by scripts/build/gen_types.py; do not edit."
-MAX_BLOCK_SIZE = 256  # QK_K: blocks are that or a quarter of it
-STOCK_ACTIVATIONS = ("q8_k",)
+MAX_BLOCK_SIZE = 256  # QK_K; blocks have this size or a quarter of it
+UPSTREAM_ACTIVATIONS = ("q8_k",)
 
 COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_size": int, "block_bytes": int, "rotated": bool, "about": str}
 WEIGHT_FIELDS = {
@@ -45,14 +45,14 @@ WEIGHT_FIELDS = {
     "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
     "student_t4_rel_mse": float, "moments_gain": float, "fns_limits": str,
 }
-# of trellis types, or in their place trellis_code, the type whose code they share. trellis_values: two tables of 16 bytes
+# Trellis types have these fields or trellis_code, the type whose code they share. trellis_values: two tables of 16 bytes
 TRELLIS_FIELDS = {"trellis_bits": int, "trellis_weights": int, "trellis_states": int, "trellis_values": list, "trellis_offset": float,
                   "trellis_gain": float, "trellis_unit": float}
-TRELLIS_CODES = ((4, 1, 4096), (3, 1, 4096), (2, 1, 4096))  # bits, weights and states that ggml_ext/types/trellis.h has indices for
+TRELLIS_CODES = ((4, 1, 4096), (3, 1, 4096), (2, 1, 4096))  # (bits, weights, states) that ggml_ext/types/trellis.h defines indices for
 COLUMN_WIDTHS = (9, 9, 2, 4, 7, 7, 6, 7, 0)  # of the table of trellis types
-CODEBOOK_FIELDS = {"codebook": list, "codebook_offset": float}  # of types with one codebook for all blocks: its upper 16 codes
+CODEBOOK_FIELDS = {"codebook": list, "codebook_offset": float}  # types with one codebook for all blocks; the upper 16 codes
 OPTIONAL_FIELDS = {"fns_dot_error": float}
-# stock type -> its limits in upstream's test-quantize-fns, of weights and of products
+# upstream type -> its limits in test-quantize-fns, for weights and for products
 FNS_LIMITS = {"iq3_s": ("MAX_QUANTIZATION_TOTAL_ERROR_3BITS", "MAX_DOT_PRODUCT_ERROR_LOWBIT"),
               "iq2_s": ("MAX_QUANTIZATION_TOTAL_ERROR_2BITS", "MAX_DOT_PRODUCT_ERROR_LOWBIT"),
               "q5_k": ("MAX_QUANTIZATION_TOTAL_ERROR", "MAX_DOT_PRODUCT_ERROR")}
@@ -125,17 +125,17 @@ def check_values(row: dict, where: str, ids: dict, types: list[dict]) -> None:
     if not ids["first"] <= row["id"] < ids["count"]:
         raise TableError(f"{where}: id {row['id']} is not in {ids['first']}..{ids['count'] - 1}")
     if row["id"] in ids["retired"]:
-        raise TableError(f"{where}: id {row['id']} was that of an earlier {ids['retired'][row['id']]}: take one that no file has")
+        raise TableError(f"{where}: id {row['id']} belonged to an earlier {ids['retired'][row['id']]}; choose an id that no file has")
     if row["block_size"] not in (MAX_BLOCK_SIZE, MAX_BLOCK_SIZE // 4):
         raise TableError(f"{where}: block_size is {row['block_size']}, must be {MAX_BLOCK_SIZE} or {MAX_BLOCK_SIZE // 4}")
-    if row["kind"] == "weight" and row["activation"] not in (*(r.get("name") for r in types), *STOCK_ACTIVATIONS):
+    if row["kind"] == "weight" and row["activation"] not in (*(r.get("name") for r in types), *UPSTREAM_ACTIVATIONS):
         raise TableError(f"{where}: activation {row['activation']!r} is not in the table")
     if is_trellis(row):
         check_trellis(row, where)
 
 
 def check_trellis(row: dict, where: str) -> None:
-    """Check what all kernels of a trellis type take for granted."""
+    """Check the properties that all kernels of trellis types rely on."""
     code = bits, weights, _ = tuple(row[f"trellis_{field}"] for field in ("bits", "weights", "states"))
     if code not in TRELLIS_CODES:
         raise TableError(f"{where}: a trellis of (bits, weights, states) {code} has no indices in types/trellis.h, which has {TRELLIS_CODES}")
@@ -151,12 +151,12 @@ def check_trellis(row: dict, where: str) -> None:
 
 
 def check_fallbacks(types: list[dict]) -> None:
-    """Check that every chain of fallbacks ends and that one pass over the rows follows it, as llama-quantize's patch does."""
+    """Check that each chain of fallbacks ends and follows the order of the rows, which llama-quantize's patch relies on."""
     names = {row["name"] for row in types}
     for i, row in enumerate(types):
-        later = [r["name"] for r in of_kind(types[i + 1 :], "weight") if r["block_size"] < row["block_size"]]
+        later = [r["name"] for r in filter_kind(types[i + 1 :], "weight") if r["block_size"] < row["block_size"]]
         if row.get("fallback") in names - set(later):
-            raise TableError(f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be a stock type or a later row with "
+            raise TableError(f"{TABLE}: type {row['name']!r}: fallback is {row['fallback']!r}, must be an upstream type or a later row with "
                              "smaller blocks")
 
 
@@ -164,7 +164,7 @@ def is_trellis(row: dict) -> bool:
     return "trellis_values" in row
 
 
-def of_kind(types: list[dict], kind: str) -> list[dict]:
+def filter_kind(types: list[dict], kind: str) -> list[dict]:
     return [row for row in types if row["kind"] == kind]
 
 
@@ -176,14 +176,14 @@ def macro(name: str, lines: list[str]) -> str:
     return " \\\n    ".join([f"#define {name}", *lines])
 
 
-def render_includes(types: list[dict], what: str, suffix: str = "h") -> str:
-    """List the headers of all weight types; the trellis types share one."""
-    names = dict.fromkeys("trellis" if is_trellis(row) else row["name"] for row in of_kind(types, "weight"))
-    return "\n".join([f"// {NOTICE}", f"// {what}", "#pragma once", "", *(f'#include "{name}.{suffix}"' for name in names)]) + "\n"
+def render_includes(types: list[dict], description: str, suffix: str = "h") -> str:
+    """Include the headers of all weight types; the trellis types share one."""
+    names = dict.fromkeys("trellis" if is_trellis(row) else row["name"] for row in filter_kind(types, "weight"))
+    return "\n".join([f"// {NOTICE}", f"// {description}", "#pragma once", "", *(f'#include "{name}.{suffix}"' for name in names)]) + "\n"
 
 
 def render_header(ids: dict, types: list[dict]) -> str:
-    weights, activations = of_kind(types, "weight"), of_kind(types, "activation")
+    weights, activations = filter_kind(types, "weight"), filter_kind(types, "activation")
 
     def enum(name: str) -> str:
         return f"GGML_TYPE_{name.upper()}"
@@ -237,7 +237,7 @@ def words_of(data: bytes) -> str:
 
 
 def render_codes(signs: bytes, types: list[dict]) -> str:
-    """Render what few files use, apart from the header that all of llama.cpp includes."""
+    """Render the constants that few files use. They are not in the header that all of llama.cpp includes."""
     trellis, codebook = [row for row in types if is_trellis(row)], [row for row in types if "codebook" in row]
     out = [f"// {NOTICE}", "// Signs of the rotation, the trellis types and their codes, codebooks.", "#pragma once", "",
            f"#define GGML_EXT_SIGNS {{{words_of(signs)}}}"]
@@ -259,10 +259,10 @@ def render_codes(signs: bytes, types: list[dict]) -> str:
 
 
 def render_vulkan_blocks(types: list[dict]) -> str:
-    """Render what a shader needs before it declares the buffer of its type; A_TYPE, QUANT_K and QUANT_R are upstream's names."""
-    out = [f"// {NOTICE}", "// Blocks and constants of the type that a shader is compiled for: unpack.glsl."]
-    for i, row in enumerate(of_kind(types, "weight")):
-        bits = 32 if row["block_bytes"] % 4 == 0 else 16  # what the alignment of a block allows
+    """Render the definitions that precede a shader's buffer of blocks; A_TYPE, QUANT_K and QUANT_R are upstream's names."""
+    out = [f"// {NOTICE}", "// Block struct and constants of the type that a shader is compiled for, used by unpack.glsl."]
+    for i, row in enumerate(filter_kind(types, "weight")):
+        bits = 32 if row["block_bytes"] % 4 == 0 else 16  # the largest word that blocks are aligned to
         out += [f"#{'elif' if i else 'if'} defined(DATA_A_{row['name'].upper()})", "#define DATA_A_GGML_EXT", f"#define QUANT_K {row['block_size']}",
                 f"#define EXT_ROTATION {row['block_size'] if row['rotated'] else 0}", f"#define EXT_WORD_BITS {bits}",
                 f"struct ext_block {{ uint{bits}_t w[{row['block_bytes'] * 8 // bits}]; }};"]
@@ -277,8 +277,8 @@ def render_vulkan_blocks(types: list[dict]) -> str:
 
 
 def render_vulkan_unpackers(types: list[dict]) -> str:
-    out = [f"// {NOTICE}", "// Unpack of the type that a shader is compiled for.", "#if defined(EXT_TRELLIS_K)", '#include "trellis.glsl"']
-    for row in of_kind(types, "weight"):
+    out = [f"// {NOTICE}", "// Unpacks the type that a shader is compiled for.", "#if defined(EXT_TRELLIS_K)", '#include "trellis.glsl"']
+    for row in filter_kind(types, "weight"):
         if not is_trellis(row):
             out += [f"#elif defined(DATA_A_{row['name'].upper()})", f'#include "{row["name"]}.glsl"']
     return "\n".join([*out, "#endif"]) + "\n"
@@ -291,7 +291,7 @@ def render_vulkan_signs(signs: bytes) -> str:
 
 MODULE_HEAD = '''"""{notice}
 
-The types of the extension: ids, sizes and the choices of the quantizer.
+The ggml-ext types: ids, sizes and options of the quantizer.
 """
 
 from __future__ import annotations
@@ -299,22 +299,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-MAX_BLOCK_SIZE = {block_size}  # weights of the largest blocks
+MAX_BLOCK_SIZE = {block_size}  # weights of the largest block
 # signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
 ROTATION_SIGNS = bytes.fromhex("{signs}")
 
 
 class ExtType(IntEnum):
-    """Ids in GGUF tensor infos; general.file_type uses the same numbers."""
+    """Ids of the types in GGUF files, for tensors and for general.file_type."""
 
 {members}
 
 
 @dataclass(frozen=True)
 class TypeInfo:
-    """One row of the table. The fields from `activation` on are None for activation types."""
+    """Properties of a type. Activation types have None from `activation` on."""
 
-    name: str                  # lower case, as on the command line and in log lines
+    name: str                  # lower case, as for --type
     id: ExtType
     kind: str                  # "weight" or "activation"
     block_size: int            # weights per block
@@ -326,24 +326,24 @@ class TypeInfo:
     unpack_min: int | None = None      # range of the codes
     unpack_max: int | None = None
     group: int | None = None           # weights per integer scale: value = d * scale * (q - offset)
-    fallback: str | None = None        # type for rows that are no multiple of block_size
-    token_embd: str | None = None      # type of the token embeddings in a file of this type
-    output: str | None = None          # type of the output matrix in a file of this type
+    fallback: str | None = None        # type for rows that are not a multiple of block_size
+    token_embd: str | None = None      # type of the token embeddings in files of this type
+    output: str | None = None          # type of the output matrix in files of this type
     title: str | None = None
     usual_rel_mse: float | None = None  # NMSE of Gaussian weights
-    fixture_rel_mse: float | None = None  # bound of the NMSE on the real-weight fixture
-    student_t4_rel_mse: float | None = None  # and of samples of Student's t with 4 degrees of freedom
-    moments_gain: float | None = None     # bound of the output error with full Hessians over that with their diagonals
-    fns_limits: str | None = None         # upstream type with the same limits in test-quantize-fns
-    fns_dot_error: float | None = None    # its own limit for products
-    trellis_bits: int | None = None     # bits per symbol: ggml_ext/types/trellis.h
+    fixture_rel_mse: float | None = None  # upper bound of the NMSE of the fixture of real weights
+    student_t4_rel_mse: float | None = None  # the same for Student's t distribution with 4 degrees of freedom
+    moments_gain: float | None = None     # upper bound of the output error with full Hessians relative to diagonal ones
+    fns_limits: str | None = None         # upstream type whose limits apply in test-quantize-fns
+    fns_dot_error: float | None = None    # limit for products, if different
+    trellis_bits: int | None = None     # bits per symbol (ggml_ext/types/trellis.h)
     trellis_weights: int | None = None  # weights per symbol
     trellis_states: int | None = None
-    trellis_values: list[list[int]] | None = None  # two tables of 16
+    trellis_values: list[list[int]] | None = None  # two tables of 16 values
     trellis_offset: float | None = None
-    trellis_gain: float | None = None  # first scale over the one that gives the code the block's energy
+    trellis_gain: float | None = None  # first scale candidate relative to the one that gives the code the block's energy
     trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
-    codebook: list[int] | None = None     # upper half of the codebook of all blocks: ggml_ext/types/ditto5.h
+    codebook: list[int] | None = None     # upper half of the codebook (ggml_ext/types/ditto5.h)
     codebook_offset: float | None = None
 
 
@@ -371,19 +371,19 @@ def render_module(ids: dict, signs: bytes, types: list[dict]) -> str:
         out += "    ),\n"
     out += "}\n\n"
     out += 'WEIGHT_TYPES: dict[str, TypeInfo] = {n: t for n, t in TYPES.items() if t.kind == "weight"}\n'
-    out += f"RETIRED_TYPES: dict[int, str] = {ids['retired']!r}  # ids that files made before may have\n".replace("'", '"')
+    out += f"RETIRED_TYPES: dict[int, str] = {ids['retired']!r}  # ids in files of earlier versions\n".replace("'", '"')
     return out
 
 
 def render_pin(pin: dict) -> str:
     return (
-        f'"""{NOTICE.replace(TABLE, PIN)}\n\nThe llama.cpp that the package is made for.\n"""\n\n'
+        f'"""{NOTICE.replace(TABLE, PIN)}\n\nThe pinned llama.cpp.\n"""\n\n'
         f'LLAMA_CPP_VERSION = "{pin["llama_cpp"]}"\nGGML_VERSION = "{pin["ggml"]}"\n'
     )
 
 
 def render_formats_table(types: list[dict]) -> str:
-    out = ["| type | GGUF id | weights a block | bytes | bpw | what |", "| --- | --- | --- | --- | --- | --- |"]
+    out = ["| type | GGUF id | weights per block | bytes | bpw | description |", "| --- | --- | --- | --- | --- | --- |"]
     for row in types:
         bpw = f"{bits_per_weight(row):g}"
         out.append(f"| `{row['name'].upper()}` | {row['id']} | {row['block_size']} | {row['block_bytes']} | {bpw} | {row['about']} |")
@@ -404,11 +404,11 @@ def render_all(root: Path) -> dict[str, str]:
     ids, signs, types = load_table((root / TABLE).read_text(encoding="utf-8"))
     return {
         HEADER: render_header(ids, types),
-        BLOCKS: render_includes(types, "Block structs and scalar unpack of every weight type."),
+        BLOCKS: render_includes(types, "Block structs and scalar unpack of all weight types."),
         CODES: render_codes(signs, types),
-        UNPACKERS: render_includes(types, "Unpack over the SIMD primitives of every weight type."),
-        DEVICE_UNPACKERS: render_includes(types, "Unpack on the device of every weight type.", "cuh"),
-        METAL_UNPACKERS: render_includes(types, "Unpack in Metal of every weight type.", "metal"),
+        UNPACKERS: render_includes(types, "SIMD unpack of all weight types."),
+        DEVICE_UNPACKERS: render_includes(types, "CUDA unpack of all weight types.", "cuh"),
+        METAL_UNPACKERS: render_includes(types, "Metal unpack of all weight types.", "metal"),
         VULKAN_BLOCKS: render_vulkan_blocks(types),
         VULKAN_UNPACKERS: render_vulkan_unpackers(types),
         VULKAN_SIGNS: render_vulkan_signs(signs),
@@ -420,7 +420,7 @@ def render_all(root: Path) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 and name every stale file")
+    parser.add_argument("--check", action="store_true", help="write nothing; name every stale file and exit 1")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
 

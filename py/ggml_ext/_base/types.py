@@ -1,6 +1,6 @@
 """Generated from ggml_ext/types.toml by scripts/build/gen_types.py; do not edit.
 
-The types of the extension: ids, sizes and the choices of the quantizer.
+The ggml-ext types: ids, sizes and options of the quantizer.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-MAX_BLOCK_SIZE = 256  # weights of the largest blocks
+MAX_BLOCK_SIZE = 256  # weights of the largest block
 # signs of the rotation: bit j % 8 of byte j / 8 is set where sign j flips
 ROTATION_SIGNS = bytes.fromhex("c5e08ae1feb789a2c6d0401eaf1b209630ceb4d5c7ed65d74317ec989fa4456e")
 
 
 class ExtType(IntEnum):
-    """Ids in GGUF tensor infos; general.file_type uses the same numbers."""
+    """Ids of the types in GGUF files, for tensors and for general.file_type."""
 
     ITQ3_S = 160
     CCQ2 = 161
@@ -32,9 +32,9 @@ class ExtType(IntEnum):
 
 @dataclass(frozen=True)
 class TypeInfo:
-    """One row of the table. The fields from `activation` on are None for activation types."""
+    """Properties of a type. Activation types have None from `activation` on."""
 
-    name: str                  # lower case, as on the command line and in log lines
+    name: str                  # lower case, as for --type
     id: ExtType
     kind: str                  # "weight" or "activation"
     block_size: int            # weights per block
@@ -46,24 +46,24 @@ class TypeInfo:
     unpack_min: int | None = None      # range of the codes
     unpack_max: int | None = None
     group: int | None = None           # weights per integer scale: value = d * scale * (q - offset)
-    fallback: str | None = None        # type for rows that are no multiple of block_size
-    token_embd: str | None = None      # type of the token embeddings in a file of this type
-    output: str | None = None          # type of the output matrix in a file of this type
+    fallback: str | None = None        # type for rows that are not a multiple of block_size
+    token_embd: str | None = None      # type of the token embeddings in files of this type
+    output: str | None = None          # type of the output matrix in files of this type
     title: str | None = None
     usual_rel_mse: float | None = None  # NMSE of Gaussian weights
-    fixture_rel_mse: float | None = None  # bound of the NMSE on the real-weight fixture
-    student_t4_rel_mse: float | None = None  # and of samples of Student's t with 4 degrees of freedom
-    moments_gain: float | None = None     # bound of the output error with full Hessians over that with their diagonals
-    fns_limits: str | None = None         # upstream type with the same limits in test-quantize-fns
-    fns_dot_error: float | None = None    # its own limit for products
-    trellis_bits: int | None = None     # bits per symbol: ggml_ext/types/trellis.h
+    fixture_rel_mse: float | None = None  # upper bound of the NMSE of the fixture of real weights
+    student_t4_rel_mse: float | None = None  # the same for Student's t distribution with 4 degrees of freedom
+    moments_gain: float | None = None     # upper bound of the output error with full Hessians relative to diagonal ones
+    fns_limits: str | None = None         # upstream type whose limits apply in test-quantize-fns
+    fns_dot_error: float | None = None    # limit for products, if different
+    trellis_bits: int | None = None     # bits per symbol (ggml_ext/types/trellis.h)
     trellis_weights: int | None = None  # weights per symbol
     trellis_states: int | None = None
-    trellis_values: list[list[int]] | None = None  # two tables of 16
+    trellis_values: list[list[int]] | None = None  # two tables of 16 values
     trellis_offset: float | None = None
-    trellis_gain: float | None = None  # first scale over the one that gives the code the block's energy
+    trellis_gain: float | None = None  # first scale candidate relative to the one that gives the code the block's energy
     trellis_unit: float | None = None  # fixed-point steps per unit of the scale in the encoder's search
-    codebook: list[int] | None = None     # upper half of the codebook of all blocks: ggml_ext/types/ditto5.h
+    codebook: list[int] | None = None     # upper half of the codebook (ggml_ext/types/ditto5.h)
     codebook_offset: float | None = None
 
 
@@ -353,7 +353,7 @@ TYPES: dict[str, TypeInfo] = {
         block_bytes=288,
         bpw=36.0,
         rotated=True,
-        about="the activation row rotated in blocks of 64, in groups of four; not a type of weights",
+        about="activations rotated in blocks of 64 and stored in groups of four; not a weight type",
     ),
     "q8_kr": TypeInfo(
         name="q8_kr",
@@ -363,9 +363,9 @@ TYPES: dict[str, TypeInfo] = {
         block_bytes=292,
         bpw=9.125,
         rotated=True,
-        about="`block_q8_K` of the rotated activation row; not a type of weights",
+        about="`block_q8_K` of the rotated activations; not a weight type",
     ),
 }
 
 WEIGHT_TYPES: dict[str, TypeInfo] = {n: t for n, t in TYPES.items() if t.kind == "weight"}
-RETIRED_TYPES: dict[int, str] = {163: "itq3_t", 164: "itq2_t", 165: "itq3_t64", 166: "itq2_t64"}  # ids that files made before may have
+RETIRED_TYPES: dict[int, str] = {163: "itq3_t", 164: "itq2_t", 165: "itq3_t64", 166: "itq2_t64"}  # ids in files of earlier versions

@@ -1,6 +1,6 @@
 """Generated from ggml_ext/upstream.toml by scripts/build/gen_types.py; do not edit.
 
-The llama.cpp that the package is made for.
+The pinned llama.cpp.
 """
 
 LLAMA_CPP_VERSION = "0.5.0-dev"
