@@ -1,10 +1,9 @@
-// The trellis types (types/trellis.h) on the device, on words of eight nibbles: those of
-// byte b belong to the weights L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8; for K = 4 to those of the groups 2*p
-// and 2*p + 1. Predecessors of a symbol are in the same byte of other groups, and before group 0 in group 7 of the byte before:
-// that is what block_words::at().before is for.
+// CUDA unpack of the trellis types (types/trellis.h) with words of eight nibbles. The nibbles of byte b belong to the weights
+// L*g + 4*k + b (low) and L*(g + 4) + 4*k + b (high), L = n/8; for K = 4 to the groups 2*p and 2*p + 1. Predecessors of a symbol are in the same
+// byte of other groups. Before group 0 they are in group 7 of the byte before, which block_words::at().before has.
 //
-// Tables in shared memory were not taken: 4096 bytes of codes by state would be filled by every block of threads, which
-// reads fewer bytes of weights than that, and random addresses in 32 banks take three to four turns.
+// A table of codes in shared memory would be slower: each thread block would write 4096 bytes, more than it reads in weights, and random
+// addresses cause bank conflicts.
 #pragma once
 
 #include "unpack.cuh"
@@ -13,7 +12,7 @@ namespace ggml_ext {
 
 constexpr uint32_t LOW_NIBBLES = 0x0f0f0f0f;
 
-// The codes values[0][i0] + values[1][i1] of eight nibbles, in their order.
+// Computes the codes values[0][i0] + values[1][i1] of eight nibbles.
 static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tables & t, uint32_t i0, uint32_t i1,
                                                      uint32_t & q_first, uint32_t & q_second) {
     const lookup16 values0(t.values[0]), values1(t.values[1]);
@@ -27,17 +26,17 @@ static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tabl
     q_second = q[1];
 }
 
-// Which groups the two nibbles of a byte are of.
+// Returns the distance between the groups of a byte's two nibbles.
 constexpr int trellis_pairs(int bits) {
     return bits == 4 ? 1 : 4;
 }
 
-// What K = 2 and 3 read: low bits of the symbols (l0: groups 0 to 3, l1: 4 to 7) and the low bits of groups 4 to 7 of the
-// byte before. In byte -1 stand the symbols before the first.
+// Words for K = 2 and 3: low bits of groups 0-3 (l0), of groups 4-7 (l1) and of groups 4-7 one byte earlier (before). Byte -1 has the symbols
+// before step 0.
 struct trellis_words {
     uint32_t l0, l1, before;
 
-    // pair(t) of the groups g and g + 4 (types/trellis.h); a negative g is g + 8 of the byte before
+    // Returns pair(t) of the groups g and g + 4 (types/trellis.h). A negative g is group g + 8 one byte earlier.
     __device__ __forceinline__ uint32_t pair(int g) const {
         switch (g) {
             case -2: return select(before >> 2, l0 << 2, LOW_NIBBLES);
@@ -50,44 +49,44 @@ struct trellis_words {
     }
 };
 
-// Byte 1 of `first` in place of the byte before a block's first.
-static __device__ __forceinline__ uint32_t with_first(uint32_t before, int k, uint32_t first) {
+// Replaces the byte before the block's first one by byte 1 of `first`.
+static __device__ __forceinline__ uint32_t replace_first(uint32_t before, int k, uint32_t first) {
     return prmt(before, first, k == 0 ? 0x3215 : 0x3210);
 }
 
-// The unpack contract of a type with K bits a symbol.
+// Unpacks a part of a block with K bits per symbol (unpack contract).
 template <typename B, int K>
 static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, const ggml_ext_trellis_tables & tables, float offset) {
-    constexpr int T = N_THREADS<B>; // words of a plane: two of low bits and, for K = 3, one of high bits; four of nibbles for K = 4
+    constexpr int T = N_THREADS<B>; // words per plane; two planes of low bits and, for K = 3, one of high bits; K = 4: four planes of nibbles
     static_assert(offsetof(B, start) == 1 && offsetof(B, symbols) == 2 && sizeof(B) == 2 + 4*K*T, "");
     const block_words words(&x);
     const uint32_t header = words.header(); // d and start
     unpacked u;
     if constexpr (K == 4) {
         const auto l3   = words.at(3*T + k);
-        uint32_t   last = with_first(l3.before, k, header); // the two groups before
+        uint32_t   previous = replace_first(l3.before, k, header); // two groups earlier
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
             const uint32_t l = p == 3 ? l3.word : words[p*T + k];
-            trellis_codes(tables, l ^ last, select(last >> 4, l << 4, LOW_NIBBLES), u.q[2*p], u.q[2*p + 1]);
-            last = l;
+            trellis_codes(tables, l ^ previous, select(previous >> 4, l << 4, LOW_NIBBLES), u.q[2*p], u.q[2*p + 1]);
+            previous = l;
         }
     } else {
         const auto l0 = words.at(k), l1 = words.at(T + k);
-        const trellis_words l = {l0.word, l1.word, with_first(l1.before, k, header)};
+        const trellis_words l = {l0.word, l1.word, replace_first(l1.before, k, header)};
         if constexpr (K == 3) {
             const auto     h        = words.at(2*T + k);
-            const uint32_t h_before = with_first(h.before, k, header << 6 & 0xc000);
+            const uint32_t h_before = replace_first(h.before, k, header << 6 & 0xc000);
 #pragma unroll
             for (int g = 0; g < 4; ++g) {
-                // bits g - 3 ... g of the high bits, those of the byte before first
+                // high bits g - 3 ... g, where negative ones are in the byte before
                 const uint32_t quad = g == 3 ? h.word : select(h_before >> (5 + g), h.word << (3 - g), 0x01010101*(0x7 >> g));
                 trellis_codes(tables, l.pair(g) ^ l.pair(g - 1) ^ l.pair(g - 2), l.pair(g) ^ quad, u.q[g], u.q[g + 4]);
             }
         } else {
             static_assert(K == 2, "");
-            // pair(t) ^ pair(t - 4): a symbol four steps earlier has the place of this one in the four groups before
-            const trellis_words both = {l.l0 ^ l.before, l.l1 ^ l.l0, l.before ^ with_first(l0.before, k, 0)};
+            // pair(t) ^ pair(t - 4): four steps earlier is the same byte four groups earlier
+            const trellis_words both = {l.l0 ^ l.before, l.l1 ^ l.l0, l.before ^ replace_first(l0.before, k, 0)};
 #pragma unroll
             for (int g = 0; g < 4; ++g) {
                 trellis_codes(tables, both.pair(g), l.pair(g - 2), u.q[g], u.q[g + 4]);

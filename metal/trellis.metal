@@ -1,14 +1,14 @@
-// The trellis types (types/trellis.h) on the device. A lane's eight weights are eight steps in turn, whose symbols and their
-// predecessors are bits of one window: byte c of the planes behind byte c - 1 of the last one, `start` before byte 0. A code is
-// a look-up of the last 12 bits in a table (scripts/build/metal_library.py makes it), whose index is, from the low bits on,
+// Metal unpack of the trellis types (types/trellis.h). The eight weights of byte c are consecutive steps. Their symbols and predecessors are one
+// bit window: byte c - 1 of the last plane (`start` for c = 0), then byte c of all planes. The window's last 12 bits index a table of codes, which
+// scripts/build/metal_library.py generates. The index is, from the low bits on:
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
 #include "codes.metal"
 
-// L: bytes of a plane of symbols.
+// L: bytes per plane of symbols.
 template <int K, int L> struct ggml_ext_trellis_window;
 
 template <int L> struct ggml_ext_trellis_window<4, L> {
-    uint first, second; // from step -2 on, and from step 2 on
+    uint first, second; // from step -2 and from step 2 on
 
     void load(uint8_t start, device const uint8_t * symbols, short c) {
         const uint before = c ? symbols[3*L + c - 1] : start;
@@ -21,7 +21,7 @@ template <int L> struct ggml_ext_trellis_window<4, L> {
 };
 
 template <int L> struct ggml_ext_trellis_window<3, L> {
-    uint low, high; // low bits from step -4 on, and high bits, from step -8 on, times 2^8
+    uint low, high; // low bits from step -4 on; high bits from step -8 on, shifted left by 8
 
     void load(uint8_t start, device const uint8_t * symbols, short c) {
         const uint low_before  = c ? symbols[L + c - 1] : start;

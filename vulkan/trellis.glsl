@@ -1,17 +1,17 @@
-// The trellis code (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K. The eight weights of byte b are eight steps in turn, whose symbols
-// and their predecessors are bits of one window: this byte of the planes behind the byte before it of the last one, `start` before
-// byte 0. A value is a look-up of the last 12 bits, whose index is, from the low bits on,
+// Vulkan unpack of the trellis types (ggml_ext/types/trellis.h), K = EXT_TRELLIS_K. The eight weights of byte b are consecutive steps. Their symbols
+// and predecessors are one bit window: byte b - 1 of the last plane (`start` for b = 0), then byte b of all planes. The window's last 12 bits index a
+// table of values. The index is, from the low bits on:
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
-// The table has halves of code - offset, which is exact, as bits: no arithmetic of 16 bits is needed.
-const uint EXT_LANES = QUANT_K/8; // bytes of a plane
+// The table has code - offset as the bits of halves, which is exact and requires no 16-bit arithmetic.
+const uint EXT_LANES = QUANT_K/8; // bytes per plane
 #define NEEDS_INIT_IQ_SHMEM
 shared uint16_t ext_table[4096];
 
-// Entries whose low eight bits are alike share one part of their code; the other part runs over 16 constants, so that no constant
-// array is indexed in the loop: compilers make loads of memory or hundreds of instructions of that.
+// Indices with equal low bytes share one term of their code; the other term is one of 16 constants. So the loop does not index a constant array,
+// which compilers turn into memory loads or hundreds of instructions.
 void init_iq_shmem(const uvec3 workgroup) {
     for (uint i = gl_LocalInvocationIndex; i < 256; i += workgroup.x*workgroup.y*workgroup.z) {
-        const uint n0 = i & 15, n1 = i >> 4; // the index's low nibbles
+        const uint n0 = i & 15, n1 = i >> 4; // low nibbles of the index
 #if EXT_TRELLIS_K == 3
         const uint before = (n1 & 3) << 2 | n0 >> 2; // pair(t-1)
         const float first = float(ext_look_up(ext_trellis_values0, n0 ^ n1 ^ before)) - ext_trellis_offset;
@@ -31,10 +31,10 @@ void init_iq_shmem(const uvec3 workgroup) {
 }
 float ext_entry(const uint i) { return unpackHalf2x16(uint(ext_table[i])).x; }
 
-// The byte before word k of plane `plane`: `first` before a block's first. Loaded in any case, which is cheaper than a branch.
+// Returns the byte before word k of a plane, or `first` for k = 0. It loads in both cases, because a branch costs more.
 uint ext_byte_before(const uint ib, const uint plane, const uint k, const uint first) {
-    const uint last = ext_half(ib, plane*EXT_LANES + 4*k) >> 8;
-    return k == 0 ? first : last;
+    const uint previous = ext_half(ib, plane*EXT_LANES + 4*k) >> 8;
+    return k == 0 ? first : previous;
 }
 
 #if EXT_TRELLIS_K == 2
@@ -54,11 +54,12 @@ ext_words ext_load(const uint ib, const uint k) {
 #define EXT_INDEX(w, g, b) (w.window[b] >> 2*(g + 3) & 0xfff)
 
 #elif EXT_TRELLIS_K == 3
-// Words of two windows of 16 bits: byte b of `before` and of `word`, b = 0 and 2, or 1 and 3.
+// Returns two words of two 16-bit windows (bytes 0 and 2, bytes 1 and 3), each with a byte of `before` and of `word`.
 uint[2] ext_windows(const uint before, const uint word) {
     return uint[2]((before & 0x00ff00ff) | (word & 0x00ff00ff) << 8, (before >> 8 & 0x00ff00ff) | (word & 0xff00ff00));
 }
-struct ext_words { uint low[2][2], high[2]; float d; }; // low bits of groups 0 to 3 from step -4 on, of the others from step 0; high ones from -8
+// low bits from step -4 on for groups 0-3, from step 0 on for the others; high bits from step -8 on
+struct ext_words { uint low[2][2], high[2]; float d; };
 
 ext_words ext_load(const uint ib, const uint k) {
     const uint head = ext_half(ib, 0), start = head >> 8;
@@ -66,7 +67,7 @@ ext_words ext_load(const uint ib, const uint k) {
     const uint l1_before = l1 << 8 | ext_byte_before(ib, 1, k, start), h_before = h << 8 | ext_byte_before(ib, 2, k, (start & 3) << 6);
     return ext_words(uint[2][2](ext_windows(l1_before, l0), ext_windows(l0, l1)), ext_windows(h_before, h), ext_e5m3(head & 0xff));
 }
-// bits g - 3 ... g of the high ones are to be at bit 8
+// shifts high bits g - 3 ... g to bit 8
 #define EXT_HIGH(word, b, g) (16*(b/2) + g < 3 ? (word) << (3 - g) : (word) >> (16*(b/2) + g - 3))
 #define EXT_INDEX(w, g, b) (bitfieldExtract(w.low[g/4][b & 1], int(16*(b/2) + 2*((g & 3) + 1)), 8) | (EXT_HIGH(w.high[b & 1], b, g) & 0xf00))
 

@@ -1,4 +1,4 @@
-// The trellis types (types/trellis.h) over the SIMD primitives: one block of 256, or up to four blocks of 64 at a time.
+// SIMD unpack of the trellis types (types/trellis.h): one block of 256, or up to four blocks of 64 at a time.
 #pragma once
 
 #include "unpack.h"
@@ -7,25 +7,25 @@
 
 namespace ggml_ext {
 
-// What the indices are made of; lane: a byte of a group.
+// The words that indices are computed from. A lane is a byte of a group.
 template <int K> struct trellis_lanes {
-    u8x64 ql;             // low bits of the groups 0 to 3 and 4 to 7
-    u8x64 before;         // those of the four groups before: 4 to 7 of the lane before, and 0 to 3
-    u8x64 before2;        // those before them: 0 to 3 and 4 to 7 of the lane before. For K = 2 alone
-    u8x64 high;           // high bits: four groups before, and four. For K = 3 alone
+    u8x64 ql;             // low bits of groups 0-3 and of groups 4-7
+    u8x64 before;         // low bits four groups earlier: groups 4-7 of the previous lane, groups 0-3
+    u8x64 before2;        // low bits eight groups earlier: groups 0-3 and 4-7 of the previous lane. K = 2 only
+    u8x64 high;           // high bits of four groups and of the four groups before them. K = 3 only
 };
 
-// Nibbles of two groups each.
+// Each word has the nibbles of two groups.
 template <> struct trellis_lanes<4> {
     u8x64 ql[2];          // groups 0, 1 and 4, 5; groups 2, 3 and 6, 7
-    u8x64 before;         // the two groups before: 6, 7 of the lane before, and 2, 3
+    u8x64 before;         // two groups earlier: groups 6, 7 of the previous lane, groups 2, 3
 };
 
-// Of the blocks p[0] to p[3] of 64 weights.
+// Loads the blocks p[0] to p[3] of 64 weights.
 template <int K, typename B> static inline trellis_lanes<K> load_trellis_at(const B * const (&p)[GGML_EXT_GROUP_BLOCKS]) {
-    const auto bytes = [&](size_t at) {
-        const auto byte = [&](int b) { return (const uint8_t *) p[b] + at; };
-        return load8x4(byte(0), byte(1), byte(2), byte(3));
+    const auto bytes = [&](size_t offset) {
+        const auto address = [&](int b) { return (const uint8_t *) p[b] + offset; };
+        return load8x4(address(0), address(1), address(2), address(3));
     };
     const auto  plane = [&](int i) { return bytes(offsetof(B, symbols) + 8*i); };
     const u8x32 start = first_of_8(bytes(offsetof(B, start)));
@@ -50,42 +50,42 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_at(cons
 }
 
 #if defined(GGML_EXT_AVX512)
-// An index for permutes of bytes.
+// Index of a byte permute.
 struct byte_index {
-    alignas(64) uint8_t at[64] = {};
-    template <typename F> constexpr explicit byte_index(F from) {
-        for (int j = 0; j < 64; ++j) { at[j] = (uint8_t) from(j); }
+    alignas(64) uint8_t source[64] = {};
+    template <typename F> constexpr explicit byte_index(F source_of) {
+        for (int j = 0; j < 64; ++j) { source[j] = (uint8_t) source_of(j); }
     }
-    __m512i load() const { return keep(_mm512_load_si512(at)); }
+    __m512i load() const { return keep(_mm512_load_si512(source)); }
 };
 
-// Bytes of four blocks of 64 among the first 64 and the last: of each the bytes offset(i, half), i = 0 ... 7.
-template <typename B, typename F> constexpr byte_index of_four_blocks(F offset) {
+// Selects bytes offset(i, half), i = 0 ... 7, of each of four blocks of 64 from the first and the last 64 bytes of these blocks.
+template <typename B, typename F> constexpr byte_index four_blocks_index(F offset) {
     return byte_index([&](int j) {
         const int byte = (int) sizeof(B)*(j%32/8) + offset(j%8, j/32);
         return byte < 64 ? byte : byte - 4*(int) sizeof(B) + 128;
     });
 }
 
-// The four blocks at x, whose bits of K = 2 or 3 lie in their first and last 64 bytes.
-template <int K, typename B> static inline trellis_lanes<K> load_trellis_of_four(const B * x) {
+// Loads the four blocks at x. For K = 2 and 3, their first and last 64 bytes contain all bits.
+template <int K, typename B> static inline trellis_lanes<K> load_four_blocks(const B * x) {
     constexpr int START = offsetof(B, start), QL = offsetof(B, symbols);
-    static constexpr byte_index ql    (of_four_blocks<B>([](int i, int half) { return QL + 8*half + i; }));
-    static constexpr byte_index before(of_four_blocks<B>([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; }));
+    static constexpr byte_index ql    (four_blocks_index<B>([](int i, int half) { return QL + 8*half + i; }));
+    static constexpr byte_index before(four_blocks_index<B>([](int i, int half) { return half ? QL + i : i ? QL + 7 + i : START; }));
     const __m512i begin = keep(_mm512_loadu_si512(x)), end = keep(_mm512_loadu_si512((const char *) (x + 4) - 64));
-    const __m512i place0 = keep(_mm512_zextsi256_si512(_mm256_set1_epi64x(0xff))); // of the low half's blocks
+    const __m512i place0 = keep(_mm512_zextsi256_si512(_mm256_set1_epi64x(0xff))); // byte 0 of each block in the low half
     const auto    pick   = [&](const byte_index & index) { return _mm512_permutex2var_epi8(begin, index.load(), end); };
     trellis_lanes<K> t;
     t.ql     = {pick(ql)};
     t.before = {pick(before)};
     if constexpr (K == 2) {
-        static constexpr byte_index before2(of_four_blocks<B>([](int i, int half) { return i ? QL + 8*half - 1 + i : START; }));
+        static constexpr byte_index before2(four_blocks_index<B>([](int i, int half) { return i ? QL + 8*half - 1 + i : START; }));
         t.before2 = {_mm512_andnot_si512(place0, pick(before2))};
     } else {
         constexpr int QH = QL + 16;
-        static constexpr byte_index high       (of_four_blocks<B>([](int i, int) { return QH + i; }));
-        static constexpr byte_index high_before(of_four_blocks<B>([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; }));
-        // as funnel<4> in the low half; in its place 0 the start's two bits take those of the byte before
+        static constexpr byte_index high       (four_blocks_index<B>([](int i, int) { return QH + i; }));
+        static constexpr byte_index high_before(four_blocks_index<B>([](int i, int half) { return half ? QH + i : i ? QH - 1 + i : START; }));
+        // funnel<4> in the low half, where byte 0 of each block takes the two bits of `start` instead of the byte before
         const __m512i nibble  = keep(_mm512_inserti64x4(_mm512_set1_epi8(-1), _mm256_set1_epi8(15), 0));
         const __m512i by      = keep(_mm512_zextsi256_si512(_mm256_set1_epi16(4)));
         const __m512i shifted = _mm512_srlv_epi16(pick(high_before), by);
@@ -95,7 +95,7 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis_of_four
     return t;
 }
 
-// The low bits of the block of 256 at x: `start` and they are 65 bytes in a row, of which `before` and `before2` are orders.
+// Loads the low bits of the block of 256 at x. `before` and `before2` are permutations of `start` and the 64 bytes after it.
 template <int K, typename B> static inline void load_low_bits(const B * x, trellis_lanes<K> & t) {
     static_assert(offsetof(B, symbols) == offsetof(B, start) + 1, "");
     static constexpr byte_index before([](int j) { return j == 0 ? 0 : j < 32 ? 32 + j : j - 31; });
@@ -117,12 +117,12 @@ template <int K, typename B> static inline void load_low_bits(const B * x, trell
 }
 #endif
 
-// The block at x, or the four at x.
+// Loads the block of 256 at x, or the four blocks of 64.
 template <int K, typename B> static inline trellis_lanes<K> load_trellis(const B * x) {
     if constexpr (traits<B>::block_size == 64) {
 #if defined(GGML_EXT_AVX512)
         if constexpr (K < 4) {
-            return load_trellis_of_four<K>(x);
+            return load_four_blocks<K>(x);
         }
 #endif
         const B * const p[GGML_EXT_GROUP_BLOCKS] = {x, x + 1, x + 2, x + 3};
@@ -146,7 +146,7 @@ template <int K, typename B> static inline trellis_lanes<K> load_trellis(const B
     }
 }
 
-// pair(t) of the groups G and G + 4 in the low nibbles. A negative G is G + 8 of the lane before.
+// Returns pair(t) of the groups G and G + 4 in the low nibbles. A negative G is group G + 8 of the previous lane.
 template <int G, int K> static inline u8x64 pairs(const trellis_lanes<K> & t) {
     static_assert(-2 <= G && G < 4, "");
     if constexpr      (G <  0) { return shifted<2*(G + 3)>(t.before); }
@@ -154,28 +154,28 @@ template <int G, int K> static inline u8x64 pairs(const trellis_lanes<K> & t) {
     else                       { return shifted<2*(G - 1)>(t.ql); }
 }
 
-// pair(t) ^ pair(t - 4): a symbol four steps earlier has the place of this one in the four groups before.
+// Returns pair(t) ^ pair(t - 4). Four steps earlier is the same lane four groups earlier.
 template <int G> static inline u8x64 pairs_with_fourth(const trellis_lanes<2> & t) {
     const u8x64 both = t.ql ^ t.before;
     if constexpr (G == 0) { return funnel<2>(t.before ^ t.before2, both); }
     else                  { return shifted<2*(G - 1)>(both); }
 }
 
-// Codes of the groups G and G + 4.
+// Return the codes of the groups G and G + 4.
 template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes<2> & t) {
     return trellis_values(tables, pairs_with_fourth<G>(t), pairs<G - 2>(t));
 }
 template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes<3> & t) {
-    // where xor3 is two operations, even and odd G share one
+    // the order of operands lets even and odd G share an operation where xor3 takes two
     const u8x64 i0 = G%2 ? xor3(pairs<G>(t), pairs<G - 1>(t), pairs<G - 2>(t)) : xor3(pairs<G - 2>(t), pairs<G>(t), pairs<G - 1>(t));
     return trellis_values(tables, i0, pairs<G>(t) ^ shifted<G + 1>(t.high));
 }
 template <int G> static inline u8x64 trellis_groups(const ggml_ext_trellis_tables & tables, const trellis_lanes<4> & t) {
-    const u8x64 here = t.ql[G/2], last = G < 2 ? t.before : t.ql[0];
-    return trellis_values(tables, shifted<4*(G%2)>(here ^ last), G%2 ? here : shifted<4>(last));
+    const u8x64 current = t.ql[G/2], previous = G < 2 ? t.before : t.ql[0];
+    return trellis_values(tables, shifted<4*(G%2)>(current ^ previous), G%2 ? current : shifted<4>(previous));
 }
 
-// A loaded block of 256, or four blocks of 64, one after the other or anywhere.
+// A loaded block of 256, or four loaded blocks of 64, contiguous or not.
 template <typename B, int K, int N> struct loaded_trellis {
     trellis_lanes<K> lanes;
     float            d;

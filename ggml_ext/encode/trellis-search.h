@@ -1,21 +1,18 @@
-// Viterbi's algorithm over the 4096 states of types/trellis.h, in integers of 16 bits.
+// Viterbi search over the 4096 states of types/trellis.h in 16-bit integers.
 //
-// A step takes, for each of the 4096/2^K groups of states that share all bits but the oldest symbol, the least cost. It keeps
-// these minima of every step and no pointers: on the way back the one predecessor of each step is found again from them, which
-// costs little beside the forward steps. The order of groups (trellis_place()) lets compilers vectorise all loops of a step: a state
-// takes a lane of a subtraction, a multiplication, an addition and a minimum, and moving the minima to their places two thirds (K = 3) or
-// half (K = 2) of what it takes in the order of the states. Where the state before or the group after is given, the first or last
-// G = 12/K - 1 steps know the one oldest or newest symbol that counts and do the work for it alone.
+// A group is the 2^K states that share all bits except the oldest symbol. Each step stores the minimum cost of each of the 4096/2^K groups, but no
+// predecessors. The way back finds the one predecessor per step from these minima again, which takes little time compared to the forward steps.
+// The order of groups (trellis_place()) lets compilers vectorize all loops of a step. If the state before or the group after the path is known, only
+// one oldest or newest symbol matters in the first or last G = 12/K - 1 steps.
 //
-// Weights and values are in fixed point, S = trellis_type.unit steps per unit of d, and a cost is the upper half of e*e, S*S/65536 of a
-// squared unit. Relative squared error of a million Gaussian weights against costs in float: +0.05 % for K = 3, nothing for K = 2.
-// Nothing saturates and nothing overflows, whatever the weights are (trellis_begin() asserts it):
-//   - They are held within TRELLIS_MAX_UNITS. Values go up to 63.5 for K = 3 and 62 for K = 2, so a cost is at most C = 13076 or 9315.
-//     Limits of 64 units cost 0.1 % in error for K = 2, and higher ones the bits of S.
-//   - G steps lead from any group to any other, so costs lie within G*C of the least one, which is taken off before they could pass
-//     65535: (G + 1)*C is 52304 or 55890. With C of the weight at hand, not of the largest, that is every ten steps or so.
-//   - Where `before` is given, groups that cannot be first hold costs like the others until their symbols have left the state; nobody
-//     looks at them.
+// Weights and values are in fixed point with S = trellis_type.unit steps per unit of d. A cost is the upper half of e*e. That increases the NMSE of
+// Gaussian weights by 0.05 % for K = 3 and not at all for K = 2, compared to costs in float. No weight can cause saturation or overflow
+// (trellis_begin() asserts it):
+//   - Weights are clamped to TRELLIS_MAX_UNITS. Values are at most 63.5 for K = 3 and 62 for K = 2, so a cost is at most C = 13076 or 9315.
+//     A limit of 64 units would increase the error by 0.1 % for K = 2; a higher limit would leave fewer bits for S.
+//   - G steps lead from any group to any other, so all costs are within G*C of the minimum. The minimum is subtracted before a cost could exceed
+//     65535; (G + 1)*C is 52304 or 55890. With the C of the actual weights, this is about every ten steps.
+//   - If `before` is known, groups that cannot be first have valid costs too, but no path uses them.
 #pragma once
 
 #include "encode.h"
@@ -26,55 +23,55 @@
 
 enum {
     TRELLIS_MAX_GROUPS = GGML_EXT_TRELLIS_STATES/4, // K = 2
-    TRELLIS_N_STARTS   = 256, // states that the byte `start` can name: the first ones
-    TRELLIS_MAX_UNITS  = 80,
-    TRELLIS_LANES      = 16, // costs of a vector
+    TRELLIS_N_STARTS   = 256, // the first states, which the byte `start` can encode
+    TRELLIS_MAX_UNITS  = 80,  // limit of weights in units of d
+    TRELLIS_LANES      = 16,  // costs per vector
 };
 
-// What sets one type apart: a row of GGML_EXT_TRELLIS_TYPES (types/codes.h), constants where it is used.
+// Constants of a type: a row of GGML_EXT_TRELLIS_TYPES (types/codes.h).
 struct trellis_type {
-    int   k, n;    // bits of a symbol, weights of a block
+    int   k, n;    // bits per symbol, weights per block
     const struct ggml_ext_trellis_tables * tables;
     float offset;
-    float gain;    // first scale to try, over the one that gives the code the block's energy
-    float unit;    // fixed-point steps per unit of d, whole
-    float nmse;    // of a Gaussian
+    float gain;    // first scale candidate relative to the one that gives the code the block's energy
+    float unit;    // fixed-point steps per unit of d, an integer
+    float nmse;    // of Gaussian weights
 };
 
-// Costs are less 32768, which lets processors without an unsigned minimum of 16 bits take the signed one.
+// Costs are stored minus 32768, for CPUs without an unsigned 16-bit minimum.
 struct trellis_work {
     int16_t  fixed[GGML_EXT_TRELLIS_STATES];      // values of the states in fixed point, in the order of trellis_step()
-    int16_t  least[QK_K + 1][TRELLIS_MAX_GROUPS]; // costs before each step and after the last one, at the places of state >> K
+    int16_t  least[QK_K + 1][TRELLIS_MAX_GROUPS]; // minimum costs before each step and after the last one, by place
     int16_t  x[QK_K];
-    int16_t  place[TRELLIS_MAX_GROUPS];           // of each group
-    int16_t  group[TRELLIS_MAX_GROUPS];           // at each place
+    int16_t  place[TRELLIS_MAX_GROUPS];           // trellis_place() of each group
+    int16_t  group[TRELLIS_MAX_GROUPS];           // its inverse
     float    code[GGML_EXT_TRELLIS_STATES];       // values of the states
-    float    unit;                                // of the type
+    float    unit;                                // trellis_type.unit
     float    code_rms, code_top;                  // root mean square and largest magnitude of the values
 };
 
-// Symbols of a group, which is a state without its newest or its oldest symbol.
+// Returns the number of symbols of a group, which is a state without its newest or its oldest symbol.
 static inline int trellis_n_before(int k) {
     return GGML_EXT_TRELLIS_BITS/k - 1;
 }
 
-// Symbol i of a state or group, counted from the newest one.
+// Returns symbol i of a state or group, counted from the newest one.
 static inline int trellis_symbol(int k, int state, int i) {
     return state >> k*i & ((1 << k) - 1);
 }
 
-// Bits of a symbol that are not high ones; two groups that differ in those of all symbols but the oldest lie in one vector.
+// Returns the number of low bits of a symbol, for the order of trellis_place().
 static inline int trellis_low_bits(int k) {
     return k == 4 ? 4 : k - 1;
 }
 
-// Values that the high bits of all symbols but the oldest can have.
+// Returns the number of values of the high bits of all symbols except the oldest.
 static inline int trellis_n_high(int k) {
     return 1 << (k - trellis_low_bits(k))*(trellis_n_before(k) - 1);
 }
 
-// Where the costs of a group lie: the high bits of its symbols, then the others, both with the newest symbol last. A step then moves
-// places of 16 neighbours by K - 1 bits, not by K. For K = 4 it is the group itself.
+// Returns the index of a group's cost: the high bits of its symbols, then their low bits, both with the newest symbol last. A step then shifts
+// places by K - 1 bits instead of K, which makes moving the minima cheaper. For K = 4 the place is the group.
 static inline int trellis_place(int k, int group) {
     const int low_bits = trellis_low_bits(k), n = trellis_n_before(k);
     int high = 0, low = 0;
@@ -86,15 +83,15 @@ static inline int trellis_place(int k, int group) {
     return high << low_bits*n | low;
 }
 
-// Where the value of a state lies: of the group before it the high bits and the lane, its newest and its oldest symbol.
-static inline int trellis_fixed_place(int k, int high, int newest, int oldest, int lane) {
+// Returns the index of a state's value in `fixed`, from the high bits and lane of its predecessor group and its newest and oldest symbol.
+static inline int trellis_value_index(int k, int high, int newest, int oldest, int lane) {
     enum { N = TRELLIS_LANES };
     const int n_symbols = 1 << k;
     return k == 4 ? (lane*n_symbols + oldest)*n_symbols + newest : ((high*n_symbols + newest)*n_symbols + oldest)*N + lane;
 }
 
 static inline struct trellis_work * trellis_begin(struct trellis_type t) {
-    struct trellis_work * w = ggml_aligned_malloc(sizeof(*w)); // a cache line: no vector lies in two
+    struct trellis_work * w = ggml_aligned_malloc(sizeof(*w)); // aligned to cache lines, so that no vector spans two
     GGML_ASSERT(w != NULL);
     const int n_symbols = 1 << t.k, n_groups = GGML_EXT_TRELLIS_STATES >> t.k, n_steps = trellis_n_before(t.k);
     const int n_high = trellis_n_high(t.k), low_bits = trellis_low_bits(t.k)*n_steps;
@@ -110,7 +107,7 @@ static inline struct trellis_work * trellis_begin(struct trellis_type t) {
         const int place = w->place[s >> t.k], high = place >> low_bits & (n_high - 1), lane = place & (TRELLIS_LANES - 1);
         const int newest = s & (n_symbols - 1), oldest = s >> t.k*n_steps;
         w->code[s] = v;
-        w->fixed[trellis_fixed_place(t.k, high, newest, oldest, lane)] = (int16_t) (v*t.unit); // offsets are whole or halves
+        w->fixed[trellis_value_index(t.k, high, newest, oldest, lane)] = (int16_t) (v*t.unit); // exact: offsets are multiples of 1/2
         w->code_top = fmaxf(w->code_top, fabsf(v));
         sum += (double) v*(double) v; // exact
     }
@@ -128,13 +125,13 @@ static inline float trellis_value(const struct trellis_work * w, int state) {
     return w->code[state];
 }
 
-// Squared distance of a weight to a value.
+// Returns the cost of a weight with a value.
 static inline __attribute__((always_inline)) int16_t trellis_distance(int16_t x, int16_t value) {
     const int16_t e = (int16_t) (x - value);
     return (int16_t) (e*e >> 16);
 }
 
-// trellis_step() for K = 4, with all newest symbols: a vector holds those of one symbol before, and what that costs is one number.
+// trellis_step() for K = 4 with all newest symbols. A vector has the states with one previous symbol, whose minimum cost is a scalar.
 static inline __attribute__((always_inline)) void trellis_step_4(const int16_t * restrict least, const int16_t * restrict fixed,
                                                                  int16_t x, int oldest, int n_oldest, int16_t * restrict next) {
     enum { N = TRELLIS_LANES };
@@ -155,8 +152,8 @@ static inline __attribute__((always_inline)) void trellis_step_4(const int16_t *
     }
 }
 
-// next = min, over the oldest symbol of the states that lead to a group, of least + cost of x. Oldest symbols from `oldest` on and
-// newest ones from `newest` on: n_oldest and n_newest, all of them or, of the newest, one; other groups are not written.
+// Computes next[group] = min over the oldest symbol of (least + cost of x). Only n_oldest oldest symbols from `oldest` on are considered, and only
+// groups with n_newest newest symbols from `newest` on are written. n_newest is 1 or all.
 static inline __attribute__((always_inline)) void trellis_step(int k, const int16_t * restrict least, const int16_t * restrict fixed,
                                                                int16_t x, int oldest, int n_oldest, int newest, int n_newest,
                                                                int16_t * restrict next) {
@@ -170,28 +167,28 @@ static inline __attribute__((always_inline)) void trellis_step(int k, const int1
     for (int h = 0; h < n_high; ++h) {
         for (int a = newest; a < newest + n_newest; a += n_written) {
             const int16_t * f = fixed + ((h*n_symbols + a)*n_symbols + oldest)*N;
-            int16_t * to = next + (2*h + a/n_lows)*n_place + a%n_lows;
-#pragma GCC unroll 1 // where a vector is shorter: or all of both halves would be in registers, which are too few
+            int16_t * dst = next + (2*h + a/n_lows)*n_place + a%n_lows;
+#pragma GCC unroll 1 // otherwise short vectors need more registers than there are
             for (int i = 0; i < N; ++i) {
 #pragma GCC unroll 4
                 for (int b = 0; b < n_written; ++b) {
                     int16_t m = INT16_MAX;
 #pragma GCC unroll 8
                     for (int p = 0; p < n_oldest; ++p) {
-                        const int at = oldest + p;
-                        const int16_t c = (int16_t) (least[(at/n_lows*n_high + h)*n_place + at%n_lows*N + i] +
+                        const int symbol = oldest + p;
+                        const int16_t c = (int16_t) (least[(symbol/n_lows*n_high + h)*n_place + symbol%n_lows*N + i] +
                                                      trellis_distance(x, f[(b*n_symbols + p)*N + i]));
                         m = c < m ? c : m;
                     }
-                    to[i*n_lows + b] = m;
+                    dst[i*n_lows + b] = m;
                 }
             }
         }
     }
 }
 
-// Takes the least cost off all. Returns the largest that is left.
-static inline __attribute__((always_inline)) int trellis_lower(int n_groups, int16_t * least) {
+// Subtracts the minimum from all costs. Returns the maximum of the results.
+static inline __attribute__((always_inline)) int trellis_subtract_minimum(int n_groups, int16_t * least) {
     int16_t lo = INT16_MAX, hi = INT16_MIN;
     for (int j = 0; j < n_groups; ++j) {
         lo = least[j] < lo ? least[j] : lo;
@@ -203,7 +200,7 @@ static inline __attribute__((always_inline)) int trellis_lower(int n_groups, int
     return hi - lo;
 }
 
-// The first of the groups that cost least.
+// Returns the first group with the minimum cost.
 static inline __attribute__((always_inline)) int trellis_first_least(int n_groups, const int16_t * least, const int16_t * group) {
     int16_t lo = INT16_MAX, first = INT16_MAX;
     for (int j = 0; j < n_groups; ++j) {
@@ -216,12 +213,12 @@ static inline __attribute__((always_inline)) int trellis_first_least(int n_group
     return first;
 }
 
-// The state of step t in group `after` of the next one: that of least cost, the first of equals.
+// Returns the cheapest state of step t that precedes the group `after`; of equals the first one.
 static inline __attribute__((always_inline)) int trellis_step_back(int k, const struct trellis_work * w, int t, int n_oldest, int after) {
     enum { N = TRELLIS_LANES };
     const int n_symbols = 1 << k, n_lows = 1 << trellis_low_bits(k), n_groups = GGML_EXT_TRELLIS_STATES >> k, n_high = trellis_n_high(k);
-    const int place = w->place[after >> k]; // of an oldest symbol of zero
-    const int16_t * least = w->least[t] + place, * fixed = w->fixed + trellis_fixed_place(k, place/(n_lows*N), after%n_symbols, 0, place%N);
+    const int place = w->place[after >> k]; // with an oldest symbol of zero
+    const int16_t * least = w->least[t] + place, * fixed = w->fixed + trellis_value_index(k, place/(n_lows*N), after%n_symbols, 0, place%N);
     int32_t best = INT32_MAX;
 #pragma GCC unroll 16
     for (int p = 0; p < n_oldest; ++p) {
@@ -231,44 +228,44 @@ static inline __attribute__((always_inline)) int trellis_step_back(int k, const 
     return (best & (n_symbols - 1))*n_groups + after;
 }
 
-// States of least squared error of x[0 .. n-1], in units of d, that follow one of the TRELLIS_N_STARTS first states, or if `before`
-// is not negative this state, and that the group `after` can follow, or if that is negative any. Of equals, the last state is in the
-// first group, and each state before it the first one.
+// Finds the path with the smallest squared error for x[0 .. n-1], which is in units of d. It follows the state `before`, or any of the first
+// TRELLIS_N_STARTS states if that is negative. It ends in the group `after`, or in any group if that is negative. Of equal paths the one with the
+// first last group wins, then the one with the first state at each step backwards.
 static inline __attribute__((always_inline)) void trellis_search_k(int k, struct trellis_work * w, const float * x, int n, int before,
                                                                    int after, uint16_t * states) {
     const int   n_symbols = 1 << k, n_groups = GGML_EXT_TRELLIS_STATES >> k;
-    const int   n_starts = TRELLIS_N_STARTS*n_symbols/n_groups; // their oldest symbols
+    const int   n_starts = TRELLIS_N_STARTS*n_symbols/n_groups; // oldest symbols of the start states
     const int   code_top = (int) (w->code_top*w->unit);
     const float top_units = TRELLIS_MAX_UNITS;
-    const int   n_before = trellis_n_before(k), n_known = before < 0 ? 0 : n_before; // steps of which `before` tells the oldest symbol
-    int most[QK_K]; // that a step can cost
+    const int   n_before = trellis_n_before(k), n_known = before < 0 ? 0 : n_before; // steps whose oldest symbol `before` determines
+    int max_cost[QK_K]; // of each step
     for (int t = 0; t < n; ++t) {
         const float v = x[t] > top_units ? top_units : x[t] > -top_units ? x[t] : -top_units; // NaN too
-        w->x[t] = (int16_t) ((int) (v*w->unit + 32768.5f) - 32768); // to the nearest
-        most[t] = (abs(w->x[t]) + code_top)*(abs(w->x[t]) + code_top) >> 16;
+        w->x[t] = (int16_t) ((int) (v*w->unit + 32768.5f) - 32768); // rounded to nearest
+        max_cost[t] = (abs(w->x[t]) + code_top)*(abs(w->x[t]) + code_top) >> 16;
     }
     for (int j = 0; j < n_groups; ++j) {
         w->least[0][j] = INT16_MIN;
     }
-    int top = 0; // no cost is above it
+    int bound = 0; // upper bound of the costs
     int t = 0;
     for (; t < n; ++t) {
         if (after >= 0 && t == n - n_before) {
             int sum = 0;
             for (int s = t; s < n; ++s) {
-                sum += most[s];
+                sum += max_cost[s];
             }
-            if (top + sum > UINT16_MAX) {
-                top = trellis_lower(n_groups, w->least[t]);
+            if (bound + sum > UINT16_MAX) {
+                bound = trellis_subtract_minimum(n_groups, w->least[t]);
             }
-            if (top + sum <= UINT16_MAX) {
+            if (bound + sum <= UINT16_MAX) {
                 break;
             }
         }
-        if (top + most[t] > UINT16_MAX) {
-            top = trellis_lower(n_groups, w->least[t]);
+        if (bound + max_cost[t] > UINT16_MAX) {
+            bound = trellis_subtract_minimum(n_groups, w->least[t]);
         }
-        top += most[t];
+        bound += max_cost[t];
         const int16_t * least = w->least[t];
         int16_t * next = w->least[t + 1];
         if (t < n_known) {
@@ -279,10 +276,10 @@ static inline __attribute__((always_inline)) void trellis_search_k(int k, struct
             trellis_step(k, least, w->fixed, w->x[t], 0, n_symbols, 0, n_symbols, next);
         }
     }
-    for (; t < n - 1; ++t) { // `after` tells the newest symbols
+    for (; t < n - 1; ++t) { // `after` determines the newest symbols
         trellis_step(k, w->least[t], w->fixed, w->x[t], 0, n_symbols, trellis_symbol(k, after, n - 1 - t), 1, w->least[t + 1]);
     }
-    int state = after < 0 ? trellis_first_least(n_groups, w->least[n], w->group) : after; // those before it, less its newest symbol
+    int state = after < 0 ? trellis_first_least(n_groups, w->least[n], w->group) : after; // the last group
     for (t = n - 1; t >= 0; --t) {
         if (t < n_known) {
             state += trellis_symbol(k, before, n_before - 1 - t)*n_groups;
@@ -294,7 +291,7 @@ static inline __attribute__((always_inline)) void trellis_search_k(int k, struct
     }
 }
 
-// One function for all places that search.
+// One function per K, which all callers share.
 EXT_CLONES __attribute__((noinline))
 static void trellis_search_2(struct trellis_work * w, const float * x, int n, int before, int after, uint16_t * states) {
     trellis_search_k(2, w, x, n, before, after, states);

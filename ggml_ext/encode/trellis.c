@@ -9,9 +9,8 @@ enum {
     TRELLIS_N_ODD      = 4,  // further scales for blocks that are not Gaussian
 };
 
-// Default number of scale candidates. Short blocks vary more. With a diagonal, error feedback needs larger scales than the weights
-// do, and only trying tells by how much; beyond three the loop ends early where both neighbours are worse. With Hessians
-// trellis_improve() gains more than further scales.
+// Returns the default number of scale candidates. Short blocks vary more. With a diagonal Hessian, error feedback needs larger scales than the
+// weights alone, by an amount that varies. With other Hessians trellis_improve() gains more than further candidates.
 static inline int trellis_default_passes(int n, bool with_importance) {
     return with_importance ? TRELLIS_MAX_PASSES : n == QK_K ? 2 : 3;
 }
@@ -19,7 +18,7 @@ static inline int trellis_default_passes(int n, bool with_importance) {
 // A block counts as Gaussian up to this factor over the NMSE of a Gaussian. Errors of short blocks vary more.
 #define TRELLIS_ODD(N) ((N) == QK_K ? 1.15f : 1.30f)
 
-// The same for error feedback with Hessians, where segments cost accuracy: up to 1.25 and 1.51 on the reference model.
+// The same for error feedback with Hessians, where segments lose accuracy.
 #define TRELLIS_ODD_FED(N) ((N) == QK_K ? 1.4f : 1.6f)
 
 struct trellis_best {
@@ -45,14 +44,14 @@ static inline __attribute__((always_inline)) void trellis_search_feedback(struct
     for (int s = 0; s < t.n; s += S) {
         const int n = s + S + ahead < t.n ? S + ahead : t.n - s;
         float    z[TRELLIS_MAX_AHEAD];
-        uint16_t found[TRELLIS_MAX_AHEAD];
+        uint16_t path[TRELLIS_MAX_AHEAD];
         for (int j = 0; j < n; ++j) {
             z[j] = wish[s + j]*(1.0f/d);
         }
-        trellis_search(t.k, w, z, n, s == 0 ? -1 : states[s - 1], -1, found);
+        trellis_search(t.k, w, z, n, s == 0 ? -1 : states[s - 1], -1, path);
         for (int j = 0; j < S; ++j) {
-            states[s + j] = found[j];
-            errors[j]     = in->x[s + j] - d*trellis_value(w, found[j]);
+            states[s + j] = path[j];
+            errors[j]     = in->x[s + j] - d*trellis_value(w, path[j]);
         }
         for (int r = s + S; r < t.n; r += S) {
             metric_add_rows(S, metric_L(in->metric, in->first + r) + (in->first%in->metric->columns + s)*S, S, errors, wish + r);
@@ -86,7 +85,7 @@ static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried
 }
 
 // Returns an untried neighbour of a scale byte, or -1.
-static inline int trellis_scale_beside(int scale, const uint8_t * tried, int n_tried) {
+static inline int trellis_neighbour_scale(int scale, const uint8_t * tried, int n_tried) {
     if (scale < GGML_EXT_E5M3_MAX && memchr(tried, scale + 1, (size_t) n_tried) == NULL) {
         return scale + 1;
     }
@@ -102,7 +101,7 @@ static inline __attribute__((always_inline)) float trellis_dot(int n, const floa
     return ext_sum(sum);
 }
 
-// Returns the cost of a block's errors with the values d*v; v NULL: zeros. *step: change of d of least cost; may be NULL.
+// Returns the cost of a block's errors with the values d*v; v NULL: zeros. *step: change of d that minimizes the cost; may be NULL.
 static inline __attribute__((always_inline)) float trellis_cost(int n, const struct trellis_block * in, const float * v, float d, float * step) {
     float e[QK_K], r[QK_K], form[QK_K], b[QK_K];
     for (int i = 0; i < n; ++i) {
@@ -143,39 +142,39 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
     }
     metric_multiply(t.n, form, e, g);
     for (int s = 0; s + W <= t.n; s += W/2, inverse += W*W) {
-        uint16_t * states = best->states + s, found[W];
-        float z[W], by[W], cost[W];
+        uint16_t * states = best->states + s, path[W];
+        float z[W], change[W], product[W];
         metric_multiply(W, inverse, g + s, z);
         for (int i = 0; i < W; ++i) {
             z[i] = trellis_value(w, states[i]) + z[i]*inv_d;
         }
         trellis_search(t.k, w, z, W, s == 0 ? -1 : states[-1],
-                       s + W == t.n ? -1 : states[W - 1] & (n_groups - 1), found);
+                       s + W == t.n ? -1 : states[W - 1] & (n_groups - 1), path);
         float sum = 0.0f;
         for (int i = 0; i < W; ++i) {
-            by[i] = d*(trellis_value(w, found[i]) - trellis_value(w, states[i]));
+            change[i] = d*(trellis_value(w, path[i]) - trellis_value(w, states[i]));
         }
-        memset(cost, 0, sizeof(cost));
-        metric_add_matrix(W, form + s*t.n + s, t.n, W, by, cost);
+        memset(product, 0, sizeof(product));
+        metric_add_matrix(W, form + s*t.n + s, t.n, W, change, product);
         for (int i = 0; i < W; ++i) {
-            sum += by[i]*(0.5f*cost[i] - g[s + i]);
+            sum += change[i]*(0.5f*product[i] - g[s + i]);
         }
         if (sum < 0.0f) {
             for (int i = 0; i < W; ++i) {
-                by[i] = -by[i];
+                change[i] = -change[i];
             }
-            const int from = s/W*W; // gradients before it are not used again
-            metric_add_matrix(t.n - from, form + s*t.n + from, t.n, W, by, g + from);
-            memcpy(states, found, sizeof(found));
+            const int first = s/W*W; // earlier gradients are not used again
+            metric_add_matrix(t.n - first, form + s*t.n + first, t.n, W, change, g + first);
+            memcpy(states, path, sizeof(path));
         }
     }
 }
 
 // Encodes the block under one scale, keeps the states if they are the best so far, and returns the scale that suits them best.
-// *look: their squared error. feed_back: false without a metric, and for a first look at the block. last: the result is not used.
+// *squared_error: that of the states. feed_back: false without a metric and for the first estimate. last: the result is not used.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
-                                                                     bool feed_back, bool last, struct trellis_best * best, float * look) {
+                                                                     bool feed_back, bool last, struct trellis_best * best, float * squared_error) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
     float    v[QK_K], e[QK_K], step = 0.0f;
@@ -191,7 +190,7 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
         v[i] = trellis_value(w, states[i]);
         e[i] = in->wish[i] - d*v[i];
     }
-    *look = trellis_dot(t.n, e, e);
+    *squared_error = trellis_dot(t.n, e, e);
     const float err = trellis_cost(t.n, in, v, d, last ? NULL : &step);
     if (err < best->err) {
         best->err = err;
@@ -227,44 +226,44 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     for (int i = 0; i < t.n; ++i) {
         peak = fmaxf(peak, fabsf(in->x[i]));
     }
-    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0, unless a scale is better
-    const float energy = trellis_dot(t.n, in->wish, in->wish), bell = TRELLIS_ODD(t.n)*t.nmse*energy;
+    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0 unless a scale is better
+    const float energy = trellis_dot(t.n, in->wish, in->wish), gaussian_error = TRELLIS_ODD(t.n)*t.nmse*energy;
     const float first  = sqrtf(energy*(1.0f/t.n))/w->code_rms;
-    float want = first*t.gain, look = 0.0f, unused;
-    int   at = 0; // the best scale so far
-    const int look_at = trellis_next_scale(want, tried, 0);
-    const bool moments = in->metric && in->metric->windows;
-    if (in->metric && !moments && look_at > 0) { // without feedback: cheap, and it tells the scale and whether the block is Gaussian
-        want = trellis_try_scale(t, w, in, look_at, false, false, best, &look);
+    float target = first*t.gain, error = 0.0f, unused;
+    int   best_scale = 0;
+    const int first_scale = trellis_next_scale(target, tried, 0);
+    const bool hessian = in->metric && in->metric->windows; // not a diagonal
+    if (in->metric && !hessian && first_scale > 0) { // without feedback: a cheap estimate of the scale and of whether the block is Gaussian
+        target = trellis_try_scale(t, w, in, first_scale, false, false, best, &error);
     }
     for (int pass = 0; pass < n_passes; ++pass) {
-        int scale = trellis_next_scale(want, tried, n_tried);
-        if (scale < 0 && at > 0) {
-            scale = trellis_scale_beside(at, tried, n_tried);
+        int scale = trellis_next_scale(target, tried, n_tried);
+        if (scale < 0 && best_scale > 0) {
+            scale = trellis_neighbour_scale(best_scale, tried, n_tried);
         }
         if (scale < 0) {
             break;
         }
-        const float suits = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 == n_passes, best, &unused);
+        const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 == n_passes, best, &unused);
         tried[n_tried++] = (uint8_t) scale;
-        if (at == 0 || best->d == scale) {
-            at   = scale;
-            want = suits;
+        if (best_scale == 0 || best->d == scale) {
+            best_scale = scale;
+            target     = optimum;
         }
     }
-    if (moments) {
-        look = trellis_excess(t, w, in, best);
+    if (hessian) {
+        error = trellis_excess(t, w, in, best);
     }
-    // Other blocks need other scales: few values, many alike, or an outlier.
+    // Blocks that are not Gaussian need other scales: they have few distinct values or an outlier.
     const float odd[TRELLIS_N_ODD] = {1.3f*first, 1.6f*first, 0.75f*first, peak/w->code_top};
-    for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? look : best->err) > (moments ? 0.0f : bell); ++i) {
+    for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? error : best->err) > (hessian ? 0.0f : gaussian_error); ++i) {
         const int scale = trellis_next_scale(odd[i], tried, n_tried);
         if (scale > 0) {
             trellis_try_scale(t, w, in, scale, in->metric != NULL, true, best, &unused);
             tried[n_tried++] = (uint8_t) scale;
         }
     }
-    if (moments && best->d > 0) {
+    if (hessian && best->d > 0) {
         trellis_improve(t, w, in, best);
     }
 }
@@ -278,7 +277,7 @@ static inline void trellis_pack(int k, int n, const struct trellis_best * best, 
     ggml_ext_trellis_pack(k, n, by_position, symbols);
     const int before = best->states[0] >> k;
     *start = 0;
-    for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // start permutes the bits of these states
+    for (int s = 0; s < TRELLIS_N_STARTS; ++s) { // the inverse of ggml_ext_trellis_start_state()
         if (ggml_ext_trellis_start_state(k, (uint8_t) s) == before) {
             *start = (uint8_t) s;
         }
@@ -293,7 +292,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, t.n);
     while (ext_rows_next(&rows)) {
         struct trellis_block in = {.metric = metric, .first = rows.first};
-        struct trellis_best  best = {.d = 0xff}; // refused by row validation
+        struct trellis_best  best = {.d = 0xff}; // row validation rejects it
         const bool finite = ext_rows_load(&rows, src, true, in.x, in.wish);
         if (finite) {
             trellis_encode(t, w, &in, n_passes, &best);

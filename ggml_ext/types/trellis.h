@@ -1,19 +1,18 @@
-// The trellis types: ITQ4_T, ITQ3_T, ITQ2_T and, in blocks of 64, ITQ4_T64, ITQ3_T64, ITQ2_T64. They differ in numbers alone:
-// K bits a symbol, n weights a block, two tables of values and an offset, all in GGML_EXT_TRELLIS_TYPES of codes.h.
+// The trellis types: ITQ4_T, ITQ3_T, ITQ2_T and, in blocks of 64, ITQ4_T64, ITQ3_T64, ITQ2_T64. They differ only in the constants of
+// GGML_EXT_TRELLIS_TYPES (codes.h): K bits per symbol, n weights per block, two tables of values and an offset.
 //
 //   w[0..n-1] = S H v,   v[j] = d * (q[j] - offset)                           (ggml-ext-rotation.h)
 //
 //   byte  0  1      2                2 + K*n/8
 //         d  start  symbols (K*n/8)            K + 16/n bits per weight: ITQ3_T 98 bytes for 256, 3.0625
 //
-// Each weight has a symbol of K new bits. Its code q is a function of a state, the last 12 bits of the stream of symbols. The
-// encoder chooses the path through the states that costs least (Viterbi): neighbouring weights share bits, which gains what a
-// codebook of many dimensions would.
+// Each weight adds a symbol of K bits to a stream. The last 12 bits of the stream are the state, which determines the code q. The encoder finds
+// the path through the states with the smallest cost (Viterbi). Neighbouring weights share bits, which acts like a codebook of many dimensions.
 //
-//   Step t of a block is the weight at position L*(t%8) + t/8, L = n/8: the predecessors of a symbol are in the same byte of
-//   other groups of L weights.
-//   c[t]     symbol of step t; c[-1], c[-2] ... are the bits of `start` as far as they go, then zero
-//   pair(t)  low two bits of c[t] << 2 | of c[t-1]                                 K = 3 and 2
+//   Step t of a block is the weight at position L*(t%8) + t/8, L = n/8. So the predecessors of a symbol are in the same byte of other groups of
+//   L weights.
+//   c[t]     symbol of step t; c[-1], c[-2] ... are the bits of `start`, then zeros
+//   pair(t)  low two bits of c[t] << 2 | low two bits of c[t-1]                    K = 3 and 2
 //   quad(t)  high bits of c[t] << 3 | c[t-1] << 2 | c[t-2] << 1 | c[t-3]           K = 3
 //
 //             i0                              i1
@@ -23,24 +22,23 @@
 //
 //   q = values[0][i0] + values[1][i1]           0..127
 //
-// Where the symbols lie: planes of L bytes.
+// Symbols are stored in planes of L bytes:
 //   K = 4     four planes; byte i of plane p has c[8*i + 2*p] and, in its high nibble, c[8*i + 2*p + 1]
-//   K = 3, 2  the low two bits in two planes of four steps to a byte, the high bits of K = 3 in one of eight (bits3.h), so that
-//             a pair or quad is four adjacent bits
-//   start     the byte before those of the last plane of low bits: c[-4] ... c[-1], for K = 4 c[-2] and c[-1]. K = 3 does not
-//             use c[-4]: its two bits hold the high bits of c[-2] and c[-1].
+//   K = 3, 2  low two bits: two planes with four steps per byte; high bits (K = 3): one plane with eight steps per byte (bits3.h). A pair or
+//             quad is four adjacent bits.
+//   start     continues the last plane of low bits before its byte 0: c[-4] ... c[-1], for K = 4 c[-2] and c[-1]. K = 3 does not use c[-4];
+//             its two bits are the high bits of c[-2] and c[-1].
 //
-// Why so:
-//   - The indices are linear over GF(2), so decoders xor whole words of symbols, and a weight costs two look-ups of 16 bytes.
-//   - i0 and i1 must not be windows of one filtered stream, as i1 = pair(t) ^ pair(t-2) and i0 the same two steps earlier would
-//     be: any such stream can be had, and the code would have 256 states.
-//   - A start state costs the encoder no pass; a circle of states would, and 3 % in error. Without it the error (NMSE) of a
-//     Gaussian in blocks of 64 would be 0.0760 in place of 0.0603 for K = 2, and 0.0210 in place of 0.0156 for K = 3.
-//   - The three bits of mantissa of d (e5m3.h) cost less than they save.
-// scripts/studies/trellis_search.py finds the values and compares the maps.
+// Design:
+//   - The indices are linear over GF(2). Decoders XOR full words of symbols, and a weight takes two look-ups in 16 bytes.
+//   - i0 and i1 must not be windows of one filtered stream, for example i1 = pair(t) ^ pair(t-2) and i0 = i1 two steps earlier. Such a code
+//     would have only 256 states.
+//   - A stored start state takes no extra pass of the encoder, unlike a tail-biting path (docs/results/encoders.md).
+//   - d has three mantissa bits (e5m3.h): more bits cost more than they gain.
+// scripts/studies/trellis_search.py searches the values and compares maps.
 //
-// Sources: trellis-coded quantization, M. W. Marcellin and T. R. Fischer, IEEE Trans. Communications 38(1), 1990; of rotated
-// weights, QTIP, A. Tseng et al., 2024. The codes are ours.
+// Sources: trellis-coded quantization, M. W. Marcellin and T. R. Fischer, IEEE Trans. Communications 38(1), 1990; for rotated weights QTIP,
+// A. Tseng et al., 2024. The codes are new.
 #pragma once
 
 #include "bits3.h"
@@ -51,12 +49,12 @@ struct ggml_ext_trellis_tables { uint8_t values[2][16]; };
 
 enum { GGML_EXT_TRELLIS_BITS = 12, GGML_EXT_TRELLIS_STATES = 1 << GGML_EXT_TRELLIS_BITS };
 
-// Position of step t in a block of n weights.
+// Returns the position of step t in a block of n weights.
 static inline int ggml_ext_trellis_position(int n, int t) {
     return n/8*(t%8) + t/8;
 }
 
-// Code of a state: the 12 bits c[t] | c[t-1] << K | c[t-2] << 2*K ...
+// Returns the code of a state, which is the 12 bits c[t] | c[t-1] << K | c[t-2] << 2*K ...
 static inline int ggml_ext_trellis_code(const struct ggml_ext_trellis_tables * t, int k, int state) {
     const int mask = (1 << k) - 1;
     int c[7] = {0}, quad = 0;
@@ -75,7 +73,7 @@ static inline int ggml_ext_trellis_code(const struct ggml_ext_trellis_tables * t
                   : t->values[0][pair[0] ^ pair[4]]           + t->values[1][pair[2]];
 }
 
-// State before step 0: c[-1] | c[-2] << K ..., of which 12 - K bits count.
+// Returns the state before step 0, c[-1] | c[-2] << K ..., of which 12 - K bits matter.
 static inline int ggml_ext_trellis_start_state(int k, uint8_t start) {
     if (k == 4) {
         return start >> 4 | (start & 15) << 4;
@@ -87,14 +85,14 @@ static inline int ggml_ext_trellis_start_state(int k, uint8_t start) {
     return (c1 | (start >> 1 & 1) << 2) | (c2 | (start & 1) << 2) << 3 | c3 << 6;
 }
 
-// Symbol at position j of a block.
+// Returns the symbol at position j of a block.
 static inline int ggml_ext_trellis_symbol(int k, int n, const uint8_t * symbols, int j) {
     const int lanes = n/8, group = j/lanes;
     return k == 4 ? symbols[lanes*(group/2) + j%lanes] >> 4*(group%2) & 15
          : k == 3 ? ggml_ext_get_bits3(symbols, symbols + n/4, n, j) : ggml_ext_get_bits2(symbols, n, j);
 }
 
-// Its inverse, for all positions.
+// Packs the symbols of all positions.
 static inline void ggml_ext_trellis_pack(int k, int n, const uint8_t * by_position, uint8_t * symbols) {
     if (k < 4) {
         ggml_ext_pack_bits3(by_position, n, symbols, k == 3 ? symbols + n/4 : NULL);
@@ -107,7 +105,7 @@ static inline void ggml_ext_trellis_pack(int k, int n, const uint8_t * by_positi
     }
 }
 
-// The unpack contract of a block, slow definition: follows the states one by one.
+// Unpacks a block (unpack contract). This definition is slow: it follows the states one by one.
 static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables * tables, int k, int n, uint8_t start,
                                            const uint8_t * symbols, struct ggml_ext_unpacked * u) {
     int state = ggml_ext_trellis_start_state(k, start);
@@ -118,8 +116,7 @@ static inline void ggml_ext_trellis_unpack(const struct ggml_ext_trellis_tables 
     }
 }
 
-// Block, tables, unpack and validation of each type. A row is valid when every d is finite: any other bits are. The encoder takes
-// rows of unrotated weights (encode/encode.h).
+// Block struct, tables, unpack, validation and encoder of each type. A block is valid if d is finite; all other bits may have any value.
 #define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, ...)                                                                        \
     typedef struct {                                                                                                           \
         uint8_t d, start, symbols[K*N/8];                                                                                      \
