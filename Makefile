@@ -1,10 +1,10 @@
-# Two commands do everything on a fresh machine with Python 3.10+, a C/C++ compiler and the package registry:
-#   make demo    build, quantize the embedded model, generate text, compare types
-#   make test    the whole test suite
-#   make check   what to run while working: lists, linter and quick tests; at most 3 minutes after make demo
-# make nightly   make test, and the tests that are too long for it
-# make wheel     a wheel for machines without a compiler, into dist/
-# make gpu-bundle the GPU check for a machine with a GPU and nothing else, into dist/
+# On a new machine with Python 3.10+, a C/C++ compiler and access to the package registry:
+#   make demo        build, quantize a model, generate text, compare types
+#   make test        run the test suite
+#   make check       check generated files, linter, types and quick tests: at most 3 minutes after make demo
+#   make nightly     make test with the tests that take too long for it
+#   make wheel       build a wheel for machines without a compiler in dist/
+#   make gpu-bundle  build the GPU check for a machine without compilers in dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(CURDIR)/$(VENV)/bin
@@ -12,9 +12,9 @@ BUILD  := build/package
 # -C options reach scikit-build-core and CMake: make demo CONFIG='-C cmake.define.GGML_CUDA=ON'
 CONFIG ?=
 
-# which tests make test leaves out
+# tests that make test skips
 TIER   := -m "not nightly"
-# what only nightly builds for its tests
+# further options of build_tests.py
 MORE   :=
 
 export PATH := $(BIN):$(PATH)
@@ -33,7 +33,7 @@ check: install
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m mypy py/ggml_ext
 	$(BIN)/python -m pytest -n 2 -m quick $(PYTEST_ARGS)
-	@echo "left out: tests that run models, device code, emulated processors, the wheel and more lengths of rows; make test runs all"
+	@echo "skipped: tests of models, device code, emulated CPUs, the wheel and more row sizes; make test runs all"
 
 test: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
@@ -49,28 +49,28 @@ bench: install
 	@$(BIN)/python scripts/tools/bench.py
 	@$(BIN)/python scripts/tools/bench.py --gemv
 
-# of make gpu-bundle and make cuda: CUDA architectures, of 75, 80, 86, 89, 90 and 120
+# CUDA architectures for gpu-bundle and cuda: any of 75, 80, 86, 89, 90 and 120
 ARCH ?= 90
 
-# The GPU check for another machine, as an archive in dist/; needs nvcc, not a GPU.
+# Build the GPU check for another machine as an archive in dist/; requires nvcc, but no GPU.
 gpu-bundle: $(VENV)/.tools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "gguf>=0.17" numpy tqdm
 	@$(BIN)/python scripts/build/gpu_bundle.py --arch "$(ARCH)" $(BUILD_ONLY)
 
-# The whole CUDA backend compiled and linked, for no machine.
+# Compile and link the CUDA backend without making an archive.
 cuda: BUILD_ONLY := --build-only
 cuda: gpu-bundle
 
-# The GPU check on this machine, built first.
+# Build and run the GPU check on this machine.
 gpu-check: $(VENV)/.tools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "gguf>=0.17" numpy tqdm
 	@$(BIN)/python scripts/gpu/gpu_check.py $(ARGS)
 
-# One wheel for all processors of this architecture, tested in an empty environment before it gets into dist/.
+# Build a wheel for all CPUs of this architecture, test it in an empty environment and put it in dist/.
 wheel: $(VENV)/.tools
 	@$(BIN)/python scripts/build/wheel.py
 
-# Without build isolation, so that the build folder keeps working for later builds of single targets.
+# Without build isolation, so that later builds of single targets work in the build directory.
 install: $(VENV)/.tools
 	@mkdir -p build
 	@echo "building; the log is build/install.log"
@@ -79,7 +79,7 @@ install: $(VENV)/.tools
 	    || { tail -n 40 build/install.log; echo "error: the build failed; the complete log is build/install.log"; exit 1; }
 	@sed -n 's/^ *-- \(chat page: left out\)/\1/p' build/install.log
 
-# pip 23.1 knows -C; Debian 12 and Ubuntu 22.04 bring older ones
+# -C requires pip 23.1; Debian 12 and Ubuntu 22.04 have older versions
 $(VENV)/.tools:
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=23.1" "scikit-build-core>=0.10" cmake ninja "tomli; python_version < '3.11'"

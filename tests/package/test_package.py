@@ -155,7 +155,7 @@ def test_read_only_source_tree_builds(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-w", tmp_path, "-C", "cmake.define.GGML_HIP=ON"]
     build = [*prefix, script, ROOT, *build, *f"{option}{tmp_path}/build".split()]
     done = subprocess.run(build, capture_output=True, text=True)
-    assert done.returncode == 1 and "the GPU kernels of ggml-ext are for CUDA alone" in done.stderr + done.stdout
+    assert done.returncode == 1 and "ggml-ext has no kernels for them" in done.stderr + done.stdout
 
 
 def test_portable_switch_changes_a_configured_directory(tmp_path):
