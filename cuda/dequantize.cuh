@@ -1,4 +1,4 @@
-// Dequantization: whole tensors for cuBLAS, get_rows and copies, all by one kernel. A warp dequantizes 256 weights.
+// Dequantization: full tensors for cuBLAS, get_rows and copies, all by one kernel. A warp dequantizes 256 weights.
 #pragma once
 
 #include "all.cuh"

@@ -42,7 +42,7 @@ bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
         return false;
     }
     if (!options.layers.empty() && (options.kind.empty() || !has_text)) {
-        LOG_ERR("error: --layers %s: says what --moments collects, but there is no %s\n", options.layers.c_str(),
+        LOG_ERR("error: --layers %s: selects layers for --moments, but there is no %s\n", options.layers.c_str(),
                 options.kind.empty() ? "--moments block or --moments full" : "text: give -f FILE");
         return false;
     }
@@ -51,7 +51,7 @@ bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
         return false;
     }
     if (!options.kind.empty() && format_dat) {
-        LOG_ERR("error: --moments %s: the dat format cannot hold second moments; leave --output-format dat away\n", options.kind.c_str());
+        LOG_ERR("error: --moments %s: the dat format cannot hold second moments; remove --output-format dat\n", options.kind.c_str());
         return false;
     }
     kind      = options.kind;
@@ -121,7 +121,7 @@ bool ggml_ext_moments::load(const std::string & path) {
     if (file_kind.empty()) {
         if (!kind.empty()) {
             LOG_ERR("error: --in-file %s: has no second moments, but %s has (%s): their tokens would be missing; collect it again with "
-                    "--moments %s, or leave it away\n", name, kind_from.c_str(), kind.c_str(), kind.c_str());
+                    "--moments %s, or remove it\n", name, kind_from.c_str(), kind.c_str(), kind.c_str());
             return false;
         }
         file_without = path;
@@ -129,7 +129,7 @@ bool ggml_ext_moments::load(const std::string & path) {
     }
     if (kind.empty() && !file_without.empty()) {
         LOG_ERR("error: --in-file %s: has no second moments, but %s has (%s): its tokens would be missing; collect it again with "
-                "--moments %s, or leave it away\n", file_without.c_str(), name, file_kind.c_str(), file_kind.c_str());
+                "--moments %s, or remove it\n", file_without.c_str(), name, file_kind.c_str(), file_kind.c_str());
         return false;
     }
     if (file_kind != "block" && file_kind != "full") {
@@ -142,7 +142,7 @@ bool ggml_ext_moments::load(const std::string & path) {
         return false;
     }
     if (has_text && !collects) {
-        LOG_ERR("error: --in-file %s: has second moments (%s), which this run would not go on with: add --moments %s\n", name, file_kind.c_str(),
+        LOG_ERR("error: --in-file %s: has second moments (%s), which this run would not add to: add --moments %s\n", name, file_kind.c_str(),
                 file_kind.c_str());
         return false;
     }
@@ -269,7 +269,7 @@ void ggml_ext_moments::write(gguf_context * file, const std::string & path) {
             return;
         }
     }
-    LOG_ERR("error: cannot write %s: %s\n", path.c_str(), error ? error.message().c_str() : "is there room on the disk?");
+    LOG_ERR("error: cannot write %s: %s\n", path.c_str(), error ? error.message().c_str() : "is the disk full?");
     std::filesystem::remove(std::filesystem::u8path(temporary), error);
     if (!computing) {
         exit(1);

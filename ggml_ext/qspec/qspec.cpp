@@ -37,7 +37,7 @@ static std::string find_refusal(const common_params & params, llama_context * ct
                              spec.draft.mparams.get_name().c_str());
     }
     if (other != spec.types.end()) {
-        return string_format("'%s' drafts with a context of its own; take one of the two, or an ngram type beside qspec",
+        return string_format("'%s' drafts with a context of its own; take one of the two, or an ngram type with qspec",
                              common_speculative_type_to_str(*other).c_str());
     }
     if (spec.draft.n_max < 1) {

@@ -51,7 +51,7 @@ bool layered_graph::read(ggml_cgraph * source, int n_layers) {
             return refuse("its graph has no tensor l_out-%d, which others have behind layer %d", k, k);
         }
         if (info.end && (info.end->type != GGML_TYPE_F32 || info.end->view_src || !ggml_is_contiguous(info.end))) {
-            return refuse("l_out-%d is no tensor of its own in F32", k);
+            return refuse("l_out-%d is not a separate F32 tensor", k);
         }
         info.first = info.start ? position(info.start) + 1 : 0;
         info.last  = info.end ? position(info.end) + 1 : graph->n_nodes;

@@ -16,7 +16,7 @@ struct not_finite : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// -Inf within a graph is no overflow: masks have it.
+// -Inf within a graph is not an overflow: masks contain it.
 inline bool is_overflow(float x) { return std::isnan(x) || x == INFINITY; }
 
 // Checks the tensors of a graph as they are computed, while it is on. callback() is a ggml_backend_sched_eval_callback.

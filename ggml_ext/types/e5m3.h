@@ -1,5 +1,5 @@
 // E5M3: unsigned floats of one byte for block scales, a half without its sign and its low seven mantissa bits, times 2^-8.
-// The factor moves the normal range to 2^-22 .. 240, where block scales lie.
+// The factor moves the normal range to 2^-22 .. 240, the range of block scales.
 #pragma once
 
 #include "../ggml-ext-common.h"

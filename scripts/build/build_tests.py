@@ -38,8 +38,8 @@ def run(*command) -> None:
         sys.exit("\n".join(done.stdout.splitlines()[-40:]) + f"\nerror: {' '.join(map(str, command))} failed")
 
 
-def configure(folder: str, *options: str) -> None:
-    run("cmake", "-S", ROOT, "-B", ROOT / "build" / folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DGGML_EXT_UI=OFF",
+def configure(directory: str, *options: str) -> None:
+    run("cmake", "-S", ROOT, "-B", ROOT / "build" / directory, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DGGML_EXT_UI=OFF",
         *options)
 
 
@@ -108,15 +108,15 @@ def main() -> None:
             continue
         if name == "package":
             find_programs(system_packages.BROWSER, "the test of the chat page will be skipped")
-        options, folder, target = steps[name]
+        options, directory, target = steps[name]
         if name == "vulkan":
             options += (f"-DVulkan_GLSLC_EXECUTABLE={glslc_stubs()}",)
         start = time.monotonic()
         if options:
-            configure(folder.name, *options)
+            configure(directory.name, *options)
         targets = [target, "ext-nightly"] if name == "aarch64" and args.nightly else [target]
-        run("cmake", "--build", folder, "--target", *targets, "--parallel", args.jobs)
-        print(f"built {target} in {folder.name}: {time.monotonic() - start:.0f} s", flush=True)
+        run("cmake", "--build", directory, "--target", *targets, "--parallel", args.jobs)
+        print(f"built {target} in {directory.name}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

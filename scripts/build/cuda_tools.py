@@ -67,9 +67,9 @@ def has_cublas() -> bool:
 def compile_command(ggml: Path, arch: str, *args) -> list[str]:
     """Return nvcc's command with upstream's flags and include directories. ggml: the directory in the patched tree."""
     headers_and_library = cublas()
-    folders = [*([headers_and_library[0]] if headers_and_library else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", ROOT]
+    directories = [*([headers_and_library[0]] if headers_and_library else []), ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", ROOT / "ggml_ext", ROOT / "ggml_ext" / "hooks", ROOT]
     return [str(nvcc() or "nvcc"), f"-arch={arch}", "-std=c++17", "-O3", "-use_fast_math", "-extended-lambda",
-            *(f"-I{folder}" for folder in folders), *map(str, args)]
+            *(f"-I{directory}" for directory in directories), *map(str, args)]
 
 
 def trimmed_mmvq(text: str, types: dict[str, bool], columns: tuple[int, ...]) -> str:

@@ -58,10 +58,10 @@ def cache_entry(tree: Path) -> Path:
         return cache_dir() / f"llama-ui-{PIN['version']}"
     digest = hashlib.sha256()
     sources = tree / "tools" / "ui"
-    for folder, names, files in os.walk(sources):
-        names[:] = sorted(set(names) - UNUSED(folder, names))
+    for directory, names, files in os.walk(sources):
+        names[:] = sorted(set(names) - UNUSED(directory, names))
         for name in sorted(files):
-            path = Path(folder, name)
+            path = Path(directory, name)
             if path.is_file():
                 digest.update(f"{path.relative_to(sources).as_posix()} {sha256(path)}\n".encode())
     return cache_dir() / f"llama-ui-{digest.hexdigest()[:16]}"
@@ -80,13 +80,13 @@ def reason(output: str) -> str:
     return (messages or lines[-1:] or ["no output"])[0][:300]
 
 
-def run_npm(title: str, command: list[str], folder: Path, env: dict[str, str]) -> None:
+def run_npm(title: str, command: list[str], directory: Path, env: dict[str, str]) -> None:
     """Run a step of npm. Failure if it fails or takes too long."""
     # a file, because processes that a killed npm leaves behind would keep a pipe open
-    with tempfile.TemporaryFile("w+", dir=folder.parent, encoding="utf-8", errors="replace") as output:
+    with tempfile.TemporaryFile("w+", dir=directory.parent, encoding="utf-8", errors="replace") as output:
         # a new session, so that all its processes can be killed
         try:
-            process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output,
+            process = subprocess.Popen(command, cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=output,
                                        stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as e:
             raise Failure(f"{title} failed: {command[0]}: {e.strerror}") from None
@@ -123,22 +123,22 @@ def build_page(npm: str, tree: Path, work: Path) -> Path:
     return entry
 
 
-def remove(folder: Path) -> None:
+def remove(directory: Path) -> None:
     """Remove a directory, even while killed processes still write into it."""
     for _ in range(50):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
             return
         time.sleep(0.1)
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[bool]:
+def locked(directory: Path) -> Iterator[bool]:
     """Lock a directory; yields whether the lock is held. It ends with the process and leaves no file."""
     if fcntl is None:
         yield False
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

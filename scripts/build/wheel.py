@@ -94,11 +94,11 @@ def dynamic_section(path: Path) -> tuple[list[str], list[str]]:
     return [v for k, v in entries if k == "NEEDED"], [f"{k} {v}" for k, v in entries if k != "NEEDED"]
 
 
-def foreign_run_paths(folder: Path) -> dict[str, list[str]]:
+def foreign_run_paths(directory: Path) -> dict[str, list[str]]:
     """Return the run paths, other than RPATH $ORIGIN, of files that need libraries of the directory; they could load another llama.cpp,
     with RUNPATH through LD_LIBRARY_PATH."""
-    names = {p.name for p in folder.iterdir()}
-    sections = {p.name: dynamic_section(p) for p in sorted(folder.iterdir()) if p.read_bytes()[:4] == b"\x7fELF"}
+    names = {p.name for p in directory.iterdir()}
+    sections = {p.name: dynamic_section(p) for p in sorted(directory.iterdir()) if p.read_bytes()[:4] == b"\x7fELF"}
     return {name: paths for name, (needed, paths) in sections.items() if names & set(needed) and paths != ["RPATH $ORIGIN"]}
 
 
@@ -110,13 +110,13 @@ def check_wheel(wheel: Path, expected: dict[str, list[str]], options: dict[str, 
             archive.extractall(tmp)
         if grafted := sorted(p.name for libs in Path(tmp).glob("*.libs") for p in libs.iterdir()):
             raise Failure(f"{wheel.name} would hold copies of the system's libraries: {', '.join(grafted)}; build without them")
-        folder = Path(tmp) / "ggml_ext" / "bin"
-        built = {p.name[len("libggml-cpu-"):-len(".so")] for p in folder.glob("libggml-cpu-*.so")}
+        directory = Path(tmp) / "ggml_ext" / "bin"
+        built = {p.name[len("libggml-cpu-"):-len(".so")] for p in directory.glob("libggml-cpu-*.so")}
         if built != set(expected):
             raise Failure(f"{wheel.name} has missing or unexpected CPU variants: {', '.join(sorted(built ^ set(expected)))}")
-        if (folder / VULKAN).exists() != ("GGML_VULKAN" in options):
+        if (directory / VULKAN).exists() != ("GGML_VULKAN" in options):
             raise Failure(f"{wheel.name}: {VULKAN} is {'missing' if 'GGML_VULKAN' in options else 'left over from an earlier build'}")
-        if foreign := foreign_run_paths(folder):
+        if foreign := foreign_run_paths(directory):
             raise Failure(f"{wheel.name}: run paths are not RPATH $ORIGIN alone: {foreign}")
 
 
@@ -137,40 +137,40 @@ def clean_stale(build: Path, options: dict[str, str]) -> None:
     stamp.write_text(identity)
 
 
-def build_wheel(folder: Path, options: dict[str, str]) -> Path:
-    """Build the package and return the wheel that auditwheel repaired, in folder."""
+def build_wheel(directory: Path, options: dict[str, str]) -> Path:
+    """Build the package and return the wheel that auditwheel repaired, in directory."""
     defines = [f"-C cmake.define.{name}={value}" for name, value in options.items()]
     env = {k: v for k, v in os.environ.items() if k not in FOREIGN_FLAGS}
     run_logged("the build", sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-v",
-               "-w", folder / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(defines).split(), ".", env=env)
-    raw = next((folder / "raw").glob("*.whl"))
-    run_logged("auditwheel", sys.executable, "-m", "auditwheel", "-v", "repair", "--exclude", VULKAN_LOADER, "-w", folder / "repaired", raw)
-    return next((folder / "repaired").glob("*.whl"))
+               "-w", directory / "raw", "-C", f"build-dir={BUILD.relative_to(ROOT)}", *" ".join(defines).split(), ".", env=env)
+    raw = next((directory / "raw").glob("*.whl"))
+    run_logged("auditwheel", sys.executable, "-m", "auditwheel", "-v", "repair", "--exclude", VULKAN_LOADER, "-w", directory / "repaired", raw)
+    return next((directory / "repaired").glob("*.whl"))
 
 
-def stage(folder: Path, expected: dict[str, list[str]]) -> None:
+def stage(directory: Path, expected: dict[str, list[str]]) -> None:
     """Copy the suite and its files out of the checkout."""
-    folder.mkdir()
+    directory.mkdir()
     for name in STAGED:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-    (folder / "variants.json").write_text(json.dumps(expected))
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, directory / name)
+    (directory / "variants.json").write_text(json.dumps(expected))
 
 
-def run_suite(wheel: Path, expected: dict[str, list[str]], folder: Path) -> int:
+def run_suite(wheel: Path, expected: dict[str, list[str]], directory: Path) -> int:
     """Run the suite in an environment with the wheel, its dependencies and pytest; returns pytest's exit code."""
-    environment, staged = folder / "env", folder / "suite"
+    environment, staged = directory / "env", directory / "suite"
     python = environment / "bin" / "python"
     # no compiler on the PATH, and no variable that leads Python to the checkout
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "GGML_EXT", "LD_LIBRARY"))}
-    env |= {"PATH": str(environment / "bin"), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    env |= {"PATH": str(environment / "bin"), "HOME": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
     if "GGML_EXT_NO_SKIP" in os.environ:
         env["GGML_EXT_NO_SKIP"] = os.environ["GGML_EXT_NO_SKIP"]
     run_logged("python -m venv", sys.executable, "-m", "venv", environment)
     run_logged("pip install of the wheel", python, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary", ":all:",
-               wheel, "pytest>=8", env=env | {"HOME": os.environ.get("HOME", str(folder))})
+               wheel, "pytest>=8", env=env | {"HOME": os.environ.get("HOME", str(directory))})
     stage(staged, expected)
-    command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "--basetemp", folder / "pytest",
+    command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "--basetemp", directory / "pytest",
                "-o", "pythonpath=scripts/tools tests", staged / "tests" / "package" / "wheel_suite.py"]
     return subprocess.run([str(c) for c in command], cwd=staged, env=env).returncode
 
@@ -200,14 +200,14 @@ def make_wheel() -> int:
     options = find_options()
     clean_stale(BUILD, options)
     with tempfile.TemporaryDirectory(prefix="ggml-ext-wheel-") as tmp:
-        folder, start = Path(tmp), time.monotonic()
+        directory, start = Path(tmp), time.monotonic()
         print(f"building; the log is {LOG.relative_to(ROOT)}", flush=True)
-        wheel = build_wheel(folder, options)
+        wheel = build_wheel(directory, options)
         expected = variants((BUILD / "llama.cpp" / "ggml" / "src" / "CMakeLists.txt").read_text(), machine)
         check_wheel(wheel, expected, options)
         print(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB, {len(expected)} CPU variants: {time.monotonic() - start:.0f} s",
               flush=True)
-        code = run_suite(wheel, expected, folder)
+        code = run_suite(wheel, expected, directory)
         if code == 0:
             DIST.mkdir(exist_ok=True)
             part = DIST / (wheel.name + ".part")

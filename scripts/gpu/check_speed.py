@@ -21,7 +21,7 @@ MODEL_GB = 0.9  # more than a synthetic model of eight layers takes in most type
 GEMV = ["4096x4096x1", "14336x4096x1", "4096x14336x1"]  # rows x columns x tokens
 RAGGED = ["2880x2880x1", "2880x2880x512"]  # rows that 256 does not divide, as in gpt-oss
 RAGGED_TYPES = [*OF_64, "iq4_nl", "q8_0"]
-# rows x columns x tokens x experts x experts of a token: table 5 of the CCQ paper (000), whose kernel takes 0.48 to 0.58 of the
+# rows x columns x tokens x experts x experts per token: table 5 of the CCQ paper (000), whose kernel takes 0.48 to 0.58 of the
 # time of 8 bits and 0.70 to 0.85 of that of 4 bits
 GROUPED = [f"{shape}x{tokens}x256x8" for shape in ("7168x512", "1024x7168") for tokens in (1, 4, 16, 64)]
 # required ratios of speeds to an upstream type: token generation, prompts, several sequences
