@@ -4,45 +4,49 @@
 //   K = 4:  c[t-2], c[t-1], c[t]        K = 3:  pair(t-2), pair(t), quad(t)        K = 2:  pair(t-4), pair(t-2), pair(t)
 #include "codes.metal"
 
-// L: bytes per plane of symbols.
+// L: bytes per plane of symbols. A window is plain data: a member with functions has no default constructor in the thread address space.
 template <int K, int L> struct ggml_ext_trellis_window;
 
+// x: from step -2 on, y: from step 2 on
 template <int L> struct ggml_ext_trellis_window<4, L> {
-    uint first, second; // from step -2 and from step 2 on
-
-    void load(uint8_t start, device const uint8_t * symbols, short c) {
+    static uint2 load(uint8_t start, device const uint8_t * symbols, short c) {
         const uint before = c ? symbols[3*L + c - 1] : start;
-        second = symbols[L + c] | (uint) symbols[2*L + c] << 8 | (uint) symbols[3*L + c] << 16;
-        first  = before | (uint) symbols[c] << 8 | second << 16;
+        uint2 window;
+        window.y = symbols[L + c] | (uint) symbols[2*L + c] << 8 | (uint) symbols[3*L + c] << 16;
+        window.x = before | (uint) symbols[c] << 8 | window.y << 16;
+        return window;
     }
-    ushort index(short g) const {
-        return (g < 4 ? first >> 4*g : second >> 4*(g - 4)) & 0xfff;
+    static ushort index(uint2 window, short g) {
+        return (g < 4 ? window.x >> 4*g : window.y >> 4*(g - 4)) & 0xfff;
     }
 };
 
+// x: low bits from step -4 on, y: high bits from step -8 on, shifted left by 8
 template <int L> struct ggml_ext_trellis_window<3, L> {
-    uint low, high; // low bits from step -4 on; high bits from step -8 on, shifted left by 8
-
-    void load(uint8_t start, device const uint8_t * symbols, short c) {
+    static uint2 load(uint8_t start, device const uint8_t * symbols, short c) {
         const uint low_before  = c ? symbols[L + c - 1] : start;
         const uint high_before = c ? symbols[2*L + c - 1] : (start & 3) << 6;
-        low  = low_before | (uint) symbols[c] << 8 | (uint) symbols[L + c] << 16;
-        high = high_before << 8 | (uint) symbols[2*L + c] << 16;
+        uint2 window;
+        window.x = low_before | (uint) symbols[c] << 8 | (uint) symbols[L + c] << 16;
+        window.y = high_before << 8 | (uint) symbols[2*L + c] << 16;
+        return window;
     }
-    ushort index(short g) const {
-        return (low >> 2*(g + 1) & 0xff) | (high >> (g + 5) & 0xf00);
+    static ushort index(uint2 window, short g) {
+        return (window.x >> 2*(g + 1) & 0xff) | (window.y >> (g + 5) & 0xf00);
     }
 };
 
+// x: from step -8 on
 template <int L> struct ggml_ext_trellis_window<2, L> {
-    uint both; // from step -8 on
-
-    void load(uint8_t start, device const uint8_t * symbols, short c) {
+    static uint2 load(uint8_t start, device const uint8_t * symbols, short c) {
         const uint before = c ? symbols[c - 1] | (uint) symbols[L + c - 1] << 8 : (uint) start << 8;
-        both = before | (uint) symbols[c] << 16 | (uint) symbols[L + c] << 24;
+        uint2 window;
+        window.x = before | (uint) symbols[c] << 16 | (uint) symbols[L + c] << 24;
+        window.y = 0;
+        return window;
     }
-    ushort index(short g) const {
-        return both >> 2*(g + 3) & 0xfff;
+    static ushort index(uint2 window, short g) {
+        return window.x >> 2*(g + 3) & 0xfff;
     }
 };
 
@@ -53,12 +57,13 @@ template <int L> struct ggml_ext_trellis_window<2, L> {
     static_assert(sizeof(block_##name) == GGML_EXT_##NAME##_BLOCK_BYTES, "codes.h and the struct differ"); \
     template <> struct ggml_ext_unpacker<block_##name> {                                                   \
         enum { n = N, n_groups = 1, rotated = 1, has_table = 1 };                                          \
-        ggml_ext_trellis_window<K, N/8> window;                                                            \
+        typedef ggml_ext_trellis_window<K, N/8> windows;                                                   \
+        uint2 window;                                                                                      \
         static constant const uint8_t * codes() { return ggml_ext_##CODE##_codes; }                        \
         static float offset() { return OFFSET; }                                                           \
-        void load(device const block_##name & x, short c) { window.load(x.start, x.symbols, c); }          \
+        void load(device const block_##name & x, short c) { window = windows::load(x.start, x.symbols, c); } \
         template <typename T> float value(short g, T table) const {                                        \
-            return ggml_ext_entry(table, window.index(g), offset());                                       \
+            return ggml_ext_entry(table, windows::index(window, g), offset());                             \
         }                                                                                                  \
         static float scale(device const block_##name & x, short g) {                                       \
             (void) g;                                                                                      \

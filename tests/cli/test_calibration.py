@@ -172,7 +172,7 @@ def test_bad_options_are_refused(workspace, flags, parts):
 @pytest.mark.parametrize("text", ["", " \n" * 3000, "hello " * 100])
 def test_empty_and_tiny_texts_are_refused(workspace, text):
     workspace.text.write_text(text)
-    workspace.error("some.txt has", "1,024 tokens are needed", flags=["--imatrix-from", workspace.text])
+    workspace.error("some.txt has", "needs 1,024 tokens", flags=["--imatrix-from", workspace.text])
     assert not workspace.runs()
 
 
@@ -183,7 +183,7 @@ def test_failure_is_one_line(workspace, monkeypatch):
     workspace.error("wrote no file", "--no-calibration")
     monkeypatch.setenv("FAKE_IMATRIX_DO", "be killed")
     workspace.error(
-        "llama-imatrix was killed for", "most likely because memory ran out: it was to use at most 3.0 GiB, pass a smaller --memory, ", flags=["--memory", "3"]
+        "llama-imatrix was killed for", "most likely because memory ran out: its limit was 3.0 GiB, pass a smaller --memory, ", flags=["--memory", "3"]
     )
 
 
@@ -340,7 +340,7 @@ def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> 
 
 @pytest.mark.parametrize(("model_cost", "n_tokens", "memory", "kind", "why"), [
     (model(4096), 51200, 10 * GIB, "full", ""),
-    (model(4096), 51200, 1.1 * GIB, "block", "need 1.1 GiB at once, 1.1 are there"),  # 4 triangles of 32 MiB next to 1 GiB
+    (model(4096), 51200, 1.1 * GIB, "block", "need 1.1 GiB, the limit is 1.1 GiB"),  # 4 triangles of 32 MiB next to 1 GiB
     (model(4096), 7 * 4096 - 1, 10 * GIB, "block", "of 4,096 columns need 28,672 tokens"),
     (model(4096, n_weights=1e7), 51200, 10 * GIB, "block", "more than double the time"),
 ])
@@ -362,7 +362,7 @@ def test_all_threads_factorize_within_15_minutes(n_threads, n_types, times):
 @pytest.mark.parametrize(("model_cost", "memory", "n_threads", "kind", "why"), [
     # 256 MiB per thread; model and Hessians take 1.1 GiB.
     (model(4096), 1.9 * GIB, 7, "full", ""),
-    (model(4096), 1.9 * GIB, 8, "block", "need 2.0 GiB at once, 1.9 are there"),
+    (model(4096), 1.9 * GIB, 8, "block", "need 2.0 GiB, the limit is 1.9 GiB"),
 ])
 def test_importance_of_a_target_follows_memory(model_cost, memory, n_threads, kind, why):
     """A target measures errors of five types, each thread on its own tensor."""

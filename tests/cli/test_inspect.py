@@ -199,7 +199,7 @@ def test_weighted_errors_match_the_summary(tmp_path, lib, kind):
     (["--imatrix", "m.gguf"], ("--imatrix", "--against")),
     (["--against", "in.gguf", "--importance", "block"], ("--importance", "--imatrix FILE")),
     (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "none"], ("'none'", "diagonal, block, full")),
-    (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "full"], ("--importance full", "of blocks")),
+    (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "full"], ("--importance full", "block-diagonal")),
     (["--against", "in.gguf", "--imatrix", "width.gguf"], (UP, "256 importances", "needs 512", "another model")),
     (["--against", "in.gguf", "--imatrix", "names.gguf"], ("names.gguf", "no tensor", "another model")),
 ])
