@@ -278,7 +278,7 @@ def test_incomplete_logits_are_refused(output_dir, logits_dir, tmp_path):
     assert (logits.n_ctx, logits.n_vocab, logits.n_chunks) == (256, 4096, N_CHUNKS)
     cut = tmp_path / "cut.bin"
     cut.write_bytes(saved.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"needed {saved.stat().st_size:,}"):
+    with pytest.raises(UserError, match=f"must have {saved.stat().st_size:,}"):
         perplexity_run.BaseLogits.read(cut)
     cut.write_bytes(b"_logits_")
     with pytest.raises(UserError, match="holds no logits"):

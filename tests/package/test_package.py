@@ -150,7 +150,7 @@ def test_read_only_source_tree_builds(tmp_path):
     prefix = mount_namespace_prefix()
     if prefix is None or find_spec("scikit_build_core") is None:
         pytest.skip("a shell that may mount, and scikit-build-core")
-    (option,) = re.findall(r"pip install \. (-C build-dir=)\S+", (ROOT / "docs" / "using" / "wheel.md").read_text())
+    (option,) = re.findall(r"pip install \. (-C build-dir=)\S+", (ROOT / "docs" / "using" / "install.md").read_text())
     script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && cd "$0" && exec "$@"'
     build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-w", tmp_path, "-C", "cmake.define.GGML_HIP=ON"]
     build = [*prefix, script, ROOT, *build, *f"{option}{tmp_path}/build".split()]
