@@ -37,7 +37,7 @@ def other_client(tmp_path_factory):
 @pytest.fixture(params=["installed", "other"])
 def client(request, tmp_path):
     with serving() as hub:
-        yield Client(hub, tmp_path, request.getfixturevalue("other") if request.param == "other" else None)
+        yield Client(hub, tmp_path, request.getfixturevalue("other_client") if request.param == "other" else None)
 
 
 def test_file_is_downloaded_once(client, content):

@@ -52,7 +52,7 @@ def build(text: BuiltIn):
 @pytest.mark.nightly  # downloads the packages and takes three minutes
 @pytest.mark.parametrize("text", TEXTS, ids=lambda t: t.name)
 def test_committed_text_is_up_to_date(text, request):
-    pieces, notices = request.getfixturevalue("built") if text == CALIBRATION else build(text)
+    pieces, notices = request.getfixturevalue("built_text") if text == CALIBRATION else build(text)
     assert read_text(text) == calibration_text.join_pieces(pieces), "run scripts/build/calibration_text.py"
     assert text.licenses.read_bytes().decode() == notices
 
