@@ -101,7 +101,7 @@ def test_too_small_epsilon_is_reported(folder, tmp_path):
     result = run_inspect(path, "--against", folder / "in.gguf")
     check_error(result, UP, "largest error", "recorded epsilon", "in.gguf")
     assert [line.split()[-1] for line in result.stdout.splitlines() if line.startswith("blk.0.ffn_up")] == ["EXCEEDED"]
-    assert "relative squared error of all weights" in result.stdout  # the table is complete
+    assert "NMSE of all weights" in result.stdout  # the table is complete
 
 
 def test_changed_blocks_are_reported(folder, tmp_path):

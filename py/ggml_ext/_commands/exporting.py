@@ -264,7 +264,7 @@ def finish(settings: ExportSettings, writing: ExportedFile, written: WrittenFile
             tensors=written.tensors,
             title=choices.name.upper(),
             importance=f"{describe_importance(importance)}{f'; that of {file.path.name}: {recorded}' if recorded else ''}",
-            reference=f"those of {file.path.name}, which is quantized itself",
+            reference=f"{file.path.name}, which is quantized itself",
             command=command_line(["ggml-ext", "export"], options),
         )
         write_beside("--model-card", options.model_card, card.text().encode(), path, options.force)

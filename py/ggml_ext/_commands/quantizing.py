@@ -469,7 +469,7 @@ def make_card(settings: Settings, writing: QuantizedFile, written: WrittenFile) 
         tensors=written.tensors,
         title=job.choices.title,
         importance=describe_importance(job.importance),
-        reference=f"those of {source}",
+        reference=source,
         command=settings.command,
         repo=repo,
     )

@@ -42,7 +42,7 @@ class Card:
     tensors: Sequence[MeasuredTensor]
     title: str  # of the requested type
     importance: str  # the calibration statistics
-    reference: str  # the weights that errors are measured against
+    reference: str  # the model that errors are measured against
     command: str
     repo: str | None = None  # ORG/NAME of --hf-repo
 
@@ -139,7 +139,7 @@ class Card:
         weighted = " The weighted NMSE is the same under the Hessian of the calibration." if is_weighted else ""
         return "\n".join([
             "## Tensors", "", *lines, "",
-            f"NMSE is |w - w'|^2 / |w|^2 for the stored weights w' and {_escaped(self.reference)}, w.{weighted} It was measured during "
+            f"NMSE is |w - w'|^2 / |w|^2 for the stored weights w' and the weights w of {_escaped(self.reference)}.{weighted} It was measured during "
             "quantization and does not measure the quality of the model's answers.",
         ])
 
