@@ -32,7 +32,7 @@ def bench(*args):
 def test_bench_prints_table_and_record(model):
     done = bench(model, "--stock", "q2_k,q3_k_m")
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("write 4", "read 8", "x Q2_K", "x Q3_K_M", "stock q2_k", "q.gguf"))
+    assert all(word in done.stdout for word in ("tg4", "pp8", "x Q2_K", "x Q3_K_M", "stock q2_k", "q.gguf"))
     assert os.listdir(model.parent) == ["q.gguf"]
     record = json.loads(bench(model, model.parent / "." / "q.gguf", "--stock", "q2_k", "--json").stdout)
     assert len(record["samples"]) == 2  # the same path twice is one model

@@ -233,7 +233,7 @@ def test_picture_table_and_colour_range():
     (["--picture", "a.svg"], ("--picture", "--against ORIGINAL")),
     (["--against", "in.gguf", "--picture", "a.jpg"], ("--picture", "'a.jpg'", ".svg or .png")),
     (["--against", "in.gguf", "--picture", "none/a.svg"], ("--picture", "folder", "none does not exist")),
-    (["--against", "out.gguf", "--picture", "a.svg"], ("--picture", "no tensor has another type")),
+    (["--against", "out.gguf", "--picture", "a.svg"], ("--picture", "no tensor changed its type")),
     (["--against", "in.gguf", "--picture", "dir.svg"], ("--picture", "not a regular file")),
 ])
 def test_bad_flags_are_reported(folder, flags, parts, monkeypatch):
@@ -259,7 +259,7 @@ def test_characters_missing_in_the_font_are_noted(folder, tmp_path, suffix, note
     picture = tmp_path / f"a.{suffix}"
     done = inspect_process(named, "--against", folder / "in.gguf", "--picture", picture, "--tensor", "blk.0.attn_q.weight")
     assert done.returncode == 0 and picture.stat().st_size
-    assert done.stderr.count("\n") == done.stderr.count("note: --picture: the font has no characters") == notes, done.stderr
+    assert done.stderr.count("\n") == done.stderr.count("note: --picture: the font lacks characters") == notes, done.stderr
     if suffix == "svg":
         texts = svg_texts(picture)
         assert named.name in texts and not any("math" in text for text in texts)
