@@ -1,7 +1,7 @@
-"""Low-bit weight types for llama.cpp: quantizer, numpy references and, where built, the extended ggml libraries.
+"""Low-bit weight types for llama.cpp: quantizer, numpy references and the extended ggml libraries.
 
-Importing the package teaches `gguf` its types, so that GGUFReader, GGUFWriter, gguf.quants and gguf_dump work on its files.
-quantize_model(), evaluate_models(), export_model() and inspect_model() (api.py) are loaded on first use.
+Importing the package registers its types with `gguf`, so that GGUFReader, GGUFWriter and gguf.quants support its files. The functions of
+api.py are loaded on first use.
 """
 
 from __future__ import annotations

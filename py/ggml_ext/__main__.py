@@ -9,7 +9,7 @@ import sys
 from ._base.errors import UserError
 from ._console.cli import Parser, add_common_options, print_text, run_command
 
-# in the order of --help; each but serve is a module of the package
+# in the order of --help; each is a module, except serve
 COMMANDS = {
     "quantize": "quantize a model to low-bit types",
     "evaluate": "measure perplexity, KL divergence and tasks",
@@ -37,15 +37,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def explain(argv: list[str]) -> int:
-    """Print the commands, where none is named. Return the exit code."""
+def run_without_command(argv: list[str]) -> int:
+    """Print the list of commands, or an error for an unknown one. Return the exit code."""
     args = argparse.Namespace()
 
     def run() -> None:
         parser = build_parser()
         parser.parse_args(argv, args)
         if args.command is not None:
-            raise UserError(f"unknown command {args.command!r}: needed one of {', '.join(COMMANDS)}")
+            raise UserError(f"unknown command {args.command!r}: must be one of {', '.join(COMMANDS)}")
         print_text(parser.format_help().rstrip())
 
     return run_command(run, lambda: "nothing was changed", args=args)
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         exec_program("llama-server", words[1:])
     if name in COMMANDS:
         return importlib.import_module(f".{name.replace('-', '_')}", __package__).main(words[1:], f"ggml-ext {name}")
-    return explain(words)
+    return run_without_command(words)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The commands as functions: quantize_model(), evaluate_models(), export_model() and inspect_model(). Import them from ggml_ext.
 
-They may be called in any thread, and in several at once on different outputs. They print nothing, set no signal handlers and raise
-UserError with the line that the command would end with. `log` and `progress` get what the command would show. An exception from one
-of these two functions stops the run; the same call resumes it.
+They may be called from any thread, and concurrently with different outputs. They print nothing, set no signal handlers and raise
+UserError with the command's error message. `log` and `progress` get what the command would print; an exception that they raise stops
+the run, and the same call resumes it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Function = TypeVar("Function", bound="Callable | None")
 
 
 def _check_function(name: str, value: Function) -> Function:
-    """Return the value. Raise TypeError if it is not a function or None."""
+    """Return the value. Raise TypeError unless it is a function or None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name}: got {value!r}, must be a function or None")
     return value
@@ -57,18 +57,18 @@ def quantize_model(
     """Quantize a model to the same bytes as `ggml-ext quantize input output --type ...`.
 
     Args:
-        input: a GGUF file in F32, F16, BF16 or Q8_0, of a split one any part, or the directory of a checkpoint; None with hf_repo.
+        input: a GGUF file in F32, F16, BF16 or Q8_0, any part of a split model, or the directory of a checkpoint; None with hf_repo.
         output: the file to write; optional with dry_run.
         log: called with "note" or "warning" and a line.
         progress: called with the name of a phase, the amount done and the total: weights while writing, chunks while calibrating.
-        options: the command's flags with _ for -, such as type="itq3_t" or target_size="3GiB"; tensor_type is a list.
+        options: the command's flags with _ for -, such as type="itq3_t" or target_size="3GiB"; tensor_type takes a list.
 
     Raises:
-        UserError: for everything that the caller can change.
-        TypeError: a keyword is not a flag, or its value has another type than the flag's.
+        UserError: the command would fail; the message has the way out.
+        TypeError: a keyword is not a flag, or its value has the wrong type.
     """
     if options.get("hf_repo") is not None and input is None:
-        input, output = output, None  # as on the command line, where OUT is the one file
+        input, output = output, None  # as on the command line, where OUT is the only file
     parsed = check_keywords(QuantizeOptions, {"input": input, "output": output, **options})
     return quantize(Settings.parse(parsed), _callbacks(log, progress))
 
@@ -90,10 +90,10 @@ def export_model(
     input: AnyPath, output: AnyPath | None = None, *, type: str, log: Log | None = None, progress: Progress | None = None,
     **options: Unpack[ExportKeywords],
 ) -> Result:
-    """Convert a model with ggml-ext types to llama.cpp's own types, to the same bytes as `ggml-ext export`.
+    """Convert a model with ggml-ext types to upstream types, to the same bytes as `ggml-ext export`.
 
-    type: the type to convert to, such as "q4_k". Other arguments and errors: see quantize_model(). The errors in the result are those
-    against `input`, which already differs from the original model.
+    type: the type to convert to, such as "q4_k". Other arguments and errors: see quantize_model(). The errors in the result are relative
+    to `input`, not to the original model.
     """
     parsed = check_keywords(ExportOptions, {"input": input, "output": output, "type": type, **options})
     return export(ExportSettings.parse(parsed), _callbacks(log, progress))
@@ -103,10 +103,10 @@ def inspect_model(
     file: AnyPath, against: AnyPath | None = None, *, found: Callable[[Finding], None] | None = None,
     **options: Unpack[InspectKeywords],
 ) -> Inspection:
-    """List the tensors of a GGUF file, and compare them with those of `against`, which it was made from.
+    """List the tensors of a GGUF file, and compare them with those of its original, `against`.
 
-    found: called with the finding of each tensor. The record() of the result is what `ggml-ext inspect --json` prints. The finding of
-    a DITTO3 tensor whose error exceeds its recorded epsilon has a false `fits`; the command fails then. Errors: see quantize_model().
+    found: called with the finding of each tensor. The record() of the result is what `ggml-ext inspect --json` prints. If the error of
+    a DITTO3 tensor exceeds its recorded epsilon, `fits` of its finding is False; the command would fail. Errors: see quantize_model().
     """
     parsed = check_keywords(InspectOptions, {"file": file, "against": against, **options})
     inspection = inspect(parsed, lambda *_: None, _check_function("found", found) or (lambda _: None))

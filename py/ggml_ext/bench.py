@@ -14,8 +14,8 @@ from ._console.terminal import Terminal
 def build_parser(prog: str = "ggml-ext bench") -> argparse.ArgumentParser:
     return arguments.build_parser(
         prog, BenchOptions, MeasuringOptions,
-        description="Measure the tokens per second of prompt processing and token generation, in turn with standard GGUF files of the same "
-        "model. These are temporary and made from the first model.",
+        description="Measure the tokens per second of prompt processing and token generation, compared with standard GGUF files of the same "
+        "model, which are made temporarily from the first model.",
         epilog="Absolute speeds depend on the machine's load; ratios are more stable. "
         f"Types of --stock: {', '.join(STOCK)}.",
     )
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext bench") -> int:
     def run(args: argparse.Namespace, terminal: Terminal) -> Speeds:
         return bench(arguments.from_namespace(BenchOptions, args), terminal)
 
-    return run_measuring(build_parser(prog), run, argv, "the stock files were removed")
+    return run_measuring(build_parser(prog), run, argv, "the temporary files were removed")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext evaluate") -> int:
     def run(args: argparse.Namespace, terminal: Terminal) -> Evaluation:
         return evaluate(arguments.from_namespace(EvaluateOptions, args), terminal)
 
-    return run_measuring(build_parser(prog), run, argv, "logits of the base that are whole are kept")
+    return run_measuring(build_parser(prog), run, argv, "complete logits stay in the cache")
 
 
 if __name__ == "__main__":

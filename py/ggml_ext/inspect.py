@@ -14,12 +14,12 @@ from ._commands.inspecting import InspectOptions, check_bounds, draw_picture, in
 from ._console import arguments
 from ._console.cli import print_text, run_command
 from ._formats.gguf_file import Tensor
-from ._report.findings import Finding, columns_of, row_writer, shape_of
+from ._report.findings import Finding, format_columns, format_shape, make_row_formatter
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrintOptions:
-    """What the command prints."""
+    """The format of the output."""
 
     json: bool = option(False, help="print one JSON object instead of the table")
 
@@ -33,27 +33,27 @@ def build_parser(prog: str = "ggml-ext inspect") -> argparse.ArgumentParser:
 
 
 class Table:
-    """The table of findings, printed row by row."""
+    """A table that is printed row by row."""
 
     def __init__(self, has_original: bool):
         self._has_original = has_original
         self._weighted = False
-        self._line_of: Callable[..., str] | None = None
+        self._format_row: Callable[..., str] | None = None
 
     def begin(self, tensors: list[Tensor], importance: Importance) -> None:
         self._weighted = importance.matrix is not None
-        self._line_of = row_writer(tensors, self._weighted)
+        self._format_row = make_row_formatter(tensors, self._weighted)
         weighted = ["weighted"] if self._weighted else []
-        errors = ["rel. sq. err.", *weighted, "largest error", "check"] if self._has_original else []
+        errors = ["NMSE", *weighted, "largest error", "check"] if self._has_original else []
         self._print("tensor", "shape", "type", "bpw", "epsilon", *errors)
 
     def add(self, finding: Finding) -> None:
         tensor = finding.tensor
-        self._print(tensor.name, shape_of(tensor), tensor.type.name.lower(), *columns_of(finding, self._weighted))
+        self._print(tensor.name, format_shape(tensor), tensor.type.name.lower(), *format_columns(finding, self._weighted))
 
     def _print(self, *columns: str) -> None:
-        assert self._line_of is not None  # begin() comes first
-        print_text(self._line_of(*columns))
+        assert self._format_row is not None  # set by begin()
+        print_text(self._format_row(*columns))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     inspection = inspect(options, *((lambda *_: None, lambda *_: None) if is_json else (table.begin, table.add)))
     print_text(to_json(inspection.record(), 1) if is_json else "\n".join(inspection.lines()))
     if options.picture is not None and not draw_picture(options, inspection):
-        print("note: --picture: the font has no characters for some names, and boxes in their place: name a .svg", file=sys.stderr)
+        print("note: --picture: the font lacks characters of some names and shows boxes: name a .svg file", file=sys.stderr)
     check_bounds(inspection)
 
 

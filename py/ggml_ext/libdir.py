@@ -11,15 +11,15 @@ from ._base.errors import UserError
 from ._console.cli import Parser, add_common_options, run_command, writing_to_stdout
 from ._native import library as _lib
 
-# the name by which programs load libllama
+# file name of libllama by platform
 NAMES = {"darwin": "libllama.dylib", "win32": "llama.dll"}
 
 
-def library_folder() -> Path:
+def find_library_directory() -> Path:
     """Return the directory of libllama and its libraries. Raise UserError if there is none."""
     library, name = _lib.load(), NAMES.get(sys.platform, "libllama.so")
     if library is None:
-        raise UserError("the libraries were not built with this package: reinstall ggml-ext with a C++ compiler, or from a wheel")
+        raise UserError("this package was installed without its libraries: reinstall ggml-ext with a C++ compiler, or from a wheel")
     folder = library.path.absolute().parent
     if not (folder / name).is_file():
         raise UserError(f"{folder} has no {name}, only the libraries of ggml: reinstall ggml-ext, or unset {_lib.DIR_VARIABLE}")
@@ -33,7 +33,7 @@ def print_path(path: Path) -> None:
     with writing_to_stdout():
         if hasattr(sys.stdout, "buffer"):
             sys.stdout.buffer.write(os.fsencode(path) + os.linesep.encode())
-        else:  # in a notebook, say
+        else:  # for example in a notebook
             print(path)
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext libdir") -> int:
 
     def run() -> None:
         parser.parse_args(argv, args)
-        print_path(library_folder())
+        print_path(find_library_directory())
 
     return run_command(run, lambda: "nothing was changed", args=args)
 

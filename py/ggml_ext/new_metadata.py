@@ -1,4 +1,4 @@
-"""gguf-new-metadata for files with ggml-ext types: python -m ggml_ext.new_metadata [options of gguf-new-metadata] IN OUT"""
+"""Run gguf-new-metadata on files with ggml-ext types: ggml-ext new-metadata [options of gguf-new-metadata] IN OUT"""
 
 from __future__ import annotations
 

@@ -25,23 +25,23 @@ def build_parser(prog: str = "ggml-ext quantize") -> argparse.ArgumentParser:
 
 
 def describe_types() -> str:
-    """The types of --type and --target-types, for the end of --help."""
+    """Describe the types of --type and --target-types, for the end of --help."""
     types = [
-        f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} where rows are no "
+        f"  {t.name}: {t.bpw:g} bpw; token embeddings {t.token_embd}, output matrix {t.output}; {t.fallback} if rows are not a "
         f"multiple of {t.block_size}"
         for t in WEIGHT_TYPES.values()
     ]
     return "\n".join([
         "ggml-ext types:", *types, "quant mixes:", *(f"  {r.name}: {r.about}" for r in RECIPES.values()),
-        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *fill([*STOCK_FILES, *STOCK_ALIASES]),
-        "A target chooses from these types and that of the input:", *fill(DEFAULT_TYPES), "With --stock it chooses from:", *fill(STOCK_TYPES),
+        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *format_names([*STOCK_FILES, *STOCK_ALIASES]),
+        "A target chooses from these types and the type of the input:", *format_names(DEFAULT_TYPES), "With --stock it chooses from:", *format_names(STOCK_TYPES),
         "Without output.weight, the token embeddings get the type of the output matrix.",
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     ])
 
 
-def fill(names: list[str] | tuple[str, ...]) -> list[str]:
-    """Lines of up to 14 names."""
+def format_names(names: list[str] | tuple[str, ...]) -> list[str]:
+    """Format lines of up to 14 names."""
     return [f"  {', '.join(names[i : i + 14])}" for i in range(0, len(names), 14)]
 
 

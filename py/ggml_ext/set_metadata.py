@@ -1,4 +1,4 @@
-"""gguf-set-metadata for files with ggml-ext types: python -m ggml_ext.set_metadata [options of gguf-set-metadata] FILE KEY VALUE"""
+"""Run gguf-set-metadata on files with ggml-ext types: ggml-ext set-metadata [options of gguf-set-metadata] FILE KEY VALUE"""
 
 from __future__ import annotations
 

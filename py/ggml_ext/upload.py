@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None, prog: str = "ggml-ext upload") -> int:
         terminal = Terminal(quiet=arguments.from_namespace(QuietOptions, args).quiet)
         print_text(upload(arguments.from_namespace(UploadOptions, args), terminal))
 
-    return run_command(run, lambda: "files that are whole on the hub stay there", args=args)
+    return run_command(run, lambda: "files that are complete on the hub stay there", args=args)
 
 
 if __name__ == "__main__":

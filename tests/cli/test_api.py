@@ -132,7 +132,7 @@ def test_results_can_be_pickled_and_compared(lib, source, tmp_path):
 def test_file_errors_raise(source, tmp_path):
     with pytest.raises(ggml_ext.UserError, match="no-such.gguf"):
         ggml_ext.inspect_model(tmp_path / "no-such.gguf")
-    with pytest.raises(ggml_ext.UserError, match="no tensor in a type of ggml-ext"):
+    with pytest.raises(ggml_ext.UserError, match="no tensor in a ggml-ext type"):
         ggml_ext.export_model(source, tmp_path / "out.gguf", type="q8_0")
 
 

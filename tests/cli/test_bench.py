@@ -8,7 +8,7 @@ import os
 import pytest
 
 from ggml_ext import bench as program
-from ggml_ext._commands.benching import neighbours
+from ggml_ext._commands.benching import choose_neighbours
 from ggml_ext._evaluation.speed import summarize_speed
 from ggml_ext._formats.split import open_model
 from helpers.commands import quantize, run_main, tool
@@ -32,7 +32,7 @@ def bench(*args):
 def test_bench_prints_table_and_record(model):
     done = bench(model, "--stock", "q2_k,q3_k_m")
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("write 4", "read 8", "x Q2_K", "x Q3_K_M", "stock q2_k", "q.gguf"))
+    assert all(word in done.stdout for word in ("tg4", "pp8", "x Q2_K", "x Q3_K_M", "stock q2_k", "q.gguf"))
     assert os.listdir(model.parent) == ["q.gguf"]
     record = json.loads(bench(model, model.parent / "." / "q.gguf", "--stock", "q2_k", "--json").stdout)
     assert len(record["samples"]) == 2  # the same path twice is one model
@@ -51,7 +51,7 @@ def test_second_model_replaces_upstream_files(model):
 
 def test_upstream_types_of_similar_size_are_chosen(model):
     """3.6 bits per weight with the embeddings; F16 has no larger type."""
-    assert neighbours(open_model(model)) == ["q2_k", "q3_k_m"] and neighbours(open_model(MODEL)) == ["q8_0"]
+    assert choose_neighbours(open_model(model)) == ["q2_k", "q3_k_m"] and choose_neighbours(open_model(MODEL)) == ["q8_0"]
 
 
 def test_ratio_is_the_median_over_rounds():

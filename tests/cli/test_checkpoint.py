@@ -190,7 +190,7 @@ def test_partly_quantized_weights_are_refused(workspace):
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
 def test_damaged_config_is_refused(workspace, content):
     (workspace.source / "config.json").write_bytes(content.encode("latin-1"))
-    workspace.error("config.json is no JSON object: download it again")
+    workspace.error("config.json is not a JSON object: download it again")
 
 
 @pytest.mark.parametrize("has_config", [False, True])
@@ -373,7 +373,7 @@ def test_missing_converter_is_reported(workspace, monkeypatch):
 
 def test_directory_without_a_checkpoint_is_refused(workspace):
     (workspace.source / "config.json").unlink()
-    workspace.error("is a directory without config.json, no Hugging Face checkpoint: pass a GGUF file or the directory of a checkpoint")
+    workspace.error("has no config.json, so it is not a Hugging Face checkpoint: pass a GGUF file or the directory of a checkpoint")
     write_gguf(workspace.source / "model.gguf", {"blk.0.ffn_up.weight": gaussian(8, 256)})
     workspace.error(f"pass one of its files, such as {workspace.source / 'model.gguf'}")
     workspace.source = workspace.source / "tokenizer.model"
@@ -392,9 +392,9 @@ def test_output_may_not_replace_a_checkpoint_file(workspace):
     [
         (["--type", "itq3_s"], "required: IN, or --hf-repo ORG/NAME"),
         (["a.gguf", "b.gguf", "--hf-repo", REPO, "--type", "itq3_s"], "pass OUT alone"),
-        (["a.gguf", "b.gguf", "--type", "itq3_s", "--hf-file", "c.gguf"], "--hf-file belongs to --hf-repo"),
-        (["a.gguf", "b.gguf", "--type", "itq3_s", "--revision", "main"], "--revision belongs to --hf-repo"),
-        (["a.gguf", "b.gguf", "--type", "itq3_s", "--hf-token", "hf"], "--hf-token belongs to --hf-repo"),
+        (["a.gguf", "b.gguf", "--type", "itq3_s", "--hf-file", "c.gguf"], "--hf-file needs --hf-repo"),
+        (["a.gguf", "b.gguf", "--type", "itq3_s", "--revision", "main"], "--revision needs --hf-repo"),
+        (["a.gguf", "b.gguf", "--type", "itq3_s", "--hf-token", "hf"], "--hf-token needs --hf-repo"),
         (["--hf-repo", REPO, "--type", "itq3_s"], "OUT is missing"),
     ],
 )

@@ -43,7 +43,7 @@ def test_types_follow_measured_sensitivities(fresh):
     assert report["predicted_kl_divergence"] == pytest.approx(predicted)
     assert report["optimality_gap"] == 0 and report["sensitivities"] == "measured" and report["type"] == "auto"
     assert f"predicted KL divergence {predicted:.4g}; optimal for these types" in out
-    assert "target-bpw 4 as asked" in out
+    assert "target-bpw 4 as requested" in out
     assert gguf.GGUFReader(workspace.out).fields["ggml_ext.options"].contents().split()[0] == "target-bpw=4"
 
 
@@ -136,7 +136,7 @@ def test_size_below_the_single_tensors_is_refused(fresh):
 def test_requested_types_are_no_fallbacks(workspace):
     source = write_gguf(workspace.path / "odd.gguf", {"blk.0.ffn_up.weight": gaussian(64, 96)})
     out, err = workspace.run("--target-bpw", "9", "--target-types", "q8_0", "--sensitivity", "usual", "--no-fallback", source=source)
-    assert "fell back" not in out and "instead of" not in err and workspace.types() == {"blk.0.ffn_up.weight": "q8_0"}
+    assert "fallback types" not in out and "instead of" not in err and workspace.types() == {"blk.0.ffn_up.weight": "q8_0"}
 
 
 def test_target_without_free_tensors_is_refused(fresh):
@@ -174,7 +174,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(fresh, measurements):
     out, err = workspace.run("--target-bpw", "3.3", "--dry-run")
     assert files(workspace.path) == before and not workspace.runs()
     assert "using the sensitivities of another model: --dry-run runs no model" in err
-    assert "predicted KLD" in out and "sensitivities of another model" in out and "target-bpw 3.3 as asked" in out
+    assert "predicted KLD" in out and "sensitivities of another model" in out and "target-bpw 3.3 as requested" in out
     workspace.cache.write_text(measurements)
     out, _ = workspace.run("--target-bpw", "3.3", "--dry-run")
     assert "of another model" not in out and files(workspace.out.parent) == {workspace.cache.name: measurements.encode()}

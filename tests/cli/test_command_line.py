@@ -40,7 +40,7 @@ def list_commands(source) -> dict:
         "quantize": (quantize, "open_source", [source, out, "--type", "itq3_s", "--importance", "none"], quantizing),
         "export": (export, "open_model", [source, out, "--type", "q8_0"], exporting),
         "inspect": (inspect, "open_model", [source], inspecting),
-        "libdir": (libdir, "library_folder", [], libdir),
+        "libdir": (libdir, "find_library_directory", [], libdir),
     }
 
 
@@ -116,7 +116,7 @@ def test_card_commands_work_with_names_that_begin_with_a_dash(source, monkeypatc
     done = run_main(quantize.main, "--type", "itq3_s", "--importance", "none", "--model-card", "card.md", "--", "-in.gguf", "-out.gguf")
     assert done.returncode == 0, done.stderr
     card = source.with_name("card.md").read_text()
-    assert "llama-server -m ./-out.gguf" in card and "ggml_ext.quantize ./-in.gguf ./-out.gguf --type itq3_s" in card
+    assert "llama-server -m ./-out.gguf" in card and "ggml-ext quantize ./-in.gguf ./-out.gguf --type itq3_s" in card
 
 
 def test_option_without_a_value_is_refused(source):
@@ -153,12 +153,12 @@ def test_names_need_not_be_utf8(source, locale):
     out, err = run_command("quantize", *args, "--log-format", "json", env=env)
     assert read_json(report.read_bytes())["input"] == f"{source.parent}/{shown}/in\\xff\u00e9.gguf"
     assert read_json(out.splitlines()[-1])["output"][0]["path"].endswith(f"/{shown}/\\xff\u00e9o.gguf")
-    assert all(b"--verify: not run" in line for line in err.splitlines())  # the source has none either
-    assert "ggml_ext.quantize 'in\\xff\u00e9.gguf'" in card.read_text("utf-8")
+    assert all(b"--verify: cannot run a token" in line for line in err.splitlines())  # the source has none either
+    assert "ggml-ext quantize 'in\\xff\u00e9.gguf'" in card.read_text("utf-8")
     _, err = run_command("quantize", *args, "--log-format", "json", env=env, code=1)
     assert f"/{shown}/\\xff\u00e9o.gguf exists: choose another name" in read_json(err)["text"]
     assert b"d\\xff" in run_command("quantize", *args, env=env, code=1)[1]
-    assert b"as asked" in run_command("quantize", *args, "--force", env=env)[0]
+    assert b"as requested" in run_command("quantize", *args, "--force", env=env)[0]
     run_command("quantize", path, folder / os.fsdecode(b"\xffsplit.gguf"), *args[2:6], "--split-max-size", "1M", "--quiet", env=env)
     run_command("export", quantized, stock, "--type", "q8_0", env=env)
     out, _ = run_command("inspect", quantized, "--against", path, "--json", "--picture", picture, env=env)

@@ -36,8 +36,8 @@ def test_damaged_index_is_refused(workspace, content):
     [
         (lambda raw: raw[:-1], "truncated: its tensors end at byte"),
         (lambda raw: raw[:100], "its header is truncated"),
-        (lambda raw: b"", "is no safetensors file"),
-        (lambda raw: b"version https://git-lfs", "is no safetensors file"),
+        (lambda raw: b"", "is not a safetensors file"),
+        (lambda raw: b"version https://git-lfs", "is not a safetensors file"),
         (lambda raw: struct.pack("<Q", 4) + b"oops", "the safetensors header is damaged"),
         (lambda raw: struct.pack("<Q", 8) + b'{"a": 1}', "the safetensors header is damaged"),
     ],
@@ -96,4 +96,4 @@ def test_damaged_pickled_weights_are_refused(workspace):
     pickle_weights(workspace)
     path = workspace.source / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:1000])
-    workspace.error("pytorch_model.bin is no archive of PyTorch 1.6 or newer, or is truncated: download it again")
+    workspace.error("pytorch_model.bin is not an archive of PyTorch 1.6 or newer, or is truncated: download it again")

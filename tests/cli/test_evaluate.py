@@ -56,7 +56,7 @@ def evaluate_json(*args) -> dict:
 def test_evaluate_against_the_original(folder):
     """The figures are llama-perplexity's; the logits are cached and reused."""
     first = evaluate(folder / "q4.gguf", folder / "q2.gguf", "--against", folder / "f16.gguf", *CHUNKS)
-    assert first.returncode == 0 and "kept in" in first.stderr and "built-in text" in first.stderr, first.stderr
+    assert first.returncode == 0 and "MiB of logits in" in first.stderr and "built-in text" in first.stderr, first.stderr
     assert all(name in first.stdout for name in ("f16.gguf", "q4.gguf", "q2.gguf", "KL divergence", "q2.gguf against q4.gguf"))
     logits = folder / "f16.logits.bin"
     assert BaseLogits.read(logits).n_chunks == 4

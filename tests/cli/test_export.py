@@ -96,7 +96,7 @@ def test_every_upstream_type_keeps_the_weights(quantized, tmp_path, capsys, name
     except NotImplementedError:
         return  # gguf dequantizes most types
     error = relative_mse(weights["blk.0.attn_q.weight"][1], weights["blk.0.attn_q.weight"][0])
-    reported = float(re.search(rf"blk\.\*\.attn_q\.weight +{name} +([\d.]+)", text.partition("relative squared error")[2])[1])
+    reported = float(re.search(rf"blk\.\*\.attn_q\.weight +{name} +([\d.]+)", text.partition("NMSE")[2])[1])
     assert abs(reported - error) < 1e-6 + 1e-3 * error  # six decimals; the library and numpy may round a last bit differently
     # Types of two and three values lose more than half; q2_k's error is 0.07 on Gaussian weights.
     assert error < (0.7 if target in (T.TQ1_0, T.TQ2_0, T.Q1_0) else 0.1)
@@ -163,8 +163,8 @@ def test_errors_of_both_types_add(lib, tmp_path, capsys):
 
 def test_added_error_is_reported(quantized, tmp_path, capsys):
     text, err = run_successfully(capsys, quantized, tmp_path / "q.gguf", "--type", "q4_k")
-    match = re.search(r"^ditto3 -> q4_k adds a relative squared error of ([\d.]+) to what ditto3 lost before, on Gaussian weights "
-                     r"([\d.]+): about ([\d.]+) times", text, re.M)
+    match = re.search(r"^ditto3 -> q4_k adds an NMSE of ([\d.]+) to that of ditto3, "
+                     r"([\d.]+) for Gaussian weights: about ([\d.]+) times", text, re.M)
     added, expected, times = map(float, match.groups())
     before, after = (read_tensors(p)["blk.0.attn_q.weight"] for p in (quantized, tmp_path / "q.gguf"))
     measured = relative_mse(*(gguf.quants.dequantize(t.data, t.tensor_type) for t in (after, before)))
@@ -238,8 +238,8 @@ def test_dry_run_writes_nothing(quantized, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "parts"), [
     (["--type", "q4_kk"], ["--type: unknown type 'q4_kk': did you mean 'q4_k'?"]),
-    (["--type", "itq3_t"], ["unknown type 'itq3_t': it is a type of ggml-ext, which ggml-ext quantize makes; known types: bf16"]),
-    (["--type", "q4_k", "--tensor-type", "attn=itq3_s"], ["--tensor-type: unknown type 'itq3_s': it is a type of ggml-ext"]),
+    (["--type", "itq3_t"], ["unknown type 'itq3_t': it is a ggml-ext type, for ggml-ext quantize; known types: bf16"]),
+    (["--type", "q4_k", "--tensor-type", "attn=itq3_s"], ["--tensor-type: unknown type 'itq3_s': it is a ggml-ext type"]),
     (["--type", "q4_k", "--no-fallback"], ["--no-fallback: tensor blk.0.ffn_down.weight, rows of 64: q5_0 instead of q4_k"]),
     (["--type", "q4_k", "--threads", "0"], ["--threads: got 0"]),
     (["--type", "q4_k", "--dry-run", "--model-card", "x.md"], ["--model-card: --dry-run writes nothing"]),
@@ -255,7 +255,7 @@ def test_bad_options_are_refused(quantized, tmp_path, capsys, monkeypatch, flags
 def test_bad_files_are_refused(quantized, tmp_path, capsys):
     stock = write_gguf(tmp_path / "stock.gguf", {"blk.0.attn_q.weight": gaussian(32, 512)})
     out = tmp_path / "out.gguf"
-    assert "has no tensor in a type of ggml-ext: every llama.cpp loads it" in run_failing(capsys, stock, out, "--type", "q4_k")
+    assert "has no tensor in a ggml-ext type, so every llama.cpp loads it" in run_failing(capsys, stock, out, "--type", "q4_k")
     assert "none.gguf" in run_failing(capsys, tmp_path / "none.gguf", out, "--type", "q4_k")
     copy = shutil.copy(quantized, tmp_path / "copy.gguf")
     assert "is the same file as IN" in run_failing(capsys, copy, copy, "--type", "q4_k", "--force")
@@ -310,13 +310,13 @@ def test_export_writes_a_card(quantized, tmp_path, capsys):
         "base_model": ["some-org/A-Model"], "base_model_relation": "quantized", "license": "apache-2.0", "language": ["en", "no"],
         "library_name": "gguf", "tags": ["text-generation", "gguf", "llama.cpp"], "quantized_by": "ggml-ext",
     }
-    assert "# A model, Q4_K\n" in text and "llama-server -m q.gguf" in text and "every program that is built on it" in text
+    assert "# A model, Q4_K\n" in text and "llama-server -m q.gguf" in text and "every program that is built on llama.cpp" in text
     before, after = (read_tensors(p)["blk.0.attn_q.weight"] for p in (quantized, tmp_path / "q.gguf"))
     error = relative_mse(*(gguf.quants.dequantize(t.data, t.tensor_type) for t in (after, before)))
     assert f"| blk.*.attn_q.weight | 1 | 16,384 | Q4_K | 4.5 | {error:.3g} |" in text
-    assert "| output_norm.weight | 1 | 512 | F32 | 32 | as it was |" in text
-    assert "against the weights as ours.gguf holds them" in text and str(tmp_path) not in text and str(quantized.parent) not in text
-    assert "python -m ggml_ext.export ours.gguf q.gguf --type q4_k\n" in text
+    assert "| output_norm.weight | 1 | 512 | F32 | 32 | unchanged |" in text
+    assert "weights w of ours.gguf, which is quantized itself" in text and str(tmp_path) not in text and str(quantized.parent) not in text
+    assert "ggml-ext export ours.gguf q.gguf --type q4_k\n" in text
     assert f"{(tmp_path / 'q.gguf').stat().st_size / 2**20:,.1f} MiB" in text
 
 
@@ -344,8 +344,8 @@ def test_quantizer_writes_a_card(lib, tmp_path, capsys):
     both = [np.concatenate([gguf.quants.dequantize(t.data, t.tensor_type) for t in found.values()])
             for found in (tensors, read_tensors(source))]
     assert f"| blk.*.attn_q.weight | 2 | 32,768 | ITQ3_S | 3.125 | {relative_mse(*both):.3g} |" in text
-    assert "Importance of the inputs: none." in text and str(tmp_path) not in text
-    assert "python -m ggml_ext.quantize f16.gguf q.gguf --type itq3_s --no-calibration\n" in text
+    assert "Calibration: none." in text and str(tmp_path) not in text
+    assert "ggml-ext quantize f16.gguf q.gguf --type itq3_s --no-calibration\n" in text
     assert quantize.main([str(a) for a in [*args, "--force"]]) == 0
     assert quantize.main([str(a) for a in [*args[:1], tmp_path / "new.gguf", *args[2:]]]) == 1
     assert f"--model-card: {tmp_path / 'q.md'} exists: name another file or pass --force" in capsys.readouterr().err
@@ -371,6 +371,6 @@ def test_card_command_has_no_token():
              "--imatrix", "/home/me/i.gguf"]
     options = from_namespace(QuantizeOptions, quantize.build_parser().parse_args(words))
     assert Settings.parse(options).command == (
-        "python -m ggml_ext.quantize out.gguf --type itq3_t --tensor-type a=q8_0 --tensor-type b=q8_0 --hf-repo org/name "
+        "ggml-ext quantize out.gguf --type itq3_t --tensor-type a=q8_0 --tensor-type b=q8_0 --hf-repo org/name "
         "--imatrix i.gguf"
     )

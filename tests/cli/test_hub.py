@@ -242,7 +242,7 @@ def test_missing_shard_is_reported(client):
         (["README.md"], None, "nor a config.json with safetensors"),
         (["model.safetensors"], None, "nor a config.json with safetensors"),
         (["a-f16.gguf"], "b.gguf", "has no file b.gguf: --hf-file must be a-f16.gguf"),
-        (["model.safetensors"], "model.safetensors", "is no GGUF file"),
+        (["model.safetensors"], "model.safetensors", "is not a GGUF file"),
         (["a-f16-00001-of-00002.gguf"], None, "lacks a-f16-00002-of-00002.gguf"),
     ],
 )

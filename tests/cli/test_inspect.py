@@ -101,7 +101,7 @@ def test_too_small_epsilon_is_reported(folder, tmp_path):
     result = run_inspect(path, "--against", folder / "in.gguf")
     check_error(result, UP, "largest error", "recorded epsilon", "in.gguf")
     assert [line.split()[-1] for line in result.stdout.splitlines() if line.startswith("blk.0.ffn_up")] == ["EXCEEDED"]
-    assert "relative squared error of all weights" in result.stdout  # the table is complete
+    assert "NMSE of all weights" in result.stdout  # the table is complete
 
 
 def test_changed_blocks_are_reported(folder, tmp_path):
@@ -134,7 +134,7 @@ def test_epsilon_of_another_tensor_is_refused(folder, tmp_path):
         offset = data.index(UP.encode())  # in the metadata, before the tensors' names
         data[offset : offset + len(UP)] = DOWN.encode().ljust(len(UP), b"x")[: len(UP)]
 
-    check_error(run_inspect(write_changed(folder, tmp_path, change)), "records an epsilon for blk.0.ffn_down", "no ditto3 tensor")
+    check_error(run_inspect(write_changed(folder, tmp_path, change)), "records an epsilon for blk.0.ffn_down", "not a ditto3 tensor")
 
 
 @pytest.mark.parametrize("other", ["missing", "more", "shape", "type"])
@@ -191,8 +191,8 @@ def test_weighted_errors_match_the_summary(tmp_path, lib, kind):
         (line,) = [line for line in summary.splitlines() if line.startswith(start) and len(line.split()) == 5]
         assert rows[name][-4:-1] == line.split()[2:4] + [rows[name][-2]] and 0 < float(rows[name][-3]) < 0.03
     assert len(rows["tensor"]) == len(inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf")["tensor"]) + 1
-    assert rows["weighted"][:2] == ["with", f"{kind},"]
-    assert "made" in inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf")
+    assert rows["weighted"][:2] == ["NMSE", f"({kind},"]
+    assert "quantized" in inspect(tmp_path / "out.gguf", "--against", tmp_path / "in.gguf")
 
 
 @pytest.mark.parametrize(("flags", "parts"), [

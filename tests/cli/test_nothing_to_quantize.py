@@ -42,7 +42,7 @@ def test_file_with_the_requested_types_is_copied(tmp_path, lib):
     assert quantize(source, once, "--type", "itq3_s").stderr == ""
     again = quantize(once, twice, "--type", "itq3_s")
     assert again.stderr == "warning: all 2 matrices already have the requested types: copied unchanged\n"
-    assert "itq3_s as asked" in again.stdout
+    assert "itq3_s as requested" in again.stdout
     first, second = read_tensors(once), read_tensors(twice)
     assert all(np.array_equal(first[name].data, second[name].data) for name in tensors)
     quantize_error(tmp_path, once, "blk.0.ffn_up.weight", "quantized to itq3_s", flags=["--tensor-type", "ffn_up=itq3_t", "--force"])

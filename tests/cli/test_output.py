@@ -87,7 +87,7 @@ def test_resumed_run_writes_the_same_bytes(lib, source, tmp_path, capsys, monkey
         stdout, err = run_successfully(capsys, source, out, *flags)
     assert sorted(set(names)) == sorted(NAMES[5:])
     assert "note: resuming after 5 of 9 tensors\n" in err
-    assert "iq4_nl instead of ditto3 for the errors" in stdout
+    assert "iq4_nl instead of ditto3 (--fallback-above)" in stdout
     assert files(out.parent) == files(tmp_path / "whole")
     assert len(files(out.parent)) == (3 if is_split else 1)
 

@@ -253,7 +253,7 @@ def test_report_is_written(small, lib, tmp_path):
     tensors = read_tensors(tmp_path / "out.gguf").values()
     n, size = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
     assert f"quant size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in lines
-    assert "M weights/s" in lines[-3] and lines[-1].startswith("itq3_s as asked: 3.125 bpw in the layers, ")
+    assert "M weights/s" in lines[-3] and lines[-1].startswith("itq3_s as requested: 3.125 bpw in the layers, ")
     assert result.stderr == ""
 
 

@@ -33,11 +33,11 @@ def test_evaluate_uses_short_chunks(folder):
     args = folder / "f16.gguf", "-f", folder / "text.txt", "-t", 1
     done = run_main(evaluate.main, *args, "--chunks", 4, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["ctx_size"] == N, done.stderr
-    check_error(run_main(evaluate.main, *args, "-c", 512), f"--ctx-size: got chunks of 512 tokens, {folder}/f16.gguf has positions for {N}: pass --ctx-size {N}")
+    check_error(run_main(evaluate.main, *args, "-c", 512), f"--ctx-size: got chunks of 512 tokens, {folder}/f16.gguf has a context of {N}: pass --ctx-size {N}")
 
 
 def test_bench_uses_short_prompts(folder):
     done = run_main(bench.main, folder / "f16.gguf", "--stock", "none", "-r", 1, "-t", 1, "--json")
-    assert f"note: positions for {N} tokens: no more are read or written" in done.stderr
+    assert f"note: using {N} tokens: the context length of a model" in done.stderr
     report = json.loads(done.stdout)
     assert (report["n_prompt"], report["n_gen"]) == (N, 32)

@@ -164,7 +164,7 @@ def test_aliases_of_types_are_accepted(models, tmp_path, alias):
     name = STOCK_ALIASES[alias]
     assert FILE_TYPES[alias] is FILE_TYPES[name]
     done = compare(tmp_path, models["small"][0], alias.title())
-    assert re.search(rf"^{name.upper()} as asked: [\d.]+ bpw in the layers, [\d.]+ bpw in all$", done.stdout, re.M)
+    assert re.search(rf"^{name.upper()} as requested: [\d.]+ bpw in the layers, [\d.]+ bpw in total$", done.stdout, re.M)
 
 
 @pytest.mark.parametrize("flags", [
@@ -190,7 +190,7 @@ def test_fallbacks_match_llama_quantize(models, tmp_path, name):
     types = {n.split(".")[2]: t.tensor_type.name.lower() for n, t in read_tensors(tmp_path / "ours.gguf").items() if "blk.3." in n}
     assert types["ffn_down"] == "f16" and "rows of 100: f16 instead of " in done.stderr
     told = re.findall(r"^warning: \d tensors in .*, rows of (?:320|96|100): \w+ instead of \w+, which needs a multiple of", done.stderr, re.M)
-    assert len(told) == done.stderr.count("\n") and f"asked for {name.upper()}, " in done.stdout and "fell back for their rows of" in done.stdout
+    assert len(told) == done.stderr.count("\n") and f"requested {name.upper()}, " in done.stdout and "use fallback types (rows of" in done.stdout
     refused = run_quantize(source, tmp_path / "none.gguf", "--type", name, "--no-fallback")
     check_error(refused, "--no-fallback: ", "rows of ", "instead of")
 
@@ -266,7 +266,7 @@ def test_target_of_upstream_types_has_no_ggml_ext_metadata(models, tmp_path):
 @pytest.mark.parametrize(("flags", "parts"), [
     (["--type", "q4_k", "--stock"], ["--stock needs --target-size", "q4_k_m"]),
     ([*TARGET, "--target-types", "q4_k,ITQ3_T"], ["--target-types: ITQ3_T is a ggml-ext type", "drop one of them"]),
-    ([*TARGET, "--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --stock makes a file", "leave it out"]),
+    ([*TARGET, "--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --stock writes a standard GGUF file", "drop the option"]),
 ], ids=["type", "list", "tensor"])
 def test_target_may_mix_upstream_and_ggml_ext_types(models, tmp_path, flags, parts):
     expect_error(tmp_path, [models["small"][0], tmp_path / "out.gguf", *flags], *parts)
@@ -275,8 +275,8 @@ def test_target_may_mix_upstream_and_ggml_ext_types(models, tmp_path, flags, par
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("flags", "parts"), [
-    (["--fallback-above", "3"], ["--fallback-above: q4_k_m is a stock type", "leave the option out"]),
-    (["--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --type q4_k_m makes a file that every llama.cpp loads", "pass a stock type"]),
+    (["--fallback-above", "3"], ["--fallback-above: q4_k_m is a standard type", "drop the option"]),
+    (["--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --type q4_k_m writes a standard GGUF file", "pass a standard type"]),
     (["--token-embedding-type", "ITQ4_T"], ["--token-embedding-type itq4_t: ", "type of ggml-ext"]),
     (["--output-tensor-type", "ditto5"], ["--output-tensor-type ditto5: ", "type of ggml-ext"]),
     (["--target-size", "1MB"], ["--type q4_k and --target-size: pass one of them"]),
@@ -335,14 +335,14 @@ def test_parts_report_and_card_are_written(model, lib, tmp_path):
     report, card, imatrix = tmp_path / "report.json", tmp_path / "README.md", write_importances(tmp_path / "imatrix.gguf", model)
     done = quantize(model, tmp_path / "out.gguf", "--type", "q4_k", "--imatrix", imatrix, "--split-max-size", "2M", "--verify", "--report", report,
                     "--model-card", card)
-    assert "tensors read back, as they were written" in done.stdout and "Q4_K_M as asked: " in done.stdout
+    assert "tensors read back without a difference" in done.stdout and "Q4_K_M as requested: " in done.stdout
     parts = sorted(tmp_path.glob("out-*.gguf"))
     assert len(parts) > 1 and not [k for part in parts for k in read_metadata(part) if k.startswith("ggml_ext.")]
     assert read_metadata(parts[0])["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
     record = json.loads(report.read_text())
     assert record["type"] == "q4_k_m" and {t["type"] for t in record["tensors"]} == {"q4_k", "q6_k", "f32"}
     text = card.read_text()
-    assert " as Q4_K_M: " in text and "every program that is built on it runs the file" in text and "\n- ggml-ext\n" not in text
+    assert " as Q4_K_M: " in text and "every program that is built on llama.cpp runs it" in text and "\n- ggml-ext\n" not in text
     assert run_main(inspect.main, parts[0], "--against", model).returncode == 0
     merged = tmp_path / "merged.gguf"
     subprocess.run([tool("llama-gguf-split"), "--merge", parts[0], merged], check=True, capture_output=True)

@@ -20,7 +20,7 @@ def test_table_summarizes_and_json_lists_stream_errors(tmp_path):
     path = write_recorded(tmp_path, errors)
     assert inspect_json(path)["stream_errors"] == pytest.approx(errors, rel=1e-6)
     last = inspect_in_process(path).stdout.splitlines()[-1]
-    assert last.startswith("relative squared error of the residual stream behind some layers 0: 0.001, 1: 0.002") and last.endswith("11: 0.012")
+    assert last.startswith("NMSE of the residual stream after some layers 0: 0.001, 1: 0.002") and last.endswith("11: 0.012")
     assert last.count(":") == 10
 
 

@@ -94,7 +94,7 @@ def test_quantize_uploads(client, tmp_path):
     done = run_quantize(source, out, "--type", "itq3_s", "--upload", REPO, "--hf-token", TOKEN, env=client.environment())
     assert done.returncode == 0 and f"{client.hub.url}/{REPO}" in done.stdout, done.stderr
     files = client.hub.repositories[REPO].files
-    assert files["out.gguf"] == out.read_bytes() and "relative squared error" in files["README.md"].decode() and TOKEN not in files["README.md"].decode()
+    assert files["out.gguf"] == out.read_bytes() and "NMSE" in files["README.md"].decode() and TOKEN not in files["README.md"].decode()
 
 
 def test_card_has_the_quality(tmp_path):

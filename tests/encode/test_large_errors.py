@@ -34,8 +34,8 @@ def warnings(result) -> list[str]:
 def test_large_errors_give_one_warning(source, tmp_path, quiet):
     result = quantize(source, tmp_path / "out.gguf", "--type", "ccq2", *quiet)
     (line,) = warnings(result)
-    assert line.startswith("2 tensors in 1 class: relative squared error up to 0.")
-    assert f"as ccq2, usual {WEIGHT_TYPES['ccq2'].usual_rel_mse:g}: {', '.join(OUTLIERS)}; --fallback-above 3 stores such as iq4_nl" in line
+    assert line.startswith("2 tensors in 1 class: NMSE up to 0.")
+    assert f"in ccq2, usual {WEIGHT_TYPES['ccq2'].usual_rel_mse:g}: {', '.join(OUTLIERS)}; --fallback-above 3 stores such tensors as iq4_nl" in line
     assert {t.tensor_type.name for n, t in read_tensors(tmp_path / "out.gguf").items() if n.startswith("blk")} == {"CCQ2"}
 
 
@@ -49,8 +49,8 @@ def test_fallback_above_replaces_only_those_tensors(source, tmp_path):
     out = tmp_path / "out.gguf"
     result = quantize(source, out, "--type", "ccq2", "--fallback-above", "3")
     assert warnings(result) == []
-    assert f"2 tensors in 1 class: iq4_nl instead of ccq2 for the errors: {', '.join(OUTLIERS)}" in result.stdout
-    assert "asked for ccq2, 2.0625 bpw; got 3.6875 bpw in the layers" in result.stdout  # two of three matrices have 4.5 bpw
+    assert f"2 tensors in 1 class: iq4_nl instead of ccq2 (--fallback-above): {', '.join(OUTLIERS)}" in result.stdout
+    assert "requested ccq2, 2.0625 bpw; result: 3.6875 bpw in the layers" in result.stdout  # two of three matrices have 4.5 bpw
     types = {name: t.tensor_type.name for name, t in read_tensors(out).items()}
     assert types == {"blk.0.attn_q.weight": "CCQ2", **dict.fromkeys(OUTLIERS, "IQ4_NL"), "output_norm.weight": "F32"}
     # the same bytes as with --tensor-type
@@ -78,7 +78,7 @@ def test_the_replacement_is_an_upstream_type(lib, tmp_path, type_name):
     assert [types[name] for name in names.values()] == [replacement.upper()] * 2
     type_for_576 = TYPES[type_name].fallback if TYPES[type_name].block_size == 256 else type_name
     for original in {type_name, type_for_576} - {replacement}:
-        assert f": {replacement} instead of {original} for the errors" in result.stdout
+        assert f": {replacement} instead of {original} (--fallback-above)" in result.stdout
 
 
 def test_epsilon_covers_replaced_tensors(tmp_path):

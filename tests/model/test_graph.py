@@ -47,7 +47,7 @@ def test_verify_runs_a_token(model, tmp_path, monkeypatch):
     """A matrix in four bits that the graph adds element by element fails, if the plan does not know its use."""
     (source,) = write_models("qwen4exp", tmp_path)
     result = quantize(source, tmp_path / "good.gguf", "--type", "q4_0", "--verify")
-    assert "as they were written, and one token run" in result.stdout and "ple_norm_key, ple_norm_query, ple_norm_conv, ple_conv1d in layer 0" in result.stderr
+    assert "without a difference; one token run" in result.stdout and "ple_norm_key, ple_norm_query, ple_norm_conv, ple_conv1d in layer 0" in result.stderr
     monkeypatch.setattr(_uses, "read_uses", lambda parts: None)
     check_error(run_quantize(source, tmp_path / "bad.gguf", "--type", "q4_0", "--verify"), "--verify: ", "does not run where", PROGRAM)
     assert not (tmp_path / "bad.gguf").exists()

@@ -166,7 +166,7 @@ def test_build_without_libllama_is_refused(tmp_path, monkeypatch, lib):
     (tmp_path / lib.path.name).symlink_to(lib.path)
     monkeypatch.setattr("ggml_ext._native.library.load", lambda: type(lib)(tmp_path / lib.path.name))
     with pytest.raises(UserError, match=f"{tmp_path} has no libllama.so, only the libraries of ggml"):
-        libdir.library_folder()
+        libdir.find_library_directory()
 
 
 def test_missing_libraries_are_one_line(monkeypatch, capsys):

@@ -73,9 +73,9 @@ def test_lines_are_grouped_and_summary_compares(lib, source, tmp_path):
     of_matrices = {"ffn_down": "ITQ3_T", "ffn_up": "ITQ3_T64", "attn_q": "ITQ3_T64", "attn_k": "IQ4_NL", "attn_v": "F16"}
     assert read_types(out) == of_matrices | {"token_embd": "Q6_K", "attn_norm": "F32"}
     assert result.stdout.splitlines()[-3:] == [
-        f"asked for itq3_t, 3.0625 bpw; got {layers_bpw(out):.5g} bpw in the layers, {all_bpw(out):.2f} bpw in all",
-        "4 of 10 matrices took itq3_t64 in place of itq3_t for their rows of 320",
-        "3 of 10 matrices fell back for their rows of 96, 100; --no-fallback refuses that",
+        f"requested itq3_t, 3.0625 bpw; result: {layers_bpw(out):.5g} bpw in the layers, {all_bpw(out):.2f} bpw in total",
+        "4 of 10 matrices use itq3_t64 instead of itq3_t (rows of 320)",
+        "3 of 10 matrices use fallback types (rows of 96, 100); --no-fallback makes this an error",
     ]
 
 
@@ -148,7 +148,7 @@ def test_no_fallback_accepts_blocks_of_64(lib, tmp_path):
         assert gguf.GGUFReader(tmp_path / "out.gguf").fields["ggml_ext.options"].contents() == "effort=normal"
         assert result.stderr.startswith("note: tensor blk.0.ffn_up.weight, rows of 576: ") and result.stderr.count("\n") == 1
         outcome = result.stdout.splitlines()[-1]
-        assert outcome == f"1 of 1 matrices took {type_name}64 in place of {type_name} for their rows of 576"
+        assert outcome == f"1 of 1 matrices use {type_name}64 instead of {type_name} (rows of 576)"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_no_fallback_refuses_another_type(lib, tmp_path, type_name, n, fallback)
     check_error(result, "--no-fallback", f"blk.0.ffn_up.weight, rows of {n}: {fallback}", type_name, "leave out --no-fallback")
     assert not (tmp_path / "out.gguf").exists()
     outcome = quantize(source, tmp_path / "out.gguf", "--type", type_name).stdout.splitlines()[-1]
-    assert outcome.startswith("1 of 1 matrices ") and outcome.endswith(f" for their rows of {n}; --no-fallback refuses that")
+    assert outcome.startswith("1 of 1 matrices ") and outcome.endswith(f" (rows of {n}); --no-fallback makes this an error")
 
 
 @pytest.mark.parametrize(("n", "fallback"), [(32, "iq4_nl"), (64, "itq3_t64"), (100, "f16"), (256, "itq3_t")])
@@ -200,7 +200,7 @@ def test_model_without_fallbacks_has_a_short_summary(lib, tmp_path):
     for flags in ([], ["--no-fallback"]):
         out = tmp_path / f"out{len(flags)}.gguf"
         result = quantize(source, out, "--type", "itq3_t", *flags)
-        assert result.stdout.splitlines()[-2:] == ["", f"itq3_t as asked: 3.0625 bpw in the layers, {all_bpw(out):.2f} bpw in all"]
+        assert result.stdout.splitlines()[-2:] == ["", f"itq3_t as requested: 3.0625 bpw in the layers, {all_bpw(out):.2f} bpw in total"]
         assert result.stderr == ""
 
 
@@ -209,7 +209,7 @@ def test_mix_is_compared_with_its_own_size(lib, source, tmp_path):
     result = quantize(source, "--type", "itq3_t_m", "--dry-run")
     assert "tensor blk.1.attn_v.weight, rows of 100: f16 instead of q4_k, which needs a multiple of 256" in result.stderr
     n, n_v = sum(t.size for name, t in TENSORS.items() if name.startswith("blk.") and t.ndim > 1), 8 * (100 + 96 + 96)
-    assert f"asked for itq3_t_m, {(3.0625 * (n - n_v) + 4.5 * n_v) / n:.5g} bpw; got " in result.stdout
+    assert f"requested itq3_t_m, {(3.0625 * (n - n_v) + 4.5 * n_v) / n:.5g} bpw; result: " in result.stdout
 
 
 def test_no_fallback_refuses_in_one_line(lib, source, tmp_path):

@@ -1,1 +1,1 @@
-"""What the commands and the Python API do: quantize, export, inspect, without a command line."""
+"""The commands without a command line, for the terminal and the Python API."""

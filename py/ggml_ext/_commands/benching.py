@@ -24,18 +24,18 @@ from .._native.devices import DeviceOptions
 from .._native.programs import require_tool
 from .._native.requantize import requantize
 
-# File types of llama-quantize that need no importance matrix, with their bits per weight in a model of 8B.
+# Standard types that need no imatrix, with their bits per weight in an 8B model.
 STOCK = {
     "q2_k": 3.16, "q3_k_s": 3.64, "q3_k_m": 4.0, "q3_k_l": 4.3, "iq4_xs": 4.46, "q4_0": 4.66, "iq4_nl": 4.68, "q4_k_s": 4.67, "q4_k_m": 4.89,
     "q5_0": 5.59, "q5_k_s": 5.57, "q5_k_m": 5.7, "q6_k": 6.56, "q8_0": 8.5,
 }
-LADDER = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q8_0")  # two neighbors of these are the default
+LADDER = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q8_0")  # candidates for the default of --stock
 TEMPORARY = ".bench-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of `ggml-ext bench`, without those of its terminal."""
+    """Options of `ggml-ext bench`, except those of the terminal."""
 
     models: Sequence[Path] = option(is_positional=True, metavar="MODEL", help="GGUF models, of a split one any part")
     stock: str | None = option(
@@ -51,17 +51,17 @@ class BenchOptions:
         """Return the number of threads. Raise UserError for an unknown type."""
         for name in self.stock_names() or ():
             if name not in STOCK:
-                raise UserError(f"--stock: unknown type '{name}': pass none, or some of {', '.join(STOCK)} with commas")
+                raise UserError(f"--stock: unknown type '{name}': pass none, or a comma-separated list of {', '.join(STOCK)}")
         return check_threads(self.threads)
 
     def stock_names(self) -> list[str] | None:
-        """The types of --stock; None where the size of the first model chooses them."""
+        """Parse --stock; None if the types follow from the size of the first model."""
         return None if self.stock is None else [] if self.stock == "none" else self.stock.lower().split(",")
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The result of a benchmark. sizes: bytes by model; baselines: the models that others are compared with."""
+    """The result of a benchmark. sizes: bytes by model; baselines: the models to compare with."""
 
     samples: Samples
     sizes: dict[str, int]
@@ -70,18 +70,18 @@ class Speeds:
     n_threads: int
 
     def lines(self, width: int) -> list[str]:
-        """Format a table for each of WHAT."""
+        """Format the tables of token generation and prompt processing."""
         options, rows = self.options, summarize_speed(self.samples, self.baselines)
-        width = max(width, max(map(len, self.samples)) + 20 + 11 * len(self.baselines) + 2)  # full names tell files apart
-        titles, lines = {"decode": f"write {options.n_gen}", "prefill": f"read {options.n_prompt}"}, []
+        width = max(width, max(map(len, self.samples)) + 20 + 11 * len(self.baselines) + 2)  # names are not shortened
+        titles, lines = {"decode": f"tg{options.n_gen}", "prefill": f"pp{options.n_prompt}"}, []
         for what in WHAT:
-            heading = f"{'MiB':>9} {'tokens/s':>9}" + "".join(f" {'x ' + shown(b):>10}" for b in self.baselines)
+            heading = f"{'MiB':>9} {'tokens/s':>9}" + "".join(f" {'x ' + short_label(b):>10}" for b in self.baselines)
             columns = [
                 f"{self.sizes[row['type']] / MIB:9,.1f} {row[what]:9.2f}" + "".join(f" {row[f'{what}/{b}']:10.2f}" for b in self.baselines)
                 for row in rows
             ]
             lines += format_table(titles[what], heading, [(row["type"], c) for row, c in zip(rows, columns, strict=True)], width)
-        return [*lines, "", f"medians of {options.rounds} rounds on {self.n_threads} threads; a ratio is the median of those of the rounds"]
+        return [*lines, "", f"medians of {options.rounds} rounds, {self.n_threads} threads; x: ratio to a baseline, median over the rounds"]
 
     def record(self) -> dict:
         """Return what `ggml-ext bench --json` prints: tokens per second of each round, and the summary."""
@@ -92,22 +92,22 @@ class Speeds:
         }
 
 
-def shown(name: str) -> str:
-    """Format a baseline for the heading of a column."""
+def short_label(name: str) -> str:
+    """Shorten the name of a baseline for a column heading."""
     return name.removeprefix("stock ").upper() if name.startswith("stock ") else shorten(name, 8)
 
 
 def bench(options: BenchOptions, console: Console) -> Speeds:
-    """Measure models. Raise UserError for what the user can change."""
+    """Measure the speed of models. Raise UserError with a way out."""
     n_threads = options.check()
     files = [open_model(path) for path in options.models]
-    options = within_positions(options, files, console)
+    options = limit_to_positions(options, files, console)
     names = options.stock_names()
-    stock = neighbours(files[0]) if names is None else names
+    stock = choose_neighbours(files[0]) if names is None else names
     llama_bench, llama_quantize = map(require_tool, ("llama-bench", "llama-quantize"))
     models = dict(zip(label_models(options.models), (file.path for file in files), strict=True))
-    with made_stock(files[0], stock, llama_quantize, n_threads, console) as made:
-        models |= made
+    with make_standard_files(files[0], stock, llama_quantize, n_threads, console) as standard:
+        models |= standard
         sizes = {name: disk_bytes(open_model(path)) for name, path in models.items()}
         run = BenchRunner(llama_bench, options.n_prompt, options.n_gen, n_threads, options.devices.arguments())
         with console.bar("llama-bench", options.rounds, "round") as bar:
@@ -116,26 +116,26 @@ def bench(options: BenchOptions, console: Console) -> Speeds:
                 bar.update()
 
             samples = measure_speed(models, run, options.rounds, advance)
-    return Speeds(samples, sizes, list(made) or list(models)[1:2], options, n_threads)
+    return Speeds(samples, sizes, list(standard) or list(models)[1:2], options, n_threads)
 
 
-def within_positions(options: BenchOptions, files: Sequence[GGUFFile], console: Console) -> BenchOptions:
-    """Reduce the tokens to the positions that all models have."""
-    n = min((found for file in files if (found := position_limit(file)) is not None), default=max(options.n_prompt, options.n_gen))
+def limit_to_positions(options: BenchOptions, files: Sequence[GGUFFile], console: Console) -> BenchOptions:
+    """Reduce the numbers of tokens to the context length of the models."""
+    n = min((limit for file in files if (limit := position_limit(file)) is not None), default=max(options.n_prompt, options.n_gen))
     if n < max(options.n_prompt, options.n_gen):
-        console.note(f"positions for {n:,} tokens: no more are read or written")
+        console.note(f"using {n:,} tokens: the context length of a model")
     return replace(options, n_prompt=min(options.n_prompt, n), n_gen=min(options.n_gen, n))
 
 
-def neighbours(file: GGUFFile) -> list[str]:
-    """Choose the standard types next smaller and next larger than a model; one at either end of the list."""
+def choose_neighbours(file: GGUFFile) -> list[str]:
+    """Choose the next smaller and the next larger standard type than a model; only one at an end of the list."""
     smaller, larger = ([name for name in LADDER if (STOCK[name] <= model_bpw(file)) == is_smaller] for is_smaller in (True, False))
     return [*smaller[-1:], *larger[:1]]
 
 
 @contextlib.contextmanager
-def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: int, console: Console) -> Iterator[dict[str, Path]]:
-    """Make temporary standard files next to a model, by name. They are requantized from it: errors do not change the speed."""
+def make_standard_files(file: GGUFFile, names: Sequence[str], program: Path, n_threads: int, console: Console) -> Iterator[dict[str, Path]]:
+    """Requantize a model to temporary standard files next to it; yield their paths by name. Their quality does not matter for speed."""
     if not names:
         yield {}
         return
@@ -143,14 +143,14 @@ def made_stock(file: GGUFFile, names: Sequence[str], program: Path, n_threads: i
     needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
     try:
         with temporary_directory(folder, TEMPORARY, console.note) as temporary:
-            check_free_space(folder, needed, str(folder), f" for {', '.join(names)}", "pass --stock none, or files that you have as MODEL")
-            made = {}
+            check_free_space(folder, needed, str(folder), f" for {', '.join(names)}", "pass --stock none, or existing files as MODEL")
+            paths = {}
             with console.bar("llama-quantize", len(names), "file") as bar:
                 for name in names:
-                    made[f"stock {name}"] = out = temporary / f"{name}.gguf"
-                    if wrong := requantize(program, file.path, out, name.upper(), n_threads):
-                        raise UserError(wrong)
+                    paths[f"stock {name}"] = out = temporary / f"{name}.gguf"
+                    if problem := requantize(program, file.path, out, name.upper(), n_threads):
+                        raise UserError(problem)
                     bar.update()
-            yield made
+            yield paths
     except OSError as e:
-        raise UserError(f"cannot write in {folder}: {e.strerror}; pass --stock none, or files that you have as MODEL") from e
+        raise UserError(f"cannot write in {folder}: {e.strerror}; pass --stock none, or existing files as MODEL") from e

@@ -1,4 +1,4 @@
-"""Estimate how long encoding will take, from a sample of it."""
+"""Estimate the time of encoding by timing a sample."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from .._formats.names import layer_number
 from .._formats.tensor_types import FLOAT_TYPES, metric_name, uses_metric
 from .._plan.plan import PlannedTensor, QuantizationPlan
 
-WORTH_IT = 50_000_000  # weights to encode: with fewer a run takes some seconds, and so does the sample
+WORTH_IT = 50_000_000  # weights to encode; fewer take seconds, as the sample does
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate in seconds."""
+    """An estimated duration, in seconds."""
 
     encoding: float
-    factorizing: float  # of `encoding`, in one thread while the others wait
+    factorizing: float  # part of `encoding`, single-threaded
     n_threads: int
 
     def describe(self) -> str:
-        share = f", of which {format_duration(self.factorizing)} factorizing second moments" if self.factorizing > 0.05 * self.encoding else ""
-        return f"encoding: an estimated {format_duration(self.encoding)} on {self.n_threads} threads{share}"
+        share = f", {format_duration(self.factorizing)} of it to factorize Hessians" if self.factorizing > 0.05 * self.encoding else ""
+        return f"encoding: estimate {format_duration(self.encoding)} on {self.n_threads} threads{share}"
 
 
 def estimate(plan: QuantizationPlan, codec: Codec, kind: str, n_threads: int) -> Estimate | None:
-    """Estimate the time to encode a plan; None if little is encoded.
+    """Estimate the time to encode a plan; None if there is little to encode.
 
     Args:
         plan: the tensors and their types.
-        codec: its encoders are timed.
-        kind: of the calibration statistics, for the matrices that the plan has some for.
-        n_threads: that encode.
+        codec: the encoders to time.
+        kind: calibration statistics of the tensors that use the imatrix.
+        n_threads: number of encoding threads.
     """
     encoded = [t for t in plan.changed if t.type not in FLOAT_TYPES]
     if sum(t.tensor.n_elements for t in encoded) < WORTH_IT or codec.lib is None:
@@ -44,20 +44,20 @@ def estimate(plan: QuantizationPlan, codec: Codec, kind: str, n_threads: int) ->
     encoding = factorizing = 0.0
     last = None
     for t in encoded:
-        tensor, used = t.tensor, _find_kind(plan, t, kind)
-        if (t.type, used) not in rates:
-            rates[t.type, used] = measure(codec, t.type, used, n_threads)
-        rate, whole = rates[t.type, used], used == "full"
-        encoding += rate.seconds(tensor.n_elements, tensor.ne[0], whole)
-        key = layer_number(t.name), shared_input(t.name), metric_name(t.type)  # MetricCache keeps the last one
-        if used in ("block", "full") and (key != last or tensor.n_dims > 2):
-            factorizing += rate.factorizing(tensor.ne[0], whole) * (tensor.ne[2] if tensor.n_dims > 2 else 1)
+        tensor, used_kind = t.tensor, _find_kind(plan, t, kind)
+        if (t.type, used_kind) not in rates:
+            rates[t.type, used_kind] = measure(codec, t.type, used_kind, n_threads)
+        rate, is_full = rates[t.type, used_kind], used_kind == "full"
+        encoding += rate.seconds(tensor.n_elements, tensor.ne[0], is_full)
+        key = layer_number(t.name), shared_input(t.name), metric_name(t.type)  # as MetricCache, which holds one factorization
+        if used_kind in ("block", "full") and (key != last or tensor.n_dims > 2):
+            factorizing += rate.factorizing(tensor.ne[0], is_full) * (tensor.ne[2] if tensor.n_dims > 2 else 1)
         last = key
     return Estimate(encoding + factorizing, factorizing, n_threads)
 
 
 def _find_kind(plan: QuantizationPlan, planned: PlannedTensor, kind: str) -> str:
-    """Return the kind of statistics that the encoder of a tensor uses. In a dry run calibration is still to give the layers some."""
+    """Return the kind of statistics that a tensor's encoder uses. A dry run assumes that calibration covers the layers."""
     is_decided = plan.has_imatrix or layer_number(planned.name) is None
     if is_decided and not planned.uses_imatrix:
         return "none"

@@ -1,4 +1,4 @@
-"""Measure the quality of models with llama-perplexity: perplexity, KL divergence from the original model, and tasks."""
+"""Measure perplexity, KL divergence from the original model, and accuracy on tasks, with llama-perplexity."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TEXT = FOLDER / "data" / "evaluation.txt"
 BUILT_IN = "built-in"
 TEMPORARY = ".evaluation-"
 TOKENS = "tokenizer.ggml.tokens"
-MIN_SCORED = 100  # tokens: below, llama-perplexity gives no statistics
+MIN_SCORED = 100  # tokens; llama-perplexity prints no statistics for fewer
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """The options of `ggml-ext evaluate`, without those of its terminal."""
+    """Options of `ggml-ext evaluate`, except those of the terminal."""
 
     models: Sequence[Path] = option(
         is_positional=True, metavar="MODEL", help="GGUF models, of a split one any part; differences are against the first"
@@ -72,7 +72,7 @@ class EvaluateOptions:
         return {kind: path for kind, path in paths.items() if path is not None}
 
     def scores_text(self) -> bool:
-        """Whether a text is scored: not where only tasks are given."""
+        """Whether a text is scored, that is, unless only tasks are requested."""
         return not self.task_files() or any(path is not None for path in (self.against, self.file, self.base_logits))
 
     def check(self) -> int:
@@ -81,25 +81,25 @@ class EvaluateOptions:
         if not self.models:
             raise UserError("MODEL is missing: name a GGUF file")
         if self.tasks is not None and not self.task_files():
-            raise UserError(f"--tasks: is the number of questions of {', '.join('--' + kind for kind in TASKS)}: pass one of them")
+            raise UserError(f"--tasks needs one of {', '.join('--' + kind for kind in TASKS)}")
         if self.base_logits is not None and self.against is None and (unused := self.file or self.chunks or self.ctx_size):
-            raise UserError(f"--base-logits without --against: text, chunks and context are those of the file; leave {unused} out")
+            raise UserError(f"--base-logits without --against: the file determines text, chunks and context; drop {unused}")
         if self.base_logits is not None and self.base_logits.exists() and not self.base_logits.is_file():
-            raise UserError(f"--base-logits: {self.base_logits} is not a regular file: name one")
+            raise UserError(f"--base-logits: {self.base_logits} is not a regular file")
         for kind, path in self.task_files().items():
             if not path.is_file():
-                raise UserError(f"--{kind}: {path}: no such file; docs/using/evaluate.md says where such files come from")
+                raise UserError(f"--{kind}: {path}: no such file; docs/using/evaluate.md names sources")
         if self.picture is not None:
             if not self.scores_text():
-                raise UserError("--picture draws perplexity or KL divergence over size: leave it out, or pass --against or -f")
+                raise UserError("--picture draws perplexity or KL divergence: pass --against or -f, or drop --picture")
             read = {"--against": self.against, "--file": self.file, "--base-logits": self.base_logits}
-            taken = {path: flag for flag, path in read.items() if path is not None} | {path: "MODEL" for path in self.models}
-            picture.check_picture(self.picture, self.force, taken)
+            inputs = {path: flag for flag, path in read.items() if path is not None} | {path: "MODEL" for path in self.models}
+            picture.check_picture(self.picture, self.force, inputs)
         return n_threads
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredText:
     """The text that is scored."""
 
     path: Path
@@ -115,7 +115,7 @@ class Scored:
 
 
 def evaluate(options: EvaluateOptions, console: Console) -> Evaluation:
-    """Evaluate models. Raise UserError for what the user can change."""
+    """Evaluate models. Raise UserError with a way out."""
     n_threads = options.check()
     models = [open_model(path) for path in options.models]
     base = None if options.against is None else open_model(options.against)
@@ -125,7 +125,7 @@ def evaluate(options: EvaluateOptions, console: Console) -> Evaluation:
     runs = _Runs(options, models, base, n_threads, console)
     result = runs.all()
     if options.picture is not None and not draw_quality(result, options.picture, options.force):
-        console.note("--picture: the font has no characters for some names, and boxes in their place: name a .svg")
+        console.note("--picture: the font lacks characters of some names and shows boxes: name a .svg file")
     return result
 
 
@@ -134,22 +134,22 @@ def check_language_models(files: Sequence[GGUFFile]) -> None:
     for file in files:
         if other := describe_other_model(file):
             raise UserError(
-                f"{file.path} is not a language model but {other}, without the predictions of a next token that perplexity, KL divergence and "
-                "tasks are computed from; ggml-ext inspect FILE --against ORIGINAL compares its weights"
+                f"{file.path} is not a language model but {other}, and predicts no tokens to score; "
+                "ggml-ext inspect FILE --against ORIGINAL compares its weights"
             )
 
 
 def check_vocabularies(files: Sequence[GGUFFile]) -> None:
-    """Raise UserError for a file without a vocabulary, or with another one than the first."""
+    """Raise UserError unless all files have the vocabulary of the first."""
     first, tokens = files[0], files[0].strings(TOKENS) or []
     for file in files:
-        theirs = tokens if file is first else file.strings(TOKENS) or []
-        if not theirs:
-            raise UserError(f"{file.path} has no vocabulary: it is no language model, or a part of one; pass a whole model")
-        if theirs != tokens:
+        file_tokens = tokens if file is first else file.strings(TOKENS) or []
+        if not file_tokens:
+            raise UserError(f"{file.path} has no vocabulary: pass a complete language model")
+        if file_tokens != tokens:
             raise UserError(
-                f"{file.path} has another vocabulary than {first.path} ({len(theirs):,} and {len(tokens):,} tokens): figures of two models "
-                "compare only with the same tokens; evaluate it alone"
+                f"{file.path} has another vocabulary than {first.path} ({len(file_tokens):,} and {len(tokens):,} tokens), so their figures do not "
+                "compare; evaluate it alone"
             )
 
 
@@ -167,13 +167,13 @@ class _Runs:
         program = require_tool("llama-perplexity")
         self._options, self._models, self._base, self._console = options, models, base, console
         self._names = label_models([*([options.against] if options.against is not None else []), *options.models])
-        self._is_told = False
+        self._has_estimated = False
         self._all = [*models, *([base] if base else [])]
         n_ctx = self._context()
         self._check_positions(n_ctx)
         self._runner = PerplexityRunner(
             program=program, n_ctx=n_ctx, n_batch=options.batch_size or n_ctx, n_threads=n_threads,
-            options=options.devices.arguments(), console=console, estimated=self._estimated,
+            options=options.devices.arguments(), console=console, estimated=self._note_estimate,
         )
 
     def all(self) -> Evaluation:
@@ -207,7 +207,7 @@ class _Runs:
         )
 
     def _context(self) -> int:
-        """Tokens per chunk: with more than a model was trained with, its perplexity says nothing."""
+        """Return the tokens per chunk: at most the context length of every model."""
         if self._options.ctx_size is not None:
             return self._options.ctx_size
         if self._options.base_logits is not None and self._base is None:
@@ -217,11 +217,11 @@ class _Runs:
     def _check_positions(self, n_ctx: int) -> None:
         for file in self._all:
             if (n := position_limit(file)) is not None and n < n_ctx:
-                flag, way_out = ("--ctx-size", "pass") if self._options.ctx_size else ("--base-logits", "make the file again with")
-                raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has positions for {n:,}: {way_out} --ctx-size {n}")
+                flag, way_out = ("--ctx-size", "pass") if self._options.ctx_size else ("--base-logits", "recompute the file with")
+                raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has a context of {n:,}: {way_out} --ctx-size {n}")
 
-    def _prepare(self) -> tuple[Scored | None, BaseLogits | None]:
-        """Prepare the text, and the logits to compare models with."""
+    def _prepare(self) -> tuple[ScoredText | None, BaseLogits | None]:
+        """Return the text to score, and the logits of the base if there is one."""
         options = self._options
         if options.base_logits is not None and self._base is None:
             logits = BaseLogits.read(options.base_logits)
@@ -234,75 +234,75 @@ class _Runs:
         n_scored = text.n_chunks * (text.n_ctx - 1 - text.n_ctx // 2)
         if 0 < n_scored < MIN_SCORED:
             raise UserError(
-                f"{text.n_chunks} chunks of {text.n_ctx} tokens score {n_scored} tokens, a KL divergence needs {MIN_SCORED}: pass a larger "
+                f"{text.n_chunks} chunks of {text.n_ctx} tokens score {n_scored} tokens, KL divergence needs {MIN_SCORED}: pass a larger "
                 "--chunks or --ctx-size, or a longer text"
             )
         return text, self._base_logits(text, self._base)
 
-    def _text(self) -> Scored:
+    def _text(self) -> ScoredText:
         path, n_ctx = self._options.file or TEXT, self._runner.n_ctx
         if self._options.file is None and not TEXT.is_file():
-            raise UserError("-f: the built-in text was not installed with this package: name a text")
+            raise UserError("-f: the built-in text is not installed: pass a text")
         check_text(path, "-f")
         n_tokens = count_tokens(self._models[0].path, path, (self._options.chunks or 1 << 20) * n_ctx)
         if n_tokens is None:
-            return Scored(path, n_ctx, self._options.chunks or -1)
+            return ScoredText(path, n_ctx, self._options.chunks or -1)
         if n_tokens < 2 * n_ctx:
             raise UserError(
                 f"-f: {path} has {n_tokens:,} tokens, two chunks of {n_ctx} need {2 * n_ctx:,}: pass a longer text, or a smaller --ctx-size"
             )
-        return Scored(path, n_ctx, min(self._options.chunks or n_tokens, n_tokens // n_ctx))
+        return ScoredText(path, n_ctx, min(self._options.chunks or n_tokens, n_tokens // n_ctx))
 
-    def _title(self, text: Scored) -> str:
+    def _title(self, text: ScoredText) -> str:
         return "the built-in text" if text.name == BUILT_IN else text.name
 
-    def _base_logits(self, text: Scored, base: GGUFFile) -> BaseLogits:
-        """Return the logits of an earlier run, if they match; else compute and keep them."""
-        kept = Path(os.path.realpath(self._options.base_logits or base.path.with_name(f"{base.stem}.logits.bin")))
+    def _base_logits(self, text: ScoredText, base: GGUFFile) -> BaseLogits:
+        """Return the cached logits of the base if they match, else compute and cache them."""
+        cache = Path(os.path.realpath(self._options.base_logits or base.path.with_name(f"{base.stem}.logits.bin")))
         made_from = {
             "model": [fingerprint(part.path, header_bytes(part)) for part in base.parts], "text": fingerprint(text.path),
             "ctx_size": text.n_ctx, "chunks": text.n_chunks,
         }
-        record = LogitsRecord.read(kept)
+        record = LogitsRecord.read(cache)
         if record and record.made_from == made_from:
-            self._console.note(f"{kept} is of this model and text: used again")
-            return BaseLogits.read(kept)
-        if kept.exists() and record is None:
+            self._console.note(f"reusing cached logits {cache}")
+            return BaseLogits.read(cache)
+        if cache.exists() and record is None:
             raise UserError(
-                f"{kept} exists and was not made by this program, or was changed: pass it as --base-logits without --against, or move it away"
+                f"{cache} exists and is not an intact file of ggml-ext: pass it as --base-logits without --against, or move it away"
             )
         n_vocab = len(base.strings(TOKENS) or [])
-        needed = BaseLogits(kept, text.n_ctx, n_vocab, text.n_chunks).n_bytes()
+        needed = BaseLogits(cache, text.n_ctx, n_vocab, text.n_chunks).n_bytes()
         self._console.note(
-            f"{text.n_chunks} chunks of {text.n_ctx} tokens of {self._title(text)}; the logits of {base.path.name} take {needed / MIB:,.0f} MiB, kept in "
-            f"{kept} for the next evaluation; --chunks makes it less"
+            f"{text.n_chunks} chunks of {text.n_ctx} tokens of {self._title(text)}; caching {needed / MIB:,.0f} MiB of logits in "
+            f"{cache}; --chunks N reduces this"
         )
         try:
-            return self._make_logits(text, base, kept, needed, made_from)
+            return self._compute_logits(text, base, cache, needed, made_from)
         except OSError as e:
-            raise UserError(f"cannot write {kept}: {e.strerror}; name another file with --base-logits") from e
+            raise UserError(f"cannot write {cache}: {e.strerror}; name another file with --base-logits") from e
 
-    def _make_logits(self, text: Scored, base: GGUFFile, kept: Path, needed: int, made_from: dict) -> BaseLogits:
-        """Compute the logits of the base and keep them. Raise OSError if they cannot be written."""
-        with temporary_directory(kept.parent, TEMPORARY, self._console.note) as folder:
-            check_free_space(kept.parent, needed, str(kept), "", "name another file with --base-logits, or pass a smaller --chunks")
-            made, described = folder / "logits.bin", folder / "logits.json"
-            figure, _ = self._runner.save_logits(base.path, text.path, text.n_chunks, made)
+    def _compute_logits(self, text: ScoredText, base: GGUFFile, cache: Path, needed: int, made_from: dict) -> BaseLogits:
+        """Compute and cache the logits of the base. Raise OSError if they cannot be written."""
+        with temporary_directory(cache.parent, TEMPORARY, self._console.note) as folder:
+            check_free_space(cache.parent, needed, str(cache), "", "name another file with --base-logits, or pass a smaller --chunks")
+            logits, description = folder / "logits.bin", folder / "logits.json"
+            figure, _ = self._runner.save_logits(base.path, text.path, text.n_chunks, logits)
             require_finite(base.path, {PPL: figure})
-            described.write_text(LogitsRecord(made_from, fingerprint(made)).text())
-            os.replace(described, record_path(kept))
-            os.replace(made, kept)
-        return BaseLogits.read(kept)
+            description.write_text(LogitsRecord(made_from, fingerprint(logits)).text())
+            os.replace(description, record_path(cache))
+            os.replace(logits, cache)
+        return BaseLogits.read(cache)
 
     def _check_logits(self, logits: BaseLogits) -> None:
         n_tokens = len(self._models[0].strings(TOKENS) or [])
         if logits.n_vocab != n_tokens:
             raise UserError(
-                f"--base-logits: {logits.path} has logits of {logits.n_vocab:,} tokens, {self._models[0].path} has {n_tokens:,}: they are of "
-                "another model"
+                f"--base-logits: {logits.path} has logits of {logits.n_vocab:,} tokens, {self._models[0].path} has {n_tokens:,}: pass the logits "
+                "of its original"
             )
 
-    def _score(self, file: GGUFFile, text: Scored | None, logits: BaseLogits | None) -> tuple[Mapping[str, Figure], str]:
+    def _score(self, file: GGUFFile, text: ScoredText | None, logits: BaseLogits | None) -> tuple[Mapping[str, Figure], str]:
         if logits is not None:
             return self._runner.compare(file.path, logits)
         assert text is not None  # without logits there is a text
@@ -314,10 +314,10 @@ class _Runs:
             kind: self._runner.score(file.path, kind, path, self._options.tasks) for kind, path in self._options.task_files().items()
         }
 
-    def _estimated(self, seconds: float) -> None:
-        """Print the estimate once, for all runs: prompt processing takes about as long in each type."""
-        if self._is_told:
+    def _note_estimate(self, seconds: float) -> None:
+        """Print an estimate after the first run; prompt processing takes about as long in each type."""
+        if self._has_estimated:
             return
-        self._is_told = True
+        self._has_estimated = True
         n = len(self._models) + (self._base is not None)
-        self._console.note(f"about {format_duration(seconds)} a model" + (f", {format_duration(n * seconds)} in all" if n > 1 else ""))
+        self._console.note(f"estimate: {format_duration(seconds)} per model" + (f", {format_duration(n * seconds)} in total" if n > 1 else ""))

@@ -1,4 +1,4 @@
-"""Export a model with ggml-ext types to llama.cpp's own types: from checked settings to the file and the error that this adds."""
+"""Export a model with ggml-ext types to upstream types, and report the error that this adds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not i
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The options of `ggml-ext export`, without those of its terminal."""
+    """Options of `ggml-ext export`, except those of the terminal."""
 
     input: Path = option(is_positional=True, metavar="IN", help="GGUF model with ggml-ext types, of a split one any part")
     output: Path | None = option(None, is_positional=True, metavar="OUT", help="file to write; optional with --dry-run")
@@ -68,9 +68,9 @@ class ExportOptions:
 
 
 def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
-    """Return a type of llama.cpp's. UserError naming the flag for any other."""
+    """Parse the name of an upstream type. UserError naming the flag for any other name."""
     if name.lower() not in STOCK_TYPES:
-        remark = ": it is a type of ggml-ext, which ggml-ext quantize makes" if name.lower() in WEIGHT_TYPES else ""
+        remark = ": it is a ggml-ext type, for ggml-ext quantize" if name.lower() in WEIGHT_TYPES else ""
         raise UserError(unknown_type_message(flag, name, sorted(STOCK_TYPES), remark))
     return STOCK_TYPES[name.lower()]
 
@@ -86,7 +86,7 @@ class StockChoices:
     type: GGMLQuantizationType
     pure: bool
     overrides: tuple[Override, ...]
-    # options that quantizing alone has
+    # options of quantize that export lacks
     token_embd: ClassVar[None] = None
     output: ClassVar[None] = None
     leave_output: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class StockChoices:
 
     @property
     def request(self) -> str:
-        """The option that decides the types, for summary()."""
+        """The requested type, for summary()."""
         return self.name
 
     def type_of(self, tensor: Tensor, tied: bool) -> GGMLQuantizationType:
@@ -121,7 +121,7 @@ class StockChoices:
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """All that a run of export is told."""
+    """The parsed options of export."""
 
     options: ExportOptions
     choices: StockChoices
@@ -129,14 +129,14 @@ class ExportSettings:
 
     @classmethod
     def parse(cls, options: ExportOptions) -> ExportSettings:
-        """UserError naming the flag that is wrong, or those that do not go together."""
+        """Parse options. UserError naming the flag for an invalid value or combination."""
         overrides = tuple(map(Override.parse, options.tensor_type))
         for override in overrides:
             parse_stock_type(override.type.name.lower(), "--tensor-type")
         choices = StockChoices(parse_stock_type(options.type), options.pure, overrides)
         n_threads = check_threads(options.threads)
         if options.dry_run and options.model_card:
-            raise UserError("--model-card: --dry-run writes nothing; leave one of them out")
+            raise UserError("--model-card: --dry-run writes nothing; drop one of them")
         return cls(options, choices, n_threads)
 
 
@@ -144,8 +144,8 @@ def make_plan(file: GGUFFile, choices: StockChoices) -> QuantizationPlan:
     """Plan the types of all tensors. UserError for files without ggml-ext types."""
     if not any(map(is_ours, file.tensors)):
         raise UserError(
-            f"{file.path} has no tensor in a type of ggml-ext: every llama.cpp loads it as it is; llama-quantize "
-            "--allow-requantize changes its types"
+            f"{file.path} has no tensor in a ggml-ext type, so every llama.cpp loads it; llama-quantize --allow-requantize "
+            "changes its types"
         )
     tied = all(t.name != OUTPUT for t in file.tensors)
     plan = QuantizationPlan()
@@ -162,7 +162,7 @@ def make_plan(file: GGUFFile, choices: StockChoices) -> QuantizationPlan:
 
 
 def cost_lines(tensors: Sequence[MeasuredTensor]) -> list[str]:
-    """Describe, for each ggml-ext type, the error that its new type adds to its own."""
+    """Format, for each ggml-ext type, the NMSE that the conversion adds."""
     pairs: dict[tuple[GGMLQuantizationType, GGMLQuantizationType], Accuracy] = {}
     for t in tensors:
         before, after = t.planned.tensor.type, t.planned.type
@@ -173,8 +173,8 @@ def cost_lines(tensors: Sequence[MeasuredTensor]) -> list[str]:
         name, usual = before.name.lower(), WEIGHT_TYPES[before.name.lower()].usual_rel_mse
         assert usual is not None
         lines.append(
-            f"{name} -> {after.name.lower()} adds a relative squared error of {total.relative:.3g} to what {name} lost before, "
-            f"on Gaussian weights {usual:.3g}: about {1 + total.relative / usual:.3g} times the error"
+            f"{name} -> {after.name.lower()} adds an NMSE of {total.relative:.3g} to that of {name}, "
+            f"{usual:.3g} for Gaussian weights: about {1 + total.relative / usual:.3g} times the error"
         )
     return lines
 
@@ -193,7 +193,7 @@ class ExportedFile(WritingJob):
 
 
 def export(settings: ExportSettings, console: Console) -> Result:
-    """Export a model. UserError for everything that the user can change."""
+    """Export a model. Raise UserError with a way out."""
     options, choices = settings.options, settings.choices
     with one_blas_thread(), contextlib.ExitStack() as stack:
         paths = reserve_paths(options)
@@ -221,7 +221,7 @@ def export(settings: ExportSettings, console: Console) -> Result:
 
 
 def reserve_paths(options: ExportOptions) -> ReservedPaths:
-    """Reserve all files that are read and written. UserError if one of those to be written may not be."""
+    """Reserve the files that are read and written. UserError if an output may not be written."""
     paths = ReservedPaths(list_input_files(options.input, {"--imatrix": options.imatrix}))
     paths = paths if options.dry_run else reserve_output(paths, options.output, options.force)
     if options.model_card is not None:
@@ -247,7 +247,7 @@ def prepare(settings: ExportSettings) -> Conversion:
 
 
 def finish(settings: ExportSettings, writing: ExportedFile, written: WrittenFile, console: Console) -> Result:
-    """Report what was done, and write the card."""
+    """Report the result, and write the model card."""
     options, choices, path = settings.options, settings.choices, writing.output.path
     file, plan, importance = writing.conversion.file, writing.conversion.plan, writing.conversion.importance
     table = summary(
@@ -256,16 +256,16 @@ def finish(settings: ExportSettings, writing: ExportedFile, written: WrittenFile
     )
     console.report("\n".join([table, *cost_lines(written.tensors)]))
     if options.model_card is not None:
-        before = recorded_importance(file)
+        recorded = recorded_importance(file)
         card = Card(
             outputs=[path],
             source=file,
             plan=plan,
             tensors=written.tensors,
             title=choices.name.upper(),
-            importance=f"{describe_importance(importance)}{f'; of {file.path.name}, which it was made from: {before}' if before else ''}",
-            errors_of=f"the weights as {file.path.name} holds them, which had lost something before against the original",
-            command=command_line(["python", "-m", "ggml_ext.export"], options),
+            importance=f"{describe_importance(importance)}{f'; that of {file.path.name}: {recorded}' if recorded else ''}",
+            reference=f"{file.path.name}, which is quantized itself",
+            command=command_line(["ggml-ext", "export"], options),
         )
         write_beside("--model-card", options.model_card, card.text().encode(), path, options.force)
     return Result.make(

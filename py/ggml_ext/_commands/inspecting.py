@@ -1,4 +1,4 @@
-"""List the tensors of a file, and compare them with those it was made from."""
+"""List the tensors of a file, and compare them with the original."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .._sequential.errors import read_stream_errors
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """The options of `ggml-ext inspect`, without those of its terminal."""
+    """Options of `ggml-ext inspect`, except those of the terminal."""
 
     file: Path = option(is_positional=True, metavar="FILE", help="GGUF file, or the first part of a split one")
     against: Path | None = option(
@@ -51,41 +51,41 @@ class InspectOptions:
     threads: int | None = threads_option()
 
     def check(self) -> int:
-        """Return the number of threads. Raise UserError for options that do not go together, or a file that may not be written."""
+        """Return the number of threads. Raise UserError for an invalid combination, or a picture that may not be written."""
         n_threads = check_threads(self.threads)
         if self.picture is not None and self.against is None:
-            raise UserError("--picture draws errors, which takes --against ORIGINAL")
+            raise UserError("--picture draws errors: pass --against ORIGINAL")
         if self.picture is not None:
             read = {"FILE": self.file, "--against": self.against, "--imatrix": self.imatrix}
-            picture.check_picture(self.picture, self.force, {path: what for what, path in read.items() if path is not None})
+            picture.check_picture(self.picture, self.force, {path: name for name, path in read.items() if path is not None})
         return n_threads
 
 
 def choose_tensors(file: GGUFFile, pattern: str | None) -> list[Tensor]:
-    """Those that --tensor names; UserError if there are none."""
+    """Return the tensors that --tensor selects. UserError if there are none."""
     if pattern is None:
         return file.tensors
     try:
         regex = re.compile(pattern)
     except re.error as e:
         raise UserError(f"--tensor: {pattern!r} is not a regular expression: {e}") from None
-    found = [t for t in file.tensors if t.name == pattern] or [t for t in file.tensors if regex.search(t.name)]
-    if not found:
-        some = f", such as {file.tensors[0].name}" if file.tensors else ""
-        raise UserError(f"--tensor: {pattern!r} matches none of the {len(file.tensors)} tensors of {file.path}{some}")
-    return found
+    matches = [t for t in file.tensors if t.name == pattern] or [t for t in file.tensors if regex.search(t.name)]
+    if not matches:
+        example = f", such as {file.tensors[0].name}" if file.tensors else ""
+        raise UserError(f"--tensor: {pattern!r} matches none of the {len(file.tensors)} tensors of {file.path}{example}")
+    return matches
 
 
 def load_importance(options: InspectOptions, file: GGUFFile) -> Importance:
-    """What the errors are weighed with; UserError for an importance matrix of another model."""
+    """Open the imatrix that weights errors. UserError if it is for another model."""
     if options.imatrix is None or options.against is None:
         for flag, value in (("--imatrix", options.imatrix), ("--importance", options.importance)):
             if value is not None:
-                raise UserError(f"{flag} weighs errors, which takes both --against ORIGINAL and --imatrix FILE")
+                raise UserError(f"{flag} weights errors: pass both --against ORIGINAL and --imatrix FILE")
         return Importance()
     importance = open_importance([options.imatrix], options.importance)
     matrix = importance.matrix
-    assert matrix is not None  # an importance matrix of a file
+    assert matrix is not None
     for tensor in file.tensors:
         if tensor.name in matrix and matrix.n_values(tensor.name) != n_importances(tensor):
             raise UserError(
@@ -98,37 +98,47 @@ def load_importance(options: InspectOptions, file: GGUFFile) -> Importance:
 
 
 def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
-    """UserError naming the first tensor that only one of them has or that has another shape."""
-    theirs = {t.name: t for t in original.tensors}
+    """Raise UserError for the first tensor that is missing from one file or has another shape."""
+    originals = {t.name: t for t in original.tensors}
     for tensor in file.tensors:
-        other = theirs.pop(tensor.name, None)
+        other = originals.pop(tensor.name, None)
         if other is None:
-            raise UserError(f"tensor {tensor.name} of {file.path} is not in {original.path}: name the file it was made from")
+            raise UserError(f"tensor {tensor.name} of {file.path} is not in {original.path}: pass the original of this file")
         shapes = [list(t.ne[: t.n_dims]) for t in (tensor, other)]
         if shapes[0] != shapes[1]:
             raise UserError(
-                f"tensor {tensor.name} is {shapes[0]} in {file.path} and {shapes[1]} in {original.path}: name the file it "
-                "was made from"
+                f"tensor {tensor.name} is {shapes[0]} in {file.path} and {shapes[1]} in {original.path}: pass the "
+                "original of this file"
             )
-    if theirs:
-        raise UserError(f"tensor {next(iter(theirs))} of {original.path} is not in {file.path}: name the file it was made from")
+    if originals:
+        raise UserError(f"tensor {next(iter(originals))} of {original.path} is not in {file.path}: pass the original of this file")
 
 
 def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
-    """UserError for a recorded epsilon that is no bound, or of no DITTO3 tensor or one that --fallback-above replaced."""
+    """Raise UserError for a recorded epsilon that is invalid or not of a DITTO3 tensor. --fallback-above may have replaced DITTO3."""
     ditto3 = {t.name for t in file.tensors if t.type in (DITTO3, replacement_type(t, DITTO3))}
     for name, epsilon in epsilons.items():
         if name not in ditto3:
-            raise UserError(f"{file.path} records an epsilon for {name}, which is no ditto3 tensor: quantize the model again")
+            raise UserError(f"{file.path} records an epsilon for {name}, which is not a ditto3 tensor: quantize the model again")
         if not (np.isfinite(epsilon) and epsilon >= 0):
             raise UserError(
                 f"tensor {name}: the recorded epsilon is {epsilon}, must be finite and not negative: quantize the model again"
             )
 
 
-def inspect(options: InspectOptions, begun: Callable[[list[Tensor], Importance], None], found: Callable[[Finding], None]) -> Inspection:
-    """Everything after the command line; UserError for what the user can change. begun: called with the tensors before the first
-    finding, found: with each as it is made."""
+def inspect(
+    options: InspectOptions, on_start: Callable[[list[Tensor], Importance], None], on_finding: Callable[[Finding], None]
+) -> Inspection:
+    """Inspect a file.
+
+    Args:
+        options: of the command.
+        on_start: called with the tensors and the statistics that weight errors, before the first finding.
+        on_finding: called with each finding.
+
+    Raises:
+        UserError: with a way out.
+    """
     n_threads = options.check()
     with one_blas_thread():
         file = open_model(options.file)
@@ -140,11 +150,11 @@ def inspect(options: InspectOptions, begun: Callable[[list[Tensor], Importance],
             check_same_tensors(file, original)
         tensors = choose_tensors(file, options.tensor)
         importance = load_importance(options, file)
-        begun(tensors, importance)
+        on_start(tensors, importance)
         findings: list[Finding] = []
-        for finding in find(file, original, tensors, epsilons=epsilons, importance=importance, n_threads=n_threads):
+        for finding in inspect_tensors(file, original, tensors, epsilons=epsilons, importance=importance, n_threads=n_threads):
             findings.append(finding)
-            found(finding)
+            on_finding(finding)
         total = None if original is None else sum((f.accuracy for f in findings if f.accuracy is not None), Accuracy())
         histograms = count_codes(file, tensors) if options.histograms else None
         return Inspection(
@@ -153,7 +163,7 @@ def inspect(options: InspectOptions, begun: Callable[[list[Tensor], Importance],
         )
 
 
-def find(
+def inspect_tensors(
     file: GGUFFile,
     original: GGUFFile | None,
     tensors: list[Tensor],
@@ -161,7 +171,16 @@ def find(
     importance: Importance,
     n_threads: int,
 ) -> Iterator[Finding]:
-    """Findings in the order of the tensors, as they are made."""
+    """Yield the finding of each tensor.
+
+    Args:
+        file: the file.
+        original: the file to compare with, or None.
+        tensors: those to inspect.
+        epsilons: recorded bounds by tensor.
+        importance: statistics that weight errors.
+        n_threads: number of threads.
+    """
     others = {} if original is None else {t.name: t for t in original.tensors}
     pool = ThreadPoolExecutor(n_threads)
     run = partial(map_in_order, pool, n_ahead=2 * n_threads)
@@ -180,7 +199,7 @@ def find(
 
 
 def count_codes(file: GGUFFile, tensors: list[Tensor]) -> dict[str, Histogram]:
-    """By type, in the order of the first tensor of each; of our types alone."""
+    """Count the codes of each ggml-ext type, in the order of its first tensor."""
     histograms: dict[str, Histogram] = {}
     for tensor in tensors:
         if (name := tensor.type.name.lower()) in WEIGHT_TYPES:
@@ -189,22 +208,22 @@ def count_codes(file: GGUFFile, tensors: list[Tensor]) -> dict[str, Histogram]:
 
 
 def draw_picture(options: InspectOptions, inspection: Inspection) -> bool:
-    """False if its font lacks characters of the names. UserError if there is nothing to draw or the file cannot be written."""
+    """Draw the errors; return False if the font lacks characters of the names. UserError if there is nothing to draw."""
     drawn = {f.tensor.name: f.accuracy for f in inspection.findings if f.is_changed and f.accuracy is not None}
     if not drawn or options.picture is None:
-        raise UserError(f"--picture: no tensor has another type than in {options.against}: there are no errors to draw")
+        raise UserError(f"--picture: no tensor changed its type against {options.against}: there are no errors to draw")
     weighted = all(a.weighted is not None for a in drawn.values())
     errors = {name: a.relative if a.weighted is None or not weighted else a.weighted for name, a in drawn.items()}
-    what = f"{'weighted ' if weighted else ''}relative squared error"
-    return picture.draw(errors, what, options.file.name, options.picture, options.force, stream_errors=inspection.stream_errors)
+    label = f"{'weighted ' if weighted else ''}NMSE"
+    return picture.draw(errors, label, options.file.name, options.picture, options.force, stream_errors=inspection.stream_errors)
 
 
 def check_bounds(inspection: Inspection) -> None:
-    """UserError if an error is larger than its epsilon."""
+    """Raise UserError if an error exceeds its recorded epsilon."""
     if exceeded := [(f, f.accuracy) for f in inspection.findings if f.accuracy is not None and not f.fits]:
         more = f" (and {len(exceeded) - 1} more)" if len(exceeded) > 1 else ""
         (first, accuracy), path = exceeded[0], inspection.path
         raise UserError(
-            f"tensor {first.tensor.name}: its largest error is {accuracy.max_abs:.9g}, the recorded epsilon "
-            f"{first.epsilon:.9g}{more}: {path} was not made from {inspection.against}, or was changed; quantize it again"
+            f"tensor {first.tensor.name}: its largest error is {accuracy.max_abs:.9g}, the recorded epsilon is "
+            f"{first.epsilon:.9g}{more}: {path} was changed, or {inspection.against} is not its original; quantize it again"
         )

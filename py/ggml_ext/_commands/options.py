@@ -19,7 +19,7 @@ from .._source.source import SourceOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TypeOptions:
-    """The types of the tensors, and targets that choose them."""
+    """Types of the tensors, and targets that choose them."""
 
     type: str | None = option(None, metavar="TYPE", help="type of the weights, one of those below; with a target: auto, or leave it out")
     target_size: str | None = option(
@@ -65,7 +65,7 @@ class TypeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is written."""
+    """The output files."""
 
     path: Path | None = option(None, flag="output", is_positional=True, metavar="OUT", help="file to write; optional with --dry-run")
     is_dry: bool = option(False, flag="--dry-run", in_command=False, help="show types and sizes, write nothing")
@@ -90,19 +90,19 @@ class OutputOptions:
 
     @property
     def max_bytes(self) -> int | None:
-        """The size of a part at most; None for one file."""
+        """The maximum size of a part; None for one file."""
         return None if self.split_max_size is None else parse_split_size(self.split_max_size)
 
     def check(self) -> None:
-        """Raise UserError for options that do not go with --dry-run."""
+        """Raise UserError for options that contradict --dry-run."""
         for flag, is_given in (("verify", self.verify), ("report", self.report), ("model-card", self.model_card), ("upload", self.upload)):
             if self.is_dry and is_given:
-                raise UserError(f"--{flag}: --dry-run writes nothing; leave one of them out")
+                raise UserError(f"--{flag}: --dry-run writes nothing; drop one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    """The options of `ggml-ext quantize`, without those of its terminal."""
+    """Options of `ggml-ext quantize`, except those of the terminal."""
 
     types: TypeOptions = field(default_factory=TypeOptions)
     source: SourceOptions = field(default_factory=SourceOptions)
@@ -111,11 +111,11 @@ class QuantizeOptions:
     threads: int | None = threads_option()
     output: OutputOptions = field(default_factory=OutputOptions)
 
-    def with_files_in_place(self) -> QuantizeOptions:
-        """With --hf-repo the one file named is OUT. Raise UserError if there are two."""
+    def resolve_files(self) -> QuantizeOptions:
+        """Take the single file argument as OUT with --hf-repo. Raise UserError if there are two."""
         source, output = self.source, self.output
         if source.hf_repo is None:
             return self
         if output.path is not None:
-            raise UserError(f"--hf-repo takes the place of IN, and both {source.path} and {output.path} are given: pass OUT alone")
+            raise UserError(f"--hf-repo replaces IN, but got both {source.path} and {output.path}: pass OUT alone")
         return replace(self, source=replace(source, path=None), output=replace(output, path=source.path))

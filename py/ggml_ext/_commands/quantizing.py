@@ -1,4 +1,4 @@
-"""Quantize a model: from checked settings to the file and its report."""
+"""Quantize a model: plan, calibrate, encode, write and report."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from .settings import Settings
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
-PART_HEADER = 1024  # bytes of the header of a part but the first, besides the names of its tensors
+PART_HEADER = 1024  # bytes of the header of a later part, without the names of its tensors
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """The model and the place of OUT."""
+    """The model, and the locked output."""
 
     file: GGUFFile
     paths: ReservedPaths
@@ -65,16 +65,16 @@ class OpenedModel:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of OUT; None in a dry run."""
+        """The directory of OUT; None in a dry run."""
         return None if self.paths.out is None else self.paths.out.parent
 
     def plan_parts(self, plan: QuantizationPlan, settings: Settings, candidates: Mapping[str, Sequence[GGMLQuantizationType]]) -> None:
-        """Decide the parts of OUT, and check that there is room for them.
+        """Assign tensors to the parts of OUT, and check the free space.
 
         Args:
             plan: the tensors and their types.
             settings: of the run.
-            candidates: types that allocation may choose, by tensor; the smallest counts.
+            candidates: by tensor, the types that allocation may choose; the smallest counts.
         """
         if self.output is None:
             return
@@ -92,7 +92,7 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class QuantizationJob:
-    """What is to be written: all decisions of a run."""
+    """Everything that is decided before encoding."""
 
     plan: QuantizationPlan
     choices: Choices
@@ -100,11 +100,11 @@ class QuantizationJob:
     importance: Importance
     allocation: Allocation | None = None  # with a target
     propagation: PropagationConfig | None = None
-    options: str = ""  # those that decide the bytes; --fallback-above may change types later
+    options: str = ""  # those that determine the bytes
 
 
 def quantize(settings: Settings, console: Console) -> Result:
-    """Quantize a model. UserError for everything that the user can change."""
+    """Quantize a model. Raise UserError with a way out."""
     with one_blas_thread(), contextlib.ExitStack() as stack:
         destination = prepare_upload(settings, console)
         model = open_model(settings, console, stack)
@@ -124,7 +124,7 @@ def quantize(settings: Settings, console: Console) -> Result:
 
 
 def prepare_upload(settings: Settings, console: Console) -> Destination | None:
-    """Create the repository of --upload, before the work begins; None without the option."""
+    """Create the repository of --upload before the long work; return None without the option."""
     if settings.output.upload is None:
         return None
     destination = Destination(settings.output.upload, settings.source.hf_token, False, None, console)
@@ -133,13 +133,13 @@ def prepare_upload(settings: Settings, console: Console) -> Destination | None:
 
 
 def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_again: bool = False) -> ReservedPaths:
-    """Reserve all files that are read and written. UserError if one of those to be written may not be.
+    """Reserve the files that are read and written. UserError if an output may not be written.
 
     Args:
         settings: of the run.
-        read: files that are read, and what messages call them.
+        read: input files and their names in messages.
         stem: of the model.
-        is_again: more is known than before the model was opened, and the file of --keep-gguf exists since then.
+        is_again: the model is open by now, and the file of --keep-gguf exists.
     """
     output = settings.output
     paths = ReservedPaths(read, stem, output.is_split)
@@ -153,7 +153,7 @@ def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_ag
 
 
 def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack) -> OpenedModel:
-    """Open the model and lock OUT, until the stack ends."""
+    """Open the model and lock OUT until the stack is closed."""
     source, options = settings.source, settings.importance
     read = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
     paths = reserve_paths(settings, read, source.expected_stem)
@@ -167,7 +167,7 @@ def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack
 
 
 def decide(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
-    """Decide the types of all tensors, and collect the statistics for their encoders."""
+    """Decide the types of all tensors, and calibrate."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.importance)
     plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.importance.imatrix_names()))
@@ -193,7 +193,7 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
 
 
 def decide_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
-    """Configure --propagate and mark the matrices of the layers; None without the option, or if it may be skipped and must be."""
+    """Configure --propagate and mark the matrices that it covers; None without it, or if --effort best implies it in vain."""
     options = settings.importance
     if not options.propagates or (options.may_do_without and not any(metric_name(t.type) for t in plan.tensors)):
         return None
@@ -204,9 +204,9 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     except UserError as e:
         if not options.may_do_without:
             raise
-        console.note(f"done without --propagate, which --effort best adds: {str(e).removeprefix(FLAG).removesuffix(f'; {WAY_OUT}')}")
+        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(FLAG).removesuffix(f'; {WAY_OUT}')}")
         return None
-    if settings.target is None:  # with one, a calibration has marked them
+    if settings.target is None:  # the calibration for a target has marked them already
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
         assign_imatrix(plan, None)
@@ -216,13 +216,13 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
 def allocate(
     settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, codec: Codec, console: Console
 ) -> QuantizationJob:
-    """Choose the types that a target leads to."""
+    """Choose types for a target."""
     choices, file = settings.choices, model.file
     items = make_items(target, plan, choices, codec)
     candidates = {item.planned.name: item.types for item in items}
     check_source(file, plan, codec, console, n_threads=settings.n_threads, candidates=candidates)
     allocation = allocate_without_measuring(target, file, plan, items)
-    importance = Importance(description="none: nothing is encoded")
+    importance = Importance(description="none (nothing to encode)")
     if allocation is None:
         model.plan_parts(plan, settings, candidates)
         importance = find_importance(settings, model, plan, console)
@@ -250,12 +250,12 @@ def allocate(
 
 
 def find_folder(settings: Settings) -> Path | None:
-    """Return the folder of OUT with links resolved; None if a dry run names none."""
+    """Return the directory of OUT with links resolved; None in a dry run without OUT."""
     return None if settings.output.path is None else Path(os.path.realpath(settings.output.path)).parent
 
 
 def find_importance(settings: Settings, model: OpenedModel, plan: QuantizationPlan, console: Console) -> Importance:
-    """Provide the calibration statistics and match them with the plan. A dry run runs nothing."""
+    """Return the calibration statistics and match them with the plan. A dry run does not calibrate."""
     options, target = settings.importance, settings.target
     prepared = calibration.prepare(
         options,
@@ -278,12 +278,12 @@ def find_importance(settings: Settings, model: OpenedModel, plan: QuantizationPl
 def output_metadata(
     file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
 ) -> dict[str, KeyValue]:
-    """Make the metadata: all keys of the input, in their order, those of llama-quantize and, except in upstream files, ours.
+    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in upstream files, ours.
 
     Args:
         file: the input.
-        choices: name the file type.
-        options: those that decide the bytes.
+        choices: with the file type.
+        options: those that determine the bytes.
         importance: the calibration statistics.
         errors: from error_metadata().
     """
@@ -303,7 +303,7 @@ def output_metadata(
 
 
 def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPlan, items: list[Item], importance: Importance) -> int:
-    """Return the bytes of OUT before its data, at most, whatever types the items get; in a split model of all parts."""
+    """Return an upper bound for the bytes of all headers, whatever types allocation chooses."""
     candidates = {item.planned.name: item.types for item in items}
     tensors = []
     for t in plan.tensors:
@@ -319,14 +319,14 @@ def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPl
 
 
 def error_metadata(file: GGUFFile, tensors: Sequence[MeasuredTensor], propagates: bool) -> list[KeyValue]:
-    """Make the keys for epsilons and, with --propagate, for the errors of the residual stream."""
+    """Make the metadata of epsilons and, with --propagate, of the residual stream's errors."""
     return epsilon_metadata(list_epsilons(file, tensors)) + (stream_metadata(tensors) if propagates else [])
 
 
 def list_epsilons(file: GGUFFile, tensors: Sequence[MeasuredTensor]) -> dict[str, float]:
     """List the epsilons of the DITTO3 tensors of the output.
 
-    Tensors that were DITTO3 before are copied, and keep what is recorded for them. Tensors that --fallback-above replaced keep their place,
+    Tensors that are DITTO3 in the input are copied with their recorded epsilon. Tensors that --fallback-above replaced stay in the list,
     so that the header's size does not change.
     """
     epsilons, recorded = {}, read_epsilons(file)
@@ -366,7 +366,7 @@ class QuantizedFile(WritingJob):
 def prepare_writing(
     settings: Settings, model: OpenedModel, job: QuantizationJob, console: Console, stack: contextlib.ExitStack
 ) -> QuantizedFile:
-    """Prepare writing; the stack ends what that starts."""
+    """Prepare writing. The stack closes what this opens."""
     assert model.output is not None
     quantizer = None
     if job.propagation is not None:
@@ -396,7 +396,7 @@ def prepare_writing(
 
 
 def estimate_time(settings: Settings, job: QuantizationJob) -> Estimate | None:
-    """Estimate the time of encoding; None if it takes seconds, or if --propagate runs with it."""
+    """Estimate the time of encoding; None if it takes seconds or is part of --propagate."""
     return None if job.propagation is not None else estimate(job.plan, job.codec, job.importance.kind, settings.n_threads)
 
 
@@ -420,7 +420,7 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
 
 
 def finish(settings: Settings, writing: QuantizedFile, written: WrittenFile, console: Console) -> Result:
-    """Report what was done, and write the files next to OUT."""
+    """Report the result, and write the files next to OUT."""
     job, output, path = writing.job, settings.output, writing.output.path
     plan, importance = job.plan, job.importance.describe()
     for warning in [*job.importance.warnings, *error_warnings(written.tensors)]:
@@ -431,8 +431,8 @@ def finish(settings: Settings, writing: QuantizedFile, written: WrittenFile, con
         dead=dead,
     ))
     if output.verify:
-        ran = ", and one token run" if written.was_run else ""
-        console.report(f"verified: {len(plan.tensors)} tensors read back, as they were written{ran}")
+        run = "; one token run" if written.was_run else ""
+        console.report(f"verified: {len(plan.tensors)} tensors read back without a difference{run}")
     totals = Totals.compute(plan, written.tensors, job.allocation)
     record = {
         "input": settings.source.hf_repo or str(settings.source.path),
@@ -469,7 +469,7 @@ def make_card(settings: Settings, writing: QuantizedFile, written: WrittenFile) 
         tensors=written.tensors,
         title=job.choices.title,
         importance=describe_importance(job.importance),
-        errors_of=f"those of {source}",
+        reference=source,
         command=settings.command,
         repo=repo,
     )

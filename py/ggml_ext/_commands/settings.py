@@ -1,4 +1,4 @@
-"""The settings of a quantize run: its options, checked and parsed, a section for each layer of the package."""
+"""The settings of a quantize run: its options, checked and parsed, by section."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .options import OutputOptions, QuantizeOptions, TypeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run of quantize does. Each function gets the section that it needs.
+    """The checked options of a run, by section.
 
     Attributes:
-        choices: the types that options name, parsed.
-        target: the size or error that chooses types, None without one.
-        command: the command that makes the file again, for a model card.
+        choices: the types that options name.
+        target: the limit that allocation observes; None without one.
+        command: the command line, for a model card.
     """
 
     types: TypeOptions
@@ -45,10 +45,10 @@ class Settings:
 
     @classmethod
     def parse(cls, options: QuantizeOptions) -> Settings:
-        """Check options and parse them. Raise UserError naming the flag that is wrong, or those that do not go together."""
+        """Check and parse options. Raise UserError naming the flag for an invalid value or combination."""
         types = options.types
         target = choose_target(types)
-        options = options.with_files_in_place()
+        options = options.resolve_files()
         file_type = parse_file_type(types.type, target)
         outtype = file_type.name if file_type.type in FLOAT_TYPES else AS_STORED
         source = replace(options.source, outtype=outtype, allow_requantize=types.allow_requantize)
@@ -63,15 +63,15 @@ class Settings:
         return cls(
             types=types, source=source, choices=parse_choices(types, file_type, target), target=target, importance=calibration,
             encoder=options.encoder, output=options.output, n_threads=n_threads,
-            command=command_line(["python", "-m", "ggml_ext.quantize"], options),
+            command=command_line(["ggml-ext", "quantize"], options),
         )
 
     def describe_options(self, types: Iterable[GGMLQuantizationType], propagates: bool) -> str:
-        """The options that decide the bytes of the output, for its metadata.
+        """Describe the options that determine the output's bytes, for its metadata.
 
         Args:
-            types: the types in the output; options of other types are left out.
-            propagates: --propagate is done, whether an option says so or --effort best.
+            types: the types in the output; encoder options of other types are omitted.
+            propagates: --propagate is in effect, by the option or by --effort best.
         """
         calibration = replace(self.importance, propagate=propagates)
         options = QuantizeOptions(types=self.types, calibration=calibration, encoder=self.encoder)
@@ -79,19 +79,20 @@ class Settings:
 
 
 def implies_propagate(options: QuantizeOptions) -> bool:
-    """Whether --effort best adds --propagate: no option contradicts it."""
-    is_open = options.calibration.propagate is None and options.encoder.effort == "best"
-    return is_open and options.calibration.can_propagate() and options.types.fallback_above is None
+    """Whether --effort best implies --propagate, that is, unless an option contradicts it."""
+    is_implied = options.calibration.propagate is None and options.encoder.effort == "best"
+    return is_implied and options.calibration.can_propagate() and options.types.fallback_above is None
 
 
 def choose_target(types: TypeOptions) -> Target | None:
+    """Parse the options of a target; return None without one."""
     limits = {kind: getattr(types, f"target_{kind}") for kind in KINDS}
     conflicts = [flag for flag, value in (("--pure", types.pure), ("--fallback-above", types.fallback_above)) if value]
     return parse_target(types.type, limits, types.target_types, conflicts, types.stock)
 
 
 def parse_file_type(type_name: str | None, target: Target | None) -> FileType:
-    """The file type of --type; of a placeholder with a target. Raise UserError if there is no such type."""
+    """Parse --type; return a placeholder with a target. Raise UserError for an unknown type."""
     name = PLACEHOLDER if target or type_name is None else type_name.lower()
     if name not in FILE_TYPES:
         remark = " (a type of single tensors, which --tensor-type takes)" if name in TARGET_TYPES else ""
@@ -106,7 +107,7 @@ def parse_choices(types: TypeOptions, file_type: FileType, target: Target | None
         return None if name is None else parse_type(name, flag)
 
     if types.leave_output_tensor and types.output_tensor_type is not None:
-        raise UserError("--leave-output-tensor and --output-tensor-type: pass one of them; the former keeps output.weight as it is")
+        raise UserError("--leave-output-tensor and --output-tensor-type: pass one of them; the former keeps the type of output.weight")
     choices = Choices(
         file_type,
         pure=types.pure or target is not None,
@@ -125,14 +126,14 @@ def parse_choices(types: TypeOptions, file_type: FileType, target: Target | None
 
 
 def check_stock(choices: Choices, flag: str) -> None:
-    """Raise UserError for what a standard GGUF file cannot hold. flag: the option that asks for such a file."""
+    """Raise UserError for options that a standard GGUF file rules out. flag: the option that requests such a file."""
     if choices.fallback_above is not None:
-        raise UserError(f"--fallback-above: {choices.file_type.name} is a stock type, of which no usual error is known: leave the option out")
+        raise UserError(f"--fallback-above: {choices.file_type.name} is a standard type, whose usual NMSE is unknown: drop the option")
     named = [(f"--tensor-type {o.pattern.pattern}=", o.type) for o in choices.overrides]
     optional = [("--token-embedding-type ", choices.token_embd), ("--output-tensor-type ", choices.output)]
     for beginning, qtype in named + [(text, qtype) for text, qtype in optional if qtype is not None]:
         if (name := qtype.name.lower()) in TYPES:
             raise UserError(
-                f"{beginning}{name}: {flag} makes a file that every llama.cpp loads, and {name} is a type of ggml-ext: pass a stock type "
-                f"there, or {'leave it out' if choices.target else f'--type {name} and stock types for other tensors'}"
+                f"{beginning}{name}: {flag} writes a standard GGUF file, and {name} is a ggml-ext type: pass a standard type "
+                f"here, or {'drop the option' if choices.target else f'--type {name} and standard types for other tensors'}"
             )

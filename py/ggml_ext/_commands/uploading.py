@@ -17,12 +17,12 @@ from .._source.checkpoint import require_extra
 from .._source.hub import ConnectionBroken, describe_break, first_line, retry, status_of
 
 CARD = "README.md"
-TOKENS = "a token that may write there with HF_TOKEN or --hf-token"
+TOKENS = "a token with write access with HF_TOKEN or --hf-token"
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadOptions:
-    """The options of `ggml-ext upload`, without those of its terminal."""
+    """Options of `ggml-ext upload`, except those of the terminal."""
 
     file: Path = option(is_positional=True, metavar="FILE", help="GGUF model, of a split one any part")
     repo: str = option(is_positional=True, metavar="ORG/NAME", help="repository on the hub")
@@ -41,14 +41,14 @@ class Destination:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars, logging
 
-        logging.set_verbosity_error()  # or the client reports each retry
+        logging.set_verbosity_error()  # the client would report each retry
         if console.quiet or not console.is_terminal:
             disable_progress_bars()
         self.repo, self._private, self._revision, self._console, self._api = repo, private, revision, console, HfApi(token=token)
 
     def prepare(self) -> None:
         """Create a missing repository. Raise UserError if the token may not write, before hours of work."""
-        self._again("the repository", lambda: self._api.create_repo(self.repo, private=self._private or None, exist_ok=True))
+        self._retry("the repository", lambda: self._api.create_repo(self.repo, private=self._private or None, exist_ok=True))
 
     def upload(self, paths: list[Path], card: str | None) -> str:
         """Upload files and return their address. Files that are complete on the hub are not sent again.
@@ -70,53 +70,53 @@ class Destination:
                 path_or_fileobj=content, path_in_repo=name, repo_id=self.repo, revision=self._revision, commit_message=f"Upload {name} with ggml-ext"
             )
 
-        self._again(name, send)
+        self._retry(name, send)
 
-    def _again(self, what: str, act: Callable[[], object]) -> None:
+    def _retry(self, name: str, act: Callable[[], object]) -> None:
         """Retry after a broken connection."""
 
-        def explained_act() -> None:
-            with explained(self.repo):
+        def attempt() -> None:
+            with explain_errors(self.repo):
                 act()
 
-        retry(explained_act, what, f"for {what}", lambda: "files that are whole on the hub are not sent again", self._console.note)
+        retry(attempt, name, f"for {name}", lambda: "files that are complete on the hub are not sent again", self._console.note)
 
 
 @contextlib.contextmanager
-def explained(repo: str) -> Iterator[None]:
-    """Turn the client's errors into a UserError that says what to do."""
+def explain_errors(repo: str) -> Iterator[None]:
+    """Convert the client's errors to UserError with a way out."""
     from huggingface_hub import constants, errors
 
     try:
         yield
     except errors.HFValidationError as e:
-        raise UserError(f"ORG/NAME: got {repo!r}, must be as in the address of a page of the hub") from e
+        raise UserError(f"ORG/NAME: got {repo!r}, must be the name of a repository on the hub") from e
     except errors.OfflineModeIsEnabled as e:
         raise UserError(f"{repo}: HF_HUB_OFFLINE is set: unset it to write to the hub") from e
     except errors.LocalTokenNotFoundError as e:
         raise UserError(f"{repo}: writing to the hub needs a token: pass {TOKENS}") from e
     except errors.RevisionNotFoundError as e:
-        raise UserError(f"{repo} has no such branch: make it on its page, or leave --revision out") from e
+        raise UserError(f"{repo} has no such branch: create it on its page, or drop --revision") from e
     except errors.HfHubHTTPError as e:
-        if why := describe_break(e):
-            raise ConnectionBroken(f"{repo}: {why}") from e
-        if (status := status_of(e)) in (401, 403, 404):  # a repository that may not be seen does not exist
+        if reason := describe_break(e):
+            raise ConnectionBroken(f"{repo}: {reason}") from e
+        if (status := status_of(e)) in (401, 403, 404):  # the hub answers 404 for repositories that the token may not see
             raise UserError(f"{repo}: {constants.ENDPOINT} refuses to write there ({status}): pass {TOKENS}") from e
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
     except Exception as e:
-        if why := describe_break(e):
-            raise ConnectionBroken(f"{repo}: {why}") from e
+        if reason := describe_break(e):
+            raise ConnectionBroken(f"{repo}: {reason}") from e
         raise UserError(f"{repo}: cannot be written: {first_line(e)}") from e
 
 
 def upload(options: UploadOptions, console: Console) -> str:
-    """Upload a model and return its address. Raise UserError for what the user can change."""
+    """Upload a model and return its address. Raise UserError with a way out."""
     paths = [part.path for part in open_model(options.file).parts]
     card = read_card(options)
     destination = Destination(options.repo, options.hf_token, options.private, options.revision, console)
     destination.prepare()
     if card is None:
-        console.note("no model card: ggml-ext quantize --model-card README.md writes one, which upload --model-card README.md takes along")
+        console.note("uploading without a model card: write one with quantize --model-card README.md, and pass it with upload --model-card README.md")
     return destination.upload(paths, card)
 
 
@@ -124,7 +124,7 @@ def read_card(options: UploadOptions) -> str | None:
     """Read the card and add the table of --quality. Raise UserError for files that cannot be read."""
     if options.model_card is None:
         if options.quality is not None:
-            raise UserError("--quality: is a part of the card: pass --model-card too")
+            raise UserError("--quality adds a table to the model card: pass --model-card too")
         return None
     try:
         card = options.model_card.read_text(encoding="utf-8")
@@ -138,19 +138,19 @@ def quality_section(path: Path) -> str:
     try:
         quality = json.loads(path.read_text(encoding="utf-8"))
         rows = [*([quality["base"]] if quality["base"] else []), *quality["models"]]
-        lines = ["| model | bits a weight | perplexity | KL divergence | same top token, % |", "| --- | --- | --- | --- | --- |"]
+        lines = ["| model | bits per weight | perplexity | KL divergence | top-1 agreement, % |", "| --- | --- | --- | --- | --- |"]
         for row in rows:
-            figures = [_shown(row["statistics"].get(name), digits) for name, digits in ((PPL, 3), (KLD, 5), (SAME_TOP, 2))]
+            figures = [_format_figure(row["statistics"].get(name), digits) for name, digits in ((PPL, 3), (KLD, 5), (SAME_TOP, 2))]
             lines.append(f"| {row['label']} | {row['bpw']:.2f} | {' | '.join(figures)} |")
         scored = f"{quality['chunks']} chunks of {quality['ctx_size']} tokens of {quality['text'].get('name', 'a text')}"
     except OSError as e:
         raise UserError(f"--quality: cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"--quality: {path} is not what ggml-ext evaluate --json prints: make it again") from e
+        raise UserError(f"--quality: {path} is not the output of ggml-ext evaluate --json: run it again") from e
     if scored.endswith("built-in"):
         scored += " text of ggml-ext"
     return "\n".join(["## Quality", "", *lines, "", f"Measured with `ggml-ext evaluate` on {scored}."])
 
 
-def _shown(figure: list | None, digits: int) -> str:
+def _format_figure(figure: list | None, digits: int) -> str:
     return "" if figure is None else f"{figure[0]:.{digits}f} ± {figure[1] or 0:.{digits}f}"

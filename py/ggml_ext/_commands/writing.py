@@ -1,4 +1,4 @@
-"""What quantize and export share: reporting a plan, and writing it."""
+"""Shared by quantize and export: report a plan, and write the output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .._report.results import TensorResult
 
 
 def report_plan(plan: QuantizationPlan, console: Console) -> None:
-    """Report fallbacks, a note if they are no loss, and the plan's warnings."""
+    """Report fallbacks, as notes if they cost no quality, and the plan's warnings."""
     for fallback, names in {} if console.quiet else plan.fallbacks().items():
         (console.warn if fallback.is_loss else console.note)(fallback.describe(names))
     for warning in plan.warnings:
@@ -28,14 +28,14 @@ def report_plan(plan: QuantizationPlan, console: Console) -> None:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written."""
+    """The result of writing."""
 
     paths: list[Path]
     tensors: list[MeasuredTensor]
     results: list[TensorResult]
-    seconds: float  # those of an earlier run included
-    n_before: int  # tensors of that run
-    was_run: bool = False  # by --verify
+    seconds: float  # including a resumed run
+    n_before: int  # tensors that the resumed run had finished
+    was_run: bool = False  # --verify ran a token
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class WritingJob(ABC):
     output: Output
     conversion: Conversion
     title: str
-    lines: Sequence[str] = field(default_factory=list)  # to report for each tensor; may be empty
+    lines: Sequence[str] = field(default_factory=list)  # to print per tensor; may be empty
     is_verified: bool = False
 
     @abstractmethod
     def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
-        """Pack the headers of the parts of OUT. Their length does not depend on the errors."""
+        """Pack the headers of all parts. Their lengths do not depend on the errors."""
 
     @abstractmethod
     def list_dependencies(self, headers: Sequence[bytes]) -> dict:
-        """List what the bytes depend on. headers: those before any error is known."""
+        """List what the output's bytes depend on. headers: preliminary ones, before errors are known."""
 
     def tensor_result(self, i: int) -> TensorResult:
         """Return the result of a finished tensor."""
@@ -62,7 +62,7 @@ class WritingJob(ABC):
         return TensorResult.make(self.conversion.plan.tensors[i], finished.accuracy, finished.seconds, finished.sha256)
 
     def write(self, console: Console) -> WrittenFile:
-        """Write OUT, or what an interrupted run left to be written."""
+        """Write OUT, or resume an interrupted run."""
         started, output, conversion = time.monotonic(), self.output, self.conversion
         plan = conversion.plan
         headers = self.pack_headers([MeasuredTensor(t) for t in plan.tensors])

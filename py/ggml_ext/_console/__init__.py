@@ -1,1 +1,1 @@
-"""The command line: flags, and what is said on a terminal."""
+"""The command line and the terminal."""

@@ -1,4 +1,4 @@
-"""From options to the command line: the parser, and what it parsed."""
+"""Build argument parsers from options, and options from parsed arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Options = TypeVar("Options")
 
 
 def build_parser(prog: str, *kinds: type, **texts: Any) -> argparse.ArgumentParser:
-    """Make a command's parser. kinds: dataclasses of its options, in the order of --help; texts: description and epilog."""
+    """Build a command's parser. kinds: dataclasses of options, in the order of --help; texts: description and epilog."""
     parser = Parser(prog=prog, **texts)
     for kind in kinds:
         add_arguments(parser, kind)
@@ -25,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
     """Add the options of a dataclass and of its sections to a parser."""
     for option in list_options(kind):
         names = [option.keyword] if option.is_positional else [*([option.short] if option.short else []), option.long]
-        parser.add_argument(*names, help=option.help.replace("%", "%%"), **_arguments_of(option))
+        parser.add_argument(*names, help=option.help.replace("%", "%%"), **_make_arguments(option))
 
 
-def _arguments_of(option: Option) -> dict[str, Any]:
-    """The arguments of add_argument() but for names and help. The Parser decodes text; build_options() checks choices."""
+def _make_arguments(option: Option) -> dict[str, Any]:
+    """Make the keyword arguments of add_argument(), without help. build_options() checks choices."""
     if option.type is bool:
         action = argparse.BooleanOptionalAction if option.is_optional else "store_true"
         return {"action": action, "default": option.default}
@@ -44,5 +44,5 @@ def _arguments_of(option: Option) -> dict[str, Any]:
 
 
 def from_namespace(kind: type[Options], args: argparse.Namespace) -> Options:
-    """Make options from a parsed command line. Raise UserError for a value that is not accepted."""
+    """Make options from a parsed command line. Raise UserError for an invalid value."""
     return build_options(kind, vars(args))

@@ -1,4 +1,4 @@
-"""What all commands share: the parser, output that may be closed, one line and exit code 1 for every error."""
+"""Shared by all commands: the parser, standard output, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ STDOUT_HINT = "direct it to a file, or to a program that reads all of it"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors. Names of files after -- may begin with a dash."""
+    """A parser that raises UserError. File names after -- may begin with a dash."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.register("type", None, to_utf8)  # for all values but names of files
+        self.register("type", None, to_utf8)  # for all values except file names
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return super().parse_known_args(self._protected(args), namespace)
+        return super().parse_known_args(self._protect_paths(args), namespace)
 
     def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return super().parse_known_intermixed_args(self._protected(args), namespace)
+        return super().parse_known_intermixed_args(self._protect_paths(args), namespace)
 
-    def _protected(self, args: Sequence[str] | None) -> list[str]:
-        """Put ./ before names after -- that begin with a dash. Path() removes it again.
+    def _protect_paths(self, args: Sequence[str] | None) -> list[str]:
+        """Prefix ./ to file names after -- that begin with a dash. Path() removes it again.
 
-        Up to Python 3.12, parse_intermixed_args() parses twice and loses the -- in between.
+        Needed up to Python 3.12, whose parse_intermixed_args() parses twice and loses the -- in between.
         """
         words = list(sys.argv[1:] if args is None else args)
         if "--" in words and all(action.type is Path for action in self._get_positional_actions()):
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print the versions. The libraries are loaded for that alone."""
+    """Print the versions, which needs the libraries."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         llama_cpp, ggml = library.upstream_versions()
@@ -65,7 +65,7 @@ class _Version(argparse.Action):
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add --debug and --version, which every command has."""
     parser.add_argument(
-        "--debug", action="store_true", help=f"show where an unexpected error came from, for a report; or set {DEBUG_VARIABLE}=1"
+        "--debug", action="store_true", help=f"show the traceback of an unexpected error, for a report; or set {DEBUG_VARIABLE}=1"
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of ggml-ext and its llama.cpp")
 
@@ -84,7 +84,7 @@ def writing_to_stdout() -> Iterator[None]:
 
 
 def _discard_stdout() -> None:
-    """Drop what is left in the buffer: Python would fail again at exit, with its own exit code."""
+    """Discard the buffer, because flushing it at exit would fail again with another exit code."""
     with contextlib.suppress(OSError, AttributeError):  # an object without fileno()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -110,13 +110,13 @@ def run_command(
     """Run a command and print how it failed.
 
     Args:
-        run: the command. What an exception leaves of the work is in its attribute `kept`.
-        stopped: describes the output of an interrupted command.
-        show: prints the last line, without "error: ", and a traceback if there is one.
-        args: where run() puts the command line, for --debug.
+        run: the command. The attribute `kept` of its exceptions says how to resume.
+        stopped: returns the state of the output after an interrupt.
+        show: prints an error without "error: ", and its traceback or None.
+        args: the namespace that run() fills, for --debug.
 
     Returns:
-        The exit code: 0, 1 for an error that one line on stderr explains, or 128 + the signal that ended it.
+        The exit code: 0, 1 for an error that one line on stderr explains, or 128 + the number of a signal.
     """
     error: BaseException
     trace = None
@@ -146,7 +146,7 @@ def run_command(
 
 
 def _describe_unexpected(error: Exception, is_shown: bool, has_option: bool) -> str:
-    """Describe a bug, or a relative name in a removed directory. is_shown: its traceback is; has_option: there is --debug."""
+    """Describe an unexpected exception. is_shown: with its traceback; has_option: the command has --debug."""
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()
@@ -157,14 +157,14 @@ def _describe_unexpected(error: Exception, is_shown: bool, has_option: bool) -> 
 
 
 def _trace(error: BaseException, args: argparse.Namespace | None) -> str | None:
-    """Format the traceback of an exception and of its causes, if it is to be shown."""
+    """Format the traceback of an exception and its causes, with --debug."""
     if getattr(args, "debug", False) or os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
         return "".join(traceback.format_exception(error))
     return None
 
 
 def run_script(main: Callable[[], None]) -> int:
-    """Run a script of the project. RuntimeError, OSError and SubprocessError say which program or file failed, and why."""
+    """Run a script of the project, and print RuntimeError, OSError and SubprocessError as one line."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Run gguf's programs with the package's command lines and errors. Importing the package teaches them its types."""
+"""Run gguf's programs with the package's command line, errors and types."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .cli import Parser, add_common_options, run_command, writing_to_stdout
 
 
 def check_header(path: Path) -> None:
-    """Raise UserError for a damaged file: gguf's reader trusts its counts and sizes."""
-    with contextlib.suppress(BigEndianFile):  # which gguf reads
+    """Raise UserError for a damaged file, because gguf's reader does not check counts and sizes."""
+    with contextlib.suppress(BigEndianFile):  # gguf can read these
         GGUFFile(path)
 
 
@@ -32,8 +32,8 @@ def run_editor(edit: Callable[[], None], argv: list[str] | None, prog: str) -> i
         with bad_command_line, mock.patch.object(sys, "argv", [prog, *words]), writing_to_stdout():
             try:
                 edit()
-            except EOFError as e:  # it asks for a YES
-                raise UserError("there is nobody to ask whether to go on: pass --force") from e
+            except EOFError as e:  # the program asks for a YES
+                raise UserError("confirmation is needed, and standard input is closed: pass --force") from e
             except OSError as e:
                 raise UserError(f"{e.filename or 'cannot write'}: {e.strerror or e}") from e
             except (ValueError, LookupError, OverflowError) as e:  # a value does not fit its key

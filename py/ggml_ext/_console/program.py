@@ -1,4 +1,4 @@
-"""From a command's arguments to its exit code."""
+"""Run commands from their arguments to the exit code."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def run_program(
     Args:
         parser: the parser of its command line.
         run: the command, with the parsed arguments.
-        argv: the words of the command line; None for the process's.
+        argv: the command line; None for that of the process.
 
     Returns:
-        The exit code, as run_command() has it.
+        The exit code of run_command().
     """
     args = argparse.Namespace(output=None)
     terminal = Terminal(format=find_format(argv) if parser.get_default("log_format") else FORMATS[0])
 
     def parse_and_run() -> None:
         nonlocal terminal
-        parser.parse_intermixed_args(argv, args)  # OUT may stand after options
+        parser.parse_intermixed_args(argv, args)  # options may precede OUT
         options = from_namespace(FormatOptions, args)
         terminal = Terminal(options.log_format, quiet=options.quiet, details=not options.summary, progress=options.progress)
         run(args, terminal)
 
     def stopped() -> str:
-        is_out_alone = getattr(args, "hf_repo", None) is not None and args.output is None
-        return f"{args.input if is_out_alone else args.output} was not written"
+        input_is_out = getattr(args, "hf_repo", None) is not None and args.output is None
+        return f"{args.input if input_is_out else args.output} was not written"
 
     return run_command(parse_and_run, stopped, lambda text, trace: terminal.error(text, trace), args)
 
 
 def find_format(argv: list[str] | None) -> str:
-    """The --log-format of a command line that may be wrong elsewhere; the default where it is wrong itself."""
+    """Find --log-format in a command line that may be invalid; return the default if the format is."""
     parser = Parser(add_help=False)
     parser.add_argument("--log-format", action="append", default=[])
     try:
@@ -67,7 +67,7 @@ class Measurement(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
-    """What a command prints that runs models."""
+    """Output options of commands that measure models."""
 
     json: bool = option(False, help="print one JSON object instead of tables")
     progress: bool = option(False, help="show the progress bars even if stderr is not a terminal")
@@ -77,7 +77,7 @@ class MeasuringOptions:
 def run_measuring(
     parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace, Terminal], Measurement], argv: list[str] | None, stopped: str
 ) -> int:
-    """Run a command that measures models, and print its result. stopped: what to say of an interrupt."""
+    """Run a command that measures models, and print its result. stopped: the message after an interrupt."""
     args = argparse.Namespace()
 
     def run() -> None:

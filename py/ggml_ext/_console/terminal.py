@@ -1,4 +1,4 @@
-"""Messages on both streams: text, or one JSON object per line with --log-format json."""
+"""Print messages as text or, with --log-format json, as one JSON object per line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FORMATS = ("text", "json")
 
 @dataclass(frozen=True, kw_only=True)
 class QuietOptions:
-    """How much a command says that is soon done."""
+    """Output options of short commands."""
 
     quiet: bool = option(False, short="-q", help="print errors and warnings only")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TerminalOptions:
-    """How much a command says that writes a model."""
+    """Output options of commands that write a model."""
 
     progress: bool = option(False, help="show the progress bar even if stderr is not a terminal")
     summary: bool = option(False, help="print warnings and the summary, without a line per tensor")
@@ -35,7 +35,7 @@ class TerminalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions(TerminalOptions):
-    """The same, and the form of the lines."""
+    """Output options of quantize."""
 
     log_format: str = option(FORMATS[0], choices=FORMATS, help="json: one JSON object per line on both streams (default: text)")
 
@@ -52,7 +52,7 @@ class Terminal(Console):
         self._shows_bars = not (quiet or self.is_json) and sys.stderr is not None and (progress or sys.stderr.isatty())
 
     def error(self, text: str, trace: str | None = None) -> None:
-        """Print an error. trace: its traceback, above the line or in the object."""
+        """Print an error. trace: its traceback, printed above the line or added to the object."""
         self.tell("error", text, trace)
 
     def tell(self, kind: str, text: str, trace: str | None = None) -> None:

@@ -1,1 +1,1 @@
-"""What came of a run, in words, tables, JSON and pictures."""
+"""Report results: tables, JSON, model cards and pictures."""

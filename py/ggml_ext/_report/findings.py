@@ -1,4 +1,4 @@
-"""What there is to say of a file and its tensors: a table that grows, what stands below it, and JSON."""
+"""The result of inspect: a row per tensor, the lines below the table, and JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .._formats.gguf_file import Tensor
 from .._formats.tensor_types import DITTO3
 from .results import error_record
 
-N_LAYERS = 10  # whose errors of the stream are in the table; --json has all
+N_LAYERS = 10  # printed errors of the residual stream; --json has all
 
 
 @dataclass
 class Finding:
-    """What there is to say of a tensor."""
+    """A tensor of the file and its errors."""
 
     tensor: Tensor
     epsilon: float | None
-    accuracy: Accuracy | None = None  # where there is an original
-    is_changed: bool = False  # of another type than the original
+    accuracy: Accuracy | None = None  # with --against
+    is_changed: bool = False  # its type differs from the original's
 
     @property
     def bpw(self) -> float:
@@ -32,11 +32,11 @@ class Finding:
 
     @property
     def fits(self) -> bool:
-        """False if an error is larger than epsilon."""
+        """Whether all errors are within epsilon."""
         return self.epsilon is None or self.accuracy is None or self.accuracy.max_abs <= self.epsilon
 
     def record(self) -> dict:
-        """For --json."""
+        """Return the values for JSON."""
         return {
             "name": self.tensor.name,
             "shape": list(self.tensor.ne),
@@ -50,12 +50,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All findings: data alone, so that it can be pickled.
+    """The result of inspect, as plain data that can be pickled.
 
-    path: the file as it was named; n_tensors: of the file, of which --tensor chooses some; against: the original, None without one;
-    importance: what the errors are weighed with, "none" without --imatrix; made_with: the importance matrix that the file records; total: the
-    errors of all tensors together, None without an original; histograms: by type, None where they were not asked for; stream_errors: by
-    layer, empty where none are recorded (--propagate).
+    Attributes:
+        path: the file, as named by the caller.
+        n_tensors: of the file; `findings` has those that --tensor selects.
+        against: the original, or None.
+        importance: the statistics that weight errors; "none" without --imatrix.
+        made_with: the imatrix that the file records.
+        total: the errors of all tensors together; None without an original.
+        histograms: by type; None without --histograms.
+        stream_errors: errors of the residual stream by layer; empty without --propagate.
     """
 
     path: Path
@@ -69,7 +74,7 @@ class Inspection:
     stream_errors: Sequence[float] = ()
 
     def record(self) -> dict:
-        """For --json."""
+        """Return the values for JSON."""
         tensors = [f.tensor for f in self.findings]
         n, n_bytes = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
         totals = {"tensors": len(tensors), "weights": n, "bytes": n_bytes, "bits_per_weight": n_bytes * 8 / max(n, 1)}
@@ -84,68 +89,68 @@ class Inspection:
         return out
 
     def lines(self) -> list[str]:
-        """Below the table."""
+        """Return the lines below the table."""
         return [
             *summary_lines(self), *stream_lines(self.stream_errors), *([] if self.histograms is None else histogram_lines(self.histograms))
         ]
 
 
-def row_writer(tensors: Sequence[Tensor], weighted: bool) -> Callable[..., str]:
-    """A function that returns a line with the columns of the table, name, shape, type and numbers, in the widths that the tensors need."""
+def make_row_formatter(tensors: Sequence[Tensor], weighted: bool) -> Callable[..., str]:
+    """Return a function that formats a row (name, shape, type, numbers) in the widths that the tensors need."""
     width = max((len(t.name) for t in tensors), default=0)
-    shape_width = max((len(shape_of(t)) for t in tensors), default=0)
+    shape_width = max((len(format_shape(t)) for t in tensors), default=0)
 
-    def line_of(*columns: str) -> str:
+    def format_row(*columns: str) -> str:
         name, shape, type_name, *numbers = columns
         line = f"{name:<{width}}  {shape:>{shape_width}}  {type_name:<8}"
         line += "".join(f" {n:>{w}}" for n, w in zip(numbers, (7, 12, 13, *([9] if weighted else []), 13, 8)))
         return line.rstrip()
 
-    return line_of
+    return format_row
 
 
-def shape_of(tensor: Tensor) -> str:
+def format_shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.ne))
 
 
-def columns_of(finding: Finding, weighted: bool) -> list[str]:
-    """The numbers of a row."""
+def format_columns(finding: Finding, weighted: bool) -> list[str]:
+    """Format the numbers of a row."""
     columns = [f"{finding.bpw:.4g}", "" if finding.epsilon is None else f"{finding.epsilon:.6g}"]
     if (accuracy := finding.accuracy) is not None:
-        of_inputs = [] if not weighted else ["" if accuracy.weighted is None else f"{accuracy.weighted:.6f}"]
-        columns += [f"{accuracy.relative:.6f}", *of_inputs, f"{accuracy.max_abs:.6g}", "ok" if finding.fits else "EXCEEDED"]
+        weighted_error = [] if not weighted else ["" if accuracy.weighted is None else f"{accuracy.weighted:.6f}"]
+        columns += [f"{accuracy.relative:.6f}", *weighted_error, f"{accuracy.max_abs:.6g}", "ok" if finding.fits else "EXCEEDED"]
     return columns
 
 
-def summary_lines(found: Inspection) -> list[str]:
-    """Below the table."""
-    tensors = [f.tensor for f in found.findings]
+def summary_lines(inspection: Inspection) -> list[str]:
+    """Format the totals."""
+    tensors = [f.tensor for f in inspection.findings]
     n, n_bytes = sum(t.n_elements for t in tensors), sum(t.n_bytes for t in tensors)
-    of_ditto3 = [f for f in found.findings if f.tensor.type == DITTO3]
-    of_file = "" if len(tensors) == found.n_tensors else f" of {found.n_tensors}"
-    lines = ["", f"{len(tensors)}{of_file} tensors, {n:,} weights, {n_bytes / MIB:,.2f} MiB, {n_bytes * 8 / max(n, 1):.4g} bpw"]
-    if of_ditto3:
-        n_recorded = sum(f.epsilon is not None for f in found.findings)
-        lines.append(f"epsilon is recorded for {n_recorded} of {len(of_ditto3)} ditto3 tensors")
-    if (total := found.total) is not None:
-        lines.append(f"relative squared error of all weights: {total.relative:.6f}")
+    ditto3 = [f for f in inspection.findings if f.tensor.type == DITTO3]
+    n_all = "" if len(tensors) == inspection.n_tensors else f" of {inspection.n_tensors}"
+    lines = ["", f"{len(tensors)}{n_all} tensors, {n:,} weights, {n_bytes / MIB:,.2f} MiB, {n_bytes * 8 / max(n, 1):.4g} bpw"]
+    if ditto3:
+        n_recorded = sum(f.epsilon is not None for f in inspection.findings)
+        lines.append(f"epsilon is recorded for {n_recorded} of {len(ditto3)} ditto3 tensors")
+    if (total := inspection.total) is not None:
+        lines.append(f"NMSE of all weights: {total.relative:.6f}")
         if total.weighted is not None:
-            lines.append(f"weighted with {found.importance}: {total.weighted:.6f}")
-        elif found.made_with and found.importance == "none":
-            lines.append(f"made with the importance matrix {found.made_with}: --imatrix FILE shows the errors weighed with it")
+            lines.append(f"weighted NMSE ({inspection.importance}): {total.weighted:.6f}")
+        elif inspection.made_with and inspection.importance == "none":
+            lines.append(f"quantized with the imatrix {inspection.made_with}: --imatrix FILE shows the weighted NMSE")
     return lines
 
 
 def stream_lines(errors: Sequence[float]) -> list[str]:
-    """How far the residual stream is from the original model's, behind the layers; nothing where it is not recorded."""
+    """Format the NMSE of the residual stream after some or all layers, if it is recorded."""
     if not any(errors):
         return []
     known = [(layer, error) for layer, error in enumerate(errors) if error]
     some = known if len(known) <= N_LAYERS else [known[i * (len(known) - 1) // (N_LAYERS - 1)] for i in range(N_LAYERS)]
     shown = ", ".join(f"{layer}: {error:.3g}" for layer, error in some)
-    return [f"relative squared error of the residual stream behind {'layers' if len(some) == len(known) else 'some layers'} {shown}"]
+    return [f"NMSE of the residual stream after {'layers' if len(some) == len(known) else 'some layers'} {shown}"]
 
 
 def histogram_lines(histograms: dict[str, Histogram]) -> list[str]:
     lines = [line for name, histogram in histograms.items() for line in histogram.lines(name)]
-    return lines or ["", "no histogram: no tensor has a type of ggml-ext"]
+    return lines or ["", "no histogram: no tensor has a ggml-ext type"]

@@ -1,4 +1,4 @@
-"""The picture of errors by layer and class of tensor."""
+"""Draw errors by layer and class of tensor."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ENDINGS = (".svg", ".png")
-CURVE = 1.2  # inches, the height of the stream's errors
+CURVE = 1.2  # inches, height of the curve of the residual stream's errors
 
 
 def check_picture(path: Path, force: bool, read: Mapping[Path, str]) -> None:
-    """UserError if it cannot be drawn or may not be written. read: as in ReservedPaths."""
+    """Raise UserError if a picture cannot be drawn or may not be written. read: input files, as in ReservedPaths."""
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"--picture: got {path.name!r}, the name must end in {' or '.join(ENDINGS)}")
     reserve_file("--picture", path, ReservedPaths(read), force)
@@ -36,20 +36,20 @@ def check_picture(path: Path, force: bool, read: Mapping[Path, str]) -> None:
 
 
 def check_matplotlib() -> None:
-    """UserError if it is not installed, or does not load as the environment is."""
+    """Raise UserError if matplotlib cannot be loaded."""
     try:
         with quiet_matplotlib():
             import matplotlib.figure  # noqa: F401
     except ImportError as e:
         install = install_command("picture", ["matplotlib"])
         raise UserError(f"--picture needs matplotlib, which is not installed ({e}): {install}") from e
-    except Exception as e:  # a MPLBACKEND that it does not know, no folder that it may write
-        raise UserError(f"--picture: matplotlib cannot be loaded: {' '.join(str(e).split())}; mend that, or leave --picture out") from e
+    except Exception as e:  # an unknown MPLBACKEND, no writable directory
+        raise UserError(f"--picture: matplotlib cannot be loaded: {' '.join(str(e).split())}; fix that, or drop --picture") from e
 
 
 @contextlib.contextmanager
 def quiet_matplotlib() -> Iterator[list[warnings.WarningMessage]]:
-    """Within it matplotlib says nothing of its folders and fonts; the value gets the warnings that Python would show."""
+    """Silence matplotlib's log, and collect the warnings that Python would print."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -61,49 +61,59 @@ def quiet_matplotlib() -> Iterator[list[warnings.WarningMessage]]:
         logger.setLevel(level)
 
 
-def place(name: str) -> tuple[str, int | None]:
-    """Class and layer of a tensor: ("attn_q", 3) of blk.3.attn_q.weight, ("output", None) of output.weight."""
-    found = re.fullmatch(r"(.*?)blk\.(\d+)\.(.+)", name)
-    prefix, layer, rest = found.groups() if found else ("", None, name)
+def split_name(name: str) -> tuple[str, int | None]:
+    """Return class and layer of a tensor: ("attn_q", 3) for blk.3.attn_q.weight, ("output", None) for output.weight."""
+    match = re.fullmatch(r"(.*?)blk\.(\d+)\.(.+)", name)
+    prefix, layer, rest = match.groups() if match else ("", None, name)
     return prefix + rest.removesuffix(".weight"), None if layer is None else int(layer)
 
 
 def format_table(errors: dict[str, float]) -> tuple[list[str], list[int | None], np.ndarray]:
-    """Classes, in the order of their first tensor, layers, None first if there is one, and the errors of each, NaN for none."""
-    places = {name: place(name) for name in errors}
+    """Return classes in the order of their first tensor, layers with None first, and the errors as a matrix, NaN where there is none."""
+    places = {name: split_name(name) for name in errors}
     classes = list(dict.fromkeys(c for c, _ in places.values()))
     layers = sorted({layer for _, layer in places.values()}, key=lambda layer: -1 if layer is None else layer)
     values = np.full((len(classes), len(layers)), np.nan)
-    for name, (of_class, layer) in places.items():
-        values[classes.index(of_class), layers.index(layer)] = errors[name]
+    for name, (tensor_class, layer) in places.items():
+        values[classes.index(tensor_class), layers.index(layer)] = errors[name]
     return classes, layers, values
 
 
 def colour_range(shown: np.ma.MaskedArray, layers: list[int | None]) -> tuple[float, float]:
-    """Errors of the darkest and the lightest colour: of the layers, since embeddings and output have types of other sizes.
+    """Return the errors of the darkest and the lightest colour, from the layers alone: embeddings and output have larger types.
 
-    At least a factor of 1.25 lies between them, so that errors which are the same look the same.
+    The range spans a factor of at least 1.25, so that nearly equal errors look equal.
     """
-    of_layers = shown[:, [i for i, layer in enumerate(layers) if layer is not None]]
-    counted = of_layers if of_layers.count() else shown
-    if not counted.count():
+    blocks = shown[:, [i for i, layer in enumerate(layers) if layer is not None]]
+    scaled = blocks if blocks.count() else shown
+    if not scaled.count():
         return 0.1, 1.0
-    low, high = float(counted.min()), float(counted.max())
+    low, high = float(scaled.min()), float(scaled.max())
     return low, max(high, 1.25 * low)
 
 
 def figure_size(classes: list[str], layers: list[int | None], title: str) -> tuple[float, float]:
-    """Width and height in inches, with room for the names beside and above the squares."""
+    """Return width and height in inches, with space for labels and title."""
     width = max(3 + 0.22 * len(layers) + 0.08 * max(max(map(len, classes)) - 10, 0), 1 + 0.09 * len(title))
     return min(width, 40), min(1.6 + 0.25 * len(classes), 40)
 
 
 def draw(errors: dict[str, float], what: str, title: str, path: Path, force: bool, stream_errors: Sequence[float] = ()) -> bool:
-    """Classes down, layers across, colours for the errors. errors: by tensor, at least one. what: kind of error. stream_errors: by layer;
-    a curve below, if there are any.
+    """Draw errors as colours, with classes as rows and layers as columns, and below them a curve of the residual stream's errors.
 
-    False if the font of a .png lacks characters of the names, for which it has boxes then: whoever shows a .svg looks for them.
-    UserError if the file cannot be written, or, without force, exists by now.
+    Args:
+        errors: by tensor, at least one.
+        what: label of the colour bar.
+        title: of the picture.
+        path: a .svg or .png file.
+        force: replace the file if it exists.
+        stream_errors: by layer; no curve if it is empty.
+
+    Returns:
+        False if the font of a .png lacks characters of the names. A .svg leaves fonts to the viewer.
+
+    Raises:
+        UserError: the file cannot be written or, without force, exists.
     """
     with quiet_matplotlib() as caught:
         _draw(errors, what, to_utf8(title), path, force, stream_errors=stream_errors)
@@ -116,10 +126,10 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
     from matplotlib.figure import Figure
 
     classes, layers, values = format_table(errors)
-    shown = np.ma.masked_where(~(values > 0), values)  # as a logarithmic scale has no zero
+    shown = np.ma.masked_where(~(values > 0), values)  # zero has no logarithm
     low, high = colour_range(shown, layers)
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ggml-ext", "font.family": "sans-serif", "font.size": 9,
-             "text.parse_math": False}  # names of files and tensors may hold dollars
+             "text.parse_math": False}  # names may contain dollar signs
     with matplotlib.rc_context(style):
         width, height = figure_size(classes, layers, title)
         with_curve = any(stream_errors)
@@ -130,8 +140,8 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
             norm=LogNorm(low, high), edgecolors="white", linewidth=0.5,
         )
         step = max(1, len(layers) // 20)
-        at = [i for i, layer in enumerate(layers) if layer is None or layer % step == 0]
-        axes.set_xticks([i + 0.5 for i in at], ["none" if layers[i] is None else str(layers[i]) for i in at])
+        ticks = [i for i, layer in enumerate(layers) if layer is None or layer % step == 0]
+        axes.set_xticks([i + 0.5 for i in ticks], ["none" if layers[i] is None else str(layers[i]) for i in ticks])
         axes.set_yticks([i + 0.5 for i in range(len(classes))], classes)
         axes.invert_yaxis()
         axes.tick_params(length=0)
@@ -141,14 +151,14 @@ def _draw(errors: dict[str, float], what: str, title: str, path: Path, force: bo
         if below:
             _draw_curve(below, layers, stream_errors)
         bar = figure.colorbar(mesh, ax=axes, label=what, extend="both")
-        # not the formatters of its own, which write formulas: those are not parsed here
+        # the default formatters write formulas, which text.parse_math disables
         bar.ax.yaxis.set_major_formatter("{x:.3g}")
         bar.ax.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
         save_picture(figure, path, force)
 
 
 def _draw_curve(axes: Axes, layers: list[int | None], stream_errors: Sequence[float]) -> None:
-    """Each layer's error in the middle of its column."""
+    """Draw each layer's error in the middle of its column."""
     known = [(i + 0.5, stream_errors[layer]) for i, layer in enumerate(layers) if layer is not None and layer < len(stream_errors)]
     known = [(x, error) for x, error in known if error > 0]
     axes.plot(*zip(*known) if known else ([], []), marker=".", color="tab:blue")
@@ -163,6 +173,6 @@ def save_picture(figure: Figure, path: Path, force: bool) -> None:
         with write_atomically(Path(os.path.realpath(path)), force) as part:
             figure.savefig(part, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     except FileExistsError as e:
-        raise UserError(f"--picture: {path} appeared meanwhile, and was left as it is: name another file or pass --force") from e
+        raise UserError(f"--picture: {path} appeared during the run and was not overwritten: name another file or pass --force") from e
     except OSError as e:
         raise UserError(f"--picture: cannot write {path}: {e.strerror}") from e

@@ -1,4 +1,4 @@
-"""What evaluate found: table, JSON record and picture."""
+"""The result of evaluate: tables, JSON and picture."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from .._base.units import MIB
 from .._evaluation.figures import KLD, PPL, SAME_TOP, Figure
 from .picture import quiet_matplotlib, save_picture
 
-WIDEST = 70  # columns of the figures of a table
+WIDEST = 70  # columns of a table besides the model's name
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one file. statistics: by llama-perplexity's names, without a base the perplexity alone, and nothing where only tasks were
-    asked for; scores: percent of right answers by kind of task; types: bytes by type."""
+    """The figures of one file.
+
+    Attributes:
+        types: bytes by tensor type.
+        statistics: by llama-perplexity's names; without a base only the perplexity, with tasks alone nothing.
+        scores: percentage of right answers by kind of task.
+    """
 
     path: Path
     label: str
@@ -40,7 +45,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Pair:
-    """ln(PPL first / PPL second), on the same chunks."""
+    """The paired difference ln(PPL first / PPL second) on the same chunks."""
 
     first: str
     second: str
@@ -48,14 +53,14 @@ class Pair:
 
     def line(self) -> str:
         value, error = self.ln_ratio.value, self.ln_ratio.error or 0.0
-        what = "no surer than chance" if abs(value) < 2 * error else "lower perplexity" if value < 0 else "higher perplexity"
+        verdict = "not significant" if abs(value) < 2 * error else "lower perplexity" if value < 0 else "higher perplexity"
         in_errors = f", {abs(value) / error:.1f} standard errors" if error else ""
-        return f"{self.first} against {self.second}: ln(PPL ratio) {value:+.5f} +- {error:.5f}{in_errors}: {what}"
+        return f"{self.first} against {self.second}: ln(PPL ratio) {value:+.5f} +- {error:.5f}{in_errors}: {verdict}"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """text: what was scored, by name; base: the model that others are compared with, None without one."""
+    """The result of an evaluation. text: describes the scored text; base: the model of --against, or None."""
 
     text: dict
     n_ctx: int
@@ -66,11 +71,11 @@ class Evaluation:
 
     @property
     def has_kld(self) -> bool:
-        """Whether the models were compared with a base, or with its logits alone."""
+        """Whether the models were compared with a base or its logits."""
         return any(KLD in model.statistics for model in self.models)
 
     def lines(self, width: int) -> list[str]:
-        """Tables of that width, wider where names of files are long: they must be told apart."""
+        """Format the tables, at least `width` columns wide; names of files are not shortened."""
         rows = [*([self.base] if self.base else []), *self.models]
         lines, width = [], max(width, max(len(row.label) for row in rows) + WIDEST)
         if any(row.statistics for row in rows):
@@ -81,7 +86,7 @@ class Evaluation:
         return [*lines, *([""] if self.pairs else []), *(pair.line() for pair in self.pairs)]
 
     def record(self) -> dict:
-        """What `ggml-ext evaluate --json` prints. A figure is [value, standard error]."""
+        """Return what `ggml-ext evaluate --json` prints. A figure is [value, standard error]."""
         return {
             "ggml_ext": __version__, "text": self.text, "ctx_size": self.n_ctx, "chunks": self.n_chunks,
             "base": self.base and self.base.record(),
@@ -91,7 +96,7 @@ class Evaluation:
 
 
 def _heading(with_kld: bool) -> str:
-    return f"{'MiB':>9} {'bpw':>5} {'perplexity':>17}" + (f" {'KL divergence':>18} {'same top':>8}" if with_kld else "")
+    return f"{'MiB':>9} {'bpw':>5} {'perplexity':>17}" + (f" {'KL divergence':>18} {'top-1':>8}" if with_kld else "")
 
 
 def _columns(row: Quality, with_kld: bool) -> str:
@@ -110,10 +115,10 @@ def _score(figure: Figure | None) -> str:
     return _figure(figure, 18, 2)
 
 
-def draw_quality(found: Evaluation, path: Path, force: bool) -> bool:
-    """Size across, KL divergence or, without one, perplexity up, a point for each model. Errors and result: see picture.draw()."""
-    name, title = (KLD, "KL divergence") if found.has_kld else (PPL, "perplexity")
-    points = [(m.label, m.n_bytes / MIB, m.statistics[name]) for m in found.models if name in m.statistics]
+def draw_quality(evaluation: Evaluation, path: Path, force: bool) -> bool:
+    """Draw KL divergence, or perplexity without a base, over the size of the models. Errors and result: see picture.draw()."""
+    name, title = (KLD, "KL divergence") if evaluation.has_kld else (PPL, "perplexity")
+    points = [(m.label, m.n_bytes / MIB, m.statistics[name]) for m in evaluation.models if name in m.statistics]
     with quiet_matplotlib() as caught:
         _draw(points, title, path, force)
     return path.suffix.lower() == ".svg" or not any("missing from font" in str(w.message) for w in caught)

@@ -1,4 +1,4 @@
-"""The result of a run for programs, and its JSON values: --report, --log-format json, inspect --json."""
+"""The result of a run as data for programs, and as JSON for --report and --log-format json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._plan.plan import PlannedTensor, QuantizationPlan
 
 
 def _number(value: float | None) -> float | None:
-    """JSON has neither NaN nor infinity."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
@@ -58,7 +58,7 @@ class TensorResult:
 
     @classmethod
     def make(cls, planned: PlannedTensor, accuracy: Accuracy | None = None, seconds: float | None = None, sha256: str | None = None) -> TensorResult:
-        """Make the result of a planned tensor; without an accuracy that of a dry run."""
+        """Make the result of a planned tensor. accuracy: None in a dry run."""
         return cls(
             name=planned.name,
             shape=tuple(planned.tensor.ne),
@@ -84,17 +84,17 @@ class TensorResult:
 
 @dataclass(frozen=True)
 class Totals:
-    """The sizes of all tensors together and, once they are written, their error."""
+    """Sums over all tensors: sizes and, after writing, errors."""
 
     plan: QuantizationPlan
-    accuracy: Accuracy | None  # of the tensors that changed their type; None in a dry run
+    accuracy: Accuracy | None  # of the tensors whose type changed; None in a dry run
     allocation: Allocation | None = None
 
     @classmethod
     def compute(
         cls, plan: QuantizationPlan, tensors: Iterable[MeasuredTensor] | None = None, allocation: Allocation | None = None
     ) -> Totals:
-        """Add up the errors. tensors: None for a dry run."""
+        """Sum the errors. tensors: None in a dry run."""
         return cls(plan, None if tensors is None else sum_errors(tensors), allocation)
 
     @property
@@ -116,18 +116,18 @@ class Totals:
 
 @dataclass(frozen=True)
 class Result:
-    """What quantize_model() or export_model() did.
+    """The result of quantize_model() or export_model().
 
     Attributes:
         paths: files that were written; none in a dry run.
         type: the requested one.
-        options: those that decide the bytes.
+        options: those that determine the bytes.
         importance: the calibration statistics.
         bytes: of all tensors' data.
-        relative_squared_error: NMSE of all tensors that changed their type.
+        relative_squared_error: NMSE of all tensors whose type changed.
         weighted_relative_squared_error: the same under the Hessian.
         predicted_kl_divergence: with a target.
-        seconds: of writing, those of an interrupted run that was resumed included.
+        seconds: time of writing, including that of a resumed run.
     """
 
     paths: tuple[Path, ...]
@@ -150,7 +150,7 @@ class Result:
         cls, tensors: Iterable[TensorResult], totals: Totals, *, type: str, options: str, importance: str, warnings: Sequence[str],
         paths: Sequence[Path] = (), seconds: float = 0.0,
     ) -> Result:
-        """Make the result of a run; without paths that of a dry run."""
+        """Make the result of a run. paths: none in a dry run."""
         accuracy, allocation = totals.accuracy, totals.allocation
         return cls(
             paths=tuple(paths),

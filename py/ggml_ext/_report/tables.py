@@ -1,7 +1,6 @@
-"""The tables of quantize and export: a line for each tensor, sizes and errors by class, and the outcome.
+"""Format the output of quantize and export: a line per tensor, sizes and errors by class, and the outcome.
 
-Lines fit the terminal, or 80 columns if there is none or a narrower one, for the usual types and sizes; long names are shortened in the
-middle.
+Long names are shortened in the middle, so that usual lines fit the terminal, or 80 columns without a terminal.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from .._formats.names import describe_tensors, short_class, tensor_class
 from .._formats.tensor_types import stock_fallback
 from .._plan.plan import Fallback, QuantizationPlan, TypeChoices
 
-WARN_ABOVE = 3  # times the usual error of a type
+WARN_ABOVE = 3  # multiple of the usual NMSE of a type
 
 
 def _mib(n_bytes: int) -> str:
-    """Format three significant digits, or three decimals."""
+    """Format with three significant digits, at most three decimals."""
     size = n_bytes / MIB
     n_decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
     return f"{size:.{n_decimals}f}"
 
 
 def tensor_lines(plan: QuantizationPlan, width: int) -> list[str]:
-    """Make "[ 12/291] blk.0.attn_q.weight      2048x2048  f16 -> itq3_t    8.00 -> 1.53 MiB" for each tensor."""
+    """Format "[ 12/291] blk.0.attn_q.weight      2048x2048  f16 -> itq3_t    8.00 -> 1.53 MiB" for each tensor."""
     rows = []
     for t in plan.tensors:
         types, sizes = t.tensor.type.name.lower(), f"{_mib(t.tensor.n_bytes)} MiB"
@@ -50,7 +49,7 @@ def tensor_lines(plan: QuantizationPlan, width: int) -> list[str]:
 
 
 def _size_table(plan: QuantizationPlan, width: int) -> list[str]:
-    """Count tensors and sizes by class and type."""
+    """Tabulate number and size of tensors by class and type."""
     classes: dict[tuple[str, str], list[int]] = {}
     for t in plan.tensors:
         counts = classes.setdefault((tensor_class(t.name), t.type.name.lower()), [0, 0, 0])
@@ -63,7 +62,7 @@ def _size_table(plan: QuantizationPlan, width: int) -> list[str]:
 
 
 def _accuracy_table(tensors: Sequence[MeasuredTensor], width: int) -> list[str]:
-    """Add up the errors of the tensors that changed their type, by class and type."""
+    """Tabulate the errors of the tensors whose type changed, by class and type."""
     classes: dict[tuple[str, str], Accuracy] = {}
     for t in tensors:
         if t.planned.is_changed:
@@ -72,25 +71,24 @@ def _accuracy_table(tensors: Sequence[MeasuredTensor], width: int) -> list[str]:
     if not classes:
         return []
     is_weighted, has_targets = any(a.weighted is not None for a in classes.values()), any(a.to_target is not None for a in classes.values())
-    title = "rel. sq. err." if is_weighted else "relative squared error"  # shorter with a column more, so that usual names fit
 
     def format_columns(type_name: str, a: Accuracy) -> str:
         optional = [value for is_shown, value in ((is_weighted, a.weighted), (has_targets, a.to_target)) if is_shown]
         shown = "".join(f" {'' if value is None else format(value, '.6f'):>9}" for value in optional)
-        return f"{type_name:<8} {a.relative:{len(title)}.6f}{shown} {a.epsilon:14.6g}"
+        return f"{type_name:<8} {a.relative:8.6f}{shown} {a.epsilon:14.6g}"
 
     rows = [(name, format_columns(type_name, a)) for (name, type_name), a in classes.items()]
-    heading = f"{'type':<8} {title}{'  weighted' if is_weighted else ''}{' to target' if has_targets else ''} {'largest error':>14}"
+    heading = f"{'type':<8} {'NMSE':>8}{'  weighted' if is_weighted else ''}{' to target' if has_targets else ''} {'largest error':>14}"
     return format_table("tensors", heading, rows, width)
 
 
 def _dead_line(dead: Mapping[str, DeadColumns]) -> list[str]:
-    """Make "dead inputs = 1,024 of 3,072 columns of ffn_gate, ffn_up; ..." if there are any, by classes of tensors."""
+    """Format "dead inputs = 1,024 of 3,072 columns of ffn_gate, ffn_up; ...", or nothing."""
     classes: dict[str, DeadColumns] = {}
     for name, columns in dead.items():
         total = classes.get(short_class(name), DeadColumns(0, 0))
         classes[short_class(name)] = DeadColumns(total.n_dead + columns.n_dead, total.n_columns + columns.n_columns)
-    groups: dict[DeadColumns, list[str]] = {}  # of classes that share their inputs
+    groups: dict[DeadColumns, list[str]] = {}  # classes with the same inputs share a line
     for name, columns in classes.items():
         if columns.n_dead:
             groups.setdefault(columns, []).append(name)
@@ -99,33 +97,33 @@ def _dead_line(dead: Mapping[str, DeadColumns]) -> list[str]:
 
 
 def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
-    """Compare what was requested with what came out; one line if they are the same."""
-    total = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in all"
+    """Compare the result with the request; one line if they agree."""
+    total = f"{plan.size_after() * 8 / max(plan.n_elements(), 1):.2f} bpw in total"
     bpw, requested_bpw, replaced = plan.layers_bpw(), plan.requested_layers_bpw(), plan.replaced()
     layers = "" if bpw is None else f"{bpw:.5g} bpw in the layers, "
     if not plan.fallbacks() and not replaced:
-        return ["", f"{choices.request} as asked: {layers}{total}"]
+        return ["", f"{choices.request} as requested: {layers}{total}"]
     requested = "" if requested_bpw is None else f", {requested_bpw:.5g} bpw"
-    lines = ["", f"asked for {choices.request}{requested}; got {layers}{total}"]
+    lines = ["", f"requested {choices.request}{requested}; result: {layers}{total}"]
     lines += _fallback_outcomes(plan)
     for (before, after), names in replaced.items():
-        lines.append(describe_tensors(names, f": {after.name.lower()} instead of {before.name.lower()} for the errors"))
+        lines.append(describe_tensors(names, f": {after.name.lower()} instead of {before.name.lower()} (--fallback-above)"))
     return lines
 
 
 def _fallback_outcomes(plan: QuantizationPlan) -> list[str]:
-    """Make a line for each pair of ggml-ext types and one for all that fell back to llama.cpp's types."""
+    """Format a line per pair of ggml-ext types, and one for all fallbacks to upstream types."""
     fallbacks = plan.fallbacks()
     groups: dict[str, list[Fallback]] = {}
     for f in fallbacks:
-        what = "fell back" if f.is_loss else f"took {f.type.name.lower()} in place of {f.requested.name.lower()}"
-        groups.setdefault(what, []).append(f)
+        outcome = "use fallback types" if f.is_loss else f"use {f.type.name.lower()} instead of {f.requested.name.lower()}"
+        groups.setdefault(outcome, []).append(f)
     lines = []
-    for what, group in groups.items():
+    for outcome, group in groups.items():
         n = sum(len(fallbacks[f]) for f in group)
         lengths = ", ".join(map(str, sorted({f.n_per_row for f in group})))
-        refused = "" if all(f.is_same_code for f in group) else "; --no-fallback refuses that"
-        lines.append(f"{n} of {plan.n_matrices} matrices {what} for their rows of {lengths}{refused}")
+        hint = "" if all(f.is_same_code for f in group) else "; --no-fallback makes this an error"
+        lines.append(f"{n} of {plan.n_matrices} matrices {outcome} (rows of {lengths}){hint}")
     return lines
 
 
@@ -140,10 +138,10 @@ def summary(
         choices: the options that choose types.
         width: of the terminal.
         importance: describes the calibration statistics.
-        tensors: with their errors; None for a dry run.
-        seconds: of writing.
-        allocation: with a target.
-        dead: the dead columns by tensor.
+        tensors: with their errors; None in a dry run.
+        seconds: time of writing.
+        allocation: of a target, if there is one.
+        dead: dead columns by tensor.
     """
     n, before, after = plan.n_elements(), plan.size_before(), plan.size_after()
     lines = [
@@ -165,7 +163,7 @@ def summary(
 
 
 def error_warnings(tensors: Sequence[MeasuredTensor]) -> list[str]:
-    """Make a line for each ggml-ext type that has tensors with errors far above the usual one."""
+    """Format a warning per ggml-ext type with tensors far above its usual NMSE."""
     groups: dict[GGMLQuantizationType, dict[str, float]] = {}
     for t in tensors:
         if t.planned.is_changed and t.accuracy.exceeds_usual(t.planned.type, WARN_ABOVE):
@@ -173,7 +171,7 @@ def error_warnings(tensors: Sequence[MeasuredTensor]) -> list[str]:
     lines = []
     for qtype, errors in groups.items():
         info = WEIGHT_TYPES[qtype.name.lower()]
-        described = f": relative squared error up to {max(errors.values()):.3g} as {info.name}, usual {info.usual_rel_mse:g}"
-        lines.append(f"{describe_tensors(list(errors), described)}; --fallback-above {WARN_ABOVE} stores such as "
-                     f"{stock_fallback(qtype).name.lower()}")
+        described = f": NMSE up to {max(errors.values()):.3g} in {info.name}, usual {info.usual_rel_mse:g}"
+        fallback = stock_fallback(qtype).name.lower()
+        lines.append(f"{describe_tensors(list(errors), described)}; --fallback-above {WARN_ABOVE} stores such tensors as {fallback}")
     return lines

@@ -57,7 +57,7 @@ def indexed_files(index: Path) -> list[str]:
     except OSError as e:
         raise UserError(f"cannot read {index}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{index} is no index of shards, it has no valid weight_map: download it again") from e
+        raise UserError(f"{index} is not an index of shards, its weight_map is missing or invalid: download it again") from e
     if bad := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
         raise UserError(f"{index}: weight_map names {bad[0]!r}, which is not in the same directory: download it again")
     return sorted(names)
@@ -97,7 +97,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise UserError(f"{path} is no JSON object: download it again")
+        raise UserError(f"{path} is not a JSON object: download it again")
     return content
 
 
@@ -159,7 +159,7 @@ def count_weights(path: Path) -> int:
             start = f.read(8)
             n_header = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
             if n_header > min(MAX_HEADER, size - 8):
-                raise UserError(f"{path} is no safetensors file, or its header is truncated: {way_out}")
+                raise UserError(f"{path} is not a safetensors file, or its header is truncated: {way_out}")
             infos = [info for name, info in json.loads(f.read(n_header)).items() if name != "__metadata__"]
         end = 8 + n_header + max((info["data_offsets"][1] for info in infos), default=0)
         n = sum(prod(info["shape"]) for info in infos)
@@ -175,7 +175,7 @@ def count_weights(path: Path) -> int:
 def check_pickled(path: Path) -> None:
     """Raise UserError unless a pickled file is an archive, the format since PyTorch 1.6 and the only one that the converter reads."""
     if not zipfile.is_zipfile(path):
-        raise UserError(f"{path} is no archive of PyTorch 1.6 or newer, or is truncated: download it again, or pass a checkpoint with safetensors")
+        raise UserError(f"{path} is not an archive of PyTorch 1.6 or newer, or is truncated: download it again, or pass a checkpoint with safetensors")
 
 
 def check_checkpoint(folder: Path) -> list[Path]:
@@ -185,7 +185,7 @@ def check_checkpoint(folder: Path) -> list[Path]:
             check_adapter(folder)
             models = sorted(p.name for p in folder.glob("*.gguf"))
             instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the directory of a checkpoint"
-            raise UserError(f"{folder} is a directory without {CONFIG}, no Hugging Face checkpoint: pass {instead}")
+            raise UserError(f"{folder} has no {CONFIG}, so it is not a Hugging Face checkpoint: pass {instead}")
         files = weight_files(folder)
         for path in files:
             if path.suffix == PICKLED:

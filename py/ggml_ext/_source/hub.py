@@ -92,7 +92,7 @@ def choose_gguf(repo: Repo, files: list[str], requested: str | None) -> list[str
         if requested not in files:
             raise repo.error(f"has no file {requested}: --hf-file must be {_list_some(ggufs) or 'left out, it has no GGUF files'}")
         if not requested.endswith(".gguf"):
-            raise repo.error(f"has {requested}, which is no GGUF file: leave --hf-file out to take the complete checkpoint")
+            raise repo.error(f"has {requested}, which is not a GGUF file: drop --hf-file to take the complete checkpoint")
         return _require_parts(repo, files, requested)
     firsts = [f for f in ggufs if _parts(f)[0] == f]
 
@@ -282,7 +282,7 @@ def retry(act: Callable[[], Result], name: str, purpose: str, describe_resume: C
     Args:
         act: the transfer.
         name: what it transfers.
-        purpose: purpose of a retry, for the log.
+        purpose: what a retry is for, in the log.
         describe_resume: returns what running the command again does.
         log: logs a line.
 

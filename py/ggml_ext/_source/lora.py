@@ -1,4 +1,4 @@
-"""llama.cpp's converter of LoRA adapters as a command of the environment."""
+"""Run llama.cpp's converter of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = CONVERTER.with_name("convert_lora_to_gguf.py")
 
 
 def run() -> None:
-    """Run convert_lora_to_gguf.py; its entry point in pyproject.toml. SystemExit with one line if something is missing."""
+    """Run convert_lora_to_gguf.py as an entry point of pyproject.toml. SystemExit with one line if it cannot run."""
     try:
         if not SCRIPT.is_file():
             raise UserError(f"{SCRIPT} is missing: reinstall ggml-ext")

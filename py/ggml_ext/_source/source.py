@@ -22,7 +22,7 @@ from .checkpoint import AS_STORED, convert_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Where the model comes from. outtype: the type that a checkpoint is converted to; allow_requantize: as in TypeOptions."""
+    """The source of the model. outtype: the type that a checkpoint is converted to; allow_requantize: as in TypeOptions."""
 
     path: Path | None = option(
         None, flag="input", is_positional=True, metavar="IN", help="GGUF model in F32, F16, BF16 or Q8_0, or the directory of a Hugging Face checkpoint"
@@ -40,16 +40,16 @@ class SourceOptions:
     allow_requantize: bool = False
 
     def check(self, is_uploading: bool) -> None:
-        """Raise UserError for options that do not go together. is_uploading: the token is for --upload too."""
+        """Raise UserError for an invalid combination. is_uploading: the token is for --upload."""
         if self.hf_repo is not None:
             return
         for flag, value in (("--hf-file", self.hf_file), ("--revision", self.revision), ("--hf-token", None if is_uploading else self.hf_token)):
             if value is not None:
-                raise UserError(f"{flag} belongs to --hf-repo ORG/NAME, which is not given")
+                raise UserError(f"{flag} needs --hf-repo ORG/NAME")
         if self.path is None:
             raise UserError("the following arguments are required: IN, or --hf-repo ORG/NAME; see --help")
         if self.keep_gguf is not None and os.path.isfile(self.path):
-            raise UserError(f"--keep-gguf: {self.path} is a file, and only a checkpoint's directory is converted: leave it out")
+            raise UserError(f"--keep-gguf: {self.path} is a file, and only a checkpoint's directory is converted: drop the option")
 
     @property
     def local_path(self) -> Path:
@@ -59,7 +59,7 @@ class SourceOptions:
 
     @property
     def expected_stem(self) -> str:
-        """The model's name as known before anything is read, under which results are cached. The hub may give another file."""
+        """The model's name before anything is read, under which results are cached. --hf-repo may yield another."""
         if self.keep_gguf is not None:
             return self.keep_gguf.name.removesuffix(".gguf")
         if self.hf_repo is not None:
@@ -83,7 +83,7 @@ def _model_files(path: Path | None) -> list[Path]:
         return []
     if os.path.isdir(path):
         with contextlib.suppress(OSError):  # reported when it is read
-            return [p for p in path.iterdir() if not re.fullmatch(UNFINISHED, p.name)]  # unfinished files may be those of OUT
+            return [p for p in path.iterdir() if not re.fullmatch(UNFINISHED, p.name)]  # unfinished files may belong to OUT
     return [path.with_name(name) for name in part_names(path.name)]
 
 
@@ -103,7 +103,7 @@ def reserve_kept_gguf(kept: Path | None, paths: ReservedPaths) -> ReservedPaths:
 
 @contextlib.contextmanager
 def open_source(source: SourceOptions, output: Path | None, console: Console) -> Iterator[GGUFFile]:
-    """The model to quantize. output: None for a dry run. UserError for everything that the user can change."""
+    """Open the model to quantize, after downloading and converting it if needed. output: None for a dry run."""
     path, name, kept = source.path, None, source.keep_gguf
     if source.hf_repo is not None:
         path = hub.fetch_model(hub.Repo(source.hf_repo, source.revision, source.hf_token), source.hf_file, source.allow_requantize, console)
@@ -113,7 +113,7 @@ def open_source(source: SourceOptions, output: Path | None, console: Console) ->
         name = _directory_name(path)
     if not os.path.isdir(path):
         if kept is not None:
-            raise UserError(f"--keep-gguf: {path} is a GGUF file, nothing is converted: leave it out")
+            raise UserError(f"--keep-gguf: {path} is a GGUF file, nothing is converted: drop the option")
         yield open_model(path)
         return
     parent = Path(tempfile.gettempdir()) if output is None else output.parent
