@@ -148,7 +148,7 @@ COUNTS = f"{DOWN}.moment_counts"
     ({"keys": {"imatrix.moments": "diagonal"}}, ("'diagonal'", "must be block or full")),
     ({"keys": {"imatrix.moments.block_size": 64}}, ("64, must be 256",)),
     ({"keys": {"imatrix.moments.tensors": ["blk.7.attn_q.weight"], "imatrix.moments.inputs": [UP]}},
-     ("moments of 1 tensors", "blk.7.attn_q.weight", UP, "--importance diagonal")),
+     ("Hessians of 1 tensors", "blk.7.attn_q.weight", UP, "--importance diagonal")),
 ], ids=["width", "size", "experts", "nan", "inf", "negative", "no_tokens", "nan_count", "counts", "no_counts", "no_moments", "f16", "lists",
         "no_list", "kind", "block_size", "names"])
 def test_bad_files_are_reported(tmp_path, source, options, parts):
@@ -287,7 +287,7 @@ def test_non_positive_hessians_are_damped_once_more(tmp_path):
     created, (warning,) = compute_metric(tmp_path, lib, effort="best")
     assert created is metric and [a[4:] for a in lib.calls] == [(0.01, 8), (0.1, 8)]
     assert UP in warning and "not positive definite" in warning and "0.1" in warning
-    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 0.1.*--importance diagonal"):
+    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with damping 0.1.*--importance diagonal"):
         compute_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
     with pytest.raises(UserError, match=f"{UP}.*no memory.*256 columns.*--importance block"):
         compute_metric(tmp_path, FakeLibrary(MemoryError), "full")
@@ -385,4 +385,4 @@ def test_hessians_of_several_files(tmp_path):
     a = write_moments(tmp_path / "a.gguf", {UP: correlated(600, 256)}, "full")
     b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
     importance = open_importance([a, b], "full")
-    assert set(importance.moments.names()) == {UP, DOWN} and importance.hessian(tensor_of(DOWN, 320, 8)).is_full
+    assert set(importance.hessians.names()) == {UP, DOWN} and importance.hessian(tensor_of(DOWN, 320, 8)).is_full

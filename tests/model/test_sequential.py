@@ -315,7 +315,7 @@ def test_too_little_memory_is_refused(model, text, tmp_path, lib):
     out = tmp_path / "out" / "model.gguf"
     out.parent.mkdir()
     line = quantize_error(model, out, text, "--memory", "0.001")
-    assert "the sums of a layer take 0.0" in line and "0.00 GiB may be used" in line and "--memory" in line
+    assert "the sums of a layer need 0.0" in line and "the limit is 0.00 GiB" in line and "--memory" in line
     done = quantize(model, out, "--type", "itq2_t", "--propagate", "--imatrix-from", text, "--memory", "0.05")
     assert done.returncode == 0 and "this may be slow" in done.stderr
 
