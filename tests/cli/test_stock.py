@@ -277,8 +277,8 @@ def test_target_may_mix_upstream_and_ggml_ext_types(models, tmp_path, flags, par
 @pytest.mark.parametrize(("flags", "parts"), [
     (["--fallback-above", "3"], ["--fallback-above: q4_k_m is a standard type", "drop the option"]),
     (["--tensor-type", "attn_v=itq3_t"], ["--tensor-type attn_v=itq3_t: --type q4_k_m writes a standard GGUF file", "pass a standard type"]),
-    (["--token-embedding-type", "ITQ4_T"], ["--token-embedding-type itq4_t: ", "type of ggml-ext"]),
-    (["--output-tensor-type", "ditto5"], ["--output-tensor-type ditto5: ", "type of ggml-ext"]),
+    (["--token-embedding-type", "ITQ4_T"], ["--token-embedding-type itq4_t: ", "is a ggml-ext type"]),
+    (["--output-tensor-type", "ditto5"], ["--output-tensor-type ditto5: ", "is a ggml-ext type"]),
     (["--target-size", "1MB"], ["--type q4_k and --target-size: pass one of them"]),
     (["--importance", "full", "--imatrix", "none.gguf"], ["none.gguf"]),
 ], ids=lambda v: " ".join(v) if v[0].startswith("--") else "")

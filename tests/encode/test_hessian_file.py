@@ -289,7 +289,7 @@ def test_non_positive_hessians_are_damped_once_more(tmp_path):
     assert UP in warning and "not positive definite" in warning and "0.1" in warning
     with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with damping 0.1.*--importance diagonal"):
         compute_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
-    with pytest.raises(UserError, match=f"{UP}.*no memory.*256 columns.*--importance block"):
+    with pytest.raises(UserError, match=f"{UP}.*not enough memory.*256 columns.*--importance block"):
         compute_metric(tmp_path, FakeLibrary(MemoryError), "full")
 
 
