@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generate docs/types.svg and the tables between markers in README.md and docs/results from docs/measured.json.
+"""Generate docs/types.svg and the tables between markers in README.md, docs/using and docs/results from docs/measured.json.
 
     figures.py            write them
     figures.py --check    write nothing; exit 1 if a table is stale
@@ -119,10 +119,10 @@ def render_gains(measured: dict) -> str:
     itq3_t, q3_k = q["ITQ3_T"], q["Q3_K"]
     speed = f"{measured['avx512']['decode/q3_k']['itq3_t']:.2f}"
     return "\n".join([
-        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. In Q4_K",
-        f"  its KL divergence from F16 is {q['Q4_K']['hessian']}, on the reference model; llama-quantize's file of the same size has {q['Q4_K']['upstream']}.",
-        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. Q3_K by llama-quantize has",
-        f"  {q3_k['bpw']:.2f} and {q3_k['upstream']}. ITQ3_T runs in the llama.cpp of this package, where it generates {speed} times as fast as Q3_K.",
+        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. With all layers in Q4_K",
+        f"  ({q['Q4_K']['bpw']:g} bits per weight), the KL divergence from F16 is {q['Q4_K']['hessian']} on the [reference model](#how-good-is-it); llama-quantize's file of the same size has {q['Q4_K']['upstream']}.",
+        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. Q3_K has {q3_k['bpw']:.2f} and {q3_k['upstream']} by",
+        f"  llama-quantize, or {q3_k['hessian']} by ggml-ext. ITQ3_T runs in the llama.cpp of this package, where it generates {speed} times as fast as Q3_K.",
         "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
@@ -168,9 +168,9 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, slow = run["calibration"], run["encoding"], measured["without_avx2"]
     return (
-        f"Other standard types work too, by llama-quantize's names. ITQ3_T took {encoding['took_minutes']} minutes to encode for the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights), on {run['processor']}.\n"
-        f"Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and {calibration['gib']} GiB of memory; with less memory it runs the model in Q8_0 or Q4_K.\n"
-        f"Without AVX2, ITQ3_T generates only {slow['decode']['itq3_t']:g} tokens/s, where Q3_K generates {slow['decode']['q3_k']:g} ({slow['processor'].partition(',')[0]})."
+        f"Other standard types work too, by llama-quantize's names. Encoding the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights) in ITQ3_T took {encoding['took_minutes']} minutes on {run['processor']}.\n"
+        f"Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and {calibration['gib']} GiB of memory, with the F16 model and block-diagonal Hessians; full ones need 16 GB more.\n"
+        f"With less memory it runs the model in Q8_0 or Q4_K. Without AVX2, ITQ3_T generates at 1/{slow['decode']['q3_k'] / slow['decode']['itq3_t']:.0f} of Q3_K's speed ({slow['decode']['itq3_t']:g} and {slow['decode']['q3_k']:g} tokens/s, a synthetic model of four blocks)."
     )
 
 
@@ -267,6 +267,7 @@ def main() -> None:
     tables = {
         "README.md": {"gains": render_gains(measured), "choice": f"{render_choice(measured)}\n\n{render_cost(measured)}",
                       "quality": render_quality(measured), "speed": "\n".join(speed_table(measured))},
+        "docs/using/quick-start.md": {"choice": render_choice(measured)},
         "docs/results/measurements.md": {"types": render_types(types)},
     }
     for name, parts in tables.items():

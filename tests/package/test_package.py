@@ -124,7 +124,7 @@ def test_replacement_script_drops_foreign_backends(tmp_path):
     script = tmp_path / "llama-server"
     server = str(Path(sys.executable).parent / "llama-server")
     lines = re.search(r"^( +)#!/bin/sh\n.*?\n\n", text, re.M | re.S)[0]
-    script.write_text(textwrap.dedent(lines).replace("$(command -v llama-server)", server))
+    script.write_text(textwrap.dedent(lines).replace("/home/you/.venv/bin/llama-server", server))
     script.chmod(0o755)
     env = {**os.environ, "GGML_BACKEND_PATH": str(tmp_path / "no-backend.so")}
     logs = [subprocess.run([p, "--list-devices"], env=env, capture_output=True, text=True, timeout=60) for p in (server, script)]

@@ -63,6 +63,13 @@ def test_every_program_is_built_installed_and_listed():
     assert commands == {*tools.split(), "rpc-server", "convert_lora_to_gguf.py"} - {"ggml-rpc-server"}
 
 
+def test_programs_names_the_pinned_llama_cpp():
+    pinned = tomllib.loads((ROOT / "ggml_ext" / "upstream.toml").read_text("utf-8"))
+    text = (ROOT / "docs" / "using" / "programs.md").read_text("utf-8")
+    assert f"{pinned['llama_cpp']}, commit {pinned['commit']}" in " ".join(text.split())
+    assert f"{pinned['package']}=={pinned['version']}" in text
+
+
 # Paths of this repository in running text, with or without backquotes.
 PATHS = r"`((?:ggml_ext|cuda|metal|vulkan|py|tests|scripts|docs|data)/[\w./-]+)`|(?<![\w/])(docs/[\w/-]+\.md)|(scripts/\w+/\w+\.py)"
 
