@@ -6,9 +6,9 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ccq2> {
-    static constexpr float offset     = CCQ2_OFFSET;
-    static constexpr bool  own_offset = false;
-    static constexpr int   pairs      = 0;
+    static constexpr float offset          = CCQ2_OFFSET;
+    static constexpr bool  own_offset      = false;
+    static constexpr int   nibble_distance = 0;
     static __device__ __forceinline__ unpacked unpack(const block_ccq2 & x, int k) {
         const block_words words(&x);
         static_assert(offsetof(block_ccq2, scales) == 1 && offsetof(block_ccq2, qs) == 2, "");

@@ -6,9 +6,9 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ditto3> {
-    static constexpr float offset     = DITTO3_OFFSET;
-    static constexpr bool  own_offset = false;
-    static constexpr int   pairs      = 2;
+    static constexpr float offset          = DITTO3_OFFSET;
+    static constexpr bool  own_offset      = false;
+    static constexpr int   nibble_distance = 2;
     static __device__ __forceinline__ unpacked unpack(const block_ditto3 & x, int k) {
         const block_words words(&x);
         static_assert(offsetof(block_ditto3, codebook) == 2 && offsetof(block_ditto3, ql) == 10 && offsetof(block_ditto3, qh) == 74, "");

@@ -7,9 +7,9 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_ditto5> {
-    static constexpr float offset     = DITTO5_OFFSET;
-    static constexpr bool  own_offset = false;
-    static constexpr int   pairs      = 1;
+    static constexpr float offset          = DITTO5_OFFSET;
+    static constexpr bool  own_offset      = false;
+    static constexpr int   nibble_distance = 1;
     static __device__ __forceinline__ unpacked unpack(const block_ditto5 & x, int k) {
         static_assert(offsetof(block_ditto5, ql) % 2 == 0 && offsetof(block_ditto5, qh) % 2 == 0, "loads of two bytes");
         constexpr uint8_t upper_half[] = GGML_EXT_DITTO5_CODEBOOK;

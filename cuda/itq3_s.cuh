@@ -6,9 +6,9 @@
 namespace ggml_ext {
 
 template <> struct unpacker<block_itq3_s> {
-    static constexpr float offset     = 4; // near the zero points of all blocks
-    static constexpr bool  own_offset = true;
-    static constexpr int   pairs      = 0;
+    static constexpr float offset          = 4; // near the zero points of all blocks
+    static constexpr bool  own_offset      = true;
+    static constexpr int   nibble_distance = 0;
     static __device__ __forceinline__ unpacked unpack(const block_itq3_s & x, int k) {
         static_assert(sizeof(block_itq3_s) % 4 == 0 && offsetof(block_itq3_s, ql) % 4 == 0, "words are aligned");
         const uint32_t * ql = (const uint32_t *) x.ql;

@@ -9,8 +9,8 @@ namespace ggml_ext {
 
 // Activations of one block of n = 256 weights or of two blocks of 64, in place of block_q8_1.
 //   qs[k]   the 32 values that thread k multiplies, for two 16-byte loads: weight L*g + 4*k + b of unpack.cuh has its
-//           activation at code_place(pairs, g, b)
-//   ds[k]   high half: scale as bfloat16, rounded up before use; low half: sum of qs[k], for the offsets of the weights
+//           activation at code_place(nibble_distance, g, b)
+//   ds[k]   high half: scale as bfloat16, rounded up before the values are divided by it, so that |q| <= 127; low half: sum of qs[k], for the offsets of the weights
 // Blocks of 64 come in pairs because one of 72 bytes would not be aligned to 16. The second block's threads follow the first's.
 // Rows hold complete pairs: upstream pads them to MATRIX_ROW_PADDING = 512 values.
 template <int n> struct block_q8 {
@@ -87,7 +87,7 @@ static __device__ __forceinline__ int lanes_sum(int v) {
 
 // Quantize the 256 values of a warp to the blocks at y. Inf or NaN among a thread's values makes its scale NaN, so that it
 // propagates to the result. Values with a subnormal scale become zero.
-template <int n, int pairs>
+template <int n, int nibble_distance>
 static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LANE], block_q8<n> * y, int lane) {
     uint32_t bits = 0; // largest magnitude
 #pragma unroll
@@ -105,7 +105,7 @@ static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LA
 #pragma unroll
     for (int i = 0; i < N_PER_LANE; ++i) {
         const int q = finite ? __float2int_rn(v[i]*inv_d) : 0;
-        y->qs[k][code_place(pairs, i, b)] = (int8_t) q;
+        y->qs[k][code_place(nibble_distance, i, b)] = (int8_t) q;
         sum += q;
     }
     sum = lanes_sum<4>(sum);
@@ -115,7 +115,7 @@ static __device__ __forceinline__ void quantize_values(const float (&v)[N_PER_LA
 }
 
 // Grid: ne0/256 / N_WARPS_QUANTIZE, ne1, ne2*ne3. Strides in elements. Values from ne00 to ne0 are zero.
-template <int n, bool rotated, int pairs>
+template <int n, bool rotated, int nibble_distance>
 __launch_bounds__(32*N_WARPS_QUANTIZE, 1)
 static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t ne00, int64_t s01, int64_t s02, int64_t s03,
                                    int64_t ne0, uint32_t ne1, uint32_t ne2) {
@@ -132,7 +132,7 @@ static __global__ void quantize_q8(const float * x_ptr, void * vy_ptr, int64_t n
     ggml_cuda_pdl_sync();
     float v[N_PER_LANE];
     load_values<n, rotated>(x, ne00 - kb*QK_K, lane, v);
-    quantize_values<n, pairs>(v, (block_q8<n> *) ((block_q8<QK_K> *) vy_ptr + iy), lane);
+    quantize_values<n, nibble_distance>(v, (block_q8<n> *) ((block_q8<QK_K> *) vy_ptr + iy), lane);
 }
 
 static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0, int64_t ne00, int64_t s01, int64_t s02,
@@ -146,7 +146,7 @@ static void quantize_row_q8_cuda(const float * x, void * vy, ggml_type type_src0
     switch (type_src0) {
 #define GGML_EXT_X(NAME, name)                                                                                                               \
     case GGML_TYPE_##NAME:                                                                                                                   \
-        return launch(quantize_q8<traits<block_##name>::block_size, traits<block_##name>::rotated, unpacker<block_##name>::pairs>);
+        return launch(quantize_q8<traits<block_##name>::block_size, traits<block_##name>::rotated, unpacker<block_##name>::nibble_distance>);
         GGML_EXT_WEIGHT_TYPES(GGML_EXT_X)
 #undef GGML_EXT_X
         default: return;
@@ -177,7 +177,7 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
         return;
     }
     ggml_cuda_pdl_sync();
-    const int64_t row = scatter ? blockIdx.x*s02
+    const int64_t row = scatter ? blockIdx.x*s02 // tokens are dimension 2 of x
                                 : blockIdx.z/ne2*s03 + blockIdx.z%ne2*s02 + (ids ? ids[blockIdx.x] : (int64_t) blockIdx.x)*s01;
     const float * x = x_all + row + kb*QK_K;
     float v[N_PER_LANE];
@@ -201,7 +201,7 @@ static __global__ void quantize_rotated_mmq(const float * x_all, const int32_t *
         int sum = 0;
 #pragma unroll
         for (int i = g*n_registers; i < (g + 1)*n_registers; ++i) {
-            const int rounded = d < FLT_MAX ? __float2int_rn(v[i]*inv_d) : 1;
+            const int rounded = d < FLT_MAX ? __float2int_rn(v[i]*inv_d) : 1; // 1, so that a NaN or Inf scale reaches the sum
             q[i] = (int8_t) (rounded < -127 ? -127 : rounded > 127 ? 127 : rounded);
             sum += q[i];
         }
@@ -245,7 +245,7 @@ static void quantize_mmq_cuda(const float * x, const int32_t * ids, void * vy, g
     GGML_ASSERT(ne00 % block_size_of(type_src0) == 0 && ne0 % QK_K == 0);
     const dim3 grid(n_columns, (ne0/QK_K + N_WARPS_QUANTIZE - 1)/N_WARPS_QUANTIZE, ne2*ne3);
     const ggml_cuda_kernel_launch_params params(grid, dim3(32, N_WARPS_QUANTIZE, 1), 0, stream);
-    const bool has_sum = mmq_alias(type_src0) == GGML_TYPE_Q5_1;
+    const bool has_sum = mmq_alias(type_src0) == GGML_TYPE_Q5_1; // stands for types with zero points
     GGML_ASSERT(!has_sum || block_size_of(type_src0) == QK_K); // only 256-weight types have zero points per block
     const auto kernel = has_sum                          ? quantize_rotated_mmq<256, true,  scatter>
                       : block_size_of(type_src0) == QK_K ? quantize_rotated_mmq<256, false, scatter>

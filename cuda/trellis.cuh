@@ -27,7 +27,7 @@ static __device__ __forceinline__ void trellis_codes(const ggml_ext_trellis_tabl
 }
 
 // Returns the distance between the groups of a byte's two nibbles.
-constexpr int trellis_pairs(int bits) {
+constexpr int trellis_nibble_distance(int bits) {
     return bits == 4 ? 1 : 4;
 }
 
@@ -100,9 +100,9 @@ static __device__ __forceinline__ unpacked unpack_trellis(const B & x, int k, co
 
 #define GGML_EXT_X(NAME, name, K, N, CODE, OFFSET, ...)                                                \
     template <> struct unpacker<block_##name> {                                                        \
-        static constexpr float offset     = OFFSET;                                                    \
-        static constexpr bool  own_offset = false;                                                     \
-        static constexpr int   pairs      = trellis_pairs(K);                                          \
+        static constexpr float offset          = OFFSET;                                               \
+        static constexpr bool  own_offset      = false;                                                \
+        static constexpr int   nibble_distance = trellis_nibble_distance(K);                           \
         static __device__ __forceinline__ unpacked unpack(const block_##name & x, int k) {             \
             constexpr ggml_ext_trellis_tables tables = GGML_EXT_TRELLIS_TABLES_##CODE;                 \
             return unpack_trellis<block_##name, K>(x, k, tables, offset);                              \

@@ -4,8 +4,8 @@
 //   q[g]       byte b: the code of weight L*g + 4*k + b, equal to the scalar reference's
 //   d, offset  float: value = d * scale[g/2] * (code - offset)
 //   scale[4]   integer scales, only for types with several groups (CCQ2: groups of 64 in a block of 256)
-// and defines constants: `offset`, of all blocks, or with `own_offset` a number near theirs; `pairs`, the order of the codes
-// (code_place), 0 for the order above.
+// and defines constants: `offset`, of all blocks, or with `own_offset` a number near theirs; `nibble_distance`, between the groups
+// of a byte's two nibbles, which sets the order of the codes (code_place); 0 for the order above.
 //
 // All files of this directory also compile as host code with tests/cuda_host/common.cuh.
 #pragma once
@@ -44,9 +44,9 @@ struct unpacked {
 template <typename B> struct unpacker;
 
 // The byte among a thread's 32 that holds the code of weight L*g + 4*k + b. A look-up of nibbles interleaves the codes of groups g and
-// g + pairs in two words. MMVQ keeps that order and has the activations in it too (quantize.cuh); others call unpack_by_group().
-constexpr __host__ __device__ int code_place(int pairs, int g, int b) {
-    return pairs == 0 ? 4*g + b : 4*((g & ~pairs) + b/2*pairs) + 2*(b%2) + g/pairs%2;
+// g + nibble_distance in two words. MMVQ keeps that order and has the activations in it too (quantize.cuh); others call unpack_by_group().
+constexpr __host__ __device__ int code_place(int nibble_distance, int g, int b) {
+    return nibble_distance == 0 ? 4*g + b : 4*((g & ~nibble_distance) + b/2*nibble_distance) + 2*(b%2) + g/nibble_distance%2;
 }
 
 #ifdef __CUDACC__
@@ -116,15 +116,15 @@ static __device__ __forceinline__ void deinterleave(const uint32_t lo, const uin
     b = __byte_perm(lo, hi, 0x7531);
 }
 
-// Unpack with q[g] holding the codes of group g, for any `pairs`.
+// Unpack with q[g] holding the codes of group g, for any `nibble_distance`.
 template <typename B>
 static __device__ __forceinline__ unpacked unpack_by_group(const B & x, int k) {
-    constexpr int pairs = unpacker<B>::pairs;
+    constexpr int nibble_distance = unpacker<B>::nibble_distance;
     unpacked u = unpacker<B>::unpack(x, k);
 #pragma unroll
     for (int g = 0; g < N_WORDS; ++g) {
-        if ((g & pairs) == 0 && pairs != 0) {
-            deinterleave(u.q[g], u.q[g + pairs], u.q[g], u.q[g + pairs]);
+        if ((g & nibble_distance) == 0 && nibble_distance != 0) {
+            deinterleave(u.q[g], u.q[g + nibble_distance], u.q[g], u.q[g + nibble_distance]);
         }
     }
     return u;

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 enum {
-    BLOCK_COLUMNS = QK_K, // of a Hessian that is one of a block-diagonal
+    BLOCK_COLUMNS = QK_K, // columns of one block of a block-diagonal Hessian
     MIRROR          = 32, // rows and columns that are mirrored together
 };
 
@@ -37,7 +37,7 @@ static void matrix_free(struct matrix * x) {
     free(x->packed);
 }
 
-// Copy the lower triangle to the upper one, or swap them.
+// Copy the lower triangle to the upper one; n is a multiple of MIRROR. swap: exchange both triangles.
 static void mirror(double * a, int64_t n, bool swap) {
     for (int64_t i0 = 0; i0 < n; i0 += MIRROR) {
         for (int64_t j0 = 0; j0 <= i0; j0 += MIRROR) {
@@ -80,7 +80,7 @@ static bool load_hessian(struct matrix * x, const float * triangle, double damp)
     return true;
 }
 
-// a[i][j] -= sum over k of left[k][i]*right[k][j] for j <= i, i in lo .. hi - 1, both multiples of 8.
+// a[i][j] -= sum over k of left[k][i]*right[k][j] for j <= i, i in lo .. hi - 1; lo and hi are multiples of 8.
 static void subtract(struct matrix * x, int64_t lo, int64_t hi, const double * left, const double * right, int n_k) {
     subtract_products(&(struct products) {x->a, left, right, x->n, n_k}, lo, hi, x->n_threads, x->packed);
 }

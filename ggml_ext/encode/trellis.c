@@ -5,7 +5,7 @@
 
 enum {
     TRELLIS_MAX_PASSES = 6,
-    TRELLIS_MAX_AHEAD  = 64, // steps of a segment and of its look-ahead
+    TRELLIS_MAX_SEARCH = 64, // steps of a segment and of its look-ahead
     TRELLIS_N_ODD      = 4,  // further scales for blocks that are not Gaussian
 };
 
@@ -30,31 +30,33 @@ struct trellis_best {
 // Input of trellis_encode(), by step.
 struct trellis_block {
     const struct ggml_ext_metric * metric; // NULL: squared error
-    int64_t first;                         // first step of the block in its row
+    int64_t first_step;                    // of the block, in its row
     float   x[QK_K];                       // rotated weights
-    float   wish[QK_K];                    // targets: x compensated for the errors of the row's earlier blocks
+    float   goal[QK_K];                    // x compensated for the errors of the row's earlier blocks
 };
 
 // Finds the states under scale d segment by segment, each compensating for the errors of those before.
 static inline __attribute__((always_inline)) void trellis_search_feedback(struct trellis_type t, struct trellis_work * w,
                                                                           const struct trellis_block * in, float d, uint16_t * states) {
+    // The last states of a segment limit the first ones of the next, so each search looks ahead.
     const int S = in->metric->segment, ahead = S < 16 ? 24 : in->metric->windows ? 16 : S;
-    float wish[QK_K], errors[METRIC_MAX_SEGMENT];
-    memcpy(wish, in->wish, (size_t) t.n*sizeof(wish[0]));
+    float goal[QK_K], errors[METRIC_MAX_SEGMENT];
+    memcpy(goal, in->goal, (size_t) t.n*sizeof(goal[0]));
     for (int s = 0; s < t.n; s += S) {
         const int n = s + S + ahead < t.n ? S + ahead : t.n - s;
-        float    z[TRELLIS_MAX_AHEAD];
-        uint16_t path[TRELLIS_MAX_AHEAD];
+        float    z[TRELLIS_MAX_SEARCH];
+        uint16_t path[TRELLIS_MAX_SEARCH];
         for (int j = 0; j < n; ++j) {
-            z[j] = wish[s + j]*(1.0f/d);
+            z[j] = goal[s + j]*(1.0f/d);
         }
         trellis_search(t.k, w, z, n, s == 0 ? -1 : states[s - 1], -1, path);
         for (int j = 0; j < S; ++j) {
             states[s + j] = path[j];
             errors[j]     = in->x[s + j] - d*trellis_value(w, path[j]);
         }
+        const int64_t step_in_hessian = in->first_step%in->metric->columns + s;
         for (int r = s + S; r < t.n; r += S) {
-            metric_add_rows(S, metric_L(in->metric, in->first + r) + (in->first%in->metric->columns + s)*S, S, errors, wish + r);
+            metric_add_rows(S, metric_L(in->metric, in->first_step + r) + step_in_hessian*S, S, errors, goal + r);
         }
     }
 }
@@ -106,23 +108,23 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
     float e[QK_K], r[QK_K], form[QK_K], b[QK_K];
     for (int i = 0; i < n; ++i) {
         e[i] = v ? in->x[i]    - d*v[i] : in->x[i];
-        r[i] = v ? in->wish[i] - d*v[i] : in->wish[i];
+        r[i] = v ? in->goal[i] - d*v[i] : in->goal[i];
     }
     if (in->metric) {
-        metric_add_feedback(in->metric, in->first, n, e, r);
+        metric_add_feedback(in->metric, in->first_step, n, e, r);
     }
     if (step) {
         memcpy(b, v, (size_t) n*sizeof(b[0]));
         memcpy(form, v, (size_t) n*sizeof(b[0]));
         if (in->metric) {
-            metric_add_feedback(in->metric, in->first, n, v, b);
-            metric_apply_D(in->metric, in->first, n, b, form);
+            metric_add_feedback(in->metric, in->first_step, n, v, b);
+            metric_apply_D(in->metric, in->first_step, n, b, form);
         }
         const float vv = trellis_dot(n, b, form);
         *step = vv > 0.0f ? trellis_dot(n, r, form)/vv : -d;
     }
     if (in->metric) {
-        metric_apply_D(in->metric, in->first, n, r, form);
+        metric_apply_D(in->metric, in->first_step, n, r, form);
     }
     return trellis_dot(n, r, in->metric ? form : r);
 }
@@ -134,9 +136,9 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
     enum { W = METRIC_WINDOW };
     const int     n_groups = GGML_EXT_TRELLIS_STATES >> t.k;
     const float   d = ggml_ext_e5m3_to_float(best->d), inv_d = 1.0f/d;
-    const float * form = metric_schur(in->metric, in->first), * inverse = metric_windows(in->metric, in->first);
+    const float * form = metric_schur(in->metric, in->first_step), * inverse = metric_windows(in->metric, in->first_step);
     float e[QK_K], g[QK_K]; // g: the form times the errors
-    metric_find_optimum(in->metric, in->first, t.n, in->x, in->wish, e);
+    metric_find_optimum(in->metric, in->first_step, t.n, in->x, in->goal, e);
     for (int i = 0; i < t.n; ++i) {
         e[i] -= d*trellis_value(w, best->states[i]);
     }
@@ -171,10 +173,11 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
 }
 
 // Encodes the block under one scale, keeps the states if they are the best so far, and returns the scale that suits them best.
-// *squared_error: that of the states. feed_back: false without a metric and for the first estimate. last: the result is not used.
+// *squared_error: that of the states. feed_back: false without a metric and for the first estimate. need_optimum: false if
+// the result is not used.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
-                                                                     bool feed_back, bool last, struct trellis_best * best, float * squared_error) {
+                                                                     bool feed_back, bool need_optimum, struct trellis_best * best, float * squared_error) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
     float    v[QK_K], e[QK_K], step = 0.0f;
@@ -182,16 +185,16 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
         trellis_search_feedback(t, w, in, d, states);
     } else {
         for (int i = 0; i < t.n; ++i) {
-            v[i] = in->wish[i]*inv_d;
+            v[i] = in->goal[i]*inv_d;
         }
         trellis_search(t.k, w, v, t.n, -1, -1, states);
     }
     for (int i = 0; i < t.n; ++i) {
         v[i] = trellis_value(w, states[i]);
-        e[i] = in->wish[i] - d*v[i];
+        e[i] = in->goal[i] - d*v[i];
     }
     *squared_error = trellis_dot(t.n, e, e);
-    const float err = trellis_cost(t.n, in, v, d, last ? NULL : &step);
+    const float err = trellis_cost(t.n, in, v, d, need_optimum ? &step : NULL);
     if (err < best->err) {
         best->err = err;
         best->d   = (uint8_t) scale;
@@ -200,7 +203,7 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
     return d + step;
 }
 
-// Returns by how much the squared error of the best states, against the targets of their segments, exceeds that of a Gaussian.
+// Returns the squared error minus TRELLIS_ODD_FED times the expected error of Gaussian weights; positive: try further scales.
 static inline __attribute__((always_inline)) float trellis_excess(struct trellis_type t, const struct trellis_work * w,
                                                                   const struct trellis_block * in, const struct trellis_best * best) {
     const float d = ggml_ext_e5m3_to_float(best->d);
@@ -208,9 +211,9 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     for (int i = 0; i < t.n; ++i) {
         z[i] = d*trellis_value(w, best->states[i]);
         e[i] = in->x[i] - z[i];
-        r[i] = in->wish[i] - z[i];
+        r[i] = in->goal[i] - z[i];
     }
-    metric_add_feedback(in->metric, in->first, t.n, e, r);
+    metric_add_feedback(in->metric, in->first_step, t.n, e, r);
     for (int i = 0; i < t.n; ++i) {
         z[i] += r[i];
     }
@@ -227,14 +230,16 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
         peak = fmaxf(peak, fabsf(in->x[i]));
     }
     *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0 unless a scale is better
-    const float energy = trellis_dot(t.n, in->wish, in->wish), gaussian_error = TRELLIS_ODD(t.n)*t.nmse*energy;
-    const float first  = sqrtf(energy*(1.0f/t.n))/w->code_rms;
-    float target = first*t.gain, error = 0.0f, unused;
+    const float energy = trellis_dot(t.n, in->goal, in->goal), gaussian_error = TRELLIS_ODD(t.n)*t.nmse*energy;
+    const float gaussian_scale = sqrtf(energy*(1.0f/t.n))/w->code_rms;
+    float target = gaussian_scale*t.gain, squared_error;
     int   best_scale = 0;
-    const int first_scale = trellis_next_scale(target, tried, 0);
+    bool  is_odd = false; // with a metric: the block is not Gaussian
+    const int first_scale_byte = trellis_next_scale(target, tried, 0);
     const bool hessian = in->metric && in->metric->windows; // not a diagonal
-    if (in->metric && !hessian && first_scale > 0) { // without feedback: a cheap estimate of the scale and of whether the block is Gaussian
-        target = trellis_try_scale(t, w, in, first_scale, false, false, best, &error);
+    if (in->metric && !hessian && first_scale_byte > 0) { // without feedback: a cheap estimate of the scale and of whether the block is Gaussian
+        target = trellis_try_scale(t, w, in, first_scale_byte, false, true, best, &squared_error);
+        is_odd = squared_error > gaussian_error;
     }
     for (int pass = 0; pass < n_passes; ++pass) {
         int scale = trellis_next_scale(target, tried, n_tried);
@@ -244,7 +249,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
         if (scale < 0) {
             break;
         }
-        const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 == n_passes, best, &unused);
+        const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 < n_passes, best, &squared_error);
         tried[n_tried++] = (uint8_t) scale;
         if (best_scale == 0 || best->d == scale) {
             best_scale = scale;
@@ -252,14 +257,14 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
         }
     }
     if (hessian) {
-        error = trellis_excess(t, w, in, best);
+        is_odd = trellis_excess(t, w, in, best) > 0.0f;
     }
     // Blocks that are not Gaussian need other scales: they have few distinct values or an outlier.
-    const float odd[TRELLIS_N_ODD] = {1.3f*first, 1.6f*first, 0.75f*first, peak/w->code_top};
-    for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? error : best->err) > (hessian ? 0.0f : gaussian_error); ++i) {
+    const float odd[TRELLIS_N_ODD] = {1.3f*gaussian_scale, 1.6f*gaussian_scale, 0.75f*gaussian_scale, peak/w->code_top};
+    for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? is_odd : best->err > gaussian_error); ++i) {
         const int scale = trellis_next_scale(odd[i], tried, n_tried);
         if (scale > 0) {
-            trellis_try_scale(t, w, in, scale, in->metric != NULL, true, best, &unused);
+            trellis_try_scale(t, w, in, scale, in->metric != NULL, false, best, &squared_error);
             tried[n_tried++] = (uint8_t) scale;
         }
     }
@@ -291,9 +296,9 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
     struct trellis_work * w = trellis_begin(t);
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, t.n);
     while (ext_rows_next(&rows)) {
-        struct trellis_block in = {.metric = metric, .first = rows.first};
+        struct trellis_block in = {.metric = metric, .first_step = rows.first};
         struct trellis_best  best = {.d = 0xff}; // row validation rejects it
-        const bool finite = ext_rows_load(&rows, src, true, in.x, in.wish);
+        const bool finite = ext_rows_load(&rows, src, true, in.x, in.goal);
         if (finite) {
             trellis_encode(t, w, &in, n_passes, &best);
         }

@@ -207,7 +207,7 @@ template <typename B> static void check_quantize() {
                 int  sum = 0;
                 for (int i = 0; i < 32; ++i) {
                     const float e = v[n/8*(i/4) + 4*k + i%4];
-                    const int   q = qs[ggml_ext::code_place(ggml_ext::unpacker<B>::pairs, i/4, i%4)];
+                    const int   q = qs[ggml_ext::code_place(ggml_ext::unpacker<B>::nibble_distance, i/4, i%4)];
                     amax = std::max(amax, std::fabs(e));
                     sum += q;
                     ok = ok && std::fabs(q*d - e) <= 0.5001f*d;

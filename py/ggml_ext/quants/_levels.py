@@ -26,26 +26,26 @@ class Block:
 
     Attributes:
         x: the weights.
-        wish: the weights, corrected for the errors of earlier blocks.
+        goal: the weights, corrected for the errors of earlier blocks.
         form: the block's part of the Hessian, after elimination of later blocks.
         target: the values without cost.
     """
 
-    def __init__(self, metric: Metric, first: int, x: np.ndarray, wish: np.ndarray):
-        self.metric, self.first, self.x, self.wish = metric, first, x, wish
+    def __init__(self, metric: Metric, first: int, x: np.ndarray, goal: np.ndarray):
+        self.metric, self.first, self.x, self.goal = metric, first, x, goal
         self.form = metric.blocks[first // BLOCK_SIZE]
-        self.target = metric.aim(first, x, wish)
+        self.target = metric.aim(first, x, goal)
         self.pull = form_times(self.form, self.target)
 
     def start(self, level: np.ndarray) -> np.ndarray:
         """Return first codes uint8 (n_rows, 256) under levels float32 (n_rows, 8), with error feedback between segments."""
-        S, metric, wish, errors = self.metric.segment, self.metric, self.wish.copy(), np.zeros_like(self.x)
+        S, metric, goal, errors = self.metric.segment, self.metric, self.goal.copy(), np.zeros_like(self.x)
         code = np.zeros(self.x.shape, np.uint8)
         for s in range(0, BLOCK_SIZE, S):
             here, form = slice(s, s + S), metric.forms[self.first + s : self.first + s + S]
-            metric.feed_segment(self.first, s, errors, wish)
-            code[:, here] = nearest_levels(level, wish[:, here])
-            g = form_times(form, wish[:, here] - _values(level, code[:, here]))
+            metric.feed_segment(self.first, s, errors, goal)
+            code[:, here] = nearest_levels(level, goal[:, here])
+            g = form_times(form, goal[:, here] - _values(level, code[:, here]))
             descend(form, level, code[:, here], g)
             errors[:, here] = self.x[:, here] - _values(level, code[:, here])
         return code

@@ -86,9 +86,9 @@ class Metric:
             _add_rows(self.forms[first + s : first + s + self.segment], r[:, here], y[:, here])
         return y
 
-    def aim(self, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
-        """Return the target of a block, whose values v cost (target - v)^T B (target - v); metric_aim()."""
-        shift, minus, S = wish - x, np.zeros_like(x), self.segment
+    def aim(self, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        """Return the target of a block, whose values v cost (target - v)^T B (target - v); metric_find_optimum()."""
+        shift, minus, S = goal - x, np.zeros_like(x), self.segment
         for s in range(0, x.shape[1], S):
             self.feed_segment(first, s, minus, shift)
             minus[:, s : s + S] = -shift[:, s : s + S]
@@ -96,7 +96,7 @@ class Metric:
 
     @classmethod
     def of_importance(cls, importance: np.ndarray, block_size: int) -> Metric:
-        """Factor the diagonal Hessian of a row's unrotated weights, float32 (n_per_row,), for rotated types; metric_of_importance()."""
+        """Factor the diagonal Hessian of a row's unrotated weights, float32 (n_per_row,), for rotated types; metric_from_importance()."""
         blocks = importance.reshape(-1, block_size)
         sums = np.cumsum(blocks, axis=1, dtype=np.float64)[:, -1:]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -153,17 +153,17 @@ def encode_rows(
 ) -> None:
     """Encode rows block by block with error feedback; encode/rows.h.
 
-    x: float32 (n_blocks, n) by step, row after row, zero in refused blocks. encode(here, first, x, wish) encodes the blocks x[here],
+    x: float32 (n_blocks, n) by step, row after row, zero in refused blocks. encode(here, first, x, goal) encodes the blocks x[here],
     which begin at step `first` of their rows, and returns their values, float32 like x, zero for refused ones.
     """
     n = x.shape[1]
     row_blocks = 1 if metric is None else len(metric.forms) // n
     errors = np.zeros((len(x) // row_blocks, row_blocks * n), np.float32)
     for i in range(row_blocks):
-        here, first, wish = slice(i, None, row_blocks), i * n, np.zeros_like(x[i::row_blocks])
+        here, first, goal = slice(i, None, row_blocks), i * n, np.zeros_like(x[i::row_blocks])
         if metric is not None:
-            metric.feed_row(first, errors[:, first // metric.columns * metric.columns : first], wish)
-        errors[:, first : first + n] = x[here] - encode(here, first, x[here], x[here] + wish)
+            metric.feed_row(first, errors[:, first // metric.columns * metric.columns : first], goal)
+        errors[:, first : first + n] = x[here] - encode(here, first, x[here], x[here] + goal)
 
 
 def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
@@ -173,7 +173,7 @@ def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return A x for each row x, float32 (n_rows, n), and symmetric A: metric_form_times(), metric_add_rows()."""
+    """Return A x for each row x, float32 (n_rows, n), and symmetric A: metric_multiply()."""
     y = np.zeros_like(x)
     for j in range(x.shape[1]):
         y += form[j] * x[:, j, None]
@@ -181,7 +181,7 @@ def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def load_damped(triangle: np.ndarray, n: int, damping: float) -> np.ndarray:
-    """Return the damped Hessian, scaled to a mean diagonal of 1, float64 (n, n); load_moments(). ValueError for invalid sums."""
+    """Return the damped Hessian, scaled to a mean diagonal of 1, float64 (n, n); load_hessian(). ValueError for invalid sums."""
     a = np.zeros((n, n))
     a[np.tril_indices(n)] = triangle
     if not np.isfinite(a).all() or (np.diag(a) < 0).any():

@@ -1,4 +1,4 @@
-"""Error feedback for upstream scalar types, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
+"""Error feedback for stock scalar types, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
 
 It improves the scales and codes of llama.cpp's encoder, which has no numpy reference. Arrays of columns are float32 (n_columns, n_rows).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -61,6 +61,7 @@ class Layout:
         scale_range: range of integer scales; None if the halves are the scales.
         min_high: largest integer min.
         has_table: codes are indices of TABLE.
+        scales_are_signed: the bits of scales are signed bytes; others are stored minus the lowest scale.
     """
 
     sub: int
@@ -73,6 +74,7 @@ class Layout:
     scale_range: tuple[int, int] | None = None
     min_high: int = 0
     has_table: bool = False
+    scales_are_signed: bool = False
 
     @property
     def has_min(self) -> bool:
@@ -130,7 +132,7 @@ LAYOUTS: dict[GGMLQuantizationType, Layout] = {
     T.Q6_K: Layout(
         16, -32, 31,
         [Bits(np.arange(256) // 128 * 64 + np.arange(256) % 64, np.arange(256) % 128 // 64 * 4, 4), _pairs(128, 4)],
-        [208], scales=[Bits(192 + _S16, 0 * _S16, 8)], scale_range=(-128, 127),
+        [208], scales=[Bits(192 + _S16, 0 * _S16, 8)], scale_range=(-128, 127), scales_are_signed=True,
     ),
     T.IQ4_XS: Layout(
         32, 0, 15, [_nibbles(8, 256)], [0], scales=[Bits(4 + _S8 // 2, _S8 % 2 * 4, 4), Bits(2 + _S8 // 4, _S8 % 4 * 2, 2, 4)],
@@ -152,17 +154,17 @@ class Matrix:
         first: first column.
         damping: relative to the mean of the diagonal.
         order: columns in the order of encoding, int (n,).
-        pivots: float32 (n,).
-        gains: float32 (n, n), in row k the first k.
-        form: the Hessian, float32 (n, n).
+        D: float32 (n,), in this order.
+        L: float32 (n, n), in this order; row k holds columns 0 .. k-1.
+        H: the damped Hessian, float32 (n, n), in the order of the row.
     """
 
     first: int
     damping: np.float32
     order: np.ndarray
-    pivots: np.ndarray
-    gains: np.ndarray
-    form: np.ndarray
+    D: np.ndarray
+    L: np.ndarray
+    H: np.ndarray
 
 
 def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, damping: float) -> list[Matrix]:
@@ -183,20 +185,29 @@ def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, dampin
 def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) -> Matrix:
     a = load_damped(triangle, n, float(damping))
     order = np.argsort(-np.diag(a), kind="stable")
-    form = a.astype(np.float32)
-    a = form[np.ix_(order, order)].astype(np.float64)
-    pivots, gains = np.zeros(n, np.float32), np.zeros((n, n), np.float32)
+    H = a.astype(np.float32)
+    a = H[np.ix_(order, order)].astype(np.float64)
+    D, L = np.zeros(n, np.float32), np.zeros((n, n), np.float32)
     for k in range(n - 1, -1, -1):
         row, pivot = a[k, :k].copy(), a[k, k]
         if not pivot > 0:
             raise ValueError("moments are not positive definite")
-        gains[k, :k], pivots[k] = row / pivot, pivot
+        L[k, :k], D[k] = row / pivot, pivot
         a[:k, :k] -= (row / pivot)[:, None] * row
-    return Matrix(first, damping, order, pivots=pivots, gains=gains, form=form)
+    return Matrix(first, damping, order, D=D, L=L, H=H)
+
+
+class Change(NamedTuple):
+    """A change of a sub-block's scale and min, float32 (n_rows,): struct change in C."""
+
+    step: np.ndarray  # increases of step and base
+    base: np.ndarray
+    scale: np.ndarray  # new values; d and dmin where these are the scales
+    min: np.ndarray
 
 
 class _Rows:
-    """The columns of some rows that share a matrix: struct stock_rows. Scales are float32 (n_sub_blocks, n_rows)."""
+    """The columns of some rows that share a matrix: struct upstream_rows. Scales are float32 (n_sub_blocks, n_rows)."""
 
     def __init__(self, layout: Layout, matrix: Matrix, weights: np.ndarray, blocks: np.ndarray):
         """Unpack blocks. weights: float32 (n_rows, n). blocks: uint8 (n_rows, n_blocks, block_bytes)."""
@@ -219,8 +230,8 @@ class _Rows:
         self.d = by_row(np.repeat(halves[0], n_sub, axis=1))
         self.dmin = by_row(np.repeat(halves[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
         scales = integers(layout.scales, n_sub)
-        if layout.scale_range == (-128, 127):
-            scales ^= 128  # signed bytes
+        if layout.scales_are_signed:
+            scales ^= 128
         self.scale = by_row(scales + (layout.scale_range or (0, 0))[0])
         self.min = by_row(integers(layout.mins, n_sub))
         codes = integers(layout.codes, block)
@@ -257,14 +268,14 @@ class _Rows:
     def decide_codes(self) -> None:
         m, fed = self.m, np.zeros_like(self.w)
         for k, j in enumerate(m.order):
-            s, wish = j // self.t.sub, self.w[j].copy()
+            s, goal = j // self.t.sub, self.w[j].copy()
             for i in range(k):
-                wish += m.gains[k, i] * fed[i]
-            self.level[j] = self.nearest((wish - self.base[s]) * self.inverse[s])
+                goal += m.L[k, i] * fed[i]
+            self.level[j] = self.nearest((goal - self.base[s]) * self.inverse[s])
             value = self.base[s] + self.step[s] * self.level[j]
-            r = wish - value
+            r = goal - value
             self.e[j] = fed[k] = self.w[j] - value
-            self.cost += m.pivots[k] * (r * r)
+            self.cost += m.D[k] * (r * r)
 
     def cost_of_errors(self, e: np.ndarray) -> np.ndarray:
         """Return the cost of errors without damping, float32 (n_rows,)."""
@@ -273,8 +284,8 @@ class _Rows:
         for k in range(len(fed)):
             r = fed[k].copy()
             for i in range(k):
-                r += m.gains[k, i] * fed[i]
-            cost += m.pivots[k] * (r * r)
+                r += m.L[k, i] * fed[i]
+            cost += m.D[k] * (r * r)
         return cost
 
     def sweep(self) -> None:
@@ -282,98 +293,99 @@ class _Rows:
             here = slice(begin, min(begin + SWEEP_PANEL, len(self.w)))
             g = np.zeros((here.stop - begin, self.w.shape[1]), np.float32)
             for j in range(len(self.w)):
-                g += self.m.form[here, j, None] * self.e[j]
-            form = self.m.form[here, here]
+                g += self.m.H[here, j, None] * self.e[j]
+            H = self.m.H[here, here]
             if self.t.scale_range is not None:
-                self.descend_block(begin, form, g)
+                self.descend_block(begin, H, g)
             for _ in range(2):
-                self.descend_codes(begin, form, g)
-                self.descend_codes(begin, form, g)
-                self.descend_scales(begin, form, g)
-            self.descend_codes(begin, form, g)
+                self.descend_codes(begin, H, g)
+                self.descend_codes(begin, H, g)
+                self.descend_scales(begin, H, g)
+            self.descend_codes(begin, H, g)
             self.e[here] = self.errors(here)
 
-    def descend_block(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
-        """Fit the halves d and dmin of the block at column `begin`, by factors 1 + a and 1 + b."""
+    def descend_block(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
+        """Fit the halves of the block at column `begin`: d times 1 + change_d, dmin times 1 + change_dmin."""
         subs = slice(begin // self.t.sub, begin // self.t.sub + len(g) // self.t.sub)
         values = [np.repeat(self.step[subs], self.t.sub, axis=0) * self.level[begin : begin + len(g)], np.repeat(self.base[subs], self.t.sub, axis=0)]
         products = [np.zeros_like(g), np.zeros_like(g)]
         for value, product in list(zip(values, products, strict=True))[: 2 if self.t.has_min else 1]:
             for j in range(len(g)):
-                product += form[:, j, None] * value[j]
+                product += H[:, j, None] * value[j]
         vv, uu, vu, gv, gu = (
             _products(x, y) for x, y in ((values[0], products[0]), (values[1], products[1]), (values[0], products[1]), (values[0], g), (values[1], g))
         )
         d, dmin, det = self.d[subs.start].copy(), self.dmin[subs.start].copy(), vv * uu - vu * vu
         both = (det > np.float32(1e-6) * (vv * uu)) & (dmin != 0) & (d != 0)
         alone, safe = (vv > 0) & (d != 0), np.where(both, det, ONE)
-        a = np.where(both, (gv * uu - gu * vu) / safe, np.where(alone, gv / np.where(alone, vv, ONE), ZERO))
-        b = np.where(both, (gu * vv - gv * vu) / safe, ZERO)
-        new_d, new_dmin = _as_halves(d + d * a), _as_halves(dmin + dmin * b)
-        a = np.where(d != 0, new_d / np.where(d != 0, d, ONE) - ONE, ZERO)
-        b = np.where(dmin != 0, new_dmin / np.where(dmin != 0, dmin, ONE) - ONE, ZERO)
-        cost = a * (vv * a - (gv + gv) + (vu + vu) * b) + b * (uu * b - (gu + gu))
+        change_d = np.where(both, (gv * uu - gu * vu) / safe, np.where(alone, gv / np.where(alone, vv, ONE), ZERO))
+        change_dmin = np.where(both, (gu * vv - gv * vu) / safe, ZERO)
+        new_d, new_dmin = _as_halves(d + d * change_d), _as_halves(dmin + dmin * change_dmin)
+        change_d = np.where(d != 0, new_d / np.where(d != 0, d, ONE) - ONE, ZERO)
+        change_dmin = np.where(dmin != 0, new_dmin / np.where(dmin != 0, dmin, ONE) - ONE, ZERO)
+        cost = change_d * (vv * change_d - (gv + gv) + (vu + vu) * change_dmin) + change_dmin * (uu * change_dmin - (gu + gu))
         better = cost < 0
         self.cost += np.where(better, cost, ZERO)
         self.d[subs], self.dmin[subs] = np.where(better, new_d, d), np.where(better, new_dmin, dmin)
         for s in range(subs.start, subs.stop):
             self.set_step(s)
-        a, b = np.where(better, a, ZERO), np.where(better, b, ZERO)
-        g -= a * products[0] + b * products[1]
+        g -= np.where(better, change_d, ZERO) * products[0] + np.where(better, change_dmin, ZERO) * products[1]
 
-    def descend_codes(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
+    def descend_codes(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
         for i in range(len(g)):
-            j, s, own = begin + i, (begin + i) // self.t.sub, form[i, i]
+            j, s, own = begin + i, (begin + i) // self.t.sub, H[i, i]
             level = self.nearest(self.level[j] + (g[i] * (ONE / own)) * self.inverse[s])
             moves = (level != self.level[j]) & (self.inverse[s] != 0)
             change = np.where(moves, (level - self.level[j]) * self.step[s], ZERO)
             self.level[j] = np.where(moves, level, self.level[j])
             self.cost += change * (own * change - (g[i] + g[i]))
-            g -= form[i][:, None] * change
+            g -= H[i][:, None] * change
 
-    def descend_scales(self, begin: int, form: np.ndarray, g: np.ndarray) -> None:
+    def descend_scales(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
         has_integers = self.t.scale_range is not None
         scale, minimum = (self.scale, self.min) if has_integers else (self.d, self.dmin)
         for i0 in range(0, len(g), self.t.sub):
             s, here = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
             level = self.level[begin + i0 : begin + i0 + self.t.sub]
-            forms = _Forms.from_levels(form[here, here], level, g[here])
-            best = [np.zeros_like(self.cost) for _ in range(3)] + [scale[s], minimum[s]]
+            forms = _Forms.from_levels(H[here, here], level, g[here])
+            zero = np.zeros_like(self.cost)
+            best_cost, best = zero, Change(zero, zero, scale[s], minimum[s])
             candidates = self._integer_candidates(s, *self.t.scale_range) if self.t.scale_range is not None else self._half_candidates(s, forms)
-            for a, b, new_scale, new_min, allowed in candidates:
-                cost = forms.cost(a, b)
-                better = allowed & (cost < best[0])
-                best = [np.where(better, new, old) for new, old in zip((cost, a, b, new_scale, new_min), best, strict=True)]
-            scale[s], minimum[s] = best[3:]
+            for change, is_allowed in candidates:
+                cost = forms.cost(change.step, change.base)
+                better = is_allowed & (cost < best_cost)
+                best_cost = np.where(better, cost, best_cost)
+                best = Change(*(np.where(better, new, old) for new, old in zip(change, best, strict=True)))
+            scale[s], minimum[s] = best.scale, best.min
             self.set_step(s)
-            self.cost += best[0]
+            self.cost += best_cost
             for i in range(i0, i0 + self.t.sub):
-                g -= form[i][:, None] * (best[1] * self.level[begin + i] + best[2])
+                g -= H[i][:, None] * (best.step * self.level[begin + i] + best.base)
 
-    def _integer_candidates(self, s: int, low: int, high: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the changes of step and base, the new scale and min, and where they are allowed, for scales from low to high."""
+    def _integer_candidates(self, s: int, low: int, high: int) -> Iterator[tuple[Change, np.ndarray]]:
+        """Yield changes to integers near those of sub-block s, and the rows, bool (n_rows,), where these are in range."""
         min_steps = SCALE_STEPS if self.t.has_min else 0
-        for a in range(-SCALE_STEPS, SCALE_STEPS + 1):
-            scale, step = self.scale[s] + np.float32(a), np.float32(a) * self.d[s]
-            for b in range(-min_steps, min_steps + 1):
-                minimum, base = self.min[s] + np.float32(b), np.float32(-b) * self.dmin[s]
-                allowed = (scale >= low) & (scale <= high) & (minimum >= 0) & (minimum <= self.t.min_high)
-                yield step, base, scale, minimum, allowed
+        for scale_step in range(-SCALE_STEPS, SCALE_STEPS + 1):
+            scale, step = self.scale[s] + np.float32(scale_step), np.float32(scale_step) * self.d[s]
+            for min_step in range(-min_steps, min_steps + 1):
+                minimum, base = self.min[s] + np.float32(min_step), np.float32(-min_step) * self.dmin[s]
+                is_allowed = (scale >= low) & (scale <= high) & (minimum >= 0) & (minimum <= self.t.min_high)
+                yield Change(step, base, scale, minimum), is_allowed
 
-    def _half_candidates(self, s: int, f: _Forms) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the optimum of _integer_candidates() for scales that are halves."""
-        b = np.zeros_like(self.cost)
+    def _half_candidates(self, s: int, f: _Forms) -> Iterator[tuple[Change, np.ndarray]]:
+        """Yield one candidate like those of _integer_candidates(): the least-squares d and dmin, rounded to halves."""
+        rise_dmin = np.zeros_like(self.cost)
         if self.t.has_min:
             det = f.ll * f.oo - f.lo * f.lo
             inverse = ONE / np.where(det > 0, det, ONE)
-            a = np.where(det > 0, (f.gl * f.oo - f.go * f.lo) * inverse, ZERO)
-            b = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * inverse, ZERO)
+            rise_d = np.where(det > 0, (f.gl * f.oo - f.go * f.lo) * inverse, ZERO)
+            rise_dmin = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * inverse, ZERO)
         else:
-            a = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
-        scale = _as_halves(self.d[s] + a)
-        minimum = _as_halves(self.dmin[s] + b) if self.t.has_min else b
-        base = minimum - self.dmin[s] if self.t.has_min else b
-        yield scale - self.d[s], base, scale, minimum, self.d[s] != 0
+            rise_d = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
+        scale = _as_halves(self.d[s] + rise_d)
+        minimum = _as_halves(self.dmin[s] + rise_dmin) if self.t.has_min else rise_dmin
+        base = minimum - self.dmin[s] if self.t.has_min else rise_dmin
+        yield Change(scale - self.d[s], base, scale, minimum), self.d[s] != 0
 
     def store(self, rows: np.ndarray) -> None:
         """Pack the selected rows, bool (n_rows,), into their blocks."""
@@ -386,7 +398,7 @@ class _Rows:
 
         codes = np.searchsorted(TABLE, self.level) if self.t.has_table else self.level
         scales = by_block(self.scale, (self.t.scale_range or (0, 0))[0])
-        if self.t.scale_range == (-128, 127):
+        if self.t.scales_are_signed:
             scales ^= 128
         for fields, integers in (
             (self.t.codes, by_block(codes, self.t.low)), (self.t.scales, scales), (self.t.mins, by_block(self.min))
@@ -409,14 +421,14 @@ class _Forms:
     oo: np.float32
 
     @classmethod
-    def from_levels(cls, form: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
+    def from_levels(cls, H: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
         ll, gl, lo, go = (np.zeros_like(level[0]) for _ in range(4))
         oo = ZERO
         for i in range(len(level)):
             total, own = np.zeros_like(ll), ZERO
             for k in range(len(level)):
-                total += form[i, k] * level[k]
-                own += form[i, k]
+                total += H[i, k] * level[k]
+                own += H[i, k]
             ll, lo, oo = ll + level[i] * total, lo + total, oo + own
             gl, go = gl + g[i] * level[i], go + g[i]
         return cls(ll, gl, lo, go, oo)
@@ -442,7 +454,7 @@ def _energy(e: np.ndarray) -> np.ndarray:
 
 
 def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, metric: list[Matrix], sweeps: int) -> np.ndarray:
-    """Improve rows that llama.cpp's encoder wrote; stock_encode().
+    """Improve rows that llama.cpp's encoder wrote; upstream_encode().
 
     Args:
         rows: weights float32 (n_rows, n_per_row).

@@ -171,10 +171,12 @@ class Trellis:
             passes = passes or (MAX_PASSES if is_diagonal else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
-            def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
+            def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
                 good = finite[here]
-                block = Block(metric, first, x, wish)
-                states[here], d[here] = self._encode(block.rows(good), passes, good)
+                search = ScaleSearch(self, Block(metric, first, x, goal).rows(good))
+                search.run(passes)
+                rows = np.arange(len(finite))[here][good]
+                states[rows], d[rows] = search.states, search.d
                 return np.where(d[here] > 0, e5m3_to_float32(d[here]), np.float32(0))[:, None] * self.values[states[here]]
 
             encode_rows(metric, x, encode)
@@ -226,33 +228,33 @@ class Trellis:
 
     def search_feedback(self, block: Block, d: np.ndarray) -> np.ndarray:
         """Search the states of a block of each row with error feedback, under scales d (rows,), as trellis_search_feedback() in C does."""
-        metric, states, wish = block.known_metric, np.empty(block.x.shape, np.int64), block.wish.copy()
+        metric, states, goal = block.known_metric, np.empty(block.x.shape, np.int64), block.goal.copy()
         S, inverse = metric.segment, (np.float32(1) / d)[:, None]
         ahead = 24 if S < 16 else 16 if metric.windows else S
         for s in range(0, self.n, S):
-            z = wish[:, s : s + S + ahead] * inverse
+            z = goal[:, s : s + S + ahead] * inverse
             segment = self.search(z, states[:, s - 1] if s else None)[:, :S]
             states[:, s : s + S] = segment
             errors = block.x[:, s : s + S] - d[:, None] * self.values[segment]
-            metric.feed_later(block.first, s, errors, wish)
+            metric.feed_later(block.first_step, s, errors, goal)
         return states
 
-    def _excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Return how far the error exceeds ODD_FED, float32 (rows,), as trellis_excess() in C does."""
+    def excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """Return the squared error minus ODD_FED times the expected error of Gaussian weights, float32 (rows,), as trellis_excess() does."""
         value = d[:, None] * self.values[states]
-        r = block.wish - value
-        block.known_metric.feed_block(block.first, block.x - value, r)
+        r = block.goal - value
+        block.known_metric.feed_block(block.first_step, block.x - value, r)
         z = value + r
         return sum_lanes(r * r) - ODD_FED[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
 
-    def _improve(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
+    def improve(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Search the states of the rows again in windows, under scales d (rows,), as trellis_improve() in C does."""
         if not len(d):
             return states
         metric, states, scale, inverse = block.known_metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
         assert metric.windows is not None
-        form, windows = metric.blocks[block.first // self.n], metric.windows[block.first // self.n]
-        g = form_times(form, metric.aim(block.first, block.x, block.wish) - scale * self.values[states])
+        form, windows = metric.blocks[block.first_step // self.n], metric.windows[block.first_step // self.n]
+        g = form_times(form, metric.aim(block.first_step, block.x, block.goal) - scale * self.values[states])
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
             here, end = slice(s, s + WINDOW), s + WINDOW
             old = self.values[states[:, here]]
@@ -271,86 +273,15 @@ class Trellis:
             states[better, here] = window[better]
         return states
 
-    def _encode(self, block: Block, passes: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a block of each row, as trellis_encode() of encode/trellis.c does.
-
-        Args:
-            block: the rows to encode.
-            passes: scale candidates.
-            rows: bool (n_rows,), True for the rows that block has.
-
-        Returns:
-            States (n_rows, n) and bytes of the scales (n_rows,), zero for rows that are not in block.
-        """
-        n, metric = len(block.x), block.metric
-        error, _ = block.cost()
-        best_d, best_states = np.zeros(n, np.uint8), np.zeros((n, self.n), np.int64)
-        energy = sum_lanes(block.wish * block.wish)
-        bell = self.odd * energy
-        first = np.sqrt(energy * np.float32(1 / self.n)) / self.rms
-        tried = np.zeros((n, 256), bool)
-
-        def try_scale(active: np.ndarray, d: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
-            """Encode the rows `active` under the scales d. Return the best scales for the resulting states, and the squared errors."""
-            scale, here = e5m3_to_float32(d.astype(np.uint8)), block.rows(active)
-            if feed_back:
-                states = self.search_feedback(here, scale)
-            else:
-                states = self.search(here.wish * (np.float32(1) / scale)[:, None])
-            v = self.values[states]
-            e = here.wish - scale[:, None] * v
-            cost, step = here.cost(v, scale)
-            better = cost < error[active]
-            error[active[better]] = cost[better]
-            best_d[active[better]] = d[better]
-            best_states[active[better]] = states[better]
-            return scale + step, sum_lanes(e * e)
-
-        def next_scales(active: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            d = _next_scale(scales[active], tried[active])
-            return active[d > 0], d[d > 0]
-
-        aim, excess, active = first * np.float32(self.info.trellis_gain), np.zeros(n, np.float32), np.arange(n)
-        base = np.zeros(n, np.int64)  # the best scale so far
-        has_hessian = metric is not None and metric.windows is not None
-        if metric is not None and not has_hessian:
-            searched, d = next_scales(active, aim)
-            if len(searched):
-                aim[searched], excess[searched] = try_scale(searched, d, False)
-        for _ in range(passes):
-            d = _next_scale(aim[active], tried[active])
-            d = np.where((d < 0) & (base[active] > 0), _scale_beside(base[active], tried[active]), d)
-            active, d = active[d > 0], d[d > 0]
-            if not len(active):
-                break
-            best_scales, _ = try_scale(active, d, metric is not None)
-            tried[active, d] = True
-            better = (base[active] == 0) | (best_d[active] == d)
-            base[active[better]], aim[active[better]] = d[better], best_scales[better]
-        if has_hessian:
-            excess, bell = self._excess(block, e5m3_to_float32(best_d), best_states), np.zeros_like(bell)
-        top = np.abs(self.values).max()
-        for odd in (*(np.float32(f) * first for f in ODD_FACTORS), np.abs(block.x).max(axis=1, initial=0) / top):
-            active, d = next_scales(np.flatnonzero((error if metric is None else excess) > bell), odd)
-            if len(active):
-                try_scale(active, d, metric is not None)
-                tried[active, d] = True
-        if has_hessian:
-            here = np.flatnonzero(best_d)
-            best_states[here] = self._improve(block.rows(here), e5m3_to_float32(best_d[here]), best_states[here])
-        all_d, all_states = np.zeros(len(rows), np.uint8), np.zeros((len(rows), self.n), np.int64)
-        all_d[rows], all_states[rows] = best_d, best_states
-        return all_states, all_d
-
 
 @dataclass(frozen=True)
 class Block:
     """One block of many rows: struct trellis_block of encode/trellis.c."""
 
     metric: Metric | None
-    first: int  # step of the row at which the block begins
+    first_step: int  # of the block, in its row
     x: np.ndarray  # float32 (n_rows, n), rotated, by step
-    wish: np.ndarray  # x corrected for the errors of the row's earlier blocks
+    goal: np.ndarray  # x corrected for the errors of the row's earlier blocks
 
     @property
     def known_metric(self) -> Metric:
@@ -359,43 +290,118 @@ class Block:
         return self.metric
 
     def rows(self, which: np.ndarray) -> Block:
-        return Block(self.metric, self.first, self.x[which], self.wish[which])
+        return Block(self.metric, self.first_step, self.x[which], self.goal[which])
 
     def cost(self, v: np.ndarray | None = None, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the cost of the values d*v, or of zeros, and the best change of d, as trellis_cost() does."""
-        step, e, r = None, self.x, self.wish
+        step, e, r = None, self.x, self.goal
         if v is not None and d is not None:
             e, r = e - d[:, None] * v, r - d[:, None] * v
         r = r.copy()
         if self.metric is not None:
-            self.metric.feed_block(self.first, e, r)
+            self.metric.feed_block(self.first_step, e, r)
         if v is not None and d is not None:
             b = form = v
             if self.metric is not None:
                 b = v.copy()
-                self.metric.feed_block(self.first, v, b)
-                form = self.metric.apply_forms(self.first, b)
+                self.metric.feed_block(self.first_step, v, b)
+                form = self.metric.apply_forms(self.first_step, b)
             vv = sum_lanes(b * form)
             step = np.where(vv > 0, sum_lanes(r * form) / vv, -d)
-        return sum_lanes(r * (r if self.metric is None else self.metric.apply_forms(self.first, r))), step
+        return sum_lanes(r * (r if self.metric is None else self.metric.apply_forms(self.first_step, r))), step
 
 
-def _next_scale(aim: np.ndarray, tried: np.ndarray) -> np.ndarray:
+class ScaleSearch:
+    """The search for the scale and the states of one block of each row: trellis_encode() of encode/trellis.c.
+
+    Attributes:
+        d: bytes of the best scales so far, uint8 (n_rows,).
+        states: their states, int64 (n_rows, n); zero where d = 0.
+    """
+
+    def __init__(self, trellis: Trellis, block: Block):
+        n_rows = len(block.x)
+        self.trellis, self.block = trellis, block
+        self.d, self.states = np.zeros(n_rows, np.uint8), np.zeros((n_rows, trellis.n), np.int64)
+        self._error, _ = block.cost()  # of the best states
+        self._tried = np.zeros((n_rows, 256), bool)
+        self._has_hessian = block.metric is not None and block.metric.windows is not None  # not a diagonal
+
+    def run(self, n_passes: int) -> None:
+        """Search under n_passes scales and, in blocks that are not Gaussian, under further ones."""
+        t, block, n_rows = self.trellis, self.block, len(self.d)
+        energy = sum_lanes(block.goal * block.goal)
+        gaussian_error, gaussian_scale = t.odd * energy, np.sqrt(energy * np.float32(1 / t.n)) / t.rms
+        targets, is_odd = gaussian_scale * np.float32(t.info.trellis_gain), np.zeros(n_rows, bool)
+        if block.metric is not None and not self._has_hessian:
+            rows, d = self._choose_scales(np.arange(n_rows), targets)
+            if len(rows):
+                targets[rows], squared_errors = self._try_scales(rows, d, False)
+                is_odd[rows] = squared_errors > gaussian_error[rows]
+        self._search_near(targets, n_passes)
+        if self._has_hessian:
+            is_odd = t.excess(block, e5m3_to_float32(self.d), self.states) > 0
+        largest = np.abs(block.x).max(axis=1, initial=0) / np.abs(t.values).max()
+        for scales in (*(np.float32(f) * gaussian_scale for f in ODD_FACTORS), largest):
+            needs_more = self._error > gaussian_error if block.metric is None else is_odd
+            rows, d = self._choose_scales(np.flatnonzero(needs_more), scales)
+            if len(rows):
+                self._try_scales(rows, d, block.metric is not None)
+                self._tried[rows, d] = True
+        if self._has_hessian:
+            rows = np.flatnonzero(self.d)
+            self.states[rows] = t.improve(block.rows(rows), e5m3_to_float32(self.d[rows]), self.states[rows])
+
+    def _search_near(self, targets: np.ndarray, n_passes: int) -> None:
+        """Try scales next to the targets, float32 (n_rows,), which follow the best states, then neighbours of the best scale."""
+        rows, best = np.arange(len(targets)), np.zeros(len(targets), np.int64)
+        for _ in range(n_passes):
+            d = _next_scale(targets[rows], self._tried[rows])
+            d = np.where((d < 0) & (best[rows] > 0), _neighbour_scale(best[rows], self._tried[rows]), d)
+            rows, d = rows[d > 0], d[d > 0]
+            if not len(rows):
+                break
+            optima, _ = self._try_scales(rows, d, self.block.metric is not None)
+            self._tried[rows, d] = True
+            better = (best[rows] == 0) | (self.d[rows] == d)
+            best[rows[better]], targets[rows[better]] = d[better], optima[better]
+
+    def _choose_scales(self, rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return those of the rows that have an untried scale next to their target, and its byte."""
+        d = _next_scale(targets[rows], self._tried[rows])
+        return rows[d > 0], d[d > 0]
+
+    def _try_scales(self, rows: np.ndarray, d: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Encode some rows under the scales d and keep what is better. Return the best scales for the states, and the squared errors."""
+        scale, block = e5m3_to_float32(d.astype(np.uint8)), self.block.rows(rows)
+        if feed_back:
+            states = self.trellis.search_feedback(block, scale)
+        else:
+            states = self.trellis.search(block.goal * (np.float32(1) / scale)[:, None])
+        v = self.trellis.values[states]
+        e = block.goal - scale[:, None] * v
+        cost, step = block.cost(v, scale)
+        better = cost < self._error[rows]
+        self._error[rows[better]], self.d[rows[better]], self.states[rows[better]] = cost[better], d[better], states[better]
+        return scale + step, sum_lanes(e * e)
+
+
+def _next_scale(target: np.ndarray, tried: np.ndarray) -> np.ndarray:
     """Choose the byte of the scale to try next, int64 (n,), or -1, as trellis_next_scale() does."""
     values = e5m3_to_float32(np.arange(LAST_SCALE + 1, dtype=np.uint8))
-    below = np.maximum(np.searchsorted(values, aim, side="right") - 1, 0)
-    lo = np.where(aim < values[-1], below, LAST_SCALE)
+    below = np.maximum(np.searchsorted(values, target, side="right") - 1, 0)
+    lo = np.where(target < values[-1], below, LAST_SCALE)
     up = np.minimum(lo + 1, LAST_SCALE)
-    up_first = values[up] - aim < aim - values[lo]
-    choice = np.full(len(aim), -1)
+    up_first = values[up] - target < target - values[lo]
+    choice = np.full(len(target), -1)
     for d in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
         free = (d > 0) & ~tried[np.arange(len(d)), d]
         choice[free] = d[free]
     return choice
 
 
-def _scale_beside(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Choose a byte next to that of the scale, int64 (n,), or -1, as trellis_scale_beside() does."""
+def _neighbour_scale(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """Choose a byte next to that of the scale, int64 (n,), or -1, as trellis_neighbour_scale() does."""
     choice = np.full(len(scale), -1)
     for d, allowed in (scale - 1, scale > 1), (scale + 1, scale < LAST_SCALE):  # the larger one last: it wins
         free = allowed & ~tried[np.arange(len(d)), d]

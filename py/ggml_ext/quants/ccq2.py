@@ -211,7 +211,7 @@ def _descend(form: np.ndarray, s: np.ndarray, fresh: bool, code: np.ndarray, v: 
 def _start(block: Block, s: np.ndarray) -> np.ndarray:
     """Return first codes uint8 (n_rows, 64) by step; start_bytes() of encode/ccq2.c."""
     metric, S = block.metric, block.metric.segment
-    v, errors, code = block.wish.copy(), np.zeros_like(block.x), np.zeros((len(s), N_BYTES), np.uint8)
+    v, errors, code = block.goal.copy(), np.zeros_like(block.x), np.zeros((len(s), N_BYTES), np.uint8)
     for f in range(0, BLOCK_SIZE, S):
         here = slice(f, f + S)
         metric.feed_segment(block.first, f, errors, v)
@@ -264,8 +264,8 @@ def _encode_form(x: np.ndarray, metric: Metric) -> np.ndarray:
     order = positions(BLOCK_SIZE)
     out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
 
-    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
-        block, n = Block(metric, first, x, wish), len(x)
+    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        block, n = Block(metric, first, x, goal), len(x)
         by_position = np.empty_like(x)
         by_position[:, order] = block.target
         weight = np.empty(BLOCK_SIZE, np.float32)

@@ -231,8 +231,8 @@ def _encode_form(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> 
     order = positions(BLOCK_SIZE)
     d_half, values, index = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.zeros(x.shape, np.uint8)
 
-    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
-        block = Block(metric, first, x, wish)
+    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        block = Block(metric, first, x, goal)
         c = _centroids(block.target, np.broadcast_to(np.diag(block.form), x.shape), codebook)
         best = Best(np.full(len(x), np.inf, np.float32), np.zeros((len(x), K), np.float32), np.zeros(x.shape, np.uint8))
         best_d, best_values, allowed, code = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.ones(len(x), bool), None

@@ -130,8 +130,8 @@ def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.
     order = positions(BLOCK_SIZE)
     levels, scales = np.zeros(x.shape, np.uint8), np.zeros(len(x), np.float32)
 
-    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
-        block = Block(metric, first, x, wish)
+    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        block = Block(metric, first, x, goal)
         d, allowed = _fit_scale(block.target), np.ones(len(x), bool)
         best = Best(sum_lanes(block.target * block.pull), np.zeros((len(x), LEVELS), np.float32), np.zeros(x.shape, np.uint8))
         best_d, code = np.zeros_like(d), block.start(d[:, None] * VALUES)

@@ -125,8 +125,8 @@ def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.
     order = positions(BLOCK_SIZE)
     q, all_d, all_z = np.zeros(x.shape, np.uint8), np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
 
-    def encode(here: slice, first: int, x: np.ndarray, wish: np.ndarray) -> np.ndarray:
-        block = Block(metric, first, x, wish)
+    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        block = Block(metric, first, x, goal)
         start = _encode_plain(block.target, 8)
         d, z, allowed = start.d, start.z, np.ones(len(x), bool)
         best = Best(sum_lanes(block.target * block.pull), np.zeros((len(x), 8), np.float32), np.zeros(x.shape, np.uint8))
