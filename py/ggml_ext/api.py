@@ -90,7 +90,7 @@ def export_model(
     input: AnyPath, output: AnyPath | None = None, *, type: str, log: Log | None = None, progress: Progress | None = None,
     **options: Unpack[ExportKeywords],
 ) -> Result:
-    """Convert a model with ggml-ext types to upstream types, to the same bytes as `ggml-ext export`.
+    """Convert a model with ggml-ext types to standard types, to the same bytes as `ggml-ext export`.
 
     type: the type to convert to, such as "q4_k". Other arguments and errors: see quantize_model(). The errors in the result are relative
     to `input`, not to the original model.

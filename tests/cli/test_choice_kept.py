@@ -109,7 +109,7 @@ from ggml_ext import quantize
 from ggml_ext._allocation import error_measurement, sensitivity
 from ggml_ext._allocation.error_measurement import ErrorMeasurement
 tensors, parts = set(), []
-sample, kld = ErrorMeasurement._measure_sample, sensitivity.Probe._kld
+sample, kld = ErrorMeasurement._measure_sample, sensitivity.Probe._measure_kld
 def note(done, limit):
     if len(done) == limit:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +122,7 @@ def measure(self, *args):
     note(parts, 4)
     return kld(self, *args)
 error_measurement.find_tool = lambda name: Path(sys.argv[1])
-ErrorMeasurement._measure_sample, sensitivity.Probe._kld = sample_error, measure
+ErrorMeasurement._measure_sample, sensitivity.Probe._measure_kld = sample_error, measure
 sys.exit(quantize.main(sys.argv[2:]))
 """
 
@@ -151,7 +151,7 @@ def test_repeated_kills_reach_the_same_result(fresh):
 @pytest.fixture
 def interrupted(fresh, monkeypatch):
     """Return a workspace after an interrupt behind three parts."""
-    kld, count = sensitivity.Probe._kld, []
+    kld, count = sensitivity.Probe._measure_kld, []
 
     def stop(self, *args):
         count.append(args)
@@ -160,7 +160,7 @@ def interrupted(fresh, monkeypatch):
         return kld(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sensitivity.Probe, "_kld", stop)
+        patch.setattr(sensitivity.Probe, "_measure_kld", stop)
         fresh.run("--target-bpw", "4", code=128 + signal.SIGINT)
     assert fresh.runs() == [[], *PARTS[:3]] and {p.name for p in fresh.out.parent.iterdir()} == {fresh.cache.name}
     return fresh

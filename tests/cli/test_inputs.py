@@ -76,7 +76,7 @@ def test_changed_input_explains_other_failures(lib, source, tmp_path, capsys, mo
         truncate(source)
         raise UserError("llama-imatrix exited with -7")
 
-    monkeypatch.setattr(quantizing, "find_importance", fail)
+    monkeypatch.setattr(quantizing, "calibrate_for_plan", fail)
     run_failing(capsys, source, tmp_path / "out.gguf", *FLAGS, parts=("in.gguf changed while it was read, from",))
 
 
@@ -121,7 +121,7 @@ def bad_weights(source):
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=" ".join)
 def test_weights_that_cannot_be_stored_are_refused_first(lib, source, tmp_path, capsys, monkeypatch, flags):
     bad_weights(source)
-    monkeypatch.setattr(quantizing, "find_importance", lambda *args: pytest.fail("calibrated"))
+    monkeypatch.setattr(quantizing, "calibrate_for_plan", lambda *args: pytest.fail("calibrated"))
     out = [] if flags else [tmp_path / "out.gguf"]
     message = (f"tensor {NAMES[7]}: weight 6,143", "is 1e+06", f"--tensor-type '{re.escape(NAMES[7])}=f32'", f"1 more tensor has such weights: {NAMES[8]}")
     run_failing(capsys, source, *out, *FLAGS, *flags, parts=message)

@@ -51,7 +51,7 @@ def test_targets_minimize_the_cost_of_later_rows(start):
     # The factor is float32, as are sums over `start` rows; errors grow with the condition number.
     bound = start * 2**-23 * np.sqrt(np.linalg.cond(a)) * np.abs(errors).max()
     assert bound < 0.1 * np.abs(best[:GROUP]).max()
-    assert np.abs(rows.targets(start, w, errors) - expected).max() <= bound
+    assert np.abs(rows.corrected_rows(start, w, errors) - expected).max() <= bound
 
 
 def compute_cost(g: np.ndarray, errors: np.ndarray) -> float:
@@ -94,9 +94,9 @@ def test_similar_neighbours_compensate_each_other():
 def test_splitting_the_rows_leaves_the_bytes_unchanged(sizes):
     w, g = make_weights(sum(sizes)), [make_moments(n, seed) for seed, n in enumerate(sizes)]
     expected, values = encode_with_feedback(w, g)
-    for n_parts in (2, 3, 5, 64):
+    for n_threads in (2, 3, 5, 64):
         with ThreadPoolExecutor(3) as pool:
-            assert np.array_equal(encode_fed(w, make_rows(g, 1e4), encode, decode, n_parts, pool.map)[0], expected)
+            assert np.array_equal(encode_fed(w, make_rows(g, 1e4), encode, decode, n_threads, pool.map)[0], expected)
     first = 0
     for n, g_part in zip(sizes, g, strict=True):  # rows of different parts are independent
         assert np.array_equal(encode_with_feedback(w[first : first + n], [g_part])[1], values[first : first + n])

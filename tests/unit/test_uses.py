@@ -58,7 +58,7 @@ def test_prediction_layers_are_read_from_metadata(lib, tmp_path):
 
 def test_target_excludes_uncalibrated_matrices(lib, tmp_path):
     """They have the base type instead of being items of the choice."""
-    types, _ = plan_types(model(tmp_path), type_choices("itq3_t", pure=True, target="target-bpw=3"), GraphUses(FOUND))
+    types, _ = plan_types(model(tmp_path), type_choices("itq3_t", pure=True, target_option="target-bpw=3"), GraphUses(FOUND))
     assert [n for n, q in types.items() if q == "itq3_t"] == ["token_embd.weight", Q, "output.weight"]
 
 
@@ -73,7 +73,7 @@ def test_calibrated_named_or_better_types_have_no_minimum(lib, tmp_path):
 
 
 @pytest.mark.parametrize(("choices", "expected"), [
-    (type_choices(), "q8_0"), (type_choices("itq3_t", pure=True, target="target-bpw=3"), "q8_0"), (type_choices("itq2_t", pure=True), "itq2_t"),
+    (type_choices(), "q8_0"), (type_choices("itq3_t", pure=True, target_option="target-bpw=3"), "q8_0"), (type_choices("itq2_t", pure=True), "itq2_t"),
     (type_choices("itq2_t", "ssm_alpha=itq3_t"), "itq3_t"), (type_choices("f16"), "f16"), (type_choices("q4_k_m"), "q4_k")])
 def test_small_matrices_have_a_minimum_type(lib, tmp_path, choices, expected):
     """One matrix is in a layer of 2049 rows of its length, one in a layer of 2048, of which its two rows are 1/1024."""
@@ -122,7 +122,7 @@ def test_contradictions_are_refused():
 
 
 def test_target_keeps_quantized_tensors(lib, tmp_path):
-    exps, choices = "blk.0.ffn_up_exps.weight", type_choices("itq3_t", pure=True, target="target-bpw=4")
+    exps, choices = "blk.0.ffn_up_exps.weight", type_choices("itq3_t", pure=True, target_option="target-bpw=4")
     parts = {Q: ("F16", (8, 256)), exps: ("Q4_0", (2, 8, 256))}
     writer = gguf.GGUFWriter(tmp_path / "in.gguf", "gpt-oss")
     for name, (qtype, shape) in parts.items():

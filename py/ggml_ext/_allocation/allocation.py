@@ -134,7 +134,7 @@ class Allocation:
         return [f"predicted KL divergence {self.predicted:.4g}{remark}; {best}", *self.notes]
 
     def file_type(self, placeholder: FileType, is_stock: bool) -> FileType:
-        """Return the file type of most block weights: a ggml-ext type if there is any, else an upstream type.
+        """Return the file type of most block weights: a ggml-ext type if there is any, else a stock type.
 
         placeholder: the file type during planning; is_stock: the target has --stock.
         """

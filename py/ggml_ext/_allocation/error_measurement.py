@@ -92,14 +92,14 @@ class ErrorMeasurement:
             "encoder": [self.codec.effort, self.codec.itq3_levels],
         }
 
-    def _measure_sample(self, planned: PlannedTensor, target: GGMLQuantizationType, cache: MetricCache) -> float:
+    def _measure_sample(self, planned: PlannedTensor, qtype: GGMLQuantizationType, cache: MetricCache) -> float:
         """Measure the NMSE of a sample of a tensor's rows."""
-        if target == planned.tensor.type:
+        if qtype == planned.tensor.type:
             return 0.0
         codec = self.codec.with_one_thread()  # tensors are measured in parallel
-        calibration = self.importance.calibrate(planned, target, codec, cache)
+        calibration = self.importance.calibrate(planned, qtype, codec, cache)
         source = SourceTensor(self.file, planned.tensor, codec)
-        return encode_tensor(source, target, calibration, sample=choose_sample(planned.tensor)).best_known
+        return encode_tensor(source, qtype, calibration, sample=choose_sample(planned.tensor)).best_known
 
     def _measure_errors(self, items: Sequence[Item], writer: RecordWriter) -> None:
         """Measure the errors that the record lacks."""
@@ -160,7 +160,7 @@ class ErrorMeasurement:
             writer.record.set_costs(dependencies, costs)
             writer.write()
 
-        costs = probe.run(known, keep, self.console)
+        costs = probe.measure(known, keep, self.console)
         return sensitivity.fit_sensitivities(usual, costs.errors, costs.costs), True
 
     def _find_obstacle(self, tensors: Sequence[Tensor], text: Path, program: Path | None) -> str | None:

@@ -64,9 +64,9 @@ def _none_usable(tensor: Tensor, types: Sequence[GGMLQuantizationType], reason: 
 
 def _fit_types(tensor: Tensor, types: Sequence[GGMLQuantizationType], codec: Codec) -> list[GGMLQuantizationType]:
     fitting = []
-    for target in types:
+    for qtype in types:
         with contextlib.suppress(UserError):  # no fallback fits either
-            fitting.append(fit_to_row(tensor, target))
+            fitting.append(fit_to_row(tensor, qtype))
     return [t for t in dict.fromkeys(fitting) if codec.can_encode(t)]
 
 

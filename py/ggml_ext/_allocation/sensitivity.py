@@ -1,6 +1,6 @@
 """Measure the sensitivity of each matrix: KL divergence per unit of NMSE.
 
-The model is linear: KL divergence = sum over matrices of sensitivity * NMSE, as in the linearity theorem of HIGGS (Malinovskii et al., arXiv
+The predictor is linear: KL divergence = sum over matrices of sensitivity * NMSE, as in the linearity theorem of HIGGS (Malinovskii et al., arXiv
 2411.17525). HIGGS adds noise to each layer; here one part of the model at a time is stored in two bits, and llama-perplexity measures the KL
 divergence. A part is a class of tensors or a range of layers. A matrix's sensitivity is a factor of its class times a factor of its layer.
 """
@@ -43,7 +43,7 @@ INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
 FEW_LAYERS = 8  # up to this many, each layer is a part
 ROUNDS = 100  # of fitting class and layer factors in turn; converges within a few
 LEAST_COST = 1e-7  # of a part: logits have 16 bits, so small divergences may be measured as zero or negative
-ERRORS_DIFFER = 1e-6  # relative tolerance between two runs that encode the same
+SAME_ERROR_TOLERANCE = 1e-6  # relative tolerance between two runs that encode the same
 TEMPORARY = ".sensitivity-"
 
 # KL divergence for an NMSE of 1 in all matrices of a class, measured on the reference model with full Hessians.
@@ -124,9 +124,9 @@ class MeasuredCosts:
         return [part for part, _ in self.costs] == make_parts(list(self.errors))
 
     def resume_with(self, errors: dict[str, float], parts: Sequence[ProbedPart]) -> MeasuredCosts:
-        """Return the costs that a run with these errors and parts can reuse."""
+        """Return this record if errors and parts match, with its own errors; else an empty record with the new errors."""
         are_same = list(self.errors) == list(errors) and all(
-            math.isclose(self.errors[name], error, rel_tol=ERRORS_DIFFER) for name, error in errors.items()
+            math.isclose(self.errors[name], error, rel_tol=SAME_ERROR_TOLERANCE) for name, error in errors.items()
         )
         are_first = [part for part, _ in self.costs] == list(parts[: len(self.costs)])
         return MeasuredCosts(self.errors, list(self.costs)) if are_same and are_first else MeasuredCosts(errors)
@@ -213,7 +213,8 @@ class Probe:
         """Return the disk space for a copy of the model, the matrices in PROBE, and logits in 16 bits."""
         n_vocab = next((t.n_rows for t in self.file.tensors if t.name == "token_embd.weight"), 1 << 18)
         packed = sum(_packed_bytes(t.tensor) for t in self.tensors)
-        return sum(p.n_bytes for p in self.file.parts) + packed + self.n_chunks * self.n_context // 2 * 2 * (n_vocab + 8)
+        n_scored = self.n_chunks * self.n_context // 2  # llama-perplexity scores half of the tokens, with 2 bytes per logit
+        return sum(p.n_bytes for p in self.file.parts) + packed + n_scored * 2 * (n_vocab + 8)
 
     def describe(self) -> str:
         return (
@@ -221,7 +222,7 @@ class Probe:
             f"{self.bytes_needed() / MIB:,.0f} MiB of temporary files; --sensitivity usual skips this"
         )
 
-    def run(self, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
+    def measure(self, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
         """Measure the parts that an interrupted run did not.
 
         Args:
@@ -236,18 +237,18 @@ class Probe:
             with temporary_directory(self.folder, TEMPORARY, console.note) as folder:
                 way_out = "pass --sensitivity usual"
                 check_free_space(self.folder, self.bytes_needed(), str(self.folder), " to measure the sensitivity", way_out)
-                return self._run(folder, known, keep, console)
+                return self._measure(folder, known, keep, console)
         except OSError as e:
             raise UserError(
                 f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another directory, or pass --sensitivity usual"
             ) from e
 
-    def _run(self, folder: Path, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
+    def _measure(self, folder: Path, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
         text, logits = folder / "text.txt", folder / "logits.bin"
         text.write_bytes(cut_text(read_end(self.text, TEXT_BYTES + 1)))
         copy, tensors, parts = ModelCopy.make(self.file, folder), {t.name: t.tensor for t in self.tensors}, self.parts()
         with console.bar("sensitivity", len(parts) + 2, "run") as bar:
-            self._perplexity(copy.first, ["-f", text, "--chunks", self.n_chunks, "--kl-divergence-base", logits])
+            self._run_llama_perplexity(copy.first, ["-f", text, "--chunks", self.n_chunks, "--kl-divergence-base", logits])
             bar.update()
             errors, packed = self._encode(folder / "packed.bin")
             costs = known.resume_with(errors, parts)
@@ -257,7 +258,7 @@ class Probe:
             for part in parts[len(costs.costs) :]:
                 for name in part.tensors:
                     self._write(tensors[name], *copy.places[name], packed[name])
-                costs.costs.append((part, self._kld(copy.first, logits)))
+                costs.costs.append((part, self._measure_kld(copy.first, logits)))
                 keep(costs)
                 for name in part.tensors:
                     self._write(tensors[name], *copy.places[name], None)
@@ -270,17 +271,17 @@ class Probe:
         file = np.memmap(path, np.uint8, "w+", shape=(sum(_packed_bytes(t.tensor) for t in self.tensors),))
         position, cache = 0, MetricCache()
         with ThreadPoolExecutor(self.n_threads) as pool:
-            run = partial(map_in_order, pool, n_ahead=2 * self.n_threads)
+            map_items = partial(map_in_order, pool, n_ahead=2 * self.n_threads)
             for t in self.tensors:
-                tensor, target = t.tensor, fit_to_row(t.tensor, PROBE)
+                tensor, qtype = t.tensor, fit_to_row(t.tensor, PROBE)
                 rows = file[position : position + _packed_bytes(tensor)].reshape(tensor.n_rows, -1)
                 position += rows.size
 
                 def store(first_row: int, data: np.ndarray, rows: np.ndarray = rows) -> None:
                     rows[first_row : first_row + len(data)] = data
 
-                calibration = self.importance.calibrate(t, target, self.codec, cache)
-                accuracy = encode_tensor(SourceTensor(self.file, tensor, self.codec), target, calibration, run=run, store=store)
+                calibration = self.importance.calibrate(t, qtype, self.codec, cache)
+                accuracy = encode_tensor(SourceTensor(self.file, tensor, self.codec), qtype, calibration, map_items=map_items, store=store)
                 errors[t.name], packed[t.name] = accuracy.best_known, rows
         return errors, packed
 
@@ -295,7 +296,8 @@ class Probe:
                     weights = self.codec.decode(np.array(packed[start : start + n_rows]), fit_to_row(tensor, PROBE), tensor.ne[0])
                     f.write(self.codec.encode(weights, tensor.type).tobytes())
 
-    def _perplexity(self, model: Path, args: Sequence[object]) -> str:
+    def _run_llama_perplexity(self, model: Path, args: Sequence[object]) -> str:
+        """Return its log."""
         command = [self.program, "-m", model, "-c", self.n_context, "-b", self.n_context, "-t", self.n_threads, *args]
         code, log = run_logged([*map(str, command)], model.parent)
         if code:
@@ -304,8 +306,8 @@ class Probe:
             raise UserError("sensitivity: " + describe_failure("llama-perplexity", code, log, files, way_out=without, less_memory=without))
         return log
 
-    def _kld(self, model: Path, logits: Path) -> float:
-        log = self._perplexity(model, ["--kl-divergence", "--kl-divergence-base", logits])
+    def _measure_kld(self, model: Path, logits: Path) -> float:
+        log = self._run_llama_perplexity(model, ["--kl-divergence", "--kl-divergence-base", logits])
         match = re.search(r"Mean\s+KLD:\s+(-?[\w.]+)", log)
         if match is None or not np.isfinite(float(match[1])):
             raise UserError(

@@ -18,7 +18,7 @@ KINDS = ("size", "bpw", "kld")
 PLACEHOLDER = "itq3_t"  # type in the plan until allocation has chosen one
 # The types near the Pareto frontier of error and size; measuring others takes time. Allocation adds the type of the input.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
-# With --stock: the upstream types that ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c encode.
+# With --stock: the stock types that ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c encode.
 STOCK_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
     *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
@@ -52,7 +52,7 @@ class Target:
     text: str  # the option's value, as typed
     types: tuple[GGMLQuantizationType, ...]
     types_are_listed: bool  # by --target-types; else the type of the input is a candidate too
-    is_stock: bool = False  # --stock: upstream types only
+    is_stock: bool = False  # --stock: stock types only
 
     @property
     def option(self) -> str:

@@ -32,7 +32,7 @@ from .._formats.tensor_types import uses_metric
 from .._native.process import describe_failure, run_streamed
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
-from .._plan.imatrix_use import list_weighted_types
+from .._plan.imatrix_use import list_types_using_imatrix
 from .._plan.plan import QuantizationPlan
 from . import proxy
 from .cost import Model, choose_importance, split_layers
@@ -45,20 +45,22 @@ TEMPORARY = ".calibration-"
 PROGRAM = "llama-imatrix"
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A configured calibration."""
+Layers = list[int] | None  # of a pass; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSetup:
+    """A configured calibration, whose kind is not chosen yet."""
 
     file: GGUFFile
     model: Model
     folder: Path  # of the cached results
     text: Path
     text_name: str
-    kind: str
     n_chunks: int
     text_chunks: int  # chunks in the text, counted up to one more than n_chunks
     n_threads: int
-    memory: float
+    memory_limit: float  # bytes
     program: Path
     proxy_model: ProxyModel | None = None
     devices: tuple[str, ...] = ()
@@ -72,8 +74,20 @@ class Calibration:
     def n_tokens(self) -> int:
         return self.n_chunks * self.n_context
 
-    def cache_path(self, layers: list[int] | None) -> Path:
-        """Return the path of the cached result for a range of layers, None for all."""
+    @property
+    def text_title(self) -> str:
+        """The name of the text in a sentence."""
+        return "the built-in text" if self.text_name == BUILT_IN else self.text_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationRun(CalibrationSetup):
+    """A run of llama-imatrix, in one or more passes."""
+
+    kind: str
+
+    def cache_path(self, layers: Layers) -> Path:
+        """Return the path of the cached result for a range of layers."""
         return self.folder / imatrix_cache_name(self.file.stem, layers)
 
     def list_dependencies(self) -> dict:
@@ -91,13 +105,8 @@ class Calibration:
         is_valid = record is not None and record.layers is None and record.serves(self, self.list_dependencies())
         return open_importance([cache], self.kind, self.text_name) if is_valid else None
 
-    def memory_needed(self, layers: list[int] | None = None) -> int:
+    def memory_needed(self, layers: Layers = None) -> int:
         return self.model.n_bytes + self.model.hessian_bytes(self.kind, layers)
-
-    @property
-    def text_title(self) -> str:
-        """The name of the text in a sentence."""
-        return "the built-in text" if self.text_name == BUILT_IN else self.text_name
 
     def describe(self) -> str:
         """Describe the run, with its estimated time and memory."""
@@ -116,7 +125,7 @@ class Record:
 
     made_from: dict
     kind: str
-    layers: list[int] | None
+    layers: Layers
     result: dict  # fingerprint
 
     def __post_init__(self) -> None:
@@ -130,12 +139,12 @@ class Record:
         """Read the record of a cached file; None if there is none, or if it describes another file."""
         return read_record(cls, record_path(cache), cache)
 
-    def serves(self, run: Calibration, dependencies: dict) -> bool:
+    def serves(self, run: CalibrationRun, dependencies: dict) -> bool:
         """Whether the result is valid for a run with these dependencies."""
         recorded = dict(self.made_from)
         if isinstance(recorded.get("chunks"), int):
-            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)  # more than the text has means all of it
-        if "stand_in" not in recorded:  # the model itself is better than a proxy
+            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)  # a record with more chunks than the text has used all of it
+        if "stand_in" not in recorded:  # the key of a proxy in existing caches; the model itself is better
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
         return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind)
 
@@ -144,7 +153,7 @@ def record_path(cache: Path) -> Path:
     return cache.with_suffix(".json")
 
 
-def calibrate(run: Calibration, console: Console) -> list[Path]:
+def calibrate(run: CalibrationRun, console: Console) -> list[Path]:
     """Run llama-imatrix, or reuse cached results, and return the files. Raise UserError if llama-imatrix fails.
 
     One run at a time uses a directory, so that the next one can reuse its results.
@@ -156,7 +165,7 @@ def calibrate(run: Calibration, console: Console) -> list[Path]:
         raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another directory, or pass --no-calibration") from e
 
 
-def _calibrate(run: Calibration, console: Console) -> list[Path]:
+def _calibrate(run: CalibrationRun, console: Console) -> list[Path]:
     dependencies = run.list_dependencies()
     cache = run.cache_path(None)
     record = Record.read(cache)
@@ -165,39 +174,48 @@ def _calibrate(run: Calibration, console: Console) -> list[Path]:
         return [cache]
     if cache.exists() and record is None:
         raise UserError(f"{cache} is not from a calibration by ggml-ext, or was changed: pass it with --imatrix, or move it away")
-    passes, results = _plan_passes(run, dependencies, console)
+    passes = _plan_passes(run, dependencies, console)
+    results, n_passes = list(passes.finished), len(passes.to_run)
     if record:
         console.note(f"{cache} does not match this model, text, number of chunks or --importance; computing it again")
     console.note(run.describe())
-    if len(passes) > 1:
-        console.note(f"{len(passes)} passes over layers, each as long as that; an interrupted run resumes after the last finished pass")
+    if n_passes > 1:
+        console.note(f"{n_passes} passes over layers, each as long as that; an interrupted run resumes after the last finished pass")
     with contextlib.ExitStack() as stack:
         # keep a link: the parts of a split model may be next to it, not next to its target
         model = Path(os.path.abspath(run.file.path))
         if run.proxy_model is not None:
             model = stack.enter_context(run.proxy_model.provide(model, run.folder, run.n_threads, console))
-        for i, layers in enumerate(passes):
-            title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
+        for i, layers in enumerate(passes.to_run):
+            title = "calibration" if n_passes == 1 else f"pass {i + 1} of {n_passes}"
             results.append(collect(run, model, layers, dependencies=dependencies, title=title, console=console))
-    return sorted(results, key=lambda p: (len(p.name), p.name))
+    return sorted(results, key=lambda p: (len(p.name), p.name))  # numeric order of layers, which have no leading zeros
 
 
-def _plan_passes(run: Calibration, dependencies: dict, console: Console) -> tuple[Sequence[list[int] | None], list[Path]]:
-    """Split the layers into passes that fit into memory (None: all at once). Return the passes to run and the files of finished ones."""
-    if run.memory_needed() <= run.memory:
-        return [None], []
+@dataclass(frozen=True)
+class PassPlan:
+    """The passes of a calibration."""
+
+    to_run: Sequence[Layers]
+    finished: Sequence[Path] = ()  # files of earlier passes
+
+
+def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> PassPlan:
+    """Split the layers into passes that fit into memory."""
+    if run.memory_needed() <= run.memory_limit:
+        return PassPlan([None])
     if run.kind == "full":
-        results, layers = find_finished_passes(run, dependencies)
-        passes = split_layers(run.model, layers, run.memory)
-        if results:
-            console.note(f"reusing {len(results)} finished passes over layers, such as {results[0]}")
-        return passes, results
+        finished, missing_layers = find_finished_passes(run, dependencies)
+        to_run = split_layers(run.model, missing_layers, run.memory_limit)
+        if finished:
+            console.note(f"reusing {len(finished)} finished passes over layers, such as {finished[0]}")
+        return PassPlan(to_run, finished)
     if run.kind == "block":
-        console.note(f"model and Hessians need {run.memory_needed() / GIB:.1f} GiB, the limit is {run.memory / GIB:.1f} GiB: this may be slow")
-    return [None], []
+        console.note(f"model and Hessians need {run.memory_needed() / GIB:.1f} GiB, the limit is {run.memory_limit / GIB:.1f} GiB: this may be slow")
+    return PassPlan([None])
 
 
-def find_finished_passes(run: Calibration, dependencies: dict) -> tuple[list[Path], list[int]]:
+def find_finished_passes(run: CalibrationRun, dependencies: dict) -> tuple[list[Path], list[int]]:
     """Return the valid files of an earlier run, and the layers that they lack."""
     results, missing = [], run.model.layers
     for path in sorted(run.folder.glob(f"{glob.escape(run.cache_path(None).stem)}.layers-*.gguf")):
@@ -209,7 +227,7 @@ def find_finished_passes(run: Calibration, dependencies: dict) -> tuple[list[Pat
 
 
 def collect(
-    run: Calibration, model: Path, layers: list[int] | None, *, dependencies: dict, title: str, console: Console
+    run: CalibrationRun, model: Path, layers: Layers, *, dependencies: dict, title: str, console: Console
 ) -> Path:
     """Run llama-imatrix once and cache its result with a record. A failed run leaves nothing.
 
@@ -251,7 +269,7 @@ def collect(
     return cache
 
 
-def run_program(command: list[str], folder: Path, run: Calibration, title: str, console: Console) -> None:
+def run_program(command: list[str], folder: Path, run: CalibrationRun, title: str, console: Console) -> None:
     """Run llama-imatrix with a progress bar. Raise UserError with its last error line if it fails."""
     has_estimate = False
     with console.bar(title, run.n_chunks, "chunk") as bar:
@@ -272,7 +290,7 @@ def run_program(command: list[str], folder: Path, run: Calibration, title: str, 
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
             way_out=f"{devices}pass another text with --imatrix-from, {without}",
-            less_memory=f"its limit was {run.memory / GIB:.1f} GiB, pass a smaller --memory, {without}",
+            less_memory=f"its limit was {run.memory_limit / GIB:.1f} GiB, pass a smaller --memory, {without}",
         ))
 
 
@@ -321,7 +339,7 @@ def prepare(
         return PreparedImportance(Importance())
     if options.imatrix is not None:
         return PreparedImportance(open_importance([options.imatrix], options.kind))
-    types = list_weighted_types(plan)
+    types = list_types_using_imatrix(plan)
     if not options.runs_model:
         if types:
             console.warn(f"--no-calibration: quantizing without an imatrix costs quality: {COST}")
@@ -337,8 +355,8 @@ def prepare(
             f"{missing} not in the package: quantizing without an imatrix costs quality ({COST}); pass one with --imatrix FILE"
         )
         return PreparedImportance(Importance())
-    run = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
-    run = replace(run, kind=_choose_kind(options, run, types, n_types, console))
+    setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
+    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_types, console))
     if not is_dry:
         return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
     if folder is not None and (cached := run.open_cache()) is not None:
@@ -348,7 +366,7 @@ def prepare(
 
 def configure_calibration(
     options: CalibrationOptions, file: GGUFFile, folder: Path, *, n_threads: int, program: Path, console: Console
-) -> Calibration:
+) -> CalibrationSetup:
     """Configure a calibration, except its kind. Raise UserError if the text or the model cannot be used."""
     text, text_name = (TEXT, BUILT_IN) if options.text is None else (options.text, options.text.name)
     n_bytes = check_text(text)
@@ -357,40 +375,42 @@ def configure_calibration(
         raise UserError(f"calibration: {file.path} has no layers for llama-imatrix to collect inputs of: pass --no-calibration")
     n_chunks = options.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_length(file)
     text_chunks = count_chunks(file, text, n_bytes, n_chunks)
-    memory = options.memory * GIB if options.memory else MEMORY_SHARE * available_memory()
-    proxy_model = proxy.find_proxy(options.proxy_model, file, memory, console)
+    memory_limit = options.memory * GIB if options.memory else MEMORY_SHARE * available_memory()
+    proxy_model = proxy.find_proxy(options.proxy_model, file, memory_limit, console)
     if proxy_model is not None:
         model = replace(model, n_bytes=proxy_model.n_bytes, type=proxy_model.product_type())
-    return Calibration(
+    return CalibrationSetup(
         file=file,
         model=model,
         folder=folder,
         text=Path(os.path.realpath(text)),  # llama-imatrix runs in the directory of the file itself
         text_name=text_name,
-        kind=KINDS[0],
         n_chunks=min(n_chunks, text_chunks),
         text_chunks=text_chunks,
         n_threads=n_threads,
-        memory=memory,
+        memory_limit=memory_limit,
         program=program,
         proxy_model=proxy_model,
         devices=options.devices.arguments(),
     )
 
 
-def _choose_kind(options: CalibrationOptions, run: Calibration, types: Sequence[GGMLQuantizationType], n_types: int, console: Console) -> str:
-    """Choose one of KINDS. types: list_weighted_types(); n_types: as in prepare()."""
+def _choose_kind(
+    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_types: int, console: Console
+) -> str:
+    """Choose one of KINDS. types: list_types_using_imatrix(); n_types: as in prepare()."""
+    model, limit, n_threads = setup.model, setup.memory_limit, setup.n_threads
     if options.kind is None and not any(map(uses_metric, types)):
         return "diagonal"
     if options.kind is None:
-        kind, reason = choose_importance(run.model, run.n_tokens, run.memory, run.n_threads, n_types)
+        kind, reason = choose_importance(model, setup.n_tokens, limit, n_threads, n_types)
         if reason:
             console.note(f"block-diagonal Hessians: {reason}; --importance full overrides this")
         return kind
-    if options.kind == "full" and (needed := run.model.factorization_bytes(run.n_threads, n_types)) > run.memory:
+    if options.kind == "full" and (needed := model.factorization_bytes(n_threads, n_types)) > limit:
         fewer = ", fewer --threads" if n_types else ""
         console.note(
-            f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {run.memory / GIB:.1f} GiB: this may be slow, or "
+            f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB: this may be slow, or "
             f"fail; --importance block{fewer} needs less"
         )
     return options.kind

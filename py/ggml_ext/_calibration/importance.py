@@ -44,7 +44,7 @@ class Importance:
     kind: str = "none"  # one of KINDS
     matrix: ImportanceMatrix | None = None
     hessians: HessianFile | None = None
-    calibration: str | None = None  # name of the text, if ggml-ext calibrated
+    text_name: str | None = None  # of the text, if ggml-ext calibrated
     description: str | None = None  # replaces the usual one in the summary
     warnings: list[str] = field(default_factory=list)  # from encoding
 
@@ -58,26 +58,26 @@ class Importance:
         """Return the Hessian of a tensor, None without one."""
         return self.hessians.for_tensor(tensor, self.kind) if self.hessians and tensor.name in self.hessians else None
 
-    def calibrate(self, planned: PlannedTensor, target: GGMLQuantizationType, codec: Codec, cache: MetricCache) -> TensorCalibration:
+    def calibrate(self, planned: PlannedTensor, qtype: GGMLQuantizationType, codec: Codec, cache: MetricCache) -> TensorCalibration:
         """Return the statistics for the encoder of a type.
 
         Args:
             planned: the tensor; the plan decides whether it uses the imatrix.
-            target: the type to encode to.
+            qtype: the type to encode to.
             codec: factorizes the Hessian if the encoder uses it.
             cache: keeps the metric for the next tensor with the same input.
         """
         tensor, hessians = planned.tensor, self.hessians
         calibration = self.read(tensor) if planned.uses_imatrix else TensorCalibration()
-        if hessians is None or calibration.hessian is None or not uses_metric(target):
+        if hessians is None or calibration.hessian is None or not uses_metric(qtype):
             return calibration
 
         def compute(expert: int) -> Metric:
-            return codec.metric(tensor, target, calibration, expert, self.warnings.append)
+            return codec.metric(tensor, qtype, calibration, expert, self.warnings.append)
 
         if calibration.n_matrices > 1:
             return replace(calibration, metrics=PerExpert(compute))
-        key = hessians.owner(tensor.name), metric_name(target)
+        key = hessians.owner(tensor.name), metric_name(qtype)
         return replace(calibration, metrics=PerExpert(lambda expert: cache.get(key, lambda: compute(expert))))
 
     def dead_columns(self, plan: QuantizationPlan) -> dict[str, DeadColumns]:
@@ -102,36 +102,36 @@ class Importance:
             return self.description
         if self.matrix is None:
             return self.kind
-        text = f"{self.calibration} text" if self.calibration == BUILT_IN else self.calibration
+        text = f"{self.text_name} text" if self.text_name == BUILT_IN else self.text_name
         return f"{self.kind}, of {self.matrix.path}{f' ({text})' if text else ''}"
 
     def metadata(self) -> list[KeyValue]:
         """Make the metadata of llama-quantize and of ggml-ext about the imatrix."""
         out = [] if self.matrix is None else self.matrix.metadata()
         out.append(string_value("ggml_ext.importance", self.kind))
-        if self.calibration:
-            out.append(string_value("ggml_ext.calibration", self.calibration))
+        if self.text_name:
+            out.append(string_value("ggml_ext.calibration", self.text_name))
         return out
 
 
-def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | None = None) -> Importance:
+def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | None = None) -> Importance:
     """Open the imatrix file, or the files of the passes of a calibration.
 
     Args:
         paths: the files.
         kind: the statistics to use, None for the best in the files.
-        calibration: name of the text, if ggml-ext calibrated.
+        text_name: of the text, if ggml-ext calibrated.
 
     Raises:
         UserError: a file is not an imatrix, or lacks that kind.
     """
     path, matrix = paths[0], ImportanceMatrix(paths[0])
     if kind == "diagonal":
-        return Importance(kind, matrix, None, calibration)
+        return Importance(kind, matrix, None, text_name)
     files = [] if matrix.is_old else [GGUFFile(p) for p in paths]
     if matrix.is_old or HessianFile.kind_in(files[0]) is None:
         if kind is None:
-            return Importance("diagonal", matrix, None, calibration)
+            return Importance("diagonal", matrix, None, text_name)
         raise UserError(
             f"--importance {kind}: {path} has no Hessians: make them with llama-imatrix --moments {kind}, or pass "
             "--importance diagonal"
@@ -142,7 +142,7 @@ def open_importance(paths: Sequence[Path], kind: str | None, calibration: str | 
             f"--importance full: {path} has block-diagonal Hessians: make full ones with llama-imatrix --moments full, or "
             "pass --importance block"
         )
-    return Importance(kind or hessians.kind, matrix, hessians, calibration)
+    return Importance(kind or hessians.kind, matrix, hessians, text_name)
 
 
 def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested: bool) -> None:

@@ -1,4 +1,4 @@
-"""Export a model with ggml-ext types to upstream types, and report the error that this adds."""
+"""Export a model with ggml-ext types to stock types, and report the error that this adds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ExportOptions:
 
 
 def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
-    """Parse the name of an upstream type. UserError naming the flag for any other name."""
+    """Parse the name of a stock type. UserError naming the flag for any other name."""
     if name.lower() not in STOCK_TYPES:
         remark = ": it is a ggml-ext type, for ggml-ext quantize" if name.lower() in WEIGHT_TYPES else ""
         raise UserError(unknown_type_message(flag, name, sorted(STOCK_TYPES), remark))
@@ -180,7 +180,7 @@ def cost_lines(tensors: Sequence[MeasuredTensor]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ExportedFile(WritingJob):
+class ExportWritingJob(WritingJob):
     """The output of export, ready to be written."""
 
     header: bytes = b""
@@ -216,7 +216,7 @@ def export(settings: ExportSettings, console: Console) -> Result:
         )
         metadata = stock_metadata(file, uniform_file_type(choices.type), importance)
         header = pack_header(metadata, file.tensors, [t.type for t in plan.tensors], file.alignment)
-        writing = ExportedFile(output, conversion, choices.name, lines, header=header)
+        writing = ExportWritingJob(output, conversion, choices.name, lines, header=header)
         return finish(settings, writing, writing.write(console), console)
 
 
@@ -246,7 +246,7 @@ def prepare(settings: ExportSettings) -> Conversion:
     return Conversion(file, plan, codec, importance, settings.n_threads)
 
 
-def finish(settings: ExportSettings, writing: ExportedFile, written: WrittenFile, console: Console) -> Result:
+def finish(settings: ExportSettings, writing: ExportWritingJob, written: WrittenFile, console: Console) -> Result:
     """Report the result, and write the model card."""
     options, choices, path = settings.options, settings.choices, writing.output.path
     file, plan, importance = writing.conversion.file, writing.conversion.plan, writing.conversion.importance

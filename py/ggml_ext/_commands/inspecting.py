@@ -26,7 +26,7 @@ from .._formats.split import open_model
 from .._formats.tensor_types import DITTO3
 from .._native import library
 from .._native.blas import one_blas_thread
-from .._plan.plan import replacement_type
+from .._plan.plan import accurate_type
 from .._report import picture
 from .._report.findings import Finding, Inspection
 from .._sequential.errors import read_stream_errors
@@ -116,7 +116,7 @@ def check_same_tensors(file: GGUFFile, original: GGUFFile) -> None:
 
 def check_epsilons(file: GGUFFile, epsilons: dict[str, float]) -> None:
     """Raise UserError for a recorded epsilon that is invalid or not of a DITTO3 tensor. --fallback-above may have replaced DITTO3."""
-    ditto3 = {t.name for t in file.tensors if t.type in (DITTO3, replacement_type(t, DITTO3))}
+    ditto3 = {t.name for t in file.tensors if t.type in (DITTO3, accurate_type(t, DITTO3))}
     for name, epsilon in epsilons.items():
         if name not in ditto3:
             raise UserError(f"{file.path} records an epsilon for {name}, which is not a ditto3 tensor: quantize the model again")

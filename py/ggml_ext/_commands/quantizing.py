@@ -35,7 +35,7 @@ from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversi
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._plan.effects import report_options_without_effect
-from .._plan.imatrix_use import assign_imatrix
+from .._plan.imatrix_use import assign_imatrix, check_imatrix_types
 from .._plan.plan import Choices, QuantizationPlan, check_fallbacks
 from .._plan.planning import check_model, make_plan
 from .._plan.uses import GraphUses
@@ -62,11 +62,6 @@ class OpenedModel:
     file: GGUFFile
     paths: ReservedPaths
     output: Output | None  # None in a dry run
-
-    @property
-    def folder(self) -> Path | None:
-        """The directory of OUT; None in a dry run."""
-        return None if self.paths.out is None else self.paths.out.parent
 
     def plan_parts(self, plan: QuantizationPlan, settings: Settings, candidates: Mapping[str, Sequence[GGMLQuantizationType]]) -> None:
         """Assign tensors to the parts of OUT, and check the free space.
@@ -99,7 +94,7 @@ class QuantizationJob:
     codec: Codec
     importance: Importance
     allocation: Allocation | None = None  # with a target
-    propagation: PropagationConfig | None = None
+    propagation_config: PropagationConfig | None = None
     options: str = ""  # those that determine the bytes
 
 
@@ -154,7 +149,7 @@ def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_ag
 
 def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack) -> OpenedModel:
     """Open the model and lock OUT until the stack is closed."""
-    source, options = settings.source, settings.importance
+    source, options = settings.source, settings.calibration
     read = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
     paths = reserve_paths(settings, read, source.expected_stem)
     out = paths.out
@@ -169,8 +164,8 @@ def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack
 def decide(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
     """Decide the types of all tensors, and calibrate."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
-    has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.importance)
-    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.importance.imatrix_names()))
+    has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.calibration)
+    plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.calibration.imatrix_names()))
     report_options_without_effect(plan, choices)
     for note in plan.notes:
         console.note(note)
@@ -178,27 +173,27 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
         check_fallbacks(plan, choices.no_fallback)
     codec = settings.encoder.load(settings.n_threads)
     if target is not None:
-        job = allocate(settings, target, model, plan, codec=codec, console=console)
+        job = decide_for_target(settings, target, model, plan, codec=codec, console=console)
     else:
         if not is_dry:
             check_encoders(codec, plan, choices.fallback_above is not None)
         model.plan_parts(plan, settings, {})
         check_source(model.file, plan, codec, console, n_threads=settings.n_threads, candidates={})
-        propagation = decide_propagation(plan, settings, model, console)
-        importance = find_importance(settings, model, plan, console) if propagation is None else propagation.importance()
-        job = QuantizationJob(plan, choices, codec, importance, propagation=propagation)
+        config = decide_propagation(plan, settings, model, console)
+        importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
+        job = QuantizationJob(plan, choices, codec, importance, propagation_config=config)
     if not is_dry or target is not None:
         check_numpy_encoders(codec, plan, TYPE_FLAGS)
-    return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation is not None))
+    return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation_config is not None))
 
 
 def decide_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
     """Configure --propagate and mark the matrices that it covers; None without it, or if --effort best implies it in vain."""
-    options = settings.importance
+    options = settings.calibration
     if not options.propagates or (options.may_do_without and not any(metric_name(t.type) for t in plan.tensors)):
         return None
     try:
-        config = configure_propagation(options, model.file, model.folder, settings.n_threads, console)
+        config = configure_propagation(options, model.file, cache_folder(settings), settings.n_threads, console)
         if options.may_do_without and model.output is not None:
             check_cut(config, console.note)
     except UserError as e:
@@ -209,14 +204,14 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     if settings.target is None:  # the calibration for a target has marked them already
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
-        assign_imatrix(plan, None)
+        check_imatrix_types(plan)
     return config
 
 
-def allocate(
+def decide_for_target(
     settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, codec: Codec, console: Console
 ) -> QuantizationJob:
-    """Choose types for a target."""
+    """Check the weights, calibrate, choose types for a target, and decide on --propagate."""
     choices, file = settings.choices, model.file
     items = make_items(target, plan, choices, codec)
     candidates = {item.planned.name: item.types for item in items}
@@ -224,8 +219,8 @@ def allocate(
     allocation = allocate_without_measuring(target, file, plan, items)
     importance = Importance(description="none (nothing to encode)")
     if allocation is None:
-        model.plan_parts(plan, settings, candidates)
-        importance = find_importance(settings, model, plan, console)
+        model.plan_parts(plan, settings, candidates)  # smallest sizes: fail before calibration
+        importance = calibrate_for_plan(settings, model, plan, console)
         measurement = ErrorMeasurement(
             file=file,
             plan=plan,
@@ -233,10 +228,10 @@ def allocate(
             codec=codec,
             n_threads=settings.n_threads,
             console=console,
-            folder=find_folder(settings),
+            folder=cache_folder(settings),
             is_dry=model.output is None,
-            runs_model=settings.importance.runs_model,
-            text=settings.importance.text,
+            runs_model=settings.calibration.runs_model,
+            text=settings.calibration.text,
             sensitivity=settings.types.sensitivity,
         )
         header = find_largest_header(settings, file, plan, items, importance)
@@ -244,24 +239,24 @@ def allocate(
     allocation.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.is_stock))
-    model.plan_parts(plan, settings, {})
-    propagation = decide_propagation(plan, settings, model, console)
-    return QuantizationJob(plan, choices, codec, importance, allocation, propagation=propagation)
+    model.plan_parts(plan, settings, {})  # final sizes
+    config = decide_propagation(plan, settings, model, console)
+    return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
 
 
-def find_folder(settings: Settings) -> Path | None:
-    """Return the directory of OUT with links resolved; None in a dry run without OUT."""
+def cache_folder(settings: Settings) -> Path | None:
+    """Return the directory of OUT with links resolved; None only without OUT."""
     return None if settings.output.path is None else Path(os.path.realpath(settings.output.path)).parent
 
 
-def find_importance(settings: Settings, model: OpenedModel, plan: QuantizationPlan, console: Console) -> Importance:
-    """Return the calibration statistics and match them with the plan. A dry run does not calibrate."""
-    options, target = settings.importance, settings.target
+def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: QuantizationPlan, console: Console) -> Importance:
+    """Calibrate, or open an imatrix, and mark the tensors that use it. A dry run does not calibrate."""
+    options, target = settings.calibration, settings.target
     prepared = calibration.prepare(
         options,
         model.file,
         plan,
-        find_folder(settings),
+        cache_folder(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
         n_types=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
@@ -278,7 +273,7 @@ def find_importance(settings: Settings, model: OpenedModel, plan: QuantizationPl
 def output_metadata(
     file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
 ) -> dict[str, KeyValue]:
-    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in upstream files, ours.
+    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in stock files, ours.
 
     Args:
         file: the input.
@@ -309,7 +304,7 @@ def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPl
     for t in plan.tensors:
         types = candidates.get(t.name, [t.type])
         tensors.append(MeasuredTensor(replace(t, type=DITTO3 if DITTO3 in types else types[0])))
-    propagates, max_bytes = settings.importance.propagates, settings.output.max_bytes
+    propagates, max_bytes = settings.calibration.propagates, settings.output.max_bytes
     options = settings.describe_options({q for types in candidates.values() for q in types}, propagates)
     errors = error_metadata(file, tensors, propagates)
     metadata = output_metadata(file, settings.choices, options, importance, errors)
@@ -341,7 +336,7 @@ def list_epsilons(file: GGUFFile, tensors: Sequence[MeasuredTensor]) -> dict[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedFile(WritingJob):
+class QuantizeWritingJob(WritingJob):
     """The output of quantize, ready to be written."""
 
     job: QuantizationJob
@@ -349,7 +344,7 @@ class QuantizedFile(WritingJob):
 
     def pack_headers(self, tensors: Sequence[MeasuredTensor]) -> list[bytes]:
         file, job, parts = self.conversion.file, self.job, self.output.parts
-        errors = error_metadata(file, tensors, job.propagation is not None)
+        errors = error_metadata(file, tensors, job.propagation_config is not None)
         metadata = output_metadata(file, job.choices, job.options, job.importance, errors)
         headers = []
         for n, part in enumerate(parts):
@@ -365,14 +360,14 @@ class QuantizedFile(WritingJob):
 
 def prepare_writing(
     settings: Settings, model: OpenedModel, job: QuantizationJob, console: Console, stack: contextlib.ExitStack
-) -> QuantizedFile:
+) -> QuantizeWritingJob:
     """Prepare writing. The stack closes what this opens."""
     assert model.output is not None
     quantizer = None
-    if job.propagation is not None:
-        console.note(job.propagation.description)
+    if job.propagation_config is not None:
+        console.note(job.propagation_config.description)
         quantizer = stack.enter_context(SequentialQuantizer(
-            config=job.propagation, file=model.file, plan=job.plan, codec=job.codec, n_threads=settings.n_threads,
+            config=job.propagation_config, file=model.file, plan=job.plan, codec=job.codec, n_threads=settings.n_threads,
             warn=job.importance.warnings.append, console=console,
         ))
     conversion = Conversion(
@@ -382,9 +377,9 @@ def prepare_writing(
         importance=job.importance,
         n_threads=settings.n_threads,
         fallback_above=job.choices.fallback_above,
-        propagation=quantizer,
+        sequential_quantizer=quantizer,
     )
-    return QuantizedFile(
+    return QuantizeWritingJob(
         output=model.output,
         conversion=conversion,
         title=job.choices.name,
@@ -397,37 +392,37 @@ def prepare_writing(
 
 def estimate_time(settings: Settings, job: QuantizationJob) -> Estimate | None:
     """Estimate the time of encoding; None if it takes seconds or is part of --propagate."""
-    return None if job.propagation is not None else estimate(job.plan, job.codec, job.importance.kind, settings.n_threads)
+    return None if job.propagation_config is not None else estimate(job.plan, job.codec, job.importance.kind, settings.n_threads)
 
 
 def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -> Result:
     """Report types and sizes."""
-    plan, width, importance = job.plan, terminal_width(), job.importance.describe()
+    plan, width, importance_text = job.plan, terminal_width(), job.importance.describe()
     lines = tensor_lines(plan, width) if console.details else []
     expected = estimate_time(settings, job)
     dead = job.importance.dead_columns(plan)
-    lines.append(summary(plan, job.choices, width, importance=importance, allocation=job.allocation, dead=dead))
-    times = ([expected.describe()] if expected else []) + ([job.propagation.description] if job.propagation else [])
+    lines.append(summary(plan, job.choices, width, importance=importance_text, allocation=job.allocation, dead=dead))
+    times = ([expected.describe()] if expected else []) + ([job.propagation_config.description] if job.propagation_config else [])
     console.report("\n".join([*lines, *times]))
     tensors, totals = [TensorResult.make(t) for t in plan.tensors], Totals.compute(plan, allocation=job.allocation)
     for tensor in tensors:
         console.event("tensor", tensor.record())
     seconds = {"encoding_seconds": round(expected.encoding, 1)} if expected else {}
-    console.event("summary", {"type": job.choices.name, "importance": importance, **seconds, **totals.record()})
+    console.event("summary", {"type": job.choices.name, "importance": importance_text, **seconds, **totals.record()})
     return Result.make(
-        tensors, totals, type=job.choices.name, options=job.options, importance=importance, warnings=console.warnings
+        tensors, totals, type=job.choices.name, options=job.options, importance=importance_text, warnings=console.warnings
     )
 
 
-def finish(settings: Settings, writing: QuantizedFile, written: WrittenFile, console: Console) -> Result:
+def finish(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
     """Report the result, and write the files next to OUT."""
     job, output, path = writing.job, settings.output, writing.output.path
-    plan, importance = job.plan, job.importance.describe()
+    plan, importance_text = job.plan, job.importance.describe()
     for warning in [*job.importance.warnings, *error_warnings(written.tensors)]:
         console.warn(warning)
     dead = writing.conversion.dead_columns()
     console.report(summary(
-        plan, job.choices, terminal_width(), importance=importance, tensors=written.tensors, seconds=written.seconds, allocation=job.allocation,
+        plan, job.choices, terminal_width(), importance=importance_text, tensors=written.tensors, seconds=written.seconds, allocation=job.allocation,
         dead=dead,
     ))
     if output.verify:
@@ -439,7 +434,7 @@ def finish(settings: Settings, writing: QuantizedFile, written: WrittenFile, con
         "output": [{"path": str(part), "bytes": part.stat().st_size} for part in written.paths],
         "type": job.choices.name,
         "options": job.options,
-        "importance": importance,
+        "importance": importance_text,
         "version": __version__,
         "seconds": round(written.seconds, 3),
         "tensors_of_an_earlier_run": written.n_before,
@@ -454,12 +449,12 @@ def finish(settings: Settings, writing: QuantizedFile, written: WrittenFile, con
     if output.model_card is not None:
         write_beside("--model-card", output.model_card, make_card(settings, writing, written).text().encode(), path, output.force)
     return Result.make(
-        written.results, totals, type=job.choices.name, options=job.options, importance=importance, warnings=console.warnings,
+        written.results, totals, type=job.choices.name, options=job.options, importance=importance_text, warnings=console.warnings,
         paths=written.paths, seconds=written.seconds,
     )
 
 
-def make_card(settings: Settings, writing: QuantizedFile, written: WrittenFile) -> Card:
+def make_card(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile) -> Card:
     job, repo, path = writing.job, settings.source.hf_repo, settings.source.path
     source = repo or Path(os.path.abspath(path or "")).name
     return Card(

@@ -37,7 +37,7 @@ class Settings:
     source: SourceOptions
     choices: Choices
     target: Target | None
-    importance: CalibrationOptions
+    calibration: CalibrationOptions
     encoder: EncoderOptions
     output: OutputOptions
     n_threads: int
@@ -61,7 +61,7 @@ class Settings:
         calibration.check()
         options.output.check()
         return cls(
-            types=types, source=source, choices=parse_choices(types, file_type, target), target=target, importance=calibration,
+            types=types, source=source, choices=parse_choices(types, file_type, target), target=target, calibration=calibration,
             encoder=options.encoder, output=options.output, n_threads=n_threads,
             command=command_line(["ggml-ext", "quantize"], options),
         )
@@ -73,7 +73,7 @@ class Settings:
             types: the types in the output; encoder options of other types are omitted.
             propagates: --propagate is in effect, by the option or by --effort best.
         """
-        calibration = replace(self.importance, propagate=propagates)
+        calibration = replace(self.calibration, propagate=propagates)
         options = QuantizeOptions(types=self.types, calibration=calibration, encoder=self.encoder)
         return describe_record(options, {qtype.name.lower() for qtype in types})
 
@@ -118,7 +118,7 @@ def parse_choices(types: TypeOptions, file_type: FileType, target: Target | None
         allow_requantize=types.allow_requantize,
         no_fallback=types.no_fallback,
         fallback_above=types.fallback_above,
-        target=None if target is None else target.option,
+        target_option=None if target is None else target.option,
     )
     if file_type.is_stock or types.stock:
         check_stock(choices, "--stock" if types.stock else f"--type {file_type.name}")
@@ -135,5 +135,5 @@ def check_stock(choices: Choices, flag: str) -> None:
         if (name := qtype.name.lower()) in TYPES:
             raise UserError(
                 f"{beginning}{name}: {flag} writes a standard GGUF file, and {name} is a ggml-ext type: pass a standard type "
-                f"here, or {'drop the option' if choices.target else f'--type {name} and standard types for other tensors'}"
+                f"here, or {'drop the option' if choices.target_option else f'--type {name} and standard types for other tensors'}"
             )

@@ -32,7 +32,7 @@ class Accuracy:
     weighted_energy: float = 0.0
     has_hessian: bool = False  # H is more than a diagonal
     stream_error: float = 0.0  # of the residual stream after the layer, under --propagate (_sequential/errors.py)
-    # sums of (t - w')^T H (t - w') and t^T H t; t: the corrected weights of --propagate (targets.py)
+    # sums of (c - w')^T H (c - w') and c^T H c; c: the corrected weights of --propagate (correction.py), targets in the journal's keys
     target_error: float = 0.0
     target_energy: float = 0.0
 
@@ -71,15 +71,15 @@ class Accuracy:
         return self.weighted_error / self.weighted_energy if self.weighted_energy > 0 else None
 
     @property
-    def to_target(self) -> float | None:
+    def corrected_error(self) -> float | None:
         """NMSE under the Hessian against the corrected weights of --propagate; None without them."""
         return self.target_error / self.target_energy if self.target_energy > 0 else None
 
     @property
     def judged(self) -> float:
         """The NMSE to compare with the type's usual one. Under a Hessian or for corrected weights, encoders accept a larger plain one."""
-        if self.to_target is not None:
-            return self.to_target
+        if self.corrected_error is not None:
+            return self.corrected_error
         return self.weighted if self.has_hessian and self.weighted is not None else self.relative
 
     def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:

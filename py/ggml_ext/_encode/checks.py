@@ -15,7 +15,7 @@ from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.names import list_tensors
 from .._formats.tensor_types import COPIED_TYPES
-from .._plan.plan import QuantizationPlan, replacement_type
+from .._plan.plan import QuantizationPlan, accurate_type
 from .codec import UNWEIGHTED_IN_NUMPY, BadWeights, Codec, largest_weight
 
 TYPE_FLAGS = {"output.weight": "--output-tensor-type", "token_embd.weight": "--token-embedding-type"}  # of quantize
@@ -25,9 +25,9 @@ def check_encoders(codec: Codec, plan: QuantizationPlan, may_replace: bool) -> N
     """Raise UserError if a type of the plan has no encoder. may_replace: --fallback-above is given."""
     if codec.lib is None and may_replace:
         for t in plan.tensors:
-            if t.may_be_replaced and not codec.can_encode(fallback := replacement_type(t.tensor, t.type)):
+            if t.may_be_replaced and not codec.can_encode(accurate := accurate_type(t.tensor, t.type)):
                 raise UserError(
-                    f"--fallback-above: {fallback.name.lower()} has no numpy encoder and the built library is not in use: build it, "
+                    f"--fallback-above: {accurate.name.lower()} has no numpy encoder and the built library is not in use: build it, "
                     "or leave the option out"
                 )
     check_known_encoders(codec, plan, TYPE_FLAGS)
@@ -49,10 +49,10 @@ def check_numpy_encoders(codec: Codec, plan: QuantizationPlan, flags: Mapping[st
             raise _no_numpy_encoder(t.tensor, t.type, flags, " with importances")
 
 
-def _no_numpy_encoder(tensor: Tensor, target: GGMLQuantizationType, flags: Mapping[str, str], use: str = "") -> UserError:
+def _no_numpy_encoder(tensor: Tensor, qtype: GGMLQuantizationType, flags: Mapping[str, str], use: str = "") -> UserError:
     flag = f"{flags[tensor.name]} q8_0" if tensor.name in flags else f"--tensor-type '{re.escape(tensor.name)}=q8_0'"
     return UserError(
-        f"tensor {tensor.name}: {target.name.lower()} has no numpy encoder{use} and the built library is not in use: build it, or pass {flag}"
+        f"tensor {tensor.name}: {qtype.name.lower()} has no numpy encoder{use} and the built library is not in use: build it, or pass {flag}"
     )
 
 

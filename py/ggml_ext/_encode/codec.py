@@ -44,7 +44,7 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
 
 EFFORTS = {"fast": 1, "normal": 0, "best": 6}  # scale candidates per block of the trellis encoders; 0: their default
 SEGMENTS = {"fast": 32, "normal": 32, "best": 8}  # weights that trellis encoders search at once under a Hessian
-STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the upstream encoders under a Hessian
+STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the encoders of stock types under a Hessian
 
 # gguf's numpy encoders ignore the imatrix, ggml's in C use it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
@@ -54,7 +54,7 @@ ENCODERS = ("auto", "c", "numpy")
 
 
 class BadWeights(UserError):
-    """Weights that the target type, or every type, cannot hold."""
+    """Weights that the type, or every type, cannot hold."""
 
 
 class Codec:
@@ -95,13 +95,13 @@ class Codec:
         return True
 
     def metric(
-        self, tensor: Tensor, target: GGMLQuantizationType, calibration: TensorCalibration, expert: int, warn: Callable[[str], None]
+        self, tensor: Tensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, expert: int, warn: Callable[[str], None]
     ) -> Metric:
         """Damp and factorize the Hessian of an expert.
 
         Args:
             tensor: the matrix.
-            target: the type to encode to, which decides the form of the factor.
+            qtype: the type to encode to, which decides the form of the factor.
             calibration: holds the Hessian.
             expert: its number, 0 for a tensor without experts.
             warn: called with a line if the usual damping is too small.
@@ -112,10 +112,10 @@ class Codec:
         hessian, triangles = calibration.hessian, calibration.triangles
         assert hessian is not None and triangles is not None
         matrix = f", matrix {expert}" if hessian.n_matrices > 1 else ""
-        damping = hessian.damping(expert, type_info(target) is None)
+        damping = hessian.damping(expert, type_info(qtype) is None)
         for factor in (1, 10):
             try:
-                metric = self._factorize(target, tensor.ne[0], triangles.get(expert), whole=hessian.is_full, damping=factor * damping)
+                metric = self._factorize(qtype, tensor.ne[0], triangles.get(expert), whole=hessian.is_full, damping=factor * damping)
             except NotPositiveDefinite:
                 continue
             except MemoryError:
@@ -204,9 +204,9 @@ class Codec:
             rows.reshape(-1, info.block_size), importance, metric=metric, **options)
         return blocks.reshape(len(rows), -1)
 
-    def needs_codebook(self, tensor: Tensor, target: GGMLQuantizationType) -> bool:
+    def needs_codebook(self, tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
         """Whether the tensor needs a codebook of all its rows before encoding."""
-        return self.ditto_codebook == "tensor" and target.name == "DITTO3" and target != tensor.type
+        return self.ditto_codebook == "tensor" and qtype.name == "DITTO3" and qtype != tensor.type
 
     def codebook(self, chunks: Iterable[tuple[int, np.ndarray]], tensor: Tensor, calibration: TensorCalibration) -> np.ndarray:
         """Compute the codebook of a DITTO3 tensor, float32 (8,), from chunks (first row, float32 (n_rows, n_per_row)) of all its rows."""
@@ -216,76 +216,76 @@ class Codec:
                 histogram.add_rows(weights[rows], calibration.importances(expert))
         return histogram.codebook()
 
-    def weights(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> np.ndarray:
-        """Decode rows of a tensor, uint8, from first_row on, and check that the target can hold them.
+    def weights(self, rows: np.ndarray, tensor: Tensor, first_row: int, qtype: GGMLQuantizationType) -> np.ndarray:
+        """Decode rows of a tensor, uint8, from first_row on, and check that the type can hold them.
 
         Raises:
             BadWeights: a weight is NaN, infinite or too large; it names the tensor and the position.
         """
         weights = self.decode(rows, tensor.type, tensor.ne[0])
-        check_weights(weights, tensor, first_row, target)
+        check_weights(weights, tensor, first_row, qtype)
         return weights
 
-    def check(self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
+    def check(self, rows: np.ndarray, tensor: Tensor, first_row: int, qtype: GGMLQuantizationType) -> None:
         """Raise BadWeights as weights() does; the bits of floats often suffice."""
         if tensor.type in MAGNITUDES:
             dtype, mask = MAGNITUDES[tensor.type]
             largest = (rows.view(dtype) & np.array(mask, dtype)).max(keepdims=True)
-            if self.decode(largest.view(np.uint8), tensor.type, 1)[0, 0] <= min(largest_weight(target), np.finfo(np.float32).max):
+            if self.decode(largest.view(np.uint8), tensor.type, 1)[0, 0] <= min(largest_weight(qtype), np.finfo(np.float32).max):
                 return
-        self.weights(rows, tensor, first_row, target)
+        self.weights(rows, tensor, first_row, qtype)
 
     def convert(
-        self, rows: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
+        self, rows: np.ndarray, tensor: Tensor, first_row: int, qtype: GGMLQuantizationType, calibration: TensorCalibration
     ) -> tuple[np.ndarray, Accuracy]:
-        """Convert rows of a tensor, uint8, to the target type and measure their error.
+        """Convert rows of a tensor, uint8, to the type and measure their error.
 
         Args:
             rows: in the tensor's own type.
             tensor: the tensor.
             first_row: number of the first row.
-            target: the type to convert to.
+            qtype: the type to convert to.
             calibration: statistics of the tensor's inputs.
 
         Raises:
-            UserError: the target cannot hold the weights.
+            UserError: the type cannot hold the weights.
         """
         if tensor.type in COPIED_TYPES:
             return rows, Accuracy()
-        weights = self.weights(rows, tensor, first_row, target)
-        if target == tensor.type:
+        weights = self.weights(rows, tensor, first_row, qtype)
+        if qtype == tensor.type:
             return rows, Accuracy()
-        data = self.encode_calibrated(weights, tensor, first_row, target, calibration)
-        stored = self.decode(data, target, tensor.ne[0])
-        return data, measure_stored(tensor, weights, stored, first_row=first_row, target=target, calibration=calibration)
+        data = self.encode_calibrated(weights, tensor, first_row, qtype, calibration)
+        stored = self.decode(data, qtype, tensor.ne[0])
+        return data, measure_stored(tensor, weights, stored, first_row=first_row, qtype=qtype, calibration=calibration)
 
     def encode_calibrated(
-        self, weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
+        self, weights: np.ndarray, tensor: Tensor, first_row: int, qtype: GGMLQuantizationType, calibration: TensorCalibration
     ) -> np.ndarray:
         """Encode rows of a tensor, float32 (n_rows, n_per_row), from first_row on, with the statistics of their experts."""
         parts = [
-            self.encode(weights[part], target, calibration.importances(expert), calibration.codebook, calibration.metric(expert))
+            self.encode(weights[part], qtype, calibration.importances(expert), calibration.codebook, calibration.metric(expert))
             for part, expert in calibration.slices(tensor, first_row, len(weights))
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def measure_stored(
-    tensor: Tensor, weights: np.ndarray, stored: np.ndarray, *, first_row: int, target: GGMLQuantizationType, calibration: TensorCalibration
+    tensor: Tensor, weights: np.ndarray, stored: np.ndarray, *, first_row: int, qtype: GGMLQuantizationType, calibration: TensorCalibration
 ) -> Accuracy:
     """Measure the error of stored rows, float32 (n_rows, n_per_row). Raise UserError if they are not finite."""
     accuracy = calibration.measure(tensor, first_row, weights, stored)
     if not accuracy.is_finite:
         raise UserError(
             f"tensor {tensor.name}: rows {first_row:,} to {first_row + len(weights) - 1:,} are not finite as "
-            f"{target.name.lower()}: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
+            f"{qtype.name.lower()}: choose another type with --tensor-type '{re.escape(tensor.name)}=TYPE'"
         )
     return accuracy
 
 
-def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: GGMLQuantizationType) -> None:
+def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, qtype: GGMLQuantizationType) -> None:
     """Raise BadWeights if a weight is NaN, infinite or larger than a new type can hold."""
-    limit = np.inf if target == tensor.type else largest_weight(target)
+    limit = np.inf if qtype == tensor.type else largest_weight(qtype)
     low, high = weights.min(), weights.max()  # NaN if there is one
     if -limit <= low and high <= limit and -np.inf < low and high < np.inf:
         return
@@ -296,7 +296,7 @@ def check_weights(weights: np.ndarray, tensor: Tensor, first_row: int, target: G
     where = f"tensor {tensor.name}: weight {index:,} (row {row_index:,}, column {column:,})"
     if np.isfinite(value):
         raise BadWeights(
-            f"{where} is {value:g}; {target.name.lower()} is sure to hold weights up to {limit:g} only: keep the "
+            f"{where} is {value:g}; {qtype.name.lower()} is sure to hold weights up to {limit:g} only: keep the "
             f"tensor with --tensor-type '{re.escape(tensor.name)}=f32'"
         )
     raise BadWeights(f"{where} is {value}: the model is damaged; convert it again from a good source")

@@ -12,7 +12,7 @@ from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.tensor_types import COPIED_TYPES
 from .accuracy import Accuracy
 from .codec import Codec
-from .encode_tensor import Chunk, Run
+from .encode_tensor import Chunk, Mapper
 from .tensor_calibration import TensorCalibration
 
 
@@ -25,7 +25,7 @@ class FileTensor:
 
 
 def compare_tensors(
-    stored: FileTensor, original: FileTensor, codec: Codec, calibration: TensorCalibration, run: Run = map
+    stored: FileTensor, original: FileTensor, codec: Codec, calibration: TensorCalibration, map_items: Mapper = map
 ) -> Accuracy:
     """Measure the error of a stored tensor.
 
@@ -34,7 +34,7 @@ def compare_tensors(
         original: the same tensor in the file that was quantized.
         codec: decodes both.
         calibration: statistics of the inputs, for the weighted error.
-        run: map(), or that of a thread pool.
+        map_items: map(), or that of a thread pool.
 
     Raises:
         UserError: one of them is not finite, or they cannot be compared.
@@ -63,7 +63,7 @@ def compare_tensors(
         return accuracy
 
     total, chunks = Accuracy(), list(row_chunks(tensor))
-    for (first, n_rows), accuracy in zip(chunks, run(measure, chunks), strict=True):
+    for (first, n_rows), accuracy in zip(chunks, map_items(measure, chunks), strict=True):
         total += accuracy
         calibration.release(tensor, first + n_rows)
     return total

@@ -18,7 +18,7 @@ from .tensor_calibration import TensorCalibration
 Chunk = tuple[int, int]  # first row and number of rows
 
 
-class Run(Protocol):
+class Mapper(Protocol):
     """A map() that may use threads and keeps the order of the items."""
 
     def __call__(self, function: Callable, items: Iterable, /) -> Iterable: ...
@@ -32,17 +32,17 @@ class SourceTensor:
     tensor: Tensor
     codec: Codec
 
-    def read_weights(self, target: GGMLQuantizationType, run: Run) -> Iterator[tuple[int, np.ndarray]]:
+    def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first row and the weights, float32 (n_rows, n_per_row), of all chunks in order."""
 
         def read(chunk: Chunk) -> tuple[int, np.ndarray]:
-            return chunk[0], self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], target)
+            return chunk[0], self.codec.weights(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], qtype)
 
-        yield from run(read, row_chunks(self.tensor))
+        yield from map_items(read, row_chunks(self.tensor))
 
-    def encode_rows(self, chunk: Chunk, target: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
+    def encode_rows(self, chunk: Chunk, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
         """Encode a chunk to uint8 (n_rows, row_bytes) and measure its error."""
-        return self.codec.convert(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], target, calibration)
+        return self.codec.convert(self.file.rows(self.tensor, *chunk), self.tensor, chunk[0], qtype, calibration)
 
 
 @dataclass(frozen=True)
@@ -51,38 +51,38 @@ class CorrectedTensor(SourceTensor):
 
     corrected: np.ndarray  # float32 (n_rows, n_per_row)
 
-    def read_weights(self, target: GGMLQuantizationType, run: Run) -> Iterator[tuple[int, np.ndarray]]:
+    def read_weights(self, qtype: GGMLQuantizationType, map_items: Mapper) -> Iterator[tuple[int, np.ndarray]]:
         yield 0, self.corrected
 
-    def encode_rows(self, chunk: Chunk, target: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
+    def encode_rows(self, chunk: Chunk, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> tuple[np.ndarray, Accuracy]:
         first, n_rows = chunk
-        data = self.codec.encode_calibrated(self.corrected[first : first + n_rows], self.tensor, first, target, calibration)
-        return data, self.measure(chunk, data, target, calibration)
+        data = self.codec.encode_calibrated(self.corrected[first : first + n_rows], self.tensor, first, qtype, calibration)
+        return data, self.measure(chunk, data, qtype, calibration)
 
-    def measure(self, chunk: Chunk, data: np.ndarray, target: GGMLQuantizationType, calibration: TensorCalibration) -> Accuracy:
+    def measure(self, chunk: Chunk, data: np.ndarray, qtype: GGMLQuantizationType, calibration: TensorCalibration) -> Accuracy:
         """Measure the error of encoded rows against the model's weights and against the corrected ones."""
         first, n_rows = chunk
-        stored = self.codec.decode(data, target, self.tensor.ne[0])
+        stored = self.codec.decode(data, qtype, self.tensor.ne[0])
         weights = self.codec.decode(self.file.rows(self.tensor, *chunk), self.tensor.type, self.tensor.ne[0])
         to_corrected = calibration.measure(self.tensor, first, self.corrected[first : first + n_rows], stored)
-        accuracy = measure_stored(self.tensor, weights, stored, first_row=first, target=target, calibration=calibration)
+        accuracy = measure_stored(self.tensor, weights, stored, first_row=first, qtype=qtype, calibration=calibration)
         return replace(accuracy, target_error=to_corrected.weighted_error, target_energy=to_corrected.weighted_energy)
 
 
-def add_codebook(source: SourceTensor, target: GGMLQuantizationType, calibration: TensorCalibration, run: Run = map) -> TensorCalibration:
-    """Add the codebook of the tensor, if the target has one per tensor."""
-    if not source.codec.needs_codebook(source.tensor, target):
+def add_codebook(source: SourceTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, map_items: Mapper = map) -> TensorCalibration:
+    """Add the codebook of the tensor, if the type has one per tensor."""
+    if not source.codec.needs_codebook(source.tensor, qtype):
         return calibration
-    codebook = source.codec.codebook(source.read_weights(target, run), source.tensor, calibration)
+    codebook = source.codec.codebook(source.read_weights(qtype, map_items), source.tensor, calibration)
     return replace(calibration, codebook=codebook)
 
 
 def encode_tensor(
     source: SourceTensor,
-    target: GGMLQuantizationType,
+    qtype: GGMLQuantizationType,
     calibration: TensorCalibration,
     *,
-    run: Run = map,
+    map_items: Mapper = map,
     store: Callable[[int, np.ndarray], None] | None = None,
     sample: Sequence[Chunk] | None = None,
 ) -> Accuracy:
@@ -90,11 +90,11 @@ def encode_tensor(
 
     Args:
         source: the tensor and its weights.
-        target: the type to encode to.
+        qtype: the type to encode to.
         calibration: statistics of the inputs; those of an expert are freed when it is encoded.
-        run: map(), or that of a thread pool, with the same result.
+        map_items: map(), or that of a thread pool, with the same result.
         store: called for each chunk in order, with its first row and its data, uint8 (n_rows, row_bytes).
-        sample: the chunks to encode, without a codebook per tensor; None for all.
+        sample: chunks to encode; the codebook per tensor is then skipped. None for all.
 
     Returns:
         The error of the encoded rows.
@@ -104,12 +104,12 @@ def encode_tensor(
     """
     tensor = source.tensor
     if sample is None:
-        calibration = add_codebook(source, target, calibration, run)
+        calibration = add_codebook(source, qtype, calibration, map_items)
     chunks = list(row_chunks(tensor)) if sample is None else sample
     total = Accuracy()
-    encoded = run(lambda chunk: source.encode_rows(chunk, target, calibration), chunks)
+    encoded = map_items(lambda chunk: source.encode_rows(chunk, qtype, calibration), chunks)
     for (first, n_rows), (data, accuracy) in zip(chunks, encoded, strict=True):
-        assert data.nbytes * tensor.n_rows == n_rows * tensor.bytes_as(target), tensor.name
+        assert data.nbytes * tensor.n_rows == n_rows * tensor.bytes_as(qtype), tensor.name
         if store is not None:
             store(first, data)
         total += accuracy

@@ -1,12 +1,11 @@
 """Error feedback between the rows of a matrix: each row compensates the errors of the rows before it.
 
 The loss of errors E, float (rows, columns), is trace(G E H E^T). G = E[g g^T] has the gradients g at the outputs of the matrix, H = E[x x^T]
-its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). With G = U U^T, U upper triangular, rows b add the form
-H of
+its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). Let G = U U^T, U upper triangular, and
 
-    U_bb^T E_b + sum over earlier rows a of U_ab^T E_a.
+    S_b = U_bb^T E_b + sum over earlier rows a of U_ab^T E_a.
 
-The encoder therefore gets W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) instead of W_b. Q_a are the stored values of the rows a.
+Then rows b add trace(S_b H S_b^T) to the loss. The encoder therefore gets W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) instead of W_b. Q_a are the stored values of the rows a.
 
 GROUP rows are encoded at once and cannot compensate each other. Neighbouring rows of attn_q and attn_k are correlated, so order_rows()
 chooses the groups.
@@ -30,22 +29,23 @@ class Rows:
     """Rows first .. first + len(factor) - 1 of a matrix, which compensate each other's errors."""
 
     first: int
-    order: np.ndarray  # of encoding, int (rows,)
+    order: np.ndarray  # of encoding, relative to first, int (rows,)
     factor: np.ndarray  # U of the rows in that order, float32 (rows, rows)
 
-    def targets(self, start: int, weights: np.ndarray, errors: np.ndarray) -> np.ndarray:
+    def corrected_rows(self, start: int, weights: np.ndarray, errors: np.ndarray) -> np.ndarray:
         """Compute the corrected weights of the next GROUP rows, from row `start` of the order.
 
         Args:
             start: number of encoded rows.
-            weights: of the matrix, float32 (rows, columns), in the order of encoding.
-            errors: W - Q of the rows before `start`.
+            weights: all rows of the matrix, float32 (rows, columns), permuted so that first .. first + len(factor) - 1 are these rows in
+                the order of encoding.
+            errors: W - Q, in the same order; those of the rows before `start` are used.
         """
         u, stop = self.factor, min(start + GROUP, len(self.factor))
-        targets = weights[self.first + start : self.first + stop].copy()
+        corrected = weights[self.first + start : self.first + stop].copy()
         if start:
-            targets += np.linalg.solve(u[start:stop, start:stop].T, u[:start, start:stop].T) @ errors[self.first : self.first + start]
-        return targets
+            corrected += np.linalg.solve(u[start:stop, start:stop].T, u[:start, start:stop].T) @ errors[self.first : self.first + start]
+        return corrected
 
 
 def shrinkage(g: np.ndarray, n_tokens: float) -> float:
@@ -78,62 +78,62 @@ def order_rows(g: np.ndarray) -> np.ndarray:
 
 
 def make_rows(statistics: Sequence[np.ndarray], n_tokens: float) -> list[Rows]:
-    """Factorize G of each part of a matrix.
+    """Factorize G of each group of rows of a matrix.
 
     Args:
         statistics: G of consecutive rows, float32 (rows, rows), finite, of any scale.
         n_tokens: number of tokens in the sums.
     """
-    parts, first = [], 0
+    row_groups, first = [], 0
     for g in statistics:
-        part, n = shrinkage(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
+        shrink, n = shrinkage(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
         mean = float(np.trace(g)) / n or 1.0
-        damped = (1 - part) * g.astype(np.float64) + max(part, SMALLEST) * mean * np.eye(len(g))
+        damped = (1 - shrink) * g.astype(np.float64) + max(shrink, SMALLEST) * mean * np.eye(len(g))
         order = order_rows(damped)
         factor = np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
-        parts.append(Rows(first, order, factor.astype(np.float32)))
+        row_groups.append(Rows(first, order, factor.astype(np.float32)))
         first += len(g)
-    return parts
+    return row_groups
 
 
 def encode_fed(
     weights: np.ndarray,
-    rows: Sequence[Rows],
+    row_groups: Sequence[Rows],
     encode: Callable[[np.ndarray], np.ndarray],
     decode: Callable[[np.ndarray], np.ndarray],
-    n_parts: int,
-    run: Callable[[Callable, Iterable], Iterable],
+    n_threads: int,
+    map_items: Callable[[Callable, Iterable], Iterable],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encode a matrix with error feedback between its rows.
 
     Args:
         weights: float32 (rows, columns).
-        rows: its parts.
+        row_groups: of all its rows.
         encode: encodes rows to bytes.
         decode: decodes them.
-        n_parts: number of parts that run() processes at once; it does not change the result.
-        run: map() of a pool.
+        n_threads: threads of `map_items`; groups are split among them without changing the result.
+        map_items: map() of a pool.
 
     Returns:
         Bytes, uint8 (rows, row_bytes), and decoded values, float32 (rows, columns).
     """
-    order = np.concatenate([r.first + r.order for r in rows])
+    order = np.concatenate([r.first + r.order for r in row_groups])
     weights = weights[order]  # in the order of encoding, as the errors are
     values, errors = np.empty_like(weights), np.zeros_like(weights)
     data = np.empty((len(weights), 0), np.uint8)
-    size = max(1, GROUP // max(1, n_parts // len(rows)))
+    size = max(1, GROUP // max(1, n_threads // len(row_groups)))
 
     def process(piece: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, np.ndarray]:
         encoded = encode(piece[1])
         return piece[0], encoded, decode(encoded)
 
-    for start in range(0, max(len(r.factor) for r in rows), GROUP):
-        active = [r for r in rows if start < len(r.factor)]
-        targets = list(run(lambda r, start=start: r.targets(start, weights, errors), active))
-        pieces = [(r.first + start + i, w[i : i + size]) for r, w in zip(active, targets, strict=True) for i in range(0, len(w), size)]
-        for first, encoded, decoded in run(process, pieces):
+    for start in range(0, max(len(r.factor) for r in row_groups), GROUP):
+        active = [r for r in row_groups if start < len(r.factor)]
+        corrected = list(map_items(lambda r, start=start: r.corrected_rows(start, weights, errors), active))
+        pieces = [(r.first + start + i, w[i : i + size]) for r, w in zip(active, corrected, strict=True) for i in range(0, len(w), size)]
+        for first, encoded, decoded in map_items(process, pieces):
             if not data.size:
                 data = np.empty((len(weights), encoded.shape[1]), np.uint8)
-            part = slice(first, first + len(encoded))
-            data[order[part]], values[order[part]], errors[part] = encoded, decoded, weights[part] - decoded
+            here = slice(first, first + len(encoded))
+            data[order[here]], values[order[here]], errors[here] = encoded, decoded, weights[here] - decoded
     return data, values

@@ -37,25 +37,25 @@ class Rate:
         return self.factorization * sum(n**3 / 3 for n in widths)
 
 
-def measure(codec: Codec, target: GGMLQuantizationType, kind: str, n_threads: int) -> Rate:
+def measure(codec: Codec, qtype: GGMLQuantizationType, kind: str, n_threads: int) -> Rate:
     """Measure the rate. kind: of the statistics; "block" and "full" only for types that use Hessians."""
     if kind not in ("block", "full"):
         diagonal = None if kind == "none" else np.ones((1, COLUMNS), np.float32)
-        return Rate(_seconds(codec, target, TensorCalibration(diagonal), n_threads))
-    calibration, factorization = _sample_calibration(codec, target, kind == "full")
-    blocks = calibration if kind == "block" else _sample_calibration(codec, target, False)[0]
-    block = _seconds(codec, target, blocks, n_threads)
+        return Rate(_seconds(codec, qtype, TensorCalibration(diagonal), n_threads))
+    calibration, factorization = _sample_calibration(codec, qtype, kind == "full")
+    blocks = calibration if kind == "block" else _sample_calibration(codec, qtype, False)[0]
+    block = _seconds(codec, qtype, blocks, n_threads)
     if kind == "block":
         return Rate(block, 0.0, factorization / (COLUMNS // BLOCK * BLOCK**3 / 3))
-    column = max(_seconds(codec, target, calibration, n_threads) - block, 0.0) / (COLUMNS - BLOCK)
+    column = max(_seconds(codec, qtype, calibration, n_threads) - block, 0.0) / (COLUMNS - BLOCK)
     return Rate(max(block - column * BLOCK, 0.0), column, factorization / (COLUMNS**3 / 3))
 
 
-def _tensor(target: GGMLQuantizationType) -> Tensor:
-    return Tensor("sample", (COLUMNS, ROWS), target, 0, 0)
+def _tensor(qtype: GGMLQuantizationType) -> Tensor:
+    return Tensor("sample", (COLUMNS, ROWS), qtype, 0, 0)
 
 
-def _sample_calibration(codec: Codec, target: GGMLQuantizationType, is_full: bool) -> tuple[TensorCalibration, float]:
+def _sample_calibration(codec: Codec, qtype: GGMLQuantizationType, is_full: bool) -> tuple[TensorCalibration, float]:
     """Make statistics with a metric, and time its factorization in seconds."""
     row, column = np.tril_indices(COLUMNS if is_full else BLOCK)
     triangle = (CORRELATION ** np.abs(row - column)).astype(np.float32)
@@ -64,12 +64,12 @@ def _sample_calibration(codec: Codec, target: GGMLQuantizationType, is_full: boo
     hessian = TensorHessian("sample", "full" if is_full else "block", COLUMNS, tokens, stored, stored_full=is_full)
     calibration = TensorCalibration.from_hessian(np.ones((1, COLUMNS), np.float32), hessian)
     start = time.perf_counter()
-    metric = codec.metric(_tensor(target), target, calibration, 0, lambda _: None)
+    metric = codec.metric(_tensor(qtype), qtype, calibration, 0, lambda _: None)
     seconds = time.perf_counter() - start
     return replace(calibration, metrics=PerExpert(lambda _: metric)), seconds
 
 
-def _seconds(codec: Codec, target: GGMLQuantizationType, calibration: TensorCalibration, n_threads: int) -> float:
+def _seconds(codec: Codec, qtype: GGMLQuantizationType, calibration: TensorCalibration, n_threads: int) -> float:
     """Time encoding and error measurement on all threads, in seconds per weight."""
     weights = (0.02 * np.random.default_rng(1).standard_normal((ROWS, COLUMNS))).astype(np.float32)
     rows = weights.view(np.uint8)
@@ -78,7 +78,7 @@ def _seconds(codec: Codec, target: GGMLQuantizationType, calibration: TensorCali
 
         def encode(times: int) -> float:
             start = time.perf_counter()
-            list(pool.map(lambda _: codec.convert(rows, source, 0, target, calibration), range(times)))
+            list(pool.map(lambda _: codec.convert(rows, source, 0, qtype, calibration), range(times)))
             return time.perf_counter() - start
 
         while (seconds := encode(n)) < ENOUGH:

@@ -25,7 +25,7 @@ VALUES, COUNTS = ".in_moments", ".moment_counts"
 # on text that is not the calibration text.
 DAMPING = {"block": 0.01, "full": 0.03}
 FEW_TOKENS, DAMPING_FEW = 16, 0.1  # with fewer tokens per column the Hessian overfits the calibration text
-# Upstream types decide codes column by column and so overfit more.
+# Stock types decide codes column by column and so overfit more.
 STOCK_DAMPING = {"block": 0.01, "full": 0.1}
 # Sequential quantization also fits the targets to the same tokens.
 FITTED_DAMPING = {"block": 0.03, "full": 0.1}
@@ -143,7 +143,7 @@ class TensorHessian:
         return float(self.counts.sum() if self.is_blended(expert) else self.counts[expert])
 
     def damping(self, expert: int, of_stock: bool = False) -> float:
-        """Return the damping relative to the mean of the diagonal. of_stock: for an upstream type."""
+        """Return the damping relative to the mean of the diagonal. of_stock: for a stock type."""
         if self.is_fitted:
             return (FITTED_STOCK_DAMPING if of_stock else FITTED_DAMPING)[self.kind]
         if self.tokens(expert) < FEW_TOKENS * self.width:

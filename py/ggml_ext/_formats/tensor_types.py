@@ -20,7 +20,7 @@ ACTIVATION_TYPES = (_G.Q8_1, _G.Q8_K, *(_G(int(t.id)) for t in TYPES.values() if
 COPIED_TYPES = (_G.F64, *INTEGER_TYPES, *ACTIVATION_TYPES)  # hold no weights
 # No imatrix changes these: floats, 8 bits, and the types whose encoders in ggml-quants.c ignore it.
 UNWEIGHTED_TYPES = (*SOURCE_TYPES, *(t for t in _G if t.name in ("MXFP4", "NVFP4", "TQ1_0", "TQ2_0")))
-# llama.cpp's types whose encoders here use a Hessian: ggml_ext/encode/stock-layouts.h and stock-codebook-layouts.h
+# llama.cpp's types whose encoders here use a Hessian: ggml_ext/encode/upstream-layouts.h and upstream-codebook-layouts.h
 SCALAR_TYPES = (_G.Q2_K, _G.Q3_K, _G.Q4_K, _G.Q5_K, _G.Q6_K, _G.IQ4_XS, _G.IQ4_NL, _G.Q4_0, _G.Q4_1, _G.Q5_0, _G.Q5_1)
 CODEBOOK_TYPES = (_G.IQ3_S, _G.IQ3_XXS, _G.IQ2_S, _G.IQ2_XS, _G.IQ2_XXS)
 IMATRIX_TYPES = (_G.IQ3_XXS, _G.IQ2_XXS, _G.IQ2_XS, _G.IQ2_S, _G.IQ1_M, _G.IQ1_S)  # cannot be encoded without one
@@ -59,6 +59,6 @@ def fallback_chain(qtype: GGMLQuantizationType) -> Iterator[GGMLQuantizationType
         yield qtype
 
 
-def stock_fallback(qtype: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Return llama.cpp's type that replaces a ggml-ext type whose error is too large: another ggml-ext type has the same scale limits."""
+def accurate_stock_type(qtype: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Return the stock type that replaces a ggml-ext type whose error is too large: another ggml-ext type has the same scale limits."""
     return next(t for t in fallback_chain(qtype) if type_info(t) is None)

@@ -182,11 +182,11 @@ class Library:
             type_id: type to encode to.
             rows: weights W, float32 (n_rows, n_per_row).
             itq3_levels: 8 or 3 levels for ITQ3_S; 0: default.
-            imatrix: importances float32 (n_per_row,), which some upstream types require.
+            imatrix: importances float32 (n_per_row,), which some stock types require.
             ditto3_codebook: ascending float32 (8,), one codebook for all blocks of DITTO3; None: one per block.
             trellis_passes: 1 to 6 for the trellis types; 0: default.
-            metric: Hessian for this type and row size. It replaces imatrix; upstream types use both.
-            stock_sweeps: 1 to 16 sweeps for upstream types with a metric; 0: default.
+            metric: Hessian for this type and row size. It replaces imatrix; stock types use both.
+            stock_sweeps: 1 to 16 sweeps for stock types with a metric; 0: default.
 
         Returns:
             uint8 (n_rows, row_bytes).
@@ -393,7 +393,7 @@ class Rules:
         return [None if t < 0 else int(t) for t in types], is_known.value
 
     def fallback(self, type_id: int, n_per_row: int) -> int | None:
-        """Return the type that replaces an upstream type if its block size does not divide the rows; None without a rule."""
+        """Return the type that replaces a stock type if its block size does not divide the rows; None without a rule."""
         fallback = self._dll.ggml_ext_rule_fallback(type_id, n_per_row)
         return None if fallback < 0 else fallback
 

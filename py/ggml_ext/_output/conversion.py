@@ -1,4 +1,4 @@
-"""Shared by quantize and export: the conversion, metadata of upstream files, and the files written next to OUT."""
+"""Shared by quantize and export: the conversion, metadata of stock files, and the files written next to OUT."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Conversion:
     codec: Codec
     importance: Importance
     n_threads: int
-    fallback_above: float | None = None  # a tensor whose error exceeds this multiple of the usual NMSE gets a fallback type
-    propagation: SequentialQuantizer | None = None  # encodes the layers with --propagate
+    fallback_above: float | None = None  # a tensor whose error exceeds this multiple of the usual NMSE gets an accurate type
+    sequential_quantizer: SequentialQuantizer | None = None  # encodes the layers with --propagate
 
     def dead_columns(self) -> dict[str, DeadColumns]:
         """Count dead columns by tensor; those of layers that an interrupted --propagate run finished are unknown."""
-        return self.importance.dead_columns(self.plan) | (self.propagation.dead_columns if self.propagation else {})
+        return self.importance.dead_columns(self.plan) | (self.sequential_quantizer.dead_columns if self.sequential_quantizer else {})
 
     def check_unchanged(self) -> None:
         """Raise UserError if an input file changed during the run."""
@@ -56,7 +56,7 @@ class Conversion:
             "version": [__version__, "numpy" if self.codec.lib is None else fingerprint(self.codec.lib.path)],
             "input": [identify(part.path, header_bytes(part)) for part in self.file.parts],
             "importance": [self.importance.kind, [identify(p) for p in self.importance.paths()]],
-            **({} if self.propagation is None else {"propagation": self.propagation.config.list_dependencies()}),
+            **({} if self.sequential_quantizer is None else {"propagation": self.sequential_quantizer.config.list_dependencies()}),
             **more,
         }
 

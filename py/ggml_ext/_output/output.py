@@ -9,11 +9,11 @@ changed or --verify failed, both are removed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,9 @@ from .._formats.gguf_file import pad
 from .._formats.reserved_paths import journal_of
 from .parts import Part, keep_mode, split_parts, take_back
 
+if sys.platform != "win32":
+    import fcntl
+
 PIECE = 4 * MIB  # bytes per read
 JOURNAL_FORMAT = 2
 
@@ -55,7 +58,7 @@ class Unfinished(UserError):
 class FinishedTensor:
     """A line of the journal: a tensor whose data are in a partial file."""
 
-    tensor: int
+    tensor: int  # its index in the file; a key of the journal
     type: str  # after --fallback-above
     n_bytes: int  # without padding
     sha256: str
@@ -93,7 +96,7 @@ class Output:
         self.n_bytes = 0
         self._alignment = 1
         self._sizes: list[int] = []
-        self._headers: list[int] = []
+        self._header_sizes: list[int] = []
         self._possible: Sequence[Mapping[str, int]] = []
         self._journal: BinaryIO | None = None
         self._file: BinaryIO | None = None
@@ -116,7 +119,7 @@ class Output:
     def _lock(self) -> None:
         for _ in range(LOCK_ATTEMPTS):
             self._journal = open_file(self.journal_path)
-            if fcntl is not None:
+            if sys.platform != "win32":
                 try:
                     fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -132,11 +135,12 @@ class Output:
         raise UserError(f"OUT: cannot lock {self.journal_path}, other runs keep creating and removing it: name another file")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Keep partial files after an interrupt, or after a user error that leaves the data correct; FileChanged and a failed --verify do not."""
         keeps = False
         if error is not None and self._begun:
             was_interrupted = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
-            is_valid = not self._is_complete and isinstance(error, UserError) and not isinstance(error, FileChanged)
-            keeps = (was_interrupted or is_valid) and bool(self.finished)
+            data_are_usable = not self._is_complete and isinstance(error, UserError) and not isinstance(error, FileChanged)
+            keeps = (was_interrupted or data_are_usable) and bool(self.finished)
             if keeps:
                 error.kept = self.describe_resume()  # type: ignore[attr-defined]  # run_command() prints it
         elif not self._begun:  # leave the files of an interrupted run alone
@@ -209,25 +213,24 @@ class Output:
     def _needed(self) -> str:
         return f"{self.path} needs {self.n_bytes / MIB:,.2f} MiB"
 
-    def _part_of(self, tensor: int) -> int:
-        return next(n for n, part in enumerate(self.parts) if tensor < part.last)
+    def _part_of(self, tensor_index: int) -> int:
+        return next(n for n, part in enumerate(self.parts) if tensor_index < part.last)
 
     @property
-    def _lock_file(self) -> BinaryIO:
-        """The open journal."""
+    def _open_journal(self) -> BinaryIO:
         assert self._journal is not None
         return self._journal
 
     def _lines(self) -> list[bytes]:
         """Read the complete lines of the journal."""
-        self._lock_file.seek(0)
-        return [line for line in self._lock_file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        self._open_journal.seek(0)
+        return [line for line in self._open_journal.read().splitlines(keepends=True) if line.endswith(b"\n")]
 
     def _head(self) -> dict | None:
         """Parse the journal's first line; None for a new journal, {} for one that cannot be read."""
         lines = self._lines()
         if not lines:
-            return None if not os.fstat(self._lock_file.fileno()).st_size else {}
+            return None if not os.fstat(self._open_journal.fileno()).st_size else {}
         try:
             head = parse_json(lines[0])
             good = head["format"] == JOURNAL_FORMAT and isinstance(head["made_from"], dict)
@@ -252,7 +255,7 @@ class Output:
             possible: for each tensor, its possible types and its bytes in them.
             note: called with a line about the interrupted run.
         """
-        self._headers, self._possible = [len(h) for h in headers], possible
+        self._header_sizes, self._possible = [len(h) for h in headers], possible
         with self._errors():
             head, partials = self._head(), self._find_partials()
             self._begun = True
@@ -271,8 +274,8 @@ class Output:
             self._close_part()
             for path in {*partials, *(p.partial for p in self.parts)}:
                 path.unlink(missing_ok=True)  # do not overwrite: it may be hard-linked to a published file
-            self._lock_file.seek(0)
-            self._lock_file.truncate()
+            self._open_journal.seek(0)
+            self._open_journal.truncate()
             self._add_line({"format": JOURNAL_FORMAT, "made_from": dependencies, "files": files})
 
     def _resume(self) -> None:
@@ -289,8 +292,8 @@ class Output:
                 break
             self.finished.append(finished)
             n_bytes += len(line)
-        self._lock_file.seek(n_bytes)
-        self._lock_file.truncate()
+        self._open_journal.seek(n_bytes)
+        self._open_journal.truncate()
 
     def _has_data(self, finished: FinishedTensor) -> bool:
         """Check the data of a tensor against their checksum."""
@@ -304,13 +307,13 @@ class Output:
 
     # --- tensors ---
 
-    def data_of(self, tensor: int) -> np.ndarray | None:
+    def read_data(self, tensor_index: int) -> np.ndarray | None:
         """Read the data of a finished tensor, uint8; None if it is not finished."""
-        if tensor >= len(self.finished):
+        if tensor_index >= len(self.finished):
             return None
-        n, finished = self._part_of(tensor), self.finished[tensor]
+        n, finished = self._part_of(tensor_index), self.finished[tensor_index]
         with self._errors(), open(self.parts[n].partial, "rb") as f:
-            f.seek(self._offset(n, tensor))
+            f.seek(self._offset(n, tensor_index))
             return np.frombuffer(f.read(finished.n_bytes), np.uint8)
 
     def _open_part(self, n: int) -> BinaryIO:
@@ -330,15 +333,15 @@ class Output:
         """Return the end of a part's finished data."""
         return self._offset(n, self.parts[n].last)
 
-    def _offset(self, n: int, tensor: int) -> int:
+    def _offset(self, n: int, tensor_index: int) -> int:
         """Return the end of a part's finished data before a tensor."""
-        return self._headers[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[self.parts[n].first : tensor])
+        return self._header_sizes[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[self.parts[n].first : tensor_index])
 
-    def start(self, tensor: int) -> None:
+    def start(self, tensor_index: int) -> None:
         """Start or restart a tensor."""
-        assert tensor == len(self.finished)
+        assert tensor_index == len(self.finished)
         with self._errors():
-            file = self._open_part(self._part_of(tensor))
+            file = self._open_part(self._part_of(tensor_index))
             file.seek(self._end_of(self._part))
             self._hash, self._written = hashlib.sha256(), 0
 
@@ -363,14 +366,14 @@ class Output:
             self.finished.append(finished)
 
     def _add_line(self, line: dict) -> None:
-        self._lock_file.write(json.dumps(line).encode() + b"\n")
-        self._lock_file.flush()
+        self._open_journal.write(json.dumps(line).encode() + b"\n")
+        self._open_journal.flush()
 
     # --- the end ---
 
     def complete(self, headers: Sequence[bytes]) -> None:
         """Write the final headers. The partial files are complete afterwards."""
-        assert len(self.finished) == len(self._sizes) and [len(h) for h in headers] == self._headers
+        assert len(self.finished) == len(self._sizes) and [len(h) for h in headers] == self._header_sizes
         with self._errors():
             for n, header in enumerate(headers):
                 file = self._open_part(n)

@@ -16,7 +16,7 @@ from .._base.errors import UserError
 from .._base.threads import map_in_order
 from .._encode.accuracy import Accuracy
 from .._encode.compare import FileTensor, compare_tensors
-from .._encode.encode_tensor import Run
+from .._encode.encode_tensor import Mapper
 from .._encode.tensor_calibration import TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -35,7 +35,7 @@ def verify(output: Output, headers: Sequence[bytes], conversion: Conversion, con
         UserError: a tensor differs; the message names the first.
     """
     pool = ThreadPoolExecutor(conversion.n_threads)
-    run = partial(map_in_order, pool, n_ahead=2 * conversion.n_threads)
+    map_items = partial(map_in_order, pool, n_ahead=2 * conversion.n_threads)
     try:
         with console.bar("verify", conversion.plan.n_elements(), "w", is_scaled=True) as bar:
             for part, header in zip(output.parts, headers, strict=True):
@@ -45,19 +45,19 @@ def verify(output: Output, headers: Sequence[bytes], conversion: Conversion, con
                         raise _make_error(output, "the header")
                 file = GGUFFile(part.partial)
                 for i, tensor in enumerate(file.tensors, part.first):
-                    _verify_tensor(output, conversion, FileTensor(file, tensor), i, run)
+                    _verify_tensor(output, conversion, FileTensor(file, tensor), i, map_items)
                     bar.update(tensor.n_elements)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _verify_tensor(output: Output, conversion: Conversion, stored: FileTensor, i: int, run: Run) -> None:
+def _verify_tensor(output: Output, conversion: Conversion, stored: FileTensor, i: int, map_items: Mapper) -> None:
     """Verify tensor i of the plan."""
     planned, finished = conversion.plan.tensors[i], output.finished[i]
     expected = planned.name, planned.tensor.ne, planned.type
     if (stored.tensor.name, stored.tensor.ne, stored.tensor.type) != expected or hash_data(stored.file, stored.tensor) != finished.sha256:
         raise _make_error(output, f"tensor {planned.name}")
-    accuracy = compare_tensors(stored, FileTensor(conversion.file, planned.tensor), conversion.codec, TensorCalibration(), run)
+    accuracy = compare_tensors(stored, FileTensor(conversion.file, planned.tensor), conversion.codec, TensorCalibration(), map_items)
     if not is_same(accuracy, finished.accuracy):
         raise _make_error(output, f"the decoded tensor {planned.name}")
 

@@ -25,7 +25,7 @@ def write_tensors(
 ) -> None:
     """Write the tensors that are not finished; output.finished gets their errors.
 
-    With --fallback-above, a tensor with too large an error is written again in a fallback type, and the plan updated.
+    With --fallback-above, a tensor with too large an error is written again in an accurate type, and the plan updated.
 
     Args:
         output: with the tensors that an interrupted run finished.
@@ -42,19 +42,19 @@ def write_tensors(
     n_finished = len(output.finished)
     for finished in output.finished:
         if finished.type != tensors[finished.tensor].type.name:
-            tensors[finished.tensor].replace_inaccurate()
+            tensors[finished.tensor].replace_inaccurate_type()
         importance.warnings += finished.warnings
     n_done = sum(t.tensor.n_elements for t in tensors[:n_finished])
     pool = ThreadPoolExecutor(conversion.n_threads)
-    propagation = conversion.propagation if n_finished < len(tensors) else None
-    if propagation:
-        propagation.open()
+    quantizer = conversion.sequential_quantizer if n_finished < len(tensors) else None
+    if quantizer:
+        quantizer.open()
     with console.bar(title, conversion.plan.n_elements(), "w", is_scaled=True, done=n_done) as bar:
         writer = _Writer(output, conversion, pool, bar)
         try:
-            if propagation:
+            if quantizer:
                 positions = {t.name: i for i, t in enumerate(tensors)}
-                propagation.start(lambda name: output.data_of(positions[name]), bar)
+                quantizer.start(lambda name: output.read_data(positions[name]), bar)
             for i in range(n_finished, len(tensors)):
                 started, n_warnings = time.monotonic(), len(importance.warnings)
                 before(i)
@@ -76,11 +76,11 @@ class _Writer:
     cache: MetricCache = field(default_factory=MetricCache)
 
     def write(self, i: int, planned: PlannedTensor) -> Accuracy:
-        """Write a tensor in its planned type, or in the fallback type if its error is too large."""
+        """Write a tensor in its planned type, or in the accurate type if its error is too large."""
         self.output.start(i)
         accuracy, limit = self._encode(planned), self.conversion.fallback_above
         if limit is not None and planned.is_changed and accuracy.exceeds_usual(planned.type, limit):
-            planned.replace_inaccurate()
+            planned.replace_inaccurate_type()
             self.bar.update(-planned.tensor.n_elements)
             self.output.start(i)
             accuracy = self._encode(planned)
@@ -88,8 +88,8 @@ class _Writer:
 
     def _encode(self, planned: PlannedTensor) -> Accuracy:
         conversion, tensor = self.conversion, planned.tensor
-        if conversion.propagation and conversion.propagation.covers(planned):
-            encoded = conversion.propagation.take(planned)
+        if (quantizer := conversion.sequential_quantizer) and quantizer.covers(planned):
+            encoded = quantizer.take(planned)
             self.output.write(encoded.data)
             return encoded.accuracy
 
@@ -101,6 +101,6 @@ class _Writer:
             SourceTensor(conversion.file, tensor, conversion.codec),
             planned.type,
             conversion.importance.calibrate(planned, planned.type, conversion.codec, self.cache),
-            run=partial(map_in_order, self.pool, n_ahead=2 * conversion.n_threads),
+            map_items=partial(map_in_order, self.pool, n_ahead=2 * conversion.n_threads),
             store=store,
         )

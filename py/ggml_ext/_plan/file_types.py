@@ -1,4 +1,4 @@
-"""The file types of --type: ggml-ext types, quant mixes, and upstream file types under llama-quantize's names."""
+"""The file types of --type: ggml-ext types, quant mixes, and stock file types under llama-quantize's names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FileType:
 
     @property
     def is_stock(self) -> bool:
-        """Whether every llama.cpp loads the file: it has upstream types only, chosen by llama.cpp's rules."""
+        """Whether every llama.cpp loads the file: it has stock types only, chosen by llama.cpp's rules."""
         return self.type.name.lower() not in TYPES
 
     @property
@@ -49,13 +49,13 @@ class FileType:
         return self.is_stock and self.type not in UNMIXED_TYPES
 
     @property
-    def weighted_type(self) -> GGMLQuantizationType | None:
+    def imatrix_required_type(self) -> GGMLQuantizationType | None:
         """The type that needs an imatrix in this file only: tensor_requires_imatrix() of llama-quant.cpp."""
         return T.Q2_K if self.id == LlamaFileType.MOSTLY_Q2_K_S else None
 
 
 def _list_stock_files() -> dict[str, FileType]:
-    """List the upstream file types that the installed gguf package knows."""
+    """List the stock file types that the installed gguf package knows."""
     files = {}
     for name in STOCK_NAMES:
         base, file_type = STOCK_BASES.get(name, name).upper(), "ALL_F32" if name == "f32" else f"MOSTLY_{name.upper()}"
@@ -74,7 +74,7 @@ FILE_TYPES: dict[str, FileType] = {
 
 
 def uniform_file_type(qtype: GGMLQuantizationType) -> int:
-    """Return general.file_type of a file with one upstream type: the file type of the same name, else the smallest with that base."""
+    """Return general.file_type of a file with one stock type: the file type of the same name, else the smallest with that base."""
     candidates = [f for f in STOCK_FILES.values() if f.type == qtype]
     if candidates:
         return next((f for f in candidates if f.name == qtype.name.lower()), candidates[0]).id

@@ -16,12 +16,12 @@ from .rules import OUTPUT
 from .uses import OUTER
 
 
-def needs_imatrix(tensor: Tensor, qtype: GGMLQuantizationType, weighted_type: GGMLQuantizationType | None) -> bool:
-    """Whether the type needs an imatrix to encode the tensor. weighted_type: as in QuantizationPlan."""
-    return qtype in IMATRIX_TYPES or (qtype == weighted_type and tensor.name not in OUTER)
+def needs_imatrix(tensor: Tensor, qtype: GGMLQuantizationType, imatrix_required_type: GGMLQuantizationType | None) -> bool:
+    """Whether the type needs an imatrix to encode the tensor. imatrix_required_type: as in QuantizationPlan."""
+    return qtype in IMATRIX_TYPES or (qtype == imatrix_required_type and tensor.name not in OUTER)
 
 
-def list_weighted_types(plan: QuantizationPlan) -> list[GGMLQuantizationType]:
+def list_types_using_imatrix(plan: QuantizationPlan) -> list[GGMLQuantizationType]:
     """List the types of the tensors that an imatrix can improve. It does not cover the embeddings and the output matrix."""
     return [t.type for t in plan.changed if t.type not in UNWEIGHTED_TYPES and t.name not in OUTER]
 
@@ -32,10 +32,19 @@ def assign_imatrix(plan: QuantizationPlan, imatrix: ImportanceMatrix | None) -> 
     Raises:
         UserError: the imatrix is for another model, or a type needs values that it lacks.
     """
-    encoded = [t for t in plan.changed if t.type not in FLOAT_TYPES]
     if imatrix is not None:
-        _match_entries(plan, encoded, imatrix)
-    lacking = [t for t in encoded if needs_imatrix(t.tensor, t.type, plan.weighted_type) and not t.uses_imatrix]
+        _match_entries(plan, _list_encoded(plan), imatrix)
+    check_imatrix_types(plan, imatrix)
+
+
+def _list_encoded(plan: QuantizationPlan) -> list[PlannedTensor]:
+    return [t for t in plan.changed if t.type not in FLOAT_TYPES]
+
+
+def check_imatrix_types(plan: QuantizationPlan, imatrix: ImportanceMatrix | None = None) -> None:
+    """Raise UserError if a tensor without an imatrix has a type that requires one. imatrix: the one in use, for the message."""
+    encoded = _list_encoded(plan)
+    lacking = [t for t in encoded if needs_imatrix(t.tensor, t.type, plan.imatrix_required_type) and not t.uses_imatrix]
     if not lacking:
         return
     qtype = lacking[0].type

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from .._base.errors import UserError
 from .._formats.gguf_file import Tensor
 from .._formats.names import describe_tensors
-from .._formats.tensor_types import fallback_chain, parse_type, stock_fallback, type_info
+from .._formats.tensor_types import accurate_stock_type, fallback_chain, parse_type, type_info
 from .file_types import FileType
 from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, stock_fallback_type
 
@@ -82,7 +82,7 @@ class Choices:
     allow_requantize: bool = False
     no_fallback: bool = False  # refuse types other than the requested ones
     fallback_above: float | None = None  # times the usual error of a type
-    target: str | None = None  # the option that makes allocation choose the types; file_type is a placeholder until then
+    target_option: str | None = None  # makes allocation choose the types, such as target-bpw=3.3; file_type is a placeholder until then
 
     @property
     def type(self) -> GGMLQuantizationType:
@@ -91,22 +91,22 @@ class Choices:
     @property
     def name(self) -> str:
         """The value of --type."""
-        return "auto" if self.target else self.file_type.name
+        return "auto" if self.target_option else self.file_type.name
 
     @property
     def request(self) -> str:
-        """The option that decides the types; upstream file types under llama-quantize's names."""
-        if self.target:
-            return self.target.replace("=", " ")
+        """The option that decides the types; stock file types under llama-quantize's names."""
+        if self.target_option:
+            return self.target_option.replace("=", " ")
         return self.name.upper() if self.file_type.is_stock else self.name
 
     @property
     def title(self) -> str:
         """The name in a model card."""
-        return f"types chosen for {self.request.removeprefix('target-')}" if self.target else self.name.upper()
+        return f"types chosen for {self.request.removeprefix('target-')}" if self.target_option else self.name.upper()
 
     def is_settled(self, name: str) -> bool:
-        """Whether the options alone choose the type. --pure does so for upstream file types only."""
+        """Whether the options alone choose the type. --pure does so for stock file types only."""
         return find_override(self.overrides, name) is not None or (self.pure and self.file_type.is_stock)
 
 
@@ -123,7 +123,7 @@ def deciding_option(tensor: Tensor, options: TypeChoices) -> tuple[str, GGMLQuan
 
 @dataclass(frozen=True)
 class Fallback:
-    """A replacement for a requested type that does not fit the row size."""
+    """A type in place of a requested one that does not fit the row size."""
 
     n_per_row: int
     requested: GGMLQuantizationType
@@ -131,19 +131,19 @@ class Fallback:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the replacement costs bits or accuracy: not so for a ggml-ext type with shorter blocks."""
+        """Whether the fallback costs bits or accuracy: not so for a ggml-ext type with shorter blocks."""
         return type_info(self.type) is None
 
     @property
     def is_same_code(self) -> bool:
-        """Whether the replacement is the same code in shorter blocks, such as itq3_t64 for itq3_t."""
-        requested, replacement = type_info(self.requested), type_info(self.type)
-        if requested is None or replacement is None or not replacement.trellis_values:
+        """Whether the fallback is the same code in shorter blocks, such as itq3_t64 for itq3_t."""
+        requested, fallback = type_info(self.requested), type_info(self.type)
+        if requested is None or fallback is None or not fallback.trellis_values:
             return False
-        return requested.trellis_values == replacement.trellis_values
+        return requested.trellis_values == fallback.trellis_values
 
     def describe(self, names: list[str]) -> str:
-        """Describe the replacement of these tensors on one line."""
+        """Describe the fallback of these tensors on one line."""
         name, requested, rows = self.type.name.lower(), self.requested.name.lower(), f", rows of {self.n_per_row}"
         if info := type_info(self.type):
             return describe_tensors(names, f"{rows}: {name} ({info.bpw:g} bpw) in place of {requested}")
@@ -195,12 +195,12 @@ class PlannedTensor:
         return self.tensor.bytes_as(self.type)
 
     def set_type(self, qtype: GGMLQuantizationType) -> None:
-        """Set the requested type to one that fits the rows."""
+        """Set requested and final type; the caller has checked that it fits the rows."""
         self.requested = self.type = qtype
 
-    def replace_inaccurate(self) -> None:
-        """Replace the type by its fallback because its error is too large."""
-        self.inaccurate_type, self.type = self.type, replacement_type(self.tensor, self.type)
+    def replace_inaccurate_type(self) -> None:
+        """Replace the type, whose error is too large, by accurate_type()."""
+        self.inaccurate_type, self.type = self.type, accurate_type(self.tensor, self.type)
 
 
 @dataclass
@@ -210,7 +210,8 @@ class QuantizationPlan:
     tensors: list[PlannedTensor] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # known before calibration
-    weighted_type: GGMLQuantizationType | None = None  # needs an imatrix in the layers of this file, besides IMATRIX_TYPES
+    # llama-quantize requires an imatrix for it in layers (Q2_K in a Q2_K_S file), besides IMATRIX_TYPES
+    imatrix_required_type: GGMLQuantizationType | None = None
 
     @property
     def n_matrices(self) -> int:
@@ -249,7 +250,7 @@ class QuantizationPlan:
         for t in self.tensors:
             types = [t.type]
             if fallback_above is not None and t.may_be_replaced:
-                types.append(replacement_type(t.tensor, t.type))
+                types.append(accurate_type(t.tensor, t.type))
             sizes.append({q.name: t.tensor.bytes_as(q) for q in types})
         return sizes
 
@@ -286,9 +287,9 @@ def _fits(tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
     return tensor.ne[0] % GGML_QUANT_SIZES[qtype][0] == 0
 
 
-def replacement_type(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Return the type that replaces one whose error is too large: stock_fallback() if it fits the rows, else F16."""
-    stock = stock_fallback(qtype)
+def accurate_type(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Return the type that replaces one whose error is too large: accurate_stock_type() if it fits the rows, else F16."""
+    stock = accurate_stock_type(qtype)
     return stock if _fits(tensor, stock) else GGMLQuantizationType.F16
 
 

@@ -50,8 +50,8 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         file, file_type, token_embd=choices.token_embd, output=choices.output, named=[choices.is_settled(t.name) for t in file.tensors],
         has_imatrix=has_imatrix,
     )
-    plan = QuantizationPlan(warnings=warnings, weighted_type=file_type.weighted_type)
-    has_floors = not file_type.is_stock and (not choices.pure or bool(choices.target))
+    plan = QuantizationPlan(warnings=warnings, imatrix_required_type=file_type.imatrix_required_type)
+    has_floors = not file_type.is_stock and (not choices.pure or bool(choices.target_option))
     small = small_matrices(file.tensors) if has_floors else set()
     for tensor, rule in zip(file.tensors, rules, strict=True):
         reason = find_reason_to_keep(tensor, choices, rule, uses)
@@ -78,7 +78,7 @@ def find_reason_to_keep(tensor: Tensor, choices: Choices, rule: GGMLQuantization
     if uses.is_outside(tensor.name) and not is_named:
         return OUTSIDE
     is_quantized = tensor.type not in SOURCE_TYPES and not choices.allow_requantize
-    return QUANTIZED if choices.target and is_quantized and not is_named else None
+    return QUANTIZED if choices.target_option and is_quantized and not is_named else None
 
 
 def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:
@@ -106,15 +106,15 @@ def _plan_matrix(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *
 def _raise_to_floor(
     tensor: Tensor, chosen: GGMLQuantizationType, choices: Choices, floor: GGMLQuantizationType
 ) -> GGMLQuantizationType:
-    """Return the chosen type, or the floor if that has more bits. Upstream files keep llama.cpp's choice unless it needs an imatrix."""
-    follows_rules = choices.file_type.is_stock and not needs_imatrix(tensor, chosen, choices.file_type.weighted_type)
+    """Return the chosen type, or the floor if that has more bits. Stock files keep llama.cpp's choice unless it needs an imatrix."""
+    follows_rules = choices.file_type.is_stock and not needs_imatrix(tensor, chosen, choices.file_type.imatrix_required_type)
     if deciding_option(tensor, choices) or follows_rules or bits_per_weight(chosen) >= bits_per_weight(floor):
         return chosen
     return tensor.type if bits_per_weight(tensor.type) < bits_per_weight(floor) else floor
 
 
 def _check_plan(plan: QuantizationPlan, file: GGUFFile, file_type: FileType) -> None:
-    """Raise UserError for upstream files with ggml-ext types and for models without matrices to quantize."""
+    """Raise UserError for stock files with ggml-ext types and for models without matrices to quantize."""
     names = [t.name for t in plan.tensors if type_info(t.type)]
     if file_type.is_stock and names:
         raise UserError(

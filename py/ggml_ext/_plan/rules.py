@@ -58,7 +58,7 @@ def rule_types(
         token_embd: type of --token-embedding-type.
         output: type of --output-tensor-type.
         named: by tensor, whether other options set its type, so that the rules do not count it.
-        has_imatrix: whether an imatrix is used; rules for upstream files depend on it.
+        has_imatrix: whether an imatrix is used; rules for stock files depend on it.
 
     Returns:
         The types, None for a tensor that keeps its type, and warnings.
@@ -132,7 +132,7 @@ def _first_number(file: GGUFFile, key: str, default: int) -> int:
 def _listed_types(
     tensors: Iterable[Tensor], file_type: FileType, n_expert: int, token_embd: T | None, output: T | None
 ) -> list[T | None]:
-    """Choose the types without the library; an upstream file gets one type."""
+    """Choose the types without the library; a stock file gets one type."""
     tied = all(t.name != OUTPUT for t in tensors)
     info = TYPES.get(file_type.type.name.lower())
 
@@ -154,7 +154,7 @@ def _listed_types(
 
 
 def stock_fallback_type(target: T, n_per_row: int) -> T | None:
-    """Return the type that replaces an upstream type whose block does not divide the row; None if llama.cpp has no rule."""
+    """Return the type that replaces a stock type whose block does not divide the row; None if llama.cpp has no rule."""
     try:
         rules = library.load_rules()
     except OSError:

@@ -172,7 +172,7 @@ def describe_importance(importance: Importance) -> str:
     """Describe the calibration without the directories of this machine."""
     if importance.matrix is None:
         return "none"
-    text = importance.calibration
+    text = importance.text_name
     source = "" if not text else f", {text} text" if text == BUILT_IN else f", text {Path(text).name}"
     return f"{KIND_NAMES[importance.kind]}{source}, from {importance.matrix.path.name}"
 

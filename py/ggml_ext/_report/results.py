@@ -22,7 +22,7 @@ def error_record(accuracy: Accuracy) -> dict:
         "relative_squared_error": _number(accuracy.relative),
         "weighted_relative_squared_error": _number(accuracy.weighted),
         "largest_error": _number(accuracy.max_abs),
-        **({} if accuracy.to_target is None else {"target_error": _number(accuracy.to_target)}),
+        **({} if accuracy.corrected_error is None else {"target_error": _number(accuracy.corrected_error)}),
         **({"stream_error": accuracy.stream_error} if accuracy.stream_error else {}),
     }
 

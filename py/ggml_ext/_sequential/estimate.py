@@ -9,7 +9,7 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
-from .._calibration.calibration import Calibration, configure_calibration
+from .._calibration.calibration import CalibrationSetup, configure_calibration
 from .._calibration.cost import Model
 from .._calibration.options import CalibrationOptions
 from .._calibration.proxy import SOURCE
@@ -47,44 +47,44 @@ def configure_propagation(
         raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
     # the program runs the model itself, one layer at a time
     options = replace(options, proxy_model=SOURCE)
-    run = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
-    check_memory(run, file, console)
-    kind = options.kind or ("full" if run.n_tokens >= ENOUGH_TOKENS * run.model.widest else "block")
-    command = [program, "-m", file.path.absolute(), "-f", run.text, "-c", run.n_context, "-b", run.n_context]
-    command += ["--chunks", run.n_chunks, "-t", n_threads]
+    setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
+    check_memory(setup, file, console)
+    kind = options.kind or ("full" if setup.n_tokens >= ENOUGH_TOKENS * setup.model.widest else "block")
+    command = [program, "-m", file.path.absolute(), "-f", setup.text, "-c", setup.n_context, "-b", setup.n_context]
+    command += ["--chunks", setup.n_chunks, "-t", n_threads]
     return PropagationConfig(
         command=tuple(map(str, command)),
         kind=kind,
-        text=run.text,
-        text_name=run.text_name,
-        n_chunks=run.n_chunks,
-        n_gradient_chunks=gradient_chunks(run.n_chunks),
-        folder=run.folder,
-        description=describe(run, file, n_threads),
+        text=setup.text,
+        text_name=setup.text_name,
+        n_chunks=setup.n_chunks,
+        n_gradient_chunks=gradient_chunks(setup.n_chunks),
+        folder=setup.folder,
+        description=describe(setup, file, n_threads),
     )
 
 
-def describe(run: Calibration, file: GGUFFile, n_threads: int) -> str:
-    """Describe the run, with its estimated time and memory."""
-    n_tokens, n_learned = run.n_tokens, gradient_chunks(run.n_chunks) * run.n_context
+def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
+    """Describe sequential quantization, with its estimated time and memory."""
+    n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
-    streams = embd * (8 * n_tokens + 2 * len(run.model.layers) * n_learned)
+    streams = embd * (8 * n_tokens + 2 * len(setup.model.layers) * n_learned)
     return (
-        f"propagation: {len(run.model.layers)} layers, {run.n_chunks} chunks of {run.n_context} tokens of "
-        f"{run.text_title}, gradients of {gradient_chunks(run.n_chunks)}, estimate "
-        f"{format_duration(seconds(run.model, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
-        f"{(run.model.n_bytes + sums_bytes(run.model, file) + streams) / MIB:,.0f} MiB of memory"
+        f"propagation: {len(setup.model.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
+        f"{setup.text_title}, gradients of {gradient_chunks(setup.n_chunks)}, estimate "
+        f"{format_duration(seconds(setup.model, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
+        f"{(setup.model.n_bytes + sums_bytes(setup.model, file) + streams) / MIB:,.0f} MiB of memory"
     )
 
 
-def check_memory(run: Calibration, file: GGUFFile, console: Console) -> None:
+def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> None:
     """Raise UserError if the sums of a layer exceed the memory limit. Add a note if they and the model do."""
-    sums, allowed = sums_bytes(run.model, file), run.memory / GIB
-    if sums > run.memory:
+    sums, allowed = sums_bytes(setup.model, file), setup.memory_limit / GIB
+    if sums > setup.memory_limit:
         raise UserError(
             f"{FLAG}the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {WAY_OUT}"
         )
-    if (needed := run.model.n_bytes + sums) > run.memory:
+    if (needed := setup.model.n_bytes + sums) > setup.memory_limit:
         console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
 
 

@@ -1,6 +1,6 @@
 """Sequential quantization: encode the matrices in the order of the graph.
 
-Each matrix gets its inputs from the quantized ones before it and compensates their errors, as in GPTAQ and QEP (_encode/targets.py).
+Each matrix gets its inputs from the quantized ones before it and compensates their errors, as in GPTAQ and QEP (_encode/correction.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .._base.threads import map_in_order
 from .._calibration.importance import DeadColumns, Importance
 from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
-from .._encode.encode_tensor import CorrectedTensor, add_codebook, encode_tensor
+from .._encode.correction import choose_ridge, correction
+from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode_tensor
 from .._encode.feedback import Rows, encode_fed, make_rows
-from .._encode.targets import choose_ridge, correction
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -68,7 +68,7 @@ class PropagationConfig:
     def importance(self) -> Importance:
         """Describe the statistics in the output's metadata."""
         description = f"{self.kind}, from quantized layers ({self.text_name} text)"
-        return Importance(self.kind, calibration=self.text_name, description=description)
+        return Importance(self.kind, text_name=self.text_name, description=description)
 
 
 def check_cut(config: PropagationConfig, note: Callable[[str], None]) -> None:
@@ -80,7 +80,10 @@ def check_cut(config: PropagationConfig, note: Callable[[str], None]) -> None:
 
 @dataclass
 class SequentialQuantizer:
-    """Quantizer of a model, layer by layer. As a context manager it ends the program that it starts."""
+    """Quantizer of a model, layer by layer. As a context manager it ends the program that it starts.
+
+    Order of calls: open(), start(), then covers() and take() for each tensor in graph order.
+    """
 
     config: PropagationConfig
     file: GGUFFile
@@ -95,7 +98,7 @@ class SequentialQuantizer:
     _n_gradients: int = 0  # chunks with gradients
     _encoded: dict[str, EncodedTensor] = field(default_factory=dict)  # until take()
     _rows: dict[str, list[Rows]] = field(default_factory=dict)  # row statistics of the layer's matrices
-    _tokens: dict[str, TensorHessian] = field(default_factory=dict)  # token counts of the Hessians
+    _hessian_counts: dict[str, TensorHessian] = field(default_factory=dict)  # without values, for token_warnings(), which reads their counts
 
     def __post_init__(self) -> None:
         self._changed = {t.name: t for t in self.plan.changed}
@@ -177,19 +180,23 @@ class SequentialQuantizer:
             self._rows = self._compute_rows(k)
             for g, matrices in enumerate(groups):
                 if matrices:
-                    self._encode_group(k, g, matrices, is_last=g == last)
+                    self._encode_group(k, g, matrices, advance_original=g == last)
         if k + 1 < len(streams.layers):  # the last layer has no stream after it
             error = streams.advance()
             for name in self._encoded.keys() & finished.keys():
                 encoded = self._encoded[name]
                 self._encoded[name] = replace(encoded, accuracy=replace(encoded.accuracy, stream_error=error))
         self._layer += 1
-        if self._layer == len(streams.layers) - 1 and self._tokens:
-            for line in token_warnings(self._tokens):
+        # one warning for all layers with blocks: take() may never reach the output matrix
+        if self._layer == len(streams.layers) - 1 and self._hessian_counts:
+            for line in token_warnings(self._hessian_counts):
                 self.warn(line)
 
     def _compute_rows(self, k: int) -> dict[str, list[Rows]]:
-        """Factorize the row statistics of layer k, by matrix. The rows of the output matrix are tokens and have none."""
+        """Factorize the row statistics G of layer k, by matrix.
+
+        The last entry of `layers` is the output matrix: its rows are vocabulary entries and have no G.
+        """
         if not self._n_gradients or k + 1 == len(self._streams.layers):
             return {}
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
@@ -197,25 +204,27 @@ class SequentialQuantizer:
             sums.add(self._streams.gradients(k, chunk), self._pool)
         return {name: make_rows(g, sums.n_tokens[name]) for name, g in sums.g.items() if name in self._changed}
 
-    def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, is_last: bool) -> None:
+    def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
+        """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
         streams, group = self._streams, self._streams.layers[k][g]
         sums = Sums(group)
         for chunk in range(streams.n_chunks):
-            sums.add(streams.inputs(k, g, chunk, is_last), self._pool)
+            sums.add(streams.inputs(k, g, chunk, advance_original), self._pool)
         scales = {p.weight: p.scale for p in group.products}
         hessian = sums.hessian(f"--propagate: layer {k}", self.config.kind)
         diagonal = hessian_diagonal(sums)
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
         for t in matrices:
-            self._tokens[t.name] = replace(hessian, stored=np.empty(0))
+            self._hessian_counts[t.name] = replace(hessian, stored=np.empty(0))
             self.dead_columns[t.name] = DeadColumns.count(diagonal)
         metrics: dict[str, PerExpert[Metric]] = {}
         for t in matrices:
+            # encode_tensor() frees the expert data of its own object; a new one per matrix keeps the shared metrics alive
             calibrated = TensorCalibration.from_hessian(diagonal, hessian)
             if (name := metric_name(t.type)) is not None:
                 if name not in metrics:
                     metrics[name] = PerExpert(self._metric_maker(t, calibration))
-                calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))  # keeps them for the next matrix
+                calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))
             corrected = self._correct(t, sums, scales[t.name])
             self._encoded[t.name] = encoded = self._encode(t, corrected, calibrated)
             streams.replace(t.name, t.type.name, encoded.data)
@@ -223,10 +232,10 @@ class SequentialQuantizer:
     def _metric_maker(self, planned: PlannedTensor, calibration: TensorCalibration) -> Callable[[int], Metric]:
         return lambda expert: self.codec.metric(planned.tensor, planned.type, calibration, expert, self.warn)
 
-    def _read_weights(self, tensor: Tensor, target: GGMLQuantizationType) -> np.ndarray:
+    def _read_weights(self, tensor: Tensor, qtype: GGMLQuantizationType) -> np.ndarray:
         """Read the model's weights, float32 (n_rows, n_per_row)."""
         chunks = row_chunks(tensor)
-        return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], target) for c in chunks])
+        return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], qtype) for c in chunks])
 
     def _correct(self, planned: PlannedTensor, sums: Sums, scale: float) -> np.ndarray:
         """Return the corrected weights, float32 (n_rows, n_per_row). Raise UserError if they are not finite."""
@@ -248,35 +257,40 @@ class SequentialQuantizer:
         return weights
 
     def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:
-        tensor, target = planned.tensor, planned.type
+        tensor, qtype = planned.tensor, planned.type
         source = CorrectedTensor(self.file, tensor, self.codec, corrected)
         if rows := self._rows.get(tensor.name):
-            return self._encode_with_row_feedback(source, target, add_codebook(source, target, calibration), rows)
+            return self._encode_with_row_feedback(source, qtype, add_codebook(source, qtype, calibration), rows)
         parts: list[np.ndarray] = []
 
         def store(first_row: int, data: np.ndarray) -> None:
             parts.append(data)
             self._bar.update(len(data) * tensor.ne[0])
 
-        run = partial(map_in_order, self._pool, n_ahead=2 * self.n_threads)
-        accuracy = encode_tensor(source, target, calibration, run=run, store=store)
+        map_items = partial(map_in_order, self._pool, n_ahead=2 * self.n_threads)
+        accuracy = encode_tensor(source, qtype, calibration, map_items=map_items, store=store)
         return EncodedTensor(np.concatenate(parts), accuracy)
 
     def _encode_with_row_feedback(
-        self, source: CorrectedTensor, target: GGMLQuantizationType, calibration: TensorCalibration, rows: list[Rows]
+        self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, rows: list[Rows]
     ) -> EncodedTensor:
         """Encode rows that compensate each other's errors."""
         tensor, codec = source.tensor, self.codec
 
         def encode(part: np.ndarray) -> np.ndarray:
             self._bar.update(part.size)
-            return codec.encode(part, target, calibration.importances(0), calibration.codebook, calibration.metric(0))
+            return codec.encode(part, qtype, calibration.importances(0), calibration.codebook, calibration.metric(0))
 
         def decode(data: np.ndarray) -> np.ndarray:
-            return codec.decode(data, target, tensor.ne[0])
+            return codec.decode(data, qtype, tensor.ne[0])
 
-        data, _ = encode_fed(source.corrected, rows, encode, decode, n_parts=self.n_threads, run=self._pool.map)
-        accuracies = self._pool.map(lambda c: source.measure(c, data[c[0] : sum(c)], target, calibration), row_chunks(tensor))
+        data, _ = encode_fed(source.corrected, rows, encode, decode, n_threads=self.n_threads, map_items=self._pool.map)
+
+        def measure(chunk: Chunk) -> Accuracy:
+            first, n_rows = chunk
+            return source.measure(chunk, data[first : first + n_rows], qtype, calibration)
+
+        accuracies = self._pool.map(measure, row_chunks(tensor))
         return EncodedTensor(data, sum(accuracies, Accuracy()))
 
 

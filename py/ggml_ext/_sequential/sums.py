@@ -64,7 +64,7 @@ class RowSums:
 
 @dataclass
 class Sums:
-    """Sums H, D and R (_encode/targets.py) of a group of matrices with the same input; a matrix is an expert or the only one."""
+    """Sums H, D and R (_encode/correction.py) of a group of matrices with the same input; a matrix is an expert or the only one."""
 
     group: ProductGroup
     h: np.ndarray = field(init=False)  # float32 (matrices, columns, columns)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.targets import LEAST_RIDGE, choose_ridge, correction
+from ggml_ext._encode.correction import LEAST_RIDGE, choose_ridge, correction
 from ggml_ext._native.streams import ChunkArrays, ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import Sums
 
