@@ -299,9 +299,8 @@ def test_name_conflicts_are_refused_before_conversion(workspace, write_converter
     workspace.error(*parts, flags=["--keep-gguf", workspace.out.parent / kept, *flags])
 
 
-def test_partial_output_is_no_part_of_the_checkpoint(workspace, write_converter, monkeypatch):
-    write_converter()
-    workspace.out = workspace.source / "out.gguf"
+def interrupt(workspace, monkeypatch):
+    """Run the quantizer until it has finished a tensor."""
     finish = Output.finish
 
     def stop(self, *args):
@@ -312,7 +311,25 @@ def test_partial_output_is_no_part_of_the_checkpoint(workspace, write_converter,
         patch.setattr(Output, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             workspace.run()
-    assert partial_path(workspace.out).exists() and "stale partial output" in workspace.run() and workspace.out.exists()
+    assert partial_path(workspace.out).exists()
+
+
+def test_partial_output_is_no_part_of_the_checkpoint(workspace, write_converter, monkeypatch):
+    """The checkpoint is converted again, and the run resumes after the first tensor."""
+    write_converter()
+    workspace.run()
+    expected = workspace.out.read_bytes()
+    workspace.out = workspace.source / "out.gguf"
+    interrupt(workspace, monkeypatch)
+    assert "resuming after 1 of" in workspace.run() and workspace.out.read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
+def test_changed_checkpoint_does_not_resume(workspace, write_converter, monkeypatch, name):
+    write_converter()
+    interrupt(workspace, monkeypatch)
+    os.utime(workspace.source / name, (1, 1))
+    assert "discarding stale partial output (different input)" in workspace.run() and workspace.out.exists()
 
 
 @pytest.mark.parametrize(

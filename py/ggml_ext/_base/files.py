@@ -221,3 +221,8 @@ def fingerprint(path: Path, n_header: int = 0) -> dict[str, Any]:
                 f.seek((n_bytes - piece) * i // (n_pieces - 1))
                 digest.update(f.read(piece))
     return {"bytes": n_bytes, "sha256": digest.hexdigest()}
+
+
+def identify_file(path: Path, n_header: int = 0) -> dict[str, Any]:
+    """Return fingerprint() and the time of the last change."""
+    return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gguf import GGMLQuantizationType
 
@@ -62,6 +63,7 @@ class OpenedModel:
     file: GGUFFile
     paths: ReservedPaths
     output: Output | None  # None in a dry run
+    checkpoint: dict[str, Any] | None = None  # as in OpenedSource
 
     def plan_parts(self, plan: QuantizationPlan, settings: Settings, candidates: Mapping[str, Sequence[GGMLQuantizationType]]) -> None:
         """Assign tensors to the parts of OUT, and check the free space.
@@ -154,11 +156,12 @@ def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack
     paths = reserve_paths(settings, read, source.expected_stem)
     out = paths.out
     output = None if out is None else stack.enter_context(Output(out, settings.output.force, settings.output.is_split))
-    file = stack.enter_context(open_source(source, out, console))
+    opened = stack.enter_context(open_source(source, out, console))
+    file = opened.file
     read = {**paths.read, **{part.path: "IN" for part in file.parts}}
     paths = reserve_paths(settings, read, file.stem, is_again=True)
     check_model(file)
-    return OpenedModel(file, paths, output)
+    return OpenedModel(file, paths, output, opened.checkpoint)
 
 
 def decide(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
@@ -378,6 +381,7 @@ def prepare_writing(
         n_threads=settings.n_threads,
         fallback_above=job.choices.fallback_above,
         sequential_quantizer=quantizer,
+        checkpoint=model.checkpoint,
     )
     return QuantizeWritingJob(
         output=model.output,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .._base.errors import UserError
-from .._base.files import fingerprint, open_file, write_atomically
+from .._base.files import fingerprint, identify_file, open_file, write_atomically
 from .._base.package import __version__
 from .._calibration.importance import DeadColumns, Importance
 from .._encode.codec import Codec
@@ -36,6 +37,7 @@ class Conversion:
     n_threads: int
     fallback_above: float | None = None  # a tensor whose error exceeds this multiple of the usual NMSE gets an accurate type
     sequential_quantizer: SequentialQuantizer | None = None  # encodes the layers with --propagate
+    checkpoint: dict[str, Any] | None = None  # identifies the checkpoint that `file` was converted from; the file itself is new in each run
 
     def dead_columns(self) -> dict[str, DeadColumns]:
         """Count dead columns by tensor; those of layers that an interrupted --propagate run finished are unknown."""
@@ -48,14 +50,10 @@ class Conversion:
 
     def list_dependencies(self, **more: object) -> dict:
         """List what the output's bytes depend on, by name, for Output.begin(). more: dependencies of the command."""
-
-        def identify(path: Path, n_header: int = 0) -> dict:
-            return {**fingerprint(path, n_header), "modified": path.stat().st_mtime_ns}
-
         return {
             "version": [__version__, "numpy" if self.codec.lib is None else fingerprint(self.codec.lib.path)],
-            "input": [identify(part.path, header_bytes(part)) for part in self.file.parts],
-            "importance": [self.importance.kind, [identify(p) for p in self.importance.paths()]],
+            "input": [identify_file(part.path, header_bytes(part)) for part in self.file.parts] if self.checkpoint is None else self.checkpoint,
+            "importance": [self.importance.kind, [identify_file(p) for p in self.importance.paths()]],
             **({} if self.sequential_quantizer is None else {"propagation": self.sequential_quantizer.config.list_dependencies()}),
             **more,
         }

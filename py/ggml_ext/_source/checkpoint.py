@@ -20,7 +20,7 @@ from typing import Any
 from .._base.console import Console
 from .._base.encoding import to_file_name, to_utf8
 from .._base.errors import UserError
-from .._base.files import check_free_space, move_into_place, temporary_directory
+from .._base.files import check_free_space, identify_file, move_into_place, temporary_directory
 from .._base.package import FOLDER, install_command
 from .._base.units import MIB
 from .._native.process import describe_failure, run_streamed
@@ -196,6 +196,18 @@ def check_checkpoint(folder: Path) -> list[Path]:
         raise UserError(f"{folder} is a checkpoint, and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
     require_extra(NEEDED, f"{folder} is a checkpoint: converting it")
     return files
+
+
+def identify_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return what identifies the tensors of a checkpoint, for JSON: the files that the converter reads them from.
+
+    Other files determine metadata only. UserError as in check_checkpoint().
+    """
+    paths = [folder / CONFIG, *check_checkpoint(folder)]
+    try:
+        return {p.name: identify_file(p) for p in paths}
+    except OSError as e:
+        raise UserError(f"cannot read {folder}: {e.strerror}") from e
 
 
 def converted_size(folder: Path, files: list[Path], outtype: str = AS_STORED) -> int:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .._base.console import Console
 from .._base.errors import UserError
@@ -17,7 +18,7 @@ from .._formats.gguf_file import GGUFFile
 from .._formats.reserved_paths import UNFINISHED, ReservedPaths, reserve_file
 from .._formats.split import model_stem, open_model, part_names
 from . import hub
-from .checkpoint import AS_STORED, convert_checkpoint
+from .checkpoint import AS_STORED, convert_checkpoint, identify_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,16 @@ def reserve_kept_gguf(kept: Path | None, paths: ReservedPaths) -> ReservedPaths:
     return reserve_file("--keep-gguf", kept, paths, force=False)
 
 
+@dataclass(frozen=True)
+class OpenedSource:
+    """The model to quantize. checkpoint: identify_checkpoint(), if `file` is a temporary conversion of one."""
+
+    file: GGUFFile
+    checkpoint: dict[str, Any] | None = None
+
+
 @contextlib.contextmanager
-def open_source(source: SourceOptions, output: Path | None, console: Console) -> Iterator[GGUFFile]:
+def open_source(source: SourceOptions, output: Path | None, console: Console) -> Iterator[OpenedSource]:
     """Open the model to quantize, after downloading and converting it if needed. output: None for a dry run."""
     path, name, kept = source.path, None, source.keep_gguf
     if source.hf_repo is not None:
@@ -114,9 +123,10 @@ def open_source(source: SourceOptions, output: Path | None, console: Console) ->
     if not os.path.isdir(path):
         if kept is not None:
             raise UserError(f"--keep-gguf: {path} is a GGUF file, nothing is converted: drop the option")
-        yield open_model(path)
+        yield OpenedSource(open_model(path))
         return
     parent = Path(tempfile.gettempdir()) if output is None else output.parent
     kept = kept and kept.absolute()
+    checkpoint = None if kept else identify_checkpoint(path)  # before it is converted: it may change later
     with convert_checkpoint(path, name, parent, kept, console, outtype=source.outtype, allow_requantize=source.allow_requantize) as file:
-        yield open_model(file)
+        yield OpenedSource(open_model(file), checkpoint)
