@@ -68,7 +68,7 @@ def test_factorization_does_not_depend_on_threads(lib, name):
 def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
     """Against the damped Hessian itself and an explicit rotation.
 
-    Forms, gains and the sums over up to n steps are float32, 2^-24 each. With damping 0.1 the rows of the gains stay below sqrt(n/0.1), so
+    D, L and the sums over up to n steps are float32, 2^-24 each. With damping 0.1 the rows of L stay below sqrt(n/0.1), so
     a residual is accurate to n*2^-24*sqrt(n/0.1) of the errors' magnitude, and its square to twice that.
     """
     block = 64 if n % 256 else 256
@@ -85,7 +85,7 @@ def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
         r = steps[:, first : first + block].copy()
         metric.feed_row(first, steps[:, start:first], r)
         metric.feed_block(first, steps[:, first : first + block], r)
-        actual += (r.astype(np.float64) * metric.apply_forms(first, r)).sum(axis=1)
+        actual += (r.astype(np.float64) * metric.apply_D(first, r)).sum(axis=1)
     expected = 0.0
     for start in range(0, n, metric.columns):
         part_hessian = hessian[start : start + metric.columns, start : start + metric.columns]

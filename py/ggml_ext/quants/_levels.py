@@ -33,8 +33,8 @@ class Block:
 
     def __init__(self, metric: Metric, first: int, x: np.ndarray, goal: np.ndarray):
         self.metric, self.first, self.x, self.goal = metric, first, x, goal
-        self.form = metric.blocks[first // BLOCK_SIZE]
-        self.target = metric.aim(first, x, goal)
+        self.form = metric.schur[first // BLOCK_SIZE]
+        self.target = metric.find_optimum(first, x, goal)
         self.pull = form_times(self.form, self.target)
 
     def start(self, level: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ class Block:
         S, metric, goal, errors = self.metric.segment, self.metric, self.goal.copy(), np.zeros_like(self.x)
         code = np.zeros(self.x.shape, np.uint8)
         for s in range(0, BLOCK_SIZE, S):
-            here, form = slice(s, s + S), metric.forms[self.first + s : self.first + s + S]
+            here, form = slice(s, s + S), metric.D[self.first + s : self.first + s + S]
             metric.feed_segment(self.first, s, errors, goal)
             code[:, here] = nearest_levels(level, goal[:, here])
             g = form_times(form, goal[:, here] - _values(level, code[:, here]))

@@ -38,22 +38,22 @@ def butterflies(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Metric:
-    """A block LDL factorization of the Hessian H: e^T H e = sum of r^T D[s] r, r = e[s] + sum over j < s of gain[s][j] * e[j].
+    """A block LDL factorization of the Hessian H: e^T H e = sum of r^T D[s] r, r = e[s] + sum over j < s of L[s][j] * e[j].
 
     Attributes:
         columns: steps per matrix; the last may have fewer.
         segment: steps per segment.
-        forms: D of all segments, float32 (n_per_row, segment).
-        gains: of each segment, float32 (steps before it in its matrix, segment).
-        blocks: the form of each block after elimination of later blocks, float32 (n, n); empty for importances and blocks of 64.
+        D: of all segments, float32 (n_per_row, segment).
+        L: of each segment, float32 (steps before it in its matrix, segment).
+        schur: each block's Schur complement, after elimination of later blocks, float32 (n, n); empty for importances and blocks of 64.
         windows: inverses of each block's parts of WINDOW steps, float32 (n_windows, 32, 32); None for importances.
     """
 
     columns: int
     segment: int
-    forms: np.ndarray
-    gains: list[np.ndarray]
-    blocks: list[np.ndarray]
+    D: np.ndarray
+    L: list[np.ndarray]
+    schur: list[np.ndarray]
     windows: list[np.ndarray] | None = None
 
     def feed_block(self, first: int, x: np.ndarray, y: np.ndarray) -> None:
@@ -63,30 +63,30 @@ class Metric:
 
     def feed_segment(self, first: int, s: int, x: np.ndarray, y: np.ndarray) -> None:
         """Add to segment s of y the feedback from the steps of x before it in the block. x, y as for feed_block()."""
-        gains = self.gains[(first + s) // self.segment][first % self.columns :]
-        _add_rows(gains, x[:, :s], y[:, s : s + self.segment])
+        L = self.L[(first + s) // self.segment][first % self.columns :]
+        _add_rows(L, x[:, :s], y[:, s : s + self.segment])
 
     def feed_later(self, first: int, s: int, errors: np.ndarray, y: np.ndarray) -> None:
         """Add to the later segments of y the feedback from the errors of segment s, float32 (rows, segment)."""
         for r in range(s + self.segment, y.shape[1], self.segment):
             start = first % self.columns + s
-            gains = self.gains[(first + r) // self.segment][start : start + self.segment]
-            _add_rows(gains, errors, y[:, r : r + self.segment])
+            L = self.L[(first + r) // self.segment][start : start + self.segment]
+            _add_rows(L, errors, y[:, r : r + self.segment])
 
     def feed_row(self, first: int, errors: np.ndarray, y: np.ndarray) -> None:
         """Add to y the feedback from the errors of all steps before the block in its matrix, float32 (rows, steps)."""
         for s in range(0, y.shape[1], self.segment):
-            _add_rows(self.gains[(first + s) // self.segment], errors, y[:, s : s + self.segment])
+            _add_rows(self.L[(first + s) // self.segment], errors, y[:, s : s + self.segment])
 
-    def apply_forms(self, first: int, r: np.ndarray) -> np.ndarray:
+    def apply_D(self, first: int, r: np.ndarray) -> np.ndarray:
         """Return D r, segment by segment."""
         y = np.zeros_like(r)
         for s in range(0, r.shape[1], self.segment):
             here = slice(s, s + self.segment)
-            _add_rows(self.forms[first + s : first + s + self.segment], r[:, here], y[:, here])
+            _add_rows(self.D[first + s : first + s + self.segment], r[:, here], y[:, here])
         return y
 
-    def aim(self, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    def find_optimum(self, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
         """Return the target of a block, whose values v cost (target - v)^T B (target - v); metric_find_optimum()."""
         shift, minus, S = goal - x, np.zeros_like(x), self.segment
         for s in range(0, x.shape[1], S):
@@ -111,18 +111,18 @@ class Metric:
             """Return the matrices with these eigenvalues, float32 (blocks, frequencies), in the Walsh-Hadamard basis."""
             return butterflies(spectrum)[:, bits[:, None] ^ bits] * np.float32(1 / SEGMENT)
 
-        forms = np.empty((len(blocks), n_segments, SEGMENT, SEGMENT), np.float32)
-        gains = np.zeros((len(blocks), n_segments, block_size, SEGMENT), np.float32)
+        D = np.empty((len(blocks), n_segments, SEGMENT, SEGMENT), np.float32)
+        L = np.zeros((len(blocks), n_segments, block_size, SEGMENT), np.float32)
         for s in range(n_segments - 1, -1, -1):
             row, pivot = d[:, :, s, :s].copy(), d[:, :, s, s].copy()
-            forms[:, s] = expand(pivot.astype(np.float32))
+            D[:, s] = expand(pivot.astype(np.float32))
             for r in range(s):
-                gains[:, s, SEGMENT * r : SEGMENT * (r + 1)] = expand((row[..., r] / pivot).astype(np.float32))
+                L[:, s, SEGMENT * r : SEGMENT * (r + 1)] = expand((row[..., r] / pivot).astype(np.float32))
             d[:, :, :s, :s] -= row[..., :, None] * row[..., None, :] / pivot[..., None, None]
         order = positions(block_size)
-        block_forms = [row[order[:, None] ^ order] * np.float32(1 / block_size) for row in butterflies(scaled)] if block_size == BLOCK_SIZE else []
-        row_gains = [gains[b, s, : SEGMENT * s] for b in range(len(blocks)) for s in range(n_segments)]
-        return cls(block_size, SEGMENT, forms.reshape(-1, SEGMENT), row_gains, block_forms)
+        schur = [row[order[:, None] ^ order] * np.float32(1 / block_size) for row in butterflies(scaled)] if block_size == BLOCK_SIZE else []
+        row_L = [L[b, s, : SEGMENT * s] for b in range(len(blocks)) for s in range(n_segments)]
+        return cls(block_size, SEGMENT, D.reshape(-1, SEGMENT), row_L, schur)
 
     @classmethod
     def of_moments(
@@ -133,19 +133,19 @@ class Metric:
         moments: lower triangles, float32. ValueError if one is not positive definite.
         """
         columns = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row)
-        forms: list[np.ndarray] = []
-        gains: list[np.ndarray] = []
-        blocks: list[np.ndarray] = []
+        D: list[np.ndarray] = []
+        L: list[np.ndarray] = []
+        schur: list[np.ndarray] = []
         offset = 0
         for first in range(0, n_per_row, columns):
             n = min(columns, n_per_row - first)
             matrix = _load(moments[offset : offset + n * (n + 1) // 2], n, float(np.float32(damping)), block_size, rotated)
             offset += n * (n + 1) // 2
-            matrix_forms, matrix_gains, matrix_blocks = _factorize(matrix, segment, block_size)
-            forms += matrix_forms
-            gains += matrix_gains
-            blocks += matrix_blocks
-        return cls(columns, segment, np.concatenate(forms), gains=gains, blocks=blocks, windows=[_invert_windows(block) for block in blocks])
+            matrix_D, matrix_L, matrix_schur = _factorize(matrix, segment, block_size)
+            D += matrix_D
+            L += matrix_L
+            schur += matrix_schur
+        return cls(columns, segment, np.concatenate(D), L=L, schur=schur, windows=[_invert_windows(block) for block in schur])
 
 
 def encode_rows(
@@ -157,7 +157,7 @@ def encode_rows(
     which begin at step `first` of their rows, and returns their values, float32 like x, zero for refused ones.
     """
     n = x.shape[1]
-    row_blocks = 1 if metric is None else len(metric.forms) // n
+    row_blocks = 1 if metric is None else len(metric.D) // n
     errors = np.zeros((len(x) // row_blocks, row_blocks * n), np.float32)
     for i in range(row_blocks):
         here, first, goal = slice(i, None, row_blocks), i * n, np.zeros_like(x[i::row_blocks])
@@ -207,15 +207,15 @@ def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated
 
 
 def _factorize(a: np.ndarray, S: int, block_size: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Return forms float32 (S, S) and gains float32 (steps before, S) of all segments and forms of all blocks, from the lower triangle."""
-    forms: list[np.ndarray] = []
-    gains: list[np.ndarray] = []
-    blocks: list[np.ndarray] = []
+    """Return D float32 (S, S) and L float32 (steps before, S) of all segments and the Schur complements of all blocks, from the lower triangle."""
+    D: list[np.ndarray] = []
+    L: list[np.ndarray] = []
+    schur: list[np.ndarray] = []
     for f in range(len(a) - S, -1, -S):
         end = f + S
         if end % block_size == 0:
             own = np.tril(a[end - block_size : end, end - block_size : end])
-            blocks.append((own + np.tril(own, -1).T).astype(np.float32))
+            schur.append((own + np.tril(own, -1).T).astype(np.float32))
         rows = a[f : f + S, : f + S].copy()
         own = np.tril(rows[:, f:])
         rows[:, f:] = own + np.tril(own, -1).T
@@ -227,11 +227,11 @@ def _factorize(a: np.ndarray, S: int, block_size: int) -> tuple[list[np.ndarray]
             for k in range(S):
                 if k != i:
                     g[k] -= g[k, f + i] * g[i]
-        forms.append(rows[:, f:].T.astype(np.float32))
-        gains.append(np.ascontiguousarray(g[:, :f].T.astype(np.float32)))
+        D.append(rows[:, f:].T.astype(np.float32))
+        L.append(np.ascontiguousarray(g[:, :f].T.astype(np.float32)))
         for k in range(S - 1, -1, -1):
             a[:f, :f] -= rows[k, :f, None] * g[k, :f]
-    return forms[::-1], gains[::-1], blocks[::-1]
+    return D[::-1], L[::-1], schur[::-1]
 
 
 def _invert_windows(form: np.ndarray) -> np.ndarray:

@@ -253,8 +253,8 @@ class Trellis:
             return states
         metric, states, scale, inverse = block.known_metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
         assert metric.windows is not None
-        form, windows = metric.blocks[block.first_step // self.n], metric.windows[block.first_step // self.n]
-        g = form_times(form, metric.aim(block.first_step, block.x, block.goal) - scale * self.values[states])
+        form, windows = metric.schur[block.first_step // self.n], metric.windows[block.first_step // self.n]
+        g = form_times(form, metric.find_optimum(block.first_step, block.x, block.goal) - scale * self.values[states])
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
             here, end = slice(s, s + WINDOW), s + WINDOW
             old = self.values[states[:, here]]
@@ -305,10 +305,10 @@ class Block:
             if self.metric is not None:
                 b = v.copy()
                 self.metric.feed_block(self.first_step, v, b)
-                form = self.metric.apply_forms(self.first_step, b)
+                form = self.metric.apply_D(self.first_step, b)
             vv = sum_lanes(b * form)
             step = np.where(vv > 0, sum_lanes(r * form) / vv, -d)
-        return sum_lanes(r * (r if self.metric is None else self.metric.apply_forms(self.first_step, r))), step
+        return sum_lanes(r * (r if self.metric is None else self.metric.apply_D(self.first_step, r))), step
 
 
 class ScaleSearch:

@@ -215,7 +215,7 @@ def _start(block: Block, s: np.ndarray) -> np.ndarray:
     for f in range(0, BLOCK_SIZE, S):
         here = slice(f, f + S)
         metric.feed_segment(block.first, f, errors, v)
-        form = metric.forms[block.first + f : block.first + f + S]
+        form = metric.D[block.first + f : block.first + f + S]
         _descend(form, s, True, code=code[:, f // 4 : (f + S) // 4], v=v[:, here], g=np.zeros((len(s), S), np.float32))
         errors[:, here] = block.x[:, here] - v[:, here]
     return code
