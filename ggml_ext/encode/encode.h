@@ -13,8 +13,9 @@
 #include <emmintrin.h>
 #endif
 
-// Builds for any x86-64 compile the hot functions for newer instruction sets too; the CPU chooses at run time. musl has no ifuncs.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__AVX2__)
+// Builds for any x86-64 compile the hot functions for newer instruction sets too; the CPU chooses at run time. musl has no ifuncs,
+// and ThreadSanitizer does not work before they are resolved.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__AVX2__) && !defined(__SANITIZE_THREAD__)
 #define EXT_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define EXT_CLONES

@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", type=Path, required=True, help="build directory of the installed package")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="package,asan,stock,aarch64,vulkan,ptx")
+    parser.add_argument("--only", default="package,asan,tsan,stock,aarch64,vulkan,ptx")
     parser.add_argument("--nightly", action="store_true", help="ptx: all column counts, tiles and architectures of all types (20 minutes longer on two cores); aarch64: llama-perplexity too")
     args = parser.parse_args()
     find_cuda_tools()
@@ -83,13 +83,15 @@ def main() -> None:
         "package": (None, args.package, "ext-tests"),
         # only the ggml libraries
         "asan": (("-DGGML_EXT_TESTS=ON", f"-DCMAKE_C_FLAGS={SANITIZE}", f"-DCMAKE_CXX_FLAGS={SANITIZE}", *QUICKLY_COMPILED,
-                  "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", "-DGGML_OPENMP=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
+                  "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF"), ROOT / "build" / "asan", "ext-fuzz"),
+        "tsan": (("-DGGML_EXT_TESTS=ON", "-DGGML_SANITIZE_THREAD=ON", *QUICKLY_COMPILED, "-DGGML_LLAMAFILE=OFF", "-DGGML_CPU_REPACK=OFF",
+                  "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF"), ROOT / "build" / "tsan", "threadpool-stress"),
         # for any CPU with AVX2: with GCC 12 an unpatched native build crashes on CPUs with AMX (upstream-bugs.md)
         "stock": (("-DGGML_EXT_STOCK=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DGGML_RPC=OFF", *QUICKLY_COMPILED),
                   ROOT / "build" / "stock", "llama-cli"),
         # the architecture level of most ARM CPUs since 2018
         "aarch64": ((f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests' / 'aarch64.cmake'}", "-DGGML_EXT_TESTS=ON",
-                     "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_OPENMP=OFF", "-DGGML_RPC=OFF",
+                     "-DGGML_NATIVE=OFF", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod", "-DGGML_RPC=OFF",
                      "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_SUBPROCESS=OFF"),
                     ROOT / "build" / "aarch64", "ext-tests"),
         # one library, which programs of the package load; its shaders take most of the time

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-perplexity", "llama-quantize", "test-backend-ops", "ggml-ext-gpu-bench")
 CUDA_PROGRAMS = ("ggml-ext-gpu-kernels",)
 HOST_PROGRAMS = ("ggml-ext-cuda-host-kernels",)  # device code as host code, for rehearsals
-OPTIONS = ("-DGGML_EXT_TESTS=ON", "-DGGML_EXT_UI=OFF", "-DGGML_RPC=OFF", "-DGGML_OPENMP=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
+OPTIONS = ("-DGGML_EXT_TESTS=ON", "-DGGML_EXT_UI=OFF", "-DGGML_RPC=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
 # programs that start without a driver on any CPU with AVX2, and load backends at run time
 LOADABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF")
 # not compressed by nvcc, because xz compresses the archive better

@@ -32,9 +32,7 @@ OPTIONS = {
     "GGML_EXT_PORTABLE": "ON",
     # the build fails without llama-server's chat page
     "GGML_EXT_UI": "ON",
-    # Not every Linux has these, and auditwheel would copy them into the wheel. ggml's threads are as fast as OpenMP's
-    # (docs/maintaining/wheel.md), and a copy of OpenSSL would get no updates.
-    "GGML_OPENMP": "OFF",
+    # Not every Linux has it, auditwheel would copy it into the wheel, and a copy would get no updates.
     "LLAMA_OPENSSL": "OFF",
 }
 # loaded if the Vulkan loader, a part of every driver, is installed; the wheel has no copy of it

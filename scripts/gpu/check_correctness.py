@@ -70,8 +70,7 @@ def operations(run: Run, name: str) -> dict:
     on_cpu = run.device == "CPU"  # the reference itself: only check that there are cases
     mode = ["support"] if on_cpu else ["test"] if run.rehearsal else ["test", "-j", N_PROGRAMS]
     patterns = [case.format(name=name) for case in FEW_CASES] if run.rehearsal and not on_cpu else [f"={name}[,)]"]
-    output = "".join(run.command(run.program("test-backend-ops"), *mode, "-b", run.device, "-p", pattern, timeout=240,
-                                 env={"OMP_WAIT_POLICY": "passive"})  # several programs share the cores
+    output = "".join(run.command(run.program("test-backend-ops"), *mode, "-b", run.device, "-p", pattern, timeout=240)
                      for pattern in patterns)
     counts = {op: count_cases(output, op) for op in OPERATIONS}
     # "support" does not list fused products, and FEW_CASES have neither them nor copies

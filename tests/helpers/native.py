@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUILD = Path(os.environ.get("GGML_EXT_TEST_BUILD", ROOT / "build" / "package"))
 ASAN = Path(os.environ.get("GGML_EXT_TEST_ASAN", ROOT / "build" / "asan"))
+TSAN = Path(os.environ.get("GGML_EXT_TEST_TSAN", ROOT / "build" / "tsan"))
 STOCK = Path(os.environ.get("GGML_EXT_TEST_STOCK", ROOT / "build" / "stock"))
 AARCH64 = Path(os.environ.get("GGML_EXT_TEST_AARCH64", ROOT / "build" / "aarch64"))
 

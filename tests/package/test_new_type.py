@@ -25,7 +25,7 @@ FILES = ("ggml_ext/types/{}.h", "ggml_ext/encode/{}.c", "ggml_ext/cpu/{}.h", "cu
 COPIED = ("ggml_ext", "cuda", "metal", "vulkan", "py", "scripts/build", "scripts/tools", "tests", "docs/reference", "CMakeLists.txt", "pyproject.toml")
 # -O1: speed does not matter here.
 BUILD = ("-GNinja", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_C_FLAGS=-O1", "-DCMAKE_CXX_FLAGS=-O1", "-DGGML_EXT_TESTS=ON", "-DGGML_RPC=OFF",
-         "-DGGML_OPENMP=OFF", "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF")
+         "-DLLAMA_BUILD_COMMON=OFF", "-DLLAMA_BUILD_TESTS=OFF")
 
 
 def run_command(*command, cwd: Path, **env) -> str:

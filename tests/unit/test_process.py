@@ -8,21 +8,6 @@ from ggml_ext._base.errors import UserError
 from ggml_ext._native import library, programs
 from ggml_ext._native.process import describe_failure, run_captured, run_logged, run_streamed
 
-COMMAND = ["sh", "-c", "echo $OMP_WAIT_POLICY"]
-
-
-@pytest.mark.parametrize(("users", "expected"), [(None, "passive\n"), ("active", "active\n")])
-def test_threads_wait_without_spinning_by_default(tmp_path, monkeypatch, users, expected):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if users:
-        monkeypatch.setenv("OMP_WAIT_POLICY", users)
-    assert run_logged(COMMAND, tmp_path) == run_streamed(COMMAND, tmp_path, lambda _: None) == (0, expected)
-
-
-def test_timed_program_has_the_user_environment(tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert run_captured(COMMAND, tmp_path) == (0, "\n", "")
-
 
 def test_abort_message_is_not_hidden_by_a_backtrace(tmp_path, monkeypatch):
     monkeypatch.delenv("GGML_NO_BACKTRACE", raising=False)

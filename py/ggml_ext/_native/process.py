@@ -17,7 +17,6 @@ from .._base.signals import defer_signals
 from .programs import library_conflict
 
 POLL_SECONDS = 1.0  # within which a signal is noticed
-PASSIVE_WAIT = {"OMP_WAIT_POLICY": "passive"}  # OpenMP threads that spin while they wait take the cores from other programs
 NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}  # a backtrace by gdb would hide the message of an abort
 # messages of the dynamic linkers of Linux and macOS
 NOT_LINKED = "symbol lookup error|undefined symbol|error while loading shared libraries|Symbol not found|Library not loaded"
@@ -52,9 +51,9 @@ def run_logged(command: list[str], folder: Path, on_output: Callable[[str], None
 
 
 def run_captured(command: list[str], folder: Path) -> tuple[int, str, str]:
-    """Run a program with OpenMP's default waiting, for timings; returns exit code, standard output and standard error."""
+    """Run a program; returns exit code, standard output and standard error."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as log:
-        with start_program(command, folder, dict(os.environ), subprocess.DEVNULL, log, stdout=out) as process:
+        with start_program(command, folder, None, subprocess.DEVNULL, log, stdout=out) as process:
             code = _wait(process, lambda: None)
         return code, _read_text(out), _read_text(log)
 
@@ -88,10 +87,10 @@ def start_program(
     Args:
         command: program and arguments.
         folder: its working directory.
-        env: its environment; None: this process's, with PASSIVE_WAIT unless the user sets another policy.
+        env: its environment; None: this process's.
         stdin, stderr, stdout: as for subprocess.Popen; pipes are unbuffered.
     """
-    env = NO_BACKTRACE | (PASSIVE_WAIT | os.environ if env is None else env)
+    env = NO_BACKTRACE | (os.environ if env is None else env)
     with contextlib.ExitStack() as deferred:
         deferred.enter_context(defer_signals())  # a signal during the start would leave the program running
         # in a session of its own, so that an interrupt from the keyboard reaches this process alone, which then ends the program

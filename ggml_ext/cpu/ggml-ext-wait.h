@@ -1,0 +1,123 @@
+// How the threads of a pool wait for each other (docs/maintaining/waiting.md). A thread spins, because most waits are shorter than going
+// to sleep. But it yields while it holds the CPU that another thread needs, which cannot arrive before, and sleeps after GGML_EXT_SPIN_US:
+// then another program runs on the other's CPU, and this one is of use to somebody else. On a quiet machine, barriers make no system calls.
+// ggml-cpu.c includes this file behind its mutexes; OpenMP builds keep OpenMP's barrier.
+#pragma once
+
+#ifndef GGML_USE_OPENMP
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#define GGML_EXT_SPIN_US   200 // several times what it takes to sleep and be woken, and a tenth of a scheduler's time slice
+#define GGML_EXT_POLL_US   20  // spinning between graphs, per level of --poll: 1 ms at the default, 50
+#define GGML_EXT_SPIN_STEP 16  // looks at the value per look at the clock
+#define GGML_EXT_YIELDS    10  // before a thread sleeps that shares its CPU; a yield costs a tenth of a sleep
+
+static inline void ggml_thread_cpu_relax(void);
+
+// Sleeping threads, and the CPU on which each thread of the pool was last seen, -1 if unknown.
+struct ggml_ext_waiters {
+    ggml_mutex_t mutex;
+    ggml_cond_t  cond;
+    atomic_int   n_asleep;
+    atomic_int   cpu[GGML_MAX_N_THREADS];
+};
+
+static _Thread_local int ggml_ext_ith; // this thread's index in the pool
+
+static inline void ggml_ext_waiters_init(struct ggml_ext_waiters * w) {
+    ggml_mutex_init(&w->mutex);
+    ggml_cond_init(&w->cond);
+    w->n_asleep = 0;
+    for (int i = 0; i < GGML_MAX_N_THREADS; i++) {
+        w->cpu[i] = -1;
+    }
+}
+
+static inline void ggml_ext_waiters_free(struct ggml_ext_waiters * w) {
+    ggml_mutex_destroy(&w->mutex);
+    ggml_cond_destroy(&w->cond);
+}
+
+static inline void ggml_ext_yield(void) {
+#if defined(__linux__)
+    sched_yield();
+#elif defined(_WIN32)
+    SwitchToThread();
+#endif
+}
+
+// Record the CPU of this thread and return it. A store only on a change leaves the cache line shared.
+static inline int ggml_ext_record_cpu(struct ggml_ext_waiters * w) {
+#if defined(__linux__)
+    const int cpu = sched_getcpu();
+#elif defined(_WIN32)
+    const int cpu = (int) GetCurrentProcessorNumber();
+#else
+    const int cpu = -1;
+#endif
+    if (atomic_load_explicit(&w->cpu[ggml_ext_ith], memory_order_relaxed) != cpu) {
+        atomic_store_explicit(&w->cpu[ggml_ext_ith], cpu, memory_order_relaxed);
+    }
+    return cpu;
+}
+
+// Whether one of the other n - 1 threads was last seen on this thread's CPU.
+static inline bool ggml_ext_shares_cpu(struct ggml_ext_waiters * w, int n) {
+    const int cpu = ggml_ext_record_cpu(w);
+    for (int i = 0; i < n && cpu >= 0; i++) {
+        if (i != ggml_ext_ith && atomic_load_explicit(&w->cpu[i], memory_order_relaxed) == cpu) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static inline void ggml_ext_sleep(struct ggml_ext_waiters * w, const atomic_int * value, int old) {
+    ggml_mutex_lock_shared(&w->mutex);
+    atomic_fetch_add_explicit(&w->n_asleep, 1, memory_order_seq_cst);
+    while (atomic_load_explicit(value, memory_order_seq_cst) == old) {
+        ggml_cond_wait(&w->cond, &w->mutex);
+    }
+    atomic_fetch_sub_explicit(&w->n_asleep, 1, memory_order_relaxed);
+    ggml_mutex_unlock_shared(&w->mutex);
+    ggml_ext_record_cpu(w);
+}
+
+// Wait until *value, which another of n threads changes, is not `old`.
+static inline void ggml_ext_wait(struct ggml_ext_waiters * w, const atomic_int * value, int old, int n) {
+    int64_t end = 0;
+    for (int i = 1, n_yields = 0; atomic_load_explicit(value, memory_order_relaxed) == old; i++) {
+        ggml_thread_cpu_relax();
+        if (i % GGML_EXT_SPIN_STEP != 0) {
+            continue;
+        }
+        const int64_t now = ggml_time_us();
+        if (end == 0) {
+            end = now + GGML_EXT_SPIN_US;
+        }
+        const bool shares_cpu = ggml_ext_shares_cpu(w, n);
+        if (now >= end || (shares_cpu && n_yields == GGML_EXT_YIELDS)) {
+            ggml_ext_sleep(w, value, old);
+            return;
+        }
+        if (shares_cpu) {
+            ggml_ext_yield();
+            n_yields++;
+            i = GGML_EXT_SPIN_STEP - 1; // look once before the next
+        }
+    }
+}
+
+// Wake the sleepers after a change of the value with memory_order_seq_cst: either we see a sleeper here, or it sees the change.
+static inline void ggml_ext_wake(struct ggml_ext_waiters * w) {
+    if (atomic_load_explicit(&w->n_asleep, memory_order_seq_cst) > 0) {
+        ggml_mutex_lock(&w->mutex); // until the sleeper has released it, it has looked but does not sleep yet
+        ggml_mutex_unlock(&w->mutex);
+        ggml_cond_broadcast(&w->cond);
+    }
+}
+
+#endif
