@@ -1,6 +1,7 @@
 // How the threads of a pool wait for each other (docs/maintaining/waiting.md). A thread spins, because most waits are shorter than going
-// to sleep. But it yields while it holds the CPU that another thread needs, which cannot arrive before, and sleeps after GGML_EXT_SPIN_US:
-// then another program runs on the other's CPU, and this one is of use to somebody else. On a quiet machine, barriers make no system calls.
+// to sleep. If another thread of the pool was last seen on its CPU, it yields instead, GGML_EXT_YIELDS times, and then sleeps: the other
+// thread can arrive only once it gets the CPU. After GGML_EXT_SPIN_US it sleeps in any case: another program probably runs on the late
+// thread's CPU, and the scheduler can move that thread to the CPU that this one frees. On a quiet machine, barriers make no system calls.
 // ggml-cpu.c includes this file behind its mutexes; OpenMP builds keep OpenMP's barrier.
 #pragma once
 

@@ -103,9 +103,10 @@ static inline __attribute__((always_inline)) float trellis_dot(int n, const floa
     return ext_sum(sum);
 }
 
-// Returns the cost of a block's errors with the values d*v; v NULL: zeros. *step: change of d that minimizes the cost; may be NULL.
-static inline __attribute__((always_inline)) float trellis_cost(int n, const struct trellis_block * in, const float * v, float d, float * step) {
-    float e[QK_K], r[QK_K], form[QK_K], b[QK_K];
+// Returns the cost of a block's errors with the values d*v; v NULL: zeros. *d_change: the change of d
+// that minimizes the cost; may be NULL.
+static inline __attribute__((always_inline)) float trellis_cost(int n, const struct trellis_block * in, const float * v, float d, float * d_change) {
+    float e[QK_K], r[QK_K], weighted[QK_K], b[QK_K];
     for (int i = 0; i < n; ++i) {
         e[i] = v ? in->x[i]    - d*v[i] : in->x[i];
         r[i] = v ? in->goal[i] - d*v[i] : in->goal[i];
@@ -113,36 +114,36 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
     if (in->metric) {
         metric_add_feedback(in->metric, in->first_step, n, e, r);
     }
-    if (step) {
+    if (d_change) {
         memcpy(b, v, (size_t) n*sizeof(b[0]));
-        memcpy(form, v, (size_t) n*sizeof(b[0]));
+        memcpy(weighted, v, (size_t) n*sizeof(b[0]));
         if (in->metric) {
             metric_add_feedback(in->metric, in->first_step, n, v, b);
-            metric_apply_D(in->metric, in->first_step, n, b, form);
+            metric_apply_D(in->metric, in->first_step, n, b, weighted);
         }
-        const float vv = trellis_dot(n, b, form);
-        *step = vv > 0.0f ? trellis_dot(n, r, form)/vv : -d;
+        const float vv = trellis_dot(n, b, weighted);
+        *d_change = vv > 0.0f ? trellis_dot(n, r, weighted)/vv : -d;
     }
     if (in->metric) {
-        metric_apply_D(in->metric, in->first_step, n, r, form);
+        metric_apply_D(in->metric, in->first_step, n, r, weighted);
     }
-    return trellis_dot(n, r, in->metric ? form : r);
+    return trellis_dot(n, r, in->metric ? weighted : r);
 }
 
 // Searches windows of the block again with all other states fixed. Their targets minimise the cost given the errors on both sides.
-// A window is kept if it lowers the cost of the full form. Alternatives: docs/results/encoders.md.
+// A window is kept if it lowers the block's cost under its Schur complement (metric.h). Alternatives: docs/results/encoders.md.
 static inline __attribute__((always_inline)) void trellis_improve(struct trellis_type t, struct trellis_work * w,
                                                                   const struct trellis_block * in, struct trellis_best * best) {
     enum { W = METRIC_WINDOW };
     const int     n_groups = GGML_EXT_TRELLIS_STATES >> t.k;
     const float   d = ggml_ext_e5m3_to_float(best->d), inv_d = 1.0f/d;
-    const float * form = metric_schur(in->metric, in->first_step), * inverse = metric_windows(in->metric, in->first_step);
-    float e[QK_K], g[QK_K]; // g: the form times the errors
+    const float * schur = metric_schur(in->metric, in->first_step), * inverse = metric_windows(in->metric, in->first_step);
+    float e[QK_K], g[QK_K]; // g: schur times the errors
     metric_find_optimum(in->metric, in->first_step, t.n, in->x, in->goal, e);
     for (int i = 0; i < t.n; ++i) {
         e[i] -= d*trellis_value(w, best->states[i]);
     }
-    metric_multiply(t.n, form, e, g);
+    metric_multiply(t.n, schur, e, g);
     for (int s = 0; s + W <= t.n; s += W/2, inverse += W*W) {
         uint16_t * states = best->states + s, path[W];
         float z[W], change[W], product[W];
@@ -157,7 +158,7 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
             change[i] = d*(trellis_value(w, path[i]) - trellis_value(w, states[i]));
         }
         memset(product, 0, sizeof(product));
-        metric_add_matrix(W, form + s*t.n + s, t.n, W, change, product);
+        metric_add_matrix(W, schur + s*t.n + s, t.n, W, change, product);
         for (int i = 0; i < W; ++i) {
             sum += change[i]*(0.5f*product[i] - g[s + i]);
         }
@@ -166,15 +167,15 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
                 change[i] = -change[i];
             }
             const int first = s/W*W; // earlier gradients are not used again
-            metric_add_matrix(t.n - first, form + s*t.n + first, t.n, W, change, g + first);
+            metric_add_matrix(t.n - first, schur + s*t.n + first, t.n, W, change, g + first);
             memcpy(states, path, sizeof(path));
         }
     }
 }
 
-// Encodes the block under one scale, keeps the states if they are the best so far, and returns the scale that suits them best.
-// *squared_error: that of the states. feed_back: false without a metric and for the first estimate. need_optimum: false if
-// the result is not used.
+// Encodes the block under one scale, and keeps the states in *best if they cost least so far. Returns the scale that suits the states of
+// this call best; without need_optimum, the given scale. *squared_error: of these states against in->goal, without the metric. feed_back:
+// search with error feedback; false without a metric and for the first estimate.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
                                                                      bool feed_back, bool need_optimum, struct trellis_best * best, float * squared_error) {
@@ -233,7 +234,7 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     const float energy = trellis_dot(t.n, in->goal, in->goal), gaussian_error = TRELLIS_ODD(t.n)*t.nmse*energy;
     const float gaussian_scale = sqrtf(energy*(1.0f/t.n))/w->code_rms;
     float target = gaussian_scale*t.gain, squared_error;
-    int   best_scale = 0;
+    int   base_scale = 0; // its neighbours are tried
     bool  is_odd = false; // with a metric: the block is not Gaussian
     const int first_scale_byte = trellis_next_scale(target, tried, 0);
     const bool hessian = in->metric && in->metric->windows; // not a diagonal
@@ -243,16 +244,16 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
     }
     for (int pass = 0; pass < n_passes; ++pass) {
         int scale = trellis_next_scale(target, tried, n_tried);
-        if (scale < 0 && best_scale > 0) {
-            scale = trellis_neighbour_scale(best_scale, tried, n_tried);
+        if (scale < 0 && base_scale > 0) {
+            scale = trellis_neighbour_scale(base_scale, tried, n_tried);
         }
         if (scale < 0) {
             break;
         }
         const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 < n_passes, best, &squared_error);
         tried[n_tried++] = (uint8_t) scale;
-        if (best_scale == 0 || best->d == scale) {
-            best_scale = scale;
+        if (base_scale == 0 || best->d == scale) {
+            base_scale = scale;
             target     = optimum;
         }
     }

@@ -168,7 +168,7 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, slow = run["calibration"], run["encoding"], measured["without_avx2"]
     return (
-        f"Other standard types work too, by llama-quantize's names. Encoding the layers of Llama-3.1-8B ({run['billions']:.1f} billion weights) in ITQ3_T took {encoding['took_minutes']} minutes on {run['processor']}.\n"
+        f"Other standard types work too, by llama-quantize's names. Encoding a model of Llama-3.1-8B's shape ({run['billions']:.1f} billion weights) in ITQ3_T took {encoding['took_minutes']} minutes on {run['processor']}.\n"
         f"Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and {calibration['gib']} GiB of memory, with the F16 model and block-diagonal Hessians; full ones need 16 GB more.\n"
         f"With less memory it runs the model in Q8_0 or Q4_K. Without AVX2, ITQ3_T generates at 1/{slow['decode']['q3_k'] / slow['decode']['itq3_t']:.0f} of Q3_K's speed ({slow['decode']['itq3_t']:g} and {slow['decode']['q3_k']:g} tokens/s, a synthetic model of four blocks)."
     )

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_rows, order_rows, shrinkage
+from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_row_spans, order_rows, shrinkage
 from ggml_ext._native.streams import ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import SINKS, RowSums
 
@@ -33,7 +33,7 @@ def decode(data: np.ndarray) -> np.ndarray:
 
 
 def encode_with_feedback(w: np.ndarray, g: list[np.ndarray], n_tokens: float = 1e4):
-    return encode_fed(w, make_rows(g, n_tokens), encode, decode, 1, map)
+    return encode_fed(w, make_row_spans(g, n_tokens), encode, decode, 1, map)
 
 
 @pytest.mark.parametrize("start", range(GROUP, ROWS, GROUP))
@@ -41,7 +41,7 @@ def test_targets_minimize_the_cost_of_later_rows(start):
     """The errors of the group and all later rows have the least cost, given the errors of earlier rows."""
     w, g, n_tokens = make_weights(), make_moments(ROWS).astype(np.float64), 300
     errors = 0.1 * np.random.default_rng(2).standard_normal((ROWS, COLUMNS)).astype(np.float32)
-    (rows,) = make_rows([g.astype(np.float32)], n_tokens)
+    (rows,) = make_row_spans([g.astype(np.float32)], n_tokens)
     part = shrinkage(g, n_tokens)
     assert part > SMALLEST
     a = ((1 - part) * g + part * np.trace(g) / ROWS * np.eye(ROWS))[np.ix_(rows.order, rows.order)]
@@ -96,7 +96,7 @@ def test_splitting_the_rows_leaves_the_bytes_unchanged(sizes):
     expected, values = encode_with_feedback(w, g)
     for n_threads in (2, 3, 5, 64):
         with ThreadPoolExecutor(3) as pool:
-            assert np.array_equal(encode_fed(w, make_rows(g, 1e4), encode, decode, n_threads, pool.map)[0], expected)
+            assert np.array_equal(encode_fed(w, make_row_spans(g, 1e4), encode, decode, n_threads, pool.map)[0], expected)
     first = 0
     for n, g_part in zip(sizes, g, strict=True):  # rows of different parts are independent
         assert np.array_equal(encode_with_feedback(w[first : first + n], [g_part])[1], values[first : first + n])

@@ -201,7 +201,7 @@ class PassPlan:
 
 
 def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> PassPlan:
-    """Split the layers into passes that fit into memory."""
+    """Plan the passes: one over all layers, or, if full Hessians exceed the memory, ranges of layers without those already finished."""
     if run.memory_needed() <= run.memory_limit:
         return PassPlan([None])
     if run.kind == "full":

@@ -1,7 +1,7 @@
 """Error feedback between the rows of a matrix: each row compensates the errors of the rows before it.
 
-The loss of errors E, float (rows, columns), is trace(G E H E^T). G = E[g g^T] has the gradients g at the outputs of the matrix, H = E[x x^T]
-its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). Let G = U U^T, U upper triangular, and
+The loss of errors E, float (rows, columns), is trace(G E H E^T). G is the mean of g g^T over the gradients g at the outputs of the matrix,
+H the mean of x x^T over its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). Let G = U U^T, U upper triangular, and
 
     S_b = U_bb^T E_b + sum over earlier rows a of U_ab^T E_a.
 
@@ -25,7 +25,7 @@ SMALLEST = 0.01
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSpan:
     """Rows first .. first + len(factor) - 1 of a matrix, which compensate each other's errors."""
 
     first: int
@@ -77,28 +77,28 @@ def order_rows(g: np.ndarray) -> np.ndarray:
     return np.concatenate(groups[::-1])
 
 
-def make_rows(statistics: Sequence[np.ndarray], n_tokens: float) -> list[Rows]:
-    """Factorize G of each group of rows of a matrix.
+def make_row_spans(statistics: Sequence[np.ndarray], n_tokens: float) -> list[RowSpan]:
+    """Damp G of each span of rows, choose its order and factorize it.
 
     Args:
-        statistics: G of consecutive rows, float32 (rows, rows), finite, of any scale.
+        statistics: G of each span, in the order of the rows, float32 (rows, rows), finite, of any scale.
         n_tokens: number of tokens in the sums.
     """
-    row_groups, first = [], 0
+    spans, first = [], 0
     for g in statistics:
         shrink, n = shrinkage(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
         mean = float(np.trace(g)) / n or 1.0
         damped = (1 - shrink) * g.astype(np.float64) + max(shrink, SMALLEST) * mean * np.eye(len(g))
         order = order_rows(damped)
         factor = np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
-        row_groups.append(Rows(first, order, factor.astype(np.float32)))
+        spans.append(RowSpan(first, order, factor.astype(np.float32)))
         first += len(g)
-    return row_groups
+    return spans
 
 
 def encode_fed(
     weights: np.ndarray,
-    row_groups: Sequence[Rows],
+    spans: Sequence[RowSpan],
     encode: Callable[[np.ndarray], np.ndarray],
     decode: Callable[[np.ndarray], np.ndarray],
     n_threads: int,
@@ -108,27 +108,28 @@ def encode_fed(
 
     Args:
         weights: float32 (rows, columns).
-        row_groups: of all its rows.
+        spans: of all its rows, which compensate each other within a span.
         encode: encodes rows to bytes.
         decode: decodes them.
-        n_threads: threads of `map_items`; groups are split among them without changing the result.
+        n_threads: threads of `map_items`. With more threads than spans, the GROUP rows of a span are split among
+            them without changing the result.
         map_items: map() of a pool.
 
     Returns:
         Bytes, uint8 (rows, row_bytes), and decoded values, float32 (rows, columns).
     """
-    order = np.concatenate([r.first + r.order for r in row_groups])
+    order = np.concatenate([r.first + r.order for r in spans])
     weights = weights[order]  # in the order of encoding, as the errors are
     values, errors = np.empty_like(weights), np.zeros_like(weights)
     data = np.empty((len(weights), 0), np.uint8)
-    size = max(1, GROUP // max(1, n_threads // len(row_groups)))
+    size = max(1, GROUP // max(1, n_threads // len(spans)))
 
     def process(piece: tuple[int, np.ndarray]) -> tuple[int, np.ndarray, np.ndarray]:
         encoded = encode(piece[1])
         return piece[0], encoded, decode(encoded)
 
-    for start in range(0, max(len(r.factor) for r in row_groups), GROUP):
-        active = [r for r in row_groups if start < len(r.factor)]
+    for start in range(0, max(len(r.factor) for r in spans), GROUP):
+        active = [r for r in spans if start < len(r.factor)]
         corrected = list(map_items(lambda r, start=start: r.corrected_rows(start, weights, errors), active))
         pieces = [(r.first + start + i, w[i : i + size]) for r, w in zip(active, corrected, strict=True) for i in range(0, len(w), size)]
         for first, encoded, decoded in map_items(process, pieces):

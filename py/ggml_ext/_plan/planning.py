@@ -28,7 +28,7 @@ OUTSIDE = "outside of the layers, where calibration collects no inputs: kept"
 QUANTIZED = "already quantized: kept; --allow-requantize lets the target choose other types"
 NOTED = (NO_PRODUCT, OUTSIDE, QUANTIZED)
 
-# reasons for more bits than requested
+# reasons for more bits than chosen
 UNSEEN = f"which the model does not run on text, so that their sensitivity is unknown: at least {FLOOR.name.lower()}"
 SMALL = f"with less than a thousandth of their layer's weights each: at least {SMALL_FLOOR.name.lower()}"
 
@@ -51,8 +51,8 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         has_imatrix=has_imatrix,
     )
     plan = QuantizationPlan(warnings=warnings, imatrix_required_type=file_type.imatrix_required_type)
-    has_floors = not file_type.is_stock and (not choices.pure or bool(choices.target_option))
-    small = small_matrices(file.tensors) if has_floors else set()
+    has_small_floor = not file_type.is_stock and (not choices.pure or bool(choices.target_option))
+    small = small_matrices(file.tensors) if has_small_floor else set()
     for tensor, rule in zip(file.tensors, rules, strict=True):
         reason = find_reason_to_keep(tensor, choices, rule, uses)
         if rule is None or reason is not None:
@@ -106,7 +106,10 @@ def _plan_matrix(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType, *
 def _raise_to_floor(
     tensor: Tensor, chosen: GGMLQuantizationType, choices: Choices, floor: GGMLQuantizationType
 ) -> GGMLQuantizationType:
-    """Return the chosen type, or the floor if that has more bits. Stock files keep llama.cpp's choice unless it needs an imatrix."""
+    """Return the chosen type if it has at least the floor's bits or an option names it; else the floor, or the tensor's own smaller type.
+
+    Stock files keep llama.cpp's choice unless it needs an imatrix.
+    """
     follows_rules = choices.file_type.is_stock and not needs_imatrix(tensor, chosen, choices.file_type.imatrix_required_type)
     if deciding_option(tensor, choices) or follows_rules or bits_per_weight(chosen) >= bits_per_weight(floor):
         return chosen
@@ -130,7 +133,7 @@ def _check_plan(plan: QuantizationPlan, file: GGUFFile, file_type: FileType) -> 
 
 
 def _add_notes(plan: QuantizationPlan) -> None:
-    """Add notes and warnings about matrices that keep their type or get more bits than requested."""
+    """Add notes and warnings about matrices that keep their type or get more bits than chosen."""
     if not plan.changed:
         plan.warnings.append(f"all {plan.n_matrices} matrices already have the requested types: copied unchanged")
     raised: dict[str, list[str]] = {}

@@ -24,7 +24,7 @@ from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
 from .._encode.correction import choose_ridge, correction
 from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode_tensor
-from .._encode.feedback import Rows, encode_fed, make_rows
+from .._encode.feedback import RowSpan, encode_fed, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -97,7 +97,7 @@ class SequentialQuantizer:
     _layer: int = 0  # the next one
     _n_gradients: int = 0  # chunks with gradients
     _encoded: dict[str, EncodedTensor] = field(default_factory=dict)  # until take()
-    _rows: dict[str, list[Rows]] = field(default_factory=dict)  # row statistics of the layer's matrices
+    _rows: dict[str, list[RowSpan]] = field(default_factory=dict)  # row statistics of the layer's matrices
     _hessian_counts: dict[str, TensorHessian] = field(default_factory=dict)  # without values, for token_warnings(), which reads their counts
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class SequentialQuantizer:
             for line in token_warnings(self._hessian_counts):
                 self.warn(line)
 
-    def _compute_rows(self, k: int) -> dict[str, list[Rows]]:
+    def _compute_rows(self, k: int) -> dict[str, list[RowSpan]]:
         """Factorize the row statistics G of layer k, by matrix.
 
         The last entry of `layers` is the output matrix: its rows are vocabulary entries and have no G.
@@ -202,7 +202,7 @@ class SequentialQuantizer:
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
         for chunk in range(self._n_gradients):
             sums.add(self._streams.gradients(k, chunk), self._pool)
-        return {name: make_rows(g, sums.n_tokens[name]) for name, g in sums.g.items() if name in self._changed}
+        return {name: make_row_spans(g, sums.n_tokens[name]) for name, g in sums.g.items() if name in self._changed}
 
     def _encode_group(self, k: int, g: int, matrices: list[PlannedTensor], *, advance_original: bool) -> None:
         """Encode the matrices with one input. advance_original: also advance the stream of the original model."""
@@ -272,7 +272,7 @@ class SequentialQuantizer:
         return EncodedTensor(np.concatenate(parts), accuracy)
 
     def _encode_with_row_feedback(
-        self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, rows: list[Rows]
+        self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, rows: list[RowSpan]
     ) -> EncodedTensor:
         """Encode rows that compensate each other's errors."""
         tensor, codec = source.tensor, self.codec

@@ -64,13 +64,13 @@ class RowSums:
 
 @dataclass
 class Sums:
-    """Sums H, D and R (_encode/correction.py) of a group of matrices with the same input; a matrix is an expert or the only one."""
+    """Sums H, D and R (_encode/correction.py) of the products with one input: H and D by expert, R by tensor."""
 
     group: ProductGroup
-    h: np.ndarray = field(init=False)  # float32 (matrices, columns, columns)
-    d: np.ndarray = field(init=False)  # float32 (matrices, columns, columns)
+    h: np.ndarray = field(init=False)  # float32 (experts or 1, columns, columns)
+    d: np.ndarray = field(init=False)  # float32 (experts or 1, columns, columns)
     r: dict[str, np.ndarray] = field(init=False)  # by tensor, float32 (rows, columns)
-    counts: np.ndarray = field(init=False)  # tokens of each matrix
+    counts: np.ndarray = field(init=False)  # tokens of each expert; without experts, of all
 
     def __post_init__(self) -> None:
         n, columns = max(1, self.group.experts), self.group.columns
@@ -84,8 +84,8 @@ class Sums:
             for expert in range(self.group.experts):
                 self._add(expert, *self._routed(arrays, expert), {}, pool)
             return
-        missing = {name: r - r_hat for name, (r, r_hat) in arrays.residuals.items()}
-        self._add(0, arrays.x[0] - arrays.x[1], arrays.x[1], missing, pool)
+        residual_errors = {name: r - r_hat for name, (r, r_hat) in arrays.residuals.items()}
+        self._add(0, arrays.x[0] - arrays.x[1], arrays.x[1], residual_errors, pool)
 
     def _routed(self, arrays: ChunkArrays, expert: int) -> tuple[np.ndarray, np.ndarray]:
         """Return x - x^ and x^ of the tokens of an expert in the quantized model.
@@ -102,10 +102,12 @@ class Sums:
         difference = x[token, is_same.argmax(axis=1)] - x_hat[token, slot]
         return np.where(is_same.any(axis=1)[:, None], difference, 0), x_hat[token, slot]
 
-    def _add(self, i: int, missing: np.ndarray, x: np.ndarray, residuals: dict[str, np.ndarray], pool: ThreadPoolExecutor) -> None:
-        jobs = [(self.h[i], x), (self.d[i], missing), *((self.r[name], rest) for name, rest in residuals.items())]
-        add_product(((total, left, x) for total, left in jobs), pool)
-        self.counts[i] += len(x)
+    def _add(
+        self, i: int, input_error: np.ndarray, x_hat: np.ndarray, residual_errors: dict[str, np.ndarray], pool: ThreadPoolExecutor
+    ) -> None:
+        jobs = [(self.h[i], x_hat), (self.d[i], input_error), *((self.r[name], error) for name, error in residual_errors.items())]
+        add_product(((total, left, x_hat) for total, left in jobs), pool)
+        self.counts[i] += len(x_hat)
 
     def hessian(self, where: str, kind: str) -> TensorHessian:
         """Return H for the encoders. where: its name in messages."""
@@ -116,7 +118,7 @@ class Sums:
         return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True, is_fitted=True)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return H and D of a matrix. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""
+        """Return H and D of an expert, 0 without experts. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""
         tokens, columns = float(self.counts[expert]), self.group.columns
         if len(self.h) == 1 or tokens >= columns:
             return self.h[expert], self.d[expert]
@@ -127,5 +129,5 @@ class Sums:
 
     @cached_property
     def _totals(self) -> tuple[np.ndarray, np.ndarray]:
-        """The sums of H and D over all matrices."""
+        """The sums of H and D over all experts."""
         return self.h.sum(axis=0), self.d.sum(axis=0)
