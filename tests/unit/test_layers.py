@@ -75,7 +75,7 @@ def test_command_lines_stay_in_the_console():
 
 # All other targets see only hooks/, so that no upstream file can include simd.h or all.h by accident.
 SEES_BASE = ("ggml-base", "llama-common", "server-context", "llama-imatrix", "ggml-cuda", "ggml-metal", "ggml-vulkan")
-SEES_ALL = ("ggml-cpu", "ggml-ext-", "fuzz-")  # prefixes: variants of the CPU backend, and test programs
+SEES_ALL = ("ggml-cpu", "ggml-ext-", "fuzz-", "threadpool-stress")  # prefixes: variants of the CPU backend, and test programs
 
 
 def test_headers_reach_only_the_targets_that_need_them():
