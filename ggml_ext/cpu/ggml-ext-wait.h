@@ -115,7 +115,7 @@ static inline void ggml_ext_wait(struct ggml_ext_waiters * w, const atomic_int *
 // Wake the sleepers after a change of the value with memory_order_seq_cst: either we see a sleeper here, or it sees the change.
 static inline void ggml_ext_wake(struct ggml_ext_waiters * w) {
     if (atomic_load_explicit(&w->n_asleep, memory_order_seq_cst) > 0) {
-        ggml_mutex_lock(&w->mutex); // until the sleeper has released it, it has looked but does not sleep yet
+        ggml_mutex_lock(&w->mutex); // a sleeper that holds it has looked at the value, but does not wait for the condition yet
         ggml_mutex_unlock(&w->mutex);
         ggml_cond_broadcast(&w->cond);
     }

@@ -82,7 +82,7 @@ class AllocatedType:
 
     item: Item
     type: GGMLQuantizationType
-    share: float = 0.0  # of the predicted KL divergence
+    share: float = 0.0  # what the item adds to the predicted KL divergence
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _describe_unchanged(target: Target) -> str:
 def _describe_limit(
     target: Target, types: list[AllocatedType], solution: Solution, options: list[list[tuple[float, float]]]
 ) -> list[str]:
-    """Note whether the target is larger than the best types need."""
+    """Note that no type changes, or that the target is larger than the best types need."""
     if all(a.type == a.item.tensor.type for a in types):
         return [_describe_unchanged(target)]
     best = sum(min(cost for _, cost in candidates) for candidates in options)

@@ -118,7 +118,7 @@ class Sums:
         return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True, is_fitted=True)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return H and D of an expert, 0 without experts. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""
+        """Return H and D of an expert; expert 0 without experts. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""
         tokens, columns = float(self.counts[expert]), self.group.columns
         if len(self.h) == 1 or tokens >= columns:
             return self.h[expert], self.d[expert]
