@@ -20,7 +20,6 @@ from pathlib import Path
 import gemv
 from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
-from ggml_ext._evaluation.load import OtherLoad
 from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
 from ggml_ext._native.programs import tool_path
 from synth_model import SHAPES, write_model
@@ -69,10 +68,9 @@ def main() -> None:
                 print(f"writing {models[name].name}", file=sys.stderr)
                 write_model(name, models[name], args.shape, args.layers)
         program = args.bin / "llama-bench" if args.bin else tool_path("llama-bench")
-        bench, load = BenchRunner(program, args.prompt, args.gen, args.threads), OtherLoad()
-        samples = measure_speed(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr))
-        if warning := load.warning():
-            print(f"warning: {warning}", file=sys.stderr)
+        bench = BenchRunner(program, args.prompt, args.gen, args.threads)
+        samples = measure_speed(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr),
+                                warn=lambda text: print(f"warning: {text}", file=sys.stderr))
     rows = summarize_speed(samples, baselines)
     print_table(rows, baselines, args.prompt)
     if args.json:

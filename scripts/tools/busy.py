@@ -3,15 +3,14 @@
 
     busy.py MODEL.gguf [MODEL.gguf ...] [--competitors 0,1,2] [--threads 2] [--rounds 5] [--with NAME=LLAMA-BENCH ...] [-- LLAMA-BENCH OPTIONS]
 
-A competitor is an endless loop. The programs take turns in each round. --with adds another build's llama-bench; an environment variable
-may stand before it: --with "passive=OMP_WAIT_POLICY=passive /usr/bin/llama-bench".
+A competitor is an endless loop. The programs take turns in each round. --with adds another build's llama-bench: --with "passive=env
+OMP_WAIT_POLICY=passive /usr/bin/llama-bench".
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -41,15 +40,13 @@ def competitors(n: int) -> Iterator[None]:
 
 def tokens_per_second(command: list[str], model: Path, n_threads: int, options: list[str]) -> float:
     """Run llama-bench once; 0 if it takes longer than SECONDS."""
-    variables = [word for word in command if "=" in word]
-    program = [word for word in command if "=" not in word]
     try:
-        done = subprocess.run([*program, "-m", model, "-t", str(n_threads), "-r", "1", "-o", "json", *options], capture_output=True, text=True,
-                              timeout=SECONDS, env=os.environ | dict(variable.split("=", 1) for variable in variables))
+        done = subprocess.run([*command, "-m", model, "-t", str(n_threads), "-r", "1", "-o", "json", *options], capture_output=True, text=True,
+                              timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return 0.0
     if done.returncode:
-        raise UserError(f"{program[0]} failed for {model}: {done.stderr.strip().splitlines()[-1]}")
+        raise UserError(f"{shlex.join(command)} failed for {model}: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout)[-1]["avg_ts"]
 
 

@@ -31,7 +31,6 @@ import pinned
 from figures import measured_text, render_rows
 from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
-from ggml_ext._evaluation.load import OtherLoad
 from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
 from ggml_ext._native.programs import tool_path
 from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
@@ -178,11 +177,10 @@ def measure_speeds(types: list[str], directory: Path, args: argparse.Namespace) 
     models = {name: directory / f"synth-{name}.gguf" for name in types}
     for name, path in models.items():
         write_model(name, path, n_layers=args.layers)
-    bench, load = BenchRunner(tool_path("llama-bench"), 128, 32, args.threads), OtherLoad()
+    bench = BenchRunner(tool_path("llama-bench"), 128, 32, args.threads)
     samples = measure_speed(models, bench, args.rounds, lambda n: print(f"round {n}/{args.rounds}", file=sys.stderr),
-                      lambda name, error: report_failure(f"speed of {name}", error))
-    if warning := load.warning():
-        print(f"warning: {warning}", file=sys.stderr)
+                            warn=lambda text: print(f"warning: {text}", file=sys.stderr),
+                            failed=lambda name, error: report_failure(f"speed of {name}", error))
     return {row["type"]: row for row in summarize_speed(samples, ["q3_k"] if "q3_k" in samples else [])}
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from ggml_ext._evaluation import load
+from ggml_ext._evaluation.speed import measure_speed
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -29,3 +30,14 @@ def test_cpu_time_of_others_is_a_warning(tmp_path, monkeypatch, user, idle, iowa
 def test_systems_without_proc_stat_have_no_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "_STAT", tmp_path / "missing")
     assert load.OtherLoad().warning() is None
+
+
+def test_measured_speeds_come_with_the_warning(tmp_path, monkeypatch):
+    class Bench:
+        def run(self, model):
+            return {"decode": 1.0, "prefill": 2.0}
+
+    warnings: list[str] = []
+    monkeypatch.setattr(load.OtherLoad, "warning", lambda self: "busy")
+    assert measure_speed({"a": tmp_path}, Bench(), 2, lambda n: None, warn=warnings.append)["a"] == {"decode": [1.0] * 2, "prefill": [2.0] * 2}
+    assert warnings == ["busy"]

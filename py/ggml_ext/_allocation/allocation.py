@@ -67,7 +67,10 @@ class Limit:
         return sum(min(self.weight(item.tensor, t) for t in item.types) for item in items)
 
     def check(self, items: list[Item], room: int = 0) -> None:
-        """Raise UserError if the target is below the smallest possible file. room: bytes for keys that quantizing adds; part of the size that the message names."""
+        """Raise UserError if the target is below the smallest possible file.
+
+        room: bytes for keys that quantizing adds; part of the size that the message names.
+        """
         if (least := self.smallest(items)) > self.n_bytes:
             named = ", or drop the options that fix types" if any(item.is_named for item in items) else ""
             raise UserError(

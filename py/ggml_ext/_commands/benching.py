@@ -16,7 +16,6 @@ from .._base.text import format_table, shorten
 from .._base.threads import check_threads, threads_option
 from .._base.units import MIB
 from .._evaluation.labels import disk_bytes, label_models, model_bpw
-from .._evaluation.load import OtherLoad
 from .._evaluation.speed import WHAT, BenchRunner, Samples, measure_speed, summarize_speed
 from .._formats.context import position_limit
 from .._formats.gguf_file import GGUFFile
@@ -116,10 +115,7 @@ def bench(options: BenchOptions, console: Console) -> Speeds:
             def advance(_: int) -> None:
                 bar.update()
 
-            load = OtherLoad()
-            samples = measure_speed(models, run, options.rounds, advance)
-        if warning := load.warning():
-            console.warn(warning)
+            samples = measure_speed(models, run, options.rounds, advance, warn=console.warn)
     return Speeds(samples, sizes, list(standard) or list(models)[1:2], options, n_threads)
 
 

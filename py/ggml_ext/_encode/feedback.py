@@ -1,11 +1,13 @@
 """Error feedback between the rows of a matrix: each row compensates the errors of the rows before it.
 
 The loss of errors E, float (rows, columns), is trace(G E H E^T). G is the mean of g g^T over the gradients g at the outputs of the matrix,
-H the mean of x x^T over its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). Let G = U U^T, U upper triangular, and
+H the mean of x x^T over its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). Let G = U U^T,
+U upper triangular, and
 
     S_b = U_bb^T E_b + sum over earlier rows a of U_ab^T E_a.
 
-Then rows b add trace(S_b H S_b^T) to the loss. The encoder therefore gets W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) instead of W_b. Q_a are the stored values of the rows a.
+Then rows b add trace(S_b H S_b^T) to the loss. The encoder therefore gets W_b + U_bb^-T (sum U_ab^T (W_a - Q_a)) instead of W_b. Q_a are the
+stored values of the rows a.
 
 GROUP rows are encoded at once and cannot compensate each other. Neighbouring rows of attn_q and attn_k are correlated, so order_rows()
 chooses the groups.

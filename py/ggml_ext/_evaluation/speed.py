@@ -11,6 +11,7 @@ from typing import Any
 
 from .._base.errors import UserError
 from .._native.process import describe_failure, run_captured
+from .load import OtherLoad
 
 Samples = dict[str, dict[str, list[float]]]
 WHAT = ("decode", "prefill")
@@ -36,8 +37,8 @@ class BenchRunner:
 
 
 def measure_speed(
-    models: Mapping[str, Path], bench: BenchRunner, n_rounds: int, done: Callable[[int], object],
-    failed: Callable[[str, Exception], None] | None = None,
+    models: Mapping[str, Path], bench: BenchRunner, n_rounds: int, done: Callable[[int], object], *,
+    warn: Callable[[str], object], failed: Callable[[str, Exception], None] | None = None,
 ) -> Samples:
     """Measure tokens per second in every round: {name: {"decode": [...], "prefill": [...]}}.
 
@@ -46,9 +47,11 @@ def measure_speed(
         bench: llama-bench.
         n_rounds: number of rounds.
         done: called with the number of each finished round.
+        warn: called with a warning if other programs were busy.
         failed: called with name and error of a model on which llama-bench fails, which is then left out; None: raise UserError.
     """
     samples: Samples = {name: {what: [] for what in WHAT} for name in models}
+    load = OtherLoad()
     for i in range(n_rounds):
         for name in list(samples):
             try:
@@ -62,6 +65,8 @@ def measure_speed(
             for what, speed in speeds.items():
                 samples[name][what].append(speed)
         done(i + 1)
+    if warning := load.warning():
+        warn(warning)
     return samples
 
 
