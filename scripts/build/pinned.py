@@ -31,8 +31,8 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def fetch(pin: dict, way_out: str = "") -> Path:
-    """Return a pin's archive, after downloading it with pip if necessary. way_out: what else the user can do."""
+def fetch(pin: dict, hint: str = "") -> Path:
+    """Return a pin's archive, after downloading it with pip if necessary. hint: what else the user can do."""
     archive = cache_dir() / pin["archive"]
     if not archive.exists():
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def fetch(pin: dict, way_out: str = "") -> Path:
                 elif broken := re.search(r"after connection broken by '(\w+)", done.stderr):  # pip's last line would blame a missing package
                     reason = f"no connection to the package registry ({broken[1]})"
                 raise Failure(f"cannot fetch {pin['package']} {pin['version']}: {reason}; "
-                              f"put {pin['archive']} into {archive.parent}{way_out and f', or {way_out}'}")
+                              f"put {pin['archive']} into {archive.parent}{hint and f', or {hint}'}")
             os.replace(fetched, archive)
     digest = sha256(archive)
     if digest != pin["sha256"]:

@@ -25,7 +25,7 @@ class Backend:
         device: llama.cpp's name of its first device.
         library: file name of the loadable backend; the Metal backend is linked in.
         describe: returns the report's entries on the GPU and its driver; raises Failed if there is none.
-        way_out: what to do if the library cannot be loaded.
+        hint: what to do if the library cannot be loaded.
         log_errors: phrases in llama.cpp's log that mean that the backend lacks our kernels.
     """
 
@@ -33,7 +33,7 @@ class Backend:
     device: str
     library: str | None
     describe: Callable[[Run], dict]
-    way_out: str = ""
+    hint: str = ""
     log_errors: tuple[str, ...] = ()
 
 
@@ -89,7 +89,7 @@ def find_device(run: Run, backend: Backend) -> dict:
         try:
             run.command(*LOAD, library, timeout=60)
         except Failed as e:
-            raise Failed(f"{library.name} cannot be loaded: {str(e).rpartition('OSError: ')[2]}: {backend.way_out}") from None
+            raise Failed(f"{library.name} cannot be loaded: {str(e).rpartition('OSError: ')[2]}: {backend.hint}") from None
     output: list[str] = []
     listed = run.command(run.program("llama-bench"), "--list-devices", timeout=120, keep=output)
     devices = [line.strip() for line in listed.splitlines()[1:]]

@@ -41,10 +41,10 @@ def test_foreign_library_is_named(other_directory, monkeypatch):
     hint = f"LD_LIBRARY_PATH names {other_directory}, which has another libllama.so.0: unset it, or remove that directory from it"
     assert programs.library_conflict() == hint
     log = "llama-x: symbol lookup error: libllama.so.0: undefined symbol: ggml_ext_rule\n"
-    assert describe_failure("llama-x", 127, log, way_out="reinstall").endswith(f"ggml_ext_rule; {hint}")
+    assert describe_failure("llama-x", 127, log, hint="reinstall").endswith(f"ggml_ext_rule; {hint}")
     assert "LD_LIBRARY_PATH" not in describe_failure("llama-x", 1, "no such model")
     (other_directory / "libggml-base.so").write_text("no library")
     with pytest.raises(UserError, match=f"cannot load .*; {hint}"):
         library.Library(other_directory / "libggml-base.so")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(programs.native_folder()))
-    assert describe_failure("llama-x", 127, log, way_out="reinstall").endswith("; reinstall")
+    assert describe_failure("llama-x", 127, log, hint="reinstall").endswith("; reinstall")

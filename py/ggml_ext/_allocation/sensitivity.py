@@ -235,8 +235,8 @@ class Probe:
         """
         try:
             with temporary_directory(self.folder, TEMPORARY, console.note) as folder:
-                way_out = "pass --sensitivity usual"
-                check_free_space(self.folder, self.bytes_needed(), str(self.folder), " to measure the sensitivity", way_out)
+                hint = "pass --sensitivity usual"
+                check_free_space(self.folder, self.bytes_needed(), str(self.folder), " to measure the sensitivity", hint)
                 return self._measure(folder, known, keep, console)
         except OSError as e:
             raise UserError(
@@ -303,7 +303,7 @@ class Probe:
         if code:
             without = "pass --sensitivity usual to skip this"
             files = f"for {self.file.path} and {self.text}"
-            raise UserError("sensitivity: " + describe_failure("llama-perplexity", code, log, files, way_out=without, less_memory=without))
+            raise UserError("sensitivity: " + describe_failure("llama-perplexity", code, log, files, hint=without, less_memory=without))
         return log
 
     def _measure_kld(self, model: Path, logits: Path) -> float:

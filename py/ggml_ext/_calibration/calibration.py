@@ -289,7 +289,7 @@ def run_program(command: list[str], folder: Path, run: CalibrationRun, title: st
         without = "an importance matrix with --imatrix, or --no-calibration to skip it"
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
-            way_out=f"{devices}pass another text with --imatrix-from, {without}",
+            hint=f"{devices}pass another text with --imatrix-from, {without}",
             less_memory=f"its limit was {run.memory_limit / GIB:.1f} GiB, pass a smaller --memory, {without}",
         ))
 

@@ -64,8 +64,8 @@ class ProxyModel:
         if program is None:
             raise UserError(f"{FLAG}: llama-quantize is not in the package: reinstall ggml-ext, or pass {FLAG} {SOURCE}")
         with temporary_directory(folder, TEMPORARY, console.note) as temporary:
-            description, way_out = f"the model in {self.type}", f"pass {FLAG} {SOURCE}, which reads the model itself"
-            check_free_space(folder, self.n_bytes, description, " for the calibration", way_out)
+            description, hint = f"the model in {self.type}", f"pass {FLAG} {SOURCE}, which reads the model itself"
+            check_free_space(folder, self.n_bytes, description, " for the calibration", hint)
             out = temporary / f"{self.type}.gguf"
             with console.bar(f"model in {self.type}", 1, "file") as bar:
                 if error := requantize(program, source, out, TYPES[self.type][0], n_threads):

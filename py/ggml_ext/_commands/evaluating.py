@@ -217,8 +217,8 @@ class _Runs:
     def _check_positions(self, n_ctx: int) -> None:
         for file in self._all:
             if (n := position_limit(file)) is not None and n < n_ctx:
-                flag, way_out = ("--ctx-size", "pass") if self._options.ctx_size else ("--base-logits", "recompute the file with")
-                raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has a context of {n:,}: {way_out} --ctx-size {n}")
+                flag, hint = ("--ctx-size", "pass") if self._options.ctx_size else ("--base-logits", "recompute the file with")
+                raise UserError(f"{flag}: got chunks of {n_ctx:,} tokens, {file.path} has a context of {n:,}: {hint} --ctx-size {n}")
 
     def _prepare(self) -> tuple[ScoredText | None, BaseLogits | None]:
         """Return the text to score, and the logits of the base if there is one."""

@@ -31,7 +31,7 @@ from .._formats.reserved_paths import ReservedPaths, reserve_file, reserve_outpu
 from .._formats.split import SPLIT_KEYS
 from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
-from .._native.streams import FLAG, WAY_OUT
+from .._native.streams import FLAG, HINT
 from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
 from .._output.output import Output
 from .._output.parts import part_metadata
@@ -202,7 +202,7 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     except UserError as e:
         if not options.may_do_without:
             raise
-        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(FLAG).removesuffix(f'; {WAY_OUT}')}")
+        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(FLAG).removesuffix(f'; {HINT}')}")
         return None
     if settings.target is None:  # the calibration for a target has marked them already
         for t in plan.changed:

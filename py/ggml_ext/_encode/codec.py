@@ -119,9 +119,9 @@ class Codec:
             except NotPositiveDefinite:
                 continue
             except MemoryError:
-                way_out = "--importance block" if hessian.is_full else "--importance diagonal, or a smaller --threads"
+                hint = "--importance block" if hessian.is_full else "--importance diagonal, or a smaller --threads"
                 raise UserError(
-                    f"tensor {tensor.name}{matrix}: not enough memory for the Hessian of {hessian.width:,} columns: pass {way_out}"
+                    f"tensor {tensor.name}{matrix}: not enough memory for the Hessian of {hessian.width:,} columns: pass {hint}"
                 ) from None
             if factor > 1:
                 warn(f"{hessian.where}{matrix}: the Hessian is not positive definite; increasing the damping tenfold, to {10 * damping:g}")

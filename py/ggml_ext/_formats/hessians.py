@@ -179,16 +179,16 @@ class TensorHessian:
         values = self.stored[expert]
         diagonal = values[diagonal_indices(self.n_columns, self.stored_full)]
         of_expert = f" of matrix {expert}" if self.n_matrices > 1 else ""
-        way_out = "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
+        hint = "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         if (column := np.flatnonzero(~(diagonal >= 0))).size:
             raise UserError(
                 f"{self.where}: the mean square of column {column[0]:,}{of_expert} is {diagonal[column[0]]:g}, must be finite and "
-                f"not negative; {way_out}"
+                f"not negative; {hint}"
             )
         # a float64 sum of float32 values is finite only if all values are
         if not np.isfinite(values.sum(dtype=np.float64)):
             i = np.flatnonzero(~np.isfinite(values))[0]
-            raise UserError(f"{self.where}: value {i:,} of the Hessian{of_expert} is {values[i]:g}, must be finite; {way_out}")
+            raise UserError(f"{self.where}: value {i:,} of the Hessian{of_expert} is {values[i]:g}, must be finite; {hint}")
         return values
 
     def check(self) -> None:
@@ -234,17 +234,17 @@ class HessianFile:
         return file.value(KIND)
 
     def _add_file(self, file: GGUFFile) -> None:
-        where, way_out = f"--imatrix: {file.path}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
+        where, hint = f"--imatrix: {file.path}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         kind, block_size = file.value(KIND), file.value(BLOCK_SIZE, BLOCK)
         if kind not in DAMPING:
-            raise UserError(f"{where}: {KIND} is {kind!r}, must be block or full; {way_out}")
+            raise UserError(f"{where}: {KIND} is {kind!r}, must be block or full; {hint}")
         if block_size != BLOCK:
-            raise UserError(f"{where}: {BLOCK_SIZE} is {block_size}, must be {BLOCK}; {way_out}")
+            raise UserError(f"{where}: {BLOCK_SIZE} is {block_size}, must be {BLOCK}; {hint}")
         names, owners = file.strings(WEIGHTS), file.strings(OWNERS)
         if names is None or owners is None or len(names) != len(owners) or not names:
             lengths = [f"{len(v):,} names" if v is not None else "missing" for v in (names, owners)]
             raise UserError(
-                f"{where}: {WEIGHTS} ({lengths[0]}) and {OWNERS} ({lengths[1]}) must be lists of strings of the same length; {way_out}"
+                f"{where}: {WEIGHTS} ({lengths[0]}) and {OWNERS} ({lengths[1]}) must be lists of strings of the same length; {hint}"
             )
         tensors = {t.name: t for t in file.tensors}
         entries = {owner: self._read_entry(file, owner, tensors, kind == "full") for owner in dict.fromkeys(owners)}
@@ -252,18 +252,18 @@ class HessianFile:
 
     @staticmethod
     def _read_entry(file: GGUFFile, owner: str, tensors: dict[str, Tensor], is_full: bool) -> _Entry:
-        where, way_out = f"--imatrix: {file.path}: tensor {owner}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
+        where, hint = f"--imatrix: {file.path}: tensor {owner}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         for name in (owner + VALUES, owner + COUNTS):
             if name not in tensors:
-                raise UserError(f"{where}: {name} is not in the file, though {OWNERS} names it; {way_out}")
+                raise UserError(f"{where}: {name} is not in the file, though {OWNERS} names it; {hint}")
             if tensors[name].type != GGMLQuantizationType.F32:
-                raise UserError(f"{where}: {name} is {tensors[name].type.name.lower()}, must be f32; {way_out}")
+                raise UserError(f"{where}: {name} is {tensors[name].type.name.lower()}, must be f32; {hint}")
         values, count_tensor = tensors[owner + VALUES], tensors[owner + COUNTS]
         counts = file.rows(count_tensor, 0, count_tensor.n_rows).view("<f4").ravel()
         if len(counts) != values.n_rows:
-            raise UserError(f"{where}: Hessians of {values.n_rows:,} matrices and counts of {len(counts):,}; {way_out}")
+            raise UserError(f"{where}: Hessians of {values.n_rows:,} matrices and counts of {len(counts):,}; {hint}")
         if (bad := np.flatnonzero(~((counts >= 0) & (counts < np.inf)))).size:
-            raise UserError(f"{where}: count {bad[0]:,} is {counts[bad[0]]:g}, must be finite and not negative; {way_out}")
+            raise UserError(f"{where}: count {bad[0]:,} is {counts[bad[0]]:g}, must be finite and not negative; {hint}")
         if not counts.any():
             raise UserError(f"{where}: its Hessian has no tokens; make the file again with more text")
         return _Entry(file, values, counts, is_full)

@@ -117,29 +117,29 @@ class ImportanceMatrix:
             self._datasets = [raw.decode(errors="replace")]
 
     def _add_entry(self, file: GGUFFile, name: str, sums: Tensor, counts: Tensor | None) -> None:
-        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
+        where, hint = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
         if counts is None:
-            raise UserError(f"{where}: {SUMS} has no {COUNTS} next to it; {way_out}")
+            raise UserError(f"{where}: {SUMS} has no {COUNTS} next to it; {hint}")
         for tensor in (sums, counts):
             if tensor.type != GGMLQuantizationType.F32:
-                raise UserError(f"{where}: {tensor.name} is {tensor.type.name.lower()}, must be f32; {way_out}")
+                raise UserError(f"{where}: {tensor.name} is {tensor.type.name.lower()}, must be f32; {hint}")
         if sums.n_elements % counts.n_elements:
             raise UserError(
-                f"{where}: {sums.n_elements:,} sums are no multiple of the {counts.n_elements:,} counts; {way_out}"
+                f"{where}: {sums.n_elements:,} sums are no multiple of the {counts.n_elements:,} counts; {hint}"
             )
         values, tokens = (file.rows(t, 0, t.n_rows).view("<f4").ravel() for t in (sums, counts))
         self._entries[name] = values, tokens
 
     def _check_entry(self, name: str) -> None:
-        where, way_out = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
+        where, hint = f"--imatrix: {self.path}: tensor {name}", "make the file again with llama-imatrix -m MODEL -f TEXT"
         for values, kind in zip(self._entries[name], (SUMS, COUNTS)):
             bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
             if bad.size:
                 raise UserError(
-                    f"{where}: value {bad[0]:,} of {name}{kind} is {values[bad[0]]:g}, must be finite and not negative; {way_out}"
+                    f"{where}: value {bad[0]:,} of {name}{kind} is {values[bad[0]]:g}, must be finite and not negative; {hint}"
                 )
         if (top := self._means(name).max()) > LARGEST:
-            raise UserError(f"{where}: an importance is {top:g}, must be at most {LARGEST:g}; {way_out}")
+            raise UserError(f"{where}: an importance is {top:g}, must be at most {LARGEST:g}; {hint}")
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -61,24 +61,24 @@ class ReservedPaths:
         match = PART_NAME.fullmatch(path.name)
         return match is not None and match[1] == self.out.name.removesuffix(".gguf")
 
-    def check(self, flag: str, spelling: Path, path: Path, way_out: str = OTHER_NAME) -> None:
+    def check(self, flag: str, spelling: Path, path: Path, hint: str = OTHER_NAME) -> None:
         """Raise UserError if a file to be written has a reserved name. spelling: the user's; path: with links resolved."""
         what = self.find_read(path) or self.written.get(path) or ("OUT" if path == self.out and flag != "OUT" else None)
         if what:
-            raise UserError(f"{flag}: {spelling} is the same file as {what}: {way_out}")
+            raise UserError(f"{flag}: {spelling} is the same file as {what}: {hint}")
         if self.is_part(path):
-            raise UserError(f"{flag}: {spelling} is the same file as OUT, or has a name of its parts: {way_out}")
+            raise UserError(f"{flag}: {spelling} is the same file as OUT, or has a name of its parts: {hint}")
         if re.fullmatch(UNFINISHED, path.name):
-            raise UserError(f"{flag}: {spelling}: such names are those of files that are not yet whole: {way_out}")
+            raise UserError(f"{flag}: {spelling}: such names are those of files that are not yet whole: {hint}")
         if what := self.find_kept(path):
-            raise UserError(f"{flag}: {spelling} is where {what} of {self.stem} is kept: {way_out}")
+            raise UserError(f"{flag}: {spelling} is where {what} of {self.stem} is kept: {hint}")
 
 
 def reserve_output(paths: ReservedPaths, output: Path | None, force: bool) -> ReservedPaths:
     """Reserve OUT; UserError if it may not be written."""
     if output is None:
         raise UserError("OUT is missing: name the file to write, or pass --dry-run")
-    path, way_out = Path(os.path.realpath(output)), "choose another name"
+    path, hint = Path(os.path.realpath(output)), "choose another name"
     try:
         exists = output.exists()  # not its resolved name, which a pipe behind /dev/stdout lacks
     except OSError as e:
@@ -88,14 +88,14 @@ def reserve_output(paths: ReservedPaths, output: Path | None, force: bool) -> Re
     if path.is_dir():
         raise UserError(f"OUT: {output} is a directory: name a file in it")
     paths = replace(paths, out=path)
-    paths.check("OUT", output, path, way_out)
+    paths.check("OUT", output, path, hint)
     for unfinished in (partial_path(path), journal_of(path)):
         if what := paths.find_read(unfinished):
-            raise UserError(f"OUT: {what} is {unfinished}, which {output} is until it is whole: {way_out}")
+            raise UserError(f"OUT: {what} is {unfinished}, which {output} is until it is whole: {hint}")
     if exists and not output.is_file():
         raise UserError(f"OUT: {output} is not a regular file: name one")
     if exists and not (force or paths.is_split):
-        raise UserError(f"OUT: {output} exists: {way_out} or pass --force to replace it")
+        raise UserError(f"OUT: {output} exists: {hint} or pass --force to replace it")
     return paths
 
 

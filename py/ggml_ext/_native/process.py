@@ -113,7 +113,7 @@ def start_program(
                     pipe.close()
 
 
-def describe_failure(program: str, code: int, log: str, on: str = "", way_out: str = "", less_memory: str = "free some memory") -> str:
+def describe_failure(program: str, code: int, log: str, on: str = "", hint: str = "", less_memory: str = "free some memory") -> str:
     """Return the error message for a failed program.
 
     Args:
@@ -121,16 +121,16 @@ def describe_failure(program: str, code: int, log: str, on: str = "", way_out: s
         code: exit code, negative for a signal.
         log: its output.
         on: what it worked on, beginning with "for".
-        way_out: what the user can do.
+        hint: what the user can do.
         less_memory: what the user can do if memory ran out; Linux then kills programs silently.
     """
     on = f" {on}" if on else ""
     if code == -getattr(signal, "SIGKILL", 0):
         return f"{program} was killed{on}, most likely because memory ran out: {less_memory}"
     if re.search(NOT_LINKED, log):
-        way_out = library_conflict() or way_out
+        hint = library_conflict() or hint
     how = f"exited with {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    return f"{program} {how}{on}: {last_error(log)}" + (f"; {way_out}" if way_out else "")
+    return f"{program} {how}{on}: {last_error(log)}" + (f"; {hint}" if hint else "")
 
 
 def last_error(log: str) -> str:

@@ -21,7 +21,7 @@ from .._base.errors import UserError
 from .._base.files import mapping_error
 from .process import POLL_SECONDS, describe_failure, require_pipe, start_program
 
-FLAG, WAY_OUT = "--propagate: ", "leave out --propagate"
+FLAG, HINT = "--propagate: ", "leave out --propagate"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class LayerStreams:
             try:
                 self._memory = mmap.mmap(file.fileno(), n_bytes)
             except OSError as e:
-                raise UserError(f"{FLAG}{mapping_error(path, e)}, or {WAY_OUT}") from e
+                raise UserError(f"{FLAG}{mapping_error(path, e)}, or {HINT}") from e
         path.unlink()
         stack.callback(self._release)
 
@@ -147,8 +147,8 @@ class LayerStreams:
                 code = self._process.wait()
                 self._log.seek(0)
                 log = self._log.read().decode(errors="replace")
-                less = f"pass fewer --calibration-chunks, or {WAY_OUT}"
-                raise UserError(FLAG + describe_failure("ggml-ext-streams", code, log, way_out=WAY_OUT, less_memory=less))
+                less = f"pass fewer --calibration-chunks, or {HINT}"
+                raise UserError(FLAG + describe_failure("ggml-ext-streams", code, log, hint=HINT, less_memory=less))
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)
@@ -158,7 +158,7 @@ class LayerStreams:
                 "pass --no-propagate --no-calibration, which run no model"
             )
         if "error" in answer:
-            raise UserError(f"--propagate: {answer['error']}; {WAY_OUT}")
+            raise UserError(f"--propagate: {answer['error']}; {HINT}")
         return answer
 
     def _ask(self, line: str) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class LayerStreams:
             with open(path, "wb") as file:
                 file.write(data if isinstance(data, bytes) else data.data)
         except OSError as e:
-            raise UserError(f"--propagate: cannot write {path}: {e.strerror}; {WAY_OUT}") from e
+            raise UserError(f"--propagate: cannot write {path}: {e.strerror}; {HINT}") from e
         self._ask(f"set {name} {type_name.lower()} {path}")
         path.unlink()
 

@@ -63,10 +63,10 @@ def _check_content(path: Path, flag: str) -> int:
         try:
             decoder.decode(piece, not piece)
         except UnicodeDecodeError as e:
-            way_out = f"pass a text in UTF-8; Latin-1 is converted by {_iconv_command(path, 'LATIN1')}"
+            hint = f"pass a text in UTF-8; Latin-1 is converted by {_iconv_command(path, 'LATIN1')}"
             raise UserError(
                 f"{flag}: {path} is not in UTF-8: byte {position - n_pending + e.start:,} is 0x{e.object[e.start]:02x}, "
-                + (f"which begins no character; {way_out}" if piece else "and the last character is truncated: remove it")
+                + (f"which begins no character; {hint}" if piece else "and the last character is truncated: remove it")
             ) from None
         if piece.strip():
             begin = position + len(piece) - len(piece.lstrip()) if begin is None else begin

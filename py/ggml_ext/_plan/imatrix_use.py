@@ -49,10 +49,10 @@ def check_imatrix_types(plan: QuantizationPlan, imatrix: ImportanceMatrix | None
         return
     qtype = lacking[0].type
     names = [t.name for t in lacking if t.type == qtype]
-    way_out = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for {'it' if len(names) == 1 else 'them'}"
+    hint = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for {'it' if len(names) == 1 else 'them'}"
     patterns = dict.fromkeys(re.escape(tensor_class(name)).replace(r"\*", r"\d+") for name in names)
     raise UserError(
-        f"{describe_tensors(names)}: {qtype.name.lower()} needs an importance matrix: {way_out} (llama-imatrix makes "
+        f"{describe_tensors(names)}: {qtype.name.lower()} needs an importance matrix: {hint} (llama-imatrix makes "
         f"one), or choose another type with --tensor-type '{re.escape(names[0]) if len(names) == 1 else '|'.join(patterns)}=TYPE'"
     )
 

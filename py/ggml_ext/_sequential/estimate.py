@@ -17,7 +17,7 @@ from .._formats.gguf_file import GGUFFile
 from .._formats.hessians import ENOUGH_TOKENS
 from .._formats.names import layer_number
 from .._native.programs import find_tool
-from .._native.streams import FLAG, WAY_OUT
+from .._native.streams import FLAG, HINT
 from .layers import ROWS_TOGETHER, PropagationConfig
 
 # Most runs of the model: in both streams, each layer once, and up to the input of each group of matrices (stream-pair.cpp).
@@ -82,7 +82,7 @@ def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> N
     sums, allowed = sums_bytes(setup.model, file), setup.memory_limit / GIB
     if sums > setup.memory_limit:
         raise UserError(
-            f"{FLAG}the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {WAY_OUT}"
+            f"{FLAG}the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
         )
     if (needed := setup.model.n_bytes + sums) > setup.memory_limit:
         console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")

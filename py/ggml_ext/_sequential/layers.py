@@ -30,7 +30,7 @@ from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.hessians import TensorHessian, token_warnings
 from .._formats.tensor_types import IMATRIX_TYPES, metric_name
-from .._native.streams import WAY_OUT, LayerStreams, ProductGroup
+from .._native.streams import HINT, LayerStreams, ProductGroup
 from .._plan.plan import PlannedTensor, QuantizationPlan
 from .._plan.rules import TOKEN_EMBD
 from .sums import RowSums, Sums
@@ -138,7 +138,7 @@ class SequentialQuantizer:
             if t.type in IMATRIX_TYPES and t.name not in self._reached:
                 raise UserError(
                     f"--propagate: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, but its input is unknown; "
-                    f"{WAY_OUT}"
+                    f"{HINT}"
                 )
         if (embd := self._changed.get(TOKEN_EMBD)) is not None:
             self._encode_embeddings(embd)
@@ -251,9 +251,9 @@ class SequentialQuantizer:
         try:
             list(self._pool.map(correct, range(len(sums.h))))
         except np.linalg.LinAlgError as e:
-            raise UserError(f"--propagate: tensor {tensor.name}: the Hessian of its inputs cannot be inverted: {e}; {WAY_OUT}") from e
+            raise UserError(f"--propagate: tensor {tensor.name}: the Hessian of its inputs cannot be inverted: {e}; {HINT}") from e
         if not np.isfinite(weights).all():
-            raise UserError(f"--propagate: tensor {tensor.name}: the corrected weights are not finite; {WAY_OUT}")
+            raise UserError(f"--propagate: tensor {tensor.name}: the corrected weights are not finite; {HINT}")
         return weights
 
     def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:

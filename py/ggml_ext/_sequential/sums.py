@@ -11,7 +11,7 @@ import numpy as np
 
 from .._base.errors import UserError
 from .._formats.hessians import TensorHessian, packed_size
-from .._native.streams import FLAG, WAY_OUT, ChunkArrays, ProductGroup, dense_products
+from .._native.streams import FLAG, HINT, ChunkArrays, ProductGroup, dense_products
 
 # First positions, left out of the row statistics: all others attend to them, so they dominate the gradients.
 SINKS = 1
@@ -54,7 +54,7 @@ class RowSums:
             directions = gradients[name][SINKS:]
             lengths = np.linalg.norm(directions, axis=1, keepdims=True)
             if not np.isfinite(lengths).all():
-                raise UserError(f"{FLAG}the gradients at the outputs of {name} are not finite; {WAY_OUT}")
+                raise UserError(f"{FLAG}the gradients at the outputs of {name} are not finite; {HINT}")
             directions = np.divide(directions, lengths, out=np.zeros_like(directions), where=lengths > 0)
             self.n_tokens[name] += int(np.count_nonzero(lengths))
             parts = [directions[:, first : first + n] for first, n in self._parts(directions.shape[1])]

@@ -152,23 +152,23 @@ def stored_bits(quantization: dict[str, Any]) -> int | None:
 
 def count_weights(path: Path) -> int:
     """Return the number of elements in a safetensors file. UserError if it is damaged."""
-    way_out = "download it again"
+    hint = "download it again"
     try:
         size = path.stat().st_size
         with open(path, "rb") as f:
             start = f.read(8)
             n_header = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
             if n_header > min(MAX_HEADER, size - 8):
-                raise UserError(f"{path} is not a safetensors file, or its header is truncated: {way_out}")
+                raise UserError(f"{path} is not a safetensors file, or its header is truncated: {hint}")
             infos = [info for name, info in json.loads(f.read(n_header)).items() if name != "__metadata__"]
         end = 8 + n_header + max((info["data_offsets"][1] for info in infos), default=0)
         n = sum(prod(info["shape"]) for info in infos)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-        raise UserError(f"{path}: the safetensors header is damaged: {way_out}") from e
+        raise UserError(f"{path}: the safetensors header is damaged: {hint}") from e
     if size < end:
-        raise UserError(f"{path}: truncated: its tensors end at byte {end:,}, the file has {size:,}; {way_out}")
+        raise UserError(f"{path}: truncated: its tensors end at byte {end:,}, the file has {size:,}; {hint}")
     return n
 
 
@@ -277,8 +277,8 @@ def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console
         if "UnpicklingError" in error:
             raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
                             f"pass a checkpoint with safetensors, or a GGUF file of it")
-        way_out = "free some space" if "No space left" in error else _newer_transformers(folder, error) or "pass a GGUF file of it"
-        failure = describe_failure(CONVERTER.name, code, error.rstrip("."), way_out=way_out, less_memory=f"free some memory, or {way_out}")
+        hint = "free some space" if "No space left" in error else _newer_transformers(folder, error) or "pass a GGUF file of it"
+        failure = describe_failure(CONVERTER.name, code, error.rstrip("."), hint=hint, less_memory=f"free some memory, or {hint}")
         raise UserError(f"{folder} cannot be converted: {failure}")
 
 

@@ -176,7 +176,7 @@ def _cached_folder(repo: Repo, reason: Unreachable) -> Path:
         return Path(snapshot_download(repo.name, revision=repo.revision, local_files_only=True, allow_patterns=[]))
     except errors.LocalEntryNotFoundError as e:
         copy = f"{constants.HF_HUB_CACHE} has no copy of {'it' if repo.revision is None else f'revision {repo.revision}'}"
-        raise UserError(f"{reason}, and {copy}: {reason.way_out}, or pass a GGUF file or the directory of a checkpoint as IN") from e
+        raise UserError(f"{reason}, and {copy}: {reason.hint}, or pass a GGUF file or the directory of a checkpoint as IN") from e
 
 
 class _Cache:
@@ -267,13 +267,13 @@ class _Cache:
 class Unreachable(UserError):
     """The hub is unreachable."""
 
-    way_out = "unset it"  # of HF_HUB_OFFLINE
+    hint = "unset it"  # of HF_HUB_OFFLINE
 
 
 class ConnectionBroken(Unreachable):
     """The connection broke; a retry may help."""
 
-    way_out = "check the network, and HTTPS_PROXY where it needs a proxy"
+    hint = "check the network, and HTTPS_PROXY where it needs a proxy"
 
 
 def retry(act: Callable[[], Result], name: str, purpose: str, describe_resume: Callable[[], str], log: Callable[[str], None]) -> Result:
