@@ -265,10 +265,10 @@ def test_vulkan_device_is_used(files, text, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["loader", "device"])
-def test_cpu_replaces_missing_vulkan(files, text, monkeypatch, tmp_path, missing_flags):
+def test_cpu_replaces_missing_vulkan(files, text, monkeypatch, tmp_path, missing):
     """A loader that cannot be loaded stands for a missing one; lavapipe counts only with GGML_VK_VISIBLE_DEVICES."""
     skip_without_vulkan()
-    if missing_flags == "loader":
+    if missing == "loader":
         (tmp_path / "libvulkan.so.1").touch()
         monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     log = run_tool("llama-perplexity", "-m", files["itq3_t"], "-f", text, "-c", 128, "--chunks", 2, "-ngl", 99)
