@@ -8,10 +8,10 @@ extern "C" {
 #endif
 
 // Raised by every incompatible change of this header.
-#define GGML_EXT_ABI_VERSION 7
+#define GGML_EXT_ABI_VERSION 8
 GGML_API int ggml_ext_abi_version(void);
 
-// A metric is the Hessian H = E[x x^T] of a tensor's inputs, ready for an encoder: rotated if the type is, damped, and factorized once
+// A metric is the Hessian H = E[x x^T] of a tensor's inputs, ready for an encoder: rotated if the type is, shrunk, and factorized once
 // for all rows. It is read-only, so threads can share it.
 struct ggml_ext_metric;
 
@@ -39,17 +39,17 @@ enum ggml_ext_metric_status {
     GGML_EXT_METRIC_OK,
     GGML_EXT_METRIC_BAD_ARGUMENT,
     GGML_EXT_METRIC_NO_MEMORY,
-    GGML_EXT_METRIC_NOT_POSITIVE, // a value is not finite, a diagonal is negative, or the damped H is not positive definite
+    GGML_EXT_METRIC_NOT_POSITIVE, // a value is not finite, a diagonal is negative, or the shrunk H is not positive definite
 };
 
 // Prepare a metric. Return NULL and set *status on failure.
 //   H        lower triangles, row by row, at any scale: one of all columns with `full`, else one per 256 columns (the last may be shorter)
 //   full     one Hessian of all columns, not block-diagonal
-//   damp     above 0: added to the diagonal of each H, in units of its mean (GPTQ, section 3.3, step 3)
+//   shrinkage  at least 0: H + shrinkage*diag(H) is encoded with, and 0.003 of the mean diagonal is added to that diagonal
 //   segment  weights decided together: 32, 16 or 8; fewer are slower and better; upstream types ignore it
 // The result does not depend on n_threads.
 GGML_API struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * H, bool full,
-                                                       float damp, int segment, int n_threads, enum ggml_ext_metric_status * status);
+                                                       float shrinkage, int segment, int n_threads, enum ggml_ext_metric_status * status);
 GGML_API void ggml_ext_metric_free(struct ggml_ext_metric * metric);
 
 // One DITTO3 codebook for a full tensor, in constant memory: add all rows to a histogram of GGML_EXT_DITTO3_BINS bins, then cluster the

@@ -11,6 +11,9 @@ enum {
     MIRROR          = 32, // rows and columns that are mirrored together
 };
 
+// Added to the diagonal, relative to its mean: columns that are always zero leave the Hessian positive definite.
+#define DIAGONAL_FLOOR 0.003
+
 static inline int64_t matrix_columns(int64_t n_per_row, bool full) {
     return full || n_per_row < BLOCK_COLUMNS ? n_per_row : BLOCK_COLUMNS;
 }
@@ -52,8 +55,9 @@ static void mirror(double * a, int64_t n, bool swap) {
     }
 }
 
-// Unpack, scale to a mean diagonal of 1 and damp. Return false if a value is not finite or a diagonal negative.
-static bool load_hessian(struct matrix * x, const float * triangle, double damp) {
+// Unpack, scale to a mean diagonal of 1, and add shrinkage*diag(H) and DIAGONAL_FLOOR. Return false if a value is not finite or a diagonal
+// negative.
+static bool load_hessian(struct matrix * x, const float * triangle, double shrinkage) {
     const int64_t n = x->n;
     double trace = 0;
     bool   valid  = true;
@@ -71,7 +75,7 @@ static bool load_hessian(struct matrix * x, const float * triangle, double damp)
     }
     const double mean = trace > 0 ? trace/(double) n : 1.0; // inputs that are always zero: any Hessian will do
     for (int64_t i = 0; i < n; ++i) {
-        x->a[i*n + i] = (x->a[i*n + i] + damp*mean)/mean;
+        x->a[i*n + i] = (x->a[i*n + i] + shrinkage*x->a[i*n + i] + DIAGONAL_FLOOR*mean)/mean;
         for (int64_t j = 0; j < i; ++j) {
             x->a[i*n + j] /= mean;
         }

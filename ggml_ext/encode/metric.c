@@ -1,4 +1,4 @@
-// Prepare metrics: rotate, damp and factorize Hessians. Operations on an element have one order, so that numpy gives the same bits
+// Prepare metrics: rotate, shrink and factorize Hessians. Operations on an element have one order, so that numpy gives the same bits
 // (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
 #include "metric.h"
 #include "hessian.h"
@@ -255,13 +255,13 @@ static bool factorize_rotated(struct ggml_ext_metric * m, struct matrix * x, int
     return factorize(m, x, first);
 }
 
-static struct ggml_ext_metric * init_upstream(enum ggml_type type, int64_t n_per_row, const float * H, bool full, float damp,
+static struct ggml_ext_metric * init_upstream(enum ggml_type type, int64_t n_per_row, const float * H, bool full, float shrinkage,
                                               int n_threads, enum ggml_ext_metric_status * status) {
     bool positive = true;
     struct ggml_ext_metric * m = calloc(1, sizeof(*m));
     if (m) {
         *m = (struct ggml_ext_metric) {.type = type, .n_per_row = n_per_row};
-        m->upstream = upstream_metric_new(n_per_row, H, full, damp, upstream_columns(type), n_threads, &positive);
+        m->upstream = upstream_metric_new(n_per_row, H, full, shrinkage, upstream_columns(type), n_threads, &positive);
     }
     if (m == NULL || m->upstream == NULL) {
         ggml_ext_metric_free(m);
@@ -272,7 +272,7 @@ static struct ggml_ext_metric * init_upstream(enum ggml_type type, int64_t n_per
     return m;
 }
 
-struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * H, bool full, float damp,
+struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * H, bool full, float shrinkage,
                                               int segment, int n_threads, enum ggml_ext_metric_status * status) {
     int  block_size = 0;
     bool rotated    = false;
@@ -287,11 +287,11 @@ GGML_EXT_WEIGHT_TYPES(X)
     }
     *status = GGML_EXT_METRIC_BAD_ARGUMENT;
     if (block_size == 0 || n_per_row <= 0 || n_per_row%block_size || (segment != 8 && segment != 16 && segment != 32) ||
-        n_threads < 1 || !(damp > 0) || !(damp <= FLT_MAX)) {
+        n_threads < 1 || !(shrinkage >= 0) || !(shrinkage <= FLT_MAX)) {
         return NULL;
     }
     if (is_upstream) {
-        return init_upstream(type, n_per_row, H, full, damp, n_threads, status);
+        return init_upstream(type, n_per_row, H, full, shrinkage, n_threads, status);
     }
     const int64_t columns = matrix_columns(n_per_row, full);
     struct ggml_ext_metric * m = metric_new(type, n_per_row, columns, segment, block_size, true);
@@ -300,7 +300,7 @@ GGML_EXT_WEIGHT_TYPES(X)
         struct matrix x;
         if (!matrix_init(&x, n_per_row - first < columns ? n_per_row - first : columns, n_threads)) {
             *status = GGML_EXT_METRIC_NO_MEMORY;
-        } else if (!load_hessian(&x, H, (double) damp) || !factorize_rotated(m, &x, first, rotated)) {
+        } else if (!load_hessian(&x, H, (double) shrinkage) || !factorize_rotated(m, &x, first, rotated)) {
             *status = GGML_EXT_METRIC_NOT_POSITIVE;
         }
         matrix_free(&x);

@@ -62,12 +62,12 @@ static bool eliminate(struct matrix * x, float * D, float * L) {
     return true;
 }
 
-static bool factorize_hessian(struct upstream_metric * m, int64_t first, int64_t n, const float * triangle, int together, int n_threads,
-                              bool * positive) {
+static bool factorize_hessian(struct upstream_metric * m, int64_t first, int64_t n, const float * triangle, float shrinkage, int together,
+                              int n_threads, bool * positive) {
     struct matrix x;
     float * H = m->H + first*m->columns;
     bool    valid = matrix_init(&x, n, n_threads);
-    if (valid && !load_hessian(&x, triangle, (double) m->damp)) {
+    if (valid && !load_hessian(&x, triangle, (double) shrinkage)) {
         *positive = valid = false;
     }
     valid = valid && order_columns(&x, together, m->order + first);
@@ -88,7 +88,7 @@ static bool factorize_hessian(struct upstream_metric * m, int64_t first, int64_t
     return valid;
 }
 
-struct upstream_metric * upstream_metric_new(int64_t n_per_row, const float * H, bool full, float damp, int together,
+struct upstream_metric * upstream_metric_new(int64_t n_per_row, const float * H, bool full, float shrinkage, int together,
                                              int n_threads, bool * positive) {
     struct upstream_metric * m = calloc(1, sizeof(*m));
     *positive = true;
@@ -97,7 +97,6 @@ struct upstream_metric * upstream_metric_new(int64_t n_per_row, const float * H,
     }
     m->n_per_row = n_per_row;
     m->columns   = matrix_columns(n_per_row, full);
-    m->damp      = damp;
     m->order = malloc((size_t) n_per_row*sizeof(int32_t));
     m->D     = malloc((size_t) n_per_row*sizeof(float));
     m->L     = calloc((size_t) n_per_row*m->columns, sizeof(float)); // full panels are read, beyond the triangle too
@@ -105,7 +104,7 @@ struct upstream_metric * upstream_metric_new(int64_t n_per_row, const float * H,
     bool valid = m->order && m->D && m->L && m->H;
     for (int64_t first = 0; valid && first < n_per_row; first += m->columns) {
         const int64_t n = n_per_row - first < m->columns ? n_per_row - first : m->columns;
-        valid = factorize_hessian(m, first, n, H, together, n_threads, positive);
+        valid = factorize_hessian(m, first, n, H, shrinkage, together, n_threads, positive);
         H += n*(n + 1)/2;
     }
     if (!valid) {

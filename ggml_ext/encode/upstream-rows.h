@@ -139,21 +139,12 @@ static void load_panel(const struct upstream_rows * x, struct panel * p, int64_t
     }
 }
 
-// Sum of e^2, to subtract the damping from a cost.
-static lanes compute_energy(const struct upstream_rows * x) {
-    lanes sum = lanes_splat(0);
-    for (int64_t j = 0; j < x->n; ++j) {
-        sum += x->e[j]*x->e[j];
-    }
-    return sum;
-}
-
-// Cost of the rows' errors without damping. Stop when all exceed `limit`.
+// Cost of the rows' errors. Stop when all exceed `limit`.
 static lanes compute_cost(struct upstream_rows * x, lanes limit) {
     const int32_t * order  = x->m->order + x->first;
     const float   * L     = x->m->L + x->first*x->m->columns;
     const float   * D     = x->m->D + x->first;
-    lanes cost = -(lanes_splat(x->m->damp)*compute_energy(x));
+    lanes cost = lanes_splat(0);
     for (int64_t k = 0; k < x->n; k += STEPS_PANEL) {
         lanes r[STEPS_PANEL];
         for (int i = 0; i < STEPS_PANEL; ++i) {
@@ -245,9 +236,8 @@ static void upstream_encode_matrix(const struct upstream_coder * coder, struct u
     for (int i = 0; i < sweeps; ++i) {
         upstream_sweep(coder, x);
     }
-    const lanes cost = x->cost - lanes_splat(x->m->damp)*compute_energy(x);
     memcpy(x->e, x->e_upstream, (size_t) x->n*sizeof(lanes));
-    const lanes_i better = compute_cost(x, cost) > cost;
+    const lanes_i better = compute_cost(x, x->cost) > x->cost;
     for (int r = 0; r < n_rows; ++r) {
         if (better[r] && is_finite(src + r*stride, x->n)) {
             coder->store_row(x, r, blocks + (size_t) r*row_size);

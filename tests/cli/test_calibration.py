@@ -462,5 +462,5 @@ def test_real_passes_give_the_bytes_of_one_pass(model, lib, tmp_path):
     result = quantize(model, tmp_path / "one" / "blocks.gguf", *flags, "--importance", "block")
     assert "reusing" in result.stderr
     data = {t.name: t.data.tobytes() for t in gguf.GGUFReader(tmp_path / "one" / "blocks.gguf").tensors}
-    # Only the down projections have more than 256 columns; damping differs too.
+    # Only the down projections have more than 256 columns; shrinkage differs too.
     assert data["blk.0.ffn_down.weight"] != one["blk.0.ffn_down.weight"]

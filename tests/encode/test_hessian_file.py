@@ -16,10 +16,11 @@ from ggml_ext._encode.accuracy import Accuracy
 from ggml_ext._encode.tensor_calibration import PerExpert, TensorCalibration
 from ggml_ext._formats import gguf_file, imatrix
 from ggml_ext._formats import hessians as _hessians
-from ggml_ext._formats.hessians import HessianFile, packed_size, quadratic_forms, token_warnings
+from ggml_ext._formats.hessians import SHRINKAGE, HessianFile, packed_size, quadratic_forms, token_warnings
 from ggml_ext._native import library
 from helpers.commands import quantize
 from helpers.errors import quantize_error
+from helpers.hessians import shrink
 from helpers.importances import tensor_of
 from helpers.models import gaussian, write_gguf
 from helpers.moments_files import correlated, pack, write_moments
@@ -89,18 +90,18 @@ def test_experts_with_few_tokens_are_blended_with_their_layer(tmp_path):
     assert "2 experts of 1 tensors" in line and f"{EXPERTS} (2 of 3)" in line
 
 
-@pytest.mark.parametrize(("kind", "tokens", "damping"), [
-    ("block", 16 * 256, 0.01), ("block", 16 * 256 - 1, 0.1), ("full", 16 * 320, 0.03), ("full", 16 * 320 - 1, 0.1)])
-def test_damping_follows_tokens_and_columns(tmp_path, kind, tokens, damping):
+@pytest.mark.parametrize(("kind", "tokens", "shrinkage"), [
+    ("block", 32 * 256, 0.25), ("full", 32 * 320, 0.25), ("full", 16 * 320, 0.5), ("full", 400 * 320, 0.03), ("full", 100, 8)])
+def test_shrinkage_follows_tokens_and_columns(tmp_path, kind, tokens, shrinkage):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(4, 320)}, kind, tensors={f"{UP}.moment_counts": np.array([[tokens]])})
-    assert read_hessian(path, tensor_of(UP, 320, 8)).damping(0) == damping
+    assert read_hessian(path, tensor_of(UP, 320, 8)).shrinkage(0) == shrinkage
 
 
 def test_too_few_tokens_give_a_warning(tmp_path):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256 - 1, 320)})
     hessian = read_hessian(path, tensor_of(UP, 320, 8))
     (line,) = token_warnings({UP: hessian})
-    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line and hessian.damping(0) == 0.1
+    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256, 320)})
     assert token_warnings({UP: read_hessian(path, tensor_of(UP, 320, 8))}) == []
 
@@ -179,7 +180,7 @@ def test_full_hessians_are_checked_on_use(tmp_path):
 
 
 def test_zero_columns_are_accepted(tmp_path):
-    """Dead inputs: damping keeps the Hessian positive definite."""
+    """Dead inputs: the floor of the diagonal keeps the Hessian positive definite."""
     x = correlated(600, 256)
     x[:, 3:90] = 0
     hessian = read_hessian(write_moments(tmp_path / "m.gguf", {UP: x}), tensor_of(UP, 256, 8))
@@ -187,7 +188,7 @@ def test_zero_columns_are_accepted(tmp_path):
     h = np.zeros((256, 256))
     h[np.tril_indices(256)] = hessian.triangles(0)
     h += np.tril(h, -1).T
-    np.linalg.cholesky(h + hessian.damping(0) * np.diag(h).mean() * np.eye(256))
+    np.linalg.cholesky(shrink(h, hessian.shrinkage(0)))
     with pytest.raises(np.linalg.LinAlgError):
         np.linalg.cholesky(h)
 
@@ -262,8 +263,8 @@ class FakeLibrary:
     def __init__(self, *results):
         self.results, self.calls = list(results), []
 
-    def metric(self, type_id, n_per_row, moments, whole, damping, segment, n_threads):
-        self.calls.append((type_id, n_per_row, moments, whole, damping, segment))
+    def metric(self, type_id, n_per_row, moments, whole, shrinkage, segment, n_threads):
+        self.calls.append((type_id, n_per_row, moments, whole, shrinkage, segment))
         if isinstance(result := self.results.pop(0), type):
             raise result
         return result
@@ -278,16 +279,16 @@ def compute_metric(tmp_path, lib, kind="block", effort="normal"):
     return created, warnings
 
 
-def test_non_positive_hessians_are_damped_once_more(tmp_path):
+def test_non_positive_hessians_are_shrunk_once_more(tmp_path):
     metric = object()
     lib = FakeLibrary(metric)
     assert compute_metric(tmp_path, lib) == (metric, [])
-    assert [lib.calls[0][i] for i in (0, 1, 3, 4, 5)] == [int(TYPES["itq3_t"].id), 256, False, 0.01, 32]
+    assert [lib.calls[0][i] for i in (0, 1, 3, 4, 5)] == [int(TYPES["itq3_t"].id), 256, False, SHRINKAGE * 256 / 5000, 32]
     lib = FakeLibrary(library.NotPositiveDefinite, metric)
     created, (warning,) = compute_metric(tmp_path, lib, effort="best")
-    assert created is metric and [a[4:] for a in lib.calls] == [(0.01, 8), (0.1, 8)]
-    assert UP in warning and "not positive definite" in warning and "0.1" in warning
-    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with damping 0.1.*--importance diagonal"):
+    assert created is metric and [a[4:] for a in lib.calls] == [(SHRINKAGE * 256 / 5000, 8), (10 * (SHRINKAGE * 256 / 5000), 8)]
+    assert UP in warning and "not positive definite" in warning and "4.096" in warning
+    with pytest.raises(UserError, match=f"{UP}.*not positive definite, even with 4.096 of the diagonal added.*--importance diagonal"):
         compute_metric(tmp_path, FakeLibrary(library.NotPositiveDefinite, library.NotPositiveDefinite))
     with pytest.raises(UserError, match=f"{UP}.*not enough memory.*256 columns.*--importance block"):
         compute_metric(tmp_path, FakeLibrary(MemoryError), "full")

@@ -13,18 +13,18 @@ from ggml_ext._formats.tensor_types import parse_type
 from ggml_ext._native import library
 from ggml_ext.quants import SIGNS, reference
 from ggml_ext.quants._metric import Metric, positions
-from helpers.hessians import SEED, correlated_hessian, keep_blocks, output_error, pack_triangles
+from helpers.hessians import SEED, correlated_hessian, keep_blocks, output_error, pack_triangles, shrink
 from helpers.native import BUILD, require_built
 from helpers.weights import assert_same_blocks
 
 TRELLIS = [name for name, info in TYPES.items() if info.trellis_values]
 
 
-def make_metrics(lib, name: str, hessian: np.ndarray, full: bool, segment: int = 32, damping: float = 0.01) -> tuple:
+def make_metrics(lib, name: str, hessian: np.ndarray, full: bool, segment: int = 32, shrinkage: float = 0.03) -> tuple:
     """Return the metrics of C and numpy."""
     info, packed = TYPES[name], pack_triangles(hessian, full)
-    return (lib.metric(int(info.id), len(hessian), packed, full, damping, segment),
-            Metric.of_moments(packed, len(hessian), info.block_size, info.rotated, full, damping, segment))
+    return (lib.metric(int(info.id), len(hessian), packed, full, shrinkage, segment),
+            Metric.of_moments(packed, len(hessian), info.block_size, info.rotated, full, shrinkage, segment))
 
 
 def numpy_encoder(name: str):
@@ -66,10 +66,10 @@ def test_factorization_does_not_depend_on_threads(lib, name):
 @given(n=st.sampled_from([64, 128, 256, 320, 512]), full=st.booleans(), segment=st.sampled_from([8, 16, 32]), rotated=st.booleans(),
        seed=st.integers(0, 1 << 20))
 def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
-    """Against the damped Hessian itself and an explicit rotation.
+    """Against the shrunk Hessian itself and an explicit rotation.
 
-    D, L and the sums over up to n steps are float32, 2^-24 each. With damping 0.1 the rows of L stay below sqrt(n/0.1), so
-    a residual is accurate to n*2^-24*sqrt(n/0.1) of the errors' magnitude, and its square to twice that.
+    D, L and the sums over up to n steps are float32, 2^-24 each. With a shrinkage of 0.1 the rows of L stay below sqrt(n/0.1)
+    where columns have equal energies, so a residual is accurate to n*2^-24*sqrt(n/0.1) of the errors' magnitude, and its square to twice that.
     """
     block = 64 if n % 256 else 256
     hessian = keep_blocks(correlated_hessian(n, 2 * n, seed), full)
@@ -89,9 +89,8 @@ def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
     expected = 0.0
     for start in range(0, n, metric.columns):
         part_hessian = hessian[start : start + metric.columns, start : start + metric.columns]
-        mean = np.trace(part_hessian) / len(part_hessian)
         part = e[:, start : start + metric.columns].astype(np.float64)
-        expected = expected + np.einsum("ri,ij,rj->r", part, part_hessian / mean + 0.1 * np.eye(len(part_hessian)), part)
+        expected = expected + np.einsum("ri,ij,rj->r", part, shrink(part_hessian, 0.1) / np.diag(part_hessian).mean(), part)
     np.testing.assert_allclose(actual, expected, rtol=2 * n * 2**-24 * np.sqrt(n / 0.1))
 
 
@@ -187,7 +186,7 @@ def test_threads_share_a_metric(lib):
 
 
 def test_dead_inputs_stay_finite(lib):
-    """Blocks and single columns of zeros: damping gives them a small weight."""
+    """Blocks and single columns of zeros: the floor of the diagonal gives them a small weight."""
     n, qtype = 512, int(TYPES["itq3_t"].id)
     hessian = correlated_hessian(n, 3 * n)
     hessian[:256] = hessian[:, :256] = 0
@@ -217,7 +216,7 @@ def test_hessians_that_are_not_positive_are_refused(lib, defect):
 def test_arguments_are_checked(lib):
     packed, x = pack_triangles(correlated_hessian(256, 600), False), np.ones((1, 256), np.float32)
     itq3_t, itq2_t = int(TYPES["itq3_t"].id), int(TYPES["itq2_t"].id)
-    for arguments in ((itq3_t, 256, packed, False, 0.0), (itq3_t, 256, packed, False, 0.01, 12), (itq3_t, 256, packed, False, 0.01, 32, 0), (itq3_t, 256, packed[1:], False, 0.01),
+    for arguments in ((itq3_t, 256, packed, False, -0.1), (itq3_t, 256, packed, False, 0.01, 12), (itq3_t, 256, packed, False, 0.01, 32, 0), (itq3_t, 256, packed[1:], False, 0.01),
                 (0, 256, packed, False, 0.01), (itq3_t, 64, packed[: 65 * 32], True, 0.01)):
         with pytest.raises(ValueError):
             lib.metric(*arguments)

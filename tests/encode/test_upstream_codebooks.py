@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from helpers.hessians import correlated_hessian, pack_triangles
+from helpers.hessians import correlated_hessian, pack_triangles, shrink
 
 SEED = 33
-DAMPING = 0.01
+SHRINKAGE = 0.1
 TYPES = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
 QUICK_TYPES = [name if name in ("IQ3_S", "IQ2_XXS") else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 EVEN_SIGNS = ("IQ3_XXS", "IQ2_XS", "IQ2_XXS")
@@ -16,12 +16,13 @@ COLUMNS = {"IQ3_S": 4}  # columns per decision; 8 for the other types
 
 
 def split_blocks(hessian: np.ndarray, full: bool) -> list[np.ndarray]:
+    """Return the Hessians that the encoder uses."""
     columns = len(hessian) if full else 256
-    return [hessian[a : a + columns, a : a + columns] for a in range(0, len(hessian), columns)]
+    return [shrink(hessian[a : a + columns, a : a + columns], SHRINKAGE) for a in range(0, len(hessian), columns)]
 
 
-def make_metric(lib, name: str, hessian: np.ndarray, full: bool, damping: float = DAMPING):
-    return lib.metric(int(T[name]), len(hessian), pack_triangles(hessian, full), full, damping)
+def make_metric(lib, name: str, hessian: np.ndarray, full: bool):
+    return lib.metric(int(T[name]), len(hessian), pack_triangles(hessian, full), full, SHRINKAGE)
 
 
 def diagonal(hessian: np.ndarray) -> np.ndarray:
@@ -29,9 +30,10 @@ def diagonal(hessian: np.ndarray) -> np.ndarray:
 
 
 def block_costs(hessian: np.ndarray, full: bool, errors: np.ndarray) -> np.ndarray:
-    """Return the cost of each row and matrix, (n_rows, n_matrices)."""
-    split = np.split(errors.astype(np.float64), len(split_blocks(hessian, full)), axis=1)
-    return np.stack([np.einsum("ri,ij,rj->r", e, p, e) for e, p in zip(split, split_blocks(hessian, full), strict=True)], axis=1)
+    """Return the cost of each row under each Hessian, (n_rows, n_matrices)."""
+    blocks = split_blocks(hessian, full)
+    split = np.split(errors.astype(np.float64), len(blocks), axis=1)
+    return np.stack([np.einsum("ri,ij,rj->r", e, p, e) for e, p in zip(split, blocks, strict=True)], axis=1)
 
 
 def expected_ratio(name: str, hessian: np.ndarray, full: bool) -> float:
@@ -43,9 +45,8 @@ def expected_ratio(name: str, hessian: np.ndarray, full: bool) -> float:
     for p in split_blocks(hessian, full):
         groups = np.argsort(-np.diag(p).reshape(-1, columns).sum(axis=1), kind="stable")
         order = (groups[:, None] * columns + np.arange(columns)).ravel()[::-1]
-        damped = p[np.ix_(order, order)] + DAMPING * np.trace(p) / len(p) * np.eye(len(p))
-        pivots.append(np.diag(np.linalg.cholesky(damped)) ** 2)
-    return float(np.sum(pivots) / np.trace(hessian))
+        pivots.append(np.diag(np.linalg.cholesky(p[np.ix_(order, order)])) ** 2)
+    return float(np.sum(pivots) / sum(np.trace(p) for p in split_blocks(hessian, full)))
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -68,19 +69,18 @@ def test_no_row_is_worse_and_the_total_improves(lib, name, full):
         assert ratio < predicted, (sweeps, ratio, predicted)
 
 
-@pytest.mark.parametrize("name", QUICK_TYPES)
+@pytest.mark.parametrize("name", ["IQ3_S", "Q4_K"])
 def test_llama_cpps_rows_are_kept_where_better(lib, name):
-    """With strong damping the encoder sees little of the Hessian: 7 to 38 of 48 rows keep llama.cpp's result."""
+    """Inputs that are almost equal: only the sum of a row's errors counts, and llama.cpp's is sometimes the smaller one by chance."""
     n, qtype = 256, int(T[name])
-    hessian = correlated_hessian(n, 3 * n, SEED)
-    x = np.random.default_rng(SEED).standard_normal((48, n)).astype(np.float32)
+    hessian = np.ones((n, n)) + 0.01 * np.eye(n)
+    x = np.random.default_rng(SEED).standard_normal((200, n)).astype(np.float32)
     before = lib.quantize(qtype, x, imatrix=diagonal(hessian))
-    after = lib.quantize(qtype, x, imatrix=diagonal(hessian), metric=make_metric(lib, name, hessian, True, 3))
-    same = (before == after).all(axis=1)
+    after = lib.quantize(qtype, x, imatrix=diagonal(hessian), metric=make_metric(lib, name, hessian, True), stock_sweeps=1)
     before_cost, after_cost = (block_costs(hessian, True, x - lib.dequantize(qtype, data, n))[:, 0] for data in (before, after))
-    # the rounding of a sum of n float32 products, four times as large with the damping
-    assert np.all(after_cost <= before_cost * (1 + 4 * n * 2**-24)), (after_cost / before_cost).max()
-    assert 0 < same.sum() < len(x)
+    # the rounding of a sum of n float32 products
+    assert np.all(after_cost <= before_cost * (1 + n * 2**-24)), (after_cost / before_cost).max()
+    assert (before == after).all(axis=1).any()
 
 
 @pytest.mark.slow
@@ -98,13 +98,13 @@ def test_result_does_not_depend_on_calls(lib, name):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_hessian_alone_replaces_the_imatrix(lib, name):
-    """Without an imatrix the diagonal of the Hessian takes its place, scaled and damped."""
+    """Without an imatrix the diagonal of the Hessian takes its place, scaled and shrunk."""
     n, qtype = 512, int(T[name])
     hessian = correlated_hessian(n, 3 * n, SEED)
     x = np.random.default_rng(SEED).standard_normal((16, n)).astype(np.float32)
     squares = diagonal(hessian).astype(np.float64)
     mean = np.cumsum(squares)[-1] / n  # in the encoder's order of summation
-    importance = ((squares + np.float64(np.float32(DAMPING)) * mean) / mean).astype(np.float32)
+    importance = ((squares + np.float64(np.float32(SHRINKAGE)) * squares + 0.003 * mean) / mean).astype(np.float32)
     hessian_metric = make_metric(lib, name, hessian, True)
     assert np.array_equal(lib.quantize(qtype, x, metric=hessian_metric), lib.quantize(qtype, x, imatrix=importance, metric=hessian_metric))
 
@@ -161,14 +161,14 @@ def test_points_are_near_the_optimum(lib, name):
         hessian[a : a + size, a : a + size] = inputs.T @ inputs
     x = rng.standard_normal((1, n)).astype(np.float32)
     data = lib.quantize(qtype, x, metric=make_metric(lib, name, hessian, True))
-    damped = hessian + DAMPING * np.trace(hessian) / n * np.eye(n)
-    actual = block_costs(damped, True, x - lib.dequantize(qtype, data, n)).sum()
+    actual = block_costs(hessian, True, x - lib.dequantize(qtype, data, n)).sum()
+    shrunk = shrink(hessian, SHRINKAGE)
     signs = 1 - 2 * (np.arange(1 << size)[:, None] >> np.arange(size) & 1)
     levels = (points[:, None] * signs).reshape(-1, size)
     odd = np.tile(np.prod(signs, axis=1) < 0, len(points))
     least = np.empty((n // size, 2))  # with even and odd parity
     for g, a in enumerate(range(0, n, size)):
-        factor = np.linalg.cholesky(damped[a : a + size, a : a + size])
+        factor = np.linalg.cholesky(shrunk[a : a + size, a : a + size])
         output_error = (((x[0, a : a + size] - group_steps(name, data)[a // 8] * levels) @ factor) ** 2).sum(axis=1)
         least[g] = output_error[~odd].min(), output_error[odd].min()
     if name not in EVEN_SIGNS:

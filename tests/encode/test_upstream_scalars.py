@@ -7,9 +7,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from ggml_ext._formats.tensor_types import SCALAR_TYPES
 from ggml_ext._native import library
 from ggml_ext.quants import _stock
-from helpers.hessians import correlated_hessian, keep_blocks, pack_triangles
+from helpers.hessians import correlated_hessian, keep_blocks, pack_triangles, shrink
 
-SEED, DAMPING = 29, 0.01
+SEED, SHRINKAGE = 29, 0.01
 TYPES = [t.name for t in SCALAR_TYPES]
 QUICK = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_1")  # one per kind of scale and level
 # Output error with full Hessians over that of llama.cpp's encoder with their diagonal: measured 0.26 (Q5_0) to 0.400 (Q2_K) on these
@@ -25,7 +25,7 @@ def encode(lib, name: str, x: np.ndarray, hessian: np.ndarray, full: bool, sweep
     """Return the blocks of llama.cpp's encoder with the diagonal, and those improved with the Hessian."""
     qtype, n = int(GGMLQuantizationType[name]), x.shape[1]
     diagonal = np.diag(hessian).astype(np.float32)
-    metric = lib.metric(qtype, n, pack_triangles(hessian, full), full, DAMPING)
+    metric = lib.metric(qtype, n, pack_triangles(hessian, full), full, SHRINKAGE)
     return lib.quantize(qtype, x, imatrix=diagonal), lib.quantize(qtype, x, imatrix=diagonal, metric=metric, stock_sweeps=sweeps)
 
 
@@ -41,7 +41,7 @@ def test_layouts_match_llama_cpp(lib, name):
     block, block_bytes = GGML_QUANT_SIZES[qtype]
     x = random_weights(3, 512) * np.array([[1], [-1e-3], [30]], np.float32)
     data = lib.quantize(int(qtype), x, imatrix=np.ones(512, np.float32))
-    matrix = _stock.matrices_of_moments(pack_triangles(np.eye(512), True), 512, True, DAMPING)[0]
+    matrix = _stock.matrices_of_moments(pack_triangles(np.eye(512), True), 512, True, SHRINKAGE)[0]
     rows = _stock._Rows(_stock.LAYOUTS[qtype], matrix, x, data.reshape(3, -1, block_bytes).copy())
     before = rows.blocks.copy()
     rows.blocks[:] = 0
@@ -60,7 +60,7 @@ def test_equals_c(lib, name, full):
     x, hessian = random_weights(18, n), correlated_hessian(n, 3 * n)
     x[1], x[2, 7], x[3, :256], x[4] = 0, 100, 0.5, -1e-30
     start, expected = encode(lib, name, x, hessian, full, 1)
-    metric = _stock.matrices_of_moments(pack_triangles(hessian, full), n, full, DAMPING)
+    metric = _stock.matrices_of_moments(pack_triangles(hessian, full), n, full, SHRINKAGE)
     assert np.array_equal(_stock.improve(x, qtype, start, metric, 1), expected)
     assert not np.array_equal(start, expected)
 
@@ -73,7 +73,7 @@ def test_error_is_halved_and_no_row_gets_worse(lib, name):
     for full in (False, True):
         start, data = encode(lib, name, x, hessian, full)
         own_blocks = keep_blocks(hessian, full)
-        before, after = (row_costs(lib, name, x, d, own_blocks) for d in (start, data))
+        before, after = (row_costs(lib, name, x, d, shrink(own_blocks, SHRINKAGE)) for d in (start, data))
         assert (after <= before * (1 + n * 2**-24)).all()
         output_errors[full] = [row_costs(lib, name, x, d, hessian).sum() for d in (start, data)]
     print(name, [after / before for before, after in output_errors.values()])
@@ -97,7 +97,7 @@ def test_extreme_rows(lib, name):
     x = random_weights(8, n)
     x[0], x[1], x[2, 5], x[3], x[4], x[5, :256] = 0, 0.25, 3e4, np.abs(x[3]), 1e-38 * x[4], 0
     start, data = encode(lib, name, x, hessian, True)
-    before, after = (row_costs(lib, name, x, d, hessian) for d in (start, data))
+    before, after = (row_costs(lib, name, x, d, shrink(hessian, SHRINKAGE)) for d in (start, data))
     assert np.isfinite(after).all() and (after <= before * (1 + n * 2**-24) + 1e-80).all()
 
 

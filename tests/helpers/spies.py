@@ -13,7 +13,7 @@ class Spy:
         self.metrics, self.used = [], {}
         plain = library.Library.quantize
 
-        def metric(_, type_id, n_per_row, moments, whole, damping, segment=32, n_threads=1):
+        def metric(_, type_id, n_per_row, moments, whole, shrinkage, segment=32, n_threads=1):
             self.metrics.append((type_id, n_per_row, whole, moments.copy()))
             return len(self.metrics) - 1
 

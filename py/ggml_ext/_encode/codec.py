@@ -97,14 +97,14 @@ class Codec:
     def metric(
         self, tensor: Tensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, expert: int, warn: Callable[[str], None]
     ) -> Metric:
-        """Damp and factorize the Hessian of an expert.
+        """Shrink and factorize the Hessian of an expert.
 
         Args:
             tensor: the matrix.
             qtype: the type to encode to, which decides the form of the factor.
             calibration: holds the Hessian.
             expert: its number, 0 for a tensor without experts.
-            warn: called with a line if the usual damping is too small.
+            warn: called with a line if the usual shrinkage is too small.
 
         Raises:
             UserError: the Hessian is not positive definite, or memory runs out.
@@ -112,10 +112,10 @@ class Codec:
         hessian, triangles = calibration.hessian, calibration.triangles
         assert hessian is not None and triangles is not None
         matrix = f", matrix {expert}" if hessian.n_matrices > 1 else ""
-        damping = hessian.damping(expert, type_info(qtype) is None)
+        shrinkage = hessian.shrinkage(expert)
         for factor in (1, 10):
             try:
-                metric = self._factorize(qtype, tensor.ne[0], triangles.get(expert), whole=hessian.is_full, damping=factor * damping)
+                metric = self._factorize(qtype, tensor.ne[0], triangles.get(expert), whole=hessian.is_full, shrinkage=factor * shrinkage)
             except NotPositiveDefinite:
                 continue
             except MemoryError:
@@ -124,26 +124,26 @@ class Codec:
                     f"tensor {tensor.name}{matrix}: not enough memory for the Hessian of {hessian.width:,} columns: pass {hint}"
                 ) from None
             if factor > 1:
-                warn(f"{hessian.where}{matrix}: the Hessian is not positive definite; increasing the damping tenfold, to {10 * damping:g}")
+                warn(f"{hessian.where}{matrix}: the Hessian is not positive definite; adding ten times as much to its diagonal, {10 * shrinkage:g} of it")
             return metric
         raise UserError(
-            f"{hessian.where}{matrix}: the Hessian is not positive definite, even with damping {10 * damping:g}: "
+            f"{hessian.where}{matrix}: the Hessian is not positive definite, even with {10 * shrinkage:g} of the diagonal added: "
             "the file is damaged; make it again with llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
 
     def _factorize(
-        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, *, whole: bool, damping: float
+        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, *, whole: bool, shrinkage: float
     ) -> Metric:
         info = type_info(qtype)
         segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # others gain little from shorter ones
         if self.lib is not None:
             return self.lib.metric(
-                int(qtype), n_per_row, triangles, whole=whole, damping=damping, segment=segment, n_threads=self.n_threads
+                int(qtype), n_per_row, triangles, whole=whole, shrinkage=shrinkage, segment=segment, n_threads=self.n_threads
             )
         assert info is not None
         try:
             return _metric.Metric.of_moments(
-                triangles, n_per_row, info.block_size, info.rotated, whole=whole, damping=damping, segment=segment
+                triangles, n_per_row, info.block_size, info.rotated, whole=whole, shrinkage=shrinkage, segment=segment
             )
         except ValueError as e:
             raise NotPositiveDefinite(str(e)) from e

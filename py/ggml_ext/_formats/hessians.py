@@ -21,17 +21,12 @@ BLOCK = 256  # columns per block of a block-diagonal Hessian
 KIND, BLOCK_SIZE, WEIGHTS, OWNERS = (f"imatrix.moments{end}" for end in ("", ".block_size", ".tensors", ".inputs"))
 VALUES, COUNTS = ".in_moments", ".moment_counts"
 
-# Damping by kind: what is added to the diagonal, relative to its mean (GPTQ, section 3.3, step 2). All values have the least KL divergence
-# on text that is not the calibration text.
-DAMPING = {"block": 0.01, "full": 0.03}
-FEW_TOKENS, DAMPING_FEW = 16, 0.1  # with fewer tokens per column the Hessian overfits the calibration text
-# Stock types decide codes column by column and so overfit more.
-STOCK_DAMPING = {"block": 0.01, "full": 0.1}
-# Sequential quantization also fits the targets to the same tokens.
-FITTED_DAMPING = {"block": 0.03, "full": 0.1}
-FITTED_STOCK_DAMPING = {"block": 0.03, "full": 0.3}
+# Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, and the least strength. The
+# search is in docs/results/shrinkage.md.
+SHRINKAGE, LEAST_SHRINKAGE = 8, 0.03
 # With 2 tokens per column full Hessians lose to the diagonal on other text; from 7 on they win.
 TOO_FEW_TOKENS, ENOUGH_TOKENS = 2, 7
+ADVISED_TOKENS = 16  # more gain little
 WIDEST_EXACT = 4096  # columns up to which errors under a full Hessian include every row
 
 
@@ -109,7 +104,6 @@ class TensorHessian:
         counts: tokens, float32 (n_matrices,).
         stored: sums, float32 (n_matrices, n_values).
         stored_full: the kind of `stored` is "full".
-        is_fitted: sequential quantization fits the weights to the same tokens.
     """
 
     where: str
@@ -118,7 +112,6 @@ class TensorHessian:
     counts: np.ndarray
     stored: np.ndarray | StoredRows
     stored_full: bool
-    is_fitted: bool = False
     _means: list[np.ndarray] = field(default_factory=list)  # at most one
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -142,13 +135,14 @@ class TensorHessian:
         """Return the tokens behind a Hessian; those of all experts if it is blended with their mean."""
         return float(self.counts.sum() if self.is_blended(expert) else self.counts[expert])
 
-    def damping(self, expert: int, of_stock: bool = False) -> float:
-        """Return the damping relative to the mean of the diagonal. of_stock: for a stock type."""
-        if self.is_fitted:
-            return (FITTED_STOCK_DAMPING if of_stock else FITTED_DAMPING)[self.kind]
-        if self.tokens(expert) < FEW_TOKENS * self.width:
-            return DAMPING_FEW
-        return (STOCK_DAMPING if of_stock else DAMPING)[self.kind]
+    def shrinkage(self, expert: int) -> float:
+        """Return the multiple of diag(H) that the encoders add to H.
+
+        The correlations in H overfit the calibration text, the more so the fewer tokens a column has. GPTQ (section 3.3, step 2) adds a
+        multiple of the mean diagonal. That suits inputs of equal energies, but in real models a few columns have a hundred times the energy
+        of the others, and their mean hides the others' correlations.
+        """
+        return max(LEAST_SHRINKAGE, SHRINKAGE * self.width / max(self.tokens(expert), self.width))
 
     def triangles(self, expert: int) -> np.ndarray:
         """Return the packed triangles of an expert in any scale: float32 (packed_size(n_columns, is_full),). UserError for invalid sums."""
@@ -236,7 +230,7 @@ class HessianFile:
     def _add_file(self, file: GGUFFile) -> None:
         where, hint = f"--imatrix: {file.path}", "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         kind, block_size = file.value(KIND), file.value(BLOCK_SIZE, BLOCK)
-        if kind not in DAMPING:
+        if kind not in ("block", "full"):
             raise UserError(f"{where}: {KIND} is {kind!r}, must be block or full; {hint}")
         if block_size != BLOCK:
             raise UserError(f"{where}: {BLOCK_SIZE} is {block_size}, must be {BLOCK}; {hint}")
@@ -308,7 +302,7 @@ def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:
         name, hessian = next(iter(few.items()))
         lines.append(
             f"the Hessians of {len(few)} tensors, such as {name}, have {hessian.counts.sum():,.0f} tokens for {hessian.width:,} columns; use at "
-            f"least {FEW_TOKENS * hessian.width:,} tokens, or pass --importance {'block' if hessian.is_full else 'diagonal'}"
+            f"least {ADVISED_TOKENS * hessian.width:,} tokens, or pass --importance {'block' if hessian.is_full else 'diagonal'}"
         )
     if n_blended:
         worst = max(n_blended, key=lambda name: n_blended[name])

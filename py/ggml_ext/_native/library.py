@@ -19,7 +19,7 @@ from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from ..quants import ditto3
 from .programs import DIR_VARIABLE, library_conflict, native_folder
 
-ABI_VERSION = 7  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
+ABI_VERSION = 8  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
 MAX_GROUPS = 4  # GGML_EXT_MAX_GROUPS
 
@@ -218,7 +218,7 @@ class Library:
         return out
 
     def metric(
-        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, damping: float, segment: int = 32, n_threads: int = 1
+        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, shrinkage: float, segment: int = 32, n_threads: int = 1
     ) -> Metric:
         """Prepare the Hessian of a tensor's inputs for quantize().
 
@@ -227,7 +227,7 @@ class Library:
             n_per_row: row size.
             moments: lower triangles, float32, row by row: one over all columns, or one per block of 256 columns (the last may be smaller).
             whole: `moments` is one triangle over all columns.
-            damping, segment, n_threads: as in ggml-ext.h.
+            shrinkage, segment, n_threads: as in ggml-ext.h.
 
         Raises:
             NotPositiveDefinite: a triangle is not positive definite or not finite.
@@ -238,11 +238,11 @@ class Library:
         widths = [min(columns, n_per_row - first) for first in range(0, n_per_row, columns)]
         pointer = _optional_pointer(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
         status = c_int()
-        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, damping, segment, n_threads, ctypes.byref(status))
+        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, shrinkage, segment, n_threads, ctypes.byref(status))
         if not metric:
             errors: dict[int, type[Exception]] = {2: MemoryError, 3: NotPositiveDefinite}
             raise errors.get(status.value, ValueError)(
-                f"no metric of type {type_id} for rows of {n_per_row}, damping {damping:g}, segment {segment}: status {status.value}"
+                f"no metric of type {type_id} for rows of {n_per_row}, shrinkage {shrinkage:g}, segment {segment}: status {status.value}"
             )
         return Metric(self._dll, metric)
 

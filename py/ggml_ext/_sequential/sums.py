@@ -115,7 +115,7 @@ class Sums:
         packed = np.empty((len(self.h), packed_size(columns, True)), np.float32)
         for i in range(columns):
             packed[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2] = self.h[:, i, : i + 1]
-        return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True, is_fitted=True)
+        return TensorHessian(where, kind, columns, self.counts, packed, stored_full=True)
 
     def expert_sums(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
         """Return H and D of an expert; expert 0 without experts. With fewer tokens than columns they are blended with the mean, as in TensorHessian."""

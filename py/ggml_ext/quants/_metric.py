@@ -16,6 +16,7 @@ from ._blocks import BLOCK_SIZE, HALF_MAX, SIGNS
 MOMENTS_COLUMNS = 256  # per block of a block-diagonal Hessian
 UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can represent
 FLOOR = 0.01  # added to importances, relative to their mean
+DIAGONAL_FLOOR = 0.003  # added to the diagonal of a Hessian, relative to its mean
 SEGMENT = 32  # steps, for a diagonal Hessian
 WINDOW = 32  # steps
 
@@ -126,7 +127,7 @@ class Metric:
 
     @classmethod
     def of_moments(
-        cls, moments: np.ndarray, n_per_row: int, block_size: int, rotated: bool, whole: bool, damping: float, segment: int = SEGMENT
+        cls, moments: np.ndarray, n_per_row: int, block_size: int, rotated: bool, whole: bool, shrinkage: float, segment: int = SEGMENT
     ) -> Metric:
         """Factor a full (whole) or block-diagonal Hessian; ggml_ext_metric_init() of ggml-ext.h.
 
@@ -139,7 +140,7 @@ class Metric:
         offset = 0
         for first in range(0, n_per_row, columns):
             n = min(columns, n_per_row - first)
-            matrix = _load(moments[offset : offset + n * (n + 1) // 2], n, float(np.float32(damping)), block_size, rotated)
+            matrix = _load(moments[offset : offset + n * (n + 1) // 2], n, float(np.float32(shrinkage)), block_size, rotated)
             offset += n * (n + 1) // 2
             matrix_D, matrix_L, matrix_schur = _factorize(matrix, segment, block_size)
             D += matrix_D
@@ -180,8 +181,11 @@ def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
     return y
 
 
-def load_damped(triangle: np.ndarray, n: int, damping: float) -> np.ndarray:
-    """Return the damped Hessian, scaled to a mean diagonal of 1, float64 (n, n); load_hessian(). ValueError for invalid sums."""
+def load_shrunk(triangle: np.ndarray, n: int, shrinkage: float) -> np.ndarray:
+    """Scale a Hessian H to a mean diagonal of 1 and add shrinkage * diag(H) + DIAGONAL_FLOOR to its diagonal; load_hessian().
+
+    Return float64 (n, n). ValueError for invalid sums.
+    """
     a = np.zeros((n, n))
     a[np.tril_indices(n)] = triangle
     if not np.isfinite(a).all() or (np.diag(a) < 0).any():
@@ -189,14 +193,15 @@ def load_damped(triangle: np.ndarray, n: int, damping: float) -> np.ndarray:
     trace = np.cumsum(np.diag(a))[-1]
     mean = trace / n if trace > 0 else 1.0
     diagonal = np.arange(n)
-    a[diagonal, diagonal] += damping * mean
+    squares = np.diag(a)
+    a[diagonal, diagonal] = squares + shrinkage * squares + DIAGONAL_FLOOR * mean
     a /= mean
     return a + np.tril(a, -1).T
 
 
-def _load(triangle: np.ndarray, n: int, damping: float, block_size: int, rotated: bool) -> np.ndarray:
-    """Return the damped and rotated Hessian in the order of steps, float64 (n, n)."""
-    a = load_damped(triangle, n, damping)
+def _load(triangle: np.ndarray, n: int, shrinkage: float, block_size: int, rotated: bool) -> np.ndarray:
+    """Return the shrunk and rotated Hessian in the order of steps, float64 (n, n)."""
+    a = load_shrunk(triangle, n, shrinkage)
     signs = SIGNS[:block_size].astype(np.float64)
     for _ in range(2):
         blocks = a.reshape(n, -1, block_size)

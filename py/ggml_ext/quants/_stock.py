@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ._blocks import HALF_MAX
-from ._metric import MOMENTS_COLUMNS, load_damped
+from ._metric import MOMENTS_COLUMNS, load_shrunk
 
 T = GGMLQuantizationType
 SWEEP_PANEL, SCALE_STEPS = 256, 2
@@ -152,22 +152,20 @@ class Matrix:
 
     Attributes:
         first: first column.
-        damping: relative to the mean of the diagonal.
         order: columns in the order of encoding, int (n,).
         D: float32 (n,), in this order.
         L: float32 (n, n), in this order; row k holds columns 0 .. k-1.
-        H: the damped Hessian, float32 (n, n), in the order of the row.
+        H: the shrunk Hessian, float32 (n, n), in the order of the row.
     """
 
     first: int
-    damping: np.float32
     order: np.ndarray
     D: np.ndarray
     L: np.ndarray
     H: np.ndarray
 
 
-def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, damping: float) -> list[Matrix]:
+def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, shrinkage: float) -> list[Matrix]:
     """Factor a full (whole) or block-diagonal Hessian; ggml_ext_metric_init() for these types.
 
     moments: lower triangles, float32. ValueError if one is not positive definite.
@@ -177,13 +175,13 @@ def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, dampin
     offset = 0
     for first in range(0, n_per_row, columns):
         n = min(columns, n_per_row - first)
-        matrices.append(_make_matrix(moments[offset : offset + n * (n + 1) // 2], n, first, np.float32(damping)))
+        matrices.append(_make_matrix(moments[offset : offset + n * (n + 1) // 2], n, first, float(np.float32(shrinkage))))
         offset += n * (n + 1) // 2
     return matrices
 
 
-def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) -> Matrix:
-    a = load_damped(triangle, n, float(damping))
+def _make_matrix(triangle: np.ndarray, n: int, first: int, shrinkage: float) -> Matrix:
+    a = load_shrunk(triangle, n, shrinkage)
     order = np.argsort(-np.diag(a), kind="stable")
     H = a.astype(np.float32)
     a = H[np.ix_(order, order)].astype(np.float64)
@@ -194,7 +192,7 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) 
             raise ValueError("moments are not positive definite")
         L[k, :k], D[k] = row / pivot, pivot
         a[:k, :k] -= (row / pivot)[:, None] * row
-    return Matrix(first, damping, order, D=D, L=L, H=H)
+    return Matrix(first, order, D=D, L=L, H=H)
 
 
 class Change(NamedTuple):
@@ -278,9 +276,9 @@ class _Rows:
             self.cost += m.D[k] * (r * r)
 
     def cost_of_errors(self, e: np.ndarray) -> np.ndarray:
-        """Return the cost of errors without damping, float32 (n_rows,)."""
+        """Return the cost of errors, float32 (n_rows,)."""
         m, fed = self.m, e[self.m.order]
-        cost = -(m.damping * _energy(e))
+        cost = np.zeros_like(e[0])
         for k in range(len(fed)):
             r = fed[k].copy()
             for i in range(k):
@@ -449,10 +447,6 @@ def _products(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return total
 
 
-def _energy(e: np.ndarray) -> np.ndarray:
-    return _products(e, e)
-
-
 def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, metric: list[Matrix], sweeps: int) -> np.ndarray:
     """Improve rows that llama.cpp's encoder wrote; upstream_encode().
 
@@ -476,6 +470,5 @@ def improve(rows: np.ndarray, qtype: GGMLQuantizationType, start: np.ndarray, me
         part.decide_codes()
         for _ in range(sweeps):
             part.sweep()
-        limit = part.cost - matrix.damping * _energy(part.e)
-        part.store((part.cost_of_errors(start_errors) > limit) & np.isfinite(weights).all(axis=1))
+        part.store((part.cost_of_errors(start_errors) > part.cost) & np.isfinite(weights).all(axis=1))
     return out.reshape(start.shape)
