@@ -172,9 +172,9 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, added = run["calibration"], run["encoding"], run["vocabulary_adds"]
     return (
-        f"Other standard types work too, by llama-quantize's names. Encoding a model of Llama-3.1-8B's shape in ITQ3_T took {encoding['took_minutes']} minutes on {run['processor']} (random weights,\n"
-        f"a vocabulary of {run['vocabulary']:,} tokens; the real one adds {added['billions']:.1f} billion to its {run['billions']:.1f} billion weights, {added['gib']} GiB in F16). Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and\n"
-        f"{calibration['gib']} GiB of memory, with the F16 model and block-diagonal Hessians. Full ones need 16 GB more and [more text](docs/reference/hessians.md#which-hessian-is-used). With less memory, calibration runs the model in Q8_0 or Q4_K."
+        f"Other standard types work too, by llama-quantize's names. Encoding a model of Llama-3.1-8B's shape in ITQ3_T took {encoding['took_minutes']} minutes on {run['processor']} (random weights, a\n"
+        f"vocabulary of {run['vocabulary']:,} tokens; the real one adds {added['billions']:.1f} billion to its {run['billions']:.1f} billion weights, {added['gib']} GiB in F16). Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and {calibration['gib']} GiB\n"
+        f"of memory, with the F16 model and block-diagonal Hessians. Full ones need 16 GB more, and [more text](docs/reference/hessians.md#which-hessian-is-used). If memory is short, the model runs in Q8_0 or Q4_K."
     )
 
 
