@@ -202,7 +202,7 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     except UserError as e:
         if not options.may_do_without:
             raise
-        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(FLAG).removesuffix(f'; {HINT}')}")
+        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
         return None
     if settings.target is None:  # the calibration for a target has marked them already
         for t in plan.changed:

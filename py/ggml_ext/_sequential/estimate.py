@@ -44,7 +44,7 @@ def configure_propagation(
     """
     program = find_tool(PROGRAM)
     if program is None:
-        raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
+        raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
     # the program runs the model itself, one layer at a time
     options = replace(options, proxy_model=SOURCE)
     setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
@@ -82,7 +82,7 @@ def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> N
     sums, allowed = sums_bytes(setup.cost, file), setup.memory_limit / GIB
     if sums > setup.memory_limit:
         raise UserError(
-            f"{FLAG}the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
+            f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
         )
     if (needed := setup.cost.n_bytes + sums) > setup.memory_limit:
         console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
