@@ -57,8 +57,8 @@ class Layout:
         sub: weights per sub-block.
         low, high: range of the codes.
         codes, scales, mins: bits of a block's integers.
-        halves: offsets of d and dmin.
-        scale_range: range of integer scales; None if the halves are the scales.
+        fp16_offsets: offsets of d and, if the type has mins, dmin in a block.
+        scale_range: range of the integer scales; None if a block is one sub-block, whose scale and min are d and dmin themselves.
         min_high: largest integer min.
         has_table: codes are indices of TABLE.
         scales_are_signed: the bits of scales are signed bytes; others are stored minus the lowest scale.
@@ -68,7 +68,7 @@ class Layout:
     low: int
     high: int
     codes: list[Bits]
-    halves: list[int]
+    fp16_offsets: list[int]
     scales: list[Bits] = field(default_factory=list)
     mins: list[Bits] = field(default_factory=list)
     scale_range: tuple[int, int] | None = None
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def has_min(self) -> bool:
-        return len(self.halves) == 2
+        return len(self.fp16_offsets) == 2
 
 
 def _pairs(start: int, lowest: int = 0) -> Bits:
@@ -107,12 +107,12 @@ def _fifth_bits(start: int) -> Bits:
     return Bits(start + j // 8, j % 8, 1, 4)
 
 
-def _six_bits(own: int) -> list[Bits]:
-    """Return the positions of the eight scales (own = 0) or mins (own = 4) of Q4_K and Q5_K."""
+def _six_bits(offset: int) -> list[Bits]:
+    """Return the positions of the eight scales (offset 0) or mins (offset 4) of Q4_K and Q5_K. offset: in bytes, and in bits of a shared byte."""
     s = np.arange(4)
     late = s + 4
     return [
-        Bits(4 + s + own, 0 * s, 6, 0, s), Bits(4 + late + 4, 0 * s + own, 4, 0, late), Bits(4 + s + own, 0 * s + 6, 2, 4, late)
+        Bits(4 + s + offset, 0 * s, 6, 0, s), Bits(4 + late + 4, 0 * s + offset, 4, 0, late), Bits(4 + s + offset, 0 * s + 6, 2, 4, late)
     ]
 
 
@@ -198,16 +198,37 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, damping: np.float32) 
 
 
 class Change(NamedTuple):
-    """A change of a sub-block's scale and min, float32 (n_rows,): struct change in C."""
+    """A change of a sub-block's scale and min, float32 (n_rows,): struct change in C.
 
-    step: np.ndarray  # increases of step and base
+    Attributes:
+        step, base: increases of step and base.
+        scale, min: new values; of d and dmin in types without integer scales.
+    """
+
+    step: np.ndarray
     base: np.ndarray
-    scale: np.ndarray  # new values; d and dmin where these are the scales
+    scale: np.ndarray
     min: np.ndarray
 
 
 class _Rows:
-    """The columns of some rows that share a matrix: struct upstream_rows. Scales are float32 (n_sub_blocks, n_rows)."""
+    """Some rows, in the columns of one Hessian: struct upstream_rows in C.
+
+    The value of a weight is base + step * level.
+
+    Attributes:
+        t, m: layout of the type; factored Hessian.
+        blocks: the encoded rows, uint8 (n_rows, n_blocks, block_bytes).
+        w: weights, float32 (n_columns, n_rows), like level and e.
+        level: the level of each code: the code plus `low`, or its entry in TABLE.
+        e: errors, w minus the values.
+        d, dmin: FP16 scales of the block, float32 (n_sub_blocks, n_rows), like the next five.
+        scale, min: integers of the sub-block; 0 in types without them.
+        step: d * scale, or d without integer scales.
+        base: -(dmin * min), or dmin without integer mins, or 0 in types without mins.
+        inverse: 1 / step, or 0 where step is 0.
+        cost: e^T H e of the current errors, with damping, float32 (n_rows,).
+    """
 
     def __init__(self, layout: Layout, matrix: Matrix, weights: np.ndarray, blocks: np.ndarray):
         """Unpack blocks. weights: float32 (n_rows, n). blocks: uint8 (n_rows, n_blocks, block_bytes)."""
@@ -226,9 +247,9 @@ class _Rows:
 
         block = self.w.shape[0] // n_blocks
         n_sub = block // layout.sub
-        halves = [flat[:, start : start + 2].copy().view("<f2").astype(np.float32) for start in layout.halves]
-        self.d = by_row(np.repeat(halves[0], n_sub, axis=1))
-        self.dmin = by_row(np.repeat(halves[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
+        scales_fp16 = [flat[:, start : start + 2].copy().view("<f2").astype(np.float32) for start in layout.fp16_offsets]
+        self.d = by_row(np.repeat(scales_fp16[0], n_sub, axis=1))
+        self.dmin = by_row(np.repeat(scales_fp16[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
         scales = integers(layout.scales, n_sub)
         if layout.scales_are_signed:
             scales ^= 128
@@ -243,6 +264,7 @@ class _Rows:
         self.e = self.errors()
 
     def set_step(self, s: int) -> None:
+        """Compute step, base and inverse of sub-block s."""
         has_integers = self.t.scale_range is not None
         self.step[s] = self.d[s] * self.scale[s] if has_integers else self.d[s]
         if self.t.has_min:
@@ -251,6 +273,7 @@ class _Rows:
         self.inverse[s] = np.where(is_zero, ZERO, ONE / np.where(is_zero, ONE, self.step[s]))
 
     def errors(self, columns: slice = slice(None)) -> np.ndarray:
+        """Compute e for some columns."""
         base, step = (np.repeat(x, self.t.sub, axis=0)[columns] for x in (self.base, self.step))
         return self.w[columns] - (base + step * self.level[columns])
 
@@ -266,6 +289,7 @@ class _Rows:
         return np.rint(np.where(v < high, v, high))
 
     def decide_codes(self) -> None:
+        """Choose codes column by column with error feedback, for the current scales."""
         m, fed = self.m, np.zeros_like(self.w)
         for k, j in enumerate(m.order):
             s, goal = j // self.t.sub, self.w[j].copy()
@@ -289,6 +313,7 @@ class _Rows:
         return cost
 
     def sweep(self) -> None:
+        """Descend over scales and codes, panel by panel of columns. g: H e in the panel."""
         for begin in range(0, len(self.w), SWEEP_PANEL):
             here = slice(begin, min(begin + SWEEP_PANEL, len(self.w)))
             g = np.zeros((here.stop - begin, self.w.shape[1]), np.float32)
@@ -305,7 +330,7 @@ class _Rows:
             self.e[here] = self.errors(here)
 
     def descend_block(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
-        """Fit the halves of the block at column `begin`: d times 1 + change_d, dmin times 1 + change_dmin."""
+        """Fit the FP16 scales of the block at column `begin`: d times 1 + change_d, dmin times 1 + change_dmin."""
         subs = slice(begin // self.t.sub, begin // self.t.sub + len(g) // self.t.sub)
         values = [np.repeat(self.step[subs], self.t.sub, axis=0) * self.level[begin : begin + len(g)], np.repeat(self.base[subs], self.t.sub, axis=0)]
         products = [np.zeros_like(g), np.zeros_like(g)]
@@ -320,7 +345,7 @@ class _Rows:
         alone, safe = (vv > 0) & (d != 0), np.where(both, det, ONE)
         change_d = np.where(both, (gv * uu - gu * vu) / safe, np.where(alone, gv / np.where(alone, vv, ONE), ZERO))
         change_dmin = np.where(both, (gu * vv - gv * vu) / safe, ZERO)
-        new_d, new_dmin = _as_halves(d + d * change_d), _as_halves(dmin + dmin * change_dmin)
+        new_d, new_dmin = _round_to_fp16(d + d * change_d), _round_to_fp16(dmin + dmin * change_dmin)
         change_d = np.where(d != 0, new_d / np.where(d != 0, d, ONE) - ONE, ZERO)
         change_dmin = np.where(dmin != 0, new_dmin / np.where(dmin != 0, dmin, ONE) - ONE, ZERO)
         cost = change_d * (vv * change_d - (gv + gv) + (vu + vu) * change_dmin) + change_dmin * (uu * change_dmin - (gu + gu))
@@ -332,27 +357,32 @@ class _Rows:
         g -= np.where(better, change_d, ZERO) * products[0] + np.where(better, change_dmin, ZERO) * products[1]
 
     def descend_codes(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
+        """Set the code of each column of the panel at `begin` in turn."""
         for i in range(len(g)):
-            j, s, own = begin + i, (begin + i) // self.t.sub, H[i, i]
-            level = self.nearest(self.level[j] + (g[i] * (ONE / own)) * self.inverse[s])
+            j, s, diagonal = begin + i, (begin + i) // self.t.sub, H[i, i]
+            level = self.nearest(self.level[j] + (g[i] * (ONE / diagonal)) * self.inverse[s])
             moves = (level != self.level[j]) & (self.inverse[s] != 0)
             change = np.where(moves, (level - self.level[j]) * self.step[s], ZERO)
             self.level[j] = np.where(moves, level, self.level[j])
-            self.cost += change * (own * change - (g[i] + g[i]))
+            self.cost += change * (diagonal * change - (g[i] + g[i]))
             g -= H[i][:, None] * change
 
     def descend_scales(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
+        """Set scale and min of each sub-block of the panel at `begin` in turn."""
         has_integers = self.t.scale_range is not None
         scale, minimum = (self.scale, self.min) if has_integers else (self.d, self.dmin)
         for i0 in range(0, len(g), self.t.sub):
             s, here = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
             level = self.level[begin + i0 : begin + i0 + self.t.sub]
-            forms = _Forms.from_levels(H[here, here], level, g[here])
+            quadratic = _Quadratic.from_levels(H[here, here], level, g[here])
             zero = np.zeros_like(self.cost)
             best_cost, best = zero, Change(zero, zero, scale[s], minimum[s])
-            candidates = self._integer_candidates(s, *self.t.scale_range) if self.t.scale_range is not None else self._half_candidates(s, forms)
+            if self.t.scale_range is not None:
+                candidates = self._integer_candidates(s, *self.t.scale_range)
+            else:
+                candidates = self._fp16_candidates(s, quadratic)
             for change, is_allowed in candidates:
-                cost = forms.cost(change.step, change.base)
+                cost = quadratic.cost(change.step, change.base)
                 better = is_allowed & (cost < best_cost)
                 best_cost = np.where(better, cost, best_cost)
                 best = Change(*(np.where(better, new, old) for new, old in zip(change, best, strict=True)))
@@ -372,8 +402,8 @@ class _Rows:
                 is_allowed = (scale >= low) & (scale <= high) & (minimum >= 0) & (minimum <= self.t.min_high)
                 yield Change(step, base, scale, minimum), is_allowed
 
-    def _half_candidates(self, s: int, f: _Forms) -> Iterator[tuple[Change, np.ndarray]]:
-        """Yield one candidate like those of _integer_candidates(): the least-squares d and dmin, rounded to halves."""
+    def _fp16_candidates(self, s: int, f: _Quadratic) -> Iterator[tuple[Change, np.ndarray]]:
+        """Yield one candidate like those of _integer_candidates(): the least-squares d and dmin, rounded to FP16."""
         rise_dmin = np.zeros_like(self.cost)
         if self.t.has_min:
             det = f.ll * f.oo - f.lo * f.lo
@@ -382,8 +412,8 @@ class _Rows:
             rise_dmin = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * inverse, ZERO)
         else:
             rise_d = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
-        scale = _as_halves(self.d[s] + rise_d)
-        minimum = _as_halves(self.dmin[s] + rise_dmin) if self.t.has_min else rise_dmin
+        scale = _round_to_fp16(self.d[s] + rise_d)
+        minimum = _round_to_fp16(self.dmin[s] + rise_dmin) if self.t.has_min else rise_dmin
         base = minimum - self.dmin[s] if self.t.has_min else rise_dmin
         yield Change(scale - self.d[s], base, scale, minimum), self.d[s] != 0
 
@@ -405,39 +435,43 @@ class _Rows:
         ):
             for bits in fields:
                 bits.write(integers, flat)
-        for start, half in zip(self.t.halves, (self.d, self.dmin), strict=False):
-            flat[:, start : start + 2] = half[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
+        for start, scale in zip(self.t.fp16_offsets, (self.d, self.dmin), strict=False):
+            flat[:, start : start + 2] = scale[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
         self.blocks[rows] = flat.reshape(self.blocks.shape)[rows]
 
 
 @dataclass(frozen=True)
-class _Forms:
-    """The cost of a sub-block's errors as a quadratic form in the changes a of its step and b of its base, float32 (n_rows,)."""
+class _Quadratic:
+    """The cost of a sub-block when its step rises by a and its base by b: a*(ll*a - 2*gl + 2*lo*b) + b*(oo*b - 2*go).
 
-    ll: np.ndarray
-    gl: np.ndarray
-    lo: np.ndarray
-    go: np.ndarray
-    oo: np.float32
+    l are the levels of the sub-block, o as many ones, H its part of the Hessian and g = H e of all errors. Arrays are float32 (n_rows,).
+    """
+
+    ll: np.ndarray  # l^T H l
+    gl: np.ndarray  # g^T l
+    lo: np.ndarray  # l^T H o
+    go: np.ndarray  # g^T o
+    oo: np.float32  # o^T H o, the same for all rows
 
     @classmethod
-    def from_levels(cls, H: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
+    def from_levels(cls, H: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Quadratic:
         ll, gl, lo, go = (np.zeros_like(level[0]) for _ in range(4))
         oo = ZERO
         for i in range(len(level)):
-            total, own = np.zeros_like(ll), ZERO
+            product, row_sum = np.zeros_like(ll), ZERO  # element i of H l and of H o
             for k in range(len(level)):
-                total += H[i, k] * level[k]
-                own += H[i, k]
-            ll, lo, oo = ll + level[i] * total, lo + total, oo + own
+                product += H[i, k] * level[k]
+                row_sum += H[i, k]
+            ll, lo, oo = ll + level[i] * product, lo + product, oo + row_sum
             gl, go = gl + g[i] * level[i], go + g[i]
         return cls(ll, gl, lo, go, oo)
 
     def cost(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return the change of the cost, float32 (n_rows,)."""
         return a * (self.ll * a - (self.gl + self.gl) + (self.lo + self.lo) * b) + b * (self.oo * b - (self.go + self.go))
 
 
-def _as_halves(v: np.ndarray) -> np.ndarray:
+def _round_to_fp16(v: np.ndarray) -> np.ndarray:
     return np.clip(v, -HALF_MAX, HALF_MAX).astype(np.float16).astype(np.float32)
 
 
