@@ -1,8 +1,11 @@
-// How the threads of a pool wait for each other (docs/maintaining/waiting.md). A thread spins, because most waits are shorter than going
-// to sleep. If another thread of the pool was last seen on its CPU, it yields instead, GGML_EXT_YIELDS times, and then sleeps: the other
-// thread can arrive only once it gets the CPU. After GGML_EXT_SPIN_US it sleeps in any case: another program probably runs on the late
-// thread's CPU, and the scheduler can move that thread to the CPU that this one frees. On a quiet machine, barriers make no system calls.
-// ggml-cpu.c includes this file behind its mutexes; OpenMP builds keep OpenMP's barrier.
+// How the threads of a pool wait for each other (docs/maintaining/waiting.md). The waiting thread spins, because most waits are shorter than
+// falling asleep. It stops spinning in two cases:
+//   - Another thread of the pool was last seen on the waiting thread's CPU. That other thread cannot arrive before it gets the CPU, so the
+//     waiting thread yields the CPU GGML_EXT_YIELDS times, then sleeps.
+//   - GGML_EXT_SPIN_US have passed. Probably another program runs on the CPU of the late thread. The waiting thread sleeps, and the scheduler
+//     can move the late thread to the freed CPU.
+// On a quiet machine, barriers make no system calls.
+// ggml-cpu.c includes this file after it defines its mutexes; OpenMP builds keep OpenMP's barrier.
 #pragma once
 
 #ifndef GGML_USE_OPENMP
@@ -11,19 +14,18 @@
 #include <sched.h>
 #endif
 
-#define GGML_EXT_SPIN_US   200 // several times what it takes to sleep and be woken, and a tenth of a scheduler's time slice
-#define GGML_EXT_POLL_US   20  // spinning between graphs, per level of --poll: 1 ms at the default, 50
-#define GGML_EXT_SPIN_STEP 16  // looks at the value per look at the clock
-#define GGML_EXT_YIELDS    10  // before a thread sleeps that shares its CPU; a yield costs a tenth of a sleep
+#define GGML_EXT_SPIN_US   200 // falling asleep and waking take a fraction of this; a scheduler's time slice is ten times as long
+#define GGML_EXT_POLL_US   20  // spinning between graphs, per level of --poll; the default level of 50 gives 1 ms
+#define GGML_EXT_SPIN_STEP 16  // reads of the value per reading of the clock
+#define GGML_EXT_YIELDS    10  // yields before a thread that shares its CPU sleeps; they cost as much as one sleep
 
 static inline void ggml_thread_cpu_relax(void);
 
-// Sleeping threads, and the CPU on which each thread of the pool was last seen, -1 if unknown.
 struct ggml_ext_waiters {
     ggml_mutex_t mutex;
     ggml_cond_t  cond;
-    atomic_int   n_asleep;
-    atomic_int   cpu[GGML_MAX_N_THREADS];
+    atomic_int   n_asleep;                // threads that sleep
+    atomic_int   cpu[GGML_MAX_N_THREADS]; // on which each thread of the pool was last seen, -1 if unknown
 };
 
 static _Thread_local int ggml_ext_ith; // this thread's index in the pool
@@ -50,7 +52,7 @@ static inline void ggml_ext_yield(void) {
 #endif
 }
 
-// Record the CPU of this thread and return it. A store only on a change leaves the cache line shared.
+// Record the CPU of the calling thread and return the CPU. An unchanged CPU is not stored again, so that the cache line stays shared.
 static inline int ggml_ext_record_cpu(struct ggml_ext_waiters * w) {
 #if defined(__linux__)
     const int cpu = sched_getcpu();
@@ -65,7 +67,7 @@ static inline int ggml_ext_record_cpu(struct ggml_ext_waiters * w) {
     return cpu;
 }
 
-// Whether one of the other n - 1 threads was last seen on this thread's CPU.
+// Whether one of the other n - 1 threads was last seen on the calling thread's CPU.
 static inline bool ggml_ext_shares_cpu(struct ggml_ext_waiters * w, int n) {
     const int cpu = ggml_ext_record_cpu(w);
     for (int i = 0; i < n && cpu >= 0; i++) {
@@ -76,6 +78,7 @@ static inline bool ggml_ext_shares_cpu(struct ggml_ext_waiters * w, int n) {
     return false;
 }
 
+// Sleep until *value is not `old`.
 static inline void ggml_ext_sleep(struct ggml_ext_waiters * w, const atomic_int * value, int old) {
     ggml_mutex_lock_shared(&w->mutex);
     atomic_fetch_add_explicit(&w->n_asleep, 1, memory_order_seq_cst);
@@ -107,15 +110,16 @@ static inline void ggml_ext_wait(struct ggml_ext_waiters * w, const atomic_int *
         if (shares_cpu) {
             ggml_ext_yield();
             n_yields++;
-            i = GGML_EXT_SPIN_STEP - 1; // look once before the next
+            i = GGML_EXT_SPIN_STEP - 1; // read the value once before the next yield
         }
     }
 }
 
-// Wake the sleepers after a change of the value with memory_order_seq_cst: either we see a sleeper here, or it sees the change.
+// Wake the sleeping threads. The caller has changed the value with memory_order_seq_cst. A thread that falls asleep now either is counted in
+// n_asleep before the load below, or reads the changed value.
 static inline void ggml_ext_wake(struct ggml_ext_waiters * w) {
     if (atomic_load_explicit(&w->n_asleep, memory_order_seq_cst) > 0) {
-        ggml_mutex_lock(&w->mutex); // a sleeper that holds it has looked at the value, but does not wait for the condition yet
+        ggml_mutex_lock(&w->mutex); // a thread that holds the mutex has read the value, but does not wait for the condition yet
         ggml_mutex_unlock(&w->mutex);
         ggml_cond_broadcast(&w->cond);
     }

@@ -1,12 +1,13 @@
-// Encoder of CCQ2: ccq2-block.h without a metric; with one, coordinate descent over codes and scales.
+// Encoder of CCQ2. Without a factorized Hessian (metric.h), ccq2-block.h encodes each block on its own. With one, this file searches codes
+// and scales by coordinate descent.
 #include "ccq2-block.h"
 
-// Byte p by step: weights 4*p .. 4*p + 3 of the block, byte 32*(p%2) + p/2 of qs. The first two weights belong to group 2*(p%2), the
-// others to the next one.
+// Weights are in the order of steps (metric.h). The code of weights 4*p .. 4*p + 3 is called byte p here; it is stored in
+// qs[32*(p%2) + p/2]. Its first two weights belong to group 2*(p%2), the others to group 2*(p%2) + 1.
 enum { N_BYTES = QK_K/4, BYTE_SWEEPS = 4, N_ROUNDS = 2 };
 
 struct products {
-    float v[10][N_CODES]; // products of two values k, l >= k of each code, in the order of pairs[]
+    float v[10][N_CODES]; // v[i][b]: value k times value l of code b, where pairs[i] is (k, l)
 };
 static const uint8_t pairs[10][2] = {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {1, 1}, {1, 2}, {1, 3}, {2, 2}, {2, 3}, {3, 3}};
 
@@ -16,7 +17,7 @@ static void byte_scales(const float s[N_GROUPS], int p, float sk[4]) {
     }
 }
 
-// norm[b] = v^T A v, v the values of code b under their scales; A: four rows of `stride`.
+// norm[b] = v^T A v, where v are the four values of code b times their scales sk. a: A, four rows `stride` apart.
 static inline __attribute__((always_inline)) void fill_quadratic_norms(const struct products * t, const float * a, int stride, const float sk[4],
                                                                        float norm[N_CODES]) {
     float f[10];
@@ -64,9 +65,11 @@ static inline __attribute__((always_inline)) void fill_all_norms(const struct pr
     }
 }
 
-// Coordinate descent over n bytes, as ext_descend(). v: current values; with `fresh` they may belong to no code. norms: of each byte.
+// Set each of n bytes in turn to the code of least cost, until nothing changes or BYTE_SWEEPS sweeps are done.
+// v: the decoded weights; is_initial: v are the goals instead, and the first sweep sets every byte. g = H (target - v), updated with
+// each change. norms: of fill_all_norms().
 static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, int n, const float * H, int stride,
-                                                                const float s[N_GROUPS], float norms[][N_CODES], bool fresh,
+                                                                const float s[N_GROUPS], float norms[][N_CODES], bool is_initial,
                                                                 uint8_t * code, float * v, float * g) {
     bool changed = true;
     for (int sweep = 0; sweep < BYTE_SWEEPS && changed; ++sweep) {
@@ -83,7 +86,7 @@ static inline __attribute__((always_inline)) void descend_bytes(const struct cod
                 a[k] = -2*sk[k]*gradient;
             }
             const int best = best_of_all_codes(t, norms[p], a);
-            if (best != code[p] || (fresh && sweep == 0)) {
+            if (best != code[p] || (is_initial && sweep == 0)) {
                 for (int k = 0; k < 4; ++k) {
                     const float value = sk[k]*t->v[k][best], delta = value - v[4*p + k];
                     for (int j = 0; j < 4*n; ++j) {
@@ -99,7 +102,7 @@ static inline __attribute__((always_inline)) void descend_bytes(const struct cod
 }
 
 // Choose first codes: segment by segment with error feedback. The values of a segment start at its goal.
-static inline __attribute__((always_inline)) void init_bytes(const struct codes * t, const struct products * t2,
+static inline __attribute__((always_inline)) void init_bytes(const struct codes * t, const struct products * products,
                                                              const struct ext_levels_block * in, const float s[N_GROUPS],
                                                              uint8_t code[N_BYTES], float v[QK_K]) {
     const struct ggml_ext_metric * m = in->metric;
@@ -110,7 +113,7 @@ static inline __attribute__((always_inline)) void init_bytes(const struct codes 
         const float * D = metric_D(m, in->first + f);
         float g[METRIC_MAX_SEGMENT] = {0}, norms[METRIC_MAX_SEGMENT/4][N_CODES];
         metric_add_rows(S, metric_L(m, in->first + f) + in->first%m->columns*S, f, errors, v + f);
-        fill_all_norms(t2, S/4, D, S, s, norms);
+        fill_all_norms(products, S/4, D, S, s, norms);
         descend_bytes(t, S/4, D, S, s, norms, true, code + f/4, v + f, g);
         for (int i = f; i < f + S; ++i) {
             errors[i] = in->x[i] - v[i];
@@ -140,9 +143,9 @@ static inline __attribute__((always_inline)) void fit_groups(const float * B, co
     ext_solve(N_GROUPS, &c[0][0], b, (const float[N_GROUPS]) {0}, fit);
 }
 
-// Round to the super scale and group scales of least cost: for each super scale, start at the group scales nearest to `fit`, then
-// descend over the groups. Return false if all are zero.
-static bool round_groups_under_hessian(double a[N_GROUPS][N_GROUPS], const double fit[N_GROUPS], block_ccq2 * x) {
+// Round `fit` to the super scale and group scales of least cost. For each super scale, start at `fit` itself and set each group in turn
+// to the stored scale of least cost, three times. x->d = 0 if all scales are zero.
+static void round_groups_under_hessian(double a[N_GROUPS][N_GROUPS], const double fit[N_GROUPS], block_ccq2 * x) {
     double top = 0, least = INFINITY;
     for (int g = 0; g < N_GROUPS; ++g) {
         top = fit[g] > top ? fit[g] : top;
@@ -151,11 +154,11 @@ static bool round_groups_under_hessian(double a[N_GROUPS][N_GROUPS], const doubl
     x->d = 0;
     for (int d = first; d < first + N_CANDIDATES && d < D_END; ++d) {
         const double scale = (double) ggml_ext_e5m3_to_float((uint8_t) d);
-        double  off[N_GROUPS] = {0}, cost = 0; // stored scales minus fit
+        double  off[N_GROUPS] = {0}, cost = 0; // off: the current scales minus fit; they cost off^T a off
         uint8_t scales = 0;
         for (int sweep = 0; sweep < 3; ++sweep) {
             for (int g = 0; g < N_GROUPS; ++g) {
-                double center = 0, best = INFINITY;
+                double center = 0, best = INFINITY; // center: the off[g] of least cost, given the other groups
                 for (int h = 0; h < N_GROUPS; ++h) {
                     center -= h != g ? a[g][h]*off[h] : 0;
                 }
@@ -181,11 +184,13 @@ static bool round_groups_under_hessian(double a[N_GROUPS][N_GROUPS], const doubl
             x->scales = scales;
         }
     }
-    return x->d > 0;
 }
 
-static inline __attribute__((always_inline)) void encode_block_under_hessian(const struct codes * t, const struct products * t2, struct ext_levels_block * in,
-                                                                             block_ccq2 * dst, float best_v[QK_K]) {
+// Encode the current block. encode_block() gives the first scales, with the diagonal of the Hessian as importances, and init_bytes() the
+// first codes. Each round then descends over the codes and refits the scales. Keep the best block in *dst and its weights in `decoded`.
+static inline __attribute__((always_inline)) void encode_block_under_hessian(const struct codes * t, const struct products * products,
+                                                                             struct ext_levels_block * in, block_ccq2 * dst,
+                                                                             float decoded[QK_K]) {
     metric_find_optimum(in->metric, in->first, QK_K, in->x, in->goal, in->optimum);
     const float * B = metric_schur(in->metric, in->first);
     float   B_opt[QK_K], x_by_position[QK_K], weight[QK_K], v[QK_K], e[QK_K], g[QK_K], norms[N_BYTES][N_CODES], s[N_GROUPS];
@@ -202,9 +207,9 @@ static inline __attribute__((always_inline)) void encode_block_under_hessian(con
     for (int round = 0; round < N_ROUNDS && x.d > 0; ++round) {
         get_scales(&x, s);
         if (round == 0) {
-            init_bytes(t, t2, in, s, code, v);
+            init_bytes(t, products, in, s, code, v);
         }
-        fill_all_norms(t2, N_BYTES, B, QK_K, s, norms);
+        fill_all_norms(products, N_BYTES, B, QK_K, s, norms);
         for (int i = 0; i < QK_K; ++i) {
             v[i] = s[i%8/2]*t->v[i%4][code[i/4]];
             e[i] = in->optimum[i] - v[i];
@@ -219,7 +224,7 @@ static inline __attribute__((always_inline)) void encode_block_under_hessian(con
         const float cost = ext_dot(e, g);
         if (cost < least) {
             least = cost;
-            memcpy(best_v, v, sizeof(v));
+            memcpy(decoded, v, sizeof(v));
             for (int p = 0; p < N_BYTES; ++p) {
                 x.qs[32*(p%2) + p/2] = code[p];
             }
@@ -235,11 +240,11 @@ EXT_CLONES
 static void encode_rows_under_hessian(const float * src, block_ccq2 * dst, int64_t n_rows, int64_t row_blocks,
                                       const struct ggml_ext_metric * metric) {
     struct codes    t;
-    struct products t2;
+    struct products products;
     make_codes(&t);
     for (int i = 0; i < 10*N_CODES; ++i) {
         const int b = i%N_CODES;
-        t2.v[i/N_CODES][b] = t.v[pairs[i/N_CODES][0]][b]*t.v[pairs[i/N_CODES][1]][b];
+        products.v[i/N_CODES][b] = t.v[pairs[i/N_CODES][0]][b]*t.v[pairs[i/N_CODES][1]][b];
     }
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, QK_K);
     while (ext_rows_next(&rows)) {
@@ -247,7 +252,7 @@ static void encode_rows_under_hessian(const float * src, block_ccq2 * dst, int64
         block_ccq2 * x = &dst[rows.block];
         float v[QK_K] = {0};
         if (ext_rows_load(&rows, src, false, in.x, in.goal)) {
-            encode_block_under_hessian(&t, &t2, &in, x, v);
+            encode_block_under_hessian(&t, &products, &in, x, v);
         } else {
             memset(x, 0, sizeof(*x));
             x->d = 0xff; // refused by row validation

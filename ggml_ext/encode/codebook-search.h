@@ -276,29 +276,30 @@ struct choice {
     lanes_i point[2];
 };
 
-LANES_INLINE half_lanes get_half(const lanes * v, int h) {
+LANES_INLINE half_lanes get_half_lanes(const lanes * v, int h) {
     half_lanes out;
     memcpy(&out, (const char *) v + h*sizeof(out), sizeof(out));
     return out;
 }
 
-LANES_INLINE void set_half(lanes * v, int h, half_lanes_i mask, half_lanes new_value) {
-    new_value = half_select(mask, new_value, get_half(v, h));
+LANES_INLINE void set_half_lanes(lanes * v, int h, half_lanes_i mask, half_lanes new_value) {
+    new_value = half_select(mask, new_value, get_half_lanes(v, h));
     memcpy((char *) v + h*sizeof(new_value), &new_value, sizeof(new_value));
 }
 
-LANES_INLINE void set_half_int(lanes_i * v, int h, half_lanes_i mask, half_lanes_i new_value) {
-    set_half((lanes *) v, h, mask, (half_lanes) new_value);
+LANES_INLINE void set_half_lanes_int(lanes_i * v, int h, half_lanes_i mask, half_lanes_i new_value) {
+    set_half_lanes((lanes *) v, h, mask, (half_lanes) new_value);
 }
 
 // Cost of the current values.
 LANES_INLINE half_lanes compute_cost_now(const struct choice * c, const struct ldl * f, int columns, int h) {
     half_lanes goal[COLUMNS], cost = half_splat(0);
     for (int k = 0; k < columns; ++k) {
-        goal[k] = get_half(c->goal + k, h);
+        goal[k] = get_half_lanes(c->goal + k, h);
     }
     for (int k = 0; k < columns; ++k) {
-        const half_lanes value = get_half(&c->step, h)*get_half(c->level + k, h), r = goal[k] - value, e = get_half(c->w + k, h) - value;
+        const half_lanes value = get_half_lanes(&c->step, h)*get_half_lanes(c->level + k, h);
+        const half_lanes r = goal[k] - value, e = get_half_lanes(c->w + k, h) - value;
         cost += f->D[k]*(r*r);
         for (int j = k + 1; j < columns; ++j) {
             goal[j] += f->L[k][j]*e;
@@ -324,21 +325,21 @@ LANES_INLINE void continue_second(struct search * x, const struct ldl * f, const
     x->odd    = first->odd;
 }
 
-LANES_INLINE void choose_half(const struct codebook * b, const struct ldl * f, struct choice * c, int h) {
+LANES_INLINE void choose_half_lanes(const struct codebook * b, const struct ldl * f, struct choice * c, int h) {
     const int n = b->t->group, columns = b->t->columns;
     struct search x = {.book = b, .D = f->D, .L = f->L[0]};
     struct point_result result;
     const half_lanes cost_before = compute_cost_now(c, f, columns, h);
     for (int k = 0; k < columns; ++k) {
-        x.w[k]    = get_half(c->w + k, h);
-        x.goal[k] = get_half(c->goal + k, h);
+        x.w[k]    = get_half_lanes(c->w + k, h);
+        x.goal[k] = get_half_lanes(c->goal + k, h);
     }
     for (int l = 0; l < b->n_levels; ++l) {
-        x.value[l] = get_half(&c->step, h)*b->levels[l];
+        x.value[l] = get_half_lanes(&c->step, h)*b->levels[l];
     }
     x.best  = cost_before;
     x.point = half_splat_int(-1);
-    set_half(&c->cost_before, h, half_splat_int(-1), cost_before);
+    set_half_lanes(&c->cost_before, h, half_splat_int(-1), cost_before);
     if (columns == n) {
         if (codebook_even_signs(b->t)) {
             search_even(&x, &result);
@@ -346,10 +347,10 @@ LANES_INLINE void choose_half(const struct codebook * b, const struct ldl * f, s
             search_free(&x, &result);
         }
         const half_lanes_i better = x.point >= half_splat_int(0);
-        set_half(&c->cost, h, half_splat_int(-1), x.best);
-        set_half_int(c->point, h, better, x.point);
+        set_half_lanes(&c->cost, h, half_splat_int(-1), x.best);
+        set_half_lanes_int(c->point, h, better, x.point);
         for (int k = 0; k < n; ++k) {
-            set_half(c->level + k, h, better, result.level[k]);
+            set_half_lanes(c->level + k, h, better, result.level[k]);
         }
         return;
     }
@@ -373,19 +374,19 @@ LANES_INLINE void choose_half(const struct codebook * b, const struct ldl * f, s
         search_even(&second, &second_result);
         const half_lanes_i better = second.point >= half_splat_int(0);
         best = second.best;
-        set_half_int(c->point, h, better, first.point);
-        set_half_int(c->point + 1, h, better, second.point);
+        set_half_lanes_int(c->point, h, better, first.point);
+        set_half_lanes_int(c->point + 1, h, better, second.point);
         for (int k = 0; k < n; ++k) {
-            set_half(c->level + k, h, better, result.level[k]);
-            set_half(c->level + n + k, h, better, second_result.level[k]);
+            set_half_lanes(c->level + k, h, better, result.level[k]);
+            set_half_lanes(c->level + n + k, h, better, second_result.level[k]);
         }
     }
-    set_half(&c->cost, h, half_splat_int(-1), best);
+    set_half_lanes(&c->cost, h, half_splat_int(-1), best);
 }
 
 EXT_CLONES __attribute__((noinline))
 static void choose(const struct codebook * b, const struct ldl * f, struct choice * c) {
     for (int h = 0; h < 2; ++h) {
-        choose_half(b, f, c, h);
+        choose_half_lanes(b, f, c, h);
     }
 }

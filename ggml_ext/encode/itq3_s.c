@@ -37,7 +37,7 @@ static float squared_error(const float * x, float d, float z, float top) {
 }
 
 // Refit d and z by least squares to the codes that they give: minimize sum (x - (a*c + b))^2, d = a, z = -b/a. Return false if all codes
-// are equal or the fit reverses their order. The sums of codes are integers below 2^24, so they are exact.
+// are equal, the fit reverses their order, or d or z exceeds EXT_HALF_MAX. The sums of codes are integers below 2^24, so they are exact.
 static bool refit(const float * x, float sum_x, float * d, float * z) {
     const float inv_d = 1.0f/ *d;
     ext_f32 sum_c[2] = {0}, sum_cc[2] = {0}, sum_xc[2] = {0};
@@ -211,7 +211,7 @@ static void encode_rows_under_hessian(const float * src, block_itq3_s * dst, int
             set_levels(best.d, best.z, level);
         }
         float * errors = ext_rows_errors(&rows);
-        for (int t = 0; t < QK_K; ++t) {
+        for (int t = 0; t < QK_K; ++t) { // q is in the order of steps (metric.h), a block stores codes by position
             code_by_position[ggml_ext_trellis_position(QK_K, t)] = q[t];
             errors[t] = in.x[t] - level[q[t]];
         }

@@ -4,22 +4,22 @@
 #include "trellis-search.h"
 
 enum {
-    TRELLIS_MAX_PASSES = 6,
+    TRELLIS_MAX_SCALES = 6,  // scale candidates per block
+    TRELLIS_N_EXTRA    = 4,  // further ones for blocks that are not Gaussian
     TRELLIS_MAX_SEARCH = 64, // steps of a segment and of its look-ahead
-    TRELLIS_N_ODD      = 4,  // further scales for blocks that are not Gaussian
 };
 
 // Returns the default number of scale candidates. Short blocks vary more. With a diagonal Hessian, error feedback needs larger scales than the
 // weights alone, by an amount that varies. With other Hessians trellis_improve() gains more than further candidates.
-static inline int trellis_default_passes(int n, bool with_importance) {
-    return with_importance ? TRELLIS_MAX_PASSES : n == QK_K ? 2 : 3;
+static inline int trellis_default_scales(int n, bool with_importance) {
+    return with_importance ? TRELLIS_MAX_SCALES : n == QK_K ? 2 : 3;
 }
 
-// A block counts as Gaussian up to this factor over the NMSE of a Gaussian. Errors of short blocks vary more.
-#define TRELLIS_ODD(N) ((N) == QK_K ? 1.15f : 1.30f)
+// A block counts as Gaussian if its error is at most this factor times that of Gaussian weights. Errors of short blocks vary more.
+#define TRELLIS_GAUSSIAN_LIMIT(N) ((N) == QK_K ? 1.15f : 1.30f)
 
-// The same for error feedback with Hessians, where segments lose accuracy.
-#define TRELLIS_ODD_FED(N) ((N) == QK_K ? 1.4f : 1.6f)
+// The same with a dense Hessian (full or block-diagonal), whose feedback costs accuracy.
+#define TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(N) ((N) == QK_K ? 1.4f : 1.6f)
 
 struct trellis_best {
     float    err;
@@ -29,7 +29,7 @@ struct trellis_best {
 
 // Input of trellis_encode(), by step.
 struct trellis_block {
-    const struct ggml_ext_metric * metric; // NULL: squared error
+    const struct ggml_ext_metric * metric; // factorized Hessian (metric.h); NULL: squared error
     int64_t first_step;                    // of the block, in its row
     float   x[QK_K];                       // rotated weights
     float   goal[QK_K];                    // x compensated for the errors of the row's earlier blocks
@@ -38,7 +38,8 @@ struct trellis_block {
 // Finds the states under scale d segment by segment, each compensating for the errors of those before.
 static inline __attribute__((always_inline)) void trellis_search_feedback(struct trellis_type t, struct trellis_work * w,
                                                                           const struct trellis_block * in, float d, uint16_t * states) {
-    // The last states of a segment limit the first ones of the next, so each search looks ahead.
+    // A state holds earlier symbols, so the end of a segment restricts the start of the next. Each search therefore covers `ahead` more
+    // steps, whose states are dropped.
     const int S = in->metric->segment, ahead = S < 16 ? 24 : in->metric->windows ? 16 : S;
     float goal[QK_K], errors[METRIC_MAX_SEGMENT];
     memcpy(goal, in->goal, (size_t) t.n*sizeof(goal[0]));
@@ -73,7 +74,7 @@ static inline int trellis_scale_below(float v) {
     return d > 0 && ggml_ext_e5m3_to_float((uint8_t) d) > v ? d - 1 : d;
 }
 
-// Returns the untried scale byte next to v, the nearer one first, or -1.
+// Returns the nearer of the two scale bytes around v, the other if that was tried, -1 if both were. Byte 0 is no scale.
 static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried) {
     const int lo = trellis_scale_below(v), up = lo < GGML_EXT_E5M3_MAX ? lo + 1 : lo;
     const bool up_first = ggml_ext_e5m3_to_float((uint8_t) up) - v < v - ggml_ext_e5m3_to_float((uint8_t) lo);
@@ -86,7 +87,7 @@ static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried
     return -1;
 }
 
-// Returns an untried neighbour of a scale byte, or -1.
+// Returns an untried neighbour of a scale byte, first the larger one, or -1.
 static inline int trellis_neighbour_scale(int scale, const uint8_t * tried, int n_tried) {
     if (scale < GGML_EXT_E5M3_MAX && memchr(tried, scale + 1, (size_t) n_tried) == NULL) {
         return scale + 1;
@@ -174,14 +175,15 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
 }
 
 // Encodes the block under one scale, and keeps the states in *best if they cost least so far. Returns the scale that suits the states of
-// this call best; without need_optimum, the given scale. *squared_error: of these states against in->goal, without the metric. feed_back:
-// search with error feedback; false without a metric and for the first estimate.
+// this call best; without need_optimum, the given scale. *squared_error: of these states against in->goal, without the Hessian. feed_back:
+// search with error feedback; false without a Hessian and for the first estimate.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, int scale,
-                                                                     bool feed_back, bool need_optimum, struct trellis_best * best, float * squared_error) {
+                                                                     bool feed_back, bool need_optimum, struct trellis_best * best,
+                                                                     float * squared_error) {
     const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
     uint16_t states[QK_K];
-    float    v[QK_K], e[QK_K], step = 0.0f;
+    float    v[QK_K], e[QK_K], d_change = 0.0f;
     if (feed_back) {
         trellis_search_feedback(t, w, in, d, states);
     } else {
@@ -195,16 +197,16 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
         e[i] = in->goal[i] - d*v[i];
     }
     *squared_error = trellis_dot(t.n, e, e);
-    const float err = trellis_cost(t.n, in, v, d, need_optimum ? &step : NULL);
+    const float err = trellis_cost(t.n, in, v, d, need_optimum ? &d_change : NULL);
     if (err < best->err) {
         best->err = err;
         best->d   = (uint8_t) scale;
         memcpy(best->states, states, (size_t) t.n*sizeof(states[0]));
     }
-    return d + step;
+    return d + d_change;
 }
 
-// Returns the squared error minus TRELLIS_ODD_FED times the expected error of Gaussian weights; positive: try further scales.
+// Returns the squared error minus TRELLIS_GAUSSIAN_LIMIT_FEEDBACK times the expected error of Gaussian weights; positive: try extra scales.
 static inline __attribute__((always_inline)) float trellis_excess(struct trellis_type t, const struct trellis_work * w,
                                                                   const struct trellis_block * in, const struct trellis_best * best) {
     const float d = ggml_ext_e5m3_to_float(best->d);
@@ -218,31 +220,17 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     for (int i = 0; i < t.n; ++i) {
         z[i] += r[i];
     }
-    return trellis_dot(t.n, r, r) - TRELLIS_ODD_FED(t.n)*t.nmse*trellis_dot(t.n, z, z);
+    return trellis_dot(t.n, r, r) - TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(t.n)*t.nmse*trellis_dot(t.n, z, z);
 }
 
-// Encodes a block. Tries a scale from the block's energy, then those next to the scale that suits the best states, then neighbours.
-static inline __attribute__((always_inline)) void trellis_encode(struct trellis_type t, struct trellis_work * w,
-                                                                 const struct trellis_block * in, int n_passes, struct trellis_best * best) {
-    uint8_t tried[TRELLIS_MAX_PASSES + TRELLIS_N_ODD];
-    int     n_tried = 0;
-    float   peak = 0.0f;
-    for (int i = 0; i < t.n; ++i) {
-        peak = fmaxf(peak, fabsf(in->x[i]));
-    }
-    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0 unless a scale is better
-    const float energy = trellis_dot(t.n, in->goal, in->goal), gaussian_error = TRELLIS_ODD(t.n)*t.nmse*energy;
-    const float gaussian_scale = sqrtf(energy*(1.0f/t.n))/w->code_rms;
-    float target = gaussian_scale*t.gain, squared_error;
-    int   base_scale = 0; // its neighbours are tried
-    bool  is_odd = false; // with a metric: the block is not Gaussian
-    const int first_scale_byte = trellis_next_scale(target, tried, 0);
-    const bool hessian = in->metric && in->metric->windows; // not a diagonal
-    if (in->metric && !hessian && first_scale_byte > 0) { // without feedback: a cheap estimate of the scale and of whether the block is Gaussian
-        target = trellis_try_scale(t, w, in, first_scale_byte, false, true, best, &squared_error);
-        is_odd = squared_error > gaussian_error;
-    }
-    for (int pass = 0; pass < n_passes; ++pass) {
+// Tries a scale near the target, then scales next to the one that suits the best states, then neighbours of the best scale. Stores the
+// scales in tried[] and returns their number, at most n_scales.
+static inline __attribute__((always_inline)) int trellis_search_near(struct trellis_type t, struct trellis_work * w,
+                                                                     const struct trellis_block * in, float target, int n_scales,
+                                                                     uint8_t * tried, struct trellis_best * best) {
+    float squared_error;
+    int   n_tried = 0, base_scale = 0; // neighbours of base_scale are tried
+    for (int i = 0; i < n_scales; ++i) {
         int scale = trellis_next_scale(target, tried, n_tried);
         if (scale < 0 && base_scale > 0) {
             scale = trellis_neighbour_scale(base_scale, tried, n_tried);
@@ -250,26 +238,57 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
         if (scale < 0) {
             break;
         }
-        const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, pass + 1 < n_passes, best, &squared_error);
+        const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, i + 1 < n_scales, best, &squared_error);
         tried[n_tried++] = (uint8_t) scale;
         if (base_scale == 0 || best->d == scale) {
             base_scale = scale;
             target     = optimum;
         }
     }
-    if (hessian) {
-        is_odd = trellis_excess(t, w, in, best) > 0.0f;
+    return n_tried;
+}
+
+// Tries further scales for a block that is not Gaussian: it has few distinct values or an outlier. Without a Hessian, stops when the error
+// falls to gaussian_error.
+static inline __attribute__((always_inline)) void trellis_try_extra_scales(struct trellis_type t, struct trellis_work * w,
+                                                                           const struct trellis_block * in, float gaussian_scale,
+                                                                           float gaussian_error, uint8_t * tried, int n_tried,
+                                                                           struct trellis_best * best) {
+    float peak = 0.0f, squared_error;
+    for (int i = 0; i < t.n; ++i) {
+        peak = fmaxf(peak, fabsf(in->x[i]));
     }
-    // Blocks that are not Gaussian need other scales: they have few distinct values or an outlier.
-    const float odd[TRELLIS_N_ODD] = {1.3f*gaussian_scale, 1.6f*gaussian_scale, 0.75f*gaussian_scale, peak/w->code_top};
-    for (int i = 0; i < TRELLIS_N_ODD && (in->metric ? is_odd : best->err > gaussian_error); ++i) {
-        const int scale = trellis_next_scale(odd[i], tried, n_tried);
+    const float extra[TRELLIS_N_EXTRA] = {1.3f*gaussian_scale, 1.6f*gaussian_scale, 0.75f*gaussian_scale, peak/w->code_top};
+    for (int i = 0; i < TRELLIS_N_EXTRA && (in->metric || best->err > gaussian_error); ++i) {
+        const int scale = trellis_next_scale(extra[i], tried, n_tried);
         if (scale > 0) {
             trellis_try_scale(t, w, in, scale, in->metric != NULL, false, best, &squared_error);
             tried[n_tried++] = (uint8_t) scale;
         }
     }
-    if (hessian && best->d > 0) {
+}
+
+// Encodes a block under n_scales scales, then extra ones if its error shows that it is not Gaussian.
+static inline __attribute__((always_inline)) void trellis_encode(struct trellis_type t, struct trellis_work * w,
+                                                                 const struct trellis_block * in, int n_scales, struct trellis_best * best) {
+    uint8_t tried[TRELLIS_MAX_SCALES + TRELLIS_N_EXTRA];
+    *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0 unless a scale is better
+    const float energy = trellis_dot(t.n, in->goal, in->goal), gaussian_error = TRELLIS_GAUSSIAN_LIMIT(t.n)*t.nmse*energy;
+    const float gaussian_scale = sqrtf(energy*(1.0f/t.n))/w->code_rms;
+    const bool  is_dense = in->metric && in->metric->windows, is_diagonal = in->metric && !is_dense; // the Hessian
+    float target = gaussian_scale*t.gain, squared_error = 0.0f;
+    // with a diagonal, a search without feedback gives a cheap estimate of the scale and of whether the block is Gaussian
+    const int   estimate_scale = is_diagonal ? trellis_next_scale(target, tried, 0) : -1;
+    if (estimate_scale > 0) {
+        target = trellis_try_scale(t, w, in, estimate_scale, false, true, best, &squared_error);
+    }
+    const int   n_tried = trellis_search_near(t, w, in, target, n_scales, tried, best);
+    const float error = is_diagonal ? squared_error : best->err;
+    const bool  non_gaussian = is_dense ? trellis_excess(t, w, in, best) > 0.0f : error > gaussian_error;
+    if (non_gaussian) {
+        trellis_try_extra_scales(t, w, in, gaussian_scale, gaussian_error, tried, n_tried, best);
+    }
+    if (is_dense && best->d > 0) {
         trellis_improve(t, w, in, best);
     }
 }
@@ -292,7 +311,7 @@ static inline void trellis_pack(int k, int n, const struct trellis_best * best, 
 
 // Encodes all blocks of the rows. put(dst, i, best) stores block i.
 static inline __attribute__((always_inline)) void trellis_encode_rows(struct trellis_type t, const float * src, int64_t n_rows,
-        int64_t row_blocks, const struct ggml_ext_metric * metric, int n_passes, void * dst,
+        int64_t row_blocks, const struct ggml_ext_metric * metric, int n_scales, void * dst,
         void (*put)(void * dst, int64_t i, const struct trellis_best * best)) {
     struct trellis_work * w = trellis_begin(t);
     struct ext_rows rows = ext_rows_begin(metric, n_rows, row_blocks, t.n);
@@ -301,7 +320,7 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
         struct trellis_best  best = {.d = 0xff}; // row validation rejects it
         const bool finite = ext_rows_load(&rows, src, true, in.x, in.goal);
         if (finite) {
-            trellis_encode(t, w, &in, n_passes, &best);
+            trellis_encode(t, w, &in, n_scales, &best);
         }
         put(dst, rows.block, &best);
         float * errors = metric ? ext_rows_errors(&rows) : NULL;
@@ -324,14 +343,14 @@ static inline __attribute__((always_inline)) void trellis_encode_rows(struct tre
     void ggml_ext_encode_##name(const float * src, block_##name * dst, int64_t n_rows, int64_t row_blocks,                 \
                                 const float * importance, const struct ggml_ext_quantize_params * params) {                \
         const struct trellis_type t = {K, N, &ggml_ext_##name##_tables, OFFSET, GAIN, UNIT, NMSE};                         \
-        const int n_passes = params->trellis_passes ? params->trellis_passes                                               \
-                                                    : trellis_default_passes(N, importance && !params->metric);             \
+        const int n_scales = params->trellis_passes ? params->trellis_passes                                               \
+                                                    : trellis_default_scales(N, importance && !params->metric);             \
         struct ggml_ext_metric * diagonal = NULL;                                                                          \
         if (importance && !params->metric) {                                                                               \
             diagonal = metric_from_importance(GGML_TYPE_##NAME, row_blocks*N, N, importance);                                \
             GGML_ASSERT(diagonal != NULL);                                                                                 \
         }                                                                                                                  \
-        trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_passes, dst, put_##name);  \
+        trellis_encode_rows(t, src, n_rows, row_blocks, diagonal ? diagonal : params->metric, n_scales, dst, put_##name);  \
         ggml_ext_metric_free(diagonal);                                                                                    \
     }
 GGML_EXT_TRELLIS_TYPES(GGML_EXT_X)

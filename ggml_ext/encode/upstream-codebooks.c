@@ -76,7 +76,7 @@ static void add_to_values(struct upstream_rows * x, struct panel * p, int i, int
         for (int a0 = 0; a0 < n; a0 += 4) {
             half_lanes delta_half[4], * g = (half_lanes *) p->g + h;
             for (int a = 0; a < 4; ++a) {
-                delta_half[a] = get_half(delta + a0 + a, h);
+                delta_half[a] = get_half_lanes(delta + a0 + a, h);
             }
             for (int k = 0; k < p->n; ++k) {
                 half_lanes sum = g[2*k];
@@ -90,7 +90,9 @@ static void add_to_values(struct upstream_rows * x, struct panel * p, int i, int
     }
 }
 
-// The goals of columns under their own part of H: their values plus D^-1 L^-T g.
+// Make a decision about columns with current values, given their gradients g: c->w becomes the current values, so that choose()
+// compensates changes instead of errors. c->goal becomes the value of least cost of each column while the columns before it keep theirs:
+// the current value plus D^-1 L^-T g, where L^T D L is the columns' own part of H.
 EXT_CLONES __attribute__((noinline))
 static void compute_goals(const struct ldl * f, const lanes * g, int n, struct choice * c) {
     lanes z[COLUMNS];
@@ -106,10 +108,9 @@ static void compute_goals(const struct ldl * f, const lanes * g, int n, struct c
     }
 }
 
-// Descend over the point and signs of each group in turn. Return false if nothing changed.
-static bool descend_points(struct upstream_rows * x, struct panel * p) {
+// Descend over the point and signs of each group in turn.
+static void descend_points(struct upstream_rows * x, struct panel * p) {
     const int n = x->book->t->columns;
-    bool changed = false;
     for (int i = 0; i < p->n; i += n) {
         const int64_t j = p->begin + i;
         const struct ldl * f = x->book->groups + (x->first + j)/n;
@@ -127,12 +128,11 @@ static bool descend_points(struct upstream_rows * x, struct panel * p) {
         store_choice(x, j, &c);
         x->cost += c.cost - c.cost_before;
         add_to_values(x, p, i, n, delta);
-        changed = true;
     }
-    return changed;
 }
 
-// Cost of columns i0 .. i0 + n - 1 of the panel when the step rises by a: a*(ll*a - 2*gl).
+// The cost of columns i0 .. i0 + n - 1 of the panel rises by a*(ll*a - 2*gl) when the step rises by a: ll = l^T H l and gl = g^T l for the
+// levels l.
 EXT_CLONES __attribute__((noinline))
 static void compute_quadratic(const struct upstream_rows * x, const struct panel * p, int i0, int n, lanes * ll, lanes * gl) {
     *ll = *gl = lanes_splat(0);
@@ -279,7 +279,7 @@ static void factorize_groups(const struct upstream_metric * m, int columns, stru
                 }
             }
             for (int k = columns - 1; k >= 0; --k) {
-                const double pivot = a[k][k] > 0 ? a[k][k] : (double) FLT_MIN; // zero except for rounding
+                const double pivot = a[k][k] > 0 ? a[k][k] : (double) FLT_MIN; // H is positive definite, but rounding can cost a small pivot its sign
                 groups->D[k] = (float) pivot;
                 for (int j = 0; j < k; ++j) {
                     groups->L[j][k] = (float) (a[k][j]/pivot);

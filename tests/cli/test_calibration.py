@@ -24,7 +24,7 @@ from ggml_ext._base.signals import SIGNALS, StopRequest, defer_signals, ignore_s
 from ggml_ext._base.units import GIB
 from ggml_ext._calibration import calibration
 from ggml_ext._calibration.calibration import Record
-from ggml_ext._calibration.cost import FACTORIZATION_RATE, Input, Model, choose_importance
+from ggml_ext._calibration.cost import FACTORIZATION_RATE, CalibrationCost, Input, choose_importance
 from ggml_ext._console.terminal import Terminal
 from ggml_ext._formats.gguf_file import GGUFFile
 from ggml_ext._native import process as programs
@@ -333,9 +333,9 @@ def test_missing_memory_for_full_hessians_is_refused(workspace):
     assert not workspace.runs()
 
 
-def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> Model:
+def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> CalibrationCost:
     inputs = tuple(Input(i, width, 1, 1) for i in range(n_layers))
-    return Model(**{"n_bytes": GIB, "inputs": inputs, "n_weights_used": int(n_weights), "factorization": n_layers * width**3 / 3} | replaced)
+    return CalibrationCost(**{"n_bytes": GIB, "inputs": inputs, "n_weights_used": int(n_weights), "factorization": n_layers * width**3 / 3} | replaced)
 
 
 @pytest.mark.parametrize(("model_cost", "n_tokens", "memory", "kind", "why"), [
@@ -351,11 +351,11 @@ def test_importance_follows_memory(model_cost, n_tokens, memory, kind, why, n_th
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 64])
-@pytest.mark.parametrize(("n_types", "times"), [(0, 1), (5, 7)], ids=["OUT", "five types, the sensitivities and OUT"])
-def test_all_threads_factorize_within_15_minutes(n_threads, n_types, times):
+@pytest.mark.parametrize(("n_compared_types", "times"), [(0, 1), (5, 7)], ids=["OUT", "five types, the sensitivities and OUT"])
+def test_all_threads_factorize_within_15_minutes(n_threads, n_compared_types, times):
     most = 900 * FACTORIZATION_RATE * n_threads / times
-    assert choose_importance(model(4096, factorization=0.98 * most), 51200, 100 * GIB, n_threads, n_types) == ("full", "")
-    kind, why = choose_importance(model(4096, factorization=1.02 * most), 51200, 100 * GIB, n_threads, n_types)
+    assert choose_importance(model(4096, factorization=0.98 * most), 51200, 100 * GIB, n_threads, n_compared_types) == ("full", "")
+    kind, why = choose_importance(model(4096, factorization=1.02 * most), 51200, 100 * GIB, n_threads, n_compared_types)
     assert kind == "block" and "take 15 minutes to factorize" in why
 
 
@@ -382,7 +382,7 @@ def test_memory_depends_on_the_types_of_a_target(workspace, monkeypatch):
 def test_requested_full_hessians_may_exceed_memory(workspace, monkeypatch, lib):
     """A line reports it: the passes fit, the factorization does not."""
     Spy(monkeypatch, lib)
-    monkeypatch.setattr(Model, "factorization_bytes", lambda self, n_threads, n_types: 7 * GIB)
+    monkeypatch.setattr(CalibrationCost, "factorization_bytes", lambda self, n_threads, n_compared_types: 7 * GIB)
     flags = ["--importance", "full", "--memory", "2"]
     _, err = workspace.run(*flags, type_name="itq3_t")
     assert "note: factorizing full Hessians needs 7.0 GiB, the limit is 2.0 GiB" in err and "--importance block" in err
@@ -395,7 +395,7 @@ def test_cost_of_a_model_is_read_from_its_tensors(tmp_path):
                                             "blk.0.ffn_down_exps.weight": gaussian(4, 8, 320), "blk.0.attn_norm.weight": gaussian(256),
                                             "token_embd.weight": gaussian(8, 256)},
                       fill=lambda w: (w.add_expert_count(4), w.add_expert_used_count(2)))
-    model_cost = Model.read(GGUFFile(path))
+    model_cost = CalibrationCost.read(GGUFFile(path))
     assert model_cost.inputs == (Input(0, 256, 1, 1), Input(0, 320, 4, 2)) and model_cost.n_weights_used == 3 * 8 * 256 + 2 * 8 * 320  # the embeddings are also the output matrix
     small = 256 * 257 // 2
     assert model_cost.hessian_bytes("block") == 4 * (small + 256 + 4 * (small + 64 * 65 // 2 + 320))
@@ -450,7 +450,7 @@ def test_real_passes_give_the_bytes_of_one_pass(model, lib, tmp_path):
     if "--layers" not in subprocess.run([tool("llama-imatrix"), "--help"], capture_output=True, text=True).stdout:
         pytest.skip("llama-imatrix collects no second moments")
     flags = ["--type", "itq3_t", "--imatrix-from", ROOT / "data" / "heldout.txt", "--calibration-chunks", "2", "--effort", "fast"]
-    cost = Model.read(GGUFFile(model))
+    cost = CalibrationCost.read(GGUFFile(model))
     memory = (cost.n_bytes + 4.5 * cost.hessian_bytes("full", cost.layers[:1])) / GIB
     for name, more in (("one", []), ("passes", ["--memory", memory])):
         (tmp_path / name).mkdir()

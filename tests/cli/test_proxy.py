@@ -75,6 +75,7 @@ def test_proxy_is_chosen_if_the_model_does_not_fit(workspace, quantizer):  # noq
         workspace.cache.with_suffix(".json").unlink(missing_ok=True)
         _, err = workspace.run("--memory", repr(share * size / GIB), type_name="itq3_t")
         assert f"calibrating with the proxy model {name}" in err and "--calibrate-with source" in err, err
+        assert ("does not fit into memory either" in err) == (share < 0.1), err
     n = len(workspace.runs())
     workspace.run("--memory", repr(0.1 * size / GIB), "--calibrate-with", "source", type_name="itq3_t")
     assert len(workspace.runs()) == n + 1 and workspace.runs()[-1]["-m"] == str(workspace.model)

@@ -180,5 +180,5 @@ def test_more_passes_are_never_worse(lib, name):
         errors.append(((y - x).astype(np.float64) ** 2).sum(axis=1))
     print(name, [float(e.sum() / (x.astype(np.float64) ** 2).sum()) for e in errors])
     for a, b in zip(errors, errors[1:]):
-        bell = b <= reference(name).odd * (x.astype(np.float64) ** 2).sum(axis=1)
+        bell = b <= reference(name).gaussian_nmse_limit * (x.astype(np.float64) ** 2).sum(axis=1)
         assert (bell | (b <= a * (1 + 1e-5))).all() and bell.mean() > 0.9  # the encoder compares float32 sums of rotated errors

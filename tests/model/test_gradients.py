@@ -124,17 +124,17 @@ def test_last_layer_matches_numpy(tmp_path, lib):
     command = [tool("ggml-ext-streams"), "-m", model, "-f", text, "-c", n_tokens, "-b", n_tokens, "-t", 2, "-ctk", "f32", "-ctv", "f32"]
     with LayerStreams(list(map(str, command)), tmp_path) as streams:
         assert streams.no_gradients == ""
-        assert list(streams.learn(2)) == [0, 1]
+        assert list(streams.compute_gradients(2)) == [0, 1]
         for chunk in range(streams.n_chunks):
-            streams.inputs(0, 3, chunk, True)
+            streams.compute_inputs(0, 3, chunk, True)
         streams.advance()
         streams.enter_layer(1)
         groups = streams.layers[1]
         (ffn,) = (i for i, g in enumerate(groups) if g.products[0].weight.endswith(("ffn_gate.weight", "ffn_up.weight")))
         (down,) = (i for i, g in enumerate(groups) if g.products[0].weight.endswith("ffn_down.weight"))
         for chunk in range(2):
-            normed = streams.inputs(1, ffn, chunk, False).x[0].astype(np.float64)
-            arrays = streams.inputs(1, down, chunk, False)
+            normed = streams.compute_inputs(1, ffn, chunk, False).x[0].astype(np.float64)
+            arrays = streams.compute_inputs(1, down, chunk, False)
             middle, residual = arrays.x[0].astype(np.float64), arrays.residuals["blk.1.ffn_down.weight"][0].astype(np.float64)
             gradients = {name.split(".")[2]: g.astype(np.float64) for name, g in streams.gradients(1, chunk).items()}
 

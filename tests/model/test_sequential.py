@@ -70,7 +70,7 @@ def check_streams(model, text, context, folder) -> None:
             for g, group in enumerate(groups):
                 sums = Sums(group)
                 for chunk in range(layer_streams.n_chunks):
-                    sums.add(layer_streams.inputs(k, g, chunk, g == len(groups) - 1), pool)
+                    sums.add(layer_streams.compute_inputs(k, g, chunk, g == len(groups) - 1), pool)
                 assert not sums.d.any() and not any(r.any() for r in sums.r.values())
                 squares = np.einsum("eii->ei", sums.h)
                 for product in group.products:
@@ -375,7 +375,7 @@ def test_invalid_indices_are_answered_with_an_error(text, tmp_path, lib):
                      "learn 0", f"learn {last + 1}", "backward 0", "gradients 0"):
             with pytest.raises(UserError, match="there is no (layer|group|chunk) "):
                 both._ask(line)
-        assert list(both.learn(1)) == [0]
+        assert list(both.compute_gradients(1)) == [0]
         for line in ("backward 1", "backward -1", "gradients 1", "gradients -1"):
             with pytest.raises(UserError, match="there is no chunk "):
                 both._ask(line)
@@ -384,7 +384,7 @@ def test_invalid_indices_are_answered_with_an_error(text, tmp_path, lib):
             with pytest.raises(UserError, match="there is no layer 2 of 2"):
                 both._ask(line)
         both.enter_layer(0)
-        assert both.inputs(0, 0, last - 1, True).x[0].shape[0] == 128
+        assert both.compute_inputs(0, 0, last - 1, True).x[0].shape[0] == 128
 
 
 def test_text_shorter_than_a_chunk_is_refused(tmp_path, lib):

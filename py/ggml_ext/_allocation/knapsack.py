@@ -1,8 +1,10 @@
 """Solve the multiple-choice knapsack: choose one option per item with the least total cost under a limit of the total weight.
 
 The linear relaxation is solved along the lower convex hulls of the items. It gives a first solution, a lower bound and a price per
-unit of weight, which rules out most options. Dynamic programming over Pareto-optimal states (Nemhauser and Ullmann, Management
-Science 15, 1969) searches the others.
+unit of weight. An option's reduced cost is how much it raises the lower bound: its cost plus the price of its weight, less the least such
+sum of its item. The slack is the cost of the first solution less the lower bound. No better solution has options whose reduced costs exceed
+the slack, which rules out most options. Dynamic programming over Pareto-optimal states (Nemhauser and Ullmann, Management Science 15, 1969)
+searches the others.
 """
 
 from __future__ import annotations
@@ -60,18 +62,19 @@ def solve(items: Sequence[Sequence[tuple[float, float]]], limit: float, max_stat
     if lightest > limit:
         return None
     picks, price = _solve_relaxation(tables, limit)
-    reduced = [table[1] + price * table[0] for table in tables]
-    reduced = [r - r.min() for r in reduced]
-    bound = sum(float((table[1] + price * table[0]).min()) for table in tables) - price * limit
+    priced = [table[1] + price * table[0] for table in tables]
+    reduced_costs = [p - p.min() for p in priced]
+    bound = sum(float(p.min()) for p in priced) - price * limit
     cost = sum(float(table[1, i]) for table, i in zip(tables, picks, strict=True))
     slack = cost - bound + ROUNDING * abs(cost)
-    remaining = [np.flatnonzero(r <= slack) for r in reduced]
-    better, exact = _search(tables, remaining, reduced, limit=limit, slack=slack, max_states=max_states)
+    remaining = [np.flatnonzero(r <= slack) for r in reduced_costs]
+    better, is_exhaustive = _search(tables, remaining, reduced_costs, limit=limit, slack=slack, max_states=max_states)
     if better is not None:
         better_cost = sum(float(table[1, i]) for table, i in zip(tables, better, strict=True))
         picks, cost = (better, better_cost) if better_cost < cost else (picks, cost)
     weight = sum(float(table[0, i]) for table, i in zip(tables, picks, strict=True))
-    return Solution([int(indices[i]) for indices, i in zip(frontiers, picks, strict=True)], weight, cost, cost if exact else min(bound, cost))
+    indices = [int(options[i]) for options, i in zip(frontiers, picks, strict=True)]
+    return Solution(indices, weight, cost, cost if is_exhaustive else min(bound, cost))
 
 
 def _solve_relaxation(tables: list[np.ndarray], limit: float) -> tuple[list[int], float]:
@@ -95,18 +98,19 @@ def _solve_relaxation(tables: list[np.ndarray], limit: float) -> tuple[list[int]
 
 
 def _search(
-    tables: list[np.ndarray], remaining: list[np.ndarray], reduced: list[np.ndarray], *, limit: float, slack: float, max_states: int
+    tables: list[np.ndarray], remaining: list[np.ndarray], reduced_costs: list[np.ndarray], *, limit: float, slack: float, max_states: int
 ) -> tuple[list[int] | None, bool]:
     """Search the remaining options. Return the best picks, None if none is within the slack, and whether the search was exhaustive.
 
-    A state is the weight, cost and reduced cost of the options chosen so far. The reduced cost only grows.
+    A state is the sum of weights, costs and reduced costs of one option of each item so far. Reduced costs are not negative, so a state beyond
+    the slack leads to no better solution.
 
     Args:
         tables: weights and costs of the options of each item.
         remaining: the options of each item that the bound allows.
-        reduced: the reduced costs of all options.
+        reduced_costs: of the options of each item.
         limit: of the weight.
-        slack: of the reduced cost.
+        slack: limit of the reduced cost.
         max_states: number of states to keep.
     """
     order = sorted((n for n in range(len(tables)) if len(remaining[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, remaining[n]])))
@@ -114,29 +118,29 @@ def _search(
     if any(len(options) == 0 for options in remaining):
         return None, True
     lightest = sum(float(tables[n][0, remaining[n]].min()) for n in order)
-    weights = np.array([sum(float(tables[n][0, remaining[n][0]]) for n in fixed)])
-    costs = np.array([sum(float(tables[n][1, remaining[n][0]]) for n in fixed)])
-    regrets = np.array([sum(float(reduced[n][remaining[n][0]]) for n in fixed)])
-    history, exact = [], True
+    state_weights = np.array([sum(float(tables[n][0, remaining[n][0]]) for n in fixed)])
+    state_costs = np.array([sum(float(tables[n][1, remaining[n][0]]) for n in fixed)])
+    state_reduced_costs = np.array([sum(float(reduced_costs[n][remaining[n][0]]) for n in fixed)])
+    history: list[tuple[np.ndarray, np.ndarray]] = []  # by item in `order`: previous state and chosen option of each state
+    is_exhaustive = True
     for n in order:
         options = remaining[n]
         lightest -= float(tables[n][0, options].min())
-        w = (weights[:, None] + tables[n][0, options]).ravel()
-        c = (costs[:, None] + tables[n][1, options]).ravel()
-        r = (regrets[:, None] + reduced[n][options]).ravel()
+        w = (state_weights[:, None] + tables[n][0, options]).ravel()
+        c = (state_costs[:, None] + tables[n][1, options]).ravel()
+        r = (state_reduced_costs[:, None] + reduced_costs[n][options]).ravel()
         possible = np.flatnonzero((w + lightest <= limit) & (r <= slack))
         possible = possible[frontier(w[possible], c[possible])] if possible.size else possible
         if not possible.size:
-            return None, exact
+            return None, is_exhaustive
         if possible.size > max_states:
-            exact = False
+            is_exhaustive = False
             possible = np.sort(possible[np.argpartition(r[possible], max_states)[:max_states]])
-        weights, costs, regrets = w[possible], c[possible], r[possible]
-        history.append((possible // len(options)).astype(np.int32))
-        history.append((possible % len(options)).astype(np.int16))
+        state_weights, state_costs, state_reduced_costs = w[possible], c[possible], r[possible]
+        history.append(((possible // len(options)).astype(np.int32), (possible % len(options)).astype(np.int16)))
     picks = [int(options[0]) for options in remaining]
-    state = int(np.argmin(costs))
-    for n, parents, chosen in zip(reversed(order), history[-2::-2], history[::-2], strict=True):
+    state = int(np.argmin(state_costs))
+    for n, (previous, chosen) in zip(reversed(order), reversed(history), strict=True):
         picks[n] = int(remaining[n][chosen[state]])
-        state = int(parents[state])
-    return picks, exact
+        state = int(previous[state])
+    return picks, is_exhaustive

@@ -41,7 +41,7 @@ N_CHUNKS = 8  # of N_CONTEXT tokens; the scored 2,048 tokens give the mean KL di
 TEXT_BYTES = N_CHUNKS * N_CONTEXT * 8  # from the end of the text, because calibration reads its beginning; about 4 bytes per token
 INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
 FEW_LAYERS = 8  # up to this many, each layer is a part
-ROUNDS = 100  # of fitting class and layer factors in turn; converges within a few
+FIT_ROUNDS = 100  # of fitting classes and ranges of layers in turn; a few suffice
 LEAST_COST = 1e-7  # of a part: logits have 16 bits, so small divergences may be measured as zero or negative
 SAME_ERROR_TOLERANCE = 1e-6  # relative tolerance between two runs that encode the same
 TEMPORARY = ".sensitivity-"
@@ -51,8 +51,8 @@ USUAL = {
     "attn_q": 0.33, "attn_k": 0.55, "attn_v": 0.86, "attn_output": 1.03, "ffn_gate": 0.48, "ffn_up": 0.31, "ffn_down": 0.64,
     "token_embd": 2.1, "output": 2.1,
 }
-OTHERS = 0.6
-FIRST_LAYER = 8  # sensitivity of the first layer over that of the others, which are alike
+USUAL_OF_OTHERS = 0.6  # of a class that USUAL lacks
+FIRST_LAYER_SHARE = 8  # sensitivity of a matrix in the first layer over that of its class in any other layer
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def usual_sensitivities(names: Sequence[str]) -> dict[str, float]:
     totals: dict[str, int] = {}
 
     def share(name: str) -> int:
-        return FIRST_LAYER if layer_number(name) == 0 else 1
+        return FIRST_LAYER_SHARE if layer_number(name) == 0 else 1
 
     for name in names:
         totals[tensor_class(name)] = totals.get(tensor_class(name), 0) + share(name)
-    return {name: USUAL.get(class_name(name), OTHERS) * share(name) / totals[tensor_class(name)] for name in names}
+    return {name: USUAL.get(class_name(name), USUAL_OF_OTHERS) * share(name) / totals[tensor_class(name)] for name in names}
 
 
 def class_parts(names: Sequence[str]) -> list[ProbedPart]:
@@ -124,7 +124,10 @@ class MeasuredCosts:
         return [part for part, _ in self.costs] == make_parts(list(self.errors))
 
     def resume_with(self, errors: dict[str, float], parts: Sequence[ProbedPart]) -> MeasuredCosts:
-        """Return this record if errors and parts match, with its own errors; else an empty record with the new errors."""
+        """Return the costs to continue with in a run that has these errors and parts.
+
+        These are the known costs if the errors are the same and the costs are those of the first parts, else none.
+        """
         are_same = list(self.errors) == list(errors) and all(
             math.isclose(self.errors[name], error, rel_tol=SAME_ERROR_TOLERANCE) for name, error in errors.items()
         )
@@ -147,23 +150,23 @@ def fit_sensitivities(
     """Fit sensitivities to the measured costs of the parts by iterative proportional fitting.
 
     Args:
-        start: initial sensitivities by tensor; their ratios within a part stay.
-        errors: NMSE of the tensors when their parts were measured.
-        costs: KL divergence of classes and ranges of layers. The latter are scaled to the sum of the former.
+        start: initial sensitivities by tensor. The ratios between tensors of the same class and range of layers stay.
+        errors: NMSE of each tensor in PROBE.
+        costs: KL divergence of each part. Those of ranges of layers are scaled to the same sum as those of the classes in layers.
     """
-    out = dict(start)
-    layers = [(p, max(c, LEAST_COST)) for p, c in costs if p.is_layer_range]
+    sensitivities = dict(start)
+    ranges = [(p, max(c, LEAST_COST)) for p, c in costs if p.is_layer_range]
     classes = [(p, max(c, LEAST_COST)) for p, c in costs if not p.is_layer_range]
-    block_weights = {name for p, _ in layers for name in p.tensors}
+    block_weights = {name for p, _ in ranges for name in p.tensors}
     total = sum(c for p, c in classes if block_weights.issuperset(p.tensors))
-    scale = total / sum(c for _, c in layers) if layers else 1.0
-    for _ in range(ROUNDS):
-        for part, cost in [*((p, c * scale) for p, c in layers), *classes]:
-            predicted = sum(out[name] * errors[name] for name in part.tensors)
+    scale = total / sum(c for _, c in ranges) if ranges else 1.0
+    for _ in range(FIT_ROUNDS):
+        for part, cost in [*((p, c * scale) for p, c in ranges), *classes]:
+            predicted = sum(sensitivities[name] * errors[name] for name in part.tensors)
             if predicted > 0:
                 for name in part.tensors:
-                    out[name] *= cost / predicted
-    return out
+                    sensitivities[name] *= cost / predicted
+    return sensitivities
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.imatrix_use import list_types_using_imatrix
 from .._plan.plan import QuantizationPlan
 from . import proxy
-from .cost import Model, choose_importance, split_layers
+from .cost import CalibrationCost, choose_importance, split_layers
 from .importance import BUILT_IN, KINDS, Importance, open_importance
 from .options import COST, DEFAULT_CHUNKS, MEMORY_SHARE, CalibrationOptions
 from .proxy import ProxyModel
@@ -53,7 +53,7 @@ class CalibrationSetup:
     """A configured calibration, whose kind is not chosen yet."""
 
     file: GGUFFile
-    model: Model
+    cost: CalibrationCost  # of the model, or of its proxy
     folder: Path  # of the cached results
     text: Path
     text_name: str
@@ -106,16 +106,23 @@ class CalibrationRun(CalibrationSetup):
         return open_importance([cache], self.kind, self.text_name) if is_valid else None
 
     def memory_needed(self, layers: Layers = None) -> int:
-        return self.model.n_bytes + self.model.hessian_bytes(self.kind, layers)
+        return self.cost.n_bytes + self.cost.hessian_bytes(self.kind, layers)
 
-    def describe(self) -> str:
-        """Describe the run, with its estimated time and memory."""
+    @property
+    def needs_passes(self) -> bool:
+        """Whether the Hessians of all layers at once exceed the memory."""
+        return self.kind == "full" and self.memory_needed() > self.memory_limit
+
+    def describe(self, passes: Sequence[Layers]) -> str:
+        """Describe the run, with the estimated time of a pass and the memory of the largest one."""
         statistics = {"diagonal": "diagonal Hessians", "block": "block-diagonal Hessians", "full": "full Hessians"}[self.kind]
-        seconds = self.model.seconds(self.kind, self.n_tokens, self.n_threads)
+        proxy_model = "" if self.proxy_model is None else f", proxy model {self.proxy_model.title}"
+        n_passes, each = (f"{len(passes)} passes over layers, ", " each") if len(passes) > 1 else ("", "")
+        seconds = format_duration(self.cost.seconds(self.kind, self.n_tokens, self.n_threads))
         return (
-            f"calibration: {statistics} of {len(self.model.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
-            f"{self.text_title}{'' if self.proxy_model is None else f', proxy model {self.proxy_model.title}'}, estimate {format_duration(seconds)} on "
-            f"{self.n_threads} threads, {self.memory_needed() / MIB:,.0f} MiB of memory; --no-calibration skips it"
+            f"calibration: {statistics} of {len(self.cost.inputs)} inputs, {self.n_chunks} chunks of {self.n_context} tokens of "
+            f"{self.text_title}{proxy_model}, {n_passes}estimate {seconds}{each} on {self.n_threads} threads, "
+            f"{max(map(self.memory_needed, passes)) / MIB:,.0f} MiB of memory; --no-calibration skips it"
         )
 
 
@@ -144,7 +151,8 @@ class Record:
         recorded = dict(self.made_from)
         if isinstance(recorded.get("chunks"), int):
             recorded["chunks"] = min(recorded["chunks"], run.text_chunks)  # a record with more chunks than the text has used all of it
-        if "stand_in" not in recorded:  # the key of a proxy in existing caches; the model itself is better
+        # "stand_in" is the proxy's key in existing caches; a result of the model itself is better and serves runs with a proxy too
+        if "stand_in" not in recorded:
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
         return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind)
 
@@ -175,21 +183,29 @@ def _calibrate(run: CalibrationRun, console: Console) -> list[Path]:
     if cache.exists() and record is None:
         raise UserError(f"{cache} is not from a calibration by ggml-ext, or was changed: pass it with --imatrix, or move it away")
     passes = _plan_passes(run, dependencies, console)
-    results, n_passes = list(passes.finished), len(passes.to_run)
     if record:
         console.note(f"{cache} does not match this model, text, number of chunks or --importance; computing it again")
-    console.note(run.describe())
-    if n_passes > 1:
-        console.note(f"{n_passes} passes over layers, each as long as that; an interrupted run resumes after the last finished pass")
+    results = [*passes.finished, *_run_passes(run, passes.to_run, dependencies, console)]
+    return sorted(results, key=lambda p: (len(p.name), p.name))  # numeric order of layers, which have no leading zeros
+
+
+def _run_passes(run: CalibrationRun, passes: Sequence[Layers], dependencies: dict, console: Console) -> list[Path]:
+    """Run llama-imatrix once per pass and return the cached files."""
+    if not passes:
+        return []
+    console.note(run.describe(passes))
+    if len(passes) > 1:
+        console.note("an interrupted calibration resumes after the last finished pass")
+    results = []
     with contextlib.ExitStack() as stack:
         # keep a link: the parts of a split model may be next to it, not next to its target
-        model = Path(os.path.abspath(run.file.path))
+        model_path = Path(os.path.abspath(run.file.path))
         if run.proxy_model is not None:
-            model = stack.enter_context(run.proxy_model.provide(model, run.folder, run.n_threads, console))
-        for i, layers in enumerate(passes.to_run):
-            title = "calibration" if n_passes == 1 else f"pass {i + 1} of {n_passes}"
-            results.append(collect(run, model, layers, dependencies=dependencies, title=title, console=console))
-    return sorted(results, key=lambda p: (len(p.name), p.name))  # numeric order of layers, which have no leading zeros
+            model_path = stack.enter_context(run.proxy_model.provide(model_path, run.folder, run.n_threads, console))
+        for i, layers in enumerate(passes):
+            title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
+            results.append(collect(run, model_path, layers, dependencies=dependencies, title=title, console=console))
+    return results
 
 
 @dataclass(frozen=True)
@@ -202,22 +218,20 @@ class PassPlan:
 
 def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> PassPlan:
     """Plan the passes: one over all layers, or, if full Hessians exceed the memory, ranges of layers without those already finished."""
-    if run.memory_needed() <= run.memory_limit:
-        return PassPlan([None])
-    if run.kind == "full":
+    if run.needs_passes:
         finished, missing_layers = find_finished_passes(run, dependencies)
-        to_run = split_layers(run.model, missing_layers, run.memory_limit)
+        to_run = split_layers(run.cost, missing_layers, run.memory_limit)
         if finished:
             console.note(f"reusing {len(finished)} finished passes over layers, such as {finished[0]}")
         return PassPlan(to_run, finished)
-    if run.kind == "block":
+    if run.kind == "block" and run.memory_needed() > run.memory_limit:
         console.note(f"model and Hessians need {run.memory_needed() / GIB:.1f} GiB, the limit is {run.memory_limit / GIB:.1f} GiB: this may be slow")
     return PassPlan([None])
 
 
 def find_finished_passes(run: CalibrationRun, dependencies: dict) -> tuple[list[Path], list[int]]:
     """Return the valid files of an earlier run, and the layers that they lack."""
-    results, missing = [], run.model.layers
+    results, missing = [], run.cost.layers
     for path in sorted(run.folder.glob(f"{glob.escape(run.cache_path(None).stem)}.layers-*.gguf")):
         record = Record.read(path)
         if record and (layers := record.layers) and record.serves(run, dependencies):
@@ -227,13 +241,13 @@ def find_finished_passes(run: CalibrationRun, dependencies: dict) -> tuple[list[
 
 
 def collect(
-    run: CalibrationRun, model: Path, layers: Layers, *, dependencies: dict, title: str, console: Console
+    run: CalibrationRun, model_path: Path, layers: Layers, *, dependencies: dict, title: str, console: Console
 ) -> Path:
     """Run llama-imatrix once and cache its result with a record. A failed run leaves nothing.
 
     Args:
         run: the calibration.
-        model: the file to run, the model or its proxy.
+        model_path: the file to run, the model or its proxy.
         layers: the layers to collect, None for all.
         dependencies: of the run.
         title: of the progress bar.
@@ -245,10 +259,10 @@ def collect(
     Raises:
         UserError: llama-imatrix fails, or the result cannot be written.
     """
-    cache, needed = run.cache_path(layers), run.model.hessian_bytes(run.kind, layers)
+    cache, needed = run.cache_path(layers), run.cost.hessian_bytes(run.kind, layers)
     check_free_space(run.folder, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
     # -b: logits of one chunk at a time; --output-frequency: no intermediate results
-    command = [run.program, "-m", os.path.abspath(model), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
+    command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
@@ -298,11 +312,11 @@ def expects_importance(options: CalibrationOptions) -> bool:
     """Whether prepare() will provide statistics for a plan that uses them; llama.cpp's rules need to know before."""
     if options.kind == "none" or options.imatrix is not None:
         return options.kind != "none"
-    return options.runs_model and _find_missing(options) is None
+    return options.runs_model and _describe_missing(options) is None
 
 
-def _find_missing(options: CalibrationOptions) -> str | None:
-    """Name what the package lacks for a calibration, with its verb."""
+def _describe_missing(options: CalibrationOptions) -> str | None:
+    """Describe what the package lacks for a calibration, with a verb; None if it lacks nothing."""
     if find_tool(PROGRAM) is None:
         return "llama-imatrix is"
     return "the built-in text is" if options.text is None and not TEXT.is_file() else None
@@ -317,8 +331,8 @@ class PreparedImportance:
 
 
 def prepare(
-    options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, folder: Path | None, *, is_dry: bool, n_threads: int, n_types: int,
-    console: Console,
+    options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, folder: Path | None, *, is_dry: bool, n_threads: int,
+    n_compared_types: int, console: Console,
 ) -> PreparedImportance:
     """Provide the calibration statistics: from --imatrix, from a calibration, or none.
 
@@ -329,39 +343,47 @@ def prepare(
         folder: of the cached results, the directory of OUT; None for a dry run without OUT.
         is_dry: run nothing; cached results are used.
         n_threads: of llama-imatrix.
-        n_types: types with a Hessian that a target compares; 0 without a target.
+        n_compared_types: types with a Hessian that a target compares; 0 without a target.
         console: gets notes and the progress bar.
 
     Raises:
         UserError: the options, the text, the model or the memory do not allow it, or llama-imatrix fails.
     """
-    if options.kind == "none":
-        return PreparedImportance(Importance())
-    if options.imatrix is not None:
+    if options.kind != "none" and options.imatrix is not None:
         return PreparedImportance(open_importance([options.imatrix], options.kind))
     types = list_types_using_imatrix(plan)
-    if not options.runs_model:
-        if types:
-            console.warn(f"--no-calibration: quantizing without an imatrix costs quality: {COST}")
-        return PreparedImportance(Importance())
-    is_requested = options.text is not None or options.kind is not None
-    if not types and not is_requested:
+    if not _should_calibrate(options, types, console):
         return PreparedImportance(Importance())
     program = find_tool(PROGRAM)
-    if (missing := _find_missing(options)) or program is None:
-        if is_requested:
-            raise UserError(f"calibration: {missing} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
-        console.warn(
-            f"{missing} not in the package: quantizing without an imatrix costs quality ({COST}); pass one with --imatrix FILE"
-        )
-        return PreparedImportance(Importance())
+    assert program is not None  # _should_calibrate() checks it
     setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
-    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_types, console))
+    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_types, console))
     if not is_dry:
         return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
     if folder is not None and (cached := run.open_cache()) is not None:
         return PreparedImportance(cached)
-    return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe()}"), is_pending=True)
+    passes: Sequence[Layers] = split_layers(run.cost, run.cost.layers, run.memory_limit) if run.needs_passes else [None]
+    return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}"), is_pending=True)
+
+
+def _should_calibrate(options: CalibrationOptions, types: Sequence[GGMLQuantizationType], console: Console) -> bool:
+    """Whether to calibrate. Warn if types that use an imatrix get none.
+
+    types: list_types_using_imatrix(). UserError if a calibration is requested and the package lacks something for it.
+    """
+    if options.kind == "none":
+        return False
+    if not options.runs_model:
+        if types:
+            console.warn(f"--no-calibration: quantizing without an imatrix costs quality: {COST}")
+        return False
+    is_requested = options.text is not None or options.kind is not None
+    missing = _describe_missing(options)
+    if missing and is_requested:
+        raise UserError(f"calibration: {missing} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
+    if missing and types:
+        console.warn(f"{missing} not in the package: quantizing without an imatrix costs quality ({COST}); pass one with --imatrix FILE")
+    return missing is None and (is_requested or bool(types))
 
 
 def configure_calibration(
@@ -370,18 +392,18 @@ def configure_calibration(
     """Configure a calibration, except its kind. Raise UserError if the text or the model cannot be used."""
     text, text_name = (TEXT, BUILT_IN) if options.text is None else (options.text, options.text.name)
     n_bytes = check_text(text)
-    model = Model.read(file)
-    if not model.inputs:
+    cost = CalibrationCost.read(file)
+    if not cost.inputs:
         raise UserError(f"calibration: {file.path} has no layers for llama-imatrix to collect inputs of: pass --no-calibration")
     n_chunks = options.n_chunks or DEFAULT_CHUNKS * N_CONTEXT // context_length(file)
     text_chunks = count_chunks(file, text, n_bytes, n_chunks)
     memory_limit = options.memory * GIB if options.memory else MEMORY_SHARE * available_memory()
     proxy_model = proxy.find_proxy(options.proxy_model, file, memory_limit, console)
     if proxy_model is not None:
-        model = replace(model, n_bytes=proxy_model.n_bytes, type=proxy_model.product_type())
+        cost = replace(cost, n_bytes=proxy_model.n_bytes, type=proxy_model.product_type())
     return CalibrationSetup(
         file=file,
-        model=model,
+        cost=cost,
         folder=folder,
         text=Path(os.path.realpath(text)),  # llama-imatrix runs in the directory of the file itself
         text_name=text_name,
@@ -396,19 +418,20 @@ def configure_calibration(
 
 
 def _choose_kind(
-    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_types: int, console: Console
+    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_compared_types: int,
+    console: Console,
 ) -> str:
-    """Choose one of KINDS. types: list_types_using_imatrix(); n_types: as in prepare()."""
-    model, limit, n_threads = setup.model, setup.memory_limit, setup.n_threads
+    """Choose one of KINDS. types: list_types_using_imatrix(); n_compared_types: as in prepare()."""
+    cost, limit, n_threads = setup.cost, setup.memory_limit, setup.n_threads
     if options.kind is None and not any(map(uses_metric, types)):
         return "diagonal"
     if options.kind is None:
-        kind, reason = choose_importance(model, setup.n_tokens, limit, n_threads, n_types)
+        kind, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_types)
         if reason:
             console.note(f"block-diagonal Hessians: {reason}; --importance full overrides this")
         return kind
-    if options.kind == "full" and (needed := model.factorization_bytes(n_threads, n_types)) > limit:
-        fewer = ", fewer --threads" if n_types else ""
+    if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_types)) > limit:
+        fewer = ", fewer --threads" if n_compared_types else ""
         console.note(
             f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB: this may be slow, or "
             f"fail; --importance block{fewer} needs less"

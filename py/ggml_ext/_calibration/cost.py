@@ -56,17 +56,17 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Model:
-    """The properties of a model that its calibration costs depend on."""
+class CalibrationCost:
+    """The cost of calibrating a model, from its properties."""
 
     n_bytes: int
     inputs: tuple[Input, ...]
     n_weights_used: int  # per token, in matrix products
     factorization: float  # sum of n^3/3 of the full Hessians of all weight matrices
-    type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights
+    type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights in the layers
 
     @classmethod
-    def read(cls, file: GGUFFile) -> Model:
+    def read(cls, file: GGUFFile) -> CalibrationCost:
         """Read the properties from the header of a model."""
         arch = file.value("general.architecture", "")
         n_used = file.value(f"{arch}.expert_used_count", 0)
@@ -112,20 +112,20 @@ class Model:
         measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads)
         return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
-    def factorization_seconds(self, n_threads: int, n_types: int) -> float:
+    def factorization_seconds(self, n_threads: int, n_compared_types: int) -> float:
         """Estimate the longest time of all factorizations on all threads, in seconds.
 
-        n_types: number of types with Hessians that a target compares, 0 without a target. Each type takes one more factorization, and so
-        does the sensitivity.
+        n_compared_types: number of types with Hessians that a target compares, 0 without a target. Each type takes one more
+        factorization, and so does the sensitivity.
         """
-        return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_types if n_types else 1)
+        return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_compared_types if n_compared_types else 1)
 
-    def factorization_bytes(self, n_threads: int, n_types: int) -> int:
+    def factorization_bytes(self, n_threads: int, n_compared_types: int) -> int:
         """Return the most memory of factorization: the widest Hessian, with a target one per thread."""
-        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_types else 1)
+        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_compared_types else 1)
 
 
-def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int, n_types: int) -> tuple[str, str]:
+def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_types: int) -> tuple[str, str]:
     """Choose full Hessians if they are affordable, else block-diagonal ones.
 
     Full Hessians need:
@@ -135,39 +135,39 @@ def choose_importance(model: Model, n_tokens: int, memory: float, n_threads: int
     - at most 15 minutes of factorization.
 
     Args:
-        model: the model.
+        cost: of the model.
         n_tokens: of the text.
         memory: limit in bytes.
         n_threads: that calibrate and factorize.
-        n_types: as in Model.factorization_seconds().
+        n_compared_types: as in CalibrationCost.factorization_seconds().
 
     Returns:
         "full" or "block", and why not full.
     """
-    needed = max(model.n_bytes + model.hessian_bytes("full"), model.factorization_bytes(n_threads, n_types))
-    collecting = sum(i.flops("full") for i in model.inputs)
-    factorization = model.factorization_seconds(n_threads, n_types)
+    needed = max(cost.n_bytes + cost.hessian_bytes("full"), cost.factorization_bytes(n_threads, n_compared_types))
+    collecting = sum(i.flops("full") for i in cost.inputs)
+    factorization = cost.factorization_seconds(n_threads, n_compared_types)
     if needed > memory:
         return "block", f"full Hessians need {needed / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB"
-    if n_tokens < ENOUGH_TOKENS * model.widest:
-        return "block", f"full Hessians of {model.widest:,} columns need {ENOUGH_TOKENS * model.widest:,} tokens"
-    if collecting > 2.0 * model.n_weights_used:
+    if n_tokens < ENOUGH_TOKENS * cost.widest:
+        return "block", f"full Hessians of {cost.widest:,} columns need {ENOUGH_TOKENS * cost.widest:,} tokens"
+    if collecting > 2.0 * cost.n_weights_used:
         return "block", "full Hessians would more than double the time of calibration"
     if factorization > MAX_FACTORIZATION_SECONDS:
         return "block", f"full Hessians would take {factorization / 60:.0f} minutes to factorize"
     return "full", ""
 
 
-def split_layers(model: Model, layers: list[int], memory: float) -> list[list[int]]:
+def split_layers(cost: CalibrationCost, layers: list[int], memory: float) -> list[list[int]]:
     """Split layers into ranges whose full Hessians fit into memory with the model. Raise UserError if a single layer does not fit."""
     passes: list[list[int]] = []
     for layer in layers:
-        if passes and passes[-1][-1] == layer - 1 and model.n_bytes + model.hessian_bytes("full", [*passes[-1], layer]) <= memory:
+        if passes and passes[-1][-1] == layer - 1 and cost.n_bytes + cost.hessian_bytes("full", [*passes[-1], layer]) <= memory:
             passes[-1].append(layer)
             continue
-        needed = model.n_bytes + model.hessian_bytes("full", [layer])
+        needed = cost.n_bytes + cost.hessian_bytes("full", [layer])
         if needed > memory:
-            block = model.n_bytes + model.hessian_bytes("block")
+            block = cost.n_bytes + cost.hessian_bytes("block")
             raise UserError(
                 f"--importance full: the model and the full Hessians of layer {layer} need {needed / GIB:.2f} GiB, "
                 f"the limit is {memory / GIB:.2f} GiB; pass a larger --memory, or --importance block, which needs {block / GIB:.2f} GiB"

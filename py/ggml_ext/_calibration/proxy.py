@@ -20,13 +20,14 @@ from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.split import open_model
 from .._native.programs import find_tool
 from .._native.requantize import requantize
+from .cost import CalibrationCost
 
 FLAG = "--calibrate-with"
 SOURCE = "source"  # the model itself, even if it does not fit
 # type -> llama-quantize's file type, and its bits per weight in large models
 TYPES = {"q8_0": ("Q8_0", 8.5), "q6_k": ("Q6_K", 6.6), "q5_k": ("Q5_K_S", 5.6), "q4_k": ("Q4_K_S", 4.7), "q4_0": ("Q4_0", 4.7)}
-DEFAULT_TYPES = ("q8_0", "q4_k")  # the first that fits is used
-TEMPORARY = ".stand-in-"
+DEFAULT_TYPES = ("q8_0", "q4_k")  # the first that fits into memory is used, else the last
+TEMPORARY = ".proxy-"
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,11 @@ class ProxyModel:
         return self.type if self.file is None else str(self.file.path)
 
     def product_type(self) -> GGMLQuantizationType:
-        """Return the type of most weights."""
-        if self.file is None:
-            return GGMLQuantizationType[self.type.upper()]
-        return max(self.file.tensors, key=lambda t: t.n_elements).type
+        """Return the type of most weights in the layers."""
+        return GGMLQuantizationType[self.type.upper()] if self.file is None else CalibrationCost.read(self.file).type
 
     def list_dependencies(self) -> dict:
-        """List what a calibration result depends on."""
+        """List what a calibration result depends on, under the key of existing caches."""
         if self.file is None:
             return {"stand_in": self.type}
         return {"stand_in": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts]}
@@ -84,10 +83,10 @@ def find_proxy(name: str | None, file: GGUFFile, memory: float, console: Console
     """Return the proxy model to calibrate with; None for the model itself.
 
     Args:
-        name: value of --calibrate-with; None: the model if it fits into memory, else the largest proxy that does.
+        name: value of --calibrate-with; None: the model if it fits into memory, else the first of DEFAULT_TYPES that does, else the last.
         file: the model.
         memory: limit in bytes.
-        console: gets a note if a proxy is used by default.
+        console: gets a note if a proxy is used by default, and another if it does not fit either.
 
     Raises:
         UserError: the file is of another model.
@@ -106,6 +105,8 @@ def find_proxy(name: str | None, file: GGUFFile, memory: float, console: Console
         f"the model has {file.n_bytes / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB: calibrating with the proxy model {proxy.type}, "
         f"{proxy.n_bytes / GIB:.1f} GiB; {FLAG} {SOURCE} uses the model itself"
     )
+    if proxy.n_bytes > memory:
+        console.note(f"the proxy model {proxy.type} does not fit into memory either: this may be slow")
     return proxy
 
 

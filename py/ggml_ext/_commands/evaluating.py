@@ -173,7 +173,7 @@ class _Runs:
         self._check_positions(n_ctx)
         self._runner = PerplexityRunner(
             program=program, n_ctx=n_ctx, n_batch=options.batch_size or n_ctx, n_threads=n_threads,
-            options=options.devices.arguments(), console=console, estimated=self._note_estimate,
+            options=options.devices.arguments(), console=console, on_estimate=self._note_estimate,
         )
 
     def all(self) -> Evaluation:

@@ -202,7 +202,7 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     except UserError as e:
         if not options.may_do_without:
             raise
-        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(FLAG).removesuffix(f'; {HINT}')}")
+        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
         return None
     if settings.target is None:  # the calibration for a target has marked them already
         for t in plan.changed:
@@ -262,7 +262,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
         cache_folder(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
-        n_types=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
+        n_compared_types=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
         console=console,
     )
     importance = prepared.importance

@@ -1,4 +1,4 @@
-"""llama-perplexity on several models with the same settings."""
+"""Run llama-perplexity on several models with the same settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .logits import BaseLogits
 
 Parsed = TypeVar("Parsed")
 
-# functions of llama-perplexity after whose errors it exits with 0 or continues
-FAILING = "perplexity|kl_divergence|hellaswag_score|winogrande_score|load_winogrande_from_csv|multiple_choice_\\w+"
-N_ANSWERS = 16  # most answers to a multiple-choice question; each takes a sequence with memory for TASK_CONTEXT tokens
-TASK_CONTEXT = 512
-ESTIMATE_SECONDS = 5.0  # time from the first chunk to the first estimate
+# llama-perplexity may continue or exit with 0 after errors in these functions, so their lines in the log count as failures
+FAILING_FUNCTIONS = "perplexity|kl_divergence|hellaswag_score|winogrande_score|load_winogrande_from_csv|multiple_choice_\\w+"
+MAX_ANSWERS = 16  # to a multiple-choice question; each answer is a sequence of its own
+MIN_TASK_CONTEXT = 512  # tokens of a sequence in tasks
+SECONDS_TO_ESTIMATE = 5.0  # from the first finished chunks to the first estimate of the time
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,12 @@ class PerplexityRunner:
     """llama-perplexity with fixed settings. All methods raise UserError if the program fails.
 
     Attributes:
+        program: llama-perplexity.
+        n_ctx: tokens per chunk.
+        n_batch: tokens per batch, raised to n_ctx if smaller.
         options: further options of llama-perplexity, such as -ngl 99.
-        estimated: called with the estimated seconds of a run.
+        console: for the progress bar.
+        on_estimate: called with the estimated seconds of a run, more than once while it runs.
     """
 
     program: Path
@@ -40,7 +44,7 @@ class PerplexityRunner:
     n_threads: int
     options: tuple[str, ...]
     console: Console
-    estimated: Callable[[float], None]
+    on_estimate: Callable[[float], None]
 
     def save_logits(self, model: Path, text: Path, n_chunks: int, out: Path) -> tuple[Figure, str]:
         """Write the base model's logits on a text; returns perplexity and log."""
@@ -62,8 +66,8 @@ class PerplexityRunner:
     def score(self, model: Path, kind: str, tasks: Path, n_tasks: int | None) -> Figure:
         """Measure the percent of right answers. kind: key of TASKS. n_tasks: None for llama-perplexity's default."""
         number = [] if n_tasks is None else [f"--{kind}-tasks", n_tasks]
-        parallel = ["-np", N_ANSWERS] if kind == "multiple-choice" else []
-        title, n_ctx = f"{kind} of {model.name}", max(self.n_ctx, TASK_CONTEXT)
+        parallel = ["-np", MAX_ANSWERS] if kind == "multiple-choice" else []
+        title, n_ctx = f"{kind} of {model.name}", max(self.n_ctx, MIN_TASK_CONTEXT)
         flags = [f"--{kind}", TASKS[kind], tasks, *number, *parallel]
         log = self._run(title, model, n_tasks or 0, "task", flags, n_ctx=n_ctx)
         return self._parse(model, "score", parse_score, log)
@@ -82,15 +86,15 @@ class PerplexityRunner:
                 n, now = count_finished(log), time.monotonic()
                 if first is None and n:
                     first = now, n
-                elif first is not None and n > first[1] and now - first[0] > ESTIMATE_SECONDS and bar.total:
-                    self.estimated((now - first[0]) / (n - first[1]) * bar.total)
+                elif first is not None and n > first[1] and now - first[0] > SECONDS_TO_ESTIMATE and bar.total:
+                    self.on_estimate((now - first[0]) / (n - first[1]) * bar.total)
                 bar.update(n - bar.n)
 
             code, log = run_logged([*map(str, command)], Path(), update)
         if code:
             raise UserError(describe_failure("llama-perplexity", code, log, f"for {model}", less_memory="pass a smaller --batch-size or --ctx-size"))
         # after errors such as another vocabulary the exit code may be 0
-        if errors := re.findall(rf"^\S+ E ((?:{FAILING})\s*: .*)", log, re.M):
+        if errors := re.findall(rf"^\S+ E ((?:{FAILING_FUNCTIONS})\s*: .*)", log, re.M):
             raise UserError(f"llama-perplexity on {model}: " + " / ".join(errors))
         return log
 
@@ -102,7 +106,7 @@ class PerplexityRunner:
 
 
 def require_finite(model: Path, figures: dict[str, Figure]) -> dict[str, Figure]:
-    """Return the figures. UserError if one is not finite, as when the model's logits are NaN."""
+    """Return the figures, with 0 for NaN as an error. Raise UserError if a value is not finite, as when the model's logits are NaN."""
     for name, figure in figures.items():
         if not math.isfinite(figure.value):
             raise UserError(f"llama-perplexity on {model}: {name} is {figure.value}: the file is damaged; quantize or download it again")

@@ -1,4 +1,7 @@
-"""ggml-ext-streams: the inputs of a model's matrices, in the original model and in the partly quantized one."""
+"""ggml-ext-streams: the inputs of a model's matrices, in the original model and in the partly quantized one.
+
+ggml_ext/streams/main.cpp has the lines that this module sends and the answers.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,18 @@ from .._base.errors import UserError
 from .._base.files import mapping_error
 from .process import POLL_SECONDS, describe_failure, require_pipe, start_program
 
-FLAG, HINT = "--propagate: ", "leave out --propagate"
+FLAG, HINT = "--propagate", "leave out --propagate"
 
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """A product with a weight matrix in the graph. scale: its factor in the residual stream; 0 if it is not added to it."""
+    """A product with a weight matrix in the graph.
+
+    Attributes:
+        weight: name of the matrix.
+        rows: size of an output vector.
+        scale: factor with which the output is added to the residual stream; 0 if it is not added.
+    """
 
     weight: str
     rows: int
@@ -35,13 +44,14 @@ class WeightProduct:
 
 @dataclass(frozen=True)
 class ProductGroup:
-    """Products with one input.
+    """The products of a layer that have the same input.
 
     Attributes:
         columns: size of an input vector.
-        inputs: input vectors per chunk.
+        inputs: input vectors per chunk: one per token, or one per token and expert if experts have inputs of their own.
         used: experts per token.
-        experts: number of experts; 0 for a plain matrix.
+        experts: number of experts; 0 for plain matrices.
+        products: the products, in the order of the graph.
     """
 
     columns: int
@@ -58,6 +68,7 @@ class ProductGroup:
         yield from ((np.float32, (n_tokens, p.rows)) for p in self.products if p.scale)
 
     def n_bytes(self, n_tokens: int) -> int:
+        """Return the bytes of a chunk's arrays: 4 per element, for both models."""
         return sum(8 * rows * columns for _, (rows, columns) in self.shapes(n_tokens))
 
 
@@ -82,7 +93,10 @@ def dense_products(groups: Sequence[ProductGroup]) -> list[WeightProduct]:
 
 
 class LayerStreams:
-    """The running program; as a context manager, it ends the program. All methods raise UserError with the program's message.
+    """A running ggml-ext-streams, which computes the original and the quantized model layer by layer.
+
+    The context manager starts and ends the program. All methods raise UserError with the program's message. Order of calls: compute_gradients(),
+    if needed; then for each layer enter_layer(), the methods for its arrays and matrices, and advance().
 
     Attributes:
         layers: groups of products by layer.
@@ -129,7 +143,7 @@ class LayerStreams:
             try:
                 self._memory = mmap.mmap(file.fileno(), n_bytes)
             except OSError as e:
-                raise UserError(f"{FLAG}{mapping_error(path, e)}, or {HINT}") from e
+                raise UserError(f"{FLAG}: {mapping_error(path, e)}, or {HINT}") from e
         path.unlink()
         stack.callback(self._release)
 
@@ -148,17 +162,17 @@ class LayerStreams:
                 self._log.seek(0)
                 log = self._log.read().decode(errors="replace")
                 less = f"pass fewer --calibration-chunks, or {HINT}"
-                raise UserError(FLAG + describe_failure("ggml-ext-streams", code, log, hint=HINT, less_memory=less))
+                raise UserError(f"{FLAG}: " + describe_failure("ggml-ext-streams", code, log, hint=HINT, less_memory=less))
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer = json.loads(line)
         if first := answer.get("not_finite"):
             raise UserError(
-                f"{FLAG}the model computes values that are not finite, the first in {first}: convert it again from a good source, or "
+                f"{FLAG}: the model computes values that are not finite, the first in {first}: convert it again from a good source, or "
                 "pass --no-propagate --no-calibration, which run no model"
             )
         if "error" in answer:
-            raise UserError(f"--propagate: {answer['error']}; {HINT}")
+            raise UserError(f"{FLAG}: {answer['error']}; {HINT}")
         return answer
 
     def _ask(self, line: str) -> dict[str, Any]:
@@ -176,13 +190,13 @@ class LayerStreams:
             with open(path, "wb") as file:
                 file.write(data if isinstance(data, bytes) else data.data)
         except OSError as e:
-            raise UserError(f"--propagate: cannot write {path}: {e.strerror}; {HINT}") from e
+            raise UserError(f"{FLAG}: cannot write {path}: {e.strerror}; {HINT}") from e
         self._ask(f"set {name} {type_name.lower()} {path}")
         path.unlink()
 
-    def inputs(self, layer: int, group: int, chunk: int, is_last: bool) -> ChunkArrays:
-        """Compute a chunk's inputs of a group. is_last: also advance the original model's stream through the layer."""
-        self._ask(f"inputs {group} {chunk} {int(is_last)}")
+    def compute_inputs(self, layer: int, group: int, chunk: int, advance_original: bool) -> ChunkArrays:
+        """Compute a chunk's inputs of a group. advance_original: also advance the original model's stream through the layer."""
+        self._ask(f"inputs {group} {chunk} {int(advance_original)}")
         products = self.layers[layer][group]
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
         offset = 0
@@ -195,8 +209,8 @@ class LayerStreams:
         residuals = pairs[2 if products.experts else 1 :]
         return ChunkArrays(pairs[0], ids, dict(zip((p.weight for p in products.products if p.scale), residuals, strict=True)))
 
-    def learn(self, n_chunks: int) -> Iterator[int]:
-        """Compute the original model's gradients at all layers for the first chunks; yields each chunk when it is done."""
+    def compute_gradients(self, n_chunks: int) -> Iterator[int]:
+        """Compute the original model's gradients at all layers for the first chunks; yield each chunk when it is done."""
         self._ask(f"learn {n_chunks}")
         for chunk in range(n_chunks):
             self._ask(f"backward {chunk}")
@@ -205,7 +219,7 @@ class LayerStreams:
     def gradients(self, layer: int, chunk: int) -> dict[str, np.ndarray]:
         """Return the gradients of the outputs of the current layer's plain matrices, float32 (tokens, rows).
 
-        The loss is defined in stream-pair.cpp. The arrays are views of memory that the next request overwrites.
+        The loss is defined in ggml_ext/streams/labels.h. The arrays are views of memory that the next request overwrites.
         """
         self._ask(f"gradients {chunk}")
         by_weight: dict[str, np.ndarray] = {}

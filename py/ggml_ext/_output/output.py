@@ -135,19 +135,25 @@ class Output:
         raise UserError(f"OUT: cannot lock {self.journal_path}, other runs keep creating and removing it: name another file")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Keep partial files after an interrupt, or after a user error that leaves the data correct; FileChanged and a failed --verify do not."""
-        keeps = False
-        if error is not None and self._begun:
-            was_interrupted = not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError))
-            data_are_usable = not self._is_complete and isinstance(error, UserError) and not isinstance(error, FileChanged)
-            keeps = (was_interrupted or data_are_usable) and bool(self.finished)
-            if keeps:
-                error.kept = self.describe_resume()  # type: ignore[attr-defined]  # run_command() prints it
-        elif not self._begun:  # leave the files of an interrupted run alone
-            keeps = self._journal is not None and os.fstat(self._journal.fileno()).st_size > 0
-        if not keeps:
+        """Keep the partial files if repeating the command can resume, else remove them. Close the files, which releases the lock."""
+        keep = False
+        if not self._begun:  # leave the files of an interrupted run alone
+            keep = self._journal is not None and os.fstat(self._journal.fileno()).st_size > 0
+        elif error is not None and self._can_resume(error):
+            keep = True
+            error.kept = self.describe_resume()  # type: ignore[attr-defined]  # run_command() prints it
+        if not keep:
             self._remove([part.partial for part in self.parts] if self._begun else [])
         self._close()
+
+    def _can_resume(self, error: BaseException) -> bool:
+        """Whether a tensor is finished, and the error leaves the data correct."""
+        if not self.finished:
+            return False
+        if not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError)):
+            return True  # an interrupt, or the machine lacks something
+        is_failed_verify = self._is_complete
+        return isinstance(error, UserError) and not isinstance(error, FileChanged) and not is_failed_verify
 
     def _remove(self, partials: Sequence[Path]) -> None:
         for path in (*partials, self.journal_path):
@@ -155,6 +161,7 @@ class Output:
                 path.unlink()
 
     def _close(self) -> None:
+        """Close the partial file and the journal, which releases the lock."""
         for f in (self._file, self._journal):
             if f is not None:
                 with contextlib.suppress(OSError):
@@ -162,7 +169,7 @@ class Output:
         self._file = self._journal = None
 
     def describe_resume(self) -> str:
-        """Return how to resume, for the message of an interrupted run."""
+        """Describe how to resume, for the message of an interrupted run."""
         n_files = len({self._part_of(f.tensor) for f in self.finished})
         more = f" and {n_files - 1} more" if n_files > 1 else ""
         return (
@@ -226,7 +233,7 @@ class Output:
         self._open_journal.seek(0)
         return [line for line in self._open_journal.read().splitlines(keepends=True) if line.endswith(b"\n")]
 
-    def _head(self) -> dict | None:
+    def _read_journal_head(self) -> dict | None:
         """Parse the journal's first line; None for a new journal, {} for one that cannot be read."""
         lines = self._lines()
         if not lines:
@@ -240,7 +247,7 @@ class Output:
 
     def _find_partials(self) -> list[Path]:
         """List the partial files of an interrupted run. Names in the journal are not trusted: only .*.partial next to OUT."""
-        names = [n for n in (self._head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
+        names = [n for n in (self._read_journal_head() or {}).get("files", []) if re.fullmatch(r"\.[^/\\]+\.partial", n)]
         paths = dict.fromkeys([*map(self.path.with_name, names), partial_path(self.path)])
         return [p for p in paths if is_plain_file(p)]
 
@@ -257,7 +264,7 @@ class Output:
         """
         self._header_sizes, self._possible = [len(h) for h in headers], possible
         with self._errors():
-            head, partials = self._head(), self._find_partials()
+            head, partials = self._read_journal_head(), self._find_partials()
             self._begun = True
             files = [part.partial.name for part in self.parts]
             if head and head["files"] == files and head["made_from"] == dependencies:
@@ -279,7 +286,7 @@ class Output:
             self._add_line({"format": JOURNAL_FORMAT, "made_from": dependencies, "files": files})
 
     def _resume(self) -> None:
-        """Take over finished tensors while their data match the journal; truncate the journal after them."""
+        """Reuse finished tensors up to the first whose data do not match the journal; truncate the journal after them."""
         lines = self._lines()
         n_bytes = len(lines[0])
         for i, line in enumerate(lines[1:]):
@@ -287,8 +294,9 @@ class Output:
                 finished = FinishedTensor.parse(line)
             except (ValueError, TypeError, KeyError):
                 break
-            is_next = finished.tensor == i < len(self._sizes)
-            if not is_next or finished.n_bytes != self._possible[i].get(finished.type) or not self._has_data(finished):
+            if finished.tensor != i or i >= len(self._sizes):
+                break
+            if finished.n_bytes != self._possible[i].get(finished.type) or not self._has_data(finished):
                 break
             self.finished.append(finished)
             n_bytes += len(line)
@@ -296,7 +304,7 @@ class Output:
         self._open_journal.truncate()
 
     def _has_data(self, finished: FinishedTensor) -> bool:
-        """Check the data of a tensor against their checksum."""
+        """Whether the partial file has the data of the next tensor, with their checksum."""
         file = self._open_part(self._part_of(finished.tensor))
         file.seek(self._end_of(self._part))
         digest, n_missing = hashlib.sha256(), finished.n_bytes
@@ -330,11 +338,11 @@ class Output:
         self._file, self._part = None, -1
 
     def _end_of(self, n: int) -> int:
-        """Return the end of a part's finished data."""
+        """Return the offset in part n at which its next tensor begins: the end of its finished ones."""
         return self._offset(n, self.parts[n].last)
 
     def _offset(self, n: int, tensor_index: int) -> int:
-        """Return the end of a part's finished data before a tensor."""
+        """Return the offset of a tensor in part n, which holds its header and then the padded data of finished tensors."""
         return self._header_sizes[n] + sum(pad(f.n_bytes, self._alignment) for f in self.finished[self.parts[n].first : tensor_index])
 
     def start(self, tensor_index: int) -> None:
@@ -384,38 +392,45 @@ class Output:
         self._is_complete = True
 
     def publish(self) -> None:
-        """Rename the partial files, all or none. Unfinished if a name cannot be taken or, without force, exists by now."""
+        """Rename the partial files to their final names, all or none.
+
+        Raises:
+            Unfinished: a file cannot be renamed or, without force, its final name exists by now.
+        """
         ignore_signals()  # an interrupt would report a written file as not written
         with self._errors():
             self._close_part()
-        named, aside = [], []
+        renamed, set_aside = [], []
         try:
             for part in self.parts:
                 if self.force:
                     keep_mode(part)
-                    aside += [part] if self._set_aside(part) else []
+                    set_aside += [part] if self._set_aside(part) else []
                 move_into_place(part.partial, part.path, self.force)  # may hard-link; the partial name is removed with the journal
-                named.append(part)
+                renamed.append(part)
         except OSError as e:
-            for done in named:
+            for done in renamed:
                 with contextlib.suppress(OSError):
                     take_back(done)
-            for done in aside:
+            for done in set_aside:
                 with contextlib.suppress(OSError):
                     os.replace(done.replaced, done.path)
-            raise Unfinished(f"OUT: {part.path} {self._not_named(e)}") from e
-        for part in aside:
+            raise Unfinished(f"OUT: {part.path} {self._describe_rename_error(e)}") from e
+        for part in set_aside:
             with contextlib.suppress(OSError):
                 part.replaced.unlink()
 
     def _set_aside(self, part: Part) -> bool:
-        """Rename the file that a part replaces, and return whether there was one. Without parts, renaming over it is atomic."""
+        """Rename the file that a part of a split model replaces, so that publish() can restore it. Return whether there was one.
+
+        A single file does not need this: renaming over the existing file is atomic.
+        """
         if len(self.parts) == 1 or not os.path.lexists(part.path) or part.path.is_dir():
             return False
         os.replace(part.path, part.replaced)
         return True
 
-    def _not_named(self, error: OSError) -> str:
+    def _describe_rename_error(self, error: OSError) -> str:
         if isinstance(error, FileExistsError) and not self.force:
             return "appeared during the run and was not overwritten: move it away, or pass --force to replace it"
         return f"cannot be written: {error.strerror}; move whatever is there away"

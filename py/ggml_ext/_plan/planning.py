@@ -77,8 +77,8 @@ def find_reason_to_keep(tensor: Tensor, choices: Choices, rule: GGMLQuantization
         return NO_PRODUCT
     if uses.is_outside(tensor.name) and not is_named:
         return OUTSIDE
-    is_quantized = tensor.type not in SOURCE_TYPES and not choices.allow_requantize
-    return QUANTIZED if choices.target_option and is_quantized and not is_named else None
+    may_not_requantize = tensor.type not in SOURCE_TYPES and not choices.allow_requantize
+    return QUANTIZED if choices.target_option and may_not_requantize and not is_named else None
 
 
 def choose_type(tensor: Tensor, choices: Choices, rule: GGMLQuantizationType) -> GGMLQuantizationType:

@@ -24,7 +24,8 @@ OUTPUT = "output.weight"
 TOKEN_EMBD = "token_embd.weight"
 PER_LAYER_TOKEN_EMBD = "per_layer_token_embd.weight"
 
-KEPT = re.compile(
+# names of matrices that llama-quantize does not quantize
+UNQUANTIZED_NAMES = re.compile(
     r"_norm\.weight|ffn_gate_(inp|tid2eid)\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_(first|[wa][012]|v[012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight"
     r"|^position_embd\.weight$|^token_types\.weight$|\.position_embd|sam\.(pos_embd|neck\.|net_)|\.rel_pos|\.patch_(embd|merger)"
@@ -36,10 +37,8 @@ STOCK_FALLBACKS = {
     **dict.fromkeys((T.Q2_K, T.Q3_K, T.TQ1_0, T.TQ2_0), T.Q4_0),
     **{T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0},
 }
-
-
-MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
-WITHOUT_LAYERS = "clip"  # the architecture whose numbers llama.cpp does not read
+MAX_LAYERS = 512  # that the library accepts: LLAMA_MAX_LAYERS
+CLIP = "clip"  # architecture of multimodal projectors; llama.cpp reads none of its numbers
 
 
 def rule_types(
@@ -102,10 +101,12 @@ def _read_rule_model(file: GGUFFile, file_type: FileType, needs_rules: bool) -> 
     """
     arch = str(file.value("general.architecture", ""))
     n_expert = _number(file.value(f"{arch}.expert_count"))
-    if not file_type.is_stock or arch == WITHOUT_LAYERS:
-        return library.RuleModel(arch, n_expert=0 if file_type.is_stock else n_expert)
+    if not file_type.is_stock:
+        return library.RuleModel(arch, n_expert=n_expert)  # the rules of ggml-ext types do not count layers
+    if arch == CLIP:
+        return library.RuleModel(arch)
     if not needs_rules:
-        return library.RuleModel(arch, MAX_LAYERS, n_expert=n_expert)
+        return library.RuleModel(arch, MAX_LAYERS, n_expert=n_expert)  # the library wants a number, but no type depends on it
     n_layers = file.value(f"{arch}.block_count")
     if not 1 <= _number(n_layers) <= MAX_LAYERS:
         raise UserError(
@@ -132,14 +133,14 @@ def _first_number(file: GGUFFile, key: str, default: int) -> int:
 def _listed_types(
     tensors: Iterable[Tensor], file_type: FileType, n_expert: int, token_embd: T | None, output: T | None
 ) -> list[T | None]:
-    """Choose the types without the library; a stock file gets one type."""
+    """Choose the types without the library, by the short list of names. All quantized tensors of a stock file get one type."""
     tied = all(t.name != OUTPUT for t in tensors)
     info = TYPES.get(file_type.type.name.lower())
 
     def choose(tensor: Tensor) -> T | None:
         name = tensor.name
         is_embd = name in (TOKEN_EMBD, PER_LAYER_TOKEN_EMBD)
-        if tensor.n_dims < 2 or not name.endswith("weight") or KEPT.search(name):
+        if tensor.n_dims < 2 or not name.endswith("weight") or UNQUANTIZED_NAMES.search(name):
             return None
         if info is None:
             return output if tied and is_embd and output is not None else file_type.type

@@ -10,7 +10,7 @@ from .._base.errors import UserError
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
 from .._calibration.calibration import CalibrationSetup, configure_calibration
-from .._calibration.cost import Model
+from .._calibration.cost import CalibrationCost
 from .._calibration.options import CalibrationOptions
 from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
@@ -44,12 +44,12 @@ def configure_propagation(
     """
     program = find_tool(PROGRAM)
     if program is None:
-        raise UserError(f"--propagate: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
+        raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
     # the program runs the model itself, one layer at a time
     options = replace(options, proxy_model=SOURCE)
     setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
     check_memory(setup, file, console)
-    kind = options.kind or ("full" if setup.n_tokens >= ENOUGH_TOKENS * setup.model.widest else "block")
+    kind = options.kind or ("full" if setup.n_tokens >= ENOUGH_TOKENS * setup.cost.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", setup.text, "-c", setup.n_context, "-b", setup.n_context]
     command += ["--chunks", setup.n_chunks, "-t", n_threads]
     return PropagationConfig(
@@ -68,23 +68,23 @@ def describe(setup: CalibrationSetup, file: GGUFFile, n_threads: int) -> str:
     """Describe sequential quantization, with its estimated time and memory."""
     n_tokens, n_learned = setup.n_tokens, gradient_chunks(setup.n_chunks) * setup.n_context
     embd = file.value(f"{file.value('general.architecture', '')}.embedding_length", 0)
-    streams = embd * (8 * n_tokens + 2 * len(setup.model.layers) * n_learned)
+    streams = embd * (8 * n_tokens + 2 * len(setup.cost.layers) * n_learned)
     return (
-        f"propagation: {len(setup.model.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
+        f"propagation: {len(setup.cost.layers)} layers, {setup.n_chunks} chunks of {setup.n_context} tokens of "
         f"{setup.text_title}, gradients of {gradient_chunks(setup.n_chunks)}, estimate "
-        f"{format_duration(seconds(setup.model, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
-        f"{(setup.model.n_bytes + sums_bytes(setup.model, file) + streams) / MIB:,.0f} MiB of memory"
+        f"{format_duration(seconds(setup.cost, n_tokens, n_learned, n_threads))} on {n_threads} threads besides encoding, "
+        f"{(setup.cost.n_bytes + sums_bytes(setup.cost, file) + streams) / MIB:,.0f} MiB of memory"
     )
 
 
 def check_memory(setup: CalibrationSetup, file: GGUFFile, console: Console) -> None:
     """Raise UserError if the sums of a layer exceed the memory limit. Add a note if they and the model do."""
-    sums, allowed = sums_bytes(setup.model, file), setup.memory_limit / GIB
+    sums, allowed = sums_bytes(setup.cost, file), setup.memory_limit / GIB
     if sums > setup.memory_limit:
         raise UserError(
-            f"{FLAG}the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
+            f"{FLAG}: the sums of a layer need {sums / GIB:.2f} GiB, the limit is {allowed:.2f} GiB: pass a larger --memory, or {HINT}"
         )
-    if (needed := setup.model.n_bytes + sums) > setup.memory_limit:
+    if (needed := setup.cost.n_bytes + sums) > setup.memory_limit:
         console.note(f"the model and the sums of a layer need {needed / GIB:.1f} GiB, the limit is {allowed:.1f} GiB: this may be slow")
 
 
@@ -92,16 +92,16 @@ def gradient_chunks(n_chunks: int) -> int:
     return min(GRADIENT_CHUNKS, n_chunks)
 
 
-def seconds(model: Model, n_tokens: int, n_learned: int, n_threads: int) -> float:
+def seconds(cost: CalibrationCost, n_tokens: int, n_learned: int, n_threads: int) -> float:
     """Estimate the time of the passes and of the sums H, D and R of each input. n_learned: tokens with gradients."""
-    weights = 2.0 * model.n_weights_used
-    sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in model.inputs)
-    return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / model.rate(n_threads)
+    weights = 2.0 * cost.n_weights_used
+    sums = sum(2 * 3 * i.n_used * i.n_columns**2 for i in cost.inputs)
+    return ((PASSES * weights + sums) * n_tokens + GRADIENT_PASSES * weights * n_learned) / cost.rate(n_threads)
 
 
-def sums_bytes(model: Model, file: GGUFFile) -> int:
+def sums_bytes(cost: CalibrationCost, file: GGUFFile) -> int:
     """Return the memory of the sums of a layer, in bytes."""
-    return layer_bytes(model) + rows_bytes(file)
+    return layer_bytes(cost) + rows_bytes(file)
 
 
 def rows_bytes(file: GGUFFile) -> int:
@@ -113,6 +113,6 @@ def rows_bytes(file: GGUFFile) -> int:
     return max(by_layer.values(), default=0)
 
 
-def layer_bytes(model: Model) -> int:
+def layer_bytes(cost: CalibrationCost) -> int:
     """Return the bytes of the sums of one input, and of solving with them in double precision."""
-    return max((4 * 4 * i.n_matrices + 3 * 8) * i.n_columns**2 for i in model.inputs)
+    return max((4 * 4 * i.n_matrices + 3 * 8) * i.n_columns**2 for i in cost.inputs)

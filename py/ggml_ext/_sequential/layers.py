@@ -30,13 +30,13 @@ from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
 from .._formats.hessians import TensorHessian, token_warnings
 from .._formats.tensor_types import IMATRIX_TYPES, metric_name
-from .._native.streams import HINT, LayerStreams, ProductGroup
+from .._native.streams import FLAG, HINT, LayerStreams, ProductGroup
 from .._plan.plan import PlannedTensor, QuantizationPlan
 from .._plan.rules import TOKEN_EMBD
 from .sums import RowSums, Sums
 
 TEMPORARY = ".propagation-"
-# Rows with common statistics, which compensate each other's errors: time and memory grow with it.
+# Consecutive rows that compensate each other's errors. More of them take more time and memory.
 ROWS_TOGETHER = 1024
 
 
@@ -93,12 +93,21 @@ class SequentialQuantizer:
     warn: Callable[[str], None]
     console: Console
     dead_columns: dict[str, DeadColumns] = field(default_factory=dict)  # by tensor
-    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _layer: int = 0  # the next one
-    _n_gradients: int = 0  # chunks with gradients
-    _encoded: dict[str, EncodedTensor] = field(default_factory=dict)  # until take()
-    _rows: dict[str, list[RowSpan]] = field(default_factory=dict)  # row statistics of the layer's matrices
-    _hessian_counts: dict[str, TensorHessian] = field(default_factory=dict)  # without values, for token_warnings(), which reads their counts
+    _changed: dict[str, PlannedTensor] = field(init=False)  # the tensors to encode, by name
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+    _layer: int = field(default=0, init=False)  # the next one
+    _encoded: dict[str, EncodedTensor] = field(default_factory=dict, init=False)  # until take()
+    _rows: dict[str, list[RowSpan]] = field(default_factory=dict, init=False)  # row statistics of the layer's matrices
+    # Hessians without their values: token_warnings() reads only the counts of tokens
+    _hessian_counts: dict[str, TensorHessian] = field(default_factory=dict, init=False)
+    # set by open()
+    _pool: ThreadPoolExecutor = field(init=False)
+    _streams: LayerStreams = field(init=False)
+    _n_gradients: int = field(default=0, init=False)  # chunks with gradients
+    # set by start()
+    _read_finished: Callable[[str], np.ndarray | None] = field(init=False)
+    _bar: Bar = field(init=False)
+    _reached: set[str] = field(init=False)  # tensors whose inputs the program computes, and the token embeddings
 
     def __post_init__(self) -> None:
         self._changed = {t.name: t for t in self.plan.changed}
@@ -119,7 +128,7 @@ class SequentialQuantizer:
             return
         self._n_gradients = min(self.config.n_gradient_chunks, streams.n_chunks)
         with self.console.bar("gradients", self._n_gradients, "chunk") as bar:
-            for _ in streams.learn(self._n_gradients):
+            for _ in streams.compute_gradients(self._n_gradients):
                 bar.update()
 
     def start(self, read_finished: Callable[[str], np.ndarray | None], bar: Bar) -> None:
@@ -130,15 +139,14 @@ class SequentialQuantizer:
             bar: counts encoded weights.
 
         Raises:
-            UserError: a tensor that needs an imatrix is not in a layer.
+            UserError: a tensor needs an importance matrix, but is not in a layer, so that its input is unknown.
         """
         self._read_finished, self._bar = read_finished, bar
         self._reached = {p.weight for groups in self._streams.layers for g in groups for p in g.products} | {TOKEN_EMBD}
         for t in self._changed.values():
             if t.type in IMATRIX_TYPES and t.name not in self._reached:
                 raise UserError(
-                    f"--propagate: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, but its input is unknown; "
-                    f"{HINT}"
+                    f"{FLAG}: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, but its input is unknown; {HINT}"
                 )
         if (embd := self._changed.get(TOKEN_EMBD)) is not None:
             self._encode_embeddings(embd)
@@ -167,28 +175,45 @@ class SequentialQuantizer:
         return [self._changed[p.weight] for p in group.products if p.weight != TOKEN_EMBD and p.weight in self._changed]
 
     def _encode_layer(self) -> None:
+        """Encode the next layer, or reuse its data from an interrupted run, and advance the streams through it."""
         streams, k = self._streams, self._layer
         streams.enter_layer(k)
         groups = [self._matrices(g) for g in streams.layers[k]]
-        finished = {t.name: self._read_finished(t.name) for matrices in groups for t in matrices}
-        available = {name: data for name, data in finished.items() if data is not None}
-        if finished and len(available) == len(finished):
-            for name, data in available.items():
-                streams.replace(name, self._changed[name].type.name, data)
-        else:
-            last = max((g for g, matrices in enumerate(groups) if matrices), default=-1)
-            self._rows = self._compute_rows(k)
-            for g, matrices in enumerate(groups):
-                if matrices:
-                    self._encode_group(k, g, matrices, advance_original=g == last)
+        if not self._resume_layer([t for matrices in groups for t in matrices]):
+            self._encode_groups(k, groups)
         if k + 1 < len(streams.layers):  # the last layer has no stream after it
-            error = streams.advance()
-            for name in self._encoded.keys() & finished.keys():
-                encoded = self._encoded[name]
-                self._encoded[name] = replace(encoded, accuracy=replace(encoded.accuracy, stream_error=error))
+            self._record_stream_error(streams.advance(), {t.name for matrices in groups for t in matrices})
         self._layer += 1
-        # one warning for all layers with blocks: take() may never reach the output matrix
-        if self._layer == len(streams.layers) - 1 and self._hessian_counts:
+        # the output matrix comes after the last layer with blocks, but take() may never reach it
+        if self._layer == len(streams.layers) - 1:
+            self._warn_of_few_tokens()
+
+    def _resume_layer(self, matrices: list[PlannedTensor]) -> bool:
+        """Replace all matrices of the layer by the data of an interrupted run. Return False if one is missing."""
+        finished = [(t, data) for t in matrices if (data := self._read_finished(t.name)) is not None]
+        if not matrices or len(finished) < len(matrices):
+            return False
+        for planned, data in finished:
+            self._streams.replace(planned.name, planned.type.name, data)
+        return True
+
+    def _encode_groups(self, k: int, groups: list[list[PlannedTensor]]) -> None:
+        """Encode the matrices of layer k, group by group. The last group with matrices advances the original model's stream."""
+        last = max((g for g, matrices in enumerate(groups) if matrices), default=-1)
+        self._rows = self._compute_rows(k)
+        for g, matrices in enumerate(groups):
+            if matrices:
+                self._encode_group(k, g, matrices, advance_original=g == last)
+
+    def _record_stream_error(self, error: float, names: set[str]) -> None:
+        """Add the error of the residual stream after the layer to the accuracy of its encoded matrices."""
+        for name in self._encoded.keys() & names:
+            encoded = self._encoded[name]
+            self._encoded[name] = replace(encoded, accuracy=replace(encoded.accuracy, stream_error=error))
+
+    def _warn_of_few_tokens(self) -> None:
+        """Warn once, for all layers, of Hessians that have too few tokens."""
+        if self._hessian_counts:
             for line in token_warnings(self._hessian_counts):
                 self.warn(line)
 
@@ -209,9 +234,9 @@ class SequentialQuantizer:
         streams, group = self._streams, self._streams.layers[k][g]
         sums = Sums(group)
         for chunk in range(streams.n_chunks):
-            sums.add(streams.inputs(k, g, chunk, advance_original), self._pool)
+            sums.add(streams.compute_inputs(k, g, chunk, advance_original), self._pool)
         scales = {p.weight: p.scale for p in group.products}
-        hessian = sums.hessian(f"--propagate: layer {k}", self.config.kind)
+        hessian = sums.hessian(f"{FLAG}: layer {k}", self.config.kind)
         diagonal = hessian_diagonal(sums)
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
         for t in matrices:
@@ -219,7 +244,7 @@ class SequentialQuantizer:
             self.dead_columns[t.name] = DeadColumns.count(diagonal)
         metrics: dict[str, PerExpert[Metric]] = {}
         for t in matrices:
-            # encode_tensor() frees the expert data of its own object; a new one per matrix keeps the shared metrics alive
+            # a new object per matrix: encode_tensor() frees the data of each expert in its object, but other matrices share the metrics
             calibrated = TensorCalibration.from_hessian(diagonal, hessian)
             if (name := metric_name(t.type)) is not None:
                 if name not in metrics:
@@ -251,9 +276,9 @@ class SequentialQuantizer:
         try:
             list(self._pool.map(correct, range(len(sums.h))))
         except np.linalg.LinAlgError as e:
-            raise UserError(f"--propagate: tensor {tensor.name}: the Hessian of its inputs cannot be inverted: {e}; {HINT}") from e
+            raise UserError(f"{FLAG}: tensor {tensor.name}: the Hessian of its inputs cannot be inverted: {e}; {HINT}") from e
         if not np.isfinite(weights).all():
-            raise UserError(f"--propagate: tensor {tensor.name}: the corrected weights are not finite; {HINT}")
+            raise UserError(f"{FLAG}: tensor {tensor.name}: the corrected weights are not finite; {HINT}")
         return weights
 
     def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:

@@ -54,7 +54,7 @@ class RowSums:
             directions = gradients[name][SINKS:]
             lengths = np.linalg.norm(directions, axis=1, keepdims=True)
             if not np.isfinite(lengths).all():
-                raise UserError(f"{FLAG}the gradients at the outputs of {name} are not finite; {HINT}")
+                raise UserError(f"{FLAG}: the gradients at the outputs of {name} are not finite; {HINT}")
             directions = np.divide(directions, lengths, out=np.zeros_like(directions), where=lengths > 0)
             self.n_tokens[name] += int(np.count_nonzero(lengths))
             parts = [directions[:, first : first + n] for first, n in self._parts(directions.shape[1])]

@@ -108,7 +108,7 @@ def choose_gguf(repo: Repo, files: list[str], requested: str | None) -> list[str
 
     if parts := find_kind(BEFORE_SAFETENSORS):
         return parts
-    if CONFIG in files and any(_weights(files, weights) for weights in FORMATS):
+    if CONFIG in files and any(_weight_files(files, f) for f in FORMATS):
         return []
     if parts := find_kind(AFTER_SAFETENSORS):
         return parts
@@ -136,17 +136,18 @@ def _require_parts(repo: Repo, files: list[str], file: str) -> list[str]:
     return parts
 
 
-def _weights(files: list[str], weights: tuple[str, str]) -> list[str]:
-    """Return the files with weights in a format of FORMATS."""
-    return [f for f in files if "/" not in f and f.startswith(weights[0]) and f.endswith(weights[1])]
+def _weight_files(files: list[str], weight_format: tuple[str, str]) -> list[str]:
+    """Return the files with weights in one of FORMATS, whose names have its prefix and suffix."""
+    prefix, suffix = weight_format
+    return [f for f in files if "/" not in f and f.startswith(prefix) and f.endswith(suffix)]
 
 
 def checkpoint_files(cache: _Cache) -> list[str]:
     """Return the names of a checkpoint's files, config.json first. UserError if a shard is missing."""
     files = list(cache.files)
-    weights = next(w for w in FORMATS if _weights(files, w))
-    index = index_name(weights)
-    names = indexed_files(cache.download([index])[0]) if index in files else shards_by_name(_weights(files, weights))
+    weight_format = next(f for f in FORMATS if _weight_files(files, f))
+    index = index_name(weight_format)
+    names = indexed_files(cache.download([index])[0]) if index in files else shards_by_name(_weight_files(files, weight_format))
     if missing := [n for n in names if n not in files]:
         raise cache.repo.error(f"lacks {_list_some(missing)}, of {len(names)} files with weights: {cache.repo.missing_files_hint}")
     others = [f for f in files if "/" not in f and (f.endswith(COMPANIONS) or f == "LICENSE")]
@@ -265,9 +266,9 @@ class _Cache:
 
 
 class Unreachable(UserError):
-    """The hub is unreachable."""
+    """The hub was not asked, because HF_HUB_OFFLINE is set, or it does not answer."""
 
-    hint = "unset it"  # of HF_HUB_OFFLINE
+    hint = "unset it"  # HF_HUB_OFFLINE
 
 
 class ConnectionBroken(Unreachable):
@@ -343,7 +344,7 @@ def status_of(e: Exception) -> int | None:
 
 
 def describe_break(e: Exception) -> str:
-    """Describe an error after which a retry may help; empty for others."""
+    """Describe an error of the connection or the server, after which a retry may help; empty for other errors."""
     from huggingface_hub import constants
 
     status = status_of(e)
@@ -355,7 +356,7 @@ def describe_break(e: Exception) -> str:
 
 
 def cause(e: BaseException) -> str:
-    """Return why a connection failed: the innermost system error, which the client's exceptions wrap, or their text."""
+    """Return why a connection failed: the innermost system error that the client's exceptions wrap, else the innermost exception."""
     chain = [e]
     for error in chain:
         inner = (error.__cause__, getattr(error, "reason", None), *error.args)
@@ -365,15 +366,18 @@ def cause(e: BaseException) -> str:
 
 
 def describe_write_error(e: Exception) -> str:
-    """Return the system's error for a file that could not be written; empty for other errors. hf_xet has it only in its text."""
+    """Return the system's message if a file could not be written; empty for other errors.
+
+    hf_xet raises exceptions of its own, which have the message only in their text; of these, only full disks are recognized.
+    """
     for text in map(os.strerror, NO_SPACE):
         if text in str(e):
             return text
-    return e.strerror or "" if isinstance(e, OSError) and not is_connection_error(e) else ""
+    return (e.strerror or "") if isinstance(e, OSError) and not is_connection_error(e) else ""
 
 
 def is_connection_error(e: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is one of the client's HTTP library (requests or httpx, depending on the version)."""
+    """Whether an error, or one of its causes, comes from the connection. The client's HTTP library is requests or httpx."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return e is not None and (

@@ -1,4 +1,4 @@
-"""Error feedback for stock scalar types, in numpy: ggml_ext/encode/upstream-scalars.c, upstream-metric.c and upstream-layouts.h, bit for bit.
+"""Error feedback for stock scalar types, in numpy: ggml_ext/encode/upstream-scalars.c and upstream-metric.c, bit for bit.
 
 It improves the scales and codes of llama.cpp's encoder, which has no numpy reference. Arrays of columns are float32 (n_columns, n_rows).
 """
@@ -6,144 +6,18 @@ It improves the scales and codes of llama.cpp's encoder, which has no numpy refe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from ._block_layouts import LAYOUTS, TABLE, Bits, Layout
 from ._blocks import HALF_MAX
 from ._metric import MOMENTS_COLUMNS, load_shrunk
 
-T = GGMLQuantizationType
 SWEEP_PANEL, SCALE_STEPS = 256, 2
-TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)  # kvalues_iq4nl
 ZERO, ONE = np.float32(0), np.float32(1)
-
-
-@dataclass(frozen=True)
-class Bits:
-    """The positions of some bits of small integers in a block.
-
-    Attributes:
-        byte: byte of each integer's bits, int (n_integers,).
-        shift: lowest bit in that byte.
-        n: number of bits.
-        lowest: lowest bit in the integer.
-        columns: the integers that have these bits.
-    """
-
-    byte: np.ndarray
-    shift: np.ndarray
-    n: int
-    lowest: int = 0
-    columns: np.ndarray | slice = field(default_factory=lambda: slice(None))
-
-    def read(self, blocks: np.ndarray, integers: np.ndarray) -> None:
-        integers[:, self.columns] |= (blocks[:, self.byte] >> self.shift & (1 << self.n) - 1) << self.lowest
-
-    def write(self, integers: np.ndarray, blocks: np.ndarray) -> None:
-        """Write the bits of integers into blocks that are zero there."""
-        values = (integers[:, self.columns] >> self.lowest & (1 << self.n) - 1) << self.shift
-        index: Any = (slice(None), self.byte)  # numpy's stub lacks slices
-        np.bitwise_or.at(blocks, index, values.astype(np.uint8))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A type's block layout, as in upstream-layouts.h.
-
-    Attributes:
-        sub: weights per sub-block.
-        low, high: range of the codes.
-        codes, scales, mins: bits of a block's integers.
-        halves: offsets of d and dmin.
-        scale_range: range of integer scales; None if the halves are the scales.
-        min_high: largest integer min.
-        has_table: codes are indices of TABLE.
-        scales_are_signed: the bits of scales are signed bytes; others are stored minus the lowest scale.
-    """
-
-    sub: int
-    low: int
-    high: int
-    codes: list[Bits]
-    halves: list[int]
-    scales: list[Bits] = field(default_factory=list)
-    mins: list[Bits] = field(default_factory=list)
-    scale_range: tuple[int, int] | None = None
-    min_high: int = 0
-    has_table: bool = False
-    scales_are_signed: bool = False
-
-    @property
-    def has_min(self) -> bool:
-        return len(self.halves) == 2
-
-
-def _pairs(start: int, lowest: int = 0) -> Bits:
-    j = np.arange(256)
-    return Bits(start + j // 128 * 32 + j % 32, j % 128 // 32 * 2, 2, lowest)
-
-
-def _nibbles(start: int, n: int) -> Bits:
-    j = np.arange(n)
-    return Bits(start + j // 32 * 16 + j % 16, j % 32 // 16 * 4, 4)
-
-
-def _nibbles_64(start: int) -> Bits:
-    j = np.arange(256)
-    return Bits(start + j // 64 * 32 + j % 32, j % 64 // 32 * 4, 4)
-
-
-def _planes(start: int, lowest: int) -> Bits:
-    """Return the positions of one bit of each of 256 codes."""
-    j = np.arange(256)
-    return Bits(start + j % 32, j // 32, 1, lowest)
-
-
-def _fifth_bits(start: int) -> Bits:
-    j = np.arange(32)
-    return Bits(start + j // 8, j % 8, 1, 4)
-
-
-def _six_bits(own: int) -> list[Bits]:
-    """Return the positions of the eight scales (own = 0) or mins (own = 4) of Q4_K and Q5_K."""
-    s = np.arange(4)
-    late = s + 4
-    return [
-        Bits(4 + s + own, 0 * s, 6, 0, s), Bits(4 + late + 4, 0 * s + own, 4, 0, late), Bits(4 + s + own, 0 * s + 6, 2, 4, late)
-    ]
-
-
-_S8, _S16 = np.arange(8), np.arange(16)
-LAYOUTS: dict[GGMLQuantizationType, Layout] = {
-    T.Q2_K: Layout(
-        16, 0, 3, [_pairs(16)], [80, 82], scales=[Bits(_S16, 0 * _S16, 4)], mins=[Bits(_S16, 0 * _S16 + 4, 4)], scale_range=(0, 15), min_high=15
-    ),
-    T.Q3_K: Layout(
-        16, -4, 3, [_pairs(32), _planes(0, 2)], [108],
-        scales=[Bits(96 + _S16 % 8, _S16 // 8 * 4, 4), Bits(104 + _S16 % 4, _S16 // 4 * 2, 2, 4)], scale_range=(-32, 31),
-    ),
-    T.Q4_K: Layout(32, 0, 15, [_nibbles_64(16)], [0, 2], scales=_six_bits(0), mins=_six_bits(4), scale_range=(0, 63), min_high=63),
-    T.Q5_K: Layout(
-        32, 0, 31, [_nibbles_64(48), _planes(16, 4)], [0, 2], scales=_six_bits(0), mins=_six_bits(4), scale_range=(0, 63), min_high=63
-    ),
-    T.Q6_K: Layout(
-        16, -32, 31,
-        [Bits(np.arange(256) // 128 * 64 + np.arange(256) % 64, np.arange(256) % 128 // 64 * 4, 4), _pairs(128, 4)],
-        [208], scales=[Bits(192 + _S16, 0 * _S16, 8)], scale_range=(-128, 127), scales_are_signed=True,
-    ),
-    T.IQ4_XS: Layout(
-        32, 0, 15, [_nibbles(8, 256)], [0], scales=[Bits(4 + _S8 // 2, _S8 % 2 * 4, 4), Bits(2 + _S8 // 4, _S8 % 4 * 2, 2, 4)],
-        scale_range=(-32, 31), has_table=True,
-    ),
-    T.Q4_0: Layout(32, -8, 7, [_nibbles(2, 32)], [0]),
-    T.Q4_1: Layout(32, 0, 15, [_nibbles(4, 32)], [0, 2]),
-    T.Q5_0: Layout(32, -16, 15, [_nibbles(6, 32), _fifth_bits(2)], [0]),
-    T.Q5_1: Layout(32, 0, 31, [_nibbles(8, 32), _fifth_bits(4)], [0, 2]),
-    T.IQ4_NL: Layout(32, 0, 15, [_nibbles(2, 32)], [0], has_table=True),
-}
 
 
 @dataclass(frozen=True)
@@ -196,16 +70,37 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, shrinkage: float) -> 
 
 
 class Change(NamedTuple):
-    """A change of a sub-block's scale and min, float32 (n_rows,): struct change in C."""
+    """A change of a sub-block's scale and min, float32 (n_rows,): struct change in C.
 
-    step: np.ndarray  # increases of step and base
+    Attributes:
+        step, base: increases of step and base.
+        scale, min: new values; of d and dmin in types without integer scales.
+    """
+
+    step: np.ndarray
     base: np.ndarray
-    scale: np.ndarray  # new values; d and dmin where these are the scales
+    scale: np.ndarray
     min: np.ndarray
 
 
 class _Rows:
-    """The columns of some rows that share a matrix: struct upstream_rows. Scales are float32 (n_sub_blocks, n_rows)."""
+    """Some rows, in the columns of one Hessian: struct upstream_rows in C.
+
+    The value of a weight is base + step * level.
+
+    Attributes:
+        t, m: layout of the type; factored Hessian.
+        blocks: the encoded rows, uint8 (n_rows, n_blocks, block_bytes).
+        w: weights, float32 (n_columns, n_rows), like level and e.
+        level: the level of each code: the code plus `low`, or its entry in TABLE.
+        e: errors, w minus the values.
+        d, dmin: FP16 scales of the block, float32 (n_sub_blocks, n_rows), like the next five.
+        scale, min: integers of the sub-block; 0 in types without them.
+        step: d * scale, or d without integer scales.
+        base: -(dmin * min), or dmin without integer mins, or 0 in types without mins.
+        inverse: 1 / step, or 0 where step is 0.
+        cost: e^T H e of the current errors, float32 (n_rows,).
+    """
 
     def __init__(self, layout: Layout, matrix: Matrix, weights: np.ndarray, blocks: np.ndarray):
         """Unpack blocks. weights: float32 (n_rows, n). blocks: uint8 (n_rows, n_blocks, block_bytes)."""
@@ -224,9 +119,9 @@ class _Rows:
 
         block = self.w.shape[0] // n_blocks
         n_sub = block // layout.sub
-        halves = [flat[:, start : start + 2].copy().view("<f2").astype(np.float32) for start in layout.halves]
-        self.d = by_row(np.repeat(halves[0], n_sub, axis=1))
-        self.dmin = by_row(np.repeat(halves[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
+        scales_fp16 = [flat[:, start : start + 2].copy().view("<f2").astype(np.float32) for start in layout.fp16_offsets]
+        self.d = by_row(np.repeat(scales_fp16[0], n_sub, axis=1))
+        self.dmin = by_row(np.repeat(scales_fp16[1], n_sub, axis=1)) if layout.has_min else np.zeros_like(self.d)
         scales = integers(layout.scales, n_sub)
         if layout.scales_are_signed:
             scales ^= 128
@@ -241,6 +136,7 @@ class _Rows:
         self.e = self.errors()
 
     def set_step(self, s: int) -> None:
+        """Compute step, base and inverse of sub-block s."""
         has_integers = self.t.scale_range is not None
         self.step[s] = self.d[s] * self.scale[s] if has_integers else self.d[s]
         if self.t.has_min:
@@ -249,6 +145,7 @@ class _Rows:
         self.inverse[s] = np.where(is_zero, ZERO, ONE / np.where(is_zero, ONE, self.step[s]))
 
     def errors(self, columns: slice = slice(None)) -> np.ndarray:
+        """Compute e for some columns."""
         base, step = (np.repeat(x, self.t.sub, axis=0)[columns] for x in (self.base, self.step))
         return self.w[columns] - (base + step * self.level[columns])
 
@@ -264,6 +161,7 @@ class _Rows:
         return np.rint(np.where(v < high, v, high))
 
     def decide_codes(self) -> None:
+        """Choose codes column by column with error feedback, for the current scales."""
         m, fed = self.m, np.zeros_like(self.w)
         for k, j in enumerate(m.order):
             s, goal = j // self.t.sub, self.w[j].copy()
@@ -287,6 +185,7 @@ class _Rows:
         return cost
 
     def sweep(self) -> None:
+        """Descend over scales and codes, panel by panel of columns. g: H e in the panel."""
         for begin in range(0, len(self.w), SWEEP_PANEL):
             here = slice(begin, min(begin + SWEEP_PANEL, len(self.w)))
             g = np.zeros((here.stop - begin, self.w.shape[1]), np.float32)
@@ -303,7 +202,7 @@ class _Rows:
             self.e[here] = self.errors(here)
 
     def descend_block(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
-        """Fit the halves of the block at column `begin`: d times 1 + change_d, dmin times 1 + change_dmin."""
+        """Fit the FP16 scales of the block at column `begin`: d times 1 + change_d, dmin times 1 + change_dmin."""
         subs = slice(begin // self.t.sub, begin // self.t.sub + len(g) // self.t.sub)
         values = [np.repeat(self.step[subs], self.t.sub, axis=0) * self.level[begin : begin + len(g)], np.repeat(self.base[subs], self.t.sub, axis=0)]
         products = [np.zeros_like(g), np.zeros_like(g)]
@@ -318,7 +217,7 @@ class _Rows:
         alone, safe = (vv > 0) & (d != 0), np.where(both, det, ONE)
         change_d = np.where(both, (gv * uu - gu * vu) / safe, np.where(alone, gv / np.where(alone, vv, ONE), ZERO))
         change_dmin = np.where(both, (gu * vv - gv * vu) / safe, ZERO)
-        new_d, new_dmin = _as_halves(d + d * change_d), _as_halves(dmin + dmin * change_dmin)
+        new_d, new_dmin = _round_to_fp16(d + d * change_d), _round_to_fp16(dmin + dmin * change_dmin)
         change_d = np.where(d != 0, new_d / np.where(d != 0, d, ONE) - ONE, ZERO)
         change_dmin = np.where(dmin != 0, new_dmin / np.where(dmin != 0, dmin, ONE) - ONE, ZERO)
         cost = change_d * (vv * change_d - (gv + gv) + (vu + vu) * change_dmin) + change_dmin * (uu * change_dmin - (gu + gu))
@@ -330,27 +229,32 @@ class _Rows:
         g -= np.where(better, change_d, ZERO) * products[0] + np.where(better, change_dmin, ZERO) * products[1]
 
     def descend_codes(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
+        """Set the code of each column of the panel at `begin` in turn."""
         for i in range(len(g)):
-            j, s, own = begin + i, (begin + i) // self.t.sub, H[i, i]
-            level = self.nearest(self.level[j] + (g[i] * (ONE / own)) * self.inverse[s])
+            j, s, diagonal = begin + i, (begin + i) // self.t.sub, H[i, i]
+            level = self.nearest(self.level[j] + (g[i] * (ONE / diagonal)) * self.inverse[s])
             moves = (level != self.level[j]) & (self.inverse[s] != 0)
             change = np.where(moves, (level - self.level[j]) * self.step[s], ZERO)
             self.level[j] = np.where(moves, level, self.level[j])
-            self.cost += change * (own * change - (g[i] + g[i]))
+            self.cost += change * (diagonal * change - (g[i] + g[i]))
             g -= H[i][:, None] * change
 
     def descend_scales(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
+        """Set scale and min of each sub-block of the panel at `begin` in turn."""
         has_integers = self.t.scale_range is not None
         scale, minimum = (self.scale, self.min) if has_integers else (self.d, self.dmin)
         for i0 in range(0, len(g), self.t.sub):
             s, here = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
             level = self.level[begin + i0 : begin + i0 + self.t.sub]
-            forms = _Forms.from_levels(H[here, here], level, g[here])
+            quadratic = _Quadratic.from_levels(H[here, here], level, g[here])
             zero = np.zeros_like(self.cost)
             best_cost, best = zero, Change(zero, zero, scale[s], minimum[s])
-            candidates = self._integer_candidates(s, *self.t.scale_range) if self.t.scale_range is not None else self._half_candidates(s, forms)
+            if self.t.scale_range is not None:
+                candidates = self._integer_candidates(s, *self.t.scale_range)
+            else:
+                candidates = self._fp16_candidates(s, quadratic)
             for change, is_allowed in candidates:
-                cost = forms.cost(change.step, change.base)
+                cost = quadratic.cost(change.step, change.base)
                 better = is_allowed & (cost < best_cost)
                 best_cost = np.where(better, cost, best_cost)
                 best = Change(*(np.where(better, new, old) for new, old in zip(change, best, strict=True)))
@@ -370,8 +274,8 @@ class _Rows:
                 is_allowed = (scale >= low) & (scale <= high) & (minimum >= 0) & (minimum <= self.t.min_high)
                 yield Change(step, base, scale, minimum), is_allowed
 
-    def _half_candidates(self, s: int, f: _Forms) -> Iterator[tuple[Change, np.ndarray]]:
-        """Yield one candidate like those of _integer_candidates(): the least-squares d and dmin, rounded to halves."""
+    def _fp16_candidates(self, s: int, f: _Quadratic) -> Iterator[tuple[Change, np.ndarray]]:
+        """Yield one candidate like those of _integer_candidates(): the least-squares d and dmin, rounded to FP16."""
         rise_dmin = np.zeros_like(self.cost)
         if self.t.has_min:
             det = f.ll * f.oo - f.lo * f.lo
@@ -380,8 +284,8 @@ class _Rows:
             rise_dmin = np.where(det > 0, (f.go * f.ll - f.gl * f.lo) * inverse, ZERO)
         else:
             rise_d = np.where(f.ll > 0, f.gl * (ONE / np.where(f.ll > 0, f.ll, ONE)), ZERO)
-        scale = _as_halves(self.d[s] + rise_d)
-        minimum = _as_halves(self.dmin[s] + rise_dmin) if self.t.has_min else rise_dmin
+        scale = _round_to_fp16(self.d[s] + rise_d)
+        minimum = _round_to_fp16(self.dmin[s] + rise_dmin) if self.t.has_min else rise_dmin
         base = minimum - self.dmin[s] if self.t.has_min else rise_dmin
         yield Change(scale - self.d[s], base, scale, minimum), self.d[s] != 0
 
@@ -403,39 +307,43 @@ class _Rows:
         ):
             for bits in fields:
                 bits.write(integers, flat)
-        for start, half in zip(self.t.halves, (self.d, self.dmin), strict=False):
-            flat[:, start : start + 2] = half[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
+        for start, scale in zip(self.t.fp16_offsets, (self.d, self.dmin), strict=False):
+            flat[:, start : start + 2] = scale[::n_sub].T.reshape(-1, 1).astype("<f2").view(np.uint8)
         self.blocks[rows] = flat.reshape(self.blocks.shape)[rows]
 
 
 @dataclass(frozen=True)
-class _Forms:
-    """The cost of a sub-block's errors as a quadratic form in the changes a of its step and b of its base, float32 (n_rows,)."""
+class _Quadratic:
+    """The cost of a sub-block when its step rises by a and its base by b: a*(ll*a - 2*gl + 2*lo*b) + b*(oo*b - 2*go).
 
-    ll: np.ndarray
-    gl: np.ndarray
-    lo: np.ndarray
-    go: np.ndarray
-    oo: np.float32
+    l are the levels of the sub-block, o as many ones, H its part of the Hessian and g = H e of all errors. Arrays are float32 (n_rows,).
+    """
+
+    ll: np.ndarray  # l^T H l
+    gl: np.ndarray  # g^T l
+    lo: np.ndarray  # l^T H o
+    go: np.ndarray  # g^T o
+    oo: np.float32  # o^T H o, the same for all rows
 
     @classmethod
-    def from_levels(cls, H: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Forms:
+    def from_levels(cls, H: np.ndarray, level: np.ndarray, g: np.ndarray) -> _Quadratic:
         ll, gl, lo, go = (np.zeros_like(level[0]) for _ in range(4))
         oo = ZERO
         for i in range(len(level)):
-            total, own = np.zeros_like(ll), ZERO
+            product, row_sum = np.zeros_like(ll), ZERO  # element i of H l and of H o
             for k in range(len(level)):
-                total += H[i, k] * level[k]
-                own += H[i, k]
-            ll, lo, oo = ll + level[i] * total, lo + total, oo + own
+                product += H[i, k] * level[k]
+                row_sum += H[i, k]
+            ll, lo, oo = ll + level[i] * product, lo + product, oo + row_sum
             gl, go = gl + g[i] * level[i], go + g[i]
         return cls(ll, gl, lo, go, oo)
 
     def cost(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return the change of the cost, float32 (n_rows,)."""
         return a * (self.ll * a - (self.gl + self.gl) + (self.lo + self.lo) * b) + b * (self.oo * b - (self.go + self.go))
 
 
-def _as_halves(v: np.ndarray) -> np.ndarray:
+def _round_to_fp16(v: np.ndarray) -> np.ndarray:
     return np.clip(v, -HALF_MAX, HALF_MAX).astype(np.float16).astype(np.float32)
 
 

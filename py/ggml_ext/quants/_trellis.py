@@ -18,9 +18,10 @@ from ._metric import WINDOW, Metric, encode_rows, form_times, positions
 N_STATES = 4096
 N_STARTS = 256  # states that a start byte can encode
 # constants of encode/trellis.c
-MAX_PASSES = 6
-ODD_ABOVE, ODD_FACTORS = {256: np.float32(1.15), 64: np.float32(1.30)}, (1.3, 1.6, 0.75)
-ODD_FED = {256: np.float32(1.4), 64: np.float32(1.6)}
+MAX_SCALES = 6
+EXTRA_FACTORS = (1.3, 1.6, 0.75)  # further scales for blocks that are not Gaussian
+GAUSSIAN_LIMIT = {256: np.float32(1.15), 64: np.float32(1.30)}  # by block size
+GAUSSIAN_LIMIT_FEEDBACK = {256: np.float32(1.4), 64: np.float32(1.6)}
 # constants of encode/trellis-search.h
 MAX_UNITS, NONE = np.float32(80), 49152
 LAST_SCALE = 0xF7
@@ -49,9 +50,9 @@ class Trellis:
         return positions(self.n)
 
     @property
-    def odd(self) -> np.float32:
-        """NMSE above which the encoder tries more scales for a block."""
-        return ODD_ABOVE[self.n] * np.float32(self.info.usual_rel_mse)
+    def gaussian_nmse_limit(self) -> np.float32:
+        """NMSE above which a block is not Gaussian and the encoder tries extra scales."""
+        return GAUSSIAN_LIMIT[self.n] * np.float32(self.info.usual_rel_mse)
 
     @property
     def n_groups(self) -> int:
@@ -168,7 +169,7 @@ class Trellis:
             if importance is not None and metric is None:
                 metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
             is_diagonal = metric is not None and metric.windows is None
-            passes = passes or (MAX_PASSES if is_diagonal else 2 if self.n == 256 else 3)
+            passes = passes or (MAX_SCALES if is_diagonal else 2 if self.n == 256 else 3)
             states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
             def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
@@ -240,12 +241,12 @@ class Trellis:
         return states
 
     def excess(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Return the squared error minus ODD_FED times the expected error of Gaussian weights, float32 (rows,), as trellis_excess() does."""
+        """Return the squared error minus GAUSSIAN_LIMIT_FEEDBACK times the expected error of Gaussian weights, float32 (rows,), as trellis_excess() does."""
         value = d[:, None] * self.values[states]
         r = block.goal - value
         block.known_metric.feed_block(block.first_step, block.x - value, r)
         z = value + r
-        return sum_lanes(r * r) - ODD_FED[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
+        return sum_lanes(r * r) - GAUSSIAN_LIMIT_FEEDBACK[self.n] * np.float32(self.info.usual_rel_mse) * sum_lanes(z * z)
 
     def improve(self, block: Block, d: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Search the states of the rows again in windows, under scales d (rows,), as trellis_improve() in C does."""
@@ -294,7 +295,7 @@ class Block:
 
     def cost(self, v: np.ndarray | None = None, d: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the cost of the values d*v, or of zeros, and the best change of d, as trellis_cost() does."""
-        step, e, r = None, self.x, self.goal
+        d_change, e, r = None, self.x, self.goal
         if v is not None and d is not None:
             e, r = e - d[:, None] * v, r - d[:, None] * v
         r = r.copy()
@@ -307,8 +308,8 @@ class Block:
                 self.metric.feed_block(self.first_step, v, b)
                 form = self.metric.apply_D(self.first_step, b)
             vv = sum_lanes(b * form)
-            step = np.where(vv > 0, sum_lanes(r * form) / vv, -d)
-        return sum_lanes(r * (r if self.metric is None else self.metric.apply_D(self.first_step, r))), step
+            d_change = np.where(vv > 0, sum_lanes(r * form) / vv, -d)
+        return sum_lanes(r * (r if self.metric is None else self.metric.apply_D(self.first_step, r))), d_change
 
 
 class ScaleSearch:
@@ -325,37 +326,42 @@ class ScaleSearch:
         self.d, self.states = np.zeros(n_rows, np.uint8), np.zeros((n_rows, trellis.n), np.int64)
         self._error, _ = block.cost()  # of the best states
         self._tried = np.zeros((n_rows, 256), bool)
-        self._has_hessian = block.metric is not None and block.metric.windows is not None  # not a diagonal
+        self._is_dense = block.metric is not None and block.metric.windows is not None  # the Hessian, not a diagonal
 
-    def run(self, n_passes: int) -> None:
-        """Search under n_passes scales and, in blocks that are not Gaussian, under further ones."""
+    def run(self, n_scales: int) -> None:
+        """Search under n_scales scales and, in blocks that are not Gaussian, under extra ones."""
         t, block, n_rows = self.trellis, self.block, len(self.d)
         energy = sum_lanes(block.goal * block.goal)
-        gaussian_error, gaussian_scale = t.odd * energy, np.sqrt(energy * np.float32(1 / t.n)) / t.rms
-        targets, is_odd = gaussian_scale * np.float32(t.info.trellis_gain), np.zeros(n_rows, bool)
-        if block.metric is not None and not self._has_hessian:
+        gaussian_error, gaussian_scale = t.gaussian_nmse_limit * energy, np.sqrt(energy * np.float32(1 / t.n)) / t.rms
+        targets, non_gaussian = gaussian_scale * np.float32(t.info.trellis_gain), np.zeros(n_rows, bool)
+        if block.metric is not None and not self._is_dense:
             rows, d = self._choose_scales(np.arange(n_rows), targets)
             if len(rows):
                 targets[rows], squared_errors = self._try_scales(rows, d, False)
-                is_odd[rows] = squared_errors > gaussian_error[rows]
-        self._search_near(targets, n_passes)
-        if self._has_hessian:
-            is_odd = t.excess(block, e5m3_to_float32(self.d), self.states) > 0
-        largest = np.abs(block.x).max(axis=1, initial=0) / np.abs(t.values).max()
-        for scales in (*(np.float32(f) * gaussian_scale for f in ODD_FACTORS), largest):
-            needs_more = self._error > gaussian_error if block.metric is None else is_odd
+                non_gaussian[rows] = squared_errors > gaussian_error[rows]
+        self._search_near(targets, n_scales)
+        if self._is_dense:
+            non_gaussian = t.excess(block, e5m3_to_float32(self.d), self.states) > 0
+        self._try_extra_scales(gaussian_scale, gaussian_error, non_gaussian)
+        if self._is_dense:
+            rows = np.flatnonzero(self.d)
+            self.states[rows] = t.improve(block.rows(rows), e5m3_to_float32(self.d[rows]), self.states[rows])
+
+    def _try_extra_scales(self, gaussian_scale: np.ndarray, gaussian_error: np.ndarray, non_gaussian: np.ndarray) -> None:
+        """Try further scales for blocks that are not Gaussian: with a Hessian the given ones, else those above gaussian_error."""
+        block = self.block
+        largest = np.abs(block.x).max(axis=1, initial=0) / np.abs(self.trellis.values).max()
+        for scales in (*(np.float32(f) * gaussian_scale for f in EXTRA_FACTORS), largest):
+            needs_more = self._error > gaussian_error if block.metric is None else non_gaussian
             rows, d = self._choose_scales(np.flatnonzero(needs_more), scales)
             if len(rows):
                 self._try_scales(rows, d, block.metric is not None)
                 self._tried[rows, d] = True
-        if self._has_hessian:
-            rows = np.flatnonzero(self.d)
-            self.states[rows] = t.improve(block.rows(rows), e5m3_to_float32(self.d[rows]), self.states[rows])
 
-    def _search_near(self, targets: np.ndarray, n_passes: int) -> None:
+    def _search_near(self, targets: np.ndarray, n_scales: int) -> None:
         """Try scales next to the targets, float32 (n_rows,), which follow the best states, then neighbours of the best scale."""
         rows, best = np.arange(len(targets)), np.zeros(len(targets), np.int64)
-        for _ in range(n_passes):
+        for _ in range(n_scales):
             d = _next_scale(targets[rows], self._tried[rows])
             d = np.where((d < 0) & (best[rows] > 0), _neighbour_scale(best[rows], self._tried[rows]), d)
             rows, d = rows[d > 0], d[d > 0]
@@ -380,10 +386,10 @@ class ScaleSearch:
             states = self.trellis.search(block.goal * (np.float32(1) / scale)[:, None])
         v = self.trellis.values[states]
         e = block.goal - scale[:, None] * v
-        cost, step = block.cost(v, scale)
+        cost, d_change = block.cost(v, scale)
         better = cost < self._error[rows]
         self._error[rows[better]], self.d[rows[better]], self.states[rows[better]] = cost[better], d[better], states[better]
-        return scale + step, sum_lanes(e * e)
+        return scale + d_change, sum_lanes(e * e)
 
 
 def _next_scale(target: np.ndarray, tried: np.ndarray) -> np.ndarray:
