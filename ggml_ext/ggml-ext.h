@@ -45,7 +45,7 @@ enum ggml_ext_metric_status {
 // Prepare a metric. Return NULL and set *status on failure.
 //   H        lower triangles, row by row, at any scale: one of all columns with `full`, else one per 256 columns (the last may be shorter)
 //   full     one Hessian of all columns, not block-diagonal
-//   shrinkage  at least 0: H + shrinkage*diag(H) is encoded with, and 0.003 of the mean diagonal is added to that diagonal
+//   shrinkage  at least 0: H + shrinkage*diag(H) is encoded with, and 0.001 of the mean diagonal is added to that diagonal
 //   segment  weights decided together: 32, 16 or 8; fewer are slower and better; upstream types ignore it
 // The result does not depend on n_threads.
 GGML_API struct ggml_ext_metric * ggml_ext_metric_init(enum ggml_type type, int64_t n_per_row, const float * H, bool full,

@@ -12,7 +12,7 @@ enum {
 };
 
 // Added to the diagonal, relative to its mean: columns that are always zero leave the Hessian positive definite.
-#define DIAGONAL_FLOOR 0.003
+#define DIAGONAL_FLOOR 0.001
 
 static inline int64_t matrix_columns(int64_t n_per_row, bool full) {
     return full || n_per_row < BLOCK_COLUMNS ? n_per_row : BLOCK_COLUMNS;

@@ -20,7 +20,7 @@ from helpers.weights import assert_same_blocks
 TRELLIS = [name for name, info in TYPES.items() if info.trellis_values]
 
 
-def make_metrics(lib, name: str, hessian: np.ndarray, full: bool, segment: int = 32, shrinkage: float = 0.03) -> tuple:
+def make_metrics(lib, name: str, hessian: np.ndarray, full: bool, segment: int = 32, shrinkage: float = 0.1) -> tuple:
     """Return the metrics of C and numpy."""
     info, packed = TYPES[name], pack_triangles(hessian, full)
     return (lib.metric(int(info.id), len(hessian), packed, full, shrinkage, segment),

@@ -104,7 +104,7 @@ def test_hessian_alone_replaces_the_imatrix(lib, name):
     x = np.random.default_rng(SEED).standard_normal((16, n)).astype(np.float32)
     squares = diagonal(hessian).astype(np.float64)
     mean = np.cumsum(squares)[-1] / n  # in the encoder's order of summation
-    importance = ((squares + np.float64(np.float32(SHRINKAGE)) * squares + 0.003 * mean) / mean).astype(np.float32)
+    importance = ((squares + np.float64(np.float32(SHRINKAGE)) * squares + 0.001 * mean) / mean).astype(np.float32)
     hessian_metric = make_metric(lib, name, hessian, True)
     assert np.array_equal(lib.quantize(qtype, x, metric=hessian_metric), lib.quantize(qtype, x, imatrix=importance, metric=hessian_metric))
 

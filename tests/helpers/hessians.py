@@ -28,7 +28,7 @@ def keep_blocks(hessian: np.ndarray, full: bool) -> np.ndarray:
 def shrink(hessian: np.ndarray, shrinkage: float) -> np.ndarray:
     """Return the matrix that ggml_ext_metric_init() factorizes, in the scale of `hessian`."""
     squares = np.diag(hessian)
-    return hessian + np.diag(shrinkage * squares + 0.003 * squares.mean())
+    return hessian + np.diag(shrinkage * squares + 0.001 * squares.mean())
 
 
 def output_error(hessian: np.ndarray, errors: np.ndarray) -> float:

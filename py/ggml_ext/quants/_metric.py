@@ -16,7 +16,7 @@ from ._blocks import BLOCK_SIZE, HALF_MAX, SIGNS
 MOMENTS_COLUMNS = 256  # per block of a block-diagonal Hessian
 UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can represent
 FLOOR = 0.01  # added to importances, relative to their mean
-DIAGONAL_FLOOR = 0.003  # added to the diagonal of a Hessian, relative to its mean
+DIAGONAL_FLOOR = 0.001  # added to the diagonal of a Hessian, relative to its mean
 SEGMENT = 32  # steps, for a diagonal Hessian
 WINDOW = 32  # steps
 
