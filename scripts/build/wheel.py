@@ -155,6 +155,12 @@ def stage(directory: Path, expected: dict[str, list[str]]) -> None:
     (directory / "variants.json").write_text(json.dumps(expected))
 
 
+def suite_command(python: Path | str, staged: Path) -> list[str]:
+    """Return the command that runs the staged suite, whose directory is the current one."""
+    return [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(staged), "-o", "pythonpath=scripts/tools tests",
+            str(staged / "tests" / "package" / "wheel_suite.py")]
+
+
 def run_suite(wheel: Path, expected: dict[str, list[str]], directory: Path) -> int:
     """Run the suite in an environment with the wheel, its dependencies and pytest; returns pytest's exit code."""
     environment, staged = directory / "env", directory / "suite"
@@ -168,9 +174,8 @@ def run_suite(wheel: Path, expected: dict[str, list[str]], directory: Path) -> i
     run_logged("pip install of the wheel", python, "-m", "pip", "install", "--disable-pip-version-check", "--only-binary", ":all:",
                wheel, "pytest>=8", env=env | {"HOME": os.environ.get("HOME", str(directory))})
     stage(staged, expected)
-    command = [python, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", staged, "--basetemp", directory / "pytest",
-               "-o", "pythonpath=scripts/tools tests", staged / "tests" / "package" / "wheel_suite.py"]
-    return subprocess.run([str(c) for c in command], cwd=staged, env=env).returncode
+    command = [*suite_command(python, staged), "-ra", "--basetemp", str(directory / "pytest")]
+    return subprocess.run(command, cwd=staged, env=env).returncode
 
 
 def install_tools() -> None:

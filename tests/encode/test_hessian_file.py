@@ -101,7 +101,7 @@ def test_too_few_tokens_give_a_warning(tmp_path):
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256 - 1, 320)})
     hessian = read_hessian(path, tensor_of(UP, 320, 8))
     (line,) = token_warnings({UP: hessian})
-    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line
+    assert UP in line and "511 tokens for 256 columns" in line and "4,096" in line and hessian.shrinkage(0) == SHRINKAGE * 256 / 511
     path = write_moments(tmp_path / "m.gguf", {UP: correlated(2 * 256, 320)})
     assert token_warnings({UP: read_hessian(path, tensor_of(UP, 320, 8))}) == []
 

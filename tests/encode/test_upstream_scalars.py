@@ -73,7 +73,7 @@ def test_error_is_halved_and_no_row_gets_worse(lib, name):
     for full in (False, True):
         start, data = encode(lib, name, x, hessian, full)
         own_blocks = keep_blocks(hessian, full)
-        before, after = (row_costs(lib, name, x, d, shrink(own_blocks, SHRINKAGE)) for d in (start, data))
+        before, after = (row_costs(lib, name, x, d, shrink(own_blocks, SHRINKAGE, full)) for d in (start, data))
         assert (after <= before * (1 + n * 2**-24)).all()
         output_errors[full] = [row_costs(lib, name, x, d, hessian).sum() for d in (start, data)]
     print(name, [after / before for before, after in output_errors.values()])

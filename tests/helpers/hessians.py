@@ -19,16 +19,22 @@ def pack_triangles(hessian: np.ndarray, full: bool) -> np.ndarray:
     return np.concatenate([p[np.tril_indices(len(p))] for p in parts]).astype(np.float32)
 
 
+def block_numbers(n: int, full: bool) -> np.ndarray:
+    """Return the block of each column, int (n,)."""
+    return np.arange(n) // (n if full else 256)
+
+
 def keep_blocks(hessian: np.ndarray, full: bool) -> np.ndarray:
     """Zero what pack_triangles() leaves out."""
-    block = np.arange(len(hessian)) // (len(hessian) if full else 256)
+    block = block_numbers(len(hessian), full)
     return hessian * (block[:, None] == block)
 
 
-def shrink(hessian: np.ndarray, shrinkage: float) -> np.ndarray:
-    """Return the matrix that ggml_ext_metric_init() factorizes, in the scale of `hessian`."""
-    squares = np.diag(hessian)
-    return hessian + np.diag(shrinkage * squares + 0.001 * squares.mean())
+def shrink(hessian: np.ndarray, shrinkage: float, full: bool = True) -> np.ndarray:
+    """Return what ggml_ext_metric_init() factorizes of the result of keep_blocks(), in the same scale."""
+    squares, block = np.diag(hessian), block_numbers(len(hessian), full)
+    means = np.bincount(block, squares) / np.bincount(block)
+    return hessian + np.diag(shrinkage * squares + 0.001 * means[block])
 
 
 def output_error(hessian: np.ndarray, errors: np.ndarray) -> float:

@@ -198,8 +198,7 @@ def test_foreign_run_paths_are_listed(tmp_path):
 
 def test_suite_of_the_wheel_can_be_collected(tmp_path):
     """make wheel is the last step of the CI: a mistake in a parametrization would show only there."""
-    wheel.stage(tmp_path / "suite", {"x64": [], "haswell": ["AVX2"]})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", ".",
-               "-o", "pythonpath=scripts/tools tests", "tests/package/wheel_suite.py"]
-    done = subprocess.run(command, cwd=tmp_path / "suite", capture_output=True, text=True)
+    staged = tmp_path / "suite"
+    wheel.stage(staged, {"x64": [], "haswell": ["AVX2"]})
+    done = subprocess.run([*wheel.suite_command(sys.executable, staged), "--collect-only", "-q"], cwd=staged, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .._formats.hessians import regularization
+
 RIDGE = 6  # tokens per column at which a direction of mean H gets half of its correction
 LEAST_RIDGE = 0.03
 
@@ -23,7 +25,7 @@ def choose_ridge(columns: int, n_tokens: float) -> float:
     D and R are mostly errors that no weights can compensate. Fitting them gets worse with more columns and fewer tokens. The search for the
     constants is in docs/results/sequential.md.
     """
-    return max(LEAST_RIDGE, RIDGE * columns / max(n_tokens, columns))
+    return regularization(RIDGE, LEAST_RIDGE, columns, n_tokens)
 
 
 def correction(weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray | None, ridge: float) -> np.ndarray:

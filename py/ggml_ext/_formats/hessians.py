@@ -26,8 +26,13 @@ VALUES, COUNTS = ".in_moments", ".moment_counts"
 SHRINKAGE, LEAST_SHRINKAGE = 8, 0.03
 # With 2 tokens per column full Hessians lose to the diagonal on other text; from 7 on they win.
 TOO_FEW_TOKENS, ENOUGH_TOKENS = 2, 7
-ADVISED_TOKENS = 16  # more gain little
+ADVISED_TOKENS = 16  # per column, in the warning of too few
 WIDEST_EXACT = 4096  # columns up to which errors under a full Hessian include every row
+
+
+def regularization(factor: float, least: float, columns: int, n_tokens: float) -> float:
+    """Return how much to regularize sums over n_tokens tokens: factor * columns / n_tokens, from `least` to `factor`."""
+    return max(least, factor * columns / max(n_tokens, columns))
 
 
 def block_starts(n_columns: int) -> range:
@@ -142,7 +147,7 @@ class TensorHessian:
         multiple of the mean diagonal. That suits inputs of equal energies, but in real models a few columns have a hundred times the energy
         of the others, and their mean hides the others' correlations.
         """
-        return max(LEAST_SHRINKAGE, SHRINKAGE * self.width / max(self.tokens(expert), self.width))
+        return regularization(SHRINKAGE, LEAST_SHRINKAGE, self.width, self.tokens(expert))
 
     def triangles(self, expert: int) -> np.ndarray:
         """Return the packed triangles of an expert in any scale: float32 (packed_size(n_columns, is_full),). UserError for invalid sums."""
