@@ -5,7 +5,12 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <thread>
 #include <type_traits>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 using namespace ggml_ext;
 
@@ -69,6 +74,30 @@ static bool use_vnni_limits() {
 #else
     return HAS_VNNI;
 #endif
+}
+
+static int count_cpus() {
+#if defined(__linux__)
+    cpu_set_t cpus;
+    if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
+        return CPU_COUNT(&cpus);
+    }
+#endif
+    return (int) std::thread::hardware_concurrency(); // 0 if unknown, and with more than 1,024 CPUs
+}
+
+// Counted when the library is loaded, because --cpu-strict later pins the main thread to one CPU.
+static const int N_CPUS = count_cpus();
+
+int ggml_ext_limit_threads(int n_threads) {
+    static std::atomic<bool> is_reported{false};
+    if (N_CPUS == 0 || n_threads <= N_CPUS) {
+        return n_threads;
+    }
+    if (!is_reported.exchange(true)) {
+        GGML_LOG_WARN("%s: using %d threads instead of %d, because this process may use %d CPUs\n", __func__, N_CPUS, n_threads, N_CPUS);
+    }
+    return N_CPUS;
 }
 
 bool ggml_ext_env_switch(const char * name, bool fallback) {

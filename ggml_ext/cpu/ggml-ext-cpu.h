@@ -70,6 +70,10 @@ struct ggml_tensor * ggml_ext_planned_node(struct ggml_tensor * node, struct ggm
 // Smallest number of columns for the tiled GEMM; with fewer, dot_columns() is as fast.
 GGML_BACKEND_API int64_t ggml_ext_cpu_tiled_columns(enum ggml_type type);
 
+// Limit the threads of a graph to the CPUs that the process could use when it started: more threads than CPUs wait for each other at every
+// barrier. The first time that this changes the number, say so.
+GGML_BACKEND_API int ggml_ext_limit_threads(int n_threads);
+
 // Read a switch from the environment: a number, true if it is not 0. Return `fallback` if it is unset or, with a warning, not a number.
 bool ggml_ext_env_switch(const char * name, bool fallback);
 

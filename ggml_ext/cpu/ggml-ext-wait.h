@@ -1,7 +1,6 @@
 // How the threads of a pool wait for each other (docs/maintaining/waiting.md). The waiting thread spins, because most waits are shorter than
 // falling asleep. It stops spinning in two cases:
-//   - Another thread of the pool was last seen on the waiting thread's CPU. That other thread cannot arrive before it gets the CPU, so the
-//     waiting thread yields the CPU GGML_EXT_YIELDS times, then sleeps.
+//   - Another thread of the pool was last seen on the waiting thread's CPU. That other thread cannot arrive before it gets the CPU.
 //   - GGML_EXT_SPIN_US have passed. Probably another program runs on the CPU of the late thread. The waiting thread sleeps, and the scheduler
 //     can move the late thread to the freed CPU.
 // On a quiet machine, barriers make no system calls.
@@ -17,7 +16,6 @@
 #define GGML_EXT_SPIN_US   200 // falling asleep and waking take a fraction of this; a scheduler's time slice is ten times as long
 #define GGML_EXT_POLL_US   20  // spinning between graphs, per level of --poll; the default level of 50 gives 1 ms
 #define GGML_EXT_SPIN_STEP 16  // reads of the value per reading of the clock
-#define GGML_EXT_YIELDS    10  // yields before a thread that shares its CPU sleeps; they cost as much as one sleep
 
 static inline void ggml_thread_cpu_relax(void);
 
@@ -42,14 +40,6 @@ static inline void ggml_ext_waiters_init(struct ggml_ext_waiters * w) {
 static inline void ggml_ext_waiters_free(struct ggml_ext_waiters * w) {
     ggml_mutex_destroy(&w->mutex);
     ggml_cond_destroy(&w->cond);
-}
-
-static inline void ggml_ext_yield(void) {
-#if defined(__linux__)
-    sched_yield();
-#elif defined(_WIN32)
-    SwitchToThread();
-#endif
 }
 
 // Record the CPU of the calling thread and return the CPU. An unchanged CPU is not stored again, so that the cache line stays shared.
@@ -78,6 +68,11 @@ static inline bool ggml_ext_shares_cpu(struct ggml_ext_waiters * w, int n) {
     return false;
 }
 
+// How long thread ith polls for the next graph. A thread that had no part in the last one sleeps at once.
+static inline int64_t ggml_ext_poll_us(uint32_t poll, int ith, int n_active) {
+    return ith < n_active ? (int64_t) GGML_EXT_POLL_US*poll : 0;
+}
+
 // Sleep until *value is not `old`.
 static inline void ggml_ext_sleep(struct ggml_ext_waiters * w, const atomic_int * value, int old) {
     ggml_mutex_lock_shared(&w->mutex);
@@ -93,7 +88,7 @@ static inline void ggml_ext_sleep(struct ggml_ext_waiters * w, const atomic_int 
 // Wait until *value, which another of n threads changes, is not `old`.
 static inline void ggml_ext_wait(struct ggml_ext_waiters * w, const atomic_int * value, int old, int n) {
     int64_t end = 0;
-    for (int i = 1, n_yields = 0; atomic_load_explicit(value, memory_order_relaxed) == old; i++) {
+    for (int i = 1; atomic_load_explicit(value, memory_order_relaxed) == old; i++) {
         ggml_thread_cpu_relax();
         if (i % GGML_EXT_SPIN_STEP != 0) {
             continue;
@@ -102,15 +97,9 @@ static inline void ggml_ext_wait(struct ggml_ext_waiters * w, const atomic_int *
         if (end == 0) {
             end = now + GGML_EXT_SPIN_US;
         }
-        const bool shares_cpu = ggml_ext_shares_cpu(w, n);
-        if (now >= end || (shares_cpu && n_yields == GGML_EXT_YIELDS)) {
+        if (now >= end || ggml_ext_shares_cpu(w, n)) {
             ggml_ext_sleep(w, value, old);
             return;
-        }
-        if (shares_cpu) {
-            ggml_ext_yield();
-            n_yields++;
-            i = GGML_EXT_SPIN_STEP - 1; // read the value once before the next yield
         }
     }
 }
