@@ -165,7 +165,7 @@ CHOICES = (
 def render_choice(measured: dict) -> str:
     """Render the recommended types with the size of a model of 7 billion weights."""
     sizes, q3_k = measured["seven_b"]["gib"], measured["rows"]["Q3_K"]["bpw"]
-    lines = ["| you want | option | bits per weight | Llama-2-7B |", "| --- | --- | --- | --- |"]
+    lines = ["| you want | option | bits per weight | size of Llama-2-7B |", "| --- | --- | --- | --- |"]
     for want, name, bits in CHOICES:
         shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
         lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {sizes[name]:.1f} GiB |")
