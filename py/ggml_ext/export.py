@@ -9,14 +9,19 @@ from ._commands.exporting import STOCK_TYPES, ExportOptions, ExportSettings, exp
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import Terminal, TerminalOptions
+from ._formats.names import list_types_by_bits
 
 
 def build_parser(prog: str = "ggml-ext export") -> argparse.ArgumentParser:
     return arguments.build_parser(
         prog, ExportOptions, TerminalOptions,
         description="Convert a GGUF model with ggml-ext types to llama.cpp's own types, and report the error that this adds.",
-        epilog="Tensors that have standard types are copied, unless TYPE is a float type or --pure is given. An output matrix in a ggml-ext "
-        f"type becomes q6_k if TYPE has fewer bits, as with llama-quantize. Types: {', '.join(sorted(STOCK_TYPES))}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join([
+            "Tensors that have standard types are copied, unless TYPE is a float type or --pure is given.",
+            "An output matrix in a ggml-ext type becomes q6_k if TYPE has fewer bits, as with llama-quantize.",
+            "Types:", *list_types_by_bits(sorted(STOCK_TYPES)),
+        ]),
     )
 
 

@@ -13,8 +13,10 @@ from ._commands.settings import Settings
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import FormatOptions, Terminal
+from ._formats.names import list_types_by_bits
 from ._plan.file_types import STOCK_ALIASES, STOCK_FILES
 from ._plan.recipes import RECIPES
+from ._plan.uses import SMALL_FLOOR, SMALL_PART
 
 
 def build_parser(prog: str = "ggml-ext quantize") -> argparse.ArgumentParser:
@@ -33,16 +35,13 @@ def describe_types() -> str:
     ]
     return "\n".join([
         "ggml-ext types:", *types, "quant mixes:", *(f"  {r.name}: {r.about}" for r in RECIPES.values()),
-        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *format_names([*STOCK_FILES, *STOCK_ALIASES]),
-        "A target chooses from these types and the type of the input:", *format_names(DEFAULT_TYPES), "With --stock it chooses from:", *format_names(STOCK_TYPES),
+        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *list_types_by_bits([*STOCK_FILES, *STOCK_ALIASES]),
+        "A target chooses from these types and the type of the input:", f"  {', '.join(DEFAULT_TYPES)}",
+        "With --stock it chooses from:", f"  {', '.join(STOCK_TYPES)}",
         "Without output.weight, the token embeddings get the type of the output matrix.",
-        "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
+        "Vectors, norms and expert routing keep their type, as with llama-quantize.",
+        f"Matrices with less than 1/{1 / SMALL_PART:.0f} of their layer's weights get at least {SMALL_FLOOR.name.lower()}, unless --type is a standard type or --pure is given.",
     ])
-
-
-def format_names(names: list[str] | tuple[str, ...]) -> list[str]:
-    """Format lines of up to 14 names."""
-    return [f"  {', '.join(names[i : i + 14])}" for i in range(0, len(names), 14)]
 
 
 def main(argv: list[str] | None = None, prog: str = "ggml-ext quantize") -> int:

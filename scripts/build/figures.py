@@ -103,14 +103,18 @@ QUALITY = ("DITTO5", "Q5_K", "Q4_K", "ITQ4_T", "Q3_K", "IQ3_S", "ITQ3_T", "Q2_K"
 
 
 def render_quality(measured: dict) -> str:
-    """Render the KL divergence by type and method."""
+    """Render the KL divergence by type and method, and that of llama-quantize's mixes."""
     columns = {"upstream": "llama-quantize", "hessian": "ggml-ext", "sequential": "ggml-ext with `--propagate`", "smollm2": "SmolLM2-135M"}
     lines = [f"| type | bits per weight | {' | '.join(columns.values())} |", "|" + " --- |" * (2 + len(columns))]
     for name, row in quality(measured).items():
         if name in QUALITY:
             cells = " | ".join(str(row.get(key, "")) for key in columns)
             lines.append(f"| {f'**{name}**' if name.lower() in WEIGHT_TYPES else name} | {row['bpw']:g} | {cells} |")
-    return "\n".join(lines)
+    mixes = ", ".join(f"{name} {upstream} and {ours}" for name, (upstream, ours) in measured["mixes"]["rows"].items())
+    return "\n".join([
+        *lines, "",
+        f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize and by ggml-ext: {mixes}. [All measurements](docs/results/measurements.md).",
+    ])
 
 
 def render_gains(measured: dict) -> str:
@@ -121,8 +125,8 @@ def render_gains(measured: dict) -> str:
     return "\n".join([
         "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the",
         f"  [reference model](#how-good-is-it) its KL divergence from F16 is {mix[1]}; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}.",
-        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. Q3_K has {q3_k['bpw']:.2f} and {q3_k['upstream']} by llama-quantize, or {q3_k['hessian']}",
-        f"  by ggml-ext. ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K on a Zen 4 EPYC with AVX-512 ({measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2).",
+        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. The single type Q3_K has {q3_k['bpw']:.2f} and {q3_k['upstream']} by",
+        f"  llama-quantize, or {q3_k['hessian']} by ggml-ext. ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K on a Zen 4 EPYC with AVX-512 ({measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2).",
         "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
@@ -133,14 +137,16 @@ SPEEDS = ("itq4_t", "itq3_t", "itq2_t", "itq3_s", "ditto3", "ccq2", "q4_k")  # t
 
 def speed_table(measured: dict) -> list[str]:
     """Render decode and prefill speed relative to Q3_K, and the speed of ITQ3_T without AVX2."""
-    names, avx512, slow = SPEEDS, measured["avx512"], measured["without_avx2"]["decode"]
+    names, avx512 = SPEEDS, measured["avx512"]
+    slowdowns = sorted(speeds["q3_k"] / speeds["itq3_t"] for speeds in measured["without_avx2"]["decode"].values())
     lines = [f"| speed relative to Q3_K, {avx512['processor']} | {' | '.join(map(str.upper, names))} |", "|" + " --- |" * (1 + len(names))]
     for ratio in ("decode/q3_k", "prefill/q3_k"):
         lines.append(f"| {ratio.partition('/')[0]} | {' | '.join(format(avx512[ratio][name], '.2f') for name in names)} |")
     return [
         *lines, "",
-        "Measured on eight layers of Llama-3.2-1B's shape ([all speeds](docs/results/speed.md)). Without AVX2, ITQ3_T decodes at "
-        f"1/{slow['q3_k'] / slow['itq3_t']:.0f} of Q3_K's speed: {slow['itq3_t']:g} and {slow['q3_k']:g} tokens/s on four such layers.",
+        "Measured on eight layers of Llama-3.2-1B's shape ([all speeds](docs/results/speed.md)). On CPUs without AVX2, ITQ3_T decodes at "
+        f"1/{slowdowns[0]:.0f} to 1/{slowdowns[-1]:.0f} of Q3_K's speed ([variants x64 to sandybridge](docs/using/install.md#which-cpu-code-does-it-run), "
+        "four layers, Zen 5 EPYC, earlier kernels).",
     ]
 
 
@@ -159,7 +165,7 @@ CHOICES = (
 def render_choice(measured: dict) -> str:
     """Render the recommended types with the size of a model of 7 billion weights."""
     sizes, q3_k = measured["seven_b"]["gib"], measured["rows"]["Q3_K"]["bpw"]
-    lines = ["| you want | option | bits per weight | Llama-2-7B |", "| --- | --- | --- | --- |"]
+    lines = ["| you want | option | bits per weight | size of Llama-2-7B |", "| --- | --- | --- | --- |"]
     for want, name, bits in CHOICES:
         shown = bits or f"{WEIGHT_TYPES[name].bpw:.2f}"
         lines.append(f"| {want.format(q3_k=q3_k)} | `--type {name}` | {shown} | {sizes[name]:.1f} GiB |")
@@ -172,9 +178,9 @@ def render_cost(measured: dict) -> str:
     run = measured["seven_b"]
     calibration, encoding, added = run["calibration"], run["encoding"], run["vocabulary_adds"]
     return (
-        f"Other standard types work too, by llama-quantize's names. Encoding a model of Llama-3.1-8B's shape in ITQ3_T took {encoding['took_minutes']} minutes on {run['processor']} (random weights, a\n"
-        f"vocabulary of {run['vocabulary']:,} tokens; the real one adds {added['billions']:.1f} billion to its {run['billions']:.1f} billion weights, {added['gib']} GiB in F16). Calibration takes {calibration['all_minutes']} minutes there (computed from {calibration['chunks']} of 100 chunks) and {calibration['gib']} GiB\n"
-        f"of memory, with the F16 model and block-diagonal Hessians. Full ones need 16 GB more, and [more text](docs/reference/hessians.md#which-hessian-is-used). If memory is short, the model runs in Q8_0 or Q4_K."
+        f"**Time and memory.** Measured on {run['processor']} with a model of Llama-3.1-8B's shape, random weights and a vocabulary of {run['vocabulary']:,} tokens ({run['billions']:.1f} billion\n"
+        f"weights; the full vocabulary adds {added['billions']:.1f} billion, {added['gib']} GiB in F16): encoding in ITQ3_T took {encoding['took_minutes']} minutes. Calibration, which runs the F16 model over a text, takes an\n"
+        f"estimated {calibration['all_minutes']} minutes, and {calibration['gib']} GiB with block-diagonal Hessians. Full Hessians need 16 GB more and [more text](docs/reference/hessians.md#which-hessian-is-used). If memory is short, calibration runs the model in Q8_0 or Q4_K."
     )
 
 

@@ -93,14 +93,17 @@ def test_size_target_is_the_file_size(workspace):
 def test_too_small_size_names_the_smallest(workspace):
     for option, number in (("--target-size", r"1000"), ("--target-bpw", "1.5")):
         line = workspace.error(option, number)
-        assert f"{option} {number} is below the smallest possible, " in line and "--target-types" in line
+        assert f"{option} {number} is below the smallest possible, " in line
+        assert "or list the default types (see --help) and smaller ones in --target-types" in line
         least = line.split("(")[1].split(" bytes")[0].replace(",", "") if "MiB" in line else line.split("possible, ")[1].split(" bpw")[0]
         workspace.run(option, least)
         if option == "--target-bpw":  # a size leaves room for the keys that OUT may get
             assert set(workspace.types().values()) == {"itq2_t", "f32"}
         workspace.out.unlink()
+    line = workspace.error("--target-bpw", "1.5", "--target-types", "itq2_t,itq3_t")
+    assert "raise it to that, or add smaller types to --target-types" in line
     line = workspace.error("--target-kld", "0.01", "--target-types", "itq2_t,itq3_t")
-    assert "is below the smallest possible, " in line
+    assert "is below the smallest possible, " in line and "add larger types to --target-types" in line
     workspace.run("--target-kld", line.split("possible, ")[1].split(":")[0], "--target-types", "itq2_t,itq3_t")
     assert set(workspace.types().values()) == {"itq3_t", "f32"}
 

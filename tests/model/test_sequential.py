@@ -280,6 +280,22 @@ def test_best_effort_skips_propagation_without_layers(letters, tmp_path, lib):
     assert "from quantized layers" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("flags", "option"), [
+    ({"no_calibration": True}, "--no-calibration"),
+    ({"importance": "diagonal"}, "--importance diagonal"),
+    ({"exclude_weights": ["ffn"]}, "--exclude-weights"),
+    ({"fallback_above": 3.0}, "--fallback-above"),
+    ({"no_calibration": True, "propagate": False}, None),
+    ({"no_calibration": True, "type": "q8_0"}, None),  # its encoder takes no Hessian
+])
+def test_best_effort_names_the_option_that_excludes_propagation(flags, option, model, lib):
+    notes = []
+    options = {"type": "itq2_t", "effort": "best", "threads": 2, "dry_run": True, **flags}
+    ggml_ext.quantize_model(model, None, log=lambda _, line: notes.append(line), **options)
+    skipped = [line for line in notes if "skipping --propagate" in line]
+    assert skipped == ([f"skipping --propagate (implied by --effort best): {option} excludes it"] if option else [])
+
+
 # --- errors ---
 
 

@@ -75,7 +75,7 @@ class Limit:
             named = ", or drop the options that fix types" if any(item.is_named for item in items) else ""
             raise UserError(
                 f"--target-{self.target.kind} {self.target.text} is below the smallest possible, {self.describe(least + room)}: raise it "
-                f"to that, or add smaller types with --target-types{named}"
+                f"to that, or {_suggest_types(self.target, 'smaller')}{named}"
             )
 
 
@@ -194,13 +194,20 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
     if solution is None:  # limit.check() has raised for sizes
         least = sum(min(cost for _, cost in candidates) for candidates in options)
         raise UserError(
-            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: raise it, add larger types with "
-            "--target-types, or drop the options that fix types"
+            f"--target-kld {target.text} is below the smallest possible, {_round_up(least)}: raise it, {_suggest_types(target, 'larger')}, "
+            "or drop the options that fix types"
         )
     types = [
         AllocatedType(item, item.types[i], candidates[i][1]) for item, i, candidates in zip(items, solution.picks, options, strict=True)
     ]
     return Allocation(types, costs.is_measured, solution.gap, _describe_limit(target, types, solution, options))
+
+
+def _suggest_types(target: Target, size: str) -> str:
+    """Suggest candidates of another size, "smaller" or "larger"."""
+    if target.types_are_listed:
+        return f"add {size} types to --target-types"
+    return f"list the default types (see --help) and {size} ones in --target-types"
 
 
 def _round_up(value: float) -> str:

@@ -100,9 +100,14 @@ class CalibrationOptions:
         if self.kind in ("none", "diagonal"):
             raise UserError(f"--propagate: needs Hessians: pass --importance block or full, not {self.kind}")
 
-    def can_propagate(self) -> bool:
-        """Whether no option excludes --propagate."""
-        return not (self.imatrix or self.no_calibration or self.selects or self.kind in ("none", "diagonal"))
+    @property
+    def excludes_propagate(self) -> str:
+        """The option that excludes --propagate, or an empty string."""
+        options = {
+            self.selects: self.selects, "--imatrix": self.imatrix, "--no-calibration": self.no_calibration,
+            f"--importance {self.kind}": self.kind in ("none", "diagonal"),
+        }
+        return next((flag for flag, is_given in options.items() if is_given), "")
 
     @property
     def selects(self) -> str:

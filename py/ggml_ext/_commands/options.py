@@ -32,13 +32,13 @@ class TypeOptions:
         None, metavar="KLD", record=0, is_number=True, help="choose the types of the smallest file whose predicted KL divergence from the input is at most KLD"
     )
     target_types: str | None = option(
-        None, metavar="LIST", record=12, help="types that a target chooses from, with commas, or all (default: see below)"
+        None, metavar="LIST", record=12, help="types that a target chooses from, in place of the default ones below: a list with commas, or all"
     )
     stock: bool = option(False, record=6, help="with a target: write a standard GGUF file, which every llama.cpp loads")
     sensitivity: str = option(
         SENSITIVITIES[0], choices=SENSITIVITIES, help="sensitivity of tensors, for a target: measured on this model, or usual values of another (default: measured)"
     )
-    pure: bool = option(False, record=5, help="use the type of most block weights for embeddings and output matrix too")
+    pure: bool = option(False, record=5, help="use the base type of --type for embeddings and output matrix too")
     tensor_type: Sequence[str] = option(
         (), metavar="REGEX=TYPE", record=13,
         help="type of tensors whose name matches, such as attn_v=q8_0; may be repeated, the first match counts",

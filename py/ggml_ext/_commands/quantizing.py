@@ -53,6 +53,7 @@ from .settings import Settings
 from .uploading import Destination
 from .writing import WritingJob, WrittenFile, report_plan
 
+SKIPPING = f"skipping {FLAG} (implied by --effort best)"
 PART_HEADER = 1024  # bytes of the header of a later part, without the names of its tensors
 
 
@@ -193,7 +194,11 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
 def decide_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
     """Configure --propagate and mark the matrices that it covers; None without it, or if --effort best implies it in vain."""
     options = settings.calibration
-    if not options.propagates or (options.may_do_without and not any(metric_name(t.type) for t in plan.tensors)):
+    if options.may_do_without and not any(metric_name(t.type) for t in plan.tensors):
+        return None
+    if settings.excludes_propagate:
+        console.note(f"{SKIPPING}: {settings.excludes_propagate} excludes it")
+    if not options.propagates:
         return None
     try:
         config = configure_propagation(options, model.file, cache_folder(settings), settings.n_threads, console)
@@ -202,7 +207,7 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     except UserError as e:
         if not options.may_do_without:
             raise
-        console.note(f"skipping --propagate (implied by --effort best): {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
+        console.note(f"{SKIPPING}: {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
         return None
     if settings.target is None:  # the calibration for a target has marked them already
         for t in plan.changed:

@@ -31,6 +31,7 @@ class Settings:
         choices: the types that options name.
         target: the limit that allocation observes; None without one.
         command: the command line, for a model card.
+        excludes_propagate: the option because of which --effort best does not imply --propagate; empty if it does.
     """
 
     types: TypeOptions
@@ -42,6 +43,7 @@ class Settings:
     output: OutputOptions
     n_threads: int
     command: str
+    excludes_propagate: str = ""
 
     @classmethod
     def parse(cls, options: QuantizeOptions) -> Settings:
@@ -57,13 +59,15 @@ class Settings:
             raise UserError("--propagate and --fallback-above: pass one of them")
         types.check_values()
         n_threads = check_threads(options.threads)
-        calibration = replace(options.calibration, propagates_by_effort=implies_propagate(options))
+        is_implied = options.calibration.propagate is None and options.encoder.effort == "best"
+        excludes = options.calibration.excludes_propagate or ("--fallback-above" if types.fallback_above is not None else "")
+        calibration = replace(options.calibration, propagates_by_effort=is_implied and not excludes)
         calibration.check()
         options.output.check()
         return cls(
             types=types, source=source, choices=parse_choices(types, file_type, target), target=target, calibration=calibration,
             encoder=options.encoder, output=options.output, n_threads=n_threads,
-            command=command_line(["ggml-ext", "quantize"], options),
+            command=command_line(["ggml-ext", "quantize"], options), excludes_propagate=excludes if is_implied else "",
         )
 
     def describe_options(self, types: Iterable[GGMLQuantizationType], propagates: bool) -> str:
@@ -76,12 +80,6 @@ class Settings:
         calibration = replace(self.calibration, propagate=propagates)
         options = QuantizeOptions(types=self.types, calibration=calibration, encoder=self.encoder)
         return describe_record(options, {qtype.name.lower() for qtype in types})
-
-
-def implies_propagate(options: QuantizeOptions) -> bool:
-    """Whether --effort best implies --propagate, that is, unless an option contradicts it."""
-    is_implied = options.calibration.propagate is None and options.encoder.effort == "best"
-    return is_implied and options.calibration.can_propagate() and options.types.fallback_above is None
 
 
 def choose_target(types: TypeOptions) -> Target | None:

@@ -1,4 +1,4 @@
-"""Names of tensors in messages: by class if there are many."""
+"""Names of tensors and types in messages: by class or size if there are many."""
 
 from __future__ import annotations
 
@@ -70,6 +70,14 @@ def list_experts(experts: dict[str, list[int]]) -> str:
     phrases = [f"{name} ({_list_first([*map(str, numbers)], MAX_EXPERTS)})" for name, numbers in list(experts.items())[:MAX_TENSORS]]
     more = len(experts) - len(phrases)
     return ", ".join(phrases) + (f" and {more} tensor{'s' if more > 1 else ''} more" if more else "")
+
+
+def list_types_by_bits(names: Iterable[str]) -> list[str]:
+    """Return a line for each number of bits that the names of types state: "  3 bits: q3_k_s, q3_k_m"."""
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(int(re.findall(r"\d+", name)[0]), []).append(name)
+    return [f"  {bits} bit{'s' if bits > 1 else ''}: {', '.join(groups[bits])}" for bits in sorted(groups)]
 
 
 def unknown_type_message(flag: str, name: str, known: Iterable[str], remark: str = "") -> str:
