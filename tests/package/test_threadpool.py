@@ -34,7 +34,7 @@ limit = ctypes.CDLL(sys.argv[1]).ggml_ext_limit_threads
 os.sched_setaffinity(0, {int(sys.argv[2])})
 print(limit(1), limit(2), limit(10000))
 """
-    path = lib.path.parent / "libggml-cpu.so"
+    path = next(lib.path.parent.glob("libggml-cpu.so*"))
     for cpus in (usable[:1], usable):
         done = subprocess.run([sys.executable, "-c", script, path, str(cpus[0])], capture_output=True, text=True, check=True,
                               preexec_fn=lambda cpus=cpus: os.sched_setaffinity(0, cpus))
