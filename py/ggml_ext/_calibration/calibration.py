@@ -332,7 +332,7 @@ class PreparedImportance:
 
 def prepare(
     options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, folder: Path | None, *, is_dry: bool, n_threads: int,
-    n_compared_types: int, console: Console,
+    n_compared_metrics: int, console: Console,
 ) -> PreparedImportance:
     """Provide the calibration statistics: from --imatrix, from a calibration, or none.
 
@@ -343,7 +343,7 @@ def prepare(
         folder: of the cached results, the directory of OUT; None for a dry run without OUT.
         is_dry: run nothing; cached results are used.
         n_threads: of llama-imatrix.
-        n_compared_types: types with a Hessian that a target compares; 0 without a target.
+        n_compared_metrics: different factorizations of a Hessian (metric_name()) among the types that a target compares; 0 without a target.
         console: gets notes and the progress bar.
 
     Raises:
@@ -357,7 +357,7 @@ def prepare(
     program = find_tool(PROGRAM)
     assert program is not None  # _should_calibrate() checks it
     setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
-    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_types, console))
+    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_metrics, console))
     if not is_dry:
         return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
     if folder is not None and (cached := run.open_cache()) is not None:
@@ -418,20 +418,20 @@ def configure_calibration(
 
 
 def _choose_kind(
-    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_compared_types: int,
+    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_compared_metrics: int,
     console: Console,
 ) -> str:
-    """Choose one of KINDS. types: list_types_using_imatrix(); n_compared_types: as in prepare()."""
+    """Choose one of KINDS. types: list_types_using_imatrix(); n_compared_metrics: of prepare()."""
     cost, limit, n_threads = setup.cost, setup.memory_limit, setup.n_threads
     if options.kind is None and not any(map(uses_metric, types)):
         return "diagonal"
     if options.kind is None:
-        kind, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_types)
+        kind, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_metrics)
         if reason:
             console.note(f"block-diagonal Hessians: {reason}; --importance full overrides this")
         return kind
-    if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_types)) > limit:
-        fewer = ", fewer --threads" if n_compared_types else ""
+    if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_metrics)) > limit:
+        fewer = ", fewer --threads" if n_compared_metrics else ""
         console.note(
             f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB: this may be slow, or "
             f"fail; --importance block{fewer} needs less"

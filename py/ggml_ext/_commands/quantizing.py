@@ -262,7 +262,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
         cache_folder(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
-        n_compared_types=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
+        n_compared_metrics=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
         console=console,
     )
     importance = prepared.importance
