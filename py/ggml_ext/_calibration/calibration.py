@@ -312,12 +312,12 @@ def expects_importance(options: CalibrationOptions) -> bool:
     """Whether prepare() will provide statistics for a plan that uses them; llama.cpp's rules need to know before."""
     if options.kind == "none" or options.imatrix is not None:
         return options.kind != "none"
-    return options.runs_model and _describe_missing(options) is None
+    return options.runs_model and _describe_missing(options, find_tool(PROGRAM)) is None
 
 
-def _describe_missing(options: CalibrationOptions) -> str | None:
-    """Describe what the package lacks for a calibration, with a verb; None if it lacks nothing."""
-    if find_tool(PROGRAM) is None:
+def _describe_missing(options: CalibrationOptions, program: Path | None) -> str | None:
+    """Describe what the package lacks for a calibration, with a verb; None if it lacks nothing. program: llama-imatrix."""
+    if program is None:
         return "llama-imatrix is"
     return "the built-in text is" if options.text is None and not TEXT.is_file() else None
 
@@ -352,10 +352,9 @@ def prepare(
     if options.kind != "none" and options.imatrix is not None:
         return PreparedImportance(open_importance([options.imatrix], options.kind))
     types = list_types_using_imatrix(plan)
-    if not _should_calibrate(options, types, console):
+    program = _find_program(options, types, console)
+    if program is None:
         return PreparedImportance(Importance())
-    program = find_tool(PROGRAM)
-    assert program is not None  # _should_calibrate() checks it
     setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
     run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_metrics, console))
     if not is_dry:
@@ -366,24 +365,25 @@ def prepare(
     return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}"), is_pending=True)
 
 
-def _should_calibrate(options: CalibrationOptions, types: Sequence[GGMLQuantizationType], console: Console) -> bool:
-    """Whether to calibrate. Warn if types that use an imatrix get none.
+def _find_program(options: CalibrationOptions, types: Sequence[GGMLQuantizationType], console: Console) -> Path | None:
+    """Return llama-imatrix if it should run, else None. Warn if types that use an imatrix get none.
 
     types: list_types_using_imatrix(). UserError if a calibration is requested and the package lacks something for it.
     """
     if options.kind == "none":
-        return False
+        return None
     if not options.runs_model:
         if types:
             console.warn(f"--no-calibration: quantizing without an imatrix costs quality: {COST}")
-        return False
+        return None
     is_requested = options.text is not None or options.kind is not None
-    missing = _describe_missing(options)
+    program = find_tool(PROGRAM)
+    missing = _describe_missing(options, program)
     if missing and is_requested:
         raise UserError(f"calibration: {missing} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
     if missing and types:
         console.warn(f"{missing} not in the package: quantizing without an imatrix costs quality ({COST}); pass one with --imatrix FILE")
-    return missing is None and (is_requested or bool(types))
+    return program if missing is None and (is_requested or types) else None
 
 
 def configure_calibration(
