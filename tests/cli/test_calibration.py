@@ -351,7 +351,7 @@ def test_importance_follows_memory(model_cost, n_tokens, memory, kind, why, n_th
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 64])
-@pytest.mark.parametrize(("n_compared_metrics", "times"), [(0, 1), (5, 7)], ids=["OUT", "five types, the sensitivities and OUT"])
+@pytest.mark.parametrize(("n_compared_metrics", "times"), [(0, 1), (5, 7)], ids=["OUT", "five metrics, the sensitivities and OUT"])
 def test_all_threads_factorize_within_15_minutes(n_threads, n_compared_metrics, times):
     most = 900 * FACTORIZATION_RATE * n_threads / times
     assert choose_importance(model(4096, factorization=0.98 * most), 51200, 100 * GIB, n_threads, n_compared_metrics) == ("full", "")

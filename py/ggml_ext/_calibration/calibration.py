@@ -58,7 +58,7 @@ class CalibrationSetup:
     text: Path
     text_name: str
     n_chunks: int
-    text_chunks: int  # chunks in the text, counted up to one more than n_chunks
+    text_chunks: int  # chunks in the text, counted up to n_chunks + 1, so that Record.serves() can tell a longer text
     n_threads: int
     memory_limit: float  # bytes
     program: Path
@@ -150,7 +150,8 @@ class Record:
         """Whether the result is valid for a run with these dependencies."""
         recorded = dict(self.made_from)
         if isinstance(recorded.get("chunks"), int):
-            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)  # a record with more chunks than the text has used all of it
+            # chunks may have been overestimated from bytes (count_chunks()); such a run used the full text
+            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)
         # "stand_in" is the proxy's key in existing caches; a result of the model itself is better and serves runs with a proxy too
         if "stand_in" not in recorded:
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}

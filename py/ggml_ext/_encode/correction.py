@@ -15,8 +15,10 @@ import numpy as np
 
 from .._formats.hessians import regularization
 
-RIDGE = 6  # tokens per column at which a direction of mean H gets half of its correction
-LEAST_RIDGE = 0.03
+# Tokens per column at which the ridge equals the mean diagonal of H. Along an eigenvector of H with that eigenvalue, half of the correction
+# remains.
+RIDGE = 6
+LEAST_RIDGE = 0.03  # with many tokens
 
 
 def choose_ridge(columns: int, n_tokens: float) -> float:
