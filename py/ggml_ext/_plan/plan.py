@@ -80,7 +80,7 @@ class Choices:
     output: GGMLQuantizationType | None = None
     leave_output: bool = False
     allow_requantize: bool = False
-    no_fallback: bool = False  # refuse types other than the requested ones
+    no_fallback: bool = False  # refuse types other than the requested ones and the same code in shorter blocks
     fallback_above: float | None = None  # times the usual error of a type
     target_option: str | None = None  # makes allocation choose the types, such as target-bpw=3.3; file_type is a placeholder until then
 
@@ -255,11 +255,11 @@ class QuantizationPlan:
         return sizes
 
     def layers_bpw(self) -> float | None:
-        """Bits per weight of the matrices of the layers; None if there are none."""
+        """Return the bits per weight of the block weights; None if there are none."""
         return _layers_bpw((t.tensor, t.type) for t in self.tensors)
 
     def requested_layers_bpw(self) -> float | None:
-        """layers_bpw() of the requested types."""
+        """Return layers_bpw() of the requested types."""
         return _layers_bpw((t.tensor, t.requested) for t in self.tensors)
 
     def size_before(self) -> int:
@@ -306,7 +306,7 @@ def fit_to_row(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationT
 
 
 def check_fallbacks(plan: QuantizationPlan, are_refused: bool) -> None:
-    """Raise UserError for the first fallback, if --no-fallback refuses them (are_refused)."""
+    """Raise UserError for the first fallback, if --no-fallback refuses them (are_refused). The same code in shorter blocks is allowed."""
     refused = next((f.describe(names) for f, names in plan.fallbacks().items() if not f.is_same_code), None)
     if are_refused and refused:
         raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")
