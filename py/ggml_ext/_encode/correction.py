@@ -37,7 +37,7 @@ def correction(weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray 
         weights: W, float32 (rows, columns).
         h: H, float (columns, columns), of the same scale as D and R.
         d: D, float (columns, columns).
-        r: R, float (rows, columns); None if the product is not added to a residual stream.
+        r: R, divided by the factor of the product in the residual stream, float (rows, columns); None if the product is not added to one.
         ridge: choose_ridge().
 
     Raises:
