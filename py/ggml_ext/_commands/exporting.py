@@ -212,7 +212,11 @@ def export(settings: ExportSettings, console: Console) -> Result:
                 warnings=console.warnings,
             )
         output.plan_parts(
-            [t.n_bytes for t in plan.tensors], n_header=header_bytes(file), alignment=file.alignment, max_bytes=None, find_read=paths.find_read
+            [t.n_bytes for t in plan.tensors],
+            n_header=header_bytes(file),
+            alignment=file.alignment,
+            max_bytes=None,
+            describe_input=paths.describe_input,
         )
         metadata = stock_metadata(file, uniform_file_type(choices.type), importance)
         header = pack_header(metadata, file.tensors, [t.type for t in plan.tensors], file.alignment)

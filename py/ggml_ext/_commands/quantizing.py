@@ -82,7 +82,7 @@ class OpenedModel:
             n_header=header_bytes(self.file),
             alignment=self.file.alignment,
             max_bytes=settings.output.max_bytes,
-            find_read=self.paths.find_read,
+            describe_input=self.paths.describe_input,
             largest=None if above is None else [max(possible.values()) for possible in plan.possible_sizes(above)],
         )
 
@@ -129,17 +129,17 @@ def prepare_upload(settings: Settings, console: Console) -> Destination | None:
     return destination
 
 
-def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_again: bool = False) -> ReservedPaths:
+def reserve_paths(settings: Settings, inputs: Mapping[Path, str], stem: str, is_again: bool = False) -> ReservedPaths:
     """Reserve the files that are read and written. UserError if an output may not be written.
 
     Args:
         settings: of the run.
-        read: input files and their names in messages.
+        inputs: of ReservedPaths.
         stem: of the model.
         is_again: the model is open by now, and the file of --keep-gguf exists.
     """
     output = settings.output
-    paths = ReservedPaths(read, stem, output.is_split)
+    paths = ReservedPaths(inputs, stem, output.is_split)
     if not output.is_dry:
         paths = reserve_output(paths, output.path, output.force)
     if not is_again:
@@ -152,14 +152,14 @@ def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_ag
 def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack) -> OpenedModel:
     """Open the model and lock OUT until the stack is closed."""
     source, options = settings.source, settings.calibration
-    read = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
-    paths = reserve_paths(settings, read, source.expected_stem)
+    inputs = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
+    paths = reserve_paths(settings, inputs, source.expected_stem)
     out = paths.out
     output = None if out is None else stack.enter_context(Output(out, settings.output.force, settings.output.is_split))
     opened = stack.enter_context(open_source(source, out, console))
     file = opened.file
-    read = {**paths.read, **{part.path: "IN" for part in file.parts}}
-    paths = reserve_paths(settings, read, file.stem, is_again=True)
+    inputs = {**paths.inputs, **{part.path: "IN" for part in file.parts}}
+    paths = reserve_paths(settings, inputs, file.stem, is_again=True)
     check_model(file)
     return OpenedModel(file, paths, output, opened.checkpoint)
 
