@@ -243,7 +243,7 @@ def test_dry_run_writes_nothing(quantized, tmp_path, capsys, monkeypatch):
     (["--type", "q4_k", "--no-fallback"], ["--no-fallback: tensor blk.0.ffn_down.weight, rows of 64: q5_0 instead of q4_k"]),
     (["--type", "q4_k", "--threads", "0"], ["--threads: got 0"]),
     (["--type", "q4_k", "--dry-run", "--model-card", "x.md"], ["--model-card: --dry-run writes nothing"]),
-    (["--type", "q4_k", "--model-card", "none/x.md"], ["--model-card: the folder", "does not exist"]),
+    (["--type", "q4_k", "--model-card", "none/x.md"], ["--model-card: the directory", "does not exist"]),
 ])
 def test_bad_options_are_refused(quantized, tmp_path, capsys, monkeypatch, flags, parts):
     monkeypatch.chdir(tmp_path)

@@ -84,7 +84,7 @@ def reserve_output(paths: ReservedPaths, output: Path | None, force: bool) -> Re
     except OSError as e:
         raise UserError(f"OUT: {e.strerror}: {output}") from e
     if not path.parent.is_dir():
-        raise UserError(f"OUT: the folder {path.parent} does not exist: create it first")
+        raise UserError(f"OUT: the directory {path.parent} does not exist: create it first")
     if path.is_dir():
         raise UserError(f"OUT: {output} is a directory: name a file in it")
     paths = replace(paths, out=path)
@@ -107,12 +107,12 @@ def reserve_file(flag: str, spelling: Path, paths: ReservedPaths, force: bool) -
     except OSError as e:  # of a name that is too long
         raise UserError(f"{flag}: {spelling}: {e.strerror}: {OTHER_NAME}") from e
     if not path.parent.is_dir():
-        raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
+        raise UserError(f"{flag}: the directory {path.parent} does not exist: create it first")
     paths.check(flag, spelling, path)
     if exists and not spelling.is_file():
         raise UserError(f"{flag}: {spelling} is not a regular file: {OTHER_NAME}")
     if exists and not force:
         raise UserError(f"{flag}: {spelling} exists: {OTHER_NAME} or pass --force to replace it")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{flag}: the folder {path.parent} may not be written: {OTHER_NAME}")
+        raise UserError(f"{flag}: the directory {path.parent} may not be written: {OTHER_NAME}")
     return replace(paths, written={**paths.written, path: flag})
