@@ -2,7 +2,7 @@
 //   1. choose codes column by column with error feedback, those of the largest mean square input first (GPTQ's "act-order")
 //   2. sweep over panels of columns: refit the halves of a block, then descend over codes and over the scales of sub-blocks in turn
 // Lanes hold 16 rows. Every float operation has one order, so that the numpy reference gives the same bytes
-// (py/ggml_ext/quants/_stock.py); compiled with -ffp-contract=off. docs/results/encoders.md has what each step gains.
+// (py/ggml_ext/quants/_upstream.py); compiled with -ffp-contract=off. docs/results/encoders.md has what each step gains.
 #include "upstream.h"
 
 #include "upstream-layouts.h"

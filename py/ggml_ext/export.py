@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ._commands.exporting import STOCK_TYPES, ExportOptions, ExportSettings, export
+from ._commands.exporting import UPSTREAM_TYPES, ExportOptions, ExportSettings, export
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import Terminal, TerminalOptions
@@ -16,7 +16,7 @@ def build_parser(prog: str = "ggml-ext export") -> argparse.ArgumentParser:
         prog, ExportOptions, TerminalOptions,
         description="Convert a GGUF model with ggml-ext types to llama.cpp's own types, and report the error that this adds.",
         epilog="Tensors that have standard types are copied, unless TYPE is a float type or --pure is given. An output matrix in a ggml-ext "
-        f"type becomes q6_k if TYPE has fewer bits, as with llama-quantize. Types: {', '.join(sorted(STOCK_TYPES))}.",
+        f"type becomes q6_k if TYPE has fewer bits, as with llama-quantize. Types: {', '.join(sorted(UPSTREAM_TYPES))}.",
     )
 
 

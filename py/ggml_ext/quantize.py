@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ._allocation.target import DEFAULT_TYPES, STOCK_TYPES
+from ._allocation.target import DEFAULT_TYPES, UPSTREAM_TYPES
 from ._base.types import WEIGHT_TYPES
 from ._commands.options import QuantizeOptions
 from ._commands.quantizing import quantize
@@ -13,7 +13,7 @@ from ._commands.settings import Settings
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import FormatOptions, Terminal
-from ._plan.file_types import STOCK_ALIASES, STOCK_FILES
+from ._plan.file_types import UPSTREAM_ALIASES, UPSTREAM_FILES
 from ._plan.recipes import RECIPES
 
 
@@ -33,8 +33,8 @@ def describe_types() -> str:
     ]
     return "\n".join([
         "ggml-ext types:", *types, "quant mixes:", *(f"  {r.name}: {r.about}" for r in RECIPES.values()),
-        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *format_names([*STOCK_FILES, *STOCK_ALIASES]),
-        "A target chooses from these types and the type of the input:", *format_names(DEFAULT_TYPES), "With --stock it chooses from:", *format_names(STOCK_TYPES),
+        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *format_names([*UPSTREAM_FILES, *UPSTREAM_ALIASES]),
+        "A target chooses from these types and the type of the input:", *format_names(DEFAULT_TYPES), "With --stock it chooses from:", *format_names(UPSTREAM_TYPES),
         "Without output.weight, the token embeddings get the type of the output matrix.",
         "Vectors, norms, expert routing and other small tensors keep their type, as with llama-quantize.",
     ])

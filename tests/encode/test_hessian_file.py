@@ -263,8 +263,8 @@ class FakeLibrary:
     def __init__(self, *results):
         self.results, self.calls = list(results), []
 
-    def metric(self, type_id, n_per_row, moments, whole, shrinkage, segment, n_threads):
-        self.calls.append((type_id, n_per_row, moments, whole, shrinkage, segment))
+    def metric(self, type_id, n_per_row, triangles, is_full, shrinkage, segment, n_threads):
+        self.calls.append((type_id, n_per_row, triangles, is_full, shrinkage, segment))
         if isinstance(result := self.results.pop(0), type):
             raise result
         return result

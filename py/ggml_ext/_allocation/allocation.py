@@ -136,10 +136,10 @@ class Allocation:
         best = f"within {self.gap:.2%} of the optimum" if self.gap else "optimal for these types"
         return [f"predicted KL divergence {self.predicted:.4g}{remark}; {best}", *self.notes]
 
-    def file_type(self, placeholder: FileType, is_stock: bool) -> FileType:
-        """Return the file type of most block weights: a ggml-ext type if there is any, else a stock type.
+    def file_type(self, placeholder: FileType, upstream_only: bool) -> FileType:
+        """Return the file type of most block weights: a ggml-ext type if there is any, else an upstream type.
 
-        placeholder: the file type during planning; is_stock: the target has --stock.
+        placeholder: the file type during planning; upstream_only: of the target.
         """
         counts: dict[GGMLQuantizationType, int] = {}
         for a in self.types:
@@ -152,7 +152,7 @@ class Allocation:
         name = qtype.name
         members = (getattr(LlamaFileType, n, None) for n in (f"MOSTLY_{name}", f"MOSTLY_{name}_M", f"MOSTLY_{name}_S", f"ALL_{name}"))
         file_type = int(next((f for f in members if f is not None), LlamaFileType.GUESSED))
-        return FileType(name.lower(), file_type, qtype) if is_stock else replace(placeholder, id=file_type)
+        return FileType(name.lower(), file_type, qtype) if upstream_only else replace(placeholder, id=file_type)
 
 
 def allocate_without_measuring(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item]) -> Allocation | None:

@@ -24,7 +24,7 @@ GRAPH_SHARE = 0.85
 MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
 # n^3/3 per second and thread of encode/metric.c, in double precision: a cautious value (docs/results/cost.md).
 FACTORIZATION_RATE = 1e10
-# Bytes per pair of columns during factorization: the Hessian in double precision, for stock types also two in single precision.
+# Bytes per pair of columns during factorization: the Hessian in double precision, for upstream types also two in single precision.
 FACTORIZATION_BYTES = 16
 # Matrices with the same input, by the one that represents them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}

@@ -32,7 +32,7 @@ from .._formats.split import SPLIT_KEYS
 from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, HINT
-from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
+from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, upstream_metadata, write_beside
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._plan.effects import report_options_without_effect
@@ -241,7 +241,7 @@ def decide_for_target(
         allocation = allocate_types(target, items, header, measurement)
     allocation.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
-    choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.is_stock))
+    choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
     config = decide_propagation(plan, settings, model, console)
     return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
@@ -276,7 +276,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
 def output_metadata(
     file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
 ) -> dict[str, KeyValue]:
-    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in stock files, ours.
+    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in upstream file types, ggml-ext's.
 
     Args:
         file: the input.
@@ -285,8 +285,8 @@ def output_metadata(
         importance: the calibration statistics.
         errors: from error_metadata().
     """
-    if choices.file_type.is_stock:
-        return stock_metadata(file, choices.file_type.id, importance)
+    if choices.file_type.is_upstream:
+        return upstream_metadata(file, choices.file_type.id, importance)
     ours = [
         *importance.metadata(),
         uint32_value("general.file_type", choices.file_type.id),

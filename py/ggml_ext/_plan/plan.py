@@ -15,9 +15,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from .._base.errors import UserError
 from .._formats.gguf_file import Tensor
 from .._formats.names import describe_tensors
-from .._formats.tensor_types import accurate_stock_type, fallback_chain, parse_type, type_info
+from .._formats.tensor_types import accurate_upstream_type, fallback_chain, parse_type, type_info
 from .file_types import FileType
-from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, stock_fallback_type
+from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, upstream_fallback_type
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Choices:
 
     @property
     def request(self) -> str:
-        """The option that decides the types; stock file types under llama-quantize's names."""
+        """The option that decides the types; upstream file types under llama-quantize's names."""
         if self.target_option:
             return self.target_option.replace("=", " ")
-        return self.name.upper() if self.file_type.is_stock else self.name
+        return self.name.upper() if self.file_type.is_upstream else self.name
 
     @property
     def title(self) -> str:
@@ -106,8 +106,8 @@ class Choices:
         return f"types chosen for {self.request.removeprefix('target-')}" if self.target_option else self.name.upper()
 
     def is_settled(self, name: str) -> bool:
-        """Whether the options alone choose the type. --pure does so for stock file types only."""
-        return find_override(self.overrides, name) is not None or (self.pure and self.file_type.is_stock)
+        """Whether the options alone choose the type. --pure does so for upstream file types only."""
+        return find_override(self.overrides, name) is not None or (self.pure and self.file_type.is_upstream)
 
 
 def deciding_option(tensor: Tensor, options: TypeChoices) -> tuple[str, GGMLQuantizationType] | None:
@@ -288,15 +288,15 @@ def _fits(tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
 
 
 def accurate_type(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Return the type that replaces one whose error is too large: accurate_stock_type() if it fits the rows, else F16."""
-    stock = accurate_stock_type(qtype)
-    return stock if _fits(tensor, stock) else GGMLQuantizationType.F16
+    """Return the type that replaces one whose error is too large: accurate_upstream_type() if it fits the rows, else F16."""
+    upstream = accurate_upstream_type(qtype)
+    return upstream if _fits(tensor, upstream) else GGMLQuantizationType.F16
 
 
 def fit_to_row(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
     """Return the type, or its fallback if the row size is not a multiple of its block. Raise UserError if none fits."""
     types = [qtype, *fallback_chain(qtype)]
-    fitting = next((t for t in types if _fits(tensor, t)), None) or stock_fallback_type(types[-1], tensor.ne[0])
+    fitting = next((t for t in types if _fits(tensor, t)), None) or upstream_fallback_type(types[-1], tensor.ne[0])
     if fitting is None:
         raise UserError(
             f"tensor {tensor.name}: rows of {tensor.ne[0]} do not fit {qtype.name.lower()}, which "

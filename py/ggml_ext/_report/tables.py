@@ -16,7 +16,7 @@ from .._base.units import MIB
 from .._calibration.importance import DeadColumns
 from .._encode.accuracy import Accuracy, MeasuredTensor
 from .._formats.names import describe_tensors, short_class, tensor_class
-from .._formats.tensor_types import accurate_stock_type
+from .._formats.tensor_types import accurate_upstream_type
 from .._plan.plan import Fallback, QuantizationPlan, TypeChoices
 
 WARN_ABOVE = 3  # multiple of the usual NMSE of a type
@@ -112,7 +112,7 @@ def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
 
 
 def _fallback_outcomes(plan: QuantizationPlan) -> list[str]:
-    """Format a line per pair of ggml-ext types, and one for all fallbacks to stock types."""
+    """Format a line per pair of ggml-ext types, and one for all fallbacks to upstream types."""
     fallbacks = plan.fallbacks()
     groups: dict[str, list[Fallback]] = {}
     for f in fallbacks:
@@ -172,6 +172,6 @@ def error_warnings(tensors: Sequence[MeasuredTensor]) -> list[str]:
     for qtype, errors in groups.items():
         info = WEIGHT_TYPES[qtype.name.lower()]
         described = f": NMSE up to {max(errors.values()):.3g} in {info.name}, usual {info.usual_rel_mse:g}"
-        accurate = accurate_stock_type(qtype).name.lower()
+        accurate = accurate_upstream_type(qtype).name.lower()
         lines.append(f"{describe_tensors(list(errors), described)}; --fallback-above {WARN_ABOVE} stores such tensors as {accurate}")
     return lines

@@ -169,7 +169,7 @@ class Trellis:
             rotated[~finite] = 0
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
-                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
+                metric = Metric.from_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
             is_diagonal = metric is not None and metric.windows is None
             passes = passes or (MAX_SCALES if is_diagonal else 2 if self.n == 256 else 3)
             states, scale_bytes = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
