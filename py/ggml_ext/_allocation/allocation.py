@@ -23,7 +23,7 @@ from .._plan.plan import QuantizationPlan
 from .error_measurement import ErrorMeasurement
 from .items import Item, drop_unusable
 from .knapsack import Solution, solve
-from .target import SENSITIVITIES, Target
+from .target import MEASURED, USUAL, Target
 
 HEADER_ROOM = 4096  # bytes for the keys that quantizing adds: file names, options
 UNCHANGED = "{}: the input is within the target; no type changes"
@@ -85,7 +85,7 @@ class AllocatedType:
 
     item: Item
     type: GGMLQuantizationType
-    share: float = 0.0  # what the item adds to the predicted KL divergence
+    predicted: float = 0.0  # KL divergence that the item adds
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,15 @@ class Allocation:
     @property
     def predicted(self) -> float:
         """Predicted KL divergence."""
-        return math.fsum(a.share for a in self.types)
+        return math.fsum(a.predicted for a in self.types)
 
     def table(self, width: int) -> list[str]:
         """Tabulate the predicted KL divergence by class and type."""
         classes: dict[tuple[str, str], list[float]] = {}
         for a in self.types:
-            classes.setdefault((tensor_class(a.item.planned.name), a.type.name.lower()), []).append(a.share)
+            classes.setdefault((tensor_class(a.item.planned.name), a.type.name.lower()), []).append(a.predicted)
         rows = [
-            (name, f"{type_name:<8} {len(shares):5d} {math.fsum(shares):13.6f}") for (name, type_name), shares in classes.items()
+            (name, f"{type_name:<8} {len(parts):5d} {math.fsum(parts):13.6f}") for (name, type_name), parts in classes.items()
         ]
         return format_table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
 
@@ -126,7 +126,7 @@ class Allocation:
         """Return the values for JSON."""
         return {
             "predicted_kl_divergence": self.predicted,
-            "sensitivities": SENSITIVITIES[0 if self.is_measured else 1],
+            "sensitivities": MEASURED if self.is_measured else USUAL,
             "optimality_gap": self.gap,
         }
 
@@ -185,7 +185,7 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
     limit.check(items)
     costs = measurement.measure(items)
     options: list[list[tuple[float, float]]] = [
-        [(limit.weight(item.tensor, t), costs.share(item.planned.name, t)) for t in item.types] for item in items
+        [(limit.weight(item.tensor, t), costs.predict(item.planned.name, t)) for t in item.types] for item in items
     ]
     if target.kind == "kld":
         solution = solve([[(cost, weight) for weight, cost in candidates] for candidates in options], target.value)

@@ -48,11 +48,11 @@ SAME_ERROR_TOLERANCE = 1e-6  # relative tolerance between two runs that encode t
 TEMPORARY = ".sensitivity-"
 
 # KL divergence for an NMSE of 1 in all matrices of a class, measured on the reference model with full Hessians.
-USUAL = {
+CLASS_SENSITIVITIES = {
     "attn_q": 0.33, "attn_k": 0.55, "attn_v": 0.86, "attn_output": 1.03, "ffn_gate": 0.48, "ffn_up": 0.31, "ffn_down": 0.64,
     "token_embd": 2.1, "output": 2.1,
 }
-USUAL_OF_OTHERS = 0.6  # of a class that USUAL lacks
+OTHER_SENSITIVITY = 0.6  # of the other classes
 FIRST_LAYER_FACTOR = 8  # sensitivity of a matrix in the first layer over that of its class in any other layer
 
 
@@ -69,13 +69,13 @@ class ProbedPart:
         return re.match(r"blk\.\d", self.name) is not None
 
 
-def usual_key(name: str) -> str:
-    """Return the key of USUAL: "attn_q" for blk.3.attn_q.weight; experts count as a matrix without experts."""
+def sensitivity_key(name: str) -> str:
+    """Return the key of CLASS_SENSITIVITIES: "attn_q" for blk.3.attn_q.weight; experts count as a matrix without experts."""
     return re.sub(r"_(ch|sh)?exps?$", "", short_class(name))
 
 
 def usual_sensitivities(names: Sequence[str]) -> dict[str, float]:
-    """Return default sensitivities, for a model that is not measured: USUAL, divided among the matrices of a class."""
+    """Return default sensitivities, for a model that is not measured: CLASS_SENSITIVITIES, divided among the matrices of a class."""
     totals: dict[str, int] = {}
 
     def layer_weight(name: str) -> int:
@@ -83,7 +83,10 @@ def usual_sensitivities(names: Sequence[str]) -> dict[str, float]:
 
     for name in names:
         totals[tensor_class(name)] = totals.get(tensor_class(name), 0) + layer_weight(name)
-    return {name: USUAL.get(usual_key(name), USUAL_OF_OTHERS) * layer_weight(name) / totals[tensor_class(name)] for name in names}
+    return {
+        name: CLASS_SENSITIVITIES.get(sensitivity_key(name), OTHER_SENSITIVITY) * layer_weight(name) / totals[tensor_class(name)]
+        for name in names
+    }
 
 
 def class_parts(names: Sequence[str]) -> list[ProbedPart]:
@@ -287,7 +290,7 @@ class Probe:
 
                 calibration = self.importance.calibrate(t, qtype, self.codec, cache)
                 accuracy = encode_tensor(SourceTensor(self.file, tensor, self.codec), qtype, calibration, map_items=map_items, store=store)
-                errors[t.name], packed[t.name] = accuracy.best_known, rows
+                errors[t.name], packed[t.name] = accuracy.best_known_nmse, rows
         return errors, packed
 
     def _write(self, tensor: Tensor, path: Path, offset: int, packed: np.ndarray | None) -> None:

@@ -24,7 +24,8 @@ ALL_TYPES = (
     *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
     "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
 )
-SENSITIVITIES = ("measured", "usual")
+MEASURED, USUAL = "measured", "usual"  # sensitivities: of this model, or those of the reference model
+SENSITIVITIES = (MEASURED, USUAL)
 SIZE_UNITS = {"": 0, "B": 0, "BYTES": 0, "K": 1, "KB": 1, "M": 2, "MB": 2, "G": 3, "GB": 3, "T": 4, "TB": 4}
 
 

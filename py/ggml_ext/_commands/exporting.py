@@ -173,8 +173,8 @@ def cost_lines(tensors: Sequence[MeasuredTensor]) -> list[str]:
         name, usual = before.name.lower(), WEIGHT_TYPES[before.name.lower()].usual_rel_mse
         assert usual is not None
         lines.append(
-            f"{name} -> {after.name.lower()} adds an NMSE of {total.relative:.3g} to that of {name}, "
-            f"{usual:.3g} for Gaussian weights: about {1 + total.relative / usual:.3g} times the error"
+            f"{name} -> {after.name.lower()} adds an NMSE of {total.nmse:.3g} to that of {name}, "
+            f"{usual:.3g} for Gaussian weights: about {1 + total.nmse / usual:.3g} times the error"
         )
     return lines
 

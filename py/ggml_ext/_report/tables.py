@@ -70,12 +70,12 @@ def _accuracy_table(tensors: Sequence[MeasuredTensor], width: int) -> list[str]:
             classes[key] = classes.get(key, Accuracy()) + t.accuracy
     if not classes:
         return []
-    is_weighted, has_corrected = any(a.weighted is not None for a in classes.values()), any(a.corrected_error is not None for a in classes.values())
+    is_weighted, has_corrected = any(a.weighted_nmse is not None for a in classes.values()), any(a.corrected_nmse is not None for a in classes.values())
 
     def format_columns(type_name: str, a: Accuracy) -> str:
-        optional = [value for is_shown, value in ((is_weighted, a.weighted), (has_corrected, a.corrected_error)) if is_shown]
+        optional = [value for is_shown, value in ((is_weighted, a.weighted_nmse), (has_corrected, a.corrected_nmse)) if is_shown]
         shown = "".join(f" {'' if value is None else format(value, '.6f'):>9}" for value in optional)
-        return f"{type_name:<8} {a.relative:8.6f}{shown} {a.epsilon:14.6g}"
+        return f"{type_name:<8} {a.nmse:8.6f}{shown} {a.epsilon:14.6g}"
 
     rows = [(name, format_columns(type_name, a)) for (name, type_name), a in classes.items()]
     heading = f"{'type':<8} {'NMSE':>8}{'  weighted' if is_weighted else ''}{' to target' if has_corrected else ''} {'largest error':>14}"
@@ -167,7 +167,7 @@ def error_warnings(tensors: Sequence[MeasuredTensor]) -> list[str]:
     groups: dict[GGMLQuantizationType, dict[str, float]] = {}
     for t in tensors:
         if t.planned.is_changed and t.accuracy.exceeds_usual(t.planned.type, WARN_ABOVE):
-            groups.setdefault(t.planned.type, {})[t.planned.name] = t.accuracy.judged
+            groups.setdefault(t.planned.type, {})[t.planned.name] = t.accuracy.judged_nmse
     lines = []
     for qtype, errors in groups.items():
         info = WEIGHT_TYPES[qtype.name.lower()]
