@@ -10,18 +10,20 @@ namespace ggml_ext {
 // Activations of one block of n = 256 weights or of two blocks of 64, in place of block_q8_1.
 //   qs[k]   the 32 values that thread k multiplies, for two 16-byte loads: weight L*g + 4*k + b of unpack.cuh has its
 //           activation at code_place(nibble_distance, g, b)
-//   ds[k]   high half: scale as bfloat16, rounded up before the values are divided by it, so that |q| <= 127; low half: sum of qs[k], for the offsets of the weights
+//   ds[k]   high half: scale as bfloat16, rounded up before the values are divided by it, so that |q| <= 127; low half: sum of
+//           qs[k], for the offsets of the weights
 // Blocks of 64 come in pairs because one of 72 bytes would not be aligned to 16. The second block's threads follow the first's.
 // Rows hold complete pairs: upstream pads them to MATRIX_ROW_PADDING = 512 values.
 template <int n> struct block_q8 {
-    static constexpr int n_threads = n == QK_K ? 8 : 4;
+    static constexpr int n_threads = n == QK_K ? 8 : 4; // of the block, or of the pair of blocks of 64
     int8_t   qs[n_threads][4*N_WORDS];
     uint32_t ds[n_threads];
     __device__ __forceinline__ float d(int k) const { return __uint_as_float(ds[k] & 0xffff0000); }
     __device__ __forceinline__ int sum(int k) const { return (int16_t) ds[k]; }
 
-    // The first thread of the block at y: 2 for the second block of a pair, else 0. The second block begins 72 bytes after the
-    // pair, whose address is a multiple of 16.
+    // The first thread of the block that upstream places at y: 2 for the second block of a pair, else 0. Upstream's pointer to a second
+    // block is the pair's plus 72 bytes, two block_q8_1 of 36, although this struct interleaves the data of both blocks. The pair's
+    // address is a multiple of 16, so y/8 is odd for second blocks only.
     static __device__ __forceinline__ int first_thread(const block_q8_1 * y) { return n == QK_K ? 0 : (uintptr_t) y/8 % 2 * 2; }
 };
 static_assert(sizeof(block_q8<256>) == 256/QK8_1*sizeof(block_q8_1), "upstream allocates the buffer");

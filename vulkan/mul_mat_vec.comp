@@ -17,11 +17,11 @@ layout(local_size_x_id = 0, local_size_y = 1, local_size_z = 1) in;
 #define EXT_ROW_GROUP(x) (x)
 #endif
 
-const uint N_WORDS = QUANT_K/32; // threads per block
+const uint N_THREADS = QUANT_K/32; // per block
 
 FLOAT_TYPE temp[NUM_COLS][NUM_ROWS];
 
-// Accumulate the products of word k of block i of all rows in temp.
+// Accumulate in temp the products of thread k's 32 weights of block i, for all rows.
 void add_block(const uint a_offset, const uint b_offset, const uint n_blocks, const uint first_row, const uint num_rows, const uint i, const uint k) {
     ext_words w[NUM_ROWS];
     float part[NUM_COLS][NUM_ROWS], sum[NUM_COLS];
@@ -68,8 +68,8 @@ void compute_outputs(const uint first_row, const uint num_rows) {
         }
     }
     const uint n_blocks = p.ncols / QUANT_K;
-    for (uint i = EXT_TID / N_WORDS; i < n_blocks; i += EXT_N_TID / N_WORDS) {
-        add_block(a_offset, b_offset, n_blocks, first_row, num_rows, i, EXT_TID % N_WORDS);
+    for (uint i = EXT_TID / N_THREADS; i < n_blocks; i += EXT_N_TID / N_THREADS) {
+        add_block(a_offset, b_offset, n_blocks, first_row, num_rows, i, EXT_TID % N_THREADS);
     }
     reduce_result(temp, d_offset, first_row, num_rows, EXT_TID);
 }

@@ -13,7 +13,7 @@ enum {
     COLUMNS    = 8, // of a decision, at most
     MAX_LEVELS = 8,
     MAX_POINTS = 1024,
-    HALF       = LANES/2,
+    HALF_LANES = LANES/2,
 };
 
 typedef int32_t half_lanes_i __attribute__((vector_size(32), aligned(16)));
@@ -100,30 +100,30 @@ static void codebook_init(struct codebook * b, const struct codebook_layout * t)
 
 // --- points ----------------------------------------------------------------------------------------------------------
 
-LANES_INLINE half_lanes half_splat(float v) {
+LANES_INLINE half_lanes half_lanes_splat(float v) {
     return v - (half_lanes) {0};
 }
 
-LANES_INLINE half_lanes_i half_splat_int(int32_t v) {
+LANES_INLINE half_lanes_i half_lanes_splat_int(int32_t v) {
     return v - (half_lanes_i) {0};
 }
 
-LANES_INLINE half_lanes half_select(half_lanes_i mask, half_lanes a, half_lanes b) {
+LANES_INLINE half_lanes half_lanes_select(half_lanes_i mask, half_lanes a, half_lanes b) {
     return (half_lanes) (((half_lanes_i) a & mask) | ((half_lanes_i) b & ~mask));
 }
 
-LANES_INLINE half_lanes_i half_select_int(half_lanes_i mask, half_lanes_i a, half_lanes_i b) {
+LANES_INLINE half_lanes_i half_lanes_select_int(half_lanes_i mask, half_lanes_i a, half_lanes_i b) {
     return (a & mask) | (b & ~mask);
 }
 
-LANES_INLINE bool half_any(half_lanes_i mask) {
+LANES_INLINE bool half_lanes_any(half_lanes_i mask) {
     const half_lanes_l l = (half_lanes_l) mask;
     return ((l[0] | l[1]) | (l[2] | l[3])) != 0;
 }
 
 // Get the sign bit.
 LANES_INLINE half_lanes_i sign_of(half_lanes v) {
-    return (half_lanes_i) v & half_splat_int(INT32_MIN);
+    return (half_lanes_i) v & half_lanes_splat_int(INT32_MIN);
 }
 
 // A search for half of the rows: the point and signs of one group at the least cost.
@@ -156,7 +156,7 @@ LANES_INLINE void try_points(struct search * x, bool flips, bool even) {
         const half_lanes_i sign = flips ? sign_of(v) ^ x->flip[k] : sign_of(v);
         const half_lanes   value = (half_lanes) ((half_lanes_i) x->value[p->level] | sign), r = v - value;
         const half_lanes   cost_k = cost[k] + x->D[k]*(r*r);
-        if (!half_any(cost_k < best)) {
+        if (!half_lanes_any(cost_k < best)) {
             p = branches + p->next;
             continue;
         }
@@ -176,8 +176,8 @@ LANES_INLINE void try_points(struct search * x, bool flips, bool even) {
             const half_lanes   r_last = goal_last - (half_lanes) ((half_lanes_i) x->value[p->level] | last_sign);
             const half_lanes   total  = cost_k + x->D[last]*(r_last*r_last);
             const half_lanes_i better = total < best;
-            best  = half_select(better, total, best);
-            point = half_select_int(better, half_splat_int(p->point), point);
+            best  = half_lanes_select(better, total, best);
+            point = half_lanes_select_int(better, half_lanes_splat_int(p->point), point);
         }
     }
     x->best  = best;
@@ -198,15 +198,15 @@ LANES_INLINE void compute_levels(const struct search * x, half_lanes_i forced, s
     memcpy(goal, x->goal, sizeof(goal));
     f->odd = x->odd;
     for (int k = 0; k < group; ++k) {
-        half_lanes   level = half_splat(0), value = half_splat(0);
+        half_lanes   level = half_lanes_splat(0), value = half_lanes_splat(0);
         half_lanes_i sign = sign_of(goal[k]) ^ x->flip[k];
-        for (int r = 0; r < HALF; ++r) {
+        for (int r = 0; r < HALF_LANES; ++r) {
             const int l = x->book->level[x->point[r] < 0 ? 0 : x->point[r]][k];
             level[r] = x->book->levels[l];
             value[r] = x->value[l][r];
         }
         if (k == group - 1) {
-            sign = half_select_int(forced, f->odd, sign);
+            sign = half_lanes_select_int(forced, f->odd, sign);
         }
         f->odd     ^= sign;
         f->level[k] = (half_lanes) ((half_lanes_i) level | sign);
@@ -223,7 +223,7 @@ LANES_INLINE void compute_levels(const struct search * x, half_lanes_i forced, s
 LANES_INLINE void search_free(struct search * x, struct point_result * f) {
     memset(x->flip, 0, sizeof(x->flip));
     try_points(x, false, false);
-    compute_levels(x, half_splat_int(0), f);
+    compute_levels(x, half_lanes_splat_int(0), f);
 }
 
 // Search again where the free signs have the wrong parity. f: the result with free signs. Flip each of the cheapest signs in turn, in every
@@ -232,30 +232,30 @@ LANES_INLINE void search_flipped(struct search * x, half_lanes_i wrong, half_lan
     const int last = x->book->t->group - 1, n_flips = x->book->t->group/4;
     const half_lanes   free_best  = x->best;
     const half_lanes_i free_point = x->point;
-    half_lanes_i flipped = half_splat_int(last);
-    x->best  = half_select(wrong, bound, half_splat(-1));
-    x->point = half_splat_int(-1);
+    half_lanes_i flipped = half_lanes_splat_int(last);
+    x->best  = half_lanes_select(wrong, bound, half_lanes_splat(-1));
+    x->point = half_lanes_splat_int(-1);
     for (int i = 0; i < n_flips; ++i) {
         half_lanes   least  = f->flip_cost[0];
-        half_lanes_i column = half_splat_int(0);
+        half_lanes_i column = half_lanes_splat_int(0);
         for (int k = 1; k <= last; ++k) {
             const half_lanes_i less = f->flip_cost[k] < least;
-            least  = half_select(less, f->flip_cost[k], least);
-            column = half_select_int(less, half_splat_int(k), column);
+            least  = half_lanes_select(less, f->flip_cost[k], least);
+            column = half_lanes_select_int(less, half_lanes_splat_int(k), column);
         }
         for (int k = 0; k <= last; ++k) {
-            const half_lanes_i is_column = column == half_splat_int(k);
-            x->flip[k] = is_column & half_splat_int(k < last ? INT32_MIN : 0);
-            f->flip_cost[k] = half_select(is_column, half_splat(INFINITY), f->flip_cost[k]);
+            const half_lanes_i is_column = column == half_lanes_splat_int(k);
+            x->flip[k] = is_column & half_lanes_splat_int(k < last ? INT32_MIN : 0);
+            f->flip_cost[k] = half_lanes_select(is_column, half_lanes_splat(INFINITY), f->flip_cost[k]);
         }
         const half_lanes_i best_before = (half_lanes_i) x->best;
         try_points(x, true, true);
-        flipped = half_select_int((half_lanes_i) x->best != best_before, column, flipped);
+        flipped = half_lanes_select_int((half_lanes_i) x->best != best_before, column, flipped);
     }
-    x->best  = half_select(wrong, x->best, free_best);
-    x->point = half_select_int(wrong, x->point, free_point);
+    x->best  = half_lanes_select(wrong, x->best, free_best);
+    x->point = half_lanes_select_int(wrong, x->point, free_point);
     for (int k = 0; k <= last; ++k) {
-        x->flip[k] = (flipped == half_splat_int(k)) & wrong & half_splat_int(k < last ? INT32_MIN : 0);
+        x->flip[k] = (flipped == half_lanes_splat_int(k)) & wrong & half_lanes_splat_int(k < last ? INT32_MIN : 0);
     }
     compute_levels(x, wrong, f);
 }
@@ -264,8 +264,8 @@ LANES_INLINE void search_flipped(struct search * x, half_lanes_i wrong, half_lan
 LANES_INLINE void search_even(struct search * x, struct point_result * f) {
     const half_lanes bound = x->best;
     search_free(x, f);
-    const half_lanes_i wrong = (f->odd != half_splat_int(0)) & (x->point >= half_splat_int(0));
-    if (half_any(wrong)) {
+    const half_lanes_i wrong = (f->odd != half_lanes_splat_int(0)) & (x->point >= half_lanes_splat_int(0));
+    if (half_lanes_any(wrong)) {
         search_flipped(x, wrong, bound, f);
     }
 }
@@ -283,7 +283,7 @@ LANES_INLINE half_lanes get_half_lanes(const lanes * v, int h) {
 }
 
 LANES_INLINE void set_half_lanes(lanes * v, int h, half_lanes_i mask, half_lanes new_value) {
-    new_value = half_select(mask, new_value, get_half_lanes(v, h));
+    new_value = half_lanes_select(mask, new_value, get_half_lanes(v, h));
     memcpy((char *) v + h*sizeof(new_value), &new_value, sizeof(new_value));
 }
 
@@ -293,7 +293,7 @@ LANES_INLINE void set_half_lanes_int(lanes_i * v, int h, half_lanes_i mask, half
 
 // Cost of the current values.
 LANES_INLINE half_lanes compute_cost_now(const struct choice * c, const struct ldl * f, int columns, int h) {
-    half_lanes goal[COLUMNS], cost = half_splat(0);
+    half_lanes goal[COLUMNS], cost = half_lanes_splat(0);
     for (int k = 0; k < columns; ++k) {
         goal[k] = get_half_lanes(c->goal + k, h);
     }
@@ -321,7 +321,7 @@ LANES_INLINE void continue_second(struct search * x, const struct ldl * f, const
     memmove(x->goal, x->goal + n, (size_t) n*sizeof(x->goal[0]));
     x->D = f->D + n;
     x->L  = &f->L[n][n];
-    x->cost_before = half_select(x->point < half_splat_int(0), half_splat(INFINITY), x->best);
+    x->cost_before = half_lanes_select(x->point < half_lanes_splat_int(0), half_lanes_splat(INFINITY), x->best);
     x->odd    = first->odd;
 }
 
@@ -338,16 +338,16 @@ LANES_INLINE void choose_half_lanes(const struct codebook * b, const struct ldl 
         x.value[l] = get_half_lanes(&c->step, h)*b->levels[l];
     }
     x.best  = cost_before;
-    x.point = half_splat_int(-1);
-    set_half_lanes(&c->cost_before, h, half_splat_int(-1), cost_before);
+    x.point = half_lanes_splat_int(-1);
+    set_half_lanes(&c->cost_before, h, half_lanes_splat_int(-1), cost_before);
     if (columns == n) {
         if (codebook_even_signs(b->t)) {
             search_even(&x, &result);
         } else {
             search_free(&x, &result);
         }
-        const half_lanes_i better = x.point >= half_splat_int(0);
-        set_half_lanes(&c->cost, h, half_splat_int(-1), x.best);
+        const half_lanes_i better = x.point >= half_lanes_splat_int(0);
+        set_half_lanes(&c->cost, h, half_lanes_splat_int(-1), x.best);
         set_half_lanes_int(c->point, h, better, x.point);
         for (int k = 0; k < n; ++k) {
             set_half_lanes(c->level + k, h, better, result.level[k]);
@@ -361,8 +361,8 @@ LANES_INLINE void choose_half_lanes(const struct codebook * b, const struct ldl 
         struct point_result second_result;
         first.best = best;
         if (other) {
-            first.odd = ~result.odd & half_splat_int(INT32_MIN);
-            search_flipped(&first, half_splat_int(-1), best, &result);
+            first.odd = ~result.odd & half_lanes_splat_int(INT32_MIN);
+            search_flipped(&first, half_lanes_splat_int(-1), best, &result);
             result.odd = first.odd; // parity that the second group must have
         } else {
             search_free(&first, &result);
@@ -370,9 +370,9 @@ LANES_INLINE void choose_half_lanes(const struct codebook * b, const struct ldl 
         second       = first;
         continue_second(&second, f, &result);
         second.best  = best;
-        second.point = half_splat_int(-1);
+        second.point = half_lanes_splat_int(-1);
         search_even(&second, &second_result);
-        const half_lanes_i better = second.point >= half_splat_int(0);
+        const half_lanes_i better = second.point >= half_lanes_splat_int(0);
         best = second.best;
         set_half_lanes_int(c->point, h, better, first.point);
         set_half_lanes_int(c->point + 1, h, better, second.point);
@@ -381,7 +381,7 @@ LANES_INLINE void choose_half_lanes(const struct codebook * b, const struct ldl 
             set_half_lanes(c->level + n + k, h, better, second_result.level[k]);
         }
     }
-    set_half_lanes(&c->cost, h, half_splat_int(-1), best);
+    set_half_lanes(&c->cost, h, half_lanes_splat_int(-1), best);
 }
 
 EXT_CLONES __attribute__((noinline))

@@ -11,7 +11,7 @@ enum {
     MIRROR          = 32, // rows and columns that are mirrored together
 };
 
-// Added to the diagonal, relative to its mean: columns that are always zero leave the Hessian positive definite.
+// Added to the diagonal, relative to its mean, so that the Hessian is positive definite even if columns are always zero.
 #define DIAGONAL_FLOOR 0.001
 
 static inline int64_t matrix_columns(int64_t n_per_row, bool full) {

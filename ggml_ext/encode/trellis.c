@@ -18,7 +18,7 @@ static inline int trellis_default_scales(int n, bool with_importance) {
 // A block counts as Gaussian if its error is at most this factor times that of Gaussian weights. Errors of short blocks vary more.
 #define TRELLIS_GAUSSIAN_LIMIT(N) ((N) == QK_K ? 1.15f : 1.30f)
 
-// The same with a dense Hessian (full or block-diagonal), whose feedback costs accuracy.
+// The same with a block-diagonal or full Hessian, whose feedback costs accuracy.
 #define TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(N) ((N) == QK_K ? 1.4f : 1.6f)
 
 struct trellis_best {
@@ -88,11 +88,11 @@ static inline int trellis_next_scale(float v, const uint8_t * tried, int n_tried
 }
 
 // Returns an untried neighbour of a scale byte, first the larger one, or -1.
-static inline int trellis_neighbour_scale(int scale, const uint8_t * tried, int n_tried) {
-    if (scale < GGML_EXT_E5M3_MAX && memchr(tried, scale + 1, (size_t) n_tried) == NULL) {
-        return scale + 1;
+static inline int trellis_neighbour_scale(int scale_byte, const uint8_t * tried, int n_tried) {
+    if (scale_byte < GGML_EXT_E5M3_MAX && memchr(tried, scale_byte + 1, (size_t) n_tried) == NULL) {
+        return scale_byte + 1;
     }
-    return scale > 1 && memchr(tried, scale - 1, (size_t) n_tried) == NULL ? scale - 1 : -1;
+    return scale_byte > 1 && memchr(tried, scale_byte - 1, (size_t) n_tried) == NULL ? scale_byte - 1 : -1;
 }
 
 // Sum of a[i]*b[i] over a block of n.
@@ -178,10 +178,10 @@ static inline __attribute__((always_inline)) void trellis_improve(struct trellis
 // this call best; without need_optimum, the given scale. *squared_error: of these states against in->goal, without the Hessian. feed_back:
 // search with error feedback; false without a Hessian and for the first estimate.
 static inline __attribute__((always_inline)) float trellis_try_scale(struct trellis_type t, struct trellis_work * w,
-                                                                     const struct trellis_block * in, int scale,
+                                                                     const struct trellis_block * in, int scale_byte,
                                                                      bool feed_back, bool need_optimum, struct trellis_best * best,
                                                                      float * squared_error) {
-    const float d = ggml_ext_e5m3_to_float((uint8_t) scale), inv_d = 1.0f/d;
+    const float d = ggml_ext_e5m3_to_float((uint8_t) scale_byte), inv_d = 1.0f/d;
     uint16_t states[QK_K];
     float    v[QK_K], e[QK_K], d_change = 0.0f;
     if (feed_back) {
@@ -200,7 +200,7 @@ static inline __attribute__((always_inline)) float trellis_try_scale(struct trel
     const float err = trellis_cost(t.n, in, v, d, need_optimum ? &d_change : NULL);
     if (err < best->err) {
         best->err = err;
-        best->d   = (uint8_t) scale;
+        best->d   = (uint8_t) scale_byte;
         memcpy(best->states, states, (size_t) t.n*sizeof(states[0]));
     }
     return d + d_change;
@@ -223,47 +223,47 @@ static inline __attribute__((always_inline)) float trellis_excess(struct trellis
     return trellis_dot(t.n, r, r) - TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(t.n)*t.nmse*trellis_dot(t.n, z, z);
 }
 
-// Tries a scale near the target, then scales next to the one that suits the best states, then neighbours of the best scale. Stores the
-// scales in tried[] and returns their number, at most n_scales.
+// Tries a scale near the target, then scales next to the optimum of the best states so far, then neighbours of the best scale. Stores the
+// scale bytes in tried[] and returns their number, at most n_scales.
 static inline __attribute__((always_inline)) int trellis_search_near(struct trellis_type t, struct trellis_work * w,
                                                                      const struct trellis_block * in, float target, int n_scales,
                                                                      uint8_t * tried, struct trellis_best * best) {
     float squared_error;
-    int   n_tried = 0, base_scale = 0; // neighbours of base_scale are tried
+    int   n_tried = 0, base_byte = 0; // neighbours of base_byte are tried
     for (int i = 0; i < n_scales; ++i) {
-        int scale = trellis_next_scale(target, tried, n_tried);
-        if (scale < 0 && base_scale > 0) {
-            scale = trellis_neighbour_scale(base_scale, tried, n_tried);
+        int scale_byte = trellis_next_scale(target, tried, n_tried);
+        if (scale_byte < 0 && base_byte > 0) {
+            scale_byte = trellis_neighbour_scale(base_byte, tried, n_tried);
         }
-        if (scale < 0) {
+        if (scale_byte < 0) {
             break;
         }
-        const float optimum = trellis_try_scale(t, w, in, scale, in->metric != NULL, i + 1 < n_scales, best, &squared_error);
-        tried[n_tried++] = (uint8_t) scale;
-        if (base_scale == 0 || best->d == scale) {
-            base_scale = scale;
-            target     = optimum;
+        const float optimum = trellis_try_scale(t, w, in, scale_byte, in->metric != NULL, i + 1 < n_scales, best, &squared_error);
+        tried[n_tried++] = (uint8_t) scale_byte;
+        if (base_byte == 0 || best->d == scale_byte) {
+            base_byte = scale_byte;
+            target    = optimum;
         }
     }
     return n_tried;
 }
 
 // Tries further scales for a block that is not Gaussian: it has few distinct values or an outlier. Without a Hessian, stops when the error
-// falls to gaussian_error.
+// falls to error_limit.
 static inline __attribute__((always_inline)) void trellis_try_extra_scales(struct trellis_type t, struct trellis_work * w,
                                                                            const struct trellis_block * in, float gaussian_scale,
-                                                                           float gaussian_error, uint8_t * tried, int n_tried,
+                                                                           float error_limit, uint8_t * tried, int n_tried,
                                                                            struct trellis_best * best) {
     float peak = 0.0f, squared_error;
     for (int i = 0; i < t.n; ++i) {
         peak = fmaxf(peak, fabsf(in->x[i]));
     }
     const float extra[TRELLIS_N_EXTRA] = {1.3f*gaussian_scale, 1.6f*gaussian_scale, 0.75f*gaussian_scale, peak/w->code_top};
-    for (int i = 0; i < TRELLIS_N_EXTRA && (in->metric || best->err > gaussian_error); ++i) {
-        const int scale = trellis_next_scale(extra[i], tried, n_tried);
-        if (scale > 0) {
-            trellis_try_scale(t, w, in, scale, in->metric != NULL, false, best, &squared_error);
-            tried[n_tried++] = (uint8_t) scale;
+    for (int i = 0; i < TRELLIS_N_EXTRA && (in->metric || best->err > error_limit); ++i) {
+        const int scale_byte = trellis_next_scale(extra[i], tried, n_tried);
+        if (scale_byte > 0) {
+            trellis_try_scale(t, w, in, scale_byte, in->metric != NULL, false, best, &squared_error);
+            tried[n_tried++] = (uint8_t) scale_byte;
         }
     }
 }
@@ -273,22 +273,22 @@ static inline __attribute__((always_inline)) void trellis_encode(struct trellis_
                                                                  const struct trellis_block * in, int n_scales, struct trellis_best * best) {
     uint8_t tried[TRELLIS_MAX_SCALES + TRELLIS_N_EXTRA];
     *best = (struct trellis_best) {.err = trellis_cost(t.n, in, NULL, 0.0f, NULL)}; // d = 0 unless a scale is better
-    const float energy = trellis_dot(t.n, in->goal, in->goal), gaussian_error = TRELLIS_GAUSSIAN_LIMIT(t.n)*t.nmse*energy;
+    const float energy = trellis_dot(t.n, in->goal, in->goal), error_limit = TRELLIS_GAUSSIAN_LIMIT(t.n)*t.nmse*energy;
     const float gaussian_scale = sqrtf(energy*(1.0f/t.n))/w->code_rms;
-    const bool  is_dense = in->metric && in->metric->windows, is_diagonal = in->metric && !is_dense; // the Hessian
+    const bool  has_correlations = in->metric && in->metric->windows, is_diagonal = in->metric && !has_correlations; // the Hessian
     float target = gaussian_scale*t.gain, squared_error = 0.0f;
     // with a diagonal, a search without feedback gives a cheap estimate of the scale and of whether the block is Gaussian
-    const int   estimate_scale = is_diagonal ? trellis_next_scale(target, tried, 0) : -1;
-    if (estimate_scale > 0) {
-        target = trellis_try_scale(t, w, in, estimate_scale, false, true, best, &squared_error);
+    const int   estimate_byte = is_diagonal ? trellis_next_scale(target, tried, 0) : -1;
+    if (estimate_byte > 0) {
+        target = trellis_try_scale(t, w, in, estimate_byte, false, true, best, &squared_error);
     }
     const int   n_tried = trellis_search_near(t, w, in, target, n_scales, tried, best);
     const float error = is_diagonal ? squared_error : best->err;
-    const bool  non_gaussian = is_dense ? trellis_excess(t, w, in, best) > 0.0f : error > gaussian_error;
+    const bool  non_gaussian = has_correlations ? trellis_excess(t, w, in, best) > 0.0f : error > error_limit;
     if (non_gaussian) {
-        trellis_try_extra_scales(t, w, in, gaussian_scale, gaussian_error, tried, n_tried, best);
+        trellis_try_extra_scales(t, w, in, gaussian_scale, error_limit, tried, n_tried, best);
     }
-    if (is_dense && best->d > 0) {
+    if (has_correlations && best->d > 0) {
         trellis_improve(t, w, in, best);
     }
 }

@@ -137,7 +137,7 @@ EXT_CLONES __attribute__((noinline))
 static void compute_quadratic(const struct upstream_rows * x, const struct panel * p, int i0, int n, lanes * ll, lanes * gl) {
     *ll = *gl = lanes_splat(0);
     for (int i = i0; i < i0 + n; ++i) {
-        half_lanes sum[2] = {half_splat(0), half_splat(0)};
+        half_lanes sum[2] = {half_lanes_splat(0), half_lanes_splat(0)};
         for (int k = i0; k < i0 + n; ++k) {
             const half_lanes * level = (const half_lanes *) (x->level + p->begin + k);
             sum[0] += p->H[i][k]*level[0];
@@ -196,7 +196,7 @@ static void descend_block(struct upstream_rows * x, struct panel * p) {
     }
     const lanes   d = x->d[s0], one = lanes_splat(1), zero = lanes_splat(0);
     const lanes_i good = (vv > zero) & (d > zero);
-    lanes d_new = round_to_halves(d + d*lanes_select(good, gv/lanes_select(good, vv, one), zero));
+    lanes d_new = round_to_fp16(d + d*lanes_select(good, gv/lanes_select(good, vv, one), zero));
     const lanes   a = lanes_select(good, d_new/lanes_select(good, d, one) - one, zero), cost = a*(vv*a - (gv + gv));
     const lanes_i better = good & (d_new > zero) & (cost < zero);
     if (!lanes_any(better)) {

@@ -175,8 +175,8 @@ static inline void upstream_copy_scales(bool store, enum ggml_type type, void * 
     }
 }
 
-// The halves of a block; *min is NULL without a min.
-static inline void upstream_get_halves(enum ggml_type type, void * block, ggml_half ** d, ggml_half ** min) {
+// The FP16 scales d and min of a block; *min is NULL in types without a min.
+static inline void upstream_get_fp16(enum ggml_type type, void * block, ggml_half ** d, ggml_half ** min) {
     *d = *min = NULL;
     switch ((int) type) {
         case GGML_TYPE_Q2_K:   *d = &((block_q2_K *) block)->d; *min = &((block_q2_K *) block)->dmin; break;
@@ -196,7 +196,7 @@ static inline void upstream_get_halves(enum ggml_type type, void * block, ggml_h
 static inline void upstream_load(const struct upstream_layout * t, void * block, struct upstream_block * x) {
     ggml_half * d, * min;
     memset(x, 0, sizeof(*x));
-    upstream_get_halves(t->type, block, &d, &min);
+    upstream_get_fp16(t->type, block, &d, &min);
     x->d    = ggml_fp16_to_fp32(*d);
     x->dmin = min ? ggml_fp16_to_fp32(*min) : 0;
     upstream_copy_scales(false, t->type, block, x->scale, x->min);
@@ -209,7 +209,7 @@ static inline void upstream_load(const struct upstream_layout * t, void * block,
 static inline void upstream_store(const struct upstream_layout * t, const struct upstream_block * x, void * block) {
     struct upstream_block y = *x;
     ggml_half * d, * min;
-    upstream_get_halves(t->type, block, &d, &min);
+    upstream_get_fp16(t->type, block, &d, &min);
     *d = ggml_fp32_to_fp16(x->d);
     if (min) {
         *min = ggml_fp32_to_fp16(x->dmin);

@@ -1,4 +1,4 @@
-// Prepare Hessians for the encoders of upstream's types; for scalar types in numpy: py/ggml_ext/quants/_stock.py.
+// Prepare Hessians for the encoders of upstream's types; for scalar types in numpy: py/ggml_ext/quants/_upstream.py.
 #include "hessian.h"
 #include "upstream-metric.h"
 

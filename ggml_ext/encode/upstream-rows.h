@@ -19,13 +19,13 @@ enum {
     SCALE_STEPS = 2,   // up and down, for each integer of a sub-block
 };
 
-typedef float   lanes   __attribute__((vector_size(64), aligned(16)));
-typedef float   half_lanes __attribute__((vector_size(32), aligned(16)));
-typedef int32_t lanes_i __attribute__((vector_size(64), aligned(16)));
+typedef float   lanes      __attribute__((vector_size(64), aligned(16)));
+typedef float   half_lanes __attribute__((vector_size(32), aligned(16))); // half of the lanes
+typedef int32_t lanes_i    __attribute__((vector_size(64), aligned(16)));
 
 #define LANES_INLINE static inline __attribute__((always_inline))
 
-// Two halves: GCC 12 makes 16 instructions of the 64 bytes at once.
+// In two half_lanes: GCC 12 makes 16 instructions of the 64 bytes at once.
 LANES_INLINE lanes lanes_splat(float v) {
     const half_lanes half = v - (half_lanes) {0};
     lanes out;
@@ -127,9 +127,9 @@ static void load_panel(const struct upstream_rows * x, struct panel * p, int64_t
     if (p->source == H && p->begin == begin) {
         return;
     }
-    p->source    = H;
-    p->begin = begin;
-    p->n     = (int) (x->n - begin < SWEEP_PANEL ? x->n - begin : SWEEP_PANEL);
+    p->source = H;
+    p->begin  = begin;
+    p->n      = (int) (x->n - begin < SWEEP_PANEL ? x->n - begin : SWEEP_PANEL);
     for (int i = 0; i < p->n; i += TILE_ROWS) {
         for (int k = 0; k < p->n; ++k) {
             for (int h = 0; h < TILE_ROWS; ++h) {
@@ -141,7 +141,7 @@ static void load_panel(const struct upstream_rows * x, struct panel * p, int64_t
 
 // Cost of the rows' errors. Stop when all exceed `limit`.
 static lanes compute_cost(struct upstream_rows * x, lanes limit) {
-    const int32_t * order  = x->m->order + x->first;
+    const int32_t * order = x->m->order + x->first;
     const float   * L     = x->m->L + x->first*x->m->columns;
     const float   * D     = x->m->D + x->first;
     lanes cost = lanes_splat(0);
@@ -164,8 +164,8 @@ static lanes compute_cost(struct upstream_rows * x, lanes limit) {
     return cost;
 }
 
-// Round to the nearest half.
-LANES_INLINE lanes round_to_halves(lanes v) {
+// Round to the nearest FP16 value; larger magnitudes become EXT_HALF_MAX.
+LANES_INLINE lanes round_to_fp16(lanes v) {
     for (int r = 0; r < LANES; ++r) {
         const float x = v[r] > EXT_HALF_MAX ? EXT_HALF_MAX : v[r] < -EXT_HALF_MAX ? -EXT_HALF_MAX : v[r];
         v[r] = ggml_fp16_to_fp32(ggml_fp32_to_fp16(x));

@@ -2,7 +2,7 @@
 //   1. choose codes column by column with error feedback, those of the largest mean square input first (GPTQ's "act-order")
 //   2. sweep over panels of columns: refit the halves of a block, then descend over codes and over the scales of sub-blocks in turn
 // Lanes hold 16 rows. Every float operation has one order, so that the numpy reference gives the same bytes
-// (py/ggml_ext/quants/_stock.py); compiled with -ffp-contract=off. docs/results/encoders.md has what each step gains.
+// (py/ggml_ext/quants/_upstream.py); compiled with -ffp-contract=off. docs/results/encoders.md has what each step gains.
 #include "upstream.h"
 
 #include "upstream-layouts.h"
@@ -182,7 +182,7 @@ LANES_INLINE void search_halves(const struct upstream_rows * x, int64_t s, const
         const lanes_i solvable = f->ll > zero;
         a = lanes_select(solvable, f->gl*(one/lanes_select(solvable, f->ll, one)), zero);
     }
-    const lanes scale = round_to_halves(x->d[s] + a), min = x->t->has_min ? round_to_halves(x->dmin[s] + b) : zero;
+    const lanes scale = round_to_fp16(x->d[s] + a), min = x->t->has_min ? round_to_fp16(x->dmin[s] + b) : zero;
     const lanes step = scale - x->d[s], base = x->t->has_min ? min - x->dmin[s] : zero;
     consider(best, x->d[s] != zero, evaluate_quadratic(f, step, base), step, base, scale, min);
 }
@@ -245,7 +245,7 @@ static void descend_block(struct upstream_rows * x, struct panel * p) {
     const lanes_i valid = (det > lanes_splat(1e-6f)*(vv*uu)) & (dmin != zero) & (d != zero), alone = (vv > zero) & (d != zero);
     lanes a = lanes_select(valid, (gv*uu - gu*vu)/lanes_select(valid, det, one), lanes_select(alone, gv/lanes_select(alone, vv, one), zero));
     lanes b = lanes_select(valid, (gu*vv - gv*vu)/lanes_select(valid, det, one), zero);
-    const lanes d_new = round_to_halves(d + d*a), dmin_new = round_to_halves(dmin + dmin*b);
+    const lanes d_new = round_to_fp16(d + d*a), dmin_new = round_to_fp16(dmin + dmin*b);
     a = lanes_select(d != zero, d_new/lanes_select(d != zero, d, one) - one, zero);
     b = lanes_select(dmin != zero, dmin_new/lanes_select(dmin != zero, dmin, one) - one, zero);
     const lanes   cost = a*(vv*a - (gv + gv) + (vu + vu)*b) + b*(uu*b - (gu + gu));

@@ -49,7 +49,7 @@ private:
         int64_t n_mat    = 0;
         std::vector<float>   sums; // empty until the first token
         std::vector<int64_t> counts;
-        source  last = {};
+        source  last = {};         // of the latest batch: the matrices that share the input must have the same
 
         void allocate();
     };
@@ -63,10 +63,10 @@ private:
 
     std::map<std::string, input>       inputs;   // by the name of the first matrix
     std::map<std::string, std::string> input_of; // matrix -> name in inputs
-    std::map<source, std::string>      sources;     // inputs found by plan()
-    std::string  kind;     // "block", "full" or empty
-    std::string  kind_from; // the option or file that sets it
-    std::string  file_without;  // a loaded file that has none
+    std::map<source, std::string>      sources;  // inputs found by plan(): name of the first matrix
+    std::string  kind;         // "block", "full" or empty
+    std::string  kind_from;    // the option or file that sets it
+    std::string  file_without; // a loaded file that has none
     int          first_layer = 0;
     int          last_layer  = -1; // all
     int          n_layers    = 0;
@@ -84,7 +84,7 @@ private:
     std::unique_ptr<ggml_context, context_free> graph_ctx;
     ggml_cgraph *              graph = nullptr;
     ggml_ext_syrk              job   = {};
-    std::vector<float>         packed;
-    std::vector<const float *> rows;
+    std::vector<float>         packed;  // for the job
+    std::vector<const float *> rows;    // inputs to add, of one expert if there are several
     std::vector<char>          activations, ids; // copies from a device
 };

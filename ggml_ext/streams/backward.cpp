@@ -25,12 +25,12 @@ ggml_tensor * backward::gradient(const ggml_tensor * t) const {
     return it == grads.end() ? nullptr : it->second;
 }
 
-bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & layer) {
+bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & info) {
     const size_t n_tensors = 64*nodes.size() + 64;
     owner.reset(ggml_init({ n_tensors*ggml_tensor_overhead(), nullptr, true }));
     ctx = owner.get();
-    if (layer.start) {
-        active.insert(layer.start);
+    if (info.start) {
+        active.insert(info.start);
     }
     for (ggml_tensor * node : nodes) {
         bool depends = is_product(node);
@@ -188,7 +188,7 @@ bool backward::differentiate_rope(ggml_tensor * node, ggml_tensor * g) {
                                                            f[3], f[4], f[5]));
 }
 
-// The derivative by element; null if the operation is not supported.
+// Return the derivative of each element; null if the operation is not supported.
 ggml_tensor * backward::differentiate_unary(ggml_unary_op op, ggml_tensor * x) {
     switch (op) {
         case GGML_UNARY_OP_RELU:
@@ -224,7 +224,7 @@ ggml_tensor * backward::differentiate_unary(ggml_unary_op op, ggml_tensor * x) {
     }
 }
 
-// f(a) b, of two tensors or of the halves of one.
+// Differentiate f(a) b, where a and b are two tensors or the halves of one.
 bool backward::differentiate_glu(ggml_tensor * node, ggml_tensor * g) {
     static const std::map<ggml_glu_op, ggml_unary_op> known = {
         { GGML_GLU_OP_REGLU, GGML_UNARY_OP_RELU },           { GGML_GLU_OP_GEGLU, GGML_UNARY_OP_GELU }, { GGML_GLU_OP_SWIGLU, GGML_UNARY_OP_SILU },
@@ -263,7 +263,8 @@ ggml_tensor * backward::find_cached(const ggml_tensor * t) const {
     return is_known ? data->second : nullptr;
 }
 
-// softmax(scale K^T Q) as a plain product. The cache was empty before the layer, so its first cells hold the tokens in order.
+// Differentiate attention as products with K and V and softmax(scale K^T Q). The cache was empty before the layer, so its first cells hold
+// the tokens in order.
 bool backward::differentiate_attention(ggml_tensor * node, ggml_tensor * g) {
     ggml_tensor * q = node->src[0], * k = find_cached(node->src[1]), * v = find_cached(node->src[2]), * mask = node->src[3];
     if (!k || !v) {

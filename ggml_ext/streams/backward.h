@@ -12,8 +12,8 @@ namespace ggml_ext {
 
 class backward {
 public:
-    // Build the gradients of a layer's nodes, given in graph order. Return false, with why(), if an operation is not supported.
-    bool build(const std::vector<ggml_tensor *> & nodes, const layer & gradient);
+    // Build the gradients of a layer's nodes, given in graph order. Return false, with error(), if an operation is not supported.
+    bool build(const std::vector<ggml_tensor *> & nodes, const layer & info);
 
     // Append the gradients to the graph.
     void append(ggml_cgraph * graph) const;

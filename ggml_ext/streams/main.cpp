@@ -3,7 +3,7 @@
 //   exchange FILE BYTES   map FILE, which both sides exchange arrays through
 //   layer N               the streams are at the input of layer N
 //   set NAME TYPE FILE    replace the matrix NAME of the quantized model
-//   inputs G C LAST       write arrays of chunk C at group G of the layer
+//   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output
 //   advance C             advance the streams of chunk C to the layer's output
 //   learn N               allocate memory for the gradients of N chunks
 //   backward C            compute the gradients of chunk C; the loss is in labels.h

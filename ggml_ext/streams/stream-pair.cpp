@@ -191,15 +191,15 @@ template <class F> static void each_array(const group & g, const F & f) {
     }
 }
 
-void stream_pair::export_inputs(int group, int chunk, bool last) {
+void stream_pair::export_inputs(int group, int chunk, bool advance_original) {
     check_index("group", group, (int) description[layer].size());
     check_index("chunk", chunk, n_chunks);
-    is_original_ahead = last;
+    is_original_ahead = advance_original;
     for (int model : { ORIGINAL, QUANTIZED }) {
         select_targets = [&](const ggml_ext::layer & l) {
             std::vector<ggml_tensor *> targets;
             each_array(l.groups.at(group), [&](ggml_tensor * t) { targets.push_back(t); });
-            if (last && model == ORIGINAL && l.end) {
+            if (advance_original && model == ORIGINAL && l.end) {
                 targets.push_back(l.end);
             }
             return targets;
@@ -216,7 +216,7 @@ void stream_pair::export_inputs(int group, int chunk, bool last) {
             dst += 2 * n_bytes;
             remaining -= 2 * n_bytes;
         });
-        if (last && model == ORIGINAL && parts.layers()[layer].end) {
+        if (advance_original && model == ORIGINAL && parts.layers()[layer].end) {
             store_stream(chunk, ORIGINAL);
         }
     }

@@ -37,11 +37,11 @@ public:
     void replace_matrix(const std::string & name, const std::string & type, const std::string & path);
 
     // Write arrays of a chunk at a group of products to the exchange, each of the original and then of the quantized model: the input, the
-    // ids of experts, the residuals of products. last: in the same run, advance the original stream to the layer's output.
-    void export_inputs(int group, int chunk, bool last);
+    // ids of experts, the residuals of products. advance_original: in the same run, advance the original stream to the layer's output.
+    void export_inputs(int group, int chunk, bool advance_original);
 
-    // Advance both streams of a chunk to the layer's output; only the quantized one after export_inputs(last). Return the energy of the
-    // original and of the difference, without the first token, whose energy is of another order.
+    // Advance the quantized stream of a chunk to the layer's output, and the original one unless export_inputs() did so for all chunks.
+    // Return the energy of the original and of the difference, without the first token, whose energy is of another order.
     nlohmann::ordered_json advance(int chunk);
 
     // Allocate memory for the gradients of n chunks at the outputs of all layers.

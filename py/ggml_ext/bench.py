@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ._commands.benching import STOCK, BenchOptions, Speeds, bench
+from ._commands.benching import UPSTREAM_BPW, BenchOptions, Speeds, bench
 from ._console import arguments
 from ._console.program import MeasuringOptions, run_measuring
 from ._console.terminal import Terminal
@@ -17,7 +17,7 @@ def build_parser(prog: str = "ggml-ext bench") -> argparse.ArgumentParser:
         description="Measure the tokens per second of prompt processing and token generation, compared with standard GGUF files of the same "
         "model, which are made temporarily from the first model.",
         epilog="Absolute speeds depend on the machine's load; ratios are more stable. "
-        f"Types of --stock: {', '.join(STOCK)}.",
+        f"Types of --stock: {', '.join(UPSTREAM_BPW)}.",
     )
 
 

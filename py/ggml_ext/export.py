@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ._commands.exporting import STOCK_TYPES, ExportOptions, ExportSettings, export
+from ._commands.exporting import UPSTREAM_TYPES, ExportOptions, ExportSettings, export
 from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import Terminal, TerminalOptions
@@ -20,7 +20,7 @@ def build_parser(prog: str = "ggml-ext export") -> argparse.ArgumentParser:
         epilog="\n".join([
             "Tensors that have standard types are copied, unless TYPE is a float type or --pure is given.",
             "An output matrix in a ggml-ext type becomes q6_k if TYPE has fewer bits, as with llama-quantize.",
-            "Types:", *list_types_by_bits(sorted(STOCK_TYPES)),
+            "Types:", *list_types_by_bits(sorted(UPSTREAM_TYPES)),
         ]),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ._allocation.target import DEFAULT_TYPES, STOCK_TYPES
+from ._allocation.target import DEFAULT_TYPES, UPSTREAM_TYPES
 from ._base.types import WEIGHT_TYPES
 from ._commands.options import QuantizeOptions
 from ._commands.quantizing import quantize
@@ -14,7 +14,7 @@ from ._console import arguments
 from ._console.program import run_program
 from ._console.terminal import FormatOptions, Terminal
 from ._formats.names import list_types_by_bits
-from ._plan.file_types import STOCK_ALIASES, STOCK_FILES
+from ._plan.file_types import UPSTREAM_ALIASES, UPSTREAM_FILES
 from ._plan.recipes import RECIPES
 from ._plan.uses import SMALL_FLOOR, SMALL_PART
 
@@ -35,9 +35,9 @@ def describe_types() -> str:
     ]
     return "\n".join([
         "ggml-ext types:", *types, "quant mixes:", *(f"  {r.name}: {r.about}" for r in RECIPES.values()),
-        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *list_types_by_bits([*STOCK_FILES, *STOCK_ALIASES]),
+        "standard GGUF types and mixes, with the types that llama-quantize gives each tensor:", *list_types_by_bits([*UPSTREAM_FILES, *UPSTREAM_ALIASES]),
         "A target chooses from these types and the type of the input:", f"  {', '.join(DEFAULT_TYPES)}",
-        "With --stock it chooses from:", f"  {', '.join(STOCK_TYPES)}",
+        "With --stock it chooses from:", f"  {', '.join(UPSTREAM_TYPES)}",
         "Without output.weight, the token embeddings get the type of the output matrix.",
         "Vectors, norms and expert routing keep their type, as with llama-quantize.",
         f"Matrices with less than 1/{1 / SMALL_PART:.0f} of their layer's weights get at least {SMALL_FLOOR.name.lower()}, unless --type is a standard type or --pure is given.",

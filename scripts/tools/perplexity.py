@@ -40,7 +40,7 @@ from perplexity_run import (
     IMPORTANCE,
     NEEDS_IMATRIX,
     OUR_TYPES,
-    STOCK_TYPES,
+    UPSTREAM_TYPES,
     BaseLogits,
     block_types,
     imatrix,
@@ -100,8 +100,8 @@ def parse_types(text: str) -> list[Entry]:
             path = Path(word)
             require_file("--types", path)
             entries.append(Entry(path.stem, None, path))
-        elif name not in (*OUR_TYPES, *STOCK_TYPES) or (plus and suffix not in IMPORTANCE):
-            known = ", ".join([*OUR_TYPES, *sorted(STOCK_TYPES)])
+        elif name not in (*OUR_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
+            known = ", ".join([*OUR_TYPES, *sorted(UPSTREAM_TYPES)])
             kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
             raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
         elif plus and suffix != "imatrix" and name not in OUR_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):

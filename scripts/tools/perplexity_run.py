@@ -22,7 +22,7 @@ from ggml_ext._plan.recipes import RECIPES
 Result = TypeVar("Result")
 
 # Upstream type -> file type that makes it with --pure. IQ2_S would make IQ2_XS, and Q2_K_S, which makes Q2_K too, needs an imatrix.
-STOCK_TYPES = {name: name.upper() for name in (
+UPSTREAM_TYPES = {name: name.upper() for name in (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs",
     "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
 )} | {"iq2_s": "IQ2_M"}
@@ -146,9 +146,9 @@ def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imat
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
     if type_name in OUR_TYPES or kind != "imatrix":
         importance += ["--importance", IMPORTANCE[kind]] if imatrix_file else ["--importance", "none"]
-        quantize_ours(model, out, STOCK_TYPES.get(type_name, type_name), *UNIFORM, "--quiet", *importance, *options, echo=echo)
+        quantize_ours(model, out, UPSTREAM_TYPES.get(type_name, type_name), *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:
-        run_tool("llama-quantize", *UNIFORM, *importance, model, out, STOCK_TYPES.get(type_name, type_name.upper()))
+        run_tool("llama-quantize", *UNIFORM, *importance, model, out, UPSTREAM_TYPES.get(type_name, type_name.upper()))
     return out
 
 

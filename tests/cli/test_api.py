@@ -63,7 +63,7 @@ def test_functions_write_the_same_bytes_as_the_commands(lib, source, tmp_path, c
     findings = []
     inspection = ggml_ext.inspect_model(tmp_path / "api.gguf", source, found=findings.append)
     assert [f.tensor.name for f in inspection.findings] == [f.tensor.name for f in findings] == [t.name for t in result.tensors]
-    assert inspection.total.relative == pytest.approx(result.relative_squared_error, rel=1e-6) and all(f.fits for f in inspection.findings)
+    assert inspection.total.nmse == pytest.approx(result.relative_squared_error, rel=1e-6) and all(f.fits for f in inspection.findings)
     capfd.readouterr()
     assert run_command(inspect.main, tmp_path / "api.gguf", "--against", source, "--json") == 0
     assert f'"relative_squared_error": {inspection.record()["total"]["relative_squared_error"]!r}' in capfd.readouterr().out

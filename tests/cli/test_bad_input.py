@@ -248,7 +248,7 @@ def test_pipe_as_output_is_refused(tmp_path, source, args):
 
 
 def test_missing_output_directory_is_refused(tmp_path, source):
-    expect_error(tmp_path, [source, tmp_path / "no" / "out.gguf", "--type", "itq3_s"], "folder", "does not exist")
+    expect_error(tmp_path, [source, tmp_path / "no" / "out.gguf", "--type", "itq3_s"], "directory", "does not exist")
 
 
 def test_existing_output_needs_force(tmp_path, source):

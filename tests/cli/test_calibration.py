@@ -351,11 +351,11 @@ def test_importance_follows_memory(model_cost, n_tokens, memory, kind, why, n_th
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 64])
-@pytest.mark.parametrize(("n_compared_types", "times"), [(0, 1), (5, 7)], ids=["OUT", "five types, the sensitivities and OUT"])
-def test_all_threads_factorize_within_15_minutes(n_threads, n_compared_types, times):
+@pytest.mark.parametrize(("n_compared_metrics", "times"), [(0, 1), (5, 7)], ids=["OUT", "five metrics, the sensitivities and OUT"])
+def test_all_threads_factorize_within_15_minutes(n_threads, n_compared_metrics, times):
     most = 900 * FACTORIZATION_RATE * n_threads / times
-    assert choose_importance(model(4096, factorization=0.98 * most), 51200, 100 * GIB, n_threads, n_compared_types) == ("full", "")
-    kind, why = choose_importance(model(4096, factorization=1.02 * most), 51200, 100 * GIB, n_threads, n_compared_types)
+    assert choose_importance(model(4096, factorization=0.98 * most), 51200, 100 * GIB, n_threads, n_compared_metrics) == ("full", "")
+    kind, why = choose_importance(model(4096, factorization=1.02 * most), 51200, 100 * GIB, n_threads, n_compared_metrics)
     assert kind == "block" and "take 15 minutes to factorize" in why
 
 
@@ -382,7 +382,7 @@ def test_memory_depends_on_the_types_of_a_target(workspace, monkeypatch):
 def test_requested_full_hessians_may_exceed_memory(workspace, monkeypatch, lib):
     """A line reports it: the passes fit, the factorization does not."""
     Spy(monkeypatch, lib)
-    monkeypatch.setattr(CalibrationCost, "factorization_bytes", lambda self, n_threads, n_compared_types: 7 * GIB)
+    monkeypatch.setattr(CalibrationCost, "factorization_bytes", lambda self, n_threads, n_compared_metrics: 7 * GIB)
     flags = ["--importance", "full", "--memory", "2"]
     _, err = workspace.run(*flags, type_name="itq3_t")
     assert "note: factorizing full Hessians needs 7.0 GiB, the limit is 2.0 GiB" in err and "--importance block" in err

@@ -284,7 +284,7 @@ def test_kept_file_is_not_replaced(workspace, write_converter):
         ("out.gguf", (), ("--keep-gguf: ", "is the same file as OUT")),
         ("../results/out.gguf", (), ("--keep-gguf: ", "is the same file as OUT")),
         ("out-00001-of-00001.gguf", ("--split-max-size", "1G"), ("--keep-gguf: ", "is the same file as OUT, or has a name of its parts")),
-        (".out.gguf.partial", (), ("--keep-gguf: ", "not yet whole")),
+        (".out.gguf.partial", (), ("--keep-gguf: ", "incomplete files")),
         ("kept.gguf", ("--report", "kept.gguf"), ("--report: kept.gguf is the same file as --keep-gguf",)),
         ("kept.gguf", ("--model-card", "./kept.gguf"), ("--model-card: kept.gguf is the same file as --keep-gguf",)),
         ("kept.gguf", ("--report", "kept.choice.json"), ("--report: kept.choice.json is where ", "of kept is kept")),

@@ -262,8 +262,8 @@ def test_deep_model_is_measured_in_groups():
     assert sorted(n for p in layers for n in p.tensors) == sorted(names[:-1])
     assert [len(p.tensors) for p in sensitivity.class_parts(names)] == [32, 32, 1]
     defaults = sensitivity.usual_sensitivities(names)
-    assert sum(defaults[n] for n in names if "ffn_down_exps" in n) == pytest.approx(sensitivity.USUAL["ffn_down"])
-    assert defaults["blk.0.attn_q.weight"] == 8 * defaults["blk.1.attn_q.weight"] > 0 and defaults["output.weight"] == sensitivity.USUAL["output"]
+    assert sum(defaults[n] for n in names if "ffn_down_exps" in n) == pytest.approx(sensitivity.CLASS_SENSITIVITIES["ffn_down"])
+    assert defaults["blk.0.attn_q.weight"] == 8 * defaults["blk.1.attn_q.weight"] > 0 and defaults["output.weight"] == sensitivity.CLASS_SENSITIVITIES["output"]
 
 
 def test_existing_report_is_refused_before_measuring(fresh):

@@ -37,7 +37,7 @@ SHAPES = {"token_embd.weight": (64, 512), "blk.0.attn_q.weight": (32, 512), "blk
 # Keys of an importance matrix; the embeddings have none.
 SEEN = {f"blk.0.{name}.weight": (np.linspace(1, 9, n, dtype=np.float32)[None], [1]) for name, n in (("attn_q", 512), ("ffn_down", 64))}
 # Upstream types except those that need an importance matrix.
-PLAIN = sorted(name for name, t in exporting.STOCK_TYPES.items() if t not in exporting.IMATRIX_TYPES)
+PLAIN = sorted(name for name, t in exporting.UPSTREAM_TYPES.items() if t not in exporting.IMATRIX_TYPES)
 
 
 def describe(writer: gguf.GGUFWriter) -> None:
@@ -87,7 +87,7 @@ def test_every_upstream_type_keeps_the_weights(quantized, tmp_path, capsys, name
     before, after = read_tensors(quantized), read_tensors(out)
     assert not {t.tensor_type.name.lower() for t in after.values()} & TYPES.keys()
     target = after["blk.0.attn_q.weight"].tensor_type
-    assert target == exporting.STOCK_TYPES[name]
+    assert target == exporting.UPSTREAM_TYPES[name]
     assert (after["output_norm.weight"].data == before["output_norm.weight"].data).all()
     weights = {}
     try:
@@ -114,9 +114,9 @@ def test_export_removes_ggml_ext_metadata(quantized, tmp_path, capsys):
     assert all(after[k].contents() == before[k].contents() for k in kept) and "general.name" in kept
 
 
-@pytest.mark.parametrize("name", exporting.STOCK_TYPES)
+@pytest.mark.parametrize("name", exporting.UPSTREAM_TYPES)
 def test_every_type_has_a_file_type(name):
-    assert uniform_file_type(exporting.STOCK_TYPES[name]) in gguf.LlamaFileType._value2member_map_
+    assert uniform_file_type(exporting.UPSTREAM_TYPES[name]) in gguf.LlamaFileType._value2member_map_
 
 
 def types_of(path: Path) -> dict[str, str]:
@@ -243,7 +243,7 @@ def test_dry_run_writes_nothing(quantized, tmp_path, capsys, monkeypatch):
     (["--type", "q4_k", "--no-fallback"], ["--no-fallback: tensor blk.0.ffn_down.weight, rows of 64: q5_0 instead of q4_k"]),
     (["--type", "q4_k", "--threads", "0"], ["--threads: got 0"]),
     (["--type", "q4_k", "--dry-run", "--model-card", "x.md"], ["--model-card: --dry-run writes nothing"]),
-    (["--type", "q4_k", "--model-card", "none/x.md"], ["--model-card: the folder", "does not exist"]),
+    (["--type", "q4_k", "--model-card", "none/x.md"], ["--model-card: the directory", "does not exist"]),
 ])
 def test_bad_options_are_refused(quantized, tmp_path, capsys, monkeypatch, flags, parts):
     monkeypatch.chdir(tmp_path)

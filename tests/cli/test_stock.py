@@ -10,7 +10,7 @@ import pytest
 import ggml_ext
 from ggml_ext import TYPES, inspect
 from ggml_ext._calibration import calibration
-from ggml_ext._plan.file_types import FILE_TYPES, STOCK_ALIASES, STOCK_FILES
+from ggml_ext._plan.file_types import FILE_TYPES, UPSTREAM_ALIASES, UPSTREAM_FILES
 from helpers import calibration_folder
 from helpers.commands import quantize, run_main, run_quantize, tool
 from helpers.errors import check_error, expect_error
@@ -114,13 +114,13 @@ def kinds_and_names(names, quick):
     return [*of_small, *(pytest.param(kind, n, marks=tier[n]) for kind in MODELS if kind != "small" for n in names)]
 
 
-@pytest.mark.parametrize(("kind", "name"), kinds_and_names(STOCK_FILES, QUICK_NAMES))
+@pytest.mark.parametrize(("kind", "name"), kinds_and_names(UPSTREAM_FILES, QUICK_NAMES))
 def test_types_match_llama_quantize(models, kind, name):
     compare_plans(models[kind][0], name, models[kind][1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STOCK_FILES)
+@pytest.mark.parametrize("name", UPSTREAM_FILES)
 def test_pure_type_matches_llama_quantize(models, name):
     """The type is the mix's base type. Embeddings and output matrix have no importances, which some types need."""
     compare_plans(models["small"][0], name, models["small"][1], ["--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"],
@@ -128,7 +128,7 @@ def test_pure_type_matches_llama_quantize(models, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STOCK_FILES)
+@pytest.mark.parametrize("name", UPSTREAM_FILES)
 def test_types_of_the_reference_model_match(model, lib, tmp_path, name):
     compare_plans(model, name, write_importances(tmp_path / "imatrix.gguf", model))
 
@@ -145,7 +145,7 @@ def test_files_match_llama_quantize(models, tmp_path, kind, name):
     tensors = read_tensors(tmp_path / "ours.gguf")
     assert not {t.tensor_type.name.lower() for t in tensors.values()} & {*TYPES}
     keys = read_metadata(tmp_path / "ours.gguf")
-    assert keys["general.file_type"] == STOCK_FILES[name].id and keys["general.quantization_version"] == 2
+    assert keys["general.file_type"] == UPSTREAM_FILES[name].id and keys["general.quantization_version"] == 2
     assert not [k for k in keys if k.startswith("ggml_ext")] and keys["quantize.imatrix.chunks_count"] == 7
     if name not in NEED_IMATRIX:
         compare(tmp_path, source, name)
@@ -158,10 +158,10 @@ def test_bytes_of_the_reference_model_match(model, lib, tmp_path, name):
     compare(tmp_path, model, name, imatrix=write_importances(tmp_path / "imatrix.gguf", model))
 
 
-@pytest.mark.parametrize("alias", STOCK_ALIASES)
+@pytest.mark.parametrize("alias", UPSTREAM_ALIASES)
 def test_aliases_of_types_are_accepted(models, tmp_path, alias):
     """llama-quantize accepts them in any case; the summary has the full name."""
-    name = STOCK_ALIASES[alias]
+    name = UPSTREAM_ALIASES[alias]
     assert FILE_TYPES[alias] is FILE_TYPES[name]
     done = compare(tmp_path, models["small"][0], alias.title())
     assert re.search(rf"^{name.upper()} as requested: [\d.]+ bpw in the layers, [\d.]+ bpw in total$", done.stdout, re.M)
@@ -258,7 +258,7 @@ def test_target_of_upstream_types_has_no_ggml_ext_metadata(models, tmp_path):
     tensors, metadata = read_tensors(tmp_path / "out.gguf"), read_metadata(tmp_path / "out.gguf")
     types = {t.tensor_type.name for t in tensors.values()} - {"F32"}
     assert len(types) > 1 and not types & {name.upper() for name in TYPES} and not [k for k in metadata if k.startswith("ggml_ext.")]
-    assert metadata["general.file_type"] in {f.id for f in STOCK_FILES.values()}
+    assert metadata["general.file_type"] in {f.id for f in UPSTREAM_FILES.values()}
     bits = sum(8 * t.n_bytes for t in tensors.values()) / sum(t.n_elements for t in tensors.values())
     assert 4 < bits <= 4.5
 
@@ -351,7 +351,7 @@ def test_parts_report_and_card_are_written(model, lib, tmp_path):
 
 def test_help_names_upstream_types():
     done = run_main(ggml_ext.quantize.main, "--help")
-    assert all(name in done.stdout for name in (*STOCK_FILES, *STOCK_ALIASES))
+    assert all(name in done.stdout for name in (*UPSTREAM_FILES, *UPSTREAM_ALIASES))
 
 
 @pytest.mark.extra_build

@@ -38,7 +38,7 @@ def test_report_and_verification_are_written(lib, source, tmp_path, capsys, flag
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--report", "no/report.json"], ("--report", "folder", "does not exist")),
+        (["--report", "no/report.json"], ("--report", "directory", "does not exist")),
         (["--report", "out.gguf"], ("--report", "same file as OUT")),
         (["--report", "out-00001-of-00001.gguf", "--split-max-size", "1G"], ("--report", "same file as OUT")),
         (["--report", "in.gguf", "--force"], ("--report", "same file as IN")),

@@ -137,7 +137,7 @@ COUNTS = f"{DOWN}.moment_counts"
      (EXPERTS, "for 2 matrices", "for 3")),
     ({"tensors": replace_value("block", 17, np.nan)}, (DOWN, "value 17", "nan", "finite")),
     ({"tensors": replace_value("block", MATRIX + 1, np.inf)}, (DOWN, "value 32,897", "inf")),
-    ({"tensors": replace_value("block", MATRIX + 2, -4.0)}, (DOWN, "column 257", "-4", "not negative")),
+    ({"tensors": replace_value("block", MATRIX + 2, -4.0)}, (DOWN, "diagonal value 257", "-4", "not negative")),
     ({"tensors": {COUNTS: np.array([[0]])}}, (DOWN, "no token")),
     ({"tensors": {COUNTS: np.array([[np.nan]])}}, (DOWN, "count 0 is nan")),
     ({"tensors": {COUNTS: np.array([[3], [4]])}}, (DOWN, "Hessians of 1 matrices and counts of 2")),
@@ -172,7 +172,7 @@ def test_truncated_files_and_missing_hessians_are_reported(tmp_path, source):
 
 
 def test_full_hessians_are_checked_on_use(tmp_path):
-    for index, value, part in ((17, np.nan, "value 17"), (packed_size(512, True) - 1, -1, "column 511")):
+    for index, value, part in ((17, np.nan, "value 17"), (packed_size(512, True) - 1, -1, "diagonal value 511")):
         path = write_moments(tmp_path / "m.gguf", inputs(), "full", tensors=replace_value("full", index, value))
         for kind in ("block", "full"):
             with pytest.raises(UserError, match=f"{DOWN}: .*{part}"):
@@ -263,8 +263,8 @@ class FakeLibrary:
     def __init__(self, *results):
         self.results, self.calls = list(results), []
 
-    def metric(self, type_id, n_per_row, moments, whole, shrinkage, segment, n_threads):
-        self.calls.append((type_id, n_per_row, moments, whole, shrinkage, segment))
+    def metric(self, type_id, n_per_row, triangles, is_full, shrinkage, segment, n_threads):
+        self.calls.append((type_id, n_per_row, triangles, is_full, shrinkage, segment))
         if isinstance(result := self.results.pop(0), type):
             raise result
         return result

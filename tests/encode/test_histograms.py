@@ -203,7 +203,7 @@ def test_picture_does_not_replace_inputs_or_links(folder, tmp_path):
     assert inspect_in_process(*args, tmp_path / "link.svg").returncode == 0
     assert (tmp_path / "link.svg").is_symlink() and svg_texts(tmp_path / "target.svg")
     (tmp_path / "link.png").symlink_to("none/target.png")
-    check_error(inspect_in_process(*args, tmp_path / "link.png"), "--picture", "folder", "none does not exist")
+    check_error(inspect_in_process(*args, tmp_path / "link.png"), "--picture", "directory", "none does not exist")
     assert len([*tmp_path.iterdir()]) == 4
 
 
@@ -232,7 +232,7 @@ def test_picture_table_and_colour_range():
     (["--tensor", "no_such"], ("--tensor", "'no_such'", f"matches none of the {len(WEIGHT_TYPES) + 8} tensors", "such as ")),
     (["--picture", "a.svg"], ("--picture", "--against ORIGINAL")),
     (["--against", "in.gguf", "--picture", "a.jpg"], ("--picture", "'a.jpg'", ".svg or .png")),
-    (["--against", "in.gguf", "--picture", "none/a.svg"], ("--picture", "folder", "none does not exist")),
+    (["--against", "in.gguf", "--picture", "none/a.svg"], ("--picture", "directory", "none does not exist")),
     (["--against", "out.gguf", "--picture", "a.svg"], ("--picture", "no tensor changed its type")),
     (["--against", "in.gguf", "--picture", "dir.svg"], ("--picture", "not a regular file")),
 ])

@@ -39,8 +39,8 @@ def test_tensors_equal_llama_quantizes(model, lib, tmp_path, type_name):
     matrices = {n: t for n, t in read_tensors(model).items() if len(t.shape) == 2}
     entries = {n: (importances(1, int(t.shape[0]), i), rng.choice([0.4, 2.5, 3.7, 100.0], 1)) for i, (n, t) in enumerate(matrices.items())}
     flags = ["--imatrix", write_imatrix(tmp_path / "im.gguf", entries), "--token-embedding-type", "q3_k"]
-    for pattern, stock in {"attn_v": "iq4_nl", r"blk\.0\.attn_k": "iq2_xxs", "attn_q": "q4_0"}.items():
-        flags += ["--tensor-type", f"{pattern}={stock}"]
+    for pattern, other in {"attn_v": "iq4_nl", r"blk\.0\.attn_k": "iq2_xxs", "attn_q": "q4_0"}.items():
+        flags += ["--tensor-type", f"{pattern}={other}"]
     reference = llama_quantize(model, tmp_path / "theirs.gguf", type_name, *flags)
     quantize(model, tmp_path / "ours.gguf", "--type", type_name, *flags)
     assert_same_tensors(tmp_path / "ours.gguf", reference)

@@ -24,7 +24,7 @@ def make_metrics(lib, name: str, hessian: np.ndarray, full: bool, segment: int =
     """Return the metrics of C and numpy."""
     info, packed = TYPES[name], pack_triangles(hessian, full)
     return (lib.metric(int(info.id), len(hessian), packed, full, shrinkage, segment),
-            Metric.of_moments(packed, len(hessian), info.block_size, info.rotated, full, shrinkage, segment))
+            Metric.from_hessian(packed, len(hessian), info.block_size, info.rotated, full, shrinkage, segment))
 
 
 def numpy_encoder(name: str):
@@ -73,7 +73,7 @@ def test_segments_add_up_to_the_quadratic_form(n, full, segment, rotated, seed):
     """
     block = 64 if n % 256 else 256
     hessian = keep_blocks(correlated_hessian(n, 2 * n, seed), full)
-    metric = Metric.of_moments(pack_triangles(hessian, full), n, block, rotated, full, 0.1, segment)
+    metric = Metric.from_hessian(pack_triangles(hessian, full), n, block, rotated, full, 0.1, segment)
     i = np.arange(block)
     hadamard = np.array([[1 - 2 * (bin(a & b).count("1") & 1) for b in i] for a in i]) / np.sqrt(block)
     rotation = (hadamard * SIGNS[:block] if rotated else np.eye(block))[positions(block)]
@@ -206,7 +206,7 @@ def test_hessians_that_are_not_positive_are_refused(lib, defect):
         hessian[9, 9] = -1
     else:
         hessian[9, 3] = hessian[3, 9] = 2 * hessian.max()
-    for create in (lambda packed: lib.metric(int(TYPES["itq3_t"].id), 256, packed, False, 0.01), lambda packed: Metric.of_moments(packed, 256, 256, True, False, 0.01)):
+    for create in (lambda packed: lib.metric(int(TYPES["itq3_t"].id), 256, packed, False, 0.01), lambda packed: Metric.from_hessian(packed, 256, 256, True, False, 0.01)):
         with pytest.raises(ValueError):
             create(pack_triangles(hessian, False))
     with pytest.raises(library.NotPositiveDefinite):

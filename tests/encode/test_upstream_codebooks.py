@@ -61,7 +61,7 @@ def test_no_row_is_worse_and_the_total_improves(lib, name, full):
     hessian_metric = make_metric(lib, name, hessian, full)
     before = block_costs(hessian, full, x - lib.dequantize(qtype, lib.quantize(qtype, x, imatrix=diagonal(hessian)), n))
     for sweeps in (1, 2, 4):
-        data = lib.quantize(qtype, x, imatrix=diagonal(hessian), metric=hessian_metric, stock_sweeps=sweeps)
+        data = lib.quantize(qtype, x, imatrix=diagonal(hessian), metric=hessian_metric, upstream_sweeps=sweeps)
         after = block_costs(hessian, full, x - lib.dequantize(qtype, data, n))
         ratio, predicted = after[6:].sum() / before[6:].sum(), expected_ratio(name, hessian, full)
         print(name, full, sweeps, ratio, predicted)
@@ -76,7 +76,7 @@ def test_llama_cpps_rows_are_kept_where_better(lib, name):
     hessian = np.ones((n, n)) + 0.01 * np.eye(n)
     x = np.random.default_rng(SEED).standard_normal((200, n)).astype(np.float32)
     before = lib.quantize(qtype, x, imatrix=diagonal(hessian))
-    after = lib.quantize(qtype, x, imatrix=diagonal(hessian), metric=make_metric(lib, name, hessian, True), stock_sweeps=1)
+    after = lib.quantize(qtype, x, imatrix=diagonal(hessian), metric=make_metric(lib, name, hessian, True), upstream_sweeps=1)
     before_cost, after_cost = (block_costs(hessian, True, x - lib.dequantize(qtype, data, n))[:, 0] for data in (before, after))
     # the rounding of a sum of n float32 products
     assert np.all(after_cost <= before_cost * (1 + n * 2**-24)), (after_cost / before_cost).max()

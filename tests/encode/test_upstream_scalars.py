@@ -6,7 +6,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ggml_ext._formats.tensor_types import SCALAR_TYPES
 from ggml_ext._native import library
-from ggml_ext.quants import _stock
+from ggml_ext.quants import _upstream
 from helpers.hessians import correlated_hessian, keep_blocks, pack_triangles, shrink
 
 SEED, SHRINKAGE = 29, 0.01
@@ -26,7 +26,7 @@ def encode(lib, name: str, x: np.ndarray, hessian: np.ndarray, full: bool, sweep
     qtype, n = int(GGMLQuantizationType[name]), x.shape[1]
     diagonal = np.diag(hessian).astype(np.float32)
     metric = lib.metric(qtype, n, pack_triangles(hessian, full), full, SHRINKAGE)
-    return lib.quantize(qtype, x, imatrix=diagonal), lib.quantize(qtype, x, imatrix=diagonal, metric=metric, stock_sweeps=sweeps)
+    return lib.quantize(qtype, x, imatrix=diagonal), lib.quantize(qtype, x, imatrix=diagonal, metric=metric, upstream_sweeps=sweeps)
 
 
 def row_costs(lib, name: str, x: np.ndarray, data: np.ndarray, hessian: np.ndarray) -> np.ndarray:
@@ -41,8 +41,8 @@ def test_layouts_match_llama_cpp(lib, name):
     block, block_bytes = GGML_QUANT_SIZES[qtype]
     x = random_weights(3, 512) * np.array([[1], [-1e-3], [30]], np.float32)
     data = lib.quantize(int(qtype), x, imatrix=np.ones(512, np.float32))
-    matrix = _stock.matrices_of_moments(pack_triangles(np.eye(512), True), 512, True, SHRINKAGE)[0]
-    rows = _stock._Rows(_stock.LAYOUTS[qtype], matrix, x, data.reshape(3, -1, block_bytes).copy())
+    matrix = _upstream.factorize_hessian(pack_triangles(np.eye(512), True), 512, True, SHRINKAGE)[0]
+    rows = _upstream._Rows(_upstream.LAYOUTS[qtype], matrix, x, data.reshape(3, -1, block_bytes).copy())
     before = rows.blocks.copy()
     rows.blocks[:] = 0
     rows.store(np.ones(3, bool))
@@ -60,8 +60,8 @@ def test_equals_c(lib, name, full):
     x, hessian = random_weights(18, n), correlated_hessian(n, 3 * n)
     x[1], x[2, 7], x[3, :256], x[4] = 0, 100, 0.5, -1e-30
     start, expected = encode(lib, name, x, hessian, full, 1)
-    metric = _stock.matrices_of_moments(pack_triangles(hessian, full), n, full, SHRINKAGE)
-    assert np.array_equal(_stock.improve(x, qtype, start, metric, 1), expected)
+    metric = _upstream.factorize_hessian(pack_triangles(hessian, full), n, full, SHRINKAGE)
+    assert np.array_equal(_upstream.improve(x, qtype, start, metric, 1), expected)
     assert not np.array_equal(start, expected)
 
 
@@ -121,4 +121,4 @@ def test_bad_arguments_are_refused(lib):
     with pytest.raises(ValueError, match="wrote 0"):
         lib.quantize(q4_k, random_weights(1, 512), metric=metric)
     with pytest.raises(ValueError, match="wrote 0"):
-        lib.quantize(q4_k, random_weights(1, 256), metric=metric, stock_sweeps=17)
+        lib.quantize(q4_k, random_weights(1, 256), metric=metric, upstream_sweeps=17)

@@ -22,7 +22,7 @@ from helpers.metal_host import device
 from helpers.native import F32, F32_U, I32
 
 F16 = int(gguf.GGMLQuantizationType.F16)
-STOCK = ["q4_0", "q8_0", "q2_K", "q3_K", "q4_K", "q6_K", "iq2_xxs", "iq2_xs", "iq3_xxs", "iq3_s", "iq4_xs"]
+UPSTREAM = ["q4_0", "q8_0", "q2_K", "q3_K", "q4_K", "q6_K", "iq2_xxs", "iq2_xs", "iq3_xxs", "iq3_s", "iq4_xs"]
 HALF_U = 2.0**-11  # unit roundoff of half
 ORDERS = (0, 1, 2)
 GGML_PREC_F32 = 10
@@ -113,7 +113,7 @@ def run_in_all_orders(compute) -> np.ndarray:
 # --- upstream's kernels, which validate the runtime
 
 
-def stock_rows(lib, name: str, n_rows: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
+def upstream_rows(lib, name: str, n_rows: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
     """Return type id, bytes (n_rows, row bytes) and the float32 (n_rows, n) that ggml dequantizes."""
     kind = gguf.GGMLQuantizationType[name.upper()]
     base = ctypes.CDLL(str(native.require_built(native.BUILD, "libggml-base.so")), mode=ctypes.RTLD_GLOBAL)
@@ -127,14 +127,14 @@ def stock_rows(lib, name: str, n_rows: int, n: int) -> tuple[int, np.ndarray, np
 
 
 @pytest.mark.parametrize("n_columns", [1, 13])
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", UPSTREAM)
 def test_upstreams_kernels_match_the_reference(lib, name, n_columns):
     """mul_mv multiplies in float, with partial sums several times the terms' magnitude (minima, offsets).
 
     mul_mm first rounds weights and activations to half.
     """
     n_rows, n = 40, 1024
-    kind, rows, w = stock_rows(lib, name, n_rows, n)
+    kind, rows, w = upstream_rows(lib, name, n_rows, n)
     x = np.random.default_rng(2).standard_normal((n_columns, n)).astype(np.float32)
     actual = run_in_all_orders(lambda: mul_mat(kind, rows, (n_rows, n), x))
     exact, magnitude = x.astype(np.float64) @ w.T, np.abs(x).astype(np.float64) @ np.abs(w).T

@@ -13,11 +13,11 @@ class Spy:
         self.metrics, self.used = [], {}
         plain = library.Library.quantize
 
-        def metric(_, type_id, n_per_row, moments, whole, shrinkage, segment=32, n_threads=1):
-            self.metrics.append((type_id, n_per_row, whole, moments.copy()))
+        def metric(_, type_id, n_per_row, triangles, is_full, shrinkage, segment=32, n_threads=1):
+            self.metrics.append((type_id, n_per_row, is_full, triangles.copy()))
             return len(self.metrics) - 1
 
-        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, trellis_passes=0, metric=None, stock_sweeps=0):
+        def quantize(self_, type_id, rows, levels=0, importance=None, codebook=None, trellis_passes=0, metric=None, upstream_sweeps=0):
             self.used.setdefault(type_id, []).append((metric, len(rows)))
             return plain(self_, type_id, rows, levels, importance, codebook, trellis_passes)
 

@@ -21,8 +21,8 @@ from perplexity_run import UNIFORM, run_tool
 
 GGML_PREC_F16, GGML_PREC_Q8 = 20, 30
 # One type for each activation type, and Q6_K and Q8_0, the types of output matrices.
-STOCK = ["q4_0", "q4_1", "q8_0", "iq4_nl", "q3_k", "q4_k", "q6_k", "iq3_s"]
-TYPE_NAMES = [*sorted(WEIGHT_TYPES), *STOCK]
+UPSTREAM = ["q4_0", "q4_1", "q8_0", "iq4_nl", "q3_k", "q4_k", "q6_k", "iq3_s"]
+TYPE_NAMES = [*sorted(WEIGHT_TYPES), *UPSTREAM]
 SUM_IN_HALF = {"q4_1"}
 
 

@@ -19,7 +19,7 @@ from helpers.commands import quantize
 from helpers.models import MODEL, ROOT
 from helpers.perplexity_record import BASELINE, N_CHUNKS, assert_recorded_perplexity, recorded_run
 
-STOCK = ["q2_k", "q3_k", "iq3_xxs"]
+UPSTREAM = ["q2_k", "q3_k", "iq3_xxs"]
 TEXT = ROOT / "data" / "heldout.txt"
 LOG = """
 ====== Perplexity statistics ======
@@ -50,7 +50,7 @@ def output_dir(model, lib, logits_dir, tmp_path_factory) -> Path:
     One thread: two that wait for each other take five times as long on a busy CPU.
     """
     folder = tmp_path_factory.mktemp("perplexity")
-    done = run_script("--model", model, "--types", ",".join([*WEIGHT_TYPES, *STOCK]), "--chunks", N_CHUNKS, "--threads", 1,
+    done = run_script("--model", model, "--types", ",".join([*WEIGHT_TYPES, *UPSTREAM]), "--chunks", N_CHUNKS, "--threads", 1,
                   "--logits-dir", logits_dir, "--out", folder, "--baseline", BASELINE)
     assert done.returncode == 0, done.stderr
     (folder / "table.md").write_text(done.stdout)
@@ -64,7 +64,7 @@ def results(output_dir) -> dict:
 
 def test_script_writes_results_and_table(output_dir, results):
     assert sorted(p.name for p in output_dir.iterdir()) == ["perplexity.json", "table.md"]
-    assert list(results["types"]) == [*WEIGHT_TYPES, *STOCK]
+    assert list(results["types"]) == [*WEIGHT_TYPES, *UPSTREAM]
     for name, row in results["types"].items():
         assert row["weights"].keys() == {name}
         assert row["bpw"] == (WEIGHT_TYPES[name].bpw if name in WEIGHT_TYPES else {"q2_k": 2.625, "q3_k": 3.4375, "iq3_xxs": 3.0625}[name])
@@ -74,7 +74,7 @@ def test_script_writes_results_and_table(output_dir, results):
     assert len({line.count("|") for line in table}) == 1
 
 
-@pytest.mark.parametrize("name", ["f16", *WEIGHT_TYPES, *STOCK])
+@pytest.mark.parametrize("name", ["f16", *WEIGHT_TYPES, *UPSTREAM])
 def test_perplexity_is_as_recorded(results, name):
     """The tolerance is smaller than that of the script's own comparison, a standard error."""
     assert_recorded_perplexity(name, (results["base"] if name == "f16" else results["types"][name])["ppl"][0])

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.feedback import GROUP, SMALLEST, encode_fed, make_row_spans, order_rows, shrinkage
+from ggml_ext._encode.feedback import GROUP, LEAST_DAMPING, encode_fed, make_row_spans, oas_weight, order_rows
 from ggml_ext._native.streams import ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import SINKS, RowSums
 
@@ -42,8 +42,8 @@ def test_targets_minimize_the_cost_of_later_rows(start):
     w, g, n_tokens = make_weights(), make_moments(ROWS).astype(np.float64), 300
     errors = 0.1 * np.random.default_rng(2).standard_normal((ROWS, COLUMNS)).astype(np.float32)
     (rows,) = make_row_spans([g.astype(np.float32)], n_tokens)
-    part = shrinkage(g, n_tokens)
-    assert part > SMALLEST
+    part = oas_weight(g, n_tokens)
+    assert part > LEAST_DAMPING
     a = ((1 - part) * g + part * np.trace(g) / ROWS * np.eye(ROWS))[np.ix_(rows.order, rows.order)]
     w = w[rows.order]
     best = -np.linalg.solve(a[start:, start:], a[start:, :start] @ errors[:start])
@@ -118,12 +118,12 @@ def test_shrinkage_helps_with_few_tokens():
     for _ in range(20):
         g = root @ rng.standard_normal((n, n_tokens))
         s = g @ g.T / n_tokens
-        flat, part = np.trace(s) / n * np.eye(n), shrinkage(s, n_tokens)
+        flat, part = np.trace(s) / n * np.eye(n), oas_weight(s, n_tokens)
         distances += [((a - true) ** 2).sum() for a in (s, flat, (1 - part) * s + part * flat)]
     assert distances[2] < 0.95 * distances[:2].min()
-    assert shrinkage(true, 1e9) < 1e-6 and shrinkage(np.eye(n), 1e9) == 1 == shrinkage(true, 0)
+    assert oas_weight(true, 1e9) < 1e-6 and oas_weight(np.eye(n), 1e9) == 1 == oas_weight(true, 0)
     padded = np.pad(true, (0, 24))
-    assert shrinkage(padded, 100) == pytest.approx(shrinkage(true, 100))
+    assert oas_weight(padded, 100) == pytest.approx(oas_weight(true, 100))
 
 
 def test_gradient_sums_match_numpy():

@@ -107,7 +107,7 @@ UNFINISHED = [".out.gguf.partial", ".out.gguf.partial.json", ".out-00001-of-0000
 @pytest.mark.parametrize("name", UNFINISHED)
 def test_outputs_may_not_have_the_name_of_a_partial_file(directory, name, flag):
     args = [name] if flag == "OUT" else ["out.gguf", flag, name]
-    parts = (f"{flag}: {name}: such names are those of files that are not yet whole",)
+    parts = (f"{flag}: {name}: such names are those of incomplete files",)
     expect_refusal(directory, quantize.main, "in.gguf", *args, "--type", "itq3_s", *NONE, parts=parts)
     (directory / name).write_text("of another run")
     expect_refusal(directory, quantize.main, "in.gguf", *args, "--type", "itq3_s", "--force", *NONE, parts=parts)

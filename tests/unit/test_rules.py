@@ -17,7 +17,7 @@ from ggml_ext._formats.tensor_types import TARGET_TYPES
 from ggml_ext._native import library
 from ggml_ext._plan import plan as _plan
 from ggml_ext._plan import rules as _rules
-from ggml_ext._plan.file_types import FILE_TYPES, STOCK_ALIASES, STOCK_FILES
+from ggml_ext._plan.file_types import FILE_TYPES, UPSTREAM_ALIASES, UPSTREAM_FILES
 from ggml_ext._plan.planning import make_plan
 from helpers.commands import run_main, tool
 from helpers.errors import check_error
@@ -173,7 +173,7 @@ def many_layers(n_layer, n_expert, tied, lengths):
     return tensors + [make_tensor(n, lengths[k % len(lengths)], *((4, 2) if "exps" in n else (2,))) for k, n in enumerate(reversed(names))]
 
 
-def compare_stock(path, arch, name, kinds, n_layer, n_expert=0, tied=False, n_head=4, imatrix=None, overrides=()):
+def compare_upstream(path, arch, name, kinds, n_layer, n_expert=0, tied=False, n_head=4, imatrix=None, overrides=()):
     """Compare the plan with llama-quantize's dry run; return False if no header of this test fits the architecture."""
     tensors = many_layers(n_layer, n_expert, tied, (256, 512) if name == "q1_0" else (256, 320, 96, 512))  # q1_0 has no fallback
     options = [f for text in overrides for f in ("--tensor-type", text)] + (["--imatrix", imatrix] if imatrix else [])
@@ -193,10 +193,10 @@ def imatrix(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_architecture_matches_in_upstream_types(rules, tmp_path, imatrix):
-    kinds, archs, names = {}, read_upstream_table("LLM_ARCH_NAMES"), list(STOCK_FILES)
+    kinds, archs, names = {}, read_upstream_table("LLM_ARCH_NAMES"), list(UPSTREAM_FILES)
     compared = [
         arch for i, arch in enumerate(archs)
-        if arch != "clip" and compare_stock(tmp_path / "in.gguf", arch, names[i % len(names)], kinds, (24, 80, 32)[i % 3], (0, 8, 4, 0, 2)[i % 5],
+        if arch != "clip" and compare_upstream(tmp_path / "in.gguf", arch, names[i % len(names)], kinds, (24, 80, 32)[i % 3], (0, 8, 4, 0, 2)[i % 5],
                                             i % 2 == 0, (4, 8)[i % 4 // 2], imatrix if i % 3 else None)]
     print(f"{len(compared)} architectures compared")
     assert len(compared) > 120 and {"llama", "falcon", "glm5-next", "qwen2", "qwen3moe", "bert"} <= {*compared}
@@ -207,21 +207,21 @@ def test_every_architecture_matches_in_upstream_types(rules, tmp_path, imatrix):
 def test_attention_values_are_better_in_70b_models(rules, tmp_path, n_layer):
     """Applies to files in Q3_K. llama.cpp defines such models in the code of each architecture."""
     kinds, path = {}, tmp_path / "in.gguf"
-    assert sum(compare_stock(path, arch, "q3_k_s", kinds, n_layer) for arch in read_upstream_table("LLM_ARCH_NAMES") if arch != "clip") > 120
-    assert compare_stock(path, "llama", "q3_k_s", kinds, n_layer, n_head=2)  # as many query heads as key heads: 65B
+    assert sum(compare_upstream(path, arch, "q3_k_s", kinds, n_layer) for arch in read_upstream_table("LLM_ARCH_NAMES") if arch != "clip") > 120
+    assert compare_upstream(path, "llama", "q3_k_s", kinds, n_layer, n_head=2)  # as many query heads as key heads: 65B
 
 
 MODELS = [("llama", 32, 0, 4), ("falcon", 32, 0, 4), ("llama", 32, 0, 8), ("llama", 16, 8, 4), ("llama", 80, 0, 16), ("llama", 17, 4, 4), ("llama", 3, 0, 2)]
 
 
-@pytest.mark.parametrize("name", [*STOCK_FILES, *STOCK_ALIASES])
+@pytest.mark.parametrize("name", [*UPSTREAM_FILES, *UPSTREAM_ALIASES])
 def test_every_upstream_type_matches_llama_quantize(rules, tmp_path, imatrix, name):
     """Without and with an importance matrix. Overrides remove tensors from the count; both regex libraries match these patterns alike."""
     for i, (arch, n_layer, n_expert, n_head) in enumerate(MODELS):
         for used in (None, imatrix):
             # llama-quantize silently ignores them in a file of floats.
             overrides = [] if name in ("f16", "bf16", "f32") else [r"blk\.[12]\.attn_v=q8_0", "ffn_down=q6_k"][: i % 3]
-            assert compare_stock(tmp_path / "in.gguf", arch, name, {}, n_layer, n_expert, i % 2 == 0, n_head, used, overrides)
+            assert compare_upstream(tmp_path / "in.gguf", arch, name, {}, n_layer, n_expert, i % 2 == 0, n_head, used, overrides)
 
 
 def test_upstream_type_names_match_llama_quantize(rules):
@@ -232,8 +232,8 @@ def test_upstream_type_names_match_llama_quantize(rules):
     table = re.search(r"QUANT_OPTIONS = \{\n(.*?)\n\};", path.read_text(), re.S)[1]
     options = dict(re.findall(r'\{ *"(\w+)", *LLAMA_FTYPE_(\w+),', table))
     quantized_types = {name: ftype for name, ftype in options.items() if name != "COPY"}
-    assert {*quantized_types} - {name.upper() for name in (*STOCK_FILES, *STOCK_ALIASES)} <= {"Q1_0", "Q2_0"}
-    for name in (*STOCK_FILES, *STOCK_ALIASES):
+    assert {*quantized_types} - {name.upper() for name in (*UPSTREAM_FILES, *UPSTREAM_ALIASES)} <= {"Q1_0", "Q2_0"}
+    for name in (*UPSTREAM_FILES, *UPSTREAM_ALIASES):
         assert FILE_TYPES[name].id == gguf.LlamaFileType[quantized_types[name.upper()]]
 
 
@@ -260,7 +260,7 @@ def test_model_without_layers_is_refused_by_counting_rules(rules, n_layer):
 def test_clip_has_no_layers(rules):
     """llama.cpp reads none of its numbers; with some types llama-quantize fails an assertion."""
     names = [f"v.blk.{i}.{name}.weight" for i in range(3) for name in ("attn_v", "attn_q", "ffn_down")]
-    for name in STOCK_FILES:
+    for name in UPSTREAM_FILES:
         assert None not in plan_types(make_header("clip", names, tied=True, block_count=7), name).values()
     assert plan_types(make_header("clip", names, tied=True), "q4_k_m")["v.blk.0.ffn_down.weight"] == "Q6_K"
 
@@ -280,9 +280,9 @@ def test_upstream_mixes_need_the_library(monkeypatch):
 def test_fallbacks_of_library_and_list_agree(rules, n_per_row, monkeypatch):
     block_of = {t: gguf.GGML_QUANT_SIZES[t][0] for t in TARGET_TYPES.values() if t.name.lower() not in TYPES}
     unfit = [t for t, block in block_of.items() if n_per_row % block]
-    fallbacks = [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
+    fallbacks = [_rules.upstream_fallback_type(t, n_per_row) for t in unfit]
     monkeypatch.setattr(library, "load_rules", lambda: None)
-    assert unfit and fallbacks == [_rules.stock_fallback_type(t, n_per_row) for t in unfit]
+    assert unfit and fallbacks == [_rules.upstream_fallback_type(t, n_per_row) for t in unfit]
     assert all(f is None or n_per_row % gguf.GGML_QUANT_SIZES[f][0] == 0 for f in fallbacks)
 
 
@@ -363,7 +363,7 @@ def test_library_that_does_not_load_warns(monkeypatch):
     monkeypatch.setattr(library, "load_rules", fail)
     types, (warning,) = _rules.rule_types(make_header("llama", ["blk.0.attn_q.weight"]), FILE_TYPES["itq3_t"])
     assert types == [T.ITQ3_T, T.Q6_K] and warning.startswith("libcuda.so.1: ") and "short list" in warning
-    assert _rules.stock_fallback_type(T.Q4_K, 96) == T.Q5_0
+    assert _rules.upstream_fallback_type(T.Q4_K, 96) == T.Q5_0
 
 
 def test_other_libllama_is_refused(tmp_path, lib):

@@ -23,7 +23,7 @@ from .._plan.plan import QuantizationPlan
 from .error_measurement import ErrorMeasurement
 from .items import Item, drop_unusable
 from .knapsack import Solution, solve
-from .target import SENSITIVITIES, Target
+from .target import MEASURED, USUAL, Target
 
 HEADER_ROOM = 4096  # bytes for the keys that quantizing adds: file names, options
 UNCHANGED = "{}: the input is within the target; no type changes"
@@ -85,7 +85,7 @@ class AllocatedType:
 
     item: Item
     type: GGMLQuantizationType
-    share: float = 0.0  # what the item adds to the predicted KL divergence
+    predicted: float = 0.0  # KL divergence that the item adds
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,15 @@ class Allocation:
     @property
     def predicted(self) -> float:
         """Predicted KL divergence."""
-        return math.fsum(a.share for a in self.types)
+        return math.fsum(a.predicted for a in self.types)
 
     def table(self, width: int) -> list[str]:
         """Tabulate the predicted KL divergence by class and type."""
         classes: dict[tuple[str, str], list[float]] = {}
         for a in self.types:
-            classes.setdefault((tensor_class(a.item.planned.name), a.type.name.lower()), []).append(a.share)
+            classes.setdefault((tensor_class(a.item.planned.name), a.type.name.lower()), []).append(a.predicted)
         rows = [
-            (name, f"{type_name:<8} {len(shares):5d} {math.fsum(shares):13.6f}") for (name, type_name), shares in classes.items()
+            (name, f"{type_name:<8} {len(parts):5d} {math.fsum(parts):13.6f}") for (name, type_name), parts in classes.items()
         ]
         return format_table("tensors", f"{'type':<8} {'count':>5} {'predicted KLD':>13}", rows, width)
 
@@ -126,7 +126,7 @@ class Allocation:
         """Return the values for JSON."""
         return {
             "predicted_kl_divergence": self.predicted,
-            "sensitivities": SENSITIVITIES[0 if self.is_measured else 1],
+            "sensitivities": MEASURED if self.is_measured else USUAL,
             "optimality_gap": self.gap,
         }
 
@@ -136,10 +136,10 @@ class Allocation:
         best = f"within {self.gap:.2%} of the optimum" if self.gap else "optimal for these types"
         return [f"predicted KL divergence {self.predicted:.4g}{remark}; {best}", *self.notes]
 
-    def file_type(self, placeholder: FileType, is_stock: bool) -> FileType:
-        """Return the file type of most block weights: a ggml-ext type if there is any, else a stock type.
+    def file_type(self, placeholder: FileType, upstream_only: bool) -> FileType:
+        """Return the file type of most block weights: a ggml-ext type if there is any, else an upstream type.
 
-        placeholder: the file type during planning; is_stock: the target has --stock.
+        placeholder: the file type during planning; upstream_only: of the target.
         """
         counts: dict[GGMLQuantizationType, int] = {}
         for a in self.types:
@@ -152,7 +152,7 @@ class Allocation:
         name = qtype.name
         members = (getattr(LlamaFileType, n, None) for n in (f"MOSTLY_{name}", f"MOSTLY_{name}_M", f"MOSTLY_{name}_S", f"ALL_{name}"))
         file_type = int(next((f for f in members if f is not None), LlamaFileType.GUESSED))
-        return FileType(name.lower(), file_type, qtype) if is_stock else replace(placeholder, id=file_type)
+        return FileType(name.lower(), file_type, qtype) if upstream_only else replace(placeholder, id=file_type)
 
 
 def allocate_without_measuring(target: Target, file: GGUFFile, plan: QuantizationPlan, items: list[Item]) -> Allocation | None:
@@ -185,7 +185,7 @@ def allocate_types(target: Target, items: list[Item], header: int, measurement: 
     limit.check(items)
     costs = measurement.measure(items)
     options: list[list[tuple[float, float]]] = [
-        [(limit.weight(item.tensor, t), costs.share(item.planned.name, t)) for t in item.types] for item in items
+        [(limit.weight(item.tensor, t), costs.predict(item.planned.name, t)) for t in item.types] for item in items
     ]
     if target.kind == "kld":
         solution = solve([[(cost, weight) for weight, cost in candidates] for candidates in options], target.value)

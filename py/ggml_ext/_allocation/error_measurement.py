@@ -32,7 +32,7 @@ from . import sensitivity
 from .choice_record import ChoiceRecord, RecordWriter
 from .items import Item
 from .sensitivity import MeasuredCosts, Probe
-from .target import SENSITIVITIES
+from .target import USUAL
 
 GROUPS, GROUP_ROWS = 4, 16  # sample of a tensor: groups of consecutive rows, evenly spaced
 
@@ -45,8 +45,8 @@ class ErrorCosts:
     sensitivities: Mapping[str, float]  # KL divergence per NMSE, by tensor
     is_measured: bool  # sensitivities were measured on this model
 
-    def share(self, name: str, qtype: GGMLQuantizationType) -> float:
-        """Return the share of the KL divergence of a tensor in a type."""
+    def predict(self, name: str, qtype: GGMLQuantizationType) -> float:
+        """Predict the KL divergence that a tensor adds in a type."""
         return self.sensitivities[name] * self.errors[name][qtype.name.lower()]
 
 
@@ -99,7 +99,7 @@ class ErrorMeasurement:
         codec = self.codec.with_one_thread()  # tensors are measured in parallel
         calibration = self.importance.calibrate(planned, qtype, codec, cache)
         source = SourceTensor(self.file, planned.tensor, codec)
-        return encode_tensor(source, qtype, calibration, sample=choose_sample(planned.tensor)).best_known
+        return encode_tensor(source, qtype, calibration, sample=choose_sample(planned.tensor)).best_known_nmse
 
     def _measure_errors(self, items: Sequence[Item], writer: RecordWriter) -> None:
         """Measure the errors that the record lacks."""
@@ -135,7 +135,7 @@ class ErrorMeasurement:
     def _find_sensitivities(self, tensors: Sequence[PlannedTensor], writer: RecordWriter) -> tuple[dict[str, float], bool]:
         """Return the sensitivities by tensor, and whether they were measured on this model."""
         usual = sensitivity.usual_sensitivities([t.name for t in tensors])
-        if self.sensitivity == SENSITIVITIES[1]:
+        if self.sensitivity == USUAL:
             return usual, False
         text, program = self.text or calibration.TEXT, find_tool("llama-perplexity")
         dependencies = {"text": fingerprint(text) if text.is_file() else {}, "chunks": sensitivity.N_CHUNKS}
@@ -164,7 +164,7 @@ class ErrorMeasurement:
         return sensitivity.fit_sensitivities(usual, costs.errors, costs.costs), True
 
     def _find_obstacle(self, tensors: Sequence[Tensor], text: Path, program: Path | None) -> str | None:
-        """Return why the model cannot be run; None if it can."""
+        """Return why the sensitivities cannot be measured on this model; None if they can."""
         other = describe_other_model(self.file)
         reasons = (
             (self.is_dry, "--dry-run runs no model"),

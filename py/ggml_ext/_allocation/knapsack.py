@@ -113,11 +113,12 @@ def _search(
         slack: limit of the reduced cost.
         max_states: number of states to keep.
     """
-    order = sorted((n for n in range(len(tables)) if len(remaining[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, remaining[n]])))
-    fixed = [n for n in range(len(tables)) if len(remaining[n]) == 1]
     if any(len(options) == 0 for options in remaining):
         return None, True
-    lightest = sum(float(tables[n][0, remaining[n]].min()) for n in order)
+    fixed = [n for n in range(len(tables)) if len(remaining[n]) == 1]
+    # the items to decide, the one with the widest range of weights first
+    order = sorted((n for n in range(len(tables)) if len(remaining[n]) > 1), key=lambda n: -float(np.ptp(tables[n][0, remaining[n]])))
+    lightest = sum(float(tables[n][0, remaining[n]].min()) for n in order)  # of the items that are not decided yet
     state_weights = np.array([sum(float(tables[n][0, remaining[n][0]]) for n in fixed)])
     state_costs = np.array([sum(float(tables[n][1, remaining[n][0]]) for n in fixed)])
     state_reduced_costs = np.array([sum(float(reduced_costs[n][remaining[n][0]]) for n in fixed)])

@@ -31,14 +31,15 @@ from .._encode.tensor_calibration import MetricCache
 from .._formats.chunks import row_chunks
 from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._formats.names import layer_number, tensor_class
+from .._formats.names import layer_number, short_class, tensor_class
 from .._native.process import describe_failure, last_error, run_logged
 from .._native.text_file import read_end
 from .._plan.plan import PlannedTensor, fit_to_row
 
 PROBE = GGMLQuantizationType["ITQ2_T"]  # type of the probed part: errors large enough to measure, small enough to keep the model working
 N_CHUNKS = 8  # of N_CONTEXT tokens; the scored 2,048 tokens give the mean KL divergence to about 3 %
-TEXT_BYTES = N_CHUNKS * N_CONTEXT * 8  # from the end of the text, because calibration reads its beginning; about 4 bytes per token
+# From the end of the text, because calibration reads its beginning: twice the usual 4 bytes per token, because cut_text() may drop half.
+TEXT_BYTES = N_CHUNKS * N_CONTEXT * 8
 INSIDE_CHARACTERS = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
 FEW_LAYERS = 8  # up to this many, each layer is a part
 FIT_ROUNDS = 100  # of fitting classes and ranges of layers in turn; a few suffice
@@ -47,12 +48,12 @@ SAME_ERROR_TOLERANCE = 1e-6  # relative tolerance between two runs that encode t
 TEMPORARY = ".sensitivity-"
 
 # KL divergence for an NMSE of 1 in all matrices of a class, measured on the reference model with full Hessians.
-USUAL = {
+CLASS_SENSITIVITIES = {
     "attn_q": 0.33, "attn_k": 0.55, "attn_v": 0.86, "attn_output": 1.03, "ffn_gate": 0.48, "ffn_up": 0.31, "ffn_down": 0.64,
     "token_embd": 2.1, "output": 2.1,
 }
-USUAL_OF_OTHERS = 0.6  # of a class that USUAL lacks
-FIRST_LAYER_SHARE = 8  # sensitivity of a matrix in the first layer over that of its class in any other layer
+OTHER_SENSITIVITY = 0.6  # of the other classes
+FIRST_LAYER_FACTOR = 8  # sensitivity of a matrix in the first layer over that of its class in any other layer
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,24 @@ class ProbedPart:
         return re.match(r"blk\.\d", self.name) is not None
 
 
-def class_name(name: str) -> str:
-    """Return the key of USUAL: "attn_q" for blk.3.attn_q.weight; experts count as the dense matrix."""
-    return re.sub(r"_(ch|sh)?exps?$", "", tensor_class(name).removeprefix("blk.*.").removesuffix(".weight"))
+def sensitivity_key(name: str) -> str:
+    """Return the key of CLASS_SENSITIVITIES: "attn_q" for blk.3.attn_q.weight; experts count as a matrix without experts."""
+    return re.sub(r"_(ch|sh)?exps?$", "", short_class(name))
 
 
 def usual_sensitivities(names: Sequence[str]) -> dict[str, float]:
-    """Return default sensitivities, for a model that is not measured."""
+    """Return default sensitivities, for a model that is not measured: CLASS_SENSITIVITIES, divided among the matrices of a class."""
     totals: dict[str, int] = {}
 
-    def share(name: str) -> int:
-        return FIRST_LAYER_SHARE if layer_number(name) == 0 else 1
+    def layer_weight(name: str) -> int:
+        return FIRST_LAYER_FACTOR if layer_number(name) == 0 else 1
 
     for name in names:
-        totals[tensor_class(name)] = totals.get(tensor_class(name), 0) + share(name)
-    return {name: USUAL.get(class_name(name), USUAL_OF_OTHERS) * share(name) / totals[tensor_class(name)] for name in names}
+        totals[tensor_class(name)] = totals.get(tensor_class(name), 0) + layer_weight(name)
+    return {
+        name: CLASS_SENSITIVITIES.get(sensitivity_key(name), OTHER_SENSITIVITY) * layer_weight(name) / totals[tensor_class(name)]
+        for name in names
+    }
 
 
 def class_parts(names: Sequence[str]) -> list[ProbedPart]:
@@ -250,7 +254,8 @@ class Probe:
         text, logits = folder / "text.txt", folder / "logits.bin"
         text.write_bytes(cut_text(read_end(self.text, TEXT_BYTES + 1)))
         copy, tensors, parts = ModelCopy.make(self.file, folder), {t.name: t.tensor for t in self.tensors}, self.parts()
-        with console.bar("sensitivity", len(parts) + 2, "run") as bar:
+        # the reference run, the encoding and one run per part
+        with console.bar("sensitivity", len(parts) + 2, "step") as bar:
             self._run_llama_perplexity(copy.first, ["-f", text, "--chunks", self.n_chunks, "--kl-divergence-base", logits])
             bar.update()
             errors, packed = self._encode(folder / "packed.bin")
@@ -285,7 +290,7 @@ class Probe:
 
                 calibration = self.importance.calibrate(t, qtype, self.codec, cache)
                 accuracy = encode_tensor(SourceTensor(self.file, tensor, self.codec), qtype, calibration, map_items=map_items, store=store)
-                errors[t.name], packed[t.name] = accuracy.best_known, rows
+                errors[t.name], packed[t.name] = accuracy.best_known_nmse, rows
         return errors, packed
 
     def _write(self, tensor: Tensor, path: Path, offset: int, packed: np.ndarray | None) -> None:
@@ -300,7 +305,7 @@ class Probe:
                     f.write(self.codec.encode(weights, tensor.type).tobytes())
 
     def _run_llama_perplexity(self, model: Path, args: Sequence[object]) -> str:
-        """Return its log."""
+        """Run llama-perplexity on a model and return its log. UserError if it fails."""
         command = [self.program, "-m", model, "-c", self.n_context, "-b", self.n_context, "-t", self.n_threads, *args]
         code, log = run_logged([*map(str, command)], model.parent)
         if code:

@@ -18,13 +18,14 @@ KINDS = ("size", "bpw", "kld")
 PLACEHOLDER = "itq3_t"  # type in the plan until allocation has chosen one
 # The types near the Pareto frontier of error and size; measuring others takes time. Allocation adds the type of the input.
 DEFAULT_TYPES = ("itq2_t", "itq2_t64", "itq3_t", "itq3_t64", "itq4_t", "itq4_t64", "q4_k", "ditto5", "q6_k", "q8_0")
-# With --stock: the stock types that ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c encode.
-STOCK_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
+# With --stock: the upstream types that ggml_ext/encode/upstream-scalars.c and upstream-codebooks.c encode.
+UPSTREAM_TYPES = ("iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_k", "q5_k", "q6_k", "q8_0")
 ALL_TYPES = (
     *WEIGHT_TYPES, "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k", "iq3_xxs", "iq3_s", "q3_k", "iq4_xs", "iq4_nl", "q4_0",
     "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16",
 )
-SENSITIVITIES = ("measured", "usual")
+MEASURED, USUAL = "measured", "usual"  # sensitivities: of this model, or those of the reference model
+SENSITIVITIES = (MEASURED, USUAL)
 SIZE_UNITS = {"": 0, "B": 0, "BYTES": 0, "K": 1, "KB": 1, "M": 2, "MB": 2, "G": 3, "GB": 3, "T": 4, "TB": 4}
 
 
@@ -52,7 +53,7 @@ class Target:
     text: str  # the option's value, as typed
     types: tuple[GGMLQuantizationType, ...]
     types_are_listed: bool  # by --target-types; else the type of the input is a candidate too
-    is_stock: bool = False  # --stock: stock types only
+    upstream_only: bool = False  # --stock
 
     @property
     def option(self) -> str:
@@ -60,7 +61,7 @@ class Target:
 
 
 def parse_target(
-    type_name: str | None, limits: Mapping[str, str | None], types: str | None, others: Sequence[str], stock: bool = False
+    type_name: str | None, limits: Mapping[str, str | None], types: str | None, others: Sequence[str], upstream_only: bool = False
 ) -> Target | None:
     """Parse the options of a target; return None without one.
 
@@ -69,7 +70,7 @@ def parse_target(
         limits: the options' values by kind of target.
         types: --target-types.
         others: flags on the command line that conflict with a target.
-        stock: --stock.
+        upstream_only: --stock.
 
     Raises:
         UserError: naming the flag.
@@ -79,7 +80,7 @@ def parse_target(
     if not kinds:
         if types is not None:
             raise UserError("--target-types needs --target-size, --target-bpw or --target-kld")
-        if stock:
+        if upstream_only:
             raise UserError(
                 "--stock needs --target-size, --target-bpw or --target-kld; without a target, a standard type such as --type q4_k_m is enough"
             )
@@ -100,10 +101,10 @@ def parse_target(
         )
     for flag in others:
         raise UserError(f"{flag} and --target-{kind}: a target chooses the type of each tensor; pass one of them")
-    candidates, text = parse_types(types, stock), limits[kind]
+    candidates, text = parse_types(types, upstream_only), limits[kind]
     assert text is not None
     value = parse_size(text) if kind == "size" else _parse_number(kind, text)
-    return Target(kind, value, text, types=candidates, types_are_listed=types is not None, is_stock=stock)
+    return Target(kind, value, text, types=candidates, types_are_listed=types is not None, upstream_only=upstream_only)
 
 
 def _parse_number(kind: str, text: str) -> float:
@@ -116,15 +117,15 @@ def _parse_number(kind: str, text: str) -> float:
     return value
 
 
-def parse_types(text: str | None, stock: bool = False) -> tuple[GGMLQuantizationType, ...]:
+def parse_types(text: str | None, upstream_only: bool = False) -> tuple[GGMLQuantizationType, ...]:
     """Parse --target-types; None for the default types. UserError for a ggml-ext type with --stock."""
     names: Sequence[str]
     if text is None:
-        names = STOCK_TYPES if stock else DEFAULT_TYPES
+        names = UPSTREAM_TYPES if upstream_only else DEFAULT_TYPES
     elif text.strip().lower() == "all":
-        names = [name for name in ALL_TYPES if not (stock and name in WEIGHT_TYPES)]
+        names = [name for name in ALL_TYPES if not (upstream_only and name in WEIGHT_TYPES)]
     else:
         names = [name.strip() for name in text.split(",")]
-    if stock and (ours := [name for name in names if name.lower() in WEIGHT_TYPES]):
+    if upstream_only and (ours := [name for name in names if name.lower() in WEIGHT_TYPES]):
         raise UserError(f"--target-types: {ours[0]} is a ggml-ext type, and --stock allows standard types only: drop one of them")
     return tuple(dict.fromkeys(parse_type(name, "--target-types") for name in names))

@@ -58,7 +58,7 @@ class CalibrationSetup:
     text: Path
     text_name: str
     n_chunks: int
-    text_chunks: int  # chunks in the text, counted up to one more than n_chunks
+    text_chunks: int  # chunks in the text, counted up to n_chunks + 1, so that Record.serves() can tell a longer text
     n_threads: int
     memory_limit: float  # bytes
     program: Path
@@ -150,7 +150,8 @@ class Record:
         """Whether the result is valid for a run with these dependencies."""
         recorded = dict(self.made_from)
         if isinstance(recorded.get("chunks"), int):
-            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)  # a record with more chunks than the text has used all of it
+            # chunks may have been overestimated from bytes (count_chunks()); such a run used the full text
+            recorded["chunks"] = min(recorded["chunks"], run.text_chunks)
         # "stand_in" is the proxy's key in existing caches; a result of the model itself is better and serves runs with a proxy too
         if "stand_in" not in recorded:
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
@@ -312,12 +313,12 @@ def expects_importance(options: CalibrationOptions) -> bool:
     """Whether prepare() will provide statistics for a plan that uses them; llama.cpp's rules need to know before."""
     if options.kind == "none" or options.imatrix is not None:
         return options.kind != "none"
-    return options.runs_model and _describe_missing(options) is None
+    return options.runs_model and _describe_missing(options, find_tool(PROGRAM)) is None
 
 
-def _describe_missing(options: CalibrationOptions) -> str | None:
-    """Describe what the package lacks for a calibration, with a verb; None if it lacks nothing."""
-    if find_tool(PROGRAM) is None:
+def _describe_missing(options: CalibrationOptions, program: Path | None) -> str | None:
+    """Describe what the package lacks for a calibration, with a verb; None if it lacks nothing. program: llama-imatrix."""
+    if program is None:
         return "llama-imatrix is"
     return "the built-in text is" if options.text is None and not TEXT.is_file() else None
 
@@ -332,7 +333,7 @@ class PreparedImportance:
 
 def prepare(
     options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, folder: Path | None, *, is_dry: bool, n_threads: int,
-    n_compared_types: int, console: Console,
+    n_compared_metrics: int, console: Console,
 ) -> PreparedImportance:
     """Provide the calibration statistics: from --imatrix, from a calibration, or none.
 
@@ -343,7 +344,7 @@ def prepare(
         folder: of the cached results, the directory of OUT; None for a dry run without OUT.
         is_dry: run nothing; cached results are used.
         n_threads: of llama-imatrix.
-        n_compared_types: types with a Hessian that a target compares; 0 without a target.
+        n_compared_metrics: different factorizations of a Hessian (metric_name()) among the types that a target compares; 0 without a target.
         console: gets notes and the progress bar.
 
     Raises:
@@ -352,12 +353,11 @@ def prepare(
     if options.kind != "none" and options.imatrix is not None:
         return PreparedImportance(open_importance([options.imatrix], options.kind))
     types = list_types_using_imatrix(plan)
-    if not _should_calibrate(options, types, console):
+    program = _find_program(options, types, console)
+    if program is None:
         return PreparedImportance(Importance())
-    program = find_tool(PROGRAM)
-    assert program is not None  # _should_calibrate() checks it
     setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
-    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_types, console))
+    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_metrics, console))
     if not is_dry:
         return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
     if folder is not None and (cached := run.open_cache()) is not None:
@@ -366,24 +366,25 @@ def prepare(
     return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}"), is_pending=True)
 
 
-def _should_calibrate(options: CalibrationOptions, types: Sequence[GGMLQuantizationType], console: Console) -> bool:
-    """Whether to calibrate. Warn if types that use an imatrix get none.
+def _find_program(options: CalibrationOptions, types: Sequence[GGMLQuantizationType], console: Console) -> Path | None:
+    """Return llama-imatrix if it should run, else None. Warn if types that use an imatrix get none.
 
     types: list_types_using_imatrix(). UserError if a calibration is requested and the package lacks something for it.
     """
     if options.kind == "none":
-        return False
+        return None
     if not options.runs_model:
         if types:
             console.warn(f"--no-calibration: quantizing without an imatrix costs quality: {COST}")
-        return False
+        return None
     is_requested = options.text is not None or options.kind is not None
-    missing = _describe_missing(options)
+    program = find_tool(PROGRAM)
+    missing = _describe_missing(options, program)
     if missing and is_requested:
         raise UserError(f"calibration: {missing} not in the package: reinstall ggml-ext, or pass --imatrix FILE or --no-calibration")
     if missing and types:
         console.warn(f"{missing} not in the package: quantizing without an imatrix costs quality ({COST}); pass one with --imatrix FILE")
-    return missing is None and (is_requested or bool(types))
+    return program if missing is None and (is_requested or types) else None
 
 
 def configure_calibration(
@@ -418,20 +419,20 @@ def configure_calibration(
 
 
 def _choose_kind(
-    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_compared_types: int,
+    options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_compared_metrics: int,
     console: Console,
 ) -> str:
-    """Choose one of KINDS. types: list_types_using_imatrix(); n_compared_types: as in prepare()."""
+    """Choose one of KINDS. types: list_types_using_imatrix(); n_compared_metrics: of prepare()."""
     cost, limit, n_threads = setup.cost, setup.memory_limit, setup.n_threads
     if options.kind is None and not any(map(uses_metric, types)):
         return "diagonal"
     if options.kind is None:
-        kind, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_types)
+        kind, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_metrics)
         if reason:
             console.note(f"block-diagonal Hessians: {reason}; --importance full overrides this")
         return kind
-    if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_types)) > limit:
-        fewer = ", fewer --threads" if n_compared_types else ""
+    if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_metrics)) > limit:
+        fewer = ", fewer --threads" if n_compared_metrics else ""
         console.note(
             f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB: this may be slow, or "
             f"fail; --importance block{fewer} needs less"

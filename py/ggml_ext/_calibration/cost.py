@@ -24,7 +24,7 @@ GRAPH_SHARE = 0.85
 MAX_FACTORIZATION_SECONDS = 900  # that choose_importance() accepts
 # n^3/3 per second and thread of encode/metric.c, in double precision: a cautious value (docs/results/cost.md).
 FACTORIZATION_RATE = 1e10
-# Bytes per pair of columns during factorization: the Hessian in double precision, for stock types also two in single precision.
+# Bytes per pair of columns during factorization: the Hessian in double precision, for upstream types also two in single precision.
 FACTORIZATION_BYTES = 16
 # Matrices with the same input, by the one that represents them.
 SHARED = {"attn_k": "attn_q", "attn_v": "attn_q", "ffn_up": "ffn_gate", "ffn_up_exps": "ffn_gate_exps", "ffn_up_shexp": "ffn_gate_shexp"}
@@ -112,20 +112,20 @@ class CalibrationCost:
         measured = None if self.n_bytes < SMALL else product_rate(int(self.type), n_threads)
         return FLOPS_A_THREAD * n_threads if measured is None else GRAPH_SHARE * measured
 
-    def factorization_seconds(self, n_threads: int, n_compared_types: int) -> float:
+    def factorization_seconds(self, n_threads: int, n_compared_metrics: int) -> float:
         """Estimate the longest time of all factorizations on all threads, in seconds.
 
-        n_compared_types: number of types with Hessians that a target compares, 0 without a target. Each type takes one more
-        factorization, and so does the sensitivity.
+        n_compared_metrics: different factorizations of a Hessian (metric_name()) among the types that a target compares; 0 without a
+        target. With a target, measuring the sensitivities takes one more, and so does encoding.
         """
-        return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_compared_types if n_compared_types else 1)
+        return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_compared_metrics if n_compared_metrics else 1)
 
-    def factorization_bytes(self, n_threads: int, n_compared_types: int) -> int:
+    def factorization_bytes(self, n_threads: int, n_compared_metrics: int) -> int:
         """Return the most memory of factorization: the widest Hessian, with a target one per thread."""
-        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_compared_types else 1)
+        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_compared_metrics else 1)
 
 
-def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_types: int) -> tuple[str, str]:
+def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_metrics: int) -> tuple[str, str]:
     """Choose full Hessians if they are affordable, else block-diagonal ones.
 
     Full Hessians need:
@@ -139,14 +139,14 @@ def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_thr
         n_tokens: of the text.
         memory: limit in bytes.
         n_threads: that calibrate and factorize.
-        n_compared_types: as in CalibrationCost.factorization_seconds().
+        n_compared_metrics: of CalibrationCost.factorization_seconds().
 
     Returns:
         "full" or "block", and why not full.
     """
-    needed = max(cost.n_bytes + cost.hessian_bytes("full"), cost.factorization_bytes(n_threads, n_compared_types))
+    needed = max(cost.n_bytes + cost.hessian_bytes("full"), cost.factorization_bytes(n_threads, n_compared_metrics))
     collecting = sum(i.flops("full") for i in cost.inputs)
-    factorization = cost.factorization_seconds(n_threads, n_compared_types)
+    factorization = cost.factorization_seconds(n_threads, n_compared_metrics)
     if needed > memory:
         return "block", f"full Hessians need {needed / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB"
     if n_tokens < ENOUGH_TOKENS * cost.widest:

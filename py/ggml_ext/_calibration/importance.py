@@ -77,7 +77,7 @@ class Importance:
 
         if calibration.n_matrices > 1:
             return replace(calibration, metrics=PerExpert(compute))
-        key = hessians.owner(tensor.name), metric_name(qtype)
+        key = hessians.entry_name(tensor.name), metric_name(qtype)
         return replace(calibration, metrics=PerExpert(lambda expert: cache.get(key, lambda: compute(expert))))
 
     def dead_columns(self, plan: QuantizationPlan) -> dict[str, DeadColumns]:
@@ -173,7 +173,7 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
             "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
     if not any(h.stored_full for h in hessians.values()):
-        for name in {hessian_file.owner(name): name for name in hessians}.values():
+        for name in {hessian_file.entry_name(name): name for name in hessians}.values():
             hessians[name].check()
     if missing := [t.name for t in tensors if t.name not in hessians]:
         plan.warnings.append(

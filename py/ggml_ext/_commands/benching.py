@@ -24,8 +24,8 @@ from .._native.devices import DeviceOptions
 from .._native.programs import require_tool
 from .._native.requantize import requantize
 
-# Standard types that need no imatrix, with their bits per weight in an 8B model.
-STOCK = {
+# Upstream file types that need no imatrix, with their bits per weight in an 8B model.
+UPSTREAM_BPW = {
     "q2_k": 3.16, "q3_k_s": 3.64, "q3_k_m": 4.0, "q3_k_l": 4.3, "iq4_xs": 4.46, "q4_0": 4.66, "iq4_nl": 4.68, "q4_k_s": 4.67, "q4_k_m": 4.89,
     "q5_0": 5.59, "q5_k_s": 5.57, "q5_k_m": 5.7, "q6_k": 6.56, "q8_0": 8.5,
 }
@@ -50,8 +50,8 @@ class BenchOptions:
     def check(self) -> int:
         """Return the number of threads. Raise UserError for an unknown type."""
         for name in self.stock_names() or ():
-            if name not in STOCK:
-                raise UserError(f"--stock: unknown type '{name}': pass none, or a comma-separated list of {', '.join(STOCK)}")
+            if name not in UPSTREAM_BPW:
+                raise UserError(f"--stock: unknown type '{name}': pass none, or a comma-separated list of {', '.join(UPSTREAM_BPW)}")
         return check_threads(self.threads)
 
     def stock_names(self) -> list[str] | None:
@@ -103,10 +103,10 @@ def bench(options: BenchOptions, console: Console) -> Speeds:
     files = [open_model(path) for path in options.models]
     options = limit_to_positions(options, files, console)
     names = options.stock_names()
-    stock = choose_neighbours(files[0]) if names is None else names
+    types = choose_neighbours(files[0]) if names is None else names
     llama_bench, llama_quantize = map(require_tool, ("llama-bench", "llama-quantize"))
     models = dict(zip(label_models(options.models), (file.path for file in files), strict=True))
-    with make_standard_files(files[0], stock, llama_quantize, n_threads, console) as standard:
+    with make_standard_files(files[0], types, llama_quantize, n_threads, console) as standard:
         models |= standard
         sizes = {name: disk_bytes(open_model(path)) for name, path in models.items()}
         run = BenchRunner(llama_bench, options.n_prompt, options.n_gen, n_threads, options.devices.arguments())
@@ -129,7 +129,7 @@ def limit_to_positions(options: BenchOptions, files: Sequence[GGUFFile], console
 
 def choose_neighbours(file: GGUFFile) -> list[str]:
     """Choose the next smaller and the next larger standard type than a model; only one at an end of the list."""
-    smaller, larger = ([name for name in LADDER if (STOCK[name] <= model_bpw(file)) == is_smaller] for is_smaller in (True, False))
+    smaller, larger = ([name for name in LADDER if (UPSTREAM_BPW[name] <= model_bpw(file)) == is_smaller] for is_smaller in (True, False))
     return [*smaller[-1:], *larger[:1]]
 
 
@@ -140,7 +140,7 @@ def make_standard_files(file: GGUFFile, names: Sequence[str], program: Path, n_t
         yield {}
         return
     folder = file.path.parent
-    needed = sum(t.n_elements for t in file.tensors) * sum(STOCK[name] for name in names) / 8
+    needed = sum(t.n_elements for t in file.tensors) * sum(UPSTREAM_BPW[name] for name in names) / 8
     try:
         with temporary_directory(folder, TEMPORARY, console.note) as temporary:
             check_free_space(folder, needed, str(folder), f" for {', '.join(names)}", "pass --stock none, or existing files as MODEL")

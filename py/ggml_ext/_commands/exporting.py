@@ -1,4 +1,4 @@
-"""Export a model with ggml-ext types to stock types, and report the error that this adds."""
+"""Export a model with ggml-ext types to upstream types, and report the error that this adds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .._formats.split import open_model
 from .._formats.tensor_types import COPIED_TYPES, FLOAT_TYPES, IMATRIX_TYPES, TARGET_TYPES, type_info
 from .._native import library
 from .._native.blas import one_blas_thread
-from .._output.conversion import Conversion, stock_metadata, write_beside
+from .._output.conversion import Conversion, upstream_metadata, write_beside
 from .._output.output import Output
 from .._plan.effects import report_options_without_effect
 from .._plan.file_types import uniform_file_type
@@ -43,7 +43,7 @@ from .._source.source import list_input_files
 from .writing import WritingJob, WrittenFile, report_plan
 
 T = GGMLQuantizationType
-STOCK_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
+UPSTREAM_TYPES = {name: qtype for name, qtype in TARGET_TYPES.items() if name not in TYPES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,12 @@ class ExportOptions:
     force: bool = option(False, short="-f", in_command=False, help="replace OUT if it exists")
 
 
-def parse_stock_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
-    """Parse the name of a stock type. UserError naming the flag for any other name."""
-    if name.lower() not in STOCK_TYPES:
+def parse_upstream_type(name: str, flag: str = "--type") -> GGMLQuantizationType:
+    """Parse the name of an upstream type. UserError naming the flag for any other name."""
+    if name.lower() not in UPSTREAM_TYPES:
         remark = ": it is a ggml-ext type, for ggml-ext quantize" if name.lower() in WEIGHT_TYPES else ""
-        raise UserError(unknown_type_message(flag, name, sorted(STOCK_TYPES), remark))
-    return STOCK_TYPES[name.lower()]
+        raise UserError(unknown_type_message(flag, name, sorted(UPSTREAM_TYPES), remark))
+    return UPSTREAM_TYPES[name.lower()]
 
 
 def is_ours(tensor: Tensor) -> bool:
@@ -80,7 +80,7 @@ def is_ours(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class StockChoices:
+class ExportChoices:
     """The types that options name."""
 
     type: GGMLQuantizationType
@@ -124,7 +124,7 @@ class ExportSettings:
     """The parsed options of export."""
 
     options: ExportOptions
-    choices: StockChoices
+    choices: ExportChoices
     n_threads: int
 
     @classmethod
@@ -132,15 +132,15 @@ class ExportSettings:
         """Parse options. UserError naming the flag for an invalid value or combination."""
         overrides = tuple(map(Override.parse, options.tensor_type))
         for override in overrides:
-            parse_stock_type(override.type.name.lower(), "--tensor-type")
-        choices = StockChoices(parse_stock_type(options.type), options.pure, overrides)
+            parse_upstream_type(override.type.name.lower(), "--tensor-type")
+        choices = ExportChoices(parse_upstream_type(options.type), options.pure, overrides)
         n_threads = check_threads(options.threads)
         if options.dry_run and options.model_card:
             raise UserError("--model-card: --dry-run writes nothing; drop one of them")
         return cls(options, choices, n_threads)
 
 
-def make_plan(file: GGUFFile, choices: StockChoices) -> QuantizationPlan:
+def make_plan(file: GGUFFile, choices: ExportChoices) -> QuantizationPlan:
     """Plan the types of all tensors. UserError for files without ggml-ext types."""
     if not any(map(is_ours, file.tensors)):
         raise UserError(
@@ -173,8 +173,8 @@ def cost_lines(tensors: Sequence[MeasuredTensor]) -> list[str]:
         name, usual = before.name.lower(), WEIGHT_TYPES[before.name.lower()].usual_rel_mse
         assert usual is not None
         lines.append(
-            f"{name} -> {after.name.lower()} adds an NMSE of {total.relative:.3g} to that of {name}, "
-            f"{usual:.3g} for Gaussian weights: about {1 + total.relative / usual:.3g} times the error"
+            f"{name} -> {after.name.lower()} adds an NMSE of {total.nmse:.3g} to that of {name}, "
+            f"{usual:.3g} for Gaussian weights: about {1 + total.nmse / usual:.3g} times the error"
         )
     return lines
 
@@ -212,9 +212,13 @@ def export(settings: ExportSettings, console: Console) -> Result:
                 warnings=console.warnings,
             )
         output.plan_parts(
-            [t.n_bytes for t in plan.tensors], n_header=header_bytes(file), alignment=file.alignment, max_bytes=None, find_read=paths.find_read
+            [t.n_bytes for t in plan.tensors],
+            n_header=header_bytes(file),
+            alignment=file.alignment,
+            max_bytes=None,
+            describe_input=paths.describe_input,
         )
-        metadata = stock_metadata(file, uniform_file_type(choices.type), importance)
+        metadata = upstream_metadata(file, uniform_file_type(choices.type), importance)
         header = pack_header(metadata, file.tensors, [t.type for t in plan.tensors], file.alignment)
         writing = ExportWritingJob(output, conversion, choices.name, lines, header=header)
         return finish(settings, writing, writing.write(console), console)

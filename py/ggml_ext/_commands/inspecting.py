@@ -212,8 +212,8 @@ def draw_picture(options: InspectOptions, inspection: Inspection) -> bool:
     drawn = {f.tensor.name: f.accuracy for f in inspection.findings if f.is_changed and f.accuracy is not None}
     if not drawn or options.picture is None:
         raise UserError(f"--picture: no tensor changed its type against {options.against}: there are no errors to draw")
-    weighted = all(a.weighted is not None for a in drawn.values())
-    errors = {name: a.relative if a.weighted is None or not weighted else a.weighted for name, a in drawn.items()}
+    weighted = all(a.weighted_nmse is not None for a in drawn.values())
+    errors = {name: a.nmse if a.weighted_nmse is None or not weighted else a.weighted_nmse for name, a in drawn.items()}
     label = f"{'weighted ' if weighted else ''}NMSE"
     return picture.draw(errors, label, options.file.name, options.picture, options.force, stream_errors=inspection.stream_errors)
 

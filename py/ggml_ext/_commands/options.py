@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .._allocation.target import SENSITIVITIES
+from .._allocation.target import MEASURED, SENSITIVITIES
 from .._base.errors import UserError
 from .._base.option import option
 from .._base.threads import threads_option
@@ -36,7 +36,7 @@ class TypeOptions:
     )
     stock: bool = option(False, record=6, help="with a target: write a standard GGUF file, which every llama.cpp loads")
     sensitivity: str = option(
-        SENSITIVITIES[0], choices=SENSITIVITIES, help="sensitivity of tensors, for a target: measured on this model, or usual values of another (default: measured)"
+        MEASURED, choices=SENSITIVITIES, help="sensitivity of tensors, for a target: measured on this model, or usual values of another (default: measured)"
     )
     pure: bool = option(False, record=5, help="use the base type of --type for embeddings and output matrix too")
     tensor_type: Sequence[str] = option(

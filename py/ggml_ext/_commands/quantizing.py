@@ -32,7 +32,7 @@ from .._formats.split import SPLIT_KEYS
 from .._formats.tensor_types import DITTO3, metric_name
 from .._native.blas import one_blas_thread
 from .._native.streams import FLAG, HINT
-from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, stock_metadata, write_beside
+from .._output.conversion import IMPORTANCE_KEYS, QUANTIZATION_VERSION, Conversion, upstream_metadata, write_beside
 from .._output.output import Output
 from .._output.parts import part_metadata
 from .._plan.effects import report_options_without_effect
@@ -83,7 +83,7 @@ class OpenedModel:
             n_header=header_bytes(self.file),
             alignment=self.file.alignment,
             max_bytes=settings.output.max_bytes,
-            find_read=self.paths.find_read,
+            describe_input=self.paths.describe_input,
             largest=None if above is None else [max(possible.values()) for possible in plan.possible_sizes(above)],
         )
 
@@ -130,17 +130,17 @@ def prepare_upload(settings: Settings, console: Console) -> Destination | None:
     return destination
 
 
-def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_again: bool = False) -> ReservedPaths:
+def reserve_paths(settings: Settings, inputs: Mapping[Path, str], stem: str, is_again: bool = False) -> ReservedPaths:
     """Reserve the files that are read and written. UserError if an output may not be written.
 
     Args:
         settings: of the run.
-        read: input files and their names in messages.
+        inputs: of ReservedPaths.
         stem: of the model.
         is_again: the model is open by now, and the file of --keep-gguf exists.
     """
     output = settings.output
-    paths = ReservedPaths(read, stem, output.is_split)
+    paths = ReservedPaths(inputs, stem, output.is_split)
     if not output.is_dry:
         paths = reserve_output(paths, output.path, output.force)
     if not is_again:
@@ -153,14 +153,14 @@ def reserve_paths(settings: Settings, read: Mapping[Path, str], stem: str, is_ag
 def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack) -> OpenedModel:
     """Open the model and lock OUT until the stack is closed."""
     source, options = settings.source, settings.calibration
-    read = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
-    paths = reserve_paths(settings, read, source.expected_stem)
+    inputs = list_input_files(source.path, {"--imatrix": options.imatrix, "--imatrix-from": options.text})
+    paths = reserve_paths(settings, inputs, source.expected_stem)
     out = paths.out
     output = None if out is None else stack.enter_context(Output(out, settings.output.force, settings.output.is_split))
     opened = stack.enter_context(open_source(source, out, console))
     file = opened.file
-    read = {**paths.read, **{part.path: "IN" for part in file.parts}}
-    paths = reserve_paths(settings, read, file.stem, is_again=True)
+    inputs = {**paths.inputs, **{part.path: "IN" for part in file.parts}}
+    paths = reserve_paths(settings, inputs, file.stem, is_again=True)
     check_model(file)
     return OpenedModel(file, paths, output, opened.checkpoint)
 
@@ -246,7 +246,7 @@ def decide_for_target(
         allocation = allocate_types(target, items, header, measurement)
     allocation.apply(plan)
     check_fallbacks(plan, choices.no_fallback)
-    choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.is_stock))
+    choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
     config = decide_propagation(plan, settings, model, console)
     return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
@@ -267,7 +267,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
         cache_folder(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
-        n_compared_types=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
+        n_compared_metrics=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
         console=console,
     )
     importance = prepared.importance
@@ -281,7 +281,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
 def output_metadata(
     file: GGUFFile, choices: Choices, options: str, importance: Importance, errors: list[KeyValue]
 ) -> dict[str, KeyValue]:
-    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in stock files, ours.
+    """Make the metadata: the keys of the input in their order, those of llama-quantize and, except in upstream file types, ggml-ext's.
 
     Args:
         file: the input.
@@ -290,8 +290,8 @@ def output_metadata(
         importance: the calibration statistics.
         errors: from error_metadata().
     """
-    if choices.file_type.is_stock:
-        return stock_metadata(file, choices.file_type.id, importance)
+    if choices.file_type.is_upstream:
+        return upstream_metadata(file, choices.file_type.id, importance)
     ours = [
         *importance.metadata(),
         uint32_value("general.file_type", choices.file_type.id),

@@ -118,12 +118,12 @@ def parse_choices(types: TypeOptions, file_type: FileType, target: Target | None
         fallback_above=types.fallback_above,
         target_option=None if target is None else target.option,
     )
-    if file_type.is_stock or types.stock:
-        check_stock(choices, "--stock" if types.stock else f"--type {file_type.name}")
+    if file_type.is_upstream or types.stock:
+        check_upstream_only(choices, "--stock" if types.stock else f"--type {file_type.name}")
     return choices
 
 
-def check_stock(choices: Choices, flag: str) -> None:
+def check_upstream_only(choices: Choices, flag: str) -> None:
     """Raise UserError for options that a standard GGUF file rules out. flag: the option that requests such a file."""
     if choices.fallback_above is not None:
         raise UserError(f"--fallback-above: {choices.file_type.name} is a standard type, whose usual NMSE is unknown: drop the option")

@@ -59,38 +59,38 @@ class Accuracy:
         )
 
     @property
-    def relative(self) -> float:
-        """NMSE; infinite if all weights are 0 and a stored one is not."""
+    def nmse(self) -> float:
+        """The normalized mean squared error; infinite if all weights are 0 and a stored one is not."""
         if self.energy:
             return self.error / self.energy
         return np.inf if self.error else 0.0
 
     @property
-    def weighted(self) -> float | None:
+    def weighted_nmse(self) -> float | None:
         """NMSE under the Hessian; None without one."""
         return self.weighted_error / self.weighted_energy if self.weighted_energy > 0 else None
 
     @property
-    def corrected_error(self) -> float | None:
+    def corrected_nmse(self) -> float | None:
         """NMSE under the Hessian against the corrected weights of --propagate; None without them."""
         return self.target_error / self.target_energy if self.target_energy > 0 else None
 
     @property
-    def judged(self) -> float:
+    def judged_nmse(self) -> float:
         """The NMSE to compare with the type's usual one. Under a Hessian or for corrected weights, encoders accept a larger plain one."""
-        if self.corrected_error is not None:
-            return self.corrected_error
-        return self.weighted if self.has_hessian and self.weighted is not None else self.relative
+        if self.corrected_nmse is not None:
+            return self.corrected_nmse
+        return self.weighted_nmse if self.has_hessian and self.weighted_nmse is not None else self.nmse
 
     def exceeds_usual(self, qtype: GGMLQuantizationType, factor: float) -> bool:
         """Whether the judged error is above `factor` times the error of a ggml-ext type on Gaussian weights."""
         info = WEIGHT_TYPES.get(qtype.name.lower())
-        return info is not None and info.usual_rel_mse is not None and self.judged > factor * info.usual_rel_mse
+        return info is not None and info.usual_rel_mse is not None and self.judged_nmse > factor * info.usual_rel_mse
 
     @property
-    def best_known(self) -> float:
+    def best_known_nmse(self) -> float:
         """The NMSE that allocation compares: weighted by H if there is one."""
-        return float(self.relative if self.weighted is None else self.weighted)
+        return float(self.nmse if self.weighted_nmse is None else self.weighted_nmse)
 
     @property
     def is_finite(self) -> bool:

@@ -44,7 +44,7 @@ def largest_weight(qtype: GGMLQuantizationType) -> float:
 
 EFFORTS = {"fast": 1, "normal": 0, "best": 6}  # scale candidates per block of the trellis encoders; 0: their default
 SEGMENTS = {"fast": 32, "normal": 32, "best": 8}  # weights that trellis encoders search at once under a Hessian
-STOCK_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the encoders of stock types under a Hessian
+UPSTREAM_SWEEPS = {"fast": 1, "normal": 2, "best": 4}  # of the encoders of upstream types under a Hessian
 
 # gguf's numpy encoders ignore the imatrix, ggml's in C use it.
 UNWEIGHTED_IN_NUMPY = (T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1)
@@ -78,7 +78,7 @@ class Codec:
         self.n_threads = n_threads
         self.trellis_passes = EFFORTS[effort]
         self.segment = SEGMENTS[effort]
-        self.stock_sweeps = STOCK_SWEEPS[effort]
+        self.upstream_sweeps = UPSTREAM_SWEEPS[effort]
 
     def with_one_thread(self) -> Codec:
         """Return a codec for threads that each encode a tensor of their own."""
@@ -115,7 +115,7 @@ class Codec:
         shrinkage = hessian.shrinkage(expert)
         for factor in (1, 10):
             try:
-                metric = self._factorize(qtype, tensor.ne[0], triangles.get(expert), whole=hessian.is_full, shrinkage=factor * shrinkage)
+                metric = self._factorize(qtype, tensor.ne[0], triangles.get(expert), is_full=hessian.is_full, shrinkage=factor * shrinkage)
             except NotPositiveDefinite:
                 continue
             except MemoryError:
@@ -132,18 +132,18 @@ class Codec:
         )
 
     def _factorize(
-        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, *, whole: bool, shrinkage: float
+        self, qtype: GGMLQuantizationType, n_per_row: int, triangles: np.ndarray, *, is_full: bool, shrinkage: float
     ) -> Metric:
         info = type_info(qtype)
         segment = self.segment if info and info.trellis_values else SEGMENTS["fast"]  # others gain little from shorter ones
         if self.lib is not None:
             return self.lib.metric(
-                int(qtype), n_per_row, triangles, whole=whole, shrinkage=shrinkage, segment=segment, n_threads=self.n_threads
+                int(qtype), n_per_row, triangles, is_full=is_full, shrinkage=shrinkage, segment=segment, n_threads=self.n_threads
             )
         assert info is not None
         try:
-            return _metric.Metric.of_moments(
-                triangles, n_per_row, info.block_size, info.rotated, whole=whole, shrinkage=shrinkage, segment=segment
+            return _metric.Metric.from_hessian(
+                triangles, n_per_row, info.block_size, info.rotated, is_full=is_full, shrinkage=shrinkage, segment=segment
             )
         except ValueError as e:
             raise NotPositiveDefinite(str(e)) from e
@@ -186,7 +186,7 @@ class Codec:
             assert not isinstance(metric, _metric.Metric)
             return self.lib.quantize(
                 int(qtype), rows, self.itq3_levels, importance, codebook, trellis_passes=self.trellis_passes, metric=metric,
-                stock_sweeps=self.stock_sweeps,
+                upstream_sweeps=self.upstream_sweeps,
             )
         if (info := type_info(qtype)) is None:
             return np.ascontiguousarray(gguf.quants.quantize(rows, qtype)).view(np.uint8)

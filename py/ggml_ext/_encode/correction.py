@@ -15,8 +15,10 @@ import numpy as np
 
 from .._formats.hessians import regularization
 
-RIDGE = 6  # tokens per column at which a direction of mean H gets half of its correction
-LEAST_RIDGE = 0.03
+# Tokens per column at which the ridge equals the mean diagonal of H. Along an eigenvector of H with that eigenvalue, half of the correction
+# remains.
+RIDGE = 6
+LEAST_RIDGE = 0.03  # with many tokens
 
 
 def choose_ridge(columns: int, n_tokens: float) -> float:
@@ -35,7 +37,7 @@ def correction(weights: np.ndarray, h: np.ndarray, d: np.ndarray, r: np.ndarray 
         weights: W, float32 (rows, columns).
         h: H, float (columns, columns), of the same scale as D and R.
         d: D, float (columns, columns).
-        r: R, float (rows, columns); None if the product is not added to a residual stream.
+        r: R, divided by the factor of the product in the residual stream, float (rows, columns); None if the product is not added to one.
         ridge: choose_ridge().
 
     Raises:

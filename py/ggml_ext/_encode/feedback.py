@@ -1,8 +1,9 @@
 """Error feedback between the rows of a matrix: each row compensates the errors of the rows before it.
 
-The loss of errors E, float (rows, columns), is trace(G E H E^T). G is the mean of g g^T over the gradients g at the outputs of the matrix,
-H the mean of x x^T over its inputs x: the Kronecker factors of YAQA (Tseng et al. 2025, arXiv 2505.22988). Let G = U U^T,
-U upper triangular, and
+The loss of errors E, float (rows, columns), is trace(G E H E^T), with the Kronecker factors G of the outputs and H of the inputs as in YAQA
+(Tseng et al. 2025, arXiv 2505.22988). H is the mean of x x^T over the inputs x of the matrix. G is the sum of u u^T over all tokens except
+the first ones of chunks, with u = g/|g| of the gradients g at the outputs (RowSums in _sequential/sums.py); YAQA uses g itself. The scale
+of G does not matter. Let G = U U^T, U upper triangular, and
 
     S_b = U_bb^T E_b + sum over earlier rows a of U_ab^T E_a.
 
@@ -22,8 +23,8 @@ import numpy as np
 
 # Rows encoded at once: the encoders process as many together.
 GROUP = 16
-# Least shrinkage, however many tokens: equal rows make G singular.
-SMALLEST = 0.01
+# Least multiple of mean(diag G) that is added to the diagonal of G, for any number of tokens: equal rows make G singular.
+LEAST_DAMPING = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class RowSpan:
         return corrected
 
 
-def shrinkage(g: np.ndarray, n_tokens: float) -> float:
-    """Compute the shrinkage, 0 to 1, of G from n_tokens tokens towards its mean on the diagonal.
+def oas_weight(g: np.ndarray, n_tokens: float) -> float:
+    """Compute the weight s, 0 to 1, in (1 - s) G + s mean(diag G) I, for G from n_tokens tokens.
 
-    OAS of Chen, Wiesel, Eldar and Hero 2010, arXiv 0907.4698, equation 23.
+    OAS (oracle approximating shrinkage) of Chen, Wiesel, Eldar and Hero 2010, arXiv 0907.4698, equation 23.
     """
     p = int(np.count_nonzero(np.diag(g)))  # padding rows have no gradients
     squares, square = float(np.vdot(g, g)), float(np.trace(g)) ** 2
@@ -88,9 +89,9 @@ def make_row_spans(statistics: Sequence[np.ndarray], n_tokens: float) -> list[Ro
     """
     spans, first = [], 0
     for g in statistics:
-        shrink, n = shrinkage(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
+        weight, n = oas_weight(g, n_tokens), max(1, int(np.count_nonzero(np.diag(g))))
         mean = float(np.trace(g)) / n or 1.0
-        damped = (1 - shrink) * g.astype(np.float64) + max(shrink, SMALLEST) * mean * np.eye(len(g))
+        damped = (1 - weight) * g.astype(np.float64) + max(weight, LEAST_DAMPING) * mean * np.eye(len(g))
         order = order_rows(damped)
         factor = np.linalg.cholesky(damped[np.ix_(order[::-1], order[::-1])])[::-1, ::-1]
         spans.append(RowSpan(first, order, factor.astype(np.float32)))

@@ -181,7 +181,7 @@ class TensorHessian:
         hint = "make the file again with llama-imatrix -m MODEL -f TEXT --moments block"
         if (column := np.flatnonzero(~(diagonal >= 0))).size:
             raise UserError(
-                f"{self.where}: the mean square of column {column[0]:,}{of_expert} is {diagonal[column[0]]:g}, must be finite and "
+                f"{self.where}: diagonal value {column[0]:,} of the Hessian{of_expert} is {diagonal[column[0]]:g}, must be finite and "
                 f"not negative; {hint}"
             )
         # a float64 sum of float32 values is finite only if all values are
@@ -274,8 +274,8 @@ class HessianFile:
         """Return the names of the weight matrices that have a Hessian."""
         return list(self._entries)
 
-    def owner(self, name: str) -> str:
-        """Return the name of a weight matrix's entry, which others may share."""
+    def entry_name(self, name: str) -> str:
+        """Return the name of the stored tensor of a weight matrix; matrices with the same input share it."""
         return self._entries[name].values.name
 
     def for_tensor(self, tensor: Tensor, kind: str) -> TensorHessian:

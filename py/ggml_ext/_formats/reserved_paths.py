@@ -35,18 +35,18 @@ def is_same_file(a: Path, b: Path) -> bool:
 class ReservedPaths:
     """The paths that a run reads, keeps and writes."""
 
-    read: Mapping[Path, str]  # files that are read, and how messages call them
+    inputs: Mapping[Path, str]  # files that are read, and what messages call them
     stem: str | None = None  # of the model whose results are kept next to OUT; None if nothing is kept
-    is_split: bool = False  # OUT is: parts with names made from it take its place
+    is_split: bool = False  # parts with names made from OUT take its place
     out: Path | None = None  # OUT with links resolved; None if it is not written
     written: Mapping[Path, str] = field(default_factory=dict)  # other files that are written, links resolved, by flag
 
-    def find_read(self, path: Path) -> str | None:
-        """Return what messages call a file that is read; None for another."""
-        return next((what for source, what in self.read.items() if is_same_file(source, path)), None)
+    def describe_input(self, path: Path) -> str | None:
+        """Return what messages call an input file; None for another file."""
+        return next((what for source, what in self.inputs.items() if is_same_file(source, path)), None)
 
-    def find_kept(self, path: Path) -> str | None:
-        """Return what a run keeps next to OUT under that name."""
+    def describe_kept(self, path: Path) -> str | None:
+        """Return what messages call a file that a run keeps next to OUT for the next run; None for another file."""
         if self.stem is None or self.out is None or path.parent != self.out.parent:
             return None
         if path.name == choice_cache_name(self.stem):
@@ -63,14 +63,14 @@ class ReservedPaths:
 
     def check(self, flag: str, spelling: Path, path: Path, hint: str = OTHER_NAME) -> None:
         """Raise UserError if a file to be written has a reserved name. spelling: the user's; path: with links resolved."""
-        what = self.find_read(path) or self.written.get(path) or ("OUT" if path == self.out and flag != "OUT" else None)
+        what = self.describe_input(path) or self.written.get(path) or ("OUT" if path == self.out and flag != "OUT" else None)
         if what:
             raise UserError(f"{flag}: {spelling} is the same file as {what}: {hint}")
         if self.is_part(path):
             raise UserError(f"{flag}: {spelling} is the same file as OUT, or has a name of its parts: {hint}")
         if re.fullmatch(UNFINISHED, path.name):
-            raise UserError(f"{flag}: {spelling}: such names are those of files that are not yet whole: {hint}")
-        if what := self.find_kept(path):
+            raise UserError(f"{flag}: {spelling}: such names are those of incomplete files: {hint}")
+        if what := self.describe_kept(path):
             raise UserError(f"{flag}: {spelling} is where {what} of {self.stem} is kept: {hint}")
 
 
@@ -84,14 +84,14 @@ def reserve_output(paths: ReservedPaths, output: Path | None, force: bool) -> Re
     except OSError as e:
         raise UserError(f"OUT: {e.strerror}: {output}") from e
     if not path.parent.is_dir():
-        raise UserError(f"OUT: the folder {path.parent} does not exist: create it first")
+        raise UserError(f"OUT: the directory {path.parent} does not exist: create it first")
     if path.is_dir():
         raise UserError(f"OUT: {output} is a directory: name a file in it")
     paths = replace(paths, out=path)
     paths.check("OUT", output, path, hint)
     for unfinished in (partial_path(path), journal_of(path)):
-        if what := paths.find_read(unfinished):
-            raise UserError(f"OUT: {what} is {unfinished}, which {output} is until it is whole: {hint}")
+        if what := paths.describe_input(unfinished):
+            raise UserError(f"OUT: {what} is {unfinished}, which {output} is until it is complete: {hint}")
     if exists and not output.is_file():
         raise UserError(f"OUT: {output} is not a regular file: name one")
     if exists and not (force or paths.is_split):
@@ -107,12 +107,12 @@ def reserve_file(flag: str, spelling: Path, paths: ReservedPaths, force: bool) -
     except OSError as e:  # of a name that is too long
         raise UserError(f"{flag}: {spelling}: {e.strerror}: {OTHER_NAME}") from e
     if not path.parent.is_dir():
-        raise UserError(f"{flag}: the folder {path.parent} does not exist: create it first")
+        raise UserError(f"{flag}: the directory {path.parent} does not exist: create it first")
     paths.check(flag, spelling, path)
     if exists and not spelling.is_file():
         raise UserError(f"{flag}: {spelling} is not a regular file: {OTHER_NAME}")
     if exists and not force:
         raise UserError(f"{flag}: {spelling} exists: {OTHER_NAME} or pass --force to replace it")
     if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{flag}: the folder {path.parent} may not be written: {OTHER_NAME}")
+        raise UserError(f"{flag}: the directory {path.parent} may not be written: {OTHER_NAME}")
     return replace(paths, written={**paths.written, path: flag})

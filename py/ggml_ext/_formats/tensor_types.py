@@ -59,6 +59,6 @@ def fallback_chain(qtype: GGMLQuantizationType) -> Iterator[GGMLQuantizationType
         yield qtype
 
 
-def accurate_stock_type(qtype: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Return the stock type that replaces a ggml-ext type whose error is too large: another ggml-ext type has the same scale limits."""
+def accurate_upstream_type(qtype: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Return the upstream type that replaces a ggml-ext type whose error is too large: another ggml-ext type has the same scale limits."""
     return next(t for t in fallback_chain(qtype) if type_info(t) is None)

@@ -47,7 +47,7 @@ class _QuantizeParams(ctypes.Structure):
         ("trellis_passes", c_int32),
         ("ditto3_codebook", POINTER(c_float)),
         ("metric", c_void_p),
-        ("stock_sweeps", c_int32),
+        ("upstream_sweeps", c_int32),
     ]
 
 
@@ -174,7 +174,7 @@ class Library:
         ditto3_codebook: np.ndarray | None = None,
         trellis_passes: int = 0,
         metric: Metric | None = None,
-        stock_sweeps: int = 0,
+        upstream_sweeps: int = 0,
     ) -> np.ndarray:
         """Encode rows of complete blocks.
 
@@ -182,11 +182,11 @@ class Library:
             type_id: type to encode to.
             rows: weights W, float32 (n_rows, n_per_row).
             itq3_levels: 8 or 3 levels for ITQ3_S; 0: default.
-            imatrix: importances float32 (n_per_row,), which some stock types require.
+            imatrix: importances float32 (n_per_row,), which some upstream types require.
             ditto3_codebook: ascending float32 (8,), one codebook for all blocks of DITTO3; None: one per block.
             trellis_passes: 1 to 6 for the trellis types; 0: default.
-            metric: Hessian for this type and row size. It replaces imatrix; stock types use both.
-            stock_sweeps: 1 to 16 sweeps for stock types with a metric; 0: default.
+            metric: Hessian for this type and row size. It replaces imatrix; upstream types use both.
+            upstream_sweeps: 1 to 16 sweeps for upstream types with a metric; 0: default.
 
         Returns:
             uint8 (n_rows, row_bytes).
@@ -204,7 +204,7 @@ class Library:
         source, target = _pointer(rows, c_float), out.ctypes.data_as(c_void_p)
         if type_id in _EXT_IDS or metric is not None:
             codebook = _optional_pointer(ditto3_codebook, (8,), "ditto3_codebook")
-            params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None, stock_sweeps)
+            params = _QuantizeParams(itq3_levels, trellis_passes, codebook, metric.pointer if metric else None, upstream_sweeps)
             n_bytes = self._dll.ggml_ext_quantize_chunk(
                 type_id, source, target, 0, n_rows, n_per_row, importance, ctypes.byref(params)
             )
@@ -218,15 +218,15 @@ class Library:
         return out
 
     def metric(
-        self, type_id: int, n_per_row: int, moments: np.ndarray, whole: bool, shrinkage: float, segment: int = 32, n_threads: int = 1
+        self, type_id: int, n_per_row: int, triangles: np.ndarray, is_full: bool, shrinkage: float, segment: int = 32, n_threads: int = 1
     ) -> Metric:
         """Prepare the Hessian of a tensor's inputs for quantize().
 
         Args:
             type_id: type to encode to.
             n_per_row: row size.
-            moments: lower triangles, float32, row by row: one over all columns, or one per block of 256 columns (the last may be smaller).
-            whole: `moments` is one triangle over all columns.
+            triangles: packed lower triangles, float32, row by row: one over all columns, or one per block of 256 columns (the last may be smaller).
+            is_full: `triangles` is one over all columns.
             shrinkage, segment, n_threads: as in ggml-ext.h.
 
         Raises:
@@ -234,11 +234,11 @@ class Library:
             MemoryError: there is not enough memory.
             ValueError: other shapes, dtypes or options.
         """
-        columns = n_per_row if whole else 256
+        columns = n_per_row if is_full else 256
         widths = [min(columns, n_per_row - first) for first in range(0, n_per_row, columns)]
-        pointer = _optional_pointer(moments, (sum(n * (n + 1) // 2 for n in widths),), "moments")
+        pointer = _optional_pointer(triangles, (sum(n * (n + 1) // 2 for n in widths),), "triangles")
         status = c_int()
-        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, whole, shrinkage, segment, n_threads, ctypes.byref(status))
+        metric = self._dll.ggml_ext_metric_init(type_id, n_per_row, pointer, is_full, shrinkage, segment, n_threads, ctypes.byref(status))
         if not metric:
             errors: dict[int, type[Exception]] = {2: MemoryError, 3: NotPositiveDefinite}
             raise errors.get(status.value, ValueError)(
@@ -393,7 +393,7 @@ class Rules:
         return [None if t < 0 else int(t) for t in types], is_known.value
 
     def fallback(self, type_id: int, n_per_row: int) -> int | None:
-        """Return the type that replaces a stock type if its block size does not divide the rows; None without a rule."""
+        """Return the type that replaces an upstream type if its block size does not divide the rows; None without a rule."""
         fallback = self._dll.ggml_ext_rule_fallback(type_id, n_per_row)
         return None if fallback < 0 else fallback
 

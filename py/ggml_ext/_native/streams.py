@@ -34,7 +34,7 @@ class WeightProduct:
     Attributes:
         weight: name of the matrix.
         rows: size of an output vector.
-        scale: factor with which the output is added to the residual stream; 0 if it is not added.
+        scale: factor with which the output is added to the residual stream; 0 if it is not added, as with experts.
     """
 
     weight: str
@@ -95,11 +95,12 @@ def dense_products(groups: Sequence[ProductGroup]) -> list[WeightProduct]:
 class LayerStreams:
     """A running ggml-ext-streams, which computes the original and the quantized model layer by layer.
 
-    The context manager starts and ends the program. All methods raise UserError with the program's message. Order of calls: compute_gradients(),
-    if needed; then for each layer enter_layer(), the methods for its arrays and matrices, and advance().
+    The context manager starts and ends the program. All methods raise UserError with the program's message. Order of calls:
+    compute_gradients(), if needed; then for each layer enter_layer(), the methods for its arrays and matrices, and, except for the output
+    matrix, advance().
 
     Attributes:
-        layers: groups of products by layer.
+        layers: groups of products by layer; the last entry is the output matrix, after the last layer.
         n_chunks: number of chunks of the text.
         n_tokens: tokens per chunk.
         no_gradients: why the model cannot be differentiated; empty if it can.
@@ -231,9 +232,10 @@ class LayerStreams:
         return by_weight
 
     def advance(self) -> float:
-        """Advance all chunks through the layer and return the energy of the streams' difference, relative to the original stream.
+        """Advance all chunks of the quantized model through the layer, and of the original model unless compute_inputs() did so.
 
-        First tokens are left out, because their energy is of another order of magnitude.
+        Return the energy of the streams' difference, relative to the original stream. First tokens are left out, because their energy is of
+        another order of magnitude.
         """
         answers = [self._ask(f"advance {chunk}") for chunk in range(self.n_chunks)]
         return sum(a["difference"] for a in answers) / max(sum(a["energy"] for a in answers), 1e-300)

@@ -1,4 +1,4 @@
-"""Shared by quantize and export: the conversion, metadata of stock files, and the files written next to OUT."""
+"""Shared by quantize and export: the conversion, metadata of upstream file types, and the files written next to OUT."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Conversion:
         }
 
 
-def stock_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
+def upstream_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
     """Make the metadata that llama-quantize would write: the keys of the input without ours, and its own."""
     old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
     new = [

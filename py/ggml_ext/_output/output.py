@@ -50,8 +50,8 @@ PIECE = 4 * MIB  # bytes per read
 JOURNAL_FORMAT = 2
 
 
-class Unfinished(UserError):
-    """An error after which the partial files remain, so that repeating the command finishes quickly."""
+class UnfinishedError(UserError):
+    """An error that leaves complete partial files valid; another UserError after complete() means that --verify failed."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Output:
         """Whether a tensor is finished, and the error leaves the data correct."""
         if not self.finished:
             return False
-        if not isinstance(error, Exception) or isinstance(error, (Unfinished, MemoryError, BrokenPipeError)):
+        if not isinstance(error, Exception) or isinstance(error, (UnfinishedError, MemoryError, BrokenPipeError)):
             return True  # an interrupt, or the machine lacks something
         is_failed_verify = self._is_complete
         return isinstance(error, UserError) and not isinstance(error, FileChanged) and not is_failed_verify
@@ -186,7 +186,7 @@ class Output:
                 raise UserError(f"OUT: {path} exists: choose another name or pass --force to replace it")
 
     def plan_parts(
-        self, sizes: Sequence[int], *, n_header: int, alignment: int, max_bytes: int | None, find_read: Callable[[Path], str | None],
+        self, sizes: Sequence[int], *, n_header: int, alignment: int, max_bytes: int | None, describe_input: Callable[[Path], str | None],
         largest: Sequence[int] | None = None,
     ) -> None:
         """Assign tensors to parts, and check the files and the free space.
@@ -196,7 +196,7 @@ class Output:
             n_header: approximate bytes of the metadata.
             alignment: of tensor data.
             max_bytes: maximum size of a part; None for one file.
-            find_read: returns the name of an input file for messages, None for other files.
+            describe_input: returns what messages call an input file, None for other files.
             largest: maximum bytes of the tensors if --fallback-above may enlarge them; parts have room for these.
 
         Raises:
@@ -209,7 +209,7 @@ class Output:
             if part.path.is_dir():
                 raise UserError(f"OUT: {part.path} is a directory: choose another name")
             for path in (part.path, part.partial, part.replaced):
-                if what := find_read(path):
+                if what := describe_input(path):
                     raise UserError(f"OUT: {path} is the same file as {what}: choose another name")
         self.n_bytes = sum(pad(n, alignment) for n in sizes) + n_header
         with self._errors():
@@ -395,7 +395,7 @@ class Output:
         """Rename the partial files to their final names, all or none.
 
         Raises:
-            Unfinished: a file cannot be renamed or, without force, its final name exists by now.
+            UnfinishedError: a file cannot be renamed or, without force, its final name exists by now.
         """
         ignore_signals()  # an interrupt would report a written file as not written
         with self._errors():
@@ -415,7 +415,7 @@ class Output:
             for done in set_aside:
                 with contextlib.suppress(OSError):
                     os.replace(done.replaced, done.path)
-            raise Unfinished(f"OUT: {part.path} {self._describe_rename_error(e)}") from e
+            raise UnfinishedError(f"OUT: {part.path} {self._describe_rename_error(e)}") from e
         for part in set_aside:
             with contextlib.suppress(OSError):
                 part.replaced.unlink()
@@ -444,7 +444,7 @@ class Output:
             raise
         except OSError as e:
             if e.errno in NO_SPACE:
-                raise Unfinished(
+                raise UnfinishedError(
                     f"no space left on device ({e.strerror}): {self._needed()}; free some space or write to another disk"
                 ) from e
             raise UserError(f"cannot write {self.path}: {e.strerror}; choose a writable directory") from e

@@ -15,9 +15,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from .._base.errors import UserError
 from .._formats.gguf_file import Tensor
 from .._formats.names import describe_tensors
-from .._formats.tensor_types import accurate_stock_type, fallback_chain, parse_type, type_info
+from .._formats.tensor_types import accurate_upstream_type, fallback_chain, parse_type, type_info
 from .file_types import FileType
-from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, stock_fallback_type
+from .rules import OUTPUT, PER_LAYER_TOKEN_EMBD, TOKEN_EMBD, upstream_fallback_type
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Choices:
     output: GGMLQuantizationType | None = None
     leave_output: bool = False
     allow_requantize: bool = False
-    no_fallback: bool = False  # refuse types other than the requested ones
+    no_fallback: bool = False  # refuse types other than the requested ones and the same code in shorter blocks
     fallback_above: float | None = None  # times the usual error of a type
     target_option: str | None = None  # makes allocation choose the types, such as target-bpw=3.3; file_type is a placeholder until then
 
@@ -95,10 +95,10 @@ class Choices:
 
     @property
     def request(self) -> str:
-        """The option that decides the types; stock file types under llama-quantize's names."""
+        """The option that decides the types; upstream file types under llama-quantize's names."""
         if self.target_option:
             return self.target_option.replace("=", " ")
-        return self.name.upper() if self.file_type.is_stock else self.name
+        return self.name.upper() if self.file_type.is_upstream else self.name
 
     @property
     def title(self) -> str:
@@ -106,8 +106,8 @@ class Choices:
         return f"types chosen for {self.request.removeprefix('target-')}" if self.target_option else self.name.upper()
 
     def is_settled(self, name: str) -> bool:
-        """Whether the options alone choose the type. --pure does so for stock file types only."""
-        return find_override(self.overrides, name) is not None or (self.pure and self.file_type.is_stock)
+        """Whether the options alone choose the type. --pure does so for upstream file types only."""
+        return find_override(self.overrides, name) is not None or (self.pure and self.file_type.is_upstream)
 
 
 def deciding_option(tensor: Tensor, options: TypeChoices) -> tuple[str, GGMLQuantizationType] | None:
@@ -255,11 +255,11 @@ class QuantizationPlan:
         return sizes
 
     def layers_bpw(self) -> float | None:
-        """Bits per weight of the matrices of the layers; None if there are none."""
+        """Return the bits per weight of the block weights; None if there are none."""
         return _layers_bpw((t.tensor, t.type) for t in self.tensors)
 
     def requested_layers_bpw(self) -> float | None:
-        """layers_bpw() of the requested types."""
+        """Return layers_bpw() of the requested types."""
         return _layers_bpw((t.tensor, t.requested) for t in self.tensors)
 
     def size_before(self) -> int:
@@ -288,15 +288,15 @@ def _fits(tensor: Tensor, qtype: GGMLQuantizationType) -> bool:
 
 
 def accurate_type(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Return the type that replaces one whose error is too large: accurate_stock_type() if it fits the rows, else F16."""
-    stock = accurate_stock_type(qtype)
-    return stock if _fits(tensor, stock) else GGMLQuantizationType.F16
+    """Return the type that replaces one whose error is too large: accurate_upstream_type() if it fits the rows, else F16."""
+    upstream = accurate_upstream_type(qtype)
+    return upstream if _fits(tensor, upstream) else GGMLQuantizationType.F16
 
 
 def fit_to_row(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationType:
     """Return the type, or its fallback if the row size is not a multiple of its block. Raise UserError if none fits."""
     types = [qtype, *fallback_chain(qtype)]
-    fitting = next((t for t in types if _fits(tensor, t)), None) or stock_fallback_type(types[-1], tensor.ne[0])
+    fitting = next((t for t in types if _fits(tensor, t)), None) or upstream_fallback_type(types[-1], tensor.ne[0])
     if fitting is None:
         raise UserError(
             f"tensor {tensor.name}: rows of {tensor.ne[0]} do not fit {qtype.name.lower()}, which "
@@ -306,7 +306,7 @@ def fit_to_row(tensor: Tensor, qtype: GGMLQuantizationType) -> GGMLQuantizationT
 
 
 def check_fallbacks(plan: QuantizationPlan, are_refused: bool) -> None:
-    """Raise UserError for the first fallback, if --no-fallback refuses them (are_refused)."""
+    """Raise UserError for the first fallback, if --no-fallback refuses them (are_refused). The same code in shorter blocks is allowed."""
     refused = next((f.describe(names) for f, names in plan.fallbacks().items() if not f.is_same_code), None)
     if are_refused and refused:
         raise UserError(f"--no-fallback: {refused}; choose another type with --tensor-type REGEX=TYPE, or leave out --no-fallback")

@@ -51,7 +51,7 @@ def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses:
         has_imatrix=has_imatrix,
     )
     plan = QuantizationPlan(warnings=warnings, imatrix_required_type=file_type.imatrix_required_type)
-    has_small_floor = not file_type.is_stock and (not choices.pure or bool(choices.target_option))
+    has_small_floor = not file_type.is_upstream and (not choices.pure or bool(choices.target_option))
     small = small_matrices(file.tensors) if has_small_floor else set()
     for tensor, rule in zip(file.tensors, rules, strict=True):
         reason = find_reason_to_keep(tensor, choices, rule, uses)
@@ -108,18 +108,18 @@ def _raise_to_floor(
 ) -> GGMLQuantizationType:
     """Return the chosen type if it has at least the floor's bits or an option names it; else the floor, or the tensor's own smaller type.
 
-    Stock files keep llama.cpp's choice unless it needs an imatrix.
+    Upstream file types keep llama.cpp's choice unless it needs an imatrix.
     """
-    follows_rules = choices.file_type.is_stock and not needs_imatrix(tensor, chosen, choices.file_type.imatrix_required_type)
+    follows_rules = choices.file_type.is_upstream and not needs_imatrix(tensor, chosen, choices.file_type.imatrix_required_type)
     if deciding_option(tensor, choices) or follows_rules or bits_per_weight(chosen) >= bits_per_weight(floor):
         return chosen
     return tensor.type if bits_per_weight(tensor.type) < bits_per_weight(floor) else floor
 
 
 def _check_plan(plan: QuantizationPlan, file: GGUFFile, file_type: FileType) -> None:
-    """Raise UserError for stock files with ggml-ext types and for models without matrices to quantize."""
+    """Raise UserError for upstream file types with ggml-ext types and for models without matrices to quantize."""
     names = [t.name for t in plan.tensors if type_info(t.type)]
-    if file_type.is_stock and names:
+    if file_type.is_upstream and names:
         raise UserError(
             f"{describe_tensors(names, ', in ggml-ext types')}; --type {file_type.name} writes a file that every llama.cpp loads: convert "
             "the tensors with ggml-ext export, or with --tensor-type and without --leave-output-tensor"

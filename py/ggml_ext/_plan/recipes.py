@@ -1,4 +1,4 @@
-"""Quant mixes: one type for most matrices of the layers, a better one for the sensitive ones.
+"""Quant mixes: one type for most block weights, a better one for the sensitive ones.
 
 A matrix is sensitive if a better type lowers the KL divergence most for its bits (docs/results/encoders.md, "Mixed files").
 """

@@ -32,7 +32,7 @@ UNQUANTIZED_NAMES = re.compile(
     r"|a\.rvq\.codebook|mm\.a\.code_embd"
 )
 ATTENTION_K_V = re.compile(r"attn_(qkv|kv_b|v|k)\.weight")
-STOCK_FALLBACKS = {
+UPSTREAM_FALLBACKS = {
     **dict.fromkeys((T.IQ1_S, T.IQ1_M, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S, T.IQ4_XS), T.IQ4_NL),
     **dict.fromkeys((T.Q2_K, T.Q3_K, T.TQ1_0, T.TQ2_0), T.Q4_0),
     **{T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0},
@@ -57,7 +57,7 @@ def rule_types(
         token_embd: type of --token-embedding-type.
         output: type of --output-tensor-type.
         named: by tensor, whether other options set its type, so that the rules do not count it.
-        has_imatrix: whether an imatrix is used; rules for stock files depend on it.
+        has_imatrix: whether an imatrix is used; rules for upstream file types depend on it.
 
     Returns:
         The types, None for a tensor that keeps its type, and warnings.
@@ -101,7 +101,7 @@ def _read_rule_model(file: GGUFFile, file_type: FileType, needs_rules: bool) -> 
     """
     arch = str(file.value("general.architecture", ""))
     n_expert = _number(file.value(f"{arch}.expert_count"))
-    if not file_type.is_stock:
+    if not file_type.is_upstream:
         return library.RuleModel(arch, n_expert=n_expert)  # the rules of ggml-ext types do not count layers
     if arch == CLIP:
         return library.RuleModel(arch)
@@ -133,7 +133,7 @@ def _first_number(file: GGUFFile, key: str, default: int) -> int:
 def _listed_types(
     tensors: Iterable[Tensor], file_type: FileType, n_expert: int, token_embd: T | None, output: T | None
 ) -> list[T | None]:
-    """Choose the types without the library, by the short list of names. All quantized tensors of a stock file get one type."""
+    """Choose the types without the library, by the short list of names. All quantized tensors of an upstream file type get one type."""
     tied = all(t.name != OUTPUT for t in tensors)
     info = TYPES.get(file_type.type.name.lower())
 
@@ -154,8 +154,8 @@ def _listed_types(
     return [choose(t) for t in tensors]
 
 
-def stock_fallback_type(target: T, n_per_row: int) -> T | None:
-    """Return the type that replaces a stock type whose block does not divide the row; None if llama.cpp has no rule."""
+def upstream_fallback_type(target: T, n_per_row: int) -> T | None:
+    """Return the type that replaces an upstream type whose block does not divide the row; None if llama.cpp has no rule."""
     try:
         rules = library.load_rules()
     except OSError:
@@ -164,7 +164,7 @@ def stock_fallback_type(target: T, n_per_row: int) -> T | None:
         replacement = rules.fallback(int(target), n_per_row)
         return None if replacement is None else T(replacement)
     block_size = GGML_QUANT_SIZES[target][0]
-    if target not in STOCK_FALLBACKS and block_size > 32:
+    if target not in UPSTREAM_FALLBACKS and block_size > 32:
         return None
-    fallback = STOCK_FALLBACKS.get(target, target)
+    fallback = UPSTREAM_FALLBACKS.get(target, target)
     return fallback if n_per_row % GGML_QUANT_SIZES[fallback][0] == 0 else T.F16

@@ -124,17 +124,17 @@ class Card:
         groups: dict[tuple[str, GGMLQuantizationType], list[MeasuredTensor]] = {}
         for t in self.tensors:
             groups.setdefault((tensor_class(t.planned.name), t.planned.type), []).append(t)
-        is_weighted = any(t.accuracy.weighted is not None for t in self.tensors)
+        is_weighted = any(t.accuracy.weighted_nmse is not None for t in self.tensors)
         headings = ["tensors", "count", "weights", "type", "bits per weight", "NMSE"]
         headings += ["weighted NMSE"] if is_weighted else []
         lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
         for (name, qtype), members in groups.items():
             n = sum(t.planned.tensor.n_elements for t in members)
             total = sum_errors(members)
-            error = f"{total.relative:.3g}" if any(t.planned.is_changed for t in members) else "unchanged"
+            error = f"{total.nmse:.3g}" if any(t.planned.is_changed for t in members) else "unchanged"
             cells = [_escaped(name), str(len(members)), f"{n:,}", qtype.name, f"{bits_per_weight(qtype):.5g}", error]
             if is_weighted:
-                cells.append("" if total.weighted is None else f"{total.weighted:.3g}")
+                cells.append("" if total.weighted_nmse is None else f"{total.weighted_nmse:.3g}")
             lines.append(f"| {' | '.join(cells)} |")
         weighted = " The weighted NMSE is the same under the Hessian of the calibration." if is_weighted else ""
         return "\n".join([

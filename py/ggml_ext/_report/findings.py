@@ -117,8 +117,8 @@ def format_columns(finding: Finding, weighted: bool) -> list[str]:
     """Format the numbers of a row."""
     columns = [f"{finding.bpw:.4g}", "" if finding.epsilon is None else f"{finding.epsilon:.6g}"]
     if (accuracy := finding.accuracy) is not None:
-        weighted_error = [] if not weighted else ["" if accuracy.weighted is None else f"{accuracy.weighted:.6f}"]
-        columns += [f"{accuracy.relative:.6f}", *weighted_error, f"{accuracy.max_abs:.6g}", "ok" if finding.fits else "EXCEEDED"]
+        weighted_error = [] if not weighted else ["" if accuracy.weighted_nmse is None else f"{accuracy.weighted_nmse:.6f}"]
+        columns += [f"{accuracy.nmse:.6f}", *weighted_error, f"{accuracy.max_abs:.6g}", "ok" if finding.fits else "EXCEEDED"]
     return columns
 
 
@@ -133,9 +133,9 @@ def summary_lines(inspection: Inspection) -> list[str]:
         n_recorded = sum(f.epsilon is not None for f in inspection.findings)
         lines.append(f"epsilon is recorded for {n_recorded} of {len(ditto3)} ditto3 tensors")
     if (total := inspection.total) is not None:
-        lines.append(f"NMSE of all weights: {total.relative:.6f}")
-        if total.weighted is not None:
-            lines.append(f"weighted NMSE ({inspection.importance}): {total.weighted:.6f}")
+        lines.append(f"NMSE of all weights: {total.nmse:.6f}")
+        if total.weighted_nmse is not None:
+            lines.append(f"weighted NMSE ({inspection.importance}): {total.weighted_nmse:.6f}")
         elif inspection.made_with and inspection.importance == "none":
             lines.append(f"quantized with the imatrix {inspection.made_with}: --imatrix FILE shows the weighted NMSE")
     return lines

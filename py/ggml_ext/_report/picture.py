@@ -27,11 +27,11 @@ ENDINGS = (".svg", ".png")
 CURVE = 1.2  # inches, height of the curve of the residual stream's errors
 
 
-def check_picture(path: Path, force: bool, read: Mapping[Path, str]) -> None:
-    """Raise UserError if a picture cannot be drawn or may not be written. read: input files, as in ReservedPaths."""
+def check_picture(path: Path, force: bool, inputs: Mapping[Path, str]) -> None:
+    """Raise UserError if a picture cannot be drawn or may not be written. inputs: of ReservedPaths."""
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"--picture: got {path.name!r}, the name must end in {' or '.join(ENDINGS)}")
-    reserve_file("--picture", path, ReservedPaths(read), force)
+    reserve_file("--picture", path, ReservedPaths(inputs), force)
     check_matplotlib()
 
 

@@ -19,10 +19,10 @@ def _number(value: float | None) -> float | None:
 
 def error_record(accuracy: Accuracy) -> dict:
     return {
-        "relative_squared_error": _number(accuracy.relative),
-        "weighted_relative_squared_error": _number(accuracy.weighted),
+        "relative_squared_error": _number(accuracy.nmse),
+        "weighted_relative_squared_error": _number(accuracy.weighted_nmse),
         "largest_error": _number(accuracy.max_abs),
-        **({} if accuracy.corrected_error is None else {"target_error": _number(accuracy.corrected_error)}),
+        **({} if accuracy.corrected_nmse is None else {"target_error": _number(accuracy.corrected_nmse)}),
         **({"stream_error": accuracy.stream_error} if accuracy.stream_error else {}),
     }
 
@@ -162,8 +162,8 @@ class Result:
             bytes_before=totals.plan.size_before(),
             bytes=totals.plan.size_after(),
             bits_per_weight=totals.bits_per_weight,
-            relative_squared_error=None if accuracy is None else _number(accuracy.relative),
-            weighted_relative_squared_error=None if accuracy is None else _number(accuracy.weighted),
+            relative_squared_error=None if accuracy is None else _number(accuracy.nmse),
+            weighted_relative_squared_error=None if accuracy is None else _number(accuracy.weighted_nmse),
             predicted_kl_divergence=None if allocation is None else allocation.predicted,
             seconds=round(seconds, 3),
             warnings=tuple(warnings),

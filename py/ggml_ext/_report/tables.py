@@ -16,7 +16,7 @@ from .._base.units import MIB
 from .._calibration.importance import DeadColumns
 from .._encode.accuracy import Accuracy, MeasuredTensor
 from .._formats.names import describe_tensors, short_class, tensor_class
-from .._formats.tensor_types import accurate_stock_type
+from .._formats.tensor_types import accurate_upstream_type
 from .._plan.plan import Fallback, QuantizationPlan, TypeChoices
 
 WARN_ABOVE = 3  # multiple of the usual NMSE of a type
@@ -70,12 +70,12 @@ def _accuracy_table(tensors: Sequence[MeasuredTensor], width: int) -> list[str]:
             classes[key] = classes.get(key, Accuracy()) + t.accuracy
     if not classes:
         return []
-    is_weighted, has_corrected = any(a.weighted is not None for a in classes.values()), any(a.corrected_error is not None for a in classes.values())
+    is_weighted, has_corrected = any(a.weighted_nmse is not None for a in classes.values()), any(a.corrected_nmse is not None for a in classes.values())
 
     def format_columns(type_name: str, a: Accuracy) -> str:
-        optional = [value for is_shown, value in ((is_weighted, a.weighted), (has_corrected, a.corrected_error)) if is_shown]
+        optional = [value for is_shown, value in ((is_weighted, a.weighted_nmse), (has_corrected, a.corrected_nmse)) if is_shown]
         shown = "".join(f" {'' if value is None else format(value, '.6f'):>9}" for value in optional)
-        return f"{type_name:<8} {a.relative:8.6f}{shown} {a.epsilon:14.6g}"
+        return f"{type_name:<8} {a.nmse:8.6f}{shown} {a.epsilon:14.6g}"
 
     rows = [(name, format_columns(type_name, a)) for (name, type_name), a in classes.items()]
     heading = f"{'type':<8} {'NMSE':>8}{'  weighted' if is_weighted else ''}{' to target' if has_corrected else ''} {'largest error':>14}"
@@ -112,7 +112,7 @@ def _outcome(plan: QuantizationPlan, choices: TypeChoices) -> list[str]:
 
 
 def _fallback_outcomes(plan: QuantizationPlan) -> list[str]:
-    """Format a line per pair of ggml-ext types, and one for all fallbacks to stock types."""
+    """Format a line per pair of ggml-ext types, and one for all fallbacks to upstream types."""
     fallbacks = plan.fallbacks()
     groups: dict[str, list[Fallback]] = {}
     for f in fallbacks:
@@ -167,11 +167,11 @@ def error_warnings(tensors: Sequence[MeasuredTensor]) -> list[str]:
     groups: dict[GGMLQuantizationType, dict[str, float]] = {}
     for t in tensors:
         if t.planned.is_changed and t.accuracy.exceeds_usual(t.planned.type, WARN_ABOVE):
-            groups.setdefault(t.planned.type, {})[t.planned.name] = t.accuracy.judged
+            groups.setdefault(t.planned.type, {})[t.planned.name] = t.accuracy.judged_nmse
     lines = []
     for qtype, errors in groups.items():
         info = WEIGHT_TYPES[qtype.name.lower()]
         described = f": NMSE up to {max(errors.values()):.3g} in {info.name}, usual {info.usual_rel_mse:g}"
-        accurate = accurate_stock_type(qtype).name.lower()
+        accurate = accurate_upstream_type(qtype).name.lower()
         lines.append(f"{describe_tensors(list(errors), described)}; --fallback-above {WARN_ABOVE} stores such tensors as {accurate}")
     return lines

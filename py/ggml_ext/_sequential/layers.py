@@ -97,7 +97,7 @@ class SequentialQuantizer:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     _layer: int = field(default=0, init=False)  # the next one
     _encoded: dict[str, EncodedTensor] = field(default_factory=dict, init=False)  # until take()
-    _rows: dict[str, list[RowSpan]] = field(default_factory=dict, init=False)  # row statistics of the layer's matrices
+    _row_spans: dict[str, list[RowSpan]] = field(default_factory=dict, init=False)  # of the layer's matrices, by name
     # Hessians without their values: token_warnings() reads only the counts of tokens
     _hessian_counts: dict[str, TensorHessian] = field(default_factory=dict, init=False)
     # set by open()
@@ -132,14 +132,14 @@ class SequentialQuantizer:
                 bar.update()
 
     def start(self, read_finished: Callable[[str], np.ndarray | None], bar: Bar) -> None:
-        """Encode the token embeddings, before the first layer.
+        """Prepare for the first layer: check that types which need an imatrix have one, and encode the token embeddings.
 
         Args:
             read_finished: returns the data of a tensor that an earlier run encoded, or None.
             bar: counts encoded weights.
 
         Raises:
-            UserError: a tensor needs an importance matrix, but is not in a layer, so that its input is unknown.
+            UserError: a type needs an imatrix, but the program does not compute the tensor's input.
         """
         self._read_finished, self._bar = read_finished, bar
         self._reached = {p.weight for groups in self._streams.layers for g in groups for p in g.products} | {TOKEN_EMBD}
@@ -181,10 +181,10 @@ class SequentialQuantizer:
         groups = [self._matrices(g) for g in streams.layers[k]]
         if not self._resume_layer([t for matrices in groups for t in matrices]):
             self._encode_groups(k, groups)
-        if k + 1 < len(streams.layers):  # the last layer has no stream after it
+        if k + 1 < len(streams.layers):  # the output matrix has no stream after it
             self._record_stream_error(streams.advance(), {t.name for matrices in groups for t in matrices})
         self._layer += 1
-        # the output matrix comes after the last layer with blocks, but take() may never reach it
+        # all block weights are encoded; do not wait for the output matrix, which take() may never reach
         if self._layer == len(streams.layers) - 1:
             self._warn_of_few_tokens()
 
@@ -200,7 +200,7 @@ class SequentialQuantizer:
     def _encode_groups(self, k: int, groups: list[list[PlannedTensor]]) -> None:
         """Encode the matrices of layer k, group by group. The last group with matrices advances the original model's stream."""
         last = max((g for g, matrices in enumerate(groups) if matrices), default=-1)
-        self._rows = self._compute_rows(k)
+        self._row_spans = self._make_row_spans(k)
         for g, matrices in enumerate(groups):
             if matrices:
                 self._encode_group(k, g, matrices, advance_original=g == last)
@@ -217,11 +217,8 @@ class SequentialQuantizer:
             for line in token_warnings(self._hessian_counts):
                 self.warn(line)
 
-    def _compute_rows(self, k: int) -> dict[str, list[RowSpan]]:
-        """Factorize the row statistics G of layer k, by matrix.
-
-        The last entry of `layers` is the output matrix: its rows are vocabulary entries and have no G.
-        """
+    def _make_row_spans(self, k: int) -> dict[str, list[RowSpan]]:
+        """Collect G of layer k and factorize it, by matrix. The output matrix has none: its rows are vocabulary entries."""
         if not self._n_gradients or k + 1 == len(self._streams.layers):
             return {}
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
@@ -235,7 +232,7 @@ class SequentialQuantizer:
         sums = Sums(group)
         for chunk in range(streams.n_chunks):
             sums.add(streams.compute_inputs(k, g, chunk, advance_original), self._pool)
-        scales = {p.weight: p.scale for p in group.products}
+        residual_scales = {p.weight: p.scale for p in group.products}
         hessian = sums.hessian(f"{FLAG}: layer {k}", self.config.kind)
         diagonal = hessian_diagonal(sums)
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
@@ -250,7 +247,7 @@ class SequentialQuantizer:
                 if name not in metrics:
                     metrics[name] = PerExpert(self._metric_maker(t, calibration))
                 calibrated = replace(calibrated, metrics=PerExpert(metrics[name].get))
-            corrected = self._correct(t, sums, scales[t.name])
+            corrected = self._correct(t, sums, residual_scales[t.name])
             self._encoded[t.name] = encoded = self._encode(t, corrected, calibrated)
             streams.replace(t.name, t.type.name, encoded.data)
 
@@ -262,15 +259,16 @@ class SequentialQuantizer:
         chunks = row_chunks(tensor)
         return np.concatenate([self.codec.weights(self.file.rows(tensor, *c), tensor, c[0], qtype) for c in chunks])
 
-    def _correct(self, planned: PlannedTensor, sums: Sums, scale: float) -> np.ndarray:
-        """Return the corrected weights, float32 (n_rows, n_per_row). Raise UserError if they are not finite."""
+    def _correct(self, planned: PlannedTensor, sums: Sums, residual_scale: float) -> np.ndarray:
+        """Return the corrected weights, float32 (n_rows, n_per_row). residual_scale: of WeightProduct. UserError if they are not finite."""
         tensor = planned.tensor
         weights = self._read_weights(tensor, planned.type)
         n_rows = tensor.n_rows // len(sums.h)
 
         def correct(expert: int) -> None:
             part = weights[expert * n_rows : (expert + 1) * n_rows]
-            r = sums.r[tensor.name] / np.float32(scale) if tensor.name in sums.r else None
+            # the residual stream gets residual_scale * W x, so R is divided by it; products of experts have no R
+            r = sums.r[tensor.name] / np.float32(residual_scale) if tensor.name in sums.r else None
             part += correction(part, *sums.expert_sums(expert), r, choose_ridge(sums.group.columns, sums.counts[expert]))
 
         try:
@@ -284,8 +282,8 @@ class SequentialQuantizer:
     def _encode(self, planned: PlannedTensor, corrected: np.ndarray, calibration: TensorCalibration) -> EncodedTensor:
         tensor, qtype = planned.tensor, planned.type
         source = CorrectedTensor(self.file, tensor, self.codec, corrected)
-        if rows := self._rows.get(tensor.name):
-            return self._encode_with_row_feedback(source, qtype, add_codebook(source, qtype, calibration), rows)
+        if spans := self._row_spans.get(tensor.name):
+            return self._encode_with_row_feedback(source, qtype, add_codebook(source, qtype, calibration), spans)
         parts: list[np.ndarray] = []
 
         def store(first_row: int, data: np.ndarray) -> None:
@@ -297,7 +295,7 @@ class SequentialQuantizer:
         return EncodedTensor(np.concatenate(parts), accuracy)
 
     def _encode_with_row_feedback(
-        self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, rows: list[RowSpan]
+        self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, spans: list[RowSpan]
     ) -> EncodedTensor:
         """Encode rows that compensate each other's errors."""
         tensor, codec = source.tensor, self.codec
@@ -309,7 +307,7 @@ class SequentialQuantizer:
         def decode(data: np.ndarray) -> np.ndarray:
             return codec.decode(data, qtype, tensor.ne[0])
 
-        data, _ = encode_fed(source.corrected, rows, encode, decode, n_threads=self.n_threads, map_items=self._pool.map)
+        data, _ = encode_fed(source.corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map)
 
         def measure(chunk: Chunk) -> Accuracy:
             first, n_rows = chunk

@@ -1,4 +1,4 @@
-"""Block layouts of the stock scalar types, as in ggml_ext/encode/upstream-layouts.h: where a block keeps its codes and scales."""
+"""Block layouts of the upstream scalar types, as in ggml_ext/encode/upstream-layouts.h: where a block keeps its codes and scales."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ._blocks import BLOCK_SIZE, HALF_MAX, SIGNS
 
-MOMENTS_COLUMNS = 256  # per block of a block-diagonal Hessian
+BLOCK_COLUMNS = 256  # per block of a block-diagonal Hessian
 UNROTATED_MAX = 64 * HALF_MAX  # more than any block without rotation can represent
 FLOOR = 0.01  # added to importances, relative to their mean
 DIAGONAL_FLOOR = 0.001  # added to the diagonal of a Hessian, relative to its mean
@@ -96,7 +96,7 @@ class Metric:
         return x + shift
 
     @classmethod
-    def of_importance(cls, importance: np.ndarray, block_size: int) -> Metric:
+    def from_importance(cls, importance: np.ndarray, block_size: int) -> Metric:
         """Factor the diagonal Hessian of a row's unrotated weights, float32 (n_per_row,), for rotated types; metric_from_importance()."""
         blocks = importance.reshape(-1, block_size)
         sums = np.cumsum(blocks, axis=1, dtype=np.float64)[:, -1:]
@@ -126,21 +126,21 @@ class Metric:
         return cls(block_size, SEGMENT, D.reshape(-1, SEGMENT), row_L, schur)
 
     @classmethod
-    def of_moments(
-        cls, moments: np.ndarray, n_per_row: int, block_size: int, rotated: bool, whole: bool, shrinkage: float, segment: int = SEGMENT
+    def from_hessian(
+        cls, triangles: np.ndarray, n_per_row: int, block_size: int, rotated: bool, is_full: bool, shrinkage: float, segment: int = SEGMENT
     ) -> Metric:
-        """Factor a full (whole) or block-diagonal Hessian; ggml_ext_metric_init() of ggml-ext.h.
+        """Factor a full or block-diagonal Hessian; ggml_ext_metric_init() of ggml-ext.h.
 
-        moments: lower triangles, float32. ValueError if one is not positive definite.
+        triangles: packed lower triangles, float32. ValueError if one is not positive definite.
         """
-        columns = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row)
+        columns = n_per_row if is_full else min(BLOCK_COLUMNS, n_per_row)
         D: list[np.ndarray] = []
         L: list[np.ndarray] = []
         schur: list[np.ndarray] = []
         offset = 0
         for first in range(0, n_per_row, columns):
             n = min(columns, n_per_row - first)
-            matrix = _load(moments[offset : offset + n * (n + 1) // 2], n, float(np.float32(shrinkage)), block_size, rotated)
+            matrix = _load(triangles[offset : offset + n * (n + 1) // 2], n, float(np.float32(shrinkage)), block_size, rotated)
             offset += n * (n + 1) // 2
             matrix_D, matrix_L, matrix_schur = _factorize(matrix, segment, block_size)
             D += matrix_D
@@ -189,7 +189,7 @@ def load_shrunk(triangle: np.ndarray, n: int, shrinkage: float) -> np.ndarray:
     a = np.zeros((n, n))
     a[np.tril_indices(n)] = triangle
     if not np.isfinite(a).all() or (np.diag(a) < 0).any():
-        raise ValueError("moments are not finite, or a diagonal is negative")
+        raise ValueError("the Hessian is not finite, or a diagonal value is negative")
     trace = np.cumsum(np.diag(a))[-1]
     mean = trace / n if trace > 0 else 1.0
     diagonal = np.arange(n)
@@ -227,7 +227,7 @@ def _factorize(a: np.ndarray, S: int, block_size: int) -> tuple[list[np.ndarray]
         g = rows.copy()
         for i in range(S - 1, -1, -1):
             if not g[i, f + i] > 0:
-                raise ValueError("moments are not positive definite")
+                raise ValueError("the Hessian is not positive definite")
             g[i] /= g[i, f + i]
             for k in range(S):
                 if k != i:

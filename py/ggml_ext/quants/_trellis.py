@@ -23,8 +23,10 @@ EXTRA_FACTORS = (1.3, 1.6, 0.75)  # further scales for blocks that are not Gauss
 GAUSSIAN_LIMIT = {256: np.float32(1.15), 64: np.float32(1.30)}  # by block size
 GAUSSIAN_LIMIT_FEEDBACK = {256: np.float32(1.4), 64: np.float32(1.6)}
 # constants of encode/trellis-search.h
-MAX_UNITS, NONE = np.float32(80), 49152
-LAST_SCALE = 0xF7
+MAX_UNITS = np.float32(80)
+# Cost of a group that no path reaches: more than any path costs above the minimum, and one more step fits in 16 bits.
+NO_PATH = 49152
+LAST_SCALE_BYTE = 0xF7
 NIBBLES = np.array([0, 4], np.uint8).reshape(2, 1)
 
 
@@ -115,8 +117,8 @@ class Trellis:
         """Unpack blocks, uint8 (n_blocks, block_bytes), to codes, scales and offsets.
 
         Returns:
-            q int8 (n_blocks, n) in 0..127, d and offset float32 (n_blocks,); a rotated weight is d * (q - offset). A d above
-            0xf7 is Inf or NaN; all other bits are valid.
+            q int8 (n_blocks, n) in 0..127, d and offset float32 (n_blocks,); a rotated weight is d * (q - offset). Scale bytes above
+            LAST_SCALE_BYTE are Inf or NaN; all other bits are valid.
 
         Raises:
             ValueError: another shape or dtype.
@@ -133,8 +135,8 @@ class Trellis:
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf scales give NaN weights, as in C
             return rotate_back(d[:, None] * (q.astype(np.float32) - offset[:, None]))
 
-    def pack(self, states: np.ndarray, d: np.ndarray) -> np.ndarray:
-        """Pack the states by step, int64 (n_blocks, n), and the bytes of the scales, uint8 (n_blocks,).
+    def pack(self, states: np.ndarray, scale_bytes: np.ndarray) -> np.ndarray:
+        """Pack the states by step, int64 (n_blocks, n), and the scale bytes, uint8 (n_blocks,).
 
         A start byte must be able to encode the state before step 0.
         """
@@ -142,7 +144,7 @@ class Trellis:
         symbols[:, self.positions] = states & (1 << self.k) - 1
         order = np.argsort(self.start_states(np.arange(N_STARTS)))
         start = order[states[:, 0] >> self.k].astype(np.uint8)
-        head = [d[:, None], start[:, None]]
+        head = [scale_bytes[:, None], start[:, None]]
         if self.k == 4:
             nibbles = symbols.reshape(len(symbols), 4, 2, self.n // 8) << NIBBLES
             return np.concatenate([*head, np.bitwise_or.reduce(nibbles, axis=2).reshape(len(symbols), self.n // 2)], axis=1)
@@ -154,7 +156,7 @@ class Trellis:
         """Encode weights to the bytes that the C encoder writes.
 
         Args:
-            weights: float32 (n_blocks, n). A block with NaN or Inf gets an invalid d, which row validation refuses.
+            weights: float32 (n_blocks, n). A block with NaN or Inf gets an invalid scale byte, which row validation refuses.
             importance: diagonal of the Hessian, float32 (row_blocks, n), for every row. A block of zeros counts as ones.
             passes: scale candidates per block; 0: the default.
             metric: factorized Hessian of full rows; replaces importance.
@@ -167,22 +169,23 @@ class Trellis:
             rotated[~finite] = 0
             x = np.ascontiguousarray(rotated[:, self.positions])
             if importance is not None and metric is None:
-                metric = Metric.of_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
+                metric = Metric.from_importance(as_blocks(importance, np.float32, self.n).ravel(), self.n)
             is_diagonal = metric is not None and metric.windows is None
             passes = passes or (MAX_SCALES if is_diagonal else 2 if self.n == 256 else 3)
-            states, d = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
+            states, scale_bytes = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
             def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
                 good = finite[here]
                 search = ScaleSearch(self, Block(metric, first, x, goal).rows(good))
                 search.run(passes)
                 rows = np.arange(len(finite))[here][good]
-                states[rows], d[rows] = search.states, search.d
-                return np.where(d[here] > 0, e5m3_to_float32(d[here]), np.float32(0))[:, None] * self.values[states[here]]
+                states[rows], scale_bytes[rows] = search.states, search.scale_bytes
+                d = np.where(scale_bytes[here] > 0, e5m3_to_float32(scale_bytes[here]), np.float32(0))
+                return d[:, None] * self.values[states[here]]
 
             encode_rows(metric, x, encode)
-        d[~finite] = 0xFF
-        return self.pack(states, d)
+        scale_bytes[~finite] = 0xFF
+        return self.pack(states, scale_bytes)
 
     def _planes(self, by_state: np.ndarray) -> np.ndarray:
         """Reshape (4096,) to (newest symbol, group)."""
@@ -206,7 +209,9 @@ class Trellis:
         planes, rows = self._planes(fixed), np.arange(n)
         x = np.where(x > MAX_UNITS, MAX_UNITS, np.where(x > -MAX_UNITS, x, -MAX_UNITS))
         x = (x * unit + np.float32(32768.5)).astype(np.int32) - 32768
-        least = np.full((steps + 1, n, groups), NONE, np.uint16)
+        # least[t][:, g]: cost of the best path before step t to group g, which is the state of step t without its newest symbol,
+        # or that of step t-1 without its oldest
+        least = np.full((steps + 1, n, groups), NO_PATH, np.uint16)
         if before is None:
             least[0, :, :N_STARTS] = 0
         else:
@@ -214,8 +219,9 @@ class Trellis:
         for t in range(steps):
             e = x[:, t, None, None] - planes
             cost = (least[t][:, None] + (e * e >> 16)).reshape(n, symbols, symbols, groups // symbols).min(axis=2)
+            # costs must fit in 16 bits; in the first steps, groups without a path are near that limit
             if t % 2 or t < 12 // self.k - 1:
-                cost = np.minimum(cost - cost.min(axis=(1, 2), keepdims=True), NONE)
+                cost = np.minimum(cost - cost.min(axis=(1, 2), keepdims=True), NO_PATH)
             least[t + 1] = cost.transpose(0, 2, 1).reshape(n, groups)
         states = np.empty((n, steps), np.int64)
         after = least[steps].argmin(axis=1) if after is None else after
@@ -252,10 +258,11 @@ class Trellis:
         """Search the states of the rows again in windows, under scales d (rows,), as trellis_improve() in C does."""
         if not len(d):
             return states
-        metric, states, scale, inverse = block.known_metric, states.copy(), d[:, None], (np.float32(1) / d)[:, None]
+        metric, states, d = block.known_metric, states.copy(), d[:, None]
+        inverse = np.float32(1) / d
         assert metric.windows is not None
         form, windows = metric.schur[block.first_step // self.n], metric.windows[block.first_step // self.n]
-        g = form_times(form, metric.find_optimum(block.first_step, block.x, block.goal) - scale * self.values[states])
+        g = form_times(form, metric.find_optimum(block.first_step, block.x, block.goal) - d * self.values[states])
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
             here, end = slice(s, s + WINDOW), s + WINDOW
             old = self.values[states[:, here]]
@@ -263,9 +270,9 @@ class Trellis:
             window = self.search(
                 z, states[:, s - 1] if s else None, states[:, end - 1] & self.n_groups - 1 if end < self.n else None
             )
-            change = scale * (self.values[window] - old)
+            change = d * (self.values[window] - old)
             terms = change * (np.float32(0.5) * form_times(form[here, here], change) - g[:, here])
-            cost = np.zeros_like(d)
+            cost = np.zeros(len(d), np.float32)
             for j in range(WINDOW):
                 cost += terms[:, j]
             better = np.flatnonzero(cost < 0)
@@ -316,102 +323,108 @@ class ScaleSearch:
     """The search for the scale and the states of one block of each row: trellis_encode() of encode/trellis.c.
 
     Attributes:
-        d: bytes of the best scales so far, uint8 (n_rows,).
-        states: their states, int64 (n_rows, n); zero where d = 0.
+        scale_bytes: the best scales so far, uint8 (n_rows,); 0: all values are zero.
+        states: their states, int64 (n_rows, n); zero where the scale byte is 0.
     """
 
     def __init__(self, trellis: Trellis, block: Block):
         n_rows = len(block.x)
         self.trellis, self.block = trellis, block
-        self.d, self.states = np.zeros(n_rows, np.uint8), np.zeros((n_rows, trellis.n), np.int64)
+        self.scale_bytes, self.states = np.zeros(n_rows, np.uint8), np.zeros((n_rows, trellis.n), np.int64)
         self._error, _ = block.cost()  # of the best states
-        self._tried = np.zeros((n_rows, 256), bool)
-        self._is_dense = block.metric is not None and block.metric.windows is not None  # the Hessian, not a diagonal
+        self._tried = np.zeros((n_rows, 256), bool)  # by scale byte
+        self._has_correlations = block.metric is not None and block.metric.windows is not None  # block-diagonal or full Hessian
 
     def run(self, n_scales: int) -> None:
         """Search under n_scales scales and, in blocks that are not Gaussian, under extra ones."""
-        t, block, n_rows = self.trellis, self.block, len(self.d)
+        t, block, n_rows = self.trellis, self.block, len(self.scale_bytes)
         energy = sum_lanes(block.goal * block.goal)
-        gaussian_error, gaussian_scale = t.gaussian_nmse_limit * energy, np.sqrt(energy * np.float32(1 / t.n)) / t.rms
+        error_limit, gaussian_scale = t.gaussian_nmse_limit * energy, np.sqrt(energy * np.float32(1 / t.n)) / t.rms
         targets, non_gaussian = gaussian_scale * np.float32(t.info.trellis_gain), np.zeros(n_rows, bool)
-        if block.metric is not None and not self._is_dense:
-            rows, d = self._choose_scales(np.arange(n_rows), targets)
+        if block.metric is not None and not self._has_correlations:
+            rows, scale_bytes = self._choose_scales(np.arange(n_rows), targets)
             if len(rows):
-                targets[rows], squared_errors = self._try_scales(rows, d, False)
-                non_gaussian[rows] = squared_errors > gaussian_error[rows]
+                targets[rows], squared_errors = self._try_scales(rows, scale_bytes, False)
+                non_gaussian[rows] = squared_errors > error_limit[rows]
         self._search_near(targets, n_scales)
-        if self._is_dense:
-            non_gaussian = t.excess(block, e5m3_to_float32(self.d), self.states) > 0
-        self._try_extra_scales(gaussian_scale, gaussian_error, non_gaussian)
-        if self._is_dense:
-            rows = np.flatnonzero(self.d)
-            self.states[rows] = t.improve(block.rows(rows), e5m3_to_float32(self.d[rows]), self.states[rows])
+        if self._has_correlations:
+            non_gaussian = t.excess(block, e5m3_to_float32(self.scale_bytes), self.states) > 0
+        self._try_extra_scales(gaussian_scale, error_limit, non_gaussian)
+        if self._has_correlations:
+            rows = np.flatnonzero(self.scale_bytes)
+            self.states[rows] = t.improve(block.rows(rows), e5m3_to_float32(self.scale_bytes[rows]), self.states[rows])
 
-    def _try_extra_scales(self, gaussian_scale: np.ndarray, gaussian_error: np.ndarray, non_gaussian: np.ndarray) -> None:
-        """Try further scales for blocks that are not Gaussian: with a Hessian the given ones, else those above gaussian_error."""
+    def _try_extra_scales(self, gaussian_scale: np.ndarray, error_limit: np.ndarray, non_gaussian: np.ndarray) -> None:
+        """Try further scales for the rows in `non_gaussian`; without a metric, for those whose error so far exceeds `error_limit`."""
         block = self.block
         largest = np.abs(block.x).max(axis=1, initial=0) / np.abs(self.trellis.values).max()
         for scales in (*(np.float32(f) * gaussian_scale for f in EXTRA_FACTORS), largest):
-            needs_more = self._error > gaussian_error if block.metric is None else non_gaussian
-            rows, d = self._choose_scales(np.flatnonzero(needs_more), scales)
+            needs_more = self._error > error_limit if block.metric is None else non_gaussian
+            rows, scale_bytes = self._choose_scales(np.flatnonzero(needs_more), scales)
             if len(rows):
-                self._try_scales(rows, d, block.metric is not None)
-                self._tried[rows, d] = True
+                self._try_scales(rows, scale_bytes, block.metric is not None)
+                self._tried[rows, scale_bytes] = True
 
     def _search_near(self, targets: np.ndarray, n_scales: int) -> None:
-        """Try scales next to the targets, float32 (n_rows,), which follow the best states, then neighbours of the best scale."""
-        rows, best = np.arange(len(targets)), np.zeros(len(targets), np.int64)
+        """Try a scale near the target, then scales next to the optimum of the best states so far, then neighbours of the best scale.
+
+        targets: float32 (n_rows,), overwritten with the optima.
+        """
+        rows, base_bytes = np.arange(len(targets)), np.zeros(len(targets), np.int64)  # base_bytes: the scales whose neighbours are tried
         for _ in range(n_scales):
-            d = _next_scale(targets[rows], self._tried[rows])
-            d = np.where((d < 0) & (best[rows] > 0), _neighbour_scale(best[rows], self._tried[rows]), d)
-            rows, d = rows[d > 0], d[d > 0]
+            scale_bytes = _next_scale(targets[rows], self._tried[rows])
+            neighbours = _neighbour_scale(base_bytes[rows], self._tried[rows])
+            scale_bytes = np.where((scale_bytes < 0) & (base_bytes[rows] > 0), neighbours, scale_bytes)
+            rows, scale_bytes = rows[scale_bytes > 0], scale_bytes[scale_bytes > 0]
             if not len(rows):
                 break
-            optima, _ = self._try_scales(rows, d, self.block.metric is not None)
-            self._tried[rows, d] = True
-            better = (best[rows] == 0) | (self.d[rows] == d)
-            best[rows[better]], targets[rows[better]] = d[better], optima[better]
+            optima, _ = self._try_scales(rows, scale_bytes, self.block.metric is not None)
+            self._tried[rows, scale_bytes] = True
+            better = (base_bytes[rows] == 0) | (self.scale_bytes[rows] == scale_bytes)
+            base_bytes[rows[better]], targets[rows[better]] = scale_bytes[better], optima[better]
 
     def _choose_scales(self, rows: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return those of the rows that have an untried scale next to their target, and its byte."""
-        d = _next_scale(targets[rows], self._tried[rows])
-        return rows[d > 0], d[d > 0]
+        scale_bytes = _next_scale(targets[rows], self._tried[rows])
+        return rows[scale_bytes > 0], scale_bytes[scale_bytes > 0]
 
-    def _try_scales(self, rows: np.ndarray, d: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Encode some rows under the scales d and keep what is better. Return the best scales for the states, and the squared errors."""
-        scale, block = e5m3_to_float32(d.astype(np.uint8)), self.block.rows(rows)
+    def _try_scales(self, rows: np.ndarray, scale_bytes: np.ndarray, feed_back: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Encode some rows under a scale each and keep what is better. Return the best scales for the states, and the squared errors."""
+        d, block = e5m3_to_float32(scale_bytes.astype(np.uint8)), self.block.rows(rows)
         if feed_back:
-            states = self.trellis.search_feedback(block, scale)
+            states = self.trellis.search_feedback(block, d)
         else:
-            states = self.trellis.search(block.goal * (np.float32(1) / scale)[:, None])
+            states = self.trellis.search(block.goal * (np.float32(1) / d)[:, None])
         v = self.trellis.values[states]
-        e = block.goal - scale[:, None] * v
-        cost, d_change = block.cost(v, scale)
+        e = block.goal - d[:, None] * v
+        cost, d_change = block.cost(v, d)
         better = cost < self._error[rows]
-        self._error[rows[better]], self.d[rows[better]], self.states[rows[better]] = cost[better], d[better], states[better]
-        return scale + d_change, sum_lanes(e * e)
+        self._error[rows[better]], self.scale_bytes[rows[better]] = cost[better], scale_bytes[better]
+        self.states[rows[better]] = states[better]
+        return d + d_change, sum_lanes(e * e)
 
 
 def _next_scale(target: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Choose the byte of the scale to try next, int64 (n,), or -1, as trellis_next_scale() does."""
-    values = e5m3_to_float32(np.arange(LAST_SCALE + 1, dtype=np.uint8))
+    """Choose the scale byte to try next, int64 (n,), or -1, as trellis_next_scale() does."""
+    values = e5m3_to_float32(np.arange(LAST_SCALE_BYTE + 1, dtype=np.uint8))
     below = np.maximum(np.searchsorted(values, target, side="right") - 1, 0)
-    lo = np.where(target < values[-1], below, LAST_SCALE)
-    up = np.minimum(lo + 1, LAST_SCALE)
+    lo = np.where(target < values[-1], below, LAST_SCALE_BYTE)
+    up = np.minimum(lo + 1, LAST_SCALE_BYTE)
     up_first = values[up] - target < target - values[lo]
     choice = np.full(len(target), -1)
-    for d in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
-        free = (d > 0) & ~tried[np.arange(len(d)), d]
-        choice[free] = d[free]
+    for scale_bytes in np.where(up_first, lo, up), np.where(up_first, up, lo):  # the nearer one last: it wins
+        free = (scale_bytes > 0) & ~tried[np.arange(len(target)), scale_bytes]
+        choice[free] = scale_bytes[free]
     return choice
 
 
-def _neighbour_scale(scale: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Choose a byte next to that of the scale, int64 (n,), or -1, as trellis_neighbour_scale() does."""
-    choice = np.full(len(scale), -1)
-    for d, allowed in (scale - 1, scale > 1), (scale + 1, scale < LAST_SCALE):  # the larger one last: it wins
-        free = allowed & ~tried[np.arange(len(d)), d]
-        choice[free] = d[free]
+def _neighbour_scale(scale_bytes: np.ndarray, tried: np.ndarray) -> np.ndarray:
+    """Choose an untried neighbour of each scale byte, int64 (n,), or -1, as trellis_neighbour_scale() does."""
+    choice = np.full(len(scale_bytes), -1)
+    below, above = (scale_bytes - 1, scale_bytes > 1), (scale_bytes + 1, scale_bytes < LAST_SCALE_BYTE)
+    for neighbours, is_valid in (below, above):  # the larger one last: it wins
+        free = is_valid & ~tried[np.arange(len(scale_bytes)), neighbours]
+        choice[free] = neighbours[free]
     return choice
 
 

@@ -81,7 +81,7 @@ def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, m
     with np.errstate(all="ignore"):  # candidates overflow and divide by zero, as in C
         x, finite = load_rotated(weights, BLOCK_SIZE)
         if importance is not None and metric is None:
-            metric = Metric.of_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
+            metric = Metric.from_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
         if metric is not None:
             level, d = _encode_form(x, finite, metric)
         else:

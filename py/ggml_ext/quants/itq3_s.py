@@ -66,19 +66,25 @@ def dequantize_blocks(blocks: np.ndarray) -> np.ndarray:
 def quantize_blocks(
     weights: np.ndarray, importance: np.ndarray | None = None, levels: int = 8, metric: Metric | None = None
 ) -> np.ndarray:
-    """Weights float32 (n_blocks, 256) to uint8 (n_blocks, 100), byte for byte what the C encoder writes.
+    """Encode weights float32 (n_blocks, 256) to uint8 (n_blocks, 100), with the same bytes as the C encoder.
 
-    importance: float32 (row_blocks, 256), weights of the squared errors of a row, after which the next row begins; all zero in a
-    block: as ones. metric: in its place, of whole rows.
-    levels: 8, or 3 for the paper's ternary, which takes neither. A block with NaN or Inf gets d = z = NaN, which row validation
-    refuses; larger values than half scales can hold saturate. ValueError for other shapes, dtypes or levels.
+    A block with NaN or infinity gets d = z = NaN, which row validation refuses. Values beyond the range of half scales saturate.
+
+    Args:
+        weights: rows of complete blocks.
+        importance: weights of a row's squared errors, float32 (row_blocks, 256); zeros in a complete block count as ones.
+        levels: 8, or 3 for the paper's ternary code, which uses neither importance nor metric.
+        metric: Hessian of the rows, in place of importance.
+
+    Raises:
+        ValueError: other shapes, dtypes or levels.
     """
     if levels not in (3, 8):
         raise ValueError(f"levels is {levels}, must be 8 or 3")
     with np.errstate(all="ignore"):  # rejected candidates overflow and divide by zero, as in C
         x, finite = load_rotated(weights, BLOCK_SIZE)
         if importance is not None and metric is None:
-            metric = Metric.of_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
+            metric = Metric.from_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
         if metric is not None and levels == 8:
             q, d, z = _encode_form(x, finite, metric)
         else:

@@ -1,4 +1,4 @@
-"""Error feedback for stock scalar types, in numpy: ggml_ext/encode/upstream-scalars.c and upstream-metric.c, bit for bit.
+"""Error feedback for upstream scalar types, in numpy: ggml_ext/encode/upstream-scalars.c and upstream-metric.c, bit for bit.
 
 It improves the scales and codes of llama.cpp's encoder, which has no numpy reference. Arrays of columns are float32 (n_columns, n_rows).
 """
@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ._block_layouts import LAYOUTS, TABLE, Bits, Layout
 from ._blocks import HALF_MAX
-from ._metric import MOMENTS_COLUMNS, load_shrunk
+from ._metric import BLOCK_COLUMNS, load_shrunk
 
 SWEEP_PANEL, SCALE_STEPS = 256, 2
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -39,17 +39,17 @@ class Matrix:
     H: np.ndarray
 
 
-def matrices_of_moments(moments: np.ndarray, n_per_row: int, whole: bool, shrinkage: float) -> list[Matrix]:
-    """Factor a full (whole) or block-diagonal Hessian; ggml_ext_metric_init() for these types.
+def factorize_hessian(triangles: np.ndarray, n_per_row: int, is_full: bool, shrinkage: float) -> list[Matrix]:
+    """Factor a full or block-diagonal Hessian; ggml_ext_metric_init() for these types.
 
-    moments: lower triangles, float32. ValueError if one is not positive definite.
+    triangles: packed lower triangles, float32. ValueError if one is not positive definite.
     """
-    columns = n_per_row if whole else min(MOMENTS_COLUMNS, n_per_row)
+    columns = n_per_row if is_full else min(BLOCK_COLUMNS, n_per_row)
     matrices: list[Matrix] = []
     offset = 0
     for first in range(0, n_per_row, columns):
         n = min(columns, n_per_row - first)
-        matrices.append(_make_matrix(moments[offset : offset + n * (n + 1) // 2], n, first, float(np.float32(shrinkage))))
+        matrices.append(_make_matrix(triangles[offset : offset + n * (n + 1) // 2], n, first, float(np.float32(shrinkage))))
         offset += n * (n + 1) // 2
     return matrices
 
@@ -63,7 +63,7 @@ def _make_matrix(triangle: np.ndarray, n: int, first: int, shrinkage: float) -> 
     for k in range(n - 1, -1, -1):
         row, pivot = a[k, :k].copy(), a[k, k]
         if not pivot > 0:
-            raise ValueError("moments are not positive definite")
+            raise ValueError("the Hessian is not positive definite")
         L[k, :k], D[k] = row / pivot, pivot
         a[:k, :k] -= (row / pivot)[:, None] * row
     return Matrix(first, order, D=D, L=L, H=H)
