@@ -83,7 +83,7 @@ static int count_cpus() {
         return CPU_COUNT(&cpus);
     }
 #endif
-    return (int) std::thread::hardware_concurrency(); // 0 if unknown, and with more than 1,024 CPUs
+    return (int) std::thread::hardware_concurrency(); // other systems, and more than 1,024 CPUs; 0 if unknown
 }
 
 // Counted when the library is loaded, because --cpu-strict later pins the main thread to one CPU.

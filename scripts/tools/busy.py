@@ -14,12 +14,10 @@ import contextlib
 import http.client
 import json
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +25,10 @@ from pathlib import Path
 from ggml_ext._base.errors import UserError
 from ggml_ext._console.cli import run_script
 from ggml_ext._native.programs import require_tool
+from server import running_server
 
 N_TOKENS = 24
 SECONDS = 20  # per run: spinning threads may need minutes for one token
-
 
 LOOP = "while True: pass"
 BURSTS = """
@@ -63,15 +61,7 @@ def wait_for_answer(request: urllib.request.Request) -> None:
 @contextlib.contextmanager
 def generating_server(model: Path, n_threads: int) -> Iterator[None]:
     """Run a llama-server that generates without end during the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with running([[str(require_tool("llama-server")), "-m", str(model), "-t", str(n_threads), "--port", str(port), "-c", "4096"]]):
-        for _ in range(300):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
-                break
-            time.sleep(0.1)
+    with running_server(model, "--threads", n_threads, "--ctx-size", 4096) as url:
         body = json.dumps({"prompt": "Once upon a time", "n_predict": -1, "ignore_eos": True}).encode()
         request = urllib.request.Request(f"{url}/completion", body, {"Content-Type": "application/json"})
         threading.Thread(target=wait_for_answer, args=[request], daemon=True).start()

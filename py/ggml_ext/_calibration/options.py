@@ -82,32 +82,31 @@ class CalibrationOptions:
         if self.selects and (self.kind == "none" or (self.no_calibration and self.imatrix is None)):
             unused = "--importance none" if self.kind == "none" else "--no-calibration"
             raise UserError(f"{self.selects}: does not go with {unused}: leave one of them out")
-        if self.propagates:
-            self._check_propagates()
+        if self.propagates and (messages := self._conflicts_with_propagate()):
+            raise UserError(next(iter(messages.values())))
         if self.kind == "none" and (file := self.imatrix or self.text):
             raise UserError(f"--importance none: {file} would not be used; leave one of them out")
 
-    def _check_propagates(self) -> None:
+    def _conflicts_with_propagate(self) -> dict[str, str]:
+        """Return the given options that exclude --propagate, with the message for each."""
+        messages = {}
         if self.selects:
-            raise UserError(f"--propagate and {self.selects}: pass one of them; the former uses the inputs of all matrices")
+            messages[self.selects] = f"--propagate and {self.selects}: pass one of them; the former uses the inputs of all matrices"
         if self.imatrix is not None:
-            raise UserError(
+            messages["--imatrix"] = (
                 f"--propagate: collects the inputs from quantized layers, {self.imatrix} has those of the original model: "
                 "pass its text with --imatrix-from instead of --imatrix"
             )
         if self.no_calibration:
-            raise UserError("--propagate and --no-calibration: pass one of them; the former runs the model")
+            messages["--no-calibration"] = "--propagate and --no-calibration: pass one of them; the former runs the model"
         if self.kind in ("none", "diagonal"):
-            raise UserError(f"--propagate: needs Hessians: pass --importance block or full, not {self.kind}")
+            messages[f"--importance {self.kind}"] = f"--propagate: needs Hessians: pass --importance block or full, not {self.kind}"
+        return messages
 
     @property
     def excludes_propagate(self) -> str:
         """The option that excludes --propagate, or an empty string."""
-        options = {
-            self.selects: self.selects, "--imatrix": self.imatrix, "--no-calibration": self.no_calibration,
-            f"--importance {self.kind}": self.kind in ("none", "diagonal"),
-        }
-        return next((flag for flag, is_given in options.items() if is_given), "")
+        return next(iter(self._conflicts_with_propagate()), "")
 
     @property
     def selects(self) -> str:

@@ -275,7 +275,7 @@ class HessianFile:
         return list(self._entries)
 
     def entry_name(self, name: str) -> str:
-        """Return the name of the stored tensor of a weight matrix; matrices with the same input share it."""
+        """Return the name of the tensor in the file; weight matrices with the same input share it."""
         return self._entries[name].values.name
 
     def for_tensor(self, tensor: Tensor, kind: str) -> TensorHessian:
