@@ -217,6 +217,7 @@ def test_run_with_other_inputs_restarts_with_a_note(source, killed_run, capsys, 
     # First, while the input is unchanged, or that would differ too.
     assert rerun(*FLAGS[:-4], "-t", "1", reason="options") != expected
     assert rerun("--type", "ditto3", "--imatrix", imatrix, "--fallback-above", "3", reason="importance") != expected
+    rerun(*FLAGS, "--effort", "fast", reason="encoder")  # what the metadata do not record
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "__version__", "0.0.9")
         rerun(*FLAGS, reason="version")
