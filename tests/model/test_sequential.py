@@ -91,6 +91,23 @@ def test_graph_is_cut_into_layers(architecture, letters, tmp_path):
         check_streams(model, letters, 128, tmp_path)
 
 
+@pytest.mark.parametrize("architecture", ["hrm_text", "hy_v4"])
+def test_graph_that_cannot_be_cut_is_refused(architecture, letters, tmp_path):
+    for model in architectures.write_models(architecture, tmp_path):
+        with pytest.raises(UserError, match=NOT_CUT[architecture]), start_streams(model, letters, 128, tmp_path):
+            pass
+
+
+def test_factor_of_the_residual_is_read_from_the_graph(letters, tmp_path):
+    """The sums of the residual are divided by it."""
+    model = next(path for path in architectures.write_models("granite", tmp_path) if "dense" in path.name)
+    factor = gguf.GGUFReader(model).fields["granite.residual_scale"].contents()
+    with start_streams(model, letters, 128, tmp_path) as layer_streams:
+        scales = {p.weight: p.scale for groups in layer_streams.layers for g in groups for p in g.products}
+    assert factor != 1 and scales["blk.0.ffn_down.weight"] == scales["blk.1.ffn_down.weight"] == factor
+    assert not any(scale for name, scale in scales.items() if "ffn_down" not in name)  # attn_output is multiplied by a tensor in this model
+
+
 def architecture_of(path) -> str:
     return path.stem.rpartition("-")[0]
 
