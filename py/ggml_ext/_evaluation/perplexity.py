@@ -109,7 +109,10 @@ def require_finite(model: Path, figures: dict[str, Figure]) -> dict[str, Figure]
     """Return the figures, with 0 for NaN as an error. Raise UserError if a value is not finite, as when the model's logits are NaN."""
     for name, figure in figures.items():
         if not math.isfinite(figure.value):
-            raise UserError(f"llama-perplexity on {model}: {name} is {figure.value}: the file is damaged; quantize or download it again")
+            raise UserError(
+                f"llama-perplexity on {model}: {name} is {figure.value}: the file is damaged, or the model's activations are too large for a "
+                "type in it; quantize or download it again, or try another type"
+            )
     # for equal models rounding may make a variance negative and its root NaN
     return {
         name: Figure(figure.value, 0.0 if figure.error is not None and math.isnan(figure.error) else figure.error)

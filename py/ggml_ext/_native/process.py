@@ -20,6 +20,8 @@ POLL_SECONDS = 1.0  # within which a signal is noticed
 NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}  # a backtrace by gdb would hide the message of an abort
 # messages of the dynamic linkers of Linux and macOS
 NOT_LINKED = "symbol lookup error|undefined symbol|error while loading shared libraries|Symbol not found|Library not loaded"
+# llama.cpp's cause, followed by lines that say only that loading failed; a lack of memory is no fault of the model
+NOT_LOADED = re.compile(r"error loading model(?: \w+)*: (?:\w+: )?((?!.*allocate).*)")
 
 
 def run_streamed(command: list[str], folder: Path, on_output: Callable[[str], None], env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -129,8 +131,11 @@ def describe_failure(program: str, code: int, log: str, on: str = "", hint: str 
         return f"{program} was killed{on}, most likely because memory ran out: {less_memory}"
     if re.search(NOT_LINKED, log):
         hint = library_conflict() or hint
+    cause = last_error(log)
+    if not_loaded := NOT_LOADED.search(log):
+        cause, hint = f"the model does not load: {not_loaded[1].strip()}", "convert or download it again"
     how = f"exited with {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    return f"{program} {how}{on}: {last_error(log)}" + (f"; {hint}" if hint else "")
+    return f"{program} {how}{on}: {cause}" + (f"; {hint}" if hint else "")
 
 
 def last_error(log: str) -> str:
