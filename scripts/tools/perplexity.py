@@ -34,7 +34,7 @@ from ggml_ext._calibration import calibration
 from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
 from ggml_ext._formats.tensor_types import uses_metric
-from ggml_ext._native.programs import native_folder
+from ggml_ext._native.programs import native_dir
 from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
     IMPORTANCE,
@@ -137,7 +137,7 @@ def base_type(model: Path) -> str:
 
 def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, directory: Path) -> BaseLogits:
     """Return the logits of the model, reused from an earlier run with the same programs, model, text and chunks."""
-    programs = digest(*sorted(p for p in native_folder().iterdir() if p.is_file()))
+    programs = digest(*sorted(p for p in native_dir().iterdir() if p.is_file()))
     key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
     path = directory / f"logits-{key.hexdigest()[:16]}.bin"
     if path.exists():

@@ -201,7 +201,7 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     if not options.propagates:
         return None
     try:
-        config = configure_propagation(options, model.file, cache_folder(settings), settings.n_threads, console)
+        config = configure_propagation(options, model.file, cache_dir(settings), settings.n_threads, console)
         if options.may_do_without and model.output is not None:
             check_cut(config, console.note)
     except UserError as e:
@@ -236,7 +236,7 @@ def decide_for_target(
             codec=codec,
             n_threads=settings.n_threads,
             console=console,
-            folder=cache_folder(settings),
+            directory=cache_dir(settings),
             is_dry=model.output is None,
             runs_model=settings.calibration.runs_model,
             text=settings.calibration.text,
@@ -252,7 +252,7 @@ def decide_for_target(
     return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
 
 
-def cache_folder(settings: Settings) -> Path | None:
+def cache_dir(settings: Settings) -> Path | None:
     """Return the directory of OUT with links resolved; None only without OUT."""
     return None if settings.output.path is None else Path(os.path.realpath(settings.output.path)).parent
 
@@ -264,7 +264,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
         options,
         model.file,
         plan,
-        cache_folder(settings),
+        cache_dir(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
         n_compared_metrics=len({name for q in target.types if (name := metric_name(q))}) if target else 0,

@@ -58,7 +58,7 @@ class PropagationConfig:
     text_name: str  # for messages
     n_chunks: int
     n_gradient_chunks: int  # number of first chunks with gradients
-    folder: Path  # of temporary files
+    directory: Path  # of temporary files
     description: str  # with estimated time and memory
 
     def list_dependencies(self) -> list:
@@ -73,8 +73,8 @@ class PropagationConfig:
 
 def check_cut(config: PropagationConfig, note: Callable[[str], None]) -> None:
     """Raise UserError if the model's graph cannot be cut at its layers."""
-    with temporary_directory(config.folder, TEMPORARY, note) as folder:
-        with LayerStreams([*config.command, "--chunks", "1"], folder.resolve()):
+    with temporary_directory(config.directory, TEMPORARY, note) as directory:
+        with LayerStreams([*config.command, "--chunks", "1"], directory.resolve()):
             pass
 
 
@@ -120,9 +120,10 @@ class SequentialQuantizer:
 
     def open(self) -> None:
         """Start the program, and compute gradients if it can differentiate the graph. Raise UserError if the graph has no layers."""
-        folder = self._stack.enter_context(temporary_directory(self.config.folder, TEMPORARY, self.console.note)).resolve()
+        directory = self._stack.enter_context(temporary_directory(self.config.directory, TEMPORARY, self.console.note)).resolve()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
-        self._streams = streams = self._stack.enter_context(LayerStreams([*self.config.command, "-o", str(folder / "streams")], folder))
+        command = [*self.config.command, "-o", str(directory / "streams")]
+        self._streams = streams = self._stack.enter_context(LayerStreams(command, directory))
         if streams.no_gradients:
             self.console.note(f"no error feedback between rows: {streams.no_gradients}")
             return
