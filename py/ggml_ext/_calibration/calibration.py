@@ -301,7 +301,7 @@ def run_program(command: list[str], directory: Path, run: CalibrationRun, title:
         code, log = run_streamed(command, directory, on_output)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        without = "an importance matrix with --imatrix, or --no-calibration to skip it"
+        without = "an imatrix with --imatrix, or --no-calibration to skip it"
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
             hint=f"{devices}pass another text with --imatrix-from, {without}",

@@ -57,7 +57,7 @@ class ExportOptions:
     tensor_type: Sequence[str] = option(
         (), metavar="REGEX=TYPE", help="standard type of quantized tensors whose name matches; may be repeated, the first match counts"
     )
-    imatrix: Path | None = option(None, metavar="FILE", help="importance matrix of llama-imatrix; iq1_*, iq2_* and iq3_xxs need one")
+    imatrix: Path | None = option(None, metavar="FILE", help="imatrix file of llama-imatrix; iq1_*, iq2_* and iq3_xxs need one")
     no_fallback: bool = option(False, help="fail if a tensor's row size does not fit the type, instead of choosing another type")
     threads: int | None = threads_option()
     dry_run: bool = option(False, in_command=False, help="show types and sizes, write nothing")

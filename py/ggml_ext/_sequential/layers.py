@@ -147,7 +147,7 @@ class SequentialQuantizer:
         for t in self._changed.values():
             if t.type in IMATRIX_TYPES and t.name not in self._reached:
                 raise UserError(
-                    f"{FLAG}: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, but its input is unknown; {HINT}"
+                    f"{FLAG}: tensor {t.name}: {t.type.name.lower()} needs an imatrix, but the inputs of this tensor are unknown; {HINT}"
                 )
         if (embd := self._changed.get(TOKEN_EMBD)) is not None:
             self._encode_embeddings(embd)
