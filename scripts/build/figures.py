@@ -38,7 +38,7 @@ class Type:
     """Figures of a type without calibration, with an imatrix and with a block-diagonal Hessian."""
 
     def __init__(self, name: str, rows: dict[str, dict]):
-        variants = [rows.get(name.upper() + suffix) for suffix in ("", ", with imatrix", ", with block moments")]
+        variants = [rows.get(name.upper() + suffix) for suffix in ("", ", with imatrix", ", with block-diagonal Hessians")]
         row = next(filter(None, variants))
         f16 = rows["F16"]["perplexity"]
         self.name, self.bpw, self.is_ext = name, row["bpw"], name in WEIGHT_TYPES

@@ -59,6 +59,8 @@ MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
 TITLES = ["perplexity", "over the base", "ln(PPL / PPL of the base)", "KL divergence", "top-1 agreement, %"]
+# by key of IMPORTANCE
+IMPORTANCE_TITLES = {None: "", "imatrix": ", with imatrix", "block": ", with block-diagonal Hessians", "full": ", with full Hessians"}
 DIGITS = {"ppl": 3, "ln_ratio": 5, "kld": 5, "same_top": 2}  # decimals in the table
 
 
@@ -67,7 +69,7 @@ def log(message: str) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """SHA-256 of the contents of files in order."""
+    """Return the SHA-256 of the contents of files, in order."""
     total = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -88,8 +90,7 @@ class Entry:
     @property
     def title(self) -> str:
         """The name in the table."""
-        calibration_name = {None: "", "imatrix": ", with imatrix"}.get(self.importance, f", with {self.importance} moments")
-        return (self.type_name.upper() if self.type_name else self.label) + calibration_name
+        return (self.type_name.upper() if self.type_name else self.label) + IMPORTANCE_TITLES[self.importance]
 
 
 def parse_types(text: str) -> list[Entry]:
@@ -115,7 +116,7 @@ def parse_types(text: str) -> list[Entry]:
 
 
 def calibration_text(name: str) -> Path:
-    """Path of a --calibration text."""
+    """Return the path of a --calibration text."""
     return calibration.TEXT if name == BUILT_IN else Path(name)
 
 
@@ -125,7 +126,7 @@ def require_file(flag: str, path: Path) -> None:
 
 
 def base_type(model: Path) -> str:
-    """Type of the block weights of the original model; UserError if it is quantized."""
+    """Return the type of the block weights of the original model. UserError if it is quantized."""
     weights, _ = block_types(model)
     if not weights:
         raise UserError(f"--model {model}: has no block weights (blk.*); needed a language model in F16, BF16 or F32")
@@ -212,7 +213,7 @@ def read_baseline(path: Path) -> list[dict]:
 
 
 def find_run(runs: list[dict], run: dict) -> dict | None:
-    """The recorded run with the same inputs."""
+    """Return the recorded run with the same inputs; None if there is none."""
     return next((r for r in runs if r["run"] == run), None)
 
 
@@ -266,7 +267,7 @@ def write_json(path: Path, content: list | dict) -> None:
 
 
 def markdown(results: dict) -> str:
-    """Table with a row for the base and each type, every figure with its standard error."""
+    """Format a table with a row for the base and each type, every figure with its standard error."""
     def line(name: str, row: dict) -> list[str]:
         over = f"{100 * (row['ppl'][0] / base['ppl'][0] - 1):.1f} %"
         figures = [f"{row[f][0]:.{n}f} +- {row[f][1]:.{n}f}" if f in row else "" for f, n in DIGITS.items()]
