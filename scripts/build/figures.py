@@ -86,10 +86,10 @@ def quality(measured: dict) -> dict[str, dict]:
     """
     bpw = {row["type"].upper(): row["bpw"] for row in measured["rows"].values()}
     full, propagated = measured["stock_moments"], measured["propagate"]["reference"]
-    rows: dict[str, dict] = {name: {} for name in (*full["rows"], *full["ours"], *propagated)}
+    rows: dict[str, dict] = {name: {} for name in (*full["rows"], *full["ext_types"], *propagated)}
     for name, (upstream, hessian) in full["rows"].items():
         rows[name] |= {"upstream": upstream, "hessian": hessian}
-    for name, hessian in full["ours"].items():
+    for name, hessian in full["ext_types"].items():
         rows[name] |= {"hessian": hessian}
     for name, (hessian, sequential) in propagated.items():
         rows[name] = {"hessian": hessian} | rows[name] | {"sequential": sequential}
@@ -110,7 +110,7 @@ def render_quality(measured: dict) -> str:
         if name in QUALITY:
             cells = " | ".join(str(row.get(key, "")) for key in columns)
             lines.append(f"| {f'**{name}**' if name.lower() in WEIGHT_TYPES else name} | {row['bpw']:g} | {cells} |")
-    mixes = ", ".join(f"{name} {upstream} and {ours}" for name, (upstream, ours) in measured["mixes"]["rows"].items())
+    mixes = ", ".join(f"{name} {upstream} and {own}" for name, (upstream, own) in measured["mixes"]["rows"].items())
     return "\n".join([
         *lines, "",
         f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize and by ggml-ext: {mixes}. [All measurements](docs/results/measurements.md).",

@@ -33,7 +33,7 @@ from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
 from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
 from ggml_ext._native.programs import tool_path
-from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
+from perplexity_run import block_types, imatrix, perplexity, quantize_uniform, quantize_with_ggml_ext, split_text
 from server import running_server
 from synth_model import write_model
 
@@ -132,8 +132,10 @@ def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
 
 def quantize_chat(source: Path, out: Path, threads: int, *options: str, echo: bool = False) -> None:
     """Quantize to ITQ3_T with a few chunks of calibration, which a model of 135 million weights needs."""
-    quantize_ours(source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
-                  "--allow-requantize", "--threads", str(threads), *options, echo=echo)
+    quantize_with_ggml_ext(
+        source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
+        "--allow-requantize", "--threads", str(threads), *options, echo=echo,
+    )
 
 
 def demo_chat(source: Path, threads: int) -> None:
@@ -148,7 +150,7 @@ def demo_chat(source: Path, threads: int) -> None:
 def demo_completion(threads: int) -> None:
     """Let the reference model write a function."""
     quantized = OUT / "model-itq3_t.gguf"
-    quantize_ours(MODEL, quantized, "itq3_t", "--threads", str(threads), "--summary", echo=True)
+    quantize_with_ggml_ext(MODEL, quantized, "itq3_t", "--threads", str(threads), "--summary", echo=True)
     command = [tool_path("llama-completion"), "-m", quantized, "-p", "def read_lines(path):\n", "-n", 96, "--temp", 0.6, "--seed", 7,
                "-no-cnv", "-t", threads]
     print("\n$ llama-completion " + " ".join(map(str, command[3:])), flush=True)

@@ -37,9 +37,9 @@ from ggml_ext._formats.tensor_types import uses_metric
 from ggml_ext._native.programs import native_dir
 from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
+    EXT_TYPES,
     IMPORTANCE,
     NEEDS_IMATRIX,
-    OUR_TYPES,
     UPSTREAM_TYPES,
     BaseLogits,
     block_types,
@@ -101,11 +101,11 @@ def parse_types(text: str) -> list[Entry]:
             path = Path(word)
             require_file("--types", path)
             entries.append(Entry(path.stem, None, path))
-        elif name not in (*OUR_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
-            known = ", ".join([*OUR_TYPES, *sorted(UPSTREAM_TYPES)])
+        elif name not in (*EXT_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
+            known = ", ".join([*EXT_TYPES, *sorted(UPSTREAM_TYPES)])
             kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
             raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
-        elif plus and suffix != "imatrix" and name not in OUR_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
+        elif plus and suffix != "imatrix" and name not in EXT_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
             raise UserError(f"--types: {word}: {name} cannot use a Hessian; needed {name}+imatrix")
         else:
             entries.append(Entry(word.lower(), name, importance=suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))

@@ -292,7 +292,7 @@ def output_metadata(
     """
     if choices.file_type.is_upstream:
         return upstream_metadata(file, choices.file_type.id, importance)
-    ours = [
+    ext_metadata = [
         *importance.metadata(),
         uint32_value("general.file_type", choices.file_type.id),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
@@ -302,7 +302,7 @@ def output_metadata(
         *errors,
     ]
     old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, STREAM_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
-    return old | {kv.key: kv for kv in ours}
+    return old | {kv.key: kv for kv in ext_metadata}
 
 
 def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPlan, items: list[Item], importance: Importance) -> int:

@@ -20,7 +20,7 @@ def native_dir() -> Path:
 
 
 def library_conflict() -> str:
-    """Name the variable that loads another build's libraries before ours, and the way out; empty if there is none."""
+    """Name the variable that loads another build's libraries before this package's, and the way out; empty if there is none."""
     libraries = {path.name for path in native_dir().glob("lib*")}
     for variable in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):
         for directory in filter(None, os.environ.get(variable, "").split(os.pathsep)):
