@@ -146,14 +146,14 @@ def test_rows_use_error_feedback(small, text, tmp_path, monkeypatch):
 
     def record(weights, *args, **options):
         shapes.append(weights.shape)
-        return encode_fed(weights, *args, **options)
+        return encode_with_row_feedback(weights, *args, **options)
 
     def record_tokens(g, n_tokens):
         tokens.append(n_tokens)
         return make_row_spans(g, n_tokens)
 
-    encode_fed, make_row_spans = layers.encode_fed, layers.make_row_spans
-    monkeypatch.setattr(layers, "encode_fed", record)
+    encode_with_row_feedback, make_row_spans = layers.encode_with_row_feedback, layers.make_row_spans
+    monkeypatch.setattr(layers, "encode_with_row_feedback", record)
     monkeypatch.setattr(layers, "make_row_spans", record_tokens)
     quantize_sequentially(small, tmp_path / "out.gguf", text, calibration_chunks=3)
     plain = [t for name, t in read_tensors(small).items() if name.startswith("blk.") and t.data.ndim == 2 and "ffn_gate_inp" not in name]

@@ -107,7 +107,7 @@ def quantize(settings: Settings, console: Console) -> Result:
         destination = prepare_upload(settings, console)
         model = open_model(settings, console, stack)
         with model.file.explain_errors():
-            job = decide(settings, model, console)
+            job = plan_job(settings, model, console)
             report_plan(job.plan, console)
             if model.output is None:
                 return report_dry_run(settings, job, console)
@@ -115,7 +115,7 @@ def quantize(settings: Settings, console: Console) -> Result:
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
             written = writing.write(console)
-        result = finish(settings, writing, written, console)
+        result = report_result(settings, writing, written, console)
     if destination is not None:
         console.report(destination.upload([*result.paths], make_card(settings, writing, written).text()))
     return result
@@ -165,8 +165,8 @@ def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack
     return OpenedModel(file, paths, output, opened.checkpoint)
 
 
-def decide(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
-    """Decide the types of all tensors, and calibrate."""
+def plan_job(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
+    """Choose the types of all tensors and calibrate, or prepare calibration in a dry run."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.calibration)
     plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.calibration.imatrix_names()))
@@ -177,13 +177,13 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
         check_fallbacks(plan, choices.no_fallback)
     codec = settings.encoder.load(settings.n_threads)
     if target is not None:
-        job = decide_for_target(settings, target, model, plan, codec=codec, console=console)
+        job = plan_job_for_target(settings, target, model, plan, codec=codec, console=console)
     else:
         if not is_dry:
             check_encoders(codec, plan, choices.fallback_above is not None)
         model.plan_parts(plan, settings, {})
         check_source(model.file, plan, codec, console, n_threads=settings.n_threads, candidates={})
-        config = decide_propagation(plan, settings, model, console)
+        config = prepare_propagation(plan, settings, model, console)
         importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
         job = QuantizationJob(plan, choices, codec, importance, propagation_config=config)
     if not is_dry or target is not None:
@@ -191,7 +191,7 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
     return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation_config is not None))
 
 
-def decide_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
+def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
     """Configure --propagate and mark the matrices that it covers; None without it, or if --effort best implies it in vain."""
     options = settings.calibration
     if options.may_do_without and not any(metric_name(t.type) for t in plan.tensors):
@@ -216,10 +216,10 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     return config
 
 
-def decide_for_target(
+def plan_job_for_target(
     settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, codec: Codec, console: Console
 ) -> QuantizationJob:
-    """Check the weights, calibrate, choose types for a target, and decide on --propagate."""
+    """Check the weights, calibrate, choose types for a target, and configure --propagate."""
     choices, file = settings.choices, model.file
     items = make_items(target, plan, choices, codec)
     candidates = {item.planned.name: item.types for item in items}
@@ -248,7 +248,7 @@ def decide_for_target(
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
-    config = decide_propagation(plan, settings, model, console)
+    config = prepare_propagation(plan, settings, model, console)
     return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
 
 
@@ -423,7 +423,7 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
     )
 
 
-def finish(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
+def report_result(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
     """Report the result, and write the files next to OUT."""
     job, output, path = writing.job, settings.output, writing.output.path
     plan, importance_text = job.plan, job.importance.describe()

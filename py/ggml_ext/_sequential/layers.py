@@ -1,6 +1,7 @@
-"""Sequential quantization: encode the matrices in the order of the graph.
+"""Sequential quantization: encode the linear layers in graph order.
 
-Each matrix gets its inputs from the quantized ones before it and compensates their errors, as in GPTAQ and QEP (_encode/correction.py).
+The inputs of a linear layer come from the quantized layers before it. Its weights are corrected for their errors, as in GPTAQ and QEP
+(_encode/correction.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
 from .._encode.correction import choose_ridge, correction
 from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode_tensor
-from .._encode.feedback import RowSpan, encode_fed, make_row_spans
+from .._encode.feedback import RowSpan, encode_with_row_feedback, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -219,7 +220,10 @@ class SequentialQuantizer:
                 self.warn(line)
 
     def _make_row_spans(self, k: int) -> dict[str, list[RowSpan]]:
-        """Collect G of layer k and factorize it, by matrix. The output matrix has none: its rows are vocabulary entries."""
+        """Collect the row statistics G (_encode/feedback.py) of each matrix of layer k and factorize them.
+
+        The output matrix has none: its rows are vocabulary entries.
+        """
         if not self._n_gradients or k + 1 == len(self._streams.layers):
             return {}
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
@@ -268,7 +272,7 @@ class SequentialQuantizer:
 
         def correct(expert: int) -> None:
             part = weights[expert * n_rows : (expert + 1) * n_rows]
-            # the residual stream gets residual_scale * W x, so R is divided by it; products of experts have no R
+            # the residual stream gets residual_scale * W x, so R (_encode/correction.py) is divided by it; products of experts have no R
             r = sums.r[tensor.name] / np.float32(residual_scale) if tensor.name in sums.r else None
             part += correction(part, *sums.expert_sums(expert), r, choose_ridge(sums.group.columns, sums.counts[expert]))
 
@@ -298,7 +302,7 @@ class SequentialQuantizer:
     def _encode_with_row_feedback(
         self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, spans: list[RowSpan]
     ) -> EncodedTensor:
-        """Encode rows that compensate each other's errors."""
+        """Encode the rows with error feedback between them (_encode/feedback.py)."""
         tensor, codec = source.tensor, self.codec
 
         def encode(part: np.ndarray) -> np.ndarray:
@@ -308,7 +312,9 @@ class SequentialQuantizer:
         def decode(data: np.ndarray) -> np.ndarray:
             return codec.decode(data, qtype, tensor.ne[0])
 
-        data, _ = encode_fed(source.corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map)
+        data, _ = encode_with_row_feedback(
+            source.corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map
+        )
 
         def measure(chunk: Chunk) -> Accuracy:
             first, n_rows = chunk
