@@ -296,6 +296,19 @@ def test_best_effort_names_the_option_that_excludes_propagation(flags, option, m
     assert skipped == ([f"skipping --propagate (implied by --effort best): {option} excludes it"] if option else [])
 
 
+@pytest.mark.parametrize(("flags", "ignored"), [
+    ({}, None),
+    ({"calibrate_with": "source"}, None),  # as with --propagate
+    ({"n_gpu_layers": 1, "device": "none", "rpc": "localhost:1"}, "-ngl, --device, --rpc"),
+    ({"calibrate_with": "q8_0"}, "--calibrate-with"),
+])
+def test_options_that_propagation_ignores_are_noted(flags, ignored, model, text, lib):
+    notes = []
+    options = {"type": "itq2_t", "propagate": True, "imatrix_from": text, "threads": 2, "dry_run": True, **flags}
+    ggml_ext.quantize_model(model, None, log=lambda _, line: notes.append(line), **options)
+    assert [line for line in notes if "no effect" in line] == ([f"no effect with --propagate: {ignored}"] if ignored else [])
+
+
 # --- errors ---
 
 

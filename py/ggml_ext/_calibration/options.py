@@ -111,6 +111,12 @@ class CalibrationOptions:
         return next(iter(self._conflicts_with_propagate()), "")
 
     @property
+    def ignored_by_propagate(self) -> list[str]:
+        """The given flags that have no effect on sequential quantization, which runs the model itself, without them."""
+        devices = self.devices.arguments()[::2]
+        return [*devices, *([proxy.FLAG] if self.proxy_model not in (None, proxy.SOURCE) else [])]
+
+    @property
     def selects(self) -> str:
         """The flag that selects tensors by name, or an empty string."""
         return "--include-weights" if self.included else "--exclude-weights" if self.excluded else ""

@@ -209,7 +209,9 @@ def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: Opene
             raise
         console.note(f"{SKIPPING}: {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
         return None
-    if settings.target is None:  # the calibration for a target has marked them already
+    if settings.target is None:  # the calibration for a target uses these options, and has marked the matrices already
+        if options.ignored_by_propagate:
+            console.note(f"no effect with {FLAG}: {', '.join(options.ignored_by_propagate)}")
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
         check_imatrix_types(plan)
