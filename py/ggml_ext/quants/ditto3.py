@@ -3,7 +3,8 @@
     w[j] = d * ((codebook[index[j]] & 127) - 64),   index[j] in 0..7
     106 bytes: half d, uint8 codebook[8], uint8 ql[64], uint8 qh[32]
 
-Source: Ditto, section 3.2 and pseudocode 1; one codebook per block, as 7-bit integers times a half, and optimal clusters are this project's.
+Source: Ditto, section 3.2 and pseudocode 1; one codebook per block, as 7-bit integers times a half, and optimal clusters
+are this project's.
 """
 
 from __future__ import annotations
