@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void fill_all_norms(const struct pr
 }
 
 // Set each of n bytes in turn to the code of least cost, until nothing changes or BYTE_SWEEPS sweeps are done.
-// v: the decoded weights; is_initial: v are the goals instead, and the first sweep sets every byte. g = H (target - v), updated with
+// v: the decoded weights; is_initial: v are the goals instead, and the first sweep sets every byte. g = H (optimum - v), updated with
 // each change. norms: of fill_all_norms().
 static inline __attribute__((always_inline)) void descend_bytes(const struct codes * t, int n, const float * H, int stride,
                                                                 const float s[N_GROUPS], float norms[][N_CODES], bool is_initial,

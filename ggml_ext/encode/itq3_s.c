@@ -4,8 +4,8 @@
 
 #include "../types/itq3_s.h"
 
-// Start scales in units of the block's standard deviation. 0.586 is the optimal step of a uniform eight-level quantizer for a Gaussian;
-// the tails of blocks differ.
+// Start scales in units of the block's standard deviation. 0.586 is optimal for a Gaussian with eight uniform levels. Real blocks have
+// lighter or heavier tails, so scales around it are tried.
 static const float k_start_scales[] = {0.46f, 0.50f, 0.54f, 0.58f, 0.62f, 0.66f, 0.72f};
 // Start centres in units of d from the middle of the codes. Shifted starts find asymmetric fits, 3 % better on a Gaussian.
 static const float k_start_shifts[] = {-0.4f, -0.2f, 0.0f, 0.2f, 0.4f};
@@ -126,7 +126,8 @@ static void set_levels(ggml_half d, ggml_half z, float level[EXT_LEVELS]) {
 
 // Refit d and z under fixed codes, from the normal equations of the levels. Return false as refit() does.
 static bool refit_under_hessian(double a[EXT_LEVELS][EXT_LEVELS], double b[EXT_LEVELS], ggml_half * d, ggml_half * z) {
-    double s = 0, sc = 0, scc = 0, sx = 0, sxc = 0; // sums of a, of a times one and two codes; of b
+    // s, sc, scc: sums of a, a*code and a*code*code; sx, sxc: sums of b and b*code
+    double s = 0, sc = 0, scc = 0, sx = 0, sxc = 0;
     for (int k = 0; k < EXT_LEVELS; ++k) {
         double row = 0, row_c = 0;
         for (int l = 0; l < EXT_LEVELS; ++l) {

@@ -17,8 +17,9 @@ enum {
 struct ext_levels_block {
     const struct ggml_ext_metric * metric;
     int64_t first;
-    float   x[QK_K], goal[QK_K]; // of ext_rows_load()
-    float   optimum[QK_K];       // of metric_find_optimum()
+    float   x[QK_K];       // the weights, by step
+    float   goal[QK_K];    // x plus the feedback from earlier blocks
+    float   optimum[QK_K]; // the values that would cost nothing: metric_find_optimum()
 };
 
 struct ext_levels_best {

@@ -1,5 +1,5 @@
-// Prepare metrics: rotate, shrink and factorize Hessians. Operations on an element have one order, so that numpy gives the same bits
-// (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
+// Build metrics (metric.h): rotate, shrink and factorize Hessians. Operations on an element have one order, so that numpy gives the same
+// bits (py/ggml_ext/quants/_metric.py); compiled with -ffp-contract=off.
 #include "metric.h"
 #include "hessian.h"
 #include "upstream.h"
@@ -148,8 +148,8 @@ static void rotate_hessian(struct matrix * x, int block_size, bool rotated) {
     }
 }
 
-// L of the segment at step f, in place: its rows of H times the inverse of its own part (Gauss-Jordan). Return false if that part is not
-// positive definite.
+// Compute L of the segment at step f in place: multiply its rows of H by the inverse of its diagonal block (Gauss-Jordan). Return false if
+// that block is not positive definite.
 EXT_CLONES
 static bool solve_segment(double * g, int64_t n, int64_t f, int S) {
     for (int i = S - 1; i >= 0; --i) {

@@ -1,4 +1,4 @@
-// The Hessian H = E[x x^T] of a row's inputs, factorized for error feedback. An error e of the weights costs e^T H e.
+// A metric: the Hessian H = E[x x^T] of a row's inputs, factorized for error feedback. An error e of the weights costs e^T H e.
 //
 // Step t is the t-th weight of a row in the order of decisions: rotated if the type is, block by block, in the order of the trellis
 // (types/trellis.h), which also keeps the four weights of a CCQ2 byte together. A segment is S = 8, 16 or 32 steps that are decided

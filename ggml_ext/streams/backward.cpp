@@ -10,7 +10,7 @@ static bool is_product(const ggml_tensor * t) {
     return (t->op == GGML_OP_MUL_MAT || t->op == GGML_OP_MUL_MAT_ID) && is_weight(t->src[0]);
 }
 
-// The gradient of the router would be that of a choice.
+// The router selects experts. Selection has no gradient, so it counts as a constant.
 static bool is_router(const ggml_tensor * t) {
     return strstr(t->src[0]->name, "ffn_gate_inp") != nullptr;
 }
@@ -46,7 +46,8 @@ bool backward::build(const std::vector<ggml_tensor *> & nodes, const layer & inf
     ggml_tensor * last = nodes.back();
     grads[last] = seed_tensor = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, last->ne);
     ggml_set_input(seed_tensor);
-    keep_value(seed_tensor); // else a product that is the only term added to the stream would have the same gradient tensor
+    // A product that is the only term added to the stream has this tensor as its gradient. append() skips it, so its value is kept here.
+    keep_value(seed_tensor);
     for (size_t i = nodes.size(); i-- > 0;) {
         if (active.count(nodes[i]) && gradient(nodes[i]) && !differentiate(nodes[i])) {
             return false;

@@ -100,16 +100,17 @@ def export_model(
 
 
 def inspect_model(
-    file: AnyPath, against: AnyPath | None = None, *, found: Callable[[Finding], None] | None = None,
+    file: AnyPath, against: AnyPath | None = None, *, on_finding: Callable[[Finding], None] | None = None,
     **options: Unpack[InspectKeywords],
 ) -> Inspection:
     """List the tensors of a GGUF file, and compare them with those of its original, `against`.
 
-    found: called with the finding of each tensor. The record() of the result is what `ggml-ext inspect --json` prints. If the error of
-    a DITTO3 tensor exceeds its recorded epsilon, `fits` of its finding is False; the command would fail. Errors: see quantize_model().
+    on_finding: called with the Finding of each tensor as it is measured. The record() of the result is what `ggml-ext inspect --json`
+    prints. If the error of a DITTO3 tensor exceeds its recorded epsilon, `fits` of its finding is False; the command would fail. Errors:
+    see quantize_model().
     """
     parsed = check_keywords(InspectOptions, {"file": file, "against": against, **options})
-    inspection = inspect(parsed, lambda *_: None, _check_function("found", found) or (lambda _: None))
+    inspection = inspect(parsed, lambda *_: None, _check_function("on_finding", on_finding) or (lambda _: None))
     if parsed.picture is not None:
         draw_picture(parsed, inspection)
     return inspection

@@ -20,10 +20,10 @@ def find_library_directory() -> Path:
     library, name = _lib.load(), NAMES.get(sys.platform, "libllama.so")
     if library is None:
         raise UserError("this package was installed without its libraries: reinstall ggml-ext with a C++ compiler, or from a wheel")
-    folder = library.path.absolute().parent
-    if not (folder / name).is_file():
-        raise UserError(f"{folder} has no {name}, only the libraries of ggml: reinstall ggml-ext, or unset {_lib.DIR_VARIABLE}")
-    return folder
+    directory = library.path.absolute().parent
+    if not (directory / name).is_file():
+        raise UserError(f"{directory} has no {name}, only the libraries of ggml: reinstall ggml-ext, or unset {_lib.DIR_VARIABLE}")
+    return directory
 
 
 def print_path(path: Path) -> None:

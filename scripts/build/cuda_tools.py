@@ -80,9 +80,9 @@ def trimmed_mmvq(text: str, types: dict[str, bool], columns: tuple[int, ...]) ->
     upper = {name.upper(): name for name in types}
     text = re.sub(r"        case GGML_TYPE_(\w+):\n            mul_mat_vec_q_switch_ncols_dst<.*?break;\n",
                   lambda m: m[0] if m[1] in upper else "", text, flags=re.S)
-    ours = " ".join(f"X({key}, {name})" for key, name in upper.items() if types[name])
+    cases = " ".join(f"X({key}, {name})" for key, name in upper.items() if types[name])
     begin = text.index("static void mul_mat_vec_q_switch_type(")
-    text = text[:begin] + text[begin:].replace("GGML_EXT_WEIGHT_TYPES(X)", ours, 1)
+    text = text[:begin] + text[begin:].replace("GGML_EXT_WEIGHT_TYPES(X)", cases, 1)
     return re.sub(r"        case (\d): \{.*?\} break;\n", lambda m: m[0] if int(m[1]) in columns else "", text, flags=re.S)
 
 

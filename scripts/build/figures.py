@@ -38,7 +38,7 @@ class Type:
     """Figures of a type without calibration, with an imatrix and with a block-diagonal Hessian."""
 
     def __init__(self, name: str, rows: dict[str, dict]):
-        variants = [rows.get(name.upper() + suffix) for suffix in ("", ", with imatrix", ", with block moments")]
+        variants = [rows.get(name.upper() + suffix) for suffix in ("", ", with imatrix", ", with block-diagonal Hessians")]
         row = next(filter(None, variants))
         f16 = rows["F16"]["perplexity"]
         self.name, self.bpw, self.is_ext = name, row["bpw"], name in WEIGHT_TYPES
@@ -86,10 +86,10 @@ def quality(measured: dict) -> dict[str, dict]:
     """
     bpw = {row["type"].upper(): row["bpw"] for row in measured["rows"].values()}
     full, propagated = measured["stock_moments"], measured["propagate"]["reference"]
-    rows: dict[str, dict] = {name: {} for name in (*full["rows"], *full["ours"], *propagated)}
+    rows: dict[str, dict] = {name: {} for name in (*full["rows"], *full["ext_types"], *propagated)}
     for name, (upstream, hessian) in full["rows"].items():
         rows[name] |= {"upstream": upstream, "hessian": hessian}
-    for name, hessian in full["ours"].items():
+    for name, hessian in full["ext_types"].items():
         rows[name] |= {"hessian": hessian}
     for name, (hessian, sequential) in propagated.items():
         rows[name] = {"hessian": hessian} | rows[name] | {"sequential": sequential}
@@ -110,7 +110,7 @@ def render_quality(measured: dict) -> str:
         if name in QUALITY:
             cells = " | ".join(str(row.get(key, "")) for key in columns)
             lines.append(f"| {f'**{name}**' if name.lower() in WEIGHT_TYPES else name} | {row['bpw']:g} | {cells} |")
-    mixes = ", ".join(f"{name} {upstream} and {ours}" for name, (upstream, ours) in measured["mixes"]["rows"].items())
+    mixes = ", ".join(f"{name} {upstream} and {own}" for name, (upstream, own) in measured["mixes"]["rows"].items())
     return "\n".join([
         *lines, "",
         f"[Mixes](docs/results/measurements.md#standard-types) on the reference model, by llama-quantize and by ggml-ext: {mixes}. [All measurements](docs/results/measurements.md).",
@@ -123,8 +123,9 @@ def render_gains(measured: dict) -> str:
     itq3_t, q3_k = q["ITQ3_T"], q["Q3_K"]
     mix, avx512 = measured["mixes"]["rows"]["Q4_K_M"], measured["avx512"]
     return "\n".join([
-        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the",
-        f"  [reference model](#how-good-is-it) its KL divergence from F16 is {mix[1]}; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}.",
+        "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the [reference",
+        f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]}; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}. "
+        "KL divergence measures how far a model's predictions are from the original's; lower is better.",
         f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. The single type Q3_K has {q3_k['bpw']:.2f} and {q3_k['upstream']} by",
         f"  llama-quantize, or {q3_k['hessian']} by ggml-ext. ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K on a Zen 4 EPYC with AVX-512 ({measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2).",
         "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",

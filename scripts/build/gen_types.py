@@ -43,7 +43,7 @@ COMMON_FIELDS = {"name": str, "id": int, "kind": str, "block_size": int, "block_
 WEIGHT_FIELDS = {
     "activation": str, "unpack_min": int, "unpack_max": int, "group": int, "fallback": str, "token_embd": str,
     "output": str, "title": str, "usual_rel_mse": float, "fixture_rel_mse": float,
-    "student_t4_rel_mse": float, "moments_gain": float, "fns_limits": str,
+    "student_t4_rel_mse": float, "hessian_gain": float, "fns_limits": str,
 }
 # Trellis types have these fields or trellis_code, the type whose code they share. trellis_values: two tables of 16 bytes
 TRELLIS_FIELDS = {"trellis_bits": int, "trellis_weights": int, "trellis_states": int, "trellis_values": list, "trellis_offset": float,
@@ -333,7 +333,7 @@ class TypeInfo:
     usual_rel_mse: float | None = None  # NMSE of Gaussian weights
     fixture_rel_mse: float | None = None  # upper bound of the NMSE of the fixture of real weights
     student_t4_rel_mse: float | None = None  # the same for Student's t distribution with 4 degrees of freedom
-    moments_gain: float | None = None     # upper bound of the output error with full Hessians relative to diagonal ones
+    hessian_gain: float | None = None     # upper bound of the output error with full Hessians relative to diagonal ones
     fns_limits: str | None = None         # upstream type whose limits apply in test-quantize-fns
     fns_dot_error: float | None = None    # limit for products, if different
     trellis_bits: int | None = None     # bits per symbol (ggml_ext/types/trellis.h)

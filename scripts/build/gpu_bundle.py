@@ -5,7 +5,7 @@
 
 Builds the programs, the CUDA backend for the given architectures (75, 80, 86, 89, 90, 120) and, if glslc is installed, the Vulkan backend
 in build/cuda. Copies them into a directory with the scripts, the reference model and the Python packages, and writes the archive next to
-it. The other machine needs the GPU's driver, cuBLAS, glibc 2.35, Python 3.10 and numpy; this machine needs nvcc and no GPU.
+it. The other machine needs the GPU's driver, cuBLAS, glibc 2.35, Python 3.10 or newer and numpy; this machine needs nvcc and no GPU.
 
 --build-only (`make cuda`) only compiles and links. --programs uses the programs of another build.
 """
@@ -57,8 +57,8 @@ README = """The GPU check of ggml-ext: correctness and speed of its kernels on t
     ./gpu-check --backend vulkan     a GPU of any vendor
     ./gpu-check --help
 
-It needs the GPU's driver, Python 3.10 with numpy and, for CUDA, cuBLAS (of a toolkit, or pip install nvidia-cublas). It writes
-gpu-check.json and gpu-check.md: please send both.
+It needs the GPU's driver, Python 3.10 or newer with numpy and, for CUDA, cuBLAS (of a toolkit, or pip install nvidia-cublas). It
+writes gpu-check.json and gpu-check.md: please send both.
 """
 
 

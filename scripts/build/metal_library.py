@@ -3,10 +3,9 @@
 
     metal_library.py TREE    print the file for the unpatched llama.cpp in TREE
 
-Metal compiles the text at run time, without files. So this expands the includes of metal/library.metal: ours, and from upstream's
-kernels/mul_mm.metal two templates without their instances. instances.metal is repeated for each weight type, and codes.metal
-stands for the tables of the trellis codes. Upstream's build provides
-the one remaining include, common.h.
+Metal compiles the text at run time, without files. So this expands the includes of metal/library.metal: this project's files, and from
+upstream's kernels/mul_mm.metal two templates without their instances. instances.metal is repeated for each weight type, and codes.metal
+stands for the tables of the trellis codes. Upstream's build provides the one remaining include, common.h.
 """
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def rebase_one(patch: Path, file: str, trees: tuple[Path, Path, Path], work: Pat
         work: directory for the merged file, with markers of conflicts.
         merged: directory with files merged by hand, or None.
     """
-    old, ours, new = (tree / file for tree in trees)
+    old, patched, new = (tree / file for tree in trees)
     if not new.is_file():
         return Rebased(patch, file, None, f"{file} is not in the new tree: it was moved or removed")
     by_hand = None if merged is None else merged / file
@@ -87,7 +87,7 @@ def rebase_one(patch: Path, file: str, trees: tuple[Path, Path, Path], work: Pat
         outcome = "merged by hand"
     else:
         names = ["-L", "this patch", "-L", "the old llama.cpp", "-L", "the new llama.cpp"]
-        done = run_git("merge-file", "-p", *names, str(ours), str(old), str(new), cwd=work)
+        done = run_git("merge-file", "-p", *names, str(patched), str(old), str(new), cwd=work)
         if done.returncode < 0 or done.returncode > 127:
             raise Failure(f"git merge-file of {file}: {done.stderr.strip()}")
         target.write_text(done.stdout)

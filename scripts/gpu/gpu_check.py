@@ -6,8 +6,8 @@
     gpu_check.py --backend vulkan      a GPU of any vendor; metal on a Mac
     gpu_check.py --rehearse            without a GPU: all checks on little data, on the CPU and on a Vulkan driver for CPUs
 
-Needs the GPU's driver, Python 3.10 and numpy; CUDA also cuBLAS, of a toolkit or the Python package nvidia-cublas. compute-sanitizer and
-ncu are used if they are installed. From the sources also cmake, ninja and the Python package gguf.
+Needs the GPU's driver, Python 3.10 or newer and numpy; CUDA also cuBLAS, of a toolkit or the Python package nvidia-cublas.
+compute-sanitizer and ncu are used if they are installed. From the sources also cmake, ninja and the Python package gguf.
 
 The most important parts run first, and each result is written before the next check begins. To resume, repeat the command: checks that
 passed are kept unless --again is given. The exit code is 1 if a check failed, a required speed was missed, or the time was too short.

@@ -33,7 +33,7 @@ from ggml_ext._base.threads import usable_cores
 from ggml_ext._console.cli import run_script
 from ggml_ext._evaluation.speed import BenchRunner, measure_speed, summarize_speed
 from ggml_ext._native.programs import tool_path
-from perplexity_run import block_types, imatrix, perplexity, quantize_ours, quantize_uniform, split_text
+from perplexity_run import block_types, imatrix, perplexity, quantize_uniform, quantize_with_ggml_ext, split_text
 from server import running_server
 from synth_model import write_model
 
@@ -52,15 +52,15 @@ ROWS = {
     "Q5_K, with imatrix": ("q5_k", [], "imatrix", True),
     "DITTO5": ("ditto5", [], None, True),
     "DITTO5, with imatrix": ("ditto5", [], "imatrix", True),
-    "DITTO5, with block moments": ("ditto5", [], "block", True),
+    "DITTO5, with block-diagonal Hessians": ("ditto5", [], "block", True),
     "Q4_K, with imatrix": ("q4_k", [], "imatrix", True),
     "IQ4_XS, with imatrix": ("iq4_xs", [], "imatrix", True),
     "ITQ4_T": ("itq4_t", [], None, True),
     "ITQ4_T, with imatrix": ("itq4_t", [], "imatrix", True),
-    "ITQ4_T, with block moments": ("itq4_t", [], "block", False),
+    "ITQ4_T, with block-diagonal Hessians": ("itq4_t", [], "block", False),
     "ITQ4_T64": ("itq4_t64", [], None, True),
     "ITQ4_T64, with imatrix": ("itq4_t64", [], "imatrix", True),
-    "ITQ4_T64, with block moments": ("itq4_t64", [], "block", True),
+    "ITQ4_T64, with block-diagonal Hessians": ("itq4_t64", [], "block", True),
     "Q3_K": ("q3_k", [], None, False),
     "Q3_K, with imatrix": ("q3_k", [], "imatrix", True),
     "IQ3_S": ("iq3_s", [], None, True),
@@ -68,15 +68,15 @@ ROWS = {
     "IQ3_XXS, with imatrix": ("iq3_xxs", [], "imatrix", True),
     "ITQ3_T": ("itq3_t", [], None, True),
     "ITQ3_T, with imatrix": ("itq3_t", [], "imatrix", True),
-    "ITQ3_T, with block moments": ("itq3_t", [], "block", False),
+    "ITQ3_T, with block-diagonal Hessians": ("itq3_t", [], "block", False),
     "ITQ3_T64": ("itq3_t64", [], None, True),
     "ITQ3_T64, with imatrix": ("itq3_t64", [], "imatrix", True),
-    "ITQ3_T64, with block moments": ("itq3_t64", [], "block", True),
+    "ITQ3_T64, with block-diagonal Hessians": ("itq3_t64", [], "block", True),
     "DITTO3": ("ditto3", [], None, True),
     "DITTO3, with imatrix": ("ditto3", [], "imatrix", True),
-    "DITTO3, with block moments": ("ditto3", [], "block", False),
+    "DITTO3, with block-diagonal Hessians": ("ditto3", [], "block", False),
     "ITQ3_S": ("itq3_s", [], None, True),
-    "ITQ3_S, with block moments": ("itq3_s", [], "block", False),
+    "ITQ3_S, with block-diagonal Hessians": ("itq3_s", [], "block", False),
     "ITQ3_S, paper's ternary": ("itq3_s", ["--itq3-levels", "3"], None, True),
     "Q2_K": ("q2_k", [], None, True),
     "Q2_K, with imatrix": ("q2_k", [], "imatrix", False),
@@ -84,13 +84,13 @@ ROWS = {
     "IQ2_XXS, with imatrix": ("iq2_xxs", [], "imatrix", False),
     "ITQ2_T": ("itq2_t", [], None, True),
     "ITQ2_T, with imatrix": ("itq2_t", [], "imatrix", True),
-    "ITQ2_T, with block moments": ("itq2_t", [], "block", False),
+    "ITQ2_T, with block-diagonal Hessians": ("itq2_t", [], "block", False),
     "ITQ2_T64": ("itq2_t64", [], None, True),
     "ITQ2_T64, with imatrix": ("itq2_t64", [], "imatrix", True),
-    "ITQ2_T64, with block moments": ("itq2_t64", [], "block", True),
+    "ITQ2_T64, with block-diagonal Hessians": ("itq2_t64", [], "block", True),
     "CCQ2": ("ccq2", [], None, True),
     "CCQ2, with imatrix": ("ccq2", [], "imatrix", True),
-    "CCQ2, with block moments": ("ccq2", [], "block", False),
+    "CCQ2, with block-diagonal Hessians": ("ccq2", [], "block", False),
 }
 TYPES = list(dict.fromkeys(type_name for type_name, *_ in ROWS.values()))
 FAILURES: list[str] = []
@@ -132,8 +132,10 @@ def chat(model: Path, question: str, threads: int) -> tuple[str, float]:
 
 def quantize_chat(source: Path, out: Path, threads: int, *options: str, echo: bool = False) -> None:
     """Quantize to ITQ3_T with a few chunks of calibration, which a model of 135 million weights needs."""
-    quantize_ours(source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
-                  "--allow-requantize", "--threads", str(threads), *options, echo=echo)
+    quantize_with_ggml_ext(
+        source, out, "itq3_t", "--imatrix-from", str(llama_cpp.pristine_tree() / "README.md"), "--calibration-chunks", "8",
+        "--allow-requantize", "--threads", str(threads), *options, echo=echo,
+    )
 
 
 def demo_chat(source: Path, threads: int) -> None:
@@ -148,7 +150,7 @@ def demo_chat(source: Path, threads: int) -> None:
 def demo_completion(threads: int) -> None:
     """Let the reference model write a function."""
     quantized = OUT / "model-itq3_t.gguf"
-    quantize_ours(MODEL, quantized, "itq3_t", "--threads", str(threads), "--summary", echo=True)
+    quantize_with_ggml_ext(MODEL, quantized, "itq3_t", "--threads", str(threads), "--summary", echo=True)
     command = [tool_path("llama-completion"), "-m", quantized, "-p", "def read_lines(path):\n", "-n", 96, "--temp", 0.6, "--seed", 7,
                "-no-cnv", "-t", threads]
     print("\n$ llama-completion " + " ".join(map(str, command[3:])), flush=True)

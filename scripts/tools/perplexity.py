@@ -34,12 +34,12 @@ from ggml_ext._calibration import calibration
 from ggml_ext._calibration.importance import BUILT_IN
 from ggml_ext._console.cli import Parser, run_script
 from ggml_ext._formats.tensor_types import uses_metric
-from ggml_ext._native.programs import native_folder
+from ggml_ext._native.programs import native_dir
 from ggml_ext._plan.recipes import RECIPES
 from perplexity_run import (
+    EXT_TYPES,
     IMPORTANCE,
     NEEDS_IMATRIX,
-    OUR_TYPES,
     UPSTREAM_TYPES,
     BaseLogits,
     block_types,
@@ -59,6 +59,8 @@ MIN_TOKENS = 100  # below, llama-perplexity prints no statistics
 # figure -> its name in llama-perplexity's log
 FIGURES = {"ppl": "Mean PPL(Q)", "ln_ratio": "Mean ln(PPL(Q)/PPL(base))", "kld": "Mean KLD", "same_top": "Same top p"}
 TITLES = ["perplexity", "over the base", "ln(PPL / PPL of the base)", "KL divergence", "top-1 agreement, %"]
+# by key of IMPORTANCE
+IMPORTANCE_TITLES = {None: "", "imatrix": ", with imatrix", "block": ", with block-diagonal Hessians", "full": ", with full Hessians"}
 DIGITS = {"ppl": 3, "ln_ratio": 5, "kld": 5, "same_top": 2}  # decimals in the table
 
 
@@ -67,7 +69,7 @@ def log(message: str) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """SHA-256 of the contents of files in order."""
+    """Return the SHA-256 of the contents of files, in order."""
     total = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -88,8 +90,7 @@ class Entry:
     @property
     def title(self) -> str:
         """The name in the table."""
-        calibration_name = {None: "", "imatrix": ", with imatrix"}.get(self.importance, f", with {self.importance} moments")
-        return (self.type_name.upper() if self.type_name else self.label) + calibration_name
+        return (self.type_name.upper() if self.type_name else self.label) + IMPORTANCE_TITLES[self.importance]
 
 
 def parse_types(text: str) -> list[Entry]:
@@ -100,11 +101,11 @@ def parse_types(text: str) -> list[Entry]:
             path = Path(word)
             require_file("--types", path)
             entries.append(Entry(path.stem, None, path))
-        elif name not in (*OUR_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
-            known = ", ".join([*OUR_TYPES, *sorted(UPSTREAM_TYPES)])
+        elif name not in (*EXT_TYPES, *UPSTREAM_TYPES) or (plus and suffix not in IMPORTANCE):
+            known = ", ".join([*EXT_TYPES, *sorted(UPSTREAM_TYPES)])
             kinds = ", ".join(f"TYPE+{kind}" for kind in IMPORTANCE)
             raise UserError(f"--types: unknown type '{word}'; needed TYPE, {kinds} or FILE.gguf, with TYPE one of {known}")
-        elif plus and suffix != "imatrix" and name not in OUR_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
+        elif plus and suffix != "imatrix" and name not in EXT_TYPES and not uses_metric(GGMLQuantizationType[name.upper()]):
             raise UserError(f"--types: {word}: {name} cannot use a Hessian; needed {name}+imatrix")
         else:
             entries.append(Entry(word.lower(), name, importance=suffix or ("imatrix" if name in NEEDS_IMATRIX else None)))
@@ -115,7 +116,7 @@ def parse_types(text: str) -> list[Entry]:
 
 
 def calibration_text(name: str) -> Path:
-    """Path of a --calibration text."""
+    """Return the path of a --calibration text."""
     return calibration.TEXT if name == BUILT_IN else Path(name)
 
 
@@ -125,7 +126,7 @@ def require_file(flag: str, path: Path) -> None:
 
 
 def base_type(model: Path) -> str:
-    """Type of the block weights of the original model; UserError if it is quantized."""
+    """Return the type of the block weights of the original model. UserError if it is quantized."""
     weights, _ = block_types(model)
     if not weights:
         raise UserError(f"--model {model}: has no block weights (blk.*); needed a language model in F16, BF16 or F32")
@@ -137,7 +138,7 @@ def base_type(model: Path) -> str:
 
 def base_logits(args: argparse.Namespace, scored: Path, model_sha256: str, directory: Path) -> BaseLogits:
     """Return the logits of the model, reused from an earlier run with the same programs, model, text and chunks."""
-    programs = digest(*sorted(p for p in native_folder().iterdir() if p.is_file()))
+    programs = digest(*sorted(p for p in native_dir().iterdir() if p.is_file()))
     key = hashlib.sha256(repr((programs, model_sha256, digest(scored), args.ctx_size, args.chunks)).encode())
     path = directory / f"logits-{key.hexdigest()[:16]}.bin"
     if path.exists():
@@ -212,7 +213,7 @@ def read_baseline(path: Path) -> list[dict]:
 
 
 def find_run(runs: list[dict], run: dict) -> dict | None:
-    """The recorded run with the same inputs."""
+    """Return the recorded run with the same inputs; None if there is none."""
     return next((r for r in runs if r["run"] == run), None)
 
 
@@ -266,7 +267,7 @@ def write_json(path: Path, content: list | dict) -> None:
 
 
 def markdown(results: dict) -> str:
-    """Table with a row for the base and each type, every figure with its standard error."""
+    """Format a table with a row for the base and each type, every figure with its standard error."""
     def line(name: str, row: dict) -> list[str]:
         over = f"{100 * (row['ppl'][0] / base['ppl'][0] - 1):.1f} %"
         figures = [f"{row[f][0]:.{n}f} +- {row[f][1]:.{n}f}" if f in row else "" for f, n in DIGITS.items()]

@@ -26,7 +26,7 @@ UPSTREAM_TYPES = {name: name.upper() for name in (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs",
     "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
 )} | {"iq2_s": "IQ2_M"}
-OUR_TYPES = (*WEIGHT_TYPES, *RECIPES)
+EXT_TYPES = (*WEIGHT_TYPES, *RECIPES)
 # llama-quantize refuses them without an imatrix, or they are poor
 NEEDS_IMATRIX = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 # one type for all block weights, so that files differ in nothing else
@@ -125,7 +125,7 @@ def imatrix(model: Path, text: Path, out: Path, n_ctx: int = 256, n_chunks: int 
     return out
 
 
-def quantize_ours(model: Path, out: Path, type_name: str, *options: str, echo: bool = False) -> None:
+def quantize_with_ggml_ext(model: Path, out: Path, type_name: str, *options: str, echo: bool = False) -> None:
     """Run python -m ggml_ext.quantize; with `echo` show its command line and messages."""
     args = ["-m", "ggml_ext.quantize", str(model), str(out), "--type", type_name, "--force", *options]
     if echo:
@@ -144,9 +144,9 @@ def quantize_uniform(model: Path, out: Path, type_name: str, *options: str, imat
         kind: key of IMPORTANCE; with block and full, ggml-ext makes upstream types too, otherwise llama-quantize.
     """
     importance = ["--imatrix", str(imatrix_file)] if imatrix_file else []
-    if type_name in OUR_TYPES or kind != "imatrix":
+    if type_name in EXT_TYPES or kind != "imatrix":
         importance += ["--importance", IMPORTANCE[kind]] if imatrix_file else ["--importance", "none"]
-        quantize_ours(model, out, UPSTREAM_TYPES.get(type_name, type_name), *UNIFORM, "--quiet", *importance, *options, echo=echo)
+        quantize_with_ggml_ext(model, out, UPSTREAM_TYPES.get(type_name, type_name), *UNIFORM, "--quiet", *importance, *options, echo=echo)
     else:
         run_tool("llama-quantize", *UNIFORM, *importance, model, out, UPSTREAM_TYPES.get(type_name, type_name.upper()))
     return out

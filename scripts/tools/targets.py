@@ -21,7 +21,7 @@ from ggml_ext._base.units import MIB
 from ggml_ext._calibration import calibration
 from ggml_ext._console.cli import run_script
 from perplexity import MODEL, TEXT
-from perplexity_run import OUR_TYPES, BaseLogits, imatrix, kl_divergence, quantize_ours, run_tool, save_base_logits
+from perplexity_run import EXT_TYPES, BaseLogits, imatrix, kl_divergence, quantize_with_ggml_ext, run_tool, save_base_logits
 
 RECIPES = "ccq2,itq2_t,itq2_t_m,IQ2_M,Q2_K,itq3_s,itq3_t,itq3_t_m,IQ3_S,Q3_K_M"
 
@@ -51,19 +51,20 @@ def main() -> None:
     fixed, chosen, report = (args.out / name for name in ("fixed.gguf", "chosen.gguf", "chosen.json"))
     print("| recipe | MiB | KL divergence | chosen: MiB | KL divergence | predicted |\n" + "| --- " * 6 + "|", flush=True)
     for recipe in args.recipes.split(","):
-        if recipe in OUR_TYPES or recipe.islower():
-            quantize_ours(args.model, fixed, recipe, *options)
+        if recipe in EXT_TYPES or recipe.islower():
+            quantize_with_ggml_ext(args.model, fixed, recipe, *options)
         else:
             run_tool("llama-quantize", "--imatrix", importance, args.model, fixed, recipe, args.threads)
         size = fixed.stat().st_size
         fixed_kld = kl_divergence(fixed, base, args.threads)["Mean KLD"]
         fixed.unlink()
-        quantize_ours(args.model, chosen, "auto", "--target-size", str(size), "--report", str(report), *options,
-                      *shlex.split(args.target_options))
+        quantize_with_ggml_ext(
+            args.model, chosen, "auto", "--target-size", str(size), "--report", str(report), *options, *shlex.split(args.target_options)
+        )
         chosen_kld = kl_divergence(chosen, base, args.threads)["Mean KLD"]
         predicted = json.loads(report.read_text())["predicted_kl_divergence"]
-        print(f"| {recipe.upper() if recipe in OUR_TYPES else recipe} | {size / MIB:.3f} | {fixed_kld.value:.4f} +- {fixed_kld.error:.4f} | {chosen.stat().st_size / MIB:.3f} | "
-              f"{chosen_kld.value:.4f} +- {chosen_kld.error:.4f} | {predicted:.4f} |", flush=True)
+        print(f"| {recipe.upper() if recipe in EXT_TYPES else recipe} | {size / MIB:.3f} | {fixed_kld.value:.4f} +- {fixed_kld.error:.4f} | "
+              f"{chosen.stat().st_size / MIB:.3f} | {chosen_kld.value:.4f} +- {chosen_kld.error:.4f} | {predicted:.4f} |", flush=True)
         chosen.unlink()
 
 

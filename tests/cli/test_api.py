@@ -61,7 +61,7 @@ def test_functions_write_the_same_bytes_as_the_commands(lib, source, tmp_path, c
     assert {t.type for t in stock.tensors} == {"q8_0"} and stock.paths == (tmp_path / "stock.gguf",)
 
     findings = []
-    inspection = ggml_ext.inspect_model(tmp_path / "api.gguf", source, found=findings.append)
+    inspection = ggml_ext.inspect_model(tmp_path / "api.gguf", source, on_finding=findings.append)
     assert [f.tensor.name for f in inspection.findings] == [f.tensor.name for f in findings] == [t.name for t in result.tensors]
     assert inspection.total.nmse == pytest.approx(result.relative_squared_error, rel=1e-6) and all(f.fits for f in inspection.findings)
     capfd.readouterr()

@@ -178,7 +178,7 @@ def test_bad_command_line_exits_with_1(tmp_path, arguments, part):
 
 def test_types_need_their_importance_matrix(tmp_path, source):
     quantize_error(
-        tmp_path, source, "blk.0.ffn_up.weight", "iq2_xs", "importance matrix", flags=["--tensor-type", "ffn_up=iq2_xs"]
+        tmp_path, source, "blk.0.ffn_up.weight", "iq2_xs", "imatrix", flags=["--tensor-type", "ffn_up=iq2_xs"]
     )
 
 

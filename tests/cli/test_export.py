@@ -34,9 +34,9 @@ TEXT = ROOT / "data" / "heldout.txt"
 # Rows of 512, and of 64, which types of 256 do not fit; the embeddings are also the output matrix.
 SHAPES = {"token_embd.weight": (64, 512), "blk.0.attn_q.weight": (32, 512), "blk.0.ffn_down.weight": (32, 64),
           "output_norm.weight": (512,)}
-# Keys of an importance matrix; the embeddings have none.
+# Keys of an imatrix; the embeddings have none.
 SEEN = {f"blk.0.{name}.weight": (np.linspace(1, 9, n, dtype=np.float32)[None], [1]) for name, n in (("attn_q", 512), ("ffn_down", 64))}
-# Upstream types except those that need an importance matrix.
+# Upstream types except those that need an imatrix.
 PLAIN = sorted(name for name, t in exporting.UPSTREAM_TYPES.items() if t not in exporting.IMATRIX_TYPES)
 
 
@@ -51,7 +51,7 @@ def describe(writer: gguf.GGUFWriter) -> None:
 
 @pytest.fixture(scope="module")
 def quantized(lib, tmp_path_factory) -> Path:
-    """Quantize every matrix to a ggml-ext type, embeddings too, with epsilons and a recorded importance matrix in the metadata."""
+    """Quantize every matrix to a ggml-ext type, embeddings too, with epsilons and a recorded imatrix in the metadata."""
     folder = tmp_path_factory.mktemp("ours")
     tensors = {name: gaussian(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
     source = write_gguf(folder / "f16.gguf", tensors, fill=describe)
@@ -175,7 +175,7 @@ def test_added_error_is_reported(quantized, tmp_path, capsys):
 
 def test_types_need_their_importance_matrix(quantized, tmp_path, capsys):
     error = run_failing(capsys, quantized, tmp_path / "q.gguf", "--type", "iq2_xxs")
-    assert "blk.0.attn_q.weight: iq2_xxs needs an importance matrix: pass --imatrix FILE" in error
+    assert "blk.0.attn_q.weight: iq2_xxs needs an imatrix: pass --imatrix FILE" in error
     write_imatrix(tmp_path / "imatrix.gguf", SEEN, chunks=4)
     out, _ = run_successfully(capsys, quantized, tmp_path / "q.gguf", "--type", "iq2_xxs", "--imatrix", tmp_path / "imatrix.gguf")
     # The embeddings are also the output matrix.
@@ -185,7 +185,7 @@ def test_types_need_their_importance_matrix(quantized, tmp_path, capsys):
 
 
 def test_hessians_are_used(quantized, tmp_path, capsys):
-    """With the Hessians of the importance matrix the export adds less output error: measured 0.77."""
+    """With the Hessians of the imatrix the export adds less output error: measured 0.77."""
     name, losses = "blk.0.attn_q.weight", {}
     x = correlated(8192, 512)
     for kind in ("diagonal", "block"):
@@ -203,7 +203,7 @@ def test_missing_library_uses_importances_or_refuses_the_type(quantized, tmp_pat
     monkeypatch.setattr(library, "load", lambda: None)
     out, rest = tmp_path / "out.gguf", ("--tensor-type", "token_embd=q8_0")
     error = run_failing(capsys, quantized, out, "--type", "q4_0", *rest, "--imatrix", imatrix)
-    assert "tensor blk.0.attn_q.weight: q4_0 has no numpy encoder with importances" in error
+    assert "tensor blk.0.attn_q.weight: q4_0 has no numpy encoder with an imatrix" in error
     assert r"--tensor-type 'blk\.0\.attn_q\.weight=q8_0'" in error and not out.exists()
     run_successfully(capsys, quantized, out, "--type", "q4_0", *rest)
     assert types_of(out)["blk.0.attn_q.weight"] == "q4_0"

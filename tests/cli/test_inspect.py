@@ -200,7 +200,7 @@ def test_weighted_errors_match_the_summary(tmp_path, lib, kind):
     (["--against", "in.gguf", "--importance", "block"], ("--importance", "--imatrix FILE")),
     (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "none"], ("'none'", "diagonal, block, full")),
     (["--against", "in.gguf", "--imatrix", "m.gguf", "--importance", "full"], ("--importance full", "block-diagonal")),
-    (["--against", "in.gguf", "--imatrix", "width.gguf"], (UP, "256 importances", "needs 512", "another model")),
+    (["--against", "in.gguf", "--imatrix", "width.gguf"], (UP, "256 values", "needs 512", "another model")),
     (["--against", "in.gguf", "--imatrix", "names.gguf"], ("names.gguf", "no tensor", "another model")),
 ])
 def test_bad_importance_is_refused(folder, flags, parts):

@@ -20,7 +20,7 @@ def with_type(name):
         ({"blk.0.attn_q.weight.lora_a": MATRIX, "blk.0.attn_q.weight.lora_b": MATRIX}, "llama", with_type("adapter"),
          ("a LoRA adapter", "general.type is adapter", "not a model")),
         ({"direction.1": VECTOR}, "controlvector", None, ("a control vector", "general.architecture is controlvector", "not a model")),
-        ({"blk.0.attn_q.weight.in_sum2": MATRIX}, "llama", with_type("imatrix"), ("an importance matrix", "--imatrix", "not a model")),
+        ({"blk.0.attn_q.weight.in_sum2": MATRIX}, "llama", with_type("imatrix"), ("an imatrix", "--imatrix", "not a model")),
         ({"blk.0.attn_norm.weight": VECTOR, "output_norm.weight": VECTOR}, "llama", None, ("only vectors and small tensors (2)",)),
         ({"blk.0.ffn_gate_inp.weight": MATRIX}, "llama", None, ("only vectors and small tensors (1)", "weight matrices")),
     ],

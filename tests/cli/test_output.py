@@ -226,7 +226,7 @@ def test_run_with_other_inputs_restarts_with_a_note(source, killed_run, capsys, 
 
 
 def test_other_imatrix_of_the_same_name_restarts(lib, source, tmp_path, capsys, monkeypatch):
-    """Values of the importance matrix are in no header."""
+    """Values of the imatrix are in no header."""
     out, imatrix = tmp_path / "out.gguf", tmp_path / "im.gguf"
     flags = ("--type", "ditto3", "--imatrix", imatrix, "-t", "1")
     write_imatrix(imatrix, {n: (importances(1, 512, seed=7), [4]) for n in NAMES if "ffn" in n})

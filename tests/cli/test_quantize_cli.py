@@ -23,8 +23,8 @@ from helpers.weights import relative_mse
 ITQ3_S_BOUND = 0.0374
 # Types without a numpy encoder by default.
 NUMPY_ONLY = ("--output-tensor-type", "q8_0", "--token-embedding-type", "q8_0")
-OURS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options",
-        "ggml_ext.importance"}
+WRITTEN_KEYS = {"general.file_type", "general.quantization_version", "ggml_ext.version", "ggml_ext.type", "ggml_ext.options",
+                "ggml_ext.importance"}
 MATRICES = {
     "token_embd.weight": gaussian(32, 512, seed=2),
     "blk.0.attn_norm.weight": gaussian(512, seed=3),
@@ -70,11 +70,11 @@ def test_rows_are_split_into_chunks(ne, n):
 def test_metadata_is_kept_key_by_key(model, quantized):
     before, after = gguf.GGUFReader(model).fields, gguf.GGUFReader(quantized).fields
     for key, field in before.items():
-        if key in OURS or key.startswith("GGUF."):
+        if key in WRITTEN_KEYS or key.startswith("GGUF."):
             continue
         assert after[key].types == field.types, key
         assert after[key].contents() == field.contents(), key
-    assert set(after) == set(before) | OURS
+    assert set(after) == set(before) | WRITTEN_KEYS
     assert after["general.file_type"].contents() == 160
     assert after["general.quantization_version"].contents() == 2
     assert after["ggml_ext.version"].contents() == ggml_ext.__version__
@@ -222,9 +222,9 @@ def test_odd_metadata_and_shapes_survive(tmp_path):
 
     quantize(source, tmp_path / "out.gguf", "--type", "itq3_s")
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "out.gguf")
-    assert list(before.fields)[3:] == [k for k in after.fields if k not in OURS or k == "general.file_type"][3:]
+    assert list(before.fields)[3:] == [k for k in after.fields if k not in WRITTEN_KEYS or k == "general.file_type"][3:]
     for key, field in before.fields.items():
-        if key not in OURS and not key.startswith("GGUF."):
+        if key not in WRITTEN_KEYS and not key.startswith("GGUF."):
             assert [p.tobytes() for p in field.parts] == [p.tobytes() for p in after.fields[key].parts], key
     assert after.alignment == 128 and all(t.data_offset % 128 == 0 for t in after.tensors)
     assert [t.shape.tolist() for t in after.tensors] == [t.shape.tolist() for t in before.tensors]

@@ -62,7 +62,7 @@ MODELS = {"small": (9, 2), "heads": (16, 8, 0, True), "experts": (8, 4, 8), "70b
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, lib):
-    """Write each of MODELS and its importance matrix, by name."""
+    """Write each of MODELS and its imatrix, by name."""
     where = tmp_path_factory.mktemp("models")
     sources = {name: write_model(where / f"{name}.gguf", *shape) for name, shape in MODELS.items()}
     sources["odd"] = write_model(where / "odd.gguf", 4, 2, rows=SOME_ROWS)
@@ -70,7 +70,7 @@ def models(tmp_path_factory, lib):
 
 
 def read_metadata(path) -> dict:
-    """Return the metadata without the directory of the importance matrix, which ggml-ext leaves out."""
+    """Return the metadata without the directory of the imatrix, which ggml-ext leaves out."""
     metadata = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
     return {k: v for k, v in metadata.items() if k not in ("quantize.imatrix.file", "quantize.imatrix.dataset")}
 
@@ -88,14 +88,14 @@ def compare(tmp_path, source, name, ours=(), theirs=(), imatrix=None):
 # --- as llama-quantize ------------------------------------------------------------------------------------------------
 
 def compare_plans(source, name, imatrix, flags=(), **options):
-    """Compare the types of both dry runs with an importance matrix and, unless both need one, without. flags, options: of both programs."""
+    """Compare the types of both dry runs with an imatrix and, unless both need one, without. flags, options: of both programs."""
     for used in (imatrix, None):
         theirs = [*flags, *(["--imatrix", used] if used else [])]
         log = subprocess.run([tool("llama-quantize"), "--dry-run", *theirs, source, name.upper()], capture_output=True, text=True)
         assert log.returncode == 0
         if not used and "will require an imatrix!" in log.stdout + log.stderr:
             assert name in NEED_IMATRIX
-            with pytest.raises(ggml_ext.UserError, match=r"needs an importance matrix: pass --imatrix FILE"):
+            with pytest.raises(ggml_ext.UserError, match=r"needs an imatrix: pass --imatrix FILE"):
                 ggml_ext.quantize_model(source, type=name, dry_run=True, no_calibration=True, **options)
             return
         expected = types_in_log(log.stdout + log.stderr)

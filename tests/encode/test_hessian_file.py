@@ -130,7 +130,7 @@ COUNTS = f"{DOWN}.moment_counts"
 
 
 @pytest.mark.parametrize(("options", "parts"), [
-    ({"inputs": {DOWN: correlated(600, 256)}}, (DOWN, "256 importances", "needs 512", "another model")),
+    ({"inputs": {DOWN: correlated(600, 256)}}, (DOWN, "256 values", "needs 512", "another model")),
     ({"tensors": {f"{DOWN}.in_moments": np.ones((1, MATRIX)), COUNTS: np.array([[600]])}},
      (DOWN, "32,896 values for 1 matrices", "needs 65,792 for 1 (512 columns)", "another model", "llama-imatrix -m MODEL -f TEXT --moments block")),
     ({"tensors": {f"{EXPERTS}.in_moments": np.ones((2, MATRIX)), f"{EXPERTS}.moment_counts": np.ones((2, 1))}},

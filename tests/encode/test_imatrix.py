@@ -158,7 +158,7 @@ def replace_value(entries: dict, name: str, index: int, value: float) -> dict:
 @pytest.mark.parametrize(
     ("entries", "parts"),
     [
-        (GOOD | {DOWN: (importances(1, 256), [4])}, (DOWN, "has 256 importances", "needs 512 (1 x 512 columns)", "another model")),
+        (GOOD | {DOWN: (importances(1, 256), [4])}, (DOWN, "has 256 values", "needs 512 (1 x 512 columns)", "another model")),
         (GOOD | {EXPERTS: (importances(2, 256), [1, 2])}, (EXPERTS, "has 512", "needs 768 (3 x 256 columns)")),
         ({"blk.0.attn_q.weight": (importances(1, 256), [4])}, ("another model", "blk.0.attn_q.weight", UP, "llama-imatrix -m MODEL")),
         (replace_value(GOOD, DOWN, 17, np.nan), (DOWN, "value 17", "nan")),
@@ -194,14 +194,14 @@ def test_types_that_need_importances_fail_without(tmp_path, source, lib):
     """Without an entry for the tensor they fail; test_tensors_equal_llama_quantizes covers them with one."""
     partial = write_imatrix(tmp_path / "im.gguf", {DOWN: GOOD[DOWN]})
     for flags, part in (([], "pass --imatrix FILE"), (["--imatrix", partial], "im.gguf has none for it")):
-        quantize_error(tmp_path, source, UP, "iq2_xs", "needs an importance matrix", part, "--tensor-type",
+        quantize_error(tmp_path, source, UP, "iq2_xs", "needs an imatrix", part, "--tensor-type",
                        flags=[*flags, "--tensor-type", "ffn_up=iq2_xs"])
 
 
 def test_numpy_refuses_types_without_weighted_encoder(tmp_path, source):
     path = write_imatrix(tmp_path / "im.gguf", GOOD)
     flags = ["--encoder", "numpy", "--tensor-type", "ffn_up=q4_0"]
-    quantize_error(tmp_path, source, UP, "q4_0 has no numpy encoder with importances", flags=["--imatrix", path, *flags])
+    quantize_error(tmp_path, source, UP, "q4_0 has no numpy encoder with an imatrix", flags=["--imatrix", path, *flags])
     quantize(source, tmp_path / "out.gguf", "--type", "ditto3", *flags)
 
 
@@ -209,8 +209,8 @@ def test_partial_files_give_warnings(tmp_path, source):
     path = write_imatrix(tmp_path / "im.gguf", {DOWN: GOOD[DOWN], "blk.9.ffn_up.weight": GOOD[UP]})
     result = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
     first, second = result.stderr.splitlines()
-    assert f"no importances for 2 of 3 tensors, which are quantized without: {UP}, {EXPERTS}" in first
-    assert "importances for 1 tensors that the model lacks, such as blk.9.ffn_up.weight" in second
+    assert f"no entries for 2 of 3 tensors, which are quantized without: {UP}, {EXPERTS}" in first
+    assert "entries for 1 tensors that the model lacks, such as blk.9.ffn_up.weight" in second
 
 
 def test_layer_without_importances_is_named(tmp_path):
@@ -219,7 +219,7 @@ def test_layer_without_importances_is_named(tmp_path):
     source = write_gguf(tmp_path / "in.gguf", {name: gaussian(8, 256) for name in names})
     path = write_imatrix(tmp_path / "im.gguf", {name: GOOD[UP] for name in names[:3]})
     (line,) = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path).stderr.splitlines()
-    assert line.endswith("no importances for 3 of 6 tensors, which are quantized without: attn_q, attn_k, ffn_up in layer 1"), line
+    assert line.endswith("no entries for 3 of 6 tensors, which are quantized without: attn_q, attn_k, ffn_up in layer 1"), line
 
 
 def test_embeddings_of_another_size_are_ignored(tmp_path, lib):
@@ -227,14 +227,14 @@ def test_embeddings_of_another_size_are_ignored(tmp_path, lib):
     source = write_gguf(tmp_path / "in.gguf", {"token_embd.weight": gaussian(32, 256), UP: gaussian(8, 256)})
     path = write_imatrix(tmp_path / "im.gguf", {UP: GOOD[UP], "token_embd.weight": (importances(1, 32), [1])})
     result = quantize(source, tmp_path / "out.gguf", "--type", "ditto3", "--imatrix", path)
-    assert "token_embd.weight has 32 importances, the model needs 256 (1 x 256 columns): quantized without it" in result.stderr
+    assert "token_embd.weight has 32 values, the model needs 256 (1 x 256 columns): quantized without it" in result.stderr
 
 
 def test_unused_entries_may_have_another_size(tmp_path, source):
     """Their absence is not reported either."""
     path = write_imatrix(tmp_path / "im.gguf", {DOWN: (importances(1, 64), [1]), EXPERTS: GOOD[EXPERTS]})
     flags = ["--imatrix", path, "--tensor-type", "ffn_(up|down)[.]=q8_0"]
-    quantize_error(tmp_path, source, DOWN, "64 importances", f"--exclude-weights {DOWN}", flags=["--imatrix", path])
+    quantize_error(tmp_path, source, DOWN, "64 values", f"--exclude-weights {DOWN}", flags=["--imatrix", path])
     assert quantize(source, tmp_path / "out.gguf", "--type", "ditto3", *flags).stderr == ""
 
 
@@ -251,8 +251,8 @@ def test_include_and_exclude_weights(tmp_path, source, lib):
 
 @pytest.mark.parametrize(("flags", "parts"), [
     (["--include-weights", "a", "--exclude-weights", "b"], ["--include-weights and --exclude-weights: pass one of them"]),
-    (["--exclude-weights", "attn"], ["--exclude-weights attn: ", "im.gguf has no importances of such a tensor"]),
-    (["--exclude-weights", "blk"], ["--exclude-weights leaves none of the importances", "--importance none"]),
+    (["--exclude-weights", "attn"], ["--exclude-weights attn: ", "im.gguf has no entry of such a tensor"]),
+    (["--exclude-weights", "blk"], ["--exclude-weights leaves no entry of", "--importance none"]),
 ])
 def test_bad_weight_selections_are_reported(tmp_path, source, flags, parts):
     path = write_imatrix(tmp_path / "im.gguf", GOOD)

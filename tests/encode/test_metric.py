@@ -107,7 +107,7 @@ def test_hessians_lower_the_output_error(lib, name):
     errors = [error(), error(imatrix=np.diag(hessian).astype(np.float32)),
               *(error(metric=make_metrics(lib, name, hessian, full)[0]) for full in (False, True))]
     print(name, errors)
-    assert errors == sorted(errors, reverse=True) and errors[3] < TYPES[name].moments_gain * errors[1]
+    assert errors == sorted(errors, reverse=True) and errors[3] < TYPES[name].hessian_gain * errors[1]
 
 
 def test_given_codebook_is_kept(lib):

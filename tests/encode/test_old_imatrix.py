@@ -114,13 +114,13 @@ VALID_ENTRY = pack_entry(UP.encode(), 4, np.ones(320))
 
 
 @pytest.mark.parametrize(("content", "parts"), [
-    (b"", ("is no importance matrix", "the number of entries needs 4 bytes, the file has 0", "llama-imatrix -m MODEL")),
-    (b"\0\0\0\0", ("is no importance matrix", "the number of entries is 0, must be 1")),
-    (b"PK\3\4" + bytes(100), ("is no importance matrix", "the length of the name of entry 1 of 67324752 is 0")),
-    (struct.pack("<ii", 1, 64) + bytes(500), ("is no importance matrix", "is 64, must be 1 to 63")),
-    (struct.pack("<ii", 1, -1) + bytes(500), ("is no importance matrix", "is -1")),
-    (struct.pack("<ii", 1, 4) + b"a\0\xffb" + bytes(50), ("is no importance matrix", "the name of entry 1 of 1 is b'a")),
-    (struct.pack("<i", 1) + VALID_ENTRY[:-3], ("is no importance matrix", "entry 1 of 1, blk.0.ffn_up.weight, needs")),
+    (b"", ("is no imatrix", "the number of entries needs 4 bytes, the file has 0", "llama-imatrix -m MODEL")),
+    (b"\0\0\0\0", ("is no imatrix", "the number of entries is 0, must be 1")),
+    (b"PK\3\4" + bytes(100), ("is no imatrix", "the length of the name of entry 1 of 67324752 is 0")),
+    (struct.pack("<ii", 1, 64) + bytes(500), ("is no imatrix", "is 64, must be 1 to 63")),
+    (struct.pack("<ii", 1, -1) + bytes(500), ("is no imatrix", "is -1")),
+    (struct.pack("<ii", 1, 4) + b"a\0\xffb" + bytes(50), ("is no imatrix", "the name of entry 1 of 1 is b'a")),
+    (struct.pack("<i", 1) + VALID_ENTRY[:-3], ("is no imatrix", "entry 1 of 1, blk.0.ffn_up.weight, needs")),
     (struct.pack("<i", 2) + VALID_ENTRY + VALID_ENTRY[:40], ("truncated or damaged", "entry 2 of 2")),
     (struct.pack("<i", 2) + VALID_ENTRY + VALID_ENTRY, ("truncated or damaged", "which is a duplicate")),
     (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.ones(0)), ("the number of sums of entry 1 of 1, blk.0.ffn_up.weight, is 0",)),
@@ -132,7 +132,7 @@ VALID_ENTRY = pack_entry(UP.encode(), 4, np.ones(320))
     (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.float32([1, -1])), (UP, "-1, must be finite and not negative")),
     (struct.pack("<i", 1) + pack_entry(UP.encode(), 1, np.float32([1, 1e16])), (UP, "an importance is 1e+16")),
     (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.zeros(320)), ("only zeros",)),
-    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.ones(256)), (UP, "256 importances, the model needs 320", "another model")),
+    (struct.pack("<i", 1) + pack_entry(UP.encode(), 4, np.ones(256)), (UP, "256 values, the model needs 320", "another model")),
 ])
 def test_bad_files_are_reported(tmp_path, source, content, parts):
     (tmp_path / "old.dat").write_bytes(content)

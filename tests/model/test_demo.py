@@ -86,7 +86,7 @@ def test_embedded_model_replaces_a_missing_package(tmp_path):
     assert "def read_lines(path):" in done.stdout
     assert list(tmp_path.iterdir()) == []
     rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["| type", "| ---", "| F16", "| Q3_K", "| ITQ3_S, with block moments"]
+    assert rows == ["| type", "| ---", "| F16", "| Q3_K", "| ITQ3_S, with block-diagonal Hessians"]
     assert "[   1/" not in done.stdout  # no line for each tensor
 
 
@@ -108,5 +108,5 @@ def test_failed_parts_are_named_and_the_rest_continues(tmp_path, small_package, 
     lines = capsys.readouterr().out.splitlines()
     assert "error: row Q3_K: llama-quantize exited with 1: no space left" in lines
     assert sum(line.startswith("error: chat model: ") for line in lines) == 1
-    table = [line for line in lines if line.startswith("| ITQ3_S, with block moments |")]
+    table = [line for line in lines if line.startswith("| ITQ3_S, with block-diagonal Hessians |")]
     assert len(table) == 1 and table[0].count("|") == 9

@@ -163,14 +163,14 @@ def test_rows_use_error_feedback(small, text, tmp_path, monkeypatch):
 
     def record(weights, *args, **options):
         shapes.append(weights.shape)
-        return encode_fed(weights, *args, **options)
+        return encode_with_row_feedback(weights, *args, **options)
 
     def record_tokens(g, n_tokens):
         tokens.append(n_tokens)
         return make_row_spans(g, n_tokens)
 
-    encode_fed, make_row_spans = layers.encode_fed, layers.make_row_spans
-    monkeypatch.setattr(layers, "encode_fed", record)
+    encode_with_row_feedback, make_row_spans = layers.encode_with_row_feedback, layers.make_row_spans
+    monkeypatch.setattr(layers, "encode_with_row_feedback", record)
     monkeypatch.setattr(layers, "make_row_spans", record_tokens)
     quantize_sequentially(small, tmp_path / "out.gguf", text, calibration_chunks=3)
     plain = [t for name, t in read_tensors(small).items() if name.startswith("blk.") and t.data.ndim == 2 and "ffn_gate_inp" not in name]
@@ -311,6 +311,19 @@ def test_best_effort_names_the_option_that_excludes_propagation(flags, option, m
     ggml_ext.quantize_model(model, None, log=lambda _, line: notes.append(line), **options)
     skipped = [line for line in notes if "skipping --propagate" in line]
     assert skipped == ([f"skipping --propagate (implied by --effort best): {option} excludes it"] if option else [])
+
+
+@pytest.mark.parametrize(("flags", "ignored"), [
+    ({}, None),
+    ({"calibrate_with": "source"}, None),  # as with --propagate
+    ({"n_gpu_layers": 1, "device": "none", "rpc": "localhost:1"}, "-ngl, --device, --rpc"),
+    ({"calibrate_with": "q8_0"}, "--calibrate-with"),
+])
+def test_options_that_propagation_ignores_are_noted(flags, ignored, model, text, lib):
+    notes = []
+    options = {"type": "itq2_t", "propagate": True, "imatrix_from": text, "threads": 2, "dry_run": True, **flags}
+    ggml_ext.quantize_model(model, None, log=lambda _, line: notes.append(line), **options)
+    assert [line for line in notes if "no effect" in line] == ([f"no effect with --propagate: {ignored}"] if ignored else [])
 
 
 # --- errors ---

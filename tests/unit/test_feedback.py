@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ggml_ext._encode.feedback import GROUP, LEAST_DAMPING, encode_fed, make_row_spans, oas_weight, order_rows
+from ggml_ext._encode.feedback import GROUP, LEAST_DAMPING, encode_with_row_feedback, make_row_spans, oas_weight, order_rows
 from ggml_ext._native.streams import ProductGroup, WeightProduct
 from ggml_ext._sequential.sums import SINKS, RowSums
 
@@ -33,7 +33,7 @@ def decode(data: np.ndarray) -> np.ndarray:
 
 
 def encode_with_feedback(w: np.ndarray, g: list[np.ndarray], n_tokens: float = 1e4):
-    return encode_fed(w, make_row_spans(g, n_tokens), encode, decode, 1, map)
+    return encode_with_row_feedback(w, make_row_spans(g, n_tokens), encode, decode, 1, map)
 
 
 @pytest.mark.parametrize("start", range(GROUP, ROWS, GROUP))
@@ -96,7 +96,7 @@ def test_splitting_the_rows_leaves_the_bytes_unchanged(sizes):
     expected, values = encode_with_feedback(w, g)
     for n_threads in (2, 3, 5, 64):
         with ThreadPoolExecutor(3) as pool:
-            assert np.array_equal(encode_fed(w, make_row_spans(g, 1e4), encode, decode, n_threads, pool.map)[0], expected)
+            assert np.array_equal(encode_with_row_feedback(w, make_row_spans(g, 1e4), encode, decode, n_threads, pool.map)[0], expected)
     first = 0
     for n, g_part in zip(sizes, g, strict=True):  # rows of different parts are independent
         assert np.array_equal(encode_with_feedback(w[first : first + n], [g_part])[1], values[first : first + n])

@@ -1,4 +1,4 @@
-"""An option is stated once, as a field: its flag, keyword, command line, record and row of the page follow."""
+"""An option is defined once, as a field: its flag, keyword, command line, record and row of the page follow."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ NAME = "blk.0.ffn_up.weight"
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch, lib):
-    """Fill a directory with a model, an importance matrix under several names, a text, and a file that is older."""
+    """Fill a directory with a model, an imatrix under several names, a text, and a file that is older."""
     monkeypatch.chdir(tmp_path)
     write_gguf(tmp_path / "in.gguf", {NAME: gaussian(8, 256)})
     write_imatrix(tmp_path / "im.gguf", {NAME: (np.ones((1, 256), np.float32), [4])})

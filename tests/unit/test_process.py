@@ -36,7 +36,7 @@ def other_directory(tmp_path, monkeypatch):
     for folder in (own, other):
         folder.mkdir()
         (folder / "libllama.so.0").touch()
-    monkeypatch.setattr(programs, "native_folder", lambda: own)
+    monkeypatch.setattr(programs, "native_dir", lambda: own)
     monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join(["/usr/lib", str(own), "", str(other)]))
     return other
 
@@ -50,5 +50,5 @@ def test_foreign_library_is_named(other_directory, monkeypatch):
     (other_directory / "libggml-base.so").write_text("no library")
     with pytest.raises(UserError, match=f"cannot load .*; {hint}"):
         library.Library(other_directory / "libggml-base.so")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(programs.native_folder()))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(programs.native_dir()))
     assert describe_failure("llama-x", 127, log, hint="reinstall").endswith("; reinstall")

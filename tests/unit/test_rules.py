@@ -216,7 +216,7 @@ MODELS = [("llama", 32, 0, 4), ("falcon", 32, 0, 4), ("llama", 32, 0, 8), ("llam
 
 @pytest.mark.parametrize("name", [*UPSTREAM_FILES, *UPSTREAM_ALIASES])
 def test_every_upstream_type_matches_llama_quantize(rules, tmp_path, imatrix, name):
-    """Without and with an importance matrix. Overrides remove tensors from the count; both regex libraries match these patterns alike."""
+    """Without and with an imatrix. Overrides remove tensors from the count; both regex libraries match these patterns alike."""
     for i, (arch, n_layer, n_expert, n_head) in enumerate(MODELS):
         for used in (None, imatrix):
             # llama-quantize silently ignores them in a file of floats.

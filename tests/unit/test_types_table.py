@@ -36,7 +36,7 @@ about       = "a \\"quoted\\" description"
 usual_rel_mse = 0.1
 fixture_rel_mse = 0.1
 student_t4_rel_mse = 0.1
-moments_gain = 0.7
+hessian_gain = 0.7
 fns_limits = "iq3_s"
 """
 

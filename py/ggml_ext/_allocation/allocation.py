@@ -145,9 +145,9 @@ class Allocation:
         for a in self.types:
             is_in_layers = a.item.planned.name.startswith("blk.")
             counts[a.type] = counts.get(a.type, 0) + (a.item.tensor.n_elements if is_in_layers else 0)
-        ours = {q: n for q, n in counts.items() if q.name.lower() in WEIGHT_TYPES and n}
-        if ours:
-            return FILE_TYPES[max(ours, key=lambda q: ours[q]).name.lower()]
+        ext_counts = {q: n for q, n in counts.items() if q.name.lower() in WEIGHT_TYPES and n}
+        if ext_counts:
+            return FILE_TYPES[max(ext_counts, key=lambda q: ext_counts[q]).name.lower()]
         qtype = max(counts, key=lambda q: counts[q]) if counts else GGMLQuantizationType.F16
         name = qtype.name
         members = (getattr(LlamaFileType, n, None) for n in (f"MOSTLY_{name}", f"MOSTLY_{name}_M", f"MOSTLY_{name}_S", f"ALL_{name}"))

@@ -60,7 +60,7 @@ class ErrorMeasurement:
     codec: Codec
     n_threads: int
     console: Console
-    folder: Path | None  # directory of OUT with links resolved; None in a dry run without OUT
+    directory: Path | None  # that of OUT, with links resolved; None in a dry run without OUT
     is_dry: bool  # do not run the model and do not write the cache
     runs_model: bool  # False with --no-calibration
     text: Path | None  # of --imatrix-from
@@ -68,7 +68,7 @@ class ErrorMeasurement:
 
     def measure(self, items: Sequence[Item]) -> ErrorCosts:
         """Measure errors and sensitivities, except those in the cache."""
-        path = None if self.folder is None else self.folder / choice_cache_name(self.file.stem)
+        path = None if self.directory is None else self.directory / choice_cache_name(self.file.stem)
         record = ChoiceRecord.read(path, self._list_dependencies())
         if self.importance.matrix is None:
             self.console.warn("no imatrix: choosing types by unweighted error, which costs quality")
@@ -145,13 +145,14 @@ class ErrorMeasurement:
             start = sensitivity.usual_sensitivities(list(known.errors))
             return sensitivity.fit_sensitivities(start, known.errors, known.costs), True
         reason = self._find_obstacle([t.tensor for t in tensors], text, program)
-        if reason or program is None or self.folder is None:
+        if reason or program is None or self.directory is None:
             (self.console.warn if program is None and not self.is_dry else self.console.note)(
                 f"using the sensitivities of another model: {reason}"
             )
             return usual, False
         probe = Probe(
-            file=self.file, tensors=tensors, importance=self.importance, codec=self.codec, program=program, text=text, folder=self.folder,
+            file=self.file, tensors=tensors, importance=self.importance, codec=self.codec, program=program, text=text,
+            directory=self.directory,
             n_threads=self.n_threads,
         )
         self.console.note(probe.describe())

@@ -181,8 +181,8 @@ class ModelCopy:
     places: Mapping[str, tuple[Path, int]]  # file and offset of each tensor
 
     @classmethod
-    def make(cls, file: GGUFFile, folder: Path) -> ModelCopy:
-        paths = {part.path: folder / part.path.name for part in file.parts}
+    def make(cls, file: GGUFFile, directory: Path) -> ModelCopy:
+        paths = {part.path: directory / part.path.name for part in file.parts}
         for source, path in paths.items():
             shutil.copyfile(source, path)
             path.chmod(0o600)
@@ -200,7 +200,7 @@ class Probe:
     codec: Codec
     program: Path  # llama-perplexity
     text: Path
-    folder: Path
+    directory: Path
     n_threads: int
 
     @property
@@ -241,24 +241,24 @@ class Probe:
             UserError: the disk or llama-perplexity fails.
         """
         try:
-            with temporary_directory(self.folder, TEMPORARY, console.note) as folder:
+            with temporary_directory(self.directory, TEMPORARY, console.note) as directory:
                 hint = "pass --sensitivity usual"
-                check_free_space(self.folder, self.bytes_needed(), str(self.folder), " to measure the sensitivity", hint)
-                return self._measure(folder, known, keep, console)
+                check_free_space(self.directory, self.bytes_needed(), str(self.directory), " to measure the sensitivity", hint)
+                return self._measure(directory, known, keep, console)
         except OSError as e:
             raise UserError(
-                f"sensitivity: cannot write in {self.folder}: {e.strerror}; write OUT to another directory, or pass --sensitivity usual"
+                f"sensitivity: cannot write in {self.directory}: {e.strerror}; write OUT to another directory, or pass --sensitivity usual"
             ) from e
 
-    def _measure(self, folder: Path, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
-        text, logits = folder / "text.txt", folder / "logits.bin"
+    def _measure(self, directory: Path, known: MeasuredCosts, keep: Callable[[MeasuredCosts], None], console: Console) -> MeasuredCosts:
+        text, logits = directory / "text.txt", directory / "logits.bin"
         text.write_bytes(cut_text(read_end(self.text, TEXT_BYTES + 1)))
-        copy, tensors, parts = ModelCopy.make(self.file, folder), {t.name: t.tensor for t in self.tensors}, self.parts()
+        copy, tensors, parts = ModelCopy.make(self.file, directory), {t.name: t.tensor for t in self.tensors}, self.parts()
         # the reference run, the encoding and one run per part
         with console.bar("sensitivity", len(parts) + 2, "step") as bar:
             self._run_llama_perplexity(copy.first, ["-f", text, "--chunks", self.n_chunks, "--kl-divergence-base", logits])
             bar.update()
-            errors, packed = self._encode(folder / "packed.bin")
+            errors, packed = self._encode(directory / "packed.bin")
             costs = known.resume_with(errors, parts)
             if costs.costs:
                 console.note(f"resuming after {len(costs.costs)} of {len(parts)} parts")

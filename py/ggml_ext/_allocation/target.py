@@ -126,6 +126,6 @@ def parse_types(text: str | None, upstream_only: bool = False) -> tuple[GGMLQuan
         names = [name for name in ALL_TYPES if not (upstream_only and name in WEIGHT_TYPES)]
     else:
         names = [name.strip() for name in text.split(",")]
-    if upstream_only and (ours := [name for name in names if name.lower() in WEIGHT_TYPES]):
-        raise UserError(f"--target-types: {ours[0]} is a ggml-ext type, and --stock allows standard types only: drop one of them")
+    if upstream_only and (ext_names := [name for name in names if name.lower() in WEIGHT_TYPES]):
+        raise UserError(f"--target-types: {ext_names[0]} is a ggml-ext type, and --stock allows standard types only: drop one of them")
     return tuple(dict.fromkeys(parse_type(name, "--target-types") for name in names))

@@ -82,22 +82,22 @@ def free_space(directory: Path) -> float:
     return usage.free if usage.total else math.inf
 
 
-def check_free_space(folder: Path, n_bytes: float, what: str, purpose: str, hint: str, n_reusable: int = 0) -> None:
-    """Raise UserError if a folder has no room for n_bytes.
+def check_free_space(directory: Path, n_bytes: float, what: str, purpose: str, hint: str, n_reusable: int = 0) -> None:
+    """Raise UserError if a directory has no room for n_bytes.
 
     Args:
-        folder: where they are to be written.
+        directory: where they are to be written.
         n_bytes: that are needed.
         what: needs them; the message begins with it.
         purpose: follows the size, such as " for out.gguf"; may be empty.
         hint: what to do besides freeing space.
         n_reusable: bytes of files that are removed first.
     """
-    if (free := free_space(folder) + n_reusable) < n_bytes:
+    if (free := free_space(directory) + n_reusable) < n_bytes:
         digits = 2 if n_bytes < 100 * MIB else 0
         raise UserError(
             f"no space left on device: {what} needs {n_bytes / MIB:,.{digits}f} MiB{purpose}, {free / MIB:,.{digits}f} MiB are free in "
-            f"{folder}; free some space, or {hint}"
+            f"{directory}; free some space, or {hint}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Options of the commands. A field of a dataclass states an option; all else that shows, checks or records it is made from that field.
+"""Options of the commands. A field of a dataclass defines an option; all else that shows, checks or records it is made from that field.
 
     @dataclass(frozen=True, kw_only=True)
     class BenchOptions:
@@ -26,7 +26,7 @@ from .errors import UserError
 
 Options = TypeVar("Options")
 
-_STATEMENT = "option"  # key of a field's metadata
+_DEFINITION = "option"  # key of a field's metadata
 # by the type of an option: what the Python API accepts, and what to call it
 _ACCEPTED: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
@@ -37,14 +37,14 @@ _ACCEPTED: dict[type, tuple[tuple[type, ...], str]] = {
 }
 
 
-def option(default: Any = dataclasses.MISSING, **statement: Any) -> Any:
-    """State an option. Without a default it is required; `statement` has the attributes of Option from `help` on."""
-    return dataclasses.field(default=default, metadata={_STATEMENT: statement})
+def option(default: Any = dataclasses.MISSING, **definition: Any) -> Any:
+    """Define an option. Without a default it is required; `definition` has the attributes of Option from `help` on."""
+    return dataclasses.field(default=default, metadata={_DEFINITION: definition})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option as its field states it.
+    """An option as its field defines it.
 
     Attributes:
         field: the name in the dataclass.
@@ -144,7 +144,7 @@ def list_options(kind: type) -> Iterator[Option]:
     for field, hint in _fields(kind):
         if dataclasses.is_dataclass(hint):
             yield from list_options(typing.cast(type, hint))
-        elif _STATEMENT in field.metadata:
+        elif _DEFINITION in field.metadata:
             yield _parse_field(field, hint)
 
 
@@ -162,7 +162,7 @@ def _parse_field(field: dataclasses.Field, hint: Any) -> Option:
     if repeats:
         (hint,) = typing.get_args(hint)
     return Option(
-        field=field.name, type=hint, default=field.default, is_optional=is_optional, repeats=repeats, **field.metadata[_STATEMENT]
+        field=field.name, type=hint, default=field.default, is_optional=is_optional, repeats=repeats, **field.metadata[_DEFINITION]
     )
 
 
@@ -172,10 +172,10 @@ def build_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
     for field, hint in _fields(kind):
         if dataclasses.is_dataclass(hint):
             arguments[field.name] = build_options(typing.cast(type, hint), values)
-        elif _STATEMENT in field.metadata and (stated := _parse_field(field, hint)).keyword in values:
-            value = values[stated.keyword]
-            arguments[field.name] = tuple(value) if stated.repeats else value
-            stated.check(value)
+        elif _DEFINITION in field.metadata and (definition := _parse_field(field, hint)).keyword in values:
+            value = values[definition.keyword]
+            arguments[field.name] = tuple(value) if definition.repeats else value
+            definition.check(value)
     return kind(**arguments)
 
 
@@ -186,7 +186,7 @@ def check_keywords(kind: type[Options], keywords: Mapping[str, Any]) -> Options:
         TypeError: a keyword is no option, or its value has another type than the option.
         UserError: a value is not accepted.
     """
-    known = {stated.keyword: stated for stated in list_options(kind)}
+    known = {definition.keyword: definition for definition in list_options(kind)}
     if unknown := [name for name in keywords if name not in known]:
         raise TypeError(f"{unknown[0]!r} is no option: known are {', '.join(known)}")
     return build_options(kind, {name: known[name].convert(value) for name, value in keywords.items()})
@@ -198,19 +198,19 @@ def list_values(options: Any) -> Iterator[tuple[Option, Any]]:
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(hint):
             yield from list_values(value)
-        elif _STATEMENT in field.metadata:
+        elif _DEFINITION in field.metadata:
             yield _parse_field(field, hint), value
 
 
 def command_line(program: Sequence[str], options: Any) -> str:
     """The command that makes a file again, for a shell. Options that do not change the file are left out."""
-    values = [(stated, value) for stated, value in list_values(options) if stated.in_command]
-    words = [word for is_first in (True, False) for stated, value in values if stated.is_positional == is_first for word in stated.words(value)]
-    return shlex.join([*program, *words])
+    values = [(definition, value) for definition, value in list_values(options) if definition.in_command]
+    values.sort(key=lambda pair: not pair[0].is_positional)
+    return shlex.join([*program, *(word for definition, value in values for word in definition.words(value))])
 
 
 def describe_record(options: Any, types: Collection[str]) -> str:
     """The options that decide the bytes of the output, in the order of `record`. types: names of the GGML types in it."""
-    values = [(stated, value) for stated, value in list_values(options) if stated.record is not None]
+    values = [(definition, value) for definition, value in list_values(options) if definition.record is not None]
     values.sort(key=lambda pair: typing.cast(int, pair[0].record))
-    return " ".join(word for stated, value in values for word in stated.records(value, types))
+    return " ".join(word for definition, value in values for word in definition.records(value, types))

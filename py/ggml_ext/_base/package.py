@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1]
+PACKAGE_DIR = Path(__file__).parents[1]
 
 try:
     __version__ = metadata.version("ggml-ext")

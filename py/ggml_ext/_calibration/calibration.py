@@ -22,7 +22,7 @@ from .._base.encoding import to_argument
 from .._base.errors import UserError
 from .._base.files import check_free_space, fingerprint, lock_directory, read_record, temporary_directory
 from .._base.memory import available_memory
-from .._base.package import FOLDER
+from .._base.package import PACKAGE_DIR
 from .._base.text import format_duration
 from .._base.units import GIB, MIB
 from .._formats.cache_names import imatrix_cache_name
@@ -40,7 +40,7 @@ from .importance import BUILT_IN, KINDS, Importance, open_importance
 from .options import COST, DEFAULT_CHUNKS, MEMORY_SHARE, CalibrationOptions
 from .proxy import ProxyModel
 
-TEXT = FOLDER / "data" / "calibration.txt"
+TEXT = PACKAGE_DIR / "data" / "calibration.txt"
 TEMPORARY = ".calibration-"
 PROGRAM = "llama-imatrix"
 
@@ -54,7 +54,7 @@ class CalibrationSetup:
 
     file: GGUFFile
     cost: CalibrationCost  # of the model, or of its proxy
-    folder: Path  # of the cached results
+    directory: Path  # of the cached results
     text: Path
     text_name: str
     n_chunks: int
@@ -88,7 +88,7 @@ class CalibrationRun(CalibrationSetup):
 
     def cache_path(self, layers: Layers) -> Path:
         """Return the path of the cached result for a range of layers."""
-        return self.folder / imatrix_cache_name(self.file.stem, layers)
+        return self.directory / imatrix_cache_name(self.file.stem, layers)
 
     def list_dependencies(self) -> dict:
         """List what a result depends on, except kind and layers."""
@@ -168,10 +168,10 @@ def calibrate(run: CalibrationRun, console: Console) -> list[Path]:
     One run at a time uses a directory, so that the next one can reuse its results.
     """
     try:
-        with lock_directory(run.folder, lambda: console.note(f"another run calibrates in {run.folder}: waiting for it")):
+        with lock_directory(run.directory, lambda: console.note(f"another run calibrates in {run.directory}: waiting for it")):
             return _calibrate(run, console)
     except OSError as e:
-        raise UserError(f"calibration: {run.folder}: {e.strerror}; write OUT to another directory, or pass --no-calibration") from e
+        raise UserError(f"calibration: {run.directory}: {e.strerror}; write OUT to another directory, or pass --no-calibration") from e
 
 
 def _calibrate(run: CalibrationRun, console: Console) -> list[Path]:
@@ -202,7 +202,7 @@ def _run_passes(run: CalibrationRun, passes: Sequence[Layers], dependencies: dic
         # keep a link: the parts of a split model may be next to it, not next to its target
         model_path = Path(os.path.abspath(run.file.path))
         if run.proxy_model is not None:
-            model_path = stack.enter_context(run.proxy_model.provide(model_path, run.folder, run.n_threads, console))
+            model_path = stack.enter_context(run.proxy_model.provide(model_path, run.directory, run.n_threads, console))
         for i, layers in enumerate(passes):
             title = "calibration" if len(passes) == 1 else f"pass {i + 1} of {len(passes)}"
             results.append(collect(run, model_path, layers, dependencies=dependencies, title=title, console=console))
@@ -233,7 +233,7 @@ def _plan_passes(run: CalibrationRun, dependencies: dict, console: Console) -> P
 def find_finished_passes(run: CalibrationRun, dependencies: dict) -> tuple[list[Path], list[int]]:
     """Return the valid files of an earlier run, and the layers that they lack."""
     results, missing = [], run.cost.layers
-    for path in sorted(run.folder.glob(f"{glob.escape(run.cache_path(None).stem)}.layers-*.gguf")):
+    for path in sorted(run.directory.glob(f"{glob.escape(run.cache_path(None).stem)}.layers-*.gguf")):
         record = Record.read(path)
         if record and (layers := record.layers) and record.serves(run, dependencies):
             results.append(path)
@@ -261,21 +261,21 @@ def collect(
         UserError: llama-imatrix fails, or the result cannot be written.
     """
     cache, needed = run.cache_path(layers), run.cost.hessian_bytes(run.kind, layers)
-    check_free_space(run.folder, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
+    check_free_space(run.directory, needed, "calibration", f" for {cache}", "pass --importance block or diagonal")
     # -b: logits of one chunk at a time; --output-frequency: no intermediate results
     command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
-        with temporary_directory(run.folder, TEMPORARY, console.note) as folder:
-            result = folder.resolve() / "imatrix.gguf"
+        with temporary_directory(run.directory, TEMPORARY, console.note) as directory:
+            result = directory.resolve() / "imatrix.gguf"
             # the file records the text's path as given, so pass the name only
             run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
             if not result.is_file():
                 raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to skip it")
             record = Record(dependencies, run.kind, layers, fingerprint(result))
-            record_file = folder / "record.json"
+            record_file = directory / "record.json"
             record_file.write_text(json.dumps(asdict(record), indent=1) + "\n")
             os.replace(record_file, record_path(cache))
             os.replace(result, cache)
@@ -284,7 +284,7 @@ def collect(
     return cache
 
 
-def run_program(command: list[str], folder: Path, run: CalibrationRun, title: str, console: Console) -> None:
+def run_program(command: list[str], directory: Path, run: CalibrationRun, title: str, console: Console) -> None:
     """Run llama-imatrix with a progress bar. Raise UserError with its last error line if it fails."""
     has_estimate = False
     with console.bar(title, run.n_chunks, "chunk") as bar:
@@ -298,10 +298,10 @@ def run_program(command: list[str], folder: Path, run: CalibrationRun, title: st
                 bar.total = int(total[1])
             bar.update(len(re.findall(r"\[\d+\][^,\[]*,", text)) - bar.n)
 
-        code, log = run_streamed(command, folder, on_output)
+        code, log = run_streamed(command, directory, on_output)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        without = "an importance matrix with --imatrix, or --no-calibration to skip it"
+        without = "an imatrix with --imatrix, or --no-calibration to skip it"
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
             hint=f"{devices}pass another text with --imatrix-from, {without}",
@@ -332,7 +332,7 @@ class PreparedImportance:
 
 
 def prepare(
-    options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, folder: Path | None, *, is_dry: bool, n_threads: int,
+    options: CalibrationOptions, file: GGUFFile, plan: QuantizationPlan, directory: Path | None, *, is_dry: bool, n_threads: int,
     n_compared_metrics: int, console: Console,
 ) -> PreparedImportance:
     """Provide the calibration statistics: from --imatrix, from a calibration, or none.
@@ -341,7 +341,7 @@ def prepare(
         options: the options of calibration.
         file: the model.
         plan: the types of its tensors.
-        folder: of the cached results, the directory of OUT; None for a dry run without OUT.
+        directory: that of OUT, for the cached results; None for a dry run without OUT.
         is_dry: run nothing; cached results are used.
         n_threads: of llama-imatrix.
         n_compared_metrics: different factorizations of a Hessian (metric_name()) among the types that a target compares; 0 without a target.
@@ -356,11 +356,11 @@ def prepare(
     program = _find_program(options, types, console)
     if program is None:
         return PreparedImportance(Importance())
-    setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=console)
+    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, console=console)
     run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_metrics, console))
     if not is_dry:
         return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
-    if folder is not None and (cached := run.open_cache()) is not None:
+    if directory is not None and (cached := run.open_cache()) is not None:
         return PreparedImportance(cached)
     passes: Sequence[Layers] = split_layers(run.cost, run.cost.layers, run.memory_limit) if run.needs_passes else [None]
     return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}"), is_pending=True)
@@ -388,7 +388,7 @@ def _find_program(options: CalibrationOptions, types: Sequence[GGMLQuantizationT
 
 
 def configure_calibration(
-    options: CalibrationOptions, file: GGUFFile, folder: Path, *, n_threads: int, program: Path, console: Console
+    options: CalibrationOptions, file: GGUFFile, directory: Path, *, n_threads: int, program: Path, console: Console
 ) -> CalibrationSetup:
     """Configure a calibration, except its kind. Raise UserError if the text or the model cannot be used."""
     text, text_name = (TEXT, BUILT_IN) if options.text is None else (options.text, options.text.name)
@@ -405,7 +405,7 @@ def configure_calibration(
     return CalibrationSetup(
         file=file,
         cost=cost,
-        folder=folder,
+        directory=directory,
         text=Path(os.path.realpath(text)),  # llama-imatrix runs in the directory of the file itself
         text_name=text_name,
         n_chunks=min(n_chunks, text_chunks),

@@ -24,12 +24,14 @@ COST = "SmolLM2-135M-Instruct in 3 bits has perplexity 33.8 without and 20.2 wit
 class CalibrationOptions:
     """The calibration statistics to use, and how to collect them."""
 
-    imatrix: Path | None = option(None, metavar="FILE", help="importance matrix of llama-imatrix (GGUF), with or without Hessians")
+    imatrix: Path | None = option(None, metavar="FILE", help="imatrix file of llama-imatrix (GGUF), with or without Hessians")
     included: Sequence[str] = option(
-        (), flag="--include-weights", metavar="NAME", record=14, help="use importances only for tensors whose name contains NAME; may be repeated"
+        (), flag="--include-weights", metavar="NAME", record=14,
+        help="use calibration only for tensors whose name contains NAME; may be repeated",
     )
     excluded: Sequence[str] = option(
-        (), flag="--exclude-weights", metavar="NAME", record=15, help="use no importances for tensors whose name contains NAME; may be repeated"
+        (), flag="--exclude-weights", metavar="NAME", record=15,
+        help="use no calibration for tensors whose name contains NAME; may be repeated",
     )
     text: Path | None = option(None, flag="--imatrix-from", metavar="TEXT", help="text to calibrate with (default: the built-in text)")
     kind: str | None = option(
@@ -109,6 +111,12 @@ class CalibrationOptions:
         return next(iter(self._conflicts_with_propagate()), "")
 
     @property
+    def ignored_by_propagate(self) -> list[str]:
+        """The given flags that have no effect on sequential quantization, which runs the model itself, without them."""
+        devices = self.devices.arguments()[::2]
+        return [*devices, *([proxy.FLAG] if self.proxy_model not in (None, proxy.SOURCE) else [])]
+
+    @property
     def selects(self) -> str:
         """The flag that selects tensors by name, or an empty string."""
         return "--include-weights" if self.included else "--exclude-weights" if self.excluded else ""
@@ -125,7 +133,7 @@ class CalibrationOptions:
         names, parts = matrix.names(), [*self.included, *self.excluded]
         for part in parts:
             if not any(part in name for name in names):
-                raise UserError(f"{self.selects} {part}: {matrix.path} has no importances of such a tensor, but of {list_tensors(names)}")
+                raise UserError(f"{self.selects} {part}: {matrix.path} has no entry of such a tensor, but of {list_tensors(names)}")
         matrix.exclude(name for name in names if any(part in name for part in parts) != bool(self.included))
         if not len(matrix):
-            raise UserError(f"{self.selects} leaves none of the importances of {matrix.path}: pass --importance none instead")
+            raise UserError(f"{self.selects} leaves no entry of {matrix.path}: pass --importance none instead")

@@ -54,17 +54,21 @@ class ProxyModel:
         return {"stand_in": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts]}
 
     @contextlib.contextmanager
-    def provide(self, source: Path, folder: Path, n_threads: int, console: Console) -> Iterator[Path]:
-        """Provide the file. If there is none, quantize the model in `folder`, and remove the file at the end. Raise OSError or UserError on failure."""
+    def provide(self, source: Path, directory: Path, n_threads: int, console: Console) -> Iterator[Path]:
+        """Provide the file. If there is none, quantize the model in `directory`, and remove the file at the end.
+
+        Raises:
+            OSError, UserError: the file cannot be made.
+        """
         if self.file is not None:
             yield self.file.path
             return
         program = find_tool("llama-quantize")
         if program is None:
             raise UserError(f"{FLAG}: llama-quantize is not in the package: reinstall ggml-ext, or pass {FLAG} {SOURCE}")
-        with temporary_directory(folder, TEMPORARY, console.note) as temporary:
+        with temporary_directory(directory, TEMPORARY, console.note) as temporary:
             description, hint = f"the model in {self.type}", f"pass {FLAG} {SOURCE}, which reads the model itself"
-            check_free_space(folder, self.n_bytes, description, " for the calibration", hint)
+            check_free_space(directory, self.n_bytes, description, " for the calibration", hint)
             out = temporary / f"{self.type}.gguf"
             with console.bar(f"model in {self.type}", 1, "file") as bar:
                 if error := requantize(program, source, out, TYPES[self.type][0], n_threads):

@@ -139,11 +139,11 @@ def make_standard_files(file: GGUFFile, names: Sequence[str], program: Path, n_t
     if not names:
         yield {}
         return
-    folder = file.path.parent
+    directory = file.path.parent
     needed = sum(t.n_elements for t in file.tensors) * sum(UPSTREAM_BPW[name] for name in names) / 8
     try:
-        with temporary_directory(folder, TEMPORARY, console.note) as temporary:
-            check_free_space(folder, needed, str(folder), f" for {', '.join(names)}", "pass --stock none, or existing files as MODEL")
+        with temporary_directory(directory, TEMPORARY, console.note) as temporary:
+            check_free_space(directory, needed, str(directory), f" for {', '.join(names)}", "pass --stock none, or existing files as MODEL")
             paths = {}
             with console.bar("llama-quantize", len(names), "file") as bar:
                 for name in names:
@@ -153,4 +153,4 @@ def make_standard_files(file: GGUFFile, names: Sequence[str], program: Path, n_t
                     bar.update()
             yield paths
     except OSError as e:
-        raise UserError(f"cannot write in {folder}: {e.strerror}; pass --stock none, or existing files as MODEL") from e
+        raise UserError(f"cannot write in {directory}: {e.strerror}; pass --stock none, or existing files as MODEL") from e

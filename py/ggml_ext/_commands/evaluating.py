@@ -13,7 +13,7 @@ from .._base.console import Console
 from .._base.errors import UserError
 from .._base.files import check_free_space, fingerprint, temporary_directory
 from .._base.option import option
-from .._base.package import FOLDER
+from .._base.package import PACKAGE_DIR
 from .._base.text import format_duration
 from .._base.threads import check_threads, threads_option
 from .._base.units import MIB
@@ -31,7 +31,7 @@ from .._native.text_file import check_text, count_tokens
 from .._report import picture
 from .._report.quality import Evaluation, Pair, Quality, draw_quality
 
-TEXT = FOLDER / "data" / "evaluation.txt"
+TEXT = PACKAGE_DIR / "data" / "evaluation.txt"
 BUILT_IN = "built-in"
 TEMPORARY = ".evaluation-"
 TOKENS = "tokenizer.ggml.tokens"
@@ -284,9 +284,9 @@ class _Runs:
 
     def _compute_logits(self, text: ScoredText, base: GGUFFile, cache: Path, needed: int, made_from: dict) -> BaseLogits:
         """Compute and cache the logits of the base. Raise OSError if they cannot be written."""
-        with temporary_directory(cache.parent, TEMPORARY, self._console.note) as folder:
+        with temporary_directory(cache.parent, TEMPORARY, self._console.note) as directory:
             check_free_space(cache.parent, needed, str(cache), "", "name another file with --base-logits, or pass a smaller --chunks")
-            logits, description = folder / "logits.bin", folder / "logits.json"
+            logits, description = directory / "logits.bin", directory / "logits.json"
             figure, _ = self._runner.save_logits(base.path, text.path, text.n_chunks, logits)
             require_finite(base.path, {PPL: figure})
             description.write_text(LogitsRecord(made_from, fingerprint(logits)).text())

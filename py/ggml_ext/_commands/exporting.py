@@ -57,7 +57,7 @@ class ExportOptions:
     tensor_type: Sequence[str] = option(
         (), metavar="REGEX=TYPE", help="standard type of quantized tensors whose name matches; may be repeated, the first match counts"
     )
-    imatrix: Path | None = option(None, metavar="FILE", help="importance matrix of llama-imatrix; iq1_*, iq2_* and iq3_xxs need one")
+    imatrix: Path | None = option(None, metavar="FILE", help="imatrix file of llama-imatrix; iq1_*, iq2_* and iq3_xxs need one")
     no_fallback: bool = option(False, help="fail if a tensor's row size does not fit the type, instead of choosing another type")
     threads: int | None = threads_option()
     dry_run: bool = option(False, in_command=False, help="show types and sizes, write nothing")
@@ -221,7 +221,7 @@ def export(settings: ExportSettings, console: Console) -> Result:
         metadata = upstream_metadata(file, uniform_file_type(choices.type), importance)
         header = pack_header(metadata, file.tensors, [t.type for t in plan.tensors], file.alignment)
         writing = ExportWritingJob(output, conversion, choices.name, lines, header=header)
-        return finish(settings, writing, writing.write(console), console)
+        return report_result(settings, writing, writing.write(console), console)
 
 
 def reserve_paths(options: ExportOptions) -> ReservedPaths:
@@ -250,7 +250,7 @@ def prepare(settings: ExportSettings) -> Conversion:
     return Conversion(file, plan, codec, importance, settings.n_threads)
 
 
-def finish(settings: ExportSettings, writing: ExportWritingJob, written: WrittenFile, console: Console) -> Result:
+def report_result(settings: ExportSettings, writing: ExportWritingJob, written: WrittenFile, console: Console) -> Result:
     """Report the result, and write the model card."""
     options, choices, path = settings.options, settings.choices, writing.output.path
     file, plan, importance = writing.conversion.file, writing.conversion.plan, writing.conversion.importance

@@ -40,7 +40,7 @@ class InspectOptions:
     against: Path | None = option(
         None, metavar="ORIGINAL", help="the file it was made from: compute all errors and check epsilon (exit code 1 if one is larger)"
     )
-    imatrix: Path | None = option(None, metavar="FILE", help="with --against: weight errors with this importance matrix too")
+    imatrix: Path | None = option(None, metavar="FILE", help="with --against: weight errors with this imatrix too")
     importance: str | None = option(None, choices=KINDS[1:], help="statistics to weight errors with (default: the most that --imatrix holds)")
     tensor: str | None = option(None, metavar="REGEX", help="list only tensors whose name matches, such as blk.3.attn_q.weight or ffn_")
     histograms: bool = option(False, help="count the codes and scales of each ggml-ext type, in samples of large tensors")
@@ -89,7 +89,7 @@ def load_importance(options: InspectOptions, file: GGUFFile) -> Importance:
     for tensor in file.tensors:
         if tensor.name in matrix and matrix.n_values(tensor.name) != n_importances(tensor):
             raise UserError(
-                f"--imatrix: {options.imatrix}: tensor {tensor.name} has {matrix.n_values(tensor.name):,} importances, the model needs "
+                f"--imatrix: {options.imatrix}: tensor {tensor.name} has {matrix.n_values(tensor.name):,} values, the model needs "
                 f"{n_importances(tensor):,}: it is for another model"
             )
     if not any(t.name in matrix for t in file.tensors):

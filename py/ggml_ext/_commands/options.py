@@ -57,7 +57,7 @@ class TypeOptions:
     leave_output_tensor: bool = option(False, record=7, help="keep the type of output.weight")
     allow_requantize: bool = option(False, record=8, help="accept tensors that are already below 8 bits; this costs quality")
 
-    def check_values(self) -> None:
+    def check(self) -> None:
         """Raise UserError for a threshold of --fallback-above that is out of range."""
         if self.fallback_above is not None and not 1 <= self.fallback_above < float("inf"):
             raise UserError(f"--fallback-above: got {self.fallback_above:g}, must be at least 1, such as {WARN_ABOVE}")
@@ -82,7 +82,7 @@ class OutputOptions:
     model_card: Path | None = option(
         None, metavar="FILE", in_command=False, help="write a model card for the Hugging Face hub to this file, such as README.md"
     )
-    force: bool = option(False, short="-f", in_command=False, help="replace OUT if it exists")
+    force: bool = option(False, short="-f", in_command=False, help="replace OUT and the files of --report and --model-card if they exist")
 
     @property
     def is_split(self) -> bool:

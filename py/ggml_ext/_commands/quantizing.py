@@ -107,7 +107,7 @@ def quantize(settings: Settings, console: Console) -> Result:
         destination = prepare_upload(settings, console)
         model = open_model(settings, console, stack)
         with model.file.explain_errors():
-            job = decide(settings, model, console)
+            job = plan_job(settings, model, console)
             report_plan(job.plan, console)
             if model.output is None:
                 return report_dry_run(settings, job, console)
@@ -115,7 +115,7 @@ def quantize(settings: Settings, console: Console) -> Result:
                 console.note(expected.describe())
             writing = prepare_writing(settings, model, job, console, stack)
             written = writing.write(console)
-        result = finish(settings, writing, written, console)
+        result = report_result(settings, writing, written, console)
     if destination is not None:
         console.report(destination.upload([*result.paths], make_card(settings, writing, written).text()))
     return result
@@ -165,8 +165,8 @@ def open_model(settings: Settings, console: Console, stack: contextlib.ExitStack
     return OpenedModel(file, paths, output, opened.checkpoint)
 
 
-def decide(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
-    """Decide the types of all tensors, and calibrate."""
+def plan_job(settings: Settings, model: OpenedModel, console: Console) -> QuantizationJob:
+    """Choose the types of all tensors and calibrate, or prepare calibration in a dry run."""
     choices, target, is_dry = settings.choices, settings.target, settings.output.is_dry
     has_imatrix = choices.file_type.is_mixed_by_rules and calibration.expects_importance(settings.calibration)
     plan = make_plan(model.file, choices, has_imatrix, GraphUses.read(model.file, settings.calibration.imatrix_names()))
@@ -177,13 +177,13 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
         check_fallbacks(plan, choices.no_fallback)
     codec = settings.encoder.load(settings.n_threads)
     if target is not None:
-        job = decide_for_target(settings, target, model, plan, codec=codec, console=console)
+        job = plan_job_for_target(settings, target, model, plan, codec=codec, console=console)
     else:
         if not is_dry:
             check_encoders(codec, plan, choices.fallback_above is not None)
         model.plan_parts(plan, settings, {})
         check_source(model.file, plan, codec, console, n_threads=settings.n_threads, candidates={})
-        config = decide_propagation(plan, settings, model, console)
+        config = prepare_propagation(plan, settings, model, console)
         importance = calibrate_for_plan(settings, model, plan, console) if config is None else config.importance()
         job = QuantizationJob(plan, choices, codec, importance, propagation_config=config)
     if not is_dry or target is not None:
@@ -191,7 +191,7 @@ def decide(settings: Settings, model: OpenedModel, console: Console) -> Quantiza
     return replace(job, options=settings.describe_options({t.type for t in plan.tensors}, job.propagation_config is not None))
 
 
-def decide_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
+def prepare_propagation(plan: QuantizationPlan, settings: Settings, model: OpenedModel, console: Console) -> PropagationConfig | None:
     """Configure --propagate and mark the matrices that it covers; None without it, or if --effort best implies it in vain."""
     options = settings.calibration
     if options.may_do_without and not any(metric_name(t.type) for t in plan.tensors):
@@ -201,7 +201,7 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
     if not options.propagates:
         return None
     try:
-        config = configure_propagation(options, model.file, cache_folder(settings), settings.n_threads, console)
+        config = configure_propagation(options, model.file, cache_dir(settings), settings.n_threads, console)
         if options.may_do_without and model.output is not None:
             check_cut(config, console.note)
     except UserError as e:
@@ -209,17 +209,19 @@ def decide_propagation(plan: QuantizationPlan, settings: Settings, model: Opened
             raise
         console.note(f"{SKIPPING}: {str(e).removeprefix(f'{FLAG}: ').removesuffix(f'; {HINT}')}")
         return None
-    if settings.target is None:  # the calibration for a target has marked them already
+    if settings.target is None:  # the calibration for a target uses these options, and has marked the matrices already
+        if options.ignored_by_propagate:
+            console.note(f"no effect with {FLAG}: {', '.join(options.ignored_by_propagate)}")
         for t in plan.changed:
             t.uses_imatrix |= t.name.startswith("blk.") and not t.is_unseen
         check_imatrix_types(plan)
     return config
 
 
-def decide_for_target(
+def plan_job_for_target(
     settings: Settings, target: Target, model: OpenedModel, plan: QuantizationPlan, *, codec: Codec, console: Console
 ) -> QuantizationJob:
-    """Check the weights, calibrate, choose types for a target, and decide on --propagate."""
+    """Check the weights, calibrate, choose types for a target, and configure --propagate."""
     choices, file = settings.choices, model.file
     items = make_items(target, plan, choices, codec)
     candidates = {item.planned.name: item.types for item in items}
@@ -236,7 +238,7 @@ def decide_for_target(
             codec=codec,
             n_threads=settings.n_threads,
             console=console,
-            folder=cache_folder(settings),
+            directory=cache_dir(settings),
             is_dry=model.output is None,
             runs_model=settings.calibration.runs_model,
             text=settings.calibration.text,
@@ -248,11 +250,11 @@ def decide_for_target(
     check_fallbacks(plan, choices.no_fallback)
     choices = replace(choices, file_type=allocation.file_type(choices.file_type, target.upstream_only))
     model.plan_parts(plan, settings, {})  # final sizes
-    config = decide_propagation(plan, settings, model, console)
+    config = prepare_propagation(plan, settings, model, console)
     return QuantizationJob(plan, choices, codec, importance, allocation, propagation_config=config)
 
 
-def cache_folder(settings: Settings) -> Path | None:
+def cache_dir(settings: Settings) -> Path | None:
     """Return the directory of OUT with links resolved; None only without OUT."""
     return None if settings.output.path is None else Path(os.path.realpath(settings.output.path)).parent
 
@@ -264,7 +266,7 @@ def calibrate_for_plan(settings: Settings, model: OpenedModel, plan: Quantizatio
         options,
         model.file,
         plan,
-        cache_folder(settings),
+        cache_dir(settings),
         is_dry=model.output is None,
         n_threads=settings.n_threads,
         n_compared_metrics=len({name for q in target.types if (name := metric_name(q))}) if target else 0,
@@ -292,7 +294,7 @@ def output_metadata(
     """
     if choices.file_type.is_upstream:
         return upstream_metadata(file, choices.file_type.id, importance)
-    ours = [
+    ext_metadata = [
         *importance.metadata(),
         uint32_value("general.file_type", choices.file_type.id),
         uint32_value("general.quantization_version", QUANTIZATION_VERSION),
@@ -302,7 +304,7 @@ def output_metadata(
         *errors,
     ]
     old = {key: kv for key, kv in file.metadata.items() if key not in (NAMES_KEY, VALUES_KEY, STREAM_KEY, *IMPORTANCE_KEYS, *SPLIT_KEYS)}
-    return old | {kv.key: kv for kv in ours}
+    return old | {kv.key: kv for kv in ext_metadata}
 
 
 def find_largest_header(settings: Settings, file: GGUFFile, plan: QuantizationPlan, items: list[Item], importance: Importance) -> int:
@@ -423,7 +425,7 @@ def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -
     )
 
 
-def finish(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
+def report_result(settings: Settings, writing: QuantizeWritingJob, written: WrittenFile, console: Console) -> Result:
     """Report the result, and write the files next to OUT."""
     job, output, path = writing.job, settings.output, writing.output.path
     plan, importance_text = job.plan, job.importance.describe()

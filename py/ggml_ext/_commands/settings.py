@@ -57,7 +57,7 @@ class Settings:
         source.check(is_uploading=options.output.upload is not None)
         if types.fallback_above is not None and options.calibration.propagate:
             raise UserError("--propagate and --fallback-above: pass one of them")
-        types.check_values()
+        types.check()
         n_threads = check_threads(options.threads)
         is_implied = options.calibration.propagate is None and options.encoder.effort == "best"
         excludes = options.calibration.excludes_propagate or ("--fallback-above" if types.fallback_above is not None else "")

@@ -46,7 +46,7 @@ def check_numpy_encoders(codec: Codec, plan: QuantizationPlan, flags: Mapping[st
         return
     for t in plan.changed:
         if t.uses_imatrix and t.type in UNWEIGHTED_IN_NUMPY:
-            raise _no_numpy_encoder(t.tensor, t.type, flags, " with importances")
+            raise _no_numpy_encoder(t.tensor, t.type, flags, " with an imatrix")
 
 
 def _no_numpy_encoder(tensor: Tensor, qtype: GGMLQuantizationType, flags: Mapping[str, str], use: str = "") -> UserError:

@@ -99,7 +99,7 @@ def make_row_spans(statistics: Sequence[np.ndarray], n_tokens: float) -> list[Ro
     return spans
 
 
-def encode_fed(
+def encode_with_row_feedback(
     weights: np.ndarray,
     spans: Sequence[RowSpan],
     encode: Callable[[np.ndarray], np.ndarray],
@@ -138,6 +138,6 @@ def encode_fed(
         for first, encoded, decoded in map_items(process, pieces):
             if not data.size:
                 data = np.empty((len(weights), encoded.shape[1]), np.uint8)
-            here = slice(first, first + len(encoded))
-            data[order[here]], values[order[here]], errors[here] = encoded, decoded, weights[here] - decoded
+            block_rows = slice(first, first + len(encoded))
+            data[order[block_rows]], values[order[block_rows]], errors[block_rows] = encoded, decoded, weights[block_rows] - decoded
     return data, values

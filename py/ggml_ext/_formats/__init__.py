@@ -1,1 +1,1 @@
-"""Bytes on disk: GGUF files, split models, importance matrices, Hessians."""
+"""Bytes on disk: GGUF files, split models, imatrix files, Hessians."""

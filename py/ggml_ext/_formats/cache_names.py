@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def imatrix_cache_name(stem: str, layers: Sequence[int] | None = None) -> str:
-    """Return the name of a model's cached importance matrix. layers: those that it covers, None for all."""
+    """Return the name of a model's cached imatrix. layers: those that it covers, None for all."""
     return f"{stem}.imatrix{'' if layers is None else f'.layers-{layers[0]}-{layers[-1]}'}.gguf"
 
 

@@ -1,4 +1,4 @@
-"""Hessians H = X^T X of the inputs of weight matrices, which llama-imatrix --moments adds to an importance matrix.
+"""Hessians H = X^T X of the inputs of weight matrices, which llama-imatrix --moments adds to an imatrix.
 
 The tensor OWNER.in_moments, float32 (n_matrices, n_values), holds lower triangles of sums of x x^T over tokens, row by row (row i holds
 columns 0..i). Kind "block": a triangle per block of 256 columns, the last may be smaller; kind "full": one triangle over all columns.
@@ -217,7 +217,7 @@ class _Entry:
 
 
 class HessianFile:
-    """The Hessians in a GGUF importance matrix, or in several for different layers."""
+    """The Hessians in a GGUF imatrix, or in several for different layers."""
 
     def __init__(self, files: Sequence[GGUFFile]):
         """Check keys, sizes and counts; values are checked on access. UserError for invalid files."""

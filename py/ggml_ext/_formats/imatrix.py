@@ -1,4 +1,4 @@
-"""Importance matrices of llama-imatrix: the mean square of each input column of a weight matrix, which is the Hessian's diagonal.
+"""Imatrix files of llama-imatrix: the mean square of each input column of a weight matrix, which is the Hessian's diagonal.
 
 Formats and normalization follow llama.cpp: common/imatrix-loader.cpp and load_imatrix() of tools/quantize/quantize.cpp. The old format
 (save_imatrix_legacy() of tools/imatrix/imatrix.cpp) does not count tokens per expert.
@@ -27,14 +27,14 @@ DEAD, FLOOR = 1e-8, 0.1
 
 
 class ImportanceMatrix:
-    """An importance matrix in GGUF or in the old format (.dat).
+    """An imatrix in GGUF or in the old format (.dat).
 
     Attributes:
         excluded: names of entries that exclude() removed.
     """
 
     def __init__(self, path: Path):
-        """Read and check the complete file. UserError if it is no valid importance matrix."""
+        """Read and check the complete file. UserError if it is no valid imatrix."""
         self.path = path
         self.is_old = path.is_file() and not has_magic(path)
         self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # by name: sums float32 (n,), tokens float32 (n_counts,)
@@ -59,7 +59,7 @@ class ImportanceMatrix:
         names = [n.removesuffix(SUMS) for n in tensors if n.endswith(SUMS)]
         if not names:
             raise UserError(
-                f"--imatrix: {path} holds no importance matrix: it has no tensor named *{SUMS}; make one with llama-imatrix -m MODEL -f TEXT"
+                f"--imatrix: {path} holds no imatrix: it has no tensor named *{SUMS}; make one with llama-imatrix -m MODEL -f TEXT"
             )
         for key in KEYS:
             if key not in file.metadata:
@@ -80,7 +80,7 @@ class ImportanceMatrix:
         def damaged(what: str) -> UserError:
             if not self._entries:
                 return UserError(
-                    f"--imatrix: {path} is no importance matrix, neither a GGUF file nor an old one of llama-imatrix: {what}; "
+                    f"--imatrix: {path} is no imatrix, neither a GGUF file nor an old one of llama-imatrix: {what}; "
                     "make one with llama-imatrix -m MODEL -f TEXT"
                 )
             return UserError(f"--imatrix: {path}: truncated or damaged: {what}; make the file again with llama-imatrix -m MODEL -f TEXT")
@@ -200,7 +200,7 @@ class ImportanceMatrix:
         return out
 
     def metadata(self) -> list[KeyValue]:
-        """Return the keys that llama-quantize writes about the importance matrix, with file names instead of paths, so that equal runs
+        """Return the keys that llama-quantize writes about the imatrix, with file names instead of paths, so that equal runs
         write equal files."""
         out = [string_value("quantize.imatrix.file", self.path.name)]
         if self._datasets:

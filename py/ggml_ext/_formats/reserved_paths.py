@@ -52,7 +52,7 @@ class ReservedPaths:
         if path.name == choice_cache_name(self.stem):
             return "what is measured for a target"
         imatrix = re.escape(self.stem) + r"\.imatrix(\.layers-\d+-\d+)?\.(gguf|json)"
-        return "the importance matrix" if re.fullmatch(imatrix, path.name) else None
+        return "the imatrix" if re.fullmatch(imatrix, path.name) else None
 
     def is_part(self, path: Path) -> bool:
         """Whether a part of OUT may get that name."""

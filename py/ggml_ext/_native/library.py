@@ -17,7 +17,7 @@ from .._base.errors import UserError
 from .._base.types import MAX_BLOCK_SIZE, WEIGHT_TYPES
 from .._base.upstream import GGML_VERSION, LLAMA_CPP_VERSION
 from ..quants import ditto3
-from .programs import DIR_VARIABLE, library_conflict, native_folder
+from .programs import DIR_VARIABLE, library_conflict, native_dir
 
 ABI_VERSION = 8  # GGML_EXT_ABI_VERSION in ggml_ext/ggml-ext.h
 MAX_DIMS, MAX_NAME = 4, 64  # GGML_MAX_DIMS, GGML_MAX_NAME
@@ -407,7 +407,7 @@ def _pattern(name: str) -> str:
 
 
 def _find(name: str) -> list[Path]:
-    return sorted(native_folder().glob(_pattern(name)))
+    return sorted(native_dir().glob(_pattern(name)))
 
 
 @functools.cache

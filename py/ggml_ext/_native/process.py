@@ -24,10 +24,12 @@ NOT_LINKED = "symbol lookup error|undefined symbol|error while loading shared li
 NOT_LOADED = re.compile(r"error loading model(?: \w+)*: (?:\w+: )?((?!.*allocate).*)")
 
 
-def run_streamed(command: list[str], folder: Path, on_output: Callable[[str], None], env: dict[str, str] | None = None) -> tuple[int, str]:
+def run_streamed(
+    command: list[str], directory: Path, on_output: Callable[[str], None], env: dict[str, str] | None = None
+) -> tuple[int, str]:
     """Run a program and return its exit code and output. on_output: called with all output so far whenever there is more."""
     log = bytearray()
-    with start_program(command, folder, env, subprocess.DEVNULL, subprocess.STDOUT) as process:
+    with start_program(command, directory, env, subprocess.DEVNULL, subprocess.STDOUT) as process:
         output = require_pipe(process.stdout)
         while True:
             # a signal just before a read is handled only after it, and the program may be silent for long
@@ -41,21 +43,21 @@ def run_streamed(command: list[str], folder: Path, on_output: Callable[[str], No
     return code, log.decode(errors="replace")
 
 
-def run_logged(command: list[str], folder: Path, on_output: Callable[[str], None] | None = None) -> tuple[int, str]:
+def run_logged(command: list[str], directory: Path, on_output: Callable[[str], None] | None = None) -> tuple[int, str]:
     """Run a program and return its exit code and output. on_output: called with all output so far every second.
 
     The output goes through a file, because llama-perplexity sometimes loses its last lines in a pipe.
     """
     with tempfile.NamedTemporaryFile() as log:
-        with start_program(command, folder, None, subprocess.DEVNULL, subprocess.STDOUT, stdout=log) as process:
+        with start_program(command, directory, None, subprocess.DEVNULL, subprocess.STDOUT, stdout=log) as process:
             code = _wait(process, lambda: None if on_output is None else on_output(_read_text(log)))
         return code, _read_text(log)
 
 
-def run_captured(command: list[str], folder: Path) -> tuple[int, str, str]:
+def run_captured(command: list[str], directory: Path) -> tuple[int, str, str]:
     """Run a program; returns exit code, standard output and standard error."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as log:
-        with start_program(command, folder, None, subprocess.DEVNULL, log, stdout=out) as process:
+        with start_program(command, directory, None, subprocess.DEVNULL, log, stdout=out) as process:
             code = _wait(process, lambda: None)
         return code, _read_text(out), _read_text(log)
 
@@ -82,13 +84,14 @@ def require_pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 @contextlib.contextmanager
 def start_program(
-    command: list[str], folder: Path, env: dict[str, str] | None, stdin: int, stderr: int | IO[bytes], stdout: int | IO[bytes] = subprocess.PIPE
+    command: list[str], directory: Path, env: dict[str, str] | None, stdin: int, stderr: int | IO[bytes],
+    stdout: int | IO[bytes] = subprocess.PIPE,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program during the block and end it if it still runs afterwards.
 
     Args:
         command: program and arguments.
-        folder: its working directory.
+        directory: its working directory.
         env: its environment; None: this process's.
         stdin, stderr, stdout: as for subprocess.Popen; pipes are unbuffered.
     """
@@ -97,7 +100,7 @@ def start_program(
         deferred.enter_context(defer_signals())  # a signal during the start would leave the program running
         # in a session of its own, so that an interrupt from the keyboard reaches this process alone, which then ends the program
         process = subprocess.Popen(
-            command, cwd=folder, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True,
+            command, cwd=directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True,
         )
         try:
             deferred.close()

@@ -1,4 +1,4 @@
-"""Times a matrix product of ggml's CPU backend: python -I product_rate.py LIBGGML FOLDER TYPE N_THREADS prints "flops X" (per second).
+"""Times a matrix product of ggml's CPU backend: python -I product_rate.py LIBGGML DIRECTORY TYPE N_THREADS prints "flops X" (per second).
 
 This is a separate program that needs only the standard library, because ggml aborts on errors.
 """
@@ -36,7 +36,7 @@ class InitParams(ctypes.Structure):
     _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
 
-def measure(library: str, folder: str, type_id: int, n_threads: int) -> float:
+def measure(library: str, directory: str, type_id: int, n_threads: int) -> float:
     """Return the operations per second of the fastest of N_RUNS products.
 
     The first one starts threads and fills caches; others may be slowed by short activity of other programs.
@@ -45,7 +45,7 @@ def measure(library: str, folder: str, type_id: int, n_threads: int) -> float:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments or [InitParams]
-    ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+    ggml.ggml_backend_load_all_from_path(os.fsencode(directory))
     backend = ggml.ggml_backend_init_by_type(CPU, None)
     registry = ggml.ggml_backend_dev_backend_reg(ggml.ggml_backend_get_device(backend))
     set_threads = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")

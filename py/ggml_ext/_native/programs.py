@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from .._base.errors import UserError
-from .._base.package import FOLDER
+from .._base.package import PACKAGE_DIR
 
 DIR_VARIABLE = "GGML_EXT_LIB_DIR"
 
 
-def native_folder() -> Path:
+def native_dir() -> Path:
     """Return the directory of the libraries and programs: that named by GGML_EXT_LIB_DIR, or the package's."""
     directory = os.environ.get(DIR_VARIABLE)
-    return Path(os.path.abspath(directory)) if directory else FOLDER / "bin"
+    return Path(os.path.abspath(directory)) if directory else PACKAGE_DIR / "bin"
 
 
 def library_conflict() -> str:
-    """Name the variable that loads another build's libraries before ours, and the way out; empty if there is none."""
-    libraries = {path.name for path in native_folder().glob("lib*")}
+    """Name the variable that loads another build's libraries before this package's, and the way out; empty if there is none."""
+    libraries = {path.name for path in native_dir().glob("lib*")}
     for variable in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):
         for directory in filter(None, os.environ.get(variable, "").split(os.pathsep)):
             names = [name for name in sorted(libraries) if os.path.lexists(os.path.join(directory, name))]
-            if names and not os.path.samefile(directory, native_folder()):
+            if names and not os.path.samefile(directory, native_dir()):
                 return f"{variable} names {directory}, which has another {names[0]}: unset it, or remove that directory from it"
     return ""
 
@@ -35,7 +35,7 @@ def find_tool(name: str) -> Path | None:
 
     UserError if GGML_EXT_LIB_DIR names a directory without it, because the package's own program may not match the libraries there.
     """
-    path = native_folder() / (name + (".exe" if sys.platform == "win32" else ""))
+    path = native_dir() / (name + (".exe" if sys.platform == "win32" else ""))
     if path.exists():
         return path
     if directory := os.environ.get(DIR_VARIABLE):
@@ -58,7 +58,7 @@ def tool_path(name: str) -> Path:
     except UserError as e:
         raise SystemExit(f"error: {e}") from e
     if path is None:
-        raise SystemExit(f"error: {name} is not in {native_folder()}: ggml-ext was installed without its native part; reinstall it")
+        raise SystemExit(f"error: {name} is not in {native_dir()}: ggml-ext was installed without its native part; reinstall it")
     return path
 
 

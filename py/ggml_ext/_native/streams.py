@@ -106,9 +106,9 @@ class LayerStreams:
         no_gradients: why the model cannot be differentiated; empty if it can.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path):
-        """Prepare the program. command: with model, text, chunk length and directory of the streams. folder: for exchanged files."""
-        self._command, self._folder = list(command), folder
+    def __init__(self, command: Sequence[str], directory: Path):
+        """Prepare the program. command: with model, text, chunk length and streams' directory. directory: for exchanged files."""
+        self._command, self._dir = list(command), directory
         self._stack, self._rest = ExitStack(), b""
         self.layers: tuple[tuple[ProductGroup, ...], ...] = ()
         self.n_chunks = self.n_tokens = 0
@@ -117,7 +117,7 @@ class LayerStreams:
     def __enter__(self) -> LayerStreams:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
-            self._process = stack.enter_context(start_program(self._command, self._folder, None, subprocess.PIPE, self._log))
+            self._process = stack.enter_context(start_program(self._command, self._dir, None, subprocess.PIPE, self._log))
             self._set_model(self._read_answer())
             self._map_memory(stack)
             self._stack = stack.pop_all()
@@ -136,7 +136,7 @@ class LayerStreams:
 
     def _map_memory(self, stack: ExitStack) -> None:
         """Map the memory that is shared with the program."""
-        path = self._folder / "exchange"
+        path = self._dir / "exchange"
         n_bytes = max(max((g.n_bytes(self.n_tokens) for g in groups), default=1) for groups in self.layers)
         n_bytes = max(n_bytes, *(4 * self.n_tokens * sum(p.rows for p in dense_products(groups)) for groups in self.layers[:-1]))
         self._ask(f"exchange {n_bytes} {path}")
@@ -186,7 +186,7 @@ class LayerStreams:
 
     def replace(self, name: str, type_name: str, data: np.ndarray | bytes) -> None:
         """Replace a matrix of the quantized model by encoded data."""
-        path = self._folder / "matrix"
+        path = self._dir / "matrix"
         try:
             with open(path, "wb") as file:
                 file.write(data if isinstance(data, bytes) else data.data)

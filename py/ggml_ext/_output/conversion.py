@@ -23,7 +23,7 @@ IMPORTANCE_KEYS = (
     "ggml_ext.importance",
     "ggml_ext.calibration",
 )
-OURS = "ggml_ext."  # prefix of our keys
+EXT_PREFIX = "ggml_ext."  # of the keys of ggml-ext
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Conversion:
 
 
 def upstream_metadata(file: GGUFFile, file_type: int, importance: Importance) -> dict[str, KeyValue]:
-    """Make the metadata that llama-quantize would write: the keys of the input without ours, and its own."""
-    old = {k: kv for k, kv in file.metadata.items() if not k.startswith(OURS) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
+    """Make the metadata that llama-quantize would write: the keys of the input without those of ggml-ext, and its own."""
+    old = {k: kv for k, kv in file.metadata.items() if not k.startswith(EXT_PREFIX) and k not in (*IMPORTANCE_KEYS, *SPLIT_KEYS)}
     new = [
         *([] if importance.matrix is None else importance.matrix.metadata()),
         uint32_value("general.file_type", file_type),

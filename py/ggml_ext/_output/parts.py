@@ -65,9 +65,9 @@ def split_parts(path: Path, sizes: Sequence[int], max_bytes: int | None) -> list
 
 def part_metadata(metadata: dict[str, KeyValue], parts: list[Part], n: int) -> dict[str, KeyValue]:
     """Return the metadata of part n of a split model: all in the first part, those that the loader needs in the others."""
-    ours = [uint16_value(NUMBER_KEY, n), uint16_value(COUNT_KEY, len(parts)), int32_value(TENSORS_KEY, parts[-1].last)]
+    part_keys = [uint16_value(NUMBER_KEY, n), uint16_value(COUNT_KEY, len(parts)), int32_value(TENSORS_KEY, parts[-1].last)]
     shared = metadata if n == 0 else {k: kv for k, kv in metadata.items() if k == "general.alignment"}
-    return shared | {kv.key: kv for kv in ours}
+    return shared | {kv.key: kv for kv in part_keys}
 
 
 def take_back(part: Part) -> None:

@@ -52,7 +52,7 @@ def check_imatrix_types(plan: QuantizationPlan, imatrix: ImportanceMatrix | None
     hint = "pass --imatrix FILE" if imatrix is None else f"{imatrix.path} has none for {'it' if len(names) == 1 else 'them'}"
     patterns = dict.fromkeys(re.escape(tensor_class(name)).replace(r"\*", r"\d+") for name in names)
     raise UserError(
-        f"{describe_tensors(names)}: {qtype.name.lower()} needs an importance matrix: {hint} (llama-imatrix makes "
+        f"{describe_tensors(names)}: {qtype.name.lower()} needs an imatrix: {hint} (llama-imatrix makes "
         f"one), or choose another type with --tensor-type '{re.escape(names[0]) if len(names) == 1 else '|'.join(patterns)}=TYPE'"
     )
 
@@ -82,7 +82,7 @@ def _match_entries(plan: QuantizationPlan, encoded: list[PlannedTensor], imatrix
     names = {t.name for t in plan.tensors}
     if unknown := [name for name in imatrix.names() if name not in names]:
         plan.warnings.append(
-            f"--imatrix: {imatrix.path} has importances for {len(unknown)} tensors that the model lacks, such as "
+            f"--imatrix: {imatrix.path} has entries for {len(unknown)} tensors that the model lacks, such as "
             f"{unknown[0]}: is it for another model?"
         )
 
@@ -91,7 +91,7 @@ def _report_other_size(plan: QuantizationPlan, tensor: Tensor, imatrix: Importan
     """Raise UserError; for embeddings, which only --process-output collects, add a warning."""
     needed = n_importances(tensor)
     message = (
-        f"--imatrix: {imatrix.path}: tensor {tensor.name} has {imatrix.n_values(tensor.name):,} importances, the model needs {needed:,} "
+        f"--imatrix: {imatrix.path}: tensor {tensor.name} has {imatrix.n_values(tensor.name):,} values, the model needs {needed:,} "
         f"({needed // tensor.ne[0]:,} x {tensor.ne[0]:,} columns)"
     )
     if tensor.name not in OUTER or tensor.name == OUTPUT:
@@ -111,6 +111,6 @@ def _report_missing(plan: QuantizationPlan, imatrix: ImportanceMatrix, missing: 
             f"and none for a tensor of this one, such as {missing[0]}; make one with llama-imatrix -m MODEL -f TEXT"
         )
     plan.warnings.append(
-        f"--imatrix: {imatrix.path} has no importances for {len(missing)} of {n_encoded} tensors, which are "
+        f"--imatrix: {imatrix.path} has no entries for {len(missing)} of {n_encoded} tensors, which are "
         f"quantized without: {list_tensors(missing)}"
     )

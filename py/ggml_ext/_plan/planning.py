@@ -165,7 +165,7 @@ def check_model(file: GGUFFile) -> None:
     for is_match, description in (
         (kind == "adapter", "a LoRA adapter (general.type is adapter)"),
         (arch == "controlvector", "a control vector (general.architecture is controlvector)"),
-        (kind == "imatrix", "an importance matrix (general.type is imatrix), for --imatrix"),
+        (kind == "imatrix", "an imatrix (general.type is imatrix), for --imatrix"),
     ):
         if is_match:
             raise UserError(f"{file.path} is {description}, not a model: nothing to quantize; pass the model that it belongs to")

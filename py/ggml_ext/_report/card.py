@@ -71,7 +71,7 @@ class Card:
 
     def _front_matter(self) -> str:
         models, is_itself = self.base_models()
-        ours = ["ggml-ext"] if self._has_ext_types() else []
+        ext_tags = ["ggml-ext"] if self._has_ext_types() else []
         fields: dict[str, str | list[str] | None] = {
             "base_model": models,
             "base_model_relation": "quantized" if is_itself else None,
@@ -80,7 +80,7 @@ class Card:
             "license_link": self._text("general.license.link"),
             "language": self.source.strings("general.languages") or [],
             "library_name": "gguf",
-            "tags": list(dict.fromkeys([*(self.source.strings("general.tags") or []), "gguf", "llama.cpp", *ours])),
+            "tags": list(dict.fromkeys([*(self.source.strings("general.tags") or []), "gguf", "llama.cpp", *ext_tags])),
             "quantized_by": self._text("general.quantized_by") or "ggml-ext",
         }
         lines = ["---"]

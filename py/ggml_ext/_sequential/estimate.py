@@ -28,14 +28,14 @@ PROGRAM = "ggml-ext-streams"
 
 
 def configure_propagation(
-    options: CalibrationOptions, file: GGUFFile, folder: Path | None, n_threads: int, console: Console
+    options: CalibrationOptions, file: GGUFFile, directory: Path | None, n_threads: int, console: Console
 ) -> PropagationConfig:
     """Configure sequential quantization.
 
     Args:
         options: the options of calibration.
         file: the model.
-        folder: directory of OUT, None for a dry run.
+        directory: that of OUT; None for a dry run.
         n_threads: of ggml-ext-streams.
         console: gets a note if memory is short.
 
@@ -47,7 +47,7 @@ def configure_propagation(
         raise UserError(f"{FLAG}: {PROGRAM} is not in the package: reinstall ggml-ext, or leave the option out")
     # the program runs the model itself, one layer at a time
     options = replace(options, proxy_model=SOURCE)
-    setup = configure_calibration(options, file, folder or Path(), n_threads=n_threads, program=program, console=Console())
+    setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, console=Console())
     check_memory(setup, file, console)
     kind = options.kind or ("full" if setup.n_tokens >= ENOUGH_TOKENS * setup.cost.widest else "block")
     command = [program, "-m", file.path.absolute(), "-f", setup.text, "-c", setup.n_context, "-b", setup.n_context]
@@ -59,7 +59,7 @@ def configure_propagation(
         text_name=setup.text_name,
         n_chunks=setup.n_chunks,
         n_gradient_chunks=gradient_chunks(setup.n_chunks),
-        folder=setup.folder,
+        directory=setup.directory,
         description=describe(setup, file, n_threads),
     )
 

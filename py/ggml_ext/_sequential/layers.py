@@ -1,6 +1,7 @@
-"""Sequential quantization: encode the matrices in the order of the graph.
+"""Sequential quantization: encode the linear layers in graph order.
 
-Each matrix gets its inputs from the quantized ones before it and compensates their errors, as in GPTAQ and QEP (_encode/correction.py).
+The inputs of a linear layer come from the quantized layers before it. Its weights are corrected for their errors, as in GPTAQ and QEP
+(_encode/correction.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .._encode.accuracy import Accuracy
 from .._encode.codec import Codec
 from .._encode.correction import choose_ridge, correction
 from .._encode.encode_tensor import Chunk, CorrectedTensor, add_codebook, encode_tensor
-from .._encode.feedback import RowSpan, encode_fed, make_row_spans
+from .._encode.feedback import RowSpan, encode_with_row_feedback, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
@@ -58,7 +59,7 @@ class PropagationConfig:
     text_name: str  # for messages
     n_chunks: int
     n_gradient_chunks: int  # number of first chunks with gradients
-    folder: Path  # of temporary files
+    directory: Path  # of temporary files
     description: str  # with estimated time and memory
 
     def list_dependencies(self) -> list:
@@ -73,8 +74,8 @@ class PropagationConfig:
 
 def check_cut(config: PropagationConfig, note: Callable[[str], None]) -> None:
     """Raise UserError if the model's graph cannot be cut at its layers."""
-    with temporary_directory(config.folder, TEMPORARY, note) as folder:
-        with LayerStreams([*config.command, "--chunks", "1"], folder.resolve()):
+    with temporary_directory(config.directory, TEMPORARY, note) as directory:
+        with LayerStreams([*config.command, "--chunks", "1"], directory.resolve()):
             pass
 
 
@@ -120,9 +121,10 @@ class SequentialQuantizer:
 
     def open(self) -> None:
         """Start the program, and compute gradients if it can differentiate the graph. Raise UserError if the graph has no layers."""
-        folder = self._stack.enter_context(temporary_directory(self.config.folder, TEMPORARY, self.console.note)).resolve()
+        directory = self._stack.enter_context(temporary_directory(self.config.directory, TEMPORARY, self.console.note)).resolve()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(self.n_threads))
-        self._streams = streams = self._stack.enter_context(LayerStreams([*self.config.command, "-o", str(folder / "streams")], folder))
+        command = [*self.config.command, "-o", str(directory / "streams")]
+        self._streams = streams = self._stack.enter_context(LayerStreams(command, directory))
         if streams.no_gradients:
             self.console.note(f"no error feedback between rows: {streams.no_gradients}")
             return
@@ -146,7 +148,7 @@ class SequentialQuantizer:
         for t in self._changed.values():
             if t.type in IMATRIX_TYPES and t.name not in self._reached:
                 raise UserError(
-                    f"{FLAG}: tensor {t.name}: {t.type.name.lower()} needs an importance matrix, but its input is unknown; {HINT}"
+                    f"{FLAG}: tensor {t.name}: {t.type.name.lower()} needs an imatrix, but the inputs of this tensor are unknown; {HINT}"
                 )
         if (embd := self._changed.get(TOKEN_EMBD)) is not None:
             self._encode_embeddings(embd)
@@ -218,7 +220,10 @@ class SequentialQuantizer:
                 self.warn(line)
 
     def _make_row_spans(self, k: int) -> dict[str, list[RowSpan]]:
-        """Collect G of layer k and factorize it, by matrix. The output matrix has none: its rows are vocabulary entries."""
+        """Collect the row statistics G (_encode/feedback.py) of each matrix of layer k and factorize them.
+
+        The output matrix has none: its rows are vocabulary entries.
+        """
         if not self._n_gradients or k + 1 == len(self._streams.layers):
             return {}
         sums = RowSums(self._streams.layers[k], ROWS_TOGETHER)
@@ -267,7 +272,7 @@ class SequentialQuantizer:
 
         def correct(expert: int) -> None:
             part = weights[expert * n_rows : (expert + 1) * n_rows]
-            # the residual stream gets residual_scale * W x, so R is divided by it; products of experts have no R
+            # the residual stream gets residual_scale * W x, so R (_encode/correction.py) is divided by it; products of experts have no R
             r = sums.r[tensor.name] / np.float32(residual_scale) if tensor.name in sums.r else None
             part += correction(part, *sums.expert_sums(expert), r, choose_ridge(sums.group.columns, sums.counts[expert]))
 
@@ -297,7 +302,7 @@ class SequentialQuantizer:
     def _encode_with_row_feedback(
         self, source: CorrectedTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, spans: list[RowSpan]
     ) -> EncodedTensor:
-        """Encode rows that compensate each other's errors."""
+        """Encode the rows with error feedback between them (_encode/feedback.py)."""
         tensor, codec = source.tensor, self.codec
 
         def encode(part: np.ndarray) -> np.ndarray:
@@ -307,7 +312,9 @@ class SequentialQuantizer:
         def decode(data: np.ndarray) -> np.ndarray:
             return codec.decode(data, qtype, tensor.ne[0])
 
-        data, _ = encode_fed(source.corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map)
+        data, _ = encode_with_row_feedback(
+            source.corrected, spans, encode, decode, n_threads=self.n_threads, map_items=self._pool.map
+        )
 
         def measure(chunk: Chunk) -> Accuracy:
             first, n_rows = chunk

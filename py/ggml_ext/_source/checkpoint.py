@@ -21,11 +21,11 @@ from .._base.console import Console
 from .._base.encoding import to_file_name, to_utf8
 from .._base.errors import UserError
 from .._base.files import check_free_space, identify_file, move_into_place, temporary_directory
-from .._base.package import FOLDER, install_command
+from .._base.package import PACKAGE_DIR, install_command
 from .._base.units import MIB
 from .._native.process import describe_failure, run_streamed
 
-CONVERTER = FOLDER / "convert" / "convert_hf_to_gguf.py"
+CONVERTER = PACKAGE_DIR / "convert" / "convert_hf_to_gguf.py"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 TEMPORARY = ".converted-"
 # modules of the extra hf that the converter imports
@@ -72,20 +72,20 @@ def shards_by_name(names: list[str]) -> list[str]:
     return sorted(all_names)
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """Return the files with weights, in the converter's order of preference. UserError if there are none, or one is missing."""
     for weights in FORMATS:
-        index = folder / index_name(weights)
+        index = directory / index_name(weights)
         by_index = index.is_file()
-        names = indexed_files(index) if by_index else shards_by_name([p.name for p in folder.glob("*".join(weights))])
-        if missing := [n for n in names if not (folder / n).is_file()]:
+        names = indexed_files(index) if by_index else shards_by_name([p.name for p in directory.glob("*".join(weights))])
+        if missing := [n for n in names if not (directory / n).is_file()]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             named_by = f"that {index.name} names" if by_index else "with weights"
-            raise UserError(f"{folder} lacks {missing[0]}{more}, of {len(names)} files {named_by}: download the checkpoint again")
+            raise UserError(f"{directory} lacks {missing[0]}{more}, of {len(names)} files {named_by}: download the checkpoint again")
         if names:
-            return [folder / n for n in names]
-    check_adapter(folder)
-    raise UserError(f"{folder} has a {CONFIG} and no model*.safetensors: pass the directory of a complete checkpoint, or a GGUF file")
+            return [directory / n for n in names]
+    check_adapter(directory)
+    raise UserError(f"{directory} has a {CONFIG} and no model*.safetensors: pass the directory of a complete checkpoint, or a GGUF file")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -101,11 +101,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_adapter(folder: Path) -> None:
+def check_adapter(directory: Path) -> None:
     """Raise UserError for a directory with an adapter instead of a model."""
-    if (folder / ADAPTER).is_file():
-        base = read_object(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
-        raise UserError(f"{folder} {only_an_adapter(base)}")
+    if (directory / ADAPTER).is_file():
+        base = read_object(directory / ADAPTER).get("base_model_name_or_path") or "its base model"
+        raise UserError(f"{directory} {only_an_adapter(base)}")
 
 
 def only_an_adapter(base: str) -> str:
@@ -178,53 +178,53 @@ def check_pickled(path: Path) -> None:
         raise UserError(f"{path} is not an archive of PyTorch 1.6 or newer, or is truncated: download it again, or pass a checkpoint with safetensors")
 
 
-def check_checkpoint(folder: Path) -> list[Path]:
+def check_checkpoint(directory: Path) -> list[Path]:
     """Return a checkpoint's files with weights. UserError if the checkpoint is incomplete or cannot be converted."""
     try:
-        if not (folder / CONFIG).is_file():
-            check_adapter(folder)
-            models = sorted(p.name for p in folder.glob("*.gguf"))
-            instead = f"one of its files, such as {folder / models[0]}" if models else "a GGUF file or the directory of a checkpoint"
-            raise UserError(f"{folder} has no {CONFIG}, so it is not a Hugging Face checkpoint: pass {instead}")
-        files = weight_files(folder)
+        if not (directory / CONFIG).is_file():
+            check_adapter(directory)
+            models = sorted(p.name for p in directory.glob("*.gguf"))
+            instead = f"one of its files, such as {directory / models[0]}" if models else "a GGUF file or the directory of a checkpoint"
+            raise UserError(f"{directory} has no {CONFIG}, so it is not a Hugging Face checkpoint: pass {instead}")
+        files = weight_files(directory)
         for path in files:
             if path.suffix == PICKLED:
                 check_pickled(path)
     except OSError as e:
-        raise UserError(f"cannot read {folder}: {e.strerror}") from e
+        raise UserError(f"cannot read {directory}: {e.strerror}") from e
     if not CONVERTER.is_file():
-        raise UserError(f"{folder} is a checkpoint, and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
-    require_extra(NEEDED, f"{folder} is a checkpoint: converting it")
+        raise UserError(f"{directory} is a checkpoint, and {CONVERTER} is missing: reinstall ggml-ext, or pass a GGUF file")
+    require_extra(NEEDED, f"{directory} is a checkpoint: converting it")
     return files
 
 
-def identify_checkpoint(folder: Path) -> dict[str, Any]:
+def identify_checkpoint(directory: Path) -> dict[str, Any]:
     """Return what identifies the tensors of a checkpoint, for JSON: the files that the converter reads them from.
 
     Other files determine metadata only. UserError as in check_checkpoint().
     """
-    paths = [folder / CONFIG, *check_checkpoint(folder)]
+    paths = [directory / CONFIG, *check_checkpoint(directory)]
     try:
         return {p.name: identify_file(p) for p in paths}
     except OSError as e:
-        raise UserError(f"cannot read {folder}: {e.strerror}") from e
+        raise UserError(f"cannot read {directory}: {e.strerror}") from e
 
 
-def converted_size(folder: Path, files: list[Path], outtype: str = AS_STORED) -> int:
+def converted_size(directory: Path, files: list[Path], outtype: str = AS_STORED) -> int:
     """Estimate the size of the GGUF file: 16 bits per weight (pickled files are assumed to have these) or 32, and the tokenizer."""
     weights = sum(BYTES_PER_WEIGHT * count_weights(p) if p.suffix == ".safetensors" else p.stat().st_size for p in files)
-    others = sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.suffix in (".json", ".model", ".txt"))
+    others = sum(p.stat().st_size for p in directory.iterdir() if p.is_file() and p.suffix in (".json", ".model", ".txt"))
     return (weights + weights // 500) * (2 if outtype == "f32" else 1) + others
 
 
 @contextlib.contextmanager
 def convert_checkpoint(
-    folder: Path, name: str, parent: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
+    directory: Path, name: str, parent: Path, kept: Path | None, console: Console, outtype: str = AS_STORED, allow_requantize: bool = False
 ) -> Iterator[Path]:
     """Convert a checkpoint and yield the GGUF file, which is removed at the end or moved to `kept` when it is complete.
 
     Args:
-        folder: the checkpoint.
+        directory: the checkpoint.
         name: the model's name, and that of the file.
         parent: directory for the temporary file.
         kept: path at which the file is kept.
@@ -235,35 +235,35 @@ def convert_checkpoint(
     Raises:
         UserError: there is no space, or the converter fails.
     """
-    files = check_checkpoint(folder)
-    check_bits(folder / CONFIG, folder, allow_requantize)
+    files = check_checkpoint(directory)
+    check_bits(directory / CONFIG, directory, allow_requantize)
     parent = parent if kept is None else kept.parent
-    size = converted_size(folder, files, outtype)
+    size = converted_size(directory, files, outtype)
     fate = "removed afterwards; --keep-gguf FILE keeps it" if kept is None else f"kept as {kept}"
-    check_free_space(parent, size, f"the GGUF file of {folder}", "", "name an OUT or a --keep-gguf FILE on another disk")
+    check_free_space(parent, size, f"the GGUF file of {directory}", "", "name an OUT or a --keep-gguf FILE on another disk")
     with contextlib.ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_directory(parent, TEMPORARY, console.note))
             path = temporary / f"{to_file_name(to_utf8(name))}.gguf"  # the converter takes the model's name from it
-            console.note(f"converting {folder} to a GGUF file, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
-            _convert(folder, path, outtype, size, console)
+            console.note(f"converting {directory} to a GGUF file, about {size / MIB:,.0f} MiB in {temporary}, {fate}")
+            _convert(directory, path, outtype, size, console)
             if kept is not None:
                 move_into_place(path, kept, force=False)
         except FileExistsError as e:
             raise UserError(f"--keep-gguf: {kept} appeared during the conversion and was not overwritten: name another file") from e
         except OSError as e:
-            raise UserError(f"cannot convert {folder} in {parent}: {e.strerror or e}; write OUT to another directory") from e
+            raise UserError(f"cannot convert {directory} in {parent}: {e.strerror or e}; write OUT to another directory") from e
         yield kept or path
 
 
-def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console) -> None:
+def _convert(directory: Path, path: Path, outtype: str, size: int, console: Console) -> None:
     """Run the converter. UserError with its last error if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "NO_LOCAL_GGUF"}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUTF8": "1"}  # files of checkpoints are UTF-8 in any locale
-    source = Path(os.path.abspath(folder))
+    source = Path(os.path.abspath(directory))
     if source.name != path.stem:  # the converter takes the model's name from the directory, a hash in the hub's cache
         source = path.with_suffix("")
-        source.symlink_to(os.path.abspath(folder))
+        source.symlink_to(os.path.abspath(directory))
     with console.bar("converting", size, "B", is_scaled=True) as bar:
 
         def update(text: str) -> None:
@@ -275,16 +275,18 @@ def _convert(folder: Path, path: Path, outtype: str, size: int, console: Console
     if code or not path.is_file():
         error = find_error(log)
         if "UnpicklingError" in error:
-            raise UserError(f"{folder} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
-                            f"pass a checkpoint with safetensors, or a GGUF file of it")
-        hint = "free some space" if "No space left" in error else _newer_transformers(folder, error) or "pass a GGUF file of it"
+            raise UserError(
+                f"{directory} cannot be converted: its {FORMATS[1][0]}*{PICKLED} hold more than tensors, which could execute code: "
+                "pass a checkpoint with safetensors, or a GGUF file of it"
+            )
+        hint = "free some space" if "No space left" in error else _newer_transformers(directory, error) or "pass a GGUF file of it"
         failure = describe_failure(CONVERTER.name, code, error.rstrip("."), hint=hint, less_memory=f"free some memory, or {hint}")
-        raise UserError(f"{folder} cannot be converted: {failure}")
+        raise UserError(f"{directory} cannot be converted: {failure}")
 
 
-def _newer_transformers(folder: Path, error: str) -> str:
+def _newer_transformers(directory: Path, error: str) -> str:
     """Return the way out if the checkpoint needs a newer major version of transformers than the installed one, else an empty string."""
-    saved, installed = read_object(folder / CONFIG).get("transformers_version"), metadata.version("transformers")
+    saved, installed = read_object(directory / CONFIG).get("transformers_version"), metadata.version("transformers")
     major = re.match(r"\d+", saved) if isinstance(saved, str) else None
     is_newer = major is not None and int(major[0]) > int(installed.partition(".")[0])
     if not is_newer and not ("Tokenizer class" in error and "does not exist" in error):

@@ -124,8 +124,8 @@ def _list_some(names: list[str]) -> str:
 
 
 def _parts(file: str) -> list[str]:
-    folder, slash, name = file.rpartition("/")
-    return [f"{folder}{slash}{part}" for part in part_names(name)]
+    directory, slash, name = file.rpartition("/")
+    return [f"{directory}{slash}{part}" for part in part_names(name)]
 
 
 def _require_parts(repo: Repo, files: list[str], file: str) -> list[str]:
@@ -163,13 +163,13 @@ def _look_up(repo: Repo, log: Callable[[str], None]) -> _Cache:
             info = HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True, token=repo.token)
         return _Cache(repo, info.sha or "", {f.rfilename: f for f in info.siblings or ()}, log)
     except Unreachable as e:
-        folder = _cached_folder(repo, e)
-        log(f"{str(e).removeprefix('--hf-repo: ')}: its copy in the cache is used, commit {folder.name[:12]}")
-        files = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
-        return _Cache(replace(repo, unreachable=str(e)), folder.name, dict.fromkeys(files), log)
+        directory = _cached_dir(repo, e)
+        log(f"{str(e).removeprefix('--hf-repo: ')}: its copy in the cache is used, commit {directory.name[:12]}")
+        files = [p.relative_to(directory).as_posix() for p in sorted(directory.rglob("*")) if p.is_file()]
+        return _Cache(replace(repo, unreachable=str(e)), directory.name, dict.fromkeys(files), log)
 
 
-def _cached_folder(repo: Repo, reason: Unreachable) -> Path:
+def _cached_dir(repo: Repo, reason: Unreachable) -> Path:
     """Return the cache's directory for the revision. UserError if it has none."""
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -206,12 +206,12 @@ class _Cache:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         size = max(sum(self.files[n].size or 0 for n in names) - self._partial_bytes(), 0)
-        folder = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
-        check_free_space(folder, size, f"--hf-repo: {self.repo.name}", f" in {HF_HUB_CACHE}", "point HF_HUB_CACHE to another disk")
+        directory = next(p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.exists())
+        check_free_space(directory, size, f"--hf-repo: {self.repo.name}", f" in {HF_HUB_CACHE}", "point HF_HUB_CACHE to another disk")
         self.log(f"{self.repo.name}: downloading {len(names)} files, {size / MIB:,.0f} MiB, into {HF_HUB_CACHE}")
 
     @property
-    def _folder(self) -> Path:
+    def _dir(self) -> Path:
         from huggingface_hub.constants import HF_HUB_CACHE
         from huggingface_hub.file_download import repo_folder_name
 
@@ -219,7 +219,7 @@ class _Cache:
 
     def _partial_bytes(self) -> int:
         """Return the bytes of partial files that the next run resumes. Newer clients do not resume theirs, whose stems contain a dot."""
-        return sum(p.stat().st_size for p in (self._folder / "blobs").glob("*.incomplete") if "." not in p.stem)
+        return sum(p.stat().st_size for p in (self._dir / "blobs").glob("*.incomplete") if "." not in p.stem)
 
     def _write_ref(self) -> None:
         """Record the revision's commit for offline runs; the client does so only for downloads by revision."""
@@ -227,7 +227,7 @@ class _Cache:
         if revision == self.commit or self.repo.unreachable:
             return
         with contextlib.suppress(OSError):  # a shared cache may be read-only
-            ref = self._folder / "refs" / revision
+            ref = self._dir / "refs" / revision
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(self.commit)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._blocks import BLOCK_SIZE, sum_lanes
-from ._metric import Metric, form_times
+from ._metric import Metric, multiply
 
 LEVELS, MAX_SWEEPS, ROUNDS = 8, 4, 3
 
@@ -27,48 +27,49 @@ class Block:
     Attributes:
         x: the weights.
         goal: the weights, corrected for the errors of earlier blocks.
-        form: the block's part of the Hessian, after elimination of later blocks.
-        target: the values without cost.
+        B: the block's part of the Hessian, after elimination of later blocks; metric_schur().
+        optimum: the values that would cost nothing, given the errors of earlier blocks.
+        B_opt: B times the optimum.
     """
 
     def __init__(self, metric: Metric, first: int, x: np.ndarray, goal: np.ndarray):
         self.metric, self.first, self.x, self.goal = metric, first, x, goal
-        self.form = metric.schur[first // BLOCK_SIZE]
-        self.target = metric.find_optimum(first, x, goal)
-        self.pull = form_times(self.form, self.target)
+        self.B = metric.schur[first // BLOCK_SIZE]
+        self.optimum = metric.find_optimum(first, x, goal)
+        self.B_opt = multiply(self.B, self.optimum)
 
-    def start(self, level: np.ndarray) -> np.ndarray:
-        """Return first codes uint8 (n_rows, 256) under levels float32 (n_rows, 8), with error feedback between segments."""
+    def init_codes(self, level: np.ndarray) -> np.ndarray:
+        """Choose first codes uint8 (n_rows, 256) under levels float32 (n_rows, 8), segment by segment; ext_levels_init()."""
         S, metric, goal, errors = self.metric.segment, self.metric, self.goal.copy(), np.zeros_like(self.x)
         code = np.zeros(self.x.shape, np.uint8)
         for s in range(0, BLOCK_SIZE, S):
-            here, form = slice(s, s + S), metric.D[self.first + s : self.first + s + S]
+            columns, D = slice(s, s + S), metric.D[self.first + s : self.first + s + S]
             metric.feed_segment(self.first, s, errors, goal)
-            code[:, here] = nearest_levels(level, goal[:, here])
-            g = form_times(form, goal[:, here] - _values(level, code[:, here]))
-            descend(form, level, code[:, here], g)
-            errors[:, here] = self.x[:, here] - _values(level, code[:, here])
+            code[:, columns] = nearest_levels(level, goal[:, columns])
+            g = multiply(D, goal[:, columns] - _values(level, code[:, columns]))
+            descend(D, level, code[:, columns], g)
+            errors[:, columns] = self.x[:, columns] - _values(level, code[:, columns])
         return code
 
     def improve(self, level: np.ndarray, code: np.ndarray, best: Best, allowed: np.ndarray) -> np.ndarray:
-        """Improve codes in place and store them in `best` where they are better and allowed; returns where, bool (n_rows,)."""
-        g = form_times(self.form, self.target - _values(level, code))
-        descend(self.form, level, code, g)
-        cost = sum_lanes((self.target - _values(level, code)) * g)
+        """Improve codes in place, keep them in `best` where they are better and allowed, and return where, bool (n_rows,)."""
+        g = multiply(self.B, self.optimum - _values(level, code))
+        descend(self.B, level, code, g)
+        cost = sum_lanes((self.optimum - _values(level, code)) * g)
         better = allowed & (cost < best.cost)
         best.cost[better], best.level[better], best.code[better] = cost[better], level[better], code[better]
         return better
 
-    def normal(self, code: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the normal equations of the levels, float64 (n_rows, 8, 8) and (n_rows, 8); ext_levels_normal()."""
+    def normal_equations(self, code: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the normal equations of the levels, float64 (n_rows, 8, 8) and (n_rows, 8); ext_levels_normal_equations()."""
         rows = np.arange(len(code))
         sums = np.zeros((len(code), LEVELS, BLOCK_SIZE), np.float32)
         a, b = np.zeros((len(code), LEVELS, LEVELS)), np.zeros((len(code), LEVELS))
         for j in range(BLOCK_SIZE):
-            sums[rows, code[:, j]] += self.form[j]
+            sums[rows, code[:, j]] += self.B[j]
         for j in range(BLOCK_SIZE):
             a[rows, code[:, j]] += sums[:, :, j]
-            b[rows, code[:, j]] += self.pull[:, j]
+            b[rows, code[:, j]] += self.B_opt[:, j]
         return a, b
 
 
@@ -102,17 +103,17 @@ def _values(level: np.ndarray, code: np.ndarray) -> np.ndarray:
     return np.take_along_axis(level, code.astype(np.intp), axis=1)
 
 
-def descend(form: np.ndarray, level: np.ndarray, code: np.ndarray, g: np.ndarray) -> None:
-    """Improve codes by coordinate descent, in place; ext_descend(). g: the form times (target - values)."""
+def descend(H: np.ndarray, level: np.ndarray, code: np.ndarray, g: np.ndarray) -> None:
+    """Improve codes by coordinate descent, in place; ext_descend(). g: H (optimum - values)."""
     for _ in range(MAX_SWEEPS):
         changed = False
         for i in range(code.shape[1]):
             old = _values(level, code[:, i : i + 1])
-            best = nearest_levels(level, old + g[:, i : i + 1] / form[i, i])
+            best = nearest_levels(level, old + g[:, i : i + 1] / H[i, i])
             moves = best[:, 0] != code[:, i]
             if moves.any():
                 change = (_values(level, best) - old)[moves]
-                g[moves] -= form[i] * change
+                g[moves] -= H[i] * change
                 code[:, i], changed = best[:, 0], True
         if not changed:
             return

@@ -83,12 +83,12 @@ class Metric:
         """Return D r, segment by segment."""
         y = np.zeros_like(r)
         for s in range(0, r.shape[1], self.segment):
-            here = slice(s, s + self.segment)
-            _add_rows(self.D[first + s : first + s + self.segment], r[:, here], y[:, here])
+            columns = slice(s, s + self.segment)
+            _add_rows(self.D[first + s : first + s + self.segment], r[:, columns], y[:, columns])
         return y
 
     def find_optimum(self, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
-        """Return the target of a block, whose values v cost (target - v)^T B (target - v); metric_find_optimum()."""
+        """Return the optimum of a block, whose values v cost (optimum - v)^T B (optimum - v); metric_find_optimum()."""
         shift, minus, S = goal - x, np.zeros_like(x), self.segment
         for s in range(0, x.shape[1], S):
             self.feed_segment(first, s, minus, shift)
@@ -154,17 +154,17 @@ def encode_rows(
 ) -> None:
     """Encode rows block by block with error feedback; encode/rows.h.
 
-    x: float32 (n_blocks, n) by step, row after row, zero in refused blocks. encode(here, first, x, goal) encodes the blocks x[here],
-    which begin at step `first` of their rows, and returns their values, float32 like x, zero for refused ones.
+    x: float32 (n_blocks, n) by step, row after row, zero in refused blocks. encode(block_rows, first, x, goal) encodes the blocks
+    x[block_rows], which begin at step `first` of their rows, and returns their values, float32 like x, zero for refused ones.
     """
     n = x.shape[1]
     row_blocks = 1 if metric is None else len(metric.D) // n
     errors = np.zeros((len(x) // row_blocks, row_blocks * n), np.float32)
     for i in range(row_blocks):
-        here, first, goal = slice(i, None, row_blocks), i * n, np.zeros_like(x[i::row_blocks])
+        block_rows, first, goal = slice(i, None, row_blocks), i * n, np.zeros_like(x[i::row_blocks])
         if metric is not None:
             metric.feed_row(first, errors[:, first // metric.columns * metric.columns : first], goal)
-        errors[:, first : first + n] = x[here] - encode(here, first, x[here], x[here] + goal)
+        errors[:, first : first + n] = x[block_rows] - encode(block_rows, first, x[block_rows], x[block_rows] + goal)
 
 
 def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
@@ -173,11 +173,11 @@ def _add_rows(rows: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
         out += rows[j] * x[:, j, None]
 
 
-def form_times(form: np.ndarray, x: np.ndarray) -> np.ndarray:
+def multiply(A: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return A x for each row x, float32 (n_rows, n), and symmetric A: metric_multiply()."""
     y = np.zeros_like(x)
     for j in range(x.shape[1]):
-        y += form[j] * x[:, j, None]
+        y += A[j] * x[:, j, None]
     return y
 
 
@@ -239,9 +239,9 @@ def _factorize(a: np.ndarray, S: int, block_size: int) -> tuple[list[np.ndarray]
     return D[::-1], L[::-1], schur[::-1]
 
 
-def _invert_windows(form: np.ndarray) -> np.ndarray:
-    """Invert the parts of WINDOW steps of a block's form, at a distance of half a window; invert_window() in C."""
-    a = np.array([form[s : s + WINDOW, s : s + WINDOW] for s in range(0, len(form) - WINDOW // 2, WINDOW // 2)], np.float64)
+def _invert_windows(B: np.ndarray) -> np.ndarray:
+    """Invert the parts of WINDOW steps of B, a block's Schur complement, at a distance of half a window; invert_window() in C."""
+    a = np.array([B[s : s + WINDOW, s : s + WINDOW] for s in range(0, len(B) - WINDOW // 2, WINDOW // 2)], np.float64)
     for i in range(WINDOW):
         pivot = a[:, i, i].copy()
         a[:, i, i] = 1

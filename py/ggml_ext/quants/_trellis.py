@@ -13,7 +13,7 @@ import numpy as np
 
 from .._base.types import WEIGHT_TYPES, TypeInfo
 from ._blocks import as_blocks, e5m3_to_float32, load_rotated, pack_bits3, rotate_back, sum_lanes, unpack_bits3
-from ._metric import WINDOW, Metric, encode_rows, form_times, positions
+from ._metric import WINDOW, Metric, encode_rows, multiply, positions
 
 N_STATES = 4096
 N_STARTS = 256  # states that a start byte can encode
@@ -174,14 +174,14 @@ class Trellis:
             passes = passes or (MAX_SCALES if is_diagonal else 2 if self.n == 256 else 3)
             states, scale_bytes = np.zeros(x.shape, np.int64), np.zeros(len(x), np.uint8)
 
-            def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
-                good = finite[here]
+            def encode(block_rows: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+                good = finite[block_rows]
                 search = ScaleSearch(self, Block(metric, first, x, goal).rows(good))
                 search.run(passes)
-                rows = np.arange(len(finite))[here][good]
+                rows = np.arange(len(finite))[block_rows][good]
                 states[rows], scale_bytes[rows] = search.states, search.scale_bytes
-                d = np.where(scale_bytes[here] > 0, e5m3_to_float32(scale_bytes[here]), np.float32(0))
-                return d[:, None] * self.values[states[here]]
+                d = np.where(scale_bytes[block_rows] > 0, e5m3_to_float32(scale_bytes[block_rows]), np.float32(0))
+                return d[:, None] * self.values[states[block_rows]]
 
             encode_rows(metric, x, encode)
         scale_bytes[~finite] = 0xFF
@@ -261,24 +261,24 @@ class Trellis:
         metric, states, d = block.known_metric, states.copy(), d[:, None]
         inverse = np.float32(1) / d
         assert metric.windows is not None
-        form, windows = metric.schur[block.first_step // self.n], metric.windows[block.first_step // self.n]
-        g = form_times(form, metric.find_optimum(block.first_step, block.x, block.goal) - d * self.values[states])
+        B, windows = metric.schur[block.first_step // self.n], metric.windows[block.first_step // self.n]
+        g = multiply(B, metric.find_optimum(block.first_step, block.x, block.goal) - d * self.values[states])
         for i, s in enumerate(range(0, self.n - WINDOW // 2, WINDOW // 2)):
-            here, end = slice(s, s + WINDOW), s + WINDOW
-            old = self.values[states[:, here]]
-            z = old + form_times(windows[i], g[:, here]) * inverse
+            columns, end = slice(s, s + WINDOW), s + WINDOW
+            old = self.values[states[:, columns]]
+            z = old + multiply(windows[i], g[:, columns]) * inverse
             window = self.search(
                 z, states[:, s - 1] if s else None, states[:, end - 1] & self.n_groups - 1 if end < self.n else None
             )
             change = d * (self.values[window] - old)
-            terms = change * (np.float32(0.5) * form_times(form[here, here], change) - g[:, here])
+            terms = change * (np.float32(0.5) * multiply(B[columns, columns], change) - g[:, columns])
             cost = np.zeros(len(d), np.float32)
             for j in range(WINDOW):
                 cost += terms[:, j]
             better = np.flatnonzero(cost < 0)
             for j in range(WINDOW):
-                g[better] -= form[s + j] * change[better, j, None]
-            states[better, here] = window[better]
+                g[better] -= B[s + j] * change[better, j, None]
+            states[better, columns] = window[better]
         return states
 
 
@@ -309,13 +309,13 @@ class Block:
         if self.metric is not None:
             self.metric.feed_block(self.first_step, e, r)
         if v is not None and d is not None:
-            b = form = v
+            b = weighted = v
             if self.metric is not None:
                 b = v.copy()
                 self.metric.feed_block(self.first_step, v, b)
-                form = self.metric.apply_D(self.first_step, b)
-            vv = sum_lanes(b * form)
-            d_change = np.where(vv > 0, sum_lanes(r * form) / vv, -d)
+                weighted = self.metric.apply_D(self.first_step, b)
+            vv = sum_lanes(b * weighted)
+            d_change = np.where(vv > 0, sum_lanes(r * weighted) / vv, -d)
         return sum_lanes(r * (r if self.metric is None else self.metric.apply_D(self.first_step, r))), d_change
 
 

@@ -187,11 +187,11 @@ class _Rows:
     def sweep(self) -> None:
         """Descend over scales and codes, panel by panel of columns. g: H e in the panel."""
         for begin in range(0, len(self.w), SWEEP_PANEL):
-            here = slice(begin, min(begin + SWEEP_PANEL, len(self.w)))
-            g = np.zeros((here.stop - begin, self.w.shape[1]), np.float32)
+            columns = slice(begin, min(begin + SWEEP_PANEL, len(self.w)))
+            g = np.zeros((columns.stop - begin, self.w.shape[1]), np.float32)
             for j in range(len(self.w)):
-                g += self.m.H[here, j, None] * self.e[j]
-            H = self.m.H[here, here]
+                g += self.m.H[columns, j, None] * self.e[j]
+            H = self.m.H[columns, columns]
             if self.t.scale_range is not None:
                 self.descend_block(begin, H, g)
             for _ in range(2):
@@ -199,7 +199,7 @@ class _Rows:
                 self.descend_codes(begin, H, g)
                 self.descend_scales(begin, H, g)
             self.descend_codes(begin, H, g)
-            self.e[here] = self.errors(here)
+            self.e[columns] = self.errors(columns)
 
     def descend_block(self, begin: int, H: np.ndarray, g: np.ndarray) -> None:
         """Fit the FP16 scales of the block at column `begin`: d times 1 + change_d, dmin times 1 + change_dmin."""
@@ -244,9 +244,9 @@ class _Rows:
         has_integers = self.t.scale_range is not None
         scale, minimum = (self.scale, self.min) if has_integers else (self.d, self.dmin)
         for i0 in range(0, len(g), self.t.sub):
-            s, here = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
+            s, columns = (begin + i0) // self.t.sub, slice(i0, i0 + self.t.sub)
             level = self.level[begin + i0 : begin + i0 + self.t.sub]
-            quadratic = _Quadratic.from_levels(H[here, here], level, g[here])
+            quadratic = _Quadratic.from_levels(H[columns, columns], level, g[columns])
             zero = np.zeros_like(self.cost)
             best_cost, best = zero, Change(zero, zero, scale[s], minimum[s])
             if self.t.scale_range is not None:

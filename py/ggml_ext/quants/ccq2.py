@@ -3,7 +3,7 @@
     c = 121*qs[i] + 1178,   q[j] = c >> 9 - 3*k & 63,   w[j] = d * m[index] * (q[j] - 32)
     66 bytes: uint8 d (E5M3), uint8 scales (four 2-bit indices), uint8 qs[64]
 
-Source: CCQ, the (6, 4, 3) code and its cluster (section 3.3), scale update (equation 4); the 16 bits of scales are ours.
+Source: CCQ, the (6, 4, 3) code and its cluster (section 3.3), scale update (equation 4); the 16 bits of scales are this project's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from ._blocks import BLOCK_SIZE, as_blocks, e5m3_to_float32, sum_lanes
 from ._levels import Block, solve
-from ._metric import UNROTATED_MAX, Metric, encode_rows, form_times, positions
+from ._metric import UNROTATED_MAX, Metric, encode_rows, multiply, positions
 
 BLOCK_BYTES = 66
 ALPHA, BETA, OFFSET = 121, 1178, 32
@@ -171,71 +171,82 @@ def _encode(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     return np.concatenate([b.best_d[:, None], packed[:, None], b.best_qs.reshape(-1, 64)], axis=1).astype(np.uint8)
 
 
-def _norms(form: np.ndarray, n: int, s: np.ndarray) -> np.ndarray:
-    """Return v^T form v for each code in each of n bytes, under group scales s (n_rows, 4): float32 (n_rows, n, 256)."""
+def _norms(H: np.ndarray, n: int, s: np.ndarray) -> np.ndarray:
+    """Return v^T H v for each code in each of n bytes, under group scales s (n_rows, 4): float32 (n_rows, n, 256)."""
     norms = np.zeros((len(s), n, 256), np.float32)
     for p in range(n):
         for k, m in PAIRS:
-            factor = np.float32(2 if m > k else 1) * (s[:, 2 * (p % 2) + k // 2] * s[:, 2 * (p % 2) + m // 2] * form[4 * p + k, 4 * p + m])
+            factor = np.float32(2 if m > k else 1) * (s[:, 2 * (p % 2) + k // 2] * s[:, 2 * (p % 2) + m // 2] * H[4 * p + k, 4 * p + m])
             norms[:, p] += factor[:, None] * (V[:, k] * V[:, m])
     return norms
 
 
-def _descend(form: np.ndarray, s: np.ndarray, fresh: bool, code: np.ndarray, v: np.ndarray, g: np.ndarray) -> None:
-    """Improve codes by coordinate descent over bytes, in place; descend_bytes() of encode/ccq2.c. code: uint8 (n_rows, bytes); v, g: by
-    step."""
-    norms = _norms(form, code.shape[1], s)
+def _descend_bytes(H: np.ndarray, s: np.ndarray, is_initial: bool, code: np.ndarray, v: np.ndarray, g: np.ndarray) -> None:
+    """Improve codes by coordinate descent over bytes, in place; descend_bytes() of encode/ccq2.c.
+
+    Args:
+        H: the Hessian of the steps.
+        s: scales of the groups, float32 (n_rows, 4).
+        is_initial: `v` are the goals, and the first sweep sets every byte.
+        code: uint8 (n_rows, bytes).
+        v: the decoded weights, by step.
+        g: H (optimum - v), by step.
+    """
+    norms = _norms(H, code.shape[1], s)
     for sweep in range(BYTE_SWEEPS):
         changed = False
         for p in range(code.shape[1]):
-            here = slice(4 * p, 4 * p + 4)
+            columns = slice(4 * p, 4 * p + 4)
             e = norms[:, p].copy()
             for k in range(4):
-                pull = g[:, 4 * p + k].copy()
+                gradient = g[:, 4 * p + k].copy()
                 for m in range(4):
-                    pull += form[4 * p + k, 4 * p + m] * v[:, 4 * p + m]
-                e += (np.float32(-2) * s[:, 2 * (p % 2) + k // 2] * pull)[:, None] * V[:, k]
+                    gradient += H[4 * p + k, 4 * p + m] * v[:, 4 * p + m]
+                e += (np.float32(-2) * s[:, 2 * (p % 2) + k // 2] * gradient)[:, None] * V[:, k]
             best = e.argmin(axis=1)
-            moves = (best != code[:, p]) | (fresh and sweep == 0)
+            moves = (best != code[:, p]) | (is_initial and sweep == 0)
             if moves.any():
                 values = s[moves][:, 2 * (p % 2) + np.array([0, 0, 1, 1])] * V[best[moves]]
-                change = values - v[moves, here]
-                gradient = g[moves]
+                change = values - v[moves, columns]
+                moved_g = g[moves]
                 for k in range(4):
-                    gradient -= form[4 * p + k] * change[:, k, None]
-                g[moves], v[moves, here], code[moves, p], changed = gradient, values, best[moves], True
+                    moved_g -= H[4 * p + k] * change[:, k, None]
+                g[moves], v[moves, columns], code[moves, p], changed = moved_g, values, best[moves], True
         if not changed:
             return
 
 
-def _start(block: Block, s: np.ndarray) -> np.ndarray:
-    """Return first codes uint8 (n_rows, 64) by step; start_bytes() of encode/ccq2.c."""
+def _init_bytes(block: Block, s: np.ndarray) -> np.ndarray:
+    """Return first codes uint8 (n_rows, 64) by step; init_bytes() of encode/ccq2.c."""
     metric, S = block.metric, block.metric.segment
     v, errors, code = block.goal.copy(), np.zeros_like(block.x), np.zeros((len(s), N_BYTES), np.uint8)
     for f in range(0, BLOCK_SIZE, S):
-        here = slice(f, f + S)
+        columns = slice(f, f + S)
         metric.feed_segment(block.first, f, errors, v)
-        form = metric.D[block.first + f : block.first + f + S]
-        _descend(form, s, True, code=code[:, f // 4 : (f + S) // 4], v=v[:, here], g=np.zeros((len(s), S), np.float32))
-        errors[:, here] = block.x[:, here] - v[:, here]
+        D = metric.D[block.first + f : block.first + f + S]
+        _descend_bytes(D, s, True, code=code[:, f // 4 : (f + S) // 4], v=v[:, columns], g=np.zeros((len(s), S), np.float32))
+        errors[:, columns] = block.x[:, columns] - v[:, columns]
     return code
 
 
-def _refit(block: Block, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the form (n_rows, 4, 4) and optimal scales (n_rows, 4), float64, of fixed codes q; refit_groups() of encode/ccq2.c."""
+def _fit_groups(block: Block, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the quadratic form a (n_rows, 4, 4) and the optimal scales (n_rows, 4), float64, of fixed codes q; fit_groups() in C."""
     sums = np.zeros((len(q), N_GROUPS, BLOCK_SIZE), np.float32)
     a, b = np.zeros((len(q), N_GROUPS, N_GROUPS)), np.zeros((len(q), N_GROUPS))
     for j, g in enumerate(GROUP_OF_STEP):
-        sums[:, g] += block.form[j] * q[:, j, None]
+        sums[:, g] += block.B[j] * q[:, j, None]
     wide = q.astype(np.float64)
     for j, g in enumerate(GROUP_OF_STEP):
         a[:, g] += wide[:, j, None] * sums[:, :, j]
-        b[:, g] += wide[:, j] * block.pull[:, j]
+        b[:, g] += wide[:, j] * block.B_opt[:, j]
     return a, solve(a.copy(), b, np.zeros_like(b))
 
 
-def _round_form(a: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round scales under a form to super scales (n,), 0 if all scales are, and indices (n, 4); round_form() of encode/ccq2.c."""
+def _round_groups_under_hessian(a: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Round scales under the quadratic form a to super scales (n,), 0 if all scales are 0, and indices (n, 4).
+
+    round_groups_under_hessian() of encode/ccq2.c.
+    """
     first, n = _first_super_scale(want), len(want)
     best_d, best_scales, least = np.zeros(n, np.int64), np.zeros((n, N_GROUPS), np.int64), np.full(n, np.inf)
     for i in range(N_CANDIDATES):
@@ -259,37 +270,37 @@ def _round_form(a: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return best_d, best_scales
 
 
-def _encode_form(x: np.ndarray, metric: Metric) -> np.ndarray:
-    """Encode under a metric to uint8 (n_blocks, 66); encode_form() of encode/ccq2.c."""
+def _encode_under_hessian(x: np.ndarray, metric: Metric) -> np.ndarray:
+    """Encode under a metric to uint8 (n_blocks, 66); encode_block_under_hessian() of encode/ccq2.c."""
     order = positions(BLOCK_SIZE)
     out = np.zeros((len(x), BLOCK_BYTES), np.uint8)
 
-    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    def encode(block_rows: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
         block, n = Block(metric, first, x, goal), len(x)
         by_position = np.empty_like(x)
-        by_position[:, order] = block.target
+        by_position[:, order] = block.optimum
         weight = np.empty(BLOCK_SIZE, np.float32)
-        weight[order] = np.diag(block.form)
+        weight[order] = np.diag(block.B)
         plain = _encode_plain(by_position, np.broadcast_to(weight, x.shape))
         d, scales = plain[:, 0].astype(np.int64), plain[:, 1:2] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
-        least, best, best_v, code = sum_lanes(block.target * block.pull), np.zeros((n, BLOCK_BYTES), np.uint8), np.zeros_like(x), None
+        least, best, best_v, code = sum_lanes(block.optimum * block.B_opt), np.zeros((n, BLOCK_BYTES), np.uint8), np.zeros_like(x), None
         allowed = d > 0
         for _ in range(N_ROUNDS):
             s = e5m3_to_float32(d)[:, None] * SCALES[scales].astype(np.float32)
-            code = _start(block, s) if code is None else code
+            code = _init_bytes(block, s) if code is None else code
             v = s[:, GROUP_OF_STEP] * V[code].reshape(x.shape)
-            g = form_times(block.form, block.target - v)
-            _descend(block.form, s, False, code=code, v=v, g=g)
-            cost = sum_lanes((block.target - v) * g)
+            g = multiply(block.B, block.optimum - v)
+            _descend_bytes(block.B, s, False, code=code, v=v, g=g)
+            cost = sum_lanes((block.optimum - v) * g)
             better = allowed & (cost < least)
             least[better], best_v[better] = cost[better], v[better]
             packed = np.concatenate([d[:, None], (scales.astype(np.int64) << np.arange(0, 8, 2)).sum(axis=1)[:, None],
                                      code.reshape(n, 32, 2).transpose(0, 2, 1).reshape(n, N_BYTES)], axis=1)
             best[better] = packed[better]
-            a, want = _refit(block, V[code].reshape(x.shape))
-            d, scales = _round_form(a, want)
+            a, want = _fit_groups(block, V[code].reshape(x.shape))
+            d, scales = _round_groups_under_hessian(a, want)
             allowed = allowed & (d > 0)
-        out[here] = best
+        out[block_rows] = best
         return best_v
 
     with np.errstate(all="ignore"):
@@ -315,7 +326,7 @@ def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, m
         importance = as_blocks(importance, np.float32, BLOCK_SIZE)
     finite = np.isfinite(weights).all(axis=1)
     x = np.where(finite[:, None], weights, np.float32(0))
-    out = _encode_plain(x, importance) if metric is None else _encode_form(x, metric)
+    out = _encode_plain(x, importance) if metric is None else _encode_under_hessian(x, metric)
     out[~finite] = 0
     out[~finite, 0] = 0xFF
     return out

@@ -3,7 +3,8 @@
     w[j] = d * ((codebook[index[j]] & 127) - 64),   index[j] in 0..7
     106 bytes: half d, uint8 codebook[8], uint8 ql[64], uint8 qh[32]
 
-Source: Ditto, section 3.2 and pseudocode 1; one codebook per block, as 7-bit integers times a half, and optimal clusters are ours.
+Source: Ditto, section 3.2 and pseudocode 1; one codebook per block, as 7-bit integers times a half, and optimal clusters
+are this project's.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def quantize_blocks(
     finite = np.isfinite(weights).all(axis=1)
     x = np.where(finite[:, None], weights, np.float32(0))
     if metric is not None:
-        d_half, values, index = _encode_form(x, codebook, metric)
+        d_half, values, index = _encode_under_hessian(x, codebook, metric)
     else:
         d_half, values = _store(_centroids(x, importance, codebook))
         middle = 0.5 * d_half.astype(np.float64)[:, None] * (values[:, :-1].astype(np.float64) + values[:, 1:])
@@ -226,25 +227,25 @@ def _store(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return d_half, np.clip(np.rint(values), -TOP, TOP).astype(np.int8)
 
 
-def _encode_form(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return scales, values and indices under a metric; encode_form() of encode/ditto3.c."""
+def _encode_under_hessian(x: np.ndarray, codebook: np.ndarray | None, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scales, values and indices under a metric; encode_block_under_hessian() of encode/ditto3.c."""
     order = positions(BLOCK_SIZE)
     d_half, values, index = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.zeros(x.shape, np.uint8)
 
-    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    def encode(block_rows: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
         block = Block(metric, first, x, goal)
-        c = _centroids(block.target, np.broadcast_to(np.diag(block.form), x.shape), codebook)
+        c = _centroids(block.optimum, np.broadcast_to(np.diag(block.B), x.shape), codebook)
         best = Best(np.full(len(x), np.inf, np.float32), np.zeros((len(x), K), np.float32), np.zeros(x.shape, np.uint8))
         best_d, best_values, allowed, code = np.zeros(len(x), np.float16), np.zeros((len(x), K), np.int8), np.ones(len(x), bool), None
         for _ in range(ROUNDS if codebook is None else 1):
             d, v = _store(np.where(allowed[:, None], c, 0))
             level = d.astype(np.float32)[:, None] * v.astype(np.float32)
-            code = block.start(level) if code is None else code
+            code = block.init_codes(level) if code is None else code
             better = block.improve(level, code, best, allowed)
             best_d[better], best_values[better] = d[better], v[better]
-            c = solve(*block.normal(code), level)
+            c = solve(*block.normal_equations(code), level)
             allowed = allowed & (c[:, :-1] <= c[:, 1:]).all(axis=1)
-        d_half[here], values[here], index[here, order] = best_d, best_values, best.code
+        d_half[block_rows], values[block_rows], index[block_rows, order] = best_d, best_values, best.code
         return np.take_along_axis(best.level, best.code.astype(np.intp), axis=1)
 
     with np.errstate(all="ignore"):

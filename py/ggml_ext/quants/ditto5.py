@@ -3,7 +3,7 @@
     w = S H v,   v[j] = d * (q[j] - 63.5),   q[j] one of 32 values of a codebook for all blocks
     162 bytes: half d, uint8 ql[128], uint8 qh[32]
 
-Source: Ditto, section 3.2, for codebooks; one codebook for all rotated weights, its values and the bit map are ours.
+Source: Ditto, section 3.2, for codebooks; one codebook for all rotated weights, its values and the bit map are this project's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from .._base.types import TYPES
 from ._blocks import BLOCK_SIZE, HALF_MAX, as_blocks, load_rotated, rotate_back, scales_to_bytes, scales_to_float32, sum_lanes
 from ._levels import ROUNDS, Best, Block
-from ._metric import Metric, encode_rows, form_times, positions
+from ._metric import Metric, encode_rows, multiply, positions
 
 INFO = TYPES["ditto5"]
 BLOCK_BYTES = INFO.block_bytes
@@ -83,7 +83,7 @@ def quantize_blocks(weights: np.ndarray, importance: np.ndarray | None = None, m
         if importance is not None and metric is None:
             metric = Metric.from_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
         if metric is not None:
-            level, d = _encode_form(x, finite, metric)
+            level, d = _encode_under_hessian(x, finite, metric)
         else:
             d = _fit_scale(x)
             level = np.where(d[:, None] > 0, _nearest(x, d), 0).astype(np.uint8)
@@ -125,24 +125,24 @@ def _fit_scale(x: np.ndarray) -> np.ndarray:
     return best_d
 
 
-def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Return levels and scales under a metric; encode_form() of encode/ditto5.c."""
+def _encode_under_hessian(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Return levels and scales under a metric; encode_block_under_hessian() of encode/ditto5.c."""
     order = positions(BLOCK_SIZE)
     levels, scales = np.zeros(x.shape, np.uint8), np.zeros(len(x), np.float32)
 
-    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    def encode(block_rows: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
         block = Block(metric, first, x, goal)
-        d, allowed = _fit_scale(block.target), np.ones(len(x), bool)
-        best = Best(sum_lanes(block.target * block.pull), np.zeros((len(x), LEVELS), np.float32), np.zeros(x.shape, np.uint8))
-        best_d, code = np.zeros_like(d), block.start(d[:, None] * VALUES)
+        d, allowed = _fit_scale(block.optimum), np.ones(len(x), bool)
+        best = Best(sum_lanes(block.optimum * block.B_opt), np.zeros((len(x), LEVELS), np.float32), np.zeros(x.shape, np.uint8))
+        best_d, code = np.zeros_like(d), block.init_codes(d[:, None] * VALUES)
         for _ in range(ROUNDS):
             allowed = allowed & (d > 0)
             better = block.improve(d[:, None] * VALUES, code, best, allowed)
             best_d[better] = d[better]
             v = VALUES[code]
-            d = _as_scale(sum_lanes(v * block.pull) / sum_lanes(v * form_times(block.form, v)))
-        levels[here, order], scales[here] = best.code, best_d
-        return np.where(finite[here, None], best_d[:, None] * VALUES[best.code], np.float32(0))
+            d = _as_scale(sum_lanes(v * block.B_opt) / sum_lanes(v * multiply(block.B, v)))
+        levels[block_rows, order], scales[block_rows] = best.code, best_d
+        return np.where(finite[block_rows, None], best_d[:, None] * VALUES[best.code], np.float32(0))
 
     encode_rows(metric, np.where(finite[:, None], x, np.float32(0))[:, order], encode)
     return levels, scales

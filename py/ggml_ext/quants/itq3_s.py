@@ -3,7 +3,7 @@
     w = S H v,   v[j] = d * (q[j] - z),   q[j] in 0..7,   100 bytes: half d, half z, uint8 ql[64], uint8 qh[32]
 
 Source: "ITQ3_S: Interleaved Ternary Quantization - Specialized" for the rotation, the block and d, z; the bit map and
-the eight-level encoder are ours.
+the eight-level encoder are this project's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 
 def unpack(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scale and offset of each block.
+    """Unpack the codes, scale and zero point of each block.
 
     blocks: uint8 (n_blocks, 100). Returns q int8 (n_blocks, 256) in 0..7, d and z float32 (n_blocks,), with rotated
     value = d * (q - z). ValueError for other shapes or dtypes. Any bits are a valid code; d and z may be NaN or Inf.
@@ -86,7 +86,7 @@ def quantize_blocks(
         if importance is not None and metric is None:
             metric = Metric.from_importance(as_blocks(importance, np.float32, BLOCK_SIZE).ravel(), BLOCK_SIZE)
         if metric is not None and levels == 8:
-            q, d, z = _encode_form(x, finite, metric)
+            q, d, z = _encode_under_hessian(x, finite, metric)
         else:
             best = _encode_plain(x, levels)
             q, d, z = best.q, best.d, best.z
@@ -106,12 +106,12 @@ def _encode_plain(x: np.ndarray, levels: int) -> _Best:
 
 
 def _levels(d: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Of scales as they are stored, float32 (n_rows, 8)."""
+    """Return the levels of stored scales, float32 (n_rows, 8)."""
     return d[:, None] * (np.arange(8, dtype=np.float32) - z[:, None])
 
 
-def _refit_form(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """d and z of least cost, rounded to half, and where they can be used; refit_form() of encode/itq3_s.c."""
+def _refit_under_hessian(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fit d and z of least cost under fixed codes; return them rounded to half, and where they are usable. refit_under_hessian() in C."""
     s, sc, scc, sx, sxc = (np.zeros(len(a)) for _ in range(5))
     for k in range(8):
         row, row_c = np.zeros(len(a)), np.zeros(len(a))
@@ -127,23 +127,23 @@ def _refit_form(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     return d.astype(np.float16).astype(np.float32), z.astype(np.float16).astype(np.float32), usable
 
 
-def _encode_form(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _encode_under_hessian(x: np.ndarray, finite: np.ndarray, metric: Metric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     order = positions(BLOCK_SIZE)
     q, all_d, all_z = np.zeros(x.shape, np.uint8), np.zeros(len(x), np.float32), np.zeros(len(x), np.float32)
 
-    def encode(here: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    def encode(block_rows: slice, first: int, x: np.ndarray, goal: np.ndarray) -> np.ndarray:
         block = Block(metric, first, x, goal)
-        start = _encode_plain(block.target, 8)
-        d, z, allowed = start.d, start.z, np.ones(len(x), bool)
-        best = Best(sum_lanes(block.target * block.pull), np.zeros((len(x), 8), np.float32), np.zeros(x.shape, np.uint8))
-        code, best_d, best_z = block.start(_levels(d, z)), np.zeros_like(d), np.zeros_like(z)
+        initial = _encode_plain(block.optimum, 8)
+        d, z, allowed = initial.d, initial.z, np.ones(len(x), bool)
+        best = Best(sum_lanes(block.optimum * block.B_opt), np.zeros((len(x), 8), np.float32), np.zeros(x.shape, np.uint8))
+        code, best_d, best_z = block.init_codes(_levels(d, z)), np.zeros_like(d), np.zeros_like(z)
         for _ in range(ROUNDS):
             better = block.improve(_levels(d, z), code, best, allowed)
             best_d[better], best_z[better] = d[better], z[better]
-            d, z, usable = _refit_form(*block.normal(code))
+            d, z, usable = _refit_under_hessian(*block.normal_equations(code))
             allowed = allowed & usable
-        q[here, order], all_d[here], all_z[here] = best.code, best_d, best_z
-        return np.where(finite[here, None], np.take_along_axis(best.level, best.code.astype(np.intp), axis=1), np.float32(0))
+        q[block_rows, order], all_d[block_rows], all_z[block_rows] = best.code, best_d, best_z
+        return np.where(finite[block_rows, None], np.take_along_axis(best.level, best.code.astype(np.intp), axis=1), np.float32(0))
 
     encode_rows(metric, np.where(finite[:, None], x, np.float32(0))[:, order], encode)
     return q, all_d, all_z
@@ -189,7 +189,7 @@ class _Best:
         self.q = np.zeros(x.shape, np.uint8)
 
     def try_scale(self, x: np.ndarray, d: np.ndarray, z: np.ndarray, levels: int, allowed: np.ndarray) -> None:
-        """Scores d and z as they will be stored and keeps them where they are better and allowed."""
+        """Score d and z as they will be stored, and keep them where they are better and allowed."""
         d, z = (a.astype(np.float16).astype(np.float32) for a in (d, z))
         q = _assign_codes(x, d, z, levels)
         error = x - d[:, None] * (q.astype(np.float32) - z[:, None])
@@ -199,7 +199,7 @@ class _Best:
 
 
 def _assign_codes(x: np.ndarray, d: np.ndarray, z: np.ndarray, levels: int) -> np.ndarray:
-    """The code in 0..levels-1 nearest to x/d + z, ties up: uint8 (n_blocks, 256)."""
+    """Return the code in 0..levels-1 nearest to x/d + z, ties up: uint8 (n_blocks, 256)."""
     inv_d = np.where(d != 0, _ONE / d, _ZERO)
     top = np.float32(levels - 1)
     t = x * inv_d[:, None] + z[:, None]
@@ -209,7 +209,7 @@ def _assign_codes(x: np.ndarray, d: np.ndarray, z: np.ndarray, levels: int) -> n
 
 
 def _refit(x: np.ndarray, q: np.ndarray, sum_x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Least-squares d and z for fixed codes, and where they can be used. The last step is float64, as in C."""
+    """Fit d and z by least squares under fixed codes; return them, and where they are usable. The last step is float64, as in C."""
     codes = q.astype(np.int32)
     sq, sqq = codes.sum(axis=1), (codes * codes).sum(axis=1)
     det = BLOCK_SIZE * sqq - sq * sq
