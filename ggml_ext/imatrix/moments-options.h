@@ -4,8 +4,9 @@
 #include <string>
 
 struct ggml_ext_moments_options {
-    std::string kind;   // --moments: "block" or "full"; empty: none
-    std::string layers; // --layers: "A-B"; empty: all
+    std::string kind;        // --moments: "block" or "full"; empty: none
+    std::string layers;      // --layers: "A-B"; empty: all
+    int         columns = 0; // --moments-columns; 0: no limit
 };
 
 ggml_ext_moments_options & ggml_ext_get_moments_options(); // in common/arg.cpp

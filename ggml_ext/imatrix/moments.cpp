@@ -46,6 +46,10 @@ bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
                 options.kind.empty() ? "--moments block or --moments full" : "text: give -f FILE");
         return false;
     }
+    if (options.columns && options.kind != "full") {
+        LOG_ERR("error: --moments-columns %d: limits --moments full, which is missing\n", options.columns);
+        return false;
+    }
     if (!options.layers.empty() && !parse_layers(options.layers, first_layer, last_layer)) {
         LOG_ERR("error: --layers %s: must be A-B, the first and the last layer counted from 0, such as 0-15\n", options.layers.c_str());
         return false;
@@ -54,9 +58,10 @@ bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
         LOG_ERR("error: --moments %s: the dat format cannot hold second moments; remove --output-format dat\n", options.kind.c_str());
         return false;
     }
-    kind      = options.kind;
-    kind_from = "--moments";
-    collects  = !kind.empty() && has_text;
+    kind        = options.kind;
+    kind_from   = "--moments";
+    max_columns = options.columns;
+    collects    = !kind.empty() && has_text;
     return true;
 }
 
@@ -285,6 +290,10 @@ bool ggml_ext_moments::is_selected(const std::string & weight) const {
     return last_layer < 0 || (first_layer <= layer && layer <= last_layer);
 }
 
+bool ggml_ext_moments::is_full(int64_t n_cols) const {
+    return kind == "full" && (!max_columns || n_cols <= max_columns);
+}
+
 static bool is_supported(const ggml_tensor * node) {
     return node->src[1]->type == GGML_TYPE_F32 && (node->op == GGML_OP_MUL_MAT_ID || node->src[0]->ne[2] * node->src[0]->ne[3] == 1);
 }
@@ -303,7 +312,7 @@ bool ggml_ext_moments::register_input(const ggml_tensor * node, const std::strin
         warned_unsupported = true;
         return true;
     }
-    const int64_t n_values = ggml_ext_n_moments(x->ne[0], kind == "full"), n_mat = experts ? matrix->ne[2] : 1;
+    const int64_t n_values = ggml_ext_n_moments(x->ne[0], is_full(x->ne[0])), n_mat = experts ? matrix->ne[2] : 1;
     const std::string owner = sources.emplace(source(x, experts ? node->src[2] : nullptr), weight).first->second;
     const auto known = input_of.emplace(weight, owner);
     if (known.first->second != owner) {
@@ -312,6 +321,7 @@ bool ggml_ext_moments::register_input(const ggml_tensor * node, const std::strin
         return false;
     }
     input & in = inputs[owner];
+    in.full = is_full(x->ne[0]);
     if (in.n_mat == 0) {
         in.n_values = n_values;
         in.n_mat    = n_mat;
@@ -472,7 +482,7 @@ void ggml_ext_moments::add_expert(input & dst, int64_t n_cols, int64_t expert) {
         job.rows      = rows.data() + first;
         job.n_rows    = (int) std::min<size_t>(GGML_EXT_SYRK_ROWS, rows.size() - first);
         job.n_cols    = n_cols;
-        job.full      = kind == "full";
+        job.full      = dst.full;
         job.packed    = packed.data();
         job.totals    = dst.sums.data() + expert * dst.n_values;
         job.next_tile = 0;

@@ -1,7 +1,8 @@
 // llama-imatrix --moments: collect Hessians, the sums of x x^T over tokens, for the inputs x of weight matrices.
 //
 // Added to an imatrix file (llama-imatrix's own loader ignores names with other endings):
-//   imatrix.moments              string    "block": block-diagonal, 256 columns each, the last perhaps fewer; "full"
+//   imatrix.moments              string    "block": block-diagonal, 256 columns each, the last perhaps fewer; "full", of inputs with more
+//                                          columns than --moments-columns block-diagonal too, which n_values tells
 //   imatrix.moments.block_size   uint32    256
 //   imatrix.moments.tensors      strings   weight matrices
 //   imatrix.moments.inputs       strings   for each, the matrix that holds its Hessian: matrices with a common input share one
@@ -46,6 +47,7 @@ private:
 
     struct input {
         int64_t n_values = 0; // per matrix
+        bool    full     = false;
         int64_t n_mat    = 0;
         std::vector<float>   sums; // empty until the first token
         std::vector<int64_t> counts;
@@ -55,6 +57,7 @@ private:
     };
 
     bool is_selected(const std::string & weight) const;
+    bool is_full(int64_t n_cols) const;
     bool register_input(const ggml_tensor * node, const std::string & weight);
     void add(const ggml_tensor * node, const std::string & weight);
     void add_rows(const ggml_tensor * node, input & dst);
@@ -67,6 +70,7 @@ private:
     std::string  kind;         // "block", "full" or empty
     std::string  kind_from;    // the option or file that sets it
     std::string  file_without; // a loaded file that has none
+    int          max_columns = 0; // of a full Hessian; 0: no limit
     int          first_layer = 0;
     int          last_layer  = -1; // all
     int          n_layers    = 0;

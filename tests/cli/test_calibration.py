@@ -22,7 +22,7 @@ from ggml_ext._allocation.target import DEFAULT_TYPES
 from ggml_ext._base.files import fingerprint, lock_directory
 from ggml_ext._base.signals import SIGNALS, StopRequest, defer_signals, ignore_signals, stop_on_signals
 from ggml_ext._base.units import GIB
-from ggml_ext._calibration import calibration
+from ggml_ext._calibration import calibration, cost
 from ggml_ext._calibration.calibration import Record
 from ggml_ext._calibration.cost import FACTORIZATION_RATE, CalibrationCost, Input, choose_importance
 from ggml_ext._console.terminal import Terminal
@@ -333,47 +333,83 @@ def test_missing_memory_for_full_hessians_is_refused(workspace):
     assert not workspace.runs()
 
 
+def test_wide_inputs_get_block_diagonal_hessians(workspace, monkeypatch, lib):
+    """A text that suffices for inputs of 256 columns and not for 512; a later run with more text, or without the limit, starts over."""
+    Spy(monkeypatch, lib)
+    monkeypatch.setattr(cost, "ENOUGH_TOKENS", 1 + 1024 // 512)
+    monkeypatch.setattr(CalibrationCost, "collecting", lambda self, kind: 0.0)  # more than twice a model this small
+    flags = ["--calibration-chunks", "2", "--imatrix-from", workspace.text]
+    _, err = workspace.run(*flags, type_name="itq3_t")
+    assert "block-diagonal Hessians of inputs of more than 256 columns: full Hessians of 512 columns need 1,536 tokens" in err
+    (run,) = workspace.runs()
+    assert (run["--moments"], run["--moments-columns"]) == ("full", "256")
+    fields = workspace.fields()
+    assert (fields["ggml_ext.importance"], fields["ggml_ext.importance.full_columns"]) == ("full", 256)
+    out, _ = workspace.run(*flags, type_name="itq3_t")
+    assert len(workspace.runs()) == 1 and "full up to 256 columns" in out
+    workspace.run(*flags, "--importance", "block", type_name="itq3_t")
+    assert len(workspace.runs()) == 1 and workspace.fields()["ggml_ext.importance"] == "block"
+    workspace.run(*flags, "--importance", "full", type_name="itq3_t")
+    assert len(workspace.runs()) == 2 and "--moments-columns" not in workspace.runs()[1]
+    full = workspace.out.read_bytes()
+    workspace.run(*flags, type_name="itq3_t")
+    assert len(workspace.runs()) == 2 and workspace.fields()["ggml_ext.importance.full_columns"] == 256  # of the full ones, what the run asks for
+    assert full != workspace.out.read_bytes()
+
+
 def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> CalibrationCost:
     inputs = tuple(Input(i, width, 1, 1) for i in range(n_layers))
-    return CalibrationCost(**{"n_bytes": GIB, "inputs": inputs, "n_weights_used": int(n_weights), "factorization": n_layers * width**3 / 3} | replaced)
+    return CalibrationCost(**{"n_bytes": GIB, "inputs": inputs, "n_weights_used": int(n_weights), "factorizations": {width: n_layers * width**3 / 3}} | replaced)
 
 
-@pytest.mark.parametrize(("model_cost", "n_tokens", "memory", "kind", "why"), [
-    (model(4096), 51200, 10 * GIB, "full", ""),
-    (model(4096), 51200, 1.1 * GIB, "block", "need 1.1 GiB, the limit is 1.1 GiB"),  # 4 triangles of 32 MiB next to 1 GiB
-    (model(4096), 7 * 4096 - 1, 10 * GIB, "block", "of 4,096 columns need 28,672 tokens"),
-    (model(4096, n_weights=1e7), 51200, 10 * GIB, "block", "more than double the time"),
+@pytest.mark.parametrize(("model_cost", "n_tokens", "memory", "full_columns", "why"), [
+    (model(4096), 51200, 10 * GIB, 4096, ""),
+    (model(4096), 51200, 1.1 * GIB, 0, "need 1.1 GiB, the limit is 1.1 GiB"),  # 4 triangles of 32 MiB next to 1 GiB
+    (model(4096), 7 * 4096 - 1, 10 * GIB, 0, "of 4,096 columns need 28,672 tokens"),
+    (model(4096, n_weights=1e7), 51200, 10 * GIB, 0, "more than double the time"),
 ])
 @pytest.mark.parametrize("n_threads", [1, 2, 64])
-def test_importance_follows_memory(model_cost, n_tokens, memory, kind, why, n_threads):
+def test_importance_follows_memory(model_cost, n_tokens, memory, full_columns, why, n_threads):
     choice = choose_importance(model_cost, n_tokens, memory, n_threads, 0)
-    assert choice[0] == kind and why in choice[1]
+    assert choice[0] == full_columns and why in choice[1]
+
+
+def test_each_width_has_its_own_choice():
+    """A wide input does not take the full Hessians from the narrow ones: 14 layers of Llama-3.1-8B's shape on two threads."""
+    inputs = tuple(Input(i, n, 1, 1) for i in range(14) for n in (4096, 14336))
+    wide = model(0, inputs=inputs, n_weights=14 * 218e6, factorizations={4096: 14 * 6 * 4096**3 / 3, 14336: 14 * 14336**3 / 3})
+    assert choose_importance(wide, 51200, 100 * GIB, 2, 0) == (4096, "full Hessians of 14,336 columns need 100,352 tokens")
+    columns, why = choose_importance(wide, 7 * 14336, 100 * GIB, 2, 0)
+    assert columns == 14336 and not why
+    columns, why = choose_importance(wide, 7 * 14336, 100 * GIB, 2, 5)
+    assert columns == 4096 and "14,336 columns would take" in why
+    assert choose_importance(wide, 7 * 14336, 2.5 * GIB, 2, 0)[0] == 4096  # 0.44 GiB of Hessians, or 5.7
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 64])
 @pytest.mark.parametrize(("n_compared_metrics", "times"), [(0, 1), (5, 7)], ids=["OUT", "five metrics, the sensitivities and OUT"])
 def test_all_threads_factorize_within_15_minutes(n_threads, n_compared_metrics, times):
     most = 900 * FACTORIZATION_RATE * n_threads / times
-    assert choose_importance(model(4096, factorization=0.98 * most), 51200, 100 * GIB, n_threads, n_compared_metrics) == ("full", "")
-    kind, why = choose_importance(model(4096, factorization=1.02 * most), 51200, 100 * GIB, n_threads, n_compared_metrics)
-    assert kind == "block" and "take 15 minutes to factorize" in why
+    assert choose_importance(model(4096, factorizations={4096: 0.98 * most}), 51200, 100 * GIB, n_threads, n_compared_metrics) == (4096, "")
+    full_columns, why = choose_importance(model(4096, factorizations={4096: 1.02 * most}), 51200, 100 * GIB, n_threads, n_compared_metrics)
+    assert full_columns == 0 and "take 15 minutes to factorize" in why
 
 
-@pytest.mark.parametrize(("model_cost", "memory", "n_threads", "kind", "why"), [
+@pytest.mark.parametrize(("model_cost", "memory", "n_threads", "full_columns", "why"), [
     # 256 MiB per thread; model and Hessians take 1.1 GiB.
-    (model(4096), 1.9 * GIB, 7, "full", ""),
-    (model(4096), 1.9 * GIB, 8, "block", "need 2.0 GiB, the limit is 1.9 GiB"),
+    (model(4096), 1.9 * GIB, 7, 4096, ""),
+    (model(4096), 1.9 * GIB, 8, 0, "need 2.0 GiB, the limit is 1.9 GiB"),
 ])
-def test_importance_of_a_target_follows_memory(model_cost, memory, n_threads, kind, why):
+def test_importance_of_a_target_follows_memory(model_cost, memory, n_threads, full_columns, why):
     """A target measures errors of five types, each thread on its own tensor."""
     choice = choose_importance(model_cost, 51200, memory, n_threads, 5)
-    assert choice[0] == kind and why in choice[1]
+    assert choice[0] == full_columns and why in choice[1]
 
 
 def test_memory_depends_on_the_types_of_a_target(workspace, monkeypatch):
     """ggml-ext types have one Hessian each, upstream's scalar types share one; q8_0 uses none."""
     counts = []
-    monkeypatch.setattr(calibration, "choose_importance", lambda *args: counts.append(args[3:]) or ("block", ""))
+    monkeypatch.setattr(calibration, "choose_importance", lambda *args: counts.append(args[3:]) or (0, "too wide"))
     for flags in (["--type", "itq3_t"], ["--target-bpw", "3"], ["--target-bpw", "3", "--target-types", "itq2_t,q4_k,ditto5"]):
         assert program.main([str(workspace.model), "--dry-run", "--threads", "2", *flags]) == 0
     assert counts == [(2, 0), (2, sum(name in WEIGHT_TYPES for name in DEFAULT_TYPES) + 1), (2, 3)]

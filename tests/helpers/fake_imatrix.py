@@ -45,4 +45,5 @@ outside = {f"{name}.{end}": None for name in set(names) - set(inside) for end in
 if do != "write nothing":
     from pathlib import Path
 
-    write_moments(Path(options["-o"]), inputs, kind, keys=keys, tensors=outside, chunks=n_chunks)
+    widest = int(options.get("--moments-columns", 1 << 30))
+    write_moments(Path(options["-o"]), inputs, kind, keys=keys, tensors=outside, chunks=n_chunks, full_columns=widest)

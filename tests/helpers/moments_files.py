@@ -24,7 +24,7 @@ def pack(h: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_moments(path: Path, inputs: dict, kind: str = "block", sharing: dict | None = None, keys: dict | None = None,
-                  tensors: dict | None = None, chunks: int = 2) -> Path:
+                  tensors: dict | None = None, chunks: int = 2, full_columns: int = 1 << 30) -> Path:
     """Write an imatrix file with Hessians.
 
     Args:
@@ -33,6 +33,7 @@ def write_moments(path: Path, inputs: dict, kind: str = "block", sharing: dict |
         sharing: other weights -> the owner of their inputs.
         keys, tensors: replace what is written; None leaves an entry out.
         chunks: the number of chunks to record.
+        full_columns: with kind "full", the most columns of a full Hessian.
     """
     sharing = {owner: owner for owner in inputs} | (sharing or {})
     writer = gguf.GGUFWriter(path, "")
@@ -51,7 +52,8 @@ def write_moments(path: Path, inputs: dict, kind: str = "block", sharing: dict |
         arrays[f"{name}.in_sum2"] = np.stack([(x.astype(np.float64) ** 2).sum(0) for x in experts])
         arrays[f"{name}.counts"] = np.array([[len(x)] for x in experts])
         if name == owner and kind != "diagonal":
-            arrays[f"{name}.in_moments"] = np.stack([pack(x.T.astype(np.float64) @ x, kind) for x in experts])
+            stored = kind if experts[0].shape[1] <= full_columns else "block"
+            arrays[f"{name}.in_moments"] = np.stack([pack(x.T.astype(np.float64) @ x, stored) for x in experts])
             arrays[f"{name}.moment_counts"] = np.array([[len(x)] for x in experts])
     for name, array in (arrays | (tensors or {})).items():
         if array is not None:

@@ -195,6 +195,17 @@ def test_block_and_full_agree(collected):
     assert (outside != 0).all() and np.linalg.eigvalsh(full.matrix(DOWN)).min() > -1e-4 * np.trace(full.matrix(DOWN))
 
 
+def test_wide_inputs_have_blocks(model, text, collected, tmp_path):
+    """With --moments-columns the Hessians of wider inputs are those of --moments block, and the others those of --moments full."""
+    path = tmp_path / "mixed.gguf"
+    imatrix("-m", model, "-f", text, *RUN, "--moments", "full", "--moments-columns", 256, "-o", path)
+    mixed, full, block = Moments(path), Moments(collected["full"][0]), Moments(collected["block"][0])
+    widths = {name: mixed.squares(name).shape[1] for name in mixed.sums}
+    assert mixed.kind == "full" and mixed.sums.keys() == full.sums.keys() and set(widths.values()) == {256, 768}
+    for name, sums in mixed.sums.items():
+        np.testing.assert_array_equal(sums, (full if widths[name] <= 256 else block).sums[name])
+
+
 def test_layers_limit_what_is_collected(model, text, collected, tmp_path):
     imatrix("-m", model, "-f", text, *RUN, "--moments", "block", "--layers", "1-2", "--process-output", "-o", tmp_path / "out.gguf")
     part, full = Moments(tmp_path / "out.gguf"), Moments(collected["block"][0])
@@ -418,6 +429,7 @@ def test_interrupted_write_keeps_the_old_file(tmp_path, killed):
         (["--moments", "block", "--layers", "1-2x"], ("--layers 1-2x", "A-B")),
         (["--moments", "block", "--layers", "1--2"], ("--layers 1--2", "A-B")),
         (["--moments", "block", "--layers", "-1-2"], ("--layers -1-2", "A-B")),
+        (["--moments", "block", "--moments-columns", "256"], ("--moments-columns 256", "--moments full")),
         (["--moments", "full", "--output-format", "dat"], ("--moments full", "--output-format dat")),
     ],
 )

@@ -7,6 +7,7 @@ from gguf import GGMLQuantizationType as T
 
 from ggml_ext._calibration import cost
 from ggml_ext._calibration.cost import FLOPS_A_THREAD, GRAPH_SHARE, CalibrationCost
+from ggml_ext._calibration.importance import Importance
 from ggml_ext._commands import estimate as _estimate
 from ggml_ext._encode.codec import Codec
 from ggml_ext._encode.rate import Rate, measure
@@ -39,7 +40,7 @@ def test_estimate_sums_over_the_plan(codec, monkeypatch, kind, known):
     calls = []
     rate = Rate(1e-6, 1e-9, 1e-12)
     monkeypatch.setattr(_estimate, "measure", lambda codec, target, kind, n: calls.append((target, kind, n)) or rate)
-    seconds = _estimate.estimate(make_plan(known), codec, kind, 2)
+    seconds = _estimate.estimate(make_plan(known), codec, Importance(kind), 2)
     whole = kind == "full"
     factorizing = 2 * 5 * 1e-12 * (N**3 / 3 if whole else 16 * 256**3 / 3)
     encoding = 14 * N * N * (1e-6 + 1e-9 * (N if whole else 256)) + N * N * (1e-6 + 1e-9 * 256)
@@ -51,8 +52,8 @@ def test_estimate_sums_over_the_plan(codec, monkeypatch, kind, known):
 def test_short_runs_have_no_estimate(codec):
     small = make_plan()
     small.tensors = small.tensors[:2]
-    assert _estimate.estimate(small, codec, "block", 2) is None
-    assert _estimate.estimate(make_plan(), Codec(None), "none", 2) is None  # numpy's encoders are not sampled
+    assert _estimate.estimate(small, codec, Importance("block"), 2) is None
+    assert _estimate.estimate(make_plan(), Codec(None), Importance("none"), 2) is None  # numpy's encoders are not sampled
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ class ErrorMeasurement:
         return {
             "version": __version__,
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
-            "importance": [self.importance.kind, [fingerprint(p) for p in self.importance.paths()], *excluded],
+            "importance": [self.importance.title, [fingerprint(p) for p in self.importance.paths()], *excluded],
             "encoder": [self.codec.effort, self.codec.itq3_levels],
         }
 

@@ -29,7 +29,7 @@ from .._formats.cache_names import imatrix_cache_name
 from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.tensor_types import uses_metric
-from .._native.process import describe_failure, run_streamed
+from .._native.process import NOT_LOADED, describe_failure, run_streamed
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.imatrix_use import list_types_using_imatrix
@@ -103,7 +103,11 @@ class CalibrationRun(CalibrationSetup):
         """Open the cached result, if it is valid for this run."""
         record = Record.read(cache := self.cache_path(None))
         is_valid = record is not None and record.layers is None and record.serves(self, self.list_dependencies())
-        return open_importance([cache], self.kind, self.text_name) if is_valid else None
+        return self.open_results([cache]) if is_valid else None
+
+    def open_results(self, paths: Sequence[Path]) -> Importance:
+        """Open the files of the passes."""
+        return open_importance(paths, self.kind, self.text_name, self.cost.full_columns)
 
     def memory_needed(self, layers: Layers = None) -> int:
         return self.cost.n_bytes + self.cost.hessian_bytes(self.kind, layers)
@@ -116,6 +120,7 @@ class CalibrationRun(CalibrationSetup):
     def describe(self, passes: Sequence[Layers]) -> str:
         """Describe the run, with the estimated time of a pass and the memory of the largest one."""
         statistics = {"diagonal": "diagonal Hessians", "block": "block-diagonal Hessians", "full": "full Hessians"}[self.kind]
+        statistics += "" if self.cost.full_columns is None else f" up to {self.cost.full_columns:,} columns, else block-diagonal ones,"
         proxy_model = "" if self.proxy_model is None else f", proxy model {self.proxy_model.title}"
         n_passes, each = (f"{len(passes)} passes over layers, ", " each") if len(passes) > 1 else ("", "")
         seconds = format_duration(self.cost.seconds(self.kind, self.n_tokens, self.n_threads))
@@ -134,11 +139,15 @@ class Record:
     kind: str
     layers: Layers
     result: dict  # fingerprint
+    full_columns: int | None = None  # of CalibrationCost
 
     def __post_init__(self) -> None:
         """Raise ValueError if the content is not a record: the file may be the user's."""
         are_layers = isinstance(self.layers, list) and self.layers and all(type(n) is int for n in self.layers)
-        if not isinstance(self.made_from, dict) or self.kind not in KINDS or not (self.layers is None or are_layers):
+        if (
+            not isinstance(self.made_from, dict) or self.kind not in KINDS or not (self.layers is None or are_layers)
+            or type(self.full_columns) not in (int, type(None))
+        ):
             raise ValueError("not a record of a calibration")
 
     @classmethod
@@ -155,7 +164,9 @@ class Record:
         # "stand_in" is the proxy's key in existing caches; a result of the model itself is better and serves runs with a proxy too
         if "stand_in" not in recorded:
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
-        return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind)
+        columns = self.full_columns, run.cost.full_columns
+        is_wide_enough = run.kind != "full" or columns[0] is None or (columns[1] is not None and columns[0] >= columns[1])
+        return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind) and is_wide_enough
 
 
 def record_path(cache: Path) -> Path:
@@ -266,6 +277,7 @@ def collect(
     command = [run.program, "-m", os.path.abspath(model_path), *run.devices, "-f", to_argument(run.text.name), "-c", run.n_context]
     command += ["-b", run.n_context, "--chunks", run.n_chunks, "-t", run.n_threads, "--output-frequency", 1 << 30]
     command += [] if run.kind == "diagonal" else ["--moments", run.kind]
+    command += [] if run.cost.full_columns is None else ["--moments-columns", run.cost.full_columns]
     command += [] if layers is None else ["--layers", f"{layers[0]}-{layers[-1]}"]
     try:
         with temporary_directory(run.directory, TEMPORARY, console.note) as directory:
@@ -274,7 +286,7 @@ def collect(
             run_program([*map(str, command), "-o", str(result)], run.text.parent, run, title, console)
             if not result.is_file():
                 raise UserError(f"calibration: {run.program.name} wrote no file; pass --no-calibration to skip it")
-            record = Record(dependencies, run.kind, layers, fingerprint(result))
+            record = Record(dependencies, run.kind, layers, fingerprint(result), run.cost.full_columns)
             record_file = directory / "record.json"
             record_file.write_text(json.dumps(asdict(record), indent=1) + "\n")
             os.replace(record_file, record_path(cache))
@@ -301,10 +313,11 @@ def run_program(command: list[str], directory: Path, run: CalibrationRun, title:
         code, log = run_streamed(command, directory, on_output)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        without = "an imatrix with --imatrix, or --no-calibration to skip it"
+        without = "pass an imatrix with --imatrix, or --no-calibration to skip it"
+        text = "" if NOT_LOADED.search(log) else "pass another text with --imatrix-from, "
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
-            hint=f"{devices}pass another text with --imatrix-from, {without}",
+            hint=f"{devices}{text}{without}",
             less_memory=f"its limit was {run.memory_limit / GIB:.1f} GiB, pass a smaller --memory, {without}",
         ))
 
@@ -357,13 +370,16 @@ def prepare(
     if program is None:
         return PreparedImportance(Importance())
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, console=console)
-    run = CalibrationRun(**vars(setup), kind=_choose_kind(options, setup, types, n_compared_metrics, console))
+    kind, full_columns = _choose_kind(options, setup, types, n_compared_metrics, console)
+    run = CalibrationRun(**vars(setup) | {"cost": replace(setup.cost, full_columns=full_columns)}, kind=kind)
     if not is_dry:
-        return PreparedImportance(open_importance(calibrate(run, console), run.kind, run.text_name))
+        return PreparedImportance(run.open_results(calibrate(run, console)))
     if directory is not None and (cached := run.open_cache()) is not None:
         return PreparedImportance(cached)
     passes: Sequence[Layers] = split_layers(run.cost, run.cost.layers, run.memory_limit) if run.needs_passes else [None]
-    return PreparedImportance(Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}"), is_pending=True)
+    importance = Importance(run.kind, full_columns=full_columns)
+    importance.description = f"{importance.title}, by a {run.describe(passes)}"
+    return PreparedImportance(importance, is_pending=True)
 
 
 def _find_program(options: CalibrationOptions, types: Sequence[GGMLQuantizationType], console: Console) -> Path | None:
@@ -421,23 +437,27 @@ def configure_calibration(
 def _choose_kind(
     options: CalibrationOptions, setup: CalibrationSetup, types: Sequence[GGMLQuantizationType], n_compared_metrics: int,
     console: Console,
-) -> str:
-    """Choose one of KINDS. types: list_types_using_imatrix(); n_compared_metrics: of prepare()."""
+) -> tuple[str, int | None]:
+    """Choose one of KINDS, and with "full" the most columns of a full Hessian; None: no limit.
+
+    types: list_types_using_imatrix(); n_compared_metrics: of prepare().
+    """
     cost, limit, n_threads = setup.cost, setup.memory_limit, setup.n_threads
     if options.kind is None and not any(map(uses_metric, types)):
-        return "diagonal"
+        return "diagonal", None
     if options.kind is None:
-        kind, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_metrics)
+        n_columns, reason = choose_importance(cost, setup.n_tokens, limit, n_threads, n_compared_metrics)
         if reason:
-            console.note(f"block-diagonal Hessians: {reason}; --importance full overrides this")
-        return kind
+            where = f" of inputs of more than {n_columns:,} columns" if n_columns else ""
+            console.note(f"block-diagonal Hessians{where}: {reason}; --importance full overrides this")
+        return ("full" if n_columns else "block"), (n_columns if n_columns and reason else None)
     if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_metrics)) > limit:
         fewer = ", fewer --threads" if n_compared_metrics else ""
         console.note(
             f"factorizing full Hessians needs {needed / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB: this may be slow, or "
             f"fail; --importance block{fewer} needs less"
         )
-    return options.kind
+    return options.kind, None
 
 
 def count_chunks(file: GGUFFile, text: Path, n_bytes: int, n_requested: int) -> int:

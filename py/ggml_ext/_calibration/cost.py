@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .._base.units import GIB
 from .._formats.gguf_file import GGUFFile
-from .._formats.hessians import ENOUGH_TOKENS, packed_size
+from .._formats.hessians import ENOUGH_TOKENS, kind_for, packed_size
 from .._native.product import product_rate
 from .._plan.rules import OUTPUT, TOKEN_EMBD
 from .._plan.uses import n_layers_run
@@ -62,8 +63,9 @@ class CalibrationCost:
     n_bytes: int
     inputs: tuple[Input, ...]
     n_weights_used: int  # per token, in matrix products
-    factorization: float  # sum of n^3/3 of the full Hessians of all weight matrices
+    factorizations: Mapping[int, float]  # sums of n^3/3 over the weight matrices, by their number of columns n
     type: GGMLQuantizationType = GGMLQuantizationType.F16  # of most weights in the layers
+    full_columns: int | None = None  # kind "full" means block-diagonal Hessians for inputs with more columns; None: no limit
 
     @classmethod
     def read(cls, file: GGUFFile) -> CalibrationCost:
@@ -73,7 +75,8 @@ class CalibrationCost:
         sizes = {t.name: t.n_elements for t in file.tensors}
         weights: Counter[GGMLQuantizationType] = Counter()
         n_layers = n_layers_run(file)
-        inputs, n_weights_used, factorization = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0))), 0.0
+        inputs, n_weights_used = {}, float(sizes.get(OUTPUT, sizes.get(TOKEN_EMBD, 0)))
+        factorizations: Counter[int] = Counter()
         for t in file.tensors:
             name = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", t.name)
             if not name or t.n_dims < 2:
@@ -86,25 +89,38 @@ class CalibrationCost:
             inputs[layer, SHARED.get(stem, stem), t.ne[0]] = Input(layer, t.ne[0], n_matrices, used)
             weights[t.type] += t.n_elements
             n_weights_used += t.n_elements * used / n_matrices
-            factorization += n_matrices * t.ne[0] ** 3 / 3
+            factorizations[t.ne[0]] += n_matrices * t.ne[0] ** 3 // 3
         most = weights.most_common(1)
-        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorization, *([most[0][0]] if most else []))
+        return cls(file.n_bytes, tuple(inputs.values()), int(n_weights_used), factorizations, *([most[0][0]] if most else []))
 
     @property
     def layers(self) -> list[int]:
         return sorted({i.layer for i in self.inputs})
 
     @property
-    def widest(self) -> int:
-        """Columns of the widest input."""
-        return max(i.n_columns for i in self.inputs)
+    def widths(self) -> list[int]:
+        """The numbers of columns of the inputs, the widest first."""
+        return sorted({i.n_columns for i in self.inputs}, reverse=True)
+
+    @property
+    def widest_full(self) -> int:
+        """Columns of the widest input with a full Hessian."""
+        return next((n for n in self.widths if self.full_columns is None or n <= self.full_columns), 0)
+
+    def kind_for(self, n_columns: int, kind: str) -> str:
+        """Return the kind of the Hessian of an input."""
+        return kind_for(n_columns, kind, self.full_columns)
 
     def hessian_bytes(self, kind: str, layers: list[int] | None = None) -> int:
-        return sum(i.n_bytes(kind) for i in self.inputs if layers is None or i.layer in layers)
+        return sum(i.n_bytes(self.kind_for(i.n_columns, kind)) for i in self.inputs if layers is None or i.layer in layers)
+
+    def collecting(self, kind: str) -> float:
+        """Return the operations per token that collecting the Hessians takes."""
+        return sum(i.flops(self.kind_for(i.n_columns, kind)) for i in self.inputs)
 
     def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
         """Estimate the time of one pass, in seconds."""
-        flops = 2.0 * self.n_weights_used + sum(i.flops(kind) for i in self.inputs)
+        flops = 2.0 * self.n_weights_used + self.collecting(kind)
         return flops * n_tokens / self.rate(n_threads)
 
     def rate(self, n_threads: int) -> float:
@@ -118,21 +134,16 @@ class CalibrationCost:
         n_compared_metrics: different factorizations of a Hessian (metric_name()) among the types that a target compares; 0 without a
         target. With a target, measuring the sensitivities takes one more, and so does encoding.
         """
-        return self.factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_compared_metrics if n_compared_metrics else 1)
+        factorization = sum(flops for n, flops in self.factorizations.items() if n <= self.widest_full)
+        return factorization / (FACTORIZATION_RATE * n_threads) * (2 + n_compared_metrics if n_compared_metrics else 1)
 
     def factorization_bytes(self, n_threads: int, n_compared_metrics: int) -> int:
-        """Return the most memory of factorization: the widest Hessian, with a target one per thread."""
-        return FACTORIZATION_BYTES * self.widest**2 * (n_threads if n_compared_metrics else 1)
+        """Return the most memory of factorization: the widest full Hessian, with a target one per thread."""
+        return FACTORIZATION_BYTES * self.widest_full**2 * (n_threads if n_compared_metrics else 1)
 
 
-def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_metrics: int) -> tuple[str, str]:
-    """Choose full Hessians if they are affordable, else block-diagonal ones.
-
-    Full Hessians need:
-    - memory for the model and the Hessians of all layers, and later for their factorization;
-    - ENOUGH_TOKENS tokens per column of the widest input, else they may not generalize to other text;
-    - at most twice the time of running the model;
-    - at most 15 minutes of factorization.
+def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_metrics: int) -> tuple[int, str]:
+    """Choose the inputs that get full Hessians: the widest that is affordable and all narrower ones. The others get block-diagonal ones.
 
     Args:
         cost: of the model.
@@ -142,20 +153,37 @@ def choose_importance(cost: CalibrationCost, n_tokens: int, memory: float, n_thr
         n_compared_metrics: of CalibrationCost.factorization_seconds().
 
     Returns:
-        "full" or "block", and why not full.
+        The number of columns of that input, 0 for none, and what the next wider input lacks; "" if there is none.
+    """
+    lack = ""
+    for n_columns in cost.widths:
+        narrowed = replace(cost, full_columns=n_columns)
+        if not (reason := find_lack(narrowed, n_tokens, memory, n_threads, n_compared_metrics)):
+            return n_columns, lack
+        lack = reason
+    return 0, lack
+
+
+def find_lack(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: int, n_compared_metrics: int) -> str:
+    """Describe what full Hessians lack, with the arguments of choose_importance(); "" if nothing. They need:
+
+    - memory for the model and the Hessians of all layers, and later for their factorization;
+    - ENOUGH_TOKENS tokens per column of the widest, else they may not generalize to other text;
+    - at most twice the time of running the model;
+    - at most 15 minutes of factorization.
     """
     needed = max(cost.n_bytes + cost.hessian_bytes("full"), cost.factorization_bytes(n_threads, n_compared_metrics))
-    collecting = sum(i.flops("full") for i in cost.inputs)
     factorization = cost.factorization_seconds(n_threads, n_compared_metrics)
+    subject = f"full Hessians of {cost.widest_full:,} columns"
     if needed > memory:
-        return "block", f"full Hessians need {needed / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB"
-    if n_tokens < ENOUGH_TOKENS * cost.widest:
-        return "block", f"full Hessians of {cost.widest:,} columns need {ENOUGH_TOKENS * cost.widest:,} tokens"
-    if collecting > 2.0 * cost.n_weights_used:
-        return "block", "full Hessians would more than double the time of calibration"
+        return f"{subject} need {needed / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB"
+    if n_tokens < ENOUGH_TOKENS * cost.widest_full:
+        return f"{subject} need {ENOUGH_TOKENS * cost.widest_full:,} tokens"
+    if cost.collecting("full") > 2.0 * cost.n_weights_used:
+        return f"{subject} would more than double the time of calibration"
     if factorization > MAX_FACTORIZATION_SECONDS:
-        return "block", f"full Hessians would take {factorization / 60:.0f} minutes to factorize"
-    return "full", ""
+        return f"{subject} would take {factorization / 60:.0f} minutes to factorize"
+    return ""
 
 
 def split_layers(cost: CalibrationCost, layers: list[int], memory: float) -> list[list[int]]:

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType
 from .._base.errors import UserError
 from .._encode.codec import Codec
 from .._encode.tensor_calibration import Metric, MetricCache, PerExpert, TensorCalibration
-from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value
-from .._formats.hessians import HessianFile, TensorHessian, token_warnings
+from .._formats.gguf_file import GGUFFile, KeyValue, Tensor, string_value, uint32_value
+from .._formats.hessians import HessianFile, TensorHessian, kind_for, token_warnings
 from .._formats.imatrix import ImportanceMatrix, dead_columns
 from .._formats.names import list_tensors
 from .._formats.tensor_types import metric_name, uses_metric
@@ -46,6 +46,7 @@ class Importance:
     hessians: HessianFile | None = None
     text_name: str | None = None  # of the text, if ggml-ext calibrated
     description: str | None = None  # replaces the usual one in the summary
+    full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
     warnings: list[str] = field(default_factory=list)  # from encoding
 
     def read(self, tensor: Tensor) -> TensorCalibration:
@@ -56,7 +57,12 @@ class Importance:
 
     def hessian(self, tensor: Tensor) -> TensorHessian | None:
         """Return the Hessian of a tensor, None without one."""
-        return self.hessians.for_tensor(tensor, self.kind) if self.hessians and tensor.name in self.hessians else None
+        has_one = self.hessians is not None and tensor.name in self.hessians
+        return self.hessians.for_tensor(tensor, self.kind_for(tensor)) if self.hessians and has_one else None
+
+    def kind_for(self, tensor: Tensor) -> str:
+        """Return the kind of the statistics of a tensor."""
+        return kind_for(tensor.ne[0], self.kind, self.full_columns)
 
     def calibrate(self, planned: PlannedTensor, qtype: GGMLQuantizationType, codec: Codec, cache: MetricCache) -> TensorCalibration:
         """Return the statistics for the encoder of a type.
@@ -96,31 +102,39 @@ class Importance:
         """List the files that are read during encoding."""
         return self.hessians.files if self.hessians else []
 
+    @property
+    def title(self) -> str:
+        """The kind, with the limit of full Hessians."""
+        return self.kind if self.full_columns is None else f"{self.kind} up to {self.full_columns:,} columns"
+
     def describe(self) -> str:
         """Describe the statistics for the summary."""
         if self.description is not None:
             return self.description
         if self.matrix is None:
-            return self.kind
+            return self.title
         text = f"{self.text_name} text" if self.text_name == BUILT_IN else self.text_name
-        return f"{self.kind}, of {self.matrix.path}{f' ({text})' if text else ''}"
+        return f"{self.title}, of {self.matrix.path}{f' ({text})' if text else ''}"
 
     def metadata(self) -> list[KeyValue]:
         """Make the metadata of llama-quantize and of ggml-ext about the imatrix."""
         out = [] if self.matrix is None else self.matrix.metadata()
         out.append(string_value("ggml_ext.importance", self.kind))
+        if self.full_columns is not None:
+            out.append(uint32_value("ggml_ext.importance.full_columns", self.full_columns))
         if self.text_name:
             out.append(string_value("ggml_ext.calibration", self.text_name))
         return out
 
 
-def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | None = None) -> Importance:
+def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | None = None, full_columns: int | None = None) -> Importance:
     """Open the imatrix file, or the files of the passes of a calibration.
 
     Args:
         paths: the files.
         kind: the statistics to use, None for the best in the files.
         text_name: of the text, if ggml-ext calibrated.
+        full_columns: with kind "full", the most columns of a full Hessian; None: all have to be full.
 
     Raises:
         UserError: a file is not an imatrix, or lacks that kind.
@@ -137,12 +151,14 @@ def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | No
             "--importance diagonal"
         )
     hessians = HessianFile(files)
-    if kind == "full" and hessians.kind != kind:
+    if kind == "full" and full_columns is None and not hessians.are_full:
         raise UserError(
             f"--importance full: {path} has block-diagonal Hessians: make full ones with llama-imatrix --moments full, or "
             "pass --importance block"
         )
-    return Importance(kind or hessians.kind, matrix, hessians, text_name)
+    kind = kind or hessians.kind
+    limit = full_columns or (hessians.full_columns if kind == "full" else None)
+    return Importance(kind, matrix, hessians, text_name, full_columns=limit)
 
 
 def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested: bool) -> None:
@@ -163,7 +179,7 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
     if not tensors:
         if is_requested:
             plan.warnings.append(f"--importance {importance.kind}: no tensor gets a type that uses more than the diagonal")
-        importance.kind, importance.hessians = "diagonal", None
+        importance.kind, importance.hessians, importance.full_columns = "diagonal", None, None
         return
     hessians = {t.name: hessian for t in tensors if (hessian := importance.hessian(t))}
     if not hessians:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .._base.text import format_duration
 from .._calibration.cost import shared_input
+from .._calibration.importance import Importance
 from .._encode.codec import Codec
 from .._encode.rate import Rate, measure
 from .._formats.names import layer_number
@@ -28,13 +29,13 @@ class Estimate:
         return f"encoding: estimate {format_duration(self.encoding)} on {self.n_threads} threads{share}"
 
 
-def estimate(plan: QuantizationPlan, codec: Codec, kind: str, n_threads: int) -> Estimate | None:
+def estimate(plan: QuantizationPlan, codec: Codec, importance: Importance, n_threads: int) -> Estimate | None:
     """Estimate the time to encode a plan; None if there is little to encode.
 
     Args:
         plan: the tensors and their types.
         codec: the encoders to time.
-        kind: calibration statistics of the tensors that use the imatrix.
+        importance: calibration statistics of the tensors that use the imatrix.
         n_threads: number of encoding threads.
     """
     encoded = [t for t in plan.changed if t.type not in FLOAT_TYPES]
@@ -44,7 +45,7 @@ def estimate(plan: QuantizationPlan, codec: Codec, kind: str, n_threads: int) ->
     encoding = factorizing = 0.0
     last = None
     for t in encoded:
-        tensor, used_kind = t.tensor, _find_kind(plan, t, kind)
+        tensor, used_kind = t.tensor, _find_kind(plan, t, importance.kind_for(t.tensor))
         if (t.type, used_kind) not in rates:
             rates[t.type, used_kind] = measure(codec, t.type, used_kind, n_threads)
         rate, is_full = rates[t.type, used_kind], used_kind == "full"

@@ -403,7 +403,7 @@ def prepare_writing(
 
 def estimate_time(settings: Settings, job: QuantizationJob) -> Estimate | None:
     """Estimate the time of encoding; None if it takes seconds or is part of --propagate."""
-    return None if job.propagation_config is not None else estimate(job.plan, job.codec, job.importance.kind, settings.n_threads)
+    return None if job.propagation_config is not None else estimate(job.plan, job.codec, job.importance, settings.n_threads)
 
 
 def report_dry_run(settings: Settings, job: QuantizationJob, console: Console) -> Result:

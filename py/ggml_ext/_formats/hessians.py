@@ -1,7 +1,8 @@
 """Hessians H = X^T X of the inputs of weight matrices, which llama-imatrix --moments adds to an imatrix.
 
 The tensor OWNER.in_moments, float32 (n_matrices, n_values), holds lower triangles of sums of x x^T over tokens, row by row (row i holds
-columns 0..i). Kind "block": a triangle per block of 256 columns, the last may be smaller; kind "full": one triangle over all columns.
+columns 0..i). Kind "block": a triangle per block of 256 columns, the last may be smaller; kind "full": one triangle over all columns, except
+for inputs wider than a limit (--moments-columns), which have blocks; the number of values tells.
 Weight matrices with the same input, as attn_q and attn_k, share the entry of one of them, its owner.
 """
 
@@ -19,7 +20,7 @@ from .gguf_file import GGUFFile, Tensor
 
 BLOCK = 256  # columns per block of a block-diagonal Hessian
 KIND, BLOCK_SIZE, WEIGHTS, OWNERS = (f"imatrix.moments{end}" for end in ("", ".block_size", ".tensors", ".inputs"))
-VALUES, COUNTS = ".in_moments", ".moment_counts"
+VALUES, COUNTS, DIAGONAL = ".in_moments", ".moment_counts", ".in_sum2"
 
 # Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, and the least strength. The
 # search is in docs/results/shrinkage.md.
@@ -33,6 +34,11 @@ WIDEST_EXACT = 4096  # columns up to which errors under a full Hessian include e
 def regularization(factor: float, least: float, columns: int, n_tokens: float) -> float:
     """Return how much to regularize sums over n_tokens tokens: factor * columns / n_tokens, from `least` to `factor`."""
     return max(least, factor * columns / max(n_tokens, columns))
+
+
+def kind_for(n_columns: int, kind: str, full_columns: int | None) -> str:
+    """Return the kind of the Hessian of an input, where those of more than full_columns columns are block-diagonal; None: no limit."""
+    return "block" if kind == "full" and full_columns is not None and n_columns > full_columns else kind
 
 
 def block_starts(n_columns: int) -> range:
@@ -208,11 +214,17 @@ class TensorHessian:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of a file, which weight matrices with the same input share. counts: float32 (n_matrices,)."""
+    """An entry of a file, which weight matrices with the same input share.
+
+    Attributes:
+        counts: tokens, float32 (n_matrices,).
+        n_columns: of the input; 0 if the file does not tell.
+    """
 
     file: GGUFFile
     values: Tensor
     counts: np.ndarray
+    n_columns: int
     is_full: bool
 
 
@@ -225,7 +237,7 @@ class HessianFile:
         self.path, self.files = files[0].path, files
         for file in files:
             self._add_file(file)
-        self.kind = "full" if all(entry.is_full for entry in self._entries.values()) else "block"
+        self.kind = "full" if any(entry.is_full for entry in self._entries.values()) else "block"
 
     @staticmethod
     def kind_in(file: GGUFFile) -> str | None:
@@ -265,7 +277,9 @@ class HessianFile:
             raise UserError(f"{where}: count {bad[0]:,} is {counts[bad[0]]:g}, must be finite and not negative; {hint}")
         if not counts.any():
             raise UserError(f"{where}: its Hessian has no tokens; make the file again with more text")
-        return _Entry(file, values, counts, is_full)
+        n_columns = tensors[owner + DIAGONAL].ne[0] if owner + DIAGONAL in tensors else 0
+        is_blocks = n_columns > BLOCK and values.ne[0] == packed_size(n_columns, False)
+        return _Entry(file, values, counts, n_columns, is_full and not is_blocks)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -279,7 +293,7 @@ class HessianFile:
         return self._entries[name].values.name
 
     def for_tensor(self, tensor: Tensor, kind: str) -> TensorHessian:
-        """Return the Hessian of a weight matrix. UserError if it has another width or number of experts."""
+        """Return the Hessian of a weight matrix, of `kind` if it is stored so. UserError if it has another width or number of experts."""
         entry = self._entries[tensor.name]
         n_columns, n_matrices = tensor.ne[0], tensor.ne[2] if len(tensor.ne) > 2 else 1
         where = f"--imatrix: {entry.file.path}: tensor {tensor.name}"
@@ -290,7 +304,20 @@ class HessianFile:
                 f"{needed:,} for {n_matrices:,} ({n_columns:,} columns): the file is for another model; make one with "
                 "llama-imatrix -m MODEL -f TEXT --moments block"
             )
+        kind = kind if entry.is_full else "block"
         return TensorHessian(where, kind, n_columns, entry.counts, StoredRows(entry.file, entry.values), stored_full=entry.is_full)
+
+    @property
+    def are_full(self) -> bool:
+        """Whether all Hessians are full."""
+        return all(entry.is_full for entry in self._entries.values())
+
+    @property
+    def full_columns(self) -> int | None:
+        """The most columns of an input with a full Hessian, if others have block-diagonal ones; else None."""
+        if self.kind == "block" or self.are_full:
+            return None
+        return max(entry.n_columns for entry in self._entries.values() if entry.is_full)
 
 
 def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:

@@ -136,7 +136,8 @@ def describe_failure(program: str, code: int, log: str, on: str = "", hint: str 
         hint = library_conflict() or hint
     cause = last_error(log)
     if not_loaded := NOT_LOADED.search(log):
-        cause, hint = f"the model does not load: {not_loaded[1].strip()}", "convert or download it again"
+        cause = f"the model does not load: {not_loaded[1].strip()}"
+        hint = "convert or download it again" + (f", or {hint}" if hint else "")
     how = f"exited with {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
     return f"{program} {how}{on}: {cause}" + (f"; {hint}" if hint else "")
 

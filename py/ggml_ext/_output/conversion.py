@@ -21,6 +21,7 @@ QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 IMPORTANCE_KEYS = (
     *(f"quantize.imatrix.{key}" for key in ("file", "dataset", "entries_count", "chunks_count")),
     "ggml_ext.importance",
+    "ggml_ext.importance.full_columns",
     "ggml_ext.calibration",
 )
 EXT_PREFIX = "ggml_ext."  # of the keys of ggml-ext
@@ -55,7 +56,7 @@ class Conversion:
             "input": [identify_file(part.path, header_bytes(part)) for part in self.file.parts] if self.checkpoint is None else self.checkpoint,
             # the metadata of standard files, which are dependencies too, have no options
             "encoder": [self.codec.effort, self.codec.itq3_levels, self.codec.ditto_codebook],
-            "importance": [self.importance.kind, [identify_file(p) for p in self.importance.paths()]],
+            "importance": [self.importance.title, [identify_file(p) for p in self.importance.paths()]],
             **({} if self.sequential_quantizer is None else {"propagation": self.sequential_quantizer.config.list_dependencies()}),
             **more,
         }

@@ -174,7 +174,8 @@ def describe_importance(importance: Importance) -> str:
         return "none"
     text = importance.text_name
     source = "" if not text else f", {text} text" if text == BUILT_IN else f", text {Path(text).name}"
-    return f"{KIND_NAMES[importance.kind]}{source}, from {importance.matrix.path.name}"
+    limit = "" if importance.full_columns is None else f" (block-diagonal beyond {importance.full_columns:,} columns)"
+    return f"{KIND_NAMES[importance.kind]}{limit}{source}, from {importance.matrix.path.name}"
 
 
 def recorded_importance(file: GGUFFile) -> str | None:
@@ -182,4 +183,6 @@ def recorded_importance(file: GGUFFile) -> str | None:
     kind, text = file.value("ggml_ext.importance"), file.value("ggml_ext.calibration")
     if not isinstance(kind, str):
         return None
+    if isinstance(limit := file.value("ggml_ext.importance.full_columns"), int):
+        kind += f" up to {limit:,} columns"
     return f"{kind}{f', calibrated with {Path(text).name}' if isinstance(text, str) and text else ''}"

@@ -49,12 +49,13 @@ def configure_propagation(
     options = replace(options, proxy_model=SOURCE)
     setup = configure_calibration(options, file, directory or Path(), n_threads=n_threads, program=program, console=Console())
     check_memory(setup, file, console)
-    kind = options.kind or ("full" if setup.n_tokens >= ENOUGH_TOKENS * setup.cost.widest else "block")
+    n_columns = next((n for n in setup.cost.widths if setup.n_tokens >= ENOUGH_TOKENS * n), 0)
     command = [program, "-m", file.path.absolute(), "-f", setup.text, "-c", setup.n_context, "-b", setup.n_context]
     command += ["--chunks", setup.n_chunks, "-t", n_threads]
     return PropagationConfig(
         command=tuple(map(str, command)),
-        kind=kind,
+        kind=options.kind or ("full" if n_columns else "block"),
+        full_columns=n_columns if not options.kind and 0 < n_columns < setup.cost.widths[0] else None,
         text=setup.text,
         text_name=setup.text_name,
         n_chunks=setup.n_chunks,

@@ -29,7 +29,7 @@ from .._encode.feedback import RowSpan, encode_with_row_feedback, make_row_spans
 from .._encode.tensor_calibration import Metric, PerExpert, TensorCalibration
 from .._formats.chunks import row_chunks
 from .._formats.gguf_file import GGUFFile, Tensor
-from .._formats.hessians import TensorHessian, token_warnings
+from .._formats.hessians import TensorHessian, kind_for, token_warnings
 from .._formats.tensor_types import IMATRIX_TYPES, metric_name
 from .._native.streams import FLAG, HINT, LayerStreams, ProductGroup
 from .._plan.plan import PlannedTensor, QuantizationPlan
@@ -61,15 +61,17 @@ class PropagationConfig:
     n_gradient_chunks: int  # number of first chunks with gradients
     directory: Path  # of temporary files
     description: str  # with estimated time and memory
+    full_columns: int | None = None  # with kind "full": inputs of more columns have block-diagonal Hessians; None: no limit
 
     def list_dependencies(self) -> list:
         """List what the encoded bytes depend on."""
-        return [self.kind, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks]
+        return [self.importance().title, fingerprint(self.text), self.n_chunks, self.n_gradient_chunks]
 
     def importance(self) -> Importance:
         """Describe the statistics in the output's metadata."""
-        description = f"{self.kind}, from quantized layers ({self.text_name} text)"
-        return Importance(self.kind, text_name=self.text_name, description=description)
+        importance = Importance(self.kind, text_name=self.text_name, full_columns=self.full_columns)
+        importance.description = f"{importance.title}, from quantized layers ({self.text_name} text)"
+        return importance
 
 
 def check_cut(config: PropagationConfig, note: Callable[[str], None]) -> None:
@@ -238,7 +240,8 @@ class SequentialQuantizer:
         for chunk in range(streams.n_chunks):
             sums.add(streams.compute_inputs(k, g, chunk, advance_original), self._pool)
         residual_scales = {p.weight: p.scale for p in group.products}
-        hessian = sums.hessian(f"{FLAG}: layer {k}", self.config.kind)
+        kind = kind_for(sums.group.columns, self.config.kind, self.config.full_columns)
+        hessian = sums.hessian(f"{FLAG}: layer {k}", kind)
         diagonal = hessian_diagonal(sums)
         calibration = TensorCalibration.from_hessian(diagonal, hessian)
         for t in matrices:
