@@ -2,8 +2,9 @@
 // so this is a separate driver around its tiles and microkernels. Included by tiled.cpp.
 #pragma once
 
-// The scales of four blocks as integers times a float, which is what a tile holds. Scales have few bits: those within five octaves of the
-// largest are exact multiples, below 2^9, of one float. The others take a further pass over the tile, in which the first are zero.
+// The scales of four blocks as integers times one float, the form in which a tile stores them. Scales have few mantissa bits: those within
+// five octaves of the largest are exact multiples of the float, by integers below 2^9. Smaller ones take another pass over the tile, in
+// which the scales already applied are zero.
 // Integer sums stay below 2^31: 256 * 127 * 127 * 511.
 struct tiled_ext_scales {
     float remaining[GGML_EXT_GROUP_BLOCKS];

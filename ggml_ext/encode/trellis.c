@@ -9,8 +9,9 @@ enum {
     TRELLIS_MAX_SEARCH = 64, // steps of a segment and of its look-ahead
 };
 
-// Returns the default number of scale candidates. Short blocks vary more. With a diagonal Hessian, error feedback needs larger scales than the
-// weights alone, by an amount that varies. With other Hessians trellis_improve() gains more than further candidates.
+// Returns the default number of scale candidates. Short blocks vary more. A diagonal Hessian is not diagonal in the rotated basis, so there is
+// error feedback; it needs larger scales than the weights alone, by an amount that varies. With other Hessians trellis_improve() gains more
+// than further candidates.
 static inline int trellis_default_scales(int n, bool with_importance) {
     return with_importance ? TRELLIS_MAX_SCALES : n == QK_K ? 2 : 3;
 }
@@ -18,7 +19,7 @@ static inline int trellis_default_scales(int n, bool with_importance) {
 // A block counts as Gaussian if its error is at most this factor times that of Gaussian weights. Errors of short blocks vary more.
 #define TRELLIS_GAUSSIAN_LIMIT(N) ((N) == QK_K ? 1.15f : 1.30f)
 
-// The same with a block-diagonal or full Hessian, whose feedback costs accuracy.
+// The same with a block-diagonal or full Hessian. Error feedback searches segment by segment, which raises the error, so the limit is larger.
 #define TRELLIS_GAUSSIAN_LIMIT_FEEDBACK(N) ((N) == QK_K ? 1.4f : 1.6f)
 
 struct trellis_best {
@@ -131,8 +132,9 @@ static inline __attribute__((always_inline)) float trellis_cost(int n, const str
     return trellis_dot(n, r, in->metric ? weighted : r);
 }
 
-// Searches windows of the block again with all other states fixed. Their targets minimise the cost given the errors on both sides.
-// A window is kept if it lowers the block's cost under its Schur complement (metric.h). Alternatives: docs/results/encoders.md.
+// Searches each window of the block again, with all states outside it fixed. A window's target minimizes the cost, given the errors on both
+// sides. New states are kept if they lower the block's cost, measured by the block's Schur complement (metric.h). Alternatives:
+// docs/results/encoders.md.
 static inline __attribute__((always_inline)) void trellis_improve(struct trellis_type t, struct trellis_work * w,
                                                                   const struct trellis_block * in, struct trellis_best * best) {
     enum { W = METRIC_WINDOW };

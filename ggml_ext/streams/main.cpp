@@ -1,6 +1,6 @@
 // ggml-ext-streams: run a model layer by layer for sequential quantization (stream-pair.h). py/ggml_ext/_native/streams.py sends these lines:
 //
-//   exchange FILE BYTES   map FILE, which both sides exchange arrays through
+//   exchange BYTES FILE   map FILE, through which both sides exchange arrays
 //   layer N               the streams are at the input of layer N
 //   set NAME TYPE FILE    replace the matrix NAME of the quantized model
 //   inputs G C ADVANCE    write arrays of chunk C at group G of the layer; ADVANCE 1: and advance the original stream to the layer's output

@@ -126,8 +126,11 @@ def render_gains(measured: dict) -> str:
         "- **Standard GGUF files with half the error.** `--type q4_k_m` writes a file that every llama.cpp, Ollama and LM Studio loads. On the [reference",
         f"  model](#how-good-is-it) its KL divergence from F16 is {mix[1]}; that of llama-quantize's Q4_K_M, a file of the same size, is {mix[0]}. "
         "KL divergence measures how far a model's predictions are from the original's; lower is better.",
-        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of {itq3_t['hessian']}. The single type Q3_K has {q3_k['bpw']:.2f} and {q3_k['upstream']} by",
-        f"  llama-quantize, or {q3_k['hessian']} by ggml-ext. ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K on a Zen 4 EPYC with AVX-512 ({measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2).",
+        f"- **Smaller types that are more accurate.** ITQ3_T has {itq3_t['bpw']:.2f} bits per weight and a KL divergence of "
+        f"{itq3_t['hessian']}. Q3_K in all layers has {q3_k['bpw']:.2f} bits;",
+        f"  its KL divergence is {q3_k['upstream']} if made by llama-quantize and {q3_k['hessian']} if made by ggml-ext. "
+        f"ITQ3_T needs the llama.cpp of this package. There it generates {avx512['decode/q3_k']['itq3_t']:.2f} times as fast as Q3_K "
+        f"on a Zen 4 EPYC with AVX-512 ({measured['avx2']['decode/q3_k']['itq3_t']:.2f} times with AVX2).",
         "- **Sequential quantization.** With `--propagate` each layer corrects the errors of the layers before it (GPTAQ, QEP, YAQA). On SmolLM2-135M, calibrated",
         f"  with the built-in text, that lowers the KL divergence of ITQ3_T from {smollm2['ITQ3_T'][0]} to {smollm2['ITQ3_T'][1]}, and of ITQ2_T from {smollm2['ITQ2_T'][0]} to {smollm2['ITQ2_T'][1]}.",
     ])
@@ -159,7 +162,7 @@ CHOICES = (
     ("three bits, smaller than Q3_K ({q3_k:.2f}) and more accurate", "itq3_t", None),
     ("three bits, fastest generation", "itq3_s", None),
     ("a very small file (2 bits, attention in better types)", "itq2_t_m", "about 2.5"),
-    ("the smallest file", "itq2_t", None),
+    ("the smallest ggml-ext type", "itq2_t", None),
 )
 
 

@@ -10,8 +10,8 @@
                                          and pass the directory with --merged
 
 The pin is ggml_ext/upstream.toml. pip downloads the archive, and its SHA-256 is checked. Archive and tree are cached in
-GGML_EXT_CACHE_DIR (default: the user's cache directory). GGML_EXT_LLAMA_CPP_DIR names a tree to use instead. Needs only the standard
-library and git.
+GGML_EXT_CACHE_DIR (default: the user's cache directory). GGML_EXT_LLAMA_CPP_DIR names a tree to use instead. Needs git, pip and, on
+Python 3.10, tomli.
 """
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def add_vulkan(tree: Path) -> None:
 
 
 def add_cuda_instances(tree: Path) -> None:
-    """Next to upstream's, which its build compiles: a source for each type, so that they compile in parallel."""
+    """Write a CUDA source for each type next to upstream's, where its build finds them; separate sources compile in parallel."""
     for name in metal_library.weight_types():
         path = tree / CUDA_INSTANCES / f"mmq-{name}.cu"
         path.write_text(f'#include "../mmq.cuh"\n\nDECL_MMQ_CASE(GGML_TYPE_{name.upper()});\n')

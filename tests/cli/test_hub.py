@@ -104,7 +104,7 @@ def test_repeatedly_broken_download_fails(client, large):
     tries = _hub.N_TRIES * (1 if client.is_old else 6)  # newer clients try five times more for each of the quantizer's
     repo = client.hub.repositories[REPO] = Repository({FILE: large}, drop_after=[PIECE + 1000, *[1000] * (tries - 1)])
     then = "the download resumes" if client.is_old else "complete files are kept"
-    client.error("failed", f"{_hub.N_TRIES} times for {FILE}", f"run it again, {then}", flags=["--dry-run"])
+    client.error("failed", f"{_hub.N_TRIES} times for {FILE}", f"run the command again; {then}", flags=["--dry-run"])
     assert len(client.hub.downloads) == tries and not repo.drop_after
     if client.is_old:
         assert client.hub.downloads == [(FILE, 0), *[(FILE, PIECE)] * (tries - 1)]
@@ -117,7 +117,7 @@ def test_unreachable_server_is_reported(client):
     client.hub.url = "http://127.0.0.1:9"  # the discard port, where no server listens
     no_copy = f"{client.cache / 'hub'} has no copy of it"
     client.error(f"{REPO}: the connection to http://127.0.0.1:9 failed (Connection refused), and {no_copy}: check the network")
-    client.error(f"{REPO}: HF_HUB_OFFLINE is set, and {no_copy}: unset it, or pass a GGUF file", HF_HUB_OFFLINE="1")
+    client.error(f"{REPO}: HF_HUB_OFFLINE is set, and {no_copy}: unset HF_HUB_OFFLINE, or pass a GGUF file", HF_HUB_OFFLINE="1")
 
 
 def test_cached_copy_works_offline(client, content):
@@ -176,7 +176,7 @@ def test_broken_xet_protocol_falls_back_to_http(client, content):
     client.hub.repositories[REPO] = Repository({FILE: content}, xet=True)
     client.hub.xet.is_broken = True
     impatient = {f"HF_XET_CLIENT_RETRY_{k}": v for k, v in {"MAX_ATTEMPTS": "1", "BASE_DELAY": "10ms", "MAX_DURATION": "1sec"}.items()}
-    client.error("hf_xet", "HF_HUB_DISABLE_XET=1", f"times for {FILE}", "run it again", flags=["--dry-run"], **impatient)
+    client.error("hf_xet", "HF_HUB_DISABLE_XET=1", f"times for {FILE}", "run the command again", flags=["--dry-run"], **impatient)
     client.succeed("--dry-run", HF_HUB_DISABLE_XET="1")
     assert client.hub.downloads == [(FILE, 0)]
 
@@ -190,7 +190,7 @@ def test_full_disk_is_recognized_in_xet_errors():
 
 def test_wrong_checksum_is_refused(client, content):
     repo = client.hub.repositories[REPO] = Repository({FILE: content}, damaged=True)
-    client.error(f"damaged {FILE}", "checksum", "run it again")
+    client.error(f"damaged {FILE}", "checksum", "run the command again")
     assert not client.blobs()
     repo.damaged = False
     client.succeed("--dry-run")

@@ -48,7 +48,7 @@ def test_error_on_real_weights_is_as_recorded(lib, type_name):
 
 
 def test_papers_ternary_has_the_documented_error(lib):
-    """Three of eight codes with the printed scale lose 0.26, seven times as much."""
+    """With the ITQ3_S paper's three levels and scale, the NMSE is 0.26, more than seven times that of eight levels (0.034)."""
     x = np.random.default_rng(43).standard_normal((64, 4096)).astype(np.float32)
     assert 0.255 < relative_mse(round_trip(lib, "itq3_s", x, itq3_levels=3), x) < 0.27
 
@@ -101,7 +101,10 @@ def test_golden_blocks_are_unchanged(lib, type_name):
 @pytest.mark.skipif(not shutil.which("gcc") or platform.machine() != "x86_64", reason="needs GCC on x86-64")
 @pytest.mark.parametrize("c_library", ["glibc", "musl"])
 def test_function_clones_need_glibc(c_library):
-    """IFUNC selects them, which musl lacks: GCC fails there. The test undefines __GLIBC__ after the header that defines it."""
+    """Function clones are selected by IFUNC, which musl lacks, so GCC fails there unless EXT_CLONES is empty.
+
+    The test simulates musl by undefining __GLIBC__ after the header that defines it.
+    """
     require_built(BUILD, "libggml-base.so")
     undefine = "#undef __GLIBC__\n" if c_library == "musl" else ""
     code = f'#include <features.h>\n{undefine}#include "encode/encode.h"\nEXT_CLONES void encode(void);\n'

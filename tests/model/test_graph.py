@@ -38,7 +38,7 @@ def test_prediction_layers_have_a_minimum_type(model, tmp_path, flags):
     source = add_prediction_layer(model, tmp_path / "in.gguf")
     done = run_quantize(source, *flags, "--dry-run", "--calibration-chunks", "2")
     assert done.returncode == 0, done.stderr
-    (line,) = re.findall(r"note: (\d tensors in \d classes, which the model does not run on text.*)", done.stderr)
+    (line,) = re.findall(r"note: (\d tensors in \d classes, which the model does not use for text.*)", done.stderr)
     assert line.endswith("nextn.eh_proj in layer 8")
     assert re.search(r"blk\.8\.nextn\S+proj\.weight\s+512x256\s+f16 -> q5_k", done.stdout)
 

@@ -45,7 +45,8 @@ def test_uncalibrated_matrices_have_a_minimum_type_or_are_copied(lib, tmp_path, 
     assert types[Q] == name and types["blk.1.attn_q.weight"] == types[EH] == "q5_k"
     assert types[TABLE] == types["blk.0.ape.weight"] == types[HEAD] == "f16" and "f16" not in (types["token_embd.weight"], types["output.weight"])
     floor, *copied = plan.notes
-    assert floor.startswith("2 tensors in 2 classes, which the model does not run on text") and floor.endswith(f"blk.1.attn_q.weight, {EH}")
+    assert floor.startswith("2 tensors in 2 classes, which the model does not use for text")
+    assert floor.endswith(f"blk.1.attn_q.weight, {EH}")
     assert len(copied) == 2 and {t.name for t in plan.tensors if t.is_unseen} == {"blk.1.attn_q.weight", EH}
 
 
@@ -82,7 +83,7 @@ def test_small_matrices_have_a_minimum_type(lib, tmp_path, choices, expected):
                                   "blk.1.ssm_alpha.weight": gaussian(2, 256)})
     types, plan = plan_types(file, choices, GraphUses())
     assert types[small] == expected and types["blk.1.ssm_alpha.weight"] != "q8_0" and types[large] != "q8_0"
-    told = [f"tensor {small}, with less than a thousandth of their layer's weights each: at least q8_0; --tensor-type sets another type"]
+    told = [f"tensor {small}, with less than 1/1024 of their layer's weights each: at least q8_0; --tensor-type sets another type"]
     assert plan.notes == (told if expected == "q8_0" else [])
 
 
@@ -135,7 +136,7 @@ def test_target_keeps_quantized_tensors(lib, tmp_path):
     types, plan = plan_types(file, choices, GraphUses())
     assert types == {Q: "itq3_t", exps: "q4_0"} and plan.notes == [
         f"tensor {exps}, already quantized: kept; --allow-requantize lets the target choose other types"]
-    with pytest.raises(UserError, match="is already quantized to q4_0, .*keep it with --tensor-type 'exps=q4_0', or pass --allow-requantize"):
+    with pytest.raises(UserError, match="is already quantized to q4_0; .*keep it with --tensor-type 'exps=q4_0', or pass --allow-requantize"):
         make_plan(file, type_choices("itq3_t"))
     assert plan_types(file, type_choices("itq3_t", "exps=q4_0"), GraphUses())[0][exps] == "q4_0"
     with pytest.raises(UserError, match="is already quantized to q4_0"):  # no tensor is left to choose

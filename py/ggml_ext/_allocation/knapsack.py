@@ -1,10 +1,10 @@
 """Solve the multiple-choice knapsack: choose one option per item with the least total cost under a limit of the total weight.
 
 The linear relaxation is solved along the lower convex hulls of the items. It gives a first solution, a lower bound and a price per
-unit of weight. An option's reduced cost is how much it raises the lower bound: its cost plus the price of its weight, less the least such
-sum of its item. The slack is the cost of the first solution less the lower bound. No better solution has options whose reduced costs exceed
-the slack, which rules out most options. Dynamic programming over Pareto-optimal states (Nemhauser and Ullmann, Management Science 15, 1969)
-searches the others.
+unit of weight. An option's reduced cost is how much it raises the lower bound: its cost plus price times weight, minus the smallest such
+sum among the options of its item. The slack is the cost of the first solution minus the lower bound. No better solution has options whose
+reduced costs exceed the slack, which rules out most options. Dynamic programming over Pareto-optimal states (Nemhauser and Ullmann,
+Management Science 15, 1969) searches the others.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def _search(
     Args:
         tables: weights and costs of the options of each item.
         remaining: the options of each item that the bound allows.
-        reduced_costs: of the options of each item.
-        limit: of the weight.
-        slack: limit of the reduced cost.
+        reduced_costs: reduced cost of each option of each item.
+        limit: maximum total weight.
+        slack: maximum total reduced cost.
         max_states: number of states to keep.
     """
     if any(len(options) == 0 for options in remaining):

@@ -70,7 +70,7 @@ class CorrectedTensor(SourceTensor):
 
 
 def add_codebook(source: SourceTensor, qtype: GGMLQuantizationType, calibration: TensorCalibration, map_items: Mapper = map) -> TensorCalibration:
-    """Add the codebook of the tensor, if the type has one per tensor."""
+    """Add the tensor's codebook to the calibration if DITTO3 is encoded with --ditto-codebook tensor."""
     if not source.codec.needs_codebook(source.tensor, qtype):
         return calibration
     codebook = source.codec.codebook(source.read_weights(qtype, map_items), source.tensor, calibration)
@@ -94,7 +94,7 @@ def encode_tensor(
         calibration: statistics of the inputs; those of an expert are freed when it is encoded.
         map_items: map(), or that of a thread pool, with the same result.
         store: called for each chunk in order, with its first row and its data, uint8 (n_rows, row_bytes).
-        sample: chunks to encode; the codebook per tensor is then skipped. None for all.
+        sample: chunks to encode, without a codebook per tensor; None for all.
 
     Returns:
         The error of the encoded rows.

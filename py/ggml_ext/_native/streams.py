@@ -1,6 +1,6 @@
-"""ggml-ext-streams: the inputs of a model's matrices, in the original model and in the partly quantized one.
+"""Run ggml-ext-streams, which computes the inputs of a model's matrices in the original and the partly quantized model.
 
-ggml_ext/streams/main.cpp has the lines that this module sends and the answers.
+The comment at the top of ggml_ext/streams/main.cpp documents the requests and answers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,12 @@ class LayerStreams:
     """
 
     def __init__(self, command: Sequence[str], directory: Path):
-        """Prepare the program. command: with model, text, chunk length and streams' directory. directory: for exchanged files."""
+        """Prepare the program.
+
+        Args:
+            command: the program with its arguments: model, text, chunk length and, optionally, the file for the streams (-o).
+            directory: for files that are exchanged with the program.
+        """
         self._command, self._dir = list(command), directory
         self._stack, self._rest = ExitStack(), b""
         self.layers: tuple[tuple[ProductGroup, ...], ...] = ()

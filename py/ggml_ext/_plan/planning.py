@@ -1,8 +1,13 @@
 """Make the plan of quantize: the type of each tensor, as llama-quantize chooses it for the same file type and options.
 
-llama.cpp's rules (rules.py) choose the tensors to quantize and their types by role. The options override them, in the order of
-llama_tensor_get_type() in llama.cpp's src/llama-quant.cpp, then the quant mixes of ggml-ext. Last comes `fallback` of the table of types,
-until a type fits the rows.
+llama.cpp's rules (rules.py) choose the tensors to quantize. The first of these that applies decides the type of a matrix:
+
+1. the options that name its type, in the order of llama_tensor_get_type() in llama.cpp's src/llama-quant.cpp
+2. the quant mix of ggml-ext
+3. llama.cpp's rule or, with --pure, the base type
+
+Small matrices, and those that the graph does not use for text, are then raised to a minimum type. Last, a type that does not fit the rows
+is replaced by its `fallback` in the type table, until one fits, or a standard type by llama.cpp's fallback.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from .file_types import FileType
 from .imatrix_use import needs_imatrix
 from .plan import Choices, PlannedTensor, QuantizationPlan, deciding_option, fit_to_row
 from .rules import OUTPUT, rule_types
-from .uses import FLOOR, SMALL_FLOOR, GraphUses, small_matrices
+from .uses import FLOOR, SMALL_FLOOR, SMALL_PART, GraphUses, small_matrices
 
 # reasons to keep the type of a matrix
 OF_RULES, OF_LEAVE_OUTPUT, NO_WEIGHTS = "kept by llama.cpp's rules", "kept by --leave-output-tensor", ": holds no weights: kept"
@@ -29,8 +34,8 @@ QUANTIZED = "already quantized: kept; --allow-requantize lets the target choose 
 NOTED = (NO_PRODUCT, OUTSIDE, QUANTIZED)
 
 # reasons for more bits than chosen
-UNSEEN = f"which the model does not run on text, so that their sensitivity is unknown: at least {FLOOR.name.lower()}"
-SMALL = f"with less than a thousandth of their layer's weights each: at least {SMALL_FLOOR.name.lower()}"
+UNSEEN = f"which the model does not use for text, so their sensitivity is unknown: at least {FLOOR.name.lower()}"
+SMALL = f"with less than 1/{1 / SMALL_PART:.0f} of their layer's weights each: at least {SMALL_FLOOR.name.lower()}"
 
 
 def make_plan(file: GGUFFile, choices: Choices, has_imatrix: bool = False, uses: GraphUses | None = None) -> QuantizationPlan:
@@ -154,8 +159,8 @@ def _already_quantized(tensor: Tensor) -> UserError:
     name = tensor.type.name.lower()
     pattern = "exps" if tensor.name.endswith("_exps.weight") else re.escape(tensor.name)
     return UserError(
-        f"tensor {tensor.name} is already quantized to {name}, which costs quality twice: start from F32, F16, BF16 or Q8_0, keep it "
-        f"with --tensor-type '{pattern}={name}', or pass --allow-requantize"
+        f"tensor {tensor.name} is already quantized to {name}; quantizing it again loses more: start from F32, F16, BF16 or Q8_0, keep "
+        f"it with --tensor-type '{pattern}={name}', or pass --allow-requantize"
     )
 
 

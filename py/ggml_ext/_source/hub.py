@@ -42,7 +42,7 @@ N_TRIES = 5
 PAUSE = 1.0  # seconds between two tries
 PIECE = 8 * MIB
 Result = TypeVar("Result")
-TOKENS = "a token with HF_TOKEN or --hf-token"
+TOKENS = "token with HF_TOKEN or --hf-token"
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Cache:
         return Path(HF_HUB_CACHE, repo_folder_name(repo_id=self.repo.name, repo_type="model"))
 
     def _partial_bytes(self) -> int:
-        """Return the bytes of partial files that the next run resumes. Newer clients do not resume theirs, whose stems contain a dot."""
+        """Return the bytes of partial files that the next run resumes: not those of clients from 1.18 on, whose stems contain a dot."""
         return sum(p.stat().st_size for p in (self._dir / "blobs").glob("*.incomplete") if "." not in p.stem)
 
     def _write_ref(self) -> None:
@@ -260,15 +260,15 @@ class _Cache:
             with contextlib.suppress(OSError):
                 Path(os.path.realpath(path)).unlink()
             raise self.repo.error(
-                f"sent a damaged {name}: its checksum is {digest.hexdigest()}, must be {expected}; it was removed, run it again "
-                "to download it"
+                f"sent a damaged {name}: its checksum is {digest.hexdigest()}, must be {expected}; the file was removed, run "
+                "the command again to download it"
             )
 
 
 class Unreachable(UserError):
     """The hub was not asked, because HF_HUB_OFFLINE is set, or it does not answer."""
 
-    hint = "unset it"  # HF_HUB_OFFLINE
+    hint = "unset HF_HUB_OFFLINE"
 
 
 class ConnectionBroken(Unreachable):
@@ -298,7 +298,7 @@ def retry(act: Callable[[], Result], name: str, purpose: str, describe_resume: C
             if i + 1 < N_TRIES:
                 log(f"{e}: trying again {purpose}")
                 time.sleep(PAUSE)
-    raise UserError(f"{error}, {N_TRIES} times for {name}: run it again, {describe_resume()}") from error
+    raise UserError(f"{error}, {N_TRIES} times for {name}: run the command again; {describe_resume()}") from error
 
 
 @contextlib.contextmanager
@@ -310,10 +310,10 @@ def explain_errors(repo: Repo) -> Iterator[None]:
         yield
     except errors.GatedRepoError as e:
         token = repo.token or os.environ.get("HF_TOKEN")
-        how = "with the account of this token" if token else f"and pass {TOKENS}"
+        how = "with the account of this token" if token else f"and pass a {TOKENS}"
         raise repo.error(f"is gated: accept its conditions on its page, {how}") from e
     except errors.RepositoryNotFoundError as e:
-        raise repo.error(f"does not exist at {constants.ENDPOINT}, or is private: check the name, or pass {TOKENS}") from e
+        raise repo.error(f"does not exist at {constants.ENDPOINT}, or is private: check the name, or pass a {TOKENS}") from e
     except errors.RevisionNotFoundError as e:
         raise repo.error(f"has no revision {repo.revision}: --revision must be a branch, a tag or a commit of it") from e
     except errors.OfflineModeIsEnabled as e:
@@ -325,7 +325,7 @@ def explain_errors(repo: Repo) -> Iterator[None]:
             raise ConnectionBroken(f"--hf-repo: {repo.name}: {problem}") from e
         status = status_of(e)
         if status == 401:
-            raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass {TOKENS} that is valid") from e
+            raise repo.error(f"cannot be read, {constants.ENDPOINT} refuses the token: pass a valid {TOKENS}") from e
         if status == 416:
             where = f"its *.incomplete files in {constants.HF_HUB_CACHE}"
             raise repo.error(f"has a file that is shorter than its partial download: remove {where}") from e
