@@ -365,7 +365,7 @@ def model(width: int, n_layers: int = 4, n_weights: float = 1e9, **replaced) -> 
 @pytest.mark.parametrize(("model_cost", "n_tokens", "memory", "full_columns", "why"), [
     (model(4096), 51200, 10 * GIB, 4096, ""),
     (model(4096), 51200, 1.1 * GIB, 0, "need 1.1 GiB, the limit is 1.1 GiB"),  # 4 triangles of 32 MiB next to 1 GiB
-    (model(4096), 7 * 4096 - 1, 10 * GIB, 0, "of 4,096 columns need 28,672 tokens"),
+    (model(4096), 2 * 4096 - 1, 10 * GIB, 0, "of 4,096 columns need 8,192 tokens"),
     (model(4096, n_weights=1e7), 51200, 10 * GIB, 0, "more than double the time"),
 ])
 @pytest.mark.parametrize("n_threads", [1, 2, 64])
@@ -378,12 +378,12 @@ def test_each_width_has_its_own_choice():
     """A wide input does not take the full Hessians from the narrow ones: 14 layers of Llama-3.1-8B's shape on two threads."""
     inputs = tuple(Input(i, n, 1, 1) for i in range(14) for n in (4096, 14336))
     wide = model(0, inputs=inputs, n_weights=14 * 218e6, factorizations={4096: 14 * 6 * 4096**3 / 3, 14336: 14 * 14336**3 / 3})
-    assert choose_importance(wide, 51200, 100 * GIB, 2, 0) == (4096, "full Hessians of 14,336 columns need 100,352 tokens")
-    columns, why = choose_importance(wide, 7 * 14336, 100 * GIB, 2, 0)
+    assert choose_importance(wide, 28000, 100 * GIB, 2, 0) == (4096, "full Hessians of 14,336 columns need 28,672 tokens")
+    columns, why = choose_importance(wide, 51200, 100 * GIB, 2, 0)
     assert columns == 14336 and not why
-    columns, why = choose_importance(wide, 7 * 14336, 100 * GIB, 2, 5)
+    columns, why = choose_importance(wide, 51200, 100 * GIB, 2, 5)
     assert columns == 4096 and "14,336 columns would take" in why
-    assert choose_importance(wide, 7 * 14336, 2.5 * GIB, 2, 0)[0] == 4096  # 0.44 GiB of Hessians, or 5.7
+    assert choose_importance(wide, 51200, 2.5 * GIB, 2, 0)[0] == 4096  # 0.44 GiB of Hessians, or 5.7
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 64])

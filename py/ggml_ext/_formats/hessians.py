@@ -25,8 +25,8 @@ VALUES, COUNTS, DIAGONAL = ".in_moments", ".moment_counts", ".in_sum2"
 # Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, and the least strength. The
 # search is in docs/results/shrinkage.md.
 SHRINKAGE, LEAST_SHRINKAGE = 8, 0.03
-# With 2 tokens per column full Hessians lose to the diagonal on other text; from 7 on they win.
-TOO_FEW_TOKENS, ENOUGH_TOKENS = 2, 7
+# Tokens per column from which on full Hessians are used: then they are better than block-diagonal ones, or equal (docs/results/calibration.md).
+ENOUGH_TOKENS = 2
 ADVISED_TOKENS = 16  # per column, in the warning of too few
 WIDEST_EXACT = 4096  # columns up to which errors under a full Hessian include every row
 
@@ -325,7 +325,7 @@ def token_warnings(hessians: dict[str, TensorHessian]) -> list[str]:
     few: dict[str, TensorHessian] = {}
     n_blended: dict[str, int] = {}
     for name, hessian in hessians.items():
-        if hessian.counts.sum() < TOO_FEW_TOKENS * hessian.width:
+        if hessian.counts.sum() < ENOUGH_TOKENS * hessian.width:
             few[name] = hessian
         if n := sum(map(hessian.is_blended, range(hessian.n_matrices))):
             n_blended[name] = n
