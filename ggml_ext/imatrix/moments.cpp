@@ -204,7 +204,7 @@ bool ggml_ext_moments::load(const std::string & path) {
             dst.n_mat    = sums->ne[1];
             dst.allocate();
         } else if (dst.n_values != sums->ne[0] || dst.n_mat != sums->ne[1]) {
-            LOG_ERR("error: --in-file %s: tensor %s has %lld x %lld second moments, elsewhere %lld x %lld: not the same model\n", name,
+            LOG_ERR("error: --in-file %s: tensor %s has %lld x %lld second moments, elsewhere %lld x %lld: not the same model, or another --moments-columns\n", name,
                     tensors[i].c_str(), (long long) sums->ne[0], (long long) sums->ne[1], (long long) dst.n_values, (long long) dst.n_mat);
             return false;
         }
@@ -321,12 +321,11 @@ bool ggml_ext_moments::register_input(const ggml_tensor * node, const std::strin
         return false;
     }
     input & in = inputs[owner];
-    in.full = is_full(x->ne[0]);
     if (in.n_mat == 0) {
         in.n_values = n_values;
         in.n_mat    = n_mat;
     } else if (in.n_values != n_values || in.n_mat != n_mat) {
-        LOG_ERR("error: --in-file: tensor %s has %lld x %lld second moments, this model needs %lld x %lld: moments of another model\n",
+        LOG_ERR("error: --in-file: tensor %s has %lld x %lld second moments, this model needs %lld x %lld: moments of another model, or with another --moments-columns\n",
                 weight.c_str(), (long long) in.n_values, (long long) in.n_mat, (long long) n_values, (long long) n_mat);
         return false;
     }
@@ -482,7 +481,7 @@ void ggml_ext_moments::add_expert(input & dst, int64_t n_cols, int64_t expert) {
         job.rows      = rows.data() + first;
         job.n_rows    = (int) std::min<size_t>(GGML_EXT_SYRK_ROWS, rows.size() - first);
         job.n_cols    = n_cols;
-        job.full      = dst.full;
+        job.full      = is_full(n_cols);
         job.packed    = packed.data();
         job.totals    = dst.sums.data() + expert * dst.n_values;
         job.next_tile = 0;

@@ -47,7 +47,6 @@ private:
 
     struct input {
         int64_t n_values = 0; // per matrix
-        bool    full     = false;
         int64_t n_mat    = 0;
         std::vector<float>   sums; // empty until the first token
         std::vector<int64_t> counts;

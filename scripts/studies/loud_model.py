@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Make the reference model with loud columns: a few input channels with a hundred times the energy of the others, as in large models.
+"""Make the reference model with loud columns: a few input channels with tens of times the energy of the others, as in large models.
 
     pip install torch tokenizers
-    loud_model.py [OUT.gguf] [--steps 620]
+    loud_model.py [OUT.gguf] [--steps 620] [--threads 1]
 
 The reference model was trained with orthogonalized updates, which keep channels equal. This script raises the weights of some channels of the
 norms and of ffn_up, adds a constant to two channels of the residual stream, and trains on with AdamW, as large models are trained: on the
@@ -59,7 +59,7 @@ def make_tokenizer(reader: gguf.GGUFReader) -> object:
 
 @torch.no_grad()
 def raise_channels(weights: Weights, n_layers: int) -> None:
-    """Raise channels that products read by 4 to 16, and lower the columns that read them by half as much."""
+    """Multiply channels by 4 to 16, and divide the columns that read them by the square root of that."""
     random = torch.Generator().manual_seed(0)
 
     def choose(n: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -387,3 +387,27 @@ def test_hessians_of_several_files(tmp_path):
     b = write_moments(tmp_path / "b.gguf", {DOWN: correlated(600, 320)}, "full")
     importance = open_importance([a, b], "full")
     assert set(importance.hessians.names()) == {UP, DOWN} and importance.hessian(tensor_of(DOWN, 320, 8)).is_full
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Write a file of kind "full" in which the wide input has a block-diagonal Hessian."""
+    return write_moments(tmp_path / "mixed.gguf", {UP: correlated(600, 256), DOWN: correlated(600, 512)}, "full", full_columns=256)
+
+
+def test_wide_inputs_with_blocks_are_recognized(mixed):
+    importance = open_importance([mixed], None)
+    assert (importance.kind, importance.full_columns, importance.title) == ("full", 256, "full up to 256 columns")
+    narrow, wide = (importance.hessian(tensor_of(name, n)) for name, n in ((UP, 256), (DOWN, 512)))
+    assert narrow.kind == "full" and (wide.kind, wide.width) == ("block", 256)
+    assert open_importance([mixed], "block").hessian(tensor_of(UP, 256)).kind == "block"
+    with pytest.raises(UserError, match="has block-diagonal Hessians of inputs of more than 256 columns: .* leave --importance out"):
+        open_importance([mixed], "full")
+
+
+def test_blocks_next_to_full_hessians_are_checked_before_encoding(tmp_path):
+    values = pack(np.full((512, 512), np.nan), "block")[None]
+    path = write_moments(tmp_path / "bad.gguf", {UP: correlated(600, 256), DOWN: correlated(600, 512)}, "full", full_columns=256,
+                         tensors={f"{DOWN}.in_moments": values})
+    source = write_gguf(tmp_path / "in.gguf", {UP: gaussian(8, 256), DOWN: gaussian(8, 512)})
+    quantize_error(tmp_path, source, DOWN, "diagonal value 0", "must be finite", flags=["--type", "itq3_t", "--imatrix", path])

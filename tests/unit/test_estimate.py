@@ -71,7 +71,7 @@ def test_products_are_timed_for_large_models(monkeypatch):
     assert 1e8 < product.product_rate(int(T.F16), 2) < 1e15
     calls = []
     monkeypatch.setattr(cost, "product_rate", lambda type_id, n: calls.append((type_id, n)))
-    small, large = (CalibrationCost(n, (), 1, 0.0, T.Q8_0) for n in (cost.SMALL - 1, cost.SMALL))
+    small, large = (CalibrationCost(n, (), 1, {}, T.Q8_0) for n in (cost.SMALL - 1, cost.SMALL))
     assert small.rate(2) == large.rate(2) == 2 * FLOPS_A_THREAD and calls == [(int(T.Q8_0), 2)]
     monkeypatch.setattr(cost, "product_rate", lambda *_: 1e11)
     assert large.rate(2) == GRAPH_SHARE * 1e11

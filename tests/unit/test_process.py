@@ -18,7 +18,10 @@ def test_abort_message_is_not_hidden_by_a_backtrace(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("script", "message"), [
     ("echo failed to load model; exit 3", "llama-x exited with 3 for m.gguf: failed to load model; pass another"),
     ("echo '0.0 E load: error loading model: check_dims: tensor a not found'; echo 0.0 E main : failed to init; exit 1",
-     "llama-x exited with 1 for m.gguf: the model does not load: tensor a not found; convert or download it again, or pass another"),
+     "llama-x exited with 1 for m.gguf: the model does not load: tensor a not found; convert or download it again"),
+    ("echo error loading model: std::bad_alloc; exit 1", "llama-x exited with 1 for m.gguf: error loading model: std::bad_alloc; pass another"),
+    ("echo error loading model: unknown model architecture: x; exit 1",
+     "llama-x exited with 1 for m.gguf: the model does not load: unknown model architecture: x; this llama.cpp does not support it"),
     ("echo error loading model: unable to allocate CPU buffer; exit 1",
      "llama-x exited with 1 for m.gguf: error loading model: unable to allocate CPU buffer; pass another"),
     ("echo half a li; kill -9 $$", "llama-x was killed for m.gguf, most likely because memory ran out: free some memory"),

@@ -173,8 +173,7 @@ def test_short_text_limits_the_chunks(model, lib, tmp_path):
     (text := tmp_path / "nine.txt").write_bytes(HELDOUT[:9000])
     dry = quantize(model, "--type", "itq2_t", "--imatrix-from", text, "--dry-run")
     n_chunks = int(re.search(r"(\d+) chunks of 512 tokens of nine\.txt", dry.stdout)[1])
-    assert n_chunks * 512 < 5376
-    assert "note: block-diagonal Hessians: full Hessians of 768 columns need 5,376 tokens" in dry.stderr
+    assert n_chunks * 512 >= 2 * 768 and "block-diagonal" not in dry.stderr
 
     def run(*more) -> str:
         one_matrix = ["--tensor-type", "blk.0.attn_q=ditto3", "--tensor-type", ".*=f16"]

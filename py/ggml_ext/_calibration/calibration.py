@@ -29,7 +29,7 @@ from .._formats.cache_names import imatrix_cache_name
 from .._formats.context import N_CONTEXT, context_length
 from .._formats.gguf_file import GGUFFile, header_bytes
 from .._formats.tensor_types import uses_metric
-from .._native.process import NOT_LOADED, describe_failure, run_streamed
+from .._native.process import describe_failure, run_streamed
 from .._native.programs import find_tool
 from .._native.text_file import FLAG, check_text, count_tokens
 from .._plan.imatrix_use import list_types_using_imatrix
@@ -164,8 +164,8 @@ class Record:
         # "stand_in" is the proxy's key in existing caches; a result of the model itself is better and serves runs with a proxy too
         if "stand_in" not in recorded:
             dependencies = {key: value for key, value in dependencies.items() if key != "stand_in"}
-        columns = self.full_columns, run.cost.full_columns
-        is_wide_enough = run.kind != "full" or columns[0] is None or (columns[1] is not None and columns[0] >= columns[1])
+        recorded_limit, needed_limit = self.full_columns, run.cost.full_columns
+        is_wide_enough = run.kind != "full" or recorded_limit is None or (needed_limit is not None and recorded_limit >= needed_limit)
         return recorded == dependencies and KINDS.index(self.kind) >= KINDS.index(run.kind) and is_wide_enough
 
 
@@ -313,11 +313,10 @@ def run_program(command: list[str], directory: Path, run: CalibrationRun, title:
         code, log = run_streamed(command, directory, on_output)
     if code:
         devices = f"check {' '.join(run.devices)}, " if run.devices else ""
-        without = "pass an imatrix with --imatrix, or --no-calibration to skip it"
-        text = "" if NOT_LOADED.search(log) else "pass another text with --imatrix-from, "
+        without = "an imatrix with --imatrix, or --no-calibration to skip it"
         raise UserError("calibration: " + describe_failure(
             "llama-imatrix", code, log, f"for {run.file.path} and {run.text}",
-            hint=f"{devices}{text}{without}",
+            hint=f"{devices}pass another text with --imatrix-from, {without}",
             less_memory=f"its limit was {run.memory_limit / GIB:.1f} GiB, pass a smaller --memory, {without}",
         ))
 
@@ -377,8 +376,7 @@ def prepare(
     if directory is not None and (cached := run.open_cache()) is not None:
         return PreparedImportance(cached)
     passes: Sequence[Layers] = split_layers(run.cost, run.cost.layers, run.memory_limit) if run.needs_passes else [None]
-    importance = Importance(run.kind, full_columns=full_columns)
-    importance.description = f"{importance.title}, by a {run.describe(passes)}"
+    importance = Importance(run.kind, description=f"{run.kind}, by a {run.describe(passes)}", full_columns=full_columns)
     return PreparedImportance(importance, is_pending=True)
 
 

@@ -114,13 +114,13 @@ class CalibrationCost:
     def hessian_bytes(self, kind: str, layers: list[int] | None = None) -> int:
         return sum(i.n_bytes(self.kind_for(i.n_columns, kind)) for i in self.inputs if layers is None or i.layer in layers)
 
-    def collecting(self, kind: str) -> float:
+    def collection_flops(self, kind: str) -> float:
         """Return the operations per token that collecting the Hessians takes."""
         return sum(i.flops(self.kind_for(i.n_columns, kind)) for i in self.inputs)
 
     def seconds(self, kind: str, n_tokens: int, n_threads: int) -> float:
         """Estimate the time of one pass, in seconds."""
-        flops = 2.0 * self.n_weights_used + self.collecting(kind)
+        flops = 2.0 * self.n_weights_used + self.collection_flops(kind)
         return flops * n_tokens / self.rate(n_threads)
 
     def rate(self, n_threads: int) -> float:
@@ -169,8 +169,8 @@ def find_lack(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: in
 
     - memory for the model and the Hessians of all layers, and later for their factorization;
     - ENOUGH_TOKENS tokens per column of the widest, else they may not generalize to other text;
-    - at most twice the time of running the model;
-    - at most 15 minutes of factorization.
+    - collecting takes at most as long as running the model;
+    - factorizing takes at most 15 minutes.
     """
     needed = max(cost.n_bytes + cost.hessian_bytes("full"), cost.factorization_bytes(n_threads, n_compared_metrics))
     factorization = cost.factorization_seconds(n_threads, n_compared_metrics)
@@ -179,7 +179,7 @@ def find_lack(cost: CalibrationCost, n_tokens: int, memory: float, n_threads: in
         return f"{subject} need {needed / GIB:.1f} GiB, the limit is {memory / GIB:.1f} GiB"
     if n_tokens < ENOUGH_TOKENS * cost.widest_full:
         return f"{subject} need {ENOUGH_TOKENS * cost.widest_full:,} tokens"
-    if cost.collecting("full") > 2.0 * cost.n_weights_used:
+    if cost.collection_flops("full") > 2.0 * cost.n_weights_used:
         return f"{subject} would more than double the time of calibration"
     if factorization > MAX_FACTORIZATION_SECONDS:
         return f"{subject} would take {factorization / 60:.0f} minutes to factorize"

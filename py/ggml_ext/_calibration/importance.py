@@ -57,8 +57,9 @@ class Importance:
 
     def hessian(self, tensor: Tensor) -> TensorHessian | None:
         """Return the Hessian of a tensor, None without one."""
-        has_one = self.hessians is not None and tensor.name in self.hessians
-        return self.hessians.for_tensor(tensor, self.kind_for(tensor)) if self.hessians and has_one else None
+        if self.hessians is None or tensor.name not in self.hessians:
+            return None
+        return self.hessians.for_tensor(tensor, self.kind_for(tensor))
 
     def kind_for(self, tensor: Tensor) -> str:
         """Return the kind of the statistics of a tensor."""
@@ -152,9 +153,10 @@ def open_importance(paths: Sequence[Path], kind: str | None, text_name: str | No
         )
     hessians = HessianFile(files)
     if kind == "full" and full_columns is None and not hessians.are_full:
+        wide = "" if hessians.full_columns is None else f" of inputs of more than {hessians.full_columns:,} columns"
+        instead = "leave --importance out, which uses the full ones of the others" if wide else "pass --importance block"
         raise UserError(
-            f"--importance full: {path} has block-diagonal Hessians: make full ones with llama-imatrix --moments full, or "
-            "pass --importance block"
+            f"--importance full: {path} has block-diagonal Hessians{wide}: make full ones with llama-imatrix --moments full, or {instead}"
         )
     kind = kind or hessians.kind
     limit = full_columns or (hessians.full_columns if kind == "full" else None)
@@ -188,9 +190,8 @@ def check_hessians(plan: QuantizationPlan, importance: Importance, is_requested:
             f"{hessian_file.names()[0]}, and none of a tensor that could use them, such as {tensors[0].name}; make them with "
             "llama-imatrix -m MODEL -f TEXT --moments block, or pass --importance diagonal"
         )
-    if not any(h.stored_full for h in hessians.values()):
-        for name in {hessian_file.entry_name(name): name for name in hessians}.values():
-            hessians[name].check()
+    for name in {hessian_file.entry_name(name): name for name, h in hessians.items() if not h.stored_full}.values():
+        hessians[name].check()
     if missing := [t.name for t in tensors if t.name not in hessians]:
         plan.warnings.append(
             f"--imatrix: {hessian_file.path} has no Hessians for {len(missing)} of {len(tensors)} tensors, which use the "

@@ -21,7 +21,8 @@ NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}  # a backtrace by gdb would hide the m
 # messages of the dynamic linkers of Linux and macOS
 NOT_LINKED = "symbol lookup error|undefined symbol|error while loading shared libraries|Symbol not found|Library not loaded"
 # llama.cpp's cause, followed by lines that say only that loading failed; a lack of memory is no fault of the model
-NOT_LOADED = re.compile(r"error loading model(?: \w+)*: (?:\w+: )?((?!.*allocate).*)")
+NOT_LOADED = re.compile(r"error loading model(?: \w+)*: (?:\w+: )?((?!.*(?:alloc|out ?of ?\w*memory)).*)", re.I)
+UNKNOWN = "unknown model architecture"
 
 
 def run_streamed(
@@ -137,7 +138,7 @@ def describe_failure(program: str, code: int, log: str, on: str = "", hint: str 
     cause = last_error(log)
     if not_loaded := NOT_LOADED.search(log):
         cause = f"the model does not load: {not_loaded[1].strip()}"
-        hint = "convert or download it again" + (f", or {hint}" if hint else "")
+        hint = "this llama.cpp does not support it" if UNKNOWN in cause else "convert or download it again"
     how = f"exited with {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
     return f"{program} {how}{on}: {cause}" + (f"; {hint}" if hint else "")
 

@@ -170,12 +170,13 @@ def _yaml(text: str) -> str:
 
 def describe_importance(importance: Importance) -> str:
     """Describe the calibration without the directories of this machine."""
-    if importance.matrix is None:
+    if importance.kind == "none":
         return "none"
     text = importance.text_name
     source = "" if not text else f", {text} text" if text == BUILT_IN else f", text {Path(text).name}"
     limit = "" if importance.full_columns is None else f" (block-diagonal beyond {importance.full_columns:,} columns)"
-    return f"{KIND_NAMES[importance.kind]}{limit}{source}, from {importance.matrix.path.name}"
+    origin = "quantized layers" if importance.matrix is None else importance.matrix.path.name
+    return f"{KIND_NAMES[importance.kind]}{limit}{source}, from {origin}"
 
 
 def recorded_importance(file: GGUFFile) -> str | None:

@@ -14,7 +14,6 @@ from .._calibration.cost import CalibrationCost
 from .._calibration.options import CalibrationOptions
 from .._calibration.proxy import SOURCE
 from .._formats.gguf_file import GGUFFile
-from .._formats.hessians import ENOUGH_TOKENS
 from .._formats.names import layer_number
 from .._native.programs import find_tool
 from .._native.streams import FLAG, HINT
@@ -24,6 +23,8 @@ from .layers import ROWS_TOGETHER, PropagationConfig
 PASSES = 4
 # Chunks with gradients, and their runs of the model: forward, then by layers forward, back and forward again.
 GRADIENT_CHUNKS, GRADIENT_PASSES = 16, 5
+# Tokens per column from which on Hessians are full. Fewer were measured only without --propagate.
+ENOUGH_TOKENS = 7
 PROGRAM = "ggml-ext-streams"
 
 
