@@ -58,10 +58,9 @@ bool ggml_ext_moments::configure(bool format_dat, bool text_is_given) {
         LOG_ERR("error: --moments %s: the dat format cannot hold second moments; remove --output-format dat\n", options.kind.c_str());
         return false;
     }
-    kind        = options.kind;
-    kind_from   = "--moments";
-    max_columns = options.columns;
-    collects    = !kind.empty() && has_text;
+    kind      = options.kind;
+    kind_from = "--moments";
+    collects  = !kind.empty() && has_text;
     return true;
 }
 
@@ -291,7 +290,8 @@ bool ggml_ext_moments::is_selected(const std::string & weight) const {
 }
 
 bool ggml_ext_moments::is_full(int64_t n_cols) const {
-    return kind == "full" && (!max_columns || n_cols <= max_columns);
+    const int limit = ggml_ext_get_moments_options().columns;
+    return kind == "full" && (!limit || n_cols <= limit);
 }
 
 static bool is_supported(const ggml_tensor * node) {

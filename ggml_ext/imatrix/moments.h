@@ -69,7 +69,6 @@ private:
     std::string  kind;         // "block", "full" or empty
     std::string  kind_from;    // the option or file that sets it
     std::string  file_without; // a loaded file that has none
-    int          max_columns = 0; // of a full Hessian; 0: no limit
     int          first_layer = 0;
     int          last_layer  = -1; // all
     int          n_layers    = 0;

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from changed_model import write_changed
 from ggml_ext._console.cli import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,27 +134,6 @@ def train(weights: Weights, tokens: torch.Tensor, n_steps: int, n_layers: int, n
             print(f"step {step + 1}, loss {np.mean(losses[-20:]):.3f}", flush=True)
 
 
-def write(reader: gguf.GGUFReader, weights: Weights, path: Path) -> None:
-    """Write the file of the reader with other weights."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        value, kind = field.contents(), field.types[0]
-        if key == "general.name":
-            value = "pycoder-loud"
-        if kind == gguf.GGUFValueType.ARRAY:
-            writer.add_array(key, value)
-        else:
-            writer.add_key_value(key, value, kind)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, weights[tensor.name].detach().numpy().astype(tensor.data.dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "data" / "model-loud-f16.gguf")
@@ -168,7 +148,8 @@ def main() -> None:
     print(f"{len(tokens)/1e6:.1f}M tokens", flush=True)
     raise_channels(weights, n_layers)
     train(weights, tokens, args.steps, n_layers, n_heads)
-    write(reader, weights, args.out)
+    trained = ((t.name, weights[t.name].detach().numpy().astype(t.data.dtype)) for t in reader.tensors)
+    write_changed(reader, args.out, trained, {"general.name": "pycoder-loud"})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from changed_model import write_changed
 from ggml_ext._base.errors import UserError
 from ggml_ext._console.cli import run_script
 
@@ -54,20 +55,14 @@ def main() -> None:
     if padded % (head * group):
         raise UserError(f"{args.model}: the padded width {padded} must be a multiple of {head * group} ({group} heads of {head} in a group); choose another model")
     changed = {
-        "embedding_length": padded, "attention.head_count": padded // head, "attention.head_count_kv": padded // head // group,
-        "attention.layer_norm_rms_epsilon": value["llama.attention.layer_norm_rms_epsilon"] * width / padded,
+        "llama.embedding_length": padded, "llama.attention.head_count": padded // head, "llama.attention.head_count_kv": padded // head // group,
+        "llama.attention.layer_norm_rms_epsilon": value["llama.attention.layer_norm_rms_epsilon"] * width / padded,
+        "general.file_type": int(gguf.LlamaFileType.MOSTLY_F16),
     }
     sizes = {width: padded, kv_heads * head: padded // group}
-    writer = gguf.GGUFWriter(args.out, arch)
-    for name, field in reader.fields.items():
-        if name == "general.file_type":
-            writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-        elif not name.startswith("GGUF.") and name != "general.architecture":
-            kind = field.types[0]
-            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, changed.get(name.removeprefix("llama."), value[name]), kind, sub)
     noise = np.random.default_rng(args.dither)
-    for t in reader.tensors:
+
+    def pad_tensor(t: gguf.ReaderTensor) -> np.ndarray:
         w = gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32)
         if args.dither is not None and t.tensor_type == gguf.GGMLQuantizationType.Q4_1:
             w += quantization_steps(t) * (noise.random(w.shape, np.float32) - np.float32(0.5))
@@ -75,11 +70,9 @@ def main() -> None:
         w = pad(w, tuple(sizes.get(n, n) if pads_rows or i == w.ndim - 1 else n for i, n in enumerate(w.shape)))
         if t.name.endswith("_norm.weight"):
             w *= np.float32(np.sqrt(width / padded))
-        writer.add_tensor(t.name, w if w.ndim == 1 else w.astype(np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        return w if w.ndim == 1 else w.astype(np.float16)
+
+    write_changed(reader, args.out, ((t.name, pad_tensor(t)) for t in reader.tensors), changed)
     print(f"{args.out}: width {width} padded to {padded}, {heads} heads to {padded // head}")
 
 

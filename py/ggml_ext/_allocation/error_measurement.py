@@ -89,7 +89,7 @@ class ErrorMeasurement:
             "version": __version__,
             "model": [fingerprint(part.path, header_bytes(part)) for part in self.file.parts],
             "importance": [self.importance.title, [fingerprint(p) for p in self.importance.paths()], *excluded],
-            "encoder": [self.codec.effort, self.codec.itq3_levels],
+            "encoder": self.codec.list_dependencies(),
         }
 
     def _measure_sample(self, planned: PlannedTensor, qtype: GGMLQuantizationType, cache: MetricCache) -> float:

@@ -448,7 +448,7 @@ def _choose_kind(
         if reason:
             where = f" of inputs of more than {n_columns:,} columns" if n_columns else ""
             console.note(f"block-diagonal Hessians{where}: {reason}; --importance full overrides this")
-        return ("full" if n_columns else "block"), (n_columns if n_columns and reason else None)
+        return ("full" if n_columns else "block"), cost.full_limit(n_columns)
     if options.kind == "full" and (needed := cost.factorization_bytes(n_threads, n_compared_metrics)) > limit:
         fewer = ", fewer --threads" if n_compared_metrics else ""
         console.note(

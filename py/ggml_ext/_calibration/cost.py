@@ -102,6 +102,10 @@ class CalibrationCost:
         """The numbers of columns of the inputs, the widest first."""
         return sorted({i.n_columns for i in self.inputs}, reverse=True)
 
+    def full_limit(self, n_columns: int) -> int | None:
+        """Return `full_columns` for full Hessians of up to n_columns columns: None if there are none, or no wider inputs."""
+        return n_columns if 0 < n_columns < self.widths[0] else None
+
     @property
     def widest_full(self) -> int:
         """Columns of the widest input with a full Hessian."""

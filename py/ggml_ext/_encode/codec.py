@@ -80,6 +80,10 @@ class Codec:
         self.segment = SEGMENTS[effort]
         self.upstream_sweeps = UPSTREAM_SWEEPS[effort]
 
+    def list_dependencies(self) -> list:
+        """List the options that decide the encoded bytes."""
+        return [self.effort, self.itq3_levels, self.ditto_codebook]
+
     def with_one_thread(self) -> Codec:
         """Return a codec for threads that each encode a tensor of their own."""
         return Codec(self.lib, self.itq3_levels, self.ditto_codebook, self.effort)

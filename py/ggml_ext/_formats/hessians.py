@@ -17,10 +17,11 @@ from gguf import GGMLQuantizationType
 
 from .._base.errors import UserError
 from .gguf_file import GGUFFile, Tensor
+from .imatrix import SUMS
 
 BLOCK = 256  # columns per block of a block-diagonal Hessian
 KIND, BLOCK_SIZE, WEIGHTS, OWNERS = (f"imatrix.moments{end}" for end in ("", ".block_size", ".tensors", ".inputs"))
-VALUES, COUNTS, DIAGONAL = ".in_moments", ".moment_counts", ".in_sum2"
+VALUES, COUNTS = ".in_moments", ".moment_counts"
 
 # Strength of the shrinkage of a Hessian towards its diagonal: tokens per column at which the diagonal is doubled, and the least strength. The
 # search is in docs/results/shrinkage.md.
@@ -277,7 +278,7 @@ class HessianFile:
             raise UserError(f"{where}: count {bad[0]:,} is {counts[bad[0]]:g}, must be finite and not negative; {hint}")
         if not counts.any():
             raise UserError(f"{where}: its Hessian has no tokens; make the file again with more text")
-        n_columns = tensors[owner + DIAGONAL].ne[0] if owner + DIAGONAL in tensors else 0
+        n_columns = tensors[owner + SUMS].ne[0] if owner + SUMS in tensors else 0
         is_blocks = n_columns > BLOCK and values.ne[0] == packed_size(n_columns, False)
         return _Entry(file, values, counts, n_columns, is_full and not is_blocks)
 
@@ -293,7 +294,7 @@ class HessianFile:
         return self._entries[name].values.name
 
     def for_tensor(self, tensor: Tensor, kind: str) -> TensorHessian:
-        """Return the Hessian of a weight matrix, of `kind` if it is stored so. UserError if it has another width or number of experts."""
+        """Return the Hessian for a tensor, of `kind` if it is stored so. UserError if it has another width or number of experts."""
         entry = self._entries[tensor.name]
         n_columns, n_matrices = tensor.ne[0], tensor.ne[2] if len(tensor.ne) > 2 else 1
         where = f"--imatrix: {entry.file.path}: tensor {tensor.name}"

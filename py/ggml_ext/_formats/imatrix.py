@@ -1,4 +1,4 @@
-"""Imatrix files of llama-imatrix: the mean square of each input column of a weight matrix, which is the Hessian's diagonal.
+"""Imatrix files of llama-imatrix: the mean square of each column of a tensor's input, which is the Hessian's diagonal.
 
 Formats and normalization follow llama.cpp: common/imatrix-loader.cpp and load_imatrix() of tools/quantize/quantize.cpp. The old format
 (save_imatrix_legacy() of tools/imatrix/imatrix.cpp) does not count tokens per expert.

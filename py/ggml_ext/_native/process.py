@@ -136,15 +136,16 @@ def describe_failure(program: str, code: int, log: str, on: str = "", hint: str 
     if re.search(NOT_LINKED, log):
         hint = library_conflict() or hint
     cause = last_error(log)
-    if not_loaded := NOT_LOADED.search(log):
-        cause = f"the model does not load: {not_loaded[1].strip()}"
+    if NOT_LOADED.search(log):
         hint = "this llama.cpp does not support it" if UNKNOWN in cause else "convert or download it again"
     how = f"exited with {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
     return f"{program} {how}{on}: {cause}" + (f"; {hint}" if hint else "")
 
 
 def last_error(log: str) -> str:
-    """Return the last line with an error, else the last line, without time stamps and colours."""
+    """Return why the model does not load, else the last line with an error, else the last line, without time stamps and colours."""
+    if not_loaded := NOT_LOADED.search(log):
+        return f"the model does not load: {not_loaded[1].strip()}"
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in log.splitlines()]
     lines = [line for line in lines if line and not set(line) <= set(".")]
     errors = [m[1] for line in lines if (m := re.match(r"[\d.]+ E (.*)", line))]

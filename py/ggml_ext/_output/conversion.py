@@ -55,7 +55,7 @@ class Conversion:
             "version": [__version__, "numpy" if self.codec.lib is None else fingerprint(self.codec.lib.path)],
             "input": [identify_file(part.path, header_bytes(part)) for part in self.file.parts] if self.checkpoint is None else self.checkpoint,
             # the metadata of standard files, which are dependencies too, have no options
-            "encoder": [self.codec.effort, self.codec.itq3_levels, self.codec.ditto_codebook],
+            "encoder": self.codec.list_dependencies(),
             "importance": [self.importance.title, [identify_file(p) for p in self.importance.paths()]],
             **({} if self.sequential_quantizer is None else {"propagation": self.sequential_quantizer.config.list_dependencies()}),
             **more,

@@ -56,7 +56,7 @@ def configure_propagation(
     return PropagationConfig(
         command=tuple(map(str, command)),
         kind=options.kind or ("full" if n_columns else "block"),
-        full_columns=n_columns if not options.kind and 0 < n_columns < setup.cost.widths[0] else None,
+        full_columns=None if options.kind else setup.cost.full_limit(n_columns),
         text=setup.text,
         text_name=setup.text_name,
         n_chunks=setup.n_chunks,
